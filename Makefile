@@ -1,0 +1,32 @@
+# Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-rust test-python check bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## create .venv with vLLM's CPU build, UCX and kvpipe in release mode
+	@scripts/setup
+
+demo: setup ## 1 prefill + 1 decode instance beside an undivided one: the same answers?
+	@.venv/bin/python examples/disagg_prefill/demo.py
+
+test: setup ## all tests: Rust, then Python
+	@scripts/test
+
+test-rust: setup ## cargo test
+	@scripts/test rust
+
+test-python: setup ## pytest
+	@scripts/test python
+
+check: setup ## formatting, lints, types, stubs, dependency direction
+	@scripts/check
+
+bench: setup ## latency and GB/s of a Pipe beside memcpy
+	@.venv/bin/kvpipe bench pipe
+
+clean: ## remove everything that the other targets made
+	rm -rf target .venv .cache .mypy_cache .pytest_cache .ruff_cache
+	find python tests examples -name __pycache__ -prune -exec rm -rf {} +
+	rm -f python/kvpipe/_kvpipe*.so

@@ -1,0 +1,257 @@
+"""The same requests to a prefill/decode pair and to one undivided instance: the same answers?
+
+Makes a tiny model, starts one prefill and one decode instance, the proxy and an undivided instance
+of the same settings, sends each request to both at temperature 0, and prints what each handoff did.
+The exit status is 1 unless all answers are identical and every handoff is full.
+
+    make demo
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import http
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from tiny_model import make_tiny_model
+from tokenizers import Tokenizer
+
+from kvpipe.deployment import Deployment, DeploymentSpec
+from kvpipe.exceptions import KVPipeError
+
+REPOSITORY = Path(__file__).parents[2]
+LOG_DIR = REPOSITORY / ".cache" / "demo-logs"
+MODEL = "tiny"
+BLOCK_SIZE = 32
+MAX_TOKENS = 24
+
+# float32: in bfloat16 a near tie may fall the other way between a batch of one token and a long one
+VLLM_ARGS = ("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager")
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+# The result is there a moment after the answer: D reports it when its engine has stepped once more
+RESULT_TIMEOUT_S = 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One request: what it shows, where it goes, its body."""
+
+    kind: str
+    path: str
+    body: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What came back: the text, the ids of its tokens, and which handoff it came over."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    handoff: str | None
+
+    def same_as(self, other: "Answer") -> bool:
+        """Whether text and token ids are the same; two empty answers prove nothing."""
+        return bool(self.text) and (self.text, self.token_ids) == (other.text, other.token_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    kind: str
+    is_identical: bool
+    status: dict[str, Any]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the answer is right and all of the prompt came from the prefill instance."""
+        return self.is_identical and self.status.get("result") == "full"
+
+    def cells(self) -> list[str]:
+        """The columns, as text."""
+        status = self.status
+        return [
+            self.kind,
+            str(status.get("prompt_tokens", "?")),
+            str(status.get("computed_tokens", "?")),
+            f"{status['bytes']:,}" if "bytes" in status else "?",
+            str(status.get("transport", "?")),
+            f"{status['handover_ms']:.1f}" if "handover_ms" in status else "?",
+            str(status.get("result", "?")),
+            "yes" if self.is_identical else "NO",
+        ]
+
+
+HEADINGS = ["request", "prompt", "D computed", "bytes", "transport", "ms", "handoff", "identical"]
+NUMBERS = {"prompt", "D computed", "bytes", "ms"}
+
+
+def requests(tokenizer: Tokenizer) -> Iterator[Request]:
+    """The kinds that a handoff may get wrong, each with a prompt of its own.
+
+    Prompts of an exact length are token ids; they start at different places of the text, so that
+    none is the prefix of another, but for the last pair, which shares three blocks.
+    """
+    ids = tokenizer.encode(_text()).ids
+    block = BLOCK_SIZE
+
+    def tokens(kind: str, num_tokens: int, *, start: int, **more: Any) -> Request:
+        return _completion(kind, ids[start : start + num_tokens], **more)
+
+    yield tokens("shorter than a block", 11, start=100)
+    yield tokens("several blocks", 5 * block + 7, start=300)
+    yield tokens("exactly 4 blocks", 4 * block, start=600)
+    yield tokens("4 blocks and one token", 4 * block + 1, start=900)
+    yield tokens("4 blocks less one token", 4 * block - 1, start=1200)
+    yield tokens("long", 1500, start=1500)
+    yield _completion("text", "import asyncio\n\nasync def main():\n    reader, writer = ")
+    yield tokens("streamed", 3 * block + 5, start=3100, stream=True)
+    yield _chat("chat", "What does a prefill instance do, and what a decode instance?")
+    yield _chat("chat, streamed", "Tell me about blocks, regions and sessions.", stream=True)
+    shared = ids[3400 : 3400 + 3 * block]
+    yield _completion("shared prefix, first", shared + ids[4000 : 4000 + block + 3])
+    yield _completion("shared prefix, second", shared + ids[4200 : 4200 + block + 9])
+
+
+def _text() -> str:
+    return "".join(Path(module.__file__ or "").read_text() for module in (asyncio.tasks, dataclasses))
+
+
+def _completion(kind: str, prompt: str | list[int], **more: Any) -> Request:
+    return Request(kind, COMPLETIONS, {"prompt": prompt, **_common(), **more})
+
+
+def _chat(kind: str, content: str, **more: Any) -> Request:
+    messages = [{"role": "user", "content": content}]
+    return Request(kind, CHAT, {"messages": messages, **_common(), **more})
+
+
+def _common() -> dict[str, Any]:
+    limits = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
+    return {"model": MODEL, "temperature": 0, "return_token_ids": True, **limits}
+
+
+async def ask(session: aiohttp.ClientSession, url: str, request: Request) -> Answer:
+    """Sends a request and reads the whole answer, streamed or not."""
+    async with session.post(url + request.path, json=request.body) as response:
+        if response.status != http.HTTPStatus.OK:
+            raise KVPipeError(f"{url}: HTTP {response.status}: {await response.text()}")
+        raw = await response.text()
+        handoff = response.headers.get("x-kvpipe-handoff")
+    parts = _events(raw) if request.body.get("stream") else [json.loads(raw)]
+    choices = [choice for part in parts for choice in part["choices"]]
+    text = "".join(map(_choice_text, choices))
+    token_ids = tuple(token for choice in choices for token in choice.get("token_ids") or ())
+    return Answer(text, token_ids, handoff)
+
+
+def _events(raw: str) -> list[dict[str, Any]]:
+    data = [line.removeprefix("data: ") for line in raw.splitlines() if line.startswith("data: ")]
+    if not data or data[-1] != "[DONE]":
+        raise KVPipeError("the stream broke off: it does not end with [DONE]")
+    return [json.loads(event) for event in data[:-1]]
+
+
+def _choice_text(choice: dict[str, Any]) -> str:
+    message = choice.get("message") or choice.get("delta") or {}
+    return choice.get("text") or message.get("content") or ""
+
+
+async def handoff_status(session: aiohttp.ClientSession, url: str, handoff: str | None) -> dict[str, Any]:
+    """What the proxy knows about a handoff, once it has ended."""
+    if handoff is None:
+        return {"result": "no handoff"}
+    deadline = time.monotonic() + RESULT_TIMEOUT_S
+    while True:
+        async with session.get(f"{url}/status/{handoff}") as response:
+            found = response.status == http.HTTPStatus.OK
+            status: dict[str, Any] = await response.json() if found else {}
+        if status.get("result") not in {None, "pending"} or time.monotonic() > deadline:
+            return status
+        await asyncio.sleep(0.1)
+
+
+async def compare(deployment: Deployment, model: Path) -> list[Row]:
+    """Sends every request to both, one after the other."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    undivided = deployment.undivided[0].url
+    rows = []
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
+        for request in requests(tokenizer):
+            divided_answer = await ask(session, deployment.url, request)
+            undivided_answer = await ask(session, undivided, request)
+            status = await handoff_status(session, deployment.url, divided_answer.handoff)
+            rows.append(Row(request.kind, divided_answer.same_as(undivided_answer), status))
+            say(f"{request.kind}: {'identical' if rows[-1].is_identical else 'DIFFERENT'}")
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The rows under their headings, in columns: text to the left, numbers to the right."""
+    lines = [HEADINGS, *(row.cells() for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if heading in NUMBERS else cell.ljust(width)
+            for heading, cell, width in zip(HEADINGS, line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+async def demo(*, verbose: bool) -> int:
+    """Runs the whole comparison and returns the exit status."""
+    model = make_tiny_model()
+    for log in LOG_DIR.glob("*.log"):
+        log.unlink()
+    spec = DeploymentSpec(
+        model=str(model),
+        num_undivided=1,
+        block_size=BLOCK_SIZE,
+        vllm_args=(*VLLM_ARGS, "--served-model-name", MODEL),
+        env={"VLLM_NO_USAGE_STATS": "1"},
+        log_dir=LOG_DIR,
+    )
+    say(f"starting 1 prefill, 1 decode and 1 undivided instance (minutes); logs in {LOG_DIR}")
+    echo = say if verbose else None
+    began = time.monotonic()
+    async with Deployment(spec, echo=echo, report=say) as deployment:
+        say(f"all are healthy after {time.monotonic() - began:.0f} s")
+        rows = await compare(deployment, model)
+    print(table(rows))
+    num_good = sum(row.is_good for row in rows)
+    print(f"{num_good} of {len(rows)} requests: identical answer over a full handoff")
+    return 0 if num_good == len(rows) else 1
+
+
+def say(text: str) -> None:
+    """Progress goes to stderr, the table to stdout."""
+    print(text if text.startswith("[") else f"demo: {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Parses the command line and runs."""
+    parser = argparse.ArgumentParser(description="Compare a prefill/decode pair with one instance.")
+    parser.add_argument("--verbose", action="store_true", help="show the logs of all processes")
+    args = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        return asyncio.run(demo(verbose=args.verbose))
+    except KVPipeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

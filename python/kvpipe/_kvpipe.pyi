@@ -1,0 +1,148 @@
+"""The native part of kvpipe. Not public: `kvpipe.Pipe`, `kvpipe.Agent` and `kvpipe.control` are built on it.
+
+Ids (`handoff`, `incarnation`) are 16 bytes. Timeouts are seconds; `None` waits without end. Memory is handed in as an
+object with a contiguous buffer of bytes, which is kept alive until the operation has let go of it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+_TensorMeta: TypeAlias = tuple[int, str, Sequence[int]]
+"""`(family, dtype, shape)`: family 0 is `None`, 1 torch, 2 numpy."""
+
+def ucx_info(wheel_dir: str | Path | None = None) -> dict[str, Any]:
+    """Loads UCX and tells `version`, `path`, `has_cuda`, `has_rdma_devices`.
+
+    Raises:
+        TransportUnavailableError: There is no UCX, or it is too old; the message names what was tried.
+    """
+
+@final
+class Work:
+    """An operation under way."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once it has ended. It belongs to this object."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits without the GIL; False when the timeout came first. Ctrl-C interrupts."""
+
+    def result(self) -> Any:
+        """The outcome of an ended operation, or its error."""
+
+@final
+class ReceivedBuffer:
+    """The bytes of a received tensor, as a writable buffer that owns them."""
+
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __release_buffer__(self, buffer: memoryview, /) -> None: ...
+
+@final
+class PipeEnd:
+    """One end of a pipe."""
+
+    @staticmethod
+    def listen(address: str, token: bytes, wheel_dir: str | Path | None) -> PipeEnd: ...
+    @staticmethod
+    def connect(address: str, token: bytes, wheel_dir: str | Path | None, timeout: float) -> tuple[PipeEnd, Work]: ...
+    def send(self, tensor: _TensorMeta, data: Any, timeout: float | None) -> Work: ...
+    def receive(self, out: tuple[_TensorMeta, Any] | None, timeout: float | None) -> Work: ...
+    def close(self, timeout: float | None) -> Work | None: ...
+    def stop(self) -> None: ...
+    @property
+    def address(self) -> str | None: ...
+    def info(self) -> tuple[str, str, str, int, int, int]:
+        """`(state, peer, transport, num_tensors, num_bytes, in_flight)`."""
+
+@final
+class Agent:
+    """Block transfers, and the worker role's side of handoffs."""
+
+    def __new__(
+        cls,
+        listen: str,
+        token: bytes,
+        wheel_dir: str | Path | None = None,
+        engine_id: str = "",
+        fingerprint: Sequence[tuple[str, str]] = ...,
+        silence: float | None = None,
+    ) -> Agent: ...
+    @property
+    def address(self) -> str | None: ...
+    @property
+    def incarnation(self) -> bytes: ...
+    @property
+    def num_lent(self) -> int:
+        """Number of handoffs whose blocks are lent."""
+
+    def register(self, name: str, data: Any, block_bytes: int, stride: int) -> Work: ...
+    def connect(self, address: str) -> Work:
+        """Ends with `(peer, address, incarnation, transport, {name: (num_blocks, block_bytes)})`."""
+
+    def read_blocks(
+        self,
+        peer: int,
+        region: str,
+        local_ids: Sequence[int],
+        remote_region: str,
+        remote_ids: Sequence[int],
+        timeout: float | None = None,
+    ) -> Work: ...
+    def finalize(self, handoff: bytes, generation: int, first: int, block_ids: Sequence[int]) -> None: ...
+    def end(self, handoff: bytes, reason: str) -> None: ...
+    def load(
+        self,
+        handoff: bytes,
+        producer: str,
+        incarnation: bytes,
+        generation: int,
+        first: int,
+        block_ids: Sequence[int],
+        is_committed: bool,
+    ) -> None: ...
+    def commit(self, handoff: bytes) -> None: ...
+    def cancel(self, handoff: bytes, reason: str) -> None: ...
+    def drain(self) -> list[dict[str, Any]]: ...
+    def close(self) -> None: ...
+
+@final
+class Control:
+    """The control plane: handoffs between schedulers, and questions to others' control ports."""
+
+    def __new__(
+        cls,
+        listen: str | None,
+        token: bytes,
+        engine_id: str = "",
+        fingerprint: Sequence[tuple[str, str]] = ...,
+        silence: float | None = None,
+        lease: float = 30.0,
+        open_timeout: float = 30.0,
+        handoff_timeout: float = 300.0,
+    ) -> Control: ...
+    @property
+    def address(self) -> str | None: ...
+    def describe_as(self, json: str) -> None: ...
+    def open(
+        self,
+        handoff: bytes,
+        prompt_hash: bytes,
+        num_tokens: int,
+        generation: int,
+        ranks: Sequence[tuple[str, bytes]],
+    ) -> None: ...
+    def finish(self, handoff: bytes, output_ids: Sequence[int], finish_reason: str, num_cached_tokens: int) -> None: ...
+    def withdraw(self, handoff: bytes, reason: str) -> None: ...
+    def watch(self, handoff: bytes, producer: str) -> None: ...
+    def unwatch(self, handoff: bytes, is_taken: bool) -> None: ...
+    def set_result(self, handoff: bytes, json: str) -> None: ...
+    def ask_description(self, address: str, timeout: float) -> Work: ...
+    def ask_release(self, address: str, handoff: bytes, timeout: float) -> Work: ...
+    def ask_result(self, address: str, handoff: bytes, timeout: float) -> Work: ...
+    def drain(self) -> list[dict[str, Any]]: ...
+    def close(self) -> None: ...

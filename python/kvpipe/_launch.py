@@ -1,0 +1,211 @@
+"""What a deployment starts: its spec, and from that the ports, environments and command lines."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from kvpipe._process import ChildProcess
+from kvpipe._sessions import Watchdog
+from kvpipe.exceptions import ConfigError
+
+Role = Literal["prefill", "decode", "undivided", "proxy"]
+Echo = Callable[[str], None]
+
+VLLM_COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+PROXY_COMMAND = (sys.executable, "-m", "kvpipe", "proxy")
+
+LOOPBACK = "127.0.0.1"
+_KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+# vLLM's CPU build: instances on one machine share its cores, where the default binds all of them to
+# the same ones; 1 GiB of KV each, where the default takes a share of all memory for every one.
+_CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeploymentSpec:
+    """What to start. The defaults are those of `kvpipe up`."""
+
+    model: str
+    """Folder or name of the model, as vLLM takes it."""
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_undivided: int = 0
+    """Instances without a connector, which the proxy does not know: to compare with."""
+    host: str = LOOPBACK
+    """Address of the proxy. The instances always listen on loopback."""
+    port: int = 0
+    """Port of the proxy; 0 takes a free one."""
+    dispatch: Literal["sequential", "concurrent"] = "sequential"
+    block_size: int | None = None
+    """Tokens in a KV block; None leaves it to vLLM."""
+    token: str | None = None
+    """Shared secret of all of them; None takes KVPIPE_TOKEN, else a random one for this run."""
+    vllm_args: Sequence[str] = ()
+    connector_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """More keys of `kv_connector_extra_config`, for every instance."""
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Environment of every process, over this process's own."""
+    log_dir: Path | None = None
+    """Where `<name>.log` of each process is kept; None keeps no files."""
+    startup_timeout_s: float = 900.0
+    grace_s: float = 15.0
+    """Between SIGTERM and SIGKILL when ending."""
+    server_command: Sequence[str] = VLLM_COMMAND
+    proxy_command: Sequence[str] | None = PROXY_COMMAND
+    """None starts no proxy."""
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be started."""
+        for name, least in (("num_prefill", 1), ("num_decode", 1), ("num_undivided", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.block_size is not None and self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, not {self.block_size}")
+
+    @property
+    def served_model(self) -> str:
+        """The name under which clients ask for the model."""
+        args = list(self.vllm_args)
+        for index, arg in enumerate(args):
+            if arg == "--served-model-name" and index + 1 < len(args):
+                return args[index + 1]
+            if arg.startswith("--served-model-name="):
+                return arg.partition("=")[2]
+        return self.model
+
+
+@dataclasses.dataclass(frozen=True)
+class Instance:
+    """One process of a deployment and where it is reached."""
+
+    role: Role
+    url: str
+    control: str | None
+    """`host:port` of the connector's control plane; None where there is no connector."""
+    child: ChildProcess
+
+    @property
+    def name(self) -> str:
+        """Such as `prefill-0`."""
+        return self.child.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The processes of one deployment, with their addresses; none is started yet."""
+
+    prefill: list[Instance]
+    decode: list[Instance]
+    undivided: list[Instance]
+    proxy: Instance | None
+
+
+class Planner:
+    """Turns a spec into processes. Chooses free ports; starts nothing."""
+
+    def __init__(self, spec: DeploymentSpec, watchdog: Watchdog, echo: Echo | None) -> None:
+        """Takes the arguments of `Deployment`, and who ends the processes should this one die."""
+        num_engines = spec.num_prefill + spec.num_decode
+        self._spec = spec
+        self._echo = echo
+        self._watchdog = watchdog
+        self._env = _environment(spec)
+        self._ports = iter(_free_ports(2 * num_engines + spec.num_undivided + 1))
+
+    def plan(self) -> Plan:
+        """The processes of the spec."""
+        spec = self._spec
+        prefill = [self._instance("prefill", index) for index in range(spec.num_prefill)]
+        decode = [self._instance("decode", index) for index in range(spec.num_decode)]
+        undivided = [self._instance("undivided", index) for index in range(spec.num_undivided)]
+        proxy = None
+        if spec.proxy_command is not None:
+            proxy = self._proxy(spec.proxy_command, [*prefill, *decode])
+        return Plan(prefill, decode, undivided, proxy)
+
+    def _instance(self, role: Role, index: int) -> Instance:
+        spec, port = self._spec, str(next(self._ports))
+        where = ["--model", spec.model, "--host", LOOPBACK, "--port", port]
+        command = [*spec.server_command, *where]
+        if spec.block_size is not None:
+            command += ["--block-size", str(spec.block_size)]
+        control = None
+        if role in _KV_ROLE:
+            control = f"{LOOPBACK}:{next(self._ports)}"
+            command += [
+                "--kv-transfer-config",
+                json.dumps(_kv_transfer_config(spec, role, control)),
+            ]
+        command += spec.vllm_args
+        child = self._child(f"{role}-{index}", command)
+        return Instance(role, f"http://{LOOPBACK}:{port}", control, child)
+
+    def _proxy(self, command: Sequence[str], engines: Sequence[Instance]) -> Instance:
+        spec, port = self._spec, self._spec.port or next(self._ports)
+        where = ["--host", spec.host, "--port", str(port)]
+        command = [*command, *where, "--dispatch", spec.dispatch]
+        for engine in engines:
+            command += [f"--{engine.role}", f"{engine.url},{engine.control}"]
+        return Instance("proxy", f"http://{spec.host}:{port}", None, self._child("proxy", command))
+
+    def _child(self, name: str, command: Sequence[str]) -> ChildProcess:
+        log_dir = self._spec.log_dir
+        log_path = None if log_dir is None else log_dir / f"{name}.log"
+        return ChildProcess(
+            name,
+            command,
+            self._env,
+            watchdog=self._watchdog,
+            log_path=log_path,
+            echo=self._echo,
+        )
+
+
+def is_cpu_vllm() -> bool:
+    """Whether the vLLM installed here is its CPU build, by the rule that vLLM itself uses."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return distribution == "vllm-cpu" or "cpu" in version
+    return False
+
+
+def _environment(spec: DeploymentSpec) -> dict[str, str]:
+    """This process's environment with what is missing in it; what the user has set stays."""
+    env = {**os.environ, **spec.env}
+    defaults = {"PYTHONUNBUFFERED": "1"}
+    if is_cpu_vllm():
+        defaults |= _CPU_ENV
+    if Path(spec.model).is_dir():
+        defaults["HF_HUB_OFFLINE"] = "1"
+    token = spec.token or env.get("KVPIPE_TOKEN") or secrets.token_hex(16)
+    return {**defaults, **env, "KVPIPE_TOKEN": token}
+
+
+def _kv_transfer_config(spec: DeploymentSpec, role: Role, control: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVPipeConnector",
+        "kv_connector_module_path": "kvpipe.connector",
+        "kv_role": _KV_ROLE[role],
+        "kv_connector_extra_config": {"listen": control, **spec.connector_config},
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    """Different ports that were free a moment ago: all are held until the last one is known."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -1,0 +1,123 @@
+"""Sessions of processes: who is in one, and a watchdog that ends those whose launcher is gone.
+
+The watchdog is a process of its own: `python -m kvpipe._sessions`, told over its stdin. It outlives
+a launcher that was killed, and ends what vLLM leaves behind when its API server was killed too. (The
+kernel's PR_SET_PDEATHSIG reaches only the first process, and once for every thread of the launcher:
+the second SIGTERM disturbs the shutdown that the first began.)
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_GRACE_S = 15.0
+_INTERVAL_S = 0.1
+
+
+def session_members(session_id: int) -> list[int]:
+    """Process ids of the living members of a session, zombies left out."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except OSError:
+            continue  # it ended while we looked
+        # "pid (command) state ppid pgrp session …"; the command may hold spaces and parentheses
+        state, _, _, session = stat.rpartition(")")[2].split()[:4]
+        if int(session) == session_id and state not in "ZX":
+            members.append(int(entry.name))
+    return members
+
+
+def kill_members(session_id: int) -> list[int]:
+    """Sends SIGKILL to all members of a session, and returns who they were.
+
+    To be repeated until nobody is left: a member may start another while it is being killed.
+    """
+    members = session_members(session_id)
+    for pid in members:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return members
+
+
+class Watchdog:
+    """The launcher's side: names the sessions to end should this process die."""
+
+    def __init__(self) -> None:
+        """Starts nothing: the process starts with the first session."""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def watch(self, session_id: int) -> None:
+        """From now on the session ends with this process."""
+        if self._process is None:
+            # Its own session, so that the terminal's Ctrl-C does not reach it
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvpipe._sessions"],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+        self._tell(f"+{session_id}\n")
+
+    def forget(self, session_id: int) -> None:
+        """The session has ended: its id may soon be somebody else's."""
+        self._tell(f"-{session_id}\n")
+
+    async def close(self) -> None:
+        """Ends the watchdog, and with it every session that was not forgotten."""
+        process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+            await asyncio.to_thread(process.wait)
+
+    def _tell(self, line: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # somebody killed it: we do without
+                os.write(self._process.stdin.fileno(), line.encode())
+
+
+def _read_sessions(lines: Iterable[str]) -> set[int]:
+    """The sessions that are left at the end of file, which is the end of the launcher."""
+    sessions = set()
+    for line in lines:
+        session_id = int(line[1:])
+        if line.startswith("+"):
+            sessions.add(session_id)
+        else:
+            sessions.discard(session_id)
+    return sessions
+
+
+def _end(sessions: set[int]) -> None:
+    """SIGTERM to the leaders; SIGKILL to a session without one, and to all after the grace."""
+    for session_id in sessions:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(session_id, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_S
+    while sessions:
+        for session_id in list(sessions):
+            members = session_members(session_id)
+            if not members:
+                sessions.discard(session_id)
+            elif session_id not in members or time.monotonic() > deadline:
+                kill_members(session_id)
+        time.sleep(_INTERVAL_S)
+
+
+def main() -> None:
+    """Waits for the end of the launcher, then ends what it left."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _end(_read_sessions(sys.stdin))
+
+
+if __name__ == "__main__":
+    main()

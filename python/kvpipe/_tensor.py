@@ -1,0 +1,155 @@
+"""Tensors as bytes with a description, and back. Imports torch and numpy only when a tensor of theirs is there."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvpipe.exceptions import ConfigError, ProtocolError, TransportUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NOTHING, TORCH, NUMPY = 0, 1, 2
+
+Meta = tuple[int, str, "Sequence[int]"]
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor as it travels.
+
+    Attributes:
+        meta: `(family, dtype, shape)`.
+        data: An object with a contiguous buffer of the tensor's bytes; it keeps them alive.
+    """
+
+    meta: Meta
+    data: Any
+
+
+def describe(tensor: object, *, must_be_in_place: bool = False) -> Described:
+    """Describes a tensor without copying it, unless it is not contiguous.
+
+    Args:
+        tensor: A torch tensor on the CPU, a numpy array, or `None`.
+        must_be_in_place: The bytes will be written: a tensor that would have to be copied is an error.
+
+    Raises:
+        ConfigError: Not a tensor, or one that has no plain bytes.
+        TransportUnavailableError: On a device from which this version cannot send.
+    """
+    if tensor is None:
+        return Described((NOTHING, "", ()), b"")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        return _describe_torch(torch, tensor, must_be_in_place=must_be_in_place)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(tensor, (numpy.ndarray, numpy.generic)):
+        return _describe_numpy(numpy, tensor, must_be_in_place=must_be_in_place)
+    message = f"cannot send {type(tensor).__name__}: expected a torch tensor, a numpy array or None"
+    raise ConfigError(message)
+
+
+def _describe_torch(torch: Any, tensor: Any, *, must_be_in_place: bool) -> Described:
+    if tensor.device.type != "cpu":
+        message = (
+            f"a tensor on device {tensor.device} cannot be sent or received in this version; "
+            "use tensor.cpu(), CUDA tensors in place come with a later release"
+        )
+        raise TransportUnavailableError(message)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        message = f"a {kind} tensor has no plain bytes; use tensor.to_dense() or tensor.dequantize()"
+        raise ConfigError(message)
+    plain = tensor.detach()
+    if must_be_in_place and (not plain.is_contiguous() or plain.is_conj() or plain.is_neg()):
+        message = "out= must be contiguous and own its values (no conjugate or negative view)"
+        raise ConfigError(message)
+    plain = plain.resolve_conj().resolve_neg().contiguous()
+    meta = (TORCH, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    if plain.numel() == 0:
+        return Described(meta, b"" if not must_be_in_place else bytearray())
+    return Described(meta, plain.reshape(-1).view(torch.uint8).numpy())
+
+
+def _describe_numpy(numpy: Any, array: Any, *, must_be_in_place: bool) -> Described:
+    dtype = array.dtype
+    if dtype.hasobject:
+        message = f"dtype={dtype}: Python objects cannot be sent"
+        raise ConfigError(message)
+    if must_be_in_place and not array.flags.c_contiguous:
+        message = "out= must be contiguous"
+        raise ConfigError(message)
+    meta = (NUMPY, _numpy_dtype_name(numpy, dtype), tuple(array.shape))
+    if array.nbytes == 0:
+        return Described(meta, b"" if not must_be_in_place else bytearray())
+    plain = numpy.ascontiguousarray(array)
+    return Described(meta, plain.reshape(-1).view(numpy.uint8))
+
+
+def _numpy_dtype_name(numpy: Any, dtype: Any) -> str:
+    """A text from which `_numpy_dtype` makes the same dtype: plain, structured, or of ml_dtypes."""
+    if dtype.type.__module__ == "ml_dtypes":
+        return f"ml_dtypes.{dtype.name}"
+    return repr(numpy.lib.format.dtype_to_descr(dtype))
+
+
+def _numpy_dtype(numpy: Any, name: str) -> Any:
+    try:
+        if name.startswith("ml_dtypes."):
+            import ml_dtypes  # noqa: PLC0415 - only where the sender has it too
+
+            return numpy.dtype(getattr(ml_dtypes, name.removeprefix("ml_dtypes.")))
+        return numpy.lib.format.descr_to_dtype(ast.literal_eval(name))
+    except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:
+        message = f"the received numpy dtype {name!r} is not known here: {error}"
+        raise ProtocolError(message) from error
+
+
+def rebuild(meta: Meta, data: Any) -> Any:
+    """Makes the tensor that was described, over `data`, without a copy.
+
+    Raises:
+        ProtocolError: The description does not fit the bytes.
+    """
+    family, name, shape = meta
+    if family == NOTHING:
+        return None
+    if family == TORCH:
+        return _rebuild_torch(name, shape, data)
+    if family == NUMPY:
+        return _rebuild_numpy(name, shape, data)
+    message = f"a tensor of the unknown family {family} was received"
+    raise ProtocolError(message)
+
+
+def _rebuild_torch(name: str, shape: Sequence[int], data: Any) -> Any:
+    import torch  # noqa: PLC0415 - the sender used torch, so the receiver means to
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        message = f"the received torch dtype {name!r} is not known to torch {torch.__version__}"
+        raise ProtocolError(message)
+    if len(data) == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    try:
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
+    except RuntimeError as error:
+        message = f"{len(data)} bytes are no torch.{name} tensor of shape {tuple(shape)}: {error}"
+        raise ProtocolError(message) from error
+
+
+def _rebuild_numpy(name: str, shape: Sequence[int], data: Any) -> Any:
+    import numpy as np  # noqa: PLC0415 - the sender used numpy, so the receiver means to
+
+    dtype = _numpy_dtype(np, name)
+    if len(data) == 0:
+        return np.empty(tuple(shape), dtype=dtype)
+    try:
+        return np.frombuffer(data, dtype=np.uint8).view(dtype).reshape(tuple(shape))
+    except ValueError as error:
+        message = f"{len(data)} bytes are no numpy {name} array of shape {tuple(shape)}: {error}"
+        raise ProtocolError(message) from error

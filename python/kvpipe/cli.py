@@ -1,0 +1,171 @@
+"""The command `kvpipe`: results to stdout, logs and errors to stderr.
+
+Each command imports what it needs when it runs, so that `kvpipe info` works without vLLM and
+without the proxy's dependencies, and `kvpipe --help` answers at once.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from kvpipe.exceptions import ConfigError, KVPipeError
+
+# argparse has no public name for what add_subparsers() returns
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
+
+_INTERRUPTED = 130  # what shells report for a command ended by SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status.
+
+    An error that kvpipe raises on purpose is one line on stderr and status 1; wrong usage is 2.
+    """
+    args = _parse(list(sys.argv[1:] if argv is None else argv))
+    try:
+        return int(args.command(args))
+    except KVPipeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="kvpipe", description="Moves the KV cache between prefill and decode instances."
+    )
+    commands: Commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in (_add_info, _add_up, _add_proxy, _add_bench):
+        add(commands)
+    # What follows "--" is vLLM's, whatever argparse would make of it
+    index = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:index])
+    if index < len(argv) and args.command is not _up:
+        parser.error("only `kvpipe up` takes vLLM's arguments after --")
+    args.vllm_args = argv[index + 1 :]
+    return args
+
+
+def _add_info(commands: Commands) -> None:
+    parser = commands.add_parser("info", help="versions, and what UCX can do on this machine")
+    parser.set_defaults(command=_info)
+
+
+def _add_up(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "up",
+        help="start prefill and decode instances and the proxy on this machine",
+        usage="kvpipe up MODEL [options] [-- vLLM arguments for every instance]",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or name, as vLLM takes it")
+    parser.add_argument("--prefill", type=int, default=1, metavar="X", help="instances, default 1")
+    parser.add_argument("--decode", type=int, default=1, metavar="Y", help="instances, default 1")
+    parser.add_argument(
+        "--undivided",
+        action="store_true",
+        help="one more instance without connector and proxy, to compare with",
+    )
+    _add_endpoint(parser)
+    parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep each process's log here too")
+    parser.set_defaults(command=_up)
+
+
+def _add_proxy(commands: Commands) -> None:
+    parser = commands.add_parser("proxy", help="one OpenAI-compatible endpoint over instances")
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}",
+            action="append",
+            default=[],
+            metavar="URL,CONTROL",
+            help="http://host:port,control-host:port of an instance; may be repeated",
+        )
+    _add_endpoint(parser)
+    parser.set_defaults(command=_proxy)
+
+
+def _add_endpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="where the proxy listens, default loopback")
+    parser.add_argument("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
+    parser.add_argument("--dispatch", choices=("sequential", "concurrent"), default="sequential")
+    parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, where other users do not see it")
+
+
+def _add_bench(commands: Commands) -> None:
+    parser = commands.add_parser("bench", help="measure", add_help=False)
+    parser.add_argument("subject", choices=("pipe",))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.set_defaults(command=_bench)
+
+
+def _info(_: argparse.Namespace) -> int:
+    from kvpipe import info
+
+    facts: Mapping[str, Any] = info()
+    for key, value in facts.items():
+        text = ", ".join(map(str, value)) if isinstance(value, list | tuple | set) else value
+        print(f"{key}: {text}")
+    return 0
+
+
+def _up(args: argparse.Namespace) -> int:
+    try:
+        from kvpipe.deployment import DeploymentSpec
+        from kvpipe.up import run_up
+    except ModuleNotFoundError as error:
+        raise _missing_extra(error) from error
+    spec = DeploymentSpec(
+        model=args.model,
+        num_prefill=args.prefill,
+        num_decode=args.decode,
+        num_undivided=int(args.undivided),
+        host=args.host,
+        port=args.port,
+        dispatch=args.dispatch,
+        block_size=args.block_size,
+        token=args.token,
+        vllm_args=args.vllm_args,
+        log_dir=args.log_dir,
+    )
+    return asyncio.run(run_up(spec))
+
+
+def _proxy(args: argparse.Namespace) -> int:
+    try:
+        from kvpipe import proxy
+    except ModuleNotFoundError as error:
+        raise _missing_extra(error) from error
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    config = proxy.ProxyConfig(
+        prefill=tuple(map(proxy.Instance.parse, args.prefill)),
+        decode=tuple(map(proxy.Instance.parse, args.decode)),
+        host=args.host,
+        port=args.port,
+        dispatch=args.dispatch,
+        token=args.token or os.environ.get("KVPIPE_TOKEN"),
+    )
+    try:
+        proxy.run(config)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {args.host}:{args.port}: {error}") from error
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from kvpipe.bench import pipe
+
+    return int(pipe.main(args.arguments) or 0)
+
+
+def _missing_extra(error: ModuleNotFoundError) -> KVPipeError:
+    """Names the extra when one of its packages is missing; any other missing module is a bug."""
+    if error.name is None or error.name.split(".")[0] not in {"aiohttp", "orjson", "uvloop"}:
+        raise error
+    return ConfigError(f"{error.name} is not installed; pip install 'kvpipe[proxy]'")

@@ -1,0 +1,5 @@
+"""The vLLM V1 KV connector: `kv_connector_module_path: kvpipe.connector`, `kv_connector: KVPipeConnector`."""
+
+from kvpipe.connector.connector import KVPipeConnector
+
+__all__ = ["KVPipeConnector"]

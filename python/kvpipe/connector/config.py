@@ -1,0 +1,81 @@
+"""Settings of the connector: `kv_connector_extra_config`, then `KVPIPE_*`, then the default."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from kvpipe.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ON_LOAD_FAILURE = ("recompute", "fail")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorConfig:
+    """Settings of one engine.
+
+    Attributes:
+        listen: `host:port` of the control port. Port 0 picks a free one, which the log names. The workers' agents
+            listen on free ports of the same host.
+        on_load_failure: What becomes of a request whose KV did not arrive: `recompute` (decode computes what is
+            missing) or `fail` (HTTP 500). For the whole engine.
+        lease_s: Seconds that finished blocks wait for a first consumer before they are freed.
+        open_timeout_s: Seconds that a consumer may wait for a handoff that its producer does not know.
+        handoff_timeout_s: Seconds from a consumer's request to its KV; only reached when a producer lives and
+            computes for that long.
+        silence_s: Seconds without any sign of life after which a peer counts as lost.
+    """
+
+    listen: str = "127.0.0.1:0"
+    on_load_failure: str = "recompute"
+    lease_s: float = 30.0
+    open_timeout_s: float = 30.0
+    handoff_timeout_s: float = 300.0
+    silence_s: float = 10.0
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
+        """Reads the settings.
+
+        Raises:
+            ConfigError: An unknown key or a bad value; names it and what would do.
+        """
+        known = {field.name: field for field in fields(cls)}
+        unknown = sorted(set(extra) - set(known))
+        if unknown:
+            message = f"unknown key {unknown[0]!r} in kv_connector_extra_config; known: {', '.join(sorted(known))}"
+            raise ConfigError(message)
+        values = {name: _value(name, extra, field.default) for name, field in known.items()}
+        config = cls(**values)
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        if self.on_load_failure not in ON_LOAD_FAILURE:
+            message = f"on_load_failure={self.on_load_failure!r}: expected one of {', '.join(ON_LOAD_FAILURE)}"
+            raise ConfigError(message)
+        if ":" not in self.listen:
+            message = f"listen={self.listen!r}: expected HOST:PORT"
+            raise ConfigError(message)
+
+
+def _value(name: str, extra: Mapping[str, Any], default: Any) -> Any:
+    variable = f"KVPIPE_{name.upper()}"
+    value = extra.get(name, os.environ.get(variable, default))
+    if not isinstance(default, float):
+        if isinstance(value, str):
+            return value
+        message = f"{name}={value!r}: expected a text"
+        raise ConfigError(message)
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        message = f"{name}={value!r}: expected seconds, more than 0"
+        raise ConfigError(message)
+    return seconds

@@ -1,0 +1,176 @@
+"""The facade that vLLM talks to: one object in each of its processes, in one of two roles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.logger import init_logger
+
+from kvpipe.connector.config import ConnectorConfig
+from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorWorkerMetadata,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvpipe.connector.scheduler import SchedulerRole
+    from kvpipe.connector.worker import WorkerRole
+
+logger = init_logger("vllm.kvpipe.connector")
+
+_TESTED_VLLM = "0.32"
+
+
+class KVPipeConnector(KVConnectorBase_V1):
+    """Moves the KV of a request from a prefill to a decode instance; see docs/design.md.
+
+    Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.32.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _warn_of_untested_vllm()
+        transfer = self._kv_transfer_config
+        config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
+        if transfer.kv_load_failure_policy != config.on_load_failure:
+            # vLLM's default, "fail", turns every lost peer into HTTP 500. It reads the policy after this.
+            transfer.kv_load_failure_policy = config.on_load_failure
+            logger.info("config.set kv_load_failure_policy=%s", config.on_load_failure)
+        self._scheduler: SchedulerRole | None = None
+        self._worker: WorkerRole | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            from kvpipe.connector.scheduler import SchedulerRole  # noqa: PLC0415 - only where the role is
+
+            self._scheduler = SchedulerRole(vllm_config, config)
+        else:
+            from kvpipe.connector.worker import WorkerRole  # noqa: PLC0415 - only where the role is
+
+            self._worker = WorkerRole(vllm_config, config)
+
+    def _of_scheduler(self) -> SchedulerRole:
+        if self._scheduler is None:
+            message = "a scheduler hook was called in the worker role"
+            raise RuntimeError(message)
+        return self._scheduler
+
+    def _of_worker(self) -> WorkerRole:
+        if self._worker is None:
+            message = "a worker hook was called in the scheduler role"
+            raise RuntimeError(message)
+        return self._worker
+
+    # --- worker role
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Registers the cache of each layer."""
+        self._of_worker().register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Where this rank's agent listens."""
+        return self._of_worker().handshake()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Before the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        # Another type is another connector's, under MultiConnector.
+        if isinstance(connector_metadata, StepMetadata):
+            self._of_worker().begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing: loads begin in `bind_connector_metadata`, a whole step earlier."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request is scheduled once its load has ended."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Nothing yet: blocks are announced step by step."""
+
+    def wait_for_save(self) -> None:
+        """After the forward pass: this step's blocks are final."""
+        self._of_worker().end_forward()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose sending or receiving has ended; each exactly once."""
+        return self._of_worker().finished()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that did not arrive, of the requests that `get_finished` has just returned."""
+        return self._of_worker().take_invalid_block_ids()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """How loads ended."""
+        return self._of_worker().take_outcomes()
+
+    # --- scheduler role
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Takes the manager, which knows the blocks of each request."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._of_scheduler().bind_kv_cache_manager(kv_cache_manager)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Takes the workers' addresses. Another type is another connector's, under MultiConnector."""
+        workers = {rank: found for rank, found in metadata.items() if isinstance(found, HandshakeMetadata)}
+        self._of_scheduler().set_workers(workers)
+
+    def on_new_request(self, request: Request) -> None:
+        """Notes what the proxy wants with the request."""
+        self._of_scheduler().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens come from the producer; `None` as long as it has not opened the handoff."""
+        return self._of_scheduler().match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Opens a handoff, or begins a load."""
+        self._of_scheduler().allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What the worker role has to know before this step's forward pass."""
+        return self._of_scheduler().build_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Takes the worker role's word on loads."""
+        self._of_scheduler().update(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks are held for a consumer."""
+        return self._of_scheduler().finished(request)
+
+    # --- both
+
+    def shutdown(self) -> None:
+        """Ends the threads; peers are told."""
+        for role in (self._scheduler, self._worker):
+            if role is not None:
+                role.close()
+
+
+def _warn_of_untested_vllm() -> None:
+    from vllm import __version__  # noqa: PLC0415
+
+    if __version__.partition("+")[0].rsplit(".", 1)[0] != _TESTED_VLLM:
+        logger.warning(
+            "kvpipe was tested with vLLM %s.x, this is %s; hooks may differ",
+            _TESTED_VLLM,
+            __version__,
+        )

@@ -1,0 +1,93 @@
+"""What the two roles of one engine tell each other, once a step. Plain values only: ids are bytes, times seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Consumer: blocks to be read.
+
+    Attributes:
+        request_id: vLLM's id on this engine.
+        handoff: The handoff's id.
+        generation: Of the producer's blocks.
+        first: Position in the prompt of the first block to read.
+        block_ids: Destination blocks, one a position.
+        ranks: `(address, incarnation)` of the producer's workers, by tensor-parallel rank.
+        is_committed: Whether the sequence state is here.
+    """
+
+    request_id: str
+    handoff: bytes
+    generation: int
+    first: int
+    block_ids: list[int]
+    ranks: list[tuple[str, bytes]]
+    is_committed: bool
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler role to worker role, for one step.
+
+    Attributes:
+        loads: Consumer: loads to begin.
+        commits: Consumer: handoffs whose sequence state has come.
+        cancels: Consumer: `(handoff, reason)` of loads to end.
+        ended: Producer: `(handoff, reason)` of handoffs whose blocks may change from this step on.
+        finals: Producer: `(handoff, generation, first, block_ids)`; final when this step's forward pass is done.
+        held: Producer: `(handoff, request_id)` of finished requests whose blocks are held.
+    """
+
+    loads: list[Load] = field(default_factory=list)
+    commits: list[bytes] = field(default_factory=list)
+    cancels: list[tuple[bytes, str]] = field(default_factory=list)
+    ended: list[tuple[bytes, str]] = field(default_factory=list)
+    finals: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
+    held: list[tuple[bytes, str]] = field(default_factory=list)
+
+
+@dataclass
+class HandshakeMetadata(KVConnectorHandshakeMetadata):
+    """Worker role to scheduler role, once: where this rank's agent listens, and its life."""
+
+    address: str
+    incarnation: bytes
+
+
+@dataclass
+class WorkerOutcomes(KVConnectorWorkerMetadata):
+    """Worker role to scheduler role: how loads ended, by request id.
+
+    Each outcome has `is_loaded`, `num_bytes`, `transport`, `elapsed_s`, `num_missing` and `reason`.
+    """
+
+    outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerOutcomes:
+        """Merges two ranks: loaded if both are, bytes added, the longer time."""
+        merged = dict(self.outcomes)
+        for request_id, theirs in getattr(other, "outcomes", {}).items():
+            ours = merged.get(request_id)
+            merged[request_id] = theirs if ours is None else _merge(ours, theirs)
+        return WorkerOutcomes(merged)
+
+
+def _merge(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "is_loaded": ours["is_loaded"] and theirs["is_loaded"],
+        "num_bytes": ours["num_bytes"] + theirs["num_bytes"],
+        "transport": ours["transport"] or theirs["transport"],
+        "elapsed_s": max(ours["elapsed_s"], theirs["elapsed_s"]),
+        "num_missing": max(ours["num_missing"], theirs["num_missing"]),
+        "reason": ours["reason"] or theirs["reason"],
+    }

@@ -1,0 +1,173 @@
+"""The worker role: the agent of this rank, its KV cache as regions, and exactly-once reports to vLLM.
+
+Runs on the worker's main thread. A hook hands commands to the Rust thread and drains its events; it never waits, but
+for the registration at the start.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+
+from kvpipe import _kvpipe
+from kvpipe.config import resolve_token, ucx_wheel_dir
+from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
+from kvpipe.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from kvpipe.connector.config import ConnectorConfig
+
+logger = init_logger("vllm.kvpipe.worker")
+
+
+class WorkerRole:
+    """Loads and lends the KV blocks of one rank."""
+
+    def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
+        self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
+        self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        self._config = config
+        self._agent: _kvpipe.Agent | None = None
+        self._loading: dict[bytes, Load] = {}
+        self._held: dict[bytes, str] = {}
+        self._released: set[bytes] = set()
+        self._invalid_block_ids: set[int] = set()
+        self._outcomes: dict[str, dict[str, Any]] = {}
+        self._finals: list[tuple[bytes, int, int, list[int]]] = []
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Starts the agent and registers each layer's cache, `[num_blocks, …]`, as a region.
+
+        Raises:
+            TransportUnavailableError: There is no UCX, or the cache is on a device that it cannot reach.
+            ConfigError: A layer's blocks are not contiguous.
+        """
+        host = self._config.listen.rpartition(":")[0]
+        self._agent = _kvpipe.Agent(
+            f"{host}:0",
+            resolve_token(),
+            ucx_wheel_dir(),
+            self._engine_id,
+            silence=self._config.silence_s,
+        )
+        for name, cache in kv_caches.items():
+            self._register_layer(self._agent, name, cache)
+        logger.info("agent.listen address=%s regions=%d", self._agent.address, len(kv_caches))
+
+    def _register_layer(self, agent: _kvpipe.Agent, name: str, cache: torch.Tensor) -> None:
+        if cache.device.type != "cpu":
+            message = f"the KV cache is on {cache.device}; this version moves KV in host memory only"
+            raise ConfigError(message)
+        if not cache[0].is_contiguous():
+            message = f"layer {name}: blocks of strides {cache.stride()} are not contiguous and cannot be moved"
+            raise ConfigError(message)
+        block_bytes = cache[0].numel() * cache.element_size()
+        stride = cache.stride(0) * cache.element_size()
+        span = (cache.shape[0] - 1) * stride + block_bytes
+        offset = cache.storage_offset() * cache.element_size()
+        plain = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage(), offset, (span,))
+        registered = agent.register(name, plain.numpy(), block_bytes, stride)
+        registered.wait(None)
+        registered.result()
+
+    def handshake(self) -> HandshakeMetadata | None:
+        """Where this rank's agent listens."""
+        if self._agent is None or self._agent.address is None:
+            return None
+        return HandshakeMetadata(self._agent.address, bytes(self._agent.incarnation))
+
+    # --- every step
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Before the forward pass: ends what may change in it, begins loads."""
+        agent = self._agent
+        if agent is None:
+            return
+        for handoff, reason in step.ended:
+            agent.end(handoff, reason)
+            self._released.add(handoff)
+        for load in step.loads:
+            self._load(agent, load)
+        for handoff in step.commits:
+            agent.commit(handoff)
+        for handoff, reason in step.cancels:
+            agent.cancel(handoff, reason)
+        for handoff, request_id in step.held:
+            self._held[handoff] = request_id
+        self._finals = step.finals
+
+    def _load(self, agent: _kvpipe.Agent, load: Load) -> None:
+        self._loading[load.handoff] = load
+        if self._rank >= len(load.ranks):
+            reason = f"the producer has {len(load.ranks)} workers, this is rank {self._rank}"
+            self._end_load(load, {"missing": range(len(load.block_ids)), "reason": reason})
+            return
+        address, incarnation = load.ranks[self._rank]
+        agent.load(
+            load.handoff,
+            address,
+            incarnation,
+            load.generation,
+            load.first,
+            load.block_ids,
+            load.is_committed,
+        )
+
+    def end_forward(self) -> None:
+        """After the forward pass: this step's blocks are final."""
+        finals, self._finals = self._finals, []
+        if self._agent is not None:
+            for handoff, generation, first, block_ids in finals:
+                self._agent.finalize(handoff, generation, first, block_ids)
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose blocks nobody reads any more, and requests whose load has ended; each exactly once."""
+        sent: set[str] = set()
+        received: set[str] = set()
+        for event in self._agent.drain() if self._agent is not None else ():
+            if event["event"] == "log":
+                logger.info("%s", event["text"])
+            elif event["event"] == "taken":
+                self._released.add(event["handoff"])
+            elif (load := self._loading.pop(event["handoff"], None)) is not None:
+                self._end_load(load, event)
+        received.update(self._outcomes)
+        for handoff in self._released & self._held.keys():
+            sent.add(self._held.pop(handoff))
+        # A handoff that ended before its request finished is never held: it is not remembered.
+        self._released.intersection_update(self._held)
+        return sent, received
+
+    def _end_load(self, load: Load, event: dict[str, Any]) -> None:
+        self._loading.pop(load.handoff, None)
+        missing = [load.block_ids[index] for index in event.get("missing", ())]
+        self._invalid_block_ids.update(missing)
+        self._outcomes[load.request_id] = {
+            "is_loaded": "reason" not in event,
+            "num_bytes": event.get("num_bytes", 0),
+            "transport": event.get("transport", ""),
+            "elapsed_s": event.get("elapsed_s", 0.0),
+            "num_missing": len(missing),
+            "reason": event.get("reason", ""),
+        }
+
+    def take_invalid_block_ids(self) -> set[int]:
+        """Blocks that did not arrive, of the loads that `finished` has just reported."""
+        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid
+
+    def take_outcomes(self) -> WorkerOutcomes | None:
+        """How those loads ended, for the scheduler role."""
+        if not self._outcomes:
+            return None
+        outcomes, self._outcomes = self._outcomes, {}
+        return WorkerOutcomes(outcomes)
+
+    def close(self) -> None:
+        """Ends the agent; peers are told."""
+        if self._agent is not None:
+            self._agent.close()

@@ -1,0 +1,213 @@
+"""Pipe: a single-direction FIFO of tensors between two processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from kvpipe import _kvpipe
+from kvpipe._tensor import describe, rebuild
+from kvpipe.config import resolve_token, ucx_wheel_dir
+from kvpipe.exceptions import ConfigError
+from kvpipe.work import Work
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+@dataclass(frozen=True)
+class PipeStats:
+    """Counters of a pipe's end.
+
+    Attributes:
+        num_tensors: Tensors sent or received, completed.
+        num_bytes: Their bytes.
+        in_flight: Operations that are not done.
+        transport: What carries large tensors: `cma`, `tcp`, `rc_mlx5`, …; empty before the peers have met.
+    """
+
+    num_tensors: int
+    num_bytes: int
+    in_flight: int
+    transport: str
+
+
+class Pipe:
+    """One end of a FIFO of tensors: made by `listen` (the receiving end) or `connect` (the sending end).
+
+    Any thread may call; operations take their place in the order of the calls. `timeout=None` waits until the
+    operation is done or the peer is lost, 0 takes what is there already. An operation that expires before the two
+    sides have met is withdrawn and the pipe stays usable; one that expires later closes the pipe. Ctrl-C interrupts
+    every wait. A process that was forked from the one that made the pipe gets `ClosedError`.
+    """
+
+    def __init__(self, end: _kvpipe.PipeEnd, *, is_sender: bool) -> None:
+        self._end = end
+        self._is_sender = is_sender
+
+    @classmethod
+    def listen(cls, address: str = "127.0.0.1:0", token: str | None = None) -> Pipe:
+        """Opens the receiving end and returns at once.
+
+        Args:
+            address: `host:port`; port 0 picks a free one, see `address`.
+            token: The shared secret; by default `KVPIPE_TOKEN`. Needed for addresses other than loopback.
+
+        Raises:
+            ConfigError: The address cannot be bound.
+            TransportUnavailableError: There is no usable UCX.
+        """
+        end = _kvpipe.PipeEnd.listen(address, resolve_token(token), ucx_wheel_dir())
+        return cls(end, is_sender=False)
+
+    @classmethod
+    def connect(cls, address: str, token: str | None = None, timeout: float = 10) -> Pipe:
+        """Opens the sending end.
+
+        Args:
+            address: The receiver's `address`.
+            token: The shared secret; by default `KVPIPE_TOKEN`.
+            timeout: Seconds until the receiver must have accepted.
+
+        Raises:
+            ConnectError: Nobody answers there, or the pipe has a sender already.
+            AuthenticationError: The receiver has another token.
+            TransportUnavailableError: There is no usable UCX.
+        """
+        end, connected = _kvpipe.PipeEnd.connect(address, resolve_token(token), ucx_wheel_dir(), timeout)
+        try:
+            Work(connected, lambda _: None).wait()
+        except BaseException:
+            end.stop()
+            raise
+        return cls(end, is_sender=True)
+
+    def send_tensor(self, tensor: Any, timeout: float | None = None) -> None:
+        """Sends a tensor; returns when it may be changed.
+
+        A small tensor (32 KiB or less) has then been copied, a larger one has been received: two sides that only
+        send large tensors to each other wait for ever, as with torch.distributed.
+
+        Args:
+            tensor: A torch tensor on the CPU, a numpy array, or `None`; any shape and dtype. One that is not
+                contiguous is copied first.
+            timeout: Seconds; see the class.
+
+        Raises:
+            TransferTimeoutError: Not done in time; the message says whether the pipe is usable.
+            PeerLostError: The receiver is gone; the pipe is closed.
+            ClosedError: The pipe was closed here.
+            ConfigError, TransportUnavailableError: This tensor cannot be sent; the pipe is usable.
+        """
+        self._isend(tensor, timeout).wait()
+
+    def isend_tensor(self, tensor: Any) -> Work[None]:
+        """Begins to send a tensor, which must not be changed until the work is done."""
+        return self._isend(tensor, None)
+
+    def _isend(self, tensor: Any, timeout: float | None) -> Work[None]:
+        if not self._is_sender:
+            message = "this is the receiving end of the pipe; it cannot send"
+            raise ConfigError(message)
+        described = describe(tensor)
+        return Work(self._end.send(described.meta, described.data, timeout), lambda _: None)
+
+    def recv_tensor(self, out: Any = None, device: str | None = None, timeout: float | None = None) -> Any:
+        """Receives the next tensor: torch as torch, numpy as numpy, `None` as `None`.
+
+        Args:
+            out: A contiguous CPU tensor or array to receive into; it must have the dtype and shape of what comes.
+                Without it the returned tensor owns fresh memory.
+            device: Only `"cpu"` (or `None`) in this version.
+            timeout: Seconds; see the class.
+
+        Returns:
+            The tensor, or `out`.
+
+        Raises:
+            EndOfPipeError: The sender has closed and everything was received.
+            ConfigError: `out` does not match; nothing was consumed, the pipe is usable.
+            TransferTimeoutError: Not done in time; the message says whether the pipe is usable.
+            PeerLostError: The sender is gone; the pipe is closed.
+        """
+        return self._irecv(out, device, timeout).wait()
+
+    def irecv_tensor(self, out: Any = None, device: str | None = None) -> Work[Any]:
+        """Begins to receive the next tensor."""
+        return self._irecv(out, device, None)
+
+    def _irecv(self, out: Any, device: str | None, timeout: float | None) -> Work[Any]:
+        if self._is_sender:
+            message = "this is the sending end of the pipe; it cannot receive"
+            raise ConfigError(message)
+        if device not in (None, "cpu"):
+            message = f"device={device!r}: only 'cpu' can be received into in this version"
+            raise ConfigError(message)
+        if out is None:
+            return Work(self._end.receive(None, timeout), _rebuild)
+        described = describe(out, must_be_in_place=True)
+        return Work(self._end.receive((described.meta, described.data), timeout), lambda _: out)
+
+    def close(self, timeout: float | None = 10) -> None:
+        """Ends the pipe. Closing twice is fine.
+
+        The sender returns once everything has been received. The receiver discards what it has not received, and
+        the sender's operations fail.
+
+        Raises:
+            TransferTimeoutError: The receiver did not take everything in time; the pipe is closed all the same.
+            PeerLostError: The receiver is gone, and with it what it had not received.
+        """
+        closed = None
+        try:
+            closed = self._end.close(timeout)
+            if closed is not None:
+                Work(closed, lambda _: None).wait()
+        finally:
+            self._end.stop()
+
+    @property
+    def address(self) -> str | None:
+        """Where a sender connects to, as `host:port`; `None` at the sending end."""
+        return self._end.address
+
+    @property
+    def peer(self) -> str:
+        """The other end's address; empty before the two have met."""
+        return self._end.info()[1]
+
+    @property
+    def transport(self) -> str:
+        """What carries large tensors; empty before the two ends have met."""
+        return self._end.info()[2]
+
+    def stats(self) -> PipeStats:
+        """Counters of this end."""
+        _, _, transport, num_tensors, num_bytes, in_flight = self._end.info()
+        return PipeStats(num_tensors, num_bytes, in_flight, transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._end.stop()
+
+    def __repr__(self) -> str:
+        state, peer, transport, _, _, in_flight = self._end.info()
+        role = "sender" if self._is_sender else "receiver"
+        where = f" peer={peer}" if peer else f" address={self.address}"
+        road = f" transport={transport}" if transport else ""
+        return f"<Pipe {role}{where}{road} {state}, {in_flight} in flight>"
+
+
+def _rebuild(received: tuple[int, str, list[int], Any]) -> Any:
+    family, dtype, shape, data = received
+    return rebuild((family, dtype, shape), data if data is not None else b"")

@@ -1,0 +1,12 @@
+"""One OpenAI-compatible endpoint over X prefill and Y decode instances.
+
+`run(ProxyConfig(...))` serves until a signal; `create_app` is for those who embed it.
+"""
+
+from kvpipe.proxy.app import create_app
+from kvpipe.proxy.config import ProxyConfig
+from kvpipe.proxy.control import Control
+from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.server import run, serve
+
+__all__ = ["Control", "Instance", "ProxyConfig", "create_app", "run", "serve"]

@@ -1,0 +1,124 @@
+"""The HTTP surface: routes, and errors in OpenAI's form."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from kvpipe.exceptions import KVPipeError
+from kvpipe.proxy.bodies import CHAT_PATH, BodyError, error_body, parse_body
+from kvpipe.proxy.config import ProxyConfig
+from kvpipe.proxy.control import Control
+from kvpipe.proxy.dispatch import Call, Dispatcher
+from kvpipe.proxy.headers import request_headers
+from kvpipe.proxy.health import report_health
+from kvpipe.proxy.relay import relay
+from kvpipe.proxy.upstream import InstanceError, Upstream, open_session
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(config: ProxyConfig, control: Control) -> web.Application:
+    """The proxy as an aiohttp application.
+
+    Run it with `handler_cancellation=True`: a handler that is cancelled when its client leaves is
+    what aborts the instances' requests. The caller owns `control` and closes it after the
+    application's cleanup.
+    """
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_openai_errors])
+    proxy = _Proxy(config, control)
+    app.cleanup_ctx.append(proxy.lifespan)
+    app.router.add_post("/v1/completions", proxy.generate)
+    app.router.add_post(CHAT_PATH, proxy.generate)
+    app.router.add_get("/v1/models", proxy.models)
+    app.router.add_get("/health", proxy.health)
+    app.router.add_get("/status/{handoff:[0-9a-f]{32}}", proxy.status)
+    return app
+
+
+class _Proxy:
+    """The handlers, and what they share while the application runs."""
+
+    _upstream: Upstream
+    _dispatcher: Dispatcher
+
+    def __init__(self, config: ProxyConfig, control: Control) -> None:
+        self._config = config
+        self._control = control
+
+    async def lifespan(self, _: web.Application) -> AsyncIterator[None]:
+        async with open_session(self._config) as session:
+            self._upstream = Upstream(session, self._config.silence_timeout_s)
+            async with Dispatcher(self._config, self._upstream, self._control) as self._dispatcher:
+                yield
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = parse_body(await self._read(request))
+        call = Call(request.path, body, request_headers(request.headers))
+        async with self._dispatcher.answer(call) as answer:
+            return await relay(request, answer, self._config.client_timeout_s)
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        headers = request_headers(request.headers)
+        answer = await self._dispatcher.ask_decode(request.path, headers)
+        return await relay(request, answer, self._config.client_timeout_s)
+
+    async def health(self, _: web.Request) -> web.Response:
+        is_up, report = await report_health(self._config, self._upstream)
+        return _json(HTTPStatus.OK if is_up else HTTPStatus.SERVICE_UNAVAILABLE, report)
+
+    async def status(self, request: web.Request) -> web.Response:
+        handoff = request.match_info["handoff"]
+        failures = []
+        for address in self._dispatcher.recent.addresses(handoff):
+            try:
+                result = await self._result(address, handoff)
+            except (KVPipeError, OSError) as error:
+                failures.append(f"{address}: {error or type(error).__name__}")
+            else:
+                if result is not None:
+                    return _json(HTTPStatus.OK, result)
+        if failures:
+            return _error(HTTPStatus.BAD_GATEWAY, f"result of {handoff}: {'; '.join(failures)}")
+        return _error(HTTPStatus.NOT_FOUND, f"no instance knows handoff {handoff}")
+
+    async def _result(self, address: str, handoff: str) -> dict[str, Any] | None:
+        timeout_s = self._config.control_timeout_s
+        async with asyncio.timeout(timeout_s):
+            return await self._control.result(address, handoff, timeout_s)
+
+    async def _read(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self._config.client_timeout_s):
+                return await request.read()
+        except TimeoutError:
+            raise web.HTTPRequestTimeout from None
+
+
+@web.middleware
+async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except (BodyError, web.RequestPayloadError) as error:
+        return _error(HTTPStatus.BAD_REQUEST, str(error))
+    except InstanceError as error:
+        return _error(HTTPStatus.BAD_GATEWAY, str(error))
+    except web.HTTPClientError as error:
+        response = _error(HTTPStatus(error.status), f"{request.method} {request.path}: {error.text}")
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+
+
+def _json(status: HTTPStatus, value: dict[str, Any]) -> web.Response:
+    return web.Response(status=status, body=orjson.dumps(value), content_type="application/json")
+
+
+def _error(status: HTTPStatus, message: str) -> web.Response:
+    kind = status.phrase.title().replace(" ", "") + "Error"  # BadRequestError, NotFoundError, …
+    return web.Response(status=status, body=error_body(status, message, kind), content_type="application/json")

@@ -1,0 +1,64 @@
+"""The bodies that P and D get, made from the client's. Pure."""
+
+from typing import Any
+
+import orjson
+
+from kvpipe.exceptions import KVPipeError
+
+CHAT_PATH = "/v1/chat/completions"
+_PARAMS = "kv_transfer_params"
+
+
+class BodyError(KVPipeError, ValueError):
+    """The client's body is not a JSON object."""
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Read a client's body, without the transfer parameters it may have brought.
+
+    Those decide which memory D reads, so they are the proxy's to set. `vllm_xargs` is a second door
+    to the same place: vLLM merges both into `SamplingParams.extra_args`.
+
+    Raises:
+        BodyError: not JSON, or not an object.
+    """
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BodyError(f"request body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BodyError(f"request body must be a JSON object, not {type(body).__name__}")
+    body.pop(_PARAMS, None)
+    if isinstance(xargs := body.get("vllm_xargs"), dict):
+        xargs.pop(_PARAMS, None)
+    return body
+
+
+def prefill_body(body: dict[str, Any], path: str, handoff: str) -> bytes:
+    """P's body: the client's request cut to its first token, not streamed, producing `handoff`."""
+    changed = {key: value for key, value in body.items() if key != "stream_options"}
+    changed |= {"max_tokens": 1, "n": 1, "stream": False}
+    if path == CHAT_PATH:  # vLLM's completions protocol has no such field
+        changed["max_completion_tokens"] = 1
+    if isinstance(min_tokens := body.get("min_tokens"), int):
+        changed["min_tokens"] = min(1, min_tokens)
+    changed[_PARAMS] = {"kvpipe": {"handoff": handoff, "role": "produce"}}
+    return orjson.dumps(changed)
+
+
+def decode_body(body: dict[str, Any], handoff: str, producer: str) -> bytes:
+    """D's body: the client's request, consuming `handoff` from the control port `producer`."""
+    params = {"handoff": handoff, "role": "consume", "producer": producer}
+    return orjson.dumps(body | {_PARAMS: {"kvpipe": params}})
+
+
+def plain_body(body: dict[str, Any]) -> bytes:
+    """D's body when it works alone: no handoff."""
+    return orjson.dumps(body)
+
+
+def error_body(status: int, message: str, kind: str) -> bytes:
+    """An error in OpenAI's form, as vLLM writes it."""
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return orjson.dumps({"error": error})

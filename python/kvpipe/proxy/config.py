@@ -1,0 +1,81 @@
+"""The proxy's settings: parsed once at the edge, frozen afterwards."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from kvpipe.exceptions import ConfigError
+from kvpipe.proxy.instances import Instance
+
+Dispatch = Literal["sequential", "concurrent"]
+
+_MAX_PORT = 65535
+_TIMES = (
+    "connect_timeout_s",
+    "silence_timeout_s",
+    "client_timeout_s",
+    "control_timeout_s",
+    "drain_timeout_s",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProxyConfig:
+    """Settings of one proxy. Times are in seconds.
+
+    Attributes:
+        prefill: instances that compute prompts; each needs its control address.
+        decode: instances that answer; the control address is optional (then `/status` asks P).
+        host: interface to listen on. Default: loopback only.
+        port: TCP port to listen on; 0 takes a free one, which is logged.
+        dispatch: `sequential` asks D when P has answered; `concurrent` asks both at once, so that
+            D's admission overlaps the prefill at the price of D's CPU while it waits.
+        token: shared secret for the control ports; None leaves the choice to the control client.
+        max_body_bytes: largest request body that is read; each one in work costs about three times
+            its size in memory.
+        connect_timeout_s: for name, TCP and TLS of one connection to an instance, and for one
+            health probe.
+        silence_timeout_s: how long an instance may say nothing: P until it has answered, D until
+            its first byte and between bytes. An answer that is not streamed is silence until it is
+            complete. The default is that of OpenAI's own clients.
+        client_timeout_s: how long a client may take to send its body, or to accept one piece.
+        control_timeout_s: for one call to a control port (`release`, `result`).
+        drain_timeout_s: after SIGTERM or SIGINT, how long running requests may go on.
+    """
+
+    prefill: tuple[Instance, ...]
+    decode: tuple[Instance, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+    dispatch: Dispatch = "sequential"
+    token: str | None = field(default=None, repr=False)
+    max_body_bytes: int = 64 << 20
+    connect_timeout_s: float = 5.0
+    silence_timeout_s: float = 600.0
+    client_timeout_s: float = 60.0
+    control_timeout_s: float = 5.0
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _check_pool("prefill", self.prefill)
+        _check_pool("decode", self.decode)
+        for instance in self.prefill:
+            wanted = "http://host:port,control-host:port (D fetches the KV cache there)"
+            _check("prefill", instance.url, wanted, ok=bool(instance.control))
+        choices = get_args(Dispatch)
+        _check("dispatch", self.dispatch, " or ".join(choices), ok=self.dispatch in choices)
+        _check("port", self.port, f"0 to {_MAX_PORT}", ok=0 <= self.port <= _MAX_PORT)
+        _check("max_body_bytes", self.max_body_bytes, "at least 1", ok=self.max_body_bytes >= 1)
+        for key in _TIMES:
+            value = getattr(self, key)
+            _check(key, value, "more than 0 seconds", ok=value > 0)
+
+
+def _check_pool(key: str, instances: tuple[Instance, ...]) -> None:
+    urls = [instance.url for instance in instances]
+    _check(key, urls, "at least one instance", ok=bool(urls))
+    _check(key, urls, "different instances", ok=len(set(urls)) == len(urls))
+
+
+def _check(key: str, value: object, wanted: str, *, ok: bool) -> None:
+    if not ok:
+        raise ConfigError(f"{key}={value!r}: must be {wanted}")

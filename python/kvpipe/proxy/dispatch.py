@@ -1,0 +1,265 @@
+"""The attempts a request is made of: which instance is asked what, and what is given back after.
+
+Ownership: every task here is in `Dispatcher._tasks` until it has ended, the requests' own tasks
+included, and `Dispatcher.close` waits for all of them. Every wait is bounded by a setting of
+`ProxyConfig`: HTTP by `connect_timeout_s` and `silence_timeout_s`, control by `control_timeout_s`.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Self
+
+from multidict import CIMultiDict
+
+from kvpipe.exceptions import KVPipeError
+from kvpipe.proxy.bodies import decode_body, plain_body, prefill_body
+from kvpipe.proxy.config import ProxyConfig
+from kvpipe.proxy.control import Control
+from kvpipe.proxy.failures import FailureLog
+from kvpipe.proxy.handoffs import RecentHandoffs
+from kvpipe.proxy.headers import HANDOFF
+from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.routing import RoundRobin, goes_to_decode_alone
+from kvpipe.proxy.tasks import OwnedTasks
+from kvpipe.proxy.upstream import Answer, InstanceError, Upstream
+
+# With concurrent dispatch D's answer can be complete while P's is still on its way.
+_PREFILL_GRACE_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A client's request: path of the API, parsed body, headers for the instances."""
+
+    path: str
+    body: dict[str, Any]
+    headers: CIMultiDict[str]
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One try at a handoff from one P to one D, under an id of its own.
+
+    Attributes:
+        may_hold_kv: P may hold blocks for this handoff, so that it has to be told if it fails.
+        prefilling: P's exchange, when it runs beside D's.
+    """
+
+    prefill: Instance
+    decode: Instance
+    handoff: str = field(default_factory=lambda: secrets.token_hex(16))
+    may_hold_kv: bool = False
+    prefilling: asyncio.Task[Answer | None] | None = None
+
+
+class Dispatcher:
+    """Answers calls, with a handoff where that is possible.
+
+    Args:
+        config: the proxy's settings.
+        upstream: HTTP to the instances.
+        control: control ports; the caller closes it, after this.
+    """
+
+    def __init__(self, config: ProxyConfig, upstream: Upstream, control: Control) -> None:
+        self._upstream = upstream
+        self._control = control
+        self._control_timeout_s = config.control_timeout_s
+        self._prefill = RoundRobin(config.prefill)
+        self._decode = RoundRobin(config.decode)
+        self._exchange = self._concurrent if config.dispatch == "concurrent" else self._sequential
+        everyone = [i.control for i in (*config.decode, *config.prefill) if i.control]
+        self.recent = RecentHandoffs(tuple(dict.fromkeys(everyone)))
+        self._failures = FailureLog()
+        self._tasks = OwnedTasks()
+
+    def __repr__(self) -> str:
+        return f"<Dispatcher {self._prefill} {self._decode}, {len(self._tasks)} tasks>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Wait for what is still running, releases above all; cancel what takes too long."""
+        await self._tasks.close(self._control_timeout_s + _PREFILL_GRACE_S)
+
+    @asynccontextmanager
+    async def answer(self, call: Call) -> AsyncIterator[Answer]:
+        """The answer to a call, its status decided; leaving before its end aborts and releases.
+
+        Raises:
+            InstanceError: no instance was left that could be asked.
+        """
+        self._tasks.adopt_current()
+        answer, attempt = await self._dispatch(call)
+        try:
+            yield answer
+        finally:
+            answer.close()
+            if attempt is not None:
+                self._settle(attempt, is_delivered=answer.is_complete)
+
+    async def ask_decode(self, path: str, headers: CIMultiDict[str]) -> Answer:
+        """GET from the decode instances, until one answers without a server error."""
+        return await self._until_one_answers(lambda instance: self._upstream.get("decode", instance, path, headers))
+
+    async def _dispatch(self, call: Call) -> tuple[Answer, Attempt | None]:
+        if goes_to_decode_alone(call.body):
+            return await self._decode_alone(call), None
+        left = {"prefill": self._prefill.order(), "decode": self._decode.order()}
+        while True:
+            attempt = Attempt(left["prefill"][0], left["decode"][0])
+            try:
+                return await self._attempt(call, attempt), attempt
+            except InstanceError as error:
+                del left[error.role][0]
+                if not left[error.role]:
+                    return _last_word(error), None
+
+    async def _decode_alone(self, call: Call) -> Answer:
+        body = plain_body(call.body)
+        return await self._until_one_answers(
+            lambda instance: self._upstream.post("decode", instance, call.path, call.headers, body)
+        )
+
+    async def _until_one_answers(self, ask: Callable[[Instance], Awaitable[Answer]]) -> Answer:
+        instances = self._decode.order()
+        while True:
+            try:
+                return await self._checked(ask(instances.pop(0)))
+            except InstanceError as error:
+                if not instances:
+                    return _last_word(error)
+
+    async def _attempt(self, call: Call, attempt: Attempt) -> Answer:
+        self.recent.remember(attempt.handoff, attempt.decode.control, attempt.prefill.control)
+        logger.debug(
+            "handoff.start handoff=%s prefill=%s decode=%s",
+            attempt.handoff,
+            attempt.prefill.url,
+            attempt.decode.url,
+        )
+        try:
+            answer = await self._exchange(call, attempt)
+        except BaseException:
+            self._settle(attempt, is_delivered=False)
+            raise
+        if answer.status >= HTTPStatus.BAD_REQUEST:
+            self._settle(attempt, is_delivered=False)
+        return answer
+
+    async def _sequential(self, call: Call, attempt: Attempt) -> Answer:
+        return await self._ask_prefill(call, attempt) or await self._ask_decode(call, attempt)
+
+    async def _concurrent(self, call: Call, attempt: Attempt) -> Answer:
+        """Ask both. D's answer counts as soon as it is there; before that, P's refusal does."""
+        attempt.prefilling = self._tasks.spawn(self._ask_prefill(call, attempt))
+        decoding = self._tasks.spawn(self._ask_decode(call, attempt))
+        try:
+            await asyncio.wait({attempt.prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
+            if not _has_answer(decoding) and attempt.prefilling.done():
+                refusal = attempt.prefilling.result()
+                if refusal is not None:
+                    _discard(decoding)
+                    return refusal
+            return await decoding
+        except BaseException:
+            _discard(decoding)
+            raise
+
+    async def _ask_prefill(self, call: Call, attempt: Attempt) -> Answer | None:
+        """Ask P; None when it has done its part, its answer when the request itself is bad."""
+        body = prefill_body(call.body, call.path, attempt.handoff)
+        attempt.may_hold_kv = True
+        try:
+            answer = await self._checked(self._upstream.post("prefill", attempt.prefill, call.path, call.headers, body))
+        except InstanceError as error:
+            attempt.may_hold_kv = error.reached
+            raise
+        if answer.status == HTTPStatus.OK:
+            return None
+        attempt.may_hold_kv = False
+        return answer
+
+    async def _ask_decode(self, call: Call, attempt: Attempt) -> Answer:
+        body = decode_body(call.body, attempt.handoff, attempt.prefill.control)
+        answer = await self._checked(self._upstream.post("decode", attempt.decode, call.path, call.headers, body))
+        answer.headers[HANDOFF] = attempt.handoff
+        return answer
+
+    async def _checked(self, exchange: Awaitable[Answer]) -> Answer:
+        """An answer that is no server error; else the instance's failure, logged."""
+        try:
+            answer = await exchange
+            if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise _failed(answer)
+        except InstanceError as error:
+            now_s = asyncio.get_running_loop().time()
+            self._failures.note(error.role, error.instance.url, error.reason, now_s)
+            raise
+        return answer
+
+    def _settle(self, attempt: Attempt, *, is_delivered: bool) -> None:
+        """End an attempt: P's request is aborted and its KV released unless D has answered."""
+        prefilling, attempt.prefilling = attempt.prefilling, None
+        if is_delivered:
+            if prefilling is not None and not prefilling.done():
+                self._tasks.spawn(self._let_end(attempt, prefilling))
+            return
+        if prefilling is not None:
+            prefilling.cancel()
+        if attempt.may_hold_kv:
+            attempt.may_hold_kv = False
+            self._tasks.spawn(self._release(attempt))
+
+    async def _let_end(self, attempt: Attempt, prefilling: asyncio.Task[Answer | None]) -> None:
+        _, pending = await asyncio.wait({prefilling}, timeout=_PREFILL_GRACE_S)
+        if pending:
+            prefilling.cancel()
+            await self._release(attempt)
+
+    async def _release(self, attempt: Attempt) -> None:
+        address, handoff = attempt.prefill.control, attempt.handoff
+        try:
+            async with asyncio.timeout(self._control_timeout_s):
+                is_known = await self._control.release(address, handoff, self._control_timeout_s)
+        except (KVPipeError, OSError) as error:
+            reason = f"release: {error or type(error).__name__}"
+            self._failures.note("control", address, reason, asyncio.get_running_loop().time())
+        else:
+            logger.debug("handoff.released handoff=%s known=%s", handoff, is_known)
+
+
+def _has_answer(task: asyncio.Task[Answer]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _discard(decoding: asyncio.Task[Answer]) -> None:
+    """Abort D's exchange at whatever point it is."""
+    if _has_answer(decoding):
+        decoding.result().close()
+    else:
+        decoding.cancel()
+
+
+def _failed(answer: Answer) -> InstanceError:
+    excerpt = answer.body[:200].decode(errors="replace")
+    reason = f"answered {answer.status}: {excerpt}"
+    return InstanceError(answer.role, answer.instance, reason, answer=answer)
+
+
+def _last_word(error: InstanceError) -> Answer:
+    """What the client gets when nobody is left to ask: D's own error, else the exception."""
+    if error.role == "decode" and error.answer is not None:
+        return error.answer
+    raise error

@@ -1,0 +1,48 @@
+"""Which headers pass through the proxy, either way. Pure."""
+
+from collections.abc import Mapping
+
+from multidict import CIMultiDict
+
+HANDOFF = "x-kvpipe-handoff"
+
+# RFC 9110, section 7.6.1: these belong to one connection.
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+# The body is written anew and goes uncompressed: an error event must fit behind D's last byte.
+_OURS_IN_REQUEST = _HOP_BY_HOP | {
+    "accept-encoding",
+    "content-encoding",
+    "content-length",
+    "expect",
+    "host",
+}
+_OURS_IN_RESPONSE = _HOP_BY_HOP | {"content-length", "date", "server", HANDOFF}
+
+
+def request_headers(client: Mapping[str, str]) -> CIMultiDict[str]:
+    """A client's headers for an instance: credentials, request and trace ids pass through."""
+    return _without(client, _OURS_IN_REQUEST)
+
+
+def response_headers(instance: Mapping[str, str]) -> CIMultiDict[str]:
+    """An instance's headers for the client."""
+    return _without(instance, _OURS_IN_RESPONSE)
+
+
+def _without(headers: Mapping[str, str], ours: frozenset[str]) -> CIMultiDict[str]:
+    named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
+    return CIMultiDict(
+        (name, value) for name, value in headers.items() if (lower := name.lower()) not in ours and lower not in named
+    )

@@ -1,0 +1,54 @@
+"""What an instance is, and how the command line names one."""
+
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import urlsplit
+
+from kvpipe.exceptions import ConfigError
+
+_FORM = "http://host:port or http://host:port,control-host:port"
+_MAX_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A vLLM instance.
+
+    Attributes:
+        url: base of its OpenAI-compatible API, without a slash at the end.
+        control: `host:port` of its kvpipe control port; empty when not known.
+    """
+
+    url: str
+    control: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `http://host:port`, or `http://host:port,control-host:port`.
+
+        Raises:
+            ConfigError: the text has another form; it is named with the form wanted.
+        """
+        url, comma, control = text.strip().partition(",")
+        url = url.rstrip("/")
+        if not _is_url(url) or (comma and not _is_address(control)):
+            raise ConfigError(f"instance {text!r}: must be {_FORM}")
+        return cls(url, control)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        return False
+    has_more = parts.query or parts.fragment or parts.username is not None
+    return parts.scheme in {"http", "https"} and bool(parts.hostname) and port != 0 and not has_more
+
+
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
+    if not (host and colon and port.isdecimal()) or is_bare_ipv6:
+        return False
+    return 0 < int(port) <= _MAX_PORT

@@ -1,0 +1,47 @@
+"""Which instances a request goes to. Pure: no input or output, no clock."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvpipe.proxy.instances import Instance
+
+
+class RoundRobin:
+    """Gives each request the next instance, and the others after it in case that one fails."""
+
+    def __init__(self, instances: Sequence[Instance]) -> None:
+        self._instances = tuple(instances)
+        self._next = 0
+
+    def __repr__(self) -> str:
+        return f"<RoundRobin next={self._instances[self._next].url} of {len(self._instances)}>"
+
+    def order(self) -> list[Instance]:
+        """All instances, the one whose turn it is first."""
+        start = self._next
+        self._next = (start + 1) % len(self._instances)
+        return [*self._instances[start:], *self._instances[:start]]
+
+
+def goes_to_decode_alone(body: dict[str, Any]) -> bool:
+    """Whether a request cannot be one handoff: several sequences, or outputs about its prompt.
+
+    Values are read as leniently as vLLM reads them (`"n": "2"` is 2 there), in doubt D alone:
+    that is always correct, only slower.
+    """
+    return (
+        _has_several_prompts(body)
+        or body.get("n") not in (None, 1)
+        or body.get("best_of") not in (None, 1)
+        or bool(body.get("use_beam_search"))
+        or bool(body.get("echo"))
+        or body.get("prompt_logprobs") is not None
+    )
+
+
+def _has_several_prompts(body: dict[str, Any]) -> bool:
+    prompt = body.get("prompt")
+    # Embeddings stand beside the prompt, and no token names them: nothing could prove the handoff.
+    if body.get("prompt_embeds") is not None:
+        return True
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)

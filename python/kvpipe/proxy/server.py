@@ -1,0 +1,80 @@
+"""Runs the application until a signal, then drains it."""
+
+import asyncio
+import logging
+import signal
+
+import uvloop
+from aiohttp import web
+
+from kvpipe.proxy.app import create_app
+from kvpipe.proxy.config import ProxyConfig
+from kvpipe.proxy.control import Control
+
+# 200 clients that connect at once overflow asyncio's 100; the kernel caps this at somaxconn.
+_BACKLOG = 1024
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: ProxyConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return.
+
+    A second signal while draining ends the process at once; the producers' leases then free what
+    was not released.
+
+    Raises:
+        OSError: the port cannot be listened on.
+    """
+    # Imported here: it loads the native module, which those who bring their own control need not.
+    from kvpipe.control import ControlClient  # noqa: PLC0415
+
+    async def main() -> None:
+        control = ControlClient(token=config.token)
+        try:
+            await serve(config, control)
+        finally:
+            control.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+async def serve(config: ProxyConfig, control: Control) -> None:
+    """As `run`, in a running loop on the main thread, with a control client of the caller's."""
+    runner = create_runner(config, control)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, config.host, config.port, backlog=_BACKLOG).start()
+        host, port = runner.addresses[0][:2]
+        logger.info("proxy.listening host=%s port=%s dispatch=%s", host, port, config.dispatch)
+        await _signal()
+        logger.info("proxy.draining timeout_s=%s", config.drain_timeout_s)
+    finally:
+        await runner.cleanup()
+    logger.info("proxy.stopped")
+
+
+def create_runner(config: ProxyConfig, control: Control) -> web.AppRunner:
+    """The application, ready to be given a socket; `cleanup` drains it."""
+    return web.AppRunner(
+        create_app(config, control),
+        access_log=None,
+        handler_cancellation=True,
+        # aiohttp waits this long for handlers, then as long again, and only then cancels them.
+        shutdown_timeout=config.drain_timeout_s / 2,
+    )
+
+
+async def _signal() -> None:
+    """Wait for a signal, and leave the next one to the default handler."""
+    loop = asyncio.get_running_loop()
+    received = asyncio.Event()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, received.set)
+    try:
+        await received.wait()
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)

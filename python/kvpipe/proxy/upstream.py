@@ -1,0 +1,168 @@
+"""HTTP to the instances: one exchange, every failure of it as one exception."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from http import HTTPStatus
+from io import BytesIO
+from typing import Literal
+
+import aiohttp
+from multidict import CIMultiDict
+
+from kvpipe.exceptions import KVPipeError
+from kvpipe.proxy.config import ProxyConfig
+from kvpipe.proxy.headers import response_headers
+from kvpipe.proxy.instances import Instance
+
+Role = Literal["prefill", "decode"]
+
+# vLLM's uvicorn closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A POST
+# that meets that close fails and cannot safely be repeated, so ours are given up well before.
+_KEEPALIVE_S = 2.0
+# aiohttp warns about larger bodies given as bytes; a file object it writes in pieces.
+_MAX_ONE_PIECE_BYTES = 1 << 20
+
+
+class InstanceError(KVPipeError):
+    """An instance failed a request.
+
+    Attributes:
+        role: which of the two it was asked as.
+        reached: False when no connection came about, so that it knows nothing of the request.
+        answer: the error response, when it gave one.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        instance: Instance,
+        reason: str,
+        *,
+        reached: bool = True,
+        answer: "Answer | None" = None,
+    ) -> None:
+        super().__init__(f"{role} instance {instance.url}: {reason}")
+        self.role: Role = role
+        self.instance = instance
+        self.reason = reason
+        self.reached = reached
+        self.answer = answer
+
+
+@dataclass(slots=True)
+class Answer:
+    """What an instance answered: complete, or a stream of which the first bytes are here.
+
+    Attributes:
+        status: HTTP status.
+        headers: those that pass through.
+        body: all bytes, or the first ones of a stream.
+        stream: the open response when more is to come; `close` ends it.
+        is_complete: whether the last byte has come in.
+    """
+
+    role: Role
+    instance: Instance
+    status: int
+    headers: CIMultiDict[str]
+    body: bytes
+    stream: aiohttp.ClientResponse | None = None
+    is_complete: bool = True
+
+    async def rest(self) -> AsyncIterator[bytes]:
+        """The bytes after the first, as they come.
+
+        Raises:
+            InstanceError: the instance died, or said nothing for the silence timeout.
+        """
+        if self.stream is None:
+            return
+        try:
+            async for piece in self.stream.content.iter_any():
+                yield piece
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            reason = f"failed in mid-stream: {_describe(error)}"
+            raise InstanceError(self.role, self.instance, reason) from error
+        self.is_complete = True
+
+    def close(self) -> None:
+        """Close the connection of an unfinished stream, which aborts the request in vLLM."""
+        if self.stream is not None:
+            self.stream.close()
+
+
+class Upstream:
+    """Asks instances over one shared session.
+
+    Args:
+        session: made by `open_session`; the caller closes it.
+        silence_timeout_s: bound for an exchange up to the end of its body, for a stream up to its
+            first byte. Later bytes are bounded by the session's `sock_read`.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, silence_timeout_s: float) -> None:
+        self._session = session
+        self._silence_timeout_s = silence_timeout_s
+
+    async def post(self, role: Role, instance: Instance, path: str, headers: CIMultiDict[str], body: bytes) -> Answer:
+        """Post a body; any status is an answer. Cancelling closes the connection.
+
+        Raises:
+            InstanceError: not reached, broken off, or silent for too long.
+        """
+        data = body if len(body) <= _MAX_ONE_PIECE_BYTES else BytesIO(body)
+        request = self._session.post(instance.url + path, headers=headers, data=data, allow_redirects=False)
+        return await self._exchange(role, instance, request)
+
+    async def get(self, role: Role, instance: Instance, path: str, headers: CIMultiDict[str]) -> Answer:
+        """As `post`, without a body."""
+        request = self._session.get(instance.url + path, headers=headers, allow_redirects=False)
+        return await self._exchange(role, instance, request)
+
+    async def _exchange(self, role: Role, instance: Instance, request: Awaitable[aiohttp.ClientResponse]) -> Answer:
+        try:
+            async with asyncio.timeout(self._silence_timeout_s):
+                return await _read(role, instance, await request)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            is_unreached = isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
+            raise InstanceError(role, instance, _describe(error), reached=not is_unreached) from error
+
+
+def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
+    """The one session to all instances: no limit on connections, bytes untouched."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+        timeout=aiohttp.ClientTimeout(
+            total=None,
+            connect=config.connect_timeout_s,
+            sock_read=config.silence_timeout_s,
+        ),
+        headers={"Accept-Encoding": "identity"},
+        skip_auto_headers=("User-Agent", "Content-Type"),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+    )
+
+
+async def _read(role: Role, instance: Instance, response: aiohttp.ClientResponse) -> Answer:
+    """Read all of a response, or the first bytes of a stream; close it when interrupted."""
+    headers = response_headers(response.headers)
+    try:
+        if response.status == HTTPStatus.OK and response.content_type == "text/event-stream":
+            first = await response.content.readany()
+            return Answer(role, instance, response.status, headers, first, response, is_complete=False)
+        return Answer(role, instance, response.status, headers, await response.read())
+    except BaseException:
+        response.close()
+        raise
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot connect: {error.os_error.strerror or error.os_error}"
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return "cannot connect in time"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return str(error) or type(error).__name__

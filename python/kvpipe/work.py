@@ -1,0 +1,97 @@
+"""Work: an operation that is under way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+from kvpipe.exceptions import TransferTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from kvpipe import _kvpipe
+
+T = TypeVar("T")
+
+
+class Work(Generic[T]):
+    """An operation that is under way: wait for it, ask it, or await it.
+
+    Any thread may use it. Dropping it, an expired wait or a cancelled await cancels nothing. It keeps the memory of
+    the operation alive.
+    """
+
+    def __init__(self, native: _kvpipe.Work, convert: Callable[[Any], T]) -> None:
+        self._native = native
+        self._convert = convert
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not."""
+        return self._native.is_completed()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Waits for the end and returns the result.
+
+        Args:
+            timeout: Seconds; `None` waits until the operation ends.
+
+        Raises:
+            TransferTimeoutError: Not ended in time. The operation goes on; wait again.
+        """
+        if not self._native.wait(timeout):
+            message = f"not completed within {timeout} s; the operation goes on"
+            raise TransferTimeoutError(message)
+        return self.result()
+
+    def result(self) -> T:
+        """The result of an ended operation; raises its error."""
+        return self._convert(self._native.result())
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Waits in an asyncio loop, through a file descriptor: no thread is needed."""
+        return self._wait_in_loop().__await__()
+
+    async def _wait_in_loop(self) -> T:
+        if not self._native.is_completed():
+            loop = asyncio.get_running_loop()
+            ended = loop.create_future()
+            descriptor = self._native.fileno()
+            waiters = _waiters(loop)
+            waiting = waiters.setdefault(descriptor, [])
+            waiting.append(ended)
+            if len(waiting) == 1:
+                loop.add_reader(descriptor, _wake, loop, descriptor)
+            try:
+                await ended
+            finally:
+                _leave(loop, descriptor, ended)
+        return self.result()
+
+    def __repr__(self) -> str:
+        state = "completed" if self.is_completed() else "under way"
+        return f"<Work {state}>"
+
+
+# Who waits for which descriptor, by loop: a loop takes one reader a descriptor.
+_by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, list[asyncio.Future[None]]]] = WeakKeyDictionary()
+
+
+def _waiters(loop: asyncio.AbstractEventLoop) -> dict[int, list[asyncio.Future[None]]]:
+    return _by_loop.setdefault(loop, {})
+
+
+def _wake(loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
+    for ended in _waiters(loop).get(descriptor, []):
+        if not ended.done():
+            ended.set_result(None)
+
+
+def _leave(loop: asyncio.AbstractEventLoop, descriptor: int, ended: asyncio.Future[None]) -> None:
+    waiting = _waiters(loop).get(descriptor, [])
+    if ended in waiting:
+        waiting.remove(ended)
+    if not waiting:
+        _waiters(loop).pop(descriptor, None)
+        loop.remove_reader(descriptor)

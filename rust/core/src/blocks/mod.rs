@@ -1,0 +1,299 @@
+//! Blocks between processes: registered regions, reads of a peer's blocks into our own, and handoffs on top.
+
+mod messages;
+mod serve;
+mod service;
+mod transfer;
+
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use kvpipe_ucx::{Buffer, Search};
+
+use crate::error::{Error, Result};
+use crate::events::Events;
+use crate::handoff::HandoffId;
+use crate::identity::{Identity, Incarnation, Service};
+use crate::link::Timing;
+use crate::node::{LinkId, Node, NodeConfig};
+use crate::pipe::listen_address;
+use crate::region::Layout;
+use crate::work::{Work, work};
+
+use service::{Blocks, Command};
+
+/// What happened on the blocks' thread, for whoever drains it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// A load is complete: every block is here and proved. The producer has been told.
+    Loaded {
+        /// Which.
+        handoff: HandoffId,
+        /// Bytes moved.
+        num_bytes: u64,
+        /// By which transport.
+        transport: String,
+        /// From the start of the load to its end.
+        elapsed: Duration,
+    },
+    /// A load is over and incomplete; nothing writes into its blocks any more.
+    Failed {
+        /// Which.
+        handoff: HandoffId,
+        /// Indices into the `block_ids` of the load.
+        missing: Vec<u32>,
+        /// Why.
+        reason: String,
+    },
+    /// A consumer has everything of a handoff that is lent here.
+    Taken {
+        /// Which.
+        handoff: HandoffId,
+    },
+    /// One line for people.
+    Log(String),
+}
+
+/// A region of a peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RegionInfo {
+    /// Its name.
+    pub name: String,
+    /// How it is cut.
+    pub layout: Layout,
+}
+
+/// A connected peer, as other threads see it.
+#[derive(Debug, Clone)]
+pub struct PeerInfo {
+    /// Names it on this agent.
+    pub link: LinkId,
+    /// Its address.
+    pub address: String,
+    /// Its life.
+    pub incarnation: Incarnation,
+    /// The transport of its blocks.
+    pub transport: String,
+    /// Its regions.
+    pub regions: Vec<RegionInfo>,
+}
+
+/// Handoffs that were ended, as marked by the thread that ends them and not later by the one that is told.
+#[derive(Debug, Clone, Default)]
+struct Ended(Arc<Mutex<HashSet<HandoffId>>>);
+
+impl Ended {
+    fn get(&self) -> MutexGuard<'_, HashSet<HandoffId>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn mark(&self, handoff: HandoffId) {
+        self.get().insert(handoff);
+    }
+
+    /// The end has been processed: from now on the producer machine remembers it.
+    fn unmark(&self, handoff: &HandoffId) {
+        self.get().remove(handoff);
+    }
+
+    fn is_marked(&self, handoff: &HandoffId) -> bool {
+        self.get().contains(handoff)
+    }
+}
+
+/// What a worker loads of a handoff.
+#[derive(Debug, Clone)]
+pub struct LoadRequest {
+    /// Which handoff.
+    pub handoff: HandoffId,
+    /// Where the producer's worker listens.
+    pub producer: String,
+    /// The producer's life, as its scheduler named it.
+    pub incarnation: Incarnation,
+    /// The generation of its blocks.
+    pub generation: u32,
+    /// Position of the first wanted block in the prompt.
+    pub first: u32,
+    /// Destination ids, one a position.
+    pub block_ids: Vec<u32>,
+    /// Whether the sequence state is here already.
+    pub is_committed: bool,
+}
+
+/// One end of block transfers; any thread may call.
+#[derive(Debug)]
+pub struct Agent {
+    node: Node<Command>,
+    events: Events<Event>,
+    incarnation: Incarnation,
+    num_lent: Arc<Mutex<usize>>,
+    ended: Ended,
+}
+
+impl Agent {
+    /// Starts an agent.
+    pub fn new(
+        listen: &str,
+        token: &[u8],
+        ucx: Search,
+        engine_id: &str,
+        fingerprint: Vec<(String, String)>,
+        timing: Timing,
+    ) -> Result<Self> {
+        let address = listen_address(listen, token)?;
+        let identity = Identity::new(Service::Blocks, engine_id, fingerprint)?;
+        let incarnation = identity.incarnation;
+        let config = NodeConfig {
+            listen: Some(address),
+            token: token.to_vec(),
+            identity,
+            ucx: Some(ucx),
+            local: address.ip(),
+            timing,
+        };
+        let (events, num_lent, ended) = (Events::default(), Arc::default(), Ended::default());
+        let (in_thread, count, marks) = (events.clone(), Arc::clone(&num_lent), ended.clone());
+        let node = Node::spawn(config, || Blocks::new(in_thread, count, marks))?;
+        Ok(Self {
+            node,
+            events,
+            incarnation,
+            num_lent,
+            ended,
+        })
+    }
+
+    /// Where peers connect.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.node.address()
+    }
+
+    /// This life of the agent.
+    pub fn incarnation(&self) -> Incarnation {
+        self.incarnation
+    }
+
+    /// Registers memory as blocks; peers learn of it. The work ends with the region's index.
+    pub fn register(
+        &self,
+        name: &str,
+        buffer: Buffer,
+        block_bytes: u64,
+        stride: u64,
+    ) -> Result<Work<u16>> {
+        let layout = Layout::new(buffer.len() as u64, block_bytes, stride)?;
+        let (done, completer) = work();
+        self.node.send(Command::Register {
+            name: name.to_owned(),
+            layout,
+            buffer,
+            completer,
+        })?;
+        Ok(done)
+    }
+
+    /// Connects to a peer; the work ends once its regions are known.
+    pub fn connect(&self, address: &str) -> Result<Work<PeerInfo>> {
+        let (done, completer) = work();
+        self.node.send(Command::Connect {
+            address: address.to_owned(),
+            completer,
+        })?;
+        Ok(done)
+    }
+
+    /// Reads a peer's blocks into blocks of a region of this agent.
+    pub fn read_blocks(
+        &self,
+        peer: LinkId,
+        region: &str,
+        local_ids: Vec<u32>,
+        remote_region: &str,
+        remote_ids: Vec<u32>,
+        timeout: Option<Duration>,
+    ) -> Result<Work<u64>> {
+        let (done, completer) = work();
+        self.node.send(Command::Read {
+            peer,
+            region: region.to_owned(),
+            local_ids,
+            remote_region: remote_region.to_owned(),
+            remote_ids,
+            deadline: timeout.map(|timeout| Instant::now() + timeout),
+            completer,
+        })?;
+        Ok(done)
+    }
+
+    /// Producer: these blocks of a handoff, from position `first` on, will not change any more, in any region.
+    pub fn finalize(
+        &self,
+        handoff: HandoffId,
+        generation: u32,
+        first: u32,
+        block_ids: Vec<u32>,
+    ) -> Result<()> {
+        self.node.send(Command::Finalize {
+            handoff,
+            generation,
+            first,
+            block_ids,
+        })
+    }
+
+    /// Producer: the blocks of a handoff may change from now on.
+    ///
+    /// Marked before this returns: a checksum that is being computed over blocks that change meanwhile is discarded.
+    pub fn end(&self, handoff: HandoffId, reason: &str) -> Result<()> {
+        self.ended.mark(handoff);
+        self.node.send(Command::End {
+            handoff,
+            reason: reason.to_owned(),
+        })
+    }
+
+    /// Consumer: begins to load; `Loaded` or `Failed` follows exactly once.
+    pub fn load(&self, request: LoadRequest) -> Result<()> {
+        self.node.send(Command::Load(request))
+    }
+
+    /// Consumer: the sequence state of a handoff is here.
+    pub fn commit(&self, handoff: HandoffId) -> Result<()> {
+        self.node.send(Command::Commit { handoff })
+    }
+
+    /// Consumer: ends a load; `Failed` follows once nothing writes into its blocks any more.
+    pub fn cancel(&self, handoff: HandoffId, reason: &str) -> Result<()> {
+        self.node.send(Command::Cancel {
+            handoff,
+            reason: reason.to_owned(),
+        })
+    }
+
+    /// What has happened since the last call.
+    pub fn drain(&self) -> Vec<Event> {
+        self.events.drain()
+    }
+
+    /// Number of handoffs whose blocks are lent.
+    pub fn num_lent(&self) -> usize {
+        *self.num_lent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the agent: peers are told, its thread ends.
+    pub fn close(&self) {
+        self.node.stop();
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        self.node.stop();
+    }
+}
+
+pub(crate) fn unknown_region(name: &str) -> Error {
+    Error::Config(format!("there is no region {name:?}"))
+}

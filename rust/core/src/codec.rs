@@ -1,0 +1,217 @@
+//! The binary codec: little-endian integers, byte strings with a length in front, every length checked
+//! against what is there before anything is allocated. Pure functions; used for every message of both planes.
+
+use crate::error::{Error, Result};
+
+/// Appends values to a message.
+#[derive(Debug, Default)]
+pub struct Writer(Vec<u8>);
+
+impl Writer {
+    /// Starts a message with its type byte.
+    pub fn new(kind: u8) -> Self {
+        Self(vec![kind])
+    }
+
+    /// Appends one byte.
+    pub fn u8(mut self, value: u8) -> Self {
+        self.0.push(value);
+        self
+    }
+
+    /// Appends a 16-bit integer.
+    pub fn u16(mut self, value: u16) -> Self {
+        self.0.extend_from_slice(&value.to_le_bytes());
+        self
+    }
+
+    /// Appends a 32-bit integer.
+    pub fn u32(mut self, value: u32) -> Self {
+        self.0.extend_from_slice(&value.to_le_bytes());
+        self
+    }
+
+    /// Appends a 64-bit integer.
+    pub fn u64(mut self, value: u64) -> Self {
+        self.0.extend_from_slice(&value.to_le_bytes());
+        self
+    }
+
+    /// Appends bytes whose number both sides know.
+    pub fn raw(mut self, value: &[u8]) -> Self {
+        self.0.extend_from_slice(value);
+        self
+    }
+
+    /// Appends a byte string: length, then content.
+    pub fn bytes(self, value: &[u8]) -> Self {
+        self.u32(value.len() as u32).raw(value)
+    }
+
+    /// Appends a text as UTF-8.
+    pub fn str(self, value: &str) -> Self {
+        self.bytes(value.as_bytes())
+    }
+
+    /// Appends a list: number of items, then each.
+    pub fn list<T>(self, items: &[T], mut each: impl FnMut(Self, &T) -> Self) -> Self {
+        let start = self.u32(items.len() as u32);
+        items.iter().fold(start, |writer, item| each(writer, item))
+    }
+
+    /// The finished message.
+    pub fn finish(self) -> Vec<u8> {
+        self.0
+    }
+}
+
+/// Takes values from a message that a peer sent; nothing in it is trusted.
+#[derive(Debug)]
+pub struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    /// Reads from the start of `message`.
+    pub fn new(message: &'a [u8]) -> Self {
+        Self(message)
+    }
+
+    /// Takes `len` bytes.
+    pub fn raw(&mut self, len: usize) -> Result<&'a [u8]> {
+        if len > self.0.len() {
+            return Err(Error::protocol(format_args!(
+                "message ends early: {len} bytes expected, {} left",
+                self.0.len()
+            )));
+        }
+        let (taken, rest) = self.0.split_at(len);
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut out = [0; N];
+        out.copy_from_slice(self.raw(N)?);
+        Ok(out)
+    }
+
+    /// Takes one byte.
+    pub fn u8(&mut self) -> Result<u8> {
+        Ok(u8::from_le_bytes(self.array()?))
+    }
+
+    /// Takes a 16-bit integer.
+    pub fn u16(&mut self) -> Result<u16> {
+        Ok(u16::from_le_bytes(self.array()?))
+    }
+
+    /// Takes a 32-bit integer.
+    pub fn u32(&mut self) -> Result<u32> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    /// Takes a 64-bit integer.
+    pub fn u64(&mut self) -> Result<u64> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    /// Takes an array of known size.
+    pub fn fixed<const N: usize>(&mut self) -> Result<[u8; N]> {
+        self.array()
+    }
+
+    /// Takes a byte string of at most `cap` bytes.
+    pub fn bytes(&mut self, cap: usize) -> Result<&'a [u8]> {
+        let len = self.u32()? as usize;
+        if len > cap {
+            return Err(Error::protocol(format_args!(
+                "a field of {len} bytes, at most {cap} are allowed"
+            )));
+        }
+        self.raw(len)
+    }
+
+    /// Takes a text of at most `cap` bytes.
+    pub fn str(&mut self, cap: usize) -> Result<String> {
+        let bytes = self.bytes(cap)?;
+        String::from_utf8(bytes.to_vec()).map_err(|_| Error::protocol("a text is not UTF-8"))
+    }
+
+    /// Takes a list of at most `cap` items. Memory is taken item by item, so a false length costs nothing.
+    pub fn list<T>(
+        &mut self,
+        cap: usize,
+        mut each: impl FnMut(&mut Self) -> Result<T>,
+    ) -> Result<Vec<T>> {
+        let len = self.u32()? as usize;
+        if len > cap {
+            return Err(Error::protocol(format_args!(
+                "a list of {len} items, at most {cap} are allowed"
+            )));
+        }
+        let mut items = Vec::new();
+        for _ in 0..len {
+            items.push(each(self)?);
+        }
+        Ok(items)
+    }
+
+    /// Ends the message: bytes left over mean that it is not what it claims to be.
+    pub fn end(self) -> Result<()> {
+        if self.0.is_empty() {
+            return Ok(());
+        }
+        Err(Error::protocol(format_args!(
+            "{} bytes follow the end of a message",
+            self.0.len()
+        )))
+    }
+
+    /// What has not been taken yet.
+    pub fn rest(self) -> &'a [u8] {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_back(a: u8, b: u16, c: u32, d: u64, e: Vec<u8>, f: String, g: Vec<u64>) {
+            let message = Writer::new(a).u16(b).u32(c).u64(d).bytes(&e).str(&f).list(&g, |w, v| w.u64(*v)).finish();
+            let mut reader = Reader::new(&message);
+            prop_assert_eq!(reader.u8().unwrap(), a);
+            prop_assert_eq!(reader.u16().unwrap(), b);
+            prop_assert_eq!(reader.u32().unwrap(), c);
+            prop_assert_eq!(reader.u64().unwrap(), d);
+            prop_assert_eq!(reader.bytes(1 << 20).unwrap(), &e[..]);
+            prop_assert_eq!(reader.str(1 << 20).unwrap(), f);
+            prop_assert_eq!(reader.list(1 << 20, Reader::u64).unwrap(), g);
+            prop_assert!(reader.end().is_ok());
+        }
+
+        #[test]
+        fn any_bytes_give_a_value_or_an_error(message: Vec<u8>) {
+            let mut reader = Reader::new(&message);
+            let _ = reader.list(1 << 30, |r| r.bytes(1 << 30).map(<[u8]>::to_vec));
+            let _ = reader.str(1 << 30);
+            let _ = reader.end();
+        }
+    }
+
+    #[test]
+    fn a_length_over_the_cap_is_refused_before_allocation() {
+        let message = Writer::new(0).u32(u32::MAX).finish();
+        let mut reader = Reader::new(&message[1..]);
+        let error = reader.bytes(16).unwrap_err();
+        assert!(error.to_string().contains("at most 16"), "{error}");
+    }
+
+    #[test]
+    fn bytes_after_the_end_are_refused() {
+        let reader = Reader::new(b"x");
+        assert!(reader.end().is_err());
+    }
+}

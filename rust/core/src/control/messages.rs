@@ -1,0 +1,231 @@
+//! Frames of the control plane; see docs/wire-format.md.
+
+use super::{Opening, Question, Rank, SequenceState};
+use crate::codec::{Reader, Writer};
+use crate::error::{Error, Result};
+use crate::handoff::HandoffId;
+
+const TEXT_CAP: usize = 4096;
+/// Largest JSON answer.
+const JSON_CAP: usize = 1 << 20;
+const RANKS_CAP: usize = 4096;
+/// Most ids that a prefill may hand over.
+const OUTPUT_IDS_CAP: usize = 4096;
+
+/// Everything that one scheduler (or the proxy) says to another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Message {
+    Watch(HandoffId),
+    Unwatch {
+        handoff: HandoffId,
+        is_taken: bool,
+    },
+    Opened {
+        handoff: HandoffId,
+        opening: Opening,
+    },
+    Finished {
+        handoff: HandoffId,
+        state: SequenceState,
+    },
+    Gone {
+        handoff: HandoffId,
+        reason: String,
+    },
+    Ask {
+        id: u64,
+        question: Question,
+    },
+    Answer {
+        id: u64,
+        json: String,
+    },
+}
+
+const WATCH: u8 = 1;
+const UNWATCH: u8 = 2;
+const OPENED: u8 = 3;
+const FINISHED: u8 = 4;
+const GONE: u8 = 5;
+const DESCRIBE: u8 = 6;
+const RELEASE: u8 = 7;
+const RESULT: u8 = 8;
+const ANSWER: u8 = 9;
+
+impl Message {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        match self {
+            Self::Watch(handoff) => Writer::new(WATCH).raw(handoff),
+            Self::Unwatch { handoff, is_taken } => {
+                Writer::new(UNWATCH).raw(handoff).u8(u8::from(*is_taken))
+            }
+            Self::Opened { handoff, opening } => Writer::new(OPENED)
+                .raw(handoff)
+                .raw(&opening.prompt_hash)
+                .u32(opening.num_tokens)
+                .u32(opening.generation)
+                .list(&opening.ranks, |w, rank| {
+                    w.str(&rank.address).raw(&rank.incarnation)
+                }),
+            Self::Finished { handoff, state } => Writer::new(FINISHED)
+                .raw(handoff)
+                .list(&state.output_ids, |w, id| w.u32(*id))
+                .str(&state.finish_reason)
+                .u32(state.num_cached_tokens),
+            Self::Gone { handoff, reason } => Writer::new(GONE).raw(handoff).str(reason),
+            Self::Ask {
+                id,
+                question: Question::Describe,
+            } => Writer::new(DESCRIBE).u64(*id),
+            Self::Ask {
+                id,
+                question: Question::Release(handoff),
+            } => Writer::new(RELEASE).u64(*id).raw(handoff),
+            Self::Ask {
+                id,
+                question: Question::Result(handoff),
+            } => Writer::new(RESULT).u64(*id).raw(handoff),
+            Self::Answer { id, json } => Writer::new(ANSWER).u64(*id).str(json),
+        }
+        .finish()
+    }
+
+    pub(super) fn decode(frame: &[u8]) -> Result<Self> {
+        let mut reader = Reader::new(frame);
+        let message = match reader.u8()? {
+            WATCH => Self::Watch(reader.fixed()?),
+            UNWATCH => Self::Unwatch {
+                handoff: reader.fixed()?,
+                is_taken: reader.u8()? != 0,
+            },
+            OPENED => Self::Opened {
+                handoff: reader.fixed()?,
+                opening: opening(&mut reader)?,
+            },
+            FINISHED => Self::Finished {
+                handoff: reader.fixed()?,
+                state: state(&mut reader)?,
+            },
+            GONE => Self::Gone {
+                handoff: reader.fixed()?,
+                reason: reader.str(TEXT_CAP)?,
+            },
+            DESCRIBE => Self::Ask {
+                id: reader.u64()?,
+                question: Question::Describe,
+            },
+            RELEASE => Self::Ask {
+                id: reader.u64()?,
+                question: Question::Release(reader.fixed()?),
+            },
+            RESULT => Self::Ask {
+                id: reader.u64()?,
+                question: Question::Result(reader.fixed()?),
+            },
+            ANSWER => Self::Answer {
+                id: reader.u64()?,
+                json: reader.str(JSON_CAP)?,
+            },
+            other => {
+                return Err(Error::protocol(format_args!(
+                    "frame {other} on the control plane"
+                )));
+            }
+        };
+        reader.end()?;
+        Ok(message)
+    }
+}
+
+fn opening(reader: &mut Reader<'_>) -> Result<Opening> {
+    Ok(Opening {
+        prompt_hash: reader.fixed()?,
+        num_tokens: reader.u32()?,
+        generation: reader.u32()?,
+        ranks: reader.list(RANKS_CAP, |r| {
+            Ok(Rank {
+                address: r.str(TEXT_CAP)?,
+                incarnation: r.fixed()?,
+            })
+        })?,
+    })
+}
+
+fn state(reader: &mut Reader<'_>) -> Result<SequenceState> {
+    Ok(SequenceState {
+        output_ids: reader.list(OUTPUT_IDS_CAP, Reader::u32)?,
+        finish_reason: reader.str(TEXT_CAP)?,
+        num_cached_tokens: reader.u32()?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn every_message_is_read_as_written() {
+        let rank = Rank {
+            address: "127.0.0.1:1".to_owned(),
+            incarnation: [3; 16],
+        };
+        let opening = Opening {
+            prompt_hash: [9; 32],
+            num_tokens: 5,
+            generation: 2,
+            ranks: vec![rank],
+        };
+        let state = SequenceState {
+            output_ids: vec![1, 2],
+            finish_reason: "stop".to_owned(),
+            num_cached_tokens: 4,
+        };
+        let handoff = [1; 16];
+        for message in [
+            Message::Watch(handoff),
+            Message::Unwatch {
+                handoff,
+                is_taken: true,
+            },
+            Message::Opened { handoff, opening },
+            Message::Finished { handoff, state },
+            Message::Gone {
+                handoff,
+                reason: "aborted".to_owned(),
+            },
+            Message::Ask {
+                id: 1,
+                question: Question::Describe,
+            },
+            Message::Ask {
+                id: 2,
+                question: Question::Release(handoff),
+            },
+            Message::Ask {
+                id: 3,
+                question: Question::Result(handoff),
+            },
+            Message::Answer {
+                id: 4,
+                json: "{}".to_owned(),
+            },
+        ] {
+            assert_eq!(Message::decode(&message.encode()).unwrap(), message);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_frame_gives_a_message_or_an_error(frame: Vec<u8>) {
+            let _ = Message::decode(&frame);
+        }
+
+        #[test]
+        fn a_cut_message_is_an_error(cut in 0usize..32) {
+            let whole = Message::Gone { handoff: [1; 16], reason: "a reason".to_owned() }.encode();
+            prop_assume!(cut < whole.len());
+            prop_assert!(Message::decode(&whole[..cut]).is_err());
+        }
+    }
+}

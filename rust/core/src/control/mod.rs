@@ -1,0 +1,219 @@
+//! The control plane: handoffs between the schedulers of prefill and decode instances, and the proxy's questions.
+//! One authenticated TCP port per engine, no UCX.
+
+mod messages;
+mod service;
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use crate::error::Result;
+use crate::events::Events;
+use crate::handoff::HandoffId;
+use crate::identity::{Identity, Incarnation, Service};
+use crate::link::Timing;
+use crate::node::{Node, NodeConfig};
+use crate::pipe::listen_address;
+use crate::work::{Work, work};
+
+use service::{Command, Schedulers};
+
+/// A worker of a producer: where its agent listens, and its life.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rank {
+    /// The address of its agent.
+    pub address: String,
+    /// The agent's life.
+    pub incarnation: Incarnation,
+}
+
+/// What a consumer needs to know to load a handoff.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Opening {
+    /// Hash of the prompt's token ids, which the consumer compares with its own.
+    pub prompt_hash: [u8; 32],
+    /// Number of prompt tokens whose KV will be lent.
+    pub num_tokens: u32,
+    /// Of the producer's blocks; a new one voids everything of the old.
+    pub generation: u32,
+    /// The producer's workers, by tensor-parallel rank.
+    pub ranks: Vec<Rank>,
+}
+
+/// What decode needs besides the KV, once prefill has finished.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SequenceState {
+    /// Token ids that prefill sampled.
+    pub output_ids: Vec<u32>,
+    /// Why prefill finished: `length` or `stop`.
+    pub finish_reason: String,
+    /// Prompt tokens that prefill found in its prefix cache.
+    pub num_cached_tokens: u32,
+}
+
+/// What happened on the control plane, for the scheduler role that drains it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// Producer: nobody will read these blocks (any more).
+    Released {
+        /// Which handoff.
+        handoff: HandoffId,
+        /// Why.
+        reason: String,
+    },
+    /// Consumer: the producer has scheduled the request.
+    Opened {
+        /// Which handoff.
+        handoff: HandoffId,
+        /// What to compare and where to read.
+        opening: Opening,
+    },
+    /// Consumer: the producer has finished.
+    Finished {
+        /// Which handoff.
+        handoff: HandoffId,
+        /// What to continue from.
+        state: SequenceState,
+    },
+    /// Consumer: nothing (more) will come of this handoff.
+    Gone {
+        /// Which handoff.
+        handoff: HandoffId,
+        /// Why.
+        reason: String,
+    },
+    /// One line for people.
+    Log(String),
+}
+
+/// A question to another engine's control port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Question {
+    /// Who are you? Answered with JSON.
+    Describe,
+    /// Give the blocks of a handoff back. Answered with `true` when the handoff was known.
+    Release(HandoffId),
+    /// How did a handoff end? Answered with JSON, `null` when it is not known.
+    Result(HandoffId),
+}
+
+/// How long things may take on the control plane.
+#[derive(Debug, Clone, Copy)]
+pub struct Patience {
+    /// Deadlines of links.
+    pub timing: Timing,
+    /// How long finished blocks wait for a first consumer.
+    pub lease: Duration,
+    /// How long a watch waits for a handoff that is not open.
+    pub open: Duration,
+    /// How long a consumer waits for its handoff as long as the producer lives.
+    pub handoff: Duration,
+}
+
+/// One engine's control port, or (without `listen`) somebody who asks others'. Any thread may call.
+#[derive(Debug)]
+pub struct Control {
+    node: Node<Command>,
+    events: Events<Event>,
+}
+
+impl Control {
+    /// Starts the control plane.
+    pub fn new(
+        listen: Option<&str>,
+        token: &[u8],
+        engine_id: &str,
+        fingerprint: Vec<(String, String)>,
+        patience: Patience,
+    ) -> Result<Self> {
+        let address = listen
+            .map(|listen| listen_address(listen, token))
+            .transpose()?;
+        let config = NodeConfig {
+            listen: address,
+            token: token.to_vec(),
+            identity: Identity::new(Service::Control, engine_id, fingerprint)?,
+            ucx: None,
+            local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip()),
+            timing: patience.timing,
+        };
+        let events = Events::default();
+        let in_thread = events.clone();
+        let node = Node::spawn(config, move || Schedulers::new(in_thread, patience))?;
+        Ok(Self { node, events })
+    }
+
+    /// Where others connect.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.node.address()
+    }
+
+    /// Sets the JSON with which `Describe` is answered.
+    pub fn describe_as(&self, json: String) -> Result<()> {
+        self.node.send(Command::Describe { json })
+    }
+
+    /// Producer: a request of this handoff is scheduled.
+    pub fn open(&self, handoff: HandoffId, opening: Opening) -> Result<()> {
+        self.node.send(Command::Open { handoff, opening })
+    }
+
+    /// Producer: it has finished; its blocks are lent until they are taken, released, or the lease ends.
+    pub fn finish(&self, handoff: HandoffId, state: SequenceState) -> Result<()> {
+        self.node.send(Command::Finish { handoff, state })
+    }
+
+    /// Producer: it was aborted or preempted; consumers are told.
+    pub fn withdraw(&self, handoff: HandoffId, reason: &str) -> Result<()> {
+        self.node.send(Command::Withdraw {
+            handoff,
+            reason: reason.to_owned(),
+        })
+    }
+
+    /// Consumer: begins to watch a handoff at its producer.
+    pub fn watch(&self, handoff: HandoffId, producer: &str) -> Result<()> {
+        self.node.send(Command::Watch {
+            handoff,
+            producer: producer.to_owned(),
+        })
+    }
+
+    /// Consumer: ends the watch. Not taken: the producer may free the blocks.
+    pub fn unwatch(&self, handoff: HandoffId, is_taken: bool) -> Result<()> {
+        self.node.send(Command::Unwatch { handoff, is_taken })
+    }
+
+    /// Keeps the JSON with which `Result` is answered.
+    pub fn set_result(&self, handoff: HandoffId, json: String) -> Result<()> {
+        self.node.send(Command::SetResult { handoff, json })
+    }
+
+    /// Asks another engine; the work ends with JSON.
+    pub fn ask(
+        &self,
+        address: &str,
+        question: Question,
+        timeout: Duration,
+    ) -> Result<Work<String>> {
+        let (done, completer) = work();
+        let deadline = Instant::now() + timeout;
+        self.node.send(Command::Ask {
+            address: address.to_owned(),
+            question,
+            deadline,
+            completer,
+        })?;
+        Ok(done)
+    }
+
+    /// What has happened since the last call.
+    pub fn drain(&self) -> Vec<Event> {
+        self.events.drain()
+    }
+
+    /// Ends the control plane; peers are told.
+    pub fn close(&self) {
+        self.node.stop();
+    }
+}

@@ -1,0 +1,579 @@
+//! Both roles of the control plane on its node's thread: what is lent here, and what is watched elsewhere.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::time::Instant;
+
+use super::messages::Message;
+use super::{Event, Opening, Patience, Question, SequenceState};
+use crate::error::{Error, Result};
+use crate::events::Events;
+use crate::handoff::HandoffId;
+use crate::identity::Identity;
+use crate::node::{Io, LinkId, Service};
+use crate::work::Completer;
+
+/// Watches that may wait for handoffs that are not open.
+const PARKED_CAP: usize = 1024;
+/// Ended handoffs and results that are remembered.
+const REMEMBERED: usize = 4096;
+
+#[derive(Debug)]
+pub(super) enum Command {
+    Describe {
+        json: String,
+    },
+    Open {
+        handoff: HandoffId,
+        opening: Opening,
+    },
+    Finish {
+        handoff: HandoffId,
+        state: SequenceState,
+    },
+    Withdraw {
+        handoff: HandoffId,
+        reason: String,
+    },
+    Watch {
+        handoff: HandoffId,
+        producer: String,
+    },
+    Unwatch {
+        handoff: HandoffId,
+        is_taken: bool,
+    },
+    SetResult {
+        handoff: HandoffId,
+        json: String,
+    },
+    Ask {
+        address: String,
+        question: Question,
+        deadline: Instant,
+        completer: Completer<String>,
+    },
+}
+
+struct Lent {
+    opening: Opening,
+    state: Option<SequenceState>,
+    /// When it ends unless somebody watches it; set once finished.
+    lease_ends: Option<Instant>,
+    watchers: HashSet<LinkId>,
+    /// The last consumer left before prefill had finished.
+    is_abandoned: bool,
+}
+
+struct Watched {
+    link: LinkId,
+    until: Instant,
+}
+
+struct Asked {
+    link: LinkId,
+    question: Question,
+    deadline: Instant,
+    completer: Completer<String>,
+}
+
+/// A map that forgets its oldest entries.
+struct Memory<T> {
+    entries: HashMap<HandoffId, T>,
+    order: VecDeque<HandoffId>,
+}
+
+impl<T> Memory<T> {
+    fn new() -> Self {
+        Self {
+            entries: HashMap::new(),
+            order: VecDeque::new(),
+        }
+    }
+
+    fn insert(&mut self, handoff: HandoffId, value: T) {
+        if self.entries.insert(handoff, value).is_none() {
+            self.order.push_back(handoff);
+        }
+        if self.order.len() > REMEMBERED
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.entries.remove(&oldest);
+        }
+    }
+
+    fn get(&self, handoff: &HandoffId) -> Option<&T> {
+        self.entries.get(handoff)
+    }
+}
+
+pub(super) struct Schedulers {
+    events: Events<Event>,
+    patience: Patience,
+    description: String,
+    lent: HashMap<HandoffId, Lent>,
+    ended: Memory<String>,
+    results: Memory<String>,
+    parked: Vec<(HandoffId, LinkId, Instant)>,
+    watched: HashMap<HandoffId, Watched>,
+    asked: HashMap<u64, Asked>,
+    by_address: HashMap<String, LinkId>,
+}
+
+impl Schedulers {
+    pub(super) fn new(events: Events<Event>, patience: Patience) -> Self {
+        Self {
+            events,
+            patience,
+            description: "{}".to_owned(),
+            lent: HashMap::new(),
+            ended: Memory::new(),
+            results: Memory::new(),
+            parked: Vec::new(),
+            watched: HashMap::new(),
+            asked: HashMap::new(),
+            by_address: HashMap::new(),
+        }
+    }
+
+    fn say(io: &mut Io, link: LinkId, message: &Message) {
+        io.send(link, &message.encode());
+    }
+
+    // --- producer
+
+    fn open(&mut self, io: &mut Io, handoff: HandoffId, opening: Opening) {
+        if let Some(reason) = self.ended.get(&handoff) {
+            // Released or withdrawn before it was opened.
+            return self.events.push(Event::Released {
+                handoff,
+                reason: reason.clone(),
+            });
+        }
+        let lent = Lent {
+            opening,
+            state: None,
+            lease_ends: None,
+            watchers: HashSet::new(),
+            is_abandoned: false,
+        };
+        self.lent.insert(handoff, lent);
+        let parked = std::mem::take(&mut self.parked);
+        for (id, link, until) in parked {
+            if id == handoff {
+                self.watch_here(io, link, handoff);
+            } else {
+                self.parked.push((id, link, until));
+            }
+        }
+    }
+
+    fn finish(&mut self, io: &mut Io, handoff: HandoffId, state: SequenceState) {
+        let lease_ends = io.now + self.patience.lease;
+        let Some(lent) = self.lent.get_mut(&handoff) else {
+            let reason = self
+                .ended
+                .get(&handoff)
+                .map_or("it was never opened", String::as_str)
+                .to_owned();
+            return self.events.push(Event::Released { handoff, reason });
+        };
+        lent.lease_ends = Some(lease_ends);
+        for &link in &lent.watchers {
+            Self::say(
+                io,
+                link,
+                &Message::Finished {
+                    handoff,
+                    state: state.clone(),
+                },
+            );
+        }
+        lent.state = Some(state);
+        if lent.is_abandoned {
+            self.release(io, handoff, "its consumer is gone");
+        }
+    }
+
+    /// Ends a lent handoff and tells whoever watches it. `None`: it was not lent.
+    fn end(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) -> Option<Lent> {
+        self.ended.insert(handoff, reason.to_owned());
+        let lent = self.lent.remove(&handoff)?;
+        for &link in &lent.watchers {
+            Self::say(
+                io,
+                link,
+                &Message::Gone {
+                    handoff,
+                    reason: reason.to_owned(),
+                },
+            );
+        }
+        Some(lent)
+    }
+
+    /// Ends a lent handoff from outside: the scheduler is told to free its blocks.
+    fn release(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) -> bool {
+        let was_lent = self.end(io, handoff, reason).is_some();
+        if was_lent {
+            self.events.push(Event::Released {
+                handoff,
+                reason: reason.to_owned(),
+            });
+        }
+        was_lent
+    }
+
+    fn watch_here(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId) {
+        if let Some(lent) = self.lent.get_mut(&handoff) {
+            lent.watchers.insert(link);
+            Self::say(
+                io,
+                link,
+                &Message::Opened {
+                    handoff,
+                    opening: lent.opening.clone(),
+                },
+            );
+            if let Some(state) = lent.state.clone() {
+                Self::say(io, link, &Message::Finished { handoff, state });
+            }
+        } else if let Some(reason) = self.ended.get(&handoff) {
+            Self::say(
+                io,
+                link,
+                &Message::Gone {
+                    handoff,
+                    reason: reason.clone(),
+                },
+            );
+        } else if self.parked.len() >= PARKED_CAP {
+            let reason = "too many watches wait for handoffs that are not open".to_owned();
+            Self::say(io, link, &Message::Gone { handoff, reason });
+        } else {
+            self.parked
+                .push((handoff, link, io.now + self.patience.open));
+        }
+    }
+
+    fn unwatch_here(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId, is_taken: bool) {
+        self.parked
+            .retain(|(id, other, _)| (*id, *other) != (handoff, link));
+        let Some(lent) = self
+            .lent
+            .get_mut(&handoff)
+            .filter(|lent| lent.watchers.contains(&link))
+        else {
+            return;
+        };
+        lent.watchers.remove(&link);
+        if is_taken {
+            // Its workers have told ours, if no message was lost; this frees the blocks in any case.
+            self.release(io, handoff, "it has been taken");
+        } else {
+            self.abandon(io, handoff, "its consumer gave up");
+        }
+    }
+
+    fn abandon(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
+        let Some(lent) = self
+            .lent
+            .get_mut(&handoff)
+            .filter(|lent| lent.watchers.is_empty())
+        else {
+            return;
+        };
+        if lent.state.is_some() {
+            self.release(io, handoff, reason);
+        } else {
+            lent.is_abandoned = true;
+        }
+    }
+
+    fn answer(&mut self, io: &mut Io, question: &Question) -> String {
+        match question {
+            Question::Describe => self.description.clone(),
+            Question::Release(handoff) => {
+                let was_lent = self.release(io, *handoff, "it was released");
+                was_lent.to_string()
+            }
+            Question::Result(handoff) => self
+                .results
+                .get(handoff)
+                .map_or("null".to_owned(), Clone::clone),
+        }
+    }
+
+    // --- consumer and asker
+
+    fn link_to(&mut self, io: &mut Io, address: &str) -> LinkId {
+        if let Some(&link) = self.by_address.get(address) {
+            return link;
+        }
+        let link = io.connect(address);
+        self.by_address.insert(address.to_owned(), link);
+        link
+    }
+
+    fn watch(&mut self, io: &mut Io, handoff: HandoffId, producer: &str) {
+        let link = self.link_to(io, producer);
+        self.watched.insert(
+            handoff,
+            Watched {
+                link,
+                until: io.now + self.patience.handoff,
+            },
+        );
+        if io.is_up(link) {
+            Self::say(io, link, &Message::Watch(handoff));
+        }
+    }
+
+    fn ask(
+        &mut self,
+        io: &mut Io,
+        address: &str,
+        question: Question,
+        deadline: Instant,
+        completer: Completer<String>,
+    ) {
+        let link = self.link_to(io, address);
+        let id = io.token();
+        if io.is_up(link) {
+            Self::say(
+                io,
+                link,
+                &Message::Ask {
+                    id,
+                    question: question.clone(),
+                },
+            );
+        }
+        self.asked.insert(
+            id,
+            Asked {
+                link,
+                question,
+                deadline,
+                completer,
+            },
+        );
+    }
+
+    fn watches(&self, handoff: &HandoffId, link: LinkId) -> bool {
+        self.watched
+            .get(handoff)
+            .is_some_and(|watched| watched.link == link)
+    }
+
+    fn unwatch(&mut self, io: &mut Io, handoff: HandoffId, is_taken: bool) {
+        if let Some(watched) = self.watched.remove(&handoff) {
+            Self::say(io, watched.link, &Message::Unwatch { handoff, is_taken });
+        }
+    }
+
+    fn told(&mut self, io: &mut Io, link: LinkId, message: Message) -> Result<()> {
+        match message {
+            Message::Watch(handoff) => self.watch_here(io, link, handoff),
+            Message::Unwatch { handoff, is_taken } => {
+                self.unwatch_here(io, link, handoff, is_taken)
+            }
+            Message::Ask { id, question } => {
+                let json = self.answer(io, &question);
+                Self::say(io, link, &Message::Answer { id, json });
+            }
+            Message::Opened { handoff, opening } if self.watches(&handoff, link) => {
+                self.events.push(Event::Opened { handoff, opening });
+            }
+            Message::Finished { handoff, state } if self.watches(&handoff, link) => {
+                self.events.push(Event::Finished { handoff, state });
+            }
+            Message::Gone { handoff, reason } if self.watches(&handoff, link) => {
+                self.watched.remove(&handoff);
+                self.events.push(Event::Gone { handoff, reason });
+            }
+            Message::Answer { id, json } => {
+                if let Some(asked) = self.asked.remove(&id).filter(|asked| asked.link == link) {
+                    asked.completer.complete(Ok(json));
+                }
+            }
+            // Of a handoff that is not watched any more.
+            Message::Opened { .. } | Message::Finished { .. } | Message::Gone { .. } => {}
+        }
+        Ok(())
+    }
+
+    fn expire_leases(&mut self, io: &mut Io) -> Option<Instant> {
+        let now = io.now;
+        let is_late =
+            |lent: &Lent| lent.watchers.is_empty() && lent.lease_ends.is_some_and(|at| at <= now);
+        let late: Vec<HandoffId> = self
+            .lent
+            .iter()
+            .filter(|(_, lent)| is_late(lent))
+            .map(|(id, _)| *id)
+            .collect();
+        for handoff in late {
+            self.release(io, handoff, "its lease ended before a consumer came");
+        }
+        self.lent
+            .values()
+            .filter(|lent| lent.watchers.is_empty())
+            .filter_map(|lent| lent.lease_ends)
+            .min()
+    }
+
+    fn expire_parked(&mut self, io: &mut Io) -> Option<Instant> {
+        let (late, kept): (Vec<_>, Vec<_>) = std::mem::take(&mut self.parked)
+            .into_iter()
+            .partition(|(_, _, until)| *until <= io.now);
+        self.parked = kept;
+        for (handoff, link, _) in late {
+            let reason = "the handoff is not known to its producer".to_owned();
+            Self::say(io, link, &Message::Gone { handoff, reason });
+        }
+        self.parked.iter().map(|(_, _, until)| *until).min()
+    }
+
+    fn expire_watches(&mut self, io: &mut Io) -> Option<Instant> {
+        let is_late = |watched: &Watched| watched.until <= io.now;
+        let late: Vec<HandoffId> = self
+            .watched
+            .iter()
+            .filter(|(_, watched)| is_late(watched))
+            .map(|(id, _)| *id)
+            .collect();
+        for handoff in late {
+            self.unwatch(io, handoff, false);
+            let reason = format!(
+                "nothing came within {:?} (handoff_timeout_s)",
+                self.patience.handoff
+            );
+            self.events.push(Event::Gone { handoff, reason });
+        }
+        self.watched.values().map(|watched| watched.until).min()
+    }
+
+    fn expire_questions(&mut self, io: &Io) -> Option<Instant> {
+        let late: Vec<u64> = self
+            .asked
+            .iter()
+            .filter(|(_, asked)| asked.deadline <= io.now)
+            .map(|(id, _)| *id)
+            .collect();
+        for asked in late.iter().filter_map(|id| self.asked.remove(id)) {
+            let text = format!("{} did not answer in time", io.peer(asked.link));
+            asked.completer.complete(Err(Error::Timeout(text)));
+        }
+        self.asked.values().map(|asked| asked.deadline).min()
+    }
+}
+
+impl Service for Schedulers {
+    type Command = Command;
+
+    fn command(&mut self, io: &mut Io, command: Command) {
+        match command {
+            Command::Describe { json } => self.description = json,
+            Command::Open { handoff, opening } => self.open(io, handoff, opening),
+            Command::Finish { handoff, state } => self.finish(io, handoff, state),
+            Command::Withdraw { handoff, reason } => {
+                self.end(io, handoff, &reason);
+            }
+            Command::Watch { handoff, producer } => self.watch(io, handoff, &producer),
+            Command::Unwatch { handoff, is_taken } => self.unwatch(io, handoff, is_taken),
+            Command::SetResult { handoff, json } => self.results.insert(handoff, json),
+            Command::Ask {
+                address,
+                question,
+                deadline,
+                completer,
+            } => {
+                self.ask(io, &address, question, deadline, completer);
+            }
+        }
+    }
+
+    fn link_up(&mut self, io: &mut Io, link: LinkId, peer: &Identity) {
+        let (address, engine) = (io.peer(link), &peer.engine_id);
+        self.events.push(Event::Log(format!(
+            "control.open peer={address} engine_id={engine}"
+        )));
+        for (&handoff, _) in self
+            .watched
+            .iter()
+            .filter(|(_, watched)| watched.link == link)
+        {
+            Self::say(io, link, &Message::Watch(handoff));
+        }
+        for (&id, asked) in self.asked.iter().filter(|(_, asked)| asked.link == link) {
+            Self::say(
+                io,
+                link,
+                &Message::Ask {
+                    id,
+                    question: asked.question.clone(),
+                },
+            );
+        }
+    }
+
+    fn link_down(&mut self, io: &mut Io, link: LinkId, error: Error) {
+        self.events
+            .push(Event::Log(format!("control.closed {error}")));
+        self.by_address.retain(|_, other| *other != link);
+        self.parked.retain(|(_, other, _)| *other != link);
+        let watching: Vec<HandoffId> = self
+            .lent
+            .iter()
+            .filter(|(_, lent)| lent.watchers.contains(&link))
+            .map(|(id, _)| *id)
+            .collect();
+        for handoff in watching {
+            if let Some(lent) = self.lent.get_mut(&handoff) {
+                lent.watchers.remove(&link);
+            }
+            self.abandon(io, handoff, "its consumer is gone");
+        }
+        let lost: Vec<HandoffId> = self
+            .watched
+            .iter()
+            .filter(|(_, watched)| watched.link == link)
+            .map(|(id, _)| *id)
+            .collect();
+        for handoff in lost {
+            self.watched.remove(&handoff);
+            self.events.push(Event::Gone {
+                handoff,
+                reason: error.to_string(),
+            });
+        }
+        let unanswered: Vec<u64> = self
+            .asked
+            .iter()
+            .filter(|(_, asked)| asked.link == link)
+            .map(|(id, _)| *id)
+            .collect();
+        for asked in unanswered.iter().filter_map(|id| self.asked.remove(id)) {
+            asked.completer.complete(Err(error.clone()));
+        }
+    }
+
+    fn frame(&mut self, io: &mut Io, link: LinkId, frame: &[u8]) -> Result<()> {
+        self.told(io, link, Message::decode(frame)?)
+    }
+
+    fn timer(&mut self, io: &mut Io) -> Option<Instant> {
+        let deadlines = [
+            self.expire_leases(io),
+            self.expire_parked(io),
+            self.expire_watches(io),
+            self.expire_questions(io),
+        ];
+        deadlines.into_iter().flatten().min()
+    }
+
+    fn log(&mut self, text: String) {
+        self.events
+            .push(Event::Log(format!("control.refused {text}")));
+    }
+}

@@ -1,0 +1,265 @@
+//! The UCX side of a node: its worker, the endpoint of each session, and which road the bytes take.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use kvpipe_ucx::{
+    Config, Context, EndpointId, Lane, Library, Memory, Payload, RemoteKey, Search, Status, Worker,
+};
+
+use crate::codec::Writer;
+use crate::error::{Error, Result};
+use crate::handshake::SessionId;
+use crate::node::{Io, LinkId};
+
+/// How bytes get to where they belong. Whoever owns the destination writes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Road {
+    /// The destination's side reads the source's memory; names the transport (`cma`, `rc_mlx5`, …).
+    Get(String),
+    /// The source sends messages that the destination's own code places: TCP, where UCX checks no remote key.
+    Messages(String),
+}
+
+impl Road {
+    /// The transport that carries the bytes.
+    pub fn transport(&self) -> &str {
+        match self {
+            Self::Get(name) | Self::Messages(name) => name,
+        }
+    }
+
+    fn choose(lanes: &[Lane]) -> Self {
+        let is_direct = |lane: &&Lane| {
+            lane.is_rma && !["tcp", "self", "posix", "sysv"].contains(&lane.transport.as_str())
+        };
+        if let Some(lane) = lanes.iter().find(is_direct) {
+            return Self::Get(lane.transport.clone());
+        }
+        let message = lanes.iter().find(|lane| lane.is_am).or(lanes.first());
+        Self::Messages(message.map_or_else(|| "unknown".to_owned(), |lane| lane.transport.clone()))
+    }
+}
+
+struct Peer {
+    endpoint: EndpointId,
+    session: SessionId,
+    road: Road,
+    is_open: bool,
+}
+
+pub(crate) struct DataPlane {
+    pub(crate) context: Arc<Context>,
+    pub(crate) worker: Worker,
+    peers: HashMap<LinkId, Peer>,
+    sessions: HashMap<SessionId, LinkId>,
+    endpoints: HashMap<EndpointId, LinkId>,
+}
+
+impl DataPlane {
+    /// Loads UCX and makes a context whose devices follow `local`.
+    pub(crate) fn context(search: &Search, local: IpAddr) -> Result<Arc<Context>> {
+        let library = Library::load(search)?;
+        let mut config = Config::new();
+        if let Some(devices) = devices(local) {
+            config.pin("NET_DEVICES", &devices);
+        }
+        Context::new(library, &config)
+            .map_err(|status| Error::Unavailable(format!("UCX cannot start on {local}: {status}")))
+    }
+
+    pub(crate) fn new(context: Arc<Context>) -> Result<Self> {
+        let worker = Worker::new(&context)?;
+        Ok(Self {
+            context,
+            worker,
+            peers: HashMap::new(),
+            sessions: HashMap::new(),
+            endpoints: HashMap::new(),
+        })
+    }
+
+    pub(crate) fn open(&mut self, link: LinkId, session: SessionId, address: &[u8]) -> Result<()> {
+        let failed =
+            |status: Status| Error::Connect(format!("UCX cannot reach the peer: {status}"));
+        let endpoint = self.worker.connect(address).map_err(failed)?;
+        let road = Road::choose(&self.worker.lanes(endpoint));
+        self.peers.insert(
+            link,
+            Peer {
+                endpoint,
+                session,
+                road,
+                is_open: true,
+            },
+        );
+        self.sessions.insert(session, link);
+        self.endpoints.insert(endpoint, link);
+        Ok(())
+    }
+
+    /// Closes a link's endpoint by force. Its operations end with errors, each through its own completion.
+    pub(crate) fn close(&mut self, link: LinkId) {
+        let Some(peer) = self.peers.get_mut(&link) else {
+            return;
+        };
+        self.sessions.remove(&peer.session);
+        if std::mem::take(&mut peer.is_open) {
+            self.worker.close(peer.endpoint);
+        }
+    }
+
+    /// An endpoint has ended with all its operations.
+    pub(crate) fn forget(&mut self, endpoint: EndpointId) {
+        if let Some(link) = self.endpoints.remove(&endpoint) {
+            self.peers.remove(&link);
+        }
+    }
+
+    pub(crate) fn link_of(&self, endpoint: EndpointId) -> Option<LinkId> {
+        self.endpoints.get(&endpoint).copied()
+    }
+
+    pub(crate) fn link_of_session(&self, session: &SessionId) -> Option<LinkId> {
+        self.sessions.get(session).copied()
+    }
+
+    fn peer(&self, link: LinkId) -> std::result::Result<&Peer, Status> {
+        let gone = Status {
+            code: -80,
+            call: "endpoint",
+        };
+        self.peers
+            .get(&link)
+            .filter(|peer| peer.is_open)
+            .ok_or(gone)
+    }
+}
+
+/// The UCX devices that belong to a local address: `lo` for loopback, else its interface and the RDMA devices.
+/// Unknown (or every address): no restriction.
+fn devices(local: IpAddr) -> Option<String> {
+    if local.is_loopback() {
+        return Some("lo".to_owned());
+    }
+    let interfaces = if_addrs::get_if_addrs().ok()?;
+    let mut devices = vec![
+        interfaces
+            .iter()
+            .find(|interface| interface.ip() == local)?
+            .name
+            .clone(),
+    ];
+    let rdma = std::fs::read_dir("/sys/class/infiniband")
+        .into_iter()
+        .flatten()
+        .flatten();
+    devices.extend(rdma.map(|device| format!("{}:1", device.file_name().to_string_lossy())));
+    Some(devices.join(","))
+}
+
+/// The operations of the data plane. An operation that cannot be posted is reported to the service through the
+/// link, which is then lost; a posted one ends with exactly one `done` unless its token is 0.
+impl Io {
+    /// Starts the header of an active message on this session.
+    pub fn header(&self, link: LinkId, kind: u8) -> Writer {
+        let session = self
+            .data
+            .as_ref()
+            .and_then(|data| data.peers.get(&link))
+            .map_or([0; 16], |peer| peer.session);
+        Writer::default().raw(&session).u8(kind)
+    }
+
+    /// Sends an active message. Token 0: nobody waits for its end.
+    pub fn message(&mut self, link: LinkId, header: Writer, payload: Payload, token: u64) -> bool {
+        self.post(link, |data| {
+            data.worker
+                .am_send(data.peer(link)?.endpoint, &header.finish(), payload, token)
+        })
+    }
+
+    /// Reads remote memory into `local`.
+    #[allow(clippy::too_many_arguments)]
+    pub fn get(
+        &mut self,
+        link: LinkId,
+        local: &Arc<Memory>,
+        offset: usize,
+        len: usize,
+        remote: u64,
+        key: &RemoteKey,
+        token: u64,
+    ) -> bool {
+        self.post(link, |data| {
+            data.worker.get(
+                data.peer(link)?.endpoint,
+                local,
+                offset,
+                len,
+                remote,
+                key,
+                token,
+            )
+        })
+    }
+
+    /// Makes a peer's remote key usable on its endpoint.
+    pub fn unpack_rkey(&mut self, link: LinkId, packed: &[u8]) -> Result<RemoteKey> {
+        let Some(data) = &self.data else {
+            return Err(Error::Closed("no data plane".to_owned()));
+        };
+        let peer = data.peer(link)?;
+        data.worker
+            .unpack_rkey(peer.endpoint, packed)
+            .map_err(|status| {
+                Error::protocol(format_args!("a remote key cannot be used: {status}"))
+            })
+    }
+
+    /// Registers memory with UCX.
+    pub fn register(&self, buffer: kvpipe_ucx::Buffer) -> Result<Arc<Memory>> {
+        let Some(data) = &self.data else {
+            return Err(Error::Closed("no data plane".to_owned()));
+        };
+        data.context
+            .register(buffer)
+            .map_err(|status| Error::Unavailable(format!("cannot register memory: {status}")))
+    }
+
+    /// How bytes move on this link.
+    pub fn road(&self, link: LinkId) -> Option<Road> {
+        self.data
+            .as_ref()?
+            .peers
+            .get(&link)
+            .map(|peer| peer.road.clone())
+    }
+
+    /// UCX as `version (path)`, for the log line of a session.
+    pub fn ucx(&self) -> String {
+        let Some(data) = &self.data else {
+            return String::new();
+        };
+        let library = data.context.library();
+        let (major, minor, patch) = library.version();
+        format!("{major}.{minor}.{patch} ({})", library.path().display())
+    }
+
+    fn post(
+        &mut self,
+        link: LinkId,
+        operation: impl FnOnce(&DataPlane) -> std::result::Result<(), Status>,
+    ) -> bool {
+        let Some(data) = &self.data else { return false };
+        match operation(data) {
+            Ok(()) => true,
+            Err(status) => {
+                let peer = self.peer(link);
+                self.fail(link, Error::lost(&peer, status));
+                false
+            }
+        }
+    }
+}

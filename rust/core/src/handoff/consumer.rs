@@ -1,0 +1,336 @@
+//! The receiving side: what has been announced, what is being read, what has arrived whole.
+
+use std::collections::HashMap;
+
+use super::{FinalBlock, HandoffId};
+use crate::error::{Error, Result};
+
+/// Where the blocks of a request go.
+#[derive(Debug, Clone)]
+pub struct Load {
+    /// The generation that the producer's scheduler named.
+    pub generation: u32,
+    /// Position of the first block that is wanted.
+    pub first: u32,
+    /// Destination ids, one for each position from `first` on.
+    pub block_ids: Vec<u32>,
+    /// Number of regions (layers) in which each block must arrive.
+    pub num_regions: u16,
+    /// Whether the sequence state is here: the load ends when all blocks are too.
+    pub is_committed: bool,
+}
+
+/// Blocks of one region that can be read now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// The region on both sides.
+    pub region: u16,
+    /// What is read, and its checksums.
+    pub blocks: Vec<FinalBlock>,
+    /// Destination ids, in the same order.
+    pub local_ids: Vec<u32>,
+}
+
+/// How a load ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// Everything is here and proved.
+    Loaded {
+        /// Bytes that were moved.
+        num_bytes: u64,
+    },
+    /// Something is missing.
+    Failed {
+        /// Indices into `block_ids` of the blocks that are not here whole.
+        missing: Vec<u32>,
+        /// Why.
+        reason: String,
+    },
+}
+
+#[derive(Debug)]
+struct State {
+    load: Load,
+    /// For each wanted block, the regions in which it was announced.
+    announced: Vec<u16>,
+    /// For each wanted block, the regions in which it has arrived.
+    arrived: Vec<u16>,
+    num_reading: usize,
+    num_bytes: u64,
+    failure: Option<String>,
+}
+
+/// All loads of this worker.
+#[derive(Debug, Default)]
+pub struct Consumer {
+    loads: HashMap<HandoffId, State>,
+}
+
+impl Consumer {
+    /// Begins a load.
+    ///
+    /// # Errors
+    /// The handoff is being loaded already.
+    pub fn begin(&mut self, handoff: HandoffId, load: Load) -> Result<()> {
+        if self.loads.contains_key(&handoff) {
+            return Err(Error::Config(
+                "this handoff is being loaded already".to_owned(),
+            ));
+        }
+        let count = load.block_ids.len();
+        let state = State {
+            load,
+            announced: vec![0; count],
+            arrived: vec![0; count],
+            num_reading: 0,
+            num_bytes: 0,
+            failure: None,
+        };
+        self.loads.insert(handoff, state);
+        Ok(())
+    }
+
+    /// What the producer has to be asked for.
+    pub fn range(&self, handoff: &HandoffId) -> Option<(u32, u32)> {
+        let load = &self.loads.get(handoff)?.load;
+        Some((load.first, load.first + load.block_ids.len() as u32))
+    }
+
+    /// The generation of a load.
+    pub fn generation(&self, handoff: &HandoffId) -> Option<u32> {
+        Some(self.loads.get(handoff)?.load.generation)
+    }
+
+    /// The producer says that blocks are final; what to read now, region by region.
+    ///
+    /// # Errors
+    /// A block that was not asked for, or twice the same.
+    pub fn announced(
+        &mut self,
+        handoff: &HandoffId,
+        generation: u32,
+        blocks: &[FinalBlock],
+    ) -> Result<Vec<Batch>> {
+        // Of a load that has ended meanwhile, or of another generation: nothing to do, not even an error.
+        let Some(state) = self.loads.get_mut(handoff) else {
+            return Ok(Vec::new());
+        };
+        if state.failure.is_some() || state.load.generation != generation {
+            return Ok(Vec::new());
+        }
+        let mut batches: Vec<Batch> = Vec::new();
+        for block in blocks {
+            let index = block
+                .position
+                .checked_sub(state.load.first)
+                .map(|index| index as usize);
+            let Some(&local) = index.and_then(|index| state.load.block_ids.get(index)) else {
+                return Err(Error::protocol(format_args!(
+                    "block {} was not asked for",
+                    block.position
+                )));
+            };
+            let seen = &mut state.announced[index.unwrap_or_default()];
+            if block.region >= state.load.num_regions || *seen >= state.load.num_regions {
+                return Err(Error::protocol(format_args!(
+                    "block {} was announced twice",
+                    block.position
+                )));
+            }
+            *seen += 1;
+            match batches
+                .iter_mut()
+                .find(|batch| batch.region == block.region)
+            {
+                Some(batch) => {
+                    batch.blocks.push(*block);
+                    batch.local_ids.push(local);
+                }
+                None => batches.push(Batch {
+                    region: block.region,
+                    blocks: vec![*block],
+                    local_ids: vec![local],
+                }),
+            }
+        }
+        state.num_reading += batches.len();
+        Ok(batches)
+    }
+
+    /// A read has ended. `whole` tells for each of its blocks whether it is here with the right checksum.
+    pub fn read(&mut self, handoff: &HandoffId, batch: &Batch, whole: &[bool], num_bytes: u64) {
+        let Some(state) = self.loads.get_mut(handoff) else {
+            return;
+        };
+        state.num_reading -= 1;
+        state.num_bytes += num_bytes;
+        for (block, is_whole) in batch.blocks.iter().zip(whole) {
+            let index = (block.position - state.load.first) as usize;
+            if *is_whole {
+                state.arrived[index] += 1;
+            } else {
+                let text = format!(
+                    "block {} of region {} differs from its checksum",
+                    block.position, block.region
+                );
+                state.failure.get_or_insert(text);
+            }
+        }
+    }
+
+    /// A read has ended without its data.
+    pub fn read_failed(&mut self, handoff: &HandoffId, reason: &str) {
+        if let Some(state) = self.loads.get_mut(handoff) {
+            state.num_reading -= 1;
+            state.failure.get_or_insert(reason.to_owned());
+        }
+    }
+
+    /// The sequence state is here.
+    pub fn commit(&mut self, handoff: &HandoffId) {
+        if let Some(state) = self.loads.get_mut(handoff) {
+            state.load.is_committed = true;
+        }
+    }
+
+    /// Nothing more will come.
+    pub fn fail(&mut self, handoff: &HandoffId, reason: &str) {
+        if let Some(state) = self.loads.get_mut(handoff) {
+            state.failure.get_or_insert(reason.to_owned());
+        }
+    }
+
+    /// How the load ended, once: only after the last read that could still write into its blocks.
+    pub fn take_outcome(&mut self, handoff: &HandoffId) -> Option<Outcome> {
+        let state = self.loads.get(handoff)?;
+        if state.num_reading > 0 {
+            return None;
+        }
+        let is_whole = |count: &u16| *count == state.load.num_regions;
+        let is_complete = state.arrived.iter().all(is_whole);
+        if state.failure.is_none() && !(is_complete && state.load.is_committed) {
+            return None;
+        }
+        let state = self.loads.remove(handoff)?;
+        let Some(reason) = state.failure else {
+            return Some(Outcome::Loaded {
+                num_bytes: state.num_bytes,
+            });
+        };
+        let missing = |(index, count): (usize, &u16)| {
+            (*count != state.load.num_regions).then_some(index as u32)
+        };
+        let missing = state
+            .arrived
+            .iter()
+            .enumerate()
+            .filter_map(missing)
+            .collect();
+        Some(Outcome::Failed { missing, reason })
+    }
+
+    /// Handoffs under way.
+    pub fn handoffs(&self) -> Vec<HandoffId> {
+        self.loads.keys().copied().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: HandoffId = [7; 16];
+
+    fn consumer(is_committed: bool) -> Consumer {
+        let mut consumer = Consumer::default();
+        let load = Load {
+            generation: 3,
+            first: 2,
+            block_ids: vec![50, 51],
+            num_regions: 2,
+            is_committed,
+        };
+        consumer.begin(ID, load).unwrap();
+        consumer
+    }
+
+    fn block(region: u16, position: u32) -> FinalBlock {
+        FinalBlock {
+            region,
+            position,
+            block_id: 9,
+            checksum: 1,
+        }
+    }
+
+    fn all() -> Vec<FinalBlock> {
+        vec![block(0, 2), block(0, 3), block(1, 2), block(1, 3)]
+    }
+
+    fn read_all(consumer: &mut Consumer, whole: bool) {
+        for batch in consumer.announced(&ID, 3, &all()).unwrap() {
+            consumer.read(&ID, &batch, &[whole, true], 10);
+        }
+    }
+
+    #[test]
+    fn all_blocks_and_the_sequence_state_end_a_load_once() {
+        let mut consumer = consumer(false);
+        read_all(&mut consumer, true);
+        assert_eq!(consumer.take_outcome(&ID), None);
+        consumer.commit(&ID);
+        assert_eq!(
+            consumer.take_outcome(&ID),
+            Some(Outcome::Loaded { num_bytes: 20 })
+        );
+        assert_eq!(consumer.take_outcome(&ID), None);
+    }
+
+    #[test]
+    fn a_failed_load_ends_after_its_last_read() {
+        let mut consumer = consumer(true);
+        let batches = consumer.announced(&ID, 3, &all()).unwrap();
+        consumer.read(&ID, &batches[0], &[true, true], 10);
+        consumer.fail(&ID, "lost");
+        assert_eq!(consumer.take_outcome(&ID), None);
+        consumer.read_failed(&ID, "late");
+        let outcome = consumer.take_outcome(&ID);
+        assert_eq!(
+            outcome,
+            Some(Outcome::Failed {
+                missing: vec![0, 1],
+                reason: "lost".to_owned()
+            })
+        );
+    }
+
+    #[test]
+    fn a_corrupt_block_is_missing_and_the_others_are_not() {
+        let mut consumer = consumer(true);
+        read_all(&mut consumer, false);
+        let Some(Outcome::Failed { missing, reason }) = consumer.take_outcome(&ID) else {
+            panic!()
+        };
+        assert_eq!(missing, [0]);
+        assert!(reason.contains("checksum"), "{reason}");
+    }
+
+    #[test]
+    fn blocks_of_another_generation_are_not_read() {
+        assert_eq!(consumer(true).announced(&ID, 2, &all()).unwrap(), []);
+    }
+
+    #[test]
+    fn a_block_that_was_not_asked_for_is_an_error() {
+        assert!(consumer(true).announced(&ID, 3, &[block(0, 4)]).is_err());
+        assert!(consumer(true).announced(&ID, 3, &[block(0, 1)]).is_err());
+        assert!(consumer(true).announced(&ID, 3, &[block(2, 2)]).is_err());
+    }
+
+    #[test]
+    fn a_block_announced_twice_is_an_error() {
+        let mut consumer = consumer(true);
+        consumer.announced(&ID, 3, &all()).unwrap();
+        assert!(consumer.announced(&ID, 3, &[block(0, 2)]).is_err());
+    }
+}

@@ -1,0 +1,61 @@
+//! One request's KV on its way from a prefill to a decode worker, as two pure state machines: events in, actions
+//! out. The producer announces blocks once they are final; the consumer reads them, in whatever batches they come,
+//! and knows for every block whether it has arrived with the checksum that the producer computed.
+
+pub mod consumer;
+pub mod producer;
+
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+/// Names one attempt to move one request's KV; random, minted by the proxy.
+pub type HandoffId = [u8; 16];
+
+/// A block of one region (layer) that will not change any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FinalBlock {
+    /// The region (layer) it belongs to.
+    pub region: u16,
+    /// Its place in the request: 0 is the first block of the prompt.
+    pub position: u32,
+    /// Its id in the producer's region.
+    pub block_id: u32,
+    /// Checksum of its bytes, see [`checksum`].
+    pub checksum: u64,
+}
+
+/// The checksum of a block, bound to where it belongs, so that a block of another handoff, generation, layer or
+/// place never passes for this one.
+pub fn checksum(
+    handoff: &HandoffId,
+    generation: u32,
+    region: u16,
+    position: u32,
+    bytes: &[u8],
+) -> u64 {
+    let mut place = [0; 26];
+    place[..16].copy_from_slice(handoff);
+    place[16..20].copy_from_slice(&generation.to_le_bytes());
+    place[20..22].copy_from_slice(&region.to_le_bytes());
+    place[22..].copy_from_slice(&position.to_le_bytes());
+    xxh3_64_with_seed(bytes, xxh3_64(&place))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checksum_depends_on_every_part_of_its_place() {
+        let base = checksum(&[1; 16], 0, 0, 0, b"block");
+        assert_eq!(base, checksum(&[1; 16], 0, 0, 0, b"block"));
+        for other in [
+            checksum(&[2; 16], 0, 0, 0, b"block"),
+            checksum(&[1; 16], 1, 0, 0, b"block"),
+            checksum(&[1; 16], 0, 1, 0, b"block"),
+            checksum(&[1; 16], 0, 0, 1, b"block"),
+            checksum(&[1; 16], 0, 0, 0, b"blocK"),
+        ] {
+            assert_ne!(base, other);
+        }
+    }
+}

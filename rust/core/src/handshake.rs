@@ -1,0 +1,519 @@
+//! The bootstrap conversation as a pure state machine: frames in, frames out.
+//!
+//! ```text
+//! client                               server
+//! Hello{magic, version, nonce_c}  ->
+//!                                 <-   Challenge{version, nonce_s}
+//! Proof{HMAC(client)}             ->                                 the server checks
+//!                                 <-   Proof{HMAC(server)}           the client checks
+//! Identity{who, HMAC}             ->                                 service and fingerprint are checked
+//!                                 <-   Welcome{who, session id, HMAC}
+//! Ready                           ->
+//! ```
+//! Nothing about a process (identity, UCX address) is said before the other side has proved the token. Each HMAC
+//! covers a label of its own, both nonces and the protocol version, so none can be reflected or replayed.
+
+use hmac::digest::KeyInit;
+use hmac::{Hmac, Mac};
+use sha2::{Digest, Sha256};
+use subtle::ConstantTimeEq;
+
+use crate::codec::{Reader, Writer};
+use crate::error::{Error, Result};
+use crate::identity::{Identity, random};
+
+/// Version of everything on the wire; other versions are refused.
+pub const PROTOCOL_VERSION: u16 = 1;
+/// Largest frame before authentication.
+pub const HANDSHAKE_FRAME_CAP: usize = 64 << 10;
+
+const MAGIC: [u8; 4] = *b"KVPP";
+const TEXT_CAP: usize = 4096;
+
+const HELLO: u8 = 1;
+const CHALLENGE: u8 = 2;
+const PROOF: u8 = 3;
+const IDENTITY: u8 = 4;
+const WELCOME: u8 = 5;
+const READY: u8 = 6;
+const REFUSED: u8 = 7;
+
+/// Names a session on the data plane; known only to the two sides that passed the challenge.
+pub type SessionId = [u8; 16];
+type Nonce = [u8; 32];
+
+/// What a frame led to.
+#[derive(Debug)]
+pub enum Step {
+    /// Send these frames and wait for more.
+    Continue(Vec<Vec<u8>>),
+    /// Send these frames; the peer is known. The accepting side waits for [`Step::Ready`] before it speaks on the
+    /// data plane, so that no message overtakes the frame that makes the session known.
+    Admitted {
+        /// What is still to be sent.
+        frames: Vec<Vec<u8>>,
+        /// Who the peer is.
+        peer: Box<Identity>,
+        /// The session's id.
+        session: SessionId,
+        /// Whether this side may speak at once.
+        is_ready: bool,
+    },
+    /// The peer knows the session too.
+    Ready,
+    /// Send this frame, then close; for the log of this side.
+    Refuse(Vec<u8>, Error),
+}
+
+#[derive(Debug)]
+enum State {
+    ServerHello,
+    ServerProof,
+    ServerIdentity,
+    ServerReady,
+    ClientChallenge,
+    ClientProof,
+    ClientWelcome,
+    Done,
+}
+
+/// One side of the conversation.
+#[derive(Debug)]
+pub struct Handshake {
+    state: State,
+    token: Vec<u8>,
+    nonce_client: Nonce,
+    nonce_server: Nonce,
+    peer: String,
+}
+
+impl Handshake {
+    /// The accepting side.
+    pub fn server(token: &[u8], peer: &str) -> Result<Self> {
+        Ok(Self {
+            state: State::ServerHello,
+            token: token.to_vec(),
+            nonce_client: [0; 32],
+            nonce_server: random()?,
+            peer: peer.to_owned(),
+        })
+    }
+
+    /// The connecting side, and its first frame.
+    pub fn client(token: &[u8], peer: &str) -> Result<(Self, Vec<u8>)> {
+        let nonce_client = random()?;
+        let hello = Writer::new(HELLO)
+            .raw(&MAGIC)
+            .u16(PROTOCOL_VERSION)
+            .raw(&nonce_client)
+            .finish();
+        let handshake = Self {
+            state: State::ClientChallenge,
+            token: token.to_vec(),
+            nonce_client,
+            nonce_server: [0; 32],
+            peer: peer.to_owned(),
+        };
+        Ok((handshake, hello))
+    }
+
+    /// Takes a frame of the peer. `ours` is what this side says about itself when its turn comes; `accept` may
+    /// refuse a peer that has proved the token, with a reason that the peer is told.
+    ///
+    /// # Errors
+    /// The peer refused us, cannot prove the token, or does not speak this protocol; the session is over.
+    pub fn frame(
+        &mut self,
+        frame: &[u8],
+        ours: &Identity,
+        accept: impl FnOnce(&Identity) -> std::result::Result<(), String>,
+    ) -> Result<Step> {
+        let mut reader = Reader::new(frame);
+        let kind = reader.u8()?;
+        if kind == REFUSED {
+            return Err(self.read_refusal(reader));
+        }
+        match (std::mem::replace(&mut self.state, State::Done), kind) {
+            (State::ServerHello, HELLO) => self.hello(reader),
+            (State::ServerProof, PROOF) => self.client_proof(reader),
+            (State::ServerIdentity, IDENTITY) => self.identity(reader, ours, accept),
+            (State::ServerReady, READY) => reader.end().map(|()| Step::Ready),
+            (State::ClientChallenge, CHALLENGE) => self.challenge(reader),
+            (State::ClientProof, PROOF) => self.server_proof(reader, ours),
+            (State::ClientWelcome, WELCOME) => self.welcome(reader, ours),
+            (state, kind) => Err(Error::protocol(format_args!(
+                "frame {kind} in handshake state {state:?}"
+            ))),
+        }
+    }
+
+    fn hello(&mut self, mut reader: Reader<'_>) -> Result<Step> {
+        if reader.fixed::<4>()? != MAGIC {
+            return Err(Error::protocol("not a kvpipe peer"));
+        }
+        let version = reader.u16()?;
+        if version != PROTOCOL_VERSION {
+            return Ok(self.refuse(self.incompatible(
+                "protocol version",
+                PROTOCOL_VERSION,
+                version,
+            )));
+        }
+        self.nonce_client = reader.fixed()?;
+        reader.end()?;
+        self.state = State::ServerProof;
+        let frame = Writer::new(CHALLENGE)
+            .u16(PROTOCOL_VERSION)
+            .raw(&self.nonce_server)
+            .finish();
+        Ok(Step::Continue(vec![frame]))
+    }
+
+    fn challenge(&mut self, mut reader: Reader<'_>) -> Result<Step> {
+        let version = reader.u16()?;
+        if version != PROTOCOL_VERSION {
+            return Err(self.incompatible("protocol version", PROTOCOL_VERSION, version));
+        }
+        self.nonce_server = reader.fixed()?;
+        reader.end()?;
+        self.state = State::ClientProof;
+        Ok(Step::Continue(vec![
+            Writer::new(PROOF)
+                .raw(&self.mac(b"kvpipe client", &[]))
+                .finish(),
+        ]))
+    }
+
+    fn client_proof(&mut self, mut reader: Reader<'_>) -> Result<Step> {
+        if !self.proves(&reader.fixed()?, b"kvpipe client", &[]) {
+            let text = format!(
+                "{} does not hold this side's token: give both sides the same KVPIPE_TOKEN",
+                self.peer
+            );
+            return Ok(self.refuse(Error::Authentication(text)));
+        }
+        reader.end()?;
+        self.state = State::ServerIdentity;
+        Ok(Step::Continue(vec![
+            Writer::new(PROOF)
+                .raw(&self.mac(b"kvpipe server", &[]))
+                .finish(),
+        ]))
+    }
+
+    fn server_proof(&mut self, mut reader: Reader<'_>, ours: &Identity) -> Result<Step> {
+        if !self.proves(&reader.fixed()?, b"kvpipe server", &[]) {
+            return Err(Error::Authentication(format!(
+                "{} could not prove that it holds the token",
+                self.peer
+            )));
+        }
+        reader.end()?;
+        let body = ours.write(Writer::default()).finish();
+        let mac = self.mac(b"kvpipe client identity", &body);
+        self.state = State::ClientWelcome;
+        Ok(Step::Continue(vec![
+            Writer::new(IDENTITY).raw(&mac).raw(&body).finish(),
+        ]))
+    }
+
+    fn identity(
+        &mut self,
+        mut reader: Reader<'_>,
+        ours: &Identity,
+        accept: impl FnOnce(&Identity) -> std::result::Result<(), String>,
+    ) -> Result<Step> {
+        let mac = reader.fixed()?;
+        let body = reader.rest();
+        if !self.proves(&mac, b"kvpipe client identity", body) {
+            return Err(Error::Authentication(format!(
+                "the identity of {} is not signed by its token",
+                self.peer
+            )));
+        }
+        let mut reader = Reader::new(body);
+        let theirs = Identity::read(&mut reader)?;
+        reader.end()?;
+        if theirs.service != ours.service {
+            let (ours, theirs) = (
+                format!("{:?}", ours.service),
+                format!("{:?}", theirs.service),
+            );
+            return Ok(self.refuse(self.incompatible("service", ours, theirs)));
+        }
+        if let Some((field, ours, theirs)) = ours.difference(&theirs) {
+            return Ok(self.refuse(self.incompatible(&field, ours, theirs)));
+        }
+        if let Err(reason) = accept(&theirs) {
+            return Ok(self.refuse(Error::Connect(reason)));
+        }
+        let session: SessionId = random()?;
+        let body = ours.write(Writer::default().raw(&session)).finish();
+        let mac = self.mac(b"kvpipe server identity", &body);
+        self.state = State::ServerReady;
+        let frames = vec![Writer::new(WELCOME).raw(&mac).raw(&body).finish()];
+        Ok(Step::Admitted {
+            frames,
+            peer: Box::new(theirs),
+            session,
+            is_ready: false,
+        })
+    }
+
+    fn welcome(&mut self, mut reader: Reader<'_>, ours: &Identity) -> Result<Step> {
+        let mac = reader.fixed()?;
+        let body = reader.rest();
+        if !self.proves(&mac, b"kvpipe server identity", body) {
+            return Err(Error::Authentication(format!(
+                "the identity of {} is not signed by its token",
+                self.peer
+            )));
+        }
+        let mut reader = Reader::new(body);
+        let session = reader.fixed()?;
+        let peer = Identity::read(&mut reader)?;
+        reader.end()?;
+        if let Some((field, ours, theirs)) = ours.difference(&peer) {
+            return Err(self.incompatible(&field, ours, theirs));
+        }
+        let frames = vec![Writer::new(READY).finish()];
+        Ok(Step::Admitted {
+            frames,
+            peer: Box::new(peer),
+            session,
+            is_ready: true,
+        })
+    }
+
+    fn mac(&self, label: &[u8], body: &[u8]) -> [u8; 32] {
+        self.signer(label, body).finalize().into_bytes().into()
+    }
+
+    fn signer(&self, label: &[u8], body: &[u8]) -> Hmac<Sha256> {
+        // Hashed to the key size first: `new` then takes it without an error path, and any token length works.
+        let key = Sha256::digest(&self.token);
+        let mut block = hmac::digest::Key::<Hmac<Sha256>>::default();
+        block[..key.len()].copy_from_slice(&key);
+        let mut mac = <Hmac<Sha256> as KeyInit>::new(&block);
+        mac.update(label);
+        mac.update(&PROTOCOL_VERSION.to_le_bytes());
+        mac.update(&self.nonce_client);
+        mac.update(&self.nonce_server);
+        mac.update(body);
+        mac
+    }
+
+    fn proves(&self, given: &[u8; 32], label: &[u8], body: &[u8]) -> bool {
+        self.mac(label, body).ct_eq(given).into()
+    }
+
+    fn incompatible(&self, field: &str, ours: impl ToString, theirs: impl ToString) -> Error {
+        Error::Incompatible {
+            peer: self.peer.clone(),
+            field: field.to_owned(),
+            ours: ours.to_string(),
+            theirs: theirs.to_string(),
+        }
+    }
+
+    /// Tells the peer why it is refused, from its point of view (our value is its peer's).
+    fn refuse(&self, error: Error) -> Step {
+        let frame = match &error {
+            Error::Authentication(_) => Writer::new(REFUSED).u8(1),
+            Error::Incompatible {
+                field,
+                ours,
+                theirs,
+                ..
+            } => Writer::new(REFUSED).u8(2).str(field).str(theirs).str(ours),
+            other => Writer::new(REFUSED).u8(3).str(&other.to_string()),
+        };
+        Step::Refuse(frame.finish(), error)
+    }
+
+    fn read_refusal(&self, mut reader: Reader<'_>) -> Error {
+        let mut parse = || -> Result<Error> {
+            Ok(match reader.u8()? {
+                1 => Error::Authentication(format!(
+                    "{} refused this side's token: give both sides the same KVPIPE_TOKEN",
+                    self.peer
+                )),
+                2 => self.incompatible(
+                    &reader.str(TEXT_CAP)?,
+                    reader.str(TEXT_CAP)?,
+                    reader.str(TEXT_CAP)?,
+                ),
+                _ => Error::Connect(format!(
+                    "{} refused the connection: {}",
+                    self.peer,
+                    reader.str(TEXT_CAP)?
+                )),
+            })
+        };
+        parse().unwrap_or_else(|error| error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::identity::Service;
+    use proptest::prelude::*;
+
+    fn identity(dtype: &str) -> Identity {
+        let fields = vec![("dtype".to_owned(), dtype.to_owned())];
+        Identity::new(Service::Pipe, "engine", fields).unwrap()
+    }
+
+    /// Runs both sides against each other; what each ends with.
+    fn converse(
+        tokens: [&[u8]; 2],
+        ours: [&Identity; 2],
+        accept: impl Fn(&Identity) -> std::result::Result<(), String>,
+    ) -> (Result<SessionId>, Result<SessionId>) {
+        let (mut client, hello) = Handshake::client(tokens[0], "server").unwrap();
+        let mut server = Handshake::server(tokens[1], "client").unwrap();
+        let (mut to_server, mut to_client) = (vec![hello], vec![]);
+        let (mut at_client, mut at_server) = (None, None);
+        while at_client.is_none() || at_server.is_none() {
+            let (side, identity, inbox, outbox, outcome) = if to_server.is_empty() {
+                (
+                    &mut client,
+                    ours[0],
+                    &mut to_client,
+                    &mut to_server,
+                    &mut at_client,
+                )
+            } else {
+                (
+                    &mut server,
+                    ours[1],
+                    &mut to_server,
+                    &mut to_client,
+                    &mut at_server,
+                )
+            };
+            let Some(frame) = inbox.pop() else { break };
+            match side.frame(&frame, identity, |peer| accept(peer)) {
+                Ok(Step::Continue(frames)) => outbox.extend(frames),
+                Ok(Step::Admitted {
+                    frames, session, ..
+                }) => {
+                    outbox.extend(frames);
+                    *outcome = Some(Ok(session));
+                }
+                Ok(Step::Ready) => {}
+                Ok(Step::Refuse(frame, error)) => {
+                    outbox.push(frame);
+                    *outcome = Some(Err(error));
+                }
+                Err(error) => *outcome = Some(Err(error)),
+            }
+        }
+        let open = || Err(Error::Closed("no outcome".to_owned()));
+        (
+            at_client.unwrap_or_else(open),
+            at_server.unwrap_or_else(open),
+        )
+    }
+
+    #[test]
+    fn both_sides_agree_on_the_session() {
+        let who = identity("float32");
+        let (client, server) = converse([b"secret", b"secret"], [&who, &who], |_| Ok(()));
+        assert_eq!(client.unwrap(), server.unwrap());
+    }
+
+    #[test]
+    fn a_wrong_token_is_refused_on_both_sides() {
+        let who = identity("float32");
+        let (client, server) = converse([b"secret", b"other"], [&who, &who], |_| Ok(()));
+        assert!(
+            matches!(client, Err(Error::Authentication(_))),
+            "{client:?}"
+        );
+        assert!(
+            matches!(server, Err(Error::Authentication(_))),
+            "{server:?}"
+        );
+    }
+
+    #[test]
+    fn a_different_fingerprint_names_the_field_and_each_sides_values() {
+        let (ours, theirs) = (identity("float32"), identity("bfloat16"));
+        let (client, server) = converse([b"t", b"t"], [&ours, &theirs], |_| Ok(()));
+        let text = client.unwrap_err().to_string();
+        assert!(
+            text.contains("dtype is \"float32\" here and \"bfloat16\" there"),
+            "{text}"
+        );
+        let text = server.unwrap_err().to_string();
+        assert!(
+            text.contains("dtype is \"bfloat16\" here and \"float32\" there"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn a_refusal_of_the_service_reaches_the_client() {
+        let who = identity("float32");
+        let (client, _) = converse([b"t", b"t"], [&who, &who], |_| {
+            Err("already has a sender".to_owned())
+        });
+        assert!(
+            client
+                .unwrap_err()
+                .to_string()
+                .contains("already has a sender")
+        );
+    }
+
+    #[test]
+    fn a_recorded_proof_is_worthless_in_another_session() {
+        let who = identity("float32");
+        let (mut client, hello) = Handshake::client(b"t", "server").unwrap();
+        let mut first = Handshake::server(b"t", "client").unwrap();
+        let Ok(Step::Continue(challenge)) = first.frame(&hello, &who, |_| Ok(())) else {
+            panic!()
+        };
+        let Ok(Step::Continue(proof)) = client.frame(&challenge[0], &who, |_| Ok(())) else {
+            panic!()
+        };
+        let mut second = Handshake::server(b"t", "client").unwrap();
+        second.frame(&hello, &who, |_| Ok(())).unwrap();
+        let replayed = second.frame(&proof[0], &who, |_| Ok(()));
+        assert!(
+            matches!(replayed, Ok(Step::Refuse(_, Error::Authentication(_)))),
+            "{replayed:?}"
+        );
+    }
+
+    #[test]
+    fn a_proof_is_not_taken_back_as_the_answer() {
+        let who = identity("float32");
+        let (mut client, hello) = Handshake::client(b"t", "server").unwrap();
+        let mut server = Handshake::server(b"t", "client").unwrap();
+        let Ok(Step::Continue(challenge)) = server.frame(&hello, &who, |_| Ok(())) else {
+            panic!()
+        };
+        let Ok(Step::Continue(proof)) = client.frame(&challenge[0], &who, |_| Ok(())) else {
+            panic!()
+        };
+        let reflected = client.frame(&proof[0], &who, |_| Ok(()));
+        assert!(
+            matches!(reflected, Err(Error::Authentication(_))),
+            "{reflected:?}"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_frames_give_steps_or_errors(frames: Vec<Vec<u8>>) {
+            let who = identity("float32");
+            let mut server = Handshake::server(b"t", "peer").unwrap();
+            for frame in frames {
+                let _ = server.frame(&frame, &who, |_| Ok(()));
+            }
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! The transport of kvpipe without Python: authenticated sessions, pipes, block transfers and handoffs.
+//!
+//! One thread per [`node::Node`] owns everything: its listener, its links, its UCX worker and the state of what runs
+//! on it. Other threads hand it commands and get [`work::Work`] or [`events::Events`] back. Nothing here is `unsafe`
+//! or knows Python; what touches memory lives in `kvpipe-ucx`.
+#![deny(unsafe_code)]
+
+pub mod blocks;
+pub mod codec;
+pub mod control;
+mod data;
+mod error;
+pub mod events;
+pub mod handoff;
+pub mod handshake;
+pub mod identity;
+pub mod link;
+pub mod node;
+pub mod pipe;
+pub mod region;
+pub mod work;
+
+pub use data::Road;
+pub use error::{Error, Result};

@@ -1,0 +1,317 @@
+//! Pipe: a single-direction FIFO of tensors between two processes. The receiving end listens, the sending end
+//! connects. Small tensors travel inside their message; large ones are offered, and the receiver fetches them
+//! into their destination by the road of the session.
+
+mod receiver;
+mod sender;
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use kvpipe_ucx::{Buffer, Search};
+
+use crate::codec::{Reader, Writer};
+use crate::error::{Error, Result};
+use crate::identity::{Identity, Service};
+use crate::link::Timing;
+use crate::node::{Node, NodeConfig};
+use crate::work::{Work, work};
+
+pub use receiver::Received;
+
+/// Largest tensor that travels inside its message. Above it, one copy costs more than one more round trip.
+const EAGER_CAP: usize = 32 << 10;
+/// Messages that may be sent before the receiver has taken the first of them.
+const MESSAGES_IN_FLIGHT: usize = 64;
+/// A withdrawn or closing operation waits this long for the peer's answer.
+const ANSWER_WITHIN: Duration = Duration::from_millis(100);
+/// Longest text of a dtype, structured ones included.
+const DTYPE_CAP: usize = 4096;
+/// Most dimensions of a tensor.
+const DIMENSIONS_CAP: usize = 64;
+
+const EAGER: u8 = 1;
+const OFFER: u8 = 2;
+const ACCEPT: u8 = 3;
+const DATA: u8 = 4;
+const CREDIT: u8 = 5;
+const TAKEN: u8 = 6;
+const WITHDRAW: u8 = 7;
+const WITHDRAWN: u8 = 8;
+
+/// Bytes on the way over the message road, before the receiver's next credit.
+const WINDOW: usize = 4 << 20;
+/// One message of the message road: under UCX's TCP segment (256 KiB), so that it is never reassembled.
+const PIECE: usize = 128 << 10;
+/// One read of the get road.
+const GET_PIECE: usize = 4 << 20;
+/// Reads of the get road under way at once.
+const GETS_IN_FLIGHT: usize = 4;
+
+/// What is sent besides the bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Meta {
+    /// What the sender handed in: 0 nothing (`None`), 1 torch, 2 numpy.
+    pub family: u8,
+    /// The element type, spelled as the family spells it.
+    pub dtype: String,
+    /// The shape.
+    pub shape: Vec<u64>,
+}
+
+impl Meta {
+    fn write(&self, writer: Writer) -> Writer {
+        writer
+            .u8(self.family)
+            .str(&self.dtype)
+            .list(&self.shape, |w, n| w.u64(*n))
+    }
+
+    fn read(reader: &mut Reader<'_>) -> Result<Self> {
+        Ok(Self {
+            family: reader.u8()?,
+            dtype: reader.str(DTYPE_CAP)?,
+            shape: reader.list(DIMENSIONS_CAP, Reader::u64)?,
+        })
+    }
+}
+
+/// When an operation gives up.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Deadline {
+    /// Until then the two sides must have met; afterwards the operation is withdrawn and the pipe stays usable.
+    pub meet_by: Option<Instant>,
+    /// Until then it must be done; afterwards the pipe is closed.
+    pub done_by: Option<Instant>,
+}
+
+impl Deadline {
+    /// `None` waits, zero polls (what is there already is fetched to its end), else both bounds are the same.
+    pub fn after(timeout: Option<Duration>) -> Self {
+        let at = timeout.map(|timeout| Instant::now() + timeout);
+        Self {
+            meet_by: at,
+            done_by: at.filter(|_| timeout != Some(Duration::ZERO)),
+        }
+    }
+}
+
+/// Counters and state of a pipe.
+#[derive(Debug, Clone, Default)]
+pub struct PipeInfo {
+    /// `connecting`, `open` or `closed`.
+    pub state: &'static str,
+    /// The peer's address, once known.
+    pub peer: String,
+    /// The transport that carries large tensors, once known.
+    pub transport: String,
+    /// Tensors sent or received, completed.
+    pub num_tensors: u64,
+    /// Their bytes.
+    pub num_bytes: u64,
+    /// Operations that are not done.
+    pub in_flight: usize,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Shared(Arc<Mutex<PipeInfo>>);
+
+impl Shared {
+    fn get(&self) -> MutexGuard<'_, PipeInfo> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[derive(Debug)]
+enum End {
+    Sender(Node<sender::Command>),
+    Receiver(Node<receiver::Command>),
+}
+
+/// One end of a pipe. Any thread may call; operations take their place in the order of the calls.
+#[derive(Debug)]
+pub struct Pipe {
+    end: End,
+    shared: Shared,
+}
+
+fn config(
+    listen: Option<SocketAddr>,
+    local: IpAddr,
+    token: &[u8],
+    ucx: Search,
+) -> Result<NodeConfig> {
+    Ok(NodeConfig {
+        listen,
+        token: token.to_vec(),
+        identity: Identity::new(Service::Pipe, "", Vec::new())?,
+        ucx: Some(ucx),
+        local,
+        timing: Timing::default(),
+    })
+}
+
+/// Parses `host:port` for listening. A name is resolved; without a token only loopback is allowed.
+pub fn listen_address(address: &str, token: &[u8]) -> Result<SocketAddr> {
+    let mut candidates = address.to_socket_addrs().map_err(|error| {
+        Error::Config(format!(
+            "cannot listen on {address:?}: {error}; expected HOST:PORT"
+        ))
+    })?;
+    let resolved = candidates.next().ok_or_else(|| {
+        Error::Config(format!(
+            "cannot listen on {address:?}: the name has no address"
+        ))
+    })?;
+    if token.is_empty() && !resolved.ip().is_loopback() {
+        return Err(Error::Config(format!(
+            "listening on {address} needs a token, because others can reach it: set KVPIPE_TOKEN or pass token="
+        )));
+    }
+    Ok(resolved)
+}
+
+/// The local address from which `peer` is reached.
+fn local_towards(peer: &str) -> Result<IpAddr> {
+    let resolved = peer
+        .to_socket_addrs()
+        .ok()
+        .and_then(|mut candidates| candidates.next())
+        .ok_or_else(|| Error::Config(format!("{peer:?} is no address; expected HOST:PORT")))?;
+    if resolved.ip().is_loopback() {
+        return Ok(resolved.ip());
+    }
+    let unspecified = IpAddr::from(Ipv4Addr::UNSPECIFIED);
+    // Nothing is sent: connecting a datagram socket only looks the route up.
+    let route = UdpSocket::bind("0.0.0.0:0").and_then(|socket| {
+        socket.connect(resolved)?;
+        socket.local_addr()
+    });
+    Ok(route.map_or(unspecified, |address| address.ip()))
+}
+
+impl Pipe {
+    /// Opens the receiving end and returns at once; a sender may connect later.
+    pub fn listen(address: &str, token: &[u8], ucx: Search) -> Result<Self> {
+        let address = listen_address(address, token)?;
+        let shared = Shared::default();
+        shared.get().state = "connecting";
+        let in_thread = shared.clone();
+        let config = config(Some(address), address.ip(), token, ucx)?;
+        let node = Node::spawn(config, || receiver::Receiver::new(in_thread))?;
+        Ok(Self {
+            end: End::Receiver(node),
+            shared,
+        })
+    }
+
+    /// Opens the sending end; the work is done once the receiver has accepted it.
+    pub fn connect(
+        address: &str,
+        token: &[u8],
+        ucx: Search,
+        timeout: Duration,
+    ) -> Result<(Self, Work<()>)> {
+        let shared = Shared::default();
+        {
+            let mut info = shared.get();
+            info.state = "connecting";
+            address.clone_into(&mut info.peer);
+        }
+        let mut config = config(None, local_towards(address)?, token, ucx)?;
+        config.timing.handshake = timeout;
+        let in_thread = shared.clone();
+        let node = Node::spawn(config, || sender::Sender::new(in_thread))?;
+        let (connected, completer) = work();
+        node.send(sender::Command::Connect {
+            address: address.to_owned(),
+            completer,
+        })?;
+        Ok((
+            Self {
+                end: End::Sender(node),
+                shared,
+            },
+            connected,
+        ))
+    }
+
+    /// Queues a tensor for sending; the work is done when its memory may be changed.
+    pub fn send(&self, meta: Meta, buffer: Buffer, deadline: Deadline) -> Result<Work<()>> {
+        let End::Sender(node) = &self.end else {
+            return Err(Error::Config(
+                "this is the receiving end of the pipe; it cannot send".to_owned(),
+            ));
+        };
+        let (done, completer) = work();
+        node.send(sender::Command::Send {
+            meta,
+            buffer,
+            deadline,
+            completer,
+        })?;
+        Ok(done)
+    }
+
+    /// Queues a receive. With `out`, the next tensor must match its dtype and shape, else nothing is consumed.
+    pub fn receive(
+        &self,
+        out: Option<(Meta, Buffer)>,
+        deadline: Deadline,
+    ) -> Result<Work<Arc<Received>>> {
+        let End::Receiver(node) = &self.end else {
+            return Err(Error::Config(
+                "this is the sending end of the pipe; it cannot receive".to_owned(),
+            ));
+        };
+        let (done, completer) = work();
+        node.send(receiver::Command::Receive {
+            out,
+            deadline,
+            completer,
+        })?;
+        Ok(done)
+    }
+
+    /// Ends the pipe in order. Of a sender: done once everything has been taken.
+    pub fn close(&self, deadline: Deadline) -> Result<Option<Work<()>>> {
+        match &self.end {
+            End::Sender(node) => {
+                let (done, completer) = work();
+                node.send(sender::Command::Close {
+                    deadline,
+                    completer,
+                })?;
+                Ok(Some(done))
+            }
+            End::Receiver(node) => {
+                node.stop();
+                self.shared.get().state = "closed";
+                Ok(None)
+            }
+        }
+    }
+
+    /// Stops the thread; everything under way ends.
+    pub fn stop(&self) {
+        match &self.end {
+            End::Sender(node) => node.stop(),
+            End::Receiver(node) => node.stop(),
+        }
+        self.shared.get().state = "closed";
+    }
+
+    /// The address a sender connects to; `None` at the sending end.
+    pub fn address(&self) -> Option<SocketAddr> {
+        match &self.end {
+            End::Sender(_) => None,
+            End::Receiver(node) => node.address(),
+        }
+    }
+
+    /// Counters and state.
+    pub fn info(&self) -> PipeInfo {
+        self.shared.get().clone()
+    }
+}

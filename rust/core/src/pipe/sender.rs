@@ -1,0 +1,471 @@
+//! The sending end: a queue of tensors, some of them on their way.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvpipe_ucx::{AmData, Buffer, Memory, Payload};
+
+use super::{
+    ACCEPT, ANSWER_WITHIN, CREDIT, DATA, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta,
+    OFFER, PIECE, Shared, TAKEN, WINDOW, WITHDRAW, WITHDRAWN,
+};
+use crate::codec::{Reader, Writer};
+use crate::data::Road;
+use crate::error::{Error, Result};
+use crate::identity::Identity;
+use crate::node::{Io, LinkId, Service};
+use crate::work::Completer;
+
+#[derive(Debug)]
+pub(super) enum Command {
+    Connect {
+        address: String,
+        completer: Completer<()>,
+    },
+    Send {
+        meta: Meta,
+        buffer: Buffer,
+        deadline: Deadline,
+        completer: Completer<()>,
+    },
+    Close {
+        deadline: Deadline,
+        completer: Completer<()>,
+    },
+}
+
+/// A tensor that has not been posted.
+struct Queued {
+    meta: Meta,
+    buffer: Buffer,
+    deadline: Deadline,
+    completer: Completer<()>,
+}
+
+/// A tensor that the receiver has not taken. Small ones have completed already and wait for their credit only.
+struct Posted {
+    sequence: u64,
+    large: Option<Large>,
+}
+
+struct Large {
+    memory: Arc<Memory>,
+    deadline: Deadline,
+    completer: Completer<()>,
+    is_accepted: bool,
+    sent: usize,
+    credit: usize,
+    withdrawn_at: Option<Instant>,
+}
+
+pub(super) struct Sender {
+    shared: Shared,
+    link: Option<LinkId>,
+    is_up: bool,
+    connecting: Option<Completer<()>>,
+    queue: VecDeque<Queued>,
+    posted: VecDeque<Posted>,
+    next_sequence: u64,
+    closing: Option<(Deadline, Completer<()>)>,
+    failure: Option<Error>,
+}
+
+impl Sender {
+    pub(super) fn new(shared: Shared) -> Self {
+        Self {
+            shared,
+            link: None,
+            is_up: false,
+            connecting: None,
+            queue: VecDeque::new(),
+            posted: VecDeque::new(),
+            next_sequence: 0,
+            closing: None,
+            failure: None,
+        }
+    }
+
+    fn post(&mut self, io: &mut Io) {
+        let Some(link) = self.link.filter(|_| self.is_up) else {
+            return;
+        };
+        while self.posted.len() < MESSAGES_IN_FLIGHT {
+            let Some(queued) = self.queue.pop_front() else {
+                break;
+            };
+            let sequence = self.next_sequence;
+            self.next_sequence += 1;
+            if queued.buffer.len() <= EAGER_CAP {
+                self.post_eager(io, link, sequence, queued);
+            } else {
+                self.post_offer(io, link, sequence, queued);
+            }
+        }
+        self.finish_closing(io);
+    }
+
+    fn post_eager(&mut self, io: &mut Io, link: LinkId, sequence: u64, queued: Queued) {
+        let len = queued.buffer.len();
+        let Some(bytes) = queued.buffer.bytes(0, len) else {
+            let text =
+                "only host memory can be sent in this version; copy the tensor to the CPU first";
+            queued
+                .completer
+                .complete(Err(Error::Unavailable(text.to_owned())));
+            self.next_sequence -= 1;
+            return;
+        };
+        let payload = queued.meta.write(Writer::default()).bytes(bytes).finish();
+        let header = io.header(link, EAGER).u64(sequence);
+        if io.message(link, header, Payload::Bytes(payload), 0) {
+            self.count(len);
+            self.posted.push_back(Posted {
+                sequence,
+                large: None,
+            });
+            queued.completer.complete(Ok(()));
+        }
+    }
+
+    fn post_offer(&mut self, io: &mut Io, link: LinkId, sequence: u64, queued: Queued) {
+        let offered = io.register(queued.buffer).and_then(|memory| {
+            let key = memory.pack_rkey()?;
+            Ok((memory, key))
+        });
+        let (memory, key) = match offered {
+            Ok(offered) => offered,
+            Err(error) => {
+                self.next_sequence -= 1;
+                return queued.completer.complete(Err(error));
+            }
+        };
+        let buffer = memory.buffer();
+        let header = io
+            .header(link, OFFER)
+            .u64(sequence)
+            .u64(buffer.len() as u64)
+            .u64(buffer.address() as u64);
+        let payload = queued.meta.write(Writer::default()).bytes(&key).finish();
+        if io.message(link, header, Payload::Bytes(payload), 0) {
+            let (deadline, completer) = (queued.deadline, queued.completer);
+            let large = Large {
+                memory,
+                deadline,
+                completer,
+                is_accepted: false,
+                sent: 0,
+                credit: WINDOW,
+                withdrawn_at: None,
+            };
+            self.posted.push_back(Posted {
+                sequence,
+                large: Some(large),
+            });
+        }
+    }
+
+    /// Sends pieces of an accepted tensor as far as its credit goes.
+    fn stream(&mut self, io: &mut Io, link: LinkId, sequence: u64) {
+        let Some(large) = self.large(sequence) else {
+            return;
+        };
+        let memory = Arc::clone(&large.memory);
+        let total = memory.buffer().len();
+        while let Some(large) = self.large(sequence) {
+            let len = PIECE.min(total - large.sent);
+            if len == 0 || large.credit < len {
+                return;
+            }
+            let offset = large.sent;
+            large.sent += len;
+            large.credit -= len;
+            let header = io.header(link, DATA).u64(sequence).u64(offset as u64);
+            if !io.message(
+                link,
+                header,
+                Payload::Memory {
+                    memory: Arc::clone(&memory),
+                    offset,
+                    len,
+                },
+                0,
+            ) {
+                return;
+            }
+        }
+    }
+
+    fn large(&mut self, sequence: u64) -> Option<&mut Large> {
+        self.posted
+            .iter_mut()
+            .find(|posted| posted.sequence == sequence)?
+            .large
+            .as_mut()
+    }
+
+    fn taken(&mut self, io: &mut Io, sequence: u64) -> Result<()> {
+        let position = self
+            .posted
+            .iter()
+            .position(|posted| posted.sequence == sequence);
+        let Some(posted) = position.and_then(|at| self.posted.remove(at)) else {
+            return Err(Error::protocol(format_args!(
+                "tensor {sequence} was taken, but is not on its way"
+            )));
+        };
+        if let Some(large) = posted.large {
+            self.count(large.memory.buffer().len());
+            // First deregistered and let go, then reported: the caller may free the tensor at once.
+            drop(large.memory);
+            large.completer.complete(Ok(()));
+        }
+        self.post(io);
+        Ok(())
+    }
+
+    fn withdrawn(&mut self, io: &mut Io, sequence: u64) {
+        let position = self
+            .posted
+            .iter()
+            .position(|posted| posted.sequence == sequence);
+        if let Some(large) = position
+            .and_then(|at| self.posted.remove(at))
+            .and_then(|posted| posted.large)
+        {
+            let text = "the receiver did not ask for the tensor in time; it was withdrawn, the pipe is usable";
+            large
+                .completer
+                .complete(Err(Error::Timeout(text.to_owned())));
+        }
+        self.post(io);
+    }
+
+    /// Ends the pipe when a close has been asked for and everything has been taken.
+    fn finish_closing(&mut self, io: &mut Io) {
+        if self.closing.is_none() || !self.queue.is_empty() || !self.posted.is_empty() {
+            return;
+        }
+        if let Some(link) = self.link {
+            io.send(link, super::receiver::END);
+            io.close(link, "the sender closed the pipe");
+        }
+        if let Some((_, completer)) = self.closing.take() {
+            completer.complete(Ok(()));
+        }
+        self.fail(&Error::Closed("the pipe is closed".to_owned()));
+    }
+
+    fn fail(&mut self, error: &Error) {
+        for queued in self.queue.drain(..) {
+            queued.completer.complete(Err(error.clone()));
+        }
+        for large in self.posted.drain(..).filter_map(|posted| posted.large) {
+            large.completer.complete(Err(error.clone()));
+        }
+        if let Some(completer) = self.connecting.take() {
+            completer.complete(Err(error.clone()));
+        }
+        if let Some((_, completer)) = self.closing.take() {
+            completer.complete(Err(error.clone()));
+        }
+        self.is_up = false;
+        self.failure.get_or_insert_with(|| error.clone());
+        let mut info = self.shared.get();
+        info.state = "closed";
+        info.in_flight = 0;
+    }
+
+    fn count(&self, len: usize) {
+        let mut info = self.shared.get();
+        info.num_tensors += 1;
+        info.num_bytes += len as u64;
+    }
+
+    fn expire_queued(&mut self, now: Instant) {
+        let expired = |queued: &Queued| queued.deadline.meet_by.is_some_and(|at| at <= now);
+        let mut kept = VecDeque::new();
+        for queued in self.queue.drain(..) {
+            if expired(&queued) {
+                let text = "the tensor was not sent in time; it was withdrawn, the pipe is usable";
+                queued
+                    .completer
+                    .complete(Err(Error::Timeout(text.to_owned())));
+            } else {
+                kept.push_back(queued);
+            }
+        }
+        self.queue = kept;
+    }
+
+    /// Withdraws offers that nobody asked for in time; closes the pipe under one that had begun.
+    fn expire_posted(&mut self, io: &mut Io, link: LinkId) {
+        let now = io.now;
+        let mut withdraw = Vec::new();
+        for posted in &mut self.posted {
+            let Some(large) = &mut posted.large else {
+                continue;
+            };
+            let is_late = large.deadline.meet_by.is_some_and(|at| at <= now);
+            match large.withdrawn_at {
+                None if is_late => {
+                    large.withdrawn_at = Some(now);
+                    withdraw.push(posted.sequence);
+                }
+                Some(at) if at + ANSWER_WITHIN <= now => {
+                    let text = "the tensor was not received in time after its transfer had begun; the pipe is closed";
+                    return io.fail(link, Error::Timeout(text.to_owned()));
+                }
+                _ => {}
+            }
+        }
+        for sequence in withdraw {
+            let header = io.header(link, WITHDRAW).u64(sequence);
+            io.message(link, header, Payload::None, 0);
+        }
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        let queued = self
+            .queue
+            .iter()
+            .filter_map(|queued| queued.deadline.meet_by);
+        let posted = self
+            .posted
+            .iter()
+            .filter_map(|posted| posted.large.as_ref())
+            .filter_map(|large| {
+                large
+                    .withdrawn_at
+                    .map(|at| at + ANSWER_WITHIN)
+                    .or(large.deadline.meet_by)
+            });
+        let closing = self
+            .closing
+            .iter()
+            .filter_map(|(deadline, _)| deadline.meet_by);
+        queued.chain(posted).chain(closing).min()
+    }
+}
+
+impl Service for Sender {
+    type Command = Command;
+
+    fn command(&mut self, io: &mut Io, command: Command) {
+        match command {
+            Command::Connect { address, completer } => {
+                self.connecting = Some(completer);
+                self.link = Some(io.connect(&address));
+            }
+            Command::Send {
+                meta,
+                buffer,
+                deadline,
+                completer,
+            } => {
+                if let Some(error) = &self.failure {
+                    return completer.complete(Err(error.clone()));
+                }
+                if self.closing.is_some() {
+                    return completer
+                        .complete(Err(Error::Closed("the pipe is closing".to_owned())));
+                }
+                self.queue.push_back(Queued {
+                    meta,
+                    buffer,
+                    deadline,
+                    completer,
+                });
+                self.post(io);
+            }
+            Command::Close {
+                deadline,
+                completer,
+            } => {
+                if self.failure.is_some() {
+                    return completer.complete(Ok(()));
+                }
+                self.closing = Some((deadline, completer));
+                self.post(io);
+            }
+        }
+        self.shared.get().in_flight = self.queue.len() + self.posted.len();
+    }
+
+    fn link_up(&mut self, io: &mut Io, link: LinkId, _peer: &Identity) {
+        self.is_up = true;
+        {
+            let mut info = self.shared.get();
+            info.state = "open";
+            info.transport = io
+                .road(link)
+                .map_or_else(String::new, |road: Road| road.transport().to_owned());
+        }
+        if let Some(completer) = self.connecting.take() {
+            completer.complete(Ok(()));
+        }
+        self.post(io);
+    }
+
+    fn link_down(&mut self, _io: &mut Io, _link: LinkId, error: Error) {
+        self.fail(&error);
+    }
+
+    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+        Err(Error::protocol("the receiver of a pipe sent a frame"))
+    }
+
+    fn message(&mut self, io: &mut Io, link: LinkId, header: &[u8], _data: AmData) -> Result<()> {
+        let mut reader = Reader::new(header);
+        let kind = reader.u8()?;
+        let sequence = reader.u64()?;
+        match kind {
+            ACCEPT => {
+                if let Some(large) = self.large(sequence) {
+                    large.is_accepted = true;
+                }
+                self.stream(io, link, sequence);
+            }
+            CREDIT => {
+                let credit = reader.u64()?;
+                if let Some(large) = self.large(sequence).filter(|large| large.is_accepted) {
+                    large.credit = large.credit.saturating_add(credit as usize).min(WINDOW);
+                }
+                self.stream(io, link, sequence);
+            }
+            TAKEN => self.taken(io, sequence)?,
+            WITHDRAWN => self.withdrawn(io, sequence),
+            other => {
+                return Err(Error::protocol(format_args!(
+                    "message {other} to the sender of a pipe"
+                )));
+            }
+        }
+        self.shared.get().in_flight = self.queue.len() + self.posted.len();
+        Ok(())
+    }
+
+    fn timer(&mut self, io: &mut Io) -> Option<Instant> {
+        self.expire_queued(io.now);
+        if let Some(link) = self.link {
+            self.expire_posted(io, link);
+        }
+        let now = io.now;
+        if let Some((_, completer)) = self
+            .closing
+            .take_if(|(deadline, _)| deadline.meet_by.is_some_and(|at| at <= now))
+        {
+            let left = self.queue.len() + self.posted.len();
+            let text = format!("{left} tensors had not been taken in time; the pipe is closed");
+            completer.complete(Err(Error::Timeout(text.clone())));
+            if let Some(link) = self.link {
+                io.fail(link, Error::Timeout(text));
+            }
+        }
+        self.next_deadline()
+    }
+
+    fn stop(&mut self, _io: &mut Io) {
+        self.fail(&Error::Closed("the pipe is closed".to_owned()));
+    }
+}

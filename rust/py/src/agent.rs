@@ -1,0 +1,212 @@
+//! `Agent`: block transfers and the worker role's side of handoffs.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvpipe_core::blocks::{self, Event, LoadRequest};
+use kvpipe_core::handoff::HandoffId;
+use kvpipe_core::link::Timing;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::buffer::from_python;
+use crate::error::{bad, to_py};
+use crate::search;
+use crate::work::{Kind, Work, duration};
+
+/// An id as Python has it: 16 bytes.
+pub(crate) fn id(bytes: &[u8]) -> PyResult<HandoffId> {
+    bytes
+        .try_into()
+        .map_err(|_| bad(format!("an id of {} bytes; 16 are expected", bytes.len())))
+}
+
+pub(crate) fn timing(silence: Option<f64>) -> PyResult<Timing> {
+    let default = Timing::default();
+    let silence = duration(silence)?.unwrap_or(default.silence);
+    Ok(Timing {
+        silence,
+        heartbeat: default.heartbeat.min(silence / 3),
+        ..default
+    })
+}
+
+#[pyclass(frozen)]
+pub(crate) struct Agent(blocks::Agent);
+
+#[pymethods]
+impl Agent {
+    #[new]
+    #[pyo3(signature = (listen, token, wheel_dir=None, engine_id="", fingerprint=vec![], silence=None))]
+    fn new(
+        py: Python<'_>,
+        listen: &str,
+        token: &[u8],
+        wheel_dir: Option<PathBuf>,
+        engine_id: &str,
+        fingerprint: Vec<(String, String)>,
+        silence: Option<f64>,
+    ) -> PyResult<Self> {
+        let timing = timing(silence)?;
+        let agent = py.detach(|| {
+            blocks::Agent::new(
+                listen,
+                token,
+                search(wheel_dir),
+                engine_id,
+                fingerprint,
+                timing,
+            )
+        });
+        agent.map(Self).map_err(to_py)
+    }
+
+    #[getter]
+    fn address(&self) -> Option<String> {
+        self.0.address().map(|address| address.to_string())
+    }
+
+    #[getter]
+    fn incarnation(&self) -> [u8; 16] {
+        self.0.incarnation()
+    }
+
+    fn register(
+        &self,
+        name: &str,
+        data: &Bound<'_, PyAny>,
+        block_bytes: u64,
+        stride: u64,
+    ) -> PyResult<Work> {
+        let buffer = from_python(data, true)?;
+        let work = self
+            .0
+            .register(name, buffer, block_bytes, stride)
+            .map_err(to_py)?;
+        Ok(Work::new(Kind::Region(work)))
+    }
+
+    fn connect(&self, address: &str) -> PyResult<Work> {
+        self.0
+            .connect(address)
+            .map(|work| Work::new(Kind::Peer(work)))
+            .map_err(to_py)
+    }
+
+    #[pyo3(signature = (peer, region, local_ids, remote_region, remote_ids, timeout=None))]
+    fn read_blocks(
+        &self,
+        peer: u64,
+        region: &str,
+        local_ids: Vec<u32>,
+        remote_region: &str,
+        remote_ids: Vec<u32>,
+        timeout: Option<f64>,
+    ) -> PyResult<Work> {
+        let timeout = duration(timeout)?;
+        let work = self
+            .0
+            .read_blocks(peer, region, local_ids, remote_region, remote_ids, timeout);
+        work.map(|work| Work::new(Kind::Bytes(work))).map_err(to_py)
+    }
+
+    fn finalize(
+        &self,
+        handoff: &[u8],
+        generation: u32,
+        first: u32,
+        block_ids: Vec<u32>,
+    ) -> PyResult<()> {
+        self.0
+            .finalize(id(handoff)?, generation, first, block_ids)
+            .map_err(to_py)
+    }
+
+    fn end(&self, handoff: &[u8], reason: &str) -> PyResult<()> {
+        self.0.end(id(handoff)?, reason).map_err(to_py)
+    }
+
+    fn load(
+        &self,
+        handoff: &[u8],
+        producer: String,
+        incarnation: &[u8],
+        generation: u32,
+        first: u32,
+        block_ids: Vec<u32>,
+        is_committed: bool,
+    ) -> PyResult<()> {
+        let (handoff, incarnation) = (id(handoff)?, id(incarnation)?);
+        let request = LoadRequest {
+            handoff,
+            producer,
+            incarnation,
+            generation,
+            first,
+            block_ids,
+            is_committed,
+        };
+        self.0.load(request).map_err(to_py)
+    }
+
+    fn commit(&self, handoff: &[u8]) -> PyResult<()> {
+        self.0.commit(id(handoff)?).map_err(to_py)
+    }
+
+    fn cancel(&self, handoff: &[u8], reason: &str) -> PyResult<()> {
+        self.0.cancel(id(handoff)?, reason).map_err(to_py)
+    }
+
+    #[getter]
+    fn num_lent(&self) -> usize {
+        self.0.num_lent()
+    }
+
+    fn drain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        self.0
+            .drain()
+            .iter()
+            .map(|event| to_dict(py, event))
+            .collect()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.close());
+    }
+}
+
+fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let set = |kind: &str, handoff: &HandoffId| {
+        dict.set_item("event", kind)?;
+        dict.set_item("handoff", handoff.as_slice())
+    };
+    match event {
+        Event::Loaded {
+            handoff,
+            num_bytes,
+            transport,
+            elapsed,
+        } => {
+            set("loaded", handoff)?;
+            dict.set_item("num_bytes", num_bytes)?;
+            dict.set_item("transport", transport)?;
+            dict.set_item("elapsed_s", Duration::as_secs_f64(elapsed))?;
+        }
+        Event::Failed {
+            handoff,
+            missing,
+            reason,
+        } => {
+            set("failed", handoff)?;
+            dict.set_item("missing", missing)?;
+            dict.set_item("reason", reason)?;
+        }
+        Event::Taken { handoff } => set("taken", handoff)?,
+        Event::Log(text) => {
+            dict.set_item("event", "log")?;
+            dict.set_item("text", text)?;
+        }
+    }
+    Ok(dict)
+}

@@ -1,0 +1,194 @@
+//! `Control`: the control plane for the scheduler role and the proxy.
+
+use std::time::Duration;
+
+use kvpipe_core::control::{self, Event, Opening, Patience, Question, Rank, SequenceState};
+use kvpipe_core::handoff::HandoffId;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::agent::{id, timing};
+use crate::error::{bad, to_py};
+use crate::work::{Kind, Work, duration};
+
+/// Infinity, as a duration that can be added to the present.
+const FOREVER: Duration = Duration::from_secs(10 * 365 * 86400);
+
+#[pyclass(frozen)]
+pub(crate) struct Control(control::Control);
+
+#[pymethods]
+impl Control {
+    #[new]
+    #[pyo3(signature = (listen, token, engine_id="", fingerprint=vec![], silence=None, lease=30.0,
+        open_timeout=30.0, handoff_timeout=300.0))]
+    fn new(
+        py: Python<'_>,
+        listen: Option<&str>,
+        token: &[u8],
+        engine_id: &str,
+        fingerprint: Vec<(String, String)>,
+        silence: Option<f64>,
+        lease: f64,
+        open_timeout: f64,
+        handoff_timeout: f64,
+    ) -> PyResult<Self> {
+        let bounded =
+            |seconds: f64| duration(Some(seconds)).map(|duration| duration.unwrap_or(FOREVER));
+        let patience = Patience {
+            timing: timing(silence)?,
+            lease: bounded(lease)?,
+            open: bounded(open_timeout)?,
+            handoff: bounded(handoff_timeout)?,
+        };
+        let control =
+            py.detach(|| control::Control::new(listen, token, engine_id, fingerprint, patience));
+        control.map(Self).map_err(to_py)
+    }
+
+    #[getter]
+    fn address(&self) -> Option<String> {
+        self.0.address().map(|address| address.to_string())
+    }
+
+    fn describe_as(&self, json: String) -> PyResult<()> {
+        self.0.describe_as(json).map_err(to_py)
+    }
+
+    fn open(
+        &self,
+        handoff: &[u8],
+        prompt_hash: &[u8],
+        num_tokens: u32,
+        generation: u32,
+        ranks: Vec<(String, Vec<u8>)>,
+    ) -> PyResult<()> {
+        let prompt_hash = prompt_hash
+            .try_into()
+            .map_err(|_| bad("a prompt hash has 32 bytes"))?;
+        let rank = |(address, incarnation): (String, Vec<u8>)| {
+            Ok(Rank {
+                address,
+                incarnation: id(&incarnation)?,
+            })
+        };
+        let ranks = ranks.into_iter().map(rank).collect::<PyResult<_>>()?;
+        self.0
+            .open(
+                id(handoff)?,
+                Opening {
+                    prompt_hash,
+                    num_tokens,
+                    generation,
+                    ranks,
+                },
+            )
+            .map_err(to_py)
+    }
+
+    fn finish(
+        &self,
+        handoff: &[u8],
+        output_ids: Vec<u32>,
+        finish_reason: String,
+        num_cached_tokens: u32,
+    ) -> PyResult<()> {
+        let state = SequenceState {
+            output_ids,
+            finish_reason,
+            num_cached_tokens,
+        };
+        self.0.finish(id(handoff)?, state).map_err(to_py)
+    }
+
+    fn withdraw(&self, handoff: &[u8], reason: &str) -> PyResult<()> {
+        self.0.withdraw(id(handoff)?, reason).map_err(to_py)
+    }
+
+    fn watch(&self, handoff: &[u8], producer: &str) -> PyResult<()> {
+        self.0.watch(id(handoff)?, producer).map_err(to_py)
+    }
+
+    fn unwatch(&self, handoff: &[u8], is_taken: bool) -> PyResult<()> {
+        self.0.unwatch(id(handoff)?, is_taken).map_err(to_py)
+    }
+
+    fn set_result(&self, handoff: &[u8], json: String) -> PyResult<()> {
+        self.0.set_result(id(handoff)?, json).map_err(to_py)
+    }
+
+    fn ask_description(&self, address: &str, timeout: f64) -> PyResult<Work> {
+        self.ask(address, Question::Describe, timeout)
+    }
+
+    fn ask_release(&self, address: &str, handoff: &[u8], timeout: f64) -> PyResult<Work> {
+        self.ask(address, Question::Release(id(handoff)?), timeout)
+    }
+
+    fn ask_result(&self, address: &str, handoff: &[u8], timeout: f64) -> PyResult<Work> {
+        self.ask(address, Question::Result(id(handoff)?), timeout)
+    }
+
+    fn drain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        self.0
+            .drain()
+            .iter()
+            .map(|event| to_dict(py, event))
+            .collect()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.close());
+    }
+}
+
+impl Control {
+    fn ask(&self, address: &str, question: Question, timeout: f64) -> PyResult<Work> {
+        let timeout = duration(Some(timeout))?.unwrap_or(FOREVER);
+        self.0
+            .ask(address, question, timeout)
+            .map(|work| Work::new(Kind::Text(work)))
+            .map_err(to_py)
+    }
+}
+
+fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    let set = |kind: &str, handoff: &HandoffId| {
+        dict.set_item("event", kind)?;
+        dict.set_item("handoff", handoff.as_slice())
+    };
+    match event {
+        Event::Released { handoff, reason } => {
+            set("released", handoff)?;
+            dict.set_item("reason", reason)?;
+        }
+        Event::Opened { handoff, opening } => {
+            set("opened", handoff)?;
+            dict.set_item("prompt_hash", opening.prompt_hash.as_slice())?;
+            dict.set_item("num_tokens", opening.num_tokens)?;
+            dict.set_item("generation", opening.generation)?;
+            let ranks: Vec<(&str, &[u8])> = opening
+                .ranks
+                .iter()
+                .map(|rank| (rank.address.as_str(), rank.incarnation.as_slice()))
+                .collect();
+            dict.set_item("ranks", ranks)?;
+        }
+        Event::Finished { handoff, state } => {
+            set("finished", handoff)?;
+            dict.set_item("output_ids", &state.output_ids)?;
+            dict.set_item("finish_reason", &state.finish_reason)?;
+            dict.set_item("num_cached_tokens", state.num_cached_tokens)?;
+        }
+        Event::Gone { handoff, reason } => {
+            set("gone", handoff)?;
+            dict.set_item("reason", reason)?;
+        }
+        Event::Log(text) => {
+            dict.set_item("event", "log")?;
+            dict.set_item("text", text)?;
+        }
+    }
+    Ok(dict)
+}

@@ -1,0 +1,69 @@
+//! The extension `kvpipe._kvpipe`: a thin layer between Python and `kvpipe-core`. Its documentation for users is
+//! `python/kvpipe/_kvpipe.pyi`. Calls that may wait release the GIL; no thread of ours ever takes it.
+#![deny(unsafe_code)]
+// Documented in the stub, once; and pyo3 takes arguments by value.
+#![allow(
+    missing_docs,
+    clippy::needless_pass_by_value,
+    clippy::too_many_arguments
+)]
+
+mod agent;
+mod buffer;
+mod control;
+mod error;
+mod pipe;
+mod work;
+
+use std::path::PathBuf;
+
+use kvpipe_ucx::Search;
+use pyo3::prelude::*;
+
+/// Where UCX may be: `KVPIPE_UCX_LIB`, then what Python found of the wheel.
+fn search(wheel_dir: Option<PathBuf>) -> Search {
+    let explicit = std::env::var_os("KVPIPE_UCX_LIB")
+        .filter(|path| !path.is_empty())
+        .map(PathBuf::from);
+    Search {
+        explicit,
+        wheel_dir,
+    }
+}
+
+#[pymodule(gil_used = false)]
+mod _kvpipe {
+    use pyo3::prelude::*;
+    use pyo3::types::PyDict;
+
+    #[pymodule_export]
+    use super::agent::Agent;
+    #[pymodule_export]
+    use super::buffer::ReceivedBuffer;
+    #[pymodule_export]
+    use super::control::Control;
+    #[pymodule_export]
+    use super::pipe::PipeEnd;
+    #[pymodule_export]
+    use super::work::Work;
+
+    #[pyfunction]
+    #[pyo3(signature = (wheel_dir=None))]
+    fn ucx_info(
+        py: Python<'_>,
+        wheel_dir: Option<std::path::PathBuf>,
+    ) -> PyResult<Bound<'_, PyDict>> {
+        let library = kvpipe_ucx::Library::load(&super::search(wheel_dir))
+            .map_err(|error| super::error::to_py(kvpipe_core::Error::from(error)))?;
+        let context =
+            kvpipe_ucx::Context::new(std::sync::Arc::clone(&library), &kvpipe_ucx::Config::new())
+                .map_err(|status| super::error::to_py(kvpipe_core::Error::from(status)))?;
+        let (major, minor, patch) = library.version();
+        let info = PyDict::new(py);
+        info.set_item("version", format!("{major}.{minor}.{patch}"))?;
+        info.set_item("path", library.path())?;
+        info.set_item("has_cuda", context.has_cuda())?;
+        info.set_item("has_rdma_devices", kvpipe_ucx::has_rdma_devices())?;
+        Ok(info)
+    }
+}

@@ -1,0 +1,118 @@
+//! `PipeEnd`: a pipe's end for `kvpipe.pipe`, which knows tensors.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvpipe_core::pipe::{Deadline, Meta, Pipe};
+use pyo3::prelude::*;
+
+use crate::buffer::{from_python, release_let_go};
+use crate::error::to_py;
+use crate::search;
+use crate::work::{Kind, Work, duration};
+
+type MetaTuple = (u8, String, Vec<u64>);
+
+fn meta((family, dtype, shape): MetaTuple) -> Meta {
+    Meta {
+        family,
+        dtype,
+        shape,
+    }
+}
+
+#[pyclass(frozen)]
+pub(crate) struct PipeEnd(Pipe);
+
+#[pymethods]
+impl PipeEnd {
+    #[staticmethod]
+    fn listen(
+        py: Python<'_>,
+        address: &str,
+        token: &[u8],
+        wheel_dir: Option<PathBuf>,
+    ) -> PyResult<Self> {
+        py.detach(|| Pipe::listen(address, token, search(wheel_dir)))
+            .map(Self)
+            .map_err(to_py)
+    }
+
+    #[staticmethod]
+    fn connect(
+        py: Python<'_>,
+        address: &str,
+        token: &[u8],
+        wheel_dir: Option<PathBuf>,
+        timeout: f64,
+    ) -> PyResult<(Self, Work)> {
+        let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
+        let connected = py.detach(|| Pipe::connect(address, token, search(wheel_dir), timeout));
+        let (pipe, connected) = connected.map_err(to_py)?;
+        Ok((Self(pipe), Work::new(Kind::Nothing(connected))))
+    }
+
+    fn send(
+        &self,
+        py: Python<'_>,
+        tensor: MetaTuple,
+        data: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<Work> {
+        release_let_go(py);
+        let (buffer, deadline) = (
+            from_python(data, false)?,
+            Deadline::after(duration(timeout)?),
+        );
+        let sent = py
+            .detach(|| self.0.send(meta(tensor), buffer, deadline))
+            .map_err(to_py)?;
+        Ok(Work::new(Kind::Nothing(sent)))
+    }
+
+    fn receive(
+        &self,
+        py: Python<'_>,
+        out: Option<(MetaTuple, Bound<'_, PyAny>)>,
+        timeout: Option<f64>,
+    ) -> PyResult<Work> {
+        release_let_go(py);
+        let out = match out {
+            Some((tensor, data)) => Some((meta(tensor), from_python(&data, true)?)),
+            None => None,
+        };
+        let deadline = Deadline::after(duration(timeout)?);
+        let received = py.detach(|| self.0.receive(out, deadline)).map_err(to_py)?;
+        Ok(Work::new(Kind::Received(received)))
+    }
+
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Work>> {
+        let deadline = Deadline::after(duration(timeout)?);
+        let closed = py.detach(|| self.0.close(deadline)).map_err(to_py)?;
+        release_let_go(py);
+        Ok(closed.map(|work| Work::new(Kind::Nothing(work))))
+    }
+
+    fn stop(&self, py: Python<'_>) {
+        py.detach(|| self.0.stop());
+        release_let_go(py);
+    }
+
+    #[getter]
+    fn address(&self) -> Option<String> {
+        self.0.address().map(|address| address.to_string())
+    }
+
+    /// `(state, peer, transport, num_tensors, num_bytes, in_flight)`.
+    fn info(&self) -> (&'static str, String, String, u64, u64, usize) {
+        let info = self.0.info();
+        (
+            info.state,
+            info.peer,
+            info.transport,
+            info.num_tensors,
+            info.num_bytes,
+            info.in_flight,
+        )
+    }
+}

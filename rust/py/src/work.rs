@@ -1,0 +1,140 @@
+//! `Work`: an operation under way, for Python.
+
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvpipe_core::blocks::PeerInfo;
+use kvpipe_core::pipe::Received;
+use kvpipe_core::work::{Waited, Work as CoreWork};
+use pyo3::IntoPyObjectExt;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::buffer::{ReceivedBuffer, release_let_go};
+use crate::error::{bad, to_py};
+
+/// What an operation ends with.
+pub(crate) enum Kind {
+    Nothing(CoreWork<()>),
+    Received(CoreWork<Arc<Received>>),
+    Bytes(CoreWork<u64>),
+    Region(CoreWork<u16>),
+    Peer(CoreWork<PeerInfo>),
+    Text(CoreWork<String>),
+}
+
+/// Does the same with the work of any kind.
+macro_rules! each {
+    ($kind:expr, $work:ident => $do:expr) => {
+        match $kind {
+            Kind::Nothing($work) => $do,
+            Kind::Received($work) => $do,
+            Kind::Bytes($work) => $do,
+            Kind::Region($work) => $do,
+            Kind::Peer($work) => $do,
+            Kind::Text($work) => $do,
+        }
+    };
+}
+
+#[pyclass(frozen)]
+pub(crate) struct Work(Kind);
+
+impl Work {
+    pub(crate) fn new(kind: Kind) -> Self {
+        Self(kind)
+    }
+}
+
+/// A timeout in seconds as Python has it.
+pub(crate) fn duration(timeout: Option<f64>) -> PyResult<Option<Duration>> {
+    let parse = |seconds: f64| {
+        Duration::try_from_secs_f64(seconds).map_err(|_| {
+            bad(format!(
+                "timeout={seconds}: expected None or seconds, 0 or more"
+            ))
+        })
+    };
+    // Ten years are for ever, and can be added to the present without overflow.
+    timeout
+        .filter(|seconds| seconds.is_nan() || *seconds < 10.0 * 365.0 * 86400.0)
+        .map(parse)
+        .transpose()
+}
+
+#[pymethods]
+impl Work {
+    fn is_completed(&self) -> bool {
+        each!(&self.0, work => work.is_completed())
+    }
+
+    fn fileno(&self) -> PyResult<RawFd> {
+        each!(&self.0, work => work.event_fd()).map_err(to_py)
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let deadline = duration(timeout)?.map(|timeout| Instant::now() + timeout);
+        loop {
+            let waited = py
+                .detach(|| each!(&self.0, work => work.wait(deadline)))
+                .map_err(to_py)?;
+            py.check_signals()?;
+            match waited {
+                Waited::Done => {
+                    release_let_go(py);
+                    return Ok(true);
+                }
+                Waited::TimedOut => return Ok(false),
+                Waited::Interrupted => {}
+            }
+        }
+    }
+
+    fn result<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        release_let_go(py);
+        match &self.0 {
+            Kind::Nothing(work) => finished(work).and_then(|()| py.None().into_bound_py_any(py)),
+            Kind::Received(work) => received(py, finished(work)?),
+            Kind::Bytes(work) => finished(work)?.into_bound_py_any(py),
+            Kind::Region(work) => finished(work)?.into_bound_py_any(py),
+            Kind::Peer(work) => peer(py, &finished(work)?),
+            Kind::Text(work) => finished(work)?.into_bound_py_any(py),
+        }
+    }
+}
+
+fn finished<T: Clone>(work: &CoreWork<T>) -> PyResult<T> {
+    let result = work
+        .result()
+        .ok_or_else(|| bad("not completed yet: wait() first"))?;
+    result.map_err(to_py)
+}
+
+/// `(family, dtype, shape, buffer or None)`.
+fn received(py: Python<'_>, received: Arc<Received>) -> PyResult<Bound<'_, PyAny>> {
+    let meta = &received.meta;
+    let (family, dtype, shape) = (meta.family, meta.dtype.clone(), meta.shape.clone());
+    let buffer = received
+        .buffer
+        .is_some()
+        .then(|| ReceivedBuffer::new(Arc::clone(&received)));
+    (family, dtype, shape, buffer).into_bound_py_any(py)
+}
+
+fn peer<'py>(py: Python<'py>, info: &PeerInfo) -> PyResult<Bound<'py, PyAny>> {
+    let regions = PyDict::new(py);
+    for region in &info.regions {
+        let layout = &region.layout;
+        regions.set_item(&region.name, (layout.num_blocks, layout.block_bytes))?;
+    }
+    (
+        info.link,
+        &info.address,
+        info.incarnation.as_slice(),
+        &info.transport,
+        regions,
+    )
+        .into_bound_py_any(py)
+}

@@ -1,0 +1,312 @@
+//! Active messages: a small header and a payload, pushed to the peer. All use one id.
+
+use std::ffi::{c_uint, c_void};
+use std::ops::Deref;
+use std::ptr::{NonNull, null};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use crate::endpoint::EndpointId;
+use crate::event::{Raw, RawBody};
+use crate::memory::{Memory, MemoryKind};
+use crate::request::{self, Attributes, Keep, Token};
+use crate::status::{Status, check};
+use crate::sys::{self, ucs_status_t};
+use crate::worker::{Inner, State, Worker};
+
+const AM_ID: c_uint = 1;
+const CALL: &str = "ucp_am_send_nbx";
+
+/// The bytes of a message, kept alive until its `Done`.
+#[derive(Debug)]
+pub enum Payload {
+    /// Only the header.
+    None,
+    /// Bytes of its own.
+    Bytes(Vec<u8>),
+    /// A piece of registered memory, not to be changed until `Done`.
+    Memory {
+        /// The memory.
+        memory: Arc<Memory>,
+        /// Where the piece begins.
+        offset: usize,
+        /// Its length in bytes.
+        len: usize,
+    },
+}
+
+impl Payload {
+    /// Address, length, and what UCX should know about the memory.
+    fn describe(&self, worker: &Inner) -> Result<(*const c_void, usize, Attributes), Status> {
+        let host = Attributes {
+            flags: sys::UCP_AM_SEND_FLAG_EAGER,
+            memory_type: Some(MemoryKind::Host.as_ucs()),
+            memory: None,
+        };
+        match self {
+            Self::Bytes(bytes) if !bytes.is_empty() => {
+                Ok((bytes.as_ptr().cast(), bytes.len(), host))
+            }
+            Self::Memory {
+                memory,
+                offset,
+                len,
+            } => {
+                let (start, attributes) = worker.local(memory, *offset, *len, CALL)?;
+                let flags = host.flags;
+                Ok((
+                    start.cast_const(),
+                    *len,
+                    Attributes {
+                        flags,
+                        ..attributes
+                    },
+                ))
+            }
+            Self::None | Self::Bytes(_) => Ok((null(), 0, host)),
+        }
+    }
+}
+
+/// The payload of a received message. Holds UCX's receive buffer where UCX lent it: drop it soon,
+/// or copy it. It keeps the worker's UCX object alive.
+pub struct AmData(Body);
+
+enum Body {
+    Copied(Vec<u8>),
+    Descriptor {
+        data: NonNull<u8>,
+        len: usize,
+        worker: Rc<Inner>,
+    },
+}
+
+impl AmData {
+    pub(crate) fn new(body: RawBody, worker: &Rc<Inner>) -> Self {
+        Self(match body {
+            RawBody::Copied(bytes) => Body::Copied(bytes),
+            RawBody::Descriptor { data, len } => Body::Descriptor {
+                data,
+                len,
+                worker: Rc::clone(worker),
+            },
+        })
+    }
+}
+
+impl Deref for AmData {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match &self.0 {
+            Body::Copied(bytes) => bytes,
+            // SAFETY: UCX lent `len` bytes at `data` until ucp_am_data_release, called in drop.
+            Body::Descriptor { data, len, .. } => unsafe {
+                std::slice::from_raw_parts(data.as_ptr(), *len)
+            },
+        }
+    }
+}
+
+impl Drop for AmData {
+    fn drop(&mut self) {
+        if let Body::Descriptor { data, worker, .. } = &self.0 {
+            let release = worker.api().ucp_am_data_release;
+            // SAFETY: the handler returned UCS_INPROGRESS for this data and nobody else releases
+            // it; the Rc keeps the worker live, and makes this its thread.
+            unsafe { release(worker.as_ptr(), data.as_ptr().cast()) };
+        }
+    }
+}
+
+impl std::fmt::Debug for AmData {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "AmData({} bytes)", self.len())
+    }
+}
+
+impl Worker {
+    /// Sends a message. Messages of one endpoint arrive in order over one lane; UCX does not
+    /// promise it, so number them.
+    ///
+    /// # Errors
+    /// `UCS_ERR_EXCEEDS_LIMIT` for a header over [`max_header_bytes`](Self::max_header_bytes),
+    /// `UCS_ERR_OUT_OF_RANGE` for a piece outside its memory, `UCS_ERR_NOT_CONNECTED` or the
+    /// endpoint's failure, else UCX's answer. No `Done` follows an error.
+    pub fn am_send(
+        &self,
+        endpoint: EndpointId,
+        header: &[u8],
+        payload: Payload,
+        token: Token,
+    ) -> Result<(), Status> {
+        let endpoint = self.inner.endpoint(endpoint, CALL)?;
+        let handle = endpoint.usable(CALL)?;
+        if header.len() > self.max_header_bytes() {
+            return Err(Status::new(sys::UCS_ERR_EXCEEDS_LIMIT, CALL));
+        }
+        let (start, len, attributes) = payload.describe(&self.inner)?;
+        let header = header.to_vec();
+        let (header_start, header_len) = (header.as_ptr(), header.len());
+        let keep = Keep::Message {
+            _header: header,
+            _payload: payload,
+        };
+        let send = self.inner.api().ucp_am_send_nbx;
+        request::post(
+            &self.inner,
+            &endpoint,
+            (token, CALL),
+            keep,
+            &attributes,
+            |param| {
+                // SAFETY: the endpoint is open; header and payload are owned by the operation, whose
+                // heap allocations did not move with it, until the callback.
+                unsafe {
+                    send(
+                        handle,
+                        AM_ID,
+                        header_start.cast(),
+                        header_len,
+                        start,
+                        len,
+                        param,
+                    )
+                }
+            },
+        )
+    }
+
+    /// The longest header a message can have on this worker's transports.
+    pub fn max_header_bytes(&self) -> usize {
+        self.inner.max_header_bytes
+    }
+}
+
+/// Has messages delivered to the worker's queue.
+pub(crate) fn install_handler(worker: &Inner) -> Result<(), Status> {
+    set_handler(worker, Some(on_message))
+}
+
+/// Stops delivery: UCX drops what comes from here on.
+pub(crate) fn remove_handler(worker: &Inner) -> Result<(), Status> {
+    set_handler(worker, None)
+}
+
+fn set_handler(worker: &Inner, cb: Option<sys::ucp_am_recv_callback_t>) -> Result<(), Status> {
+    let param = sys::ucp_am_handler_param_t {
+        field_mask: sys::UCP_AM_HANDLER_PARAM_FIELD_ID
+            | sys::UCP_AM_HANDLER_PARAM_FIELD_FLAGS
+            | sys::UCP_AM_HANDLER_PARAM_FIELD_CB
+            | sys::UCP_AM_HANDLER_PARAM_FIELD_ARG,
+        id: AM_ID,
+        flags: sys::UCP_AM_FLAG_WHOLE_MSG | sys::UCP_AM_FLAG_PERSISTENT_DATA,
+        cb,
+        arg: worker.state_ptr(),
+    };
+    let set = worker.api().ucp_worker_set_am_recv_handler;
+    // SAFETY: the worker is live and on its thread; `arg` outlives it (see Inner).
+    check(
+        unsafe { set(worker.as_ptr(), &raw const param) },
+        "ucp_worker_set_am_recv_handler",
+    )
+}
+
+/// UCX's callback for a message. Everything it is given comes from the peer.
+unsafe extern "C" fn on_message(
+    arg: *mut c_void,
+    header: *const c_void,
+    header_len: usize,
+    data: *mut c_void,
+    len: usize,
+    param: *const sys::ucp_am_recv_param_t,
+) -> ucs_status_t {
+    // SAFETY: `arg` is the worker's State, which outlives the UCX worker (see Inner).
+    let state = unsafe { &*arg.cast::<State>() };
+    // SAFETY: UCX passes its own parameters, valid during the callback.
+    let recv_attr = unsafe { (*param).recv_attr };
+    if recv_attr & sys::UCP_AM_RECV_ATTR_FLAG_RNDV != 0 {
+        // Our peers send eagerly. An error drops the descriptor and tells the sender.
+        return sys::UCS_ERR_REJECTED;
+    }
+    if state.stopped.get() {
+        return sys::UCS_OK;
+    }
+    // SAFETY: UCX passes `header_len` readable bytes, valid during the callback.
+    let header = unsafe { copy(header, header_len) };
+    let lent = recv_attr & sys::UCP_AM_RECV_ATTR_FLAG_DATA != 0;
+    let (body, answer) = match NonNull::new(data.cast::<u8>()) {
+        Some(data) if lent => (RawBody::Descriptor { data, len }, sys::UCS_INPROGRESS),
+        // SAFETY: UCX passes `len` readable bytes, valid during the callback.
+        _ => (RawBody::Copied(unsafe { copy(data, len) }), sys::UCS_OK),
+    };
+    state.events.push(Raw::Message { header, body });
+    answer
+}
+
+/// # Safety
+/// `start` must be valid for reading `len` bytes, or be null, or `len` zero.
+unsafe fn copy(start: *const c_void, len: usize) -> Vec<u8> {
+    if start.is_null() || len == 0 {
+        return Vec::new();
+    }
+    // SAFETY: the caller's promise; null and empty were excluded above.
+    unsafe { std::slice::from_raw_parts(start.cast::<u8>(), len) }.to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn deliver(state: &State, recv_attr: u64, data: &mut [u8]) -> ucs_status_t {
+        let param = sys::ucp_am_recv_param_t {
+            recv_attr,
+            reply_ep: std::ptr::null_mut(),
+        };
+        let (arg, len) = ((&raw const *state).cast_mut().cast(), data.len());
+        let data = data.as_mut_ptr().cast();
+        // SAFETY: the arguments are what UCX would pass: valid pointers, with their lengths.
+        unsafe { on_message(arg, b"h".as_ptr().cast(), 1, data, len, &raw const param) }
+    }
+
+    #[test]
+    fn rendezvous_is_turned_down_and_leaves_no_event() {
+        let state = State::default();
+        let answer = deliver(&state, sys::UCP_AM_RECV_ATTR_FLAG_RNDV, &mut [0; 8]);
+        assert_eq!(answer, sys::UCS_ERR_REJECTED);
+        assert!(state.events.pop().is_none());
+    }
+
+    #[test]
+    fn lent_data_is_kept_and_other_data_copied() {
+        let state = State::default();
+        let lent = deliver(&state, sys::UCP_AM_RECV_ATTR_FLAG_DATA, &mut [7; 8]);
+        assert_eq!(lent, sys::UCS_INPROGRESS);
+        assert_eq!(deliver(&state, 0, &mut [7; 8]), sys::UCS_OK);
+        let bodies: Vec<_> = std::iter::from_fn(|| state.events.pop()).collect();
+        let [
+            Raw::Message { body: first, .. },
+            Raw::Message {
+                body: second,
+                header,
+            },
+        ] = &bodies[..]
+        else {
+            panic!("two messages")
+        };
+        assert!(matches!(first, RawBody::Descriptor { len: 8, .. }));
+        assert!(matches!(second, RawBody::Copied(bytes) if bytes == &[7; 8]));
+        assert_eq!(header, b"h");
+    }
+
+    #[test]
+    fn stopped_worker_keeps_nothing() {
+        let state = State::default();
+        state.stopped.set(true);
+        assert_eq!(
+            deliver(&state, sys::UCP_AM_RECV_ATTR_FLAG_DATA, &mut [7; 8]),
+            sys::UCS_OK
+        );
+        assert!(state.events.pop().is_none());
+    }
+}

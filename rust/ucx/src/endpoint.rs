@@ -1,0 +1,256 @@
+//! Endpoints: the worker's connections, each closed by force and never reused.
+
+use std::cell::{Cell, RefCell};
+use std::ffi::c_void;
+use std::ptr::{NonNull, null, null_mut};
+use std::rc::{Rc, Weak};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::event::Raw;
+use crate::request::Attributes;
+use crate::rma::Key;
+use crate::status::{Posted, Status, check};
+use crate::sys::{self, ucs_status_t};
+use crate::worker::{Inner, State, Worker};
+
+/// One connection of one worker. Never used again within the process.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct EndpointId(u64);
+
+impl EndpointId {
+    fn next() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Open,
+    /// The error handler ran, with this status.
+    Failed(ucs_status_t),
+    /// `ucp_ep_close_nbx` was called; the handle is UCX's alone from here on.
+    Closing,
+    /// UCX has finished the close; operations may still be in flight.
+    Freed,
+    /// Reported.
+    Closed,
+}
+
+/// An endpoint as the worker and its operations share it.
+pub(crate) struct Endpoint {
+    pub(crate) id: EndpointId,
+    handle: NonNull<sys::ucp_ep>,
+    phase: Cell<Phase>,
+    ops: Cell<usize>,
+    keys: RefCell<Vec<Weak<Key>>>,
+}
+
+impl Endpoint {
+    /// The handle, for `call`, while the endpoint can be used.
+    pub(crate) fn usable(&self, call: &'static str) -> Result<*mut sys::ucp_ep, Status> {
+        match self.phase.get() {
+            Phase::Open => Ok(self.handle.as_ptr()),
+            Phase::Failed(code) => Err(Status::new(code, call)),
+            Phase::Closing | Phase::Freed | Phase::Closed => {
+                Err(Status::new(sys::UCS_ERR_NOT_CONNECTED, call))
+            }
+        }
+    }
+
+    pub(crate) fn adopt_key(&self, key: &Rc<Key>) {
+        let mut keys = self.keys.borrow_mut();
+        keys.retain(|key| key.strong_count() > 0);
+        keys.push(Rc::downgrade(key));
+    }
+
+    /// Destroys the endpoint's keys; one that an operation uses goes when that has ended.
+    fn revoke_keys(&self) {
+        let keys = self.keys.take();
+        for key in keys.iter().filter_map(Weak::upgrade) {
+            key.revoke();
+        }
+    }
+}
+
+impl State {
+    pub(crate) fn op_begins(&self, endpoint: &Endpoint) {
+        endpoint.ops.set(endpoint.ops.get() + 1);
+        self.outstanding.set(self.outstanding.get() + 1);
+    }
+
+    pub(crate) fn op_ends(&self, endpoint: &Rc<Endpoint>) {
+        endpoint.ops.set(endpoint.ops.get().saturating_sub(1));
+        self.outstanding
+            .set(self.outstanding.get().saturating_sub(1));
+        self.report_if_closed(endpoint);
+    }
+
+    fn close_ends(&self, endpoint: &Rc<Endpoint>) {
+        endpoint.phase.set(Phase::Freed);
+        self.report_if_closed(endpoint);
+    }
+
+    fn report_if_closed(&self, endpoint: &Rc<Endpoint>) {
+        if endpoint.phase.get() == Phase::Freed && endpoint.ops.get() == 0 {
+            endpoint.phase.set(Phase::Closed);
+            self.outstanding
+                .set(self.outstanding.get().saturating_sub(1));
+            self.events.push(Raw::Closed {
+                endpoint: Rc::clone(endpoint),
+            });
+        }
+    }
+
+    /// Marks the endpoint that has this handle. UCX may reuse the handle of one being closed, so
+    /// those do not count.
+    fn endpoint_failed(&self, handle: *mut sys::ucp_ep, code: ucs_status_t) {
+        let Ok(endpoints) = self.endpoints.try_borrow() else {
+            return;
+        };
+        let is_it = |endpoint: &&Rc<Endpoint>| {
+            endpoint.handle.as_ptr() == handle && endpoint.phase.get() == Phase::Open
+        };
+        if let Some(endpoint) = endpoints.values().find(is_it) {
+            endpoint.phase.set(Phase::Failed(code));
+            self.events.push(Raw::EndpointFailed {
+                endpoint: endpoint.id,
+                code,
+            });
+        }
+    }
+}
+
+/// Shortest worker address: a flag byte, the worker's 8-byte id, one byte for "no device".
+const MIN_ADDRESS_BYTES: usize = 10;
+const MAX_ADDRESS_BYTES: usize = 64 * 1024;
+/// UCX parses addresses without knowing their length. All ones read as "last device", "last
+/// address", so a truncated one ends here instead of running off the allocation.
+const ADDRESS_TAIL: [u8; 1024] = [0xff; 1024];
+
+/// Whether the bytes can be a worker address: a length in bounds, and in the low half of the first
+/// byte one of the two format versions, as UCX 1.22 aborts the process at any other.
+fn is_plausible(address: &[u8]) -> bool {
+    let length_fits = (MIN_ADDRESS_BYTES..=MAX_ADDRESS_BYTES).contains(&address.len());
+    length_fits && address.first().is_some_and(|head| head & 0x0f <= 1)
+}
+
+impl Worker {
+    /// Starts a connection to the worker with this address; it is established as operations need
+    /// it, and its loss is reported by [`Event::EndpointFailed`](crate::Event::EndpointFailed).
+    ///
+    /// UCX parses the address with few checks: take it from authenticated peers only.
+    ///
+    /// # Errors
+    /// `UCS_ERR_INVALID_ADDR` for bytes that cannot be an address, else UCX's answer, such as
+    /// `UCS_ERR_UNREACHABLE` when no transport is in common.
+    pub fn connect(&self, address: &[u8]) -> Result<EndpointId, Status> {
+        const CALL: &str = "ucp_ep_create";
+        if !is_plausible(address) {
+            return Err(Status::new(sys::UCS_ERR_INVALID_ADDR, CALL));
+        }
+        let address = [address, &ADDRESS_TAIL].concat();
+        let params = self.endpoint_params(&address);
+        let mut handle = null_mut();
+        let create = self.inner.api().ucp_ep_create;
+        // SAFETY: the worker is live and on its thread; the address, with a tail that ends any
+        // truncated list, outlives the call, which copies what it needs.
+        let code = unsafe { create(self.inner.as_ptr(), &raw const params, &raw mut handle) };
+        check(code, CALL)?;
+        let handle = NonNull::new(handle).ok_or(Status::new(sys::UCS_ERR_NO_MEMORY, CALL))?;
+        let endpoint = Rc::new(Endpoint {
+            id: EndpointId::next(),
+            handle,
+            phase: Cell::new(Phase::Open),
+            ops: Cell::new(0),
+            keys: RefCell::default(),
+        });
+        let id = endpoint.id;
+        self.inner.state.endpoints.borrow_mut().insert(id, endpoint);
+        Ok(id)
+    }
+
+    fn endpoint_params(&self, address: &[u8]) -> sys::ucp_ep_params_t {
+        let no_address = || sys::ucs_sock_addr_t {
+            addr: null(),
+            addrlen: 0,
+        };
+        sys::ucp_ep_params_t {
+            field_mask: sys::UCP_EP_PARAM_FIELD_REMOTE_ADDRESS
+                | sys::UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE
+                | sys::UCP_EP_PARAM_FIELD_ERR_HANDLER,
+            address: address.as_ptr().cast(),
+            err_mode: sys::UCP_ERR_HANDLING_MODE_PEER,
+            err_handler: sys::ucp_err_handler_t {
+                cb: Some(on_error),
+                arg: self.inner.state_ptr(),
+            },
+            user_data: null_mut(),
+            flags: 0,
+            sockaddr: no_address(),
+            conn_request: null_mut(),
+            name: null(),
+            local_sockaddr: no_address(),
+        }
+    }
+
+    /// Closes by force: what is in flight ends, mostly with an error, each with its `Done`, then
+    /// `Closed` follows. This is no fence for the peer's side: what it has posted may still land.
+    /// Calling it again, or for an endpoint that is gone, does nothing.
+    pub fn close(&self, endpoint: EndpointId) {
+        const CALL: &str = "ucp_ep_close_nbx";
+        let Ok(endpoint) = self.inner.endpoint(endpoint, CALL) else {
+            return;
+        };
+        if !matches!(endpoint.phase.get(), Phase::Open | Phase::Failed(_)) {
+            return;
+        }
+        endpoint.phase.set(Phase::Closing);
+        self.inner.state.outstanding.set(self.outstanding() + 1);
+        endpoint.revoke_keys();
+        let attributes = Attributes {
+            flags: sys::UCP_EP_CLOSE_FLAG_FORCE,
+            ..Attributes::default()
+        };
+        let (worker, handle) = (Rc::clone(&self.inner), endpoint.handle.as_ptr());
+        let close = Box::into_raw(Box::new(Close { worker, endpoint }));
+        let param = attributes.with_callback(on_closed, close.cast());
+        // SAFETY: the phase was Open or Failed, so the handle is live; it is not used afterwards.
+        let ptr = unsafe { (self.inner.api().ucp_ep_close_nbx)(handle, &raw const param) };
+        let posted = Posted::from_ptr(ptr);
+        if posted == Posted::Pending {
+            return;
+        }
+        if let Posted::Refused(code) = posted {
+            tracing::warn!(status = %Status::new(code, CALL), "endpoint.close_refused");
+        }
+        // SAFETY: made by into_raw above; no callback runs for what is complete or refused.
+        let close = unsafe { Box::from_raw(close) };
+        close.worker.state.close_ends(&close.endpoint);
+    }
+}
+
+/// A close in flight; holds the worker as an operation does.
+struct Close {
+    worker: Rc<Inner>,
+    endpoint: Rc<Endpoint>,
+}
+
+/// UCX's callback for the end of a close.
+unsafe extern "C" fn on_closed(request: *mut c_void, code: ucs_status_t, user_data: *mut c_void) {
+    // SAFETY: `user_data` is the Close that `close` gave to this call, and UCX calls back once.
+    let close = unsafe { Box::from_raw(user_data.cast::<Close>()) };
+    // SAFETY: the request is the one that completes here; nobody else holds it.
+    unsafe { (close.worker.api().ucp_request_free)(request) };
+    if code != sys::UCS_OK {
+        tracing::debug!(code, "endpoint.closed_with_error");
+    }
+    close.worker.state.close_ends(&close.endpoint);
+}
+
+/// UCX's callback for the loss of a connection.
+unsafe extern "C" fn on_error(arg: *mut c_void, ep: *mut sys::ucp_ep, code: ucs_status_t) {
+    // SAFETY: `arg` is the worker's State, which outlives the UCX worker (see Inner).
+    let state = unsafe { &*arg.cast::<State>() };
+    state.endpoint_failed(ep, code);
+}

@@ -1,0 +1,91 @@
+//! What a worker reports, and the queue between UCX's callbacks and `Worker::next_event`.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+use crate::am::AmData;
+use crate::endpoint::{Endpoint, EndpointId};
+use crate::request::{Op, Token};
+use crate::status::Status;
+use crate::sys::ucs_status_t;
+
+/// Something that happened on a worker.
+#[derive(Debug)]
+pub enum Event {
+    /// An active message came in. From whom, its bytes have to tell: UCX does not.
+    Message {
+        /// The sender's header.
+        header: Vec<u8>,
+        /// The sender's payload.
+        data: AmData,
+    },
+    /// An operation ended. Exactly one follows each post that returned `Ok`; the operation's
+    /// memory is let go as the event is taken from the queue.
+    Done {
+        /// The poster's.
+        token: Token,
+        /// How it ended.
+        result: Result<(), Status>,
+    },
+    /// The connection is lost. Comes at most once per endpoint, and not after `close`, which
+    /// the owner still has to call.
+    EndpointFailed {
+        /// The endpoint.
+        endpoint: EndpointId,
+        /// Why.
+        status: Status,
+    },
+    /// The endpoint is closed, and every operation on it has had its `Done` before this.
+    Closed {
+        /// The endpoint; its id will not come back.
+        endpoint: EndpointId,
+    },
+}
+
+/// An event as a callback leaves it. Not an [`Event`]: that would hold the worker, and the worker
+/// holds the queue. Finished operations wait here so that their owners' destructors, which may do
+/// anything, run outside UCX.
+pub(crate) enum Raw {
+    Message {
+        header: Vec<u8>,
+        body: RawBody,
+    },
+    Done {
+        op: Box<Op>,
+        code: ucs_status_t,
+    },
+    EndpointFailed {
+        endpoint: EndpointId,
+        code: ucs_status_t,
+    },
+    Closed {
+        endpoint: Rc<Endpoint>,
+    },
+}
+
+/// The payload of a message: copied, or a descriptor to be given back to UCX.
+pub(crate) enum RawBody {
+    Copied(Vec<u8>),
+    Descriptor { data: NonNull<u8>, len: usize },
+}
+
+/// A queue that callbacks can push to without any way to panic.
+#[derive(Default)]
+pub(crate) struct Queue(Cell<VecDeque<Raw>>);
+
+impl Queue {
+    pub(crate) fn push(&self, event: Raw) {
+        let mut events = self.0.take();
+        events.push_back(event);
+        self.0.set(events);
+    }
+
+    pub(crate) fn pop(&self) -> Option<Raw> {
+        let mut events = self.0.take();
+        let event = events.pop_front();
+        self.0.set(events);
+        event
+    }
+}

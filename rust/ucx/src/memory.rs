@@ -1,0 +1,288 @@
+//! Memory that UCX may reach: [`Buffer`], a range with its owner, and [`Memory`], the same
+//! registered with a context.
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::mem::ManuallyDrop;
+use std::ptr::{NonNull, null, null_mut};
+use std::sync::Arc;
+
+use crate::context::Context;
+use crate::status::{Status, check};
+use crate::sys;
+
+/// Which memory a range lies in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MemoryKind {
+    /// The CPU's.
+    Host,
+    /// An NVIDIA GPU's.
+    Cuda,
+}
+
+impl MemoryKind {
+    pub(crate) fn as_ucs(self) -> i32 {
+        match self {
+            Self::Host => sys::UCS_MEMORY_TYPE_HOST,
+            Self::Cuda => sys::UCS_MEMORY_TYPE_CUDA,
+        }
+    }
+}
+
+/// A range of memory, with whatever keeps it allocated.
+///
+/// Like all memory open to remote access, its bytes can change while they are read: between the
+/// post of a get and its `Done`, and whenever a peer that holds the key puts. Callers read a range
+/// when nothing is writing it; a reader who does not sees torn bytes. Clones share the owner.
+#[derive(Clone)]
+pub struct Buffer {
+    address: usize,
+    len: usize,
+    kind: MemoryKind,
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+impl Buffer {
+    /// Describes memory that `owner` keeps allocated.
+    ///
+    /// # Safety
+    /// `address .. address + len` must not wrap around, and must be valid for reads and writes from
+    /// any thread until `owner` is dropped with the last clone; nobody may hold a Rust reference
+    /// into it meanwhile.
+    pub unsafe fn from_raw_parts(
+        address: usize,
+        len: usize,
+        kind: MemoryKind,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Self {
+        Self {
+            address,
+            len,
+            kind,
+            _owner: owner.into(),
+        }
+    }
+
+    /// Allocates `len` zero bytes.
+    pub fn zeroed(len: usize) -> Self {
+        Self::from_vec(vec![0; len])
+    }
+
+    /// Takes the bytes over, without a copy.
+    pub fn from_vec(mut bytes: Vec<u8>) -> Self {
+        let address = bytes.as_mut_ptr().expose_provenance();
+        Self {
+            address,
+            len: bytes.len(),
+            kind: MemoryKind::Host,
+            _owner: Arc::new(bytes),
+        }
+    }
+
+    /// Where the range begins.
+    pub fn address(&self) -> usize {
+        self.address
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Which memory it lies in.
+    pub fn kind(&self) -> MemoryKind {
+        self.kind
+    }
+
+    /// Copies `data` to `offset`; false, and nothing written, when it does not fit or the memory
+    /// is not the CPU's.
+    pub fn write(&self, offset: usize, data: &[u8]) -> bool {
+        let Some(target) = self.host_range(offset, data.len()) else {
+            return false;
+        };
+        // SAFETY: the range is in bounds, and valid for writes while the owner lives, by the
+        // contract of from_raw_parts; `data` cannot overlap it, as nobody may hold a reference.
+        unsafe { std::ptr::copy(data.as_ptr(), target, data.len()) };
+        true
+    }
+
+    /// The bytes at `offset`, unless out of range or not in the CPU's memory. See the type on
+    /// when they may be read.
+    pub fn bytes(&self, offset: usize, len: usize) -> Option<&[u8]> {
+        let start = self.host_range(offset, len)?;
+        // SAFETY: the range is in bounds, initialised, and valid while the owner, and with it
+        // `&self`, lives; that nothing writes it meanwhile is the caller's part, see the type.
+        Some(unsafe { std::slice::from_raw_parts(start, len) })
+    }
+
+    /// A pointer to `offset`, when `len` bytes follow it. Good for any kind of memory.
+    pub(crate) fn range(&self, offset: usize, len: usize) -> Option<*mut c_void> {
+        let end = offset.checked_add(len)?;
+        (end <= self.len).then(|| std::ptr::with_exposed_provenance_mut(self.address + offset))
+    }
+
+    fn host_range(&self, offset: usize, len: usize) -> Option<*mut u8> {
+        if self.kind != MemoryKind::Host {
+            return None;
+        }
+        let start = self.range(offset, len)?.cast::<u8>();
+        // An empty range may come with any address; slices and copies need a non-null one.
+        Some(if len == 0 {
+            NonNull::dangling().as_ptr()
+        } else {
+            start
+        })
+    }
+}
+
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Buffer")
+            .field("address", &format_args!("{:#x}", self.address))
+            .field("len", &self.len)
+            .field("kind", &self.kind)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A buffer registered with a context. Operations in flight hold an `Arc` of it; the last one to
+/// let go deregisters it and only then frees the bytes. That may be any thread.
+pub struct Memory {
+    handle: NonNull<sys::ucp_mem>,
+    context: Arc<Context>,
+    /// Freed by hand: bytes whose deregistration failed must stay allocated.
+    buffer: ManuallyDrop<Buffer>,
+}
+
+// SAFETY: the handle is used for map, unmap, pack and as an argument of operations, all of which
+// lock the context, whose thread mode is MULTI (see Context); the handle itself never changes.
+unsafe impl Send for Memory {}
+// SAFETY: as for Send.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    pub(crate) fn new(context: Arc<Context>, buffer: Buffer) -> Result<Self, Status> {
+        const CALL: &str = "ucp_mem_map";
+        if buffer.is_empty() {
+            return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, CALL));
+        }
+        if buffer.kind() == MemoryKind::Cuda && !context.has_cuda() {
+            return Err(Status::new(sys::UCS_ERR_UNSUPPORTED, CALL));
+        }
+        let params = sys::ucp_mem_map_params_t {
+            field_mask: sys::UCP_MEM_MAP_PARAM_FIELD_ADDRESS
+                | sys::UCP_MEM_MAP_PARAM_FIELD_LENGTH
+                | sys::UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE,
+            address: std::ptr::with_exposed_provenance_mut(buffer.address()),
+            length: buffer.len(),
+            flags: 0,
+            prot: 0,
+            memory_type: buffer.kind().as_ucs(),
+            exported_memh_buffer: null(),
+        };
+        let mut handle = null_mut();
+        let map = context.library().api.ucp_mem_map;
+        // SAFETY: the context is live; the range is allocated, and stays so until `drop` unmaps.
+        let code = unsafe { map(context.as_ptr(), &raw const params, &raw mut handle) };
+        check(code, CALL)?;
+        let handle = NonNull::new(handle).ok_or(Status::new(sys::UCS_ERR_NO_MEMORY, CALL))?;
+        Ok(Self {
+            handle,
+            context,
+            buffer: ManuallyDrop::new(buffer),
+        })
+    }
+
+    /// The bytes.
+    pub fn buffer(&self) -> &Buffer {
+        &self.buffer
+    }
+
+    /// The key by which a peer may reach this memory. Whoever holds it can read and write all of
+    /// it; over TCP, UCX does not even check it.
+    ///
+    /// # Errors
+    /// UCX's answer.
+    pub fn pack_rkey(&self) -> Result<Vec<u8>, Status> {
+        let api = &self.context.library().api;
+        let (mut packed, mut len) = (null_mut(), 0);
+        let context = self.context.as_ptr();
+        // SAFETY: context and handle are live and belong together.
+        let code =
+            unsafe { (api.ucp_rkey_pack)(context, self.as_ptr(), &raw mut packed, &raw mut len) };
+        check(code, "ucp_rkey_pack")?;
+        // SAFETY: on success UCX hands out `len` initialised bytes, ours until released.
+        let key = unsafe { std::slice::from_raw_parts(packed.cast::<u8>(), len) }.to_vec();
+        // SAFETY: the bytes came from ucp_rkey_pack and are released once.
+        unsafe { (api.ucp_rkey_buffer_release)(packed) };
+        Ok(key)
+    }
+
+    pub(crate) fn as_ptr(&self) -> *mut sys::ucp_mem {
+        self.handle.as_ptr()
+    }
+
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let unmap = self.context.library().api.ucp_mem_unmap;
+        // SAFETY: mapped in this context; operations hold an Arc of self, so none is in flight.
+        let code = unsafe { unmap(self.context.as_ptr(), self.as_ptr()) };
+        if let Err(status) = check(code, "ucp_mem_unmap") {
+            tracing::error!(buffer = ?*self.buffer, %status, "memory.leaked");
+            return;
+        }
+        // SAFETY: dropped once, here, and not used afterwards.
+        unsafe { ManuallyDrop::drop(&mut self.buffer) };
+    }
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Memory")
+            .field("buffer", &*self.buffer)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn write_and_bytes_stay_in_bounds() {
+        let buffer = Buffer::zeroed(8);
+        assert!(buffer.write(5, b"abc"));
+        assert_eq!(buffer.bytes(4, 4), Some(&b"\0abc"[..]));
+        assert!(!buffer.write(6, b"abc"));
+        assert!(!buffer.write(usize::MAX, b"abc"));
+        assert_eq!(buffer.bytes(8, 0), Some(&[][..]));
+        assert_eq!(buffer.bytes(9, 0), None);
+        assert_eq!(buffer.bytes(1, usize::MAX), None);
+    }
+
+    #[test]
+    fn cuda_memory_is_not_touched_by_the_cpu() {
+        // SAFETY: never dereferenced: the kind forbids it, which is what this test is about.
+        let buffer = unsafe { Buffer::from_raw_parts(4096, 64, MemoryKind::Cuda, Box::new(())) };
+        assert!(!buffer.write(0, b"x"));
+        assert_eq!(buffer.bytes(0, 1), None);
+        assert!(buffer.range(0, 64).is_some());
+    }
+
+    #[test]
+    fn buffer_from_vec_keeps_its_bytes() {
+        let buffer = Buffer::from_vec(b"kv".to_vec());
+        assert_eq!(buffer.bytes(0, 2), Some(&b"kv"[..]));
+        assert!(Buffer::from_vec(Vec::new()).is_empty());
+    }
+}

@@ -1,0 +1,154 @@
+//! Operations in flight: each owns what it uses until its callback has run.
+
+use std::ffi::c_void;
+use std::ptr::null_mut;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use crate::am::Payload;
+use crate::endpoint::Endpoint;
+use crate::memory::Memory;
+use crate::rma::KeyUse;
+use crate::status::{Posted, Status};
+use crate::sys::{self, ucp_request_param_t, ucs_status_ptr_t, ucs_status_t};
+use crate::worker::Inner;
+
+/// A number by which the poster knows an operation again.
+pub type Token = u64;
+
+/// An operation that UCX has, reached again through the callback's `user_data`. The worker it
+/// holds cannot be destroyed meanwhile.
+pub(crate) struct Op {
+    pub(crate) worker: Rc<Inner>,
+    pub(crate) endpoint: Rc<Endpoint>,
+    pub(crate) token: Token,
+    pub(crate) call: &'static str,
+    _keep: Keep,
+}
+
+/// What UCX reads or writes during an operation.
+pub(crate) enum Keep {
+    Nothing,
+    Message { _header: Vec<u8>, _payload: Payload },
+    Rma { _memory: Arc<Memory>, _key: KeyUse },
+}
+
+/// The parameters that differ between operations.
+#[derive(Default)]
+pub(crate) struct Attributes {
+    pub(crate) flags: u32,
+    pub(crate) memory_type: Option<i32>,
+    pub(crate) memory: Option<*mut sys::ucp_mem>,
+}
+
+impl Attributes {
+    /// The parameters of a call whose callback is `callback(.., user_data)`.
+    pub(crate) fn with_callback(
+        &self,
+        callback: sys::ucp_send_nbx_callback_t,
+        user_data: *mut c_void,
+    ) -> ucp_request_param_t {
+        let mut mask = sys::UCP_OP_ATTR_FIELD_CALLBACK | sys::UCP_OP_ATTR_FIELD_USER_DATA;
+        if self.flags != 0 {
+            mask |= sys::UCP_OP_ATTR_FIELD_FLAGS;
+        }
+        if self.memory_type.is_some() {
+            mask |= sys::UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+        }
+        if self.memory.is_some() {
+            mask |= sys::UCP_OP_ATTR_FIELD_MEMH;
+        }
+        ucp_request_param_t {
+            op_attr_mask: mask,
+            flags: self.flags,
+            request: null_mut(),
+            cb: Some(callback),
+            datatype: 0,
+            user_data,
+            reply_buffer: null_mut(),
+            memory_type: self.memory_type.unwrap_or(sys::UCS_MEMORY_TYPE_HOST),
+            recv_info: null_mut(),
+            memh: self.memory.unwrap_or(null_mut()),
+            remote_datatype: 0,
+            remote: null_mut(),
+            remote_count: 0,
+        }
+    }
+}
+
+/// Hands an operation to UCX by `issue`, which must be the `call` on `endpoint` with the given
+/// parameters, and must touch nothing that `keep` does not own.
+pub(crate) fn post(
+    worker: &Rc<Inner>,
+    endpoint: &Rc<Endpoint>,
+    (token, call): (Token, &'static str),
+    keep: Keep,
+    attributes: &Attributes,
+    issue: impl FnOnce(&ucp_request_param_t) -> ucs_status_ptr_t,
+) -> Result<(), Status> {
+    let (worker, endpoint) = (Rc::clone(worker), Rc::clone(endpoint));
+    worker.state.op_begins(&endpoint);
+    let op = Box::into_raw(Box::new(Op {
+        worker,
+        endpoint,
+        token,
+        call,
+        _keep: keep,
+    }));
+    let posted = Posted::from_ptr(issue(&attributes.with_callback(on_done, op.cast())));
+    if posted == Posted::Pending {
+        return Ok(());
+    }
+    // SAFETY: made by into_raw above; no callback runs for what is complete or refused, so the
+    // operation is ours again.
+    let op = unsafe { Box::from_raw(op) };
+    match posted {
+        Posted::Refused(code) => {
+            op.worker.state.op_ends(&op.endpoint);
+            Err(Status::new(code, call))
+        }
+        Posted::Complete | Posted::Pending => {
+            finish(op, sys::UCS_OK);
+            Ok(())
+        }
+    }
+}
+
+/// Reports success for an operation that has nothing to do.
+pub(crate) fn complete_empty(
+    worker: &Rc<Inner>,
+    endpoint: &Rc<Endpoint>,
+    (token, call): (Token, &'static str),
+) {
+    worker.state.op_begins(endpoint);
+    let (worker, endpoint) = (Rc::clone(worker), Rc::clone(endpoint));
+    finish(
+        Box::new(Op {
+            worker,
+            endpoint,
+            token,
+            call,
+            _keep: Keep::Nothing,
+        }),
+        sys::UCS_OK,
+    );
+}
+
+/// Queues the operation's `Done`, and what waited for it. Drops nothing that can run foreign code.
+fn finish(op: Box<Op>, code: ucs_status_t) {
+    let (worker, endpoint) = (Rc::clone(&op.worker), Rc::clone(&op.endpoint));
+    worker
+        .state
+        .events
+        .push(crate::event::Raw::Done { op, code });
+    worker.state.op_ends(&endpoint);
+}
+
+/// UCX's completion callback for every operation.
+unsafe extern "C" fn on_done(request: *mut c_void, code: ucs_status_t, user_data: *mut c_void) {
+    // SAFETY: `user_data` is the Op that `post` gave to this call, and UCX calls back once.
+    let op = unsafe { Box::from_raw(user_data.cast::<Op>()) };
+    // SAFETY: the request is the one that completes here; nobody else holds it.
+    unsafe { (op.worker.api().ucp_request_free)(request) };
+    finish(op, code);
+}

@@ -1,0 +1,329 @@
+//! Remote memory access: get, put, flush, and the keys they need.
+
+use std::cell::Cell;
+use std::ptr::{NonNull, null_mut};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use crate::endpoint::EndpointId;
+use crate::memory::Memory;
+use crate::request::{self, Attributes, Keep, Token};
+use crate::status::{Status, check};
+use crate::sys;
+use crate::worker::{Inner, Worker};
+
+/// Access to a peer's memory over one endpoint. Closing the endpoint voids it; to use it later is
+/// an error.
+#[derive(Debug)]
+pub struct RemoteKey {
+    key: Rc<Key>,
+}
+
+/// The unpacked key, shared by its `RemoteKey` and the operations that use it.
+pub(crate) struct Key {
+    /// None once destroyed.
+    handle: Cell<Option<NonNull<sys::ucp_rkey>>>,
+    endpoint: EndpointId,
+    worker: Rc<Inner>,
+    uses: Cell<usize>,
+    is_revoked: Cell<bool>,
+}
+
+impl Key {
+    /// Destroys the key now, or after the operations that use it.
+    pub(crate) fn revoke(&self) {
+        self.is_revoked.set(true);
+        if self.uses.get() == 0 {
+            self.destroy();
+        }
+    }
+
+    fn destroy(&self) {
+        if let Some(handle) = self.handle.take() {
+            // SAFETY: taken out, so destroyed once; no operation uses it: this runs at use count
+            // zero, or on the last reference, and each use holds one. The Rc keeps the worker.
+            unsafe { (self.worker.api().ucp_rkey_destroy)(handle.as_ptr()) };
+        }
+    }
+}
+
+impl Drop for Key {
+    fn drop(&mut self) {
+        self.destroy();
+    }
+}
+
+impl std::fmt::Debug for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Key")
+            .field("endpoint", &self.endpoint)
+            .field("is_revoked", &self.is_revoked.get())
+            .finish_non_exhaustive()
+    }
+}
+
+/// One operation's use of a key, which defers its destruction.
+pub(crate) struct KeyUse(Rc<Key>);
+
+impl KeyUse {
+    fn new(key: &Rc<Key>) -> Self {
+        key.uses.set(key.uses.get() + 1);
+        Self(Rc::clone(key))
+    }
+}
+
+impl Drop for KeyUse {
+    fn drop(&mut self) {
+        self.0.uses.set(self.0.uses.get().saturating_sub(1));
+        if self.0.is_revoked.get() {
+            self.0.revoke();
+        }
+    }
+}
+
+/// Where an operation goes, as the caller gives it.
+struct Transfer<'a> {
+    endpoint: EndpointId,
+    local: &'a Arc<Memory>,
+    offset: usize,
+    len: usize,
+    remote: u64,
+    rkey: &'a RemoteKey,
+    token: Token,
+}
+
+#[derive(Clone, Copy)]
+enum Direction {
+    Get,
+    Put,
+}
+
+impl Direction {
+    fn call(self) -> &'static str {
+        match self {
+            Self::Get => "ucp_get_nbx",
+            Self::Put => "ucp_put_nbx",
+        }
+    }
+}
+
+impl Worker {
+    /// Reads `len` bytes at the peer's address `remote` into `local` at `offset`. `Done` means
+    /// they are there.
+    ///
+    /// # Errors
+    /// `UCS_ERR_OUT_OF_RANGE` when the local piece is outside its memory, `UCS_ERR_INVALID_PARAM`
+    /// for memory of another context or a key of another endpoint, `UCS_ERR_NOT_CONNECTED` or the
+    /// endpoint's failure, else UCX's answer. No `Done` follows an error.
+    ///
+    /// # Over TCP
+    /// Do not, or at the peer's risk: UCX serves the get in software, checks neither key nor range
+    /// (an unmapped one kills the peer), and can abort the peer when this side closes or dies
+    /// before the answer (1.15 to 1.22: "Fatal: unexpected error: Endpoint timeout").
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the two sides of a transfer, spelled out"
+    )]
+    pub fn get(
+        &self,
+        endpoint: EndpointId,
+        local: &Arc<Memory>,
+        offset: usize,
+        len: usize,
+        remote: u64,
+        rkey: &RemoteKey,
+        token: Token,
+    ) -> Result<(), Status> {
+        let transfer = Transfer {
+            endpoint,
+            local,
+            offset,
+            len,
+            remote,
+            rkey,
+            token,
+        };
+        self.transfer(&transfer, Direction::Get)
+    }
+
+    /// Writes `len` bytes from `local` at `offset` to the peer's address `remote`. `Done` means
+    /// only that the local bytes may change again; [`flush`](Self::flush) tells that they arrived.
+    ///
+    /// # Errors
+    /// As for [`get`](Self::get).
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the two sides of a transfer, spelled out"
+    )]
+    pub fn put(
+        &self,
+        endpoint: EndpointId,
+        local: &Arc<Memory>,
+        offset: usize,
+        len: usize,
+        remote: u64,
+        rkey: &RemoteKey,
+        token: Token,
+    ) -> Result<(), Status> {
+        let transfer = Transfer {
+            endpoint,
+            local,
+            offset,
+            len,
+            remote,
+            rkey,
+            token,
+        };
+        self.transfer(&transfer, Direction::Put)
+    }
+
+    fn transfer(&self, transfer: &Transfer<'_>, direction: Direction) -> Result<(), Status> {
+        let &Transfer {
+            local,
+            offset,
+            len,
+            remote,
+            token,
+            ..
+        } = transfer;
+        let call = direction.call();
+        let endpoint = self.inner.endpoint(transfer.endpoint, call)?;
+        let ep = endpoint.usable(call)?;
+        let key = &transfer.rkey.key;
+        let Some(rkey) = key
+            .handle
+            .get()
+            .filter(|_| key.endpoint == transfer.endpoint)
+        else {
+            return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, call));
+        };
+        let (start, attributes) = self.inner.local(local, offset, len, call)?;
+        if len == 0 {
+            request::complete_empty(&self.inner, &endpoint, (token, call));
+            return Ok(());
+        }
+        let keep = Keep::Rma {
+            _memory: Arc::clone(local),
+            _key: KeyUse::new(key),
+        };
+        let (api, rkey) = (self.inner.api(), rkey.as_ptr());
+        request::post(
+            &self.inner,
+            &endpoint,
+            (token, call),
+            keep,
+            &attributes,
+            |param| {
+                match direction {
+                    // SAFETY: endpoint open, key live and of this endpoint, local range in bounds;
+                    // memory and key are held by the operation until the callback.
+                    Direction::Get => unsafe {
+                        (api.ucp_get_nbx)(ep, start, len, remote, rkey, param)
+                    },
+                    // SAFETY: as for get.
+                    Direction::Put => unsafe {
+                        (api.ucp_put_nbx)(ep, start, len, remote, rkey, param)
+                    },
+                }
+            },
+        )
+    }
+
+    /// Completes when all earlier operations on the endpoint have, at the peer too.
+    ///
+    /// # Errors
+    /// `UCS_ERR_NOT_CONNECTED` or the endpoint's failure, else UCX's answer. No `Done` follows.
+    pub fn flush(&self, endpoint: EndpointId, token: Token) -> Result<(), Status> {
+        const CALL: &str = "ucp_ep_flush_nbx";
+        let endpoint = self.inner.endpoint(endpoint, CALL)?;
+        let handle = endpoint.usable(CALL)?;
+        let flush = self.inner.api().ucp_ep_flush_nbx;
+        let attributes = Attributes::default();
+        request::post(
+            &self.inner,
+            &endpoint,
+            (token, CALL),
+            Keep::Nothing,
+            &attributes,
+            |param| {
+                // SAFETY: the endpoint is open, and a flush uses no memory of ours.
+                unsafe { flush(handle, param) }
+            },
+        )
+    }
+
+    /// Makes a key that a peer packed usable on the endpoint to that peer.
+    ///
+    /// UCX parses it with few checks: take it from authenticated peers only.
+    ///
+    /// # Errors
+    /// `UCS_ERR_INVALID_PARAM` for bytes that cannot be a key, `UCS_ERR_NOT_CONNECTED` or the
+    /// endpoint's failure, else UCX's answer.
+    pub fn unpack_rkey(&self, endpoint: EndpointId, packed: &[u8]) -> Result<RemoteKey, Status> {
+        const CALL: &str = "ucp_ep_rkey_unpack";
+        let endpoint = self.inner.endpoint(endpoint, CALL)?;
+        let ep = endpoint.usable(CALL)?;
+        if !is_plausible(packed) {
+            return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, CALL));
+        }
+        let padded = [packed, &KEY_TAIL].concat();
+        let mut handle = null_mut();
+        let unpack = self.inner.api().ucp_ep_rkey_unpack;
+        // SAFETY: the endpoint is open; the bytes have a tail as long as any key that the map in
+        // their head can announce, so UCX, which is not told a length, reads no further.
+        let code = unsafe { unpack(ep, padded.as_ptr().cast(), &raw mut handle) };
+        check(code, CALL)?;
+        let handle = NonNull::new(handle).ok_or(Status::new(sys::UCS_ERR_NO_MEMORY, CALL))?;
+        let key = Rc::new(Key {
+            handle: Cell::new(Some(handle)),
+            endpoint: endpoint.id,
+            worker: Rc::clone(&self.inner),
+            uses: Cell::new(0),
+            is_revoked: Cell::new(false),
+        });
+        endpoint.adopt_key(&key);
+        Ok(RemoteKey { key })
+    }
+}
+
+/// A key may hold one entry of at most 255 bytes for each of 64 memory domains.
+const KEY_TAIL: [u8; 64 * 256] = [0; 64 * 256];
+
+/// Whether the head of a packed key can be one: a map of memory domains (8 bytes), the memory type
+/// (1 byte, which UCX uses as an index), then per domain a length and that many bytes.
+fn is_plausible(packed: &[u8]) -> bool {
+    let Some((domains, rest)) = packed.split_first_chunk::<8>() else {
+        return false;
+    };
+    let Some((&memory_type, mut entries)) = rest.split_first() else {
+        return false;
+    };
+    if !(sys::UCS_MEMORY_TYPE_HOST..=sys::UCS_MEMORY_TYPE_CUDA_MANAGED)
+        .contains(&memory_type.into())
+    {
+        return false;
+    }
+    for _ in 0..u64::from_le_bytes(*domains).count_ones() {
+        let entry = entries
+            .split_first()
+            .and_then(|(&len, rest)| rest.get(len.into()..));
+        let Some(rest) = entry else { return false };
+        entries = rest;
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_plausible;
+
+    #[test]
+    fn truncated_and_foreign_keys_are_refused() {
+        // A key packed by UCX 1.22 for host memory over tcp, sysv, posix and cma.
+        let key = [1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff];
+        assert!(is_plausible(&key));
+        assert!((0..9).all(|len| !is_plausible(&key[..len])));
+        assert!(!is_plausible(&[0xff; 64]));
+        assert!(!is_plausible(&[1, 0, 0, 0, 0, 0, 0, 0, 0, 4, 1, 2, 3]));
+    }
+}

@@ -1,0 +1,299 @@
+//! The worker: UCX's engine for one thread, and the one place where its events come out.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::ptr::{NonNull, null, null_mut};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::am::{self, AmData};
+use crate::context::Context;
+use crate::endpoint::{Endpoint, EndpointId};
+use crate::event::{Event, Queue, Raw};
+use crate::memory::Memory;
+use crate::request::Attributes;
+use crate::status::{Status, check};
+use crate::sys::{self, EntryPoints};
+
+/// How long a dropped worker waits for its operations before it leaks them.
+const DROP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A UCX worker. Neither `Send` nor `Sync`: made, used and dropped on one thread.
+///
+/// Dropping it closes its endpoints by force and waits for every operation, at most 5 s. Should
+/// one not end, worker and memory are leaked on purpose: UCX may still write to that memory.
+pub struct Worker {
+    pub(crate) inner: Rc<Inner>,
+}
+
+/// The UCX worker, destroyed when the `Worker` and all that was made from it are gone: operations
+/// and closes in flight, keys, received data.
+pub(crate) struct Inner {
+    handle: NonNull<sys::ucp_worker>,
+    event_fd: RawFd,
+    pub(crate) max_header_bytes: usize,
+    context: Arc<Context>,
+    /// What callbacks reach, in an allocation of its own that outlives the handle: fields are
+    /// dropped after `Drop::drop`, which destroys the worker.
+    pub(crate) state: Rc<State>,
+}
+
+#[derive(Default)]
+pub(crate) struct State {
+    pub(crate) events: Queue,
+    pub(crate) endpoints: RefCell<BTreeMap<EndpointId, Rc<Endpoint>>>,
+    pub(crate) outstanding: Cell<usize>,
+    /// The `Worker` is gone: nobody takes events any more.
+    pub(crate) stopped: Cell<bool>,
+}
+
+impl Worker {
+    /// Creates a worker for the calling thread.
+    ///
+    /// # Errors
+    /// UCX's answer.
+    pub fn new(context: &Arc<Context>) -> Result<Self, Status> {
+        let mut inner = Inner {
+            handle: create(context)?,
+            event_fd: -1,
+            max_header_bytes: 0,
+            context: Arc::clone(context),
+            state: Rc::default(),
+        };
+        inner.event_fd = inner.query_event_fd()?;
+        inner.max_header_bytes = inner
+            .query(sys::UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER)?
+            .max_am_header;
+        am::install_handler(&inner)?;
+        Ok(Self {
+            inner: Rc::new(inner),
+        })
+    }
+
+    /// The address by which peers connect to this worker.
+    ///
+    /// # Errors
+    /// UCX's answer.
+    pub fn address(&self) -> Result<Vec<u8>, Status> {
+        let attr = self.inner.query(sys::UCP_WORKER_ATTR_FIELD_ADDRESS)?;
+        let start = attr.address.cast::<u8>();
+        // SAFETY: on success UCX hands out that many initialised bytes, ours until released.
+        let address = unsafe { std::slice::from_raw_parts(start, attr.address_length) }.to_vec();
+        let release = self.inner.api().ucp_worker_release_address;
+        // SAFETY: the address came from this worker and is released once.
+        unsafe { release(self.inner.as_ptr(), attr.address) };
+        Ok(address)
+    }
+
+    /// Becomes readable when there is something to progress, once [`arm`](Self::arm) said so.
+    pub fn event_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: UCX keeps the descriptor open as long as the worker, which outlives `&self`.
+        unsafe { BorrowedFd::borrow_raw(self.inner.event_fd) }
+    }
+
+    /// Prepares to sleep on [`event_fd`](Self::event_fd): true when that is safe, false when
+    /// there is more to progress first.
+    ///
+    /// # Errors
+    /// UCX's answer.
+    pub fn arm(&self) -> Result<bool, Status> {
+        // SAFETY: the worker is live and on its thread, being neither Send nor Sync.
+        match unsafe { (self.inner.api().ucp_worker_arm)(self.inner.as_ptr()) } {
+            sys::UCS_ERR_BUSY => Ok(false),
+            code => check(code, "ucp_worker_arm").map(|()| true),
+        }
+    }
+
+    /// Lets UCX work; 0 when there was nothing to do. Take the events afterwards.
+    pub fn progress(&self) -> u32 {
+        // SAFETY: the worker is live and on its thread; callbacks touch only its State, of which
+        // nothing is borrowed here.
+        unsafe { (self.inner.api().ucp_worker_progress)(self.inner.as_ptr()) }
+    }
+
+    /// The oldest event not yet taken. Posting an operation can leave one too.
+    pub fn next_event(&self) -> Option<Event> {
+        Some(match self.inner.state.events.pop()? {
+            Raw::Message { header, body } => Event::Message {
+                header,
+                data: AmData::new(body, &self.inner),
+            },
+            Raw::Done { op, code } => Event::Done {
+                token: op.token,
+                result: check(code, op.call),
+            },
+            Raw::EndpointFailed { endpoint, code } => Event::EndpointFailed {
+                endpoint,
+                status: Status::new(code, "ucp_err_handler"),
+            },
+            Raw::Closed { endpoint } => {
+                self.inner.state.endpoints.borrow_mut().remove(&endpoint.id);
+                Event::Closed {
+                    endpoint: endpoint.id,
+                }
+            }
+        })
+    }
+
+    /// Operations whose `Done` and closes whose `Closed` is not yet queued.
+    pub fn outstanding(&self) -> usize {
+        self.inner.state.outstanding.get()
+    }
+
+    fn discard_events(&self) {
+        while self.next_event().is_some() {}
+    }
+
+    fn drain(&self) {
+        let deadline = Instant::now() + DROP_TIMEOUT;
+        while self.outstanding() != 0 && Instant::now() < deadline {
+            if self.progress() == 0 {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            self.discard_events();
+        }
+        self.discard_events();
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let endpoints: Vec<_> = self
+            .inner
+            .state
+            .endpoints
+            .borrow()
+            .keys()
+            .copied()
+            .collect();
+        for endpoint in endpoints {
+            self.close(endpoint);
+        }
+        self.drain();
+        self.inner.state.stopped.set(true);
+        if let Err(status) = am::remove_handler(&self.inner) {
+            tracing::warn!(%status, "worker.handler_kept");
+        }
+        let outstanding = self.outstanding();
+        if outstanding != 0 {
+            // Each of them holds an Rc of the worker and will never let go: nothing is freed.
+            tracing::error!(outstanding, "worker.leaked");
+        }
+    }
+}
+
+impl std::fmt::Debug for Worker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Worker")
+            .field("outstanding", &self.outstanding())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Inner {
+    pub(crate) fn api(&self) -> &EntryPoints {
+        &self.context.library().api
+    }
+
+    pub(crate) fn as_ptr(&self) -> *mut sys::ucp_worker {
+        self.handle.as_ptr()
+    }
+
+    /// The argument of the worker's callbacks.
+    pub(crate) fn state_ptr(&self) -> *mut c_void {
+        Rc::as_ptr(&self.state).cast_mut().cast()
+    }
+
+    pub(crate) fn endpoint(
+        &self,
+        id: EndpointId,
+        call: &'static str,
+    ) -> Result<Rc<Endpoint>, Status> {
+        let endpoints = self.state.endpoints.borrow();
+        let endpoint = endpoints.get(&id).map(Rc::clone);
+        endpoint.ok_or(Status::new(sys::UCS_ERR_NOT_CONNECTED, call))
+    }
+
+    /// A piece of local memory as an operand of `call`.
+    pub(crate) fn local(
+        &self,
+        memory: &Arc<Memory>,
+        offset: usize,
+        len: usize,
+        call: &'static str,
+    ) -> Result<(*mut c_void, Attributes), Status> {
+        if !Arc::ptr_eq(memory.context(), &self.context) {
+            return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, call));
+        }
+        let buffer = memory.buffer();
+        let start = buffer
+            .range(offset, len)
+            .ok_or(Status::new(sys::UCS_ERR_OUT_OF_RANGE, call))?;
+        let attributes = Attributes {
+            flags: 0,
+            memory_type: Some(buffer.kind().as_ucs()),
+            memory: Some(memory.as_ptr()),
+        };
+        Ok((start, attributes))
+    }
+
+    fn query(&self, field_mask: u64) -> Result<sys::ucp_worker_attr_t, Status> {
+        let mut attr = sys::ucp_worker_attr_t {
+            field_mask,
+            thread_mode: 0,
+            address_flags: 0,
+            address: null_mut(),
+            address_length: 0,
+            max_am_header: 0,
+            name: [0; 32],
+            max_debug_string: 0,
+        };
+        let query = self.api().ucp_worker_query;
+        // SAFETY: the worker is live; `attr` holds every field a mask can ask for.
+        let code = unsafe { query(self.as_ptr(), &raw mut attr) };
+        check(code, "ucp_worker_query")?;
+        Ok(attr)
+    }
+
+    fn query_event_fd(&self) -> Result<RawFd, Status> {
+        let mut fd = -1;
+        let get = self.api().ucp_worker_get_efd;
+        // SAFETY: the worker is live, and `fd` is a valid place for the answer.
+        let code = unsafe { get(self.as_ptr(), &raw mut fd) };
+        check(code, "ucp_worker_get_efd")?;
+        Ok(fd)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: operations, closes, keys and lent data each hold an Rc of self, so none is
+        // left; called once, on the worker's thread, as Rc does not leave it.
+        unsafe { (self.api().ucp_worker_destroy)(self.as_ptr()) };
+    }
+}
+
+fn create(context: &Context) -> Result<NonNull<sys::ucp_worker>, Status> {
+    const CALL: &str = "ucp_worker_create";
+    let params = sys::ucp_worker_params_t {
+        field_mask: sys::UCP_WORKER_PARAM_FIELD_THREAD_MODE,
+        thread_mode: sys::UCS_THREAD_MODE_SINGLE,
+        cpu_mask: [0; 16],
+        events: 0,
+        user_data: null_mut(),
+        event_fd: -1,
+        flags: 0,
+        name: null(),
+        am_alignment: 0,
+        client_id: 0,
+    };
+    let mut handle = null_mut();
+    let create = context.library().api.ucp_worker_create;
+    // SAFETY: the context is live, and the parameters outlive the call.
+    let code = unsafe { create(context.as_ptr(), &raw const params, &raw mut handle) };
+    check(code, CALL)?;
+    NonNull::new(handle).ok_or(Status::new(sys::UCS_ERR_NO_MEMORY, CALL))
+}

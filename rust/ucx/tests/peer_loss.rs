@@ -1,0 +1,177 @@
+//! What remains of a connection whose peer was killed.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{REGION_BYTES, TRANSPORTS, Visitor, visit_process};
+use kvpipe_ucx::{Event, Payload, RemoteKey, Status, Token};
+
+const IN_FLIGHT: usize = 4;
+const LEN: usize = REGION_BYTES / 2;
+
+#[test]
+fn peer_process() {
+    common::serve_if_child();
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Operation {
+    Message,
+    Get,
+    Put,
+}
+
+#[test]
+fn message_to_killed_peer_fails_within_two_seconds() {
+    kill_during(Operation::Message);
+}
+
+#[test]
+fn get_from_killed_peer_fails_within_two_seconds() {
+    kill_during(Operation::Get);
+}
+
+#[test]
+fn put_to_killed_peer_fails_within_two_seconds() {
+    kill_during(Operation::Put);
+}
+
+fn kill_during(operation: Operation) {
+    let Some(library) = common::library() else {
+        return;
+    };
+    for tls in TRANSPORTS {
+        let (visitor, mut peer) = visit_process(&library, tls);
+        visitor.greet();
+        let mut load = Load::new(&visitor, operation);
+        load.run(Instant::now() + Duration::from_millis(200));
+        assert!(
+            load.failure.is_none(),
+            "{operation:?} over {tls:?}: {:?}",
+            load.failure
+        );
+        peer.0.kill().expect("kill");
+        load.run(Instant::now() + Duration::from_secs(2));
+        assert!(
+            load.failure.is_some(),
+            "{operation:?} over {tls:?}: no failed operation"
+        );
+        assert!(
+            load.endpoint_failures == 1,
+            "{operation:?} over {tls:?}: no report"
+        );
+        load.close();
+        assert_eq!(load.endpoint_failures, 1);
+        assert_eq!(Arc::strong_count(&visitor.node.region), 1, "memory let go");
+    }
+}
+
+/// Keeps operations in flight and counts what comes of them.
+struct Load<'v> {
+    visitor: &'v Visitor,
+    operation: Operation,
+    key: RemoteKey,
+    next: Token,
+    pending: std::collections::BTreeSet<Token>,
+    failure: Option<Status>,
+    endpoint_failures: usize,
+    is_closed: bool,
+}
+
+impl<'v> Load<'v> {
+    fn new(visitor: &'v Visitor, operation: Operation) -> Self {
+        let (key, pending) = (visitor.key(), std::collections::BTreeSet::new());
+        let (failure, endpoint_failures, is_closed) = (None, 0, false);
+        Self {
+            visitor,
+            operation,
+            key,
+            next: 0,
+            pending,
+            failure,
+            endpoint_failures,
+            is_closed,
+        }
+    }
+
+    fn post(&mut self) {
+        let Visitor {
+            node,
+            endpoint: ep,
+            card,
+            ..
+        } = self.visitor;
+        let (worker, region, token) = (&node.worker, &node.region, self.next);
+        let posted = match self.operation {
+            Operation::Get => worker.get(*ep, region, 0, LEN, card.region, &self.key, token),
+            Operation::Put => worker.put(*ep, region, 0, LEN, card.region, &self.key, token),
+            Operation::Message => {
+                let memory = Arc::clone(region);
+                worker.am_send(
+                    *ep,
+                    b"",
+                    Payload::Memory {
+                        memory,
+                        offset: 0,
+                        len: LEN,
+                    },
+                    token,
+                )
+            }
+        };
+        match posted {
+            Ok(()) => assert!(self.pending.insert(token)),
+            Err(status) => self.failure = Some(status),
+        }
+        self.next += 1;
+    }
+
+    /// Runs until the deadline, or until both failures have been seen.
+    fn run(&mut self, deadline: Instant) {
+        while Instant::now() < deadline && (self.failure.is_none() || self.endpoint_failures == 0) {
+            while self.failure.is_none() && self.pending.len() < IN_FLIGHT {
+                self.post();
+            }
+            self.take_events();
+        }
+    }
+
+    fn take_events(&mut self) {
+        let worker = &self.visitor.node.worker;
+        if worker.progress() == 0 && worker.arm().expect("arm") {
+            common::sleep_on(worker, 1);
+        }
+        while let Some(event) = worker.next_event() {
+            assert!(!self.is_closed, "after Closed: {event:?}");
+            match event {
+                Event::Done {
+                    token: Token::MAX, ..
+                }
+                | Event::Message { .. } => {}
+                Event::Done { token, result } => {
+                    assert!(self.pending.remove(&token), "second Done for {token}");
+                    self.failure = self.failure.or(result.err());
+                }
+                Event::EndpointFailed { endpoint, .. } => {
+                    assert_eq!(endpoint, self.visitor.endpoint);
+                    self.endpoint_failures += 1;
+                }
+                Event::Closed { .. } => self.is_closed = true,
+            }
+        }
+    }
+
+    fn close(&mut self) {
+        let worker = &self.visitor.node.worker;
+        worker.close(self.visitor.endpoint);
+        let deadline = Instant::now() + common::PATIENCE;
+        while !self.is_closed && Instant::now() < deadline {
+            self.take_events();
+        }
+        assert!(self.is_closed, "closed, {} pending", self.pending.len());
+        assert!(self.pending.is_empty(), "no Done for {:?}", self.pending);
+        assert_eq!(worker.outstanding(), 0);
+    }
+}

@@ -1,0 +1,1 @@
+"""Tests of kvpipe: the name of each test is a promise."""

@@ -1,0 +1,204 @@
+"""A real proxy on a real socket, with stand-ins where vLLM and the control ports would be.
+
+The instances are stand-ins because the answers tested here (a 500, a connection that breaks off, a
+prefill that never ends) cannot be had from a real vLLM on demand. The whole road with real
+instances is tested in tests/e2e.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
+
+import aiohttp
+import orjson
+import uvloop
+from aiohttp import web
+
+from kvpipe.proxy import Instance, ProxyConfig
+from kvpipe.proxy.server import create_runner
+
+LIMIT_S = 20.0
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+REQUEST = {"model": "m", "prompt": "hello", "max_tokens": 8}
+EVENTS = [b'data: {"text":"a"}\n\n', b'data: {"text":"b"}\n\n', b"data: [DONE]\n\n"]
+
+Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def run(scene):
+    """Run one scene to its end; a test that would hang fails instead."""
+
+    async def bounded():
+        async with asyncio.timeout(LIMIT_S):
+            await scene()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the proxy runs
+        runner.run(bounded())
+
+
+class RecordingControl:
+    """A fake of `kvpipe.control.ControlClient` that keeps everything in memory.
+
+    The real client is tested end to end; here only what the proxy asks of it matters.
+    """
+
+    def __init__(self):
+        self.released = []
+        self.results = {}
+        self.asked = []
+        self._changed = asyncio.Event()
+
+    async def release(self, address, handoff, timeout=5.0):  # noqa: ASYNC109 - the real one has it
+        self.released.append((address, handoff))
+        self._changed.set()
+        return True
+
+    async def result(self, address, handoff, timeout=5.0):  # noqa: ASYNC109 - the real one has it
+        self.asked.append(address)
+        result = self.results.get(address)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def until_released(self, num=1):
+        while len(self.released) < num:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+@dataclass
+class StandIn:
+    """Stands in for a vLLM instance: answers as `behaviour` says, remembers what it was asked."""
+
+    name: str
+    behaviour: Behaviour
+    url: str = ""
+    bodies: list = field(default_factory=list)
+    headers: list = field(default_factory=list)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def control(self):
+        return f"{self.name}.control:7100"
+
+    @property
+    def handoffs(self):
+        return [body["kv_transfer_params"]["kvpipe"]["handoff"] for body in self.bodies]
+
+    async def handle(self, request):
+        if request.method == "POST":
+            self.bodies.append(orjson.loads(await request.read()))
+        self.headers.append(request.headers)
+        self.asked.set()
+        try:
+            return await self.behaviour(request)
+        except asyncio.CancelledError:
+            self.aborted.set()
+            raise
+
+    async def serve(self):
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self.handle)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+
+def answers(status=200, body=b'{"id":"x"}', content_type="application/json"):
+    async def behaviour(request):
+        return web.Response(status=status, body=body, content_type=content_type)
+
+    return behaviour
+
+
+def streams(*pieces, then=None):
+    async def behaviour(request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        if then is not None:
+            await then(request)
+        return response
+
+    return behaviour
+
+
+async def never_ends(request):
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def breaks_off(request):
+    """Let what was written go out, then cut the connection."""
+    await asyncio.sleep(0.02)
+    request.transport.abort()
+    await asyncio.sleep(1)
+    raise AssertionError
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+DEAD = "dead"
+
+
+@dataclass
+class Stage:
+    url: str
+    prefill: list
+    decode: list
+    control: RecordingControl
+    client: aiohttp.ClientSession
+
+    async def post(self, path=COMPLETIONS, body=REQUEST, **options):
+        options["headers"] = {"Content-Type": "application/json"} | options.get("headers", {})
+        data = BytesIO(orjson.dumps(body))
+        async with self.client.post(self.url + path, data=data, **options) as response:
+            return response.status, await response.read(), response.headers
+
+
+@asynccontextmanager
+async def stage(prefill=None, decode=None, **settings) -> AsyncIterator[Stage]:
+    """A proxy before instances with these behaviours; `DEAD` is one that nobody listens at."""
+    control = RecordingControl()
+    async with AsyncExitStack() as stack:
+        pools = []
+        for role, behaviours in (("p", prefill), ("d", decode)):
+            pools.append(await _pool(stack, role, behaviours or [answers()]))
+        config = ProxyConfig(
+            prefill=tuple(Instance(i.url, i.control) for i in pools[0]),
+            decode=tuple(Instance(i.url, i.control) for i in pools[1]),
+            port=0,
+            **{"drain_timeout_s": 0.2, **settings},
+        )
+        runner = create_runner(config, control)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        client = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        yield Stage(url, *pools, control, await stack.enter_async_context(client))
+
+
+async def _pool(stack, role, behaviours):
+    pool = []
+    for index, behaviour in enumerate(behaviours):
+        instance = StandIn(f"{role}{index}", behaviour)
+        if behaviour is DEAD:
+            instance.url = f"http://127.0.0.1:{free_port()}"
+        else:
+            stack.push_async_callback((await instance.serve()).cleanup)
+        pool.append(instance)
+    return pool

@@ -1,0 +1,43 @@
+import pytest
+
+from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.routing import RoundRobin, goes_to_decode_alone
+
+A, B, C = (Instance(f"http://{name}:1") for name in "abc")
+
+ALONE = [
+    {"prompt": ["a", "b"]},
+    {"prompt": [[1], [2]]},
+    {"prompt": "a", "n": 2},
+    {"prompt": "a", "n": "2"},
+    {"prompt": "a", "best_of": 2},
+    {"prompt": "a", "use_beam_search": True},
+    {"prompt": "a", "echo": True},
+    {"prompt": "a", "prompt_logprobs": 0},
+    {"prompt": "a", "prompt_embeds": "AAAA"},
+]
+HANDED_OFF = [
+    {"prompt": "a"},
+    {"prompt": ["a"]},
+    {"prompt": [1, 2, 3]},
+    {"prompt": [[1, 2, 3]]},
+    {"prompt": []},
+    {"messages": [{"role": "user", "content": "a"}]},
+    {"prompt": "a", "n": 1, "best_of": 1, "echo": False, "prompt_logprobs": None},
+    {"prompt": "a", "n": None, "use_beam_search": False, "logprobs": 5},
+]
+
+
+def test_round_robin_starts_one_further_each_time_and_offers_all():
+    pool = RoundRobin([A, B, C])
+    assert [pool.order() for _ in range(4)] == [[A, B, C], [B, C, A], [C, A, B], [A, B, C]]
+
+
+@pytest.mark.parametrize("body", ALONE)
+def test_requests_that_are_no_single_sequence_go_to_decode_alone(body):
+    assert goes_to_decode_alone(body)
+
+
+@pytest.mark.parametrize("body", HANDED_OFF)
+def test_requests_of_one_sequence_are_handed_off(body):
+    assert not goes_to_decode_alone(body)

@@ -1,0 +1,106 @@
+"""Signals need a process of their own: a proxy with instances and client in this one."""
+
+import asyncio
+import signal
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import pytest
+
+from .harness import COMPLETIONS, EVENTS, REQUEST, StandIn, answers, never_ends, run, streams
+
+STREAMED = REQUEST | {"stream": True}
+
+PROXY = """
+import asyncio, logging, sys
+import uvloop
+from kvpipe.proxy import Instance, ProxyConfig, serve
+
+class NoControl:
+    '''Fake: releases take a while and are printed; the real client is tested end to end.'''
+    async def release(self, address, handoff, timeout=5.0):
+        await asyncio.sleep(0.1)
+        print("released", handoff, flush=True)
+        return True
+
+logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+config = ProxyConfig(
+    prefill=(Instance(sys.argv[1], "p:1"),), decode=(Instance(sys.argv[2]),),
+    port=0, drain_timeout_s=float(sys.argv[3]),
+)
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner.run(serve(config, NoControl()))
+"""
+
+
+async def start_proxy(stack, decode, drain_timeout_s):
+    urls = []
+    for name, behaviour in (("p", answers()), ("d", decode)):
+        instance = StandIn(name, behaviour)
+        stack.push_async_callback((await instance.serve()).cleanup)
+        urls.append(instance.url)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROXY, *urls, str(drain_timeout_s)),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    line = (await process.stdout.readline()).decode()
+    assert line.startswith("proxy.listening"), line
+    port = line.split("port=")[1].split()[0]
+    return process, f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def contexts():
+    async with AsyncExitStack() as stack, aiohttp.ClientSession() as client:
+        yield stack, client
+
+
+async def begin_stream(client, url):
+    response = await client.post(url + COMPLETIONS, json=STREAMED)
+    assert await response.content.readany() == EVENTS[0]
+    return response
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_accepting_and_lets_running_requests_finish(number):
+    async def scene():
+        may_end = asyncio.Event()
+
+        async def ends(request):
+            await may_end.wait()
+
+        async with contexts() as (stack, client):
+            process, url = await start_proxy(stack, streams(EVENTS[0], then=ends), 10)
+            response = await begin_stream(client, url)
+            process.send_signal(number)
+            assert (await process.stdout.readline()).startswith(b"proxy.draining")
+            await asyncio.sleep(0.1)
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await client.get(url + "/health")
+            may_end.set()
+            assert await response.read() == b""
+            assert await process.stdout.read() == b"proxy.stopped\n"
+            assert await process.wait() == 0
+
+    run(scene)
+
+
+def test_after_the_drain_deadline_running_requests_are_cancelled_and_released():
+    async def scene():
+        async with contexts() as (stack, client):
+            process, url = await start_proxy(stack, streams(EVENTS[0], then=never_ends), 0.3)
+            response = await begin_stream(client, url)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+            said = (await process.stdout.read()).decode().splitlines()
+            assert [line.split()[0] for line in said] == [
+                "proxy.draining",
+                "released",
+                "proxy.stopped",
+            ]
+            assert said[1].split()[1] == response.headers["x-kvpipe-handoff"]
+            assert await process.wait() == 0
+
+    run(scene)

@@ -1,0 +1,52 @@
+import subprocess
+import sys
+
+import pytest
+
+from kvpipe.cli import main
+
+
+def kvpipe(*args):
+    command = [sys.executable, "-m", "kvpipe", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_info_prints_a_key_and_a_value_a_line_to_stdout():
+    done = kvpipe("info")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("version: ") for line in lines)
+    assert all(": " in line for line in lines)
+
+
+def test_help_names_every_command_and_loads_nothing_heavy():
+    command = [sys.executable, "-X", "importtime", "-m", "kvpipe", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert all(name in done.stdout for name in ("info", "up", "proxy", "bench"))
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not loaded & {"torch", "vllm", "numpy", "aiohttp"}
+
+
+def test_an_error_is_one_line_without_traceback():
+    done = kvpipe("proxy", "--prefill", "nonsense", "--decode", "http://127.0.0.1:1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: instance 'nonsense'")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_up_without_instances_is_refused(capsys):
+    assert main(["up", "model", "--prefill", "0"]) == 1
+    assert capsys.readouterr().err == "error: num_prefill must be at least 1, not 0\n"
+
+
+def test_only_up_takes_arguments_for_vllm(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["info", "--", "--dtype", "float32"])
+    assert "only `kvpipe up` takes vLLM's arguments" in capsys.readouterr().err
+
+
+def test_a_missing_command_shows_the_usage(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "usage: kvpipe" in capsys.readouterr().err

@@ -1,0 +1,250 @@
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpipe._launch import is_cpu_vllm
+from kvpipe._sessions import session_members
+from kvpipe.deployment import DeploymentSpec, DeploymentThread
+from kvpipe.exceptions import ConfigError, KVPipeError
+
+STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in_server.py")))
+
+# Runs the command with the stand-in, which the command line has no option for
+UP = """
+import asyncio, sys
+from kvpipe.deployment import DeploymentSpec
+from kvpipe.up import run_up
+command = sys.argv[1:]
+spec = DeploymentSpec(model="fine", server_command=command, proxy_command=command, grace_s=5.0)
+sys.exit(asyncio.run(run_up(spec)))
+"""
+
+
+def stand_ins(**changes):
+    commands = {"server_command": STAND_IN, "proxy_command": STAND_IN}
+    return DeploymentSpec(**{"model": "fine", "grace_s": 5.0, **commands, **changes})
+
+
+def wait_until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def command_of(instance):
+    return Path(f"/proc/{instance.child.pid}/cmdline").read_bytes().decode().split("\0")
+
+
+def kv_transfer_config(instance):
+    command = command_of(instance)
+    return json.loads(command[command.index("--kv-transfer-config") + 1])
+
+
+@contextlib.contextmanager
+def running_up():
+    """`kvpipe up` in a process of its own, healthy; yields it and the ids of its instances."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", UP, *STAND_IN],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        assert process.stdout.readline().startswith("curl ")
+        yield process, children_of(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def children_of(pid):
+    """Its children but the watchdog, oldest first."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(each) for each in children if "stand_in" in Path(f"/proc/{each}/cmdline").read_text()]
+
+
+def test_all_are_healthy_inside_the_context_and_gone_after_it():
+    with DeploymentThread(stand_ins(num_prefill=2, num_undivided=1)) as running:
+        deployment = running.deployment
+        names = [process.name for process in deployment.processes]
+        pids = [process.child.pid for process in deployment.processes]
+        assert names == ["prefill-0", "prefill-1", "decode-0", "undivided-0", "proxy"]
+        assert all(len(session_members(pid)) == 2 for pid in pids)
+    assert [session_members(pid) for pid in pids] == [[]] * 5
+
+
+def test_a_killed_instance_leaves_none_of_its_children():
+    with DeploymentThread(stand_ins()) as running:
+        instance = running.deployment.decode[0]
+        pid = instance.child.pid
+        instance.child.send_signal(signal.SIGKILL)
+        assert running.call(running.deployment.first_exit()) is instance
+        assert len(session_members(pid)) == 1
+    assert session_members(pid) == []
+    assert instance.child.returncode == -signal.SIGKILL
+
+
+def test_an_instance_that_ignores_sigterm_is_killed_after_the_grace():
+    with DeploymentThread(stand_ins(model="stubborn", grace_s=0.3)) as running:
+        pids = [process.child.pid for process in running.deployment.instances]
+    assert [session_members(pid) for pid in pids] == [[], []]
+
+
+def test_restart_keeps_the_addresses():
+    with DeploymentThread(stand_ins()) as running:
+        instance = running.deployment.prefill[0]
+        before = instance.url, instance.control, instance.child.pid
+        running.call(running.deployment.restart(instance))
+        assert (instance.url, instance.control) == before[:2]
+        assert instance.child.is_running
+        assert instance.child.pid != before[2]
+        assert session_members(before[2]) == []
+
+
+def test_an_instance_that_dies_while_starting_is_named_with_its_last_lines():
+    with (
+        pytest.raises(KVPipeError, match=r"(?s)prefill-0 ended with exit code 3 .*out of memory"),
+        DeploymentThread(stand_ins(model="dies")),
+    ):
+        pass
+
+
+def test_a_start_that_takes_too_long_ends_with_the_names_of_who_was_not_ready():
+    silent = (sys.executable, "-c", "import time; time.sleep(600)")
+    with (
+        pytest.raises(KVPipeError, match="prefill-0, decode-0: not healthy after 0 s"),
+        DeploymentThread(stand_ins(server_command=silent, startup_timeout_s=0.1)),
+    ):
+        pass
+
+
+def test_a_taken_port_is_found_before_anything_starts():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        thread = DeploymentThread(stand_ins(port=port))
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*use another --port"), thread:
+            pass
+    assert [process.child.pid for process in thread.deployment.processes] == [None] * 3
+
+
+def test_each_role_gets_its_connector_configuration():
+    with DeploymentThread(stand_ins(connector_config={"lease_s": 5}, num_undivided=1)) as running:
+        deployment = running.deployment
+        producer, consumer = deployment.prefill[0], deployment.decode[0]
+        assert kv_transfer_config(producer) == {
+            "kv_connector": "KVPipeConnector",
+            "kv_connector_module_path": "kvpipe.connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"listen": producer.control, "lease_s": 5},
+        }
+        assert kv_transfer_config(consumer)["kv_role"] == "kv_consumer"
+        assert "--kv-transfer-config" not in command_of(deployment.undivided[0])
+        assert f"{producer.url},{producer.control}" in command_of(deployment.proxy)
+
+
+def test_all_share_one_token_that_no_command_line_shows(tmp_path):
+    with DeploymentThread(stand_ins(token="secret", log_dir=tmp_path)) as running:
+        for process in running.deployment.processes:
+            log = tmp_path / f"{process.name}.log"
+            wait_until(lambda log=log: "stand-in token: secret" in log.read_text())
+            assert not any("secret" in argument for argument in command_of(process))
+
+
+def test_without_a_token_each_run_has_its_own(monkeypatch):
+    monkeypatch.delenv("KVPIPE_TOKEN", raising=False)
+    tokens = set()
+    for _ in range(2):
+        lines = []
+        with DeploymentThread(stand_ins(proxy_command=None), echo=lines.append) as running:
+            wait_until(lambda lines=lines: sum("token: " in line for line in lines) == 2)
+            assert running.deployment.proxy is None
+        tokens |= {line.rpartition(" ")[2] for line in lines if "token: " in line}
+    assert len(tokens) == 2
+    assert min(map(len, tokens)) >= 32
+
+
+def test_log_lines_are_prefixed_with_the_name_of_the_process():
+    lines = []
+    with DeploymentThread(stand_ins(), echo=lines.append):
+        pass
+    prefixes = {line.partition(" ")[0] for line in lines}
+    assert prefixes == {"[prefill-0]", "[decode-0]", "[proxy]"}
+
+
+@pytest.mark.skipif(not is_cpu_vllm(), reason="vLLM's CPU build is not installed")
+def test_the_users_environment_wins_over_the_defaults_for_cpu(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    with DeploymentThread(stand_ins(proxy_command=None)) as running:
+        pid = running.deployment.prefill[0].child.pid
+        environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    assert "VLLM_CPU_KVCACHE_SPACE=3" in environment
+    assert "VLLM_CPU_OMP_THREADS_BIND=nobind" in environment
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_ends_everything_on_a_signal_and_returns_success(number):
+    with running_up() as (process, pids):
+        assert len(pids) == 3
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        assert [session_members(pid) for pid in pids] == [[]] * 3
+
+
+def test_up_says_who_died_and_how_and_ends_the_others():
+    with running_up() as (process, pids):
+        os.kill(pids[1], signal.SIGKILL)
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert "kvpipe up: decode-0 ended with signal SIGKILL: ending the others" in log
+        assert [session_members(pid) for pid in pids] == [[]] * 3
+
+
+def test_a_killed_up_takes_its_instances_with_it():
+    with running_up() as (process, pids):
+        assert len(pids) == 3
+        process.kill()
+        wait_until(lambda: not any(session_members(pid) for pid in pids))
+
+
+def test_a_killed_up_takes_even_the_children_of_a_killed_instance_with_it():
+    with running_up() as (process, pids):
+        process.send_signal(signal.SIGSTOP)  # so that it cannot see the death of the instance
+        os.kill(pids[0], signal.SIGKILL)
+        process.kill()
+        wait_until(lambda: not any(session_members(pid) for pid in pids))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_prefill": 0}, "num_prefill must be at least 1, not 0"),
+        ({"num_undivided": -1}, "num_undivided must be at least 0, not -1"),
+        ({"block_size": 0}, "block_size must be at least 1, not 0"),
+    ],
+)
+def test_a_spec_that_cannot_be_started_names_field_and_value(change, message):
+    with pytest.raises(ConfigError, match=message):
+        stand_ins(**change)
+
+
+@pytest.mark.parametrize(
+    ("vllm_args", "name"),
+    [
+        ((), "fine"),
+        (("--served-model-name", "tiny"), "tiny"),
+        (("--served-model-name=tiny",), "tiny"),
+    ],
+)
+def test_served_model_is_the_name_that_clients_use(vllm_args, name):
+    assert stand_ins(vllm_args=vllm_args).served_model == name
