@@ -15,7 +15,7 @@ def test_info_prints_a_key_and_a_value_a_line_to_stdout():
     done = kvpipe("info")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert any(line.startswith("version: ") for line in lines)
+    assert any(line.startswith("kvpipe: ") for line in lines)
     assert all(": " in line for line in lines)
 
 

@@ -1,6 +1,7 @@
 """kvpipe: moves KV caches between LLM serving instances."""
 
 from kvpipe import exceptions
+from kvpipe._info import info
 from kvpipe.agent import Agent, Peer, Region, RegionInfo
 from kvpipe.exceptions import (
     AuthenticationError,
@@ -45,4 +46,5 @@ __all__ = [
     "Work",
     "__version__",
     "exceptions",
+    "info",
 ]

@@ -50,6 +50,8 @@ class DeploymentSpec:
     token: str | None = None
     """Shared secret of all of them; None takes KVPIPE_TOKEN, else a random one for this run."""
     vllm_args: Sequence[str] = ()
+    connector_module: str = "kvpipe.connector"
+    """Module of the `KVPipeConnector` that the instances load, for those who subclass it."""
     connector_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """More keys of `kv_connector_extra_config`, for every instance."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -196,7 +198,7 @@ def _environment(spec: DeploymentSpec) -> dict[str, str]:
 def _kv_transfer_config(spec: DeploymentSpec, role: Role, control: str) -> dict[str, Any]:
     return {
         "kv_connector": "KVPipeConnector",
-        "kv_connector_module_path": "kvpipe.connector",
+        "kv_connector_module_path": spec.connector_module,
         "kv_role": _KV_ROLE[role],
         "kv_connector_extra_config": {"listen": control, **spec.connector_config},
     }

@@ -1,9 +1,9 @@
 """Sessions of processes: who is in one, and a watchdog that ends those whose launcher is gone.
 
 The watchdog is a process of its own: `python -m kvpipe._sessions`, told over its stdin. It outlives
-a launcher that was killed, and ends what vLLM leaves behind when its API server was killed too. (The
-kernel's PR_SET_PDEATHSIG reaches only the first process, and once for every thread of the launcher:
-the second SIGTERM disturbs the shutdown that the first began.)
+a launcher that was killed, and ends what vLLM leaves behind when its API server was killed too. The
+kernel's PR_SET_PDEATHSIG would not do: it reaches only the first process, and a launcher with
+threads that dies can send it more than once, the second into the shutdown that the first began.
 """
 
 import asyncio

@@ -256,8 +256,13 @@ impl Schedulers {
     }
 
     fn unwatch_here(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId, is_taken: bool) {
+        let num_parked = self.parked.len();
         self.parked
             .retain(|(id, other, _)| (*id, *other) != (handoff, link));
+        if self.parked.len() < num_parked && !is_taken {
+            // Nobody is left to read it: once opened, it is given back at once.
+            self.ended.insert(handoff, "its consumer gave up".to_owned());
+        }
         let Some(lent) = self
             .lent
             .get_mut(&handoff)

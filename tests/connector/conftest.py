@@ -1,0 +1,47 @@
+"""Engines for the connector's tests: vLLM's scheduler for real, its model runner played by the tests."""
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+if HAS_VLLM:
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    with warnings.catch_warnings():
+        # Its imports warn of much that is not ours.
+        warnings.simplefilter("ignore")
+        import tests.connector.engine
+else:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> str:
+    """The folder of the tiny model."""
+    path = REPOSITORY / "examples" / "disagg_prefill" / "tiny_model.py"
+    spec = importlib.util.spec_from_file_location("tiny_model", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.make_tiny_model())
+
+
+@pytest.fixture
+def new_engine(tiny_model: str) -> Iterator[Callable[..., Any]]:
+    """Makes engines; arguments are settings of the connector."""
+    engine, engines = tests.connector.engine, []
+
+    def make(**extra: Any) -> Any:
+        engines.append(engine.Engine(engine.engine_config(tiny_model, **extra)))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()

@@ -1,0 +1,121 @@
+"""vLLM's real scheduler with the connector in its scheduler role; the workers' word comes from the test."""
+
+import itertools
+import secrets
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvpipe.connector.metadata import StepMetadata, WorkerOutcomes
+
+BLOCK = 32
+STEP_TOKENS = 256
+NUM_BLOCKS = 100
+
+
+def engine_config(model: str, **extra: Any) -> VllmConfig:
+    """A real configuration of an engine with the connector."""
+    return EngineArgs(
+        model=model,
+        dtype="float32",
+        max_model_len=2048,
+        enforce_eager=True,
+        block_size=BLOCK,
+        max_num_batched_tokens=STEP_TOKENS,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVPipeConnector",
+            kv_connector_module_path="kvpipe.connector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"listen": "127.0.0.1:0", **extra},
+        ),
+    ).create_engine_config()
+
+
+class Engine:
+    """A scheduler, and what its workers would answer."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+        )
+        self.role = self.scheduler.connector._scheduler
+        self._numbers = itertools.count()
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+
+    def add(self, prompt: list[int], max_tokens: int = 4, **kvpipe: Any) -> Request:
+        """Adds a request with the proxy's parameters."""
+        extra = {"kv_transfer_params": {"kvpipe": kvpipe}} if kvpipe else None
+        request = Request(
+            request_id=f"request-{next(self._numbers)}",
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=max_tokens, extra_args=extra, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        request.sampling_params.update_from_generation_config({}, 2)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self, **worker: Any) -> tuple[SchedulerOutput, StepMetadata]:
+        """One step: schedule, sample where a prompt is complete, report. `worker`: fields of its connector output."""
+        output = self.scheduler.schedule()
+        sampled = [self._sample(request_id) for request_id in output.num_scheduled_tokens]
+        result = ModelRunnerOutput(
+            req_ids=list(output.num_scheduled_tokens),
+            req_id_to_index={request_id: index for index, request_id in enumerate(output.num_scheduled_tokens)},
+            sampled_token_ids=sampled,
+            kv_connector_output=KVConnectorOutput(**worker),
+        )
+        self.scheduler.update_from_output(output, result)
+        return output, output.kv_connector_metadata
+
+    def _sample(self, request_id: str) -> list[int]:
+        request = self.scheduler.requests[request_id]
+        return [7] if request.num_computed_tokens >= request.num_tokens else []
+
+    def abort(self, request: Request) -> None:
+        """The client has left."""
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+
+    def finish_all(self) -> None:
+        """Ends what is left, as an abort of everything."""
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def close(self) -> None:
+        """Ends the connector."""
+        self.scheduler.connector.shutdown()
+
+
+def outcome(request: Request, *, is_loaded: bool = True) -> WorkerOutcomes:
+    """The worker's word on one load."""
+    facts = {"num_bytes": 1, "transport": "cma", "elapsed_s": 0.1, "num_missing": 0, "reason": ""}
+    return WorkerOutcomes({request.request_id: facts | {"is_loaded": is_loaded}})
+
+
+def new_id() -> str:
+    """A handoff id as the proxy mints it."""
+    return secrets.token_hex(16)

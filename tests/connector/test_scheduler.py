@@ -1,0 +1,406 @@
+"""The scheduler role under vLLM's real scheduler: its assertions hold, and no block stays held."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request
+
+from kvpipe import _kvpipe
+from kvpipe.connector.scheduler import prompt_hash
+from kvpipe.control import ControlClient
+from tests.connector.engine import BLOCK, NUM_BLOCKS, Engine, new_id, outcome
+
+pytestmark = pytest.mark.vllm
+
+FREE = NUM_BLOCKS - 1  # block 0 is vLLM's null block
+RANKS = [("127.0.0.1:1", bytes(16))]
+
+
+@pytest.fixture
+def engine(new_engine: Callable[..., Engine]) -> Engine:
+    return new_engine()
+
+
+@pytest.fixture
+def producer() -> Iterator[_kvpipe.Control]:
+    """The control plane of a producer, without an engine behind it."""
+    control = _kvpipe.Control("127.0.0.1:0", b"", "producer", lease=60.0)
+    yield control
+    control.close()
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    return [(seed * 7919 + i * 31) % 1900 + 10 for i in range(length)]
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 10
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "did not come in time"
+        time.sleep(0.005)
+    return value
+
+
+def consuming(engine: Engine, producer: _kvpipe.Control, tokens: list[int], **more: Any) -> tuple[Request, bytes]:
+    handoff = new_id()
+    request = engine.add(tokens, handoff=handoff, role="consume", producer=producer.address, **more)
+    return request, bytes.fromhex(handoff)
+
+
+def opened(producer: _kvpipe.Control, request: Request, handoff: bytes) -> None:
+    producer.open(handoff, prompt_hash(request), request.num_prompt_tokens, 0, RANKS)
+    producer.finish(handoff, [7], "length", 0)
+
+
+def loading(engine: Engine, request: Request) -> Any:
+    """Steps until the load of a request is in the metadata."""
+
+    def load() -> Any:
+        _, metadata = engine.step()
+        return next((load for load in metadata.loads if load.request_id == request.request_id), None)
+
+    return until(load)
+
+
+def scheduled(engine: Engine, request: Request) -> int:
+    """Steps until a request is scheduled; its tokens in that step."""
+    return until(lambda: engine.step()[0].num_scheduled_tokens.get(request.request_id))
+
+
+def reported(engine: Engine, handoff: str) -> dict[str, Any]:
+    """The result of a handoff, as the proxy gets it."""
+    client = ControlClient("")
+    try:
+        return until(lambda: client.result(engine.role.address, handoff).wait(5))
+    finally:
+        client.close()
+
+
+# --- consumer
+
+
+def test_a_request_holds_no_block_until_its_producer_has_opened(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, _ = consuming(engine, producer, prompt(100))
+    for _ in range(20):
+        output, metadata = engine.step()
+        assert not output.num_scheduled_tokens
+        assert not metadata.loads
+    assert engine.num_free_blocks == FREE
+    engine.abort(request)
+
+
+def test_the_whole_remainder_is_claimed_and_one_token_is_computed(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    opened(producer, request, handoff)
+    load = loading(engine, request)
+    assert (load.first, len(load.block_ids), load.ranks) == (0, 4, RANKS)
+    assert load.block_ids == engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+    engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
+    assert scheduled(engine, request) == 1
+    until(lambda: engine.step() and request.is_finished())
+    assert engine.num_free_blocks == FREE
+
+
+def test_the_result_tells_what_was_computed(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    opened(producer, request, handoff)
+    loading(engine, request)
+    engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
+    scheduled(engine, request)
+    result = reported(engine, handoff.hex())
+    assert (result["result"], result["prompt_tokens"], result["computed_tokens"]) == ("full", 100, 1)
+
+
+@pytest.mark.parametrize("length", [1, 2, BLOCK, BLOCK + 1])
+def test_no_claim_breaks_an_assertion_at_any_length(engine: Engine, producer: _kvpipe.Control, length: int) -> None:
+    request, handoff = consuming(engine, producer, prompt(length))
+    opened(producer, request, handoff)
+    if length > 1:
+        loading(engine, request)
+        engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
+    assert scheduled(engine, request) == 1
+
+
+def test_what_the_own_cache_holds_is_not_claimed(engine: Engine, producer: _kvpipe.Control) -> None:
+    tokens = prompt(3 * BLOCK + 5)
+    first = engine.add(tokens)
+    until(lambda: engine.step() and first.is_finished())
+    request, handoff = consuming(engine, producer, tokens)
+    opened(producer, request, handoff)
+    load = loading(engine, request)
+    assert (load.first, len(load.block_ids)) == (3, 1)
+    engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
+    assert scheduled(engine, request) == 1
+
+
+def test_a_prompt_that_is_cached_but_for_its_last_token_loads_nothing(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    tokens = prompt(2 * BLOCK + 1)
+    first = engine.add(tokens)
+    until(lambda: engine.step() and first.is_finished())
+    request, handoff = consuming(engine, producer, tokens)
+    opened(producer, request, handoff)
+    assert scheduled(engine, request) == 1
+    released = until(lambda: [event for event in producer.drain() if event["event"] == "released"])
+    assert released[0]["handoff"] == handoff
+
+
+def test_a_load_without_any_block_is_not_claimed_again(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    opened(producer, request, handoff)
+    load = loading(engine, request)
+    engine.step(
+        finished_recving={request.request_id},
+        invalid_block_ids=set(load.block_ids),
+        kv_connector_worker_meta=outcome(request, is_loaded=False),
+    )
+    assert scheduled(engine, request) == 100
+
+
+def test_a_load_with_a_hole_is_computed_from_the_hole(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    opened(producer, request, handoff)
+    load = loading(engine, request)
+    engine.step(
+        finished_recving={request.request_id},
+        invalid_block_ids={load.block_ids[2]},
+        kv_connector_worker_meta=outcome(request, is_loaded=False),
+    )
+    assert scheduled(engine, request) == 100 - 2 * BLOCK
+
+
+def test_a_failed_load_disturbs_no_running_request(engine: Engine, producer: _kvpipe.Control) -> None:
+    other = engine.add(prompt(50, seed=9), max_tokens=50)
+    engine.step()
+    request, handoff = consuming(engine, producer, prompt(100))
+    opened(producer, request, handoff)
+    load = loading(engine, request)
+    before = other.num_computed_tokens
+    engine.step(
+        finished_recving={request.request_id},
+        invalid_block_ids=set(load.block_ids),
+        kv_connector_worker_meta=outcome(request, is_loaded=False),
+    )
+    assert other.num_computed_tokens > before
+
+
+def test_the_policy_of_vllm_follows_the_setting(new_engine: Callable[..., Engine]) -> None:
+    assert new_engine().scheduler.recompute_kv_load_failures
+    assert not new_engine(on_load_failure="fail").scheduler.recompute_kv_load_failures
+
+
+def test_a_handoff_of_another_prompt_is_not_claimed(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    producer.open(handoff, bytes(32), 100, 0, RANKS)
+    assert scheduled(engine, request) == 100
+
+
+def test_a_producer_that_withdraws_is_not_waited_for(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    producer.withdraw(handoff, "aborted")
+    assert scheduled(engine, request) == 100
+
+
+def test_a_producer_that_is_not_there_is_not_waited_for(engine: Engine) -> None:
+    request = engine.add(prompt(100), handoff=new_id(), role="consume", producer="127.0.0.1:1")
+    assert scheduled(engine, request) == 100
+
+
+def test_an_abort_while_waiting_ends_the_watch(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    # The producer logs the session before it takes the watch, which came with it.
+    until(lambda: engine.step() and [event for event in producer.drain() if event["event"] == "log"])
+    time.sleep(0.1)
+    engine.abort(request)
+    time.sleep(0.1)
+    producer.open(handoff, prompt_hash(request), 100, 0, RANKS)
+    released = until(lambda: [event for event in producer.drain() if event["event"] == "released"])
+    assert released[0]["handoff"] == handoff
+
+
+def test_an_abort_during_a_load_frees_its_blocks_only_when_the_worker_has_ended_it(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    opened(producer, request, handoff)
+    loading(engine, request)
+    engine.abort(request)
+    _, metadata = engine.step()
+    assert metadata.cancels == [(handoff, "the request was aborted")]
+    assert engine.num_free_blocks == FREE - 4
+    engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request, is_loaded=False))
+    assert engine.num_free_blocks == FREE
+    assert not engine.role._consumed
+
+
+def test_an_abort_after_a_load_frees_its_blocks(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    opened(producer, request, handoff)
+    loading(engine, request)
+    engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
+    engine.abort(request)
+    engine.step()
+    assert engine.num_free_blocks == FREE
+    assert not engine.role._consumed
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"handoff": "short", "role": "produce"},
+        {"handoff": "00" * 16, "role": "neither"},
+        {"handoff": "00" * 16, "role": "consume"},
+        {"handoff": "00" * 16, "role": "consume", "producer": 7},
+        {"handoff": 7},
+    ],
+)
+def test_bad_parameters_are_ignored(engine: Engine, params: dict[str, Any]) -> None:
+    request = engine.add(prompt(40), **params)
+    assert scheduled(engine, request) == 40
+
+
+def test_parameters_that_are_no_object_are_ignored(engine: Engine) -> None:
+    request = engine.add(prompt(40))
+    request.kv_transfer_params = {"kvpipe": "nonsense"}
+    engine.role.on_new_request(request)
+    assert scheduled(engine, request) == 40
+
+
+# --- producer
+
+
+def produced(engine: Engine, tokens: list[int]) -> tuple[Request, bytes]:
+    handoff = new_id()
+    return engine.add(tokens, max_tokens=1, handoff=handoff, role="produce"), bytes.fromhex(handoff)
+
+
+def test_blocks_are_announced_in_the_step_that_completes_them(engine: Engine) -> None:
+    request, handoff = produced(engine, prompt(300))
+    _, first = engine.step()
+    _, second = engine.step()
+    table = first.finals[0][3] + second.finals[0][3]
+    assert [(final[0], final[2], len(final[3])) for final in first.finals + second.finals] == [
+        (handoff, 0, 8),
+        (handoff, 8, 2),
+    ]
+    assert len(set(table)) == 10
+    assert request.is_finished()
+
+
+def test_cached_blocks_are_announced_in_the_first_step(engine: Engine) -> None:
+    first = engine.add(prompt(300), max_tokens=1)
+    until(lambda: engine.step() and first.is_finished())
+    produced(engine, prompt(300))
+    _, metadata = engine.step()
+    assert [(final[2], len(final[3])) for final in metadata.finals] == [(0, 10)]
+
+
+def test_blocks_are_held_until_the_worker_has_sent_them(engine: Engine) -> None:
+    request, handoff = produced(engine, prompt(100))
+    engine.step()
+    assert request.is_finished()
+    assert engine.num_free_blocks == FREE - 4
+    _, metadata = engine.step()
+    assert metadata.held == [(handoff, request.request_id)]
+    engine.step(finished_sending={request.request_id})
+    assert engine.num_free_blocks == FREE
+    assert not engine.role._produced
+
+
+def test_a_release_ends_the_loan(engine: Engine) -> None:
+    _, handoff = produced(engine, prompt(100))
+    engine.step()
+    client = ControlClient("")
+    assert client.release(engine.role.address, handoff.hex()).wait(5) is True
+    client.close()
+    ended = until(lambda: engine.step()[1].ended)
+    assert ended == [(handoff, "it was released")]
+
+
+def test_a_release_before_the_request_is_remembered(engine: Engine) -> None:
+    handoff = new_id()
+    client = ControlClient("")
+    assert client.release(engine.role.address, handoff).wait(5) is False
+    client.close()
+    engine.add(prompt(300), max_tokens=1, handoff=handoff, role="produce")
+    ended = until(lambda: engine.step()[1].ended)
+    assert ended == [(bytes.fromhex(handoff), "it was released")]
+
+
+def test_a_lease_ends_without_a_consumer(new_engine: Callable[..., Engine]) -> None:
+    engine = new_engine(lease_s=0.2)
+    _, handoff = produced(engine, prompt(100))
+    engine.step()
+    assert until(lambda: engine.step()[1].ended)[0][0] == handoff
+
+
+def test_an_aborted_prefill_holds_nothing_and_its_consumer_is_told(engine: Engine) -> None:
+    request, handoff = produced(engine, prompt(600))
+    engine.step()
+    consumer = _kvpipe.Control(None, b"", "consumer")
+    consumer.watch(handoff, engine.role.address)
+    until(lambda: [event for event in consumer.drain() if event["event"] == "opened"])
+    engine.abort(request)
+    _, metadata = engine.step()
+    assert [ended[0] for ended in metadata.ended] == [handoff]
+    assert engine.num_free_blocks == FREE
+    gone = until(lambda: [event for event in consumer.drain() if event["event"] == "gone"])
+    assert "FINISHED_ABORTED" in gone[0]["reason"]
+    consumer.close()
+
+
+def test_a_preempted_prefill_is_withdrawn_before_its_blocks_change(engine: Engine) -> None:
+    request, handoff = produced(engine, prompt(600))
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    _, metadata = engine.step()
+    assert [ended[0] for ended in metadata.ended] == [handoff]
+    until(lambda: engine.step() and request.is_finished())
+    assert engine.num_free_blocks == FREE
+
+
+def test_a_producing_request_that_would_decode_on_is_an_ordinary_one(engine: Engine) -> None:
+    request = engine.add(prompt(40), max_tokens=3, handoff=new_id(), role="produce")
+    until(lambda: engine.step() and request.is_finished())
+    assert engine.num_free_blocks == FREE
+
+
+def test_the_description_names_engine_and_fingerprint(engine: Engine) -> None:
+    engine.role.set_workers({})
+    client = ControlClient("")
+    description = client.describe(engine.role.address).wait(5)
+    client.close()
+    assert description["fingerprint"]["block size"] == str(BLOCK)
+    json.dumps(description)
+
+
+def test_a_foreign_fingerprint_is_refused_by_name_and_the_request_computed(engine: Engine) -> None:
+    fingerprint = [(name, "bfloat16" if name == "dtype" else value) for name, value in engine.role._fingerprint]
+    foreign = _kvpipe.Control("127.0.0.1:0", b"", "foreign", fingerprint)
+    handoff = new_id()
+    request = engine.add(prompt(100), handoff=handoff, role="consume", producer=foreign.address)
+    assert scheduled(engine, request) == 100
+    reason = reported(engine, handoff)["reason"]
+    assert 'dtype is "torch.float32" here and "bfloat16" there' in reason
+    foreign.close()
+
+
+def test_a_wrong_token_is_refused_and_the_request_computed(engine: Engine) -> None:
+    foreign = _kvpipe.Control("127.0.0.1:0", b"another token", "foreign", engine.role._fingerprint)
+    handoff = new_id()
+    request = engine.add(prompt(100), handoff=handoff, role="consume", producer=foreign.address)
+    assert scheduled(engine, request) == 100
+    assert "KVPIPE_TOKEN" in reported(engine, handoff)["reason"]
+    foreign.close()
+
+
+def test_a_vllm_outside_the_tested_range_is_warned_of_with_both_versions(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, new_engine: Callable[..., Engine]
+) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.99.1")
+    new_engine()
+    assert "tested with vLLM 0.32.x, this is 0.99.1" in caplog.text

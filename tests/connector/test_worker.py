@@ -1,0 +1,247 @@
+"""The worker role: two of them with real agents, caches in plain tensors; every report exactly once."""
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvpipe.connector.config import ConnectorConfig
+from kvpipe.connector.metadata import Load, StepMetadata
+from kvpipe.connector.worker import WorkerRole
+from kvpipe.exceptions import ConfigError
+from tests.connector.engine import new_id
+
+pytestmark = pytest.mark.vllm
+
+LAYERS, BLOCKS, SHAPE = 3, 16, (4, 32, 64)
+
+
+def role() -> WorkerRole:
+    """A worker role; of vLLM's configuration it reads the rank and the engine's id only."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
+        kv_transfer_config=SimpleNamespace(engine_id="engine"),
+    )
+    return WorkerRole(config, ConnectorConfig(silence_s=5))
+
+
+def caches() -> dict[str, torch.Tensor]:
+    """KV caches as vLLM's CPU backend makes them: one allocation, layer after layer."""
+    storage = torch.randn(LAYERS, BLOCKS, *SHAPE)
+    return {f"layer.{index}": storage[index] for index in range(LAYERS)}
+
+
+class Pair:
+    """A producer's and a consumer's worker."""
+
+    def __init__(self) -> None:
+        self.producer, self.consumer = role(), role()
+        self.source, self.target = caches(), caches()
+        self.producer.register(self.source)
+        self.consumer.register(self.target)
+        self.handoff = bytes.fromhex(new_id())
+
+    def load(self, block_ids: list[int], *, is_committed: bool = True, incarnation: bytes | None = None) -> Load:
+        address = self.producer.handshake()
+        rank = (address.address, incarnation or address.incarnation)
+        load = Load("consuming", self.handoff, 0, 0, block_ids, [rank], is_committed)
+        self.consumer.begin_step(StepMetadata(loads=[load]))
+        return load
+
+    def announce(self, block_ids: list[int], first: int = 0) -> None:
+        self.producer.begin_step(StepMetadata(finals=[(self.handoff, 0, first, block_ids)]))
+        self.producer.end_forward()
+
+    def hold(self) -> None:
+        self.producer.begin_step(StepMetadata(held=[(self.handoff, "producing")]))
+
+    def arrived(self, source: list[int], target: list[int]) -> bool:
+        return all(torch.equal(self.source[name][source], self.target[name][target]) for name in self.source)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.producer.close()
+    pair.consumer.close()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 10
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "did not come in time"
+        time.sleep(0.005)
+    return value
+
+
+def received(worker: WorkerRole) -> set[str]:
+    return until(lambda: worker.finished()[1])
+
+
+def sent(worker: WorkerRole) -> set[str]:
+    return until(lambda: worker.finished()[0])
+
+
+def test_blocks_arrive_in_every_layer_and_both_sides_report_once(pair: Pair) -> None:
+    pair.announce([2, 3, 9])
+    pair.load([5, 4, 1])
+    pair.hold()
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.arrived([2, 3, 9], [5, 4, 1])
+    assert pair.consumer.take_invalid_block_ids() == set()
+    facts = pair.consumer.take_outcomes().outcomes["consuming"]
+    assert facts["is_loaded"]
+    assert facts["num_bytes"] == LAYERS * 3 * 4 * 32 * 64 * 4
+    assert sent(pair.producer) == {"producing"}
+    for _ in range(20):
+        assert pair.producer.finished() == (set(), set())
+        assert pair.consumer.finished() == (set(), set())
+        time.sleep(0.005)
+
+
+def test_other_blocks_are_not_touched(pair: Pair) -> None:
+    before = {name: cache.clone() for name, cache in pair.target.items()}
+    pair.announce([2])
+    pair.load([5])
+    received(pair.consumer)
+    others = [block for block in range(BLOCKS) if block != 5]
+    assert all(torch.equal(before[name][others], pair.target[name][others]) for name in before)
+
+
+def test_blocks_move_while_prefill_goes_on(pair: Pair) -> None:
+    pair.load([5, 4, 1])
+    pair.announce([2])
+    until(lambda: pair.consumer.finished() == (set(), set()) and pair.arrived([2], [5]))
+    pair.announce([3, 9], first=1)
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.arrived([2, 3, 9], [5, 4, 1])
+
+
+def test_a_load_ends_only_with_the_sequence_state(pair: Pair) -> None:
+    pair.announce([2])
+    pair.load([5], is_committed=False)
+    until(lambda: pair.arrived([2], [5]))
+    time.sleep(0.05)
+    assert pair.consumer.finished() == (set(), set())
+    pair.consumer.begin_step(StepMetadata(commits=[pair.handoff]))
+    assert received(pair.consumer) == {"consuming"}
+
+
+def test_a_block_that_changes_after_its_checksum_is_reported_as_invalid(pair: Pair) -> None:
+    pair.announce([2, 3])
+    until(lambda: pair.producer._agent.num_lent == 1)
+    pair.source["layer.1"][3].neg_()
+    pair.load([5, 4])
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.consumer.take_invalid_block_ids() == {4}
+    facts = pair.consumer.take_outcomes().outcomes["consuming"]
+    assert not facts["is_loaded"]
+    assert "checksum" in facts["reason"]
+    assert pair.consumer.take_invalid_block_ids() == set()
+
+
+def test_an_ended_handoff_gives_the_blocks_that_had_arrived(pair: Pair) -> None:
+    pair.announce([2])
+    pair.load([5, 4])
+    until(lambda: pair.arrived([2], [5]))
+    pair.producer.begin_step(StepMetadata(ended=[(pair.handoff, "aborted")]))
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.consumer.take_invalid_block_ids() == {4}
+    assert pair.consumer.take_outcomes().outcomes["consuming"]["reason"] == "aborted"
+
+
+def test_a_cancelled_load_is_reported_once_with_its_missing_blocks(pair: Pair) -> None:
+    pair.load([5, 4])
+    pair.consumer.begin_step(StepMetadata(cancels=[(pair.handoff, "the request was aborted")]))
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.consumer.take_invalid_block_ids() == {4, 5}
+    pair.announce([2, 3])
+    time.sleep(0.1)
+    assert not pair.arrived([2], [5])
+
+
+def test_a_load_and_its_cancel_in_one_step_end_it(pair: Pair) -> None:
+    address = pair.producer.handshake()
+    load = Load("consuming", pair.handoff, 0, 0, [5], [(address.address, address.incarnation)], is_committed=True)
+    pair.consumer.begin_step(StepMetadata(loads=[load], cancels=[(pair.handoff, "aborted")]))
+    assert received(pair.consumer) == {"consuming"}
+
+
+def test_a_producer_of_another_life_is_refused(pair: Pair) -> None:
+    pair.announce([2])
+    pair.load([5], incarnation=bytes(16))
+    assert received(pair.consumer) == {"consuming"}
+    assert "restarted" in pair.consumer.take_outcomes().outcomes["consuming"]["reason"]
+
+
+def test_a_producer_that_goes_away_ends_the_load(pair: Pair) -> None:
+    pair.announce([2])
+    pair.load([5, 4])
+    until(lambda: pair.arrived([2], [5]))
+    pair.producer.close()
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.consumer.take_invalid_block_ids() == {4}
+
+
+def test_a_producer_with_fewer_workers_fails_the_load(pair: Pair) -> None:
+    load = Load("consuming", pair.handoff, 0, 0, [5], [], is_committed=True)
+    pair.consumer.begin_step(StepMetadata(loads=[load]))
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.consumer.take_invalid_block_ids() == {5}
+
+
+def test_a_release_frees_held_blocks_once(pair: Pair) -> None:
+    pair.announce([2])
+    pair.hold()
+    pair.producer.begin_step(StepMetadata(ended=[(pair.handoff, "released")]))
+    assert pair.producer.finished()[0] == {"producing"}
+    pair.producer.begin_step(StepMetadata(ended=[(pair.handoff, "released again")]))
+    assert pair.producer.finished()[0] == set()
+
+
+def test_consumers_of_different_handoffs_do_not_disturb_each_other(pair: Pair) -> None:
+    pair.announce([2])
+    lost = Load("lost", bytes.fromhex(new_id()), 0, 0, [7], [("127.0.0.1:1", bytes(16))], is_committed=True)
+    pair.consumer.begin_step(StepMetadata(loads=[lost]))
+    pair.load([5])
+    ended: set[str] = set()
+    until(lambda: ended.update(pair.consumer.finished()[1]) or ended >= {"lost", "consuming"})
+    assert pair.consumer.take_invalid_block_ids() == {7}
+    assert pair.arrived([2], [5])
+
+
+def test_blocks_with_gaps_are_an_error_that_names_the_layer() -> None:
+    worker = role()
+    with pytest.raises(ConfigError, match=r"layer\.0.*not contiguous"):
+        worker.register({"layer.0": torch.zeros(BLOCKS, 4, 64, 32).transpose(2, 3)})
+    worker.close()
+
+
+def test_an_unknown_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'lissten'.*listen"):
+        ConnectorConfig.parse({"lissten": "x"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"lease_s": -1}, "lease_s=-1"),
+        ({"lease_s": "soon"}, "lease_s='soon'"),
+        ({"on_load_failure": "retry"}, "recompute, fail"),
+        ({"listen": "here"}, "HOST:PORT"),
+        ({"listen": 7}, "listen=7"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_value(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ConnectorConfig.parse(setting)
+
+
+def test_settings_come_from_the_environment_below_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPIPE_LEASE_S", "7")
+    assert ConnectorConfig.parse({}).lease_s == 7
+    assert ConnectorConfig.parse({"lease_s": 9}).lease_s == 9

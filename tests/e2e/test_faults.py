@@ -1,0 +1,105 @@
+"""Peers that die and clients that leave: the answer is still right, and no block stays held."""
+
+import http
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kvpipe.control import ControlClient
+from tests.e2e.client import (
+    COMPLETIONS,
+    TOKEN,
+    Servers,
+    completion,
+    consume,
+    new_handoff,
+    post,
+    produce,
+    prompt,
+    sent,
+    until,
+)
+
+
+def stays_whole(servers: Servers) -> None:
+    """Both instances come to rest with all their blocks, and go on working."""
+    for instance in (servers.prefill, servers.decode):
+        until(lambda instance=instance: servers.is_idle(instance) and servers.holds_no_block(instance), 30)
+    body = completion(prompt(90, seed=time.monotonic_ns()))
+    assert servers.answer(servers.url, COMPLETIONS, body)[0] == servers.expected(COMPLETIONS, body)
+
+
+def test_a_client_that_leaves_during_decode_leaves_no_block_held(servers: Servers) -> None:
+    body = completion(prompt(200, seed=21), stream=True, max_tokens=2000, ignore_eos=True)
+    with post(servers.url, COMPLETIONS, body) as response:
+        assert response.read1(64)
+    stays_whole(servers)
+
+
+def test_a_client_that_leaves_during_prefill_leaves_no_block_held(servers: Servers) -> None:
+    body = completion(prompt(3900, seed=22))
+
+    with sent(servers.url, COMPLETIONS, body):
+        until(lambda: not servers.is_idle(servers.prefill))
+    stays_whole(servers)
+
+
+def test_kv_that_nobody_fetches_is_freed_when_its_lease_ends(servers: Servers) -> None:
+    with post(servers.prefill.url, COMPLETIONS, completion(prompt(300, seed=23)) | produce(new_handoff())) as response:
+        assert response.status == http.HTTPStatus.OK
+        response.read()
+    assert not servers.holds_no_block(servers.prefill)
+    stays_whole(servers)
+
+
+def test_released_kv_is_freed_before_its_lease_ends(servers: Servers) -> None:
+    handoff = new_handoff()
+    with post(servers.prefill.url, COMPLETIONS, completion(prompt(300, seed=24)) | produce(handoff)) as response:
+        response.read()
+    client = ControlClient(TOKEN)
+    assert client.release(servers.prefill.control, handoff).wait(5) is True
+    client.close()
+    until(lambda: servers.holds_no_block(servers.prefill), 3)
+
+
+def test_a_handoff_that_its_producer_does_not_know_is_recomputed(servers: Servers) -> None:
+    body = completion(prompt(70, seed=25))
+    # Nobody listens there: the first port is privileged and unused.
+    params = consume(new_handoff(), "127.0.0.1:1")
+    assert servers.answer(servers.decode.url, COMPLETIONS, body | params)[0] == servers.expected(COMPLETIONS, body)
+
+
+def test_a_handoff_of_another_prompt_is_recomputed(servers: Servers) -> None:
+    handoff, body = new_handoff(), completion(prompt(70, seed=26))
+    with post(servers.prefill.url, COMPLETIONS, completion(prompt(70, seed=27)) | produce(handoff)) as response:
+        response.read()
+    params = consume(handoff, str(servers.prefill.control))
+    assert servers.answer(servers.decode.url, COMPLETIONS, body | params)[0] == servers.expected(COMPLETIONS, body)
+
+
+def test_decode_that_waits_answers_rightly_when_prefill_is_killed(servers: Servers) -> None:
+    body = completion(prompt(150, seed=28))
+    expected = servers.expected(COMPLETIONS, body)
+    waiting = body | consume(new_handoff(), str(servers.prefill.control))
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(servers.answer, servers.decode.url, COMPLETIONS, waiting)
+        until(lambda: not servers.is_idle(servers.decode))
+        servers.kill(servers.prefill)
+        began = time.monotonic()
+        assert answer.result()[0] == expected
+        assert time.monotonic() - began < 20
+    servers.restart(servers.prefill)
+    stays_whole(servers)
+
+
+def test_a_killed_decode_leaves_no_block_held_at_prefill(servers: Servers) -> None:
+    body: dict[str, Any] = completion(prompt(600, seed=29), stream=True, max_tokens=500, ignore_eos=True)
+    handoff = new_handoff()
+    with post(servers.prefill.url, COMPLETIONS, body | {"stream": False} | produce(handoff)) as response:
+        response.read()
+    params = consume(handoff, str(servers.prefill.control))
+    with post(servers.decode.url, COMPLETIONS, body | params):
+        servers.kill(servers.decode)
+    until(lambda: servers.holds_no_block(servers.prefill) and servers.is_idle(servers.prefill))
+    servers.restart(servers.decode)
+    stays_whole(servers)
