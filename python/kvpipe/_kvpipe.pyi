@@ -4,9 +4,12 @@ Ids (`handoff`, `incarnation`) are 16 bytes. Timeouts are seconds; `None` waits 
 object with a contiguous buffer of bytes, which is kept alive until the operation has let go of it.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, final
+
+__all__ = ["Agent", "Control", "PipeEnd", "ReceivedBuffer", "Work", "ucx_info"]
 
 _TensorMeta: TypeAlias = tuple[int, str, Sequence[int]]
 """`(family, dtype, shape)`: family 0 is `None`, 1 torch, 2 numpy."""
@@ -39,8 +42,8 @@ class ReceivedBuffer:
     """The bytes of a received tensor, as a writable buffer that owns them."""
 
     def __len__(self) -> int: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
-    def __release_buffer__(self, buffer: memoryview, /) -> None: ...
+    if sys.version_info >= (3, 12):  # before, the buffer protocol has no names in Python
+        def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class PipeEnd:
@@ -128,6 +131,7 @@ class Control:
     @property
     def address(self) -> str | None: ...
     def describe_as(self, json: str) -> None: ...
+    def expect(self, handoff: bytes) -> None: ...
     def open(
         self,
         handoff: bytes,

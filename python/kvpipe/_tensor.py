@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NOTHING, TORCH, NUMPY = 0, 1, 2
+
+# As in rust/core/src/pipe: the receiver would refuse more.
+_DTYPE_CAP = 4096
+_DIMENSIONS_CAP = 64
 
 Meta = tuple[int, str, "Sequence[int]"]
 
@@ -45,12 +50,25 @@ def describe(tensor: object, *, must_be_in_place: bool = False) -> Described:
         return Described((NOTHING, "", ()), b"")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
-        return _describe_torch(torch, tensor, must_be_in_place=must_be_in_place)
+        return _bounded(_describe_torch(torch, tensor, must_be_in_place=must_be_in_place))
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(tensor, (numpy.ndarray, numpy.generic)):
-        return _describe_numpy(numpy, tensor, must_be_in_place=must_be_in_place)
+        return _bounded(_describe_numpy(numpy, tensor, must_be_in_place=must_be_in_place))
     message = f"cannot send {type(tensor).__name__}: expected a torch tensor, a numpy array or None"
     raise ConfigError(message)
+
+
+def _bounded(described: Described) -> Described:
+    _, dtype, shape = described.meta
+    if len(shape) > _DIMENSIONS_CAP:
+        message = f"a tensor of {len(shape)} dimensions cannot be sent, {_DIMENSIONS_CAP} are the most"
+        raise ConfigError(message)
+    if len(dtype.encode()) > _DTYPE_CAP:
+        message = (
+            f"a dtype that takes {len(dtype.encode())} bytes to describe cannot be sent, {_DTYPE_CAP} are the most"
+        )
+        raise ConfigError(message)
+    return described
 
 
 def _describe_torch(torch: Any, tensor: Any, *, must_be_in_place: bool) -> Described:
@@ -66,7 +84,7 @@ def _describe_torch(torch: Any, tensor: Any, *, must_be_in_place: bool) -> Descr
         raise ConfigError(message)
     plain = tensor.detach()
     if must_be_in_place and (not plain.is_contiguous() or plain.is_conj() or plain.is_neg()):
-        message = "out= must be contiguous and own its values (no conjugate or negative view)"
+        message = "memory that is written in place must be contiguous, and no conjugate or negative view"
         raise ConfigError(message)
     plain = plain.resolve_conj().resolve_neg().contiguous()
     meta = (TORCH, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -80,8 +98,12 @@ def _describe_numpy(numpy: Any, array: Any, *, must_be_in_place: bool) -> Descri
     if dtype.hasobject:
         message = f"dtype={dtype}: Python objects cannot be sent"
         raise ConfigError(message)
-    if must_be_in_place and not array.flags.c_contiguous:
-        message = "out= must be contiguous"
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(array, masked.MaskedArray):
+        message = "a masked array cannot be sent, its mask would be lost; send its data and mask apart"
+        raise ConfigError(message)
+    if must_be_in_place and (isinstance(array, numpy.generic) or not array.flags.c_contiguous):
+        message = "memory that is written in place must be a contiguous array"
         raise ConfigError(message)
     meta = (NUMPY, _numpy_dtype_name(numpy, dtype), tuple(array.shape))
     if array.nbytes == 0:
@@ -94,15 +116,20 @@ def _numpy_dtype_name(numpy: Any, dtype: Any) -> str:
     """A text from which `_numpy_dtype` makes the same dtype: plain, structured, or of ml_dtypes."""
     if dtype.type.__module__ == "ml_dtypes":
         return f"ml_dtypes.{dtype.name}"
-    return repr(numpy.lib.format.dtype_to_descr(dtype))
+    if dtype.type.__module__.partition(".")[0] != "numpy":
+        message = f"dtype={dtype}: a type that {dtype.type.__module__} adds to numpy cannot be sent; send a view"
+        raise ConfigError(message)
+    try:
+        return repr(numpy.lib.format.dtype_to_descr(dtype))
+    except ValueError as error:
+        message = f"dtype={dtype}: fields that overlap or are out of order cannot be sent"
+        raise ConfigError(message) from error
 
 
 def _numpy_dtype(numpy: Any, name: str) -> Any:
     try:
         if name.startswith("ml_dtypes."):
-            import ml_dtypes  # noqa: PLC0415 - only where the sender has it too
-
-            return numpy.dtype(getattr(ml_dtypes, name.removeprefix("ml_dtypes.")))
+            return numpy.dtype(getattr(importlib.import_module("ml_dtypes"), name.removeprefix("ml_dtypes.")))
         return numpy.lib.format.descr_to_dtype(ast.literal_eval(name))
     except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:
         message = f"the received numpy dtype {name!r} is not known here: {error}"

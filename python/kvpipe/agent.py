@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any, Self
 
 from kvpipe import _kvpipe
@@ -14,6 +15,9 @@ from kvpipe.work import Work
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
+
+# As in rust/core/src/region.rs: peers would refuse more.
+_NAME_CAP = 256
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Peer:
         self._id, self.address, _, self.transport, regions = info
         self.regions = {name: RegionInfo(*region) for name, region in regions.items()}
 
-    def read_blocks(  # noqa: PLR0913 - both ends of a transfer are named
+    def read_blocks(
         self,
         region: Region,
         local_ids: Iterable[int],
@@ -117,16 +121,22 @@ class Agent:
         """Registers memory as blocks that peers may read; it stays registered until the agent is closed.
 
         Args:
-            memory: A contiguous torch tensor on the CPU or numpy array. It is kept alive.
+            memory: A contiguous torch tensor on the CPU, numpy array, or other writable buffer. It is kept alive.
             name: Under which peers know it.
             block_bytes: Bytes of a block.
             stride: Bytes from the start of a block to the start of the next; by default `block_bytes`.
 
         Raises:
-            ConfigError: The name is taken, or the memory holds no block of this size.
+            ConfigError: The name is taken or too long, or the memory holds no block of this size.
         """
+        if not 0 < len(name.encode()) <= _NAME_CAP:
+            message = f"name={name!r}: expected 1 to {_NAME_CAP} bytes"
+            raise ConfigError(message)
         stride = block_bytes if stride is None else stride
-        data = describe(memory, must_be_in_place=True).data
+        if block_bytes <= 0 or stride < block_bytes:
+            message = f"block_bytes={block_bytes} with stride={stride}: expected 1 or more, and stride not smaller"
+            raise ConfigError(message)
+        data = _writable_bytes(memory)
         Work(self._native.register(name, data, block_bytes, stride), int).wait()
         num_blocks = (len(data) - block_bytes) // stride + 1
         return Region(name, num_blocks, block_bytes, stride)
@@ -161,8 +171,23 @@ class Agent:
         return f"<Agent {self.address}>"
 
 
+def _writable_bytes(memory: Any) -> Any:
+    """The bytes of a tensor, or of another object that speaks the buffer protocol, in place."""
+    if hasattr(memory, "dtype"):
+        return describe(memory, must_be_in_place=True).data
+    try:
+        return memoryview(memory).cast("B")
+    except TypeError as error:
+        message = f"cannot register {type(memory).__name__}: expected a tensor or a contiguous buffer ({error})"
+        raise ConfigError(message) from error
+
+
 def _ids(ids: Iterable[int]) -> list[int]:
-    out = [int(i) for i in ids]
+    try:
+        out = [index(i) for i in ids]
+    except TypeError as error:
+        message = f"block ids: {error}"
+        raise ConfigError(message) from error
     bad = next((i for i in out if not 0 <= i < 1 << 32), None)
     if bad is not None:
         message = f"block id {bad} is out of range: ids start at 0"

@@ -10,21 +10,33 @@ from kvpipe.exceptions import ConfigError
 def resolve_token(token: str | None = None) -> bytes:
     """The shared secret: the argument, else `KVPIPE_TOKEN`, else the content of `KVPIPE_TOKEN_FILE`, else none.
 
+    A variable that is set to nothing counts as not set.
+
     Raises:
-        ConfigError: The token file cannot be read.
+        ConfigError: The token is no text, or the token file cannot be read or is empty.
     """
     if token is None:
-        token = os.environ.get("KVPIPE_TOKEN")
-    if token is not None:
-        return token.encode()
-    path = os.environ.get("KVPIPE_TOKEN_FILE")
+        token = os.environ.get("KVPIPE_TOKEN") or None
+    if token is None:
+        return _token_of_file(os.environ.get("KVPIPE_TOKEN_FILE"))
+    if not isinstance(token, str):
+        message = f"token is {type(token).__name__}; expected text"
+        raise ConfigError(message)
+    return token.encode(errors="surrogateescape")
+
+
+def _token_of_file(path: str | None) -> bytes:
     if not path:
         return b""
     try:
-        return Path(path).read_bytes().strip()
+        token = Path(path).read_bytes().strip()
     except OSError as error:
         message = f"KVPIPE_TOKEN_FILE={path!r} cannot be read: {error}"
         raise ConfigError(message) from error
+    if not token:
+        message = f"KVPIPE_TOKEN_FILE={path!r} is empty; write the token into it, or unset the variable"
+        raise ConfigError(message)
+    return token
 
 
 def ucx_wheel_dir() -> str | None:

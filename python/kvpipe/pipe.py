@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvpipe import _kvpipe
 from kvpipe._tensor import describe, rebuild
 from kvpipe.config import resolve_token, ucx_wheel_dir
-from kvpipe.exceptions import ConfigError
+from kvpipe.exceptions import ClosedError, ConfigError
 from kvpipe.work import Work
 
 if TYPE_CHECKING:
@@ -155,12 +155,15 @@ class Pipe:
         the sender's operations fail.
 
         Raises:
+            ConfigError: `timeout` is no number of seconds; the pipe is as it was.
             TransferTimeoutError: The receiver did not take everything in time; the pipe is closed all the same.
             PeerLostError: The receiver is gone, and with it what it had not received.
         """
-        closed = None
         try:
             closed = self._end.close(timeout)
+        except ClosedError:
+            return  # closed before, or made before fork(): the parent's to close
+        try:
             if closed is not None:
                 Work(closed, lambda _: None).wait()
         finally:

@@ -26,6 +26,7 @@ class Work(Generic[T]):
     def __init__(self, native: _kvpipe.Work, convert: Callable[[Any], T]) -> None:
         self._native = native
         self._convert = convert
+        self._converted: tuple[T] | None = None
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, well or not."""
@@ -46,8 +47,14 @@ class Work(Generic[T]):
         return self.result()
 
     def result(self) -> T:
-        """The result of an ended operation; raises its error."""
-        return self._convert(self._native.result())
+        """The result of an ended operation, the same object at each call; raises its error.
+
+        Raises:
+            ConfigError: The operation has not ended.
+        """
+        if self._converted is None:
+            self._converted = (self._convert(self._native.result()),)
+        return self._converted[0]
 
     def __await__(self) -> Generator[Any, None, T]:
         """Waits in an asyncio loop, through a file descriptor: no thread is needed."""

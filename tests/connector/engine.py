@@ -17,7 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvpipe.connector.metadata import StepMetadata, WorkerOutcomes
+from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata, WorkerOutcomes
 
 BLOCK = 32
 STEP_TOKENS = 256
@@ -57,6 +57,7 @@ class Engine:
             hash_block_size=BLOCK,
         )
         self.role = self.scheduler.connector._scheduler
+        self.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16))})
         self._numbers = itertools.count()
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
@@ -112,7 +113,7 @@ class Engine:
 
 def outcome(request: Request, *, is_loaded: bool = True) -> WorkerOutcomes:
     """The worker's word on one load."""
-    facts = {"num_bytes": 1, "transport": "cma", "elapsed_s": 0.1, "num_missing": 0, "reason": ""}
+    facts = {"num_bytes": 1, "transport": "cma", "elapsed_s": 0.1, "reason": ""}
     return WorkerOutcomes({request.request_id: facts | {"is_loaded": is_loaded}})
 
 

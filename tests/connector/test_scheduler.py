@@ -234,7 +234,7 @@ def test_an_abort_during_a_load_frees_its_blocks_only_when_the_worker_has_ended_
     assert engine.num_free_blocks == FREE - 4
     engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request, is_loaded=False))
     assert engine.num_free_blocks == FREE
-    assert not engine.role._consumed
+    assert len(engine.role._consumed) == 0
 
 
 def test_an_abort_after_a_load_frees_its_blocks(engine: Engine, producer: _kvpipe.Control) -> None:
@@ -245,7 +245,7 @@ def test_an_abort_after_a_load_frees_its_blocks(engine: Engine, producer: _kvpip
     engine.abort(request)
     engine.step()
     assert engine.num_free_blocks == FREE
-    assert not engine.role._consumed
+    assert len(engine.role._consumed) == 0
 
 
 @pytest.mark.parametrize(
@@ -268,6 +268,51 @@ def test_parameters_that_are_no_object_are_ignored(engine: Engine) -> None:
     request.kv_transfer_params = {"kvpipe": "nonsense"}
     engine.role.on_new_request(request)
     assert scheduled(engine, request) == 40
+
+
+def test_a_handoff_belongs_to_one_request(engine: Engine, producer: _kvpipe.Control) -> None:
+    first, handoff = consuming(engine, producer, prompt(100))
+    second = engine.add(prompt(100), handoff=handoff.hex(), role="consume", producer=producer.address)
+    assert scheduled(engine, second) == 100
+    opened(producer, first, handoff)
+    assert loading(engine, first).request_id == first.request_id
+
+
+def test_parameters_that_are_no_object_do_not_end_the_engine(engine: Engine) -> None:
+    request = engine.add(prompt(40))
+    for nonsense in ("x", 7, [1], {"kvpipe": []}):
+        request.kv_transfer_params = nonsense
+        engine.role.on_new_request(request)
+    assert scheduled(engine, request) == 40
+
+
+def test_ranks_that_report_in_different_steps_count_together(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    opened(producer, request, handoff)
+    load = loading(engine, request)
+    engine.step(kv_connector_worker_meta=outcome(request, is_loaded=False))
+    engine.step(
+        finished_recving={request.request_id},
+        invalid_block_ids=set(load.block_ids),
+        kv_connector_worker_meta=outcome(request),
+    )
+    assert scheduled(engine, request) == 100
+    assert reported(engine, handoff.hex())["result"] == "missing"
+
+
+def test_a_request_that_is_scheduled_without_a_claim_ends_its_watch(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    request.skip_reading_prefix_cache = True
+    assert scheduled(engine, request) == 100
+    until(lambda: engine.step() and request.is_finished())
+    assert reported(engine, handoff.hex())["result"] == "missing"
+
+
+def test_an_aborted_request_has_a_result(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    engine.step()
+    engine.abort(request)
+    assert reported(engine, handoff.hex())["result"] == "aborted"
 
 
 # --- producer
@@ -308,7 +353,7 @@ def test_blocks_are_held_until_the_worker_has_sent_them(engine: Engine) -> None:
     assert metadata.held == [(handoff, request.request_id)]
     engine.step(finished_sending={request.request_id})
     assert engine.num_free_blocks == FREE
-    assert not engine.role._produced
+    assert len(engine.role._produced) == 0
 
 
 def test_a_release_ends_the_loan(engine: Engine) -> None:
@@ -370,7 +415,6 @@ def test_a_producing_request_that_would_decode_on_is_an_ordinary_one(engine: Eng
 
 
 def test_the_description_names_engine_and_fingerprint(engine: Engine) -> None:
-    engine.role.set_workers({})
     client = ControlClient("")
     description = client.describe(engine.role.address).wait(5)
     client.close()
@@ -404,3 +448,22 @@ def test_a_vllm_outside_the_tested_range_is_warned_of_with_both_versions(
     monkeypatch.setattr("vllm.__version__", "0.99.1")
     new_engine()
     assert "tested with vLLM 0.32.x, this is 0.99.1" in caplog.text
+
+
+def test_a_watch_waits_for_a_request_that_queues_at_its_producer(new_engine: Callable[..., Engine]) -> None:
+    engine = new_engine(open_timeout_s=0.2)
+    _, handoff = produced(engine, prompt(100))
+    consumer = _kvpipe.Control(None, b"", "consumer", engine.role._fingerprint)
+    consumer.watch(handoff, engine.role.address)
+    time.sleep(0.6)
+    engine.step()
+    until(lambda: [event for event in consumer.drain() if event["event"] == "opened"])
+    consumer.close()
+
+
+def test_a_watch_of_an_unknown_handoff_ends_in_time(new_engine: Callable[..., Engine]) -> None:
+    engine = new_engine(open_timeout_s=0.2)
+    consumer = _kvpipe.Control(None, b"", "consumer", engine.role._fingerprint)
+    consumer.watch(bytes(16), engine.role.address)
+    until(lambda: [event for event in consumer.drain() if event["event"] == "gone"])
+    consumer.close()

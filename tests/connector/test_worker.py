@@ -55,6 +55,9 @@ class Pair:
         self.producer.begin_step(StepMetadata(finals=[(self.handoff, 0, first, block_ids)]))
         self.producer.end_forward()
 
+    def end(self, reason: str) -> None:
+        self.producer.end_handoffs(StepMetadata(ended=[(self.handoff, reason)]))
+
     def hold(self) -> None:
         self.producer.begin_step(StepMetadata(held=[(self.handoff, "producing")]))
 
@@ -148,7 +151,7 @@ def test_an_ended_handoff_gives_the_blocks_that_had_arrived(pair: Pair) -> None:
     pair.announce([2])
     pair.load([5, 4])
     until(lambda: pair.arrived([2], [5]))
-    pair.producer.begin_step(StepMetadata(ended=[(pair.handoff, "aborted")]))
+    pair.end("aborted")
     assert received(pair.consumer) == {"consuming"}
     assert pair.consumer.take_invalid_block_ids() == {4}
     assert pair.consumer.take_outcomes().outcomes["consuming"]["reason"] == "aborted"
@@ -197,9 +200,9 @@ def test_a_producer_with_fewer_workers_fails_the_load(pair: Pair) -> None:
 def test_a_release_frees_held_blocks_once(pair: Pair) -> None:
     pair.announce([2])
     pair.hold()
-    pair.producer.begin_step(StepMetadata(ended=[(pair.handoff, "released")]))
+    pair.end("released")
     assert pair.producer.finished()[0] == {"producing"}
-    pair.producer.begin_step(StepMetadata(ended=[(pair.handoff, "released again")]))
+    pair.end("released again")
     assert pair.producer.finished()[0] == set()
 
 
@@ -211,6 +214,17 @@ def test_consumers_of_different_handoffs_do_not_disturb_each_other(pair: Pair) -
     ended: set[str] = set()
     until(lambda: ended.update(pair.consumer.finished()[1]) or ended >= {"lost", "consuming"})
     assert pair.consumer.take_invalid_block_ids() == {7}
+    assert pair.arrived([2], [5])
+
+
+def test_two_requests_of_one_handoff_are_told_apart(pair: Pair) -> None:
+    load = pair.load([5])
+    again = Load("again", pair.handoff, 0, 0, [7], load.ranks, is_committed=True)
+    pair.consumer.begin_step(StepMetadata(loads=[again]))
+    assert received(pair.consumer) == {"again"}
+    assert pair.consumer.take_invalid_block_ids() == {7}
+    pair.announce([2])
+    assert received(pair.consumer) == {"consuming"}
     assert pair.arrived([2], [5])
 
 
@@ -234,6 +248,7 @@ def test_an_unknown_setting_is_named() -> None:
         ({"on_load_failure": "retry"}, "recompute, fail"),
         ({"listen": "here"}, "HOST:PORT"),
         ({"listen": 7}, "listen=7"),
+        ({"listen": "0.0.0.0:7100"}, "name the address"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_value(setting: dict[str, Any], message: str) -> None:

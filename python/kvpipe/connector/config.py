@@ -19,8 +19,8 @@ class ConnectorConfig:
     """Settings of one engine.
 
     Attributes:
-        listen: `host:port` of the control port. Port 0 picks a free one, which the log names. The workers' agents
-            listen on free ports of the same host.
+        listen: `host:port` of the control port, as other instances reach it (no wildcard). Port 0 picks a free one,
+            which the log names. The workers' agents listen on free ports of the same host.
         on_load_failure: What becomes of a request whose KV did not arrive: `recompute` (decode computes what is
             missing) or `fail` (HTTP 500). For the whole engine.
         lease_s: Seconds that finished blocks wait for a first consumer before they are freed.
@@ -58,8 +58,12 @@ class ConnectorConfig:
         if self.on_load_failure not in ON_LOAD_FAILURE:
             message = f"on_load_failure={self.on_load_failure!r}: expected one of {', '.join(ON_LOAD_FAILURE)}"
             raise ConfigError(message)
-        if ":" not in self.listen:
+        host, colon, _ = self.listen.rpartition(":")
+        if not colon:
             message = f"listen={self.listen!r}: expected HOST:PORT"
+            raise ConfigError(message)
+        if host in ("", "0.0.0.0", "::", "[::]"):  # noqa: S104 - refused, not bound
+            message = f"listen={self.listen!r}: name the address at which the other instances reach this one"
             raise ConfigError(message)
 
 

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpipe.connector.config import ConnectorConfig
 from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata
+from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,7 @@ class KVPipeConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _warn_of_untested_vllm()
+        _check_cache(kv_cache_config)
         transfer = self._kv_transfer_config
         config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
         if transfer.kv_load_failure_policy != config.on_load_failure:
@@ -82,15 +85,20 @@ class KVPipeConnector(KVConnectorBase_V1):
         """Where this rank's agent listens."""
         return self._of_worker().handshake()
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before anything of this step may write into blocks."""
+        # Another type is another connector's, under MultiConnector.
+        if isinstance(kv_connector_metadata, StepMetadata):
+            self._of_worker().end_handoffs(kv_connector_metadata)
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
-        # Another type is another connector's, under MultiConnector.
         if isinstance(connector_metadata, StepMetadata):
             self._of_worker().begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Nothing: loads begin in `bind_connector_metadata`, a whole step earlier."""
+        """Nothing: loads begin in `bind_connector_metadata`, before the forward pass and not after it."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request is scheduled once its load has ended."""
@@ -163,6 +171,16 @@ class KVPipeConnector(KVConnectorBase_V1):
         for role in (self._scheduler, self._worker):
             if role is not None:
                 role.close()
+
+
+def _check_cache(kv_cache_config: KVCacheConfig) -> None:
+    """Refuses caches in which a position of a request may have no block, or more than one."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        return
+    kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+    message = f"KV cache groups {kinds or 'none'}: this version moves models of full attention in one group only"
+    raise ConfigError(message)
 
 
 def _warn_of_untested_vllm() -> None:

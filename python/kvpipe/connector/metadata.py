@@ -68,7 +68,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 class WorkerOutcomes(KVConnectorWorkerMetadata):
     """Worker role to scheduler role: how loads ended, by request id.
 
-    Each outcome has `is_loaded`, `num_bytes`, `transport`, `elapsed_s`, `num_missing` and `reason`.
+    Each outcome has `is_loaded`, `num_bytes`, `transport`, `elapsed_s` and `reason`.
     """
 
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -78,16 +78,16 @@ class WorkerOutcomes(KVConnectorWorkerMetadata):
         merged = dict(self.outcomes)
         for request_id, theirs in getattr(other, "outcomes", {}).items():
             ours = merged.get(request_id)
-            merged[request_id] = theirs if ours is None else _merge(ours, theirs)
+            merged[request_id] = theirs if ours is None else merge(ours, theirs)
         return WorkerOutcomes(merged)
 
 
-def _merge(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+def merge(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Two ranks' words on one load."""
     return {
         "is_loaded": ours["is_loaded"] and theirs["is_loaded"],
         "num_bytes": ours["num_bytes"] + theirs["num_bytes"],
         "transport": ours["transport"] or theirs["transport"],
         "elapsed_s": max(ours["elapsed_s"], theirs["elapsed_s"]),
-        "num_missing": max(ours["num_missing"], theirs["num_missing"]),
         "reason": ours["reason"] or theirs["reason"],
     }

@@ -6,11 +6,7 @@ commands to it and drains its events.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import time
-from array import array
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -19,12 +15,12 @@ from vllm.v1.request import RequestStatus
 from kvpipe import _kvpipe
 from kvpipe.config import resolve_token
 from kvpipe.connector.fingerprint import fingerprint
-from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata
-from kvpipe.control import parse_handoff
+from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, merge
+from kvpipe.connector.requests import Consumed, Handoffs, Produced, parse, prompt_hash
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -43,89 +39,6 @@ _FINISH_REASONS = {
 }
 
 
-@dataclass
-class Produced:
-    """A request whose KV another engine will read.
-
-    Attributes:
-        handoff: The handoff's id.
-        num_prompt_tokens: Length of the prompt.
-        num_cached_tokens: Prompt tokens that were in the own prefix cache.
-        num_announced: Blocks that the worker was told to announce.
-        is_open: Whether consumers have been told that it is scheduled.
-        is_held: Whether it has finished and its blocks are held.
-    """
-
-    handoff: bytes
-    num_prompt_tokens: int
-    num_cached_tokens: int = 0
-    num_announced: int = 0
-    is_open: bool = False
-    is_held: bool = False
-
-
-@dataclass
-class Consumed:
-    """A request whose KV comes from another engine.
-
-    `phase`: `new` → `waiting` (for the producer to open) → `opened` → `loading` → `done`; `gone` from any of the first
-    three. In `gone` and `done` decode computes whatever it lacks.
-
-    Attributes:
-        handoff: The handoff's id.
-        producer: Control address of the producer.
-        num_prompt_tokens: Length of the prompt.
-        num_local_tokens: Tokens found in the own prefix cache when the load was claimed.
-        block_ids: Destination of the load.
-        num_external_tokens: Tokens that were asked of the producer.
-        num_computed: Prompt tokens that this engine computed itself.
-        outcome: The worker's word on the load.
-        reason: Why nothing, or not everything, came.
-        is_reported: Whether the result has been reported.
-        is_finished: Whether the request was aborted during the load.
-    """
-
-    handoff: bytes
-    producer: str
-    num_prompt_tokens: int
-    arrived_at: float = field(default_factory=time.monotonic)
-    phase: str = "new"
-    opening: dict[str, Any] | None = None
-    has_state: bool = False
-    num_local_tokens: int = 0
-    num_external_tokens: int = 0
-    num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    outcome: dict[str, Any] | None = None
-    reason: str = ""
-    is_reported: bool = False
-    is_finished: bool = False
-
-    def report(self) -> dict[str, Any]:
-        """The handoff's result, for the control port and the log."""
-        outcome = self.outcome or {}
-        is_loaded = bool(outcome.get("is_loaded"))
-        return {
-            "handoff": self.handoff.hex(),
-            "result": self._result(is_loaded=is_loaded),
-            "prompt_tokens": self.num_prompt_tokens,
-            "local_tokens": self.num_local_tokens,
-            "computed_tokens": self.num_computed,
-            "bytes": outcome.get("num_bytes", 0),
-            "transport": outcome.get("transport", ""),
-            "transfer_ms": round(outcome.get("elapsed_s", 0.0) * 1000, 3),
-            "handover_ms": round((time.monotonic() - self.arrived_at) * 1000, 3),
-            "reason": outcome.get("reason") or self.reason,
-        }
-
-    def _result(self, *, is_loaded: bool) -> str:
-        if is_loaded:
-            return "full"
-        if self.num_computed >= self.num_prompt_tokens:
-            return "missing"
-        return "partial" if self.outcome else "local"
-
-
 class SchedulerRole:
     """Handoffs of one engine, as its scheduler sees them."""
 
@@ -135,9 +48,16 @@ class SchedulerRole:
         self._role = str(vllm_config.kv_transfer_config.kv_role)
         self._manager: KVCacheManager | None = None
         self._ranks: list[tuple[str, bytes]] = []
-        self._produced: dict[str, Produced] = {}
-        self._consumed: dict[str, Consumed] = {}
+        self._produced: Handoffs[Produced] = Handoffs()
+        self._consumed: Handoffs[Consumed] = Handoffs()
         self._step = StepMetadata()
+        self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
+            "log": self._on_log,
+            "released": self._on_released,
+            "opened": self._on_opened,
+            "finished": self._on_finished,
+            "gone": self._on_gone,
+        }
         self._fingerprint = fingerprint(vllm_config)
         self._control = _kvpipe.Control(
             config.listen,
@@ -168,6 +88,9 @@ class SchedulerRole:
     def set_workers(self, workers: dict[int, HandshakeMetadata]) -> None:
         """Takes the addresses of this engine's workers, by tensor-parallel rank."""
         self._ranks = [(workers[rank].address, workers[rank].incarnation) for rank in sorted(workers)]
+        if not self._ranks:
+            # MultiConnector hands over one connector's metadata only.
+            logger.error("this engine lends nothing: its workers' addresses are unknown; list kvpipe first")
         description = {
             "engine_id": self._engine_id,
             "role": self._role,
@@ -180,26 +103,23 @@ class SchedulerRole:
 
     def on_new_request(self, request: Request) -> None:
         """Notes what the proxy wants with a request; without its parameters the request is none of ours."""
-        params = (request.kv_transfer_params or {}).get("kvpipe")
-        if params is None:
-            return
         try:
-            self._note(request, params)
-        except (ConfigError, AttributeError) as error:
+            self._note(request)
+        except ConfigError as error:
             logger.warning("request.ignored request_id=%s: %s", request.request_id, error)
 
-    def _note(self, request: Request, params: dict[str, Any]) -> None:
-        handoff, role = parse_handoff(params.get("handoff")), params.get("role")
-        if role == "produce":
-            if request.max_tokens != 1:
-                message = f"max_tokens={request.max_tokens}: a producing request has max_tokens=1"
+    def _note(self, request: Request) -> None:
+        wanted = parse(request)
+        if isinstance(wanted, Produced):
+            if not self._ranks:
+                message = "this engine cannot lend: its workers' addresses are unknown"
                 raise ConfigError(message)
-            self._produced[request.request_id] = Produced(handoff, request.num_prompt_tokens)
-        elif role == "consume" and isinstance(params.get("producer"), str):
-            self._consumed[request.request_id] = Consumed(handoff, params["producer"], request.num_prompt_tokens)
-        else:
-            message = f"kvpipe parameters {params!r}: expected role produce, or consume with a producer"
-            raise ConfigError(message)
+            self._produced.add(request.request_id, wanted)
+            self._control.expect(wanted.handoff)
+        elif isinstance(wanted, Consumed):
+            self._consumed.add(request.request_id, wanted)
+            # At once, and not when the request is scheduled: a watch keeps the producer's lease while it queues here.
+            self._control.watch(wanted.handoff, wanted.producer)
 
     # --- consumer
 
@@ -208,16 +128,10 @@ class SchedulerRole:
         consumed = self._consumed.get(request.request_id)
         if consumed is None:
             return 0, False
-        if consumed.phase == "new":
-            consumed.phase = "waiting"
-            self._control.watch(consumed.handoff, consumed.producer)
         self._take_events()
         if consumed.phase == "waiting":
             return None, False
-        if consumed.phase != "opened":
-            return 0, False
-        if consumed.opening is not None and consumed.opening["prompt_hash"] != prompt_hash(request):
-            self._give_up(consumed, "the producer computed another prompt")
+        if consumed.phase != "opened" or not self._is_same_prompt(consumed, request):
             return 0, False
         # vLLM computes the last prompt token itself in any case: alone, it is nothing to move.
         wanted = request.num_prompt_tokens - num_local_tokens
@@ -227,6 +141,15 @@ class SchedulerRole:
         consumed.num_local_tokens = num_local_tokens
         return wanted, True
 
+    def _is_same_prompt(self, consumed: Consumed, request: Request) -> bool:
+        """Compares prompts once: a full engine asks for its first request in every step."""
+        if consumed.is_same_prompt is None and consumed.opening is not None:
+            theirs = consumed.opening["prompt_hash"], consumed.opening["num_tokens"]
+            consumed.is_same_prompt = theirs == (prompt_hash(request), request.num_prompt_tokens)
+            if not consumed.is_same_prompt:
+                self._give_up(consumed, "the producer computed another prompt")
+        return bool(consumed.is_same_prompt)
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks have been allocated: opens a producing request's handoff, or begins a consuming one's load."""
         produced = self._produced.get(request.request_id)
@@ -235,15 +158,14 @@ class SchedulerRole:
             hashed = prompt_hash(request)
             self._control.open(produced.handoff, hashed, request.num_prompt_tokens, 0, self._ranks)
         consumed = self._consumed.get(request.request_id)
-        if consumed is None or consumed.phase != "opened" or consumed.opening is None:
+        if consumed is None or consumed.phase not in ("waiting", "opened"):
             return
-        if num_external_tokens == 0:
+        if num_external_tokens == 0 or consumed.opening is None:
             self._give_up(consumed, "the scheduler did not want it")
             return
         first = consumed.num_local_tokens // self._block_size
         end = -(-(consumed.num_local_tokens + num_external_tokens) // self._block_size)
         consumed.block_ids = list(blocks.get_block_ids()[0][first:end])
-        consumed.num_external_tokens = num_external_tokens
         consumed.phase = "loading"
         self._step.loads.append(
             Load(
@@ -277,9 +199,9 @@ class SchedulerRole:
     def _produce(self, request_id: str, num_before: int, num_new: int) -> None:
         """Announces the blocks that are final after this step."""
         produced = self._produced.get(request_id)
-        if produced is None or not produced.is_open or self._manager is None:
+        if produced is None or not produced.is_open or produced.is_withdrawn or self._manager is None:
             return
-        if produced.num_announced == 0:
+        if produced.num_cached_tokens is None:
             produced.num_cached_tokens = num_before
         num_tokens = num_before + num_new
         is_complete = num_tokens >= produced.num_prompt_tokens
@@ -290,9 +212,10 @@ class SchedulerRole:
             block_ids = self._manager.get_block_ids(request_id)[0][produced.num_announced : num_final]
             self._step.finals.append((produced.handoff, 0, produced.num_announced, list(block_ids)))
             produced.num_announced = num_final
+            produced.announced_ids.update(block_ids)
 
     def _preempted(self, request_id: str) -> None:
-        produced = self._produced.pop(request_id, None)
+        produced = self._produced.pop(request_id)
         if produced is not None:
             self._withdraw(produced, "the producer preempted the request")
 
@@ -319,19 +242,34 @@ class SchedulerRole:
 
     def update(self, output: KVConnectorOutput) -> None:
         """Takes the worker role's word on the loads that ended in this step."""
-        outcomes = getattr(output.kv_connector_worker_meta, "outcomes", {})
-        for request_id in output.finished_recving or ():
+        for request_id, outcome in getattr(output.kv_connector_worker_meta, "outcomes", {}).items():
             consumed = self._consumed.get(request_id)
-            if consumed is None:
-                continue
-            consumed.outcome = outcomes.get(request_id)
-            is_loaded = consumed.outcome is not None and consumed.outcome["is_loaded"]
-            consumed.phase = "done"
-            self._control.unwatch(consumed.handoff, is_loaded)
-            if consumed.is_finished:
-                self._consumed.pop(request_id)
+            if consumed is not None:
+                # One rank's word may come steps before the last one's.
+                consumed.outcome = outcome if consumed.outcome is None else merge(consumed.outcome, outcome)
+        for request_id in output.finished_recving or ():
+            self._received(request_id)
         for request_id in output.finished_sending or ():
-            self._produced.pop(request_id, None)
+            self._produced.pop(request_id)
+        if output.invalid_block_ids:
+            self._withdraw_invalid(output.invalid_block_ids)
+
+    def _received(self, request_id: str) -> None:
+        consumed = self._consumed.get(request_id)
+        if consumed is None:
+            return
+        is_loaded = consumed.outcome is not None and consumed.outcome["is_loaded"]
+        consumed.phase = "done"
+        self._control.unwatch(consumed.handoff, is_loaded)
+        if consumed.is_finished:
+            self._forget(request_id, consumed)
+
+    def _withdraw_invalid(self, invalid_block_ids: set[int]) -> None:
+        """Another connector of a MultiConnector could not load what this one has announced as final."""
+        for produced in self._produced.values():
+            if not invalid_block_ids.isdisjoint(produced.announced_ids):
+                self._withdraw(produced, "the producer has to compute its blocks again")
+                produced.is_withdrawn = True
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """A request has finished: whether its blocks are held for a consumer, and what its answer says about it."""
@@ -342,81 +280,71 @@ class SchedulerRole:
         if produced is None:
             return False, None
         reason = _FINISH_REASONS.get(request.status)
-        if reason is None or not produced.is_open:
+        if reason is None or not produced.is_open or produced.is_withdrawn:
             self._produced.pop(request.request_id)
             self._withdraw(produced, f"the producer ended the request: {request.status.name}")
             return False, None
         produced.is_held = True
         self._step.held.append((produced.handoff, request.request_id))
-        self._control.finish(produced.handoff, list(request.output_token_ids), reason, produced.num_cached_tokens)
+        self._control.finish(produced.handoff, list(request.output_token_ids), reason, produced.num_cached_tokens or 0)
         return True, {"kvpipe": {"handoff": produced.handoff.hex(), "num_tokens": produced.num_prompt_tokens}}
 
     def _consumed_finished(self, request_id: str, consumed: Consumed) -> None:
+        consumed.is_finished = True
         if consumed.phase == "loading":
             # The worker still writes into the blocks: vLLM frees them when it reports the end of the load.
-            consumed.is_finished = True
             self._step.cancels.append((consumed.handoff, "the request was aborted"))
             return
-        self._consumed.pop(request_id)
         if consumed.phase in ("waiting", "opened"):
             self._give_up(consumed, "the request was aborted")
+        self._forget(request_id, consumed)
+
+    def _forget(self, request_id: str, consumed: Consumed) -> None:
+        self._consumed.pop(request_id)
+        if not consumed.is_reported:
+            self._report(consumed)
 
     # --- what the Rust thread has to say
 
     def _take_events(self) -> None:
         for event in self._control.drain():
-            handler = getattr(self, f"_on_{event['event']}")
-            handler(event)
+            self._handlers[event["event"]](event)
 
     def _on_log(self, event: dict[str, Any]) -> None:
         logger.info("%s", event["text"])
 
     def _on_released(self, event: dict[str, Any]) -> None:
         """Nobody will read a produced request's blocks (any more)."""
-        found = next((item for item in self._produced.items() if item[1].handoff == event["handoff"]), None)
-        if found is None:
-            return
-        request_id, produced = found
-        self._step.ended.append((produced.handoff, event["reason"]))
-        if not produced.is_held:
-            self._produced.pop(request_id)
+        produced = self._produced.of(event["handoff"])
+        if produced is not None:
+            self._step.ended.append((produced.handoff, event["reason"]))
+            produced.is_withdrawn = True
 
     def _on_opened(self, event: dict[str, Any]) -> None:
-        for consumed in self._watching(event["handoff"]):
+        consumed = self._consumed.of(event["handoff"])
+        if consumed is not None and consumed.phase == "waiting":
             consumed.phase, consumed.opening = "opened", event
 
     def _on_finished(self, event: dict[str, Any]) -> None:
-        for consumed in self._of(event["handoff"]):
-            consumed.has_state = True
-            if consumed.phase == "loading":
-                self._step.commits.append(consumed.handoff)
+        consumed = self._consumed.of(event["handoff"])
+        if consumed is None:
+            return
+        consumed.has_state = True
+        if consumed.phase == "loading":
+            self._step.commits.append(consumed.handoff)
 
     def _on_gone(self, event: dict[str, Any]) -> None:
-        for consumed in self._of(event["handoff"]):
-            if consumed.phase == "loading":
-                self._step.cancels.append((consumed.handoff, event["reason"]))
-            elif consumed.phase in ("waiting", "opened"):
-                consumed.phase, consumed.reason = "gone", event["reason"]
-
-    def _of(self, handoff: bytes) -> list[Consumed]:
-        return [consumed for consumed in self._consumed.values() if consumed.handoff == handoff]
-
-    def _watching(self, handoff: bytes) -> list[Consumed]:
-        return [consumed for consumed in self._of(handoff) if consumed.phase == "waiting"]
+        consumed = self._consumed.of(event["handoff"])
+        if consumed is None:
+            return
+        if consumed.phase == "loading":
+            self._step.cancels.append((consumed.handoff, event["reason"]))
+        elif consumed.phase in ("waiting", "opened"):
+            consumed.phase, consumed.reason = "gone", event["reason"]
 
     def close(self) -> None:
         """Ends the control plane; consumers are told."""
         self._control.close()
-
-
-def prompt_hash(request: Request) -> bytes:
-    """What a prompt's KV depends on besides the model: token ids, LoRA adapter, images."""
-    digest = hashlib.sha256(array("I", request.prompt_token_ids or ()).tobytes())
-    lora = request.lora_request
-    digest.update(repr(lora.lora_name if lora is not None else None).encode())
-    for feature in request.mm_features or ():
-        digest.update(repr((feature.identifier, feature.mm_position.offset)).encode())
-    return digest.digest()
 
 
 def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int, int]]:

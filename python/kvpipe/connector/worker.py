@@ -35,6 +35,7 @@ class WorkerRole:
         self._loading: dict[bytes, Load] = {}
         self._held: dict[bytes, str] = {}
         self._released: set[bytes] = set()
+        self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._finals: list[tuple[bytes, int, int, list[int]]] = []
@@ -82,14 +83,19 @@ class WorkerRole:
 
     # --- every step
 
+    def end_handoffs(self, step: StepMetadata) -> None:
+        """Before anything of this step may write into blocks: takes back those that are not lent any more."""
+        if self._agent is None:
+            return
+        for handoff, reason in step.ended:
+            self._agent.end(handoff, reason)
+            self._released.add(handoff)
+
     def begin_step(self, step: StepMetadata) -> None:
-        """Before the forward pass: ends what may change in it, begins loads."""
+        """Before the forward pass: begins and ends loads."""
         agent = self._agent
         if agent is None:
             return
-        for handoff, reason in step.ended:
-            agent.end(handoff, reason)
-            self._released.add(handoff)
         for load in step.loads:
             self._load(agent, load)
         for handoff in step.commits:
@@ -101,8 +107,12 @@ class WorkerRole:
         self._finals = step.finals
 
     def _load(self, agent: _kvpipe.Agent, load: Load) -> None:
+        if load.handoff in self._loading:
+            self._end_load(load, {"missing": range(len(load.block_ids)), "reason": "its handoff is being loaded"})
+            return
         self._loading[load.handoff] = load
         if self._rank >= len(load.ranks):
+            self._loading.pop(load.handoff)
             reason = f"the producer has {len(load.ranks)} workers, this is rank {self._rank}"
             self._end_load(load, {"missing": range(len(load.block_ids)), "reason": reason})
             return
@@ -127,7 +137,6 @@ class WorkerRole:
     def finished(self) -> tuple[set[str], set[str]]:
         """Requests whose blocks nobody reads any more, and requests whose load has ended; each exactly once."""
         sent: set[str] = set()
-        received: set[str] = set()
         for event in self._agent.drain() if self._agent is not None else ():
             if event["event"] == "log":
                 logger.info("%s", event["text"])
@@ -135,7 +144,7 @@ class WorkerRole:
                 self._released.add(event["handoff"])
             elif (load := self._loading.pop(event["handoff"], None)) is not None:
                 self._end_load(load, event)
-        received.update(self._outcomes)
+        received, self._received = self._received, set()
         for handoff in self._released & self._held.keys():
             sent.add(self._held.pop(handoff))
         # A handoff that ended before its request finished is never held: it is not remembered.
@@ -143,15 +152,14 @@ class WorkerRole:
         return sent, received
 
     def _end_load(self, load: Load, event: dict[str, Any]) -> None:
-        self._loading.pop(load.handoff, None)
         missing = [load.block_ids[index] for index in event.get("missing", ())]
         self._invalid_block_ids.update(missing)
+        self._received.add(load.request_id)
         self._outcomes[load.request_id] = {
             "is_loaded": "reason" not in event,
             "num_bytes": event.get("num_bytes", 0),
             "transport": event.get("transport", ""),
             "elapsed_s": event.get("elapsed_s", 0.0),
-            "num_missing": len(missing),
             "reason": event.get("reason", ""),
         }
 

@@ -5,6 +5,7 @@ use crate::error::{Error, Result};
 
 /// Appends values to a message.
 #[derive(Debug, Default)]
+#[must_use]
 pub struct Writer(Vec<u8>);
 
 impl Writer {
@@ -53,10 +54,19 @@ impl Writer {
         self.bytes(value.as_bytes())
     }
 
+    /// Appends a text for people, cut to `cap` bytes at most: the other side takes no longer one.
+    pub fn text(self, value: &str, cap: usize) -> Self {
+        let mut end = value.len().min(cap);
+        while !value.is_char_boundary(end) {
+            end -= 1;
+        }
+        self.str(&value[..end])
+    }
+
     /// Appends a list: number of items, then each.
-    pub fn list<T>(self, items: &[T], mut each: impl FnMut(Self, &T) -> Self) -> Self {
+    pub fn list<T>(self, items: &[T], each: impl FnMut(Self, &T) -> Self) -> Self {
         let start = self.u32(items.len() as u32);
-        items.iter().fold(start, |writer, item| each(writer, item))
+        items.iter().fold(start, each)
     }
 
     /// The finished message.
@@ -207,6 +217,12 @@ mod tests {
         let mut reader = Reader::new(&message[1..]);
         let error = reader.bytes(16).unwrap_err();
         assert!(error.to_string().contains("at most 16"), "{error}");
+    }
+
+    #[test]
+    fn a_long_text_is_cut_between_characters() {
+        let message = Writer::default().text("abcé", 4).finish();
+        assert_eq!(Reader::new(&message).str(4).unwrap(), "abc");
     }
 
     #[test]

@@ -99,6 +99,13 @@ impl DataPlane {
         Ok(())
     }
 
+    /// Takes no message of a link any more.
+    pub(crate) fn mute(&mut self, link: LinkId) {
+        if let Some(peer) = self.peers.get(&link) {
+            self.sessions.remove(&peer.session);
+        }
+    }
+
     /// Closes a link's endpoint by force. Its operations end with errors, each through its own completion.
     pub(crate) fn close(&mut self, link: LinkId) {
         let Some(peer) = self.peers.get_mut(&link) else {
@@ -181,7 +188,10 @@ impl Io {
     }
 
     /// Reads remote memory into `local`.
-    #[allow(clippy::too_many_arguments)]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the two sides of a read, spelled out"
+    )]
     pub fn get(
         &mut self,
         link: LinkId,

@@ -3,6 +3,9 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// Events that may wait before minor ones are dropped: whoever reaches the port can cause a line to log.
+const MINOR_CAP: usize = 1024;
+
 /// Events in order; clones share the queue.
 #[derive(Debug)]
 pub struct Events<T>(Arc<Mutex<VecDeque<T>>>);
@@ -28,6 +31,14 @@ impl<T> Events<T> {
             .push_back(event);
     }
 
+    /// Appends an event that nobody waits for, such as a line to log: while many wait to be drained, it is dropped.
+    pub fn push_minor(&self, event: T) {
+        let mut events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if events.len() < MINOR_CAP {
+            events.push_back(event);
+        }
+    }
+
     /// Takes all events.
     pub fn drain(&self) -> Vec<T> {
         self.0
@@ -35,5 +46,20 @@ impl<T> Events<T> {
             .unwrap_or_else(PoisonError::into_inner)
             .drain(..)
             .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn minor_events_are_dropped_when_nobody_drains() {
+        let events = Events::default();
+        for _ in 0..2 * MINOR_CAP {
+            events.push_minor(0);
+        }
+        events.push(1);
+        assert_eq!(events.drain().len(), MINOR_CAP + 1);
     }
 }

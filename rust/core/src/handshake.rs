@@ -153,11 +153,7 @@ impl Handshake {
         }
         let version = reader.u16()?;
         if version != PROTOCOL_VERSION {
-            return Ok(self.refuse(self.incompatible(
-                "protocol version",
-                PROTOCOL_VERSION,
-                version,
-            )));
+            return Ok(refuse(self.other_version(version)));
         }
         self.nonce_client = reader.fixed()?;
         reader.end()?;
@@ -172,7 +168,7 @@ impl Handshake {
     fn challenge(&mut self, mut reader: Reader<'_>) -> Result<Step> {
         let version = reader.u16()?;
         if version != PROTOCOL_VERSION {
-            return Err(self.incompatible("protocol version", PROTOCOL_VERSION, version));
+            return Err(self.other_version(version));
         }
         self.nonce_server = reader.fixed()?;
         reader.end()?;
@@ -190,7 +186,7 @@ impl Handshake {
                 "{} does not hold this side's token: give both sides the same KVPIPE_TOKEN",
                 self.peer
             );
-            return Ok(self.refuse(Error::Authentication(text)));
+            return Ok(refuse(Error::Authentication(text)));
         }
         reader.end()?;
         self.state = State::ServerIdentity;
@@ -239,13 +235,13 @@ impl Handshake {
                 format!("{:?}", ours.service),
                 format!("{:?}", theirs.service),
             );
-            return Ok(self.refuse(self.incompatible("service", ours, theirs)));
+            return Ok(refuse(self.incompatible("service", ours, theirs)));
         }
         if let Some((field, ours, theirs)) = ours.difference(&theirs) {
-            return Ok(self.refuse(self.incompatible(&field, ours, theirs)));
+            return Ok(refuse(self.incompatible(&field, ours, theirs)));
         }
         if let Err(reason) = accept(&theirs) {
-            return Ok(self.refuse(Error::Connect(reason)));
+            return Ok(refuse(Error::Connect(reason)));
         }
         let session: SessionId = random()?;
         let body = ours.write(Writer::default().raw(&session)).finish();
@@ -307,28 +303,21 @@ impl Handshake {
         self.mac(label, body).ct_eq(given).into()
     }
 
-    fn incompatible(&self, field: &str, ours: impl ToString, theirs: impl ToString) -> Error {
+    fn incompatible(&self, field: &str, ours: String, theirs: String) -> Error {
         Error::Incompatible {
             peer: self.peer.clone(),
             field: field.to_owned(),
-            ours: ours.to_string(),
-            theirs: theirs.to_string(),
+            ours,
+            theirs,
         }
     }
 
-    /// Tells the peer why it is refused, from its point of view (our value is its peer's).
-    fn refuse(&self, error: Error) -> Step {
-        let frame = match &error {
-            Error::Authentication(_) => Writer::new(REFUSED).u8(1),
-            Error::Incompatible {
-                field,
-                ours,
-                theirs,
-                ..
-            } => Writer::new(REFUSED).u8(2).str(field).str(theirs).str(ours),
-            other => Writer::new(REFUSED).u8(3).str(&other.to_string()),
-        };
-        Step::Refuse(frame.finish(), error)
+    fn other_version(&self, version: u16) -> Error {
+        self.incompatible(
+            "protocol version",
+            PROTOCOL_VERSION.to_string(),
+            version.to_string(),
+        )
     }
 
     fn read_refusal(&self, mut reader: Reader<'_>) -> Error {
@@ -352,6 +341,23 @@ impl Handshake {
         };
         parse().unwrap_or_else(|error| error)
     }
+}
+
+/// Tells the peer why it is refused, from its point of view (our value is its peer's).
+fn refuse(error: Error) -> Step {
+    let frame = match &error {
+        Error::Authentication(_) => Writer::new(REFUSED).u8(1),
+        Error::Incompatible {
+            field,
+            ours,
+            theirs,
+            ..
+        } => Writer::new(REFUSED).u8(2).str(field).str(theirs).str(ours),
+        other => Writer::new(REFUSED)
+            .u8(3)
+            .text(&other.to_string(), TEXT_CAP),
+    };
+    Step::Refuse(frame.finish(), error)
 }
 
 #[cfg(test)]

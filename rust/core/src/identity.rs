@@ -61,6 +61,13 @@ impl Identity {
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
     ) -> Result<Self> {
+        let too_long = |text: &String| text.len() > TEXT_CAP;
+        let texts = fingerprint.iter().flat_map(|(field, value)| [field, value]);
+        if texts.chain([&engine_id.to_owned()]).any(too_long) || fingerprint.len() > FIELDS_CAP {
+            return Err(Error::Config(format!(
+                "a fingerprint has at most {FIELDS_CAP} fields, and they and the engine id at most {TEXT_CAP} bytes each"
+            )));
+        }
         Ok(Self {
             service,
             incarnation: random()?,
@@ -183,6 +190,15 @@ mod tests {
     #[test]
     fn an_empty_fingerprint_asks_for_nothing() {
         assert_eq!(identity(&[]).difference(&identity(&[("model", "a")])), None);
+    }
+
+    #[test]
+    fn what_no_peer_would_take_is_refused_here() {
+        let field = vec![("dtype".to_owned(), "x".repeat(TEXT_CAP + 1))];
+        assert!(matches!(
+            Identity::new(Service::Control, "", field),
+            Err(Error::Config(_))
+        ));
     }
 
     proptest! {

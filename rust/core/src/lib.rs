@@ -9,6 +9,7 @@ pub mod blocks;
 pub mod codec;
 pub mod control;
 mod data;
+mod earliest;
 mod error;
 pub mod events;
 pub mod handoff;
@@ -17,6 +18,7 @@ pub mod identity;
 pub mod link;
 pub mod node;
 pub mod pipe;
+mod recent;
 pub mod region;
 pub mod work;
 

@@ -1,6 +1,7 @@
 //! One TCP connection of the bootstrap plane: length-prefixed frames, the handshake, then application frames and
 //! heartbeats. The socket never blocks; the node's thread drives it.
 
+use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -15,6 +16,10 @@ use crate::identity::Identity;
 const FRAME_CAP: usize = 16 << 20;
 /// Most bytes that wait for a peer that does not read; more and it counts as lost.
 const OUTBOX_CAP: usize = 64 << 20;
+/// Bytes read at once, so that one busy peer cannot keep the thread: epoll is level-triggered and comes back.
+const READ_CAP: usize = 1 << 20;
+/// Longest reason in a goodbye.
+const REASON_CAP: usize = 4096;
 
 const HEARTBEAT: u8 = 32;
 const APPLICATION: u8 = 33;
@@ -62,10 +67,15 @@ pub(crate) struct Link {
     stream: TcpStream,
     pub(crate) peer: String,
     pub(crate) is_accepted: bool,
+    /// Who the peer is, until the service has been told.
     pub(crate) identity: Option<Box<Identity>>,
+    /// Whether the service has been told that the session is established.
+    pub(crate) is_announced: bool,
     phase: Phase,
     inbox: Vec<u8>,
-    outbox: Vec<u8>,
+    outbox: VecDeque<u8>,
+    /// A write failed. What the peer said before can still be read; reading then tells of the end.
+    is_broken: bool,
     timing: Timing,
     opened: Instant,
     heard: Instant,
@@ -73,14 +83,15 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    /// Takes over a connected stream. The connecting side sends its hello at once.
+    /// Takes over a connected stream. The connecting side sends its hello at once. The handshake's time counts from
+    /// `begun`.
     pub(crate) fn new(
         stream: TcpStream,
         peer: String,
         is_accepted: bool,
         token: &[u8],
         timing: Timing,
-        now: Instant,
+        begun: Instant,
     ) -> Result<Self> {
         let unusable =
             |error| Error::Connect(format!("cannot use the connection to {peer}: {error}"));
@@ -97,13 +108,15 @@ impl Link {
             peer,
             is_accepted,
             identity: None,
+            is_announced: false,
             phase: Phase::Handshake(Box::new(handshake)),
             inbox: Vec::new(),
-            outbox: Vec::new(),
+            outbox: VecDeque::new(),
+            is_broken: false,
             timing,
-            opened: now,
-            heard: now,
-            beat: now + timing.heartbeat,
+            opened: begun,
+            heard: begun,
+            beat: begun + timing.heartbeat,
         };
         if let Some(hello) = hello {
             link.send_raw(&hello)?;
@@ -128,37 +141,41 @@ impl Link {
         self.send_raw(&Writer::new(APPLICATION).raw(frame).finish())
     }
 
-    /// Tells the peer that this side closes on purpose, as far as the socket takes it.
+    /// Tells the peer why this side closes, as far as the socket takes it.
     pub(crate) fn say_goodbye(&mut self, reason: &str) {
         if self.is_up() {
-            let _ = self.send_raw(&Writer::new(GOODBYE).str(reason).finish());
+            let _ = self.send_raw(&Writer::new(GOODBYE).text(reason, REASON_CAP).finish());
         }
     }
 
     fn send_raw(&mut self, frame: &[u8]) -> Result<()> {
+        if self.is_broken {
+            return Ok(());
+        }
         if self.outbox.len() + frame.len() > OUTBOX_CAP {
             return Err(Error::lost(&self.peer, "it does not read what it is sent"));
         }
-        self.outbox
-            .extend_from_slice(&(frame.len() as u32).to_le_bytes());
-        self.outbox.extend_from_slice(frame);
-        self.flush()
+        self.outbox.extend((frame.len() as u32).to_le_bytes());
+        self.outbox.extend(frame);
+        self.flush();
+        Ok(())
     }
 
     /// Writes what waits.
-    pub(crate) fn flush(&mut self) -> Result<()> {
-        let mut sent = 0;
-        while sent < self.outbox.len() {
-            match self.stream.write(&self.outbox[sent..]) {
-                Ok(0) => return Err(Error::lost(&self.peer, "connection closed")),
-                Ok(n) => sent += n,
+    pub(crate) fn flush(&mut self) {
+        while !self.outbox.is_empty() {
+            match self.stream.write(self.outbox.as_slices().0) {
+                Ok(n) if n > 0 => {
+                    self.outbox.drain(..n);
+                }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(Error::lost(&self.peer, error)),
+                Ok(_) | Err(_) => {
+                    self.outbox.clear();
+                    self.is_broken = true;
+                }
             }
         }
-        self.outbox.drain(..sent);
-        Ok(())
     }
 
     /// Reads what has come. The first value holds what came before the error, if there is one.
@@ -170,35 +187,48 @@ impl Link {
     ) -> (Vec<Incoming>, Option<Error>) {
         let ended = self.fill(now).err();
         let mut incoming = Vec::new();
-        while let Some(frame) = self.next_frame() {
-            let taken = frame.and_then(|frame| self.take(frame, ours, &mut accept, &mut incoming));
+        let mut inbox = std::mem::take(&mut self.inbox);
+        let mut rest = &inbox[..];
+        loop {
+            let taken = match self.split_frame(rest) {
+                Ok(Some((frame, after))) => {
+                    rest = after;
+                    self.take(frame, ours, &mut accept, &mut incoming)
+                }
+                Ok(None) => break,
+                Err(error) => Err(error),
+            };
             if let Err(error) = taken {
                 return (incoming, Some(error));
             }
         }
+        let taken = inbox.len() - rest.len();
+        inbox.drain(..taken);
+        self.inbox = inbox;
         (incoming, ended)
     }
 
     fn fill(&mut self, now: Instant) -> Result<()> {
-        let mut chunk = [0; 64 << 10];
-        // Bounded, so that one busy peer cannot keep the thread: epoll is level-triggered and comes back.
-        for _ in 0..16 {
-            match self.stream.read(&mut chunk) {
-                Ok(0) => return Err(Error::lost(&self.peer, "connection closed")),
-                Ok(n) => {
-                    self.inbox.extend_from_slice(&chunk[..n]);
-                    self.heard = now;
-                }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Err(Error::lost(&self.peer, error)),
-            }
+        let before = self.inbox.len();
+        let read = (&self.stream)
+            .take(READ_CAP as u64)
+            .read_to_end(&mut self.inbox);
+        if self.inbox.len() > before {
+            self.heard = now;
         }
-        Ok(())
+        match read {
+            Ok(READ_CAP) => Ok(()),
+            Ok(_) => Err(Error::lost(&self.peer, "connection closed")),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(()),
+            Err(error) => Err(Error::lost(&self.peer, error)),
+        }
     }
 
-    fn next_frame(&mut self) -> Option<Result<Vec<u8>>> {
-        let length = self.inbox.first_chunk::<4>()?;
+    /// The next frame and what follows it, once it is here whole.
+    fn split_frame<'a>(&self, inbox: &'a [u8]) -> Result<Option<(&'a [u8], &'a [u8])>> {
+        let Some((length, rest)) = inbox.split_first_chunk::<4>() else {
+            return Ok(None);
+        };
         let length = u32::from_le_bytes(*length) as usize;
         let cap = if self.is_up() {
             FRAME_CAP
@@ -206,28 +236,26 @@ impl Link {
             HANDSHAKE_FRAME_CAP
         };
         if length > cap {
-            return Some(Err(Error::protocol(format_args!(
+            return Err(Error::protocol(format_args!(
                 "{} announced a frame of {length} bytes, at most {cap} are allowed",
                 self.peer
-            ))));
+            )));
         }
-        let frame = self.inbox.get(4..4 + length)?.to_vec();
-        self.inbox.drain(..4 + length);
-        Some(Ok(frame))
+        Ok(rest.split_at_checked(length))
     }
 
     fn take(
         &mut self,
-        frame: Vec<u8>,
+        frame: &[u8],
         ours: &Identity,
         accept: impl FnMut(&Identity) -> std::result::Result<(), String>,
         incoming: &mut Vec<Incoming>,
     ) -> Result<()> {
         let Phase::Handshake(handshake) = &mut self.phase else {
-            incoming.extend(self.take_up(&frame)?);
+            incoming.extend(self.take_up(frame)?);
             return Ok(());
         };
-        match handshake.frame(&frame, ours, accept)? {
+        match handshake.frame(frame, ours, accept)? {
             Step::Continue(frames) => frames.iter().try_for_each(|frame| self.send_raw(frame)),
             Step::Admitted {
                 frames,
@@ -261,7 +289,7 @@ impl Link {
             Some(&HEARTBEAT) => Ok(None),
             Some(&APPLICATION) => Ok(Some(Incoming::Frame(frame[1..].to_vec()))),
             Some(&GOODBYE) => {
-                let reason = Reader::new(&frame[1..]).str(4096)?;
+                let reason = Reader::new(&frame[1..]).str(REASON_CAP)?;
                 Err(Error::lost(&self.peer, format_args!("it closed: {reason}")))
             }
             other => Err(Error::protocol(format_args!(

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 /// Largest packed remote key.
 const RKEY_CAP: usize = 4096;
 /// Longest name of a region.
-const NAME_CAP: usize = 256;
+pub(crate) const NAME_CAP: usize = 256;
 
 /// How memory is cut into blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,8 +33,14 @@ impl Layout {
                 "{len} bytes hold no block of {block_bytes} bytes"
             )));
         }
+        let num_blocks = (len - block_bytes) / stride + 1;
+        if num_blocks > u64::from(u32::MAX) {
+            return Err(Error::Config(format!(
+                "{num_blocks} blocks of {block_bytes} bytes: ids have 32 bits, use larger blocks"
+            )));
+        }
         Ok(Self {
-            num_blocks: (len - block_bytes) / stride + 1,
+            num_blocks,
             block_bytes,
             stride,
         })
@@ -103,6 +109,7 @@ impl RemoteRegion {
         if end.is_none()
             || layout.num_blocks > u64::from(u32::MAX)
             || layout.block_bytes > layout.stride
+            || layout.block_bytes == 0
         {
             return Err(Error::protocol(format_args!(
                 "region {name:?} has an impossible layout {layout:?}"
@@ -265,7 +272,43 @@ mod tests {
         assert!(Layout::new(64, 64, 32).is_err());
     }
 
+    fn described(
+        base: u64,
+        num_blocks: u64,
+        block_bytes: u64,
+        stride: u64,
+    ) -> Result<RemoteRegion> {
+        let layout = Layout {
+            num_blocks,
+            block_bytes,
+            stride,
+        };
+        let region = RemoteRegion {
+            name: "kv".to_owned(),
+            layout,
+            base,
+            rkey: vec![1],
+        };
+        let message = region.write(Writer::default()).finish();
+        RemoteRegion::read(&mut Reader::new(&message))
+    }
+
+    #[test]
+    fn a_region_that_cannot_exist_is_refused() {
+        assert!(described(4096, 8, 64, 64).is_ok());
+        assert!(described(u64::MAX - 64, 8, 64, 64).is_err());
+        assert!(described(0, 8, 64, u64::MAX / 4).is_err());
+        assert!(described(0, u64::from(u32::MAX) + 1, 1, 1).is_err());
+        assert!(described(0, 8, 65, 64).is_err());
+        assert!(described(0, 8, 0, 64).is_err());
+    }
+
     proptest! {
+        #[test]
+        fn any_bytes_give_a_region_or_an_error(message: Vec<u8>) {
+            let _ = RemoteRegion::read(&mut Reader::new(&message));
+        }
+
         #[test]
         fn runs_move_exactly_the_named_blocks(pairs in proptest::collection::btree_map(0u32..100, 0u32..100, 0..50)) {
             let (to, from): (Vec<u32>, Vec<u32>) = pairs.into_iter().unzip();

@@ -55,6 +55,10 @@ impl Control {
         self.0.describe_as(json).map_err(to_py)
     }
 
+    fn expect(&self, handoff: &[u8]) -> PyResult<()> {
+        self.0.expect(id(handoff)?).map_err(to_py)
+    }
+
     fn open(
         &self,
         handoff: &[u8],

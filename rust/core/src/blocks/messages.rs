@@ -38,6 +38,29 @@ pub(super) fn regions(regions: &[RemoteRegion]) -> Vec<u8> {
         .finish()
 }
 
+/// What a peer says in [`REGIONS`].
+pub(super) struct RemoteRegions(pub(super) Vec<RemoteRegion>);
+
+impl RemoteRegions {
+    /// Reads what follows the type.
+    pub(super) fn read(mut reader: Reader<'_>) -> Result<Self> {
+        let regions = reader.list(REGIONS_CAP, RemoteRegion::read)?;
+        reader.end()?;
+        Ok(Self(regions))
+    }
+}
+
+pub(super) fn ids(ids: &[u32]) -> Vec<u8> {
+    Writer::default().list(ids, |w, id| w.u32(*id)).finish()
+}
+
+pub(super) fn read_ids(payload: &[u8]) -> Result<Vec<u32>> {
+    let mut reader = Reader::new(payload);
+    let ids = reader.list(BLOCKS_CAP, Reader::u32)?;
+    reader.end()?;
+    Ok(ids)
+}
+
 pub(super) fn final_blocks(blocks: &[FinalBlock]) -> Vec<u8> {
     Writer::default()
         .list(blocks, |w, block| {
@@ -64,5 +87,42 @@ pub(super) fn read_final_blocks(payload: &[u8]) -> Result<Vec<FinalBlock>> {
 }
 
 pub(super) fn reason(payload: &[u8]) -> Result<String> {
-    Reader::new(payload).str(REASON_CAP)
+    let mut reader = Reader::new(payload);
+    let reason = reader.str(REASON_CAP)?;
+    reader.end()?;
+    Ok(reason)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_back(numbers: Vec<(u16, u32, u32, u64)>) {
+            let blocks: Vec<FinalBlock> = numbers
+                .iter()
+                .map(|&(region, position, block_id, checksum)| FinalBlock { region, position, block_id, checksum })
+                .collect();
+            prop_assert_eq!(read_final_blocks(&final_blocks(&blocks)).unwrap(), blocks);
+            let numbers: Vec<u32> = numbers.iter().map(|numbers| numbers.1).collect();
+            prop_assert_eq!(read_ids(&ids(&numbers)).unwrap(), numbers);
+        }
+
+        #[test]
+        fn any_payload_gives_a_value_or_an_error(payload: Vec<u8>) {
+            let _ = read_final_blocks(&payload);
+            let _ = read_ids(&payload);
+            let _ = reason(&payload);
+            let _ = RemoteRegions::read(Reader::new(&payload));
+        }
+
+        #[test]
+        fn a_cut_payload_is_an_error(cut in 1usize..18) {
+            let block = FinalBlock { region: 1, position: 2, block_id: 3, checksum: 4 };
+            let whole = final_blocks(&[block]);
+            prop_assert!(read_final_blocks(&whole[..whole.len() - cut]).is_err());
+        }
+    }
 }

@@ -1,9 +1,12 @@
 //! Blocks between processes: registered regions, reads of a peer's blocks into our own, and handoffs on top.
 
+mod handoffs;
 mod messages;
+mod peers;
 mod serve;
 mod service;
 mod transfer;
+mod transfers;
 
 use std::collections::HashSet;
 use std::net::SocketAddr;
@@ -19,10 +22,12 @@ use crate::identity::{Identity, Incarnation, Service};
 use crate::link::Timing;
 use crate::node::{LinkId, Node, NodeConfig};
 use crate::pipe::listen_address;
-use crate::region::Layout;
+use crate::region::{Layout, NAME_CAP};
 use crate::work::{Work, work};
 
+use messages::BLOCKS_CAP;
 use service::{Blocks, Command};
+use transfers::ReadCommand;
 
 /// What happened on the blocks' thread, for whoever drains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -183,6 +188,12 @@ impl Agent {
         block_bytes: u64,
         stride: u64,
     ) -> Result<Work<u16>> {
+        if name.len() > NAME_CAP {
+            return Err(Error::Config(format!(
+                "a region's name of {} bytes, at most {NAME_CAP} are possible",
+                name.len()
+            )));
+        }
         let layout = Layout::new(buffer.len() as u64, block_bytes, stride)?;
         let (done, completer) = work();
         self.node.send(Command::Register {
@@ -215,7 +226,7 @@ impl Agent {
         timeout: Option<Duration>,
     ) -> Result<Work<u64>> {
         let (done, completer) = work();
-        self.node.send(Command::Read {
+        self.node.send(Command::Read(ReadCommand {
             peer,
             region: region.to_owned(),
             local_ids,
@@ -223,7 +234,7 @@ impl Agent {
             remote_ids,
             deadline: timeout.map(|timeout| Instant::now() + timeout),
             completer,
-        })?;
+        }))?;
         Ok(done)
     }
 
@@ -235,6 +246,7 @@ impl Agent {
         first: u32,
         block_ids: Vec<u32>,
     ) -> Result<()> {
+        check_positions(first, block_ids.len())?;
         self.node.send(Command::Finalize {
             handoff,
             generation,
@@ -256,6 +268,7 @@ impl Agent {
 
     /// Consumer: begins to load; `Loaded` or `Failed` follows exactly once.
     pub fn load(&self, request: LoadRequest) -> Result<()> {
+        check_positions(request.first, request.block_ids.len())?;
         self.node.send(Command::Load(request))
     }
 
@@ -294,6 +307,18 @@ impl Drop for Agent {
     }
 }
 
-pub(crate) fn unknown_region(name: &str) -> Error {
+fn check_positions(first: u32, len: usize) -> Result<()> {
+    let end = u32::try_from(len)
+        .ok()
+        .and_then(|len| first.checked_add(len));
+    if end.is_none() || len > BLOCKS_CAP {
+        return Err(Error::Config(format!(
+            "{len} blocks from position {first} on: at most {BLOCKS_CAP} are possible, and positions have 32 bits"
+        )));
+    }
+    Ok(())
+}
+
+fn unknown_region(name: &str) -> Error {
     Error::Config(format!("there is no region {name:?}"))
 }

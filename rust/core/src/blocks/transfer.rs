@@ -27,12 +27,24 @@ pub(super) enum Owner {
     Handoff(HandoffId, Batch),
 }
 
+/// A read, before it is known to be possible.
+#[derive(Debug)]
+pub(super) struct Read {
+    pub(super) link: LinkId,
+    pub(super) region: u16,
+    pub(super) local_ids: Vec<u32>,
+    pub(super) remote_region: u16,
+    pub(super) remote_ids: Vec<u32>,
+    pub(super) deadline: Option<Instant>,
+    pub(super) owner: Owner,
+}
+
 #[derive(Debug)]
 pub(super) struct Transfer {
     pub(super) link: LinkId,
     pub(super) memory: Arc<Memory>,
     pub(super) layout: Layout,
-    pub(super) local_ids: Vec<u32>,
+    local_ids: Vec<u32>,
     pub(super) remote_region: u16,
     pub(super) remote_ids: Vec<u32>,
     /// Get road: what has not been asked for.
@@ -43,41 +55,33 @@ pub(super) struct Transfer {
     pub(super) num_total: u64,
     uncredited: u64,
     pub(super) is_started: bool,
+    /// Whether the source has been asked to send it.
+    pub(super) is_by_message: bool,
     pub(super) failure: Option<Error>,
     pub(super) deadline: Option<Instant>,
     pub(super) owner: Owner,
 }
 
 impl Transfer {
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn new(
-        link: LinkId,
-        memory: Arc<Memory>,
-        layout: Layout,
-        local_ids: Vec<u32>,
-        remote_region: u16,
-        remote_ids: Vec<u32>,
-        runs: Vec<Run>,
-        deadline: Option<Instant>,
-        owner: Owner,
-    ) -> Self {
-        let num_total = local_ids.len() as u64 * layout.block_bytes;
+    pub(super) fn new(read: Read, memory: Arc<Memory>, layout: Layout, runs: Vec<Run>) -> Self {
+        let num_total = read.local_ids.len() as u64 * layout.block_bytes;
         Self {
-            link,
+            link: read.link,
             memory,
             layout,
-            local_ids,
-            remote_region,
-            remote_ids,
+            local_ids: read.local_ids,
+            remote_region: read.remote_region,
+            remote_ids: read.remote_ids,
             runs: runs.into(),
             in_flight: 0,
             num_placed: 0,
             num_total,
             uncredited: 0,
             is_started: false,
+            is_by_message: false,
             failure: None,
-            deadline,
-            owner,
+            deadline: read.deadline,
+            owner: read.owner,
         }
     }
 

@@ -72,7 +72,7 @@ impl Message {
                 .list(&state.output_ids, |w, id| w.u32(*id))
                 .str(&state.finish_reason)
                 .u32(state.num_cached_tokens),
-            Self::Gone { handoff, reason } => Writer::new(GONE).raw(handoff).str(reason),
+            Self::Gone { handoff, reason } => Writer::new(GONE).raw(handoff).text(reason, TEXT_CAP),
             Self::Ask {
                 id,
                 question: Question::Describe,

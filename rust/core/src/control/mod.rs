@@ -153,6 +153,12 @@ impl Control {
         self.node.send(Command::Describe { json })
     }
 
+    /// Producer: a request of this handoff has come and waits to be scheduled. Its consumers wait with it; others'
+    /// watches end after [`Patience::open`]. Ends with `open` or `withdraw`.
+    pub fn expect(&self, handoff: HandoffId) -> Result<()> {
+        self.node.send(Command::Expect { handoff })
+    }
+
     /// Producer: a request of this handoff is scheduled.
     pub fn open(&self, handoff: HandoffId, opening: Opening) -> Result<()> {
         self.node.send(Command::Open { handoff, opening })

@@ -1,6 +1,6 @@
 //! Both roles of the control plane on its node's thread: what is lent here, and what is watched elsewhere.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use super::messages::Message;
@@ -10,18 +10,18 @@ use crate::events::Events;
 use crate::handoff::HandoffId;
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
+use crate::recent::Recent;
 use crate::work::Completer;
 
 /// Watches that may wait for handoffs that are not open.
 const PARKED_CAP: usize = 1024;
-/// Ended handoffs and results that are remembered.
-const REMEMBERED: usize = 4096;
 
 #[derive(Debug)]
 pub(super) enum Command {
     Describe {
         json: String,
     },
+    Expect { handoff: HandoffId },
     Open {
         handoff: HandoffId,
         opening: Opening,
@@ -76,43 +76,15 @@ struct Asked {
     completer: Completer<String>,
 }
 
-/// A map that forgets its oldest entries.
-struct Memory<T> {
-    entries: HashMap<HandoffId, T>,
-    order: VecDeque<HandoffId>,
-}
-
-impl<T> Memory<T> {
-    fn new() -> Self {
-        Self {
-            entries: HashMap::new(),
-            order: VecDeque::new(),
-        }
-    }
-
-    fn insert(&mut self, handoff: HandoffId, value: T) {
-        if self.entries.insert(handoff, value).is_none() {
-            self.order.push_back(handoff);
-        }
-        if self.order.len() > REMEMBERED
-            && let Some(oldest) = self.order.pop_front()
-        {
-            self.entries.remove(&oldest);
-        }
-    }
-
-    fn get(&self, handoff: &HandoffId) -> Option<&T> {
-        self.entries.get(handoff)
-    }
-}
-
 pub(super) struct Schedulers {
     events: Events<Event>,
     patience: Patience,
     description: String,
     lent: HashMap<HandoffId, Lent>,
-    ended: Memory<String>,
-    results: Memory<String>,
+    ended: Recent<String>,
+    results: Recent<String>,
+    /// Requests that have come but are not scheduled: their watches wait as long as it takes.
+    expected: HashSet<HandoffId>,
     parked: Vec<(HandoffId, LinkId, Instant)>,
     watched: HashMap<HandoffId, Watched>,
     asked: HashMap<u64, Asked>,
@@ -126,8 +98,9 @@ impl Schedulers {
             patience,
             description: "{}".to_owned(),
             lent: HashMap::new(),
-            ended: Memory::new(),
-            results: Memory::new(),
+            ended: Recent::default(),
+            results: Recent::default(),
+            expected: HashSet::new(),
             parked: Vec::new(),
             watched: HashMap::new(),
             asked: HashMap::new(),
@@ -142,6 +115,7 @@ impl Schedulers {
     // --- producer
 
     fn open(&mut self, io: &mut Io, handoff: HandoffId, opening: Opening) {
+        self.expected.remove(&handoff);
         if let Some(reason) = self.ended.get(&handoff) {
             // Released or withdrawn before it was opened.
             return self.events.push(Event::Released {
@@ -149,11 +123,18 @@ impl Schedulers {
                 reason: reason.clone(),
             });
         }
+        // Opened again, in a new generation, it keeps those who watch it.
+        let watchers = self.lent.remove(&handoff).map(|lent| lent.watchers);
+        let watchers = watchers.unwrap_or_default();
+        for &link in &watchers {
+            let opening = opening.clone();
+            Self::say(io, link, &Message::Opened { handoff, opening });
+        }
         let lent = Lent {
             opening,
             state: None,
             lease_ends: None,
-            watchers: HashSet::new(),
+            watchers,
             is_abandoned: false,
         };
         self.lent.insert(handoff, lent);
@@ -196,19 +177,17 @@ impl Schedulers {
 
     /// Ends a lent handoff and tells whoever watches it. `None`: it was not lent.
     fn end(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) -> Option<Lent> {
+        self.expected.remove(&handoff);
         self.ended.insert(handoff, reason.to_owned());
-        let lent = self.lent.remove(&handoff)?;
-        for &link in &lent.watchers {
-            Self::say(
-                io,
-                link,
-                &Message::Gone {
-                    handoff,
-                    reason: reason.to_owned(),
-                },
-            );
+        let lent = self.lent.remove(&handoff);
+        let waiting = self.parked.extract_if(.., |(id, ..)| *id == handoff);
+        let mut told: Vec<LinkId> = waiting.map(|(_, link, _)| link).collect();
+        told.extend(lent.iter().flat_map(|lent| &lent.watchers));
+        for link in told {
+            let reason = reason.to_owned();
+            Self::say(io, link, &Message::Gone { handoff, reason });
         }
-        Some(lent)
+        lent
     }
 
     /// Ends a lent handoff from outside: the scheduler is told to free its blocks.
@@ -226,6 +205,7 @@ impl Schedulers {
     fn watch_here(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId) {
         if let Some(lent) = self.lent.get_mut(&handoff) {
             lent.watchers.insert(link);
+            lent.is_abandoned = false;
             Self::say(
                 io,
                 link,
@@ -261,7 +241,8 @@ impl Schedulers {
             .retain(|(id, other, _)| (*id, *other) != (handoff, link));
         if self.parked.len() < num_parked && !is_taken {
             // Nobody is left to read it: once opened, it is given back at once.
-            self.ended.insert(handoff, "its consumer gave up".to_owned());
+            self.ended
+                .insert(handoff, "its consumer gave up".to_owned());
         }
         let Some(lent) = self
             .lent
@@ -376,11 +357,11 @@ impl Schedulers {
         }
     }
 
-    fn told(&mut self, io: &mut Io, link: LinkId, message: Message) -> Result<()> {
+    fn told(&mut self, io: &mut Io, link: LinkId, message: Message) {
         match message {
             Message::Watch(handoff) => self.watch_here(io, link, handoff),
             Message::Unwatch { handoff, is_taken } => {
-                self.unwatch_here(io, link, handoff, is_taken)
+                self.unwatch_here(io, link, handoff, is_taken);
             }
             Message::Ask { id, question } => {
                 let json = self.answer(io, &question);
@@ -397,14 +378,14 @@ impl Schedulers {
                 self.events.push(Event::Gone { handoff, reason });
             }
             Message::Answer { id, json } => {
-                if let Some(asked) = self.asked.remove(&id).filter(|asked| asked.link == link) {
+                let is_asked = self.asked.get(&id).is_some_and(|asked| asked.link == link);
+                if is_asked && let Some(asked) = self.asked.remove(&id) {
                     asked.completer.complete(Ok(json));
                 }
             }
             // Of a handoff that is not watched any more.
             Message::Opened { .. } | Message::Finished { .. } | Message::Gone { .. } => {}
         }
-        Ok(())
     }
 
     fn expire_leases(&mut self, io: &mut Io) -> Option<Instant> {
@@ -430,13 +411,15 @@ impl Schedulers {
     fn expire_parked(&mut self, io: &mut Io) -> Option<Instant> {
         let (late, kept): (Vec<_>, Vec<_>) = std::mem::take(&mut self.parked)
             .into_iter()
-            .partition(|(_, _, until)| *until <= io.now);
+            .partition(|(id, _, until)| *until <= io.now && !self.expected.contains(id));
         self.parked = kept;
         for (handoff, link, _) in late {
             let reason = "the handoff is not known to its producer".to_owned();
             Self::say(io, link, &Message::Gone { handoff, reason });
         }
-        self.parked.iter().map(|(_, _, until)| *until).min()
+        let unknown = |(id, ..): &&(HandoffId, LinkId, Instant)| !self.expected.contains(id);
+        let parked = self.parked.iter().filter(unknown);
+        parked.map(|(_, _, until)| *until).min()
     }
 
     fn expire_watches(&mut self, io: &mut Io) -> Option<Instant> {
@@ -479,6 +462,9 @@ impl Service for Schedulers {
     fn command(&mut self, io: &mut Io, command: Command) {
         match command {
             Command::Describe { json } => self.description = json,
+            Command::Expect { handoff } => {
+                self.expected.insert(handoff);
+            }
             Command::Open { handoff, opening } => self.open(io, handoff, opening),
             Command::Finish { handoff, state } => self.finish(io, handoff, state),
             Command::Withdraw { handoff, reason } => {
@@ -500,7 +486,7 @@ impl Service for Schedulers {
 
     fn link_up(&mut self, io: &mut Io, link: LinkId, peer: &Identity) {
         let (address, engine) = (io.peer(link), &peer.engine_id);
-        self.events.push(Event::Log(format!(
+        self.events.push_minor(Event::Log(format!(
             "control.open peer={address} engine_id={engine}"
         )));
         for (&handoff, _) in self
@@ -524,7 +510,7 @@ impl Service for Schedulers {
 
     fn link_down(&mut self, io: &mut Io, link: LinkId, error: Error) {
         self.events
-            .push(Event::Log(format!("control.closed {error}")));
+            .push_minor(Event::Log(format!("control.closed {error}")));
         self.by_address.retain(|_, other| *other != link);
         self.parked.retain(|(_, other, _)| *other != link);
         let watching: Vec<HandoffId> = self
@@ -564,7 +550,8 @@ impl Service for Schedulers {
     }
 
     fn frame(&mut self, io: &mut Io, link: LinkId, frame: &[u8]) -> Result<()> {
-        self.told(io, link, Message::decode(frame)?)
+        self.told(io, link, Message::decode(frame)?);
+        Ok(())
     }
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {
@@ -579,6 +566,6 @@ impl Service for Schedulers {
 
     fn log(&mut self, text: String) {
         self.events
-            .push(Event::Log(format!("control.refused {text}")));
+            .push_minor(Event::Log(format!("control.refused {text}")));
     }
 }

@@ -1,6 +1,6 @@
 //! The receiving side: what has been announced, what is being read, what has arrived whole.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use super::{FinalBlock, HandoffId};
 use crate::error::{Error, Result};
@@ -51,13 +51,25 @@ pub enum Outcome {
 #[derive(Debug)]
 struct State {
     load: Load,
-    /// For each wanted block, the regions in which it was announced.
-    announced: Vec<u16>,
+    /// For each wanted block and region (`[block][region]`), whether it was announced.
+    announced: Vec<bool>,
     /// For each wanted block, the regions in which it has arrived.
     arrived: Vec<u16>,
     num_reading: usize,
     num_bytes: u64,
+    is_selected: bool,
     failure: Option<String>,
+}
+
+impl State {
+    /// Where a block goes, when it is wanted and comes for the first time.
+    fn want(&mut self, block: &FinalBlock) -> Option<u32> {
+        let index = block.position.checked_sub(self.load.first)? as usize;
+        let local = *self.load.block_ids.get(index)?;
+        let at = index * usize::from(self.load.num_regions) + usize::from(block.region);
+        let is_new = !std::mem::replace(self.announced.get_mut(at)?, true);
+        is_new.then_some(local)
+    }
 }
 
 /// All loads of this worker.
@@ -79,21 +91,25 @@ impl Consumer {
         }
         let count = load.block_ids.len();
         let state = State {
+            announced: vec![false; count * usize::from(load.num_regions)],
             load,
-            announced: vec![0; count],
             arrived: vec![0; count],
             num_reading: 0,
             num_bytes: 0,
+            is_selected: false,
             failure: None,
         };
         self.loads.insert(handoff, state);
         Ok(())
     }
 
-    /// What the producer has to be asked for.
-    pub fn range(&self, handoff: &HandoffId) -> Option<(u32, u32)> {
-        let load = &self.loads.get(handoff)?.load;
-        Some((load.first, load.first + load.block_ids.len() as u32))
+    /// What the producer is now asked for: the first position, and the one after the last.
+    pub fn select(&mut self, handoff: &HandoffId) -> Option<(u32, u32)> {
+        let state = self.loads.get_mut(handoff)?;
+        state.is_selected = true;
+        let load = &state.load;
+        let end = load.first.saturating_add(load.block_ids.len() as u32);
+        Some((load.first, end))
     }
 
     /// The generation of a load.
@@ -103,8 +119,11 @@ impl Consumer {
 
     /// The producer says that blocks are final; what to read now, region by region.
     ///
+    /// Blocks that are not wanted, or were announced before, are passed over: they may answer an earlier select of the
+    /// same handoff.
+    ///
     /// # Errors
-    /// A block that was not asked for, or twice the same.
+    /// A region that this side does not have.
     pub fn announced(
         &mut self,
         handoff: &HandoffId,
@@ -118,43 +137,28 @@ impl Consumer {
         if state.failure.is_some() || state.load.generation != generation {
             return Ok(Vec::new());
         }
-        let mut batches: Vec<Batch> = Vec::new();
+        let num_regions = state.load.num_regions;
+        if let Some(block) = blocks.iter().find(|block| block.region >= num_regions) {
+            return Err(Error::protocol(format_args!(
+                "a block of region {} of {num_regions} was announced",
+                block.region
+            )));
+        }
+        let mut batches: BTreeMap<u16, Batch> = BTreeMap::new();
         for block in blocks {
-            let index = block
-                .position
-                .checked_sub(state.load.first)
-                .map(|index| index as usize);
-            let Some(&local) = index.and_then(|index| state.load.block_ids.get(index)) else {
-                return Err(Error::protocol(format_args!(
-                    "block {} was not asked for",
-                    block.position
-                )));
+            let Some(local) = state.want(block) else {
+                continue;
             };
-            let seen = &mut state.announced[index.unwrap_or_default()];
-            if block.region >= state.load.num_regions || *seen >= state.load.num_regions {
-                return Err(Error::protocol(format_args!(
-                    "block {} was announced twice",
-                    block.position
-                )));
-            }
-            *seen += 1;
-            match batches
-                .iter_mut()
-                .find(|batch| batch.region == block.region)
-            {
-                Some(batch) => {
-                    batch.blocks.push(*block);
-                    batch.local_ids.push(local);
-                }
-                None => batches.push(Batch {
-                    region: block.region,
-                    blocks: vec![*block],
-                    local_ids: vec![local],
-                }),
-            }
+            let batch = batches.entry(block.region).or_insert_with(|| Batch {
+                region: block.region,
+                blocks: Vec::new(),
+                local_ids: Vec::new(),
+            });
+            batch.blocks.push(*block);
+            batch.local_ids.push(local);
         }
         state.num_reading += batches.len();
-        Ok(batches)
+        Ok(batches.into_values().collect())
     }
 
     /// A read has ended. `whole` tells for each of its blocks whether it is here with the right checksum.
@@ -207,7 +211,7 @@ impl Consumer {
             return None;
         }
         let is_whole = |count: &u16| *count == state.load.num_regions;
-        let is_complete = state.arrived.iter().all(is_whole);
+        let is_complete = state.is_selected && state.arrived.iter().all(is_whole);
         if state.failure.is_none() && !(is_complete && state.load.is_committed) {
             return None;
         }
@@ -251,6 +255,7 @@ mod tests {
             is_committed,
         };
         consumer.begin(ID, load).unwrap();
+        assert_eq!(consumer.select(&ID), Some((2, 4)));
         consumer
     }
 
@@ -321,16 +326,53 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_was_not_asked_for_is_an_error() {
-        assert!(consumer(true).announced(&ID, 3, &[block(0, 4)]).is_err());
-        assert!(consumer(true).announced(&ID, 3, &[block(0, 1)]).is_err());
+    fn blocks_that_were_not_asked_for_are_not_read() {
+        let blocks = [block(0, 4), block(0, 1), block(0, 3)];
+        let batches = consumer(true).announced(&ID, 3, &blocks).unwrap();
+        assert_eq!(batches.len(), 1);
+        assert_eq!(batches[0].blocks, [block(0, 3)]);
+        assert_eq!(batches[0].local_ids, [51]);
+    }
+
+    #[test]
+    fn a_region_that_is_not_there_is_an_error() {
         assert!(consumer(true).announced(&ID, 3, &[block(2, 2)]).is_err());
     }
 
     #[test]
-    fn a_block_announced_twice_is_an_error() {
+    fn a_block_announced_twice_is_read_once() {
         let mut consumer = consumer(true);
         consumer.announced(&ID, 3, &all()).unwrap();
-        assert!(consumer.announced(&ID, 3, &[block(0, 2)]).is_err());
+        assert_eq!(consumer.announced(&ID, 3, &[block(0, 2)]).unwrap(), []);
+    }
+
+    #[test]
+    fn a_block_announced_twice_in_one_region_does_not_stand_for_another_region() {
+        let mut consumer = consumer(true);
+        let twice = [block(0, 2), block(0, 2), block(0, 3), block(0, 3)];
+        for batch in consumer.announced(&ID, 3, &twice).unwrap() {
+            let whole = vec![true; batch.blocks.len()];
+            consumer.read(&ID, &batch, &whole, 10);
+        }
+        assert_eq!(consumer.take_outcome(&ID), None);
+    }
+
+    #[test]
+    fn a_load_of_nothing_ends_only_after_its_select() {
+        let mut consumer = Consumer::default();
+        let load = Load {
+            generation: 0,
+            first: 0,
+            block_ids: vec![],
+            num_regions: 1,
+            is_committed: true,
+        };
+        consumer.begin(ID, load).unwrap();
+        assert_eq!(consumer.take_outcome(&ID), None);
+        consumer.select(&ID);
+        assert_eq!(
+            consumer.take_outcome(&ID),
+            Some(Outcome::Loaded { num_bytes: 0 })
+        );
     }
 }

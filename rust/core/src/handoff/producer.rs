@@ -5,11 +5,10 @@ use std::time::{Duration, Instant};
 
 use super::{FinalBlock, HandoffId};
 use crate::node::LinkId;
+use crate::recent::Recent;
 
 /// Selects that may wait for handoffs that are not known yet.
 const PARKED_CAP: usize = 1024;
-/// Ended handoffs that are remembered, so that a late select is answered at once.
-const TOMBSTONES_CAP: usize = 4096;
 
 /// What the producer has to tell a consumer.
 #[derive(Debug, PartialEq, Eq)]
@@ -59,7 +58,8 @@ struct Lent {
 pub struct Producer {
     lent: HashMap<HandoffId, Lent>,
     parked: VecDeque<(HandoffId, Select, Instant)>,
-    ended: VecDeque<(HandoffId, String)>,
+    /// Why handoffs have ended, so that a late select is answered at once.
+    ended: Recent<String>,
 }
 
 impl Producer {
@@ -70,7 +70,7 @@ impl Producer {
         generation: u32,
         blocks: &[FinalBlock],
     ) -> Vec<Action> {
-        if self.reason(&handoff).is_some() {
+        if self.ended.get(&handoff).is_some() {
             return Vec::new();
         }
         let lent = self.lent.entry(handoff).or_default();
@@ -104,10 +104,12 @@ impl Producer {
                 reason: reason.to_owned(),
             }]
         };
-        if let Some(reason) = self.reason(&handoff) {
+        if let Some(reason) = self.ended.get(&handoff) {
             return gone(reason);
         }
         if let Some(lent) = self.lent.get_mut(&handoff) {
+            // A consumer that tries again has given up what it asked for before.
+            lent.selects.retain(|other| other.link != select.link);
             lent.selects.push(select);
             return announce(&select, handoff, lent.generation, &lent.blocks)
                 .into_iter()
@@ -116,17 +118,16 @@ impl Producer {
         if self.parked.len() >= PARKED_CAP {
             return gone("too many selects wait for handoffs that are not open");
         }
+        self.parked
+            .retain(|(id, other, _)| (*id, other.link) != (handoff, select.link));
         self.parked.push_back((handoff, select, until));
         Vec::new()
     }
 
     /// Forgets a handoff: its blocks may change from now on.
     pub fn end(&mut self, handoff: HandoffId, reason: &str) -> Vec<Action> {
-        if self.reason(&handoff).is_none() {
-            if self.ended.len() >= TOMBSTONES_CAP {
-                self.ended.pop_front();
-            }
-            self.ended.push_back((handoff, reason.to_owned()));
+        if self.ended.get(&handoff).is_none() {
+            self.ended.insert(handoff, reason.to_owned());
         }
         let selects = self
             .lent
@@ -173,6 +174,9 @@ impl Producer {
     /// Refuses selects whose handoff was not opened in time, and tells when to come back.
     pub fn expire(&mut self, now: Instant) -> (Vec<Action>, Option<Instant>) {
         let late = |(_, _, until): &(HandoffId, Select, Instant)| *until <= now;
+        if !self.parked.iter().any(late) {
+            return (Vec::new(), self.parked.iter().map(|(_, _, at)| *at).min());
+        }
         let (expired, kept): (VecDeque<_>, VecDeque<_>) =
             std::mem::take(&mut self.parked).into_iter().partition(late);
         self.parked = kept;
@@ -191,17 +195,11 @@ impl Producer {
     pub fn num_lent(&self) -> usize {
         self.lent.len()
     }
-
-    fn reason(&self, handoff: &HandoffId) -> Option<&str> {
-        self.ended
-            .iter()
-            .find(|(id, _)| id == handoff)
-            .map(|(_, reason)| reason.as_str())
-    }
 }
 
-/// How long a select waits for a handoff that is not known yet.
-pub const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a select waits for the first final block. It comes after the scheduler has opened the handoff, whose end
+/// this side is told of; prefill may compute for a long time.
+pub const OPEN_TIMEOUT: Duration = Duration::from_secs(300);
 
 fn announce(
     select: &Select,
@@ -288,6 +286,16 @@ mod tests {
         assert!(producer.done(20, ID));
         assert!(!producer.done(20, ID));
         assert_eq!(producer.num_lent(), 0);
+    }
+
+    #[test]
+    fn a_consumer_that_selects_again_is_told_of_each_block_once() {
+        let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
+        producer.select(select(20, 0, 2), ID, later);
+        producer.select(select(20, 0, 2), ID, later);
+        assert_eq!(positions(&producer.finalize(ID, 0, &[block(0)])), [0]);
+        producer.select(select(20, 1, 2), ID, later);
+        assert_eq!(positions(&producer.finalize(ID, 0, &[block(1)])), [1]);
     }
 
     #[test]

@@ -25,7 +25,9 @@ const EAGER_CAP: usize = 32 << 10;
 /// Messages that may be sent before the receiver has taken the first of them.
 const MESSAGES_IN_FLIGHT: usize = 64;
 /// A withdrawn or closing operation waits this long for the peer's answer.
-const ANSWER_WITHIN: Duration = Duration::from_millis(100);
+/// Long enough for a receiver that is alive on a busy machine, else its pipe would be closed although the two sides
+/// have not met.
+const ANSWER_WITHIN: Duration = Duration::from_millis(500);
 /// Longest text of a dtype, structured ones included.
 const DTYPE_CAP: usize = 4096;
 /// Most dimensions of a tensor.
@@ -66,6 +68,18 @@ impl Meta {
             .u8(self.family)
             .str(&self.dtype)
             .list(&self.shape, |w, n| w.u64(*n))
+    }
+
+    /// What no receiver would take is refused here.
+    fn check(&self) -> Result<()> {
+        if self.dtype.len() > DTYPE_CAP || self.shape.len() > DIMENSIONS_CAP {
+            return Err(Error::Config(format!(
+                "a tensor of {} dimensions, its dtype spelled in {} bytes: at most {DIMENSIONS_CAP} and {DTYPE_CAP} are possible",
+                self.shape.len(),
+                self.dtype.len()
+            )));
+        }
+        Ok(())
     }
 
     fn read(reader: &mut Reader<'_>) -> Result<Self> {
@@ -244,6 +258,7 @@ impl Pipe {
                 "this is the receiving end of the pipe; it cannot send".to_owned(),
             ));
         };
+        meta.check()?;
         let (done, completer) = work();
         node.send(sender::Command::Send {
             meta,
@@ -313,5 +328,37 @@ impl Pipe {
     /// Counters and state.
     pub fn info(&self) -> PipeInfo {
         self.shared.get().clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_description_is_read_as_written(family: u8, dtype in ".{0,64}", shape in proptest::collection::vec(any::<u64>(), 0..8)) {
+            let meta = Meta { family, dtype, shape };
+            let message = meta.write(Writer::default()).finish();
+            prop_assert_eq!(Meta::read(&mut Reader::new(&message)).unwrap(), meta);
+        }
+
+        #[test]
+        fn any_bytes_give_a_description_or_an_error(message: Vec<u8>) {
+            let _ = Meta::read(&mut Reader::new(&message));
+        }
+    }
+
+    #[test]
+    fn a_description_that_no_receiver_takes_is_refused() {
+        let of = |dimensions, spelled| Meta {
+            family: 2,
+            dtype: "x".repeat(spelled),
+            shape: vec![1; dimensions],
+        };
+        assert!(of(DIMENSIONS_CAP, DTYPE_CAP).check().is_ok());
+        assert!(of(DIMENSIONS_CAP + 1, 1).check().is_err());
+        assert!(of(1, DTYPE_CAP + 1).check().is_err());
     }
 }

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::codec::Reader;
 use crate::data::Road;
+use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
@@ -81,10 +82,13 @@ struct Fetch {
 
 pub(super) struct Receiver {
     shared: Shared,
+    /// The one sender, from the moment it was let in.
+    sender: Option<LinkId>,
+    /// The same, while its session is established.
     link: Option<LinkId>,
-    has_sender: bool,
     arrived: VecDeque<Arrived>,
     wanted: VecDeque<Wanted>,
+    deadlines: Earliest,
     fetch: Option<Fetch>,
     next_sequence: u64,
     has_ended: bool,
@@ -95,10 +99,11 @@ impl Receiver {
     pub(super) fn new(shared: Shared) -> Self {
         Self {
             shared,
+            sender: None,
             link: None,
-            has_sender: false,
             arrived: VecDeque::new(),
             wanted: VecDeque::new(),
+            deadlines: Earliest::default(),
             fetch: None,
             next_sequence: 0,
             has_ended: false,
@@ -120,18 +125,11 @@ impl Receiver {
                 wanted.completer.complete(Err(error));
                 continue;
             }
+            let (sequence, meta) = (arrived.sequence, arrived.meta);
             match arrived.content {
-                Content::Eager(bytes) => {
-                    self.deliver(io, arrived.sequence, arrived.meta, bytes, wanted)
-                }
+                Content::Eager(bytes) => self.deliver(io, sequence, meta, bytes, wanted),
                 Content::Offer { len, address, key } => {
-                    self.begin(
-                        io,
-                        arrived.sequence,
-                        arrived.meta,
-                        (len, address, &key),
-                        wanted,
-                    );
+                    self.begin(io, sequence, meta, (len, address, key), wanted);
                 }
             }
         }
@@ -151,15 +149,16 @@ impl Receiver {
     fn deliver(&mut self, io: &mut Io, sequence: u64, meta: Meta, bytes: Vec<u8>, wanted: Wanted) {
         self.acknowledge(io, sequence, bytes.len());
         let buffer = match wanted.out {
-            Some((_, out)) => {
-                out.write(0, &bytes);
-                None
+            Some((_, out)) if !out.write(0, &bytes) => {
+                let text = "out= is not in host memory; this version receives nowhere else";
+                let error = Error::Unavailable(text.to_owned());
+                return wanted.completer.complete(Err(error));
             }
+            Some(_) => None,
             None => Some(Buffer::from_vec(bytes)),
         };
-        wanted
-            .completer
-            .complete(Ok(Arc::new(Received { meta, buffer })));
+        let received = Received { meta, buffer };
+        wanted.completer.complete(Ok(Arc::new(received)));
     }
 
     fn acknowledge(&mut self, io: &mut Io, sequence: u64, len: usize) {
@@ -177,22 +176,31 @@ impl Receiver {
         io: &mut Io,
         sequence: u64,
         meta: Meta,
-        offer: (usize, u64, &[u8]),
+        (len, address, key): (usize, u64, Vec<u8>),
         wanted: Wanted,
     ) {
         let Some(link) = self.link else { return };
-        let (len, address, key) = offer;
         let is_fresh = wanted.out.is_none();
-        let buffer = wanted
-            .out
-            .map_or_else(|| Buffer::zeroed(len), |(_, buffer)| buffer);
+        let buffer = match wanted.out {
+            Some((_, buffer)) => Ok(buffer),
+            None => allocate(len),
+        };
+        let buffer = match buffer {
+            Ok(buffer) => buffer,
+            Err(error) => {
+                // Nothing is consumed: a caller with memory of its own can still take it.
+                let content = Content::Offer { len, address, key };
+                self.arrived.push_front(Arrived {
+                    sequence,
+                    meta,
+                    content,
+                });
+                return wanted.completer.complete(Err(error));
+            }
+        };
         let is_get = matches!(io.road(link), Some(Road::Get(_)));
         let prepared = io.register(buffer).and_then(|memory| {
-            let key = if is_get {
-                Some(io.unpack_rkey(link, key)?)
-            } else {
-                None
-            };
+            let key = is_get.then(|| io.unpack_rkey(link, &key)).transpose()?;
             Ok((memory, key))
         });
         let (memory, key) = match prepared {
@@ -202,7 +210,6 @@ impl Receiver {
                 return wanted.completer.complete(Err(error));
             }
         };
-        let (deadline, completer) = (wanted.deadline, wanted.completer);
         self.fetch = Some(Fetch {
             sequence,
             meta,
@@ -214,8 +221,8 @@ impl Receiver {
             begun: 0,
             in_flight: 0,
             uncredited: 0,
-            deadline,
-            completer,
+            deadline: wanted.deadline,
+            completer: wanted.completer,
             failure: None,
         });
         if is_get {
@@ -371,14 +378,18 @@ impl Receiver {
 
     fn expire(&mut self, io: &mut Io) {
         let now = io.now;
-        let late = |wanted: &Wanted| wanted.deadline.meet_by.is_some_and(|at| at <= now);
-        let (expired, kept): (VecDeque<_>, VecDeque<_>) = self.wanted.drain(..).partition(late);
-        self.wanted = kept;
-        for wanted in expired {
-            let text = "no tensor came in time; the pipe is usable";
-            wanted
-                .completer
-                .complete(Err(Error::Timeout(text.to_owned())));
+        if self.deadlines.take_if_past(now) {
+            let late = |wanted: &Wanted| wanted.deadline.meet_by.is_some_and(|at| at <= now);
+            let (expired, kept): (VecDeque<_>, VecDeque<_>) = self.wanted.drain(..).partition(late);
+            for wanted in expired {
+                let text = "no tensor came in time; the pipe is usable";
+                let error = Error::Timeout(text.to_owned());
+                wanted.completer.complete(Err(error));
+            }
+            for wanted in &kept {
+                self.deadlines.add(wanted.deadline.meet_by);
+            }
+            self.wanted = kept;
         }
         let is_late = |fetch: &Fetch| fetch.deadline.done_by.is_some_and(|at| at <= now);
         if let (Some(link), Some(fetch)) = (self.link, &mut self.fetch)
@@ -393,6 +404,19 @@ impl Receiver {
             io.fail(link, Error::Timeout(text));
         }
     }
+}
+
+/// Memory for a tensor whose size the sender names: more than there is must be an error and not the end of the process.
+fn allocate(len: usize) -> Result<Buffer> {
+    let mut probe: Vec<u8> = Vec::new();
+    let is_possible = probe.try_reserve_exact(len).is_ok();
+    drop(std::hint::black_box(probe));
+    if is_possible {
+        return Ok(Buffer::zeroed(len));
+    }
+    Err(Error::Exhausted(format!(
+        "no memory for a tensor of {len} bytes; it was not consumed"
+    )))
 }
 
 fn mismatch(wanted: &Wanted, arrived: &Arrived) -> Option<Error> {
@@ -428,6 +452,7 @@ impl Service for Receiver {
             completer,
         }: Command,
     ) {
+        self.deadlines.add(deadline.meet_by);
         self.wanted.push_back(Wanted {
             out,
             deadline,
@@ -436,13 +461,18 @@ impl Service for Receiver {
         self.pair(io);
     }
 
-    fn accept(&mut self, _peer: &Identity) -> std::result::Result<(), String> {
-        if std::mem::replace(&mut self.has_sender, true) {
+    fn accept(&mut self, link: LinkId, _peer: &Identity) -> std::result::Result<(), String> {
+        if self.sender.is_some() {
             return Err(
                 "this pipe already has a sender; a pipe has one for its whole life".to_owned(),
             );
         }
+        self.sender = Some(link);
         Ok(())
+    }
+
+    fn dismissed(&mut self, link: LinkId) {
+        self.sender.take_if(|sender| *sender == link);
     }
 
     fn link_up(&mut self, io: &mut Io, link: LinkId, _peer: &Identity) {
@@ -462,6 +492,7 @@ impl Service for Receiver {
             error
         };
         self.failure.get_or_insert(error.clone());
+        self.link = None;
         // What came whole can still be received; an offer cannot, its memory is gone with the sender.
         self.arrived
             .retain(|arrived| matches!(arrived.content, Content::Eager(_)));
@@ -523,16 +554,12 @@ impl Service for Receiver {
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {
         self.expire(io);
-        let wanted = self
-            .wanted
-            .iter()
-            .filter_map(|wanted| wanted.deadline.meet_by);
         let fetch = self
             .fetch
             .iter()
             .filter(|fetch| fetch.failure.is_none())
             .filter_map(|fetch| fetch.deadline.done_by);
-        wanted.chain(fetch).min()
+        fetch.chain(self.deadlines.at()).min()
     }
 
     fn stop(&mut self, _io: &mut Io) {

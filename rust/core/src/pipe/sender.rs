@@ -12,6 +12,7 @@ use super::{
 };
 use crate::codec::{Reader, Writer};
 use crate::data::Road;
+use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
@@ -65,10 +66,13 @@ pub(super) struct Sender {
     is_up: bool,
     connecting: Option<Completer<()>>,
     queue: VecDeque<Queued>,
+    deadlines: Earliest,
     posted: VecDeque<Posted>,
     next_sequence: u64,
     closing: Option<(Deadline, Completer<()>)>,
     failure: Option<Error>,
+    /// Whether there were tensors that had not been taken when it failed.
+    has_lost: bool,
 }
 
 impl Sender {
@@ -79,10 +83,12 @@ impl Sender {
             is_up: false,
             connecting: None,
             queue: VecDeque::new(),
+            deadlines: Earliest::default(),
             posted: VecDeque::new(),
             next_sequence: 0,
             closing: None,
             failure: None,
+            has_lost: false,
         }
     }
 
@@ -94,75 +100,79 @@ impl Sender {
             let Some(queued) = self.queue.pop_front() else {
                 break;
             };
-            let sequence = self.next_sequence;
-            self.next_sequence += 1;
-            if queued.buffer.len() <= EAGER_CAP {
-                self.post_eager(io, link, sequence, queued);
+            let unsent = if queued.buffer.len() <= EAGER_CAP {
+                self.post_eager(io, link, queued)
             } else {
-                self.post_offer(io, link, sequence, queued);
+                self.post_offer(io, link, queued)
+            };
+            if let Some(queued) = unsent {
+                // The link is lost, and its end will be that of all that is queued.
+                self.queue.push_front(queued);
+                return;
             }
         }
         self.finish_closing(io);
     }
 
-    fn post_eager(&mut self, io: &mut Io, link: LinkId, sequence: u64, queued: Queued) {
+    /// Gives a tensor back that cannot be sent because the link is lost.
+    fn post_eager(&mut self, io: &mut Io, link: LinkId, queued: Queued) -> Option<Queued> {
         let len = queued.buffer.len();
         let Some(bytes) = queued.buffer.bytes(0, len) else {
             let text =
                 "only host memory can be sent in this version; copy the tensor to the CPU first";
-            queued
-                .completer
-                .complete(Err(Error::Unavailable(text.to_owned())));
-            self.next_sequence -= 1;
-            return;
+            let error = Error::Unavailable(text.to_owned());
+            queued.completer.complete(Err(error));
+            return None;
         };
         let payload = queued.meta.write(Writer::default()).bytes(bytes).finish();
-        let header = io.header(link, EAGER).u64(sequence);
-        if io.message(link, header, Payload::Bytes(payload), 0) {
-            self.count(len);
-            self.posted.push_back(Posted {
-                sequence,
-                large: None,
-            });
-            queued.completer.complete(Ok(()));
+        let header = io.header(link, EAGER).u64(self.next_sequence);
+        if !io.message(link, header, Payload::Bytes(payload), 0) {
+            return Some(queued);
         }
+        self.count(len);
+        self.remember(None);
+        queued.completer.complete(Ok(()));
+        None
     }
 
-    fn post_offer(&mut self, io: &mut Io, link: LinkId, sequence: u64, queued: Queued) {
-        let offered = io.register(queued.buffer).and_then(|memory| {
+    /// As [`post_eager`](Self::post_eager).
+    fn post_offer(&mut self, io: &mut Io, link: LinkId, queued: Queued) -> Option<Queued> {
+        let offered = io.register(queued.buffer.clone()).and_then(|memory| {
             let key = memory.pack_rkey()?;
             Ok((memory, key))
         });
         let (memory, key) = match offered {
             Ok(offered) => offered,
             Err(error) => {
-                self.next_sequence -= 1;
-                return queued.completer.complete(Err(error));
+                queued.completer.complete(Err(error));
+                return None;
             }
         };
-        let buffer = memory.buffer();
         let header = io
             .header(link, OFFER)
-            .u64(sequence)
-            .u64(buffer.len() as u64)
-            .u64(buffer.address() as u64);
+            .u64(self.next_sequence)
+            .u64(queued.buffer.len() as u64)
+            .u64(queued.buffer.address() as u64);
         let payload = queued.meta.write(Writer::default()).bytes(&key).finish();
-        if io.message(link, header, Payload::Bytes(payload), 0) {
-            let (deadline, completer) = (queued.deadline, queued.completer);
-            let large = Large {
-                memory,
-                deadline,
-                completer,
-                is_accepted: false,
-                sent: 0,
-                credit: WINDOW,
-                withdrawn_at: None,
-            };
-            self.posted.push_back(Posted {
-                sequence,
-                large: Some(large),
-            });
+        if !io.message(link, header, Payload::Bytes(payload), 0) {
+            return Some(queued);
         }
+        self.remember(Some(Large {
+            memory,
+            deadline: queued.deadline,
+            completer: queued.completer,
+            is_accepted: false,
+            sent: 0,
+            credit: WINDOW,
+            withdrawn_at: None,
+        }));
+        None
+    }
+
+    fn remember(&mut self, large: Option<Large>) {
+        let sequence = self.next_sequence;
+        self.next_sequence += 1;
+        self.posted.push_back(Posted { sequence, large });
     }
 
     /// Sends pieces of an accepted tensor as far as its credit goes.
@@ -257,6 +267,9 @@ impl Sender {
     }
 
     fn fail(&mut self, error: &Error) {
+        if self.failure.is_none() {
+            self.has_lost = !self.queue.is_empty() || !self.posted.is_empty();
+        }
         for queued in self.queue.drain(..) {
             queued.completer.complete(Err(error.clone()));
         }
@@ -283,17 +296,18 @@ impl Sender {
     }
 
     fn expire_queued(&mut self, now: Instant) {
-        let expired = |queued: &Queued| queued.deadline.meet_by.is_some_and(|at| at <= now);
-        let mut kept = VecDeque::new();
-        for queued in self.queue.drain(..) {
-            if expired(&queued) {
-                let text = "the tensor was not sent in time; it was withdrawn, the pipe is usable";
-                queued
-                    .completer
-                    .complete(Err(Error::Timeout(text.to_owned())));
-            } else {
-                kept.push_back(queued);
-            }
+        if !self.deadlines.take_if_past(now) {
+            return;
+        }
+        let late = |queued: &Queued| queued.deadline.meet_by.is_some_and(|at| at <= now);
+        let (expired, kept): (VecDeque<_>, VecDeque<_>) = self.queue.drain(..).partition(late);
+        for queued in expired {
+            let text = "the tensor was not sent in time; it was withdrawn, the pipe is usable";
+            let error = Error::Timeout(text.to_owned());
+            queued.completer.complete(Err(error));
+        }
+        for queued in &kept {
+            self.deadlines.add(queued.deadline.meet_by);
         }
         self.queue = kept;
     }
@@ -326,10 +340,6 @@ impl Sender {
     }
 
     fn next_deadline(&self) -> Option<Instant> {
-        let queued = self
-            .queue
-            .iter()
-            .filter_map(|queued| queued.deadline.meet_by);
         let posted = self
             .posted
             .iter()
@@ -344,7 +354,7 @@ impl Sender {
             .closing
             .iter()
             .filter_map(|(deadline, _)| deadline.meet_by);
-        queued.chain(posted).chain(closing).min()
+        posted.chain(closing).chain(self.deadlines.at()).min()
     }
 }
 
@@ -370,6 +380,7 @@ impl Service for Sender {
                     return completer
                         .complete(Err(Error::Closed("the pipe is closing".to_owned())));
                 }
+                self.deadlines.add(deadline.meet_by);
                 self.queue.push_back(Queued {
                     meta,
                     buffer,
@@ -382,8 +393,11 @@ impl Service for Sender {
                 deadline,
                 completer,
             } => {
-                if self.failure.is_some() {
-                    return completer.complete(Ok(()));
+                if let Some(error) = &self.failure {
+                    // Small tensors were reported as sent when they had left: that they are lost is said here, once.
+                    let has_lost = std::mem::take(&mut self.has_lost);
+                    let ended = if has_lost { Err(error.clone()) } else { Ok(()) };
+                    return completer.complete(ended);
                 }
                 self.closing = Some((deadline, completer));
                 self.post(io);

@@ -1,0 +1,42 @@
+"""Sends tensors from one process to another: this one listens, starts the sender, and receives.
+
+    python examples/two_processes.py
+
+With torch in place of numpy the calls are the same, and what arrives is a torch tensor.
+"""
+
+import subprocess
+import sys
+
+import numpy as np
+
+import kvpipe
+
+NUM_TENSORS = 4
+NUM_VALUES = 4 << 20  # 16 MiB of float32: large enough to be offered and fetched, not sent inside a message
+
+
+def send(address: str) -> None:
+    """What the other process does."""
+    with kvpipe.Pipe.connect(address) as pipe:
+        for number in range(NUM_TENSORS):
+            pipe.send_tensor(np.full(NUM_VALUES, number, dtype=np.float32))
+        pipe.send_tensor(None)
+
+
+def receive() -> None:
+    """Listens, starts the sender, and receives until it says with `None` that this was all."""
+    with kvpipe.Pipe.listen("127.0.0.1:0") as pipe:
+        sender = subprocess.Popen([sys.executable, __file__, str(pipe.address)])  # noqa: S603 - this very file
+        while (tensor := pipe.recv_tensor(timeout=60)) is not None:
+            print(f"received {tensor.dtype} {tensor.shape}, all {tensor[0]:g}")
+        sender.wait(timeout=60)
+        stats = pipe.stats()
+        print(f"{stats.num_tensors} tensors, {stats.num_bytes:,} bytes over {stats.transport}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        send(sys.argv[1])
+    else:
+        receive()

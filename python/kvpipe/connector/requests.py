@@ -1,0 +1,193 @@
+"""What the scheduler role remembers of each request that takes part in a handoff."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from kvpipe.control import parse_handoff
+from kvpipe.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Produced:
+    """A request whose KV another engine will read.
+
+    Attributes:
+        handoff: The handoff's id.
+        num_prompt_tokens: Length of the prompt.
+        num_cached_tokens: Prompt tokens that were in the own prefix cache.
+        num_announced: Blocks that the worker was told to announce.
+        announced_ids: Those blocks.
+        is_open: Whether consumers have been told that it is scheduled.
+        is_held: Whether it has finished and its blocks are held.
+        is_withdrawn: Whether nobody may read them any more.
+    """
+
+    handoff: bytes
+    num_prompt_tokens: int
+    num_cached_tokens: int | None = None
+    num_announced: int = 0
+    announced_ids: set[int] = field(default_factory=set)
+    is_open: bool = False
+    is_held: bool = False
+    is_withdrawn: bool = False
+
+
+@dataclass
+class Consumed:
+    """A request whose KV comes from another engine.
+
+    `phase`: `waiting` (for the producer to open) → `opened` → `loading` → `done`; `gone` from the first
+    two. In `gone` and `done` decode computes whatever it lacks.
+
+    Attributes:
+        handoff: The handoff's id.
+        producer: Control address of the producer.
+        num_prompt_tokens: Length of the prompt.
+        opening: What the producer said when it opened the handoff.
+        is_same_prompt: Whether it computes the same prompt; compared once.
+        has_state: Whether the sequence state has come.
+        num_local_tokens: Tokens found in the own prefix cache when the load was claimed.
+        block_ids: Destination of the load.
+        num_computed: Prompt tokens that this engine computed itself.
+        outcome: The worker's word on the load.
+        reason: Why nothing, or not everything, came.
+        is_reported: Whether the result has been reported.
+        is_finished: Whether the request ended before its prompt was computed.
+    """
+
+    handoff: bytes
+    producer: str
+    num_prompt_tokens: int
+    arrived_at: float = field(default_factory=time.monotonic)
+    phase: str = "waiting"
+    opening: dict[str, Any] | None = None
+    is_same_prompt: bool | None = None
+    has_state: bool = False
+    num_local_tokens: int = 0
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    outcome: dict[str, Any] | None = None
+    reason: str = ""
+    is_reported: bool = False
+    is_finished: bool = False
+
+    def report(self) -> dict[str, Any]:
+        """The handoff's result, for the control port and the log."""
+        outcome = self.outcome or {}
+        is_loaded = bool(outcome.get("is_loaded"))
+        return {
+            "handoff": self.handoff.hex(),
+            "result": self._result(is_loaded=is_loaded),
+            "prompt_tokens": self.num_prompt_tokens,
+            "local_tokens": self.num_local_tokens,
+            "computed_tokens": self.num_computed,
+            "bytes": outcome.get("num_bytes", 0),
+            "transport": outcome.get("transport", ""),
+            "transfer_ms": round(outcome.get("elapsed_s", 0.0) * 1000, 3),
+            "handover_ms": round((time.monotonic() - self.arrived_at) * 1000, 3),
+            "reason": outcome.get("reason") or self.reason,
+        }
+
+    def _result(self, *, is_loaded: bool) -> str:
+        if is_loaded:
+            return "full"
+        if self.is_finished:
+            return "aborted"
+        if self.num_computed >= self.num_prompt_tokens:
+            return "missing"
+        return "partial" if self.outcome else "local"
+
+
+class _HasHandoff(Protocol):
+    handoff: bytes
+
+
+T = TypeVar("T", bound=_HasHandoff)
+
+
+class Handoffs(Generic[T]):
+    """Requests of one role, found by request id and by handoff; each handoff belongs to one request."""
+
+    def __init__(self) -> None:
+        self._by_request: dict[str, T] = {}
+        self._request_ids: dict[bytes, str] = {}
+
+    def add(self, request_id: str, item: T) -> None:
+        """Adds a request.
+
+        Raises:
+            ConfigError: Its handoff belongs to another request (n > 1, or an id that was used again).
+        """
+        if item.handoff in self._request_ids:
+            message = f"handoff {item.handoff.hex()} belongs to request {self._request_ids[item.handoff]}"
+            raise ConfigError(message)
+        self._by_request[request_id] = item
+        self._request_ids[item.handoff] = request_id
+
+    def get(self, request_id: str) -> T | None:
+        """The request of this id."""
+        return self._by_request.get(request_id)
+
+    def of(self, handoff: bytes) -> T | None:
+        """The request of this handoff."""
+        return self._by_request.get(self._request_ids.get(handoff, ""))
+
+    def pop(self, request_id: str) -> T | None:
+        """Forgets a request."""
+        item = self._by_request.pop(request_id, None)
+        if item is not None:
+            del self._request_ids[item.handoff]
+        return item
+
+    def values(self) -> list[T]:
+        """All of them."""
+        return list(self._by_request.values())
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+
+def parse(request: Request) -> Produced | Consumed | None:
+    """What the proxy wants with a request; `None` without its parameters.
+
+    Raises:
+        ConfigError: The parameters, which anybody could have sent, are wrong.
+    """
+    outer = request.kv_transfer_params
+    params = outer.get("kvpipe") if isinstance(outer, dict) else None
+    if params is None:
+        return None
+    if not isinstance(params, dict):
+        message = f"kvpipe parameters {params!r}: expected an object"
+        raise ConfigError(message)
+    if request.prompt_token_ids is None:
+        message = "a prompt of embeddings has no token ids that both engines could compare"
+        raise ConfigError(message)
+    handoff, role, producer = parse_handoff(params.get("handoff")), params.get("role"), params.get("producer")
+    if role == "produce":
+        if request.max_tokens != 1:
+            message = f"max_tokens={request.max_tokens}: a producing request has max_tokens=1"
+            raise ConfigError(message)
+        return Produced(handoff, request.num_prompt_tokens)
+    if role == "consume" and isinstance(producer, str):
+        return Consumed(handoff, producer, request.num_prompt_tokens)
+    message = f"kvpipe parameters {params!r}: expected role produce, or consume with a producer"
+    raise ConfigError(message)
+
+
+def prompt_hash(request: Request) -> bytes:
+    """What a prompt's KV depends on besides the model: token ids, LoRA adapter, images."""
+    digest = hashlib.sha256(array("I", request.prompt_token_ids or ()).tobytes())
+    lora = request.lora_request
+    digest.update(repr(lora.lora_name if lora is not None else None).encode())
+    for feature in request.mm_features or ():
+        digest.update(repr((feature.identifier, feature.mm_position.offset)).encode())
+    return digest.digest()

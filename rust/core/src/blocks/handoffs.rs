@@ -1,0 +1,315 @@
+//! Both roles of handoffs: what the two state machines say becomes messages and reads, and the other way round.
+
+use std::sync::PoisonError;
+use std::time::Instant;
+
+use kvpipe_ucx::{Memory, Payload};
+
+use super::messages::{
+    DONE, FINAL, GONE, REASON_CAP, SELECT, final_blocks, read_final_blocks, reason,
+};
+use super::peers::transport;
+use super::service::{Blocks, Loading, LocalRegion};
+use super::transfer::{Owner, Read};
+use super::{Event, LoadRequest};
+use crate::codec::{Reader, Writer};
+use crate::error::{Error, Result};
+use crate::handoff::consumer::{Batch, Load, Outcome};
+use crate::handoff::producer::{Action, OPEN_TIMEOUT, Select};
+use crate::handoff::{FinalBlock, HandoffId, checksum};
+use crate::node::{Io, LinkId};
+use crate::region::{Layout, RemoteRegion};
+
+/// The producer.
+impl Blocks {
+    pub(super) fn finalize(
+        &mut self,
+        io: &mut Io,
+        handoff: HandoffId,
+        generation: u32,
+        first: u32,
+        block_ids: &[u32],
+    ) {
+        let mut blocks = Vec::with_capacity(block_ids.len() * self.regions.len());
+        for (region, local) in self.regions.iter().enumerate() {
+            let region = region as u16;
+            for (&block_id, position) in block_ids.iter().zip(first..) {
+                let Some(bytes) = block_bytes(&local.memory, &local.layout, block_id) else {
+                    let text = format!(
+                        "block {block_id} cannot be lent: it is not in region {:?}",
+                        local.name
+                    );
+                    return self.end(io, handoff, &text);
+                };
+                let checksum = checksum(&handoff, generation, region, position, bytes);
+                blocks.push(FinalBlock {
+                    region,
+                    position,
+                    block_id,
+                    checksum,
+                });
+            }
+        }
+        // Marked before the blocks could change: unmarked now, they did not change while they were read.
+        if self.ended.is_marked(&handoff) {
+            return;
+        }
+        let actions = self.producer.finalize(handoff, generation, &blocks);
+        self.act(io, actions);
+    }
+
+    pub(super) fn end(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
+        let actions = self.producer.end(handoff, reason);
+        self.act(io, actions);
+    }
+
+    pub(super) fn act(&mut self, io: &mut Io, actions: Vec<Action>) {
+        for action in actions {
+            match action {
+                Action::Announce {
+                    link,
+                    handoff,
+                    generation,
+                    blocks,
+                } => {
+                    let header = io.header(link, FINAL).raw(&handoff).u32(generation);
+                    io.message(link, header, Payload::Bytes(final_blocks(&blocks)), 0);
+                }
+                Action::Gone {
+                    link,
+                    handoff,
+                    reason,
+                } => {
+                    let header = io.header(link, GONE).raw(&handoff);
+                    let text = Writer::default().text(&reason, REASON_CAP).finish();
+                    io.message(link, header, Payload::Bytes(text), 0);
+                }
+            }
+        }
+        *self.num_lent.lock().unwrap_or_else(PoisonError::into_inner) = self.producer.num_lent();
+    }
+}
+
+/// The consumer.
+impl Blocks {
+    pub(super) fn load(&mut self, io: &mut Io, request: LoadRequest) {
+        let handoff = request.handoff;
+        let load = Load {
+            generation: request.generation,
+            first: request.first,
+            block_ids: request.block_ids,
+            num_regions: self.regions.len() as u16,
+            is_committed: request.is_committed,
+        };
+        if let Err(error) = self.consumer.begin(handoff, load) {
+            let text = format!("load refused: {error}");
+            return self.events.push_minor(Event::Log(text));
+        }
+        let link = self.link_to(io, &request.producer);
+        let loading = Loading {
+            link,
+            incarnation: request.incarnation,
+            started: io.now,
+            has_selected: false,
+        };
+        self.loading.insert(handoff, loading);
+        if self.regions.is_empty() {
+            return self.fail_load(io, handoff, "no region is registered here");
+        }
+        self.select(io, handoff);
+    }
+
+    /// Asks the producer for a load's blocks once its regions are known.
+    pub(super) fn select(&mut self, io: &mut Io, handoff: HandoffId) {
+        let Some(loading) = self.loading.get_mut(&handoff) else {
+            return;
+        };
+        let Some(peer) = self.peers.get(&loading.link) else {
+            return;
+        };
+        let Some(theirs) = peer.regions.as_ref().filter(|_| !loading.has_selected) else {
+            return;
+        };
+        loading.has_selected = true;
+        if peer.incarnation != loading.incarnation {
+            let reason = "the producer has been restarted";
+            self.consumer.fail(&handoff, reason);
+        } else if let Some(difference) = region_difference(&self.regions, theirs) {
+            self.consumer.fail(&handoff, &difference);
+        } else if let Some((first, end)) = self.consumer.select(&handoff) {
+            let generation = self.consumer.generation(&handoff).unwrap_or_default();
+            let header = io
+                .header(loading.link, SELECT)
+                .raw(&handoff)
+                .u32(generation)
+                .u32(first)
+                .u32(end);
+            io.message(loading.link, header, Payload::None, 0);
+        }
+        self.end_load_if_over(io, handoff);
+    }
+
+    fn is_loading_from(&self, link: LinkId, handoff: &HandoffId) -> bool {
+        self.loading
+            .get(handoff)
+            .is_some_and(|loading| loading.link == link)
+    }
+
+    fn announced(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        handoff: HandoffId,
+        generation: u32,
+        blocks: &[FinalBlock],
+    ) -> Result<()> {
+        if !self.is_loading_from(link, &handoff) {
+            return Ok(());
+        }
+        for batch in self.consumer.announced(&handoff, generation, blocks)? {
+            let read = Read {
+                link,
+                region: batch.region,
+                local_ids: batch.local_ids.clone(),
+                remote_region: batch.region,
+                remote_ids: batch.blocks.iter().map(|block| block.block_id).collect(),
+                deadline: None,
+                owner: Owner::Handoff(handoff, batch),
+            };
+            self.read(io, read);
+        }
+        Ok(())
+    }
+
+    /// For each block of a batch, whether it is here with the checksum that the producer computed.
+    pub(super) fn verify(
+        &self,
+        handoff: &HandoffId,
+        batch: &Batch,
+        memory: &Memory,
+        layout: &Layout,
+    ) -> Vec<bool> {
+        let generation = self.consumer.generation(handoff).unwrap_or_default();
+        let is_whole = |(block, &local): (&FinalBlock, &u32)| {
+            block_bytes(memory, layout, local).is_some_and(|bytes| {
+                checksum(handoff, generation, block.region, block.position, bytes) == block.checksum
+            })
+        };
+        let blocks = batch.blocks.iter().zip(&batch.local_ids);
+        blocks.map(is_whole).collect()
+    }
+
+    pub(super) fn fail_load(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
+        self.consumer.fail(&handoff, reason);
+        self.abandon_reads(io, &handoff, reason);
+        self.end_load_if_over(io, handoff);
+    }
+
+    pub(super) fn end_load_if_over(&mut self, io: &mut Io, handoff: HandoffId) {
+        let Some(outcome) = self.consumer.take_outcome(&handoff) else {
+            return;
+        };
+        let Some(loading) = self.loading.remove(&handoff) else {
+            return;
+        };
+        self.events.push(match outcome {
+            Outcome::Loaded { num_bytes } => {
+                let header = io.header(loading.link, DONE).raw(&handoff);
+                io.message(loading.link, header, Payload::None, 0);
+                Event::Loaded {
+                    handoff,
+                    num_bytes,
+                    transport: transport(io, loading.link),
+                    elapsed: Instant::now().saturating_duration_since(loading.started),
+                }
+            }
+            Outcome::Failed { missing, reason } => Event::Failed {
+                handoff,
+                missing,
+                reason,
+            },
+        });
+    }
+
+    pub(super) fn loads_down(&mut self, io: &mut Io, link: LinkId, error: &Error) {
+        let lost = self
+            .loading
+            .iter()
+            .filter(|(_, loading)| loading.link == link);
+        let lost: Vec<HandoffId> = lost.map(|(handoff, _)| *handoff).collect();
+        for handoff in lost {
+            self.fail_load(io, handoff, &error.to_string());
+        }
+    }
+}
+
+/// What the other side says.
+impl Blocks {
+    pub(super) fn handoff_message(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        kind: u8,
+        mut header: Reader<'_>,
+        data: &[u8],
+    ) -> Result<()> {
+        let handoff = header.fixed()?;
+        match kind {
+            SELECT => {
+                let _generation = header.u32()?;
+                let (first, end) = (header.u32()?, header.u32()?);
+                header.end()?;
+                let select = Select { link, first, end };
+                let actions = self.producer.select(select, handoff, io.now + OPEN_TIMEOUT);
+                self.act(io, actions);
+            }
+            FINAL => {
+                let generation = header.u32()?;
+                header.end()?;
+                self.announced(io, link, handoff, generation, &read_final_blocks(data)?)?;
+            }
+            GONE => {
+                header.end()?;
+                let text = reason(data)?;
+                if self.is_loading_from(link, &handoff) {
+                    self.fail_load(io, handoff, &text);
+                }
+            }
+            _ => {
+                header.end()?;
+                if self.producer.done(link, handoff) {
+                    self.events.push(Event::Taken { handoff });
+                    self.act(io, Vec::new());
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn block_bytes<'m>(memory: &'m Memory, layout: &Layout, id: u32) -> Option<&'m [u8]> {
+    let at = layout.offset(id).ok()?;
+    memory
+        .buffer()
+        .bytes(at as usize, layout.block_bytes as usize)
+}
+
+fn region_difference(ours: &[LocalRegion], theirs: &[RemoteRegion]) -> Option<String> {
+    if ours.len() != theirs.len() {
+        return Some(format!(
+            "{} regions here, {} there",
+            ours.len(),
+            theirs.len()
+        ));
+    }
+    let differs = |(ours, theirs): (&LocalRegion, &RemoteRegion)| {
+        let (here, there) = (ours.layout.block_bytes, theirs.layout.block_bytes);
+        (ours.name != theirs.name || here != there).then(|| {
+            format!(
+                "region {:?} of {here}-byte blocks here, {:?} of {there} there",
+                ours.name, theirs.name
+            )
+        })
+    };
+    ours.iter().zip(theirs).find_map(differs)
+}

@@ -1,0 +1,24 @@
+//! The earliest of many deadlines, so that a thread need not look at all of them in every round.
+
+use std::time::Instant;
+
+/// A bound: no deadline that was added is earlier. It may be too early, when that deadline is met.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Earliest(Option<Instant>);
+
+impl Earliest {
+    /// Takes one more deadline into account.
+    pub(crate) fn add(&mut self, deadline: Option<Instant>) {
+        self.0 = self.0.into_iter().chain(deadline).min();
+    }
+
+    /// Whether a deadline may have passed. Then all have to be looked at, and those to come are added again.
+    pub(crate) fn take_if_past(&mut self, now: Instant) -> bool {
+        self.0.take_if(|at| *at <= now).is_some()
+    }
+
+    /// When to come back.
+    pub(crate) fn at(&self) -> Option<Instant> {
+        self.0
+    }
+}

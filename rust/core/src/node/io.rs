@@ -1,0 +1,255 @@
+//! What a service may do with its node: connect, send, close. The data plane's part is in `data.rs`.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Instant;
+
+use kvpipe_ucx::Context;
+use rustix::event::{EventfdFlags, epoll};
+
+use super::{LinkId, NodeConfig, connect, signal};
+use crate::codec::Writer;
+use crate::data::DataPlane;
+use crate::error::{Error, Result};
+use crate::handshake::HANDSHAKE_FRAME_CAP;
+use crate::identity::Identity;
+use crate::link::Link;
+
+pub(super) const WAKE: u64 = 0;
+pub(super) const LISTENER: u64 = 1;
+pub(super) const UCX: u64 = 2;
+const FIRST_LINK: u64 = 16;
+
+/// What the welcome adds to an identity: type, HMAC, session id.
+const WELCOME_OVERHEAD: usize = 1 + 32 + 16;
+
+/// What a service may do.
+pub struct Io {
+    /// The time of this round.
+    pub now: Instant,
+    pub(super) config: NodeConfig,
+    pub(super) epoll: OwnedFd,
+    pub(super) wake: Arc<OwnedFd>,
+    /// Readable when the node has stopped: threads that connect end then.
+    stopped: Arc<OwnedFd>,
+    pub(super) listener: Option<TcpListener>,
+    pub(super) links: HashMap<LinkId, Link>,
+    /// Asked for, without a stream yet.
+    pub(super) connecting: HashSet<LinkId>,
+    next_link: LinkId,
+    pub(super) connected: (Sender<Connected>, Receiver<Connected>),
+    pub(crate) data: Option<DataPlane>,
+    pub(super) failed: VecDeque<(LinkId, Error)>,
+    next_token: u64,
+}
+
+/// The outcome of an attempt to connect.
+pub(super) struct Connected {
+    pub(super) link: LinkId,
+    pub(super) peer: String,
+    pub(super) begun: Instant,
+    pub(super) stream: std::result::Result<TcpStream, String>,
+}
+
+impl Io {
+    pub(super) fn new(
+        mut config: NodeConfig,
+        listener: Option<TcpListener>,
+        context: Option<Arc<Context>>,
+        wake: Arc<OwnedFd>,
+    ) -> Result<Self> {
+        let no_epoll = |error| Error::Exhausted(format!("no epoll: {error}"));
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(no_epoll)?;
+        let stopped = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).map_err(no_epoll)?;
+        watch(&epoll, wake.as_fd(), WAKE, false).map_err(no_epoll)?;
+        if let Some(listener) = &listener {
+            watch(&epoll, listener.as_fd(), LISTENER, false).map_err(no_epoll)?;
+        }
+        let data = context.map(DataPlane::new).transpose()?;
+        if let Some(data) = &data {
+            watch(&epoll, data.worker.event_fd(), UCX, false).map_err(no_epoll)?;
+            config.identity.ucx_address = data.worker.address()?;
+        }
+        let said = config.identity.write(Writer::default()).finish().len();
+        if said + WELCOME_OVERHEAD > HANDSHAKE_FRAME_CAP {
+            return Err(Error::Config(format!(
+                "engine id and fingerprint have {said} bytes together, at most {} are possible",
+                HANDSHAKE_FRAME_CAP - WELCOME_OVERHEAD
+            )));
+        }
+        Ok(Self {
+            now: Instant::now(),
+            config,
+            epoll,
+            wake,
+            stopped: Arc::new(stopped),
+            listener,
+            links: HashMap::new(),
+            connecting: HashSet::new(),
+            next_link: FIRST_LINK,
+            connected: channel(),
+            data,
+            failed: VecDeque::new(),
+            next_token: 0,
+        })
+    }
+
+    /// Who this side is.
+    pub fn identity(&self) -> &Identity {
+        &self.config.identity
+    }
+
+    /// A number that has not been used on this node, for an operation or a transfer.
+    pub fn token(&mut self) -> u64 {
+        self.next_token += 1;
+        self.next_token
+    }
+
+    /// Begins to connect; `link_up` or `link_down` follows.
+    pub fn connect(&mut self, address: &str) -> LinkId {
+        let link = self.new_link();
+        self.connecting.insert(link);
+        let (peer, timeout, begun) = (address.to_owned(), self.config.timing.handshake, self.now);
+        let (sender, wake) = (self.connected.0.clone(), Arc::clone(&self.wake));
+        let stopped = Arc::clone(&self.stopped);
+        let spawned = std::thread::Builder::new()
+            .name("kvpipe-connect".to_owned())
+            .spawn(move || {
+                let stream = connect::open(&peer, timeout, &stopped);
+                let _ = sender.send(Connected {
+                    link,
+                    peer,
+                    begun,
+                    stream,
+                });
+                signal(&wake);
+            });
+        if let Err(error) = spawned {
+            self.fail(link, Error::Exhausted(format!("no thread: {error}")));
+        }
+        link
+    }
+
+    /// Sends an application frame over an established session; over another it goes nowhere. A link that cannot take
+    /// it is lost, which `link_down` tells.
+    pub fn send(&mut self, link: LinkId, frame: &[u8]) {
+        let Some(connection) = self.links.get_mut(&link) else {
+            return;
+        };
+        if !connection.is_announced {
+            return;
+        }
+        match connection.send(frame) {
+            Ok(()) => self.watch_writes(link),
+            Err(error) => self.fail(link, error),
+        }
+    }
+
+    /// Closes a link on purpose; `link_down` follows with this reason on both sides.
+    pub fn close(&mut self, link: LinkId, reason: &str) {
+        self.fail(link, Error::Closed(reason.to_owned()));
+    }
+
+    /// Ends a link with an error; `link_down` follows. Of several errors of a link the first counts.
+    pub fn fail(&mut self, link: LinkId, error: Error) {
+        self.failed.push_back((link, error));
+    }
+
+    /// The address of a link's peer.
+    pub fn peer(&self, link: LinkId) -> String {
+        self.links
+            .get(&link)
+            .map_or_else(|| "unknown".to_owned(), |link| link.peer.clone())
+    }
+
+    /// Whether a session is established on this link.
+    pub fn is_up(&self, link: LinkId) -> bool {
+        self.links.get(&link).is_some_and(|link| link.is_announced)
+    }
+
+    pub(super) fn new_link(&mut self) -> LinkId {
+        self.next_link += 1;
+        self.next_link - 1
+    }
+
+    pub(super) fn watch_writes(&mut self, link: LinkId) {
+        let Some(connection) = self.links.get(&link) else {
+            return;
+        };
+        let (data, flags) = (
+            epoll::EventData::new_u64(link),
+            flags(connection.wants_write()),
+        );
+        let _ = epoll::modify(&self.epoll, connection.fd(), data, flags);
+    }
+
+    /// Takes connections, or leaves them in the backlog: the listener would otherwise be reported as readable again
+    /// and again.
+    pub(super) fn listen(&self, is_listening: bool) {
+        let Some(listener) = &self.listener else {
+            return;
+        };
+        let flags = if is_listening {
+            epoll::EventFlags::IN
+        } else {
+            epoll::EventFlags::empty()
+        };
+        let data = epoll::EventData::new_u64(LISTENER);
+        let _ = epoll::modify(&self.epoll, listener, data, flags);
+    }
+
+    pub(super) fn add(
+        &mut self,
+        link: LinkId,
+        stream: TcpStream,
+        peer: String,
+        is_accepted: bool,
+        begun: Instant,
+    ) -> Result<()> {
+        let (token, timing) = (&self.config.token, self.config.timing);
+        let connection = Link::new(stream, peer, is_accepted, token, timing, begun)?;
+        watch(&self.epoll, connection.fd(), link, connection.wants_write())
+            .map_err(|error| Error::Exhausted(format!("epoll: {error}")))?;
+        self.links.insert(link, connection);
+        Ok(())
+    }
+}
+
+impl Drop for Io {
+    fn drop(&mut self) {
+        signal(&self.stopped);
+    }
+}
+
+impl std::fmt::Debug for Io {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Io")
+            .field("links", &self.links.len())
+            .finish_non_exhaustive()
+    }
+}
+
+fn flags(wants_write: bool) -> epoll::EventFlags {
+    if wants_write {
+        epoll::EventFlags::IN | epoll::EventFlags::OUT
+    } else {
+        epoll::EventFlags::IN
+    }
+}
+
+fn watch(
+    epoll: &OwnedFd,
+    fd: BorrowedFd<'_>,
+    key: u64,
+    wants_write: bool,
+) -> rustix::io::Result<()> {
+    epoll::add(
+        epoll,
+        fd,
+        epoll::EventData::new_u64(key),
+        flags(wants_write),
+    )
+}

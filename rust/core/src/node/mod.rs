@@ -1,0 +1,216 @@
+//! The one thread that owns a listener, its links and, where there is a data plane, the UCX worker. What runs on
+//! top (pipe, blocks, control) is a [`Service`]: events in, calls on [`Io`] out, all on this thread, no locks.
+//!
+//! The thread sleeps in epoll on {wake-up eventfd, listener, links, UCX worker} whenever UCX has nothing to do.
+
+mod connect;
+mod io;
+mod run;
+
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use kvpipe_ucx::{AmData, Status};
+use rustix::event::EventfdFlags;
+
+use crate::data::DataPlane;
+use crate::error::{Error, Result};
+use crate::identity::Identity;
+use crate::link::Timing;
+use run::{Control, Loop};
+use std::time::Instant;
+
+pub use io::Io;
+
+/// Names a link of a node; never reused.
+pub type LinkId = u64;
+
+/// What runs on a node. All calls come from the node's thread.
+pub trait Service {
+    /// What other threads ask of it.
+    type Command: Send + 'static;
+
+    /// Another thread asks.
+    fn command(&mut self, io: &mut Io, command: Self::Command);
+    /// May a peer that has proved the token connect? The reason goes to the peer. `link_up` follows, or `dismissed`.
+    fn accept(&mut self, _link: LinkId, _peer: &Identity) -> std::result::Result<(), String> {
+        Ok(())
+    }
+    /// An accepted link ended before its session was established. It may not even have got as far as `accept`.
+    fn dismissed(&mut self, _link: LinkId) {}
+    /// A session is established.
+    fn link_up(&mut self, io: &mut Io, link: LinkId, peer: &Identity);
+    /// A link is gone, or could never be made; once for each link that was up or asked for. It was removed before
+    /// this call.
+    fn link_down(&mut self, io: &mut Io, link: LinkId, error: Error);
+    /// An application frame came over TCP. An error closes the link.
+    fn frame(&mut self, io: &mut Io, link: LinkId, frame: &[u8]) -> Result<()>;
+    /// An active message came over UCX; `header` starts after the session id. An error closes the link.
+    fn message(
+        &mut self,
+        _io: &mut Io,
+        _link: LinkId,
+        _header: &[u8],
+        _data: AmData,
+    ) -> Result<()> {
+        Err(Error::protocol(
+            "an active message for a service without data plane",
+        ))
+    }
+    /// A UCX operation has ended.
+    fn done(&mut self, _io: &mut Io, _token: u64, _result: std::result::Result<(), Status>) {}
+    /// Looks at deadlines; tells when to come back.
+    fn timer(&mut self, _io: &mut Io) -> Option<Instant> {
+        None
+    }
+    /// Something to log for people; at most once per lifecycle event.
+    fn log(&mut self, _text: String) {}
+    /// The node stops. Its data plane has ended before this call: nothing reads or writes registered memory.
+    fn stop(&mut self, _io: &mut Io) {}
+}
+
+/// What a node is made from.
+#[derive(Debug, Clone)]
+pub struct NodeConfig {
+    /// Where to accept peers; `None` only connects.
+    pub listen: Option<SocketAddr>,
+    /// The shared secret; empty: none.
+    pub token: Vec<u8>,
+    /// Who this side is.
+    pub identity: Identity,
+    /// How to load UCX; `None` for a node without data plane.
+    pub ucx: Option<kvpipe_ucx::Search>,
+    /// The address whose interface UCX uses.
+    pub local: IpAddr,
+    /// Deadlines of links.
+    pub timing: Timing,
+}
+
+/// A running node, as other threads see it. Dropping it stops the thread.
+#[derive(Debug)]
+pub struct Node<C> {
+    commands: Mutex<Sender<Control<C>>>,
+    wake: Arc<OwnedFd>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    address: Option<SocketAddr>,
+    process: u32,
+}
+
+impl<C: Send + 'static> Node<C> {
+    /// Binds, loads UCX where wanted, and starts the thread.
+    ///
+    /// # Errors
+    /// The address cannot be bound (`Config`), UCX is missing (`Unavailable`).
+    pub fn spawn<S>(config: NodeConfig, make: impl FnOnce() -> S + Send + 'static) -> Result<Self>
+    where
+        S: Service<Command = C> + 'static,
+    {
+        let listener = config.listen.map(bind).transpose()?;
+        let address = listener
+            .as_ref()
+            .and_then(|listener| listener.local_addr().ok());
+        let context = config
+            .ucx
+            .as_ref()
+            .map(|search| DataPlane::context(search, config.local))
+            .transpose()?;
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| Error::Exhausted(format!("no eventfd: {error}")))?;
+        let wake = Arc::new(wake);
+        let (commands, receiver) = channel();
+        let (started, has_started) = channel();
+        let wake_in_thread = Arc::clone(&wake);
+        let thread = std::thread::Builder::new()
+            .name("kvpipe".to_owned())
+            .spawn(
+                move || match Io::new(config, listener, context, wake_in_thread) {
+                    Ok(io) => {
+                        let _ = started.send(Ok(()));
+                        Loop::new(io, make(), receiver).run();
+                    }
+                    Err(error) => {
+                        let _ = started.send(Err(error));
+                    }
+                },
+            )
+            .map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
+        has_started
+            .recv()
+            .map_err(|_| Error::Closed("the node's thread ended at its start".to_owned()))??;
+        Ok(Self {
+            commands: Mutex::new(commands),
+            wake,
+            thread: Mutex::new(Some(thread)),
+            address,
+            process: std::process::id(),
+        })
+    }
+
+    /// The address that peers connect to.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.address
+    }
+
+    /// Hands a command to the thread.
+    ///
+    /// # Errors
+    /// `Closed` when the node has stopped or the process is a fork of the one that made it.
+    pub fn send(&self, command: C) -> Result<()> {
+        if std::process::id() != self.process {
+            return Err(Error::Closed(
+                "this object was made before fork(); make a new one in the child process"
+                    .to_owned(),
+            ));
+        }
+        let commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
+        commands
+            .send(Control::Command(command))
+            .map_err(|_| Error::Closed("already closed".to_owned()))?;
+        signal(&self.wake);
+        Ok(())
+    }
+}
+
+impl<C> Node<C> {
+    /// Stops the thread and waits for its end; what is under way ends as closed. Idempotent.
+    pub fn stop(&self) {
+        if std::process::id() != self.process {
+            return;
+        }
+        let _ = self
+            .commands
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .send(Control::Stop);
+        signal(&self.wake);
+        let thread = self
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(thread) = thread {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl<C> Drop for Node<C> {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn signal(wake: &OwnedFd) {
+    // Fails only when the counter is full, and then the thread has been woken anyway.
+    let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
+}
+
+fn bind(address: SocketAddr) -> Result<TcpListener> {
+    let cannot = |error| Error::Config(format!("cannot listen on {address}: {error}"));
+    let listener = TcpListener::bind(address).map_err(cannot)?;
+    listener.set_nonblocking(true).map_err(cannot)?;
+    Ok(listener)
+}

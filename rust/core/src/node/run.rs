@@ -1,0 +1,418 @@
+//! The thread of a node: what it does in a round, and in which order.
+
+use std::io::ErrorKind;
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::{Duration, Instant};
+
+use kvpipe_ucx::{AmData, Event};
+use rustix::event::epoll;
+use rustix::io::Errno;
+
+use super::io::{Connected, LISTENER, UCX, WAKE};
+use super::{Io, LinkId, Service};
+use crate::error::{Error, Result};
+use crate::handshake::SessionId;
+use crate::link::Incoming;
+use crate::work::timespec;
+
+/// Longest sleep. UCX has lost wake-ups in the past (NIXL keeps a finite poll for the same reason).
+const LONGEST_SLEEP: Duration = Duration::from_secs(1);
+/// How long the thread looks for more before it sleeps: a hop through epoll costs about 25 us.
+const SPIN: Duration = Duration::from_micros(30);
+/// How long UCX may keep the thread busy before it looks at its sockets: heartbeats have to pass any bulk.
+const LOOK_AT_SOCKETS: Duration = Duration::from_millis(1);
+/// UCX events of one round. A CMA read completes as it is posted, so that a chain of them would never end the round.
+const EVENTS_PER_ROUND: usize = 32;
+/// Handshakes of peers under way at once; one more ends the oldest, so that silent connections keep nobody out.
+const HANDSHAKES_CAP: usize = 64;
+/// Without file descriptors, the next attempt to accept.
+const ACCEPT_AGAIN: Duration = Duration::from_secs(1);
+/// How long a node that stops waits for its last messages to leave.
+const LINGER: Duration = Duration::from_millis(100);
+
+pub(super) enum Control<C> {
+    Command(C),
+    Stop,
+}
+
+pub(super) struct Loop<S: Service> {
+    io: Io,
+    service: S,
+    commands: Receiver<Control<S::Command>>,
+    looked_at_sockets: Instant,
+    accept_at: Option<Instant>,
+}
+
+impl<S: Service> Loop<S> {
+    pub(super) fn new(io: Io, service: S, commands: Receiver<Control<S::Command>>) -> Self {
+        let looked_at_sockets = io.now;
+        Self {
+            io,
+            service,
+            commands,
+            looked_at_sockets,
+            accept_at: None,
+        }
+    }
+
+    pub(super) fn run(mut self) {
+        let may_spin = std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 2);
+        let mut idle_since = Instant::now();
+        loop {
+            self.io.now = Instant::now();
+            if !self.take_commands() {
+                break;
+            }
+            let mut is_busy = self.progress();
+            if self
+                .io
+                .now
+                .saturating_duration_since(self.looked_at_sockets)
+                >= LOOK_AT_SOCKETS
+            {
+                self.look_at_sockets(self.io.now);
+            }
+            is_busy |= self.report_failures();
+            let wake_at = self.tick();
+            is_busy |= self.report_failures();
+            // What was posted since may be done already, and then no descriptor tells of it.
+            is_busy |= self.take_events();
+            if is_busy {
+                idle_since = Instant::now();
+            } else if self.may_sleep() {
+                let may_spin = may_spin && self.io.data.is_some();
+                let is_spinning = may_spin && idle_since.elapsed() < SPIN;
+                self.look_at_sockets(if is_spinning { self.io.now } else { wake_at });
+            }
+        }
+        self.end();
+    }
+
+    fn end(mut self) {
+        self.linger();
+        for link in self.io.links.values_mut() {
+            link.say_goodbye("the process closed it");
+        }
+        // Waits for every operation: nothing may write into memory whose operation is reported as ended.
+        self.io.data = None;
+        self.service.stop(&mut self.io);
+    }
+
+    /// Lets the last messages leave, a pipe's acknowledgement or a handoff's, before the endpoints are closed by force.
+    fn linger(&mut self) {
+        let Some(data) = &self.io.data else { return };
+        let deadline = Instant::now() + LINGER;
+        while data.worker.outstanding() > 0 && Instant::now() < deadline {
+            if data.worker.progress() == 0 {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            while data.worker.next_event().is_some() {}
+        }
+    }
+
+    fn take_commands(&mut self) -> bool {
+        loop {
+            match self.commands.try_recv() {
+                Ok(Control::Command(command)) => self.service.command(&mut self.io, command),
+                Ok(Control::Stop) | Err(TryRecvError::Disconnected) => return false,
+                Err(TryRecvError::Empty) => break,
+            }
+        }
+        while let Ok(connected) = self.io.connected.1.try_recv() {
+            self.take_connected(connected);
+        }
+        true
+    }
+
+    fn take_connected(&mut self, connected: Connected) {
+        let Connected {
+            link,
+            peer,
+            begun,
+            stream,
+        } = connected;
+        // Given up meanwhile, and reported as such.
+        if !self.io.connecting.contains(&link) {
+            return;
+        }
+        let added = match stream {
+            Ok(stream) => self.io.add(link, stream, peer, false, begun),
+            Err(reason) => Err(Error::Connect(format!(
+                "cannot reach {peer}: {reason}; is a kvpipe peer listening there?"
+            ))),
+        };
+        match added {
+            Ok(()) => {
+                self.io.connecting.remove(&link);
+            }
+            Err(error) => self.io.fail(link, error),
+        }
+    }
+
+    /// Lets UCX work; whether anything happened.
+    fn progress(&mut self) -> bool {
+        let Some(data) = &self.io.data else {
+            return false;
+        };
+        let progressed = data.worker.progress() > 0;
+        self.take_events() || progressed
+    }
+
+    fn take_events(&mut self) -> bool {
+        for taken in 0..EVENTS_PER_ROUND {
+            let Some(event) = self
+                .io
+                .data
+                .as_ref()
+                .and_then(|data| data.worker.next_event())
+            else {
+                return taken > 0;
+            };
+            self.take_event(event);
+        }
+        true
+    }
+
+    fn take_event(&mut self, event: Event) {
+        match event {
+            Event::Message { header, data } => self.take_message(&header, data),
+            Event::Done { token: 0, .. } => {}
+            Event::Done { token, result } => self.service.done(&mut self.io, token, result),
+            Event::EndpointFailed { endpoint, status } => {
+                let data = self.io.data.as_ref();
+                if let Some(link) = data.and_then(|data| data.link_of(endpoint)) {
+                    let peer = self.io.peer(link);
+                    self.io.fail(link, Error::lost(&peer, status));
+                }
+            }
+            Event::Closed { endpoint } => {
+                if let Some(data) = &mut self.io.data {
+                    data.forget(endpoint);
+                }
+            }
+        }
+    }
+
+    fn take_message(&mut self, header: &[u8], data: AmData) {
+        let Some((session, header)) = header.split_first_chunk::<16>() else {
+            return;
+        };
+        // Without a live session nothing is said about the message, not even that it was wrong.
+        let plane = self.io.data.as_ref();
+        let Some(link) = plane.and_then(|plane| plane.link_of_session(session)) else {
+            return;
+        };
+        // It may overtake the frame that says so, but it proves that the peer knows the session.
+        self.announce(link);
+        if let Err(error) = self.service.message(&mut self.io, link, header, data) {
+            self.cut(link, error);
+        }
+    }
+
+    /// Ends a link whose peer misbehaved: nothing more of it is taken.
+    fn cut(&mut self, link: LinkId, error: Error) {
+        if let Some(data) = &mut self.io.data {
+            data.mute(link);
+        }
+        self.io.fail(link, error);
+    }
+
+    /// Tells the service of the links that have ended, each once; whether there were any.
+    fn report_failures(&mut self) -> bool {
+        if self.io.failed.is_empty() {
+            return false;
+        }
+        // What has come over UCX counts, although the end of the connection, on another way, was seen first.
+        for _ in 0..EVENTS_PER_ROUND {
+            if !self.progress() {
+                break;
+            }
+        }
+        while let Some((link, error)) = self.io.failed.pop_front() {
+            self.report_failure(link, error);
+        }
+        true
+    }
+
+    fn report_failure(&mut self, link: LinkId, error: Error) {
+        let connection = self.io.links.remove(&link);
+        if connection.is_none() && !self.io.connecting.remove(&link) {
+            return;
+        }
+        if let Some(data) = &mut self.io.data {
+            data.close(link);
+        }
+        if let Some(mut connection) = connection {
+            match &error {
+                Error::Closed(reason) => connection.say_goodbye(reason),
+                other => connection.say_goodbye(&other.to_string()),
+            }
+            let _ = epoll::delete(&self.io.epoll, connection.fd());
+            if connection.is_accepted && !connection.is_announced {
+                self.service
+                    .log(format!("refused {}: {error}", connection.peer));
+                self.service.dismissed(link);
+                return;
+            }
+        }
+        self.service.link_down(&mut self.io, link, error);
+    }
+
+    fn tick(&mut self) -> Instant {
+        let mut wake_at = self.io.now + LONGEST_SLEEP;
+        if let Some(at) = self.service.timer(&mut self.io) {
+            wake_at = wake_at.min(at);
+        }
+        for (id, link) in &mut self.io.links {
+            match link.tick(self.io.now) {
+                Ok(at) => wake_at = wake_at.min(at),
+                Err(error) => self.io.failed.push_back((*id, error)),
+            }
+        }
+        if self.accept_at.take_if(|at| *at <= self.io.now).is_some() {
+            self.io.listen(true);
+        }
+        self.accept_at.map_or(wake_at, |at| wake_at.min(at))
+    }
+
+    fn may_sleep(&self) -> bool {
+        let Some(data) = &self.io.data else {
+            return true;
+        };
+        match data.worker.arm() {
+            Ok(armed) => armed,
+            Err(status) => {
+                tracing::error!("ucp_worker_arm: {status}");
+                true
+            }
+        }
+    }
+
+    /// Serves the sockets, and until then sleeps at most until `until`.
+    fn look_at_sockets(&mut self, until: Instant) {
+        let mut ready = [epoll::Event {
+            flags: epoll::EventFlags::empty(),
+            data: epoll::EventData::new_u64(0),
+        }; 64];
+        let timeout = timespec(until.saturating_duration_since(Instant::now()));
+        let mut waited = epoll::wait(&self.io.epoll, &mut ready[..], Some(&timeout));
+        if waited == Err(Errno::INTR) {
+            // As after a SIGCONT: nobody was silent before it has been seen what they sent meanwhile.
+            waited = epoll::wait(
+                &self.io.epoll,
+                &mut ready[..],
+                Some(&timespec(Duration::ZERO)),
+            );
+        }
+        self.io.now = Instant::now();
+        self.looked_at_sockets = self.io.now;
+        for event in &ready[..waited.unwrap_or(0)] {
+            match event.data.u64() {
+                WAKE => {
+                    let _ = rustix::io::read(&*self.io.wake, &mut [0u8; 8]);
+                }
+                LISTENER => self.accept(),
+                UCX => {}
+                link => self.serve(link, event.flags),
+            }
+        }
+        self.report_failures();
+    }
+
+    fn accept(&mut self) {
+        for _ in 0..HANDSHAKES_CAP {
+            let Some(accepted) = self.io.listener.as_ref().map(std::net::TcpListener::accept)
+            else {
+                return;
+            };
+            match accepted {
+                Ok((stream, peer)) => {
+                    self.make_room();
+                    let (link, now) = (self.io.new_link(), self.io.now);
+                    if let Err(error) = self.io.add(link, stream, peer.to_string(), true, now) {
+                        self.service.log(format!("refused {peer}: {error}"));
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        ErrorKind::Interrupted | ErrorKind::ConnectionAborted
+                    ) => {}
+                Err(error) => {
+                    self.service
+                        .log(format!("cannot accept connections: {error}"));
+                    self.accept_at = Some(self.io.now + ACCEPT_AGAIN);
+                    return self.io.listen(false);
+                }
+            }
+        }
+    }
+
+    fn make_room(&mut self) {
+        let is_under_way =
+            |(_, link): &(&LinkId, &crate::link::Link)| link.is_accepted && !link.is_announced;
+        let under_way = self.io.links.iter().filter(is_under_way);
+        let (count, oldest) = under_way.fold((0, None), |(count, oldest), (&id, _)| {
+            (count + 1, oldest.into_iter().chain([id]).min())
+        });
+        if let Some(oldest) = oldest.filter(|_| count >= HANDSHAKES_CAP) {
+            let text = "it had not completed its handshake when many others connected";
+            self.report_failure(oldest, Error::Connect(text.to_owned()));
+        }
+    }
+
+    fn serve(&mut self, id: LinkId, flags: epoll::EventFlags) {
+        let Some(link) = self.io.links.get_mut(&id) else {
+            return;
+        };
+        if flags.contains(epoll::EventFlags::OUT) {
+            link.flush();
+        }
+        let (incoming, ended) = link.receive(&self.io.config.identity, self.io.now, |peer| {
+            self.service.accept(id, peer)
+        });
+        for item in incoming {
+            if let Err(error) = self.take_incoming(id, item) {
+                return self.cut(id, error);
+            }
+        }
+        if let Some(error) = ended {
+            self.io.fail(id, error);
+        }
+        self.io.watch_writes(id);
+    }
+
+    fn take_incoming(&mut self, link: LinkId, item: Incoming) -> Result<()> {
+        match item {
+            Incoming::Admitted(session) => self.admit(link, session),
+            Incoming::Ready => {
+                self.announce(link);
+                Ok(())
+            }
+            Incoming::Frame(frame) => self.service.frame(&mut self.io, link, &frame),
+        }
+    }
+
+    fn admit(&mut self, link: LinkId, session: SessionId) -> Result<()> {
+        let known = self.io.links.get(&link);
+        let Some(peer) = known.and_then(|link| link.identity.as_ref()) else {
+            return Ok(());
+        };
+        let Some(data) = &mut self.io.data else {
+            return Ok(());
+        };
+        data.open(link, session, &peer.ucx_address)
+    }
+
+    /// Tells the service of an established session, once.
+    fn announce(&mut self, link: LinkId) {
+        let Some(connection) = self.io.links.get_mut(&link) else {
+            return;
+        };
+        if let Some(peer) = connection.identity.take() {
+            connection.is_announced = true;
+            self.service.link_up(&mut self.io, link, &peer);
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! Reads of blocks between two agents, over both roads.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{PATIENCE, Raw, TOKEN, bytes, on_both_roads, pattern};
+use kvpipe_core::Error;
+use kvpipe_core::blocks::{Agent, PeerInfo};
+use kvpipe_core::codec::{Reader, Writer};
+use kvpipe_core::identity::Service;
+use kvpipe_core::link::Timing;
+use kvpipe_ucx::{Buffer, Search};
+
+const BLOCK: usize = 4096;
+const COUNT: usize = 64;
+const READ: u8 = 32;
+const REFUSED: u8 = 35;
+
+fn agent(search: &Search) -> Agent {
+    let timing = Timing::default();
+    Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing).expect("agent")
+}
+
+fn register(agent: &Agent, name: &str, buffer: &Buffer, block: usize, stride: usize) {
+    agent
+        .register(name, buffer.clone(), block as u64, stride as u64)
+        .expect("register")
+        .wait_for(PATIENCE)
+        .expect("registered");
+}
+
+fn connect(agent: &Agent, peer: &Agent) -> PeerInfo {
+    let address = peer.address().expect("address").to_string();
+    let connected = agent.connect(&address).expect("connect");
+    connected.wait_for(PATIENCE).expect("connected")
+}
+
+struct Pair {
+    source: Agent,
+    destination: Agent,
+    from: Buffer,
+    to: Buffer,
+    peer: PeerInfo,
+}
+
+/// Two agents with a region "kv" each, cut into blocks of `BLOCK` bytes with these strides.
+fn pair(search: &Search, from_stride: usize, to_stride: usize) -> Pair {
+    let (source, destination) = (agent(search), agent(search));
+    let from = Buffer::from_vec(pattern(COUNT * from_stride, 1));
+    let to = Buffer::zeroed(COUNT * to_stride);
+    register(&source, "kv", &from, BLOCK, from_stride);
+    register(&destination, "kv", &to, BLOCK, to_stride);
+    let peer = connect(&destination, &source);
+    Pair {
+        source,
+        destination,
+        from,
+        to,
+        peer,
+    }
+}
+
+impl Pair {
+    fn read(&self, to: &[u32], from: &[u32]) -> kvpipe_core::Result<u64> {
+        let (to, from) = (to.to_vec(), from.to_vec());
+        self.destination
+            .read_blocks(self.peer.link, "kv", to, "kv", from, None)
+            .expect("read")
+            .wait_for(PATIENCE)
+    }
+
+    /// Reads, and checks each byte of the destination: what was read, and that nothing else was written.
+    fn read_and_check(&self, to: &[u32], from: &[u32], strides: (usize, usize)) {
+        self.to.write(0, &vec![0xaa; self.to.len()]);
+        let read = self.read(to, from).expect("read");
+        assert_eq!(read, (to.len() * BLOCK) as u64);
+        let (source, mut expected) = (bytes(&self.from), vec![0xaa; self.to.len()]);
+        for (&to, &from) in to.iter().zip(from) {
+            let (at, source_at) = (to as usize * strides.1, from as usize * strides.0);
+            expected[at..at + BLOCK].copy_from_slice(&source[source_at..source_at + BLOCK]);
+        }
+        assert!(bytes(&self.to) == expected, "{to:?} from {from:?}");
+    }
+}
+
+#[test]
+fn named_blocks_arrive_and_nothing_else_is_written() {
+    on_both_roads(
+        "named_blocks_arrive_and_nothing_else_is_written",
+        |search| {
+            let all: Vec<u32> = (0..COUNT as u32).collect();
+            let reversed: Vec<u32> = all.iter().rev().copied().collect();
+            for (from_stride, to_stride) in [
+                (BLOCK, BLOCK),
+                (BLOCK + 512, BLOCK),
+                (BLOCK, 2 * BLOCK),
+                (3 * BLOCK, BLOCK + 64),
+            ] {
+                let pair = pair(search, from_stride, to_stride);
+                assert_eq!(pair.peer.transport == "tcp", common::is_tcp());
+                let strides = (from_stride, to_stride);
+                pair.read_and_check(&all, &all, strides);
+                pair.read_and_check(&all, &reversed, strides);
+                pair.read_and_check(&[5, 60, 6, 7], &[9, 0, 63, 10], strides);
+                pair.read_and_check(&[1, 2], &[8, 8], strides);
+                pair.read_and_check(&[], &[], strides);
+            }
+        },
+    );
+}
+
+#[test]
+fn a_region_larger_than_every_window_arrives() {
+    on_both_roads("a_region_larger_than_every_window_arrives", |search| {
+        let (source, destination) = (agent(search), agent(search));
+        let (block, count) = (1 << 20, 48);
+        let from = Buffer::from_vec(pattern(block * count, 3));
+        let to = Buffer::zeroed(block * count);
+        register(&source, "kv", &from, block, block);
+        register(&destination, "kv", &to, block, block);
+        let peer = connect(&destination, &source);
+        // More reads at once than may be under way.
+        let works: Vec<_> = (0..count as u32)
+            .map(|id| {
+                destination
+                    .read_blocks(peer.link, "kv", vec![id], "kv", vec![id], None)
+                    .expect("read")
+            })
+            .collect();
+        for work in works {
+            assert_eq!(work.wait_for(PATIENCE), Ok(block as u64));
+        }
+        assert!(bytes(&from) == bytes(&to));
+    });
+}
+
+#[test]
+fn bad_ids_and_regions_are_named_and_the_peer_stays_usable() {
+    on_both_roads(
+        "bad_ids_and_regions_are_named_and_the_peer_stays_usable",
+        |search| {
+            let pair = pair(search, BLOCK, BLOCK);
+            let text = |to: &[u32], from: &[u32]| match pair.read(to, from) {
+                Err(Error::Config(text)) => text,
+                other => panic!("{other:?}"),
+            };
+            assert!(text(&[0], &[4711]).contains("4711"));
+            assert!(text(&[4712], &[0]).contains("4712"));
+            assert!(text(&[17, 17], &[0, 1]).contains("17 is named twice"));
+            assert!(text(&[1], &[0, 1]).contains("1 destination ids for 2"));
+            let other = |region: &str, remote: &str| {
+                pair.destination
+                    .read_blocks(pair.peer.link, region, vec![0], remote, vec![0], None)
+                    .expect("read")
+                    .wait_for(PATIENCE)
+            };
+            assert!(other("kw", "kv").unwrap_err().to_string().contains("kw"));
+            assert!(other("kv", "kx").unwrap_err().to_string().contains("kx"));
+            pair.read_and_check(&[1], &[2], (BLOCK, BLOCK));
+        },
+    );
+}
+
+#[test]
+fn blocks_of_different_sizes_do_not_fit() {
+    let Some(search) = common::ucx() else { return };
+    let (source, destination) = (agent(&search), agent(&search));
+    register(&source, "kv", &Buffer::zeroed(4096), 1024, 1024);
+    register(&destination, "kv", &Buffer::zeroed(4096), 512, 512);
+    let peer = connect(&destination, &source);
+    let read = destination
+        .read_blocks(peer.link, "kv", vec![0], "kv", vec![0], None)
+        .expect("read");
+    let error = read.wait_for(PATIENCE).expect_err("sizes differ");
+    assert!(error.to_string().contains("1024"), "{error}");
+}
+
+#[test]
+fn a_region_registered_later_becomes_known_to_peers() {
+    let Some(search) = common::ucx() else { return };
+    let pair = pair(&search, BLOCK, BLOCK);
+    register(
+        &pair.source,
+        "later",
+        &Buffer::from_vec(pattern(BLOCK, 9)),
+        BLOCK,
+        BLOCK,
+    );
+    let read = || {
+        let (link, one) = (pair.peer.link, vec![0]);
+        pair.destination
+            .read_blocks(link, "kv", one.clone(), "later", one, None)
+            .expect("read")
+            .wait_for(PATIENCE)
+            .ok()
+    };
+    common::eventually("the region", read);
+    assert!(bytes(&pair.to)[..BLOCK] == pattern(BLOCK, 9));
+}
+
+#[test]
+fn a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again() {
+    on_both_roads(
+        "a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again",
+        |search| {
+            let Pair {
+                source,
+                destination,
+                peer,
+                ..
+            } = pair(search, BLOCK, BLOCK);
+            let address = source.address().expect("address").to_string();
+            source.close();
+            let read = || {
+                let work = destination
+                    .read_blocks(peer.link, "kv", vec![0], "kv", vec![0], None)
+                    .expect("read");
+                work.wait_for(PATIENCE).err()
+            };
+            let error = common::eventually("the loss", read);
+            assert!(matches!(error, Error::PeerLost { .. }), "{error}");
+            let error = destination
+                .connect(&address)
+                .expect("connect")
+                .wait_for(PATIENCE)
+                .expect_err("nobody listens");
+            assert!(matches!(error, Error::Connect(_)), "{error}");
+        },
+    );
+}
+
+// --- an initiator that keeps to no rules
+
+fn raw(search: &Search) -> (Raw, Agent) {
+    let source = agent(search);
+    register(
+        &source,
+        "kv",
+        &Buffer::from_vec(pattern(COUNT * BLOCK, 1)),
+        BLOCK,
+        BLOCK,
+    );
+    let address = source.address().expect("address");
+    (Raw::connect(search, address, Service::Blocks), source)
+}
+
+fn ask(raw: &Raw, transfer: u64, region: u16, ids: &[u32]) {
+    let header = Writer::new(READ).u64(transfer).u16(region).finish();
+    let ids = Writer::default().list(ids, |w, id| w.u32(*id)).finish();
+    raw.send(&header, &ids);
+}
+
+#[test]
+fn a_source_refuses_ids_that_it_does_not_have_and_serves_on() {
+    let Some(search) = common::ucx() else { return };
+    let (raw, _source) = raw(&search);
+    for (region, ids, named) in [
+        (0, vec![0, COUNT as u32], "64"),
+        (0, vec![u32::MAX], "4294967295"),
+        (7, vec![0], "7"),
+    ] {
+        ask(&raw, 5, region, &ids);
+        let (header, payload) = raw.message(REFUSED);
+        assert_eq!(header, 5u64.to_le_bytes());
+        let text = Reader::new(&payload).str(4096).expect("a reason");
+        assert!(text.contains(named), "{text}");
+    }
+    ask(&raw, 6, 0, &[3]);
+    let (header, payload) = raw.message(33);
+    assert_eq!(header, [6u64.to_le_bytes(), 0u64.to_le_bytes()].concat());
+    assert!(payload == pattern(COUNT * BLOCK, 1)[3 * BLOCK..4 * BLOCK]);
+}
+
+#[test]
+fn an_initiator_that_asks_for_more_than_it_may_is_cut_off() {
+    let Some(search) = common::ucx() else { return };
+    let (mut raw, _source) = raw(&search);
+    // 8 MiB each, more than the first window: none of them ends without credit.
+    let ids: Vec<u32> = (0..2048).map(|i| i % COUNT as u32).collect();
+    for transfer in 0..5 {
+        ask(&raw, transfer, 0, &ids);
+    }
+    assert!(raw.is_closed());
+}
+
+#[test]
+fn a_source_that_sends_what_was_not_asked_for_writes_nothing() {
+    let Some(search) = common::ucx() else { return };
+    let destination = agent(&search);
+    let to = Buffer::zeroed(COUNT * BLOCK);
+    register(&destination, "kv", &to, BLOCK, BLOCK);
+    let address = destination.address().expect("address");
+    let raw = Raw::connect(&search, address, Service::Blocks);
+    for transfer in 0..64u64 {
+        for offset in [0, BLOCK as u64, u64::MAX - 8] {
+            let header = Writer::new(33).u64(transfer).u64(offset).finish();
+            raw.send(&header, &[7; BLOCK]);
+        }
+    }
+    // Answered, so that all before it has been seen.
+    ask(&raw, 1, 9, &[]);
+    raw.message(REFUSED);
+    assert!(bytes(&to).iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn a_read_that_takes_too_long_ends_at_its_deadline() {
+    on_both_roads(
+        "a_read_that_takes_too_long_ends_at_its_deadline",
+        |search| {
+            let pair = pair(search, BLOCK, BLOCK);
+            let ids: Vec<u32> = (0..COUNT as u32).collect();
+            let timeout = Some(Duration::ZERO);
+            let read = pair
+                .destination
+                .read_blocks(pair.peer.link, "kv", ids.clone(), "kv", ids, timeout)
+                .expect("read");
+            // Fast enough it may be; over it is in any case.
+            match read.wait_for(PATIENCE) {
+                Ok(len) => assert_eq!(len, (COUNT * BLOCK) as u64),
+                Err(error) => assert!(matches!(error, Error::Timeout(_)), "{error}"),
+            }
+        },
+    );
+}

@@ -1,0 +1,437 @@
+//! Handoffs between two agents, over both roads: proved, or failed with exactly what is missing.
+
+mod common;
+
+use std::time::Instant;
+
+use common::{PATIENCE, PROMPT, Process, TOKEN, bytes, eventually, on_both_roads, pattern, say};
+use kvpipe_core::blocks::{Agent, Event, LoadRequest};
+use kvpipe_core::handoff::HandoffId;
+use kvpipe_core::link::Timing;
+use kvpipe_ucx::{Buffer, Search};
+
+const BLOCK: usize = 8192;
+const COUNT: usize = 32;
+const LAYERS: usize = 3;
+const ID: HandoffId = [9; 16];
+
+struct Worker {
+    agent: Agent,
+    layers: Vec<Buffer>,
+    seen: std::cell::RefCell<Vec<Event>>,
+}
+
+/// A worker whose layers hold patterns from `seed` on.
+fn worker(search: &Search, seed: u64) -> Worker {
+    let timing = Timing::default();
+    let agent =
+        Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing).expect("agent");
+    let layers: Vec<Buffer> = (0..LAYERS as u64)
+        .map(|layer| Buffer::from_vec(pattern(COUNT * BLOCK, seed + layer)))
+        .collect();
+    for (index, layer) in layers.iter().enumerate() {
+        let name = format!("layer.{index}");
+        agent
+            .register(&name, layer.clone(), BLOCK as u64, BLOCK as u64)
+            .expect("register")
+            .wait_for(PATIENCE)
+            .expect("registered");
+    }
+    Worker {
+        agent,
+        layers,
+        seen: std::cell::RefCell::default(),
+    }
+}
+
+impl Worker {
+    fn request(&self, block_ids: &[u32]) -> LoadRequest {
+        LoadRequest {
+            handoff: ID,
+            producer: self.agent.address().expect("address").to_string(),
+            incarnation: self.agent.incarnation(),
+            generation: 1,
+            first: 0,
+            block_ids: block_ids.to_vec(),
+            is_committed: true,
+        }
+    }
+
+    fn finalize(&self, first: u32, block_ids: &[u32]) {
+        self.agent
+            .finalize(ID, 1, first, block_ids.to_vec())
+            .expect("finalize");
+    }
+
+    fn load(&self, request: LoadRequest) {
+        self.agent.load(request).expect("load");
+    }
+
+    fn events(&self) -> Vec<Event> {
+        let mut seen = self.seen.borrow_mut();
+        let is_log = |event: &Event| matches!(event, Event::Log(_));
+        seen.extend(
+            self.agent
+                .drain()
+                .into_iter()
+                .filter(|event| !is_log(event)),
+        );
+        seen.clone()
+    }
+
+    /// How the load ended, which it did once.
+    fn ended(&self) -> Event {
+        eventually("the end of the load", || self.events().first().cloned())
+    }
+
+    fn loaded(&self) -> u64 {
+        match self.ended() {
+            Event::Loaded { num_bytes, .. } => num_bytes,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn failed(&self) -> (Vec<u32>, String) {
+        match self.ended() {
+            Event::Failed {
+                missing, reason, ..
+            } => (missing, reason),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn block(&self, layer: usize, id: u32) -> Vec<u8> {
+        let at = id as usize * BLOCK;
+        bytes(&self.layers[layer])[at..at + BLOCK].to_vec()
+    }
+
+    fn has(&self, ids: &[u32], producer: &Self, from: &[u32]) -> bool {
+        let same = |layer| {
+            let pairs = ids.iter().zip(from);
+            pairs
+                .into_iter()
+                .all(|(&id, &from)| self.block(layer, id) == producer.block(layer, from))
+        };
+        (0..LAYERS).all(same)
+    }
+}
+
+fn pair(search: &Search) -> (Worker, Worker) {
+    (worker(search, 100), worker(search, 900))
+}
+
+#[test]
+fn peer_process() {
+    let Some((role, argument, mut parent)) = common::role() else {
+        return;
+    };
+    let search = common::ucx().expect("the parent found UCX");
+    match role.as_str() {
+        "producer" => {
+            let producer = worker(&search, 100);
+            producer.finalize(0, &[4, 5, 6, 7]);
+            let address = producer.agent.address().expect("address");
+            say(&mut parent, &address.to_string());
+            say(&mut parent, &format!("{:?}", producer.agent.incarnation()));
+            common::wait_for_the_end(parent);
+        }
+        "consumer" => {
+            let consumer = worker(&search, 900);
+            let (address, incarnation) = argument.split_once(' ').expect("two words");
+            let mut request = consumer.request(&[0, 1, 2, 3]);
+            address.clone_into(&mut request.producer);
+            request.incarnation = parse(incarnation);
+            consumer.load(request);
+            let producer = worker(&search, 100);
+            eventually("the first half", || {
+                consumer.has(&[0, 1], &producer, &[4, 5]).then_some(())
+            });
+            say(&mut parent, "half");
+            common::wait_for_the_end(parent);
+        }
+        other => panic!("unknown role {other}"),
+    }
+}
+
+fn parse(incarnation: &str) -> [u8; 16] {
+    let numbers = incarnation.trim_matches(['[', ']']).split(',');
+    let bytes: Vec<u8> = numbers
+        .map(|number| number.trim().parse().expect("a byte"))
+        .collect();
+    bytes.try_into().expect("16 bytes")
+}
+
+#[test]
+fn a_load_after_the_last_block_is_complete_and_taken_once() {
+    on_both_roads(
+        "a_load_after_the_last_block_is_complete_and_taken_once",
+        |search| {
+            let (producer, consumer) = pair(search);
+            producer.finalize(0, &[4, 9, 5, 31]);
+            consumer.load(producer.request(&[1, 2, 3, 20]));
+            assert_eq!(consumer.loaded(), (4 * LAYERS * BLOCK) as u64);
+            assert!(consumer.has(&[1, 2, 3, 20], &producer, &[4, 9, 5, 31]));
+            eventually("the end of the loan", || producer.events().first().cloned());
+            assert_eq!(producer.agent.num_lent(), 0);
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            assert_eq!(producer.events(), [Event::Taken { handoff: ID }]);
+            assert_eq!(consumer.events().len(), 1);
+        },
+    );
+}
+
+#[test]
+fn a_load_before_the_first_block_gets_blocks_as_they_become_final() {
+    on_both_roads(
+        "a_load_before_the_first_block_gets_blocks_as_they_become_final",
+        |search| {
+            let (producer, consumer) = pair(search);
+            let mut request = producer.request(&[10, 11, 12, 13]);
+            request.first = 2;
+            consumer.load(request);
+            // The consumer has positions 0 and 1 already, and wants no more than position 5.
+            producer.finalize(0, &[20, 21, 22]);
+            eventually("the first wanted block", || {
+                consumer.has(&[10], &producer, &[22]).then_some(())
+            });
+            assert_eq!(consumer.events(), []);
+            producer.finalize(3, &[23]);
+            producer.finalize(4, &[24, 25, 26]);
+            assert_eq!(consumer.loaded(), (4 * LAYERS * BLOCK) as u64);
+            assert!(consumer.has(&[10, 11, 12, 13], &producer, &[22, 23, 24, 25]));
+        },
+    );
+}
+
+#[test]
+fn a_load_ends_only_with_the_sequence_state() {
+    on_both_roads("a_load_ends_only_with_the_sequence_state", |search| {
+        let (producer, consumer) = pair(search);
+        producer.finalize(0, &[4, 5]);
+        let mut request = producer.request(&[1, 2]);
+        request.is_committed = false;
+        consumer.load(request);
+        eventually("the blocks", || {
+            consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
+        });
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert_eq!(consumer.events(), []);
+        consumer.agent.commit(ID).expect("commit");
+        consumer.loaded();
+    });
+}
+
+#[test]
+fn another_life_of_the_producer_is_not_read() {
+    let Some(search) = common::ucx() else { return };
+    let (producer, consumer) = pair(&search);
+    producer.finalize(0, &[4]);
+    let mut request = producer.request(&[1]);
+    request.incarnation = [1; 16];
+    consumer.load(request);
+    let (missing, reason) = consumer.failed();
+    assert_eq!(missing, [0]);
+    assert!(reason.contains("restarted"), "{reason}");
+    assert_eq!(producer.agent.num_lent(), 1);
+}
+
+#[test]
+fn blocks_of_another_generation_are_never_taken() {
+    let Some(search) = common::ucx() else { return };
+    let (producer, consumer) = pair(&search);
+    producer
+        .agent
+        .finalize(ID, 2, 0, vec![4])
+        .expect("finalize");
+    consumer.load(producer.request(&[1]));
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    assert_eq!(consumer.events(), []);
+    consumer.agent.cancel(ID, "enough").expect("cancel");
+    assert_eq!(consumer.failed(), (vec![0], "enough".to_owned()));
+}
+
+#[test]
+fn a_handoff_that_ends_fails_its_load_with_what_is_missing() {
+    on_both_roads(
+        "a_handoff_that_ends_fails_its_load_with_what_is_missing",
+        |search| {
+            let (producer, consumer) = pair(search);
+            producer.finalize(0, &[4, 5]);
+            consumer.load(producer.request(&[1, 2, 3]));
+            eventually("the first blocks", || {
+                consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
+            });
+            producer.agent.end(ID, "aborted by the test").expect("end");
+            assert_eq!(
+                consumer.failed(),
+                (vec![2], "aborted by the test".to_owned())
+            );
+            assert_eq!(producer.agent.num_lent(), 0);
+            // And for good.
+            producer.finalize(2, &[6]);
+            let again = worker(search, 900);
+            again.load(producer.request(&[1]));
+            assert!(again.failed().1.contains("aborted by the test"));
+        },
+    );
+}
+
+#[test]
+fn blocks_that_changed_after_they_were_final_are_missing_and_no_others() {
+    on_both_roads(
+        "blocks_that_changed_after_they_were_final_are_missing_and_no_others",
+        |search| {
+            let (producer, consumer) = pair(search);
+            producer.finalize(0, &[4, 5, 6]);
+            eventually("the checksums", || {
+                (producer.agent.num_lent() == 1).then_some(())
+            });
+            assert!(producer.layers[1].write(5 * BLOCK + 17, b"!"));
+            consumer.load(producer.request(&[1, 2, 3]));
+            let (missing, reason) = consumer.failed();
+            assert_eq!(missing, [1]);
+            assert!(
+                reason.contains("checksum") && reason.contains("region 1"),
+                "{reason}"
+            );
+            assert_eq!(producer.events(), []);
+        },
+    );
+}
+
+#[test]
+fn a_consumer_may_try_again() {
+    on_both_roads("a_consumer_may_try_again", |search| {
+        let (producer, consumer) = pair(search);
+        producer.finalize(0, &[4, 5]);
+        consumer.load(producer.request(&[1, 2, 3]));
+        eventually("the first blocks", || {
+            consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
+        });
+        consumer.agent.cancel(ID, "once").expect("cancel");
+        assert_eq!(consumer.failed().0, [2]);
+        consumer.seen.borrow_mut().clear();
+        consumer.load(producer.request(&[21, 22, 23]));
+        producer.finalize(2, &[6]);
+        consumer.loaded();
+        assert!(consumer.has(&[21, 22, 23], &producer, &[4, 5, 6]));
+        eventually("the end of the loan", || producer.events().first().cloned());
+        assert_eq!(producer.events(), [Event::Taken { handoff: ID }]);
+    });
+}
+
+#[test]
+fn two_loads_of_one_handoff_at_once_leave_the_first_alone() {
+    let Some(search) = common::ucx() else { return };
+    let (producer, consumer) = pair(&search);
+    consumer.load(producer.request(&[1]));
+    consumer.load(producer.request(&[2]));
+    producer.finalize(0, &[4]);
+    consumer.loaded();
+    assert!(consumer.has(&[1], &producer, &[4]));
+    assert_eq!(consumer.events().len(), 1);
+}
+
+#[test]
+fn regions_that_differ_are_named() {
+    let Some(search) = common::ucx() else { return };
+    let (producer, consumer) = pair(&search);
+    let more = consumer.agent.register("extra", Buffer::zeroed(64), 64, 64);
+    more.expect("register")
+        .wait_for(PATIENCE)
+        .expect("registered");
+    consumer.load(producer.request(&[1]));
+    let (missing, reason) = consumer.failed();
+    assert_eq!(missing, [0]);
+    assert!(reason.contains("4 regions here, 3 there"), "{reason}");
+}
+
+#[test]
+fn a_block_that_is_not_there_ends_its_handoff() {
+    let Some(search) = common::ucx() else { return };
+    let (producer, consumer) = pair(&search);
+    producer.finalize(0, &[4, COUNT as u32]);
+    consumer.load(producer.request(&[1]));
+    assert!(consumer.failed().1.contains("block 32"));
+}
+
+#[test]
+fn a_producer_that_nobody_is_fails_the_load() {
+    let Some(search) = common::ucx() else { return };
+    let (producer, consumer) = pair(&search);
+    let request = producer.request(&[1, 2]);
+    producer.agent.close();
+    consumer.load(request);
+    let (missing, reason) = consumer.failed();
+    assert_eq!(missing, [0, 1]);
+    assert!(reason.contains("cannot reach"), "{reason}");
+}
+
+#[test]
+fn positions_beyond_32_bits_are_refused() {
+    let Some(search) = common::ucx() else { return };
+    let (producer, consumer) = pair(&search);
+    assert!(
+        producer
+            .agent
+            .finalize(ID, 1, u32::MAX - 1, vec![1, 2])
+            .is_err()
+    );
+    let mut request = producer.request(&[1, 2]);
+    request.first = u32::MAX - 1;
+    assert!(consumer.agent.load(request).is_err());
+}
+
+#[test]
+fn a_producer_killed_under_a_load_fails_it_with_what_is_missing() {
+    on_both_roads(
+        "a_producer_killed_under_a_load_fails_it_with_what_is_missing",
+        |search| {
+            let (twin, consumer) = pair(search);
+            let mut producer = Process::start("producer", "");
+            let mut request = twin.request(&[0, 1, 2, 3, 4, 5]);
+            request.producer = producer.line();
+            request.incarnation = parse(&producer.line());
+            consumer.load(request);
+            eventually("the first blocks", || {
+                consumer
+                    .has(&[0, 1, 2, 3], &twin, &[4, 5, 6, 7])
+                    .then_some(())
+            });
+            let killed = Instant::now();
+            producer.kill();
+            let (missing, reason) = consumer.failed();
+            assert!(killed.elapsed() < PROMPT);
+            assert_eq!(missing, [4, 5]);
+            assert!(reason.contains("lost peer"), "{reason}");
+        },
+    );
+}
+
+#[test]
+fn a_consumer_killed_under_its_load_leaves_the_handoff_to_another() {
+    on_both_roads(
+        "a_consumer_killed_under_its_load_leaves_the_handoff_to_another",
+        |search| {
+            let (producer, other) = pair(search);
+            producer.finalize(0, &[4, 5]);
+            let address = producer.agent.address().expect("address");
+            let argument = format!("{address} {:?}", producer.agent.incarnation());
+            let mut consumer = Process::start("consumer", &argument);
+            assert_eq!(consumer.line(), "half");
+            let killed = Instant::now();
+            consumer.kill();
+            let is_lost =
+                |event: &Event| matches!(event, Event::Log(text) if text.contains("closed"));
+            eventually("the loss", || {
+                producer.agent.drain().iter().any(is_lost).then_some(())
+            });
+            assert!(killed.elapsed() < PROMPT);
+            assert_eq!(producer.agent.num_lent(), 1);
+            other.load(producer.request(&[0, 1, 2, 3]));
+            producer.finalize(2, &[6, 7]);
+            other.loaded();
+            assert!(other.has(&[0, 1, 2, 3], &producer, &[4, 5, 6, 7]));
+        },
+    );
+}

@@ -1,0 +1,463 @@
+//! What a pipe promises to its two ends, over both roads.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{PATIENCE, PROMPT, Raw, TOKEN, bytes, eventually, on_both_roads, pattern};
+use kvpipe_core::Error;
+use kvpipe_core::codec::Writer;
+use kvpipe_core::identity::Service;
+use kvpipe_core::pipe::{Deadline, Meta, Pipe, Received};
+use kvpipe_core::work::Work;
+use kvpipe_ucx::{Buffer, Search};
+
+const EAGER: u8 = 1;
+const OFFER: u8 = 2;
+const TAKEN: u8 = 6;
+
+fn pipe(search: &Search) -> (Pipe, Pipe) {
+    let receiver = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+    (sender_to(search, &receiver), receiver)
+}
+
+fn sender_to(search: &Search, receiver: &Pipe) -> Pipe {
+    let address = receiver.address().expect("address").to_string();
+    let (sender, connected) =
+        Pipe::connect(&address, TOKEN, search.clone(), PATIENCE).expect("connect");
+    connected.wait_for(PATIENCE).expect("connected");
+    sender
+}
+
+fn meta(len: usize) -> Meta {
+    Meta {
+        family: 2,
+        dtype: "uint8".to_owned(),
+        shape: vec![len as u64],
+    }
+}
+
+fn send(pipe: &Pipe, content: Vec<u8>) -> Work<()> {
+    send_within(pipe, content, None)
+}
+
+fn send_within(pipe: &Pipe, content: Vec<u8>, timeout: Option<Duration>) -> Work<()> {
+    let meta = meta(content.len());
+    pipe.send(meta, Buffer::from_vec(content), Deadline::after(timeout))
+        .expect("send")
+}
+
+fn receive(pipe: &Pipe) -> Work<Arc<Received>> {
+    pipe.receive(None, Deadline::default()).expect("receive")
+}
+
+fn content(received: &Work<Arc<Received>>) -> Vec<u8> {
+    let received = received.wait_for(PATIENCE).expect("received");
+    bytes(received.buffer.as_ref().expect("fresh memory"))
+}
+
+fn close(pipe: &Pipe) -> kvpipe_core::Result<()> {
+    let closed = pipe.close(Deadline::default()).expect("close");
+    closed.map_or(Ok(()), |closed| closed.wait_for(PATIENCE))
+}
+
+#[test]
+fn tensors_arrive_in_order_whatever_their_size() {
+    on_both_roads("tensors_arrive_in_order_whatever_their_size", |search| {
+        let (tx, rx) = pipe(search);
+        let is_tcp = common::is_tcp();
+        assert_eq!(tx.info().transport == "tcp", is_tcp, "{:?}", tx.info());
+        let sizes = [
+            0,
+            1,
+            1 << 20,
+            7,
+            32 << 10,
+            (32 << 10) + 1,
+            0,
+            9_000_001,
+            3,
+            131_072,
+        ];
+        let early: Vec<_> = sizes.iter().map(|_| receive(&rx)).collect();
+        let mut sent = Vec::new();
+        for round in 0..2 {
+            for (index, &size) in sizes.iter().enumerate() {
+                sent.push(send(&tx, pattern(size, round * 100 + index as u64)));
+            }
+        }
+        let late: Vec<_> = sizes.iter().map(|_| receive(&rx)).collect();
+        for (round, works) in [early, late].iter().enumerate() {
+            for (index, work) in works.iter().enumerate() {
+                let expected = pattern(sizes[index], (round * 100 + index) as u64);
+                assert!(content(work) == expected, "round {round}, tensor {index}");
+            }
+        }
+        for work in sent {
+            work.wait_for(PATIENCE).expect("sent");
+        }
+    });
+}
+
+#[test]
+fn a_tensor_larger_than_the_window_arrives_intact() {
+    on_both_roads("a_tensor_larger_than_the_window_arrives_intact", |search| {
+        let (tx, rx) = pipe(search);
+        let expected = pattern(64 << 20, 5);
+        let out = Buffer::zeroed(64 << 20);
+        let sent = send(&tx, expected.clone());
+        let target = Some((meta(out.len()), out.clone()));
+        let received = rx.receive(target, Deadline::default()).expect("receive");
+        let received = received.wait_for(PATIENCE).expect("received");
+        assert!(
+            received.buffer.is_none(),
+            "received into memory of the caller"
+        );
+        assert!(bytes(&out) == expected);
+        sent.wait_for(PATIENCE).expect("sent");
+        assert_eq!(rx.info().num_bytes, 64 << 20);
+    });
+}
+
+#[test]
+fn more_tensors_than_may_be_in_flight_all_arrive() {
+    on_both_roads("more_tensors_than_may_be_in_flight_all_arrive", |search| {
+        let (tx, rx) = pipe(search);
+        let sent: Vec<_> = (0..500).map(|i| send(&tx, pattern(100, i))).collect();
+        for i in 0..500 {
+            assert_eq!(content(&receive(&rx)), pattern(100, i));
+        }
+        for work in sent {
+            work.wait_for(PATIENCE).expect("sent");
+        }
+    });
+}
+
+#[test]
+fn a_receive_that_times_out_leaves_the_pipe_usable() {
+    on_both_roads(
+        "a_receive_that_times_out_leaves_the_pipe_usable",
+        |search| {
+            let (tx, rx) = pipe(search);
+            let soon = Deadline::after(Some(Duration::from_millis(50)));
+            let error = rx
+                .receive(None, soon)
+                .expect("receive")
+                .wait_for(PATIENCE)
+                .expect_err("nothing came");
+            assert!(
+                matches!(&error, Error::Timeout(text) if text.contains("usable")),
+                "{error}"
+            );
+            let _sent = send(&tx, pattern(1 << 20, 1));
+            assert!(content(&receive(&rx)) == pattern(1 << 20, 1));
+        },
+    );
+}
+
+#[test]
+fn a_tensor_that_nobody_takes_is_withdrawn_and_the_next_one_arrives() {
+    on_both_roads(
+        "a_tensor_that_nobody_takes_is_withdrawn_and_the_next_one_arrives",
+        |search| {
+            let (tx, rx) = pipe(search);
+            let soon = Some(Duration::from_millis(50));
+            let error = send_within(&tx, pattern(1 << 20, 1), soon)
+                .wait_for(PATIENCE)
+                .expect_err("nobody receives");
+            assert!(
+                matches!(&error, Error::Timeout(text) if text.contains("usable")),
+                "{error}"
+            );
+            let sent = send(&tx, pattern(1 << 20, 2));
+            assert!(content(&receive(&rx)) == pattern(1 << 20, 2));
+            sent.wait_for(PATIENCE).expect("sent");
+        },
+    );
+}
+
+#[test]
+fn an_out_that_does_not_match_consumes_nothing() {
+    on_both_roads("an_out_that_does_not_match_consumes_nothing", |search| {
+        let (tx, rx) = pipe(search);
+        for size in [100, 1 << 20] {
+            let sent = send(&tx, pattern(size, 3));
+            let out = Some((meta(10), Buffer::zeroed(10)));
+            let error = rx
+                .receive(out, Deadline::default())
+                .expect("receive")
+                .wait_for(PATIENCE)
+                .expect_err("too small");
+            let named = |text: &str| text.contains("[10]") && text.contains(&format!("[{size}]"));
+            assert!(
+                matches!(&error, Error::Config(text) if named(text)),
+                "{error}"
+            );
+            assert!(content(&receive(&rx)) == pattern(size, 3));
+            sent.wait_for(PATIENCE).expect("sent");
+        }
+    });
+}
+
+#[test]
+fn a_second_sender_is_refused_with_the_reason() {
+    on_both_roads("a_second_sender_is_refused_with_the_reason", |search| {
+        let (tx, rx) = pipe(search);
+        let address = rx.address().expect("address").to_string();
+        let (_second, connected) =
+            Pipe::connect(&address, TOKEN, search.clone(), PATIENCE).expect("connect");
+        let error = connected.wait_for(PATIENCE).expect_err("refused");
+        assert!(
+            matches!(&error, Error::Connect(text) if text.contains("already has a sender")),
+            "{error}"
+        );
+        let _sent = send(&tx, pattern(10, 1));
+        assert_eq!(content(&receive(&rx)), pattern(10, 1));
+    });
+}
+
+#[test]
+fn after_an_orderly_close_all_tensors_come_and_then_the_end() {
+    on_both_roads(
+        "after_an_orderly_close_all_tensors_come_and_then_the_end",
+        |search| {
+            let (tx, rx) = pipe(search);
+            let _sent = [send(&tx, pattern(10, 1)), send(&tx, pattern(1 << 20, 2))];
+            let closed = tx
+                .close(Deadline::default())
+                .expect("close")
+                .expect("a sender's work");
+            assert!(!closed.is_completed(), "closed before all was taken");
+            assert_eq!(content(&receive(&rx)), pattern(10, 1));
+            assert!(content(&receive(&rx)) == pattern(1 << 20, 2));
+            closed.wait_for(PATIENCE).expect("closed");
+            for _ in 0..2 {
+                assert_eq!(
+                    receive(&rx).wait_for(PATIENCE).map(|_| ()),
+                    Err(Error::EndOfPipe)
+                );
+            }
+        },
+    );
+}
+
+#[test]
+fn a_receiver_that_leaves_after_the_last_tensor_does_not_fail_the_sender() {
+    on_both_roads(
+        "a_receiver_that_leaves_after_the_last_tensor_does_not_fail_the_sender",
+        |search| {
+            for round in 0..8 {
+                let (tx, rx) = pipe(search);
+                let sent = send(&tx, pattern(1 << 20, round));
+                receive(&rx).wait_for(PATIENCE).expect("received");
+                rx.stop();
+                sent.wait_for(PATIENCE).expect("it was taken");
+            }
+        },
+    );
+}
+
+#[test]
+fn a_sender_is_told_at_its_close_of_small_tensors_that_were_lost() {
+    on_both_roads(
+        "a_sender_is_told_at_its_close_of_small_tensors_that_were_lost",
+        |search| {
+            let (tx, rx) = pipe(search);
+            send(&tx, pattern(10, 1))
+                .wait_for(PATIENCE)
+                .expect("it has left");
+            rx.stop();
+            eventually("the loss", || (tx.info().state == "closed").then_some(()));
+            assert!(matches!(close(&tx), Err(Error::PeerLost { .. })));
+            assert_eq!(close(&tx), Ok(()), "a second time");
+        },
+    );
+}
+
+#[test]
+fn stopping_an_end_ends_its_operations_and_those_of_the_other() {
+    on_both_roads(
+        "stopping_an_end_ends_its_operations_and_those_of_the_other",
+        |search| {
+            let (tx, rx) = pipe(search);
+            let received = receive(&rx);
+            rx.stop();
+            assert!(matches!(received.wait_for(PATIENCE), Err(Error::Closed(_))));
+            let error = send(&tx, pattern(1 << 20, 1))
+                .wait_for(PROMPT)
+                .expect_err("nobody is there");
+            assert!(matches!(error, Error::PeerLost { .. }), "{error}");
+        },
+    );
+}
+
+#[test]
+fn a_receive_timeout_under_way_closes_the_pipe_on_both_ends() {
+    on_both_roads(
+        "a_receive_timeout_under_way_closes_the_pipe_on_both_ends",
+        |search| {
+            let (tx, rx) = pipe(search);
+            let len = 1 << 30;
+            let sent = tx
+                .send(meta(len), Buffer::zeroed(len), Deadline::default())
+                .expect("send");
+            let now = Instant::now();
+            // Met long before, and done by then it cannot be.
+            let deadline = Deadline {
+                meet_by: None,
+                done_by: Some(now + Duration::from_millis(20)),
+            };
+            let received = rx.receive(None, deadline).expect("receive");
+            let error = received.wait_for(PATIENCE).expect_err("too late");
+            assert!(
+                matches!(&error, Error::Timeout(text) if text.contains("closed")),
+                "{error}"
+            );
+            let error = sent.wait_for(PROMPT).expect_err("closed");
+            assert!(
+                error.to_string().contains("not received in time"),
+                "{error}"
+            );
+        },
+    );
+}
+
+#[test]
+fn many_queued_tensors_cost_no_time_each_round() {
+    let Some(search) = common::ucx() else { return };
+    let (tx, rx) = pipe(&search);
+    let count = 20_000;
+    let timeout = Some(Duration::from_secs(3600));
+    let sent: Vec<_> = (0..count)
+        .map(|_| send_within(&tx, vec![7; 8], timeout))
+        .collect();
+    let begun = Instant::now();
+    for _ in 0..count {
+        receive(&rx).wait_for(PATIENCE).expect("received");
+    }
+    for work in sent {
+        work.wait_for(PATIENCE).expect("sent");
+    }
+    assert!(
+        begun.elapsed() < Duration::from_secs(10),
+        "{:?}",
+        begun.elapsed()
+    );
+}
+
+// --- a sender that keeps to no rules
+
+fn eager(sequence: u64, content: &[u8]) -> (Vec<u8>, Vec<u8>) {
+    let payload = described(content.len()).bytes(content).finish();
+    (Writer::new(EAGER).u64(sequence).finish(), payload)
+}
+
+fn described(len: usize) -> Writer {
+    Writer::default()
+        .u8(2)
+        .str("uint8")
+        .list(&[len as u64], |w, n| w.u64(*n))
+}
+
+fn raw(search: &Search) -> (Raw, Pipe) {
+    let receiver = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+    let address = receiver.address().expect("address");
+    (Raw::connect(search, address, Service::Pipe), receiver)
+}
+
+#[test]
+fn a_message_that_overtakes_the_handshakes_last_frame_counts() {
+    on_both_roads(
+        "a_message_that_overtakes_the_handshakes_last_frame_counts",
+        |search| {
+            let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+            let mut raw = Raw::begin(search, rx.address().expect("address"), Service::Pipe);
+            let received = receive(&rx);
+            let (header, payload) = eager(0, b"early");
+            raw.send(&header, &payload);
+            let (taken, _) = raw.message(TAKEN);
+            assert_eq!(taken, 0u64.to_le_bytes());
+            assert_eq!(content(&received), b"early");
+            raw.finish();
+            let (header, payload) = eager(1, b"later");
+            raw.send(&header, &payload);
+            raw.message_while(|| receive(&rx), b"later");
+        },
+    );
+}
+
+impl Raw {
+    fn message_while(&self, begin: impl FnOnce() -> Work<Arc<Received>>, expected: &[u8]) {
+        let received = begin();
+        self.message(TAKEN);
+        assert_eq!(content(&received), expected);
+    }
+}
+
+#[test]
+fn a_sender_that_leaves_before_it_is_established_leaves_its_place() {
+    let Some(search) = common::ucx() else { return };
+    let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+    drop(Raw::begin(
+        &search,
+        rx.address().expect("address"),
+        Service::Pipe,
+    ));
+    std::thread::sleep(Duration::from_millis(100));
+    let tx = sender_to(&search, &rx);
+    let _sent = send(&tx, pattern(10, 1));
+    assert_eq!(content(&receive(&rx)), pattern(10, 1));
+}
+
+#[test]
+fn an_offer_that_no_memory_can_hold_is_an_error_and_not_the_end() {
+    let Some(search) = common::ucx() else { return };
+    let (raw, rx) = raw(&search);
+    let len = 1u64 << 60;
+    let header = Writer::new(OFFER).u64(0).u64(len).u64(4096).finish();
+    let payload = described(len as usize).bytes(&[0; 16]).finish();
+    raw.send(&header, &payload);
+    let received = receive(&rx);
+    eventually("the refusal", || {
+        raw.worker.progress();
+        received.is_completed().then_some(())
+    });
+    let error = received.wait_for(PATIENCE).expect_err("no such memory");
+    assert!(
+        matches!(&error, Error::Exhausted(text) if text.contains("not consumed")),
+        "{error}"
+    );
+    assert_eq!(rx.info().state, "open");
+}
+
+#[test]
+fn a_sender_that_ignores_its_credit_or_its_bounds_is_cut_off() {
+    let Some(search) = common::ucx() else { return };
+    let too_many: Vec<_> = (0..100).map(|i| eager(i, b"x")).collect();
+    let wraps = Writer::new(OFFER)
+        .u64(0)
+        .u64(1 << 40)
+        .u64(u64::MAX - 4096)
+        .finish();
+    let wraps = vec![(wraps, described(1 << 40).bytes(&[0; 16]).finish())];
+    let unasked = vec![(
+        Writer::new(4).u64(0).u64(u64::MAX).finish(),
+        b"data".to_vec(),
+    )];
+    let skips = vec![eager(1, b"x")];
+    let unknown = vec![(vec![99; 9], vec![])];
+    let cut = vec![(vec![EAGER, 0], vec![])];
+    for messages in [too_many, wraps, unasked, skips, unknown, cut] {
+        let (mut raw, rx) = raw(&search);
+        for (header, payload) in &messages {
+            if raw.worker.outstanding() > 1000 {
+                break;
+            }
+            raw.send(header, payload);
+        }
+        assert!(raw.is_closed());
+        let error = eventually("the end", || receive(&rx).wait_for(PATIENCE).err());
+        assert!(matches!(error, Error::Protocol(_)), "{error}");
+    }
+}

@@ -1,0 +1,444 @@
+//! Sessions against whatever reaches the port, and what they leave behind.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use common::{PATIENCE, PROMPT, Raw, TOKEN, alone, eventually, on_both_roads};
+use kvpipe_core::Error;
+use kvpipe_core::blocks::Agent;
+use kvpipe_core::control::{Control, Event, Patience, Question};
+use kvpipe_core::identity::Service;
+use kvpipe_core::link::Timing;
+use kvpipe_core::pipe::Pipe;
+use kvpipe_ucx::{Buffer, Search};
+
+fn control_with(token: &[u8], timing: Timing) -> Control {
+    let patience = Patience {
+        timing,
+        lease: PATIENCE,
+        open: PATIENCE,
+        handoff: PATIENCE,
+    };
+    Control::new(Some("127.0.0.1:0"), token, "engine", vec![], patience).expect("control")
+}
+
+fn control() -> Control {
+    control_with(TOKEN, Timing::default())
+}
+
+fn address(control: &Control) -> SocketAddr {
+    control.address().expect("address")
+}
+
+fn ask(from: &Control, to: &Control) -> kvpipe_core::Result<String> {
+    from.ask(&address(to).to_string(), Question::Describe, PATIENCE)
+        .expect("ask")
+        .wait_for(PATIENCE)
+}
+
+fn agent(search: &Search) -> Agent {
+    let timing = Timing::default();
+    Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing).expect("agent")
+}
+
+#[test]
+fn a_wrong_token_is_an_authentication_error_and_the_server_works_on() {
+    let server = control();
+    let wrong = control_with(b"another", Timing::default());
+    for _ in 0..3 {
+        let error = ask(&wrong, &server).expect_err("refused");
+        assert!(
+            matches!(&error, Error::Authentication(text) if text.contains("KVPIPE_TOKEN")),
+            "{error}"
+        );
+    }
+    assert_eq!(ask(&control(), &server), Ok("{}".to_owned()));
+    let refused = |event: Event| matches!(event, Event::Log(text) if text.contains("token"));
+    assert!(server.drain().into_iter().any(refused));
+}
+
+#[test]
+fn another_service_is_refused_with_both_names() {
+    let Some(search) = common::ucx() else { return };
+    let (server, agent) = (control(), agent(&search));
+    let error = agent
+        .connect(&address(&server).to_string())
+        .expect("connect")
+        .wait_for(PATIENCE)
+        .expect_err("another service");
+    assert!(
+        matches!(&error, Error::Incompatible { field, .. } if field == "service"),
+        "{error}"
+    );
+}
+
+#[test]
+fn strangers_on_the_port_disturb_nobody() {
+    let (server, friend) = (control(), control());
+    ask(&friend, &server).expect("the first session");
+    let mut strangers = Vec::new();
+    let oversized = [&u32::MAX.to_le_bytes()[..], &[0; 100]].concat();
+    let large = [&(60_000u32).to_le_bytes()[..], &[1; 60_000]].concat();
+    for bytes in [
+        &b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..],
+        &common::pattern(1 << 20, 1),
+        &oversized,
+        &large,
+        &[0, 0, 0, 0],
+        &[1, 0, 0, 0, 7],
+        b"",
+        b"\x05",
+    ] {
+        let mut stranger = TcpStream::connect(address(&server)).expect("connect");
+        // It may be cut off while it speaks.
+        let _ = stranger.write_all(bytes);
+        strangers.push(stranger);
+    }
+    assert_eq!(ask(&friend, &server), Ok("{}".to_owned()));
+    assert_eq!(ask(&control(), &server), Ok("{}".to_owned()));
+    for stranger in strangers.iter_mut().take(6) {
+        stranger.set_read_timeout(Some(PATIENCE)).expect("timeout");
+        let ended = std::io::copy(&mut Read::by_ref(stranger).take(4096), &mut std::io::sink());
+        assert!(
+            ended.is_ok()
+                || ended.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset),
+            "cut off"
+        );
+    }
+}
+
+#[test]
+fn silent_connections_keep_nobody_out_and_cost_no_time() {
+    alone(
+        "silent_connections_keep_nobody_out_and_cost_no_time",
+        |_| {
+            let (server, friend) = (control(), control());
+            ask(&friend, &server).expect("the first session");
+            let silent: Vec<_> = (0..200)
+                .map(|_| TcpStream::connect(address(&server)).expect("connect"))
+                .collect();
+            let begun = Instant::now();
+            assert_eq!(ask(&control(), &server), Ok("{}".to_owned()));
+            assert_eq!(ask(&friend, &server), Ok("{}".to_owned()));
+            assert!(begun.elapsed() < PROMPT);
+            let before = cpu_time();
+            std::thread::sleep(Duration::from_millis(500));
+            let spent = cpu_time().checked_sub(before).expect("time goes on");
+            assert!(spent < Duration::from_millis(100), "{spent:?} of CPU");
+            drop(silent);
+        },
+    );
+}
+
+#[test]
+fn a_silent_connection_is_closed_at_the_handshakes_deadline() {
+    let timing = Timing {
+        handshake: Duration::from_millis(100),
+        ..Timing::default()
+    };
+    let server = control_with(TOKEN, timing);
+    let mut silent = TcpStream::connect(address(&server)).expect("connect");
+    silent.set_read_timeout(Some(PATIENCE)).expect("timeout");
+    assert_eq!(silent.read(&mut [0]).expect("closed"), 0);
+}
+
+#[test]
+fn a_frame_over_the_cap_ends_only_its_own_session() {
+    let Some(search) = common::ucx() else { return };
+    let server = agent(&search);
+    let address = server.address().expect("address");
+    let mut hostile = Raw::connect(&search, address, Service::Blocks);
+    hostile
+        .stream
+        .write_all(&u32::MAX.to_le_bytes())
+        .expect("write");
+    assert!(hostile.is_closed());
+    let friend = agent(&search);
+    friend
+        .connect(&address.to_string())
+        .expect("connect")
+        .wait_for(PATIENCE)
+        .expect("connected");
+}
+
+#[test]
+fn very_many_small_frames_are_taken_in_good_time() {
+    let Some(search) = common::ucx() else { return };
+    let server = agent(&search);
+    let address = server.address().expect("address");
+    let mut busy = Raw::connect(&search, address, Service::Blocks);
+    let heartbeats: Vec<u8> = std::iter::repeat_n([1, 0, 0, 0, 32], 2_000_000)
+        .flatten()
+        .collect();
+    let begun = Instant::now();
+    busy.stream.write_all(&heartbeats).expect("write");
+    let friend = agent(&search);
+    friend
+        .connect(&address.to_string())
+        .expect("connect")
+        .wait_for(PATIENCE)
+        .expect("connected");
+    assert!(
+        begun.elapsed() < Duration::from_secs(8),
+        "{:?}",
+        begun.elapsed()
+    );
+}
+
+#[test]
+fn a_peer_that_says_nothing_any_more_is_lost_at_the_deadline() {
+    let Some(search) = common::ucx() else { return };
+    let timing = Timing {
+        heartbeat: Duration::from_millis(50),
+        silence: Duration::from_millis(300),
+        ..Timing::default()
+    };
+    let server = Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing);
+    let server = server.expect("agent");
+    let address = server.address().expect("address");
+    let mut silent = Raw::connect(&search, address, Service::Blocks);
+    let begun = Instant::now();
+    assert!(silent.is_closed());
+    assert!(begun.elapsed() >= Duration::from_millis(200), "too early");
+    assert!(begun.elapsed() < PROMPT);
+}
+
+#[test]
+fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
+    on_both_roads(
+        "heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline",
+        |search| {
+            let timing = Timing {
+                heartbeat: Duration::from_millis(50),
+                silence: Duration::from_millis(250),
+                ..Timing::default()
+            };
+            let make = || {
+                let agent = Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing)
+                    .expect("agent");
+                let (bytes, block) = (256 << 20, 1 << 20);
+                agent
+                    .register("kv", Buffer::zeroed(bytes), block, block)
+                    .expect("register")
+                    .wait_for(PATIENCE)
+                    .expect("registered");
+                agent
+            };
+            let (source, destination) = (make(), make());
+            let address = source.address().expect("address").to_string();
+            let peer = destination.connect(&address).expect("connect");
+            let peer = peer.wait_for(PATIENCE).expect("connected").link;
+            let ids: Vec<u32> = (0..256).collect();
+            let begun = Instant::now();
+            while begun.elapsed() < Duration::from_secs(2) {
+                let works: Vec<_> = (0..8)
+                    .map(|_| {
+                        let (to, from) = (ids.clone(), ids.clone());
+                        destination
+                            .read_blocks(peer, "kv", to, "kv", from, None)
+                            .expect("read")
+                    })
+                    .collect();
+                for work in works {
+                    work.wait_for(PATIENCE).expect("the peer lives");
+                }
+            }
+        },
+    );
+}
+
+#[test]
+fn an_address_that_does_not_answer_ends_at_the_deadline_and_leaves_no_thread() {
+    alone(
+        "an_address_that_does_not_answer_ends_at_the_deadline_and_leaves_no_thread",
+        |_| {
+            let Some((_full, address)) = unresponsive() else {
+                return;
+            };
+            let timing = Timing {
+                handshake: Duration::from_millis(300),
+                ..Timing::default()
+            };
+            let here = control_with(TOKEN, timing);
+            let begun = Instant::now();
+            let asked = here.ask(&address, Question::Describe, PATIENCE);
+            let error = asked
+                .expect("ask")
+                .wait_for(PATIENCE)
+                .expect_err("no answer");
+            assert!(
+                matches!(&error, Error::Connect(text) if text.contains(&address)),
+                "{error}"
+            );
+            assert!(begun.elapsed() < PROMPT);
+
+            let patient = control();
+            patient
+                .ask(&address, Question::Describe, PATIENCE)
+                .expect("ask");
+            eventually("the thread", || connecting().then_some(()));
+            patient.close();
+            let closed = Instant::now();
+            eventually("its end", || (!connecting()).then_some(()));
+            assert!(closed.elapsed() < PROMPT);
+        },
+    );
+}
+
+/// A listener whose backlog is full, where the system makes such a one: connections to it hang.
+fn unresponsive() -> Option<(Vec<TcpStream>, String)> {
+    use rustix::net::{AddressFamily, SocketType, bind, listen, socket};
+    let listener = socket(AddressFamily::INET, SocketType::STREAM, None).expect("socket");
+    bind(&listener, &SocketAddr::from(([127, 0, 0, 1], 0))).expect("bind");
+    listen(&listener, 0).expect("listen");
+    let listener = TcpListener::from(listener);
+    let address = listener.local_addr().expect("address");
+    let mut streams = Vec::new();
+    for _ in 0..8 {
+        match TcpStream::connect_timeout(&address, Duration::from_millis(100)) {
+            Ok(stream) => streams.push(stream),
+            Err(_) => {
+                // Kept for the rest of the process.
+                std::mem::forget(listener);
+                return Some((streams, address.to_string()));
+            }
+        }
+    }
+    None
+}
+
+fn connecting() -> bool {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("tasks");
+    let name = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).ok();
+    tasks
+        .flatten()
+        .filter_map(name)
+        .any(|name| name.starts_with("kvpipe-conn"))
+}
+
+#[test]
+fn two_hundred_sessions_leave_no_descriptor_and_no_memory() {
+    alone(
+        "two_hundred_sessions_leave_no_descriptor_and_no_memory",
+        |_| {
+            let server = control();
+            let round = || ask(&control(), &server).expect("a session");
+            let count = || {
+                server.drain();
+                (descriptors(), resident_kib())
+            };
+            (0..20).for_each(|_| drop(round()));
+            let before = settled(count);
+            (0..200).for_each(|_| drop(round()));
+            assert_as_before(before, settled(count), 1024);
+        },
+    );
+}
+
+#[test]
+fn two_hundred_data_sessions_leave_no_descriptor_and_no_memory() {
+    alone(
+        "two_hundred_data_sessions_leave_no_descriptor_and_no_memory",
+        |search| {
+            let (server, client) = (agent(search), agent(search));
+            for agent in [&server, &client] {
+                let region = agent.register("kv", Buffer::zeroed(1 << 20), 4096, 4096);
+                region
+                    .expect("register")
+                    .wait_for(PATIENCE)
+                    .expect("registered");
+            }
+            let address = server.address().expect("address");
+            // The client's side ends with its process, or with an error: here by a frame that is none.
+            let round = || {
+                let raw = Raw::connect(search, address, Service::Blocks);
+                drop(raw);
+            };
+            let count = || {
+                server.drain();
+                (descriptors(), resident_kib())
+            };
+            (0..30).for_each(|_| round());
+            let before = settled(count);
+            (0..200).for_each(|_| round());
+            // UCX itself keeps some 10 KiB for each worker that it has ever known.
+            assert_as_before(before, settled(count), 8 << 10);
+            let peer = client.connect(&address.to_string()).expect("connect");
+            peer.wait_for(PATIENCE).expect("connected");
+        },
+    );
+}
+
+#[test]
+fn forty_pipes_leave_no_descriptor_and_no_memory() {
+    alone("forty_pipes_leave_no_descriptor_and_no_memory", |search| {
+        let round = || {
+            let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+            let address = rx.address().expect("address").to_string();
+            let (_tx, connected) =
+                Pipe::connect(&address, TOKEN, search.clone(), PATIENCE).expect("connect");
+            connected.wait_for(PATIENCE).expect("connected");
+            if std::env::var_os("XCHG").is_some() {
+                use kvpipe_core::pipe::{Deadline, Meta};
+                let s = _tx.send(Meta::default(), Buffer::zeroed(10), Deadline::default()).unwrap();
+                rx.receive(None, Deadline::default()).unwrap().wait_for(PATIENCE).unwrap();
+                s.wait_for(PATIENCE).unwrap();
+                if std::env::var_os("XCHG2").is_some() { std::thread::sleep(Duration::from_millis(5)); }
+            }
+        };
+        let count = || (descriptors(), resident_kib());
+        (0..10).for_each(|_| round());
+        let before = settled(count);
+        (0..40).for_each(|_| round());
+        assert_as_before(before, settled(count), 4 << 10);
+    });
+}
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd")
+        .expect("descriptors")
+        .count()
+}
+
+fn resident_kib() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").expect("status");
+    let line = status.lines().find(|line| line.starts_with("VmRSS:"));
+    let number = line.and_then(|line| line.split_whitespace().nth(1));
+    number.expect("VmRSS").parse().expect("a number")
+}
+
+fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
+}
+
+/// The figures once the last session has been noticed to be over.
+fn settled(count: impl Fn() -> (usize, usize)) -> (usize, usize) {
+    let mut last = count();
+    let mut same = 0;
+    eventually("rest", || {
+        std::thread::sleep(Duration::from_millis(20));
+        let now = count();
+        same = if now.0 == last.0 { same + 1 } else { 0 };
+        last = now;
+        (same >= 10).then_some(now)
+    })
+}
+
+fn assert_as_before(before: (usize, usize), after: (usize, usize), may_grow_kib: usize) {
+    assert!(
+        after.0 <= before.0,
+        "descriptors: {} before, {} after",
+        before.0,
+        after.0
+    );
+    assert!(
+        after.1 <= before.1 + may_grow_kib,
+        "resident KiB: {} before, {} after",
+        before.1,
+        after.1
+    );
+}

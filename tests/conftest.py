@@ -1,0 +1,93 @@
+"""Fixtures of the tests: which road the bytes take, and other processes that are really there."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from kvpipe import KVPipeError, Pipe, info
+from tests.peers import Child
+
+ROADS = {"default": None, "tcp": "tcp"}
+
+
+def pytest_collection_modifyitems(items):
+    missing = {"ucx": _why_no_ucx(), "vllm": _why_no_vllm()}
+    for item in items:
+        for marker, reason in missing.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_ucx():
+    try:
+        info()
+    except KVPipeError as error:
+        return str(error)
+    return None
+
+
+def _why_no_vllm():
+    return None if importlib.util.find_spec("vllm") else "vLLM is not installed: run make setup"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_settings_of_the_user():
+    """What the user has set for himself does not decide how tests end."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("KVPIPE_TOKEN", "KVPIPE_TOKEN_FILE", "UCX_TLS"):
+            patch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture(params=ROADS, scope="module")
+def road(request):
+    """`default` is what UCX chooses on one machine (CMA where the kernel allows it); `tcp` allows nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        if ROADS[request.param]:
+            patch.setenv("UCX_TLS", ROADS[request.param])
+        yield request.param
+
+
+@pytest.fixture(scope="module")
+def start_for_module():
+    """Starts a program of `tests.peers` in another process; all are killed after the module."""
+    children = []
+
+    def begin(program, *arguments):
+        children.append(Child(program, *arguments, limit_s=600))
+        return children[-1]
+
+    yield begin
+    for child in children:
+        child.end()
+
+
+@pytest.fixture
+def start():
+    """Starts a program of `tests.peers` in another process; all are killed after the test."""
+    children = []
+
+    def begin(program, *arguments):
+        children.append(Child(program, *arguments))
+        return children[-1]
+
+    yield begin
+    for child in children:
+        child.end()
+
+
+@pytest.fixture
+def pair():
+    """Both ends of a pipe, in this process."""
+    receiver = Pipe.listen()
+    sender = Pipe.connect(receiver.address)
+    yield sender, receiver
+    receiver.close()
+    sender.close()
+
+
+@pytest.fixture
+def num_threads():
+    """Tells how many threads this process has, those that Python does not know included."""
+    return lambda: len(list(Path("/proc/self/task").iterdir()))

@@ -1,0 +1,214 @@
+"""Programs that tests run as other processes: `python -m tests.peers PROGRAM ARGUMENT...`.
+
+A program prints what the test needs to know, one line each, and is ended by the test: with the end of its stdin,
+a real SIGKILL, or a real SIGINT.
+"""
+
+import contextlib
+import gc
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kvpipe import Agent, EndOfPipeError, Pipe
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 120.0
+MIB = 1 << 20
+LARGE = 64 * MIB
+
+
+class Child:
+    """A program in another process. It is killed after `limit_s`: a test that would hang fails instead."""
+
+    def __init__(self, program, *arguments, limit_s=LIMIT_S):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.peers", program, *map(str, arguments)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._limit = threading.Timer(limit_s, self.process.kill)
+        self._limit.start()
+
+    def read(self):
+        """The next line that it prints."""
+        line = self.process.stdout.readline()
+        assert line, f"the program ended with status {self.process.wait()}"
+        return line.strip()
+
+    def tell(self, line):
+        """Writes a line to its stdin."""
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def kill_after(self, delay_s):
+        """Kills it with SIGKILL in the background; the returned list then holds when, as time.monotonic()."""
+        killed_at = []
+
+        def kill():
+            time.sleep(delay_s)
+            killed_at.append(time.monotonic())
+            self.process.kill()
+
+        threading.Thread(target=kill, name="killer").start()
+        return killed_at
+
+    def end(self):
+        self._limit.cancel()
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def say(line):
+    print(line, flush=True)
+
+
+def wait_for_the_end():
+    sys.stdin.read()
+
+
+def echo():
+    """Sends back whatever it receives."""
+    receiver = Pipe.listen()
+    say(receiver.address)
+    sender = Pipe.connect(sys.stdin.readline().strip())
+    with contextlib.suppress(EndOfPipeError):
+        while True:
+            sender.send_tensor(receiver.recv_tensor())
+    sender.close()
+    receiver.close()
+
+
+def receive_for_ever():
+    receiver = Pipe.listen()
+    say(receiver.address)
+    out = np.empty(LARGE, np.uint8)
+    while True:
+        receiver.recv_tensor(out=out)
+
+
+def receive_nothing():
+    receiver = Pipe.listen()
+    say(receiver.address)
+    wait_for_the_end()
+
+
+def send_for_ever(address):
+    sender = Pipe.connect(address)
+    tensor = np.ones(LARGE, np.uint8)
+    while True:
+        sender.send_tensor(tensor)
+
+
+def send_nothing(address):
+    sender = Pipe.connect(address)
+    say(sender.transport)
+    wait_for_the_end()
+
+
+def interrupted(end):
+    """Waits without end in Python's main thread; says how that ended, and whether the pipe works afterwards."""
+    receiver = Pipe.listen()
+    sender = Pipe.connect(receiver.address)
+    waits = {"recv": receiver.recv_tensor, "send": lambda: sender.send_tensor(np.ones(LARGE, np.uint8))}
+    say("waiting")
+    try:
+        waits[end]()
+    except KeyboardInterrupt:
+        say("KeyboardInterrupt")
+
+
+def receive_and_weigh(num_tensors):
+    """Receives fresh tensors and says how much memory the process had after the fifth and after the last."""
+    receiver = Pipe.listen()
+    say(receiver.address)
+    weights = []
+    for _ in range(int(num_tensors)):
+        received = receiver.recv_tensor()
+        del received
+        weights.append(resident_bytes())
+    say(json.dumps([weights[4], weights[-1]]))
+    receiver.close()
+
+
+def resident_bytes():
+    """The memory of this process that is in RAM."""
+    gc.collect()
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
+def serve_blocks(num_blocks, block_bytes):
+    """An agent with two regions: `kv` dense, and `strided` with a gap after each block."""
+    num_blocks, block_bytes = int(num_blocks), int(block_bytes)
+    with Agent() as agent:
+        agent.register(pattern(num_blocks, block_bytes), "kv", block_bytes)
+        agent.register(pattern(num_blocks, 2 * block_bytes), "strided", block_bytes, stride=2 * block_bytes)
+        say(agent.address)
+        wait_for_the_end()
+
+
+def pattern(num_blocks, block_bytes):
+    """Blocks that differ from each other in every 4 bytes."""
+    return np.arange(num_blocks * block_bytes // 4, dtype=np.uint32).reshape(num_blocks, -1)
+
+
+def forked():
+    """What a child of fork() gets from the objects of its parent, and that the parent goes on."""
+    import os  # noqa: PLC0415 - fork() is this program's alone
+
+    receiver = Pipe.listen()
+    sender = Pipe.connect(receiver.address)
+    agent = Agent()
+    pid = os.fork()
+    if pid == 0:
+        tries = (
+            lambda: receiver.recv_tensor(timeout=0),
+            lambda: sender.send_tensor(np.ones(2)),
+            lambda: agent.register(np.ones(2), "kv", 8),
+            sender.close,
+            receiver.close,
+            agent.close,
+        )
+        say(json.dumps([outcome(attempt) for attempt in tries]))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    sender.send_tensor(np.arange(3))
+    say(receiver.recv_tensor().tolist())
+
+
+def outcome(attempt):
+    try:
+        attempt()
+    except Exception as error:  # noqa: BLE001 - the test asks which
+        return type(error).__name__
+    return "fine"
+
+
+PROGRAMS = {
+    program.__name__: program
+    for program in (
+        echo,
+        forked,
+        interrupted,
+        receive_and_weigh,
+        receive_for_ever,
+        receive_nothing,
+        send_for_ever,
+        send_nothing,
+        serve_blocks,
+    )
+}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,244 @@
+"""Agent: blocks of one process, read into blocks of another."""
+
+import contextlib
+import time
+
+import numpy as np
+import pytest
+
+from kvpipe import (
+    Agent,
+    AuthenticationError,
+    ClosedError,
+    ConfigError,
+    ConnectError,
+    IncompatiblePeerError,
+    PeerLostError,
+    Pipe,
+    RegionInfo,
+)
+from tests.peers import pattern
+
+pytestmark = pytest.mark.ucx
+
+NUM_BLOCKS, BLOCK_BYTES = 300, 4096
+LOST_WITHIN_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def served(road, start_for_module):
+    """The address of an agent in another process, see `tests.peers.serve_blocks`."""
+    return start_for_module("serve_blocks", NUM_BLOCKS, BLOCK_BYTES).read()
+
+
+@pytest.fixture
+def agent(road):
+    with Agent() as agent:
+        yield agent
+
+
+@pytest.fixture
+def peer(agent, served):
+    return agent.connect(served)
+
+
+@pytest.fixture
+def blocks():
+    return np.zeros((NUM_BLOCKS, BLOCK_BYTES // 4), np.uint32)
+
+
+def test_a_peer_tells_its_regions_and_its_road(peer, served, road):
+    assert peer.regions == {
+        "kv": RegionInfo(NUM_BLOCKS, BLOCK_BYTES),
+        "strided": RegionInfo(NUM_BLOCKS, BLOCK_BYTES),
+    }
+    assert peer.address == served
+    assert (peer.transport == "tcp") == (road == "tcp")
+    assert repr(peer) == f"<Peer {served} transport={peer.transport}, 2 regions>"
+
+
+def test_scattered_blocks_land_where_they_were_asked_for_and_nowhere_else(agent, peer, blocks):
+    region = agent.register(blocks, "kv", BLOCK_BYTES)
+    local, remote = [7, 0, 1, 2, 250, 9], [299, 10, 11, 12, 0, 10]
+    assert peer.read_blocks(region, local, "kv", remote).wait(20) == len(local) * BLOCK_BYTES
+    expected = np.zeros_like(blocks)
+    expected[local] = pattern(NUM_BLOCKS, BLOCK_BYTES)[remote]
+    assert np.array_equal(blocks, expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 17, NUM_BLOCKS])
+def test_all_blocks_in_random_order(agent, peer, blocks, chunk):
+    region = agent.register(blocks, "kv", BLOCK_BYTES)
+    random = np.random.default_rng(0)
+    local, remote = random.permutation(NUM_BLOCKS), random.permutation(NUM_BLOCKS)
+    starts = range(0, NUM_BLOCKS, chunk)
+    works = [peer.read_blocks(region, local[i : i + chunk], "kv", remote[i : i + chunk]) for i in starts]
+    assert sum(work.wait(30) for work in works) == blocks.nbytes
+    assert np.array_equal(blocks[local], pattern(NUM_BLOCKS, BLOCK_BYTES)[remote])
+
+
+def test_strides_of_both_sides_are_respected(agent, peer):
+    room = np.zeros((20, 3 * BLOCK_BYTES // 4), np.uint32)
+    region = agent.register(room, "wide", BLOCK_BYTES, stride=3 * BLOCK_BYTES)
+    assert region.num_blocks == 20
+    peer.read_blocks(region, [3, 4, 19], "strided", [5, 6, 299]).wait(20)
+    source = pattern(NUM_BLOCKS, 2 * BLOCK_BYTES)[:, : BLOCK_BYTES // 4]
+    expected = np.zeros_like(room)
+    expected[[3, 4, 19], : BLOCK_BYTES // 4] = source[[5, 6, 299]]
+    assert np.array_equal(room, expected)
+
+
+def test_torch_tensors_and_plain_buffers_are_regions_too(agent, peer):
+    torch = pytest.importorskip("torch")
+    for memory in (torch.zeros(2, BLOCK_BYTES, dtype=torch.uint8), bytearray(2 * BLOCK_BYTES)):
+        region = agent.register(memory, type(memory).__name__, BLOCK_BYTES)
+        peer.read_blocks(region, [1], "kv", [8]).wait(20)
+        content = bytes(memory if isinstance(memory, bytearray) else memory.numpy().tobytes())
+        assert content == bytes(BLOCK_BYTES) + pattern(NUM_BLOCKS, BLOCK_BYTES)[8].tobytes()
+
+
+def test_reading_nothing_is_done_at_once(agent, peer, blocks):
+    region = agent.register(blocks, "kv", BLOCK_BYTES)
+    assert peer.read_blocks(region, [], "kv", []).wait(10) == 0
+
+
+BAD_READS = {
+    "destination out of range": ([NUM_BLOCKS], "kv", [0], "block id 300 is out of range: the region has 300 blocks"),
+    "source out of range": ([0], "kv", [NUM_BLOCKS], "block id 300 is out of range: the region has 300 blocks"),
+    "negative": ([-1], "kv", [0], "block id -1 is out of range"),
+    "repeated destination": ([4, 5, 4], "kv", [1, 2, 3], "destination block id 4 is named twice"),
+    "different numbers": ([4, 5], "kv", [1], "2 destination ids for 1 source ids"),
+    "unknown region": ([0], "nope", [0], 'there is no region "nope"'),
+    "fraction": ([0.5], "kv", [0], "block ids: 'float'"),
+    "text": (["a"], "kv", [0], "block ids: 'str'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_READS)
+def test_a_bad_read_is_refused_by_name_and_the_peer_stays_usable(agent, peer, blocks, case):
+    local, region_name, remote, reason = BAD_READS[case]
+    region = agent.register(blocks, "kv", BLOCK_BYTES)
+    with pytest.raises(ConfigError, match=reason):
+        peer.read_blocks(region, local, region_name, remote).wait(10)
+    assert peer.read_blocks(region, [0], "kv", [3]).wait(10) == BLOCK_BYTES
+    assert not blocks[1:].any()
+
+
+def test_blocks_of_another_size_are_refused(agent, peer, blocks):
+    region = agent.register(blocks, "small", BLOCK_BYTES // 2)
+    with pytest.raises(ConfigError, match=r"2048.*4096|4096.*2048"):
+        peer.read_blocks(region, [0], "kv", [0]).wait(10)
+
+
+def _read_only():
+    array = np.zeros(BLOCK_BYTES)
+    array.flags.writeable = False
+    return array
+
+
+BAD_REGIONS = {
+    "no bytes a block": (bytearray(10), 0, None, "block_bytes=0"),
+    "negative": (bytearray(10), -1, None, "block_bytes=-1"),
+    "stride below size": (bytearray(10), 4, 3, "block_bytes=4 with stride=3"),
+    "too small": (bytearray(10), 11, None, "10 bytes hold no block of 11 bytes"),
+    "strided": (np.zeros(10)[::2], 8, None, "contiguous"),
+    "read-only": (_read_only(), 8, None, "read-only"),
+    "read-only bytes": (b"12345678", 8, None, "read-only"),
+    "no memory": (None, 8, None, "cannot register NoneType"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REGIONS)
+def test_a_bad_region_is_refused_with_the_reason(agent, case):
+    memory, block_bytes, stride, reason = BAD_REGIONS[case]
+    with pytest.raises(ConfigError, match=reason):
+        agent.register(memory, "kv", block_bytes, stride)
+
+
+def test_a_name_is_given_once(agent, blocks):
+    agent.register(blocks, "kv", BLOCK_BYTES)
+    with pytest.raises(ConfigError, match='there is a region "kv" already'):
+        agent.register(blocks, "kv", BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257])
+def test_a_name_that_no_peer_would_take_is_refused(agent, name):
+    with pytest.raises(ConfigError, match="name"):
+        agent.register(bytearray(8), name, 8)
+
+
+def test_regions_registered_after_the_connection_can_be_read(agent, road):
+    with Agent() as late:
+        peer = agent.connect(late.address)
+        assert peer.regions == {}
+        late.register(np.full(8, 7, np.uint8), "late", 8)
+        destination = bytearray(8)
+        region = agent.register(destination, "here", 8)
+        give_up_at = time.monotonic() + 10
+        while time.monotonic() < give_up_at:
+            try:
+                peer.read_blocks(region, [0], "late", [0]).wait(10)
+                break
+            except ConfigError:
+                time.sleep(0.01)
+        assert destination == bytes([7] * 8)
+
+
+def test_both_sides_may_read_from_each_other_at_once(agent, road):
+    with Agent() as other:
+        agents, works = (agent, other), []
+        memory = [np.full((64, 65536), i + 1, np.uint8) for i in range(2)]
+        room = [np.zeros_like(memory[0]) for _ in range(2)]
+        for i, one in enumerate(agents):
+            one.register(memory[i], "source", 65536)
+        for i, one in enumerate(agents):
+            region = one.register(room[i], "destination", 65536)
+            peer = one.connect(agents[1 - i].address)
+            works += [peer.read_blocks(region, range(64), "source", range(63, -1, -1)) for _ in range(5)]
+        assert [work.wait(30) for work in works] == [memory[0].nbytes] * 10
+        assert (room[0] == 2).all()
+        assert (room[1] == 1).all()
+
+
+def test_a_peer_that_is_killed_is_lost_within_2_s_and_its_successor_is_another(agent, start):
+    child = start("serve_blocks", 64, 1 << 20)
+    region = agent.register(np.zeros((64, 1 << 20), np.uint8), "kv", 1 << 20)
+    peer = agent.connect(child.read())
+    peer.read_blocks(region, range(64), "kv", range(64)).wait(30)
+    killed_at = child.kill_after(0.2)
+    with contextlib.suppress(PeerLostError):
+        while True:
+            peer.read_blocks(region, range(64), "kv", range(64)).wait()
+    assert time.monotonic() - killed_at[0] < LOST_WITHIN_S
+    with pytest.raises(PeerLostError, match="connect again"):
+        peer.read_blocks(region, [0], "kv", [0]).wait(10)
+    again = agent.connect(start("serve_blocks", 64, 1 << 20).read())
+    assert again.read_blocks(region, range(64), "kv", range(64)).wait(30) == 64 << 20
+
+
+def test_an_agent_that_is_not_there_is_a_connect_error_with_the_address(agent):
+    with Agent() as gone:
+        address = gone.address
+    with pytest.raises(ConnectError, match=address):
+        agent.connect(address)
+
+
+def test_a_wrong_token_is_refused(agent):
+    with Agent(token="secret") as other, pytest.raises(AuthenticationError, match="KVPIPE_TOKEN"):
+        agent.connect(other.address)
+
+
+def test_an_agent_and_a_pipe_refuse_each_other_by_name(agent):
+    with Pipe.listen() as receiver, pytest.raises(IncompatiblePeerError, match='"Blocks" here and "Pipe" there'):
+        agent.connect(receiver.address)
+
+
+def test_close_ends_the_agent(agent, num_threads):
+    before = num_threads()
+    other = Agent()
+    assert repr(other) == f"<Agent {other.address}>"
+    other.close()
+    other.close()
+    assert num_threads() <= before
+    with pytest.raises(ClosedError):
+        other.connect(agent.address)

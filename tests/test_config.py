@@ -1,0 +1,62 @@
+"""Where the token and UCX come from."""
+
+from pathlib import Path
+
+import pytest
+
+from kvpipe import ConfigError
+from kvpipe.config import resolve_token, ucx_wheel_dir
+
+
+@pytest.fixture
+def token_file(tmp_path, monkeypatch):
+    path = tmp_path / "token"
+    path.write_text(" from the file\n")
+    monkeypatch.setenv("KVPIPE_TOKEN_FILE", str(path))
+    return path
+
+
+def test_without_settings_there_is_no_token():
+    assert resolve_token() == b""
+
+
+def test_the_file_gives_the_token_without_the_space_around_it(token_file):
+    assert resolve_token() == b"from the file"
+
+
+def test_the_variable_goes_before_the_file(token_file, monkeypatch):
+    monkeypatch.setenv("KVPIPE_TOKEN", "from the variable")
+    assert resolve_token() == b"from the variable"
+
+
+def test_an_empty_variable_counts_as_not_set(token_file, monkeypatch):
+    monkeypatch.setenv("KVPIPE_TOKEN", "")
+    assert resolve_token() == b"from the file"
+
+
+def test_the_argument_goes_before_all(token_file, monkeypatch):
+    monkeypatch.setenv("KVPIPE_TOKEN", "from the variable")
+    assert resolve_token("schlüssel") == "schlüssel".encode()
+    assert resolve_token("") == b""
+
+
+def test_a_file_that_cannot_be_read_is_named(token_file):
+    token_file.unlink()
+    with pytest.raises(ConfigError, match=f"KVPIPE_TOKEN_FILE='{token_file}' cannot be read"):
+        resolve_token()
+
+
+def test_an_empty_file_is_no_token_and_says_so(token_file):
+    token_file.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty; write the token into it"):
+        resolve_token()
+
+
+def test_a_token_that_is_no_text_is_refused_without_showing_it():
+    with pytest.raises(ConfigError, match="token is bytes; expected text"):
+        resolve_token(b"secret")
+
+
+def test_the_folder_of_the_ucx_wheel_is_found_without_importing_it():
+    pytest.importorskip("libucx", reason="the libucx wheel is not installed")
+    assert (Path(ucx_wheel_dir()) / "lib").is_dir()

@@ -1,0 +1,123 @@
+"""ControlClient: questions to a control port that is really there."""
+
+import asyncio
+import json
+import os
+
+import pytest
+
+from kvpipe import AuthenticationError, ClosedError, ConfigError, ConnectError, TransferTimeoutError, _kvpipe
+from kvpipe.control import ControlClient, parse_handoff
+
+HANDOFF = os.urandom(16)
+
+
+@pytest.fixture
+def port():
+    control = _kvpipe.Control("127.0.0.1:0", b"", "engine")
+    yield control
+    control.close()
+
+
+@pytest.fixture
+def client():
+    client = ControlClient()
+    yield client
+    client.close()
+
+
+def open_handoff(port, handoff):
+    port.open(handoff, bytes(32), 5, 1, [("127.0.0.1:1", bytes(16))])
+
+
+def released(port):
+    return [event["handoff"] for event in port.drain() if event["event"] == "released"]
+
+
+def test_an_instance_is_asked_who_it_is(port, client):
+    port.describe_as(json.dumps({"engine_id": "engine", "num_blocks": 7}))
+    assert client.describe(port.address).wait(10) == {"engine_id": "engine", "num_blocks": 7}
+
+
+def test_releasing_a_handoff_gives_its_blocks_back_once(port, client):
+    open_handoff(port, HANDOFF)
+    assert client.release(port.address, HANDOFF.hex()).wait(10) is True
+    assert released(port) == [HANDOFF]
+    client.release(port.address, HANDOFF.hex()).wait(10)
+    assert released(port) == []
+
+
+def test_releasing_what_is_not_known_is_false_and_holds_for_what_comes_later(port, client):
+    assert client.release(port.address, HANDOFF.hex()).wait(10) is False
+    open_handoff(port, HANDOFF)
+    client.describe(port.address).wait(10)
+    assert released(port) == [HANDOFF]
+
+
+def test_the_result_of_a_handoff_is_told_and_none_when_unknown(port, client):
+    assert client.result(port.address, HANDOFF.hex()).wait(10) is None
+    port.set_result(HANDOFF, json.dumps({"result": "ok"}))
+    assert client.result(port.address, HANDOFF.hex()).wait(10) == {"result": "ok"}
+
+
+def test_questions_can_be_awaited_side_by_side(port, client):
+    async def scene():
+        async def ask():
+            return await client.describe(port.address)
+
+        async with asyncio.timeout(20):
+            assert await asyncio.gather(*(ask() for _ in range(20))) == [{}] * 20
+
+    asyncio.run(scene())
+
+
+def test_a_port_that_came_back_is_asked_again(client):
+    first = _kvpipe.Control("127.0.0.1:0", b"", "first")
+    address = first.address
+    client.describe(address).wait(10)
+    first.close()
+    with pytest.raises(ConnectionError):
+        client.describe(address).wait(10)
+    second = _kvpipe.Control(address, b"", "second")
+    second.describe_as('"second"')
+    assert client.describe(address).wait(10) == "second"
+    second.close()
+
+
+def test_nobody_there_is_a_connect_error_with_the_address(port, client):
+    address = port.address
+    port.close()
+    with pytest.raises(ConnectError, match=address):
+        client.describe(address).wait(10)
+
+
+def test_a_wrong_token_is_refused(port):
+    stranger = ControlClient(token="wrong")
+    with pytest.raises(AuthenticationError, match="KVPIPE_TOKEN"):
+        stranger.describe(port.address).wait(10)
+    stranger.close()
+
+
+def test_a_question_that_nobody_answers_in_time_can_be_asked_again(port, client):
+    with pytest.raises(TransferTimeoutError, match="did not answer in time"):
+        client.describe(port.address, timeout=0).wait(10)
+    assert client.describe(port.address).wait(10) == {}
+
+
+@pytest.mark.parametrize("handoff", ["", "zz" * 16, "ab" * 15, "ab" * 17, None, 5, b"ab" * 16])
+def test_what_is_no_handoff_id_is_named(port, client, handoff):
+    for ask in (client.release, client.result):
+        with pytest.raises(ConfigError, match=r"handoff=.*: expected 32 hex digits"):
+            ask(port.address, handoff)
+
+
+def test_a_handoff_id_is_32_hex_digits():
+    assert parse_handoff(HANDOFF.hex()) == HANDOFF
+    assert parse_handoff(HANDOFF.hex().upper()) == HANDOFF
+
+
+def test_after_close_there_are_no_answers(port, client):
+    client.close()
+    client.close()
+    with pytest.raises(ClosedError):
+        client.describe(port.address)

@@ -1,0 +1,78 @@
+"""What `import kvpipe` gives, and what it does not do."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+import kvpipe
+
+HEAVY = {"torch", "numpy", "vllm", "aiohttp", "orjson", "uvloop"}
+PUBLIC = [name for name in kvpipe.__all__ if name != "__version__"]
+# What importing may not do, told by a process that does nothing else.
+LOOK = """
+import json, os, sys, threading
+print(json.dumps({
+    "modules": sorted(sys.modules),
+    "python_threads": threading.active_count(),
+    "threads": len(os.listdir("/proc/self/task")),
+    "maps": open("/proc/self/maps").read(),
+}))
+"""
+
+
+def look_after(code):
+    done = subprocess.run([sys.executable, "-c", code + LOOK], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_all_is_sorted_and_complete():
+    assert kvpipe.__all__ == sorted(kvpipe.__all__)
+    public = {
+        name
+        for name, value in vars(kvpipe).items()
+        if not name.startswith("_") and not (inspect.ismodule(value) and name != "exceptions")
+    }
+    assert public == set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_documented(name):
+    value = getattr(kvpipe, name)
+    assert inspect.getdoc(value)
+    assert value.__doc__ is not None
+    if inspect.isclass(value):
+        undocumented = [
+            member
+            for member, part in vars(value).items()
+            if not member.startswith("_") and callable(getattr(value, member)) and not inspect.getdoc(part)
+        ]
+        assert undocumented == []
+
+
+def test_import_kvpipe_loads_nothing_heavy_and_starts_nothing():
+    seen = look_after("import kvpipe, kvpipe.control, kvpipe.config")
+    assert not HEAVY & set(seen["modules"])
+    assert (seen["python_threads"], seen["threads"]) == (1, 1)
+    assert "libucp" not in seen["maps"]
+
+
+@pytest.mark.vllm
+def test_importing_the_connector_starts_no_thread_and_loads_no_ucx():
+    before = look_after("import vllm.distributed.kv_transfer.kv_connector.v1.base, vllm.v1.core.sched.output")
+    seen = look_after(
+        "import vllm.distributed.kv_transfer.kv_connector.v1.base, vllm.v1.core.sched.output\n"
+        "from kvpipe.connector import KVPipeConnector"
+    )
+    assert (seen["python_threads"], seen["threads"]) == (before["python_threads"], before["threads"])
+    assert "libucp" not in seen["maps"]
+
+
+def test_the_stub_is_what_the_native_module_is():
+    stubtest = pytest.importorskip("mypy.stubtest", reason="mypy is not installed")
+    command = [sys.executable, "-m", stubtest.__name__, "kvpipe._kvpipe"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,185 @@
+"""Work: ask, wait, await."""
+
+import asyncio
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvpipe import ConfigError, PeerLostError, Pipe
+
+pytestmark = pytest.mark.ucx
+
+TENSOR = np.arange(100_000)
+
+
+def run(scene):
+    """Runs a coroutine to its end; one that would hang fails."""
+
+    async def bounded():
+        async with asyncio.timeout(20):
+            await scene()
+
+    asyncio.run(bounded())
+
+
+def test_a_work_tells_whether_it_has_ended(pair):
+    sender, receiver = pair
+    work = receiver.irecv_tensor()
+    assert not work.is_completed()
+    assert repr(work) == "<Work under way>"
+    with pytest.raises(ConfigError, match="not completed yet"):
+        work.result()
+    sender.send_tensor(TENSOR)
+    work.wait(10)
+    assert work.is_completed()
+    assert repr(work) == "<Work completed>"
+
+
+def test_the_result_is_the_same_object_each_time(pair):
+    sender, receiver = pair
+    work = receiver.irecv_tensor()
+    sender.send_tensor(TENSOR)
+    first = work.wait(10)
+    assert work.wait(10) is work.result() is first
+
+
+def test_an_error_is_raised_each_time():
+    receiver = Pipe.listen()
+    sender = Pipe.connect(receiver.address)
+    sender.send_tensor(None)
+    receiver.recv_tensor(timeout=10)
+    work = receiver.irecv_tensor()
+    del sender
+    for attempt in (lambda: work.wait(10), work.result):
+        with pytest.raises(PeerLostError):
+            attempt()
+    receiver.close()
+
+
+def test_many_threads_may_wait_for_one_work(pair):
+    sender, receiver = pair
+    work, results = receiver.irecv_tensor(), []
+    threads = [threading.Thread(target=lambda: results.append(work.wait(10))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    sender.send_tensor(TENSOR)
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert all(np.array_equal(result, TENSOR) for result in results)
+
+
+def test_a_work_keeps_the_memory_of_its_operation_alive(pair):
+    sender, receiver = pair
+    work = sender.isend_tensor(np.full(1 << 20, 7))
+    gc.collect()
+    assert (receiver.recv_tensor(timeout=10) == 7).all()
+    work.wait(10)
+
+
+def test_waiting_lets_other_threads_run(pair):
+    _, receiver = pair
+    ticks = []
+    threading.Timer(0.05, lambda: ticks.append(time.monotonic())).start()
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        receiver.irecv_tensor().wait(0.5)
+    assert ticks
+    assert ticks[0] - started < 0.4
+
+
+def test_await_gives_the_result_and_needs_no_thread(pair, num_threads):
+    async def scene():
+        sender, receiver = pair
+        before = num_threads()
+        work = receiver.irecv_tensor()
+        asyncio.get_running_loop().call_later(0.05, sender.isend_tensor, TENSOR)
+        assert np.array_equal(await work, TENSOR)
+        assert num_threads() <= before
+
+    run(scene)
+
+
+def test_await_of_an_ended_work_returns_at_once(pair):
+    async def scene():
+        sender, _ = pair
+        work = sender.isend_tensor(None)
+        work.wait(10)
+        assert await work is None
+
+    run(scene)
+
+
+def test_await_raises_the_error_of_the_operation():
+    async def scene():
+        receiver = Pipe.listen()
+        first, work = receiver.irecv_tensor(), receiver.irecv_tensor()
+        with Pipe.connect(receiver.address) as sender:
+            sender.isend_tensor(None)
+            await first
+        with pytest.raises(EOFError):
+            await work
+        receiver.close()
+
+    run(scene)
+
+
+def test_two_tasks_may_await_the_same_work(pair):
+    async def scene():
+        sender, receiver = pair
+        work = receiver.irecv_tensor()
+        both = asyncio.gather(_await(work), _await(work))
+        await asyncio.sleep(0.01)
+        sender.isend_tensor(TENSOR)
+        first, second = await both
+        assert first is second
+
+    run(scene)
+
+
+async def _await(work):
+    return await work
+
+
+def test_a_cancelled_await_cancels_nothing(pair):
+    async def scene():
+        sender, receiver = pair
+        work = receiver.irecv_tensor()
+        cancelled, other = asyncio.create_task(_await(work)), asyncio.create_task(_await(work))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        sender.isend_tensor(TENSOR)
+        assert np.array_equal(await other, TENSOR)
+        assert np.array_equal(await work, TENSOR)
+
+    run(scene)
+
+
+def test_many_works_are_awaited_side_by_side(pair):
+    async def scene():
+        sender, receiver = pair
+        receives = [receiver.irecv_tensor() for _ in range(50)]
+        sends = [sender.isend_tensor(np.full(1 if i % 2 else 20_000, i)) for i in range(50)]
+        results = await asyncio.gather(*map(_await, [*receives, *sends]))
+        assert [int(result[0]) for result in results[:50]] == list(range(50))
+
+    run(scene)
+
+
+def test_uvloop_can_await_too(pair):
+    uvloop = pytest.importorskip("uvloop")
+
+    async def scene():
+        sender, receiver = pair
+        work = receiver.irecv_tensor()
+        sender.isend_tensor(TENSOR)
+        async with asyncio.timeout(20):
+            assert np.array_equal(await work, TENSOR)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scene())
