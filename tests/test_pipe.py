@@ -213,7 +213,6 @@ def test_the_receivers_close_fails_the_sender():
         work.wait(10)
     with pytest.raises(PeerLostError):
         sender.send_tensor(SMALL)
-    sender.close()
 
 
 def test_the_senders_close_raises_when_the_receiver_left_with_small_tensors_not_taken():

@@ -486,6 +486,16 @@ fn descriptions_and_results_are_answered() {
 }
 
 #[test]
+fn what_was_said_before_a_question_is_in_its_answer() {
+    let (here, there) = (engine(), engine());
+    for round in 0..2000 {
+        let json = round.to_string();
+        there.control.describe_as(json.clone()).expect("describe");
+        assert_eq!(here.ask(&there, Question::Describe), Ok(json));
+    }
+}
+
+#[test]
 fn a_question_that_is_not_answered_ends_at_its_deadline() {
     let here = engine();
     // Accepts connections in its backlog and says nothing.

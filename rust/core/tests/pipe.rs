@@ -324,6 +324,23 @@ fn a_receive_timeout_under_way_closes_the_pipe_on_both_ends() {
 }
 
 #[test]
+fn no_wake_up_is_lost() {
+    on_both_roads("no_wake_up_is_lost", |search| {
+        let (tx, rx) = pipe(search);
+        for i in 0..500 {
+            let size = if i % 10 == 0 { 100_000 } else { 8 };
+            let begun = Instant::now();
+            let sent = send(&tx, vec![7; size]);
+            receive(&rx).wait_for(PATIENCE).expect("received");
+            sent.wait_for(PATIENCE).expect("sent");
+            // The longest sleep of a thread is 1 s.
+            let took = begun.elapsed();
+            assert!(took < Duration::from_millis(700), "{took:?} for tensor {i}");
+        }
+    });
+}
+
+#[test]
 fn many_queued_tensors_cost_no_time_each_round() {
     let Some(search) = common::ucx() else { return };
     let (tx, rx) = pipe(&search);

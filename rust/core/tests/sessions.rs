@@ -81,7 +81,7 @@ fn strangers_on_the_port_disturb_nobody() {
     ask(&friend, &server).expect("the first session");
     let mut strangers = Vec::new();
     let oversized = [&u32::MAX.to_le_bytes()[..], &[0; 100]].concat();
-    let large = [&(60_000u32).to_le_bytes()[..], &[1; 60_000]].concat();
+    let large = [&60_000u32.to_le_bytes()[..], &vec![1; 60_000]].concat();
     for bytes in [
         &b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..],
         &common::pattern(1 << 20, 1),
@@ -298,14 +298,12 @@ fn unresponsive() -> Option<(Vec<TcpStream>, String)> {
     let address = listener.local_addr().expect("address");
     let mut streams = Vec::new();
     for _ in 0..8 {
-        match TcpStream::connect_timeout(&address, Duration::from_millis(100)) {
-            Ok(stream) => streams.push(stream),
-            Err(_) => {
-                // Kept for the rest of the process.
-                std::mem::forget(listener);
-                return Some((streams, address.to_string()));
-            }
-        }
+        let Ok(stream) = TcpStream::connect_timeout(&address, Duration::from_millis(100)) else {
+            // Kept for the rest of the process.
+            std::mem::forget(listener);
+            return Some((streams, address.to_string()));
+        };
+        streams.push(stream);
     }
     None
 }
@@ -372,6 +370,7 @@ fn two_hundred_data_sessions_leave_no_descriptor_and_no_memory() {
     );
 }
 
+/// Ends sessions the moment they begin, too: UCX crashed when an endpoint was closed before it had connected.
 #[test]
 fn forty_pipes_leave_no_descriptor_and_no_memory() {
     alone("forty_pipes_leave_no_descriptor_and_no_memory", |search| {
@@ -381,13 +380,6 @@ fn forty_pipes_leave_no_descriptor_and_no_memory() {
             let (_tx, connected) =
                 Pipe::connect(&address, TOKEN, search.clone(), PATIENCE).expect("connect");
             connected.wait_for(PATIENCE).expect("connected");
-            if std::env::var_os("XCHG").is_some() {
-                use kvpipe_core::pipe::{Deadline, Meta};
-                let s = _tx.send(Meta::default(), Buffer::zeroed(10), Deadline::default()).unwrap();
-                rx.receive(None, Deadline::default()).unwrap().wait_for(PATIENCE).unwrap();
-                s.wait_for(PATIENCE).unwrap();
-                if std::env::var_os("XCHG2").is_some() { std::thread::sleep(Duration::from_millis(5)); }
-            }
         };
         let count = || (descriptors(), resident_kib());
         (0..10).for_each(|_| round());
@@ -412,7 +404,7 @@ fn resident_kib() -> usize {
 
 fn cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
+    Duration::new(time.tv_sec.unsigned_abs(), 0) + Duration::from_nanos(time.tv_nsec.unsigned_abs())
 }
 
 /// The figures once the last session has been noticed to be over.

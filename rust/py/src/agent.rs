@@ -23,6 +23,9 @@ pub(crate) fn id(bytes: &[u8]) -> PyResult<HandoffId> {
 
 pub(crate) fn timing(silence: Option<f64>) -> PyResult<Timing> {
     let default = Timing::default();
+    if silence.is_some_and(|seconds| seconds <= 0.0) {
+        return Err(bad("silence: expected None or seconds, more than 0"));
+    }
     let silence = duration(silence)?.unwrap_or(default.silence);
     Ok(Timing {
         silence,

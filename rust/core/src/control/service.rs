@@ -21,7 +21,9 @@ pub(super) enum Command {
     Describe {
         json: String,
     },
-    Expect { handoff: HandoffId },
+    Expect {
+        handoff: HandoffId,
+    },
     Open {
         handoff: HandoffId,
         opening: Opening,

@@ -10,6 +10,7 @@ use rustix::io::Errno;
 
 use super::io::{Connected, LISTENER, UCX, WAKE};
 use super::{Io, LinkId, Service};
+use crate::data::{DataPlane, HELLO};
 use crate::error::{Error, Result};
 use crate::handshake::SessionId;
 use crate::link::Incoming;
@@ -28,7 +29,7 @@ const HANDSHAKES_CAP: usize = 64;
 /// Without file descriptors, the next attempt to accept.
 const ACCEPT_AGAIN: Duration = Duration::from_secs(1);
 /// How long a node that stops waits for its last messages to leave.
-const LINGER: Duration = Duration::from_millis(100);
+const LINGER: Duration = Duration::from_millis(500);
 
 pub(super) enum Control<C> {
     Command(C),
@@ -39,6 +40,7 @@ pub(super) struct Loop<S: Service> {
     io: Io,
     service: S,
     commands: Receiver<Control<S::Command>>,
+    is_stopping: bool,
     looked_at_sockets: Instant,
     accept_at: Option<Instant>,
 }
@@ -50,6 +52,7 @@ impl<S: Service> Loop<S> {
             io,
             service,
             commands,
+            is_stopping: false,
             looked_at_sockets,
             accept_at: None,
         }
@@ -58,11 +61,9 @@ impl<S: Service> Loop<S> {
     pub(super) fn run(mut self) {
         let may_spin = std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 2);
         let mut idle_since = Instant::now();
-        loop {
+        while !self.is_stopping {
             self.io.now = Instant::now();
-            if !self.take_commands() {
-                break;
-            }
+            self.take_commands();
             let mut is_busy = self.progress();
             if self
                 .io
@@ -79,7 +80,7 @@ impl<S: Service> Loop<S> {
             is_busy |= self.take_events();
             if is_busy {
                 idle_since = Instant::now();
-            } else if self.may_sleep() {
+            } else if !self.is_stopping && self.may_sleep() {
                 let may_spin = may_spin && self.io.data.is_some();
                 let is_spinning = may_spin && idle_since.elapsed() < SPIN;
                 self.look_at_sockets(if is_spinning { self.io.now } else { wake_at });
@@ -110,18 +111,19 @@ impl<S: Service> Loop<S> {
         }
     }
 
-    fn take_commands(&mut self) -> bool {
-        loop {
+    /// Also called between receiving anything and acting on it: what a thread asked for before it made a peer speak
+    /// comes first.
+    fn take_commands(&mut self) {
+        while !self.is_stopping {
             match self.commands.try_recv() {
                 Ok(Control::Command(command)) => self.service.command(&mut self.io, command),
-                Ok(Control::Stop) | Err(TryRecvError::Disconnected) => return false,
+                Ok(Control::Stop) | Err(TryRecvError::Disconnected) => self.is_stopping = true,
                 Err(TryRecvError::Empty) => break,
             }
         }
         while let Ok(connected) = self.io.connected.1.try_recv() {
             self.take_connected(connected);
         }
-        true
     }
 
     fn take_connected(&mut self, connected: Connected) {
@@ -155,6 +157,7 @@ impl<S: Service> Loop<S> {
             return false;
         };
         let progressed = data.worker.progress() > 0;
+        self.take_commands();
         self.take_events() || progressed
     }
 
@@ -177,12 +180,16 @@ impl<S: Service> Loop<S> {
         match event {
             Event::Message { header, data } => self.take_message(&header, data),
             Event::Done { token: 0, .. } => {}
-            Event::Done { token, result } => self.service.done(&mut self.io, token, result),
+            Event::Done { token, result } => match DataPlane::hello_of(token) {
+                Some(link) => self.endpoint_connected(link),
+                None => self.service.done(&mut self.io, token, result),
+            },
             Event::EndpointFailed { endpoint, status } => {
                 let data = self.io.data.as_ref();
                 if let Some(link) = data.and_then(|data| data.link_of(endpoint)) {
                     let peer = self.io.peer(link);
                     self.io.fail(link, Error::lost(&peer, status));
+                    self.endpoint_connected(link);
                 }
             }
             Event::Closed { endpoint } => {
@@ -190,6 +197,13 @@ impl<S: Service> Loop<S> {
                     data.forget(endpoint);
                 }
             }
+        }
+    }
+
+    /// Or failed: nothing more is to be waited for before it can be closed.
+    fn endpoint_connected(&mut self, link: LinkId) {
+        if let Some(data) = &mut self.io.data {
+            data.connected(link);
         }
     }
 
@@ -204,6 +218,9 @@ impl<S: Service> Loop<S> {
         };
         // It may overtake the frame that says so, but it proves that the peer knows the session.
         self.announce(link);
+        if header == [HELLO] {
+            return;
+        }
         if let Err(error) = self.service.message(&mut self.io, link, header, data) {
             self.cut(link, error);
         }
@@ -240,7 +257,7 @@ impl<S: Service> Loop<S> {
             return;
         }
         if let Some(data) = &mut self.io.data {
-            data.close(link);
+            data.close(link, self.io.now);
         }
         if let Some(mut connection) = connection {
             match &error {
@@ -268,6 +285,14 @@ impl<S: Service> Loop<S> {
                 Ok(at) => wake_at = wake_at.min(at),
                 Err(error) => self.io.failed.push_back((*id, error)),
             }
+        }
+        if let Some(at) = self
+            .io
+            .data
+            .as_mut()
+            .and_then(|data| data.expire(self.io.now))
+        {
+            wake_at = wake_at.min(at);
         }
         if self.accept_at.take_if(|at| *at <= self.io.now).is_some() {
             self.io.listen(true);
@@ -310,6 +335,7 @@ impl<S: Service> Loop<S> {
             match event.data.u64() {
                 WAKE => {
                     let _ = rustix::io::read(&*self.io.wake, &mut [0u8; 8]);
+                    self.take_commands();
                 }
                 LISTENER => self.accept(),
                 UCX => {}
@@ -372,6 +398,7 @@ impl<S: Service> Loop<S> {
         let (incoming, ended) = link.receive(&self.io.config.identity, self.io.now, |peer| {
             self.service.accept(id, peer)
         });
+        self.take_commands();
         for item in incoming {
             if let Err(error) = self.take_incoming(id, item) {
                 return self.cut(id, error);

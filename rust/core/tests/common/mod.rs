@@ -224,7 +224,7 @@ impl Raw {
                     ..
                 } => {
                     let endpoint = worker.connect(&peer.ucx_address).expect("endpoint");
-                    return Self {
+                    let raw = Self {
                         stream,
                         session,
                         peer: *peer,
@@ -232,6 +232,15 @@ impl Raw {
                         worker,
                         endpoint,
                     };
+                    // Has UCX connect both ways: closed before that, it may crash.
+                    raw.worker
+                        .am_send(endpoint, b"", Payload::None, 0)
+                        .expect("send");
+                    raw.message(0);
+                    while raw.worker.outstanding() > 0 {
+                        raw.worker.progress();
+                    }
+                    return raw;
                 }
                 step => panic!("unexpected {step:?}"),
             }
