@@ -45,7 +45,7 @@ def servers(flip: Path) -> Iterator[Servers]:
         token=TOKEN,
         block_size=32,
         connector_module="tests.e2e.faulty_connector",
-        connector_config={"lease_s": 5, "silence_s": 5},
+        connector_config={"lease_s": 5},
         env={"KVPIPE_TEST_FLIP": str(flip), "PYTHONPATH": str(REPOSITORY), "VLLM_SERVER_DEV_MODE": "1"},
         # 256 tokens a step: prompts of several steps, so that blocks are announced while prefill computes.
         vllm_args=(
