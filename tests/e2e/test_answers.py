@@ -5,7 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.client import CHAT, COMPLETIONS, Servers, chat, completion, get, prompt, until
+from tests.e2e.client import (
+    CHAT,
+    COMPLETIONS,
+    Servers,
+    chat,
+    completion,
+    consume,
+    get,
+    new_handoff,
+    post,
+    produce,
+    prompt,
+    until,
+)
 
 BLOCK = 32
 REQUESTS = {
@@ -63,6 +76,21 @@ def test_concurrent_requests_do_not_mix(servers: Servers) -> None:
     with ThreadPoolExecutor(len(bodies)) as threads:
         texts = list(threads.map(lambda body: servers.answer(servers.url, COMPLETIONS, body)[0], bodies))
     assert texts == [servers.expected(COMPLETIONS, body) for body in bodies]
+
+
+def test_decode_may_be_asked_before_prefill_has_begun(servers: Servers) -> None:
+    handoff, body = new_handoff(), completion(prompt(1700, seed=31))
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(
+            servers.answer, servers.decode.url, COMPLETIONS, body | consume(handoff, str(servers.prefill.control))
+        )
+        until(lambda: not servers.is_idle(servers.decode))
+        with post(servers.prefill.url, COMPLETIONS, body | produce(handoff)) as response:
+            response.read()
+        text, _ = answer.result()
+    assert text == servers.expected(COMPLETIONS, body)
+    result = servers.result(handoff)
+    assert (result["result"], result["computed_tokens"]) == ("full", 1)
 
 
 def test_one_flipped_block_changes_the_answer(servers: Servers, flip: Path) -> None:
