@@ -45,7 +45,8 @@ def servers(flip: Path) -> Iterator[Servers]:
         token=TOKEN,
         block_size=32,
         connector_module="tests.e2e.faulty_connector",
-        connector_config={"lease_s": 5},
+        # A small machine that has just written gigabytes of packages may stall for longer than the default 10 s.
+        connector_config={"lease_s": 5, "silence_s": 60},
         env={"KVPIPE_TEST_FLIP": str(flip), "PYTHONPATH": str(REPOSITORY), "VLLM_SERVER_DEV_MODE": "1"},
         # 256 tokens a step: prompts of several steps, so that blocks are announced while prefill computes.
         vllm_args=(

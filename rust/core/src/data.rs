@@ -249,6 +249,10 @@ impl Io {
         key: &RemoteKey,
         token: u64,
     ) -> bool {
+        // The peer may have its memory back already: what is read from now on proves nothing.
+        if self.has_failed(link) {
+            return false;
+        }
         self.post(link, |data| {
             data.worker.get(
                 data.peer(link)?.endpoint,

@@ -213,3 +213,10 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
     }
     Ok(dict)
 }
+
+impl Drop for Agent {
+    /// Waits for the end of the thread without the GIL, so that other Python threads go on.
+    fn drop(&mut self) {
+        Python::try_attach(|py| py.detach(|| self.0.close()));
+    }
+}

@@ -1,7 +1,7 @@
 //! Reads of blocks, at their destination and at their source.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{Payload, Status};
 
@@ -20,6 +20,9 @@ use crate::work::Completer;
 
 /// Transfers from one peer under way at once; more wait. Bounds the bytes in flight, at the source too.
 const TRANSFERS_IN_FLIGHT: usize = 4;
+
+/// What is on its way to a load that has ended has to be here within this time.
+const REST_WITHIN: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub(super) struct ReadCommand {
@@ -296,8 +299,14 @@ impl Blocks {
             |owner: &Owner| matches!(owner, Owner::Handoff(other, _) if other == handoff);
         let mut affected = Vec::new();
         for (id, transfer) in &mut self.transfers {
-            // A source cannot be stopped once it sends.
-            if is_theirs(&transfer.owner) && !transfer.is_by_message {
+            if !is_theirs(&transfer.owner) {
+                continue;
+            }
+            if transfer.is_by_message {
+                // A source cannot be stopped once it sends; one that does not send is not waited for.
+                transfer.deadline.get_or_insert(io.now + REST_WITHIN);
+                self.deadlines.add(transfer.deadline);
+            } else {
                 let error = Error::Closed(reason.to_owned());
                 transfer.failure.get_or_insert(error);
                 affected.push((transfer.link, *id));

@@ -158,6 +158,11 @@ impl Io {
         self.failed.push_back((link, error));
     }
 
+    /// Whether a link's end is about to be reported.
+    pub(crate) fn has_failed(&self, link: LinkId) -> bool {
+        self.failed.iter().any(|(failed, _)| *failed == link)
+    }
+
     /// The address of a link's peer.
     pub fn peer(&self, link: LinkId) -> String {
         self.links

@@ -43,6 +43,8 @@ pub(super) struct Loop<S: Service> {
     is_stopping: bool,
     looked_at_sockets: Instant,
     accept_at: Option<Instant>,
+    /// The last round left events of UCX untaken.
+    is_backlogged: bool,
 }
 
 impl<S: Service> Loop<S> {
@@ -55,6 +57,7 @@ impl<S: Service> Loop<S> {
             is_stopping: false,
             looked_at_sockets,
             accept_at: None,
+            is_backlogged: false,
         }
     }
 
@@ -169,10 +172,12 @@ impl<S: Service> Loop<S> {
                 .as_ref()
                 .and_then(|data| data.worker.next_event())
             else {
+                self.is_backlogged = false;
                 return taken > 0;
             };
             self.take_event(event);
         }
+        self.is_backlogged = true;
         true
     }
 

@@ -78,6 +78,7 @@ struct Fetch {
     deadline: Deadline,
     completer: Completer<Arc<Received>>,
     failure: Option<Error>,
+    is_withdrawn: bool,
 }
 
 pub(super) struct Receiver {
@@ -90,6 +91,8 @@ pub(super) struct Receiver {
     wanted: VecDeque<Wanted>,
     deadlines: Earliest,
     fetch: Option<Fetch>,
+    /// The last tensor that was withdrawn while it was fetched; messages of it may still come.
+    withdrawn: Option<u64>,
     next_sequence: u64,
     has_ended: bool,
     failure: Option<Error>,
@@ -105,6 +108,7 @@ impl Receiver {
             wanted: VecDeque::new(),
             deadlines: Earliest::default(),
             fetch: None,
+            withdrawn: None,
             next_sequence: 0,
             has_ended: false,
             failure: None,
@@ -224,6 +228,7 @@ impl Receiver {
             deadline: wanted.deadline,
             completer: wanted.completer,
             failure: None,
+            is_withdrawn: false,
         });
         if is_get {
             self.read_on(io, link);
@@ -259,11 +264,12 @@ impl Receiver {
         offset: u64,
         data: &[u8],
     ) -> Result<()> {
-        let Some(fetch) = self
-            .fetch
-            .as_mut()
-            .filter(|fetch| fetch.sequence == sequence && fetch.key.is_none())
-        else {
+        let is_wanted = |fetch: &&mut Fetch| fetch.sequence == sequence && fetch.key.is_none();
+        let Some(fetch) = self.fetch.as_mut().filter(is_wanted) else {
+            if self.withdrawn == Some(sequence) {
+                // Sent before the sender knew that its withdrawal had been taken.
+                return Ok(());
+            }
             return Err(Error::protocol(format_args!(
                 "data of tensor {sequence}, which nobody asked for"
             )));
@@ -300,6 +306,10 @@ impl Receiver {
         let Some(fetch) = self.fetch.take_if(is_over) else {
             return;
         };
+        if let (true, Some(link)) = (fetch.is_withdrawn, self.link) {
+            let header = io.header(link, WITHDRAWN).u64(fetch.sequence);
+            io.message(link, header, Payload::None, 0);
+        }
         if let Some(error) = fetch.failure {
             fetch.completer.complete(Err(error));
         } else {
@@ -364,6 +374,18 @@ impl Receiver {
     }
 
     fn withdraw(&mut self, io: &mut Io, link: LinkId, sequence: u64) {
+        if let Some(fetch) = self
+            .fetch
+            .as_mut()
+            .filter(|fetch| fetch.sequence == sequence)
+        {
+            // Answered once no read is under way: only then may the sender have its memory back.
+            let text = "the sender withdrew the tensor while it was received; it is lost, the pipe is usable";
+            fetch.failure.get_or_insert(Error::Timeout(text.to_owned()));
+            fetch.is_withdrawn = true;
+            self.withdrawn = Some(sequence);
+            return self.finish(io);
+        }
         let Some(at) = self
             .arrived
             .iter()
@@ -541,14 +563,20 @@ impl Service for Receiver {
     fn done(&mut self, io: &mut Io, _token: u64, result: std::result::Result<(), Status>) {
         let Some(fetch) = &mut self.fetch else { return };
         fetch.in_flight -= 1;
-        let Some(link) = self.link else { return };
         if let Err(status) = result {
-            let peer = io.peer(link);
+            let peer = self
+                .link
+                .map_or_else(|| "unknown".to_owned(), |link| io.peer(link));
             let error = Error::lost(&peer, status);
             fetch.failure.get_or_insert(error.clone());
-            io.fail(link, error);
+            if let Some(link) = self.link {
+                io.fail(link, error);
+            }
         }
-        self.read_on(io, link);
+        if let Some(link) = self.link {
+            self.read_on(io, link);
+        }
+        // Also of a link that has gone: the last read that ends is what its receive has waited for.
         self.finish(io);
     }
 
