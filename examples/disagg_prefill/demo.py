@@ -218,7 +218,7 @@ async def demo(*, verbose: bool) -> int:
         num_undivided=1,
         block_size=BLOCK_SIZE,
         vllm_args=(*VLLM_ARGS, "--served-model-name", MODEL),
-        # A small machine that has just written gigabytes of packages may stall for longer than the default 10 s.
+        # vLLM's processes spin; on two cores other threads have waited for a CPU longer than the default of 10 s.
         connector_config={"silence_s": 60},
         env={"VLLM_NO_USAGE_STATS": "1"},
         log_dir=LOG_DIR,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpipe.deployment import DeploymentSpec, DeploymentThread
-from tests.e2e.client import TOKEN, Servers
+from tests.e2e.client import LEASE_S, TOKEN, Servers
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -45,8 +45,9 @@ def servers(flip: Path) -> Iterator[Servers]:
         token=TOKEN,
         block_size=32,
         connector_module="tests.e2e.faulty_connector",
-        # A small machine that has just written gigabytes of packages may stall for longer than the default 10 s.
-        connector_config={"lease_s": 5, "silence_s": 60},
+        # Linux 6.18 was seen to leave runnable threads of ours without a CPU for up to 25 s while vLLM's processes spin
+        # with sched_yield on two cores: longer than the default of 10 s.
+        connector_config={"lease_s": LEASE_S, "silence_s": 60},
         env={"KVPIPE_TEST_FLIP": str(flip), "PYTHONPATH": str(REPOSITORY), "VLLM_SERVER_DEV_MODE": "1"},
         # 256 tokens a step: prompts of several steps, so that blocks are announced while prefill computes.
         vllm_args=(

@@ -8,6 +8,7 @@ from typing import Any
 from kvpipe.control import ControlClient
 from tests.e2e.client import (
     COMPLETIONS,
+    LEASE_S,
     TOKEN,
     Servers,
     completion,
@@ -24,7 +25,7 @@ from tests.e2e.client import (
 def stays_whole(servers: Servers) -> None:
     """Both instances come to rest with all their blocks, and go on working."""
     for instance in (servers.prefill, servers.decode):
-        until(lambda instance=instance: servers.is_idle(instance) and servers.holds_no_block(instance), 30)
+        until(lambda instance=instance: servers.is_idle(instance) and servers.holds_no_block(instance))
     body = completion(prompt(90, seed=time.monotonic_ns()))
     assert servers.answer(servers.url, COMPLETIONS, body)[0] == servers.expected(COMPLETIONS, body)
 
@@ -59,7 +60,7 @@ def test_released_kv_is_freed_before_its_lease_ends(servers: Servers) -> None:
     client = ControlClient(TOKEN)
     assert client.release(servers.prefill.control, handoff).wait(5) is True
     client.close()
-    until(lambda: servers.holds_no_block(servers.prefill), 3)
+    until(lambda: servers.holds_no_block(servers.prefill), LEASE_S - 3)
 
 
 def test_a_handoff_that_its_producer_does_not_know_is_recomputed(servers: Servers) -> None:
@@ -85,9 +86,7 @@ def test_decode_that_waits_answers_rightly_when_prefill_is_killed(servers: Serve
         answer = thread.submit(servers.answer, servers.decode.url, COMPLETIONS, waiting)
         until(lambda: not servers.is_idle(servers.decode))
         servers.kill(servers.prefill)
-        began = time.monotonic()
         assert answer.result()[0] == expected
-        assert time.monotonic() - began < 20
     servers.restart(servers.prefill)
     stays_whole(servers)
 
