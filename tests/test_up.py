@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvpipe._groups import group_members
 from kvpipe._launch import is_cpu_vllm
-from kvpipe._sessions import session_members
 from kvpipe.deployment import DeploymentSpec, DeploymentThread
 from kvpipe.exceptions import ConfigError, KVPipeError
 
@@ -79,8 +79,10 @@ def test_all_are_healthy_inside_the_context_and_gone_after_it():
         names = [process.name for process in deployment.processes]
         pids = [process.child.pid for process in deployment.processes]
         assert names == ["prefill-0", "prefill-1", "decode-0", "undivided-0", "proxy"]
-        assert all(len(session_members(pid)) == 2 for pid in pids)
-    assert [session_members(pid) for pid in pids] == [[]] * 5
+        assert all(len(group_members(pid)) == 2 for pid in pids)
+        # One session, which is what Linux schedules as a group: see kvpipe._process.
+        assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}
+    assert [group_members(pid) for pid in pids] == [[]] * 5
 
 
 def test_a_killed_instance_leaves_none_of_its_children():
@@ -89,15 +91,15 @@ def test_a_killed_instance_leaves_none_of_its_children():
         pid = instance.child.pid
         instance.child.send_signal(signal.SIGKILL)
         assert running.call(running.deployment.first_exit()) is instance
-        assert len(session_members(pid)) == 1
-    assert session_members(pid) == []
+        assert len(group_members(pid)) == 1
+    assert group_members(pid) == []
     assert instance.child.returncode == -signal.SIGKILL
 
 
 def test_an_instance_that_ignores_sigterm_is_killed_after_the_grace():
     with DeploymentThread(stand_ins(model="stubborn", grace_s=0.3)) as running:
         pids = [process.child.pid for process in running.deployment.instances]
-    assert [session_members(pid) for pid in pids] == [[], []]
+    assert [group_members(pid) for pid in pids] == [[], []]
 
 
 def test_restart_keeps_the_addresses():
@@ -108,7 +110,7 @@ def test_restart_keeps_the_addresses():
         assert (instance.url, instance.control) == before[:2]
         assert instance.child.is_running
         assert instance.child.pid != before[2]
-        assert session_members(before[2]) == []
+        assert group_members(before[2]) == []
 
 
 def test_an_instance_that_dies_while_starting_is_named_with_its_last_lines():
@@ -198,7 +200,7 @@ def test_up_ends_everything_on_a_signal_and_returns_success(number):
         assert len(pids) == 3
         process.send_signal(number)
         assert process.wait(20) == 0
-        assert [session_members(pid) for pid in pids] == [[]] * 3
+        assert [group_members(pid) for pid in pids] == [[]] * 3
 
 
 def test_up_says_who_died_and_how_and_ends_the_others():
@@ -207,14 +209,14 @@ def test_up_says_who_died_and_how_and_ends_the_others():
         _, log = process.communicate(timeout=20)
         assert process.returncode == 1
         assert "kvpipe up: decode-0 ended with signal SIGKILL: ending the others" in log
-        assert [session_members(pid) for pid in pids] == [[]] * 3
+        assert [group_members(pid) for pid in pids] == [[]] * 3
 
 
 def test_a_killed_up_takes_its_instances_with_it():
     with running_up() as (process, pids):
         assert len(pids) == 3
         process.kill()
-        wait_until(lambda: not any(session_members(pid) for pid in pids))
+        wait_until(lambda: not any(group_members(pid) for pid in pids))
 
 
 def test_a_killed_up_takes_even_the_children_of_a_killed_instance_with_it():
@@ -222,7 +224,7 @@ def test_a_killed_up_takes_even_the_children_of_a_killed_instance_with_it():
         process.send_signal(signal.SIGSTOP)  # so that it cannot see the death of the instance
         os.kill(pids[0], signal.SIGKILL)
         process.kill()
-        wait_until(lambda: not any(session_members(pid) for pid in pids))
+        wait_until(lambda: not any(group_members(pid) for pid in pids))
 
 
 @pytest.mark.parametrize(

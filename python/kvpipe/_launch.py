@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from kvpipe._groups import Watchdog
 from kvpipe._process import ChildProcess
-from kvpipe._sessions import Watchdog
 from kvpipe.exceptions import ConfigError
 
 Role = Literal["prefill", "decode", "undivided", "proxy"]

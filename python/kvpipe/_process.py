@@ -1,6 +1,6 @@
-"""A child process with prefixed log lines, in a session of its own that can be ended as a whole.
+"""A child process with prefixed log lines, in a process group of its own that can be ended as a whole.
 
-vLLM's API server starts an EngineCore, which starts workers. They all stay in the session of the
+vLLM's API server starts an EngineCore, which starts workers. They all stay in the group of the
 first process, so its members are found in /proc whatever became of their parents: they outlive an
 API server that was killed, and hold its log pipe open. That is why this is no asyncio subprocess,
 whose `wait()` returns when the pipes are closed, not when the process has ended (Python 3.11).
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from kvpipe._sessions import Watchdog, kill_members
+from kvpipe._groups import Watchdog, kill_members
 
 # Lines kept for the message about a child that died.
 _NUM_TAIL_LINES = 30
@@ -64,7 +64,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the command, which is also its session's id; None before the start."""
+        """Process id of the command, which is also its group's id; None before the start."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -94,7 +94,9 @@ class ChildProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=self._env,
-            start_new_session=True,
+            # A group and not a session: Linux schedules sessions as groups (autogroup), and on two cores that has
+            # left one instance without a CPU for up to 50 s while others spun with sched_yield.
+            process_group=0,
         )
         self._watchdog.watch(self._process.pid)
         self._reader = asyncio.create_task(self._read_log(self._process), name=f"log {self.name}")
@@ -125,10 +127,10 @@ class ChildProcess:
             self.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._exited.wait(), grace_s)
-        await self._kill_session(self._process.pid)
+        await self._kill_group(self._process.pid)
         await self._exited.wait()
         self._watchdog.forget(self._process.pid)
-        if self._reader is not None:  # ends with the pipe, unless somebody left the session with it
+        if self._reader is not None:  # ends with the pipe, unless somebody left the group with it
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._reader, _KILL_WAIT_S)
 
@@ -138,9 +140,9 @@ class ChildProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    async def _kill_session(self, session_id: int) -> None:
+    async def _kill_group(self, group_id: int) -> None:
         deadline = asyncio.get_running_loop().time() + _KILL_WAIT_S
-        while members := kill_members(session_id):
+        while members := kill_members(group_id):
             if asyncio.get_running_loop().time() > deadline:
                 raise RuntimeError(f"{self.name}: processes {members} do not end after SIGKILL")
             await asyncio.sleep(0.02)

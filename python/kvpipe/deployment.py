@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from kvpipe._groups import Watchdog
 from kvpipe._launch import DeploymentSpec, Echo, Instance, Planner
 from kvpipe._process import ChildProcess
-from kvpipe._sessions import Watchdog
 from kvpipe.exceptions import ConfigError, KVPipeError
 
 __all__ = ["Deployment", "DeploymentSpec", "DeploymentThread", "Instance"]

@@ -1,6 +1,6 @@
-"""Sessions of processes: who is in one, and a watchdog that ends those whose launcher is gone.
+"""Process groups: who is in one, and a watchdog that ends those whose launcher is gone.
 
-The watchdog is a process of its own: `python -m kvpipe._sessions`, told over its stdin. It outlives
+The watchdog is a process of its own: `python -m kvpipe._groups`, told over its stdin. It outlives
 a launcher that was killed, and ends what vLLM leaves behind when its API server was killed too. The
 kernel's PR_SET_PDEATHSIG would not do: it reaches only the first process, and a launcher with
 threads that dies can send it more than once, the second into the shutdown that the first began.
@@ -20,8 +20,8 @@ _GRACE_S = 15.0
 _INTERVAL_S = 0.1
 
 
-def session_members(session_id: int) -> list[int]:
-    """Process ids of the living members of a session, zombies left out."""
+def group_members(group_id: int) -> list[int]:
+    """Process ids of the living members of a group, zombies left out."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -30,19 +30,19 @@ def session_members(session_id: int) -> list[int]:
             stat = (entry / "stat").read_text()
         except OSError:
             continue  # it ended while we looked
-        # "pid (command) state ppid pgrp session …"; the command may hold spaces and parentheses
-        state, _, _, session = stat.rpartition(")")[2].split()[:4]
-        if int(session) == session_id and state not in "ZX":
+        # "pid (command) state ppid pgrp …"; the command may hold spaces and parentheses
+        state, _, group = stat.rpartition(")")[2].split()[:3]
+        if int(group) == group_id and state not in "ZX":
             members.append(int(entry.name))
     return members
 
 
-def kill_members(session_id: int) -> list[int]:
-    """Sends SIGKILL to all members of a session, and returns who they were.
+def kill_members(group_id: int) -> list[int]:
+    """Sends SIGKILL to all members of a group, and returns who they were.
 
     To be repeated until nobody is left: a member may start another while it is being killed.
     """
-    members = session_members(session_id)
+    members = group_members(group_id)
     for pid in members:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -50,29 +50,29 @@ def kill_members(session_id: int) -> list[int]:
 
 
 class Watchdog:
-    """The launcher's side: names the sessions to end should this process die."""
+    """The launcher's side: names the groups to end should this process die."""
 
     def __init__(self) -> None:
-        """Starts nothing: the process starts with the first session."""
+        """Starts nothing: the process starts with the first group."""
         self._process: subprocess.Popen[bytes] | None = None
 
-    def watch(self, session_id: int) -> None:
-        """From now on the session ends with this process."""
+    def watch(self, group_id: int) -> None:
+        """From now on the group ends with this process."""
         if self._process is None:
             # Its own session, so that the terminal's Ctrl-C does not reach it
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvpipe._sessions"],
+                [sys.executable, "-m", "kvpipe._groups"],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
             )
-        self._tell(f"+{session_id}\n")
+        self._tell(f"+{group_id}\n")
 
-    def forget(self, session_id: int) -> None:
-        """The session has ended: its id may soon be somebody else's."""
-        self._tell(f"-{session_id}\n")
+    def forget(self, group_id: int) -> None:
+        """The group has ended: its id may soon be somebody else's."""
+        self._tell(f"-{group_id}\n")
 
     async def close(self) -> None:
-        """Ends the watchdog, and with it every session that was not forgotten."""
+        """Ends the watchdog, and with it every group that was not forgotten."""
         process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             process.stdin.close()
@@ -84,31 +84,31 @@ class Watchdog:
                 os.write(self._process.stdin.fileno(), line.encode())
 
 
-def _read_sessions(lines: Iterable[str]) -> set[int]:
-    """The sessions that are left at the end of file, which is the end of the launcher."""
-    sessions = set()
+def _read_groups(lines: Iterable[str]) -> set[int]:
+    """The groups that are left at the end of file, which is the end of the launcher."""
+    groups = set()
     for line in lines:
-        session_id = int(line[1:])
+        group_id = int(line[1:])
         if line.startswith("+"):
-            sessions.add(session_id)
+            groups.add(group_id)
         else:
-            sessions.discard(session_id)
-    return sessions
+            groups.discard(group_id)
+    return groups
 
 
-def _end(sessions: set[int]) -> None:
-    """SIGTERM to the leaders; SIGKILL to a session without one, and to all after the grace."""
-    for session_id in sessions:
+def _end(groups: set[int]) -> None:
+    """SIGTERM to the leaders; SIGKILL to a group without one, and to all after the grace."""
+    for group_id in groups:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(session_id, signal.SIGTERM)
+            os.kill(group_id, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_S
-    while sessions:
-        for session_id in list(sessions):
-            members = session_members(session_id)
+    while groups:
+        for group_id in list(groups):
+            members = group_members(group_id)
             if not members:
-                sessions.discard(session_id)
-            elif session_id not in members or time.monotonic() > deadline:
-                kill_members(session_id)
+                groups.discard(group_id)
+            elif group_id not in members or time.monotonic() > deadline:
+                kill_members(group_id)
         time.sleep(_INTERVAL_S)
 
 
@@ -116,7 +116,7 @@ def main() -> None:
     """Waits for the end of the launcher, then ends what it left."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _end(_read_sessions(sys.stdin))
+    _end(_read_groups(sys.stdin))
 
 
 if __name__ == "__main__":
