@@ -106,7 +106,6 @@ def test_every_numpy_dtype_arrives(echo, dtype, num_elements):
 
 
 def test_dtypes_of_ml_dtypes_arrive(echo):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
     for dtype in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4):
         sent = np.arange(5).astype(dtype)
         assert_same(echo(sent), sent)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from kvpipe.deployment import DeploymentThread, Instance
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-TIMEOUT_S = 600
+TIMEOUT_S = 120
 TOKEN = "the token of the tests"
 LEASE_S = 15
 
@@ -76,7 +76,7 @@ def streamed_text(body: bytes) -> str:
     return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 240.0) -> Any:
+def until(condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
     """Waits until a condition holds and returns what it gave."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -28,7 +28,7 @@ const GOODBYE: u8 = 34;
 /// How long things may take on a link.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
-    /// From connect or accept to an established session.
+    /// From connect or accept to an established session, and from there to what the peer says first of itself.
     pub handshake: Duration,
     /// Between two heartbeats.
     pub heartbeat: Duration,

@@ -285,6 +285,20 @@ fn an_initiator_that_asks_for_more_than_it_may_is_cut_off() {
 }
 
 #[test]
+fn a_peer_that_does_not_describe_its_regions_is_given_up() {
+    let Some(search) = common::ucx() else { return };
+    let timing = Timing {
+        handshake: Duration::from_millis(300),
+        ..Timing::default()
+    };
+    let agent =
+        Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing).expect("agent");
+    let address = agent.address().expect("address");
+    let mut raw = Raw::connect(&search, address, Service::Blocks);
+    assert!(raw.is_closed());
+}
+
+#[test]
 fn a_source_that_sends_what_was_not_asked_for_writes_nothing() {
     let Some(search) = common::ucx() else { return };
     let destination = agent(&search);

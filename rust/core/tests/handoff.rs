@@ -356,6 +356,25 @@ fn a_block_that_is_not_there_ends_its_handoff() {
 }
 
 #[test]
+fn an_agent_that_is_closed_reports_its_loads_as_failed() {
+    on_both_roads(
+        "an_agent_that_is_closed_reports_its_loads_as_failed",
+        |search| {
+            let (producer, consumer) = pair(search);
+            producer.finalize(0, &[4, 5]);
+            consumer.load(producer.request(&[1, 2, 3]));
+            eventually("the first blocks", || {
+                consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
+            });
+            consumer.agent.close();
+            let (missing, reason) = consumer.failed();
+            assert_eq!(missing.last(), Some(&2));
+            assert!(reason.contains("closed"), "{reason}");
+        },
+    );
+}
+
+#[test]
 fn a_producer_that_nobody_is_fails_the_load() {
     let Some(search) = common::ucx() else { return };
     let (producer, consumer) = pair(&search);

@@ -1,5 +1,6 @@
 //! Both roles of handoffs: what the two state machines say becomes messages and reads, and the other way round.
 
+use std::collections::VecDeque;
 use std::sync::PoisonError;
 use std::time::Instant;
 
@@ -20,45 +21,79 @@ use crate::handoff::{FinalBlock, HandoffId, checksum};
 use crate::node::{Io, LinkId};
 use crate::region::{Layout, RemoteRegion};
 
+/// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.
+const SLICE: u64 = 8 << 20;
+
+/// Blocks of a handoff that are final and have no checksums yet.
+#[derive(Debug)]
+pub(super) struct Finalizing {
+    pub(super) handoff: HandoffId,
+    pub(super) generation: u32,
+    /// The position of the first of them.
+    pub(super) first: u32,
+    pub(super) block_ids: VecDeque<u32>,
+}
+
 /// The producer.
 impl Blocks {
-    pub(super) fn finalize(
-        &mut self,
-        io: &mut Io,
-        handoff: HandoffId,
+    /// Takes the next slice of blocks that are final, in all regions, and tells who has selected them; whether more
+    /// are left.
+    pub(super) fn finalize_on(&mut self, io: &mut Io) -> bool {
+        let block_bytes = self.regions.iter().map(|region| region.layout.block_bytes);
+        let num_blocks = slice_of(block_bytes.sum());
+        let Some(finalizing) = self.finalizing.front_mut() else {
+            return false;
+        };
+        let (handoff, generation) = (finalizing.handoff, finalizing.generation);
+        let first = finalizing.first;
+        let count = finalizing.block_ids.len().min(num_blocks);
+        let block_ids: Vec<u32> = finalizing.block_ids.drain(..count).collect();
+        finalizing.first += count as u32;
+        if finalizing.block_ids.is_empty() {
+            self.finalizing.pop_front();
+        }
+        match self.checksums(&handoff, generation, first, &block_ids) {
+            // Marked before the blocks could change: unmarked now, they did not change while they were read.
+            Ok(_) if self.ended.is_marked(&handoff) => {}
+            Ok(blocks) => {
+                let actions = self.producer.finalize(handoff, generation, &blocks);
+                self.act(io, actions);
+            }
+            Err(reason) => self.end(io, handoff, &reason),
+        }
+        !self.finalizing.is_empty()
+    }
+
+    fn checksums(
+        &self,
+        handoff: &HandoffId,
         generation: u32,
         first: u32,
         block_ids: &[u32],
-    ) {
+    ) -> std::result::Result<Vec<FinalBlock>, String> {
         let mut blocks = Vec::with_capacity(block_ids.len() * self.regions.len());
-        for (region, local) in self.regions.iter().enumerate() {
-            let region = region as u16;
+        for (local, region) in self.regions.iter().zip(0..) {
             for (&block_id, position) in block_ids.iter().zip(first..) {
                 let Some(bytes) = block_bytes(&local.memory, &local.layout, block_id) else {
-                    let text = format!(
+                    return Err(format!(
                         "block {block_id} cannot be lent: it is not in region {:?}",
                         local.name
-                    );
-                    return self.end(io, handoff, &text);
+                    ));
                 };
-                let checksum = checksum(&handoff, generation, region, position, bytes);
                 blocks.push(FinalBlock {
                     region,
                     position,
                     block_id,
-                    checksum,
+                    checksum: checksum(handoff, generation, region, position, bytes),
                 });
             }
         }
-        // Marked before the blocks could change: unmarked now, they did not change while they were read.
-        if self.ended.is_marked(&handoff) {
-            return;
-        }
-        let actions = self.producer.finalize(handoff, generation, &blocks);
-        self.act(io, actions);
+        Ok(blocks)
     }
 
     pub(super) fn end(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
+        self.finalizing
+            .retain(|finalizing| finalizing.handoff != handoff);
         let actions = self.producer.end(handoff, reason);
         self.act(io, actions);
     }
@@ -94,8 +129,10 @@ impl Blocks {
 impl Blocks {
     pub(super) fn load(&mut self, io: &mut Io, request: LoadRequest) {
         let handoff = request.handoff;
+        let block_bytes = self.regions.iter().map(|region| region.layout.block_bytes);
         let load = Load {
             generation: request.generation,
+            max_batch: slice_of(block_bytes.max().unwrap_or_default()),
             first: request.first,
             block_ids: request.block_ids,
             num_regions: self.regions.len() as u16,
@@ -285,6 +322,11 @@ impl Blocks {
         }
         Ok(())
     }
+}
+
+/// How many blocks of this size make a slice of work.
+fn slice_of(block_bytes: u64) -> usize {
+    (SLICE / block_bytes.max(1)).max(1) as usize
 }
 
 fn block_bytes<'m>(memory: &'m Memory, layout: &Layout, id: u32) -> Option<&'m [u8]> {

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
+use std::time::Instant;
 
 use kvpipe_ucx::{Buffer, RemoteKey};
 
@@ -18,6 +19,8 @@ pub(super) struct Peer {
     pub(super) address: String,
     pub(super) incarnation: Incarnation,
     pub(super) regions: Option<Vec<RemoteRegion>>,
+    /// When they have to be here, from the moment the session is established.
+    regions_by: Option<Instant>,
     keys: HashMap<u16, Rc<RemoteKey>>,
     waiting: Vec<Completer<PeerInfo>>,
     /// Reads from it that are not over, in the order in which they were asked for.
@@ -30,6 +33,7 @@ impl Peer {
             address,
             incarnation,
             regions: None,
+            regions_by: None,
             keys: HashMap::new(),
             waiting: Vec::new(),
             transfers: VecDeque::new(),
@@ -138,6 +142,7 @@ impl Blocks {
             return;
         };
         peer.regions = Some(regions.0);
+        peer.regions_by = None;
         let waiting = std::mem::take(&mut peer.waiting);
         for completer in waiting {
             if let Some(info) = self.info(io, link) {
@@ -156,6 +161,9 @@ impl Blocks {
             .entry(link)
             .or_insert_with(|| Peer::new(address.clone(), identity.incarnation));
         peer.incarnation = identity.incarnation;
+        if peer.regions.is_none() {
+            peer.regions_by = Some(io.now + io.timing().handshake);
+        }
         let (transport, ucx) = (transport(io, link), io.ucx());
         self.events.push_minor(Event::Log(format!(
             "session.open peer={address} transport={transport} ucx={ucx}"
@@ -166,6 +174,20 @@ impl Blocks {
             )));
         }
         io.send(link, &self.describe_regions());
+    }
+
+    /// Gives up peers that do not say what regions they have, and tells when to come back.
+    pub(super) fn expire_peers(&mut self, io: &mut Io) -> Option<Instant> {
+        let mut next = None;
+        for (&link, peer) in &mut self.peers {
+            if peer.regions_by.take_if(|at| *at <= io.now).is_some() {
+                let waited = io.timing().handshake;
+                let text = format!("it did not describe its regions within {waited:?}");
+                io.fail(link, Error::lost(&peer.address, text));
+            }
+            next = next.into_iter().chain(peer.regions_by).min();
+        }
+        next
     }
 
     pub(super) fn peer_down(&mut self, link: LinkId, error: &Error) {

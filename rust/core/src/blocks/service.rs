@@ -1,11 +1,12 @@
 //! The agent's side of its node's thread: its state, and which part of it a command or a message is for.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Buffer, Memory, Status};
 
+use super::handoffs::Finalizing;
 use super::messages::{
     CREDIT, DATA, DONE, FINAL, GONE, READ, REFUSED, REGIONS, RemoteRegions, SELECT,
 };
@@ -86,6 +87,7 @@ pub(super) struct Blocks {
     /// Token of a get to its transfer and bytes.
     pub(super) gets: HashMap<u64, (u64, u64)>,
     pub(super) serving: HashMap<(LinkId, u64), Serving>,
+    pub(super) finalizing: VecDeque<Finalizing>,
     pub(super) producer: Producer,
     pub(super) consumer: Consumer,
     pub(super) loading: HashMap<HandoffId, Loading>,
@@ -104,6 +106,7 @@ impl Blocks {
             deadlines: Earliest::default(),
             gets: HashMap::new(),
             serving: HashMap::new(),
+            finalizing: VecDeque::new(),
             producer: Producer::default(),
             consumer: Consumer::default(),
             loading: HashMap::new(),
@@ -129,7 +132,12 @@ impl Service for Blocks {
                 generation,
                 first,
                 block_ids,
-            } => self.finalize(io, handoff, generation, first, &block_ids),
+            } => self.finalizing.push_back(Finalizing {
+                handoff,
+                generation,
+                first,
+                block_ids: block_ids.into(),
+            }),
             Command::End { handoff, reason } => {
                 self.end(io, handoff, &reason);
                 self.ended.unmark(&handoff);
@@ -186,17 +194,37 @@ impl Service for Blocks {
         self.got(io, token, result);
     }
 
+    fn work(&mut self, io: &mut Io) -> bool {
+        self.finalize_on(io)
+    }
+
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {
         let (actions, parked) = self.producer.expire(io.now);
         if !actions.is_empty() {
             self.act(io, actions);
         }
         self.expire_transfers(io);
-        self.deadlines.at().into_iter().chain(parked).min()
+        let described = self.expire_peers(io);
+        self.deadlines
+            .at()
+            .into_iter()
+            .chain(parked)
+            .chain(described)
+            .min()
     }
 
     fn log(&mut self, text: String) {
         self.events
             .push_minor(Event::Log(format!("session.refused {text}")));
+    }
+
+    fn stop(&mut self, io: &mut Io) {
+        let reason = "the agent was closed";
+        for (_, transfer) in std::mem::take(&mut self.transfers) {
+            self.end_owner(io, transfer.owner, Err(Error::Closed(reason.to_owned())));
+        }
+        for handoff in self.consumer.handoffs() {
+            self.fail_load(io, handoff, reason);
+        }
     }
 }

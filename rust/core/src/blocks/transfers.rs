@@ -236,7 +236,7 @@ impl Blocks {
         true
     }
 
-    fn end_owner(
+    pub(super) fn end_owner(
         &mut self,
         io: &mut Io,
         owner: Owner,

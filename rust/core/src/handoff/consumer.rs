@@ -10,6 +10,8 @@ use crate::error::{Error, Result};
 pub struct Load {
     /// The generation that the producer's scheduler named.
     pub generation: u32,
+    /// Most blocks of one batch: their checksums are compared in one go.
+    pub max_batch: usize,
     /// Position of the first block that is wanted.
     pub first: u32,
     /// Destination ids, one for each position from `first` on.
@@ -144,21 +146,32 @@ impl Consumer {
                 block.region
             )));
         }
-        let mut batches: BTreeMap<u16, Batch> = BTreeMap::new();
+        let mut wanted: BTreeMap<u16, Vec<(FinalBlock, u32)>> = BTreeMap::new();
         for block in blocks {
-            let Some(local) = state.want(block) else {
-                continue;
-            };
-            let batch = batches.entry(block.region).or_insert_with(|| Batch {
-                region: block.region,
-                blocks: Vec::new(),
-                local_ids: Vec::new(),
-            });
-            batch.blocks.push(*block);
-            batch.local_ids.push(local);
+            if let Some(local) = state.want(block) {
+                wanted
+                    .entry(block.region)
+                    .or_default()
+                    .push((*block, local));
+            }
         }
+        let batch = |region, part: &[(FinalBlock, u32)]| {
+            let (blocks, local_ids) = part.iter().copied().unzip();
+            Batch {
+                region,
+                blocks,
+                local_ids,
+            }
+        };
+        let batches: Vec<Batch> = wanted
+            .iter()
+            .flat_map(|(&region, of_region)| {
+                let parts = of_region.chunks(state.load.max_batch.max(1));
+                parts.map(move |part| batch(region, part))
+            })
+            .collect();
         state.num_reading += batches.len();
-        Ok(batches.into_values().collect())
+        Ok(batches)
     }
 
     /// A read has ended. `whole` tells for each of its blocks whether it is here with the right checksum.
@@ -249,6 +262,7 @@ mod tests {
         let mut consumer = Consumer::default();
         let load = Load {
             generation: 3,
+            max_batch: 2,
             first: 2,
             block_ids: vec![50, 51],
             num_regions: 2,
@@ -335,6 +349,36 @@ mod tests {
     }
 
     #[test]
+    fn many_blocks_are_read_in_batches_of_bounded_size() {
+        let mut consumer = Consumer::default();
+        let load = Load {
+            generation: 0,
+            max_batch: 2,
+            first: 0,
+            block_ids: (0..5).collect(),
+            num_regions: 1,
+            is_committed: true,
+        };
+        consumer.begin(ID, load).unwrap();
+        consumer.select(&ID);
+        let blocks: Vec<FinalBlock> = (0..5).map(|position| block(0, position)).collect();
+        let batches = consumer.announced(&ID, 0, &blocks).unwrap();
+        assert_eq!(
+            batches
+                .iter()
+                .map(|batch| &batch.local_ids[..])
+                .collect::<Vec<_>>(),
+            [&[0, 1][..], &[2, 3], &[4]]
+        );
+        for batch in &batches {
+            assert_eq!(consumer.take_outcome(&ID), None);
+            consumer.read(&ID, batch, &vec![true; batch.blocks.len()], 1);
+        }
+        let outcome = consumer.take_outcome(&ID);
+        assert_eq!(outcome, Some(Outcome::Loaded { num_bytes: 3 }));
+    }
+
+    #[test]
     fn a_region_that_is_not_there_is_an_error() {
         assert!(consumer(true).announced(&ID, 3, &[block(2, 2)]).is_err());
     }
@@ -362,6 +406,7 @@ mod tests {
         let mut consumer = Consumer::default();
         let load = Load {
             generation: 0,
+            max_batch: 2,
             first: 0,
             block_ids: vec![],
             num_regions: 1,

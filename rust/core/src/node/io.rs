@@ -1,6 +1,6 @@
 //! What a service may do with its node: connect, send, close. The data plane's part is in `data.rs`.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::data::DataPlane;
 use crate::error::{Error, Result};
 use crate::handshake::HANDSHAKE_FRAME_CAP;
 use crate::identity::Identity;
-use crate::link::Link;
+use crate::link::{Link, Timing};
 
 pub(super) const WAKE: u64 = 0;
 pub(super) const LISTENER: u64 = 1;
@@ -37,8 +37,8 @@ pub struct Io {
     stopped: Arc<OwnedFd>,
     pub(super) listener: Option<TcpListener>,
     pub(super) links: HashMap<LinkId, Link>,
-    /// Asked for, without a stream yet.
-    pub(super) connecting: HashSet<LinkId>,
+    /// Asked for, without a stream yet: to whom, and until when.
+    pub(super) connecting: HashMap<LinkId, (String, Instant)>,
     next_link: LinkId,
     pub(super) connected: (Sender<Connected>, Receiver<Connected>),
     pub(crate) data: Option<DataPlane>,
@@ -88,7 +88,7 @@ impl Io {
             stopped: Arc::new(stopped),
             listener,
             links: HashMap::new(),
-            connecting: HashSet::new(),
+            connecting: HashMap::new(),
             next_link: FIRST_LINK,
             connected: channel(),
             data,
@@ -102,6 +102,11 @@ impl Io {
         &self.config.identity
     }
 
+    /// Deadlines of links.
+    pub fn timing(&self) -> Timing {
+        self.config.timing
+    }
+
     /// A number that has not been used on this node, for an operation or a transfer.
     pub fn token(&mut self) -> u64 {
         self.next_token += 1;
@@ -111,8 +116,9 @@ impl Io {
     /// Begins to connect; `link_up` or `link_down` follows.
     pub fn connect(&mut self, address: &str) -> LinkId {
         let link = self.new_link();
-        self.connecting.insert(link);
         let (peer, timeout, begun) = (address.to_owned(), self.config.timing.handshake, self.now);
+        self.connecting
+            .insert(link, (peer.clone(), begun + timeout));
         let (sender, wake) = (self.connected.0.clone(), Arc::clone(&self.wake));
         let stopped = Arc::clone(&self.stopped);
         let spawned = std::thread::Builder::new()
@@ -131,6 +137,18 @@ impl Io {
             self.fail(link, Error::Exhausted(format!("no thread: {error}")));
         }
         link
+    }
+
+    /// Ends attempts whose thread has not come back in time, as when the resolver hangs; tells when to come back.
+    pub(super) fn expire_connecting(&mut self) -> Option<Instant> {
+        for (link, (peer, until)) in &self.connecting {
+            if *until <= self.now {
+                let waited = self.config.timing.handshake;
+                let text = format!("cannot reach {peer}: no answer within {waited:?}");
+                self.failed.push_back((*link, Error::Connect(text)));
+            }
+        }
+        self.connecting.values().map(|(_, until)| *until).min()
     }
 
     /// Sends an application frame over an established session; over another it goes nowhere. A link that cannot take

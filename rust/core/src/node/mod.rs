@@ -62,6 +62,10 @@ pub trait Service {
     }
     /// A UCX operation has ended.
     fn done(&mut self, _io: &mut Io, _token: u64, _result: std::result::Result<(), Status>) {}
+    /// Does a slice of what takes long, between two looks at sockets and UCX; whether more of it waits.
+    fn work(&mut self, _io: &mut Io) -> bool {
+        false
+    }
     /// Looks at deadlines; tells when to come back.
     fn timer(&mut self, _io: &mut Io) -> Option<Instant> {
         None

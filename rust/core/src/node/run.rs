@@ -77,6 +77,7 @@ impl<S: Service> Loop<S> {
                 self.look_at_sockets(self.io.now);
             }
             is_busy |= self.report_failures();
+            is_busy |= self.service.work(&mut self.io);
             let wake_at = self.tick();
             is_busy |= self.report_failures();
             // What was posted since may be done already, and then no descriptor tells of it.
@@ -137,7 +138,7 @@ impl<S: Service> Loop<S> {
             stream,
         } = connected;
         // Given up meanwhile, and reported as such.
-        if !self.io.connecting.contains(&link) {
+        if !self.io.connecting.contains_key(&link) {
             return;
         }
         let added = match stream {
@@ -258,7 +259,7 @@ impl<S: Service> Loop<S> {
 
     fn report_failure(&mut self, link: LinkId, error: Error) {
         let connection = self.io.links.remove(&link);
-        if connection.is_none() && !self.io.connecting.remove(&link) {
+        if connection.is_none() && self.io.connecting.remove(&link).is_none() {
             return;
         }
         if let Some(data) = &mut self.io.data {
@@ -297,6 +298,9 @@ impl<S: Service> Loop<S> {
             .as_mut()
             .and_then(|data| data.expire(self.io.now))
         {
+            wake_at = wake_at.min(at);
+        }
+        if let Some(at) = self.io.expire_connecting() {
             wake_at = wake_at.min(at);
         }
         if self.accept_at.take_if(|at| *at <= self.io.now).is_some() {

@@ -6,6 +6,7 @@ mod receiver;
 mod sender;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -186,13 +187,28 @@ pub fn listen_address(address: &str, token: &[u8]) -> Result<SocketAddr> {
     Ok(resolved)
 }
 
+/// The first address of a name. A resolver can hang: it has a thread of its own, which ends when it answers.
+fn resolve(name: &str, timeout: Duration) -> Result<SocketAddr> {
+    let (sender, answer) = channel();
+    let asked = name.to_owned();
+    std::thread::Builder::new()
+        .name("kvpipe-resolve".to_owned())
+        .spawn(move || sender.send(asked.to_socket_addrs().map(|mut all| all.next())))
+        .map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
+    match answer.recv_timeout(timeout) {
+        Ok(Ok(Some(resolved))) => Ok(resolved),
+        Ok(_) => Err(Error::Config(format!(
+            "{name:?} is no address; expected HOST:PORT"
+        ))),
+        Err(_) => Err(Error::Connect(format!(
+            "{name:?} was not resolved within {timeout:?}; is the name server reachable?"
+        ))),
+    }
+}
+
 /// The local address from which `peer` is reached.
-fn local_towards(peer: &str) -> Result<IpAddr> {
-    let resolved = peer
-        .to_socket_addrs()
-        .ok()
-        .and_then(|mut candidates| candidates.next())
-        .ok_or_else(|| Error::Config(format!("{peer:?} is no address; expected HOST:PORT")))?;
+fn local_towards(peer: &str, timeout: Duration) -> Result<IpAddr> {
+    let resolved = resolve(peer, timeout)?;
     if resolved.ip().is_loopback() {
         return Ok(resolved.ip());
     }
@@ -233,7 +249,7 @@ impl Pipe {
             info.state = "connecting";
             address.clone_into(&mut info.peer);
         }
-        let mut config = config(None, local_towards(address)?, token, ucx)?;
+        let mut config = config(None, local_towards(address, timeout)?, token, ucx)?;
         config.timing.handshake = timeout;
         let in_thread = shared.clone();
         let node = Node::spawn(config, || sender::Sender::new(in_thread))?;
