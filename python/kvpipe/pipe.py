@@ -61,20 +61,25 @@ class Pipe:
         return cls(end, is_sender=False)
 
     @classmethod
-    def connect(cls, address: str, token: str | None = None, timeout: float = 10) -> Pipe:
+    def connect(
+        cls, address: str, token: str | None = None, timeout: float = 10, *, checksum: bool = True
+    ) -> Pipe:
         """Opens the sending end.
 
         Args:
             address: The receiver's `address`.
             token: The shared secret; by default `KVPIPE_TOKEN`.
             timeout: Seconds until the receiver must have accepted.
+            checksum: Whether the receiver compares each tensor with a checksum computed here (CRC-64/NVME; the
+                cost is in docs/benchmarks.md). A tensor that differs, as after a change while it was sent, raises
+                `CorruptDataError` at both ends, and the pipe goes on with the next.
 
         Raises:
             ConnectError: Nobody answers there, or the pipe has a sender already.
             AuthenticationError: The receiver has another token.
             TransportUnavailableError: There is no usable UCX.
         """
-        end, connected = _kvpipe.PipeEnd.connect(address, resolve_token(token), ucx_wheel_dir(), timeout)
+        end, connected = _kvpipe.PipeEnd.connect(address, resolve_token(token), ucx_wheel_dir(), checksum, timeout)
         try:
             Work(connected, lambda _: None).wait()
         except BaseException:
@@ -95,6 +100,7 @@ class Pipe:
 
         Raises:
             TransferTimeoutError: Not done in time; the message says whether the pipe is usable.
+            CorruptDataError: (above 32 KiB) it arrived with another checksum; the pipe is usable.
             PeerLostError: The receiver is gone; the pipe is closed.
             ClosedError: The pipe was closed here.
             ConfigError, TransportUnavailableError: This tensor cannot be sent; the pipe is usable.
@@ -117,7 +123,7 @@ class Pipe:
 
         Args:
             out: A contiguous CPU tensor or array to receive into; it must have the dtype and shape of what comes.
-                Without it the returned tensor owns fresh memory.
+                Without it the returned tensor owns memory that the pipe uses again once the tensor is let go.
             device: Only `"cpu"` (or `None`) in this version.
             timeout: Seconds; see the class.
 
@@ -127,6 +133,7 @@ class Pipe:
         Raises:
             EndOfPipeError: The sender has closed and everything was received.
             ConfigError: `out` does not match; nothing was consumed, the pipe is usable.
+            CorruptDataError: What came differs from its checksum; it is consumed, the pipe is usable.
             TransferTimeoutError: Not done in time; the message says whether the pipe is usable.
             PeerLostError: The sender is gone; the pipe is closed.
         """

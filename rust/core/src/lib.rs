@@ -6,18 +6,21 @@
 #![deny(unsafe_code)]
 
 pub mod blocks;
+mod checksum;
 pub mod codec;
 pub mod control;
 mod data;
 mod earliest;
 mod error;
 pub mod events;
+mod fetch;
 pub mod handoff;
 pub mod handshake;
 pub mod identity;
 pub mod link;
 pub mod node;
 pub mod pipe;
+mod pool;
 mod recent;
 pub mod region;
 pub mod work;

@@ -32,7 +32,8 @@ fn peer_process() {
             common::wait_for_the_end(parent);
         }
         "sender" => {
-            let (pipe, _) = Pipe::connect(&argument, TOKEN, search, PATIENCE).expect("connect");
+            let (pipe, _) =
+                Pipe::connect(&argument, TOKEN, search, true, PATIENCE).expect("connect");
             let _sent = send(&pipe);
             say(&mut parent, "sending");
             common::wait_for_the_end(parent);
@@ -87,7 +88,8 @@ fn a_receiver_killed_under_a_large_tensor_fails_the_sender() {
         |search| {
             let mut peer = Process::start("receiver", "");
             let (pipe, connected) =
-                Pipe::connect(&peer.line(), TOKEN, search.clone(), PATIENCE).expect("connect");
+                Pipe::connect(&peer.line(), TOKEN, search.clone(), true, PATIENCE)
+                    .expect("connect");
             connected.wait_for(PATIENCE).expect("connected");
             let sent = send(&pipe);
             let queued = send(&pipe);

@@ -15,6 +15,10 @@ use kvpipe_ucx::{Buffer, Search};
 
 const EAGER: u8 = 1;
 const OFFER: u8 = 2;
+const ACCEPT: u8 = 3;
+const DATA: u8 = 4;
+const SUMS: u8 = 9;
+const CORRUPT: u8 = 10;
 const TAKEN: u8 = 6;
 
 fn pipe(search: &Search) -> (Pipe, Pipe) {
@@ -25,7 +29,7 @@ fn pipe(search: &Search) -> (Pipe, Pipe) {
 fn sender_to(search: &Search, receiver: &Pipe) -> Pipe {
     let address = receiver.address().expect("address").to_string();
     let (sender, connected) =
-        Pipe::connect(&address, TOKEN, search.clone(), PATIENCE).expect("connect");
+        Pipe::connect(&address, TOKEN, search.clone(), true, PATIENCE).expect("connect");
     connected.wait_for(PATIENCE).expect("connected");
     sender
 }
@@ -206,7 +210,7 @@ fn a_second_sender_is_refused_with_the_reason() {
         let (tx, rx) = pipe(search);
         let address = rx.address().expect("address").to_string();
         let (_second, connected) =
-            Pipe::connect(&address, TOKEN, search.clone(), PATIENCE).expect("connect");
+            Pipe::connect(&address, TOKEN, search.clone(), true, PATIENCE).expect("connect");
         let error = connected.wait_for(PATIENCE).expect_err("refused");
         assert!(
             matches!(&error, Error::Connect(text) if text.contains("already has a sender")),
@@ -367,7 +371,18 @@ fn many_queued_tensors_cost_no_time_each_round() {
 
 fn eager(sequence: u64, content: &[u8]) -> (Vec<u8>, Vec<u8>) {
     let payload = described(content.len()).bytes(content).finish();
-    (Writer::new(EAGER).u64(sequence).finish(), payload)
+    (eager_header(sequence, 0, 0), payload)
+}
+
+fn eager_header(sequence: u64, is_summed: u8, sum: u64) -> Vec<u8> {
+    let header = Writer::new(EAGER).u64(sequence);
+    header.u8(is_summed).u64(sum).finish()
+}
+
+/// The payload of an offer: length, address, how it is proved, key.
+fn offer(len: u64, address: u64, proof: u8, key: &[u8]) -> Vec<u8> {
+    let offer = described(len as usize).u64(len).u64(address);
+    offer.u8(proof).bytes(key).finish()
 }
 
 fn described(len: usize) -> Writer {
@@ -432,9 +447,8 @@ fn an_offer_that_no_memory_can_hold_is_an_error_and_not_the_end() {
     let Some(search) = common::ucx() else { return };
     let (raw, rx) = raw(&search);
     let len = 1u64 << 60;
-    let header = Writer::new(OFFER).u64(0).u64(len).u64(4096).finish();
-    let payload = described(len as usize).bytes(&[0; 16]).finish();
-    raw.send(&header, &payload);
+    let header = Writer::new(OFFER).u64(0).finish();
+    raw.send(&header, &offer(len, 4096, 0, &[0; 16]));
     let received = receive(&rx);
     eventually("the refusal", || {
         raw.worker.progress();
@@ -448,18 +462,103 @@ fn an_offer_that_no_memory_can_hold_is_an_error_and_not_the_end() {
     assert_eq!(rx.info().state, "open");
 }
 
+fn is_corrupt(received: &Work<Arc<Received>>) -> bool {
+    matches!(received.wait_for(PATIENCE), Err(Error::Corrupt(text)) if text.contains("checksum"))
+}
+
+#[test]
+fn a_small_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_goes_on() {
+    let Some(search) = common::ucx() else { return };
+    let (raw, rx) = raw(&search);
+    raw.send(&eager_header(0, 1, 7), &eager(0, b"flipped").1);
+    let received = receive(&rx);
+    raw.message(TAKEN);
+    assert!(is_corrupt(&received));
+    raw.send(&eager(1, b"next").0, &eager(1, b"next").1);
+    raw.message_while(|| receive(&rx), b"next");
+}
+
+#[test]
+fn a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_goes_on() {
+    on_both_roads(
+        "a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_goes_on",
+        |search| {
+            let (raw, rx) = raw(search);
+            let len = 64 << 10;
+            let buffer = Buffer::from_vec(pattern(len, 3));
+            let memory = raw.context.register(buffer).expect("memory");
+            let (address, key) = (memory.buffer().address() as u64, memory.pack_rkey());
+            let is_read = !common::is_tcp();
+            let proof = if is_read { 1 } else { 2 };
+            let header = Writer::new(OFFER).u64(0).finish();
+            raw.send(
+                &header,
+                &offer(len as u64, address, proof, &key.expect("key")),
+            );
+            let received = receive(&rx);
+            if is_read {
+                let wrong = Writer::default().list(&[7], |w, sum| w.u64(*sum)).finish();
+                raw.send(&Writer::new(SUMS).u64(0).finish(), &wrong);
+            } else {
+                raw.message(ACCEPT);
+                let header = Writer::new(DATA).u64(0).u64(0).u64(7).finish();
+                raw.send(&header, &pattern(len, 3));
+            }
+            raw.message(CORRUPT);
+            assert!(is_corrupt(&received));
+            raw.send(&eager(1, b"next").0, &eager(1, b"next").1);
+            raw.message_while(|| receive(&rx), b"next");
+        },
+    );
+}
+
+#[test]
+fn a_tensor_without_checksums_arrives() {
+    on_both_roads("a_tensor_without_checksums_arrives", |search| {
+        let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+        let address = rx.address().expect("address").to_string();
+        let (tx, connected) =
+            Pipe::connect(&address, TOKEN, search.clone(), false, PATIENCE).expect("connect");
+        connected.wait_for(PATIENCE).expect("connected");
+        for len in [100, 3 << 20] {
+            let sent = send(&tx, pattern(len, 1));
+            assert!(content(&receive(&rx)) == pattern(len, 1));
+            assert_eq!(sent.wait_for(PATIENCE), Ok(()));
+        }
+    });
+}
+
+#[test]
+fn the_memory_of_a_tensor_that_was_let_go_is_used_again_and_no_other() {
+    on_both_roads(
+        "the_memory_of_a_tensor_that_was_let_go_is_used_again_and_no_other",
+        |search| {
+            let (tx, rx) = pipe(search);
+            let next = |seed| {
+                let _sent = send(&tx, pattern(3 << 20, seed));
+                let received = receive(&rx).wait_for(PATIENCE).expect("received");
+                received.buffer.clone().expect("its memory")
+            };
+            let (first, second) = (next(1), next(2));
+            assert_ne!(first.address(), second.address());
+            let address = second.address();
+            drop(second);
+            let third = next(3);
+            assert_eq!(third.address(), address);
+            assert!(bytes(&first) == pattern(3 << 20, 1));
+            assert!(bytes(&third) == pattern(3 << 20, 3));
+        },
+    );
+}
+
 #[test]
 fn a_sender_that_ignores_its_credit_or_its_bounds_is_cut_off() {
     let Some(search) = common::ucx() else { return };
     let too_many: Vec<_> = (0..100).map(|i| eager(i, b"x")).collect();
-    let wraps = Writer::new(OFFER)
-        .u64(0)
-        .u64(1 << 40)
-        .u64(u64::MAX - 4096)
-        .finish();
-    let wraps = vec![(wraps, described(1 << 40).bytes(&[0; 16]).finish())];
+    let header = Writer::new(OFFER).u64(0).finish();
+    let wraps = vec![(header, offer(1 << 40, u64::MAX - 4096, 0, &[0; 16]))];
     let unasked = vec![(
-        Writer::new(4).u64(0).u64(u64::MAX).finish(),
+        Writer::new(DATA).u64(0).u64(u64::MAX).u64(0).finish(),
         b"data".to_vec(),
     )];
     let skips = vec![eager(1, b"x")];

@@ -378,7 +378,7 @@ fn forty_pipes_leave_no_descriptor_and_no_memory() {
             let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
             let address = rx.address().expect("address").to_string();
             let (_tx, connected) =
-                Pipe::connect(&address, TOKEN, search.clone(), PATIENCE).expect("connect");
+                Pipe::connect(&address, TOKEN, search.clone(), true, PATIENCE).expect("connect");
             connected.wait_for(PATIENCE).expect("connected");
         };
         let count = || (descriptors(), resident_kib());

@@ -44,10 +44,12 @@ impl PipeEnd {
         address: &str,
         token: &[u8],
         wheel_dir: Option<PathBuf>,
+        is_summed: bool,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
-        let connected = py.detach(|| Pipe::connect(address, token, search(wheel_dir), timeout));
+        let search = search(wheel_dir);
+        let connected = py.detach(|| Pipe::connect(address, token, search, is_summed, timeout));
         let (pipe, connected) = connected.map_err(to_py)?;
         Ok((Self(pipe), Work::new(Kind::Nothing(connected))))
     }

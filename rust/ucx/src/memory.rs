@@ -68,6 +68,31 @@ impl Buffer {
         Self::from_vec(vec![0; len])
     }
 
+    /// Allocates `len` zero bytes, in huge pages where the system has them: their first use costs less.
+    ///
+    /// # Errors
+    /// There is not so much memory.
+    pub fn mapped(len: usize) -> std::io::Result<Self> {
+        let mapping = Mapping::new(len)?;
+        Ok(Self {
+            address: mapping.address,
+            len,
+            kind: MemoryKind::Host,
+            _owner: Arc::new(mapping),
+        })
+    }
+
+    /// The first `len` bytes, if there are so many. They keep `owner` alive too: it is dropped with the last clone.
+    #[must_use]
+    pub fn first(&self, len: usize, owner: Box<dyn Any + Send + Sync>) -> Option<Self> {
+        (len <= self.len).then(|| Self {
+            address: self.address,
+            len,
+            kind: self.kind,
+            _owner: Arc::new((owner, self.clone())),
+        })
+    }
+
     /// Takes the bytes over, without a copy.
     pub fn from_vec(mut bytes: Vec<u8>) -> Self {
         let address = bytes.as_mut_ptr().expose_provenance();
@@ -137,6 +162,37 @@ impl Buffer {
         } else {
             start
         })
+    }
+}
+
+/// Memory of its own from the system.
+struct Mapping {
+    address: usize,
+    len: usize,
+}
+
+impl Mapping {
+    fn new(len: usize) -> std::io::Result<Self> {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a new anonymous mapping where the kernel likes it: nothing that exists is changed.
+        let mapped = unsafe { libc::mmap(null_mut(), len, access, flags, -1, 0) };
+        if mapped == libc::MAP_FAILED {
+            return Err(std::io::Error::last_os_error());
+        }
+        // SAFETY: advice on the mapping just made; a kernel without huge pages refuses it, which changes nothing.
+        unsafe { libc::madvise(mapped, len, libc::MADV_HUGEPAGE) };
+        let address = mapped.expose_provenance();
+        Ok(Self { address, len })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        let start = std::ptr::with_exposed_provenance_mut(self.address);
+        // SAFETY: mapped by `new` with this length, and unmapped once, here; the buffer that it belongs to was the
+        // last to use it.
+        unsafe { libc::munmap(start, self.len) };
     }
 }
 
@@ -268,6 +324,40 @@ mod tests {
         assert_eq!(buffer.bytes(8, 0), Some(&[][..]));
         assert_eq!(buffer.bytes(9, 0), None);
         assert_eq!(buffer.bytes(1, usize::MAX), None);
+    }
+
+    #[test]
+    fn mapped_memory_is_zero_and_can_be_written() {
+        let buffer = Buffer::mapped(3 << 20).unwrap();
+        assert_eq!(buffer.bytes(3 << 20, 0), Some(&[][..]));
+        assert!(
+            buffer
+                .bytes(0, 3 << 20)
+                .unwrap()
+                .iter()
+                .all(|byte| *byte == 0)
+        );
+        assert!(buffer.write((3 << 20) - 2, b"kv"));
+    }
+
+    #[test]
+    fn more_memory_than_there_is_is_an_error() {
+        assert!(Buffer::mapped(usize::MAX / 2).is_err());
+    }
+
+    #[test]
+    fn the_first_bytes_keep_the_buffer_and_their_own_owner() {
+        let (owner, whole) = (Arc::new(()), Buffer::from_vec(b"kvpipe".to_vec()));
+        let first = whole.first(2, Box::new(Arc::clone(&owner))).unwrap();
+        drop(whole);
+        assert_eq!(first.bytes(0, 2), Some(&b"kv"[..]));
+        assert_eq!(first.bytes(0, 3), None);
+        let clone = first.clone();
+        drop(first);
+        assert_eq!(Arc::strong_count(&owner), 2);
+        drop(clone);
+        assert_eq!(Arc::strong_count(&owner), 1);
+        assert!(Buffer::zeroed(4).first(5, Box::new(())).is_none());
     }
 
     #[test]

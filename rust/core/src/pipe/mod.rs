@@ -34,23 +34,13 @@ const DTYPE_CAP: usize = 4096;
 /// Most dimensions of a tensor.
 const DIMENSIONS_CAP: usize = 64;
 
+// Besides those of `crate::fetch`.
 const EAGER: u8 = 1;
 const OFFER: u8 = 2;
-const ACCEPT: u8 = 3;
-const DATA: u8 = 4;
-const CREDIT: u8 = 5;
 const TAKEN: u8 = 6;
 const WITHDRAW: u8 = 7;
 const WITHDRAWN: u8 = 8;
-
-/// Bytes on the way over the message road, before the receiver's next credit.
-const WINDOW: usize = 4 << 20;
-/// One message of the message road: under UCX's TCP segment (256 KiB), so that it is never reassembled.
-const PIECE: usize = 128 << 10;
-/// One read of the get road.
-const GET_PIECE: usize = 4 << 20;
-/// Reads of the get road under way at once.
-const GETS_IN_FLIGHT: usize = 4;
+const CORRUPT: u8 = 10;
 
 /// What is sent besides the bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -236,11 +226,13 @@ impl Pipe {
         })
     }
 
-    /// Opens the sending end; the work is done once the receiver has accepted it.
+    /// Opens the sending end; the work is done once the receiver has accepted it. With `is_summed`, the receiver
+    /// compares what it gets with checksums.
     pub fn connect(
         address: &str,
         token: &[u8],
         ucx: Search,
+        is_summed: bool,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
         let shared = Shared::default();
@@ -252,7 +244,7 @@ impl Pipe {
         let mut config = config(None, local_towards(address, timeout)?, token, ucx)?;
         config.timing.handshake = timeout;
         let in_thread = shared.clone();
-        let node = Node::spawn(config, || sender::Sender::new(in_thread))?;
+        let node = Node::spawn(config, move || sender::Sender::new(in_thread, is_summed))?;
         let (connected, completer) = work();
         node.send(sender::Command::Connect {
             address: address.to_owned(),

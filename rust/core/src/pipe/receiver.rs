@@ -4,24 +4,24 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Buffer, Memory, Payload, RemoteKey, Status};
+use kvpipe_ucx::{AmData, Buffer, Payload, Status};
 
 use super::{
-    ACCEPT, CREDIT, DATA, Deadline, EAGER, EAGER_CAP, GET_PIECE, GETS_IN_FLIGHT,
-    MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WINDOW, WITHDRAW, WITHDRAWN,
+    CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW,
+    WITHDRAWN,
 };
+use crate::checksum;
 use crate::codec::Reader;
-use crate::data::Road;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
+use crate::fetch::{DATA, Fetch, Offer, SUMS};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
+use crate::pool::Pool;
 use crate::work::Completer;
 
 /// The frame with which a sender ends the pipe in order; all tensors have been taken before it.
 pub(super) const END: &[u8] = b"end";
-/// Largest packed remote key.
-const RKEY_CAP: usize = 4096;
 
 /// A tensor that was received.
 #[derive(Debug)]
@@ -55,29 +55,18 @@ struct Arrived {
 
 enum Content {
     Eager(Vec<u8>),
-    Offer {
-        len: usize,
-        address: u64,
-        key: Vec<u8>,
-    },
+    /// It differs from its checksum.
+    Corrupt,
+    Offer(Offer),
 }
 
-/// The large tensor under way.
-struct Fetch {
-    sequence: u64,
+/// The large tensor under way. Its fetch bears its sequence number.
+struct Receiving {
     meta: Meta,
-    memory: Arc<Memory>,
+    fetch: Fetch,
     is_fresh: bool,
-    len: usize,
-    address: u64,
-    key: Option<RemoteKey>,
-    /// Bytes asked for (get road) or placed (message road).
-    begun: usize,
-    in_flight: usize,
-    uncredited: usize,
     deadline: Deadline,
     completer: Completer<Arc<Received>>,
-    failure: Option<Error>,
     is_withdrawn: bool,
 }
 
@@ -90,7 +79,8 @@ pub(super) struct Receiver {
     arrived: VecDeque<Arrived>,
     wanted: VecDeque<Wanted>,
     deadlines: Earliest,
-    fetch: Option<Fetch>,
+    receiving: Option<Receiving>,
+    pool: Pool,
     /// The last tensor that was withdrawn while it was fetched; messages of it may still come.
     withdrawn: Option<u64>,
     next_sequence: u64,
@@ -107,7 +97,8 @@ impl Receiver {
             arrived: VecDeque::new(),
             wanted: VecDeque::new(),
             deadlines: Earliest::default(),
-            fetch: None,
+            receiving: None,
+            pool: Pool::default(),
             withdrawn: None,
             next_sequence: 0,
             has_ended: false,
@@ -117,7 +108,7 @@ impl Receiver {
 
     /// Brings what has come and who waits together, in order, until one of them is missing.
     fn pair(&mut self, io: &mut Io) {
-        while self.fetch.is_none() && !self.wanted.is_empty() && !self.arrived.is_empty() {
+        while self.receiving.is_none() && !self.wanted.is_empty() && !self.arrived.is_empty() {
             let Some(wanted) = self.wanted.pop_front() else {
                 return;
             };
@@ -132,15 +123,20 @@ impl Receiver {
             let (sequence, meta) = (arrived.sequence, arrived.meta);
             match arrived.content {
                 Content::Eager(bytes) => self.deliver(io, sequence, meta, bytes, wanted),
-                Content::Offer { len, address, key } => {
-                    self.begin(io, sequence, meta, (len, address, key), wanted);
+                Content::Corrupt => {
+                    self.acknowledge(io, sequence, 0);
+                    let text = format!(
+                        "tensor {sequence} differs from its checksum; it is lost, the pipe is usable"
+                    );
+                    wanted.completer.complete(Err(Error::Corrupt(text)));
                 }
+                Content::Offer(offer) => self.begin(io, sequence, meta, offer, wanted),
             }
         }
-        if self.arrived.is_empty() && self.fetch.is_none() {
+        if self.arrived.is_empty() && self.receiving.is_none() {
             self.report_end();
         }
-        self.shared.get().in_flight = self.wanted.len() + usize::from(self.fetch.is_some());
+        self.shared.get().in_flight = self.wanted.len() + usize::from(self.receiving.is_some());
     }
 
     fn report_end(&mut self) {
@@ -175,187 +171,153 @@ impl Receiver {
         info.num_bytes += len as u64;
     }
 
-    fn begin(
-        &mut self,
-        io: &mut Io,
-        sequence: u64,
-        meta: Meta,
-        (len, address, key): (usize, u64, Vec<u8>),
-        wanted: Wanted,
-    ) {
+    fn begin(&mut self, io: &mut Io, sequence: u64, meta: Meta, offer: Offer, wanted: Wanted) {
         let Some(link) = self.link else { return };
-        let is_fresh = wanted.out.is_none();
-        let buffer = match wanted.out {
-            Some((_, buffer)) => Ok(buffer),
-            None => allocate(len),
+        let memory = match &wanted.out {
+            Some((_, buffer)) => io.register(buffer.clone()),
+            None => self.pool.take(io, offer.len),
         };
-        let buffer = match buffer {
-            Ok(buffer) => buffer,
+        let memory = match memory {
+            Ok(memory) => memory,
             Err(error) => {
-                // Nothing is consumed: a caller with memory of its own can still take it.
-                let content = Content::Offer { len, address, key };
+                // A caller with other memory can still take it.
                 self.arrived.push_front(Arrived {
                     sequence,
                     meta,
-                    content,
+                    content: Content::Offer(offer),
                 });
-                return wanted.completer.complete(Err(error));
+                return wanted.completer.complete(Err(not_consumed(error)));
             }
         };
-        let is_get = matches!(io.road(link), Some(Road::Get(_)));
-        let prepared = io.register(buffer).and_then(|memory| {
-            let key = is_get.then(|| io.unpack_rkey(link, &key)).transpose()?;
-            Ok((memory, key))
-        });
-        let (memory, key) = match prepared {
-            Ok(prepared) => prepared,
+        match Fetch::begin(io, link, sequence, offer, memory) {
+            Ok(fetch) => {
+                self.receiving = Some(Receiving {
+                    meta,
+                    fetch,
+                    is_fresh: wanted.out.is_none(),
+                    deadline: wanted.deadline,
+                    completer: wanted.completer,
+                    is_withdrawn: false,
+                });
+            }
             Err(error) => {
                 io.fail(link, error.clone());
-                return wanted.completer.complete(Err(error));
+                wanted.completer.complete(Err(error));
             }
-        };
-        self.fetch = Some(Fetch {
-            sequence,
-            meta,
-            memory,
-            is_fresh,
-            len,
-            address,
-            key,
-            begun: 0,
-            in_flight: 0,
-            uncredited: 0,
-            deadline: wanted.deadline,
-            completer: wanted.completer,
-            failure: None,
-            is_withdrawn: false,
-        });
-        if is_get {
-            self.read_on(io, link);
-        } else {
-            let header = io.header(link, ACCEPT).u64(sequence);
-            io.message(link, header, Payload::None, 0);
         }
     }
 
-    /// Get road: keeps a few reads under way.
-    fn read_on(&mut self, io: &mut Io, link: LinkId) {
-        let Some(fetch) = &mut self.fetch else { return };
-        let Some(key) = &fetch.key else { return };
-        while fetch.failure.is_none() && fetch.in_flight < GETS_IN_FLIGHT && fetch.begun < fetch.len
-        {
-            let len = GET_PIECE.min(fetch.len - fetch.begun);
-            let token = io.token();
-            let remote = fetch.address + fetch.begun as u64;
-            if !io.get(link, &fetch.memory, fetch.begun, len, remote, key, token) {
-                return;
-            }
-            fetch.begun += len;
-            fetch.in_flight += 1;
-        }
+    /// The tensor under way, if it is this one.
+    fn fetch(&mut self, sequence: u64) -> Option<&mut Receiving> {
+        let is_it = |receiving: &&mut Receiving| receiving.fetch.id() == sequence;
+        self.receiving.as_mut().filter(is_it)
     }
 
-    /// Message road: puts a piece where it belongs, after checking that it belongs.
     fn place(
         &mut self,
         io: &mut Io,
         link: LinkId,
         sequence: u64,
-        offset: u64,
+        header: Reader<'_>,
         data: &[u8],
     ) -> Result<()> {
-        let is_wanted = |fetch: &&mut Fetch| fetch.sequence == sequence && fetch.key.is_none();
-        let Some(fetch) = self.fetch.as_mut().filter(is_wanted) else {
-            if self.withdrawn == Some(sequence) {
-                // Sent before the sender knew that its withdrawal had been taken.
-                return Ok(());
-            }
-            return Err(Error::protocol(format_args!(
-                "data of tensor {sequence}, which nobody asked for"
-            )));
-        };
-        if offset != fetch.begun as u64
-            || data.is_empty()
-            || !fetch.memory.buffer().write(fetch.begun, data)
-        {
-            return Err(Error::protocol(format_args!(
-                "{} bytes at {offset} of tensor {sequence} of {} bytes, {} expected next",
-                data.len(),
-                fetch.len,
-                fetch.begun
-            )));
+        if let Some(receiving) = self.fetch(sequence) {
+            return receiving.fetch.place(io, link, header, data);
         }
-        fetch.begun += data.len();
-        fetch.uncredited += data.len();
-        if fetch.begun < fetch.len && fetch.uncredited >= WINDOW / 4 {
-            let header = io
-                .header(link, CREDIT)
-                .u64(sequence)
-                .u64(fetch.uncredited as u64);
-            fetch.uncredited = 0;
-            io.message(link, header, Payload::None, 0);
+        if self.withdrawn == Some(sequence) {
+            // Sent before the sender knew that its withdrawal had been taken.
+            return Ok(());
         }
-        Ok(())
+        Err(Error::protocol(format_args!(
+            "data of tensor {sequence}, which nobody asked for"
+        )))
+    }
+
+    fn sums(&mut self, sequence: u64, data: &[u8]) -> Result<()> {
+        if let Some(receiving) = self.fetch(sequence) {
+            return receiving.fetch.take_sums(data);
+        }
+        let is_it = |arrived: &&mut Arrived| arrived.sequence == sequence;
+        match self.arrived.iter_mut().find(is_it) {
+            Some(Arrived {
+                content: Content::Offer(offer),
+                ..
+            }) => offer.take_sums(data).map(|_| ()),
+            // Of a tensor that was withdrawn, or has failed here.
+            _ => Ok(()),
+        }
     }
 
     fn finish(&mut self, io: &mut Io) {
-        let is_over = |fetch: &mut Fetch| {
-            let is_complete = fetch.begun == fetch.len && fetch.in_flight == 0;
-            is_complete || (fetch.failure.is_some() && fetch.in_flight == 0)
-        };
-        let Some(fetch) = self.fetch.take_if(is_over) else {
+        let receiving = self.receiving.as_ref();
+        let Some(outcome) = receiving.and_then(|receiving| receiving.fetch.outcome()) else {
             return;
         };
-        if let (true, Some(link)) = (fetch.is_withdrawn, self.link) {
-            let header = io.header(link, WITHDRAWN).u64(fetch.sequence);
-            io.message(link, header, Payload::None, 0);
+        let Some(receiving) = self.receiving.take() else {
+            return;
+        };
+        let (sequence, len) = (receiving.fetch.id(), receiving.fetch.len());
+        if receiving.is_withdrawn {
+            self.say(io, WITHDRAWN, sequence);
         }
-        if let Some(error) = fetch.failure {
-            fetch.completer.complete(Err(error));
-        } else {
-            self.acknowledge(io, fetch.sequence, fetch.len);
-            let buffer = fetch.is_fresh.then(|| fetch.memory.buffer().clone());
-            fetch.completer.complete(Ok(Arc::new(Received {
-                meta: fetch.meta,
+        let received = outcome.map(|()| {
+            self.acknowledge(io, sequence, len);
+            let memory = receiving.fetch.into_memory();
+            let lend = |pool: &Pool| pool.lend(memory, len);
+            let buffer = receiving.is_fresh.then(|| lend(&self.pool)).flatten();
+            Arc::new(Received {
+                meta: receiving.meta,
                 buffer,
-            })));
+            })
+        });
+        if let Err(Error::Corrupt(_)) = received {
+            self.say(io, CORRUPT, sequence);
         }
+        receiving.completer.complete(received);
         self.pair(io);
     }
 
-    fn eager(&mut self, sequence: u64, data: &[u8]) -> Result<()> {
+    /// Tells the sender something about one of its tensors.
+    fn say(&self, io: &mut Io, kind: u8, sequence: u64) {
+        if let Some(link) = self.link {
+            let header = io.header(link, kind).u64(sequence);
+            io.message(link, header, Payload::None, 0);
+        }
+    }
+
+    fn eager(&mut self, sequence: u64, mut header: Reader<'_>, data: &[u8]) -> Result<()> {
+        let (is_summed, sum) = (header.u8()? != 0, header.u64()?);
+        header.end()?;
         let mut reader = Reader::new(data);
         let meta = Meta::read(&mut reader)?;
         let bytes = reader.bytes(EAGER_CAP)?.to_vec();
         reader.end()?;
+        let content = if is_summed && checksum::of(&bytes) != sum {
+            Content::Corrupt
+        } else {
+            Content::Eager(bytes)
+        };
         self.arrive(Arrived {
             sequence,
             meta,
-            content: Content::Eager(bytes),
+            content,
         })
     }
 
-    fn offer(&mut self, sequence: u64, mut header: Reader<'_>, data: &[u8]) -> Result<()> {
-        let len = usize::try_from(header.u64()?)
-            .map_err(|_| Error::protocol("a tensor larger than memory"))?;
-        let address = header.u64()?;
+    fn offer(&mut self, sequence: u64, header: Reader<'_>, data: &[u8]) -> Result<()> {
         header.end()?;
         let mut reader = Reader::new(data);
         let meta = Meta::read(&mut reader)?;
-        let key = reader.bytes(RKEY_CAP)?.to_vec();
+        let offer = Offer::read(&mut reader)?;
         reader.end()?;
-        if address.checked_add(len as u64).is_none()
-            || isize::try_from(len).is_err()
-            || len <= EAGER_CAP
-        {
-            return Err(Error::protocol(format_args!(
-                "an offer of {len} bytes at {address:#x}"
-            )));
+        if offer.len <= EAGER_CAP {
+            let len = offer.len;
+            return Err(Error::protocol(format_args!("an offer of {len} bytes")));
         }
         self.arrive(Arrived {
             sequence,
             meta,
-            content: Content::Offer { len, address, key },
+            content: Content::Offer(offer),
         })
     }
 
@@ -373,29 +335,20 @@ impl Receiver {
         Ok(())
     }
 
-    fn withdraw(&mut self, io: &mut Io, link: LinkId, sequence: u64) {
-        if let Some(fetch) = self
-            .fetch
-            .as_mut()
-            .filter(|fetch| fetch.sequence == sequence)
-        {
+    fn withdraw(&mut self, io: &mut Io, sequence: u64) {
+        if let Some(receiving) = self.fetch(sequence) {
             // Answered once no read is under way: only then may the sender have its memory back.
             let text = "the sender withdrew the tensor while it was received; it is lost, the pipe is usable";
-            fetch.failure.get_or_insert(Error::Timeout(text.to_owned()));
-            fetch.is_withdrawn = true;
+            receiving.fetch.fail(Error::Timeout(text.to_owned()));
+            receiving.is_withdrawn = true;
             self.withdrawn = Some(sequence);
             return self.finish(io);
         }
-        let Some(at) = self
-            .arrived
-            .iter()
-            .position(|arrived| arrived.sequence == sequence)
-        else {
-            return;
-        };
-        self.arrived.remove(at);
-        let header = io.header(link, WITHDRAWN).u64(sequence);
-        io.message(link, header, Payload::None, 0);
+        let is_it = |arrived: &Arrived| arrived.sequence == sequence;
+        if let Some(at) = self.arrived.iter().position(is_it) {
+            self.arrived.remove(at);
+            self.say(io, WITHDRAWN, sequence);
+        }
     }
 
     fn expire(&mut self, io: &mut Io) {
@@ -413,39 +366,34 @@ impl Receiver {
             }
             self.wanted = kept;
         }
-        let is_late = |fetch: &Fetch| fetch.deadline.done_by.is_some_and(|at| at <= now);
-        if let (Some(link), Some(fetch)) = (self.link, &mut self.fetch)
-            && fetch.failure.is_none()
-            && is_late(fetch)
+        let is_late = |receiving: &&mut Receiving| {
+            let done_by = receiving.deadline.done_by;
+            !receiving.fetch.has_failed() && done_by.is_some_and(|at| at <= now)
+        };
+        if let (Some(link), Some(receiving)) = (self.link, self.receiving.as_mut().filter(is_late))
         {
-            let text = format!(
-                "a tensor of {} bytes was not received in time; the pipe is closed",
-                fetch.len
-            );
-            fetch.failure = Some(Error::Timeout(text.clone()));
+            let len = receiving.fetch.len();
+            let text =
+                format!("a tensor of {len} bytes was not received in time; the pipe is closed");
+            receiving.fetch.fail(Error::Timeout(text.clone()));
             io.fail(link, Error::Timeout(text));
         }
     }
 }
 
-/// Memory for a tensor whose size the sender names: more than there is must be an error and not the end of the process.
-fn allocate(len: usize) -> Result<Buffer> {
-    let mut probe: Vec<u8> = Vec::new();
-    let is_possible = probe.try_reserve_exact(len).is_ok();
-    drop(std::hint::black_box(probe));
-    if is_possible {
-        return Ok(Buffer::zeroed(len));
+fn not_consumed(error: Error) -> Error {
+    match error {
+        Error::Exhausted(text) => Error::Exhausted(format!("{text}; it was not consumed")),
+        other => other,
     }
-    Err(Error::Exhausted(format!(
-        "no memory for a tensor of {len} bytes; it was not consumed"
-    )))
 }
 
 fn mismatch(wanted: &Wanted, arrived: &Arrived) -> Option<Error> {
     let (meta, buffer) = wanted.out.as_ref()?;
     let len = match &arrived.content {
         Content::Eager(bytes) => bytes.len(),
-        Content::Offer { len, .. } => *len,
+        Content::Offer(offer) => offer.len,
+        Content::Corrupt => return None,
     };
     if *meta == arrived.meta && buffer.len() == len {
         return None;
@@ -517,9 +465,9 @@ impl Service for Receiver {
         self.link = None;
         // What came whole can still be received; an offer cannot, its memory is gone with the sender.
         self.arrived
-            .retain(|arrived| matches!(arrived.content, Content::Eager(_)));
-        if let Some(fetch) = &mut self.fetch {
-            fetch.failure.get_or_insert(error);
+            .retain(|arrived| !matches!(arrived.content, Content::Offer(_)));
+        if let Some(receiving) = &mut self.receiving {
+            receiving.fetch.fail(error);
         }
         self.shared.get().state = "closed";
         self.finish(io);
@@ -541,14 +489,18 @@ impl Service for Receiver {
         let kind = reader.u8()?;
         let sequence = reader.u64()?;
         match kind {
-            EAGER => self.eager(sequence, &data)?,
+            EAGER => self.eager(sequence, reader, &data)?,
             OFFER => self.offer(sequence, reader, &data)?,
             DATA => {
-                let offset = reader.u64()?;
-                self.place(io, link, sequence, offset, &data)?;
+                self.place(io, link, sequence, reader, &data)?;
                 self.finish(io);
             }
-            WITHDRAW => self.withdraw(io, link, sequence),
+            SUMS => {
+                reader.end()?;
+                self.sums(sequence, &data)?;
+                self.finish(io);
+            }
+            WITHDRAW => self.withdraw(io, sequence),
             other => {
                 return Err(Error::protocol(format_args!(
                     "message {other} to the receiver of a pipe"
@@ -560,21 +512,9 @@ impl Service for Receiver {
         Ok(())
     }
 
-    fn done(&mut self, io: &mut Io, _token: u64, result: std::result::Result<(), Status>) {
-        let Some(fetch) = &mut self.fetch else { return };
-        fetch.in_flight -= 1;
-        if let Err(status) = result {
-            let peer = self
-                .link
-                .map_or_else(|| "unknown".to_owned(), |link| io.peer(link));
-            let error = Error::lost(&peer, status);
-            fetch.failure.get_or_insert(error.clone());
-            if let Some(link) = self.link {
-                io.fail(link, error);
-            }
-        }
-        if let Some(link) = self.link {
-            self.read_on(io, link);
+    fn done(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
+        if let Some(receiving) = &mut self.receiving {
+            receiving.fetch.done(io, self.link, token, result);
         }
         // Also of a link that has gone: the last read that ends is what its receive has waited for.
         self.finish(io);
@@ -582,12 +522,15 @@ impl Service for Receiver {
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {
         self.expire(io);
-        let fetch = self
-            .fetch
+        let receiving = self
+            .receiving
             .iter()
-            .filter(|fetch| fetch.failure.is_none())
-            .filter_map(|fetch| fetch.deadline.done_by);
-        fetch.chain(self.deadlines.at()).min()
+            .filter(|receiving| !receiving.fetch.has_failed())
+            .filter_map(|receiving| receiving.deadline.done_by);
+        receiving
+            .chain(self.deadlines.at())
+            .chain(self.pool.expire(io.now))
+            .min()
     }
 
     fn stop(&mut self, _io: &mut Io) {
@@ -595,8 +538,8 @@ impl Service for Receiver {
         for wanted in self.wanted.drain(..) {
             wanted.completer.complete(Err(closed()));
         }
-        if let Some(fetch) = self.fetch.take() {
-            fetch.completer.complete(Err(closed()));
+        if let Some(receiving) = self.receiving.take() {
+            receiving.completer.complete(Err(closed()));
         }
     }
 }

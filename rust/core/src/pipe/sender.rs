@@ -1,19 +1,19 @@
 //! The sending end: a queue of tensors, some of them on their way.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Buffer, Memory, Payload};
+use kvpipe_ucx::{AmData, Buffer, Payload};
 
 use super::{
-    ACCEPT, ANSWER_WITHIN, CREDIT, DATA, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta,
-    OFFER, PIECE, Shared, TAKEN, WINDOW, WITHDRAW, WITHDRAWN,
+    ANSWER_WITHIN, CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared,
+    TAKEN, WITHDRAW, WITHDRAWN,
 };
+use crate::checksum;
 use crate::codec::{Reader, Writer};
-use crate::data::Road;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
+use crate::fetch::{ACCEPT, CREDIT, Lending};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
 use crate::work::Completer;
@@ -51,17 +51,24 @@ struct Posted {
 }
 
 struct Large {
-    memory: Arc<Memory>,
+    lending: Lending,
     deadline: Deadline,
     completer: Completer<()>,
-    is_accepted: bool,
-    sent: usize,
-    credit: usize,
     withdrawn_at: Option<Instant>,
+}
+
+impl Large {
+    /// First deregistered and let go, then reported: the caller may free the tensor at once.
+    fn complete(self, result: Result<()>) {
+        drop(self.lending);
+        self.completer.complete(result);
+    }
 }
 
 pub(super) struct Sender {
     shared: Shared,
+    /// Whether what is sent has checksums.
+    is_summed: bool,
     link: Option<LinkId>,
     is_up: bool,
     connecting: Option<Completer<()>>,
@@ -76,9 +83,10 @@ pub(super) struct Sender {
 }
 
 impl Sender {
-    pub(super) fn new(shared: Shared) -> Self {
+    pub(super) fn new(shared: Shared, is_summed: bool) -> Self {
         Self {
             shared,
+            is_summed,
             link: None,
             is_up: false,
             connecting: None,
@@ -125,7 +133,13 @@ impl Sender {
             return None;
         };
         let payload = queued.meta.write(Writer::default()).bytes(bytes).finish();
+        let sum = if self.is_summed {
+            checksum::of(bytes)
+        } else {
+            0
+        };
         let header = io.header(link, EAGER).u64(self.next_sequence);
+        let header = header.u8(self.is_summed.into()).u64(sum);
         if !io.message(link, header, Payload::Bytes(payload), 0) {
             return Some(queued);
         }
@@ -137,33 +151,24 @@ impl Sender {
 
     /// As [`post_eager`](Self::post_eager).
     fn post_offer(&mut self, io: &mut Io, link: LinkId, queued: Queued) -> Option<Queued> {
-        let offered = io.register(queued.buffer.clone()).and_then(|memory| {
-            let key = memory.pack_rkey()?;
-            Ok((memory, key))
-        });
-        let (memory, key) = match offered {
-            Ok(offered) => offered,
+        let sequence = self.next_sequence;
+        let lent = Lending::new(io, link, queued.buffer.clone(), sequence, self.is_summed);
+        let (lending, offer) = match lent {
+            Ok(lent) => lent,
             Err(error) => {
                 queued.completer.complete(Err(error));
                 return None;
             }
         };
-        let header = io
-            .header(link, OFFER)
-            .u64(self.next_sequence)
-            .u64(queued.buffer.len() as u64)
-            .u64(queued.buffer.address() as u64);
-        let payload = queued.meta.write(Writer::default()).bytes(&key).finish();
+        let header = io.header(link, OFFER).u64(sequence);
+        let payload = offer.write(queued.meta.write(Writer::default())).finish();
         if !io.message(link, header, Payload::Bytes(payload), 0) {
             return Some(queued);
         }
         self.remember(Some(Large {
-            memory,
+            lending,
             deadline: queued.deadline,
             completer: queued.completer,
-            is_accepted: false,
-            sent: 0,
-            credit: WINDOW,
             withdrawn_at: None,
         }));
         None
@@ -175,37 +180,6 @@ impl Sender {
         self.posted.push_back(Posted { sequence, large });
     }
 
-    /// Sends pieces of an accepted tensor as far as its credit goes.
-    fn stream(&mut self, io: &mut Io, link: LinkId, sequence: u64) {
-        let Some(large) = self.large(sequence) else {
-            return;
-        };
-        let memory = Arc::clone(&large.memory);
-        let total = memory.buffer().len();
-        while let Some(large) = self.large(sequence) {
-            let len = PIECE.min(total - large.sent);
-            if len == 0 || large.credit < len {
-                return;
-            }
-            let offset = large.sent;
-            large.sent += len;
-            large.credit -= len;
-            let header = io.header(link, DATA).u64(sequence).u64(offset as u64);
-            if !io.message(
-                link,
-                header,
-                Payload::Memory {
-                    memory: Arc::clone(&memory),
-                    offset,
-                    len,
-                },
-                0,
-            ) {
-                return;
-            }
-        }
-    }
-
     fn large(&mut self, sequence: u64) -> Option<&mut Large> {
         self.posted
             .iter_mut()
@@ -214,39 +188,30 @@ impl Sender {
             .as_mut()
     }
 
+    fn remove(&mut self, sequence: u64) -> Option<Posted> {
+        let is_it = |posted: &Posted| posted.sequence == sequence;
+        let at = self.posted.iter().position(is_it)?;
+        self.posted.remove(at)
+    }
+
     fn taken(&mut self, io: &mut Io, sequence: u64) -> Result<()> {
-        let position = self
-            .posted
-            .iter()
-            .position(|posted| posted.sequence == sequence);
-        let Some(posted) = position.and_then(|at| self.posted.remove(at)) else {
+        let Some(posted) = self.remove(sequence) else {
             return Err(Error::protocol(format_args!(
                 "tensor {sequence} was taken, but is not on its way"
             )));
         };
         if let Some(large) = posted.large {
-            self.count(large.memory.buffer().len());
-            // First deregistered and let go, then reported: the caller may free the tensor at once.
-            drop(large.memory);
-            large.completer.complete(Ok(()));
+            self.count(large.lending.len());
+            large.complete(Ok(()));
         }
         self.post(io);
         Ok(())
     }
 
-    fn withdrawn(&mut self, io: &mut Io, sequence: u64) {
-        let position = self
-            .posted
-            .iter()
-            .position(|posted| posted.sequence == sequence);
-        if let Some(large) = position
-            .and_then(|at| self.posted.remove(at))
-            .and_then(|posted| posted.large)
-        {
-            let text = "the receiver did not ask for the tensor in time; it was withdrawn, the pipe is usable";
-            large
-                .completer
-                .complete(Err(Error::Timeout(text.to_owned())));
+    /// The receiver will not take a large tensor.
+    fn refused(&mut self, io: &mut Io, sequence: u64, error: Error) {
+        if let Some(large) = self.remove(sequence).and_then(|posted| posted.large) {
+            large.complete(Err(error));
         }
         self.post(io);
     }
@@ -274,7 +239,7 @@ impl Sender {
             queued.completer.complete(Err(error.clone()));
         }
         for large in self.posted.drain(..).filter_map(|posted| posted.large) {
-            large.completer.complete(Err(error.clone()));
+            large.complete(Err(error.clone()));
         }
         if let Some(completer) = self.connecting.take() {
             completer.complete(Err(error.clone()));
@@ -413,7 +378,7 @@ impl Service for Sender {
             info.state = "open";
             info.transport = io
                 .road(link)
-                .map_or_else(String::new, |road: Road| road.transport().to_owned());
+                .map_or_else(String::new, |road| road.transport().to_owned());
         }
         if let Some(completer) = self.connecting.take() {
             completer.complete(Ok(()));
@@ -436,19 +401,24 @@ impl Service for Sender {
         match kind {
             ACCEPT => {
                 if let Some(large) = self.large(sequence) {
-                    large.is_accepted = true;
+                    large.lending.accept(io, link)?;
                 }
-                self.stream(io, link, sequence);
             }
             CREDIT => {
                 let credit = reader.u64()?;
-                if let Some(large) = self.large(sequence).filter(|large| large.is_accepted) {
-                    large.credit = large.credit.saturating_add(credit as usize).min(WINDOW);
+                if let Some(large) = self.large(sequence) {
+                    large.lending.credit(io, link, credit);
                 }
-                self.stream(io, link, sequence);
             }
             TAKEN => self.taken(io, sequence)?,
-            WITHDRAWN => self.withdrawn(io, sequence),
+            WITHDRAWN => {
+                let text = "the receiver did not ask for the tensor in time; it was withdrawn, the pipe is usable";
+                self.refused(io, sequence, Error::Timeout(text.to_owned()));
+            }
+            CORRUPT => {
+                let text = "the tensor came with another checksum than it had here; it was changed while it was sent, or on its way; the pipe is usable";
+                self.refused(io, sequence, Error::Corrupt(text.to_owned()));
+            }
             other => {
                 return Err(Error::protocol(format_args!(
                     "message {other} to the sender of a pipe"
@@ -457,6 +427,20 @@ impl Service for Sender {
         }
         self.shared.get().in_flight = self.queue.len() + self.posted.len();
         Ok(())
+    }
+
+    fn work(&mut self, io: &mut Io) -> bool {
+        let Some(link) = self.link else { return false };
+        let larges = self
+            .posted
+            .iter_mut()
+            .filter_map(|posted| posted.large.as_mut());
+        for large in larges {
+            if large.lending.sum_on(io, link) {
+                return true;
+            }
+        }
+        false
     }
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {

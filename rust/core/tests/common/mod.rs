@@ -6,6 +6,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvpipe_core::handshake::{Handshake, SessionId, Step};
@@ -189,6 +190,7 @@ pub struct Raw {
     pub peer: Identity,
     /// The frame with which the handshake ends, when it was held back.
     pub ready: Vec<Vec<u8>>,
+    pub context: Arc<Context>,
     pub worker: Worker,
     pub endpoint: EndpointId,
 }
@@ -229,6 +231,7 @@ impl Raw {
                         session,
                         peer: *peer,
                         ready: frames,
+                        context,
                         worker,
                         endpoint,
                     };

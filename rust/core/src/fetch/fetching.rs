@@ -1,0 +1,268 @@
+//! The destination: which pieces are asked for, which are here, and which of them are proved.
+
+use std::sync::Arc;
+
+use kvpipe_ucx::{Memory, Payload, RemoteKey, Status};
+
+use super::{ACCEPT, CREDIT, GETS_IN_FLIGHT, Offer, Proof, WINDOW, num_pieces, piece};
+use crate::checksum;
+use crate::codec::Reader;
+use crate::data::Road;
+use crate::error::{Error, Result};
+use crate::node::{Io, LinkId};
+
+/// A buffer that is being fetched.
+#[derive(Debug)]
+pub(crate) struct Fetch {
+    memory: Arc<Memory>,
+    /// Names it on its link; chosen by its owner.
+    id: u64,
+    offer: Offer,
+    road: By,
+    failure: Option<Error>,
+    /// Pieces that differ from their checksum.
+    corrupt: Option<usize>,
+}
+
+#[derive(Debug)]
+enum By {
+    Reads(Reads),
+    /// Bytes placed, and those of them that the source has no credit for yet.
+    Messages {
+        placed: usize,
+        uncredited: usize,
+    },
+}
+
+#[derive(Debug)]
+struct Reads {
+    key: RemoteKey,
+    /// The next piece to ask for.
+    next: usize,
+    /// Token and piece.
+    under_way: Vec<(u64, usize)>,
+    /// The checksum of each piece that is here; empty where there is nothing to compare with.
+    sums: Vec<Option<u64>>,
+    num_compared: usize,
+}
+
+impl Fetch {
+    /// Begins to fetch an offered buffer into the first bytes of `memory`.
+    pub(crate) fn begin(
+        io: &mut Io,
+        link: LinkId,
+        id: u64,
+        offer: Offer,
+        memory: Arc<Memory>,
+    ) -> Result<Self> {
+        let is_get = matches!(io.road(link), Some(Road::Get(_)));
+        let road = if is_get && offer.proof != Proof::Messages {
+            let num_sums = if offer.proof == Proof::None {
+                0
+            } else {
+                num_pieces(offer.len)
+            };
+            By::Reads(Reads {
+                key: io.unpack_rkey(link, &offer.key)?,
+                next: 0,
+                under_way: Vec::new(),
+                sums: vec![None; num_sums],
+                num_compared: 0,
+            })
+        } else {
+            By::Messages {
+                placed: 0,
+                uncredited: 0,
+            }
+        };
+        let mut fetch = Self {
+            memory,
+            id,
+            offer,
+            road,
+            failure: None,
+            corrupt: None,
+        };
+        match fetch.road {
+            By::Reads(_) => fetch.read_on(io, link),
+            By::Messages { .. } => {
+                let header = io.header(link, ACCEPT).u64(id);
+                io.message(link, header, Payload::None, 0);
+            }
+        }
+        Ok(fetch)
+    }
+
+    /// Its name on its link.
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Its length in bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.offer.len
+    }
+
+    /// Nothing more is asked for; the first reason counts.
+    pub(crate) fn fail(&mut self, error: Error) {
+        self.failure.get_or_insert(error);
+    }
+
+    /// Whether it has failed.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    /// Keeps a few reads under way.
+    fn read_on(&mut self, io: &mut Io, link: LinkId) {
+        let By::Reads(reads) = &mut self.road else {
+            return;
+        };
+        while self.failure.is_none()
+            && reads.under_way.len() < GETS_IN_FLIGHT
+            && reads.next < num_pieces(self.offer.len)
+        {
+            let (at, size) = piece(self.offer.len, reads.next);
+            let (token, remote) = (io.token(), self.offer.address + at as u64);
+            if !io.get(link, &self.memory, at, size, remote, &reads.key, token) {
+                return;
+            }
+            reads.under_way.push((token, reads.next));
+            reads.next += 1;
+        }
+    }
+
+    /// A read has ended; false when it is none of this buffer. Without a link nothing more is asked for.
+    pub(crate) fn done(
+        &mut self,
+        io: &mut Io,
+        link: Option<LinkId>,
+        token: u64,
+        result: std::result::Result<(), Status>,
+    ) -> bool {
+        let By::Reads(reads) = &mut self.road else {
+            return false;
+        };
+        let Some(at) = reads.under_way.iter().position(|(own, _)| *own == token) else {
+            return false;
+        };
+        let (_, index) = reads.under_way.remove(at);
+        match (result, link) {
+            (Ok(()), _) => self.is_here(index),
+            (Err(status), Some(link)) => {
+                let error = Error::lost(&io.peer(link), status);
+                self.fail(error.clone());
+                io.fail(link, error);
+            }
+            (Err(status), None) => self.fail(Error::lost("the peer", status)),
+        }
+        if let Some(link) = link {
+            self.read_on(io, link);
+        }
+        true
+    }
+
+    /// Computes the checksum of a piece that has just been read, while it is in the cache.
+    fn is_here(&mut self, index: usize) {
+        let (at, size) = piece(self.offer.len, index);
+        let By::Reads(reads) = &mut self.road else {
+            return;
+        };
+        if let Some(sum) = reads.sums.get_mut(index) {
+            *sum = self.memory.buffer().bytes(at, size).map(checksum::of);
+            self.compare(index);
+        }
+    }
+
+    /// The owner's checksums of the next pieces.
+    pub(crate) fn take_sums(&mut self, data: &[u8]) -> Result<()> {
+        let known = self.offer.take_sums(data)?;
+        known.for_each(|index| self.compare(index));
+        Ok(())
+    }
+
+    fn compare(&mut self, index: usize) {
+        let By::Reads(reads) = &mut self.road else {
+            return;
+        };
+        let theirs = self.offer.sums.get(index);
+        let ours = reads.sums.get(index).and_then(Option::as_ref);
+        if let (Some(theirs), Some(ours)) = (theirs, ours) {
+            reads.num_compared += 1;
+            if theirs != ours {
+                self.corrupt.get_or_insert(piece(self.offer.len, index).0);
+            }
+        }
+    }
+
+    /// Message road: puts a piece where it belongs, after checking that it does.
+    pub(crate) fn place(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        mut header: Reader<'_>,
+        data: &[u8],
+    ) -> Result<()> {
+        let (offset, sum) = (header.u64()?, header.u64()?);
+        header.end()?;
+        let By::Messages { placed, uncredited } = &mut self.road else {
+            return Err(Error::protocol(format_args!(
+                "a message with data of buffer {}, which is read",
+                self.id
+            )));
+        };
+        if offset != *placed as u64
+            || data.is_empty()
+            || data.len() > self.offer.len - *placed
+            || !self.memory.buffer().write(*placed, data)
+        {
+            return Err(Error::protocol(format_args!(
+                "{} bytes at {offset} of buffer {} of {} bytes, {placed} expected next",
+                data.len(),
+                self.id,
+                self.offer.len
+            )));
+        }
+        if self.offer.proof != Proof::None && checksum::of(data) != sum {
+            self.corrupt.get_or_insert(*placed);
+        }
+        *placed += data.len();
+        *uncredited += data.len();
+        if *placed < self.offer.len && *uncredited >= WINDOW / 4 {
+            let credit = std::mem::take(uncredited) as u64;
+            let header = io.header(link, CREDIT).u64(self.id).u64(credit);
+            io.message(link, header, Payload::None, 0);
+        }
+        Ok(())
+    }
+
+    /// How it ended, once nothing writes into its memory any more: all is here and proved, or why not.
+    ///
+    /// A failed fetch of the message road ends at once: what comes later finds no fetch to place it.
+    pub(crate) fn outcome(&self) -> Option<Result<()>> {
+        let (is_quiet, is_here) = match &self.road {
+            By::Reads(reads) => (
+                reads.under_way.is_empty(),
+                reads.next == num_pieces(self.offer.len) && reads.num_compared == reads.sums.len(),
+            ),
+            By::Messages { placed, .. } => (true, *placed == self.offer.len),
+        };
+        if !is_quiet || !(is_here || self.failure.is_some()) {
+            return None;
+        }
+        if let Some(error) = &self.failure {
+            return Some(Err(error.clone()));
+        }
+        Some(self.corrupt.map_or(Ok(()), |at| {
+            Err(Error::Corrupt(format!(
+                "what came differs from its checksum at byte {at} of {}; nothing was delivered, send it again",
+                self.offer.len
+            )))
+        }))
+    }
+
+    /// The memory, once it is here.
+    pub(crate) fn into_memory(self) -> Arc<Memory> {
+        self.memory
+    }
+}

@@ -1,0 +1,195 @@
+//! One buffer of a peer, brought into memory of ours. Its owner offers it ([`Lending`]); the other side fetches it
+//! ([`Fetch`]) by the road of the session: with reads of its own, or as messages that it places itself. Either way
+//! every piece is compared with the checksum that the owner computed, if it offers any.
+//!
+//! A service that fetches passes the messages of the four kinds here on, and the ends of its reads.
+
+mod fetching;
+mod lending;
+
+pub(crate) use fetching::Fetch;
+pub(crate) use lending::Lending;
+
+use std::ops::Range;
+
+use crate::codec::{Reader, Writer};
+use crate::error::{Error, Result};
+
+/// Destination to source: send it, I place it. Message road only.
+pub(crate) const ACCEPT: u8 = 3;
+/// Source to destination: a piece. Message road only.
+pub(crate) const DATA: u8 = 4;
+/// Destination to source: so much has been placed. Message road only.
+pub(crate) const CREDIT: u8 = 5;
+/// Source to destination: checksums of pieces. Get road only.
+pub(crate) const SUMS: u8 = 9;
+
+/// Bytes on the way over the message road, before the destination's next credit.
+const WINDOW: usize = 4 << 20;
+/// One message of the message road: under UCX's TCP segment (256 KiB), so that it is never reassembled.
+const MESSAGE_PIECE: usize = 128 << 10;
+/// One read of the get road, and what one of its checksums covers: it is computed while the piece is in the cache.
+const GET_PIECE: usize = 1 << 20;
+/// Reads of the get road under way at once.
+const GETS_IN_FLIGHT: usize = 4;
+/// Most checksums of one message.
+const SUMS_CAP: usize = 1 << 10;
+/// Most pieces of a buffer that has checksums: a TiB.
+const PIECES_CAP: usize = 1 << 20;
+/// Largest packed remote key.
+const RKEY_CAP: usize = 4096;
+
+/// How the pieces of a buffer are proved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Proof {
+    /// Not at all: its owner has switched checksums off.
+    None = 0,
+    /// Read pieces by [`SUMS`], pieces that come as messages by the sum that each carries.
+    Any = 1,
+    /// By the sums of messages only: the owner does not see that it could be read.
+    Messages = 2,
+}
+
+/// What a peer has to know to fetch a buffer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Offer {
+    /// Its length, over 0.
+    pub(crate) len: usize,
+    address: u64,
+    proof: Proof,
+    key: Vec<u8>,
+    /// Checksums of its first pieces, as far as they are known.
+    sums: Vec<u64>,
+}
+
+impl Offer {
+    fn new(len: usize, address: u64, proof: Proof, key: Vec<u8>) -> Self {
+        Self {
+            len,
+            address,
+            proof,
+            key,
+            sums: Vec::new(),
+        }
+    }
+
+    pub(crate) fn write(&self, writer: Writer) -> Writer {
+        writer
+            .u64(self.len as u64)
+            .u64(self.address)
+            .u8(self.proof as u8)
+            .bytes(&self.key)
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
+        let (len, address) = (reader.u64()?, reader.u64()?);
+        let proof = match reader.u8()? {
+            0 => Proof::None,
+            1 => Proof::Any,
+            2 => Proof::Messages,
+            other => return Err(Error::protocol(format_args!("proof {other} of an offer"))),
+        };
+        let key = reader.bytes(RKEY_CAP)?.to_vec();
+        let is_possible =
+            isize::try_from(len).is_ok_and(|len| len > 0) && address.checked_add(len).is_some();
+        if !is_possible {
+            return Err(Error::protocol(format_args!(
+                "an offer of {len} bytes at {address:#x}"
+            )));
+        }
+        Ok(Self::new(len as usize, address, proof, key))
+    }
+
+    /// The owner's checksums of the next pieces; which.
+    pub(crate) fn take_sums(&mut self, data: &[u8]) -> Result<Range<usize>> {
+        let mut reader = Reader::new(data);
+        let sums = reader.list(SUMS_CAP, Reader::u64)?;
+        reader.end()?;
+        let known = self.sums.len()..self.sums.len() + sums.len();
+        if self.proof != Proof::Any || known.end > num_pieces(self.len) || known.end > PIECES_CAP {
+            return Err(Error::protocol(format_args!(
+                "{} checksums after {} of a buffer of {} bytes",
+                sums.len(),
+                known.start,
+                self.len
+            )));
+        }
+        self.sums.extend(sums);
+        Ok(known)
+    }
+}
+
+/// Number of pieces of the get road.
+fn num_pieces(len: usize) -> usize {
+    len.div_ceil(GET_PIECE)
+}
+
+/// Where a piece of the get road begins, and its length.
+fn piece(len: usize, index: usize) -> (usize, usize) {
+    let at = index * GET_PIECE;
+    (at, GET_PIECE.min(len - at))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn offer(len: u64, address: u64, proof: u8) -> Result<Offer> {
+        let message = Writer::default()
+            .u64(len)
+            .u64(address)
+            .u8(proof)
+            .bytes(&[1])
+            .finish();
+        Offer::read(&mut Reader::new(&message))
+    }
+
+    #[test]
+    fn an_offer_is_read_as_written() {
+        let read = offer(1 << 20, 4096, 1).unwrap();
+        let message = read.write(Writer::default()).finish();
+        assert_eq!(Offer::read(&mut Reader::new(&message)).unwrap(), read);
+    }
+
+    #[test]
+    fn an_offer_that_cannot_exist_is_refused() {
+        assert!(offer(0, 4096, 1).is_err());
+        assert!(offer(u64::MAX, 0, 1).is_err());
+        assert!(offer(4096, u64::MAX - 4000, 1).is_err());
+        assert!(offer(4096, 4096, 3).is_err());
+    }
+
+    #[test]
+    fn more_checksums_than_pieces_are_refused() {
+        let mut offer = offer(2 * GET_PIECE as u64, 4096, 1).unwrap();
+        let sums = |count| {
+            Writer::default()
+                .list(&vec![7; count], |w, sum| w.u64(*sum))
+                .finish()
+        };
+        assert_eq!(offer.take_sums(&sums(1)).unwrap(), 0..1);
+        assert!(offer.take_sums(&sums(2)).is_err());
+        assert_eq!(offer.take_sums(&sums(1)).unwrap(), 1..2);
+    }
+
+    #[test]
+    fn pieces_cover_a_buffer_without_gaps() {
+        for len in [1, GET_PIECE, GET_PIECE + 1, 5 * GET_PIECE - 1] {
+            let pieces: Vec<_> = (0..num_pieces(len)).map(|i| piece(len, i)).collect();
+            let end = pieces.iter().fold(0, |end, &(at, size)| {
+                assert_eq!((at, size > 0), (end, true));
+                end + size
+            });
+            assert_eq!(end, len);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_give_an_offer_or_an_error(message: Vec<u8>) {
+            let _ = Offer::read(&mut Reader::new(&message));
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Registered memory for what is received. A fresh allocation costs a page fault for every page that is written
+//! (a tensor of 64 MiB took seven times as long with them); memory that comes back when a received tensor is let go
+//! has been written and registered before.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use kvpipe_ucx::{Buffer, Memory};
+
+use crate::error::{Error, Result};
+use crate::node::Io;
+
+/// Most bytes that wait to be used again; more is given back to the system at once.
+const BYTES_CAP: usize = 256 << 20;
+/// What nobody has used for so long is given back.
+const IDLE: Duration = Duration::from_secs(10);
+/// Sizes are rounded up to a multiple of it: the size of a huge page.
+const GRAIN: usize = 2 << 20;
+
+/// Memory that can be used again. Clones share it.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Pool(Arc<Mutex<Free>>);
+
+#[derive(Debug, Default)]
+struct Free {
+    /// In the order in which they came back.
+    memories: Vec<(Arc<Memory>, Instant)>,
+    num_bytes: usize,
+}
+
+impl Pool {
+    /// Memory of at least `len` bytes; what is in it is of no meaning.
+    ///
+    /// # Errors
+    /// There is not so much memory (`Exhausted`).
+    pub(crate) fn take(&self, io: &Io, len: usize) -> Result<Arc<Memory>> {
+        if let Some(memory) = lock(&self.0).take(len) {
+            return Ok(memory);
+        }
+        let exhausted = |error: std::io::Error| {
+            Error::Exhausted(format!("no memory for a tensor of {len} bytes ({error})"))
+        };
+        let capacity = len.checked_next_multiple_of(GRAIN).unwrap_or(len);
+        io.register(Buffer::mapped(capacity).map_err(exhausted)?)
+    }
+
+    /// The first `len` bytes, for whoever receives them; once they are let go, the memory comes back.
+    pub(crate) fn lend(&self, memory: Arc<Memory>, len: usize) -> Option<Buffer> {
+        let buffer = memory.buffer().clone();
+        let lease = Lease {
+            memory: Some(memory),
+            pool: Arc::downgrade(&self.0),
+        };
+        buffer.first(len, Box::new(lease))
+    }
+
+    /// Gives back what has been idle for too long, and tells when to come back.
+    pub(crate) fn expire(&self, now: Instant) -> Option<Instant> {
+        let expired = lock(&self.0).expire(now);
+        drop(expired); // deregistered without the lock
+        lock(&self.0)
+            .memories
+            .first()
+            .map(|(_, since)| *since + IDLE)
+    }
+}
+
+impl Free {
+    /// The smallest that is large enough, and not so large that most of it would be wasted.
+    fn take(&mut self, len: usize) -> Option<Arc<Memory>> {
+        let size = |memory: &Memory| memory.buffer().len();
+        let fits = |(_, (memory, _)): &(usize, &(Arc<Memory>, Instant))| {
+            (len..=len.saturating_mul(2).max(GRAIN)).contains(&size(memory))
+        };
+        let fitting = self.memories.iter().enumerate().filter(fits);
+        let (at, _) = fitting.min_by_key(|(_, (memory, _))| size(memory))?;
+        let (memory, _) = self.memories.remove(at);
+        self.num_bytes -= size(&memory);
+        Some(memory)
+    }
+
+    fn put(&mut self, memory: Arc<Memory>) -> Option<Arc<Memory>> {
+        let len = memory.buffer().len();
+        if self.num_bytes + len > BYTES_CAP {
+            return Some(memory);
+        }
+        self.num_bytes += len;
+        self.memories.push((memory, Instant::now()));
+        None
+    }
+
+    fn expire(&mut self, now: Instant) -> Vec<(Arc<Memory>, Instant)> {
+        let is_late = |(_, since): &(Arc<Memory>, Instant)| *since + IDLE <= now;
+        let num_late = self
+            .memories
+            .iter()
+            .take_while(|free| is_late(free))
+            .count();
+        let expired: Vec<_> = self.memories.drain(..num_late).collect();
+        let of = |(memory, _): &(Arc<Memory>, Instant)| memory.buffer().len();
+        self.num_bytes -= expired.iter().map(of).sum::<usize>();
+        expired
+    }
+}
+
+/// Keeps memory with what was received, and brings it back.
+#[derive(Debug)]
+struct Lease {
+    memory: Option<Arc<Memory>>,
+    pool: Weak<Mutex<Free>>,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let Some(pool) = self.pool.upgrade() else {
+            return;
+        };
+        let surplus = self
+            .memory
+            .take()
+            .and_then(|memory| lock(&pool).put(memory));
+        drop(surplus); // deregistered without the lock
+    }
+}
+
+fn lock(free: &Mutex<Free>) -> MutexGuard<'_, Free> {
+    free.lock().unwrap_or_else(PoisonError::into_inner)
+}
