@@ -2,6 +2,7 @@
 
 import gc
 
+import ml_dtypes
 import numpy as np
 import pytest
 
