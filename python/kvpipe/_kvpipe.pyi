@@ -50,10 +50,17 @@ class PipeEnd:
     """One end of a pipe."""
 
     @staticmethod
-    def listen(address: str, token: bytes, wheel_dir: str | Path | None) -> PipeEnd: ...
+    def listen(
+        address: str, token: bytes, wheel_dir: str | Path | None, busy_poll_us: int | None
+    ) -> PipeEnd: ...
     @staticmethod
     def connect(
-        address: str, token: bytes, wheel_dir: str | Path | None, is_summed: bool, timeout: float
+        address: str,
+        token: bytes,
+        wheel_dir: str | Path | None,
+        is_summed: bool,
+        busy_poll_us: int | None,
+        timeout: float,
     ) -> tuple[PipeEnd, Work]: ...
     def send(self, tensor: _TensorMeta, data: Any, timeout: float | None) -> Work: ...
     def receive(self, out: tuple[_TensorMeta, Any] | None, timeout: float | None) -> Work: ...

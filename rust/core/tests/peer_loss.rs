@@ -26,14 +26,14 @@ fn peer_process() {
     let search = common::ucx().expect("the parent found UCX");
     match role.as_str() {
         "receiver" => {
-            let pipe = Pipe::listen("127.0.0.1:0", TOKEN, search).expect("listen");
+            let pipe = Pipe::listen("127.0.0.1:0", TOKEN, search, Duration::ZERO).expect("listen");
             let _received = pipe.receive(None, Deadline::default()).expect("receive");
             say(&mut parent, &pipe.address().expect("address").to_string());
             common::wait_for_the_end(parent);
         }
         "sender" => {
-            let (pipe, _) =
-                Pipe::connect(&argument, TOKEN, search, true, PATIENCE).expect("connect");
+            let (pipe, _) = Pipe::connect(&argument, TOKEN, search, true, Duration::ZERO, PATIENCE)
+                .expect("connect");
             let _sent = send(&pipe);
             say(&mut parent, "sending");
             common::wait_for_the_end(parent);
@@ -87,9 +87,15 @@ fn a_receiver_killed_under_a_large_tensor_fails_the_sender() {
         "a_receiver_killed_under_a_large_tensor_fails_the_sender",
         |search| {
             let mut peer = Process::start("receiver", "");
-            let (pipe, connected) =
-                Pipe::connect(&peer.line(), TOKEN, search.clone(), true, PATIENCE)
-                    .expect("connect");
+            let (pipe, connected) = Pipe::connect(
+                &peer.line(),
+                TOKEN,
+                search.clone(),
+                true,
+                Duration::ZERO,
+                PATIENCE,
+            )
+            .expect("connect");
             connected.wait_for(PATIENCE).expect("connected");
             let sent = send(&pipe);
             let queued = send(&pipe);
@@ -108,7 +114,8 @@ fn a_sender_killed_under_a_large_tensor_fails_the_receiver() {
     on_both_roads(
         "a_sender_killed_under_a_large_tensor_fails_the_receiver",
         |search| {
-            let pipe = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+            let pipe =
+                Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
             let mut peer = Process::start("sender", &pipe.address().expect("address").to_string());
             let receive = || pipe.receive(None, Deadline::default()).expect("receive");
             let (received, next) = (receive(), receive());

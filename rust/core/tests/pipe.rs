@@ -22,14 +22,22 @@ const CORRUPT: u8 = 10;
 const TAKEN: u8 = 6;
 
 fn pipe(search: &Search) -> (Pipe, Pipe) {
-    let receiver = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+    let receiver =
+        Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
     (sender_to(search, &receiver), receiver)
 }
 
 fn sender_to(search: &Search, receiver: &Pipe) -> Pipe {
     let address = receiver.address().expect("address").to_string();
-    let (sender, connected) =
-        Pipe::connect(&address, TOKEN, search.clone(), true, PATIENCE).expect("connect");
+    let (sender, connected) = Pipe::connect(
+        &address,
+        TOKEN,
+        search.clone(),
+        true,
+        Duration::ZERO,
+        PATIENCE,
+    )
+    .expect("connect");
     connected.wait_for(PATIENCE).expect("connected");
     sender
 }
@@ -209,8 +217,15 @@ fn a_second_sender_is_refused_with_the_reason() {
     on_both_roads("a_second_sender_is_refused_with_the_reason", |search| {
         let (tx, rx) = pipe(search);
         let address = rx.address().expect("address").to_string();
-        let (_second, connected) =
-            Pipe::connect(&address, TOKEN, search.clone(), true, PATIENCE).expect("connect");
+        let (_second, connected) = Pipe::connect(
+            &address,
+            TOKEN,
+            search.clone(),
+            true,
+            Duration::ZERO,
+            PATIENCE,
+        )
+        .expect("connect");
         let error = connected.wait_for(PATIENCE).expect_err("refused");
         assert!(
             matches!(&error, Error::Connect(text) if text.contains("already has a sender")),
@@ -393,7 +408,8 @@ fn described(len: usize) -> Writer {
 }
 
 fn raw(search: &Search) -> (Raw, Pipe) {
-    let receiver = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+    let receiver =
+        Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
     let address = receiver.address().expect("address");
     (Raw::connect(search, address, Service::Pipe), receiver)
 }
@@ -403,7 +419,8 @@ fn a_message_that_overtakes_the_handshakes_last_frame_counts() {
     on_both_roads(
         "a_message_that_overtakes_the_handshakes_last_frame_counts",
         |search| {
-            let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+            let rx =
+                Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
             let mut raw = Raw::begin(search, rx.address().expect("address"), Service::Pipe);
             let received = receive(&rx);
             let (header, payload) = eager(0, b"early");
@@ -430,7 +447,7 @@ impl Raw {
 #[test]
 fn a_sender_that_leaves_before_it_is_established_leaves_its_place() {
     let Some(search) = common::ucx() else { return };
-    let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+    let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
     drop(Raw::begin(
         &search,
         rx.address().expect("address"),
@@ -515,10 +532,18 @@ fn a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_g
 #[test]
 fn a_tensor_without_checksums_arrives() {
     on_both_roads("a_tensor_without_checksums_arrives", |search| {
-        let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+        let rx =
+            Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
         let address = rx.address().expect("address").to_string();
-        let (tx, connected) =
-            Pipe::connect(&address, TOKEN, search.clone(), false, PATIENCE).expect("connect");
+        let (tx, connected) = Pipe::connect(
+            &address,
+            TOKEN,
+            search.clone(),
+            false,
+            Duration::ZERO,
+            PATIENCE,
+        )
+        .expect("connect");
         connected.wait_for(PATIENCE).expect("connected");
         for len in [100, 3 << 20] {
             let sent = send(&tx, pattern(len, 1));

@@ -375,10 +375,18 @@ fn two_hundred_data_sessions_leave_no_descriptor_and_no_memory() {
 fn forty_pipes_leave_no_descriptor_and_no_memory() {
     alone("forty_pipes_leave_no_descriptor_and_no_memory", |search| {
         let round = || {
-            let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone()).expect("listen");
+            let rx =
+                Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
             let address = rx.address().expect("address").to_string();
-            let (_tx, connected) =
-                Pipe::connect(&address, TOKEN, search.clone(), true, PATIENCE).expect("connect");
+            let (_tx, connected) = Pipe::connect(
+                &address,
+                TOKEN,
+                search.clone(),
+                true,
+                Duration::ZERO,
+                PATIENCE,
+            )
+            .expect("connect");
             connected.wait_for(PATIENCE).expect("connected");
         };
         let count = || (descriptors(), resident_kib());

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kvpipe_core::node::default_busy_poll;
 use kvpipe_core::pipe::{Deadline, Meta, Pipe};
 use pyo3::prelude::*;
 
@@ -32,8 +33,10 @@ impl PipeEnd {
         address: &str,
         token: &[u8],
         wheel_dir: Option<PathBuf>,
+        busy_poll_us: Option<u64>,
     ) -> PyResult<Self> {
-        py.detach(|| Pipe::listen(address, token, search(wheel_dir)))
+        let busy_poll = busy_poll(busy_poll_us);
+        py.detach(|| Pipe::listen(address, token, search(wheel_dir), busy_poll))
             .map(Self)
             .map_err(to_py)
     }
@@ -45,11 +48,13 @@ impl PipeEnd {
         token: &[u8],
         wheel_dir: Option<PathBuf>,
         is_summed: bool,
+        busy_poll_us: Option<u64>,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
-        let search = search(wheel_dir);
-        let connected = py.detach(|| Pipe::connect(address, token, search, is_summed, timeout));
+        let (search, busy_poll) = (search(wheel_dir), busy_poll(busy_poll_us));
+        let connected =
+            py.detach(|| Pipe::connect(address, token, search, is_summed, busy_poll, timeout));
         let (pipe, connected) = connected.map_err(to_py)?;
         Ok((Self(pipe), Work::new(Kind::Nothing(connected))))
     }
@@ -124,4 +129,8 @@ impl Drop for PipeEnd {
     fn drop(&mut self) {
         Python::try_attach(|py| py.detach(|| self.0.stop()));
     }
+}
+
+fn busy_poll(us: Option<u64>) -> Duration {
+    us.map_or_else(default_busy_poll, Duration::from_micros)
 }

@@ -20,7 +20,7 @@ use crate::events::Events;
 use crate::handoff::HandoffId;
 use crate::identity::{Identity, Incarnation, Service};
 use crate::link::Timing;
-use crate::node::{LinkId, Node, NodeConfig};
+use crate::node::{LinkId, Node, NodeConfig, default_busy_poll};
 use crate::pipe::listen_address;
 use crate::region::{Layout, NAME_CAP};
 use crate::work::{Work, work};
@@ -157,6 +157,7 @@ impl Agent {
             ucx: Some(ucx),
             local: address.ip(),
             timing,
+            busy_poll: default_busy_poll(),
         };
         let (events, num_lent, ended) = (Events::default(), Arc::default(), Ended::default());
         let (in_thread, count, marks) = (events.clone(), Arc::clone(&num_lent), ended.clone());

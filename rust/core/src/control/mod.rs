@@ -136,6 +136,7 @@ impl Control {
             ucx: None,
             local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip()),
             timing: patience.timing,
+            busy_poll: Duration::ZERO,
         };
         let events = Events::default();
         let in_thread = events.clone();

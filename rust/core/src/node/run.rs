@@ -18,8 +18,6 @@ use crate::work::timespec;
 
 /// Longest sleep. UCX has lost wake-ups in the past (NIXL keeps a finite poll for the same reason).
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
-/// How long the thread looks for more before it sleeps: a hop through epoll costs about 25 us.
-const SPIN: Duration = Duration::from_micros(30);
 /// How long UCX may keep the thread busy before it looks at its sockets: heartbeats have to pass any bulk.
 const LOOK_AT_SOCKETS: Duration = Duration::from_millis(1);
 /// UCX events of one round. A CMA read completes as it is posted, so that a chain of them would never end the round.
@@ -62,7 +60,6 @@ impl<S: Service> Loop<S> {
     }
 
     pub(super) fn run(mut self) {
-        let may_spin = std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 2);
         let mut idle_since = Instant::now();
         while !self.is_stopping {
             self.io.now = Instant::now();
@@ -84,10 +81,8 @@ impl<S: Service> Loop<S> {
             is_busy |= self.take_events();
             if is_busy {
                 idle_since = Instant::now();
-            } else if !self.is_stopping && self.may_sleep() {
-                let may_spin = may_spin && self.io.data.is_some();
-                let is_spinning = may_spin && idle_since.elapsed() < SPIN;
-                self.look_at_sockets(if is_spinning { self.io.now } else { wake_at });
+            } else if !self.is_stopping && !self.may_poll(idle_since) && self.may_sleep() {
+                self.look_at_sockets(wake_at);
             }
         }
         self.end();
@@ -307,6 +302,11 @@ impl<S: Service> Loop<S> {
             self.io.listen(true);
         }
         self.accept_at.map_or(wake_at, |at| wake_at.min(at))
+    }
+
+    /// Whether to look for more instead of sleeping. Only UCX and commands are polled: sockets have their own turn.
+    fn may_poll(&self, idle_since: Instant) -> bool {
+        self.io.data.is_some() && idle_since.elapsed() < self.io.config.busy_poll
     }
 
     fn may_sleep(&self) -> bool {

@@ -146,6 +146,7 @@ fn config(
     local: IpAddr,
     token: &[u8],
     ucx: Search,
+    busy_poll: Duration,
 ) -> Result<NodeConfig> {
     Ok(NodeConfig {
         listen,
@@ -154,6 +155,7 @@ fn config(
         ucx: Some(ucx),
         local,
         timing: Timing::default(),
+        busy_poll,
     })
 }
 
@@ -212,13 +214,14 @@ fn local_towards(peer: &str, timeout: Duration) -> Result<IpAddr> {
 }
 
 impl Pipe {
-    /// Opens the receiving end and returns at once; a sender may connect later.
-    pub fn listen(address: &str, token: &[u8], ucx: Search) -> Result<Self> {
+    /// Opens the receiving end and returns at once; a sender may connect later. Its thread looks for more for
+    /// `busy_poll` before it sleeps.
+    pub fn listen(address: &str, token: &[u8], ucx: Search, busy_poll: Duration) -> Result<Self> {
         let address = listen_address(address, token)?;
         let shared = Shared::default();
         shared.get().state = "connecting";
         let in_thread = shared.clone();
-        let config = config(Some(address), address.ip(), token, ucx)?;
+        let config = config(Some(address), address.ip(), token, ucx, busy_poll)?;
         let node = Node::spawn(config, || receiver::Receiver::new(in_thread))?;
         Ok(Self {
             end: End::Receiver(node),
@@ -233,6 +236,7 @@ impl Pipe {
         token: &[u8],
         ucx: Search,
         is_summed: bool,
+        busy_poll: Duration,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
         let shared = Shared::default();
@@ -241,7 +245,13 @@ impl Pipe {
             info.state = "connecting";
             address.clone_into(&mut info.peer);
         }
-        let mut config = config(None, local_towards(address, timeout)?, token, ucx)?;
+        let mut config = config(
+            None,
+            local_towards(address, timeout)?,
+            token,
+            ucx,
+            busy_poll,
+        )?;
         config.timing.handshake = timeout;
         let in_thread = shared.clone();
         let node = Node::spawn(config, move || sender::Sender::new(in_thread, is_summed))?;
