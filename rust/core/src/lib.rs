@@ -5,6 +5,7 @@
 //! or knows Python; what touches memory lives in `kvpipe-ucx`.
 #![deny(unsafe_code)]
 
+mod advice;
 pub mod blocks;
 mod checksum;
 pub mod codec;

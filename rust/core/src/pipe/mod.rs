@@ -12,11 +12,12 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{Buffer, Search};
 
+use crate::advice::advice;
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Service};
 use crate::link::Timing;
-use crate::node::{Node, NodeConfig};
+use crate::node::{Io, LinkId, Node, NodeConfig};
 use crate::work::{Work, work};
 
 pub use receiver::Received;
@@ -111,6 +112,8 @@ pub struct PipeInfo {
     pub peer: String,
     /// The transport that carries large tensors, once known.
     pub transport: String,
+    /// Why its road is slower than it need be, and what to do; empty otherwise.
+    pub advice: &'static str,
     /// Tensors sent or received, completed.
     pub num_tensors: u64,
     /// Their bytes.
@@ -123,6 +126,17 @@ pub struct PipeInfo {
 struct Shared(Arc<Mutex<PipeInfo>>);
 
 impl Shared {
+    /// The two ends have met.
+    fn open(&self, io: &Io, link: LinkId, peer: &Identity) {
+        let mut info = self.get();
+        info.state = "open";
+        info.peer = io.peer(link);
+        if let Some(road) = io.road(link) {
+            road.transport().clone_into(&mut info.transport);
+            info.advice = advice(&road, peer.host == io.identity().host).unwrap_or_default();
+        }
+    }
+
     fn get(&self) -> MutexGuard<'_, PipeInfo> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

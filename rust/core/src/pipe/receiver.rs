@@ -445,14 +445,9 @@ impl Service for Receiver {
         self.sender.take_if(|sender| *sender == link);
     }
 
-    fn link_up(&mut self, io: &mut Io, link: LinkId, _peer: &Identity) {
+    fn link_up(&mut self, io: &mut Io, link: LinkId, peer: &Identity) {
         self.link = Some(link);
-        let mut info = self.shared.get();
-        info.state = "open";
-        info.peer = io.peer(link);
-        info.transport = io
-            .road(link)
-            .map_or_else(String::new, |road| road.transport().to_owned());
+        self.shared.open(io, link, peer);
     }
 
     fn link_down(&mut self, io: &mut Io, _link: LinkId, error: Error) {

@@ -371,15 +371,9 @@ impl Service for Sender {
         self.shared.get().in_flight = self.queue.len() + self.posted.len();
     }
 
-    fn link_up(&mut self, io: &mut Io, link: LinkId, _peer: &Identity) {
+    fn link_up(&mut self, io: &mut Io, link: LinkId, peer: &Identity) {
         self.is_up = true;
-        {
-            let mut info = self.shared.get();
-            info.state = "open";
-            info.transport = io
-                .road(link)
-                .map_or_else(String::new, |road| road.transport().to_owned());
-        }
+        self.shared.open(io, link, peer);
         if let Some(completer) = self.connecting.take() {
             completer.complete(Ok(()));
         }

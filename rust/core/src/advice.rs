@@ -1,0 +1,33 @@
+//! What to say of a session whose bytes take a slower road than they could.
+
+use kvpipe_ucx::has_rdma_devices;
+
+use crate::data::Road;
+
+/// Why the road is slow, and what to do; none when it is as fast as this machine allows.
+pub(crate) fn advice(road: &Road, is_same_host: bool) -> Option<&'static str> {
+    let Road::Messages(transport) = road else {
+        return None;
+    };
+    if transport == "tcp" && is_same_host {
+        return Some(
+            "the peer is on this host, but bytes move over tcp: UCX 1.20 or newer reads its memory (CMA) if both run as the same user in the same namespaces",
+        );
+    }
+    (transport == "tcp" && has_rdma_devices()).then_some(
+        "this machine has RDMA devices, but bytes move over tcp: the libucx wheel has no RDMA; install the system's UCX, or name one with KVPIPE_UCX_LIB",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tcp_on_one_host_is_worth_a_word_and_cma_is_not() {
+        let road = |name: &str| Road::Messages(name.to_owned());
+        assert!(advice(&road("tcp"), true).is_some_and(|text| text.contains("CMA")));
+        assert_eq!(advice(&Road::Get("cma".to_owned()), true), None);
+        assert_eq!(advice(&road("memory"), true), None);
+    }
+}
