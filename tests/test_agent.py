@@ -210,7 +210,7 @@ def test_a_peer_that_is_killed_is_lost_within_2_s_and_its_successor_is_another(a
         while True:
             peer.read_blocks(region, range(64), "kv", range(64)).wait()
     assert time.monotonic() - killed_at[0] < LOST_WITHIN_S
-    with pytest.raises(PeerLostError, match="connect again"):
+    with pytest.raises(PeerLostError):
         peer.read_blocks(region, [0], "kv", [0]).wait(10)
     again = agent.connect(start("serve_blocks", 64, 1 << 20).read())
     assert again.read_blocks(region, range(64), "kv", range(64)).wait(30) == 64 << 20

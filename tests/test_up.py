@@ -139,6 +139,17 @@ def test_a_taken_port_is_found_before_anything_starts():
     assert [process.child.pid for process in thread.deployment.processes] == [None] * 3
 
 
+def test_no_port_is_one_that_the_system_may_hand_to_others_meanwhile():
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    with DeploymentThread(stand_ins()) as running:
+        deployment = running.deployment
+        instances = [*deployment.prefill, *deployment.decode]
+        addresses = [each.url for each in (*instances, deployment.proxy)] + [each.control for each in instances]
+    ports = {int(address.rpartition(":")[2]) for address in addresses}
+    assert len(ports) == len(addresses)
+    assert all(port < first for port in ports)
+
+
 def test_each_role_gets_its_connector_configuration():
     with DeploymentThread(stand_ins(connector_config={"lease_s": 5}, num_undivided=1)) as running:
         deployment = running.deployment

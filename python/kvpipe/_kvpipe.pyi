@@ -50,9 +50,7 @@ class PipeEnd:
     """One end of a pipe."""
 
     @staticmethod
-    def listen(
-        address: str, token: bytes, wheel_dir: str | Path | None, busy_poll_us: int | None
-    ) -> PipeEnd: ...
+    def listen(address: str, token: bytes, wheel_dir: str | Path | None, busy_poll_us: int | None) -> PipeEnd: ...
     @staticmethod
     def connect(
         address: str,

@@ -1,10 +1,11 @@
 """What a deployment starts: its spec, and from that the ports, environments and command lines."""
 
-import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
+import random
 import secrets
 import socket
 import sys
@@ -23,6 +24,7 @@ VLLM_COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 PROXY_COMMAND = (sys.executable, "-m", "kvpipe", "proxy")
 
 LOOPBACK = "127.0.0.1"
+_LOWEST_PORT = 10_000
 _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 # vLLM's CPU build: instances on one machine share its cores, where the default binds all of them to
@@ -205,9 +207,29 @@ def _kv_transfer_config(spec: DeploymentSpec, role: Role, control: str) -> dict[
 
 
 def _free_ports(count: int) -> list[int]:
-    """Different ports that were free a moment ago: all are held until the last one is known."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Different ports that are free now and will be in a minute, when an instance binds them.
+
+    The system hands the ports of its own range to whoever asks for any port, so that one of those may be taken
+    meanwhile; below that range ports are taken by name only.
+    """
+    candidates = random.sample(range(_LOWEST_PORT, max(_first_ephemeral_port(), _LOWEST_PORT + 10_000)), 10_000)
+    ports = list(itertools.islice(filter(_is_free, candidates), count))
+    if len(ports) < count:
+        raise ConfigError(f"found {len(ports)} of {count} free ports from {_LOWEST_PORT} on; end what listens there")
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as attempt:
+        try:
+            attempt.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 32768  # Linux's default

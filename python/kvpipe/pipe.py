@@ -49,9 +49,7 @@ class Pipe:
         self._is_sender = is_sender
 
     @classmethod
-    def listen(
-        cls, address: str = "127.0.0.1:0", token: str | None = None, *, busy_poll_us: int | None = None
-    ) -> Pipe:
+    def listen(cls, address: str = "127.0.0.1:0", token: str | None = None, *, busy_poll_us: int | None = None) -> Pipe:
         """Opens the receiving end and returns at once.
 
         Args:
