@@ -1,15 +1,18 @@
 """Fixtures of the tests: which road the bytes take, and other processes that are really there."""
 
 import contextlib
+import functools
 import importlib.util
 from pathlib import Path
 
 import pytest
 
 from kvpipe import KVPipeError, PeerLostError, Pipe, info
+from kvpipe.testing import memory_transport
 from tests.peers import Child
 
 ROADS = {"default": None, "tcp": "tcp"}
+IN_MEMORY = {"memory": "get", "messages in memory": "messages"}
 
 
 def pytest_collection_modifyitems(items):
@@ -20,6 +23,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@functools.cache
 def _why_no_ucx():
     try:
         info()
@@ -44,9 +48,25 @@ def no_settings_of_the_user():
 @pytest.fixture(params=ROADS, scope="module")
 def road(request):
     """`default` is what UCX chooses on one machine (CMA where the kernel allows it); `tcp` allows nothing else."""
+    with _ucx_over(ROADS[request.param]):
+        yield request.param
+
+
+@contextlib.contextmanager
+def _ucx_over(transports):
     with pytest.MonkeyPatch.context() as patch:
-        if ROADS[request.param]:
-            patch.setenv("UCX_TLS", ROADS[request.param])
+        if transports:
+            patch.setenv("UCX_TLS", transports)
+        yield
+
+
+@pytest.fixture(params=[*ROADS, *IN_MEMORY])
+def transport(request):
+    """For tests that need no other process: the roads of UCX, and those of its twin in memory, which needs no UCX."""
+    if request.param in ROADS and _why_no_ucx():
+        pytest.skip(_why_no_ucx())
+    way = _ucx_over(ROADS[request.param]) if request.param in ROADS else memory_transport(IN_MEMORY[request.param])
+    with way:
         yield request.param
 
 
@@ -79,7 +99,7 @@ def start():
 
 
 @pytest.fixture
-def pair():
+def pair(transport):
     """Both ends of a pipe, in this process."""
     receiver = Pipe.listen()
     sender = Pipe.connect(receiver.address)

@@ -148,12 +148,17 @@ def resident_bytes():
     return int(fields["VmRSS"].split()[0]) * 1024
 
 
-def serve_blocks(num_blocks, block_bytes):
+@contextlib.contextmanager
+def serving(num_blocks, block_bytes):
     """An agent with two regions: `kv` dense, and `strided` with a gap after each block."""
-    num_blocks, block_bytes = int(num_blocks), int(block_bytes)
     with Agent() as agent:
         agent.register(pattern(num_blocks, block_bytes), "kv", block_bytes)
         agent.register(pattern(num_blocks, 2 * block_bytes), "strided", block_bytes, stride=2 * block_bytes)
+        yield agent
+
+
+def serve_blocks(num_blocks, block_bytes):
+    with serving(int(num_blocks), int(block_bytes)) as agent:
         say(agent.address)
         wait_for_the_end()
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvpipe import ConfigError, PeerLostError, Pipe
 
-pytestmark = pytest.mark.ucx
+pytestmark = pytest.mark.usefixtures("transport")
 
 TENSOR = np.arange(100_000)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-__all__ = ["Agent", "Control", "PipeEnd", "ReceivedBuffer", "Work", "ucx_info"]
+__all__ = ["Agent", "Control", "PipeEnd", "ReceivedBuffer", "Transport", "Work", "ucx_info"]
 
 _TensorMeta: TypeAlias = tuple[int, str, Sequence[int]]
 """`(family, dtype, shape)`: family 0 is `None`, 1 torch, 2 numpy."""
@@ -20,6 +20,16 @@ def ucx_info(wheel_dir: str | Path | None = None) -> dict[str, Any]:
     Raises:
         TransportUnavailableError: There is no UCX, or it is too old; the message names what was tried.
     """
+
+@final
+class Transport:
+    """What pipes and agents move their bytes with; UCX is opened when the first of them is made."""
+
+    @staticmethod
+    def ucx(wheel_dir: str | Path | None) -> Transport: ...
+    @staticmethod
+    def memory(road: str) -> Transport:
+        """Between objects of this process; the road is `get` or `messages`."""
 
 @final
 class Work:
@@ -50,12 +60,12 @@ class PipeEnd:
     """One end of a pipe."""
 
     @staticmethod
-    def listen(address: str, token: bytes, wheel_dir: str | Path | None, busy_poll_us: int | None) -> PipeEnd: ...
+    def listen(address: str, token: bytes, transport: Transport, busy_poll_us: int | None) -> PipeEnd: ...
     @staticmethod
     def connect(
         address: str,
         token: bytes,
-        wheel_dir: str | Path | None,
+        transport: Transport,
         is_summed: bool,
         busy_poll_us: int | None,
         timeout: float,
@@ -77,7 +87,7 @@ class Agent:
         cls,
         listen: str,
         token: bytes,
-        wheel_dir: str | Path | None = None,
+        transport: Transport,
         engine_id: str = "",
         fingerprint: Sequence[tuple[str, str]] = ...,
         silence: float | None = None,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvpipe import _kvpipe
 from kvpipe._tensor import describe
-from kvpipe.config import resolve_token, ucx_wheel_dir
+from kvpipe._transport import transport
+from kvpipe.config import resolve_token
 from kvpipe.exceptions import ConfigError
 from kvpipe.work import Work
 
@@ -110,7 +111,7 @@ class Agent:
     """
 
     def __init__(self, listen: str = "127.0.0.1:0", token: str | None = None) -> None:
-        self._native = _kvpipe.Agent(listen, resolve_token(token), ucx_wheel_dir())
+        self._native = _kvpipe.Agent(listen, resolve_token(token), transport())
 
     @property
     def address(self) -> str:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvpipe import _kvpipe
 from kvpipe._tensor import describe, rebuild
-from kvpipe.config import resolve_token, ucx_wheel_dir
+from kvpipe._transport import transport
+from kvpipe.config import resolve_token
 from kvpipe.exceptions import ClosedError, ConfigError
 from kvpipe.work import Work
 
@@ -62,7 +63,7 @@ class Pipe:
             ConfigError: The address cannot be bound.
             TransportUnavailableError: There is no usable UCX.
         """
-        end = _kvpipe.PipeEnd.listen(address, resolve_token(token), ucx_wheel_dir(), _microseconds(busy_poll_us))
+        end = _kvpipe.PipeEnd.listen(address, resolve_token(token), transport(), _microseconds(busy_poll_us))
         return cls(end, is_sender=False)
 
     @classmethod
@@ -92,7 +93,7 @@ class Pipe:
             TransportUnavailableError: There is no usable UCX.
         """
         end, connected = _kvpipe.PipeEnd.connect(
-            address, resolve_token(token), ucx_wheel_dir(), checksum, _microseconds(busy_poll_us), timeout
+            address, resolve_token(token), transport(), checksum, _microseconds(busy_poll_us), timeout
         )
         try:
             Work(connected, lambda _: None).wait()

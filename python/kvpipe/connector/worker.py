@@ -12,7 +12,8 @@ import torch
 from vllm.logger import init_logger
 
 from kvpipe import _kvpipe
-from kvpipe.config import resolve_token, ucx_wheel_dir
+from kvpipe._transport import transport
+from kvpipe.config import resolve_token
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
 from kvpipe.exceptions import ConfigError
 
@@ -51,7 +52,7 @@ class WorkerRole:
         self._agent = _kvpipe.Agent(
             f"{host}:0",
             resolve_token(),
-            ucx_wheel_dir(),
+            transport(),
             self._engine_id,
             silence=self._config.silence_s,
         )

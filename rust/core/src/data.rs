@@ -1,18 +1,16 @@
-//! The UCX side of a node: its worker, the endpoint of each session, and which road the bytes take.
+//! The data plane of a node: its worker, the endpoint of each session, and which road the bytes take.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{
-    Config, Context, EndpointId, Lane, Library, Memory, Payload, RemoteKey, Search, Status, Worker,
-};
+use kvpipe_ucx::{Buffer, EndpointId, Lane, Status};
 
 use crate::codec::Writer;
 use crate::error::{Error, Result};
 use crate::handshake::SessionId;
 use crate::node::{Io, LinkId};
+use crate::transport::{Context, Get, Memory, Payload, RemoteKey, Worker};
 
 /// How bytes get to where they belong. Whoever owns the destination writes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,7 +61,7 @@ struct Peer {
 }
 
 pub(crate) struct DataPlane {
-    pub(crate) context: Arc<Context>,
+    context: Context,
     pub(crate) worker: Worker,
     peers: HashMap<LinkId, Peer>,
     sessions: HashMap<SessionId, LinkId>,
@@ -71,19 +69,8 @@ pub(crate) struct DataPlane {
 }
 
 impl DataPlane {
-    /// Loads UCX and makes a context whose devices follow `local`.
-    pub(crate) fn context(search: &Search, local: IpAddr) -> Result<Arc<Context>> {
-        let library = Library::load(search)?;
-        let mut config = Config::new();
-        if let Some(devices) = devices(local) {
-            config.pin("NET_DEVICES", &devices);
-        }
-        Context::new(library, &config)
-            .map_err(|status| Error::Unavailable(format!("UCX cannot start on {local}: {status}")))
-    }
-
-    pub(crate) fn new(context: Arc<Context>) -> Result<Self> {
-        let worker = Worker::new(&context)?;
+    pub(crate) fn new(context: Context) -> Result<Self> {
+        let worker = context.worker()?;
         Ok(Self {
             context,
             worker,
@@ -94,14 +81,12 @@ impl DataPlane {
     }
 
     pub(crate) fn open(&mut self, link: LinkId, session: SessionId, address: &[u8]) -> Result<()> {
-        let failed =
-            |status: Status| Error::Connect(format!("UCX cannot reach the peer: {status}"));
-        let endpoint = self.worker.connect(address).map_err(failed)?;
+        let endpoint = self.worker.connect(address)?;
         let road = Road::choose(&self.worker.lanes(endpoint));
         let hello = [&session[..], &[HELLO]].concat();
         let posted = self
             .worker
-            .am_send(endpoint, &hello, Payload::None, HELLO_TOKEN | link);
+            .am_send(endpoint, hello, Payload::None, HELLO_TOKEN | link);
         let peer = Peer {
             endpoint,
             session,
@@ -191,28 +176,6 @@ impl DataPlane {
     }
 }
 
-/// The UCX devices that belong to a local address: `lo` for loopback, else its interface and the RDMA devices.
-/// Unknown (or every address): no restriction.
-fn devices(local: IpAddr) -> Option<String> {
-    if local.is_loopback() {
-        return Some("lo".to_owned());
-    }
-    let interfaces = if_addrs::get_if_addrs().ok()?;
-    let mut devices = vec![
-        interfaces
-            .iter()
-            .find(|interface| interface.ip() == local)?
-            .name
-            .clone(),
-    ];
-    let rdma = std::fs::read_dir("/sys/class/infiniband")
-        .into_iter()
-        .flatten()
-        .flatten();
-    devices.extend(rdma.map(|device| format!("{}:1", device.file_name().to_string_lossy())));
-    Some(devices.join(","))
-}
-
 /// The operations of the data plane. An operation that cannot be posted is reported to the service through the
 /// link, which is then lost; a posted one ends with exactly one `done` unless its token is 0.
 impl Io {
@@ -230,7 +193,7 @@ impl Io {
     pub fn message(&mut self, link: LinkId, header: Writer, payload: Payload, token: u64) -> bool {
         self.post(link, |data| {
             data.worker
-                .am_send(data.peer(link)?.endpoint, &header.finish(), payload, token)
+                .am_send(data.peer(link)?.endpoint, header.finish(), payload, token)
         })
     }
 
@@ -253,17 +216,15 @@ impl Io {
         if self.has_failed(link) {
             return false;
         }
-        self.post(link, |data| {
-            data.worker.get(
-                data.peer(link)?.endpoint,
-                local,
-                offset,
-                len,
-                remote,
-                key,
-                token,
-            )
-        })
+        let get = Get {
+            local,
+            offset,
+            len,
+            remote,
+            key,
+            token,
+        };
+        self.post(link, |data| data.worker.get(data.peer(link)?.endpoint, get))
     }
 
     /// Makes a peer's remote key usable on its endpoint.
@@ -279,8 +240,8 @@ impl Io {
             })
     }
 
-    /// Registers memory with UCX.
-    pub fn register(&self, buffer: kvpipe_ucx::Buffer) -> Result<Arc<Memory>> {
+    /// Registers memory, so that it can be read or sent from.
+    pub fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
         let Some(data) = &self.data else {
             return Err(Error::Closed("no data plane".to_owned()));
         };
@@ -298,14 +259,10 @@ impl Io {
             .map(|peer| peer.road.clone())
     }
 
-    /// UCX as `version (path)`, for the log line of a session.
+    /// UCX as `version (path)`, or `none`, for the log line of a session.
     pub fn ucx(&self) -> String {
-        let Some(data) = &self.data else {
-            return String::new();
-        };
-        let library = data.context.library();
-        let (major, minor, patch) = library.version();
-        format!("{major}.{minor}.{patch} ({})", library.path().display())
+        let data = self.data.as_ref();
+        data.map_or_else(String::new, |data| data.context.describe())
     }
 
     fn post(

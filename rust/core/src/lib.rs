@@ -24,6 +24,7 @@ pub mod pipe;
 mod pool;
 mod recent;
 pub mod region;
+pub mod transport;
 pub mod work;
 
 pub use data::Road;

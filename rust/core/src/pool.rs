@@ -5,10 +5,11 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{Buffer, Memory};
+use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
 use crate::node::Io;
+use crate::transport::Memory;
 
 /// Most bytes that wait to be used again; more is given back to the system at once.
 const BYTES_CAP: usize = 256 << 20;

@@ -1,15 +1,16 @@
-//! Reads of blocks between two agents, over both roads.
+//! Reads of blocks between two agents, over every road.
 
 mod common;
 
 use std::time::Duration;
 
-use common::{PATIENCE, Raw, TOKEN, bytes, on_both_roads, pattern};
+use common::{PATIENCE, Raw, TOKEN, bytes, on_every_road, pattern};
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, PeerInfo};
 use kvpipe_core::codec::{Reader, Writer};
 use kvpipe_core::identity::Service;
 use kvpipe_core::link::Timing;
+use kvpipe_core::transport::Transport;
 use kvpipe_ucx::{Buffer, Search};
 
 const BLOCK: usize = 4096;
@@ -17,9 +18,9 @@ const COUNT: usize = 64;
 const READ: u8 = 32;
 const REFUSED: u8 = 35;
 
-fn agent(search: &Search) -> Agent {
+fn agent(transport: &Transport) -> Agent {
     let timing = Timing::default();
-    Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing).expect("agent")
+    Agent::new("127.0.0.1:0", TOKEN, transport.clone(), "", vec![], timing).expect("agent")
 }
 
 fn register(agent: &Agent, name: &str, buffer: &Buffer, block: usize, stride: usize) {
@@ -45,8 +46,8 @@ struct Pair {
 }
 
 /// Two agents with a region "kv" each, cut into blocks of `BLOCK` bytes with these strides.
-fn pair(search: &Search, from_stride: usize, to_stride: usize) -> Pair {
-    let (source, destination) = (agent(search), agent(search));
+fn pair(transport: &Transport, from_stride: usize, to_stride: usize) -> Pair {
+    let (source, destination) = (agent(transport), agent(transport));
     let from = Buffer::from_vec(pattern(COUNT * from_stride, 1));
     let to = Buffer::zeroed(COUNT * to_stride);
     register(&source, "kv", &from, BLOCK, from_stride);
@@ -86,9 +87,9 @@ impl Pair {
 
 #[test]
 fn named_blocks_arrive_and_nothing_else_is_written() {
-    on_both_roads(
+    on_every_road(
         "named_blocks_arrive_and_nothing_else_is_written",
-        |search| {
+        |transport| {
             let all: Vec<u32> = (0..COUNT as u32).collect();
             let reversed: Vec<u32> = all.iter().rev().copied().collect();
             for (from_stride, to_stride) in [
@@ -97,8 +98,8 @@ fn named_blocks_arrive_and_nothing_else_is_written() {
                 (BLOCK, 2 * BLOCK),
                 (3 * BLOCK, BLOCK + 64),
             ] {
-                let pair = pair(search, from_stride, to_stride);
-                assert_eq!(pair.peer.transport == "tcp", common::is_tcp());
+                let pair = pair(transport, from_stride, to_stride);
+                assert!(common::is_name(&pair.peer.transport, transport));
                 let strides = (from_stride, to_stride);
                 pair.read_and_check(&all, &all, strides);
                 pair.read_and_check(&all, &reversed, strides);
@@ -112,8 +113,8 @@ fn named_blocks_arrive_and_nothing_else_is_written() {
 
 #[test]
 fn a_region_larger_than_every_window_arrives() {
-    on_both_roads("a_region_larger_than_every_window_arrives", |search| {
-        let (source, destination) = (agent(search), agent(search));
+    on_every_road("a_region_larger_than_every_window_arrives", |transport| {
+        let (source, destination) = (agent(transport), agent(transport));
         let (block, count) = (1 << 20, 48);
         let from = Buffer::from_vec(pattern(block * count, 3));
         let to = Buffer::zeroed(block * count);
@@ -137,10 +138,10 @@ fn a_region_larger_than_every_window_arrives() {
 
 #[test]
 fn bad_ids_and_regions_are_named_and_the_peer_stays_usable() {
-    on_both_roads(
+    on_every_road(
         "bad_ids_and_regions_are_named_and_the_peer_stays_usable",
-        |search| {
-            let pair = pair(search, BLOCK, BLOCK);
+        |transport| {
+            let pair = pair(transport, BLOCK, BLOCK);
             let text = |to: &[u32], from: &[u32]| match pair.read(to, from) {
                 Err(Error::Config(text)) => text,
                 other => panic!("{other:?}"),
@@ -164,52 +165,57 @@ fn bad_ids_and_regions_are_named_and_the_peer_stays_usable() {
 
 #[test]
 fn blocks_of_different_sizes_do_not_fit() {
-    let Some(search) = common::ucx() else { return };
-    let (source, destination) = (agent(&search), agent(&search));
-    register(&source, "kv", &Buffer::zeroed(4096), 1024, 1024);
-    register(&destination, "kv", &Buffer::zeroed(4096), 512, 512);
-    let peer = connect(&destination, &source);
-    let read = destination
-        .read_blocks(peer.link, "kv", vec![0], "kv", vec![0], None)
-        .expect("read");
-    let error = read.wait_for(PATIENCE).expect_err("sizes differ");
-    assert!(error.to_string().contains("1024"), "{error}");
+    on_every_road("blocks_of_different_sizes_do_not_fit", |transport| {
+        let (source, destination) = (agent(transport), agent(transport));
+        register(&source, "kv", &Buffer::zeroed(4096), 1024, 1024);
+        register(&destination, "kv", &Buffer::zeroed(4096), 512, 512);
+        let peer = connect(&destination, &source);
+        let read = destination
+            .read_blocks(peer.link, "kv", vec![0], "kv", vec![0], None)
+            .expect("read");
+        let error = read.wait_for(PATIENCE).expect_err("sizes differ");
+        assert!(error.to_string().contains("1024"), "{error}");
+    });
 }
 
 #[test]
 fn a_region_registered_later_becomes_known_to_peers() {
-    let Some(search) = common::ucx() else { return };
-    let pair = pair(&search, BLOCK, BLOCK);
-    register(
-        &pair.source,
-        "later",
-        &Buffer::from_vec(pattern(BLOCK, 9)),
-        BLOCK,
-        BLOCK,
+    on_every_road(
+        "a_region_registered_later_becomes_known_to_peers",
+        |transport| {
+            let pair = pair(transport, BLOCK, BLOCK);
+            register(
+                &pair.source,
+                "later",
+                &Buffer::from_vec(pattern(BLOCK, 9)),
+                BLOCK,
+                BLOCK,
+            );
+            let read = || {
+                let (link, one) = (pair.peer.link, vec![0]);
+                pair.destination
+                    .read_blocks(link, "kv", one.clone(), "later", one, None)
+                    .expect("read")
+                    .wait_for(PATIENCE)
+                    .ok()
+            };
+            common::eventually("the region", read);
+            assert!(bytes(&pair.to)[..BLOCK] == pattern(BLOCK, 9));
+        },
     );
-    let read = || {
-        let (link, one) = (pair.peer.link, vec![0]);
-        pair.destination
-            .read_blocks(link, "kv", one.clone(), "later", one, None)
-            .expect("read")
-            .wait_for(PATIENCE)
-            .ok()
-    };
-    common::eventually("the region", read);
-    assert!(bytes(&pair.to)[..BLOCK] == pattern(BLOCK, 9));
 }
 
 #[test]
 fn a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again() {
-    on_both_roads(
+    on_every_road(
         "a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again",
-        |search| {
+        |transport| {
             let Pair {
                 source,
                 destination,
                 peer,
                 ..
-            } = pair(search, BLOCK, BLOCK);
+            } = pair(transport, BLOCK, BLOCK);
             let address = source.address().expect("address").to_string();
             source.close();
             let read = || {
@@ -233,7 +239,7 @@ fn a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again() {
 // --- an initiator that keeps to no rules
 
 fn raw(search: &Search) -> (Raw, Agent) {
-    let source = agent(search);
+    let source = agent(&search.clone().into());
     register(
         &source,
         "kv",
@@ -291,8 +297,15 @@ fn a_peer_that_does_not_describe_its_regions_is_given_up() {
         handshake: Duration::from_millis(300),
         ..Timing::default()
     };
-    let agent =
-        Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing).expect("agent");
+    let agent = Agent::new(
+        "127.0.0.1:0",
+        TOKEN,
+        search.clone().into(),
+        "",
+        vec![],
+        timing,
+    )
+    .expect("agent");
     let address = agent.address().expect("address");
     let mut raw = Raw::connect(&search, address, Service::Blocks);
     assert!(raw.is_closed());
@@ -301,7 +314,7 @@ fn a_peer_that_does_not_describe_its_regions_is_given_up() {
 #[test]
 fn a_source_that_sends_what_was_not_asked_for_writes_nothing() {
     let Some(search) = common::ucx() else { return };
-    let destination = agent(&search);
+    let destination = agent(&search.clone().into());
     let to = Buffer::zeroed(COUNT * BLOCK);
     register(&destination, "kv", &to, BLOCK, BLOCK);
     let address = destination.address().expect("address");
@@ -320,10 +333,10 @@ fn a_source_that_sends_what_was_not_asked_for_writes_nothing() {
 
 #[test]
 fn a_read_that_takes_too_long_ends_at_its_deadline() {
-    on_both_roads(
+    on_every_road(
         "a_read_that_takes_too_long_ends_at_its_deadline",
-        |search| {
-            let pair = pair(search, BLOCK, BLOCK);
+        |transport| {
+            let pair = pair(transport, BLOCK, BLOCK);
             let ids: Vec<u32> = (0..COUNT as u32).collect();
             let timeout = Some(Duration::ZERO);
             let read = pair

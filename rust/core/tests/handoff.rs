@@ -1,14 +1,17 @@
-//! Handoffs between two agents, over both roads: proved, or failed with exactly what is missing.
+//! Handoffs between two agents, over every road: proved, or failed with exactly what is missing.
 
 mod common;
 
 use std::time::Instant;
 
-use common::{PATIENCE, PROMPT, Process, TOKEN, bytes, eventually, on_both_roads, pattern, say};
+use common::{
+    PATIENCE, PROMPT, Process, TOKEN, bytes, eventually, on_both_roads, on_every_road, pattern, say,
+};
 use kvpipe_core::blocks::{Agent, Event, LoadRequest};
 use kvpipe_core::handoff::HandoffId;
 use kvpipe_core::link::Timing;
-use kvpipe_ucx::{Buffer, Search};
+use kvpipe_core::transport::Transport;
+use kvpipe_ucx::Buffer;
 
 const BLOCK: usize = 8192;
 const COUNT: usize = 32;
@@ -22,10 +25,10 @@ struct Worker {
 }
 
 /// A worker whose layers hold patterns from `seed` on.
-fn worker(search: &Search, seed: u64) -> Worker {
+fn worker(transport: &Transport, seed: u64) -> Worker {
     let timing = Timing::default();
     let agent =
-        Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing).expect("agent");
+        Agent::new("127.0.0.1:0", TOKEN, transport.clone(), "", vec![], timing).expect("agent");
     let layers: Vec<Buffer> = (0..LAYERS as u64)
         .map(|layer| Buffer::from_vec(pattern(COUNT * BLOCK, seed + layer)))
         .collect();
@@ -116,8 +119,8 @@ impl Worker {
     }
 }
 
-fn pair(search: &Search) -> (Worker, Worker) {
-    (worker(search, 100), worker(search, 900))
+fn pair(transport: &Transport) -> (Worker, Worker) {
+    (worker(transport, 100), worker(transport, 900))
 }
 
 #[test]
@@ -125,7 +128,7 @@ fn peer_process() {
     let Some((role, argument, mut parent)) = common::role() else {
         return;
     };
-    let search = common::ucx().expect("the parent found UCX");
+    let search = common::ucx().expect("the parent found UCX").into();
     match role.as_str() {
         "producer" => {
             let producer = worker(&search, 100);
@@ -163,10 +166,10 @@ fn parse(incarnation: &str) -> [u8; 16] {
 
 #[test]
 fn a_load_after_the_last_block_is_complete_and_taken_once() {
-    on_both_roads(
+    on_every_road(
         "a_load_after_the_last_block_is_complete_and_taken_once",
-        |search| {
-            let (producer, consumer) = pair(search);
+        |transport| {
+            let (producer, consumer) = pair(transport);
             producer.finalize(0, &[4, 9, 5, 31]);
             consumer.load(producer.request(&[1, 2, 3, 20]));
             assert_eq!(consumer.loaded(), (4 * LAYERS * BLOCK) as u64);
@@ -182,10 +185,10 @@ fn a_load_after_the_last_block_is_complete_and_taken_once() {
 
 #[test]
 fn a_load_before_the_first_block_gets_blocks_as_they_become_final() {
-    on_both_roads(
+    on_every_road(
         "a_load_before_the_first_block_gets_blocks_as_they_become_final",
-        |search| {
-            let (producer, consumer) = pair(search);
+        |transport| {
+            let (producer, consumer) = pair(transport);
             let mut request = producer.request(&[10, 11, 12, 13]);
             request.first = 2;
             consumer.load(request);
@@ -205,8 +208,8 @@ fn a_load_before_the_first_block_gets_blocks_as_they_become_final() {
 
 #[test]
 fn a_load_ends_only_with_the_sequence_state() {
-    on_both_roads("a_load_ends_only_with_the_sequence_state", |search| {
-        let (producer, consumer) = pair(search);
+    on_every_road("a_load_ends_only_with_the_sequence_state", |transport| {
+        let (producer, consumer) = pair(transport);
         producer.finalize(0, &[4, 5]);
         let mut request = producer.request(&[1, 2]);
         request.is_committed = false;
@@ -223,39 +226,44 @@ fn a_load_ends_only_with_the_sequence_state() {
 
 #[test]
 fn another_life_of_the_producer_is_not_read() {
-    let Some(search) = common::ucx() else { return };
-    let (producer, consumer) = pair(&search);
-    producer.finalize(0, &[4]);
-    let mut request = producer.request(&[1]);
-    request.incarnation = [1; 16];
-    consumer.load(request);
-    let (missing, reason) = consumer.failed();
-    assert_eq!(missing, [0]);
-    assert!(reason.contains("restarted"), "{reason}");
-    assert_eq!(producer.agent.num_lent(), 1);
+    on_every_road("another_life_of_the_producer_is_not_read", |transport| {
+        let (producer, consumer) = pair(transport);
+        producer.finalize(0, &[4]);
+        let mut request = producer.request(&[1]);
+        request.incarnation = [1; 16];
+        consumer.load(request);
+        let (missing, reason) = consumer.failed();
+        assert_eq!(missing, [0]);
+        assert!(reason.contains("restarted"), "{reason}");
+        assert_eq!(producer.agent.num_lent(), 1);
+    });
 }
 
 #[test]
 fn blocks_of_another_generation_are_never_taken() {
-    let Some(search) = common::ucx() else { return };
-    let (producer, consumer) = pair(&search);
-    producer
-        .agent
-        .finalize(ID, 2, 0, vec![4])
-        .expect("finalize");
-    consumer.load(producer.request(&[1]));
-    std::thread::sleep(std::time::Duration::from_millis(200));
-    assert_eq!(consumer.events(), []);
-    consumer.agent.cancel(ID, "enough").expect("cancel");
-    assert_eq!(consumer.failed(), (vec![0], "enough".to_owned()));
+    on_every_road(
+        "blocks_of_another_generation_are_never_taken",
+        |transport| {
+            let (producer, consumer) = pair(transport);
+            producer
+                .agent
+                .finalize(ID, 2, 0, vec![4])
+                .expect("finalize");
+            consumer.load(producer.request(&[1]));
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            assert_eq!(consumer.events(), []);
+            consumer.agent.cancel(ID, "enough").expect("cancel");
+            assert_eq!(consumer.failed(), (vec![0], "enough".to_owned()));
+        },
+    );
 }
 
 #[test]
 fn a_handoff_that_ends_fails_its_load_with_what_is_missing() {
-    on_both_roads(
+    on_every_road(
         "a_handoff_that_ends_fails_its_load_with_what_is_missing",
-        |search| {
-            let (producer, consumer) = pair(search);
+        |transport| {
+            let (producer, consumer) = pair(transport);
             producer.finalize(0, &[4, 5]);
             consumer.load(producer.request(&[1, 2, 3]));
             eventually("the first blocks", || {
@@ -269,7 +277,7 @@ fn a_handoff_that_ends_fails_its_load_with_what_is_missing() {
             assert_eq!(producer.agent.num_lent(), 0);
             // And for good.
             producer.finalize(2, &[6]);
-            let again = worker(search, 900);
+            let again = worker(transport, 900);
             again.load(producer.request(&[1]));
             assert!(again.failed().1.contains("aborted by the test"));
         },
@@ -278,10 +286,10 @@ fn a_handoff_that_ends_fails_its_load_with_what_is_missing() {
 
 #[test]
 fn blocks_that_changed_after_they_were_final_are_missing_and_no_others() {
-    on_both_roads(
+    on_every_road(
         "blocks_that_changed_after_they_were_final_are_missing_and_no_others",
-        |search| {
-            let (producer, consumer) = pair(search);
+        |transport| {
+            let (producer, consumer) = pair(transport);
             producer.finalize(0, &[4, 5, 6]);
             eventually("the checksums", || {
                 (producer.agent.num_lent() == 1).then_some(())
@@ -301,8 +309,8 @@ fn blocks_that_changed_after_they_were_final_are_missing_and_no_others() {
 
 #[test]
 fn a_consumer_may_try_again() {
-    on_both_roads("a_consumer_may_try_again", |search| {
-        let (producer, consumer) = pair(search);
+    on_every_road("a_consumer_may_try_again", |transport| {
+        let (producer, consumer) = pair(transport);
         producer.finalize(0, &[4, 5]);
         consumer.load(producer.request(&[1, 2, 3]));
         eventually("the first blocks", || {
@@ -322,45 +330,51 @@ fn a_consumer_may_try_again() {
 
 #[test]
 fn two_loads_of_one_handoff_at_once_leave_the_first_alone() {
-    let Some(search) = common::ucx() else { return };
-    let (producer, consumer) = pair(&search);
-    consumer.load(producer.request(&[1]));
-    consumer.load(producer.request(&[2]));
-    producer.finalize(0, &[4]);
-    consumer.loaded();
-    assert!(consumer.has(&[1], &producer, &[4]));
-    assert_eq!(consumer.events().len(), 1);
+    on_every_road(
+        "two_loads_of_one_handoff_at_once_leave_the_first_alone",
+        |transport| {
+            let (producer, consumer) = pair(transport);
+            consumer.load(producer.request(&[1]));
+            consumer.load(producer.request(&[2]));
+            producer.finalize(0, &[4]);
+            consumer.loaded();
+            assert!(consumer.has(&[1], &producer, &[4]));
+            assert_eq!(consumer.events().len(), 1);
+        },
+    );
 }
 
 #[test]
 fn regions_that_differ_are_named() {
-    let Some(search) = common::ucx() else { return };
-    let (producer, consumer) = pair(&search);
-    let more = consumer.agent.register("extra", Buffer::zeroed(64), 64, 64);
-    more.expect("register")
-        .wait_for(PATIENCE)
-        .expect("registered");
-    consumer.load(producer.request(&[1]));
-    let (missing, reason) = consumer.failed();
-    assert_eq!(missing, [0]);
-    assert!(reason.contains("4 regions here, 3 there"), "{reason}");
+    on_every_road("regions_that_differ_are_named", |transport| {
+        let (producer, consumer) = pair(transport);
+        let more = consumer.agent.register("extra", Buffer::zeroed(64), 64, 64);
+        more.expect("register")
+            .wait_for(PATIENCE)
+            .expect("registered");
+        consumer.load(producer.request(&[1]));
+        let (missing, reason) = consumer.failed();
+        assert_eq!(missing, [0]);
+        assert!(reason.contains("4 regions here, 3 there"), "{reason}");
+    });
 }
 
 #[test]
 fn a_block_that_is_not_there_ends_its_handoff() {
-    let Some(search) = common::ucx() else { return };
-    let (producer, consumer) = pair(&search);
-    producer.finalize(0, &[4, COUNT as u32]);
-    consumer.load(producer.request(&[1]));
-    assert!(consumer.failed().1.contains("block 32"));
+    on_every_road("a_block_that_is_not_there_ends_its_handoff", |transport| {
+        let (producer, consumer) = pair(transport);
+        producer.finalize(0, &[4, COUNT as u32]);
+        consumer.load(producer.request(&[1]));
+        assert!(consumer.failed().1.contains("block 32"));
+    });
 }
 
 #[test]
 fn an_agent_that_is_closed_reports_its_loads_as_failed() {
-    on_both_roads(
+    on_every_road(
         "an_agent_that_is_closed_reports_its_loads_as_failed",
-        |search| {
-            let (producer, consumer) = pair(search);
+        |transport| {
+            let (producer, consumer) = pair(transport);
             producer.finalize(0, &[4, 5]);
             consumer.load(producer.request(&[1, 2, 3]));
             eventually("the first blocks", || {
@@ -376,29 +390,31 @@ fn an_agent_that_is_closed_reports_its_loads_as_failed() {
 
 #[test]
 fn a_producer_that_nobody_is_fails_the_load() {
-    let Some(search) = common::ucx() else { return };
-    let (producer, consumer) = pair(&search);
-    let request = producer.request(&[1, 2]);
-    producer.agent.close();
-    consumer.load(request);
-    let (missing, reason) = consumer.failed();
-    assert_eq!(missing, [0, 1]);
-    assert!(reason.contains("cannot reach"), "{reason}");
+    on_every_road("a_producer_that_nobody_is_fails_the_load", |transport| {
+        let (producer, consumer) = pair(transport);
+        let request = producer.request(&[1, 2]);
+        producer.agent.close();
+        consumer.load(request);
+        let (missing, reason) = consumer.failed();
+        assert_eq!(missing, [0, 1]);
+        assert!(reason.contains("cannot reach"), "{reason}");
+    });
 }
 
 #[test]
 fn positions_beyond_32_bits_are_refused() {
-    let Some(search) = common::ucx() else { return };
-    let (producer, consumer) = pair(&search);
-    assert!(
-        producer
-            .agent
-            .finalize(ID, 1, u32::MAX - 1, vec![1, 2])
-            .is_err()
-    );
-    let mut request = producer.request(&[1, 2]);
-    request.first = u32::MAX - 1;
-    assert!(consumer.agent.load(request).is_err());
+    on_every_road("positions_beyond_32_bits_are_refused", |transport| {
+        let (producer, consumer) = pair(transport);
+        assert!(
+            producer
+                .agent
+                .finalize(ID, 1, u32::MAX - 1, vec![1, 2])
+                .is_err()
+        );
+        let mut request = producer.request(&[1, 2]);
+        request.first = u32::MAX - 1;
+        assert!(consumer.agent.load(request).is_err());
+    });
 }
 
 #[test]
@@ -406,7 +422,7 @@ fn a_producer_killed_under_a_load_fails_it_with_what_is_missing() {
     on_both_roads(
         "a_producer_killed_under_a_load_fails_it_with_what_is_missing",
         |search| {
-            let (twin, consumer) = pair(search);
+            let (twin, consumer) = pair(&search.clone().into());
             let mut producer = Process::start("producer", "");
             let mut request = twin.request(&[0, 1, 2, 3, 4, 5]);
             request.producer = producer.line();
@@ -432,7 +448,7 @@ fn a_consumer_killed_under_its_load_leaves_the_handoff_to_another() {
     on_both_roads(
         "a_consumer_killed_under_its_load_leaves_the_handoff_to_another",
         |search| {
-            let (producer, other) = pair(search);
+            let (producer, other) = pair(&search.clone().into());
             producer.finalize(0, &[4, 5]);
             let address = producer.agent.address().expect("address");
             let argument = format!("{address} {:?}", producer.agent.incarnation());

@@ -26,14 +26,22 @@ fn peer_process() {
     let search = common::ucx().expect("the parent found UCX");
     match role.as_str() {
         "receiver" => {
-            let pipe = Pipe::listen("127.0.0.1:0", TOKEN, search, Duration::ZERO).expect("listen");
+            let pipe =
+                Pipe::listen("127.0.0.1:0", TOKEN, search.into(), Duration::ZERO).expect("listen");
             let _received = pipe.receive(None, Deadline::default()).expect("receive");
             say(&mut parent, &pipe.address().expect("address").to_string());
             common::wait_for_the_end(parent);
         }
         "sender" => {
-            let (pipe, _) = Pipe::connect(&argument, TOKEN, search, true, Duration::ZERO, PATIENCE)
-                .expect("connect");
+            let (pipe, _) = Pipe::connect(
+                &argument,
+                TOKEN,
+                search.into(),
+                true,
+                Duration::ZERO,
+                PATIENCE,
+            )
+            .expect("connect");
             let _sent = send(&pipe);
             say(&mut parent, "sending");
             common::wait_for_the_end(parent);
@@ -60,7 +68,15 @@ fn send(pipe: &Pipe) -> Work<()> {
 
 fn agent(search: &Search) -> Agent {
     let timing = Timing::default();
-    Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing).expect("agent")
+    Agent::new(
+        "127.0.0.1:0",
+        TOKEN,
+        search.clone().into(),
+        "",
+        vec![],
+        timing,
+    )
+    .expect("agent")
 }
 
 fn register(agent: &Agent) {
@@ -90,7 +106,7 @@ fn a_receiver_killed_under_a_large_tensor_fails_the_sender() {
             let (pipe, connected) = Pipe::connect(
                 &peer.line(),
                 TOKEN,
-                search.clone(),
+                search.clone().into(),
                 true,
                 Duration::ZERO,
                 PATIENCE,
@@ -114,8 +130,8 @@ fn a_sender_killed_under_a_large_tensor_fails_the_receiver() {
     on_both_roads(
         "a_sender_killed_under_a_large_tensor_fails_the_receiver",
         |search| {
-            let pipe =
-                Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
+            let pipe = Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO)
+                .expect("listen");
             let mut peer = Process::start("sender", &pipe.address().expect("address").to_string());
             let receive = || pipe.receive(None, Deadline::default()).expect("receive");
             let (received, next) = (receive(), receive());

@@ -1,15 +1,18 @@
-//! What a pipe promises to its two ends, over both roads.
+//! What a pipe promises to its two ends, over every road.
 
 mod common;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{PATIENCE, PROMPT, Raw, TOKEN, bytes, eventually, on_both_roads, pattern};
+use common::{
+    PATIENCE, PROMPT, Raw, TOKEN, bytes, eventually, on_both_roads, on_every_road, pattern,
+};
 use kvpipe_core::Error;
 use kvpipe_core::codec::Writer;
 use kvpipe_core::identity::Service;
 use kvpipe_core::pipe::{Deadline, Meta, Pipe, Received};
+use kvpipe_core::transport::Transport;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::{Buffer, Search};
 
@@ -21,18 +24,18 @@ const SUMS: u8 = 9;
 const CORRUPT: u8 = 10;
 const TAKEN: u8 = 6;
 
-fn pipe(search: &Search) -> (Pipe, Pipe) {
+fn pipe(transport: &Transport) -> (Pipe, Pipe) {
     let receiver =
-        Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
-    (sender_to(search, &receiver), receiver)
+        Pipe::listen("127.0.0.1:0", TOKEN, transport.clone(), Duration::ZERO).expect("listen");
+    (sender_to(transport, &receiver), receiver)
 }
 
-fn sender_to(search: &Search, receiver: &Pipe) -> Pipe {
+fn sender_to(transport: &Transport, receiver: &Pipe) -> Pipe {
     let address = receiver.address().expect("address").to_string();
     let (sender, connected) = Pipe::connect(
         &address,
         TOKEN,
-        search.clone(),
+        transport.clone(),
         true,
         Duration::ZERO,
         PATIENCE,
@@ -76,10 +79,10 @@ fn close(pipe: &Pipe) -> kvpipe_core::Result<()> {
 
 #[test]
 fn tensors_arrive_in_order_whatever_their_size() {
-    on_both_roads("tensors_arrive_in_order_whatever_their_size", |search| {
-        let (tx, rx) = pipe(search);
-        let is_tcp = common::is_tcp();
-        assert_eq!(tx.info().transport == "tcp", is_tcp, "{:?}", tx.info());
+    on_every_road("tensors_arrive_in_order_whatever_their_size", |transport| {
+        let (tx, rx) = pipe(transport);
+        let name = tx.info().transport;
+        assert!(common::is_name(&name, transport), "{name}");
         let sizes = [
             0,
             1,
@@ -114,44 +117,50 @@ fn tensors_arrive_in_order_whatever_their_size() {
 
 #[test]
 fn a_tensor_larger_than_the_window_arrives_intact() {
-    on_both_roads("a_tensor_larger_than_the_window_arrives_intact", |search| {
-        let (tx, rx) = pipe(search);
-        let expected = pattern(64 << 20, 5);
-        let out = Buffer::zeroed(64 << 20);
-        let sent = send(&tx, expected.clone());
-        let target = Some((meta(out.len()), out.clone()));
-        let received = rx.receive(target, Deadline::default()).expect("receive");
-        let received = received.wait_for(PATIENCE).expect("received");
-        assert!(
-            received.buffer.is_none(),
-            "received into memory of the caller"
-        );
-        assert!(bytes(&out) == expected);
-        sent.wait_for(PATIENCE).expect("sent");
-        assert_eq!(rx.info().num_bytes, 64 << 20);
-    });
+    on_every_road(
+        "a_tensor_larger_than_the_window_arrives_intact",
+        |transport| {
+            let (tx, rx) = pipe(transport);
+            let expected = pattern(64 << 20, 5);
+            let out = Buffer::zeroed(64 << 20);
+            let sent = send(&tx, expected.clone());
+            let target = Some((meta(out.len()), out.clone()));
+            let received = rx.receive(target, Deadline::default()).expect("receive");
+            let received = received.wait_for(PATIENCE).expect("received");
+            assert!(
+                received.buffer.is_none(),
+                "received into memory of the caller"
+            );
+            assert!(bytes(&out) == expected);
+            sent.wait_for(PATIENCE).expect("sent");
+            assert_eq!(rx.info().num_bytes, 64 << 20);
+        },
+    );
 }
 
 #[test]
 fn more_tensors_than_may_be_in_flight_all_arrive() {
-    on_both_roads("more_tensors_than_may_be_in_flight_all_arrive", |search| {
-        let (tx, rx) = pipe(search);
-        let sent: Vec<_> = (0..500).map(|i| send(&tx, pattern(100, i))).collect();
-        for i in 0..500 {
-            assert_eq!(content(&receive(&rx)), pattern(100, i));
-        }
-        for work in sent {
-            work.wait_for(PATIENCE).expect("sent");
-        }
-    });
+    on_every_road(
+        "more_tensors_than_may_be_in_flight_all_arrive",
+        |transport| {
+            let (tx, rx) = pipe(transport);
+            let sent: Vec<_> = (0..500).map(|i| send(&tx, pattern(100, i))).collect();
+            for i in 0..500 {
+                assert_eq!(content(&receive(&rx)), pattern(100, i));
+            }
+            for work in sent {
+                work.wait_for(PATIENCE).expect("sent");
+            }
+        },
+    );
 }
 
 #[test]
 fn a_receive_that_times_out_leaves_the_pipe_usable() {
-    on_both_roads(
+    on_every_road(
         "a_receive_that_times_out_leaves_the_pipe_usable",
-        |search| {
-            let (tx, rx) = pipe(search);
+        |transport| {
+            let (tx, rx) = pipe(transport);
             let soon = Deadline::after(Some(Duration::from_millis(50)));
             let error = rx
                 .receive(None, soon)
@@ -170,10 +179,10 @@ fn a_receive_that_times_out_leaves_the_pipe_usable() {
 
 #[test]
 fn a_tensor_that_nobody_takes_is_withdrawn_and_the_next_one_arrives() {
-    on_both_roads(
+    on_every_road(
         "a_tensor_that_nobody_takes_is_withdrawn_and_the_next_one_arrives",
-        |search| {
-            let (tx, rx) = pipe(search);
+        |transport| {
+            let (tx, rx) = pipe(transport);
             let soon = Some(Duration::from_millis(50));
             let error = send_within(&tx, pattern(1 << 20, 1), soon)
                 .wait_for(PATIENCE)
@@ -191,8 +200,8 @@ fn a_tensor_that_nobody_takes_is_withdrawn_and_the_next_one_arrives() {
 
 #[test]
 fn an_out_that_does_not_match_consumes_nothing() {
-    on_both_roads("an_out_that_does_not_match_consumes_nothing", |search| {
-        let (tx, rx) = pipe(search);
+    on_every_road("an_out_that_does_not_match_consumes_nothing", |transport| {
+        let (tx, rx) = pipe(transport);
         for size in [100, 1 << 20] {
             let sent = send(&tx, pattern(size, 3));
             let out = Some((meta(10), Buffer::zeroed(10)));
@@ -214,13 +223,13 @@ fn an_out_that_does_not_match_consumes_nothing() {
 
 #[test]
 fn a_second_sender_is_refused_with_the_reason() {
-    on_both_roads("a_second_sender_is_refused_with_the_reason", |search| {
-        let (tx, rx) = pipe(search);
+    on_every_road("a_second_sender_is_refused_with_the_reason", |transport| {
+        let (tx, rx) = pipe(transport);
         let address = rx.address().expect("address").to_string();
         let (_second, connected) = Pipe::connect(
             &address,
             TOKEN,
-            search.clone(),
+            transport.clone(),
             true,
             Duration::ZERO,
             PATIENCE,
@@ -238,10 +247,10 @@ fn a_second_sender_is_refused_with_the_reason() {
 
 #[test]
 fn after_an_orderly_close_all_tensors_come_and_then_the_end() {
-    on_both_roads(
+    on_every_road(
         "after_an_orderly_close_all_tensors_come_and_then_the_end",
-        |search| {
-            let (tx, rx) = pipe(search);
+        |transport| {
+            let (tx, rx) = pipe(transport);
             let _sent = [send(&tx, pattern(10, 1)), send(&tx, pattern(1 << 20, 2))];
             let closed = tx
                 .close(Deadline::default())
@@ -262,12 +271,30 @@ fn after_an_orderly_close_all_tensors_come_and_then_the_end() {
 }
 
 #[test]
+fn a_sender_that_closes_at_once_ends_the_pipe_in_order() {
+    on_every_road(
+        "a_sender_that_closes_at_once_ends_the_pipe_in_order",
+        |transport| {
+            let is_cheap = matches!(transport, Transport::Memory(_));
+            for round in 0..if is_cheap { 300 } else { 20 } {
+                let (tx, rx) = pipe(transport);
+                let received = receive(&rx);
+                close(&tx).expect("closed");
+                drop(tx);
+                let ended = received.wait_for(PATIENCE).map(|_| ());
+                assert_eq!(ended, Err(Error::EndOfPipe), "round {round}");
+            }
+        },
+    );
+}
+
+#[test]
 fn a_receiver_that_leaves_after_the_last_tensor_does_not_fail_the_sender() {
-    on_both_roads(
+    on_every_road(
         "a_receiver_that_leaves_after_the_last_tensor_does_not_fail_the_sender",
-        |search| {
+        |transport| {
             for round in 0..8 {
-                let (tx, rx) = pipe(search);
+                let (tx, rx) = pipe(transport);
                 let sent = send(&tx, pattern(1 << 20, round));
                 receive(&rx).wait_for(PATIENCE).expect("received");
                 rx.stop();
@@ -279,10 +306,10 @@ fn a_receiver_that_leaves_after_the_last_tensor_does_not_fail_the_sender() {
 
 #[test]
 fn a_sender_is_told_at_its_close_of_small_tensors_that_were_lost() {
-    on_both_roads(
+    on_every_road(
         "a_sender_is_told_at_its_close_of_small_tensors_that_were_lost",
-        |search| {
-            let (tx, rx) = pipe(search);
+        |transport| {
+            let (tx, rx) = pipe(transport);
             send(&tx, pattern(10, 1))
                 .wait_for(PATIENCE)
                 .expect("it has left");
@@ -296,10 +323,10 @@ fn a_sender_is_told_at_its_close_of_small_tensors_that_were_lost() {
 
 #[test]
 fn stopping_an_end_ends_its_operations_and_those_of_the_other() {
-    on_both_roads(
+    on_every_road(
         "stopping_an_end_ends_its_operations_and_those_of_the_other",
-        |search| {
-            let (tx, rx) = pipe(search);
+        |transport| {
+            let (tx, rx) = pipe(transport);
             let received = receive(&rx);
             rx.stop();
             assert!(matches!(received.wait_for(PATIENCE), Err(Error::Closed(_))));
@@ -313,10 +340,10 @@ fn stopping_an_end_ends_its_operations_and_those_of_the_other() {
 
 #[test]
 fn a_receive_timeout_under_way_closes_the_pipe_on_both_ends() {
-    on_both_roads(
+    on_every_road(
         "a_receive_timeout_under_way_closes_the_pipe_on_both_ends",
-        |search| {
-            let (tx, rx) = pipe(search);
+        |transport| {
+            let (tx, rx) = pipe(transport);
             let len = 1 << 30;
             let sent = tx
                 .send(meta(len), Buffer::zeroed(len), Deadline::default())
@@ -344,8 +371,8 @@ fn a_receive_timeout_under_way_closes_the_pipe_on_both_ends() {
 
 #[test]
 fn no_wake_up_is_lost() {
-    on_both_roads("no_wake_up_is_lost", |search| {
-        let (tx, rx) = pipe(search);
+    on_every_road("no_wake_up_is_lost", |transport| {
+        let (tx, rx) = pipe(transport);
         for i in 0..500 {
             let size = if i % 10 == 0 { 100_000 } else { 8 };
             let begun = Instant::now();
@@ -361,24 +388,48 @@ fn no_wake_up_is_lost() {
 
 #[test]
 fn many_queued_tensors_cost_no_time_each_round() {
-    let Some(search) = common::ucx() else { return };
-    let (tx, rx) = pipe(&search);
-    let count = 20_000;
-    let timeout = Some(Duration::from_secs(3600));
-    let sent: Vec<_> = (0..count)
-        .map(|_| send_within(&tx, vec![7; 8], timeout))
-        .collect();
-    let begun = Instant::now();
-    for _ in 0..count {
-        receive(&rx).wait_for(PATIENCE).expect("received");
-    }
-    for work in sent {
-        work.wait_for(PATIENCE).expect("sent");
-    }
-    assert!(
-        begun.elapsed() < Duration::from_secs(10),
-        "{:?}",
-        begun.elapsed()
+    on_every_road("many_queued_tensors_cost_no_time_each_round", |transport| {
+        let (tx, rx) = pipe(transport);
+        let count = 20_000;
+        let timeout = Some(Duration::from_secs(3600));
+        let sent: Vec<_> = (0..count)
+            .map(|_| send_within(&tx, vec![7; 8], timeout))
+            .collect();
+        let begun = Instant::now();
+        for _ in 0..count {
+            receive(&rx).wait_for(PATIENCE).expect("received");
+        }
+        for work in sent {
+            work.wait_for(PATIENCE).expect("sent");
+        }
+        assert!(
+            begun.elapsed() < Duration::from_secs(10),
+            "{:?}",
+            begun.elapsed()
+        );
+    });
+}
+
+#[test]
+fn the_memory_of_a_tensor_that_was_let_go_is_used_again_and_no_other() {
+    on_every_road(
+        "the_memory_of_a_tensor_that_was_let_go_is_used_again_and_no_other",
+        |transport| {
+            let (tx, rx) = pipe(transport);
+            let next = |seed| {
+                let _sent = send(&tx, pattern(3 << 20, seed));
+                let received = receive(&rx).wait_for(PATIENCE).expect("received");
+                received.buffer.clone().expect("its memory")
+            };
+            let (first, second) = (next(1), next(2));
+            assert_ne!(first.address(), second.address());
+            let address = second.address();
+            drop(second);
+            let third = next(3);
+            assert_eq!(third.address(), address);
+            assert!(bytes(&first) == pattern(3 << 20, 1));
+            assert!(bytes(&third) == pattern(3 << 20, 3));
+        },
     );
 }
 
@@ -409,7 +460,7 @@ fn described(len: usize) -> Writer {
 
 fn raw(search: &Search) -> (Raw, Pipe) {
     let receiver =
-        Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
+        Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
     let address = receiver.address().expect("address");
     (Raw::connect(search, address, Service::Pipe), receiver)
 }
@@ -419,8 +470,8 @@ fn a_message_that_overtakes_the_handshakes_last_frame_counts() {
     on_both_roads(
         "a_message_that_overtakes_the_handshakes_last_frame_counts",
         |search| {
-            let rx =
-                Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
+            let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO)
+                .expect("listen");
             let mut raw = Raw::begin(search, rx.address().expect("address"), Service::Pipe);
             let received = receive(&rx);
             let (header, payload) = eager(0, b"early");
@@ -447,14 +498,15 @@ impl Raw {
 #[test]
 fn a_sender_that_leaves_before_it_is_established_leaves_its_place() {
     let Some(search) = common::ucx() else { return };
-    let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
+    let rx =
+        Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
     drop(Raw::begin(
         &search,
         rx.address().expect("address"),
         Service::Pipe,
     ));
     std::thread::sleep(Duration::from_millis(100));
-    let tx = sender_to(&search, &rx);
+    let tx = sender_to(&search.into(), &rx);
     let _sent = send(&tx, pattern(10, 1));
     assert_eq!(content(&receive(&rx)), pattern(10, 1));
 }
@@ -532,13 +584,13 @@ fn a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_g
 #[test]
 fn a_tensor_without_checksums_arrives() {
     on_both_roads("a_tensor_without_checksums_arrives", |search| {
-        let rx =
-            Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
+        let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO)
+            .expect("listen");
         let address = rx.address().expect("address").to_string();
         let (tx, connected) = Pipe::connect(
             &address,
             TOKEN,
-            search.clone(),
+            search.clone().into(),
             false,
             Duration::ZERO,
             PATIENCE,
@@ -551,29 +603,6 @@ fn a_tensor_without_checksums_arrives() {
             assert_eq!(sent.wait_for(PATIENCE), Ok(()));
         }
     });
-}
-
-#[test]
-fn the_memory_of_a_tensor_that_was_let_go_is_used_again_and_no_other() {
-    on_both_roads(
-        "the_memory_of_a_tensor_that_was_let_go_is_used_again_and_no_other",
-        |search| {
-            let (tx, rx) = pipe(search);
-            let next = |seed| {
-                let _sent = send(&tx, pattern(3 << 20, seed));
-                let received = receive(&rx).wait_for(PATIENCE).expect("received");
-                received.buffer.clone().expect("its memory")
-            };
-            let (first, second) = (next(1), next(2));
-            assert_ne!(first.address(), second.address());
-            let address = second.address();
-            drop(second);
-            let third = next(3);
-            assert_eq!(third.address(), address);
-            assert!(bytes(&first) == pattern(3 << 20, 1));
-            assert!(bytes(&third) == pattern(3 << 20, 3));
-        },
-    );
 }
 
 #[test]

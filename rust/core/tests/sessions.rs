@@ -41,7 +41,15 @@ fn ask(from: &Control, to: &Control) -> kvpipe_core::Result<String> {
 
 fn agent(search: &Search) -> Agent {
     let timing = Timing::default();
-    Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing).expect("agent")
+    Agent::new(
+        "127.0.0.1:0",
+        TOKEN,
+        search.clone().into(),
+        "",
+        vec![],
+        timing,
+    )
+    .expect("agent")
 }
 
 #[test]
@@ -196,7 +204,14 @@ fn a_peer_that_says_nothing_any_more_is_lost_at_the_deadline() {
         silence: Duration::from_millis(300),
         ..Timing::default()
     };
-    let server = Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing);
+    let server = Agent::new(
+        "127.0.0.1:0",
+        TOKEN,
+        search.clone().into(),
+        "",
+        vec![],
+        timing,
+    );
     let server = server.expect("agent");
     let address = server.address().expect("address");
     let mut silent = Raw::connect(&search, address, Service::Blocks);
@@ -217,8 +232,15 @@ fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
                 ..Timing::default()
             };
             let make = || {
-                let agent = Agent::new("127.0.0.1:0", TOKEN, search.clone(), "", vec![], timing)
-                    .expect("agent");
+                let agent = Agent::new(
+                    "127.0.0.1:0",
+                    TOKEN,
+                    search.clone().into(),
+                    "",
+                    vec![],
+                    timing,
+                )
+                .expect("agent");
                 let (bytes, block) = (256 << 20, 1 << 20);
                 agent
                     .register("kv", Buffer::zeroed(bytes), block, block)
@@ -375,13 +397,13 @@ fn two_hundred_data_sessions_leave_no_descriptor_and_no_memory() {
 fn forty_pipes_leave_no_descriptor_and_no_memory() {
     alone("forty_pipes_leave_no_descriptor_and_no_memory", |search| {
         let round = || {
-            let rx =
-                Pipe::listen("127.0.0.1:0", TOKEN, search.clone(), Duration::ZERO).expect("listen");
+            let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO)
+                .expect("listen");
             let address = rx.address().expect("address").to_string();
             let (_tx, connected) = Pipe::connect(
                 &address,
                 TOKEN,
-                search.clone(),
+                search.clone().into(),
                 true,
                 Duration::ZERO,
                 PATIENCE,

@@ -1,6 +1,5 @@
 //! `Agent`: block transfers and the worker role's side of handoffs.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use kvpipe_core::blocks::{self, Event, LoadRequest};
@@ -11,7 +10,7 @@ use pyo3::types::PyDict;
 
 use crate::buffer::from_python;
 use crate::error::{bad, to_py};
-use crate::search;
+use crate::transport::Transport;
 use crate::work::{Kind, Work, duration};
 
 /// An id as Python has it: 16 bytes.
@@ -40,26 +39,19 @@ pub(crate) struct Agent(blocks::Agent);
 #[pymethods]
 impl Agent {
     #[new]
-    #[pyo3(signature = (listen, token, wheel_dir=None, engine_id="", fingerprint=vec![], silence=None))]
+    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None))]
     fn new(
         py: Python<'_>,
         listen: &str,
         token: &[u8],
-        wheel_dir: Option<PathBuf>,
+        transport: &Transport,
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
         silence: Option<f64>,
     ) -> PyResult<Self> {
-        let timing = timing(silence)?;
+        let (timing, transport) = (timing(silence)?, transport.core());
         let agent = py.detach(|| {
-            blocks::Agent::new(
-                listen,
-                token,
-                search(wheel_dir),
-                engine_id,
-                fingerprint,
-                timing,
-            )
+            blocks::Agent::new(listen, token, transport, engine_id, fingerprint, timing)
         });
         agent.map(Self).map_err(to_py)
     }

@@ -13,6 +13,7 @@ mod buffer;
 mod control;
 mod error;
 mod pipe;
+mod transport;
 mod work;
 
 use std::path::PathBuf;
@@ -44,6 +45,8 @@ mod _kvpipe {
     use super::control::Control;
     #[pymodule_export]
     use super::pipe::PipeEnd;
+    #[pymodule_export]
+    use super::transport::Transport;
     #[pymodule_export]
     use super::work::Work;
 

@@ -1,6 +1,5 @@
 //! `PipeEnd`: a pipe's end for `kvpipe.pipe`, which knows tensors.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use kvpipe_core::node::default_busy_poll;
@@ -9,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::buffer::{from_python, release_let_go};
 use crate::error::to_py;
-use crate::search;
+use crate::transport::Transport;
 use crate::work::{Kind, Work, duration};
 
 type MetaTuple = (u8, String, Vec<u64>);
@@ -32,11 +31,11 @@ impl PipeEnd {
         py: Python<'_>,
         address: &str,
         token: &[u8],
-        wheel_dir: Option<PathBuf>,
+        transport: &Transport,
         busy_poll_us: Option<u64>,
     ) -> PyResult<Self> {
-        let busy_poll = busy_poll(busy_poll_us);
-        py.detach(|| Pipe::listen(address, token, search(wheel_dir), busy_poll))
+        let (transport, busy_poll) = (transport.core(), busy_poll(busy_poll_us));
+        py.detach(|| Pipe::listen(address, token, transport, busy_poll))
             .map(Self)
             .map_err(to_py)
     }
@@ -46,15 +45,15 @@ impl PipeEnd {
         py: Python<'_>,
         address: &str,
         token: &[u8],
-        wheel_dir: Option<PathBuf>,
+        transport: &Transport,
         is_summed: bool,
         busy_poll_us: Option<u64>,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
-        let (search, busy_poll) = (search(wheel_dir), busy_poll(busy_poll_us));
+        let (transport, busy_poll) = (transport.core(), busy_poll(busy_poll_us));
         let connected =
-            py.detach(|| Pipe::connect(address, token, search, is_summed, busy_poll, timeout));
+            py.detach(|| Pipe::connect(address, token, transport, is_summed, busy_poll, timeout));
         let (pipe, connected) = connected.map_err(to_py)?;
         Ok((Self(pipe), Work::new(Kind::Nothing(connected))))
     }

@@ -94,6 +94,13 @@ impl AmData {
     }
 }
 
+impl From<Vec<u8>> for AmData {
+    /// A payload that did not come through UCX.
+    fn from(bytes: Vec<u8>) -> Self {
+        Self(Body::Copied(bytes))
+    }
+}
+
 impl Deref for AmData {
     type Target = [u8];
 

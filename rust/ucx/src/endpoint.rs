@@ -18,7 +18,8 @@ use crate::worker::{Inner, State, Worker};
 pub struct EndpointId(u64);
 
 impl EndpointId {
-    fn next() -> Self {
+    /// An id that no other endpoint of this process has.
+    pub fn unique() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
@@ -159,7 +160,7 @@ impl Worker {
         check(code, CALL)?;
         let handle = NonNull::new(handle).ok_or(Status::new(sys::UCS_ERR_NO_MEMORY, CALL))?;
         let endpoint = Rc::new(Endpoint {
-            id: EndpointId::next(),
+            id: EndpointId::unique(),
             handle,
             phase: Cell::new(Phase::Open),
             ops: Cell::new(0),

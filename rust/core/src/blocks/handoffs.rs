@@ -4,8 +4,6 @@ use std::collections::VecDeque;
 use std::sync::PoisonError;
 use std::time::Instant;
 
-use kvpipe_ucx::{Memory, Payload};
-
 use super::messages::{
     DONE, FINAL, GONE, REASON_CAP, SELECT, final_blocks, read_final_blocks, reason,
 };
@@ -20,6 +18,7 @@ use crate::handoff::producer::{Action, OPEN_TIMEOUT, Select};
 use crate::handoff::{FinalBlock, HandoffId, checksum};
 use crate::node::{Io, LinkId};
 use crate::region::{Layout, RemoteRegion};
+use crate::transport::{Memory, Payload};
 
 /// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.
 const SLICE: u64 = 8 << 20;

@@ -13,7 +13,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{Buffer, Search};
+use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
 use crate::events::Events;
@@ -23,6 +23,7 @@ use crate::link::Timing;
 use crate::node::{LinkId, Node, NodeConfig, default_busy_poll};
 use crate::pipe::listen_address;
 use crate::region::{Layout, NAME_CAP};
+use crate::transport::Transport;
 use crate::work::{Work, work};
 
 use messages::BLOCKS_CAP;
@@ -142,7 +143,7 @@ impl Agent {
     pub fn new(
         listen: &str,
         token: &[u8],
-        ucx: Search,
+        transport: Transport,
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
         timing: Timing,
@@ -154,7 +155,7 @@ impl Agent {
             listen: Some(address),
             token: token.to_vec(),
             identity,
-            ucx: Some(ucx),
+            transport: Some(transport),
             local: address.ip(),
             timing,
             busy_poll: default_busy_poll(),

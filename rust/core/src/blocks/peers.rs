@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
 use std::time::Instant;
 
-use kvpipe_ucx::{Buffer, RemoteKey};
+use kvpipe_ucx::Buffer;
 
 use super::messages::{REGIONS_CAP, RemoteRegions, regions};
 use super::service::{Blocks, LocalRegion};
@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::identity::{Identity, Incarnation};
 use crate::node::{Io, LinkId};
 use crate::region::{Layout, RemoteRegion};
+use crate::transport::RemoteKey;
 use crate::work::Completer;
 
 pub(super) struct Peer {

@@ -4,13 +4,12 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use kvpipe_ucx::{Memory, Payload};
-
 use super::messages::DATA;
 use super::transfer::WINDOW;
 use crate::error::Result;
 use crate::node::{Io, LinkId};
 use crate::region::{Layout, Run, coalesce};
+use crate::transport::{Memory, Payload};
 
 /// One message: under UCX's TCP segment (256 KiB), so that it is never reassembled from fragments.
 const PIECE: u64 = 128 << 10;

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Buffer, Memory, Status};
+use kvpipe_ucx::{AmData, Buffer, Status};
 
 use super::handoffs::Finalizing;
 use super::messages::{
@@ -25,6 +25,7 @@ use crate::handoff::producer::Producer;
 use crate::identity::{Identity, Incarnation};
 use crate::node::{Io, LinkId, Service};
 use crate::region::Layout;
+use crate::transport::Memory;
 use crate::work::Completer;
 
 #[derive(Debug)]

@@ -4,13 +4,12 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::Memory;
-
 use crate::error::{Error, Result};
 use crate::handoff::HandoffId;
 use crate::handoff::consumer::Batch;
 use crate::node::LinkId;
 use crate::region::{Layout, Run};
+use crate::transport::Memory;
 use crate::work::Completer;
 
 /// Largest piece of one get.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{Payload, Status};
+use kvpipe_ucx::Status;
 
 use super::messages::{BLOCKS_CAP, CREDIT, DATA, READ, REASON_CAP, REFUSED, ids, read_ids, reason};
 use super::serve::Serving;
@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::handoff::HandoffId;
 use crate::node::{Io, LinkId};
 use crate::region::coalesce;
+use crate::transport::Payload;
 use crate::work::Completer;
 
 /// Transfers from one peer under way at once; more wait. Bounds the bytes in flight, at the source too.
@@ -240,7 +241,7 @@ impl Blocks {
         &mut self,
         io: &mut Io,
         owner: Owner,
-        outcome: Result<(u64, Arc<kvpipe_ucx::Memory>, crate::region::Layout)>,
+        outcome: Result<(u64, Arc<crate::transport::Memory>, crate::region::Layout)>,
     ) {
         match owner {
             Owner::Caller(completer) => completer.complete(outcome.map(|(bytes, ..)| bytes)),

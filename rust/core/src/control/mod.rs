@@ -133,7 +133,7 @@ impl Control {
             listen: address,
             token: token.to_vec(),
             identity: Identity::new(Service::Control, engine_id, fingerprint)?,
-            ucx: None,
+            transport: None,
             local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip()),
             timing: patience.timing,
             busy_poll: Duration::ZERO,

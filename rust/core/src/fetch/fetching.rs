@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvpipe_ucx::{Memory, Payload, RemoteKey, Status};
+use kvpipe_ucx::Status;
 
 use super::{ACCEPT, CREDIT, GETS_IN_FLIGHT, Offer, Proof, WINDOW, num_pieces, piece};
 use crate::checksum;
@@ -10,6 +10,7 @@ use crate::codec::Reader;
 use crate::data::Road;
 use crate::error::{Error, Result};
 use crate::node::{Io, LinkId};
+use crate::transport::{Memory, Payload, RemoteKey};
 
 /// A buffer that is being fetched.
 #[derive(Debug)]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvpipe_ucx::{Buffer, Memory, Payload};
+use kvpipe_ucx::Buffer;
 
 use super::{DATA, MESSAGE_PIECE, Offer, Proof, SUMS, WINDOW, num_pieces, piece};
 use crate::checksum;
@@ -10,6 +10,7 @@ use crate::codec::Writer;
 use crate::data::Road;
 use crate::error::{Error, Result};
 use crate::node::{Io, LinkId};
+use crate::transport::{Memory, Payload};
 
 /// Pieces whose checksums are computed in one go, and told in one message.
 const PIECES_AT_ONCE: usize = 4;

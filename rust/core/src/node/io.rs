@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
-use kvpipe_ucx::Context;
 use rustix::event::{EventfdFlags, epoll};
 
 use super::{LinkId, NodeConfig, connect, signal};
@@ -17,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::handshake::HANDSHAKE_FRAME_CAP;
 use crate::identity::Identity;
 use crate::link::{Link, Timing};
+use crate::transport::Context;
 
 pub(super) const WAKE: u64 = 0;
 pub(super) const LISTENER: u64 = 1;
@@ -58,7 +58,7 @@ impl Io {
     pub(super) fn new(
         mut config: NodeConfig,
         listener: Option<TcpListener>,
-        context: Option<Arc<Context>>,
+        context: Option<Context>,
         wake: Arc<OwnedFd>,
     ) -> Result<Self> {
         let no_epoll = |error| Error::Exhausted(format!("no epoll: {error}"));

@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::{AmData, Status};
 use rustix::event::EventfdFlags;
 
-use crate::data::DataPlane;
 use crate::error::{Error, Result};
 use crate::identity::Identity;
 use crate::link::Timing;
+use crate::transport::Transport;
 use run::{Control, Loop};
 
 pub use io::Io;
@@ -85,9 +85,9 @@ pub struct NodeConfig {
     pub token: Vec<u8>,
     /// Who this side is.
     pub identity: Identity,
-    /// How to load UCX; `None` for a node without data plane.
-    pub ucx: Option<kvpipe_ucx::Search>,
-    /// The address whose interface UCX uses.
+    /// What moves bytes; `None` for a node without data plane.
+    pub transport: Option<Transport>,
+    /// The address whose interface it uses.
     pub local: IpAddr,
     /// Deadlines of links.
     pub timing: Timing,
@@ -126,9 +126,9 @@ impl<C: Send + 'static> Node<C> {
             .as_ref()
             .and_then(|listener| listener.local_addr().ok());
         let context = config
-            .ucx
+            .transport
             .as_ref()
-            .map(|search| DataPlane::context(search, config.local))
+            .map(|transport| transport.open(config.local))
             .transpose()?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| Error::Exhausted(format!("no eventfd: {error}")))?;

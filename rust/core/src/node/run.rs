@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Event};
+use kvpipe_ucx::{AmData, Event, Status};
 use rustix::event::epoll;
 use rustix::io::Errno;
 
@@ -188,9 +188,7 @@ impl<S: Service> Loop<S> {
             Event::EndpointFailed { endpoint, status } => {
                 let data = self.io.data.as_ref();
                 if let Some(link) = data.and_then(|data| data.link_of(endpoint)) {
-                    let peer = self.io.peer(link);
-                    self.io.fail(link, Error::lost(&peer, status));
-                    self.endpoint_connected(link);
+                    self.endpoint_failed(link, status);
                 }
             }
             Event::Closed { endpoint } => {
@@ -199,6 +197,15 @@ impl<S: Service> Loop<S> {
                 }
             }
         }
+    }
+
+    fn endpoint_failed(&mut self, link: LinkId, status: Status) {
+        // A peer that leaves in order says so before its endpoint ends, but over another connection: seen first, that
+        // end would hide what it said.
+        self.serve(link, epoll::EventFlags::empty());
+        let peer = self.io.peer(link);
+        self.io.fail(link, Error::lost(&peer, status));
+        self.endpoint_connected(link);
     }
 
     /// Or failed: nothing more is to be waited for before it can be closed.

@@ -10,7 +10,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{Buffer, Search};
+use kvpipe_ucx::Buffer;
 
 use crate::advice::advice;
 use crate::codec::{Reader, Writer};
@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::identity::{Identity, Service};
 use crate::link::Timing;
 use crate::node::{Io, LinkId, Node, NodeConfig};
+use crate::transport::Transport;
 use crate::work::{Work, work};
 
 pub use receiver::Received;
@@ -159,14 +160,14 @@ fn config(
     listen: Option<SocketAddr>,
     local: IpAddr,
     token: &[u8],
-    ucx: Search,
+    transport: Transport,
     busy_poll: Duration,
 ) -> Result<NodeConfig> {
     Ok(NodeConfig {
         listen,
         token: token.to_vec(),
         identity: Identity::new(Service::Pipe, "", Vec::new())?,
-        ucx: Some(ucx),
+        transport: Some(transport),
         local,
         timing: Timing::default(),
         busy_poll,
@@ -230,12 +231,17 @@ fn local_towards(peer: &str, timeout: Duration) -> Result<IpAddr> {
 impl Pipe {
     /// Opens the receiving end and returns at once; a sender may connect later. Its thread looks for more for
     /// `busy_poll` before it sleeps.
-    pub fn listen(address: &str, token: &[u8], ucx: Search, busy_poll: Duration) -> Result<Self> {
+    pub fn listen(
+        address: &str,
+        token: &[u8],
+        transport: Transport,
+        busy_poll: Duration,
+    ) -> Result<Self> {
         let address = listen_address(address, token)?;
         let shared = Shared::default();
         shared.get().state = "connecting";
         let in_thread = shared.clone();
-        let config = config(Some(address), address.ip(), token, ucx, busy_poll)?;
+        let config = config(Some(address), address.ip(), token, transport, busy_poll)?;
         let node = Node::spawn(config, || receiver::Receiver::new(in_thread))?;
         Ok(Self {
             end: End::Receiver(node),
@@ -248,7 +254,7 @@ impl Pipe {
     pub fn connect(
         address: &str,
         token: &[u8],
-        ucx: Search,
+        transport: Transport,
         is_summed: bool,
         busy_poll: Duration,
         timeout: Duration,
@@ -263,7 +269,7 @@ impl Pipe {
             None,
             local_towards(address, timeout)?,
             token,
-            ucx,
+            transport,
             busy_poll,
         )?;
         config.timing.handshake = timeout;

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Buffer, Payload, Status};
+use kvpipe_ucx::{AmData, Buffer, Status};
 
 use super::{
     CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW,
@@ -18,6 +18,7 @@ use crate::fetch::{DATA, Fetch, Offer, SUMS};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
 use crate::pool::Pool;
+use crate::transport::Payload;
 use crate::work::Completer;
 
 /// The frame with which a sender ends the pipe in order; all tensors have been taken before it.

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Buffer, Payload};
+use kvpipe_ucx::{AmData, Buffer};
 
 use super::{
     ANSWER_WITHIN, CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared,
@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::fetch::{ACCEPT, CREDIT, Lending};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
+use crate::transport::Payload;
 use crate::work::Completer;
 
 #[derive(Debug)]

@@ -1,4 +1,4 @@
-//! What the tests share: where UCX is, both roads, other processes, and a peer that keeps to no rules.
+//! What the tests share: where UCX is, every road, other processes, and a peer that keeps to no rules.
 
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::handshake::{Handshake, SessionId, Step};
 use kvpipe_core::identity::{Identity, Service};
+use kvpipe_core::transport::{MemoryRoad, Transport};
 use kvpipe_ucx::{Buffer, Config, Context, EndpointId, Event, Library, Payload, Search, Worker};
 
 pub const TOKEN: &[u8] = b"token of the tests";
@@ -42,6 +43,24 @@ fn wheel_dir() -> Option<PathBuf> {
     let output = Command::new("python3").args(["-c", code]).output().ok()?;
     let path = String::from_utf8(output.stdout).ok()?;
     output.status.success().then(|| PathBuf::from(path.trim()))
+}
+
+/// Runs a test's body in memory by either road, then over UCX as [`on_both_roads`] does.
+pub fn on_every_road(test: &str, body: impl Fn(&Transport)) {
+    if std::env::var_os(INSIDE).is_none() {
+        for road in [MemoryRoad::Get, MemoryRoad::Messages] {
+            body(&Transport::Memory(road));
+        }
+    }
+    on_both_roads(test, |search| body(&search.clone().into()));
+}
+
+/// Whether this is what a transport is called where its name is shown.
+pub fn is_name(name: &str, transport: &Transport) -> bool {
+    match transport {
+        Transport::Ucx(_) => (name == "tcp") == is_tcp(),
+        Transport::Memory(_) => name == "memory",
+    }
 }
 
 /// Runs a test's body over UCX's own choice (CMA on one machine), then over TCP alone, which takes a process with

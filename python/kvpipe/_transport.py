@@ -1,0 +1,29 @@
+"""What the pipes and agents of this process move their bytes with: UCX, or in tests its twin in memory."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvpipe import _kvpipe
+from kvpipe.config import ucx_wheel_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_in_force: list[_kvpipe.Transport] = []
+
+
+def transport() -> _kvpipe.Transport:
+    """The transport of a pipe or agent that is made now."""
+    return _in_force[-1] if _in_force else _kvpipe.Transport.ucx(ucx_wheel_dir())
+
+
+@contextmanager
+def in_force(replacement: _kvpipe.Transport) -> Iterator[None]:
+    """Has `transport` answer with another one, in all threads."""
+    _in_force.append(replacement)
+    try:
+        yield
+    finally:
+        _in_force.remove(replacement)

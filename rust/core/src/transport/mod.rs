@@ -1,0 +1,262 @@
+//! What moves a node's bytes: UCX, or its twin in memory, for tests of nodes in one process without UCX.
+//!
+//! Both are the same to `data.rs`: an engine for one thread with endpoints, messages, reads of remote memory, and a
+//! file descriptor to sleep on. The types here choose between the two by one branch a call.
+
+mod memory;
+mod ucx;
+
+use std::net::IpAddr;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use kvpipe_ucx::{Buffer, EndpointId, Event, Lane, Search, Status};
+
+use crate::error::{Error, Result};
+
+type Answer<T> = std::result::Result<T, Status>;
+
+/// Which transport a node uses. Peers need the same.
+#[derive(Debug, Clone)]
+pub enum Transport {
+    /// UCX, found as the search says.
+    Ucx(Search),
+    /// Between nodes of one process, without UCX.
+    Memory(MemoryRoad),
+}
+
+/// How bytes move between two nodes of one process, as each of UCX's transports decides it for itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryRoad {
+    /// The destination reads, as over CMA or RDMA.
+    Get,
+    /// The source streams messages, as over TCP.
+    Messages,
+}
+
+impl From<Search> for Transport {
+    fn from(search: Search) -> Self {
+        Self::Ucx(search)
+    }
+}
+
+impl Transport {
+    /// Makes what the workers of a node at `local` come from. Any thread may call.
+    pub(crate) fn open(&self, local: IpAddr) -> Result<Context> {
+        match self {
+            Self::Ucx(search) => ucx::context(search, local).map(Context::Ucx),
+            Self::Memory(road) => Ok(Context::Twin(*road)),
+        }
+    }
+}
+
+/// Where memory is registered and workers are made.
+#[derive(Debug)]
+pub(crate) enum Context {
+    Ucx(Arc<kvpipe_ucx::Context>),
+    Twin(MemoryRoad),
+}
+
+impl Context {
+    pub(crate) fn worker(&self) -> Result<Worker> {
+        match self {
+            Self::Ucx(context) => Ok(Worker::Ucx(kvpipe_ucx::Worker::new(context)?)),
+            Self::Twin(road) => memory::Worker::new(*road).map(Worker::Twin),
+        }
+    }
+
+    pub(crate) fn register(&self, buffer: Buffer) -> Answer<Arc<Memory>> {
+        let memory = match self {
+            Self::Ucx(context) => Memory::Ucx(context.register(buffer)?),
+            Self::Twin(_) => Memory::Twin(memory::Registered::new(buffer)?),
+        };
+        Ok(Arc::new(memory))
+    }
+
+    /// Version and path of UCX, for people.
+    pub(crate) fn describe(&self) -> String {
+        match self {
+            Self::Ucx(context) => ucx::describe(context),
+            Self::Twin(_) => "none".to_owned(),
+        }
+    }
+}
+
+/// Registered memory. The last one to let go deregisters it and only then frees the bytes.
+#[derive(Debug)]
+pub enum Memory {
+    /// With UCX.
+    Ucx(Arc<kvpipe_ucx::Memory>),
+    /// In this process.
+    Twin(memory::Registered),
+}
+
+impl Memory {
+    /// The bytes.
+    pub fn buffer(&self) -> &Buffer {
+        match self {
+            Self::Ucx(memory) => memory.buffer(),
+            Self::Twin(memory) => memory.buffer(),
+        }
+    }
+
+    /// The key by which a peer may reach this memory.
+    ///
+    /// # Errors
+    /// UCX's answer.
+    pub fn pack_rkey(&self) -> Answer<Vec<u8>> {
+        match self {
+            Self::Ucx(memory) => memory.pack_rkey(),
+            Self::Twin(memory) => Ok(memory.pack_rkey()),
+        }
+    }
+}
+
+/// Access to a peer's memory over one endpoint.
+#[derive(Debug)]
+pub enum RemoteKey {
+    /// Through UCX.
+    Ucx(kvpipe_ucx::RemoteKey),
+    /// In this process.
+    Twin(memory::Key),
+}
+
+/// The bytes of a message, kept alive until it has left.
+#[derive(Debug)]
+pub enum Payload {
+    /// Only the header.
+    None,
+    /// Bytes of its own.
+    Bytes(Vec<u8>),
+    /// A piece of registered memory, not to be changed until the message has left.
+    Memory {
+        /// The memory.
+        memory: Arc<Memory>,
+        /// Where the piece begins.
+        offset: usize,
+        /// Its length in bytes.
+        len: usize,
+    },
+}
+
+/// A read of remote memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Get<'a> {
+    pub(crate) local: &'a Memory,
+    pub(crate) offset: usize,
+    pub(crate) len: usize,
+    pub(crate) remote: u64,
+    pub(crate) key: &'a RemoteKey,
+    pub(crate) token: u64,
+}
+
+/// The engine of one thread.
+#[derive(Debug)]
+pub(crate) enum Worker {
+    Ucx(kvpipe_ucx::Worker),
+    Twin(memory::Worker),
+}
+
+/// Of another transport than the worker: cannot happen within a node, which has one.
+const FOREIGN: Status = Status {
+    code: -5,
+    call: "an operand of another transport",
+};
+
+impl Worker {
+    pub(crate) fn address(&self) -> Answer<Vec<u8>> {
+        match self {
+            Self::Ucx(worker) => worker.address(),
+            Self::Twin(worker) => Ok(worker.address()),
+        }
+    }
+
+    pub(crate) fn connect(&self, address: &[u8]) -> Result<EndpointId> {
+        match self {
+            Self::Ucx(worker) => worker
+                .connect(address)
+                .map_err(|status| Error::Connect(format!("UCX cannot reach the peer: {status}"))),
+            Self::Twin(worker) => worker.connect(address),
+        }
+    }
+
+    pub(crate) fn lanes(&self, endpoint: EndpointId) -> Vec<Lane> {
+        match self {
+            Self::Ucx(worker) => worker.lanes(endpoint),
+            Self::Twin(worker) => worker.lanes(),
+        }
+    }
+
+    /// Closes an endpoint by force: its operations end with errors, then `Closed` follows.
+    pub(crate) fn close(&self, endpoint: EndpointId) {
+        match self {
+            Self::Ucx(worker) => worker.close(endpoint),
+            Self::Twin(worker) => worker.close(endpoint),
+        }
+    }
+
+    pub(crate) fn am_send(
+        &self,
+        endpoint: EndpointId,
+        header: Vec<u8>,
+        payload: Payload,
+        token: u64,
+    ) -> Answer<()> {
+        match self {
+            Self::Ucx(worker) => worker.am_send(endpoint, &header, ucx::payload(payload)?, token),
+            Self::Twin(worker) => worker.am_send(endpoint, header, payload, token),
+        }
+    }
+
+    pub(crate) fn get(&self, endpoint: EndpointId, get: Get<'_>) -> Answer<()> {
+        match self {
+            Self::Ucx(worker) => ucx::get(worker, endpoint, get),
+            Self::Twin(worker) => worker.get(endpoint, get),
+        }
+    }
+
+    pub(crate) fn unpack_rkey(&self, endpoint: EndpointId, packed: &[u8]) -> Answer<RemoteKey> {
+        match self {
+            Self::Ucx(worker) => worker.unpack_rkey(endpoint, packed).map(RemoteKey::Ucx),
+            Self::Twin(_) => memory::Key::unpack(packed).map(RemoteKey::Twin),
+        }
+    }
+
+    pub(crate) fn event_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Ucx(worker) => worker.event_fd(),
+            Self::Twin(worker) => worker.event_fd(),
+        }
+    }
+
+    /// Whether it is safe to sleep on `event_fd`.
+    pub(crate) fn arm(&self) -> Answer<bool> {
+        match self {
+            Self::Ucx(worker) => worker.arm(),
+            Self::Twin(worker) => Ok(worker.arm()),
+        }
+    }
+
+    /// Works; 0 when there was nothing to do.
+    pub(crate) fn progress(&self) -> u32 {
+        match self {
+            Self::Ucx(worker) => worker.progress(),
+            Self::Twin(worker) => worker.progress(),
+        }
+    }
+
+    pub(crate) fn next_event(&self) -> Option<Event> {
+        match self {
+            Self::Ucx(worker) => worker.next_event(),
+            Self::Twin(worker) => worker.next_event(),
+        }
+    }
+
+    /// Operations that have not ended.
+    pub(crate) fn outstanding(&self) -> usize {
+        match self {
+            Self::Ucx(worker) => worker.outstanding(),
+            Self::Twin(worker) => worker.outstanding(),
+        }
+    }
+}
