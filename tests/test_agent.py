@@ -223,13 +223,9 @@ def test_a_peer_that_is_killed_is_lost_within_2_s_and_its_successor_is_another(r
         while True:
             peer.read_blocks(region, range(64), "kv", range(64)).wait()
     assert time.monotonic() - killed_at[0] < LOST_WITHIN_S
-<<<<<<< HEAD
-    with pytest.raises(PeerLostError):
-=======
     with pytest.raises(PeerLostError):  # it may have been asked for while the agent was told of the loss
         peer.read_blocks(region, [0], "kv", [0]).wait(10)
     with pytest.raises(PeerLostError, match="connect again"):
->>>>>>> feee1cf (The transport's twin in memory: pipes, blocks and handoffs are tested over four roads; kvpipe.testing)
         peer.read_blocks(region, [0], "kv", [0]).wait(10)
     again = agent.connect(start("serve_blocks", 64, 1 << 20).read())
     assert again.read_blocks(region, range(64), "kv", range(64)).wait(30) == 64 << 20
