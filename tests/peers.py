@@ -7,6 +7,7 @@ a real SIGKILL, or a real SIGINT.
 import contextlib
 import gc
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -117,15 +118,33 @@ def send_nothing(address):
 
 
 def interrupted(end):
-    """Waits without end in Python's main thread; says how that ended, and whether the pipe works afterwards."""
+    """Waits without end in Python's main thread; says how that ended, and what is received afterwards."""
     receiver = Pipe.listen()
     sender = Pipe.connect(receiver.address)
-    waits = {"recv": receiver.recv_tensor, "send": lambda: sender.send_tensor(np.ones(LARGE, np.uint8))}
+    silent = socket.create_server(("127.0.0.1", 0))
+    address = "{}:{}".format(*silent.getsockname())
+    agent = Agent()
+
+    def close():
+        sender.send_tensor(np.zeros(1))
+        sender.close(timeout=None)
+
+    waits = {
+        "recv": receiver.recv_tensor,
+        "send": lambda: sender.send_tensor(np.ones(LARGE, np.uint8)),
+        "wait": lambda: sender.isend_tensor(np.ones(LARGE, np.uint8)).wait(),
+        "close": close,
+        "connect": lambda: Pipe.connect(address, timeout=100),
+        "agent": lambda: agent.connect(address, timeout=None),
+    }
     say("waiting")
     try:
         waits[end]()
     except KeyboardInterrupt:
         say("KeyboardInterrupt")
+    if end == "recv":
+        works = [sender.isend_tensor(np.full(size, size)) for size in (1, MIB)]
+        say([int(receiver.recv_tensor(timeout=20)[0]) for _ in works])
 
 
 def receive_and_weigh(num_tensors):

@@ -54,7 +54,7 @@ def test_every_public_name_is_documented(name):
 
 
 def test_import_kvpipe_loads_nothing_heavy_and_starts_nothing():
-    seen = look_after("import kvpipe, kvpipe.control, kvpipe.config")
+    seen = look_after("import kvpipe, kvpipe.control, kvpipe.config, kvpipe.testing")
     assert not HEAVY & set(seen["modules"])
     assert (seen["python_threads"], seen["threads"]) == (1, 1)
     assert "libucp" not in seen["maps"]

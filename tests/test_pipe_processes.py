@@ -54,6 +54,21 @@ def test_numpy_is_enough():
     assert (done.stdout, done.returncode) == ("[0, 1, 2]\n", 0), done.stderr
 
 
+def test_bytes_are_sent_and_received_into_buffers_without_numpy_and_torch():
+    done = run_python("""if True:
+        import sys
+        sys.modules["torch"] = sys.modules["numpy"] = None
+        import kvpipe
+        rx = kvpipe.Pipe.listen()
+        tx = kvpipe.Pipe.connect(rx.address)
+        for size in (3, 100_000):
+            out = bytearray(size)
+            work = tx.isend_tensor(b"k" * size)
+            print(rx.recv_tensor(out=out, timeout=10) is out, out == b"k" * size)
+        """)
+    assert (done.stdout, done.returncode) == ("True True\n" * 2, 0), done.stderr
+
+
 def until_lost(attempt):
     """When the peer was found to be lost."""
     with contextlib.suppress(PeerLostError):
@@ -118,8 +133,8 @@ def test_memory_does_not_grow_with_what_is_moved(start):
     assert at_the_end - after_five < allowed
 
 
-@pytest.mark.parametrize("end", ["recv", "send"])
-def test_ctrl_c_interrupts_a_wait(start, end):
+@pytest.mark.parametrize("end", ["recv", "send", "wait", "close", "connect", "agent"])
+def test_ctrl_c_interrupts_every_wait_and_a_receive_then_takes_no_tensor(start, end):
     child = start("interrupted", end)
     assert child.read() == "waiting"
     time.sleep(0.3)
@@ -127,6 +142,8 @@ def test_ctrl_c_interrupts_a_wait(start, end):
     child.process.send_signal(signal.SIGINT)
     assert child.read() == "KeyboardInterrupt"
     assert time.monotonic() - sent_at < 1.5
+    if end == "recv":
+        assert child.read() == str([1, MIB])
     assert child.process.wait(10) == 0
 
 

@@ -160,13 +160,18 @@ def test_a_cancelled_await_cancels_nothing(pair):
     run(scene)
 
 
-def test_many_works_are_awaited_side_by_side(pair):
+def test_many_works_are_awaited_side_by_side_without_a_thread(pair, num_threads):
     async def scene():
         sender, receiver = pair
-        receives = [receiver.irecv_tensor() for _ in range(50)]
-        sends = [sender.isend_tensor(np.full(1 if i % 2 else 20_000, i)) for i in range(50)]
-        results = await asyncio.gather(*map(_await, [*receives, *sends]))
-        assert [int(result[0]) for result in results[:50]] == list(range(50))
+        before = num_threads()
+        receives = [receiver.irecv_tensor() for _ in range(200)]
+        waits = asyncio.gather(*map(_await, receives))
+        await asyncio.sleep(0.01)
+        assert num_threads() <= before
+        sends = [sender.isend_tensor(np.full(1 if i % 2 else 20_000, i)) for i in range(200)]
+        await asyncio.gather(*map(_await, sends))
+        assert [int(result[0]) for result in await waits] == list(range(200))
+        assert num_threads() <= before
 
     run(scene)
 

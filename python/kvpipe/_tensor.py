@@ -15,6 +15,27 @@ if TYPE_CHECKING:
 
 NOTHING, TORCH, NUMPY = 0, 1, 2
 
+# Of the buffer protocol, native size and order: numpy's kind of element. Others are left to numpy.
+_KINDS = {
+    "?": "b",
+    "c": "S",
+    **dict.fromkeys("bhilqn", "i"),
+    **dict.fromkeys("BHILQN", "u"),
+    **dict.fromkeys("efd", "f"),
+}
+
+_DLPACK_CPU = 1
+_DLPACK_DEVICES = {
+    2: "cuda",
+    3: "cuda_host",
+    4: "opencl",
+    7: "vulkan",
+    8: "metal",
+    10: "rocm",
+    13: "cuda_managed",
+    14: "oneapi",
+}
+
 # As in rust/core/src/pipe: the receiver would refuse more.
 _DTYPE_CAP = 4096
 _DIMENSIONS_CAP = 64
@@ -39,7 +60,8 @@ def describe(tensor: object, *, must_be_in_place: bool = False) -> Described:
     """Describes a tensor without copying it, unless it is not contiguous.
 
     Args:
-        tensor: A torch tensor on the CPU, a numpy array, or `None`.
+        tensor: A torch tensor on the CPU, a numpy array, `None`, or what else speaks DLPack or the buffer protocol,
+            which is described as a numpy array.
         must_be_in_place: The bytes will be written: a tensor that would have to be copied is an error.
 
     Raises:
@@ -54,8 +76,17 @@ def describe(tensor: object, *, must_be_in_place: bool = False) -> Described:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(tensor, (numpy.ndarray, numpy.generic)):
         return _bounded(_describe_numpy(numpy, tensor, must_be_in_place=must_be_in_place))
-    message = f"cannot send {type(tensor).__name__}: expected a torch tensor, a numpy array or None"
-    raise ConfigError(message)
+    if hasattr(tensor, "__dlpack__") and hasattr(tensor, "__dlpack_device__"):
+        return _bounded(_describe_dlpack(tensor, must_be_in_place=must_be_in_place))
+    try:
+        view = memoryview(tensor)  # type: ignore[arg-type]
+    except TypeError as error:
+        message = (
+            f"{type(tensor).__name__} is no tensor: expected a torch tensor, a numpy array, None, "
+            "or an object that speaks DLPack or the buffer protocol"
+        )
+        raise ConfigError(message) from error
+    return _bounded(_describe_buffer(view, must_be_in_place=must_be_in_place))
 
 
 def _bounded(described: Described) -> Described:
@@ -110,6 +141,54 @@ def _describe_numpy(numpy: Any, array: Any, *, must_be_in_place: bool) -> Descri
         return Described(meta, b"" if not must_be_in_place else bytearray())
     plain = numpy.ascontiguousarray(array)
     return Described(meta, plain.reshape(-1).view(numpy.uint8))
+
+
+def _describe_dlpack(tensor: Any, *, must_be_in_place: bool) -> Described:
+    kind, index = tensor.__dlpack_device__()
+    if kind != _DLPACK_CPU:
+        device = f"{_DLPACK_DEVICES.get(int(kind), f'DLPack type {int(kind)}')}:{index}"
+        message = (
+            f"a {type(tensor).__name__} on device {device} cannot be sent or received in this version; "
+            "copy it to the CPU first"
+        )
+        raise TransportUnavailableError(message)
+    numpy = _imported_numpy()
+    try:
+        array = numpy.from_dlpack(tensor)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        message = (
+            f"{type(tensor).__name__}: numpy does not know this DLPack tensor ({error}); "
+            "convert it, for example with torch.from_dlpack"
+        )
+        raise ConfigError(message) from error
+    return _describe_numpy(numpy, array, must_be_in_place=must_be_in_place)
+
+
+def _describe_buffer(view: memoryview, *, must_be_in_place: bool) -> Described:
+    if must_be_in_place and not view.c_contiguous:
+        message = "memory that is written in place must be contiguous"
+        raise ConfigError(message)
+    kind = _KINDS.get(view.format.removeprefix("@"))
+    if kind is None or not view.shape:
+        numpy = _imported_numpy()
+        try:
+            return _describe_numpy(numpy, numpy.asarray(view), must_be_in_place=must_be_in_place)
+        except ValueError as error:
+            message = f"a buffer of format {view.format!r} has no element type that numpy knows: {error}"
+            raise ConfigError(message) from error
+    order = "|" if view.itemsize == 1 else {"little": "<", "big": ">"}[sys.byteorder]
+    meta = (NUMPY, repr(f"{order}{kind}{view.itemsize}"), tuple(view.shape))
+    if view.nbytes == 0:
+        return Described(meta, b"" if not must_be_in_place else bytearray())
+    return Described(meta, view.cast("B") if view.c_contiguous else view.tobytes())
+
+
+def _imported_numpy() -> Any:
+    try:
+        return importlib.import_module("numpy")
+    except ImportError as error:
+        message = "such memory is described by numpy, which is not installed: pip install numpy"
+        raise ConfigError(message) from error
 
 
 def _numpy_dtype_name(numpy: Any, dtype: Any) -> str:

@@ -9,7 +9,7 @@ from kvpipe import _kvpipe
 from kvpipe._tensor import describe, rebuild
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
-from kvpipe.exceptions import ClosedError, ConfigError
+from kvpipe.exceptions import ClosedError, ConfigError, TransportUnavailableError
 from kvpipe.work import Work
 
 if TYPE_CHECKING:
@@ -39,10 +39,15 @@ class PipeStats:
 class Pipe:
     """One end of a FIFO of tensors: made by `listen` (the receiving end) or `connect` (the sending end).
 
-    Any thread may call; operations take their place in the order of the calls. `timeout=None` waits until the
-    operation is done or the peer is lost, 0 takes what is there already. An operation that expires before the two
-    sides have met is withdrawn and the pipe stays usable; one that expires later closes the pipe. Ctrl-C interrupts
-    every wait. A process that was forked from the one that made the pipe gets `ClosedError`.
+    Any thread may call any method, also while others wait in theirs; operations take their place in the order of the
+    calls. `timeout=None` waits until the operation is done or the peer is lost, 0 takes what is there already. An
+    operation that expires before the two sides have met is withdrawn and the pipe stays usable; one that expires later
+    closes the pipe. Ctrl-C interrupts every wait. A process that was forked from the one that made the pipe gets
+    `ClosedError`.
+
+    What is sent is kept alive until it has left, and what is received is the caller's alone. Torch tensors arrive as
+    torch tensors, `None` as `None`, and all else as numpy arrays: numpy's own, and what speaks DLPack or the buffer
+    protocol (`bytes` as a one-dimensional array of uint8).
     """
 
     def __init__(self, end: _kvpipe.PipeEnd, *, is_sender: bool) -> None:
@@ -51,7 +56,7 @@ class Pipe:
 
     @classmethod
     def listen(cls, address: str = "127.0.0.1:0", token: str | None = None, *, busy_poll_us: int | None = None) -> Pipe:
-        """Opens the receiving end and returns at once.
+        """Opens the receiving end and returns at once. Any thread may call.
 
         Args:
             address: `host:port`; port 0 picks a free one, see `address`.
@@ -76,7 +81,7 @@ class Pipe:
         checksum: bool = True,
         busy_poll_us: int | None = None,
     ) -> Pipe:
-        """Opens the sending end.
+        """Opens the sending end and waits until the receiver has accepted it. Any thread may call.
 
         Args:
             address: The receiver's `address`.
@@ -88,6 +93,7 @@ class Pipe:
             busy_poll_us: As in `listen`.
 
         Raises:
+            ConfigError: The address is no `host:port`.
             ConnectError: Nobody answers there, or the pipe has a sender already.
             AuthenticationError: The receiver has another token.
             TransportUnavailableError: There is no usable UCX.
@@ -103,14 +109,15 @@ class Pipe:
         return cls(end, is_sender=True)
 
     def send_tensor(self, tensor: Any, timeout: float | None = None) -> None:
-        """Sends a tensor; returns when it may be changed.
+        """Sends a tensor; returns when it may be changed. Several threads may send at once.
 
         A small tensor (32 KiB or less) has then been copied, a larger one has been received: two sides that only
-        send large tensors to each other wait for ever, as with torch.distributed.
+        send large tensors to each other wait for ever, as with torch.distributed. Interrupted by Ctrl-C, the tensor
+        goes on being sent.
 
         Args:
-            tensor: A torch tensor on the CPU, a numpy array, or `None`; any shape and dtype. One that is not
-                contiguous is copied first.
+            tensor: A torch tensor on the CPU, a numpy array, `None`, or what else is in host memory and speaks DLPack
+                or the buffer protocol; any shape and dtype. One that is not contiguous is copied first.
             timeout: Seconds; see the class.
 
         Raises:
@@ -123,7 +130,14 @@ class Pipe:
         self._isend(tensor, timeout).wait()
 
     def isend_tensor(self, tensor: Any) -> Work[None]:
-        """Begins to send a tensor, which must not be changed until the work is done."""
+        """Begins to send a tensor, which must not be changed until the work is done.
+
+        Its place in the pipe is taken when this returns, also among several threads. The tensor is kept alive; dropping
+        the work cancels nothing.
+
+        Raises:
+            As `send_tensor` for what is wrong with the tensor; the rest comes from the work.
+        """
         return self._isend(tensor, None)
 
     def _isend(self, tensor: Any, timeout: float | None) -> Work[None]:
@@ -134,10 +148,13 @@ class Pipe:
         return Work(self._end.send(described.meta, described.data, timeout), lambda _: None)
 
     def recv_tensor(self, out: Any = None, device: str | None = None, timeout: float | None = None) -> Any:
-        """Receives the next tensor: torch as torch, numpy as numpy, `None` as `None`.
+        """Receives the next tensor. Several threads may receive at once; each tensor goes to one of them.
+
+        Interrupted by Ctrl-C, it takes no tensor; one that was being moved at that moment is lost.
 
         Args:
-            out: A contiguous CPU tensor or array to receive into; it must have the dtype and shape of what comes.
+            out: A contiguous, writable torch tensor, numpy array, DLPack object or buffer in host memory to receive
+                into. It must be of the kind (torch, or numpy for all others), dtype and shape of what comes.
                 Without it the returned tensor owns memory that the pipe uses again once the tensor is let go.
             device: Only `"cpu"` (or `None`) in this version.
             timeout: Seconds; see the class.
@@ -148,30 +165,46 @@ class Pipe:
         Raises:
             EndOfPipeError: The sender has closed and everything was received.
             ConfigError: `out` does not match; nothing was consumed, the pipe is usable.
+            TransportUnavailableError: `out` or `device` is not in host memory; nothing was consumed.
             CorruptDataError: What came differs from its checksum; it is consumed, the pipe is usable.
             TransferTimeoutError: Not done in time; the message says whether the pipe is usable.
             PeerLostError: The sender is gone; the pipe is closed.
         """
-        return self._irecv(out, device, timeout).wait()
+        native = self._receive(out, device, timeout)
+        try:
+            return self._received(native, out).wait()
+        except BaseException:
+            if not native.is_completed():  # Ctrl-C, or what else a signal handler raises
+                self._end.withdraw(native)
+            raise
 
     def irecv_tensor(self, out: Any = None, device: str | None = None) -> Work[Any]:
-        """Begins to receive the next tensor."""
-        return self._irecv(out, device, None)
+        """Begins to receive the next tensor.
 
-    def _irecv(self, out: Any, device: str | None, timeout: float | None) -> Work[Any]:
+        Its place among the receives is taken when this returns, also among several threads. `out` is kept alive;
+        dropping the work cancels nothing: the tensor is received and lost.
+
+        Raises:
+            As `recv_tensor` for what is wrong with `out` or `device`; the rest comes from the work.
+        """
+        return self._received(self._receive(out, device, None), out)
+
+    def _receive(self, out: Any, device: str | None, timeout: float | None) -> _kvpipe.Work:
         if self._is_sender:
             message = "this is the sending end of the pipe; it cannot receive"
             raise ConfigError(message)
-        if device not in (None, "cpu"):
-            message = f"device={device!r}: only 'cpu' can be received into in this version"
-            raise ConfigError(message)
+        _check_device(device)
         if out is None:
-            return Work(self._end.receive(None, timeout), _rebuild)
+            return self._end.receive(None, timeout)
         described = describe(out, must_be_in_place=True)
-        return Work(self._end.receive((described.meta, described.data), timeout), lambda _: out)
+        return self._end.receive((described.meta, described.data), timeout)
+
+    @staticmethod
+    def _received(native: _kvpipe.Work, out: Any) -> Work[Any]:
+        return Work(native, _rebuild if out is None else lambda _: out)
 
     def close(self, timeout: float | None = 10) -> None:
-        """Ends the pipe. Closing twice is fine.
+        """Ends the pipe. Closing twice is fine, also from several threads.
 
         The sender returns once everything has been received. The receiver discards what it has not received, and
         the sender's operations fail.
@@ -207,7 +240,7 @@ class Pipe:
         return self._end.info()[2]
 
     def stats(self) -> PipeStats:
-        """Counters of this end."""
+        """Counters of this end; any thread may ask, at any time."""
         _, _, transport, num_tensors, num_bytes, in_flight = self._end.info()
         return PipeStats(num_tensors, num_bytes, in_flight, transport)
 
@@ -238,6 +271,17 @@ def _microseconds(busy_poll_us: int | None) -> int | None:
         message = f"busy_poll_us={busy_poll_us}: expected 0 to {_LONGEST_BUSY_POLL_US}"
         raise ConfigError(message)
     return busy_poll_us
+
+
+def _check_device(device: object) -> None:
+    if device is None or str(device) == "cpu":
+        return
+    name = repr(str(device))
+    if name.startswith("'cuda"):
+        message = f"device={name}: this version receives into host memory; receive, then use tensor.to({name})"
+        raise TransportUnavailableError(message)
+    message = f"device={name}: expected None or 'cpu'"
+    raise ConfigError(message)
 
 
 def _rebuild(received: tuple[int, str, list[int], Any]) -> Any:

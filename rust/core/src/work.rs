@@ -57,6 +57,12 @@ fn lock<T>(state: &Mutex<State<T>>) -> MutexGuard<'_, State<T>> {
 }
 
 impl<T> Completer<T> {
+    /// Whether this completes that work.
+    pub fn completes(&self, work: &Work<T>) -> bool {
+        let state = self.0.as_ref();
+        state.is_some_and(|state| Arc::ptr_eq(state, &work.0))
+    }
+
     /// Ends the operation.
     pub fn complete(mut self, result: Result<T>) {
         self.finish(result);

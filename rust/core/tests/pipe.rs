@@ -222,6 +222,32 @@ fn an_out_that_does_not_match_consumes_nothing() {
 }
 
 #[test]
+fn a_receive_that_is_withdrawn_takes_no_tensor_and_the_others_keep_their_order() {
+    on_every_road(
+        "a_receive_that_is_withdrawn_takes_no_tensor_and_the_others_keep_their_order",
+        |transport| {
+            let (tx, rx) = pipe(transport);
+            let works = [receive(&rx), receive(&rx), receive(&rx)];
+            rx.withdraw(&works[1]).expect("withdrawn");
+            let error = works[1].wait_for(PATIENCE).expect_err("withdrawn");
+            assert!(
+                matches!(&error, Error::Closed(text) if text.contains("usable")),
+                "{error}"
+            );
+            let sent = [1, 2].map(|seed| send(&tx, pattern(100_000, seed)));
+            assert!(content(&works[0]) == pattern(100_000, 1));
+            // Nothing to take back any more.
+            rx.withdraw(&works[0]).expect("done before");
+            assert!(content(&works[2]) == pattern(100_000, 2));
+            for work in sent {
+                work.wait_for(PATIENCE).expect("sent");
+            }
+            assert_eq!(rx.info().in_flight, 0);
+        },
+    );
+}
+
+#[test]
 fn a_second_sender_is_refused_with_the_reason() {
     on_every_road("a_second_sender_is_refused_with_the_reason", |transport| {
         let (tx, rx) = pipe(transport);

@@ -7,7 +7,7 @@ use kvpipe_core::pipe::{Deadline, Meta, Pipe};
 use pyo3::prelude::*;
 
 use crate::buffer::{from_python, release_let_go};
-use crate::error::to_py;
+use crate::error::{bad, to_py};
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration};
 
@@ -90,6 +90,13 @@ impl PipeEnd {
         let deadline = Deadline::after(duration(timeout)?);
         let received = py.detach(|| self.0.receive(out, deadline)).map_err(to_py)?;
         Ok(Work::new(Kind::Received(received)))
+    }
+
+    fn withdraw(&self, receive: &Work) -> PyResult<()> {
+        match receive.kind() {
+            Kind::Received(work) => self.0.withdraw(work).map_err(to_py),
+            _ => Err(bad("only a receive can be withdrawn")),
+        }
     }
 
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Work>> {

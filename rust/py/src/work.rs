@@ -45,6 +45,10 @@ impl Work {
     pub(crate) fn new(kind: Kind) -> Self {
         Self(kind)
     }
+
+    pub(crate) fn kind(&self) -> &Kind {
+        &self.0
+    }
 }
 
 /// A timeout in seconds as Python has it.

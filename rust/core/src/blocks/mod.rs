@@ -21,7 +21,7 @@ use crate::handoff::HandoffId;
 use crate::identity::{Identity, Incarnation, Service};
 use crate::link::Timing;
 use crate::node::{LinkId, Node, NodeConfig, default_busy_poll};
-use crate::pipe::listen_address;
+use crate::pipe::{check_address, listen_address};
 use crate::region::{Layout, NAME_CAP};
 use crate::transport::Transport;
 use crate::work::{Work, work};
@@ -209,6 +209,7 @@ impl Agent {
 
     /// Connects to a peer; the work ends once its regions are known.
     pub fn connect(&self, address: &str) -> Result<Work<PeerInfo>> {
+        check_address(address)?;
         let (done, completer) = work();
         self.node.send(Command::Connect {
             address: address.to_owned(),

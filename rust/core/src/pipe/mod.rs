@@ -194,6 +194,17 @@ pub fn listen_address(address: &str, token: &[u8]) -> Result<SocketAddr> {
     Ok(resolved)
 }
 
+/// Refuses what is no `host:port`, before anything is resolved.
+pub(crate) fn check_address(address: &str) -> Result<()> {
+    let parts = address.rsplit_once(':');
+    if parts.is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok()) {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "{address:?} is no address; expected HOST:PORT"
+    )))
+}
+
 /// The first address of a name. A resolver can hang: it has a thread of its own, which ends when it answers.
 fn resolve(name: &str, timeout: Duration) -> Result<SocketAddr> {
     let (sender, answer) = channel();
@@ -204,9 +215,10 @@ fn resolve(name: &str, timeout: Duration) -> Result<SocketAddr> {
         .map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
     match answer.recv_timeout(timeout) {
         Ok(Ok(Some(resolved))) => Ok(resolved),
-        Ok(_) => Err(Error::Config(format!(
-            "{name:?} is no address; expected HOST:PORT"
+        Ok(Ok(None)) => Err(Error::Connect(format!(
+            "cannot reach {name}: the name has no address"
         ))),
+        Ok(Err(error)) => Err(Error::Connect(format!("cannot reach {name}: {error}"))),
         Err(_) => Err(Error::Connect(format!(
             "{name:?} was not resolved within {timeout:?}; is the name server reachable?"
         ))),
@@ -259,6 +271,7 @@ impl Pipe {
         busy_poll: Duration,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
+        check_address(address)?;
         let shared = Shared::default();
         {
             let mut info = shared.get();
@@ -325,6 +338,14 @@ impl Pipe {
             completer,
         })?;
         Ok(done)
+    }
+
+    /// Takes a receive back that has not met a tensor, so that it takes none. One that has, goes on.
+    pub fn withdraw(&self, receive: &Work<Arc<Received>>) -> Result<()> {
+        match &self.end {
+            End::Sender(_) => Ok(()),
+            End::Receiver(node) => node.send(receiver::Command::Withdraw(receive.clone())),
+        }
     }
 
     /// Ends the pipe in order. Of a sender: done once everything has been taken.

@@ -19,7 +19,7 @@ use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
 use crate::pool::Pool;
 use crate::transport::Payload;
-use crate::work::Completer;
+use crate::work::{Completer, Work};
 
 /// The frame with which a sender ends the pipe in order; all tensors have been taken before it.
 pub(super) const END: &[u8] = b"end";
@@ -40,6 +40,8 @@ pub(super) enum Command {
         deadline: Deadline,
         completer: Completer<Arc<Received>>,
     },
+    /// Nobody waits for this receive any more.
+    Withdraw(Work<Arc<Received>>),
 }
 
 struct Wanted {
@@ -116,6 +118,7 @@ impl Receiver {
             let Some(arrived) = self.arrived.pop_front() else {
                 return;
             };
+            self.count_waiting();
             if let Some(error) = mismatch(&wanted, &arrived) {
                 self.arrived.push_front(arrived);
                 wanted.completer.complete(Err(error));
@@ -137,7 +140,7 @@ impl Receiver {
         if self.arrived.is_empty() && self.receiving.is_none() {
             self.report_end();
         }
-        self.shared.get().in_flight = self.wanted.len() + usize::from(self.receiving.is_some());
+        self.count_waiting();
     }
 
     fn report_end(&mut self) {
@@ -257,6 +260,7 @@ impl Receiver {
         let Some(receiving) = self.receiving.take() else {
             return;
         };
+        self.count_waiting();
         let (sequence, len) = (receiving.fetch.id(), receiving.fetch.len());
         if receiving.is_withdrawn {
             self.say(io, WITHDRAWN, sequence);
@@ -352,20 +356,36 @@ impl Receiver {
         }
     }
 
+    fn withdraw_receive(&mut self, receive: &Work<Arc<Received>>) {
+        let is_it = |wanted: &Wanted| wanted.completer.completes(receive);
+        let at = self.wanted.iter().position(is_it);
+        if let Some(wanted) = at.and_then(|at| self.wanted.remove(at)) {
+            self.count_waiting();
+            let error = Error::Closed("the receive was withdrawn; the pipe is usable".to_owned());
+            wanted.completer.complete(Err(error));
+        }
+    }
+
+    /// Called before an operation completes: whoever sees its end finds it counted.
+    fn count_waiting(&self) {
+        self.shared.get().in_flight = self.wanted.len() + usize::from(self.receiving.is_some());
+    }
+
     fn expire(&mut self, io: &mut Io) {
         let now = io.now;
         if self.deadlines.take_if_past(now) {
             let late = |wanted: &Wanted| wanted.deadline.meet_by.is_some_and(|at| at <= now);
             let (expired, kept): (VecDeque<_>, VecDeque<_>) = self.wanted.drain(..).partition(late);
+            self.wanted = kept;
+            self.count_waiting();
             for wanted in expired {
                 let text = "no tensor came in time; the pipe is usable";
                 let error = Error::Timeout(text.to_owned());
                 wanted.completer.complete(Err(error));
             }
-            for wanted in &kept {
+            for wanted in &self.wanted {
                 self.deadlines.add(wanted.deadline.meet_by);
             }
-            self.wanted = kept;
         }
         let is_late = |receiving: &&mut Receiving| {
             let done_by = receiving.deadline.done_by;
@@ -414,22 +434,23 @@ fn mismatch(wanted: &Wanted, arrived: &Arrived) -> Option<Error> {
 impl Service for Receiver {
     type Command = Command;
 
-    fn command(
-        &mut self,
-        io: &mut Io,
-        Command::Receive {
-            out,
-            deadline,
-            completer,
-        }: Command,
-    ) {
-        self.deadlines.add(deadline.meet_by);
-        self.wanted.push_back(Wanted {
-            out,
-            deadline,
-            completer,
-        });
-        self.pair(io);
+    fn command(&mut self, io: &mut Io, command: Command) {
+        match command {
+            Command::Receive {
+                out,
+                deadline,
+                completer,
+            } => {
+                self.deadlines.add(deadline.meet_by);
+                self.wanted.push_back(Wanted {
+                    out,
+                    deadline,
+                    completer,
+                });
+                self.pair(io);
+            }
+            Command::Withdraw(receive) => self.withdraw_receive(&receive),
+        }
     }
 
     fn accept(&mut self, link: LinkId, _peer: &Identity) -> std::result::Result<(), String> {

@@ -259,6 +259,7 @@ impl Sender {
         let mut info = self.shared.get();
         info.num_tensors += 1;
         info.num_bytes += len as u64;
+        info.in_flight = self.queue.len() + self.posted.len();
     }
 
     fn expire_queued(&mut self, now: Instant) {

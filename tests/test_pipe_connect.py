@@ -1,0 +1,81 @@
+"""Pipe: who may connect, and how it is said that somebody may not."""
+
+import socket
+import time
+
+import pytest
+
+from kvpipe import Agent, AuthenticationError, ConfigError, ConnectError, Pipe, TransferTimeoutError
+from tests.test_pipe import both_ways
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+
+def test_a_wrong_token_is_refused_and_the_right_one_still_accepted():
+    with Pipe.listen(token="right") as receiver:
+        for token in ("wrong", None):
+            with pytest.raises(AuthenticationError, match="give both sides the same KVPIPE_TOKEN"):
+                Pipe.connect(receiver.address, token=token)
+        with Pipe.connect(receiver.address, token="right") as sender:
+            both_ways(sender, receiver)
+
+
+def test_a_second_sender_is_refused_and_the_first_not_disturbed(pair):
+    sender, receiver = pair
+    with pytest.raises(ConnectError, match="already has a sender"):
+        Pipe.connect(receiver.address)
+    both_ways(sender, receiver)
+
+
+def test_nobody_listening_is_a_connect_error_with_the_address():
+    with Pipe.listen() as gone:
+        address = gone.address
+    with pytest.raises(ConnectError, match=address):
+        Pipe.connect(address, timeout=5)
+
+
+def test_a_listener_that_does_not_answer_is_a_connect_error_in_time(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        started = time.monotonic()
+        with pytest.raises((ConnectError, TransferTimeoutError), match=address):
+            Pipe.connect(address, timeout=0.3)
+        assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
+def test_others_can_reach_us_only_with_a_token(address):
+    with pytest.raises(ConfigError, match=r"needs a token.*set KVPIPE_TOKEN or pass token="):
+        Pipe.listen(address)
+    with Pipe.listen(address, token="secret") as receiver:
+        assert receiver.address
+
+
+@pytest.mark.parametrize("address", ["zzz", "127.0.0.1", "127.0.0.1:99999", ":80", "", "a:b"])
+def test_connecting_to_what_is_no_address_is_refused_by_name(address):
+    with pytest.raises(ConfigError, match=f'"{address}" is no address; expected HOST:PORT'):
+        Pipe.connect(address, token="secret")
+    with Agent() as agent, pytest.raises(ConfigError, match=f'"{address}" is no address; expected HOST:PORT'):
+        agent.connect(address)
+
+
+def test_a_name_that_nobody_has_is_a_connect_error():
+    with pytest.raises(ConnectError, match=r"cannot reach nobody\.invalid:80"):
+        Pipe.connect("nobody.invalid:80", timeout=20)
+    with Agent() as agent, pytest.raises(ConnectError, match=r"cannot reach nobody\.invalid:80"):
+        agent.connect("nobody.invalid:80", timeout=20)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", "127.0.0.1:99999", "203.0.113.1:0"])
+def test_a_bad_address_is_named(address):
+    with pytest.raises(ConfigError, match=address):
+        Pipe.listen(address, token="secret")
+
+
+def test_garbage_on_the_port_disturbs_nobody():
+    with Pipe.listen() as receiver:
+        host, port = receiver.address.split(":")
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 1000)
+            with Pipe.connect(receiver.address) as sender:
+                both_ways(sender, receiver)
