@@ -146,6 +146,7 @@ class Agent:
         """Connects to an agent, or returns the connection there is.
 
         Raises:
+            ConfigError: The address is no `host:port`.
             ConnectError: Nobody answers there.
             AuthenticationError: It has another token.
             TransferTimeoutError: It did not complete the handshake in time.

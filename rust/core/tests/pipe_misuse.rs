@@ -1,0 +1,196 @@
+//! What a pipe does when its sender keeps to no rules.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::pipes::{content, receive, send, sender_to};
+use common::{PATIENCE, Raw, TOKEN, eventually, on_both_roads, pattern};
+use kvpipe_core::Error;
+use kvpipe_core::codec::Writer;
+use kvpipe_core::identity::Service;
+use kvpipe_core::pipe::{Pipe, Received};
+use kvpipe_core::work::Work;
+use kvpipe_ucx::{Buffer, Search};
+
+const EAGER: u8 = 1;
+const OFFER: u8 = 2;
+const ACCEPT: u8 = 3;
+const DATA: u8 = 4;
+const SUMS: u8 = 9;
+const CORRUPT: u8 = 10;
+const TAKEN: u8 = 6;
+
+fn eager(sequence: u64, content: &[u8]) -> (Vec<u8>, Vec<u8>) {
+    let payload = described(content.len()).bytes(content).finish();
+    (eager_header(sequence, 0, 0), payload)
+}
+
+fn eager_header(sequence: u64, is_summed: u8, sum: u64) -> Vec<u8> {
+    let header = Writer::new(EAGER).u64(sequence);
+    header.u8(is_summed).u64(sum).finish()
+}
+
+/// The payload of an offer: length, address, how it is proved, key.
+fn offer(len: u64, address: u64, proof: u8, key: &[u8]) -> Vec<u8> {
+    let offer = described(len as usize).u64(len).u64(address);
+    offer.u8(proof).bytes(key).finish()
+}
+
+fn described(len: usize) -> Writer {
+    Writer::default()
+        .u8(2)
+        .str("uint8")
+        .list(&[len as u64], |w, n| w.u64(*n))
+}
+
+fn raw(search: &Search) -> (Raw, Pipe) {
+    let receiver =
+        Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
+    let address = receiver.address().expect("address");
+    (Raw::connect(search, address, Service::Pipe), receiver)
+}
+
+#[test]
+fn a_message_that_overtakes_the_handshakes_last_frame_counts() {
+    on_both_roads(
+        "a_message_that_overtakes_the_handshakes_last_frame_counts",
+        |search| {
+            let rx = Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO)
+                .expect("listen");
+            let mut raw = Raw::begin(search, rx.address().expect("address"), Service::Pipe);
+            let received = receive(&rx);
+            let (header, payload) = eager(0, b"early");
+            raw.send(&header, &payload);
+            let (taken, _) = raw.message(TAKEN);
+            assert_eq!(taken, 0u64.to_le_bytes());
+            assert_eq!(content(&received), b"early");
+            raw.finish();
+            let (header, payload) = eager(1, b"later");
+            raw.send(&header, &payload);
+            raw.message_while(|| receive(&rx), b"later");
+        },
+    );
+}
+
+impl Raw {
+    fn message_while(&self, begin: impl FnOnce() -> Work<Arc<Received>>, expected: &[u8]) {
+        let received = begin();
+        self.message(TAKEN);
+        assert_eq!(content(&received), expected);
+    }
+}
+
+#[test]
+fn a_sender_that_leaves_before_it_is_established_leaves_its_place() {
+    let Some(search) = common::ucx() else { return };
+    let rx =
+        Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
+    drop(Raw::begin(
+        &search,
+        rx.address().expect("address"),
+        Service::Pipe,
+    ));
+    std::thread::sleep(Duration::from_millis(100));
+    let tx = sender_to(&search.into(), &rx);
+    let _sent = send(&tx, pattern(10, 1));
+    assert_eq!(content(&receive(&rx)), pattern(10, 1));
+}
+
+#[test]
+fn an_offer_that_no_memory_can_hold_is_an_error_and_not_the_end() {
+    let Some(search) = common::ucx() else { return };
+    let (raw, rx) = raw(&search);
+    let len = 1u64 << 60;
+    let header = Writer::new(OFFER).u64(0).finish();
+    raw.send(&header, &offer(len, 4096, 0, &[0; 16]));
+    let received = receive(&rx);
+    eventually("the refusal", || {
+        raw.worker.progress();
+        received.is_completed().then_some(())
+    });
+    let error = received.wait_for(PATIENCE).expect_err("no such memory");
+    assert!(
+        matches!(&error, Error::Exhausted(text) if text.contains("not consumed")),
+        "{error}"
+    );
+    assert_eq!(rx.info().state, "open");
+}
+
+fn is_corrupt(received: &Work<Arc<Received>>) -> bool {
+    matches!(received.wait_for(PATIENCE), Err(Error::Corrupt(text)) if text.contains("checksum"))
+}
+
+#[test]
+fn a_small_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_goes_on() {
+    let Some(search) = common::ucx() else { return };
+    let (raw, rx) = raw(&search);
+    raw.send(&eager_header(0, 1, 7), &eager(0, b"flipped").1);
+    let received = receive(&rx);
+    raw.message(TAKEN);
+    assert!(is_corrupt(&received));
+    raw.send(&eager(1, b"next").0, &eager(1, b"next").1);
+    raw.message_while(|| receive(&rx), b"next");
+}
+
+#[test]
+fn a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_goes_on() {
+    on_both_roads(
+        "a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_goes_on",
+        |search| {
+            let (raw, rx) = raw(search);
+            let len = 64 << 10;
+            let buffer = Buffer::from_vec(pattern(len, 3));
+            let memory = raw.context.register(buffer).expect("memory");
+            let (address, key) = (memory.buffer().address() as u64, memory.pack_rkey());
+            let is_read = !common::is_tcp();
+            let proof = if is_read { 1 } else { 2 };
+            let header = Writer::new(OFFER).u64(0).finish();
+            raw.send(
+                &header,
+                &offer(len as u64, address, proof, &key.expect("key")),
+            );
+            let received = receive(&rx);
+            if is_read {
+                let wrong = Writer::default().list(&[7], |w, sum| w.u64(*sum)).finish();
+                raw.send(&Writer::new(SUMS).u64(0).finish(), &wrong);
+            } else {
+                raw.message(ACCEPT);
+                let header = Writer::new(DATA).u64(0).u64(0).u64(7).finish();
+                raw.send(&header, &pattern(len, 3));
+            }
+            raw.message(CORRUPT);
+            assert!(is_corrupt(&received));
+            raw.send(&eager(1, b"next").0, &eager(1, b"next").1);
+            raw.message_while(|| receive(&rx), b"next");
+        },
+    );
+}
+
+#[test]
+fn a_sender_that_ignores_its_credit_or_its_bounds_is_cut_off() {
+    let Some(search) = common::ucx() else { return };
+    let too_many: Vec<_> = (0..100).map(|i| eager(i, b"x")).collect();
+    let header = Writer::new(OFFER).u64(0).finish();
+    let wraps = vec![(header, offer(1 << 40, u64::MAX - 4096, 0, &[0; 16]))];
+    let unasked = vec![(
+        Writer::new(DATA).u64(0).u64(u64::MAX).u64(0).finish(),
+        b"data".to_vec(),
+    )];
+    let skips = vec![eager(1, b"x")];
+    let unknown = vec![(vec![99; 9], vec![])];
+    let cut = vec![(vec![EAGER, 0], vec![])];
+    for messages in [too_many, wraps, unasked, skips, unknown, cut] {
+        let (mut raw, rx) = raw(&search);
+        for (header, payload) in &messages {
+            if raw.worker.outstanding() > 1000 {
+                break;
+            }
+            raw.send(header, payload);
+        }
+        assert!(raw.is_closed());
+        let error = eventually("the end", || receive(&rx).wait_for(PATIENCE).err());
+        assert!(matches!(error, Error::Protocol(_)), "{error}");
+    }
+}
