@@ -152,3 +152,18 @@ def test_a_forked_child_gets_closed_error_and_the_parent_goes_on(start):
     assert json.loads(child.read()) == ["ClosedError"] * 3 + ["fine"] * 3
     assert child.read() == "[0, 1, 2]"
     assert child.process.wait(10) == 0
+
+
+def test_the_way_of_the_tensors_is_logged_once_and_tcp_on_one_machine_is_warned_about(road, caplog):
+    caplog.set_level("INFO", logger="kvpipe")
+    with Pipe.listen() as receiver, Pipe.connect(receiver.address) as sender:
+        for _ in range(3):
+            sender.send_tensor(None)
+            receiver.recv_tensor()
+        transport = sender.transport
+    opened = [each.getMessage() for each in caplog.records if "pipe.open" in each.getMessage()]
+    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(opened) == 2  # one at each end
+    assert all(f"transport={transport}" in each for each in opened)
+    assert len(warned) == (2 if road == "tcp" else 0)
+    assert all("CMA" in each for each in warned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +16,8 @@ from kvpipe.work import Work
 if TYPE_CHECKING:
     from types import TracebackType
 
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_BUSY_POLL_US = 1_000_000
 
@@ -53,6 +56,7 @@ class Pipe:
     def __init__(self, end: _kvpipe.PipeEnd, *, is_sender: bool) -> None:
         self._end = end
         self._is_sender = is_sender
+        self._is_told = False
 
     @classmethod
     def listen(cls, address: str = "127.0.0.1:0", token: str | None = None, *, busy_poll_us: int | None = None) -> Pipe:
@@ -106,7 +110,9 @@ class Pipe:
         except BaseException:
             end.stop()
             raise
-        return cls(end, is_sender=True)
+        pipe = cls(end, is_sender=True)
+        pipe._tell_opened()
+        return pipe
 
     def send_tensor(self, tensor: Any, timeout: float | None = None) -> None:
         """Sends a tensor; returns when it may be changed. Several threads may send at once.
@@ -172,11 +178,13 @@ class Pipe:
         """
         native = self._receive(out, device, timeout)
         try:
-            return self._received(native, out).wait()
+            received = self._received(native, out).wait()
         except BaseException:
             if not native.is_completed():  # Ctrl-C, or what else a signal handler raises
                 self._end.withdraw(native)
             raise
+        self._tell_opened()
+        return received
 
     def irecv_tensor(self, out: Any = None, device: str | None = None) -> Work[Any]:
         """Begins to receive the next tensor.
@@ -194,6 +202,7 @@ class Pipe:
             message = "this is the sending end of the pipe; it cannot receive"
             raise ConfigError(message)
         _check_device(device)
+        self._tell_opened()
         if out is None:
             return self._end.receive(None, timeout)
         described = describe(out, must_be_in_place=True)
@@ -202,6 +211,15 @@ class Pipe:
     @staticmethod
     def _received(native: _kvpipe.Work, out: Any) -> Work[Any]:
         return Work(native, _rebuild if out is None else lambda _: out)
+
+    def _tell_opened(self) -> None:
+        """Logs once which way the tensors take, as soon as the two ends have met."""
+        if self._is_told or not (transport := self.transport):
+            return
+        self._is_told = True
+        logger.info("pipe.open peer=%s transport=%s", self.peer, transport)
+        if advice := self._end.advice:
+            logger.warning("pipe.slow peer=%s %s", self.peer, advice)
 
     def close(self, timeout: float | None = 10) -> None:
         """Ends the pipe. Closing twice is fine, also from several threads.

@@ -117,6 +117,12 @@ impl PipeEnd {
     }
 
     /// `(state, peer, transport, num_tensors, num_bytes, in_flight)`.
+    /// Why large tensors take a slower road than they could; empty otherwise.
+    #[getter]
+    fn advice(&self) -> &'static str {
+        self.0.info().advice
+    }
+
     fn info(&self) -> (&'static str, String, String, u64, u64, usize) {
         let info = self.0.info();
         (
