@@ -43,6 +43,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     commands: Commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (_add_info, _add_up, _add_proxy, _add_bench):
         add(commands)
+    if argv[:1] == ["bench"]:
+        args = parser.parse_args(argv[:1])
+        args.arguments = argv[1:]
+        return args
     # What follows "--" is vLLM's, whatever argparse would make of it
     index = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:index])
@@ -99,9 +103,8 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(commands: Commands) -> None:
-    parser = commands.add_parser("bench", help="measure", add_help=False)
-    parser.add_argument("subject", choices=("pipe",))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    # `kvpipe.bench.command` has its arguments: their defaults need what only it imports
+    parser = commands.add_parser("bench", help="measure kvpipe, and what it is held against", add_help=False)
     parser.set_defaults(command=_bench)
 
 
@@ -159,9 +162,13 @@ def _proxy(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from kvpipe.bench import pipe
-
-    return int(pipe.main(args.arguments) or 0)
+    try:
+        from kvpipe.bench import command
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        raise ConfigError("numpy is not installed; pip install 'kvpipe[bench]'") from error
+    return command.main(args.arguments)
 
 
 def _missing_extra(error: ModuleNotFoundError) -> KVPipeError:

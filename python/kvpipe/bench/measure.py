@@ -1,4 +1,4 @@
-"""Sizes, how often each is measured, and what is kept of the samples. No clock, no input, no output."""
+"""Sizes, how much is moved a round, and what is kept of the samples. No clock, no input, no output."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# Enough that a round of a size takes some 50 ms: the clock and a single late wake-up do not matter.
-_ROUND_BYTES = 256 << 20
-_MOST_TENSORS = 1000
-_LEAST_TENSORS = 4
+# Enough that a round of a size takes some 30 ms: the clock and a single late wake-up do not matter.
+ROUND_BYTES = 128 << 20
+_MOST_TENSORS, _LEAST_TENSORS = 1000, 4
+_MOST_PINGS = 300
+_LEAST_WORKING_SET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,75 @@ def summarize(samples: Sequence[float]) -> Summary:
     return Summary(tenths[4], tenths[0], tenths[8], len(samples))
 
 
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        kind: `tensors`, `blocks` or `latency`.
+        num_bytes: Bytes of a tensor or block.
+        num_blocks: Blocks of one transfer.
+        layout: Of blocks: `contiguous` or `scattered`.
+    """
+
+    kind: str
+    num_bytes: int
+    num_blocks: int = 1
+    layout: str = ""
+
+    @property
+    def label(self) -> str:
+        """The case in words, such as `64 KiB x 512 scattered`."""
+        size = size_text(self.num_bytes)
+        return f"{size} x {self.num_blocks} {self.layout}" if self.kind == "blocks" else size
+
+    @property
+    def count(self) -> int:
+        """How many tensors, transfers or round trips one round makes."""
+        fitting = ROUND_BYTES // (self.num_bytes * self.num_blocks)
+        if self.kind == "blocks":
+            return max(1, fitting)
+        most = _MOST_PINGS if self.kind == "latency" else _MOST_TENSORS
+        return max(_LEAST_TENSORS, min(most, fitting))
+
+    @property
+    def bytes_per_round(self) -> int:
+        """Payload of one round."""
+        return self.num_bytes * self.num_blocks * self.count
+
+
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Sizes in bytes from text such as `8,64K,1M`, ascending; each a multiple of 8.
 
     Raises:
         ConfigError: One of them is something else.
     """
-    return tuple(sorted({_parse_size(part.strip()) for part in text.split(",")}))
+    return tuple(sorted({parse_size(part.strip()) for part in text.split(",")}))
 
 
-def _parse_size(text: str) -> int:
+def parse_blocks(text: str) -> tuple[tuple[int, int], ...]:
+    """Sizes and numbers of blocks from text such as `64Kx512,4Kx8192`, by size.
+
+    Raises:
+        ConfigError: One of them is something else.
+    """
+    return tuple(sorted({_parse_shape(part.strip()) for part in text.split(",")}))
+
+
+def _parse_shape(text: str) -> tuple[int, int]:
+    size, _, number = text.partition("x")
+    if not number.isdecimal() or int(number) == 0:
+        message = f"blocks {text!r}: expected a size and how many a transfer moves, such as 64Kx512"
+        raise ConfigError(message)
+    return parse_size(size), int(number)
+
+
+def parse_size(text: str) -> int:
+    """One size in bytes, such as `64K`.
+
+    Raises:
+        ConfigError: It is something else.
+    """
     digits = text.rstrip("KMG")
     unit = _UNITS.get(text[len(digits) :])
     size = int(digits) * unit if digits.isdecimal() and unit else 0
@@ -69,23 +129,19 @@ def _parse_size(text: str) -> int:
     return size
 
 
-def tensors_per_round(size: int) -> int:
-    """How many tensors of a size one round moves."""
-    return max(_LEAST_TENSORS, min(_MOST_TENSORS, _ROUND_BYTES // size))
+def size_text(num_bytes: int) -> str:
+    """`65536` as `64 KiB`."""
+    value, units = num_bytes, ["B", "KiB", "MiB", "GiB"]
+    while value >= 1 << 10 and value % (1 << 10) == 0 and len(units) > 1:
+        value >>= 10
+        units.pop(0)
+    return f"{value} {units[0]}"
 
 
-def pings_per_round(size: int) -> int:
-    """How many tensors of a size go there and back in one round."""
-    return max(_LEAST_TENSORS, tensors_per_round(size) // 4)
+def working_set_bytes(cache_bytes: int, cases: Sequence[Case]) -> int:
+    """Bytes of each side's buffer, which is walked through so that no cache holds it.
 
-
-def working_set_bytes(cache_bytes: int, sizes: Sequence[int]) -> int:
-    """Bytes of a buffer that is walked through, so that no cache holds it: 4 caches, and 2 of the largest tensor."""
-    return max(4 * cache_bytes, 2 * max(sizes))
-
-
-def offsets(size: int, count: int, total: int) -> Iterator[int]:
-    """Where in a buffer of `total` bytes each of `count` tensors begins, one after the other, then again."""
-    stride = max(size, 64)  # a cache line, so that small tensors leave the cache too
-    places = total // stride
-    return (i % places * stride for i in range(count))
+    Source and destination together are 2.5 caches: the line that comes next was last used 2.5 caches ago.
+    """
+    largest = max(case.num_bytes * case.num_blocks for case in cases)
+    return max(cache_bytes * 5 // 4, 2 * largest, _LEAST_WORKING_SET_BYTES)

@@ -1,64 +1,25 @@
-"""What a benchmark says: the machine it ran on, its table, its JSON, and how far it is."""
+"""What a benchmark says: its tables and its JSON, and how it compares with an older one."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import platform
-import sys
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpipe._info import info
+from kvpipe.bench.measure import size_text
+from kvpipe.bench.results import UNITS
+from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import TextIO
+    from pathlib import Path
 
     from kvpipe.bench.measure import Summary
+    from kvpipe.bench.results import Row
 
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_BAR_WIDTH = 30
 _DIGITS = 3
-
-
-def machine() -> dict[str, Any]:
-    """Facts without which a figure says nothing."""
-    facts = info()
-    return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": _cpu_model(),
-        "num_cpus": os.cpu_count(),
-        "cache_bytes": cache_bytes(),
-        "load_average": load_average(),
-        "kvpipe": facts["kvpipe"],
-        "python": facts["python"],
-        "ucx": facts["ucx"],
-        "UCX_TLS": os.environ.get("UCX_TLS", ""),
-    }
-
-
-def load_average() -> float:
-    """Processes that wanted to run, over the last minute."""
-    return round(os.getloadavg()[0], 2)
-
-
-def cache_bytes(caches: Path = _CACHES) -> int | None:
-    """The largest cache of the first CPU; `None` when the system does not tell."""
-    sizes = [_kib(path.read_text()) for path in caches.glob("index*/size")]
-    return max(sizes, default=None)
-
-
-def _kib(text: str) -> int:
-    return int(text.strip().removesuffix("K")) << 10
-
-
-def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or "unknown")
+# Facts that make figures comparable
+_SAME = ("system", "cpu", "num_cpus", "ucx", "ucx_settings", "working_set_bytes")
 
 
 def describe(facts: Mapping[str, Any]) -> str:
@@ -67,65 +28,97 @@ def describe(facts: Mapping[str, Any]) -> str:
     return "\n".join(f"{key}: {value}" for key, value in shown.items())
 
 
-def size_text(num_bytes: int) -> str:
-    """`65536` as `64 KiB`."""
-    value, units = num_bytes, ["B", "KiB", "MiB", "GiB"]
-    while value >= 1 << 10 and value % (1 << 10) == 0 and len(units) > 1:
-        value >>= 10
-        units.pop(0)
-    return f"{value} {units[0]}"
+def tables(rows: Sequence[Row]) -> str:
+    """A table for each kind of case."""
+    kinds = dict.fromkeys(row.case.kind for row in rows)
+    return "\n\n".join(_table_of(kind, [row for row in rows if row.case.kind == kind]) for kind in kinds)
+
+
+def _table_of(kind: str, rows: Sequence[Row]) -> str:
+    header = [kind, "contestant", "road", UNITS[kind], "ratio", "to", "CPU s/GiB"]
+    lines, last = [], ""
+    for row in rows:
+        road = f"{row.road} ({row.transport})" if row.transport not in ("", row.road) else row.road
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        cpu = cell(row.cpu_s_per_gib) if row.cpu_s_per_gib else ""
+        label = "" if row.case.label == last else row.case.label
+        last = row.case.label
+        lines.append([label, row.contestant, road, cell(row.value), ratio, row.baseline or "", cpu])
+    return table(header, lines)
 
 
 def cell(summary: Summary) -> str:
     """`median (p10-p90)`, each with three digits that say something."""
-    return f"{_number(summary.median)} ({_number(summary.p10)}-{_number(summary.p90)})"
+    return f"{number(summary.median)} ({number(summary.p10)}-{number(summary.p90)})"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A value with three digits that say something."""
     decimals = _DIGITS - 1 - math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.{max(0, decimals)}f}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be, all aligned to the right."""
+    """Columns as wide as they need to be."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
-def write_json(path: Path, facts: Mapping[str, Any], results: Sequence[tuple[int, Mapping[str, Summary]]]) -> None:
+def as_json(facts: Mapping[str, Any], skipped: Mapping[str, str], rows: Sequence[Row]) -> str:
     """Everything that was printed, for programs."""
-    rows = [
-        {"bytes": size} | {name: asdict(summary) for name, summary in summaries.items()} for size, summaries in results
+    found = {"machine": dict(facts), "skipped": dict(skipped), "rows": [row.as_json() for row in rows]}
+    return json.dumps(found, indent=2) + "\n"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `as_json` made.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds something else.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        list(map(_key, found["rows"]))
+        dict(found["machine"])
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror}"
+        raise ConfigError(message) from error
+    except (ValueError, KeyError, TypeError) as error:
+        message = f"{path} holds no figures of `kvpipe bench --json` ({type(error).__name__}: {error})"
+        raise ConfigError(message) from error
+    return found
+
+
+def comparison(old: Mapping[str, Any], facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """The ratio of each figure to the older one; above it, what makes them hard to compare."""
+    before = {_key(row): row for row in old["rows"]}
+    lines = [_compared(row.as_json(), before.get(_key(row.as_json()))) for row in rows]
+    header = ["case", "contestant", "road", "unit", "old", "new", "new/old", "CPU new/old"]
+    warnings = [
+        f"{key} differs: {old['machine'].get(key)!r} then, {facts.get(key)!r} now"
+        for key in _SAME
+        if old["machine"].get(key) != facts.get(key)
     ]
-    path.write_text(json.dumps({"machine": dict(facts), "results": rows}, indent=2) + "\n")
+    return "\n".join([*warnings, table(header, lines)])
 
 
-class Progress:
-    """Tells on stderr how far it is: a bar on a terminal, else a line a round."""
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    names = ("kind", "bytes", "num_blocks", "layout", "contestant", "road")
+    row["value"]["median"]  # a row without it is none of ours
+    return tuple(row[name] for name in names)
 
-    def __init__(self, num_steps: int, stream: TextIO = sys.stderr) -> None:
-        self._num_steps = num_steps
-        self._stream = stream
-        self._is_terminal = stream.isatty()
-        self._done = 0
 
-    def step(self, label: str) -> None:
-        """One more step is done; `label` says which."""
-        self._done += 1
-        if self._is_terminal:
-            filled = _BAR_WIDTH * self._done // self._num_steps
-            bar = "#" * filled + "." * (_BAR_WIDTH - filled)
-            self._stream.write(f"\r[{bar}] {self._done}/{self._num_steps} {label:<24}")
-            self._stream.flush()
-
-    def line(self, text: str) -> None:
-        """A line where there is no bar."""
-        if not self._is_terminal:
-            self._stream.write(f"{text}\n")
-            self._stream.flush()
-
-    def end(self) -> None:
-        """Makes room for what comes after the bar."""
-        if self._is_terminal and self._done:
-            self._stream.write("\n")
+def _compared(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> list[str]:
+    shape = f" x {new['num_blocks']} {new['layout']}" if new["kind"] == "blocks" else ""
+    label = f"{new['kind']} {size_text(new['bytes'])}{shape}"
+    now = new["value"]["median"]
+    line = [label, new["contestant"], new["road"], new["unit"]]
+    if old is None:
+        return [*line, "", number(now), "", ""]
+    then = old["value"]["median"]
+    cpus = [row["cpu_s_per_gib"] for row in (new, old)]
+    cpu = f"{cpus[0]['median'] / cpus[1]['median']:.2f}" if all(cpus) and cpus[1]["median"] else ""
+    return [*line, number(then), number(now), f"{now / then:.2f}", cpu]

@@ -1,0 +1,198 @@
+"""`kvpipe bench`: its arguments, and what it prints and writes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpipe.bench import machine, measure, plot, remote, report
+from kvpipe.bench.contestants import ROADS
+from kvpipe.bench.progress import Progress
+from kvpipe.bench.results import Row, rows_of
+from kvpipe.bench.run import Contest
+from kvpipe.bench.subjects import SUBJECTS, Subject, contestants
+from kvpipe.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpipe.bench.measure import Case
+
+_LEAST_ROUNDS = 5
+_KINDS = ("tensors", "blocks", "latency")
+_ASSUMED_CACHE_BYTES = 32 << 20
+_LATENCY_BUFFER_BYTES = 1 << 20
+_HELP = {
+    "sizes": "bytes of tensors, such as 64K,1M",
+    "blocks": "size and number of blocks of a transfer, such as 64Kx512,4Kx8192",
+    "layout": "contiguous, scattered or both",
+    "kinds": "of cases: tensors, blocks, latency",
+    "latency_sizes": "bytes of the messages for latency",
+}
+_EPILOG = (
+    "Each cell is the median of the rounds and, in brackets, the 10th and the 90th percentile. ratio: to the baseline "
+    "of the same road, the median of the ratios of the rounds. CPU: of both sides. GB/s are 10^9 bytes of payload."
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a benchmark and prints its tables.
+
+    Args:
+        arguments: What follows `kvpipe bench`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: An argument is bad.
+        ContestantError: kvpipe itself could not be measured.
+    """
+    args = _parse(arguments)
+    if args.subject == "serve":
+        remote.serve(args.listen, args.token)
+        return 0
+    _check(args)
+    old = report.read_json(args.compare) if args.compare else None
+    facts, skipped, rows = _measure(SUBJECTS[args.subject], args)
+    sys.stdout.write(f"{report.describe(facts)}\n\n{report.tables(rows)}\n")
+    sys.stdout.writelines(f"\nskipped: {name}: {reason}" for name, reason in skipped.items())
+    if old:
+        sys.stdout.write(f"\n\n{report.comparison(old, facts, rows)}\n")
+    if args.json:
+        _write(args.json, report.as_json(facts, skipped, rows))
+    if args.plot:
+        plot.write(args.plot, rows, f"{facts['cpu']}, {facts['num_cpus']} CPUs, UCX {facts['ucx']}")
+    sys.stdout.write("\n")
+    return 0
+
+
+# --- arguments --------------------------------------------------------------------------------------------------
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="kvpipe bench", description="Measures kvpipe and what it is held against.")
+    subjects = parser.add_subparsers(title="subjects", required=True, metavar="SUBJECT", dest="subject")
+    for name, subject in SUBJECTS.items():
+        _add_subject(
+            subjects.add_parser(name, help=subject.summary, description=subject.summary, epilog=_EPILOG), subject
+        )
+    server = subjects.add_parser("serve", help="the other side of a benchmark between two hosts")
+    server.add_argument("--listen", required=True, metavar="HOST:PORT", help="where the other host connects to")
+    _add_token(server)
+    return parser.parse_args(arguments)
+
+
+def _add_subject(parser: argparse.ArgumentParser, subject: Subject) -> None:
+    for name, default in subject.defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, default=default, metavar="LIST", help=f"{_HELP[name]}; default {default}")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="at least 5, default 7")
+    parser.add_argument("--road", default="both", help="default (what UCX chooses), tcp, or both; default both")
+    parser.add_argument(
+        "--only", metavar="NAMES", help="contestants whose names hold one of these, such as kvpipe,nixl"
+    )
+    parser.add_argument("--baseline", metavar="NAME", help=f"ratios to this one, default {subject.baselines[0]}")
+    parser.add_argument("--working-set", metavar="SIZE", help="bytes of each buffer; default 1.25 of the largest cache")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them; needs matplotlib")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="print ratios to an older run")
+    parser.set_defaults(peer=None, token=None)
+    if subject.remote:
+        parser.add_argument("--peer", metavar="HOST:PORT", help="measure to the host where `kvpipe bench serve` runs")
+        _add_token(parser)
+
+
+def _add_token(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, where other users do not see it")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Finds what is wrong before anything is measured."""
+    if args.rounds < _LEAST_ROUNDS:
+        _refuse("--rounds", args.rounds, f"a median with percentiles needs at least {_LEAST_ROUNDS}")
+    if args.road not in (*ROADS, "both"):
+        _refuse("--road", args.road, f"expected {', '.join(ROADS)} or both")
+    if "layout" in args and args.layout not in ("contiguous", "scattered", "both"):
+        _refuse("--layout", args.layout, "expected contiguous, scattered or both")
+    for kind in args.kinds.split(",") if "kinds" in args else ():
+        if kind not in _KINDS:
+            _refuse("--kinds", kind, f"expected some of {','.join(_KINDS)}")
+    for file in (args.json, args.plot):
+        if file and not file.absolute().parent.is_dir():
+            _refuse("file", file, "there is no such folder")
+    if args.plot:
+        plot.require()
+
+
+def _refuse(name: str, value: object, expected: str) -> None:
+    message = f"{name} {value}: {expected}"
+    raise ConfigError(message)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------
+
+
+def _measure(subject: Subject, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str], list[Row]]:
+    facts = machine.machine()
+    cases = subject.cases(args)
+    total = _working_set(args, facts["cache_bytes"], cases)
+    facts |= {"working_set_bytes": total, "rounds": args.rounds, "peer": args.peer}
+    field = contestants(subject, _roads(args), args)
+    if not any(one.can(case) for one in field for case in cases):
+        _refuse("--only", args.only, "nobody of that name takes part")
+    baselines = (args.baseline,) if args.baseline else subject.baselines
+    skipped: dict[str, str] = {}
+    versions: set[str] = set()
+    rows: list[Row] = []
+    progress = Progress()
+    for kind in dict.fromkeys(case.kind for case in cases):
+        chosen = [case for case in cases if case.kind == kind]
+        with Contest(field, chosen, progress) as contest:
+            contest.start(_words(contest, total, kind))
+            contest.run(args.rounds)
+        rows += rows_of(contest.entries, baselines)
+        skipped |= contest.skipped
+        versions |= contest.versions
+    facts |= {"peers": " ".join(sorted(versions)), "load_average_after": machine.load_average()}
+    return facts, skipped, rows
+
+
+def _roads(args: argparse.Namespace) -> tuple[str, ...]:
+    """The user's own UCX_TLS is the only road there is then."""
+    if args.road == "both":
+        return ("default",) if "UCX_TLS" in os.environ else ROADS
+    return (args.road,)
+
+
+def _working_set(args: argparse.Namespace, cache_bytes: int | None, cases: Sequence[Case]) -> int:
+    least = 2 * max(case.num_bytes * case.num_blocks for case in cases)
+    if not args.working_set:
+        return measure.working_set_bytes(cache_bytes or _ASSUMED_CACHE_BYTES, cases)
+    total = measure.parse_size(args.working_set)
+    if total < least:
+        _refuse("--working-set", args.working_set, f"the largest case needs {measure.size_text(least)}")
+    return total
+
+
+def _words(contest: Contest, total: int, kind: str) -> dict[str, object]:
+    """What every process is given, when the memory is there for all of them."""
+    if kind == "latency":
+        total = max(_LATENCY_BUFFER_BYTES, *(entry.case.num_bytes for entry in contest.entries))
+    there, needed = machine.available_bytes(), total * contest.num_processes
+    if there is not None and needed > there:
+        text = f"{needed / 1e9:.1f} GB for {contest.num_processes} processes, {there / 1e9:.1f} GB are available"
+        message = f"the buffers need {text}; a smaller --working-set or fewer contestants with --only will do"
+        raise ConfigError(message)
+    return {"total": total}
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror}"
+        raise ConfigError(message) from error

@@ -1,0 +1,201 @@
+"""Contestants and what they run: pairs of processes, or one process that copies."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kvpipe.bench.processes import Process, Side
+from kvpipe.bench.programs.request import compose
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from kvpipe.bench.measure import Case
+
+_GIB = 1 << 30
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one round of a case gave.
+
+    Attributes:
+        value: GB/s (10^9 bytes a second of payload), for latency microseconds of half a round trip.
+        cpu_s_per_gib: Seconds of CPU of all processes for each GiB of payload; `None` where it cannot be told.
+    """
+
+    value: float
+    cpu_s_per_gib: float | None
+
+
+class Field(Protocol):
+    """What contestants run on once it is opened."""
+
+    transport: str
+    version: str
+
+    def check(self, case: Case, options: Pairs) -> None:
+        """One round whose result is compared, byte by byte. It is the warm-up too."""
+
+    def sample(self, case: Case, options: Pairs, number: int) -> Sample:
+        """One round."""
+
+    def close(self) -> None:
+        """Ends all processes."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """How the processes of a contestant are started. Contestants with the same program share them.
+
+    Attributes:
+        name: The program's.
+        command: What is started, before the role.
+        roles: `active` and `passive`, or one that is alone.
+        setup: Words that every process is given besides the size of its buffer.
+        env: Variables that every process is given.
+        is_paused: Its processes are stopped while others are measured: some never sleep.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    roles: tuple[str, ...] = ("active", "passive")
+    setup: Pairs = ()
+    env: Pairs = ()
+    is_paused: bool = False
+
+    def start(self, role: str, words: Mapping[str, object]) -> Process:
+        """Starts the process of one role, which says hello."""
+        line = compose(role, {**dict(self.setup), **words}).split()
+        return Process([*self.command, *line], dict(self.env))
+
+    def open(self, words: Mapping[str, object]) -> Field:
+        """Starts all its processes and lets them meet."""
+        started: list[Process] = []
+        try:
+            started.extend(self.start(role, words) for role in self.roles)
+            return PausedGroup(started) if self.is_paused else Group(started)
+        except BaseException:
+            for side in started:
+                side.close()
+            raise
+
+
+class Startable(Protocol):
+    """Something that can be opened: a program, or a tool that is started anew for each sample."""
+
+    def open(self, words: Mapping[str, object]) -> Field:
+        """Starts it."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One line of a table.
+
+    Attributes:
+        name: In the table.
+        road: `default` (what UCX chooses), `tcp`, or empty where no transport is involved.
+        program: What runs it.
+        kinds: Of cases that it can do.
+        options: Words of each request.
+        is_ours: It is kvpipe: its failure is the benchmark's.
+        fits: Whether it can do a case of its kinds.
+    """
+
+    name: str
+    road: str
+    program: Startable
+    kinds: frozenset[str]
+    options: Pairs = ()
+    is_ours: bool = False
+    fits: Callable[[Case], bool] = field(default=lambda _: True, compare=False)
+
+    def can(self, case: Case) -> bool:
+        """Whether it takes part in a case."""
+        return case.kind in self.kinds and self.fits(case)
+
+
+class Group:
+    """Processes that have met. The first takes the time."""
+
+    def __init__(self, sides: Sequence[Side]) -> None:
+        self._sides = sides
+        hellos = [side.answer() for side in sides]
+        for side, hello in zip(sides, reversed(hellos), strict=True):
+            side.ask(compose("meet", hello))
+        met = [side.answer() for side in sides]
+        self.transport = next((words["transport"] for words in met if "transport" in words), "")
+        self.version = next((words["version"] for words in hellos if "version" in words), "")
+
+    def check(self, case: Case, options: Pairs) -> None:
+        """One round whose result is compared."""
+        for verb in ("clear", "run", "verify"):
+            self._ask_all(verb, case, options, 0)
+
+    def sample(self, case: Case, options: Pairs, number: int) -> Sample:
+        """One round."""
+        before = self._cpu_s()
+        answer = self._ask_all("run", case, options, number)
+        cpu_s = self._cpu_s() - before
+        if case.kind == "latency":
+            return Sample(float(answer["us"]), None)
+        num_bytes = case.bytes_per_round
+        return Sample(num_bytes / float(answer["seconds"]) / 1e9, cpu_s / num_bytes * _GIB)
+
+    def _ask_all(self, verb: str, case: Case, options: Pairs, number: int) -> dict[str, str]:
+        words = {
+            "kind": case.kind,
+            "bytes": case.num_bytes,
+            "blocks": case.num_blocks,
+            "layout": case.layout or "none",
+            "count": case.count,
+            "round": number,
+            **dict(options),
+        }
+        for side in reversed(self._sides):  # the passive one first: it should be ready when the other begins
+            side.ask(compose(verb, words))
+        answers = [side.answer() for side in self._sides]
+        return answers[0]
+
+    def _cpu_s(self) -> float:
+        return sum(side.cpu_s() for side in self._sides)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for side in self._sides:
+            side.close()
+
+
+class PausedGroup(Group):
+    """Processes that run only while they are measured."""
+
+    def __init__(self, processes: Sequence[Process]) -> None:
+        self._processes = processes
+        super().__init__(processes)
+        self._signal(signal.SIGSTOP)
+
+    def check(self, case: Case, options: Pairs) -> None:
+        """One round whose result is compared."""
+        with self._running():
+            super().check(case, options)
+
+    def sample(self, case: Case, options: Pairs, number: int) -> Sample:
+        """One round."""
+        with self._running():
+            return super().sample(case, options, number)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            process.signal(number)

@@ -1,0 +1,74 @@
+"""Facts about the machine, without which a figure says nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from kvpipe._info import info
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_MEMINFO = Path("/proc/meminfo")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on, as of now."""
+    facts = info()
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_model(),
+        "num_cpus": os.cpu_count(),
+        "cache_bytes": cache_bytes(),
+        "load_average": load_average(),
+        "kvpipe": facts["kvpipe"],
+        "commit": _commit(),
+        "python": facts["python"],
+        "ucx": facts["ucx"],
+        "ucx_settings": " ".join(f"{key}={value}" for key, value in _ucx_settings()),
+    }
+
+
+def load_average() -> float:
+    """Processes that wanted to run, over the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def cache_bytes(caches: Path = _CACHES) -> int | None:
+    """The largest cache of the first CPU; `None` when the system does not tell."""
+    sizes = [_kib(path.read_text()) for path in caches.glob("index*/size")]
+    return max(sizes, default=None)
+
+
+def available_bytes(meminfo: Path = _MEMINFO) -> int | None:
+    """Memory that can be had without swapping; `None` when the system does not tell."""
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return next((int(kib) << 10 for kib in found), None)
+
+
+def _kib(text: str) -> int:
+    return int(text.strip().removesuffix("K")) << 10
+
+
+def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or "unknown")
+
+
+def _ucx_settings() -> list[tuple[str, str]]:
+    return sorted((key, value) for key, value in os.environ.items() if key.startswith("UCX_"))
+
+
+def _commit() -> str:
+    """The source's commit, `+` when it was changed since; empty outside a checkout."""
+    folder = Path(__file__).parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - as written above
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,144 @@
+"""`ucx_perftest`, which comes with UCX: a server and a client for each sample. It reuses one buffer: that stays hot."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpipe.bench.contest import Sample
+from kvpipe.bench.processes import ANSWER_WITHIN_S, ContestantError
+from kvpipe.config import ucx_wheel_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvpipe.bench.contest import Pairs
+    from kvpipe.bench.measure import Case
+
+_MIB = 1 << 20
+_WARM_UP = "10"
+# Columns of the one line that -f leaves: iterations, latency (50 %, average, overall), MB/s (average, overall), rate
+_MEDIAN_US, _OVERALL_MIB_S, _NUM_COLUMNS = 1, 5, 8
+_READY = b"Waiting for connection"
+
+
+@dataclass(frozen=True)
+class Perftest:
+    """How the tool is started.
+
+    Attributes:
+        env: Variables of both processes.
+    """
+
+    env: Pairs = ()
+
+    def open(self, words: Mapping[str, object]) -> PerftestField:
+        """Looks for the tool.
+
+        Raises:
+            ContestantError: It is not there.
+        """
+        del words
+        wheel = Path(ucx_wheel_dir() or "")
+        if (wheel / "bin/ucx_perftest").exists():
+            return PerftestField(wheel / "bin/ucx_perftest", {**dict(self.env), "LD_LIBRARY_PATH": f"{wheel}/lib"})
+        found = shutil.which("ucx_perftest")
+        if found is None:
+            message = "ucx_perftest is neither in the libucx wheel nor on PATH"
+            raise ContestantError(message)
+        return PerftestField(Path(found), dict(self.env))
+
+
+class PerftestField:
+    """The tool as a contestant runs it."""
+
+    def __init__(self, path: Path, env: Mapping[str, str]) -> None:
+        self._path = str(path)
+        self._env = {**os.environ, **env}
+        self.transport = ""
+        self.version = ""
+
+    def check(self, case: Case, options: Pairs) -> None:
+        """One round; the tool compares nothing."""
+        self.sample(case, options, 0)
+
+    def sample(self, case: Case, options: Pairs, number: int) -> Sample:
+        """One run of server and client."""
+        del number
+        chosen = dict(options)
+        arguments = ["-e", "-f", "-t", chosen["test"], "-s", str(case.num_bytes)]
+        arguments += ["-n", str(case.count), "-w", _WARM_UP, "-E", chosen.get("wait", "poll")]
+        if "in_flight" in chosen:
+            arguments += ["-O", chosen["in_flight"]]
+        columns = self._run(arguments)
+        if case.kind == "latency":
+            return Sample(columns[_MEDIAN_US], None)
+        # Its processes live for one sample: most of their CPU time would be UCX's start
+        return Sample(columns[_OVERALL_MIB_S] * _MIB / 1e9, None)
+
+    def _run(self, arguments: Sequence[str]) -> list[float]:
+        port = str(_free_port())
+        server, terminal = self._serve(port)
+        try:
+            client = subprocess.run(  # noqa: S603 - UCX's own tool
+                [self._path, "127.0.0.1", "-p", port, *arguments],
+                env=self._env,
+                capture_output=True,
+                text=True,
+                timeout=ANSWER_WITHIN_S,
+                check=False,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired as error:
+            message = f"did not end within {ANSWER_WITHIN_S:.0f} s"
+            raise ContestantError(message) from error
+        finally:
+            server.kill()
+            server.wait()
+            os.close(terminal)
+        return _columns(client.stdout, client.stderr)
+
+    def _serve(self, port: str) -> tuple[subprocess.Popen[bytes], int]:
+        """The server, listening. It says so at once to a terminal only."""
+        terminal, inside = pty.openpty()
+        command = [self._path, "-p", port]
+        try:
+            server = subprocess.Popen(  # noqa: S603 - UCX's own tool
+                command, env=self._env, stdin=subprocess.DEVNULL, stdout=inside, stderr=inside, start_new_session=True
+            )
+        finally:
+            os.close(inside)
+        said = b""
+        try:
+            while _READY not in said:
+                said += os.read(terminal, 4096)
+        except OSError as error:  # the terminal of a process that has ended
+            os.close(terminal)
+            message = f"its server ended with status {server.wait()}: {said.decode(errors='replace').strip()[-200:]}"
+            raise ContestantError(message) from error
+        return server, terminal
+
+    def close(self) -> None:
+        """Nothing runs between samples."""
+
+
+def _columns(output: str, errors: str) -> list[float]:
+    for line in output.splitlines():
+        words = line.split()
+        if len(words) == _NUM_COLUMNS and words[0].isdecimal():
+            return [float(word) for word in words]
+    message = f"gave no figures: {errors.strip()[-200:] or output.strip()[-200:]}"
+    raise ContestantError(message)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,144 @@
+"""The processes of a benchmark: each is asked by a line and answers with one."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import tempfile
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from kvpipe.bench.programs import request
+from kvpipe.exceptions import KVPipeError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# The slowest answers: torch is imported, a round of 64 MiB tensors on a machine that has other things to do.
+ANSWER_WITHIN_S = 60.0
+_CHUNK_BYTES = 1 << 16
+_TOLD_CHARACTERS = 300
+
+
+class ContestantError(KVPipeError):
+    """A contestant could not be started, or failed."""
+
+
+class Side(Protocol):
+    """One process of a program, here or on another host."""
+
+    def ask(self, line: str) -> None:
+        """Sends a request; the answer is taken by `answer`."""
+
+    def answer(self) -> dict[str, str]:
+        """Waits for the answer to the oldest request.
+
+        Raises:
+            ContestantError: The answer is an error, or there is none in time.
+        """
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU that its threads have used so far."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+def understand(line: str) -> dict[str, str]:
+    """The words of an answer.
+
+    Raises:
+        ContestantError: The answer is an error.
+    """
+    verb, _, text = line.partition(" ")
+    if verb not in ("hello", "ok"):
+        raise ContestantError(text[:_TOLD_CHARACTERS] or line)
+    return request.parse(line)[1]
+
+
+class Process:
+    """A process on this machine.
+
+    Args:
+        command: What to start; it says hello first.
+        env: Variables besides those of this process.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - read when the process ended, closed by close()
+        self._unread = b""
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - our own programs
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env={**os.environ, **env},
+                # Ctrl-C is for this process, which then ends the others
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._errors.close()
+            message = f"cannot start {command[0]}: {error.strerror}"
+            raise ContestantError(message) from error
+
+    def ask(self, line: str) -> None:
+        """Sends a request."""
+        assert self._process.stdin is not None  # noqa: S101 - for mypy: it is a pipe
+        try:
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def answer(self) -> dict[str, str]:
+        """Waits for the answer to the oldest request."""
+        return understand(self.line())
+
+    def line(self) -> str:
+        """The next line that it says.
+
+        Raises:
+            ContestantError: It says nothing in time, or has ended.
+        """
+        give_up_at = time.monotonic() + ANSWER_WITHIN_S
+        while b"\n" not in self._unread:
+            self._read(give_up_at)
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode(errors="replace")
+
+    def _read(self, give_up_at: float) -> None:
+        assert self._process.stdout is not None  # noqa: S101 - for mypy: it is a pipe
+        descriptor = self._process.stdout.fileno()
+        readable, _, _ = select.select([descriptor], [], [], max(0.0, give_up_at - time.monotonic()))
+        if not readable:
+            message = f"did not answer within {ANSWER_WITHIN_S:.0f} s"
+            raise ContestantError(message)
+        chunk = os.read(descriptor, _CHUNK_BYTES)
+        if not chunk:
+            raise self._ended()
+        self._unread += chunk
+
+    def _ended(self) -> ContestantError:
+        status = self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").split("\n")
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        reason = f": {said[:_TOLD_CHARACTERS]}" if said else ""
+        return ContestantError(f"its process ended with status {status}{reason}")
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU that its threads have used so far."""
+        # Linux's clock of another process: its id inverted, and CPUCLOCK_SCHED (2)
+        return time.clock_gettime((~self._process.pid << 3) | 2)
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal; one that has ended gets none."""
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        """Kills it: nothing that it holds is of use to anybody."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()

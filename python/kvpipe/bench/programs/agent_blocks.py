@@ -1,0 +1,108 @@
+"""kvpipe's Agent: the active process reads blocks of the passive one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import kvpipe
+
+from .blocks import verify_blocks
+from .request import LOCAL, REMOTE, pattern
+from .side import Setup, Words, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .request import Task
+
+_PATIENCE_S = 60.0
+
+
+def _regions(agent: kvpipe.Agent, data: object, setup: Setup) -> dict[int, kvpipe.Region]:
+    """The same memory once for each size of a block: peers learn regions when they connect."""
+    sizes = map(int, setup.options["sizes"].split(","))
+    return {size: agent.register(data, _name(size), size) for size in sizes}
+
+
+def _name(size: int) -> str:
+    return f"kv-{size}"
+
+
+class Passive:
+    """Holds the blocks."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._agent = kvpipe.Agent(f"{setup.host}:0")
+        self._regions = _regions(self._agent, pattern(setup.total), setup)
+
+    def hello(self) -> Words:
+        """Where the agent listens."""
+        return {"address": self._agent.address}
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """The other one connects."""
+        del words
+        return {}
+
+    def clear(self, task: Task) -> None:
+        """Nothing arrives here."""
+
+    def run(self, task: Task) -> Words:
+        """The agent's own thread does what there is to do."""
+        del task
+        return {}
+
+    def verify(self, task: Task) -> None:
+        """Nothing arrives here."""
+
+
+class Active:
+    """Reads the blocks."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._room: Any = np.ones(setup.total, np.uint8)
+        self._agent = kvpipe.Agent(f"{setup.host}:0")
+        self._regions = _regions(self._agent, self._room, setup)
+
+    def hello(self) -> Words:
+        """Nobody connects here."""
+        return {}
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects."""
+        self._peer = self._agent.connect(words["address"], timeout=_PATIENCE_S)
+        return {"transport": self._peer.transport}
+
+    def clear(self, task: Task) -> None:
+        """Forgets what arrived."""
+        del task
+        self._room[:] = 0
+
+    def run(self, task: Task) -> Words:
+        """One transfer after the other."""
+        reads = self._reads(task)
+
+        def all_reads() -> None:
+            for read in reads:
+                read().wait(_PATIENCE_S)
+
+        return seconds(all_reads)
+
+    def _reads(self, task: Task) -> list[Callable[[], kvpipe.Work[int]]]:
+        """What begins each transfer of the run; made before the clock starts."""
+        total, region = len(self._room), self._regions[task.num_bytes]
+        local, remote = task.transfers(total, LOCAL), task.transfers(total, REMOTE)
+
+        def reader(to: list[int], source: list[int]) -> Callable[[], kvpipe.Work[int]]:
+            return lambda: self._peer.read_blocks(region, to, _name(task.num_bytes), source)
+
+        return [reader(local[i].tolist(), remote[i].tolist()) for i in task.chosen(total)]
+
+    def verify(self, task: Task) -> None:
+        """Whether every block is where it was to be read to."""
+        verify_blocks(self._room, task)
+
+
+ROLES = {"active": Active, "passive": Passive}

@@ -1,0 +1,110 @@
+"""Mooncake's transfer engine over TCP: batches of blocks, written or read by the active process."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mooncake.engine import TransferEngine
+
+from .blocks import verify_blocks
+from .request import LOCAL, REMOTE, pattern
+from .side import Setup, Words, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .request import Task
+
+_DISTRIBUTION = "mooncake-transfer-engine-non-cuda"
+
+
+class _Node:
+    """What both roles are: an engine with one registered buffer."""
+
+    is_active = False
+
+    def __init__(self, setup: Setup) -> None:
+        os.environ.setdefault("GLOG_minloglevel", "2")
+        self._is_filled = self.is_active == (setup.options["op"] == "READ")
+        self.room: Any = np.ones(setup.total, np.uint8) if self._is_filled else pattern(setup.total)
+        self._host = setup.host
+        self.engine = TransferEngine()
+        _check(self.engine.initialize(setup.host, "P2PHANDSHAKE", "tcp", ""), "initialize")
+        _check(self.engine.register_memory(self.room.ctypes.data, setup.total), "register_memory")
+
+    def hello(self) -> Words:
+        """The session's name, and where the buffer is."""
+        session = f"{self._host}:{self.engine.get_rpc_port()}"
+        return {
+            "session": session,
+            "address": self.room.ctypes.data,
+            "version": f"mooncake-{version(_DISTRIBUTION)}",
+        }
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Remembers the other; the engine connects when it has to."""
+        self.session, self.remote_address = words["session"], int(words["address"])
+        return {"transport": "tcp"}
+
+    def clear(self, task: Task) -> None:
+        """Forgets what arrived."""
+        del task
+        if self._is_filled:
+            self.room[:] = 0
+
+    def verify(self, task: Task) -> None:
+        """Whether every block is where it was to go."""
+        if self._is_filled:
+            verify_blocks(self.room, task, swap=not self.is_active)
+
+
+class Passive(_Node):
+    """Is read from or written to."""
+
+    def run(self, task: Task) -> Words:
+        """The engine's own threads do what there is to do."""
+        del task
+        return {}
+
+
+class Active(_Node):
+    """Reads or writes."""
+
+    is_active = True
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        is_read = setup.options["op"] == "READ"
+        self._batch = self.engine.batch_transfer_sync_read if is_read else self.engine.batch_transfer_sync_write
+
+    def run(self, task: Task) -> Words:
+        """One batch after the other."""
+        total, size = len(self.room), task.num_bytes
+        local, remote = task.transfers(total, LOCAL), task.transfers(total, REMOTE)
+        sizes = [size] * task.num_blocks
+        batches = [
+            (_addresses(self.room.ctypes.data, size, local[i]), _addresses(self.remote_address, size, remote[i]))
+            for i in task.chosen(total)
+        ]
+
+        def all_batches() -> None:
+            for ours, theirs in batches:
+                _check(self._batch(self.session, ours, theirs, sizes), "the transfer")
+
+        return seconds(all_batches)
+
+
+def _addresses(start: int, size: int, ids: Any) -> list[int]:
+    return [start + int(i) * size for i in ids]
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        message = f"{what} ended with {status}"
+        raise ValueError(message)
+
+
+ROLES = {"active": Active, "passive": Passive}

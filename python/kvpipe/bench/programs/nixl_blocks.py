@@ -1,0 +1,133 @@
+"""NIXL over its UCX backend: READ or WRITE with prepared descriptors, a handle a transfer, posted again each round."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import nixl
+import numpy as np
+
+from .blocks import verify_blocks
+from .request import LOCAL, REMOTE, pattern
+from .side import Setup, Words, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .request import Task
+
+_MEMORY = "DRAM"
+
+
+class _Node:
+    """What both roles are: an agent with one registered buffer.
+
+    READ fills the active side's buffer from the passive one's, WRITE the other way round. The buffer that is filled
+    begins with ones, the other one holds the pattern.
+    """
+
+    name = ""
+    filled_by = ""
+
+    def __init__(self, setup: Setup) -> None:
+        is_filled = setup.options["op"] == self.filled_by
+        self.room: Any = np.ones(setup.total, np.uint8) if is_filled else pattern(setup.total)
+        self._is_filled = is_filled
+        # NIXL's own thread never sleeps and makes transfers slower: each side lets NIXL work as it asks it
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self.agent = nixl.nixl_agent(self.name, config)
+        self.agent.register_memory([(self.room.ctypes.data, setup.total, 0, "")], _MEMORY)
+
+    def hello(self) -> Words:
+        """Its metadata, and where the buffer is."""
+        metadata: bytes = self.agent.get_agent_metadata()
+        return {"metadata": metadata.hex(), "address": self.room.ctypes.data, "version": f"nixl-{version('nixl')}"}
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Adds the other agent."""
+        self.agent.add_remote_agent(bytes.fromhex(words["metadata"]))
+        self.remote_address = int(words["address"])
+        return {}
+
+    def clear(self, task: Task) -> None:
+        """Forgets what arrived."""
+        del task
+        if self._is_filled:
+            self.room[:] = 0
+
+    def verify(self, task: Task) -> None:
+        """Whether every block is where it was to go."""
+        if self._is_filled:
+            verify_blocks(self.room, task)
+
+
+class Passive(_Node):
+    """Is read from or written to."""
+
+    name, filled_by = "passive", "WRITE"
+
+    def run(self, task: Task) -> Words:
+        """Lets NIXL work until the other side is done: no transfer ends without, not even where the kernel copies."""
+        del task
+        while not self.agent.get_new_notifs():
+            pass
+        return {}
+
+    def verify(self, task: Task) -> None:
+        """As for any node; here the blocks are those that the other side calls remote."""
+        if self._is_filled:
+            verify_blocks(self.room, task, swap=True)
+
+
+class Active(_Node):
+    """Reads or writes."""
+
+    name, filled_by = "active", "READ"
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._op = setup.options["op"]
+        self._prepared: dict[tuple[object, ...], list[Any]] = {}
+
+    def run(self, task: Task) -> Words:
+        """One transfer after the other, each asked for until it is done: NIXL has nothing to sleep on."""
+        handles = self._handles(task)
+        chosen = [handles[i] for i in task.chosen(len(self.room))]
+
+        def all_transfers() -> None:
+            for handle in chosen:
+                self._transfer(handle)
+
+        answer = seconds(all_transfers)
+        self.agent.send_notif("passive", b"done")
+        return answer
+
+    def _transfer(self, handle: Any) -> None:
+        state = self.agent.transfer(handle)
+        while state != "DONE":
+            if state == "ERR":
+                message = "the transfer ended with an error"
+                raise ValueError(message)
+            state = self.agent.check_xfer_state(handle)
+
+    def _handles(self, task: Task) -> list[Any]:
+        key = (task.num_bytes, task.num_blocks, task.is_scattered)
+        if key not in self._prepared:
+            self._prepared[key] = self._prepare(task)
+        return self._prepared[key]
+
+    def _prepare(self, task: Task) -> list[Any]:
+        total, size = len(self.room), task.num_bytes
+        ours = self._descriptors("NIXL_INIT_AGENT", self.room.ctypes.data, size)
+        theirs = self._descriptors("passive", self.remote_address, size)
+        pairs = zip(task.transfers(total, LOCAL), task.transfers(total, REMOTE), strict=True)
+        return [self.agent.make_prepped_xfer(self._op, ours, to, theirs, there) for to, there in pairs]
+
+    def _descriptors(self, agent: str, address: int, size: int) -> Any:
+        # address, length, device, stride, count: blocks without gaps, whose neighbours NIXL joins
+        blocks = np.array([[address, size, 0, size, len(self.room) // size]], np.uint64)
+        return self.agent.prep_xfer_dlist(agent, blocks, _MEMORY)
+
+
+ROLES = {"active": Active, "passive": Passive}

@@ -1,0 +1,127 @@
+"""kvpipe's Pipe: tensors one way, latency through two pipes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import kvpipe
+
+from .request import pattern
+from .side import Setup, Words, half_round_trip_us, keep_in_flight, seconds
+from .tensors import Room
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from .request import Task
+
+_PATIENCE_S = 60.0
+
+
+class Active:
+    """Sends, and is told when all has been received."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._source = pattern(setup.total)
+        self._back = kvpipe.Pipe.listen(f"{setup.host}:0")
+
+    def hello(self) -> Words:
+        """Where the way back begins."""
+        return {"address": self._back.address}
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects the way there."""
+        self._there = kvpipe.Pipe.connect(words["address"], timeout=_PATIENCE_S)
+        return {"transport": self._there.transport}
+
+    def clear(self, task: Task) -> None:
+        """Nothing arrives here."""
+
+    def verify(self, task: Task) -> None:
+        """Nothing arrives here."""
+
+    def run(self, task: Task) -> Words:
+        """Sends, or sends and receives."""
+        if task.kind == "latency":
+            return self._latency(task)
+        return seconds(lambda: self._send(task))
+
+    def _send(self, task: Task) -> None:
+        size = task.num_bytes
+        offsets = task.offsets(len(self._source))
+        begun = (self._there.isend_tensor(self._source[at : at + size]) for at in offsets)
+        keep_in_flight(int(task.options["in_flight"]), begun)
+        self._back.recv_tensor(timeout=_PATIENCE_S)
+
+    def _latency(self, task: Task) -> Words:
+        ping = self._source[: task.num_bytes]
+        pong: Any = np.empty(task.num_bytes, np.uint8)
+
+        def once() -> None:
+            self._there.send_tensor(ping, timeout=_PATIENCE_S)
+            self._back.recv_tensor(out=pong, timeout=_PATIENCE_S)
+
+        return half_round_trip_us(task.count, once)
+
+
+class Passive:
+    """Receives, into memory that is there or fresh."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._room = Room(setup.total)
+        self._there = kvpipe.Pipe.listen(f"{setup.host}:0")
+
+    def hello(self) -> Words:
+        """Where the way there begins."""
+        return {"address": self._there.address}
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects the way back."""
+        self._back = kvpipe.Pipe.connect(words["address"], timeout=_PATIENCE_S)
+        return {}
+
+    def clear(self, task: Task) -> None:
+        """Forgets what arrived."""
+        del task
+        self._room.clear()
+
+    def verify(self, task: Task) -> None:
+        """Whether all has arrived."""
+        if task.kind == "tensors":
+            self._room.verify(task)
+
+    def run(self, task: Task) -> Words:
+        """Receives, or receives and sends back."""
+        if task.kind == "latency":
+            self._echo(task)
+        else:
+            keep_in_flight(int(task.options["in_flight"]), self._received(task))
+            self._back.send_tensor(None, timeout=_PATIENCE_S)
+        return {}
+
+    def _echo(self, task: Task) -> None:
+        room = self._room.data[: task.num_bytes]
+        for _ in range(task.count):
+            self._back.send_tensor(self._there.recv_tensor(out=room, timeout=_PATIENCE_S), timeout=_PATIENCE_S)
+
+    def _received(self, task: Task) -> Iterator[Any]:
+        is_fresh = task.options["into"] == "fresh"
+        size, room = task.num_bytes, self._room
+        for at in task.offsets(len(room.data)):
+            work = self._there.irecv_tensor(out=None if is_fresh else room.data[at : at + size])
+            yield _Kept(work, room) if is_fresh else work
+
+
+class _Kept:
+    """A receive whose tensor is looked at by `verify`."""
+
+    def __init__(self, work: kvpipe.Work[Any], room: Room) -> None:
+        self._work, self._room = work, room
+
+    def wait(self) -> None:
+        self._room.fresh = self._work.wait(_PATIENCE_S)
+
+
+ROLES = {"active": Active, "passive": Passive}

@@ -1,0 +1,91 @@
+"""Requests as words, and where the bytes of a task lie. The bare loop in `rust/ucx/examples` does the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_CACHE_LINE_BYTES = 64
+LOCAL, REMOTE = 1, 2
+
+
+def parse(line: str) -> tuple[str, dict[str, str]]:
+    """A verb and its `key=value` words."""
+    verb, *words = line.split() or [""]
+    return verb, dict(word.split("=", 1) for word in words)
+
+
+def compose(verb: str, words: Mapping[str, object]) -> str:
+    """The line that `parse` takes apart."""
+    return " ".join([verb, *(f"{key}={value}" for key, value in words.items())])
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one run moves.
+
+    Attributes:
+        kind: `tensors` (active to passive), `blocks` (one-sided) or `latency` (there and back).
+        num_bytes: Bytes of a tensor or block.
+        num_blocks: Blocks of one transfer.
+        is_scattered: Whether the blocks lie in random order at both sides, or one after the other.
+        count: Tensors, transfers or round trips of the run.
+        round: Runs before this one: the walk through the buffers goes on where the last ended.
+        options: What a program needs to know besides.
+    """
+
+    kind: str
+    num_bytes: int
+    num_blocks: int
+    is_scattered: bool
+    count: int
+    round: int
+    options: Mapping[str, str]
+
+    @classmethod
+    def of(cls, words: Mapping[str, str]) -> Task:
+        """The task of a request."""
+        return cls(
+            words["kind"],
+            int(words["bytes"]),
+            int(words["blocks"]),
+            words["layout"] == "scattered",
+            int(words["count"]),
+            int(words["round"]),
+            words,
+        )
+
+    def offsets(self, total: int) -> list[int]:
+        """Where each tensor of the run begins in a buffer of `total` bytes."""
+        stride = max(self.num_bytes, _CACHE_LINE_BYTES)  # small tensors leave the cache too
+        places, first = total // stride, self.round * self.count
+        return [i % places * stride for i in range(first, first + self.count)]
+
+    def chosen(self, total: int) -> list[int]:
+        """Which of the `transfers` this run makes."""
+        num_transfers = total // (self.num_bytes * self.num_blocks)
+        first = self.round * self.count
+        return [i % num_transfers for i in range(first, first + self.count)]
+
+    def transfers(self, total: int, side: int) -> Sequence[Any]:
+        """The block ids of every transfer that fits into `total` bytes, `[num_blocks]` each; `LOCAL` or `REMOTE`."""
+        return _transfers(total // self.num_bytes, self.num_blocks, side if self.is_scattered else 0)
+
+
+@lru_cache(maxsize=32)
+def _transfers(places: int, num_blocks: int, seed: int) -> Sequence[Any]:
+    ids = np.random.default_rng(seed).permutation(places) if seed else np.arange(places)
+    num_transfers = places // num_blocks
+    return list(ids[: num_transfers * num_blocks].reshape(num_transfers, num_blocks))
+
+
+def pattern(total: int) -> Any:
+    """Bytes that differ from place to place."""
+    words = np.arange(total // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return words.view(np.uint8)[:total]

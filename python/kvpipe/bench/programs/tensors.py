@@ -1,0 +1,42 @@
+"""The receiving buffer of tensors, the same in every program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .request import pattern
+from .side import expect
+
+if TYPE_CHECKING:
+    from .request import Task
+
+
+class Room:
+    """Memory that is there before tensors arrive; they land at the offsets they were sent from.
+
+    Attributes:
+        data: The bytes.
+        fresh: The last tensor that arrived elsewhere: `verify` looks at it instead.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.data: Any = np.ones(total, np.uint8)
+        self.fresh: Any = None
+
+    def clear(self) -> None:
+        """Forgets what arrived."""
+        self.data[:] = 0
+        self.fresh = None
+
+    def verify(self, task: Task) -> None:
+        """Raises unless the tensors of the run are here."""
+        total, size = len(self.data), task.num_bytes
+        sent = pattern(total)
+        offsets = task.offsets(total)
+        if self.fresh is not None:
+            expect(self.fresh, sent[offsets[-1] : offsets[-1] + size], "tensors")
+            return
+        for at in offsets:
+            expect(self.data[at : at + size], sent[at : at + size], "tensors")

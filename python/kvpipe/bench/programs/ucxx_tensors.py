@@ -1,0 +1,153 @@
+"""ucxx's asyncio API: tensors by tag, several under way, and latency."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ucxx
+
+from .request import pattern
+from .side import Setup, Words, half_median_us, seconds
+from .tensors import Room
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable, Mapping
+
+    from .request import Task
+
+
+class _Node:
+    """What both roles are: one loop, which runs while there is something to do."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.host = setup.host
+        self.endpoint: Any = None
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(work)
+
+    async def in_flight(self, task: Task, begun: Iterable[Coroutine[Any, Any, Any]]) -> None:
+        """Takes what was begun, some at a time."""
+        limit, under_way = int(task.options["in_flight"]), []
+        for work in begun:
+            under_way.append(asyncio.ensure_future(work))
+            if len(under_way) >= limit:
+                await under_way.pop(0)
+        await asyncio.gather(*under_way)
+
+
+class Passive(_Node):
+    """Listens and receives."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._room = Room(setup.total)
+        self._accepted = asyncio.Event()
+        self._port = self.do(self._listen())
+
+    async def _listen(self) -> int:
+        self._listener = ucxx.create_listener(self._accept)
+        port: int = self._listener.port
+        return port
+
+    async def _accept(self, endpoint: Any) -> None:
+        self.endpoint = endpoint
+        self._accepted.set()
+
+    def hello(self) -> Words:
+        """Where it listens."""
+        return {"port": self._port, "version": f"ucxx-{version('ucxx-cu12')}"}
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Waits for the other."""
+        del words
+        self.do(self._accepted.wait())
+        return {}
+
+    def clear(self, task: Task) -> None:
+        """Forgets what arrived."""
+        del task
+        self._room.clear()
+
+    def run(self, task: Task) -> Words:
+        """Receives, or receives and sends back."""
+        self.do(self._echo(task) if task.kind == "latency" else self._receive(task))
+        return {}
+
+    async def _receive(self, task: Task) -> None:
+        size, room = task.num_bytes, self._room.data
+        begun = (self.endpoint.recv(room[at : at + size]) for at in task.offsets(len(room)))
+        await self.in_flight(task, begun)
+        await self.endpoint.send(room[:8])
+
+    async def _echo(self, task: Task) -> None:
+        room = self._room.data[: task.num_bytes]
+        for _ in range(task.count):
+            await self.endpoint.recv(room)
+            await self.endpoint.send(room)
+
+    def verify(self, task: Task) -> None:
+        """Whether all has arrived."""
+        if task.kind == "tensors":
+            self._room.verify(task)
+
+
+class Active(_Node):
+    """Connects and sends."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._source = pattern(setup.total)
+
+    def hello(self) -> Words:
+        """Nobody connects here."""
+        return {}
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects."""
+        self.do(self._connect(int(words["port"])))
+        return {}
+
+    async def _connect(self, port: int) -> None:
+        self.endpoint = await ucxx.create_endpoint(self.host, port)
+
+    def clear(self, task: Task) -> None:
+        """Nothing arrives here."""
+
+    def verify(self, task: Task) -> None:
+        """Nothing arrives here."""
+
+    def run(self, task: Task) -> Words:
+        """Sends, or sends and receives."""
+        if task.kind == "latency":
+            return self._latency(task)
+        return seconds(lambda: self.do(self._send(task)))
+
+    async def _send(self, task: Task) -> None:
+        size, source = task.num_bytes, self._source
+        begun = (self.endpoint.send(source[at : at + size]) for at in task.offsets(len(source)))
+        await self.in_flight(task, begun)
+        await self.endpoint.recv(np.empty(8, np.uint8))
+
+    def _latency(self, task: Task) -> Words:
+        ping = self._source[: task.num_bytes]
+        pong: Any = np.empty(task.num_bytes, np.uint8)
+        # one loop over all of them: starting it anew costs more than the message
+        return self.do(self._pings(task.count, ping, pong))  # type: ignore[no-any-return]
+
+    async def _pings(self, count: int, ping: Any, pong: Any) -> Words:
+        samples = []
+        for _ in range(count):
+            started = time.perf_counter()
+            await self.endpoint.send(ping)
+            await self.endpoint.recv(pong)
+            samples.append(time.perf_counter() - started)
+        return half_median_us(samples)
+
+
+ROLES = {"active": Active, "passive": Passive}

@@ -1,0 +1,110 @@
+"""What a benchmark found, and how it is ranked: no clock, no input, no output."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from kvpipe.bench.measure import Case, Summary, summarize
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvpipe.bench.contest import Contestant, Sample
+
+UNITS = {"tensors": "GB/s", "blocks": "GB/s", "latency": "us"}
+
+
+@dataclass(eq=False)
+class Entry:
+    """One contestant's samples of one case, a sample a round."""
+
+    case: Case
+    contestant: Contestant
+    transport: str
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def values(self) -> list[float]:
+        """The samples' values."""
+        return [sample.value for sample in self.samples]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table, and one object in the JSON file.
+
+    Attributes:
+        case: What was measured.
+        contestant: Who.
+        road: `default`, `tcp`, or empty.
+        transport: What carried the bytes, as far as the contestant tells.
+        value: GB/s, or microseconds.
+        cpu_s_per_gib: Seconds of CPU of both sides for each GiB; `None` where it cannot be told.
+        ratio: Of `value` to the baseline's: the median of the ratios of the rounds.
+        baseline: To whom.
+    """
+
+    case: Case
+    contestant: str
+    road: str
+    transport: str
+    value: Summary
+    cpu_s_per_gib: Summary | None
+    ratio: float | None
+    baseline: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The row with plain types."""
+        return {
+            "kind": self.case.kind,
+            "bytes": self.case.num_bytes,
+            "num_blocks": self.case.num_blocks,
+            "layout": self.case.layout,
+            "contestant": self.contestant,
+            "road": self.road,
+            "transport": self.transport,
+            "unit": UNITS[self.case.kind],
+            "value": asdict(self.value),
+            "cpu_s_per_gib": asdict(self.cpu_s_per_gib) if self.cpu_s_per_gib else None,
+            "ratio": self.ratio,
+            "baseline": self.baseline,
+        }
+
+
+def rows_of(entries: Sequence[Entry], baselines: Sequence[str]) -> list[Row]:
+    """Rows in the order of the cases; each is compared with the first of `baselines` that its case and road have."""
+    rows = []
+    for entry in entries:
+        base = _baseline(entry, entries, baselines)
+        ratio = _ratio(entry, base) if base else None
+        rows.append(
+            Row(
+                entry.case,
+                entry.contestant.name,
+                entry.contestant.road,
+                entry.transport,
+                summarize(entry.values),
+                _cpu(entry.samples),
+                ratio,
+                base.contestant.name if base else None,
+            )
+        )
+    return rows
+
+
+def _baseline(entry: Entry, entries: Sequence[Entry], baselines: Sequence[str]) -> Entry | None:
+    beside = [other for other in entries if other.case == entry.case]
+    fitting = [other for other in beside if other.contestant.road in (entry.contestant.road, "")]
+    by_name: Mapping[str, Entry] = {other.contestant.name: other for other in reversed(fitting)}
+    return next((by_name[name] for name in baselines if name in by_name), None)
+
+
+def _ratio(entry: Entry, base: Entry) -> float:
+    return median(value / other for value, other in zip(entry.values, base.values, strict=True))
+
+
+def _cpu(samples: Sequence[Sample]) -> Summary | None:
+    known = [sample.cpu_s_per_gib for sample in samples if sample.cpu_s_per_gib is not None]
+    return summarize(known) if known else None

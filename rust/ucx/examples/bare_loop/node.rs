@@ -1,0 +1,194 @@
+//! One worker with one region, and the endpoint to the other process's.
+
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kvpipe_ucx::{
+    AmData, Buffer, Config, Context, EndpointId, Event, Library, Memory, Payload, RemoteKey,
+    Search, Token, Worker,
+};
+
+use crate::Result;
+use crate::request::{Request, Role, pattern};
+
+/// No operation waits for its own `Done` under this token.
+const NOBODY: Token = 0;
+
+/// What this process knows of the other.
+pub(crate) struct Peer {
+    pub(crate) endpoint: EndpointId,
+    pub(crate) key: RemoteKey,
+    pub(crate) region: u64,
+    /// Remote memory can be read by something better than UCX's software over TCP.
+    pub(crate) has_get: bool,
+}
+
+/// This process's side.
+pub(crate) struct Node {
+    pub(crate) role: Role,
+    pub(crate) region: Arc<Memory>,
+    pub(crate) peer: Option<Peer>,
+    /// Looks for events without ever sleeping.
+    pub(crate) is_polling: bool,
+    pub(crate) in_flight: usize,
+    worker: Worker,
+}
+
+impl Node {
+    pub(crate) fn new(role: Role, total: usize) -> Result<Self> {
+        let search = Search {
+            explicit: std::env::var_os("KVPIPE_UCX_LIB").map(PathBuf::from),
+            wheel_dir: None,
+        };
+        let context = Context::new(Library::load(&search)?, &Config::new())?;
+        Ok(Self {
+            role,
+            region: context.register(Buffer::from_vec(pattern(total)))?,
+            peer: None,
+            is_polling: false,
+            in_flight: 0,
+            worker: Worker::new(&context)?,
+        })
+    }
+
+    /// What the other process needs to reach this one.
+    pub(crate) fn hello(&self) -> Result<String> {
+        let (worker, key) = (self.worker.address()?, self.region.pack_rkey()?);
+        let region = self.region.buffer().address();
+        Ok(format!(
+            "hello worker={} region={region} rkey={}",
+            hex(&worker),
+            hex(&key)
+        ))
+    }
+
+    /// Connects to the process that said this hello, and waits until both are connected.
+    pub(crate) fn meet(&mut self, request: &Request) -> Result<String> {
+        let endpoint = self.worker.connect(&unhex(request.text("worker")?)?)?;
+        let key = self
+            .worker
+            .unpack_rkey(endpoint, &unhex(request.text("rkey")?)?)?;
+        let region = request.number("region")? as u64;
+        self.peer = Some(Peer {
+            endpoint,
+            key,
+            region,
+            has_get: false,
+        });
+        self.tell(b"hello")?;
+        self.wait_for(b"hello")?;
+        let lanes = self.worker.lanes(endpoint);
+        let mut readers = lanes.iter().filter(|lane| lane.is_rma);
+        let reader = readers.find(|lane| lane.transport != "tcp");
+        let road = reader.map_or("tcp", |lane| &lane.transport).to_owned();
+        if let Some(peer) = &mut self.peer {
+            peer.has_get = reader.is_some();
+        }
+        Ok(format!("ok transport={road}"))
+    }
+
+    pub(crate) fn peer(&self) -> Result<&Peer> {
+        Ok(self.peer.as_ref().ok_or("run before meet")?)
+    }
+
+    /// Sends a message without payload; its end is not waited for.
+    pub(crate) fn tell(&self, header: &[u8]) -> Result<()> {
+        let endpoint = self.peer()?.endpoint;
+        Ok(self
+            .worker
+            .am_send(endpoint, header, Payload::None, NOBODY)?)
+    }
+
+    /// Sends a piece of the region.
+    pub(crate) fn send(&mut self, header: &[u8], offset: usize, len: usize) -> Result<()> {
+        let payload = Payload::Memory {
+            memory: Arc::clone(&self.region),
+            offset,
+            len,
+        };
+        let endpoint = self.peer()?.endpoint;
+        self.worker.am_send(endpoint, header, payload, 1)?;
+        self.in_flight += 1;
+        Ok(())
+    }
+
+    /// Reads a piece of the other's region.
+    pub(crate) fn get(&mut self, offset: usize, len: usize, remote: usize) -> Result<()> {
+        let peer = self.peer()?;
+        let (from, endpoint) = (peer.region + remote as u64, peer.endpoint);
+        self.worker
+            .get(endpoint, &self.region, offset, len, from, &peer.key, 1)?;
+        self.in_flight += 1;
+        Ok(())
+    }
+
+    /// Waits until fewer than `limit` operations of ours are in flight.
+    pub(crate) fn wait_below(&mut self, limit: usize) -> Result<()> {
+        while self.in_flight >= limit {
+            if let Some((header, _)) = self.next()? {
+                return Err(format!("message {header:?} while sending").into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the message with this header.
+    pub(crate) fn wait_for(&mut self, header: &[u8]) -> Result<()> {
+        let (found, _) = self.message()?;
+        if found == header {
+            return Ok(());
+        }
+        Err(format!("message {found:?} instead of {header:?}").into())
+    }
+
+    /// Waits for the next message.
+    pub(crate) fn message(&mut self) -> Result<(Vec<u8>, AmData)> {
+        loop {
+            if let Some(message) = self.next()? {
+                return Ok(message);
+            }
+        }
+    }
+
+    /// Takes one event, asleep when there is none; messages are returned.
+    fn next(&mut self) -> Result<Option<(Vec<u8>, AmData)>> {
+        match self.worker.next_event() {
+            Some(Event::Message { header, data }) => return Ok(Some((header, data))),
+            Some(Event::Done { token, result }) => {
+                result?;
+                self.in_flight -= usize::from(token != NOBODY);
+            }
+            Some(Event::EndpointFailed { status, .. }) => return Err(status.into()),
+            Some(Event::Closed { .. }) => {}
+            None => {
+                if self.worker.progress() == 0 && !self.is_polling && self.worker.arm()? {
+                    self.sleep();
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn sleep(&self) {
+        let mut poll = libc::pollfd {
+            fd: self.worker.event_fd().as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        // SAFETY: one valid pollfd, and a count of one. A second at most, as kvpipe's own loop.
+        unsafe { libc::poll(&raw mut poll, 1, 1000) };
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    let digit = |half: u8| char::from_digit(half.into(), 16).unwrap_or_default();
+    let digits = bytes.iter().flat_map(|byte| [byte >> 4, byte & 0xf]);
+    digits.map(digit).collect()
+}
+
+fn unhex(text: &str) -> Result<Vec<u8>> {
+    let digits = text.as_bytes().chunks(2);
+    let byte = |pair: &[u8]| Ok(u8::from_str_radix(std::str::from_utf8(pair)?, 16)?);
+    digits.map(byte).collect()
+}
