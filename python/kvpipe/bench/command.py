@@ -126,6 +126,8 @@ def _check(args: argparse.Namespace) -> None:
             _refuse("file", file, "there is no such folder")
     if args.plot:
         plot.require()
+    if args.peer:
+        remote.split_address(args.peer)
 
 
 def _refuse(name: str, value: object, expected: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,11 +39,11 @@ class Field(Protocol):
     transport: str
     version: str
 
-    def check(self, case: Case, options: Pairs) -> None:
-        """One round whose result is compared, byte by byte. It is the warm-up too."""
+    def check(self, case: Case, options: Pairs) -> float:
+        """One round whose result is compared, byte by byte; the seconds it took. It is the warm-up too."""
 
-    def sample(self, case: Case, options: Pairs, number: int) -> Sample:
-        """One round."""
+    def sample(self, case: Case, options: Pairs, number: int, count: int) -> Sample:
+        """Another round, of so many tensors, transfers or round trips."""
 
     def close(self) -> None:
         """Ends all processes."""
@@ -131,28 +132,32 @@ class Group:
         self.transport = next((words["transport"] for words in met if "transport" in words), "")
         self.version = next((words["version"] for words in hellos if "version" in words), "")
 
-    def check(self, case: Case, options: Pairs) -> None:
-        """One round whose result is compared."""
-        for verb in ("clear", "run", "verify"):
-            self._ask_all(verb, case, options, 0)
+    def check(self, case: Case, options: Pairs) -> float:
+        """One round whose result is compared; the seconds it took."""
+        self._ask_all("clear", case, options, 0, case.count)
+        started = time.monotonic()
+        self._ask_all("run", case, options, 0, case.count)
+        took_s = time.monotonic() - started
+        self._ask_all("verify", case, options, 0, case.count)
+        return took_s
 
-    def sample(self, case: Case, options: Pairs, number: int) -> Sample:
-        """One round."""
+    def sample(self, case: Case, options: Pairs, number: int, count: int) -> Sample:
+        """Another round."""
         before = self._cpu_s()
-        answer = self._ask_all("run", case, options, number)
+        answer = self._ask_all("run", case, options, number, count)
         cpu_s = self._cpu_s() - before
         if case.kind == "latency":
             return Sample(float(answer["us"]), None)
-        num_bytes = case.bytes_per_round
+        num_bytes = case.payload_bytes(count)
         return Sample(num_bytes / float(answer["seconds"]) / 1e9, cpu_s / num_bytes * _GIB)
 
-    def _ask_all(self, verb: str, case: Case, options: Pairs, number: int) -> dict[str, str]:
+    def _ask_all(self, verb: str, case: Case, options: Pairs, number: int, count: int) -> dict[str, str]:
         words = {
             "kind": case.kind,
             "bytes": case.num_bytes,
             "blocks": case.num_blocks,
             "layout": case.layout or "none",
-            "count": case.count,
+            "count": count,
             "round": number,
             **dict(options),
         }
@@ -178,15 +183,15 @@ class PausedGroup(Group):
         super().__init__(processes)
         self._signal(signal.SIGSTOP)
 
-    def check(self, case: Case, options: Pairs) -> None:
-        """One round whose result is compared."""
+    def check(self, case: Case, options: Pairs) -> float:
+        """One round whose result is compared; the seconds it took."""
         with self._running():
-            super().check(case, options)
+            return super().check(case, options)
 
-    def sample(self, case: Case, options: Pairs, number: int) -> Sample:
-        """One round."""
+    def sample(self, case: Case, options: Pairs, number: int, count: int) -> Sample:
+        """Another round."""
         with self._running():
-            return super().sample(case, options, number)
+            return super().sample(case, options, number, count)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:

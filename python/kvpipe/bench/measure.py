@@ -17,6 +17,8 @@ ROUND_BYTES = 128 << 20
 _MOST_TENSORS, _LEAST_TENSORS = 1000, 4
 _MOST_PINGS = 300
 _LEAST_WORKING_SET_BYTES = 64 << 20
+# A slow contestant moves less a round, so that a run of all of them takes minutes
+_ROUND_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,14 @@ class Case:
         most = _MOST_PINGS if self.kind == "latency" else _MOST_TENSORS
         return max(_LEAST_TENSORS, min(most, fitting))
 
-    @property
-    def bytes_per_round(self) -> int:
-        """Payload of one round."""
-        return self.num_bytes * self.num_blocks * self.count
+    def fitting_count(self, first_round_s: float) -> int:
+        """How many the next rounds make when the first one took so long."""
+        least = 1 if self.kind == "blocks" else _LEAST_TENSORS
+        return max(least, int(self.count * min(1.0, _ROUND_S / max(first_round_s, 1e-9))))
+
+    def payload_bytes(self, count: int) -> int:
+        """Bytes of so many tensors, transfers or round trips."""
+        return self.num_bytes * self.num_blocks * count
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

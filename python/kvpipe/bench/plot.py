@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpipe.bench.measure import size_text
-from kvpipe.bench.results import UNITS
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from kvpipe.bench.results import Row
 
-_WIDTH, _HEIGHT = 7.0, 4.6  # inches of one panel
+_WIDTH, _HEIGHT = 8.0, 4.4  # inches of one panel
 _MARKERS = "osD^vPX*<>"
+# The strong colours of tab20 first, then its pale ones
+_SHADES = (*range(0, 20, 2), *range(1, 20, 2))
 
 
 def require() -> None:
@@ -38,17 +39,23 @@ def _matplotlib() -> Any:
 
 
 def write(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Draws a panel for each kind, layout and road into a PNG file.
+    """Draws into a PNG file: a row of panels for each kind and layout, a column for each road.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    _, figure = _matplotlib()
-    panels = _panels(rows)
-    drawing = figure.Figure(figsize=(_WIDTH * len(panels), _HEIGHT), layout="constrained")
-    axes = drawing.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (name, members) in zip(axes, panels.items(), strict=True):
-        _draw(axis, name, members)
+    mpl, figure = _matplotlib()
+    roads = list(dict.fromkeys(row.road for row in rows if row.road)) or [""]
+    subjects = list(dict.fromkeys((row.case.kind, row.case.layout) for row in rows))
+    names = dict.fromkeys(row.contestant for row in rows)
+    styles = {name: (mpl.colormaps["tab20"](_SHADES[i % 20]), _MARKERS[i % 10]) for i, name in enumerate(names)}
+    drawing = figure.Figure(figsize=(_WIDTH * len(roads), _HEIGHT * len(subjects)), layout="constrained")
+    grid = drawing.subplots(len(subjects), len(roads), squeeze=False)
+    for axes, subject in zip(grid, subjects, strict=True):
+        for axis, road in zip(axes, roads, strict=True):
+            here = [row for row in rows if (row.case.kind, row.case.layout) == subject and row.road in (road, "")]
+            _draw(axis, here, styles)
+            axis.set_title(", ".join(filter(None, [*subject, f"{road} road" if road else ""])), fontsize=11)
     drawing.suptitle(title, fontsize=9, color="dimgray")
     try:
         drawing.savefig(path, format="png", dpi=130)
@@ -57,42 +64,41 @@ def write(path: Path, rows: Sequence[Row], title: str) -> None:
         raise ConfigError(message) from error
 
 
-def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by panel; those without a road belong to all roads of their kind."""
-    roads = list(dict.fromkeys(row.road for row in rows if row.road)) or [""]
-    panels: dict[str, list[Row]] = {}
-    for row in rows:
-        for road in [row.road] if row.road else roads:
-            words = [row.case.kind, row.case.layout, f"{road} road" if road else ""]
-            panels.setdefault(", ".join(filter(None, words)), []).append(row)
-    return panels
-
-
-def _draw(axis: Any, name: str, rows: Sequence[Row]) -> None:
-    names = list(dict.fromkeys(row.contestant for row in rows))
-    for i, contestant in enumerate(names):
-        points = sorted((row for row in rows if row.contestant == contestant), key=lambda row: row.case.num_bytes)
-        sizes = [row.case.num_bytes for row in points]
-        is_ours = contestant.startswith("kvpipe")
-        (line,) = axis.plot(
-            sizes,
-            [row.value.median for row in points],
-            marker=_MARKERS[i % len(_MARKERS)],
-            markersize=5,
-            linewidth=2.4 if is_ours else 1.3,
-            zorder=3 if is_ours else 2,
-            label=contestant,
-        )
-        lows, highs = ([getattr(row.value, edge) for row in points] for edge in ("p10", "p90"))
-        axis.fill_between(sizes, lows, highs, color=line.get_color(), alpha=0.12, linewidth=0)
-    axis.set_title(name, fontsize=11)
-    axis.set_xscale("log", base=2)
+def _draw(axis: Any, rows: Sequence[Row], styles: Mapping[str, tuple[Any, str]]) -> None:
+    for name, (color, marker) in styles.items():
+        _line(axis, name, [row for row in rows if row.contestant == name], color, marker)
     ticks = sorted({row.case.num_bytes for row in rows})
+    axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [size_text(tick) for tick in ticks], rotation=30, ha="right", fontsize=8)
     axis.minorticks_off()
-    axis.set_xlabel("bytes of a block" if rows[0].case.kind == "blocks" else "bytes of a tensor")
-    unit = UNITS[rows[0].case.kind]
-    axis.set_ylabel("half a round trip, us" if unit == "us" else unit)
-    axis.set_ylim(bottom=0)
+    kinds = {row.case.kind for row in rows}
+    axis.set_xlabel("bytes of a block" if "blocks" in kinds else "bytes of a tensor")
+    if "latency" in kinds:
+        axis.set_yscale("log")
+        axis.set_ylabel("half a round trip, us")
+    else:
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("GB/s")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, frameon=False)
+    # beside the panel: no line is hidden
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _line(axis: Any, name: str, rows: Sequence[Row], color: Any, marker: str) -> None:
+    if not rows:
+        return
+    points = sorted(rows, key=lambda row: row.case.num_bytes)
+    sizes = [row.case.num_bytes for row in points]
+    is_ours = name.startswith("kvpipe")
+    axis.plot(
+        sizes,
+        [row.value.median for row in points],
+        marker=marker,
+        markersize=5,
+        color=color,
+        linewidth=2.6 if is_ours else 1.3,
+        zorder=3 if is_ours else 2,
+        label=name,
+    )
+    lows, highs = ([getattr(row.value, edge) for row in points] for edge in ("p10", "p90"))
+    axis.fill_between(sizes, lows, highs, color=color, alpha=0.12, linewidth=0)

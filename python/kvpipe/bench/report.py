@@ -44,7 +44,8 @@ def _table_of(kind: str, rows: Sequence[Row]) -> str:
         label = "" if row.case.label == last else row.case.label
         last = row.case.label
         lines.append([label, row.contestant, road, cell(row.value), ratio, row.baseline or "", cpu])
-    return table(header, lines)
+    shown = [i for i in range(len(header)) if any(line[i] for line in lines)]
+    return table([header[i] for i in shown], [[line[i] for i in shown] for line in lines])
 
 
 def cell(summary: Summary) -> str:

@@ -18,11 +18,12 @@ UNITS = {"tensors": "GB/s", "blocks": "GB/s", "latency": "us"}
 
 @dataclass(eq=False)
 class Entry:
-    """One contestant's samples of one case, a sample a round."""
+    """One contestant's samples of one case, a sample a round, each of `count` tensors, transfers or round trips."""
 
     case: Case
     contestant: Contestant
-    transport: str
+    transport: str = ""
+    count: int = 0
     samples: list[Sample] = field(default_factory=list)
 
     @property

@@ -30,7 +30,7 @@ class Contest:
     def __init__(self, contestants: Sequence[Contestant], cases: Sequence[Case], progress: Progress) -> None:
         self._progress = progress
         self._fields: dict[Startable, Field] = {}
-        self.entries = [Entry(case, one, "") for case in cases for one in contestants if one.can(case)]
+        self.entries = [Entry(case, one) for case in cases for one in contestants if one.can(case)]
         self.skipped: dict[str, str] = {}
         self.versions: set[str] = set()
 
@@ -86,10 +86,11 @@ class Contest:
         return [*self.entries[first:], *self.entries[:first]]
 
     def _check(self, entry: Entry) -> None:
-        self._field(entry).check(entry.case, entry.contestant.options)
+        took_s = self._field(entry).check(entry.case, entry.contestant.options)
+        entry.count = entry.case.fitting_count(took_s)
 
     def _sample(self, entry: Entry, number: int) -> None:
-        entry.samples.append(self._field(entry).sample(entry.case, entry.contestant.options, number))
+        entry.samples.append(self._field(entry).sample(entry.case, entry.contestant.options, number, entry.count))
 
     def _field(self, entry: Entry) -> Field:
         return self._fields[entry.contestant.program]
