@@ -1,6 +1,6 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python check bench clean
+.PHONY: help setup demo test test-rust test-python check bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,10 +23,18 @@ test-python: setup ## pytest
 check: setup ## formatting, lints, types, stubs, dependency direction
 	@scripts/check
 
-bench: setup ## latency and GB/s of a Pipe beside memcpy
+bench: setup ## latency, tensors and blocks beside bare UCX and memcpy
+	@cargo build --quiet --release --locked --example bare_loop -p kvpipe-ucx
 	@.venv/bin/kvpipe bench pipe
+	@.venv/bin/kvpipe bench blocks
+	@.venv/bin/kvpipe bench latency
+
+bench-peers: setup ## kvpipe beside NIXL, ucxx, Mooncake, gloo, ZeroMQ and ucx_perftest
+	@cargo build --quiet --release --locked --example bare_loop -p kvpipe-ucx
+	@scripts/bench-peers
+	@.venv/bin/kvpipe bench peers
 
 clean: ## remove everything that the other targets made
-	rm -rf target .venv .cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf target .venv .venv-peers .cache .mypy_cache .pytest_cache .ruff_cache
 	find python tests examples -name __pycache__ -prune -exec rm -rf {} +
 	rm -f python/kvpipe/_kvpipe*.so

@@ -1,5 +1,6 @@
-"""`kvpipe bench pipe`: its figures and its table; and that it runs, never how fast."""
+"""`kvpipe bench`: that it measures what it says and tells it, never how fast anything is."""
 
+import contextlib
 import io
 import json
 import os
@@ -10,15 +11,32 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvpipe import ConfigError
-from kvpipe.bench import measure, report
-from kvpipe.bench.measure import Summary
+from kvpipe.bench import command, contestants, machine, measure, perftest, report, subjects
+from kvpipe.bench.contest import Contestant, Program, Sample
+from kvpipe.bench.measure import Case, Summary
+from kvpipe.bench.processes import ContestantError, Process
+from kvpipe.bench.programs import blocks, request, tensors
+from kvpipe.bench.progress import Progress
+from kvpipe.bench.results import Entry, rows_of
+
+SMALL = ("--rounds", "5", "--working-set", "8M", "--road", "default")
 
 
 def bench(*arguments):
-    return [sys.executable, "-m", "kvpipe", "bench", "pipe", *arguments]
+    return [sys.executable, "-m", "kvpipe", "bench", *map(str, arguments)]
+
+
+def run_bench(*arguments, **env):
+    return subprocess.run(
+        bench(*arguments), capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **env}
+    )
+
+
+# --- figures ----------------------------------------------------------------------------------------------------
 
 
 def test_a_summary_is_the_median_between_its_percentiles():
@@ -30,8 +48,9 @@ def test_a_summary_is_the_median_between_its_percentiles():
         measure.summarize([])
 
 
-def test_sizes_are_bytes_with_units_in_ascending_order():
+def test_sizes_and_blocks_have_units_and_come_in_ascending_order():
     assert measure.parse_sizes("1M, 8,64K,8") == (8, 65536, 1 << 20)
+    assert measure.parse_blocks("64Kx512,4Kx8192") == ((4096, 8192), (65536, 512))
 
 
 @pytest.mark.parametrize("text", ["", "0", "-8", "9", "8B", "K", "8,,16", "1.5K", "8KK"])
@@ -40,33 +59,114 @@ def test_a_bad_size_is_named(text):
         measure.parse_sizes(text)
 
 
+@pytest.mark.parametrize("text", ["64K", "64Kx", "64Kx0", "x8", "64Kx1.5"])
+def test_bad_blocks_are_named(text):
+    with pytest.raises(ConfigError, match="expected"):
+        measure.parse_blocks(text)
+
+
+@pytest.mark.parametrize("kind", ["tensors", "blocks", "latency"])
 @pytest.mark.parametrize("size", [8, 4096, 1 << 20, 1 << 26, 1 << 30])
-def test_a_round_moves_neither_too_little_nor_too_much(size):
-    assert 4 <= measure.pings_per_round(size) <= measure.tensors_per_round(size) <= 1000
+def test_a_round_moves_neither_too_little_nor_too_much(kind, size):
+    case = Case(kind, size)
+    assert case.count >= 1
+    assert case.payload_bytes(case.count) <= max(measure.ROUND_BYTES, 4 * size)
 
 
-def test_buffers_are_larger_than_the_cache_and_are_walked_through():
-    total = measure.working_set_bytes(32 << 20, [8, 1 << 20])
-    assert total == 128 << 20
-    assert measure.working_set_bytes(1 << 20, [1 << 30]) == 2 << 30
-    walked = list(measure.offsets(1 << 20, 200, total))
-    assert len(walked) == 200
-    assert len(set(walked)) == 128
-    assert max(walked) + (1 << 20) == total
-    assert list(measure.offsets(8, 3, total)) == [0, 64, 128]
+def test_a_slow_contestant_moves_less_a_round_and_a_fast_one_no_more():
+    case = Case("tensors", 1 << 20)
+    assert case.fitting_count(0.0) == case.fitting_count(0.2) == case.count
+    assert case.fitting_count(0.5) == case.count // 2
+    assert case.fitting_count(1e9) == 4
+
+
+def test_buffers_of_both_sides_together_are_larger_than_the_cache():
+    assert 2 * measure.working_set_bytes(260 << 20, [Case("tensors", 8)]) > 2 * (260 << 20)
+    assert measure.working_set_bytes(1 << 20, [Case("blocks", 1 << 20, 512)]) == 1 << 30
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_the_rounds():
+    case, program = Case("tensors", 8), Program("", ())
+    named = {name: Contestant(name, "default", program, frozenset({"tensors"})) for name in ("ours", "base")}
+    ours, base = (Entry(case, named[name]) for name in ("ours", "base"))
+    # the machine was slow for both in the second round
+    ours.samples = [Sample(8, 1), Sample(1, 3), Sample(6, None)]
+    base.samples = [Sample(4, 1), Sample(2, 1), Sample(4, 1)]
+    rows = rows_of([ours, base], ["nobody", "base"])
+    assert [(row.ratio, row.baseline) for row in rows] == [(1.5, "base"), (1, "base")]
+    assert rows[0].cpu_s_per_gib == Summary(2, 1.2, 2.8, 2)
+
+
+def test_a_baseline_is_of_the_same_case_and_road_or_of_none():
+    case, program = Case("tensors", 8), Program("", ())
+    entries = [
+        Entry(case, Contestant(name, road, program, frozenset()), samples=[Sample(1, None)])
+        for name, road in [("ours", "tcp"), ("base", "default"), ("memcpy", "")]
+    ]
+    found = [row.baseline for row in rows_of(entries, ["base", "memcpy"])]
+    assert found == ["memcpy", "base", "memcpy"]
+
+
+# --- what is moved ----------------------------------------------------------------------------------------------
+
+
+def task(kind="tensors", num_bytes=64, num_blocks=1, layout="none", *, count=3, number=0):
+    words = {"kind": kind, "bytes": num_bytes, "blocks": num_blocks, "layout": layout, "count": count, "round": number}
+    return request.Task.of(request.parse(request.compose("run", words))[1])
+
+
+def test_the_walk_through_a_buffer_goes_on_where_the_round_before_ended():
+    walked = [at for number in range(4) for at in task(count=4, number=number).offsets(1024)]
+    assert walked == [i * 64 for i in range(16)]
+    assert task(num_bytes=8).offsets(1024) == [0, 64, 128]
+
+
+def test_scattered_blocks_are_all_of_them_in_another_order_on_each_side():
+    scattered = task("blocks", 64, 8, "scattered")
+    local, remote = (np.concatenate(scattered.transfers(64 * 64, side)) for side in (request.LOCAL, request.REMOTE))
+    assert sorted(local) == sorted(remote) == list(range(64))
+    assert list(local) != list(remote) != list(range(64))
+    assert [list(ids) for ids in task("blocks", 64, 4).transfers(64 * 8, request.LOCAL)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_byte_that_did_not_arrive_is_found():
+    room = tensors.Room(1024)
+    room.data[:] = request.pattern(1024)
+    room.verify(task())
+    room.data[130] ^= 1
+    with pytest.raises(ValueError, match="tensors did not arrive"):
+        room.verify(task())
+    room.clear()
+    room.fresh = request.pattern(1024)[128:192]
+    room.verify(task())
+
+
+def test_a_block_in_the_wrong_place_is_found():
+    asked = task("blocks", 64, 4, "scattered", count=2)
+    room = np.zeros(1024, np.uint8)
+    pairs = zip(asked.transfers(1024, request.LOCAL), asked.transfers(1024, request.REMOTE), strict=True)
+    for to, source in pairs:
+        room.reshape(-1, 64)[to] = request.pattern(1024).reshape(-1, 64)[source]
+    blocks.verify_blocks(room, asked)
+    room[:64], room[64:128] = room[64:128].copy(), room[:64].copy()
+    with pytest.raises(ValueError, match="blocks did not arrive"):
+        blocks.verify_blocks(room, asked)
+
+
+# --- what is told -----------------------------------------------------------------------------------------------
 
 
 def test_the_cache_size_is_the_largest_and_none_where_nothing_tells(tmp_path):
-    assert report.cache_bytes(tmp_path) is None
+    assert machine.cache_bytes(tmp_path) is None
     for index, size in enumerate(["48K\n", "1024K\n", "32768K\n"]):
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "size").write_text(size)
-    assert report.cache_bytes(tmp_path) == 32 << 20
+    assert machine.cache_bytes(tmp_path) == 32 << 20
 
 
 @pytest.mark.parametrize(("size", "text"), [(8, "8 B"), (1 << 16, "64 KiB"), (1 << 26, "64 MiB"), (1032, "1032 B")])
 def test_sizes_are_told_in_the_largest_unit_that_fits(size, text):
-    assert report.size_text(size) == text
+    assert measure.size_text(size) == text
 
 
 def test_a_cell_has_three_digits_that_say_something():
@@ -74,19 +174,17 @@ def test_a_cell_has_three_digits_that_say_something():
     assert report.cell(Summary(0, 0, 0, 1)) == "0 (0-0)"
 
 
-def test_columns_are_aligned():
-    assert report.table(["a", "long"], [["1000", "2"]]) == "   a  long\n----  ----\n1000     2"
-
-
-def test_empty_facts_are_left_out():
-    assert report.describe({"cpu": "x", "UCX_TLS": "", "cache_bytes": 1 << 20}) == "cpu: x\ncache_bytes: 1 MiB"
+def test_columns_are_aligned_and_empty_facts_left_out():
+    assert report.table(["a", "long"], [["1000", "2"]]) == "a     long\n----  ----\n1000  2"
+    assert report.describe({"cpu": "x", "commit": "", "cache_bytes": 1 << 20}) == "cpu: x\ncache_bytes: 1 MiB"
 
 
 def test_progress_is_lines_where_there_is_no_terminal_and_a_bar_where_there_is():
     plain, terminal = io.StringIO(), io.StringIO()
     terminal.isatty = lambda: True
     for stream in (plain, terminal):
-        progress = report.Progress(2, stream)
+        progress = Progress(stream)
+        progress.expect(2)
         progress.line("round 1 of 1")
         progress.step("8 B")
         progress.end()
@@ -95,79 +193,229 @@ def test_progress_is_lines_where_there_is_no_terminal_and_a_bar_where_there_is()
     assert terminal.getvalue().endswith("\n")
 
 
+# --- contestants ------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_ends_is_told_with_its_last_words():
+    process = Process([sys.executable, "-c", "import sys; sys.exit('no such device')"], {})
+    with contextlib.closing(process), pytest.raises(ContestantError, match="ended with status 1: no such device"):
+        process.answer()
+
+
+def test_the_cpu_time_of_a_process_is_its_own():
+    code = "import time\nwhile time.process_time() < 0.2: pass\nprint('hello', flush=True); time.sleep(60)"
+    with contextlib.closing(Process([sys.executable, "-c", code], {})) as process:
+        process.answer()
+        assert process.cpu_s() >= 0.2
+
+
+def test_figures_of_ucx_perftest_are_taken_from_its_final_line():
+    line = "        2000      6.149    20.733    20.733        0.37       0.37       48233       48233\n"
+    assert perftest.figures(f"+---+\n| Test |\n{line}", "")[1] == 6.149
+    with pytest.raises(ContestantError, match="gave no figures: it broke"):
+        perftest.figures("", "it broke")
+
+
+def test_every_contestant_has_a_name_of_its_own_on_its_road():
+    args = command.parse(["peers"])
+    found = subjects.contestants(subjects.SUBJECTS["peers"], contestants.ROADS, args)
+    names = [(one.name, one.road, kind) for one in found for kind in one.kinds]
+    assert len(names) == len(set(names))
+    assert {"NIXL READ", "NIXL WRITE", "ucxx", "Mooncake READ", "gloo", "ZeroMQ tcp", "memcpy"} <= {
+        n for n, *_ in names
+    }
+
+
 @pytest.mark.ucx
-def test_the_command_prints_a_table_and_writes_json(tmp_path):
-    file = tmp_path / "figures.json"
-    done = subprocess.run(
-        bench("--sizes", "8,64K", "--rounds", "5", "--json", str(file)),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["pipe", "--sizes", "64K", "--only", "kvpipe,memcpy"], {"kvpipe out=", "kvpipe fresh", "memcpy"}),
+        (["blocks", "--blocks", "4Kx16,64Kx4", "--only", "kvpipe"], {"kvpipe"}),
+        (["latency", "--sizes", "8", "--only", "kvpipe,-E sleep"], {"kvpipe", "kvpipe polling"}),
+    ],
+)
+def test_a_subject_runs_to_its_end_and_tells_it_in_text_json_and_plot(tmp_path, arguments, names):
+    figures, drawing = tmp_path / "figures.json", tmp_path / "drawing.png"
+    done = run_bench(*arguments, *SMALL, "--json", figures, "--plot", drawing)
     assert done.returncode == 0, done.stderr
-    for fact in ("cpu: ", "ucx: ", "transport: ", "load_average", "working_set_bytes: "):
+    for fact in ("cpu: ", "ucx: ", "load_average: ", "working_set_bytes: 8 MiB"):
         assert fact in done.stdout
-    assert [line.split()[:2] for line in done.stdout.splitlines()[-2:]] == [["8", "B"], ["64", "KiB"]]
     assert "round 5 of 5" in done.stderr
-    figures = json.loads(file.read_text())
-    assert [row["bytes"] for row in figures["results"]] == [8, 65536]
-    assert figures["results"][0]["pipe_out"]["num_samples"] == 5
-    assert figures["machine"]["rounds"] == 5
+    found = json.loads(figures.read_text())
+    assert set(found) == {"machine", "skipped", "rows"}
+    assert {"system", "cpu", "num_cpus", "cache_bytes", "load_average", "kvpipe", "python", "ucx"} <= set(
+        found["machine"]
+    )
+    assert names <= {row["contestant"] for row in found["rows"]}
+    for row in found["rows"]:
+        assert row["value"]["num_samples"] == 5
+        assert row["value"]["p10"] <= row["value"]["median"] <= row["value"]["p90"]
+        assert (row["cpu_s_per_gib"] is None) == (row["kind"] == "latency")
+    fields = "kind bytes num_blocks layout contestant road transport unit value cpu_s_per_gib ratio baseline"
+    assert all(list(row) == fields.split() for row in found["rows"])
+    assert drawing.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.ucx
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_when_its_second_process_is_killed(how):
-    process = subprocess.Popen(
-        bench("--sizes", "64M", "--rounds", "1000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert "round 1 of" in process.stderr.readline()
-        (child,) = children_of(process.pid)
-        os.kill(child, how)
-        killed_at = time.monotonic()
-        _, errors = process.communicate(timeout=20)
-        assert time.monotonic() - killed_at < 10
-        assert errors.splitlines()[-1].startswith("error: lost peer")
-        assert process.returncode == 1
-    finally:
-        process.kill()
-        process.communicate()
+def test_a_peer_that_is_not_installed_is_named_and_an_older_run_compared(tmp_path):
+    figures = tmp_path / "figures.json"
+    only = ["peers", "--kinds", "blocks", "--blocks", "64Kx4", "--layout", "scattered", "--only", "kvpipe,nixl read"]
+    env = {"KVPIPE_BENCH_PEERS_PYTHON": sys.executable}
+    done = run_bench(*only, *SMALL, "--json", figures, **env)
+    assert done.returncode == 0, done.stderr
+    assert "skipped: NIXL READ default: ModuleNotFoundError: No module named 'nixl' (make bench-peers)" in done.stdout
+    assert list(json.loads(figures.read_text())["skipped"]) == ["NIXL READ default"]
+    old = json.loads(figures.read_text())
+    old["machine"]["ucx"] = "1.13.0"
+    for row in old["rows"]:
+        row["value"]["median"] = 1e-6
+    figures.write_text(json.dumps(old))
+    again = run_bench(*only, *SMALL, "--compare", figures, **env)
+    assert again.returncode == 0, again.stderr
+    assert "ucx differs: '1.13.0' then" in again.stdout
+    line = next(line for line in again.stdout.splitlines() if line.startswith("blocks 64 KiB x 4 scattered"))
+    now, ratio = map(float, line.split()[-3:-1])
+    assert ratio == pytest.approx(now / 1e-6, rel=0.01)
 
 
 @pytest.mark.ucx
-def test_ctrl_c_ends_both_processes():
+def test_the_bare_loop_moves_the_same_bytes(tmp_path):
+    program = contestants.bare("default")[0].program
+    if not Path(program.command[0]).exists():
+        pytest.skip("not built: cargo build --release --example bare_loop -p kvpipe-ucx")
+    for kind in (["pipe", "--sizes", "8,1M"], ["blocks", "--blocks", "64Kx4"], ["latency", "--sizes", "8"]):
+        figures = tmp_path / f"{kind[0]}.json"
+        done = run_bench(*kind, *SMALL, "--only", "bare", "--json", figures)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(figures.read_text())["skipped"] == {}
+
+
+# --- two hosts --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server():
     process = subprocess.Popen(
-        bench("--sizes", "64M", "--rounds", "1000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        bench("serve", "--listen", "127.0.0.1:0", "--token", "secret"), stdout=subprocess.PIPE, text=True
     )
-    try:
-        assert "round 1 of" in process.stderr.readline()
-        (child,) = children_of(process.pid)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
-        assert process.returncode == 130
-        assert not Path(f"/proc/{child}").exists()
-    finally:
-        process.kill()
-        process.communicate()
+    yield process, process.stdout.readline().removeprefix("listening on ").strip()
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.ucx
+def test_it_measures_to_another_process_that_serves(server, tmp_path):
+    process, address = server
+    figures = tmp_path / "figures.json"
+    for subject in (["pipe", "--sizes", "64K"], ["blocks", "--blocks", "64Kx4"], ["latency", "--sizes", "8"]):
+        done = run_bench(*subject, *SMALL, "--peer", address, "--token", "secret", "--json", figures)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(figures.read_text())
+        assert {row["contestant"].split()[0] for row in found["rows"]} == {"kvpipe"}
+        assert found["machine"]["peer"] == address
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+
+
+@pytest.mark.ucx
+def test_a_peer_with_another_token_is_refused_and_the_server_goes_on(server):
+    process, address = server
+    refused = run_bench("latency", "--sizes", "8", *SMALL, "--peer", address, "--token", "guess")
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].startswith("error: ")
+    assert "token" in refused.stderr.splitlines()[-1]
+    assert process.poll() is None
+
+
+@pytest.mark.ucx
+def test_a_peer_that_cannot_be_reached_is_named(server):
+    process, address = server
+    process.kill()
+    process.wait()
+    done = run_bench("pipe", "--sizes", "64K", *SMALL, "--peer", address)
+    assert done.returncode == 1
+    assert f"cannot reach {address}" in done.stderr.splitlines()[-1]
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running():
+    process = subprocess.Popen(
+        bench("pipe", "--sizes", "1M", "--rounds", "1000", "--working-set", "8M", "--only", "kvpipe out="),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while "round 1 of" not in process.stderr.readline():
+        assert process.poll() is None
+    yield process
+    process.kill()
+    process.communicate()
 
 
 def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.ucx
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_it_ends_when_one_of_its_processes_is_killed(running, how):
+    os.kill(children_of(running.pid)[1], how)
+    killed_at = time.monotonic()
+    _, errors = running.communicate(timeout=60)
+    assert time.monotonic() - killed_at < 30
+    assert errors.splitlines()[-1].startswith("error: kvpipe out=")
+    assert running.returncode == 1
+
+
+@pytest.mark.ucx
+def test_ctrl_c_ends_all_processes(running):
+    children = children_of(running.pid)
+    running.send_signal(signal.SIGINT)
+    running.communicate(timeout=20)
+    assert running.returncode == 130
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "reason"), [(["--rounds", "4"], "at least 5"), (["--sizes", "7"], "size '7'"), (["--nope"], "--nope")]
+    ("arguments", "reason"),
+    [
+        (["pipe", "--rounds", "4"], "--rounds 4: a median"),
+        (["pipe", "--sizes", "7"], "size '7'"),
+        (["pipe", "--road", "rdma"], "--road rdma"),
+        (["pipe", "--only", "nobody"], "--only nobody"),
+        (["pipe", "--sizes", "64M", "--working-set", "1M"], "--working-set 1M: the largest case needs 128 MiB"),
+        (["pipe", "--working-set", "8192G"], "the buffers need"),
+        (["pipe", "--json", "/nowhere/figures.json"], "/nowhere/figures.json: there is no such folder"),
+        (["pipe", "--compare", "/nowhere.json"], "/nowhere.json cannot be read"),
+        (["pipe", "--compare", __file__], "holds no figures"),
+        (["pipe", "--peer", "5"], "address '5'"),
+        (["pipe", "--peer", "nohost.invalid:5"], "there is no way to nohost.invalid"),
+        (["blocks", "--blocks", "64K"], "blocks '64K'"),
+        (["blocks", "--layout", "round"], "--layout round"),
+        (["peers", "--kinds", "tensors,files"], "--kinds files"),
+    ],
 )
-def test_wrong_arguments_are_named(arguments, reason):
-    done = subprocess.run(bench(*arguments), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode in (1, 2)
-    assert reason in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.ucx
+def test_a_bad_argument_is_named_before_anything_is_measured(arguments, reason):
+    with pytest.raises(ConfigError) as caught:
+        command.main(arguments)
+    assert reason in str(caught.value)
 
 
-def test_without_numpy_it_says_what_to_install():
-    code = "import sys; sys.modules['numpy'] = None; from kvpipe.cli import main; sys.exit(main(['bench', 'pipe']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (1, "error: numpy is not installed; pip install 'kvpipe[bench]'\n")
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["pipe", "--nope"]])
+def test_wrong_usage_shows_the_right_one(arguments):
+    done = run_bench(*arguments)
+    assert done.returncode == 2
+    assert "usage: kvpipe bench" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["numpy", "matplotlib"])
+def test_without_its_extra_it_says_what_to_install(module):
+    code = f"import sys; sys.modules[{module!r}] = None; from kvpipe.cli import main; sys.exit(main(sys.argv[1:]))"
+    arguments = [sys.executable, "-c", code, "bench", "pipe", "--plot", "drawing.png"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, f"error: {module} is not installed; pip install 'kvpipe[bench]'\n")

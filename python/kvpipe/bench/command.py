@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: An argument is bad.
         ContestantError: kvpipe itself could not be measured.
     """
-    args = _parse(arguments)
+    args = parse(arguments)
     if args.subject == "serve":
         remote.serve(args.listen, args.token)
         return 0
@@ -73,7 +73,8 @@ def main(arguments: Sequence[str]) -> int:
 # --- arguments --------------------------------------------------------------------------------------------------
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """What the arguments ask for."""
     parser = argparse.ArgumentParser(prog="kvpipe bench", description="Measures kvpipe and what it is held against.")
     subjects = parser.add_subparsers(title="subjects", required=True, metavar="SUBJECT", dest="subject")
     for name, subject in SUBJECTS.items():

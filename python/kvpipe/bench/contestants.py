@@ -31,6 +31,7 @@ _TUNED_TCP: Pairs = (("UCX_TCP_TX_SEG_SIZE", "256k"), ("UCX_TCP_RX_SEG_SIZE", "1
 _ONE_SIDED: Pairs = (("UCX_RNDV_THRESH", "inf"),)
 _LOOPBACK: Pairs = (("UCX_NET_DEVICES", "lo"),)
 _EAGER_CAP = 32 << 10
+_BUSY_POLL_US = "1000"
 
 
 def road_env(road: str) -> Pairs:
@@ -41,11 +42,21 @@ def road_env(road: str) -> Pairs:
 def kvpipe_pipe(road: str, program: Startable | None = None) -> list[Contestant]:
     """A Pipe: into memory that is there, and fresh. `program` is what runs it, by default two processes here."""
     program = program or ours("pipe_tensors", env=road_env(road))
+    checked, unchecked = (("way", "checked"),), (("way", "unchecked"),)
+    out, fresh = (("into", "out"), *IN_FLIGHT), (("into", "fresh"), *IN_FLIGHT)
     return [
-        Contestant("kvpipe out=", road, program, TENSORS, (("into", "out"), *IN_FLIGHT), is_ours=True),
-        Contestant("kvpipe fresh", road, program, TENSORS, (("into", "fresh"), *IN_FLIGHT), is_ours=True),
-        Contestant("kvpipe", road, program, LATENCY, is_ours=True),
+        Contestant("kvpipe out=", road, program, TENSORS, (*out, *checked), is_ours=True),
+        Contestant("kvpipe out=, no checksum", road, program, TENSORS, (*out, *unchecked), is_ours=True),
+        Contestant("kvpipe fresh", road, program, TENSORS, (*fresh, *checked), is_ours=True),
+        Contestant("kvpipe fresh, no checksum", road, program, TENSORS, (*fresh, *unchecked), is_ours=True),
+        Contestant("kvpipe", road, program, LATENCY, checked, is_ours=True),
     ]
+
+
+def kvpipe_polling(road: str) -> list[Contestant]:
+    """A Pipe that looks for more for longer than any message takes, before it sleeps."""
+    program = ours("pipe_tensors", (("busy_poll_us", _BUSY_POLL_US),), road_env(road))
+    return [Contestant("kvpipe polling", road, program, LATENCY, (("way", "checked"),), is_ours=True)]
 
 
 def kvpipe_blocks(road: str, setup: Pairs, program: Startable | None = None) -> list[Contestant]:

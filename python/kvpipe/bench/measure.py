@@ -15,7 +15,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # Enough that a round of a size takes some 30 ms: the clock and a single late wake-up do not matter.
 ROUND_BYTES = 128 << 20
 _MOST_TENSORS, _LEAST_TENSORS = 1000, 4
-_MOST_PINGS = 300
+_MOST_PINGS, _FIRST_PINGS = 300, 20
 _LEAST_WORKING_SET_BYTES = 64 << 20
 # A slow contestant moves less a round, so that a run of all of them takes minutes
 _ROUND_S = 0.25
@@ -84,10 +84,16 @@ class Case:
         most = _MOST_PINGS if self.kind == "latency" else _MOST_TENSORS
         return max(_LEAST_TENSORS, min(most, fitting))
 
+    @property
+    def first_count(self) -> int:
+        """How many the first round makes, which is not measured."""
+        return min(self.count, _FIRST_PINGS) if self.kind == "latency" else self.count
+
     def fitting_count(self, first_round_s: float) -> int:
         """How many the next rounds make when the first one took so long."""
         least = 1 if self.kind == "blocks" else _LEAST_TENSORS
-        return max(least, int(self.count * min(1.0, _ROUND_S / max(first_round_s, 1e-9))))
+        fitting = self.first_count * _ROUND_S / max(first_round_s, 1e-9)
+        return max(least, int(min(self.count, fitting)))
 
     def payload_bytes(self, count: int) -> int:
         """Bytes of so many tensors, transfers or round trips."""

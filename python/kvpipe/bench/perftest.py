@@ -66,7 +66,7 @@ class PerftestField:
 
     def check(self, case: Case, options: Pairs) -> float:
         """One round; the tool compares nothing. Its processes take longer to start than to measure."""
-        self.sample(case, options, 0, case.count)
+        self.sample(case, options, 0, case.first_count)
         return 0.0
 
     def sample(self, case: Case, options: Pairs, number: int, count: int) -> Sample:
@@ -103,7 +103,7 @@ class PerftestField:
             server.kill()
             server.wait()
             os.close(terminal)
-        return _columns(client.stdout, client.stderr)
+        return figures(client.stdout, client.stderr)
 
     def _serve(self, port: str) -> tuple[subprocess.Popen[bytes], int]:
         """The server, listening. It says so at once to a terminal only."""
@@ -129,7 +129,12 @@ class PerftestField:
         """Nothing runs between samples."""
 
 
-def _columns(output: str, errors: str) -> list[float]:
+def figures(output: str, errors: str) -> list[float]:
+    """The columns of the final line of its output.
+
+    Raises:
+        ContestantError: There is none.
+    """
     for line in output.splitlines():
         words = line.split()
         if len(words) == _NUM_COLUMNS and words[0].isdecimal():

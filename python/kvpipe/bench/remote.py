@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +35,11 @@ def _send(pipe: Pipe, line: str) -> None:
 
 def _text(received: Any) -> str:
     return bytes(received).decode(errors="replace")
+
+
+def _secret(token: str | None) -> Pairs:
+    """The variable of a process that uses the token; its arguments are seen by all users."""
+    return (("KVPIPE_TOKEN", token),) if token else ()
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -120,7 +125,8 @@ class RemoteProgram:
         passive = RemoteSide(self.address, self.token, {**words, **dict(setup), "program": self.local.name})
         sides: list[Side] = [passive]
         try:
-            sides.insert(0, self.local.start("active", {**words, "host": _host_towards(self.address)}))
+            local = replace(self.local, env=(*self.local.env, *_secret(self.token)))
+            sides.insert(0, local.start("active", {**words, "host": _host_towards(self.address)}))
             return Group(sides)
         except BaseException:
             for side in sides:
@@ -167,8 +173,7 @@ def _serve_client(asked: Pipe, host: str, token: str | None) -> None:
 
 def _start(words: dict[str, str], host: str, token: str | None) -> Process:
     command = (sys.executable, "-m", "kvpipe.bench.programs", words.pop("program"))
-    env: Pairs = (("KVPIPE_TOKEN", token),) if token else ()
-    return Program("", command, env=env).start("passive", {**words, "host": host})
+    return Program("", command, env=_secret(token)).start("passive", {**words, "host": host})
 
 
 def _relay(asked: Pipe, back: Pipe, process: Process) -> None:

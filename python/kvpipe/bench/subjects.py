@@ -65,12 +65,12 @@ def _sizes(args: argparse.Namespace) -> Pairs:
     return (("sizes", ",".join(str(size) for size in dict.fromkeys(size for size, _ in parse_blocks(args.blocks)))),)
 
 
-def _without_memcpy(args: argparse.Namespace, program: str, setup: Pairs = ()) -> RemoteProgram:
+def _remote(args: argparse.Namespace, program: str, setup: Pairs = ()) -> RemoteProgram:
     return RemoteProgram(of.ours(program, setup), args.peer, args.token)
 
 
 def _pipe_field(road: str, _: argparse.Namespace) -> list[Contestant]:
-    return [*of.kvpipe_pipe(road), *of.bare(road), *of.ucx_perftest(road)]
+    return [*of.kvpipe_pipe(road), *of.kvpipe_polling(road), *of.bare(road), *of.ucx_perftest(road)]
 
 
 def _blocks_field(road: str, args: argparse.Namespace) -> list[Contestant]:
@@ -78,7 +78,7 @@ def _blocks_field(road: str, args: argparse.Namespace) -> list[Contestant]:
 
 
 def _everybody(road: str, args: argparse.Namespace) -> list[Contestant]:
-    ours = [*of.kvpipe_pipe(road), *of.kvpipe_blocks(road, _sizes(args))]
+    ours = [*of.kvpipe_pipe(road), *of.kvpipe_polling(road), *of.kvpipe_blocks(road, _sizes(args))]
     return [*ours, *of.bare(road), *of.peers(road)]
 
 
@@ -89,7 +89,7 @@ SUBJECTS: dict[str, Subject] = {
         _pipe_field,
         ("bare UCX", "memcpy"),
         {"sizes": "8,4K,64K,256K,1M,4M,16M,64M"},
-        lambda args: of.kvpipe_pipe("default", _without_memcpy(args, "pipe_tensors")),
+        lambda args: of.kvpipe_pipe("default", _remote(args, "pipe_tensors")),
     ),
     "blocks": Subject(
         "GB/s of blocks read by an Agent, contiguous and scattered, beside bare UCX and memcpy",
@@ -97,7 +97,7 @@ SUBJECTS: dict[str, Subject] = {
         _blocks_field,
         ("memcpy",),
         {"blocks": _BLOCKS, "layout": "both"},
-        lambda args: of.kvpipe_blocks("default", (), _without_memcpy(args, "agent_blocks", _sizes(args))),
+        lambda args: of.kvpipe_blocks("default", (), _remote(args, "agent_blocks", _sizes(args))),
     ),
     "latency": Subject(
         "half a round trip through two Pipes, beside bare UCX and ucx_perftest",
@@ -105,7 +105,7 @@ SUBJECTS: dict[str, Subject] = {
         _pipe_field,
         ("ucx_perftest -E sleep", "bare UCX sleeping"),
         {"sizes": "8,64,512,4K,32K,256K"},
-        lambda args: of.kvpipe_pipe("default", _without_memcpy(args, "pipe_tensors")),
+        lambda args: of.kvpipe_pipe("default", _remote(args, "pipe_tensors")),
     ),
     "peers": Subject(
         "kvpipe beside NIXL, ucxx, Mooncake, gloo, ZeroMQ, ucx_perftest, bare UCX and memcpy",

@@ -1,4 +1,4 @@
-"""kvpipe's Pipe: tensors one way, latency through two pipes."""
+"""A Pipe of kvpipe: tensors one way, with checksums through one pipe and without through another; latency."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from .request import Task
 
 _PATIENCE_S = 60.0
+_WAYS = ("checked", "unchecked")
+
+
+def _busy_poll_us(setup: Setup) -> int | None:
+    text = setup.options.get("busy_poll_us")
+    return int(text) if text else None
 
 
 class Active:
@@ -25,16 +31,22 @@ class Active:
 
     def __init__(self, setup: Setup) -> None:
         self._source = pattern(setup.total)
-        self._back = kvpipe.Pipe.listen(f"{setup.host}:0")
+        self._busy_poll_us = _busy_poll_us(setup)
+        self._back = kvpipe.Pipe.listen(f"{setup.host}:0", busy_poll_us=self._busy_poll_us)
 
     def hello(self) -> Words:
         """Where the way back begins."""
         return {"address": self._back.address}
 
     def meet(self, words: Mapping[str, str]) -> Words:
-        """Connects the way there."""
-        self._there = kvpipe.Pipe.connect(words["address"], timeout=_PATIENCE_S)
-        return {"transport": self._there.transport}
+        """Connects the ways there."""
+        self._there = {
+            name: kvpipe.Pipe.connect(
+                words[name], timeout=_PATIENCE_S, checksum=name == "checked", busy_poll_us=self._busy_poll_us
+            )
+            for name in _WAYS
+        }
+        return {"transport": self._there["checked"].transport}
 
     def clear(self, task: Task) -> None:
         """Nothing arrives here."""
@@ -51,16 +63,18 @@ class Active:
     def _send(self, task: Task) -> None:
         size = task.num_bytes
         offsets = task.offsets(len(self._source))
-        begun = (self._there.isend_tensor(self._source[at : at + size]) for at in offsets)
+        there = self._there[task.options["way"]]
+        begun = (there.isend_tensor(self._source[at : at + size]) for at in offsets)
         keep_in_flight(int(task.options["in_flight"]), begun)
         self._back.recv_tensor(timeout=_PATIENCE_S)
 
     def _latency(self, task: Task) -> Words:
         ping = self._source[: task.num_bytes]
         pong: Any = np.empty(task.num_bytes, np.uint8)
+        there = self._there[task.options["way"]]
 
         def once() -> None:
-            self._there.send_tensor(ping, timeout=_PATIENCE_S)
+            there.send_tensor(ping, timeout=_PATIENCE_S)
             self._back.recv_tensor(out=pong, timeout=_PATIENCE_S)
 
         return half_round_trip_us(task.count, once)
@@ -71,15 +85,16 @@ class Passive:
 
     def __init__(self, setup: Setup) -> None:
         self._room = Room(setup.total)
-        self._there = kvpipe.Pipe.listen(f"{setup.host}:0")
+        self._busy_poll_us = _busy_poll_us(setup)
+        self._there = {name: kvpipe.Pipe.listen(f"{setup.host}:0", busy_poll_us=self._busy_poll_us) for name in _WAYS}
 
     def hello(self) -> Words:
-        """Where the way there begins."""
-        return {"address": self._there.address}
+        """Where the ways there begin."""
+        return {name: pipe.address for name, pipe in self._there.items()}
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects the way back."""
-        self._back = kvpipe.Pipe.connect(words["address"], timeout=_PATIENCE_S)
+        self._back = kvpipe.Pipe.connect(words["address"], timeout=_PATIENCE_S, busy_poll_us=self._busy_poll_us)
         return {}
 
     def clear(self, task: Task) -> None:
@@ -102,15 +117,15 @@ class Passive:
         return {}
 
     def _echo(self, task: Task) -> None:
-        room = self._room.data[: task.num_bytes]
+        room, there = self._room.data[: task.num_bytes], self._there[task.options["way"]]
         for _ in range(task.count):
-            self._back.send_tensor(self._there.recv_tensor(out=room, timeout=_PATIENCE_S), timeout=_PATIENCE_S)
+            self._back.send_tensor(there.recv_tensor(out=room, timeout=_PATIENCE_S), timeout=_PATIENCE_S)
 
     def _received(self, task: Task) -> Iterator[Any]:
         is_fresh = task.options["into"] == "fresh"
-        size, room = task.num_bytes, self._room
+        size, room, there = task.num_bytes, self._room, self._there[task.options["way"]]
         for at in task.offsets(len(room.data)):
-            work = self._there.irecv_tensor(out=None if is_fresh else room.data[at : at + size])
+            work = there.irecv_tensor(out=None if is_fresh else room.data[at : at + size])
             yield _Kept(work, room) if is_fresh else work
 
 
