@@ -47,11 +47,11 @@ def write(path: Path, rows: Sequence[Row], title: str) -> None:
     mpl, figure = _matplotlib()
     roads = list(dict.fromkeys(row.road for row in rows if row.road)) or [""]
     subjects = list(dict.fromkeys((row.case.kind, row.case.layout) for row in rows))
-    names = dict.fromkeys(row.contestant for row in rows)
-    styles = {name: (mpl.colormaps["tab20"](_SHADES[i % 20]), _MARKERS[i % 10]) for i, name in enumerate(names)}
     drawing = figure.Figure(figsize=(_WIDTH * len(roads), _HEIGHT * len(subjects)), layout="constrained")
     grid = drawing.subplots(len(subjects), len(roads), squeeze=False)
     for axes, subject in zip(grid, subjects, strict=True):
+        names = dict.fromkeys(row.contestant for row in rows if row.case.kind == subject[0])
+        styles = {name: (mpl.colormaps["tab20"](_SHADES[i % 20]), _MARKERS[i % 10]) for i, name in enumerate(names)}
         for axis, road in zip(axes, roads, strict=True):
             here = [row for row in rows if (row.case.kind, row.case.layout) == subject and row.road in (road, "")]
             _draw(axis, here, styles)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from .request import Task
 
+# It refuses batches of 8,192 (version 0.3.13)
+_BATCH_CAP = 2048
 _DISTRIBUTION = "mooncake-transfer-engine-non-cuda"
 
 
@@ -84,17 +86,24 @@ class Active(_Node):
         """One batch after the other."""
         total, size = len(self.room), task.num_bytes
         local, remote = task.transfers(total, LOCAL), task.transfers(total, REMOTE)
-        sizes = [size] * task.num_blocks
         batches = [
-            (_addresses(self.room.ctypes.data, size, local[i]), _addresses(self.remote_address, size, remote[i]))
+            (
+                _addresses(self.room.ctypes.data, size, local[i][at:end]),
+                _addresses(self.remote_address, size, remote[i][at:end]),
+            )
             for i in task.chosen(total)
+            for at, end in _parts(task.num_blocks)
         ]
 
         def all_batches() -> None:
             for ours, theirs in batches:
-                _check(self._batch(self.session, ours, theirs, sizes), "the transfer")
+                _check(self._batch(self.session, ours, theirs, [size] * len(ours)), "the transfer")
 
         return seconds(all_batches)
+
+
+def _parts(num_blocks: int) -> list[tuple[int, int]]:
+    return [(at, at + _BATCH_CAP) for at in range(0, num_blocks, _BATCH_CAP)]
 
 
 def _addresses(start: int, size: int, ids: Any) -> list[int]:
