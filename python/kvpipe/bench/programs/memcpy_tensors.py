@@ -43,7 +43,10 @@ class Copy:
         is_fresh, size, room = task.options["into"] == "fresh", task.num_bytes, self._room
         for at in task.offsets(len(self._source)):
             if is_fresh:
-                room.fresh = self._source[at : at + size].copy()
+                copied = self._source[at : at + size].copy()
+                if task.is_checked:
+                    room.fresh = copied
+                del copied
             else:
                 room.data[at : at + size] = self._source[at : at + size]
 

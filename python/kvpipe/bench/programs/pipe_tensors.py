@@ -126,7 +126,7 @@ class Passive:
         size, room, there = task.num_bytes, self._room, self._there[task.options["way"]]
         for at in task.offsets(len(room.data)):
             work = there.irecv_tensor(out=None if is_fresh else room.data[at : at + size])
-            yield _Kept(work, room) if is_fresh else work
+            yield _Kept(work, room) if is_fresh and task.is_checked else work
 
 
 class _Kept:

@@ -61,6 +61,11 @@ class Task:
             words,
         )
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether `verify` follows: then the last fresh tensor is kept, which otherwise is let go at once."""
+        return self.round == 0
+
     def offsets(self, total: int) -> list[int]:
         """Where each tensor of the run begins in a buffer of `total` bytes."""
         stride = max(self.num_bytes, _CACHE_LINE_BYTES)  # small tensors leave the cache too
