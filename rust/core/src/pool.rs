@@ -12,7 +12,7 @@ use crate::node::Io;
 use crate::transport::Memory;
 
 /// Most bytes that wait to be used again; more is given back to the system at once.
-const BYTES_CAP: usize = 256 << 20;
+const BYTES_CAP: usize = 1 << 30;
 /// What nobody has used for so long is given back.
 const IDLE: Duration = Duration::from_secs(10);
 /// Sizes are rounded up to a multiple of it: the size of a huge page.
