@@ -171,7 +171,7 @@ def resident_bytes():
 def serving(num_blocks, block_bytes):
     """An agent with two regions: `kv` dense, and `strided` with a gap after each block."""
     with Agent() as agent:
-        agent.register(pattern(num_blocks, block_bytes), "kv", block_bytes)
+        agent.register(pattern(num_blocks, block_bytes), "kv", block_bytes, writable=True)
         agent.register(pattern(num_blocks, 2 * block_bytes), "strided", block_bytes, stride=2 * block_bytes)
         yield agent
 
@@ -180,6 +180,34 @@ def serve_blocks(num_blocks, block_bytes):
     with serving(int(num_blocks), int(block_bytes)) as agent:
         say(agent.address)
         wait_for_the_end()
+
+
+def take_notifications(num_blocks, block_bytes):
+    """An agent whose region `kv` may be written; says each notification, and 4 bytes of the block that it names."""
+    num_blocks, block_bytes = int(num_blocks), int(block_bytes)
+    memory = np.zeros((num_blocks, block_bytes // 4), np.uint32)
+    with Agent() as agent:
+        agent.register(memory, "kv", block_bytes, writable=True)
+        say(agent.address)
+        while True:
+            for peer, tag in agent.notifications():
+                say(f"{tag.decode()} {memory[int(tag), 0]} {peer.transport}")
+
+
+def never_take_notifications(num_blocks, block_bytes):
+    """An agent whose region `kv` may be written, and whose user does not look at notifications."""
+    with Agent() as agent:
+        agent.register(bytearray(int(num_blocks) * int(block_bytes)), "kv", int(block_bytes), writable=True)
+        say(agent.address)
+        wait_for_the_end()
+
+
+def wait_until(is_so, within_s=20):
+    """Waits until something is so that takes no time."""
+    give_up_at = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < give_up_at, "not so in time"
+        time.sleep(0.005)
 
 
 def pattern(num_blocks, block_bytes):
@@ -225,12 +253,14 @@ PROGRAMS = {
         echo,
         forked,
         interrupted,
+        never_take_notifications,
         receive_and_weigh,
         receive_for_ever,
         receive_nothing,
         send_for_ever,
         send_nothing,
         serve_blocks,
+        take_notifications,
     )
 }
 

@@ -1,5 +1,6 @@
 """Agent: blocks of one process, read into blocks of another."""
 
+import array
 import contextlib
 import functools
 import time
@@ -19,7 +20,7 @@ from kvpipe import (
     RegionInfo,
 )
 from tests.conftest import ROADS
-from tests.peers import pattern, serving
+from tests.peers import pattern, serving, wait_until
 
 NUM_BLOCKS, BLOCK_BYTES = 300, 4096
 LOST_WITHIN_S = 2.0
@@ -59,8 +60,8 @@ def blocks():
 
 def test_a_peer_tells_its_regions_and_its_road(peer, served, transport):
     assert peer.regions == {
-        "kv": RegionInfo(NUM_BLOCKS, BLOCK_BYTES),
-        "strided": RegionInfo(NUM_BLOCKS, BLOCK_BYTES),
+        "kv": RegionInfo(NUM_BLOCKS, BLOCK_BYTES, "cpu", is_writable=True),
+        "strided": RegionInfo(NUM_BLOCKS, BLOCK_BYTES, "cpu", is_writable=False),
     }
     assert peer.address == served
     assert (peer.transport == "tcp") == (transport == "tcp")
@@ -108,18 +109,50 @@ def test_torch_tensors_and_plain_buffers_are_regions_too(agent, peer):
         assert content == bytes(BLOCK_BYTES) + pattern(NUM_BLOCKS, BLOCK_BYTES)[8].tobytes()
 
 
+SPELLINGS = {
+    "list": list,
+    "tuple": tuple,
+    "generator": lambda ids: (i for i in ids),
+    "range": lambda ids: range(ids[0], ids[-1] - 1, -1),
+    "int64": np.array,
+    "int32": lambda ids: np.array(ids, np.int32),
+    "uint32": lambda ids: np.array(ids, np.uint32),
+    "uint64": lambda ids: np.array(ids, np.uint64),
+    "uint8": lambda ids: np.array(ids, np.uint8),
+    "every second": lambda ids: np.repeat(ids, 2)[::2],
+    "array": lambda ids: array.array("H", ids),
+    "torch": lambda ids: pytest.importorskip("torch").tensor(ids),
+    "torch int32": lambda ids: pytest.importorskip("torch").tensor(ids).int(),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_ids_may_be_any_sequence_or_array_of_integers(agent, peer, blocks, spelling):
+    region = agent.register(blocks, "kv", BLOCK_BYTES)
+    ids = SPELLINGS[spelling]([9, 8, 7])
+    peer.read_blocks(region, [0, 1, 2], "kv", ids).wait(20)
+    assert np.array_equal(blocks[:3], pattern(NUM_BLOCKS, BLOCK_BYTES)[[9, 8, 7]])
+
+
 def test_reading_nothing_is_done_at_once(agent, peer, blocks):
     region = agent.register(blocks, "kv", BLOCK_BYTES)
     assert peer.read_blocks(region, [], "kv", []).wait(10) == 0
 
 
 BAD_READS = {
-    "destination out of range": ([NUM_BLOCKS], "kv", [0], "block id 300 is out of range: the region has 300 blocks"),
-    "source out of range": ([0], "kv", [NUM_BLOCKS], "block id 300 is out of range: the region has 300 blocks"),
+    "destination out of range": ([NUM_BLOCKS], "kv", [0], 'block id 300 is out of range: region "kv" has 300 blocks'),
+    "source out of range": ([0], "strided", [NUM_BLOCKS], 'block id 300 is out of range: region "strided" has 300'),
     "negative": ([-1], "kv", [0], "block id -1 is out of range"),
     "repeated destination": ([4, 5, 4], "kv", [1, 2, 3], "destination block id 4 is named twice"),
-    "different numbers": ([4, 5], "kv", [1], "2 destination ids for 1 source ids"),
-    "unknown region": ([0], "nope", [0], 'there is no region "nope"'),
+    "different numbers": ([4, 5], "kv", [1], "2 local ids for 1 remote ids"),
+    "unknown region": ([0], "nope", [0], r'no region "nope"; its regions: ."kv", "strided".'),
+    "over 32 bits": ([1 << 32], "kv", [0], "block id 4294967296 is out of range"),
+    "over 64 bits": ([1 << 64], "kv", [0], "block ids: "),
+    "negative in an array": (np.array([3, -1]), "kv", [0, 1], "block id -1 is out of range"),
+    "negative in a range": (range(2, -2, -1), "kv", [0, 1, 2, 3], "block id -1 is out of range"),
+    "fractions in an array": (np.array([0.5]), "kv", [0], "block ids: 'numpy.float64'"),
+    "two dimensions": (np.array([[1]]), "kv", [0], "an array of 2 dimensions"),
+    "no sequence": (7, "kv", [0], "block ids: 'int' object is not iterable"),
     "fraction": ([0.5], "kv", [0], "block ids: 'float'"),
     "text": (["a"], "kv", [0], "block ids: 'str'"),
 }
@@ -185,13 +218,8 @@ def test_regions_registered_after_the_connection_can_be_read(agent):
         late.register(np.full(8, 7, np.uint8), "late", 8)
         destination = bytearray(8)
         region = agent.register(destination, "here", 8)
-        give_up_at = time.monotonic() + 10
-        while time.monotonic() < give_up_at:
-            try:
-                peer.read_blocks(region, [0], "late", [0]).wait(10)
-                break
-            except ConfigError:
-                time.sleep(0.01)
+        wait_until(lambda: peer.regions == {"late": RegionInfo(1, 8, "cpu", is_writable=False)})
+        peer.read_blocks(region, [0], "late", [0]).wait(10)
         assert destination == bytes([7] * 8)
 
 
@@ -223,10 +251,10 @@ def test_a_peer_that_is_killed_is_lost_within_2_s_and_its_successor_is_another(r
         while True:
             peer.read_blocks(region, range(64), "kv", range(64)).wait()
     assert time.monotonic() - killed_at[0] < LOST_WITHIN_S
-    with pytest.raises(PeerLostError):  # it may have been asked for while the agent was told of the loss
-        peer.read_blocks(region, [0], "kv", [0]).wait(10)
     with pytest.raises(PeerLostError, match="connect again"):
         peer.read_blocks(region, [0], "kv", [0]).wait(10)
+    assert "lost: " in repr(peer)
+    assert agent.peers == []
     again = agent.connect(start("serve_blocks", 64, 1 << 20).read())
     assert again.read_blocks(region, range(64), "kv", range(64)).wait(30) == 64 << 20
     agent.close()
@@ -252,9 +280,10 @@ def test_an_agent_and_a_pipe_refuse_each_other_by_name(agent):
 def test_close_ends_the_agent(agent, num_threads):
     before = num_threads()
     other = Agent()
-    assert repr(other) == f"<Agent {other.address}>"
+    assert repr(other) == f"<Agent {other.address} 0 peers, 0 regions, 0 in flight>"
     other.close()
     other.close()
+    assert repr(other) == f"<Agent {other.address} closed>"
     assert num_threads() <= before
     with pytest.raises(ClosedError):
         other.connect(agent.address)

@@ -2,7 +2,7 @@
 
 from kvpipe import exceptions
 from kvpipe._info import info
-from kvpipe.agent import Agent, Peer, Region, RegionInfo
+from kvpipe.agent import Agent, AgentStats
 from kvpipe.exceptions import (
     AuthenticationError,
     CapacityError,
@@ -18,13 +18,16 @@ from kvpipe.exceptions import (
     TransferTimeoutError,
     TransportUnavailableError,
 )
+from kvpipe.peer import Peer, PeerStats, Plan
 from kvpipe.pipe import Pipe, PipeStats
+from kvpipe.region import Region, RegionInfo
 from kvpipe.work import Work
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Agent",
+    "AgentStats",
     "AuthenticationError",
     "CapacityError",
     "ClosedError",
@@ -36,8 +39,10 @@ __all__ = [
     "KVPipeError",
     "Peer",
     "PeerLostError",
+    "PeerStats",
     "Pipe",
     "PipeStats",
+    "Plan",
     "ProtocolError",
     "Region",
     "RegionInfo",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-__all__ = ["Agent", "Control", "PipeEnd", "ReceivedBuffer", "Transport", "Work", "ucx_info"]
+__all__ = ["Agent", "Control", "Peer", "PipeEnd", "Plan", "ReceivedBuffer", "Region", "Transport", "Work", "ucx_info"]
 
 _TensorMeta: TypeAlias = tuple[int, str, Sequence[int]]
 """`(family, dtype, shape)`: family 0 is `None`, 1 torch, 2 numpy."""
@@ -85,6 +85,41 @@ class PipeEnd:
         """`(state, peer, transport, num_tensors, num_bytes, in_flight)`."""
 
 @final
+class Region:
+    """Registered memory of an agent."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def is_closed(self) -> bool: ...
+
+@final
+class Peer:
+    """A connection of an agent."""
+
+    @property
+    def link(self) -> int:
+        """Names the connection on its agent; never used again."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def lost(self) -> str | None:
+        """Why it is lost."""
+
+    def regions(self) -> list[tuple[str, int, int, str, bool]]:
+        """`(name, num_blocks, block_bytes, device, is_writable)` of each, as of now."""
+
+    def stats(self) -> tuple[int, int, int, int, int]:
+        """`(bytes_read, bytes_written, num_reads, num_writes, in_flight)`."""
+
+@final
+class Plan:
+    """Blocks of a region beside blocks of a peer's."""
+
+@final
 class Agent:
     """Block transfers, and the worker role's side of handoffs."""
 
@@ -105,19 +140,37 @@ class Agent:
     def num_lent(self) -> int:
         """Number of handoffs whose blocks are lent."""
 
-    def register(self, name: str, data: Any, block_bytes: int, stride: int) -> Work: ...
-    def connect(self, address: str) -> Work:
-        """Ends with `(peer, address, incarnation, transport, {name: (num_blocks, block_bytes)})`."""
+    def register(self, name: str, data: Any, block_bytes: int, stride: int, is_writable: bool = False) -> Work:
+        """Ends with a `Region`."""
 
-    def read_blocks(
-        self,
-        peer: int,
-        region: str,
-        local_ids: Sequence[int],
-        remote_region: str,
-        remote_ids: Sequence[int],
-        timeout: float | None = None,
-    ) -> Work: ...
+    def close_region(self, region: Region, timeout: float | None = None) -> Work:
+        """Ends when nothing reads or writes its memory any more."""
+
+    def connect(self, address: str) -> Work:
+        """Ends with a `Peer`, once its regions are known."""
+
+    def add_peer(self, metadata: bytes) -> Work:
+        """As `connect`, and only to the life of the agent that the metadata is of."""
+
+    def metadata(self) -> bytes: ...
+    def peers(self) -> list[Peer]: ...
+    def stats(self) -> tuple[int, int, int, int, int]:
+        """`(bytes_read, bytes_written, num_reads, num_writes, in_flight)`."""
+
+    @property
+    def num_regions(self) -> int: ...
+    def prepare(self, peer: Peer, region: Region, local_ids: Any, remote_region: str, remote_ids: Any) -> Plan:
+        """Ids are a range, an array of integers of one dimension, or an iterable of integers."""
+
+    def read(self, plan: Plan, notify: bytes | None = None, timeout: float | None = None) -> Work: ...
+    def write(self, plan: Plan, notify: bytes | None = None, timeout: float | None = None) -> Work: ...
+    def notify(self, peer: Peer, tag: bytes) -> Work: ...
+    def notifications(self, timeout: float | None = None) -> list[tuple[Peer, bytes]]:
+        """Waits without the GIL; empty when the timeout came first. Ctrl-C interrupts."""
+
+    def notifications_fileno(self) -> int:
+        """A descriptor that is readable while there are notifications. It belongs to this object."""
+
     def finalize(self, handoff: bytes, generation: int, first: int, block_ids: Sequence[int]) -> None: ...
     def end(self, handoff: bytes, reason: str) -> None: ...
     def load(

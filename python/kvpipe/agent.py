@@ -1,20 +1,19 @@
-"""Agent: blocks of registered memory, read from other processes."""
+"""Agent: blocks of registered memory, moved between processes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import index
 from typing import TYPE_CHECKING, Any, Self
 
 from kvpipe import _kvpipe
-from kvpipe._tensor import describe
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.exceptions import ConfigError
-from kvpipe.work import Work
+from kvpipe.peer import Peer
+from kvpipe.region import Region, writable_bytes
+from kvpipe.work import Work, readable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from types import TracebackType
 
 # As in rust/core/src/region.rs: peers would refuse more.
@@ -22,80 +21,26 @@ _NAME_CAP = 256
 
 
 @dataclass(frozen=True)
-class RegionInfo:
-    """A peer's region.
+class AgentStats:
+    """Counters of what this agent asked of all its peers, those that are lost included.
 
     Attributes:
-        num_blocks: Number of blocks; ids go from 0 to one less.
-        block_bytes: Bytes of a block.
+        bytes_read: Bytes read from peers.
+        bytes_written: Bytes that peers took.
+        num_reads: Reads completed.
+        num_writes: Writes completed.
+        in_flight: Reads and writes that have not ended.
+        num_peers: Connected peers.
+        num_regions: Regions that are registered and not closed.
     """
 
-    num_blocks: int
-    block_bytes: int
-
-
-@dataclass(frozen=True)
-class Region:
-    """Registered memory of this process, cut into blocks.
-
-    Attributes:
-        name: Under which peers know it.
-        num_blocks: Number of blocks.
-        block_bytes: Bytes of a block.
-        stride: Bytes from the start of a block to the start of the next.
-    """
-
-    name: str
-    num_blocks: int
-    block_bytes: int
-    stride: int
-
-
-class Peer:
-    """A connected agent. A lost peer stays lost; connecting again returns a new one.
-
-    Attributes:
-        address: Where it listens.
-        transport: What carries its blocks: `cma`, `tcp`, …
-        regions: Its regions by name, as of the connection.
-    """
-
-    def __init__(self, native: _kvpipe.Agent, info: tuple[int, str, bytes, str, dict[str, tuple[int, int]]]) -> None:
-        self._native = native
-        self._id, self.address, _, self.transport, regions = info
-        self.regions = {name: RegionInfo(*region) for name, region in regions.items()}
-
-    def read_blocks(
-        self,
-        region: Region,
-        local_ids: Iterable[int],
-        remote_region: str,
-        remote_ids: Iterable[int],
-        *,
-        timeout: float | None = None,
-    ) -> Work[int]:
-        """Begins to read blocks of this peer into blocks of a region of ours.
-
-        Args:
-            region: The destination.
-            local_ids: Destination block ids, each at most once.
-            remote_region: Name of the source.
-            remote_ids: Source block ids, one for each destination.
-            timeout: Seconds until it must be done; then the peer is closed.
-
-        Returns:
-            A work whose result is the number of bytes.
-
-        Raises:
-            ConfigError: (from the work) ids out of range, repeated or of different number, block sizes that differ.
-            PeerLostError: (from the work) the peer is gone.
-        """
-        local, remote = _ids(local_ids), _ids(remote_ids)
-        native = self._native.read_blocks(self._id, region.name, local, remote_region, remote, timeout)
-        return Work(native, int)
-
-    def __repr__(self) -> str:
-        return f"<Peer {self.address} transport={self.transport}, {len(self.regions)} regions>"
+    bytes_read: int
+    bytes_written: int
+    num_reads: int
+    num_writes: int
+    in_flight: int
+    num_peers: int
+    num_regions: int
 
 
 class Agent:
@@ -112,23 +57,40 @@ class Agent:
 
     def __init__(self, listen: str = "127.0.0.1:0", token: str | None = None) -> None:
         self._native = _kvpipe.Agent(listen, resolve_token(token), transport())
+        self._is_closed = False
 
     @property
     def address(self) -> str:
         """Where peers connect, as `host:port`."""
         return self._native.address or ""
 
-    def register(self, memory: Any, name: str, block_bytes: int, stride: int | None = None) -> Region:
-        """Registers memory as blocks that peers may read; it stays registered until the agent is closed.
+    @property
+    def peers(self) -> list[Peer]:
+        """The peers that are connected now, whichever side began."""
+        return [Peer(self._native, peer) for peer in self._native.peers()]
+
+    def register(
+        self,
+        memory: Any,
+        name: str,
+        block_bytes: int,
+        stride: int | None = None,
+        *,
+        writable: bool = False,
+    ) -> Region:
+        """Registers memory as blocks that peers may read, until the region or the agent is closed.
 
         Args:
             memory: A contiguous torch tensor on the CPU, numpy array, or other writable buffer. It is kept alive.
             name: Under which peers know it.
             block_bytes: Bytes of a block.
             stride: Bytes from the start of a block to the start of the next; by default `block_bytes`.
+            writable: Whether peers may have blocks taken into it (`Peer.write_blocks`). Not by default: whoever holds
+                the token could then change the memory at any time.
 
         Raises:
             ConfigError: The name is taken or too long, or the memory holds no block of this size.
+            ClosedError: The agent was closed.
         """
         if not 0 < len(name.encode()) <= _NAME_CAP:
             message = f"name={name!r}: expected 1 to {_NAME_CAP} bytes"
@@ -137,10 +99,11 @@ class Agent:
         if block_bytes <= 0 or stride < block_bytes:
             message = f"block_bytes={block_bytes} with stride={stride}: expected 1 or more, and stride not smaller"
             raise ConfigError(message)
-        data = _writable_bytes(memory)
-        Work(self._native.register(name, data, block_bytes, stride), int).wait()
-        num_blocks = (len(data) - block_bytes) // stride + 1
-        return Region(name, num_blocks, block_bytes, stride)
+        registered = self._native.register(name, writable_bytes(memory), block_bytes, stride, writable)
+        return Work(
+            registered,
+            lambda native: Region(self._native, native, (name, block_bytes, stride, writable)),
+        ).wait()
 
     def connect(self, address: str, timeout: float | None = 10) -> Peer:
         """Connects to an agent, or returns the connection there is.
@@ -151,11 +114,59 @@ class Agent:
             AuthenticationError: It has another token.
             TransferTimeoutError: It did not complete the handshake in time.
         """
-        info = Work(self._native.connect(address), tuple).wait(timeout)
-        return Peer(self._native, info)
+        return self._peer(self._native.connect(address), timeout)
+
+    def metadata(self) -> bytes:
+        """What another agent needs to reach this one, for those who bring their own exchange: see `add_peer`.
+
+        It holds the address and the incarnation; no secret and no key is in it.
+        """
+        return self._native.metadata()
+
+    def add_peer(self, metadata: bytes, timeout: float | None = 10) -> Peer:
+        """Connects to the agent whose `metadata` this is, and to no successor at its address.
+
+        Raises:
+            ConfigError: These bytes are no metadata.
+            ConnectError: Nobody answers there, or the agent was restarted.
+            AuthenticationError: It has another token.
+            TransferTimeoutError: It did not complete the handshake in time.
+        """
+        return self._peer(self._native.add_peer(metadata), timeout)
+
+    def _peer(self, connected: _kvpipe.Work, timeout: float | None) -> Peer:
+        return Work(connected, lambda native: Peer(self._native, native)).wait(timeout)
+
+    def notifications(self, timeout: float | None = None) -> list[tuple[Peer, bytes]]:
+        """Takes the notifications of peers, and waits for at least one.
+
+        Those of one peer come in the order in which it sent them, each once, and after the blocks of its transfer can
+        be seen. A transfer that failed sends none.
+
+        Args:
+            timeout: Seconds; 0 takes what is there, `None` waits without end.
+
+        Returns:
+            `(peer, tag)` pairs; none when the timeout came first.
+
+        Raises:
+            ClosedError: The agent was closed and nothing is left to take.
+        """
+        return [(Peer(self._native, peer), tag) for peer, tag in self._native.notifications(timeout)]
+
+    async def anotifications(self) -> list[tuple[Peer, bytes]]:
+        """As `notifications`, in an asyncio loop: no thread waits. Cancelling it, as a time-out does, loses none."""
+        while not (taken := self.notifications(0)):
+            await readable(self._native.notifications_fileno())
+        return taken
+
+    def stats(self) -> AgentStats:
+        """Counters of this agent."""
+        return AgentStats(*self._native.stats(), len(self._native.peers()), self._native.num_regions)
 
     def close(self) -> None:
         """Ends all sessions; what is under way ends with an error. Closing twice is fine."""
+        self._is_closed = True
         self._native.close()
 
     def __enter__(self) -> Self:
@@ -170,28 +181,9 @@ class Agent:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Agent {self.address}>"
-
-
-def _writable_bytes(memory: Any) -> Any:
-    """The bytes of a tensor, or of another object that speaks the buffer protocol, in place."""
-    if hasattr(memory, "dtype"):
-        return describe(memory, must_be_in_place=True).data
-    try:
-        return memoryview(memory).cast("B")
-    except TypeError as error:
-        message = f"cannot register {type(memory).__name__}: expected a tensor or a contiguous buffer ({error})"
-        raise ConfigError(message) from error
-
-
-def _ids(ids: Iterable[int]) -> list[int]:
-    try:
-        out = [index(i) for i in ids]
-    except TypeError as error:
-        message = f"block ids: {error}"
-        raise ConfigError(message) from error
-    bad = next((i for i in out if not 0 <= i < 1 << 32), None)
-    if bad is not None:
-        message = f"block id {bad} is out of range: ids start at 0"
-        raise ConfigError(message)
-    return out
+        if self._is_closed:
+            return f"<Agent {self.address} closed>"
+        stats = self.stats()
+        return (
+            f"<Agent {self.address} {stats.num_peers} peers, {stats.num_regions} regions, {stats.in_flight} in flight>"
+        )

@@ -62,18 +62,7 @@ class Work(Generic[T]):
 
     async def _wait_in_loop(self) -> T:
         if not self._native.is_completed():
-            loop = asyncio.get_running_loop()
-            ended = loop.create_future()
-            descriptor = self._native.fileno()
-            waiters = _waiters(loop)
-            waiting = waiters.setdefault(descriptor, [])
-            waiting.append(ended)
-            if len(waiting) == 1:
-                loop.add_reader(descriptor, _wake, loop, descriptor)
-            try:
-                await ended
-            finally:
-                _leave(loop, descriptor, ended)
+            await readable(self._native.fileno())
         return self.result()
 
     def __repr__(self) -> str:
@@ -83,6 +72,20 @@ class Work(Generic[T]):
 
 # Who waits for which descriptor, by loop: a loop takes one reader a descriptor.
 _by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, list[asyncio.Future[None]]]] = WeakKeyDictionary()
+
+
+async def readable(descriptor: int) -> None:
+    """Waits in the running loop until a descriptor can be read. Many may wait for one."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    waiting = _waiters(loop).setdefault(descriptor, [])
+    waiting.append(ended)
+    if len(waiting) == 1:
+        loop.add_reader(descriptor, _wake, loop, descriptor)
+    try:
+        await ended
+    finally:
+        _leave(loop, descriptor, ended)
 
 
 def _waiters(loop: asyncio.AbstractEventLoop) -> dict[int, list[asyncio.Future[None]]]:

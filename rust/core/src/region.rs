@@ -8,6 +8,8 @@ use crate::error::{Error, Result};
 const RKEY_CAP: usize = 4096;
 /// Longest name of a region.
 pub(crate) const NAME_CAP: usize = 256;
+/// Longest name of a device.
+const DEVICE_CAP: usize = 64;
 
 /// How memory is cut into blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,13 +67,22 @@ impl Layout {
     }
 }
 
+/// Names a region within its agent; in the order of registration, never used again.
+pub type RegionId = u32;
+
 /// A region as its owner describes it to a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RemoteRegion {
+    /// Names it on its agent.
+    pub id: RegionId,
     /// Its name.
     pub name: String,
     /// How it is cut.
     pub layout: Layout,
+    /// Where its memory is: `cpu`.
+    pub device: String,
+    /// Whether peers may have their blocks taken into it.
+    pub is_writable: bool,
     /// Address of its first byte in the owner's process.
     pub base: u64,
     /// The packed key for UCX.
@@ -86,21 +97,25 @@ impl RemoteRegion {
             stride,
         } = self.layout;
         writer
+            .u32(self.id)
             .str(&self.name)
             .u64(num_blocks)
             .u64(block_bytes)
             .u64(stride)
+            .str(&self.device)
+            .u8(self.is_writable.into())
             .u64(self.base)
             .bytes(&self.rkey)
     }
 
     pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        let name = reader.str(NAME_CAP)?;
+        let (id, name) = (reader.u32()?, reader.str(NAME_CAP)?);
         let layout = Layout {
             num_blocks: reader.u64()?,
             block_bytes: reader.u64()?,
             stride: reader.u64()?,
         };
+        let (device, is_writable) = (reader.str(DEVICE_CAP)?, reader.u8()? != 0);
         let (base, rkey) = (reader.u64()?, reader.bytes(RKEY_CAP)?.to_vec());
         let end = layout
             .num_blocks
@@ -116,8 +131,11 @@ impl RemoteRegion {
             )));
         }
         Ok(Self {
+            id,
             name,
             layout,
+            device,
+            is_writable,
             base,
             rkey,
         })
@@ -135,62 +153,111 @@ pub struct Run {
     pub len: u64,
 }
 
-/// Turns pairs of block ids into contiguous runs of at most `cap` bytes (or one block, if that is larger).
+/// The blocks of a transfer in the order of their destinations, whatever order they were named in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pieces {
+    /// Contiguous pieces; blocks that lie side by side on both ends are one.
+    pub runs: Vec<Run>,
+    /// Destination ids.
+    pub to_ids: Vec<u32>,
+    /// Source ids.
+    pub from_ids: Vec<u32>,
+    /// Bytes of all blocks.
+    pub num_bytes: u64,
+}
+
+/// Checks and orders the blocks of a transfer.
 ///
 /// # Errors
 /// Numbers or sizes of blocks differ, an id is out of range, or a destination is named twice.
-pub fn coalesce(to: (&Layout, &[u32]), from: (&Layout, &[u32]), cap: u64) -> Result<Vec<Run>> {
+pub fn coalesce(to: (&Layout, &[u32]), from: (&Layout, &[u32])) -> Result<Pieces> {
     let ((to, to_ids), (from, from_ids)) = (to, from);
+    check_sizes(to, from)?;
+    let pairs = by_destination(to_ids, from_ids)?;
+    let mut runs = Runs::new(to.is_dense() && from.is_dense(), to.block_bytes);
+    for &(to_id, from_id) in &pairs {
+        runs.add(to.offset(to_id)?, from.offset(from_id)?);
+    }
+    Ok(Pieces {
+        runs: runs.joined,
+        num_bytes: pairs.len() as u64 * to.block_bytes,
+        to_ids: pairs.iter().map(|pair| pair.0).collect(),
+        from_ids: pairs.iter().map(|pair| pair.1).collect(),
+    })
+}
+
+/// Blocks in the order in which they are named, as pieces of a sequence of bytes without gaps.
+///
+/// # Errors
+/// An id is out of range.
+pub fn sequence(layout: &Layout, ids: &[u32]) -> Result<Vec<Run>> {
+    let mut runs = Runs::new(layout.is_dense(), layout.block_bytes);
+    for (&id, index) in ids.iter().zip(0..) {
+        runs.add(index * layout.block_bytes, layout.offset(id)?);
+    }
+    Ok(runs.joined)
+}
+
+/// # Errors
+/// Blocks of one do not fit the other.
+pub(crate) fn check_sizes(to: &Layout, from: &Layout) -> Result<()> {
+    if to.block_bytes == from.block_bytes {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "blocks of {} bytes cannot hold blocks of {} bytes",
+        to.block_bytes, from.block_bytes
+    )))
+}
+
+/// Pairs of ids by their first, which may be named once.
+fn by_destination(to_ids: &[u32], from_ids: &[u32]) -> Result<Vec<(u32, u32)>> {
     if to_ids.len() != from_ids.len() {
-        let text = format!(
+        return Err(Error::Config(format!(
             "{} destination ids for {} source ids",
             to_ids.len(),
             from_ids.len()
-        );
-        return Err(Error::Config(text));
-    }
-    if to.block_bytes != from.block_bytes {
-        let text = format!(
-            "blocks of {} bytes cannot hold blocks of {} bytes",
-            to.block_bytes, from.block_bytes
-        );
-        return Err(Error::Config(text));
-    }
-    if let Some(id) = repeated(to_ids) {
-        return Err(Error::Config(format!(
-            "destination block id {id} is named twice"
         )));
     }
-    let is_dense = to.is_dense() && from.is_dense();
-    let mut runs: Vec<Run> = Vec::new();
-    for (&to_id, &from_id) in to_ids.iter().zip(from_ids) {
-        let (at, source, len) = (to.offset(to_id)?, from.offset(from_id)?, to.block_bytes);
-        match runs.last_mut() {
-            Some(run)
-                if is_dense
-                    && run.to + run.len == at
-                    && run.from + run.len == source
-                    && run.len + len <= cap =>
-            {
-                run.len += len;
-            }
-            _ => runs.push(Run {
-                to: at,
-                from: source,
-                len,
-            }),
-        }
+    let ids = to_ids.iter().copied().zip(from_ids.iter().copied());
+    let mut pairs: Vec<(u32, u32)> = ids.collect();
+    if !to_ids.is_sorted() {
+        pairs.sort_unstable_by_key(|pair| pair.0);
     }
-    Ok(runs)
+    let repeated = pairs.windows(2).find(|two| two[0].0 == two[1].0);
+    repeated.map_or(Ok(()), |two| {
+        let id = two[0].0;
+        let text = format!("destination block id {id} is named twice");
+        Err(Error::Config(text))
+    })?;
+    Ok(pairs)
 }
 
-fn repeated(ids: &[u32]) -> Option<u32> {
-    let mut sorted = ids.to_vec();
-    sorted.sort_unstable();
-    sorted
-        .windows(2)
-        .find(|pair| pair[0] == pair[1])
-        .map(|pair| pair[0])
+/// Joins blocks that follow each other.
+struct Runs {
+    joined: Vec<Run>,
+    is_dense: bool,
+    block_bytes: u64,
+}
+
+impl Runs {
+    fn new(is_dense: bool, block_bytes: u64) -> Self {
+        Self {
+            joined: Vec::new(),
+            is_dense,
+            block_bytes,
+        }
+    }
+
+    fn add(&mut self, to: u64, from: u64) {
+        let len = self.block_bytes;
+        match self.joined.last_mut() {
+            Some(run) if self.is_dense && run.to + run.len == to && run.from + run.len == from => {
+                run.len += len;
+            }
+            _ => self.joined.push(Run { to, from, len }),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -209,60 +276,53 @@ mod tests {
         stride: 128,
     };
 
-    #[test]
-    fn blocks_side_by_side_on_both_ends_become_one_run() {
-        let runs = coalesce((&DENSE, &[3, 4, 5]), (&DENSE, &[10, 11, 12]), 1 << 20).unwrap();
-        assert_eq!(
-            runs,
-            [Run {
-                to: 192,
-                from: 640,
-                len: 192
-            }]
-        );
+    fn runs(to: (&Layout, &[u32]), from: (&Layout, &[u32])) -> Vec<Run> {
+        coalesce(to, from).unwrap().runs
     }
 
     #[test]
-    fn a_run_ends_at_the_cap() {
-        let runs = coalesce((&DENSE, &[0, 1, 2]), (&DENSE, &[0, 1, 2]), 128).unwrap();
-        assert_eq!(
-            runs.iter().map(|run| run.len).collect::<Vec<_>>(),
-            [128, 64]
-        );
+    fn blocks_side_by_side_on_both_ends_become_one_run() {
+        let joined = [Run {
+            to: 192,
+            from: 640,
+            len: 192,
+        }];
+        assert_eq!(runs((&DENSE, &[3, 4, 5]), (&DENSE, &[10, 11, 12])), joined);
+        assert_eq!(runs((&DENSE, &[5, 3, 4]), (&DENSE, &[12, 10, 11])), joined);
     }
 
     #[test]
     fn blocks_with_gaps_stay_apart() {
+        assert_eq!(runs((&SPARSE, &[0, 1]), (&DENSE, &[0, 1])).len(), 2);
+        assert_eq!(sequence(&SPARSE, &[0, 1]).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn a_sequence_keeps_the_order_of_its_ids_and_may_repeat_them() {
+        let run = |to, from, len| Run { to, from, len };
         assert_eq!(
-            coalesce((&SPARSE, &[0, 1]), (&DENSE, &[0, 1]), 1 << 20)
-                .unwrap()
-                .len(),
-            2
+            sequence(&DENSE, &[7, 8, 7]).unwrap(),
+            [run(0, 448, 128), run(128, 448, 64)]
         );
     }
 
     #[test]
     fn bad_ids_are_named() {
-        let text = |result: Result<Vec<Run>>| result.unwrap_err().to_string();
-        assert!(text(coalesce((&DENSE, &[100]), (&DENSE, &[0]), 1)).contains("block id 100"));
-        assert!(text(coalesce((&DENSE, &[0]), (&DENSE, &[4_000_000]), 1)).contains("4000000"));
+        let text = |result: Result<Pieces>| result.unwrap_err().to_string();
+        assert!(text(coalesce((&DENSE, &[100]), (&DENSE, &[0]))).contains("block id 100"));
+        assert!(text(coalesce((&DENSE, &[0]), (&DENSE, &[4_000_000]))).contains("4000000"));
         assert!(
-            text(coalesce((&DENSE, &[7, 8, 7]), (&DENSE, &[0, 1, 2]), 1))
-                .contains("7 is named twice")
+            text(coalesce((&DENSE, &[7, 8, 7]), (&DENSE, &[0, 1, 2]))).contains("7 is named twice")
         );
-        assert!(
-            text(coalesce((&DENSE, &[7]), (&DENSE, &[]), 1)).contains("1 destination ids for 0")
-        );
+        assert!(text(coalesce((&DENSE, &[7]), (&DENSE, &[]))).contains("1 destination ids for 0"));
+        let small = Layout::new(64, 32, 32).unwrap();
+        assert!(text(coalesce((&DENSE, &[7]), (&small, &[0]))).contains("64 bytes cannot hold"));
+        assert!(sequence(&DENSE, &[100]).is_err());
     }
 
     #[test]
     fn the_same_source_may_be_read_into_two_blocks() {
-        assert_eq!(
-            coalesce((&DENSE, &[1, 2]), (&DENSE, &[5, 5]), 1 << 20)
-                .unwrap()
-                .len(),
-            2
-        );
+        assert_eq!(runs((&DENSE, &[1, 2]), (&DENSE, &[5, 5])).len(), 2);
     }
 
     #[test]
@@ -284,8 +344,11 @@ mod tests {
             stride,
         };
         let region = RemoteRegion {
+            id: 3,
             name: "kv".to_owned(),
             layout,
+            device: "cpu".to_owned(),
+            is_writable: true,
             base,
             rkey: vec![1],
         };
@@ -312,8 +375,13 @@ mod tests {
         #[test]
         fn runs_move_exactly_the_named_blocks(pairs in proptest::collection::btree_map(0u32..100, 0u32..100, 0..50)) {
             let (to, from): (Vec<u32>, Vec<u32>) = pairs.into_iter().unzip();
-            let runs = coalesce((&DENSE, &to), (&DENSE, &from), 256).unwrap();
-            let moved: Vec<(u64, u64)> = runs
+            let shuffled = |ids: &[u32]| -> Vec<u32> {
+                let (odd, even): (Vec<_>, Vec<_>) = ids.iter().zip(0..).partition(|(_, index)| index % 2 == 1);
+                odd.into_iter().chain(even).map(|(id, _)| *id).collect()
+            };
+            let pieces = coalesce((&DENSE, &shuffled(&to)), (&DENSE, &shuffled(&from))).unwrap();
+            prop_assert_eq!((&pieces.to_ids, &pieces.from_ids), (&to, &from));
+            let moved: Vec<(u64, u64)> = pieces.runs
                 .iter()
                 .flat_map(|run| (0..run.len).step_by(64).map(|at| (run.to + at, run.from + at)))
                 .collect();

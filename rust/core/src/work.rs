@@ -118,21 +118,29 @@ impl<T> Work<T> {
         if self.is_completed() {
             return Ok(Waited::Done);
         }
-        let fd = self.eventfd()?;
-        let left = deadline.map_or(SIGNAL_SLICE, |at| {
-            at.saturating_duration_since(Instant::now())
-        });
-        let slice = timespec(left.min(SIGNAL_SLICE));
-        let polled = rustix::event::poll(&mut [PollFd::new(&*fd, PollFlags::IN)], Some(&slice));
-        if self.is_completed() {
-            return Ok(Waited::Done);
-        }
-        match polled {
-            Err(rustix::io::Errno::INTR) => Ok(Waited::Interrupted),
-            Err(error) => Err(Error::Exhausted(format!("cannot wait: {error}"))),
-            Ok(_) if left <= SIGNAL_SLICE && deadline.is_some() => Ok(Waited::TimedOut),
-            Ok(_) => Ok(Waited::Interrupted),
-        }
+        wait_readable(&*self.eventfd()?, deadline, || self.is_completed())
+    }
+}
+
+/// Waits on a descriptor until `is_done`, `deadline` has passed, or a signal arrived.
+pub(crate) fn wait_readable(
+    fd: &OwnedFd,
+    deadline: Option<Instant>,
+    is_done: impl Fn() -> bool,
+) -> Result<Waited> {
+    let left = deadline.map_or(SIGNAL_SLICE, |at| {
+        at.saturating_duration_since(Instant::now())
+    });
+    let slice = timespec(left.min(SIGNAL_SLICE));
+    let polled = rustix::event::poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&slice));
+    if is_done() {
+        return Ok(Waited::Done);
+    }
+    match polled {
+        Err(rustix::io::Errno::INTR) => Ok(Waited::Interrupted),
+        Err(error) => Err(Error::Exhausted(format!("cannot wait: {error}"))),
+        Ok(0) if left <= SIGNAL_SLICE && deadline.is_some() => Ok(Waited::TimedOut),
+        Ok(_) => Ok(Waited::Interrupted),
     }
 }
 

@@ -1,89 +1,21 @@
 //! Reads of blocks between two agents, over every road.
 
+mod agents;
 mod common;
 
 use std::time::Duration;
 
+use agents::{BLOCK, COUNT, agent, connect, pair, register};
 use common::{PATIENCE, Raw, TOKEN, bytes, on_every_road, pattern};
 use kvpipe_core::Error;
-use kvpipe_core::blocks::{Agent, PeerInfo};
+use kvpipe_core::blocks::{Agent, Options};
 use kvpipe_core::codec::{Reader, Writer};
 use kvpipe_core::identity::Service;
 use kvpipe_core::link::Timing;
-use kvpipe_core::transport::Transport;
 use kvpipe_ucx::{Buffer, Search};
 
-const BLOCK: usize = 4096;
-const COUNT: usize = 64;
 const READ: u8 = 32;
 const REFUSED: u8 = 35;
-
-fn agent(transport: &Transport) -> Agent {
-    let timing = Timing::default();
-    Agent::new("127.0.0.1:0", TOKEN, transport.clone(), "", vec![], timing).expect("agent")
-}
-
-fn register(agent: &Agent, name: &str, buffer: &Buffer, block: usize, stride: usize) {
-    agent
-        .register(name, buffer.clone(), block as u64, stride as u64)
-        .expect("register")
-        .wait_for(PATIENCE)
-        .expect("registered");
-}
-
-fn connect(agent: &Agent, peer: &Agent) -> PeerInfo {
-    let address = peer.address().expect("address").to_string();
-    let connected = agent.connect(&address).expect("connect");
-    connected.wait_for(PATIENCE).expect("connected")
-}
-
-struct Pair {
-    source: Agent,
-    destination: Agent,
-    from: Buffer,
-    to: Buffer,
-    peer: PeerInfo,
-}
-
-/// Two agents with a region "kv" each, cut into blocks of `BLOCK` bytes with these strides.
-fn pair(transport: &Transport, from_stride: usize, to_stride: usize) -> Pair {
-    let (source, destination) = (agent(transport), agent(transport));
-    let from = Buffer::from_vec(pattern(COUNT * from_stride, 1));
-    let to = Buffer::zeroed(COUNT * to_stride);
-    register(&source, "kv", &from, BLOCK, from_stride);
-    register(&destination, "kv", &to, BLOCK, to_stride);
-    let peer = connect(&destination, &source);
-    Pair {
-        source,
-        destination,
-        from,
-        to,
-        peer,
-    }
-}
-
-impl Pair {
-    fn read(&self, to: &[u32], from: &[u32]) -> kvpipe_core::Result<u64> {
-        let (to, from) = (to.to_vec(), from.to_vec());
-        self.destination
-            .read_blocks(self.peer.link, "kv", to, "kv", from, None)
-            .expect("read")
-            .wait_for(PATIENCE)
-    }
-
-    /// Reads, and checks each byte of the destination: what was read, and that nothing else was written.
-    fn read_and_check(&self, to: &[u32], from: &[u32], strides: (usize, usize)) {
-        self.to.write(0, &vec![0xaa; self.to.len()]);
-        let read = self.read(to, from).expect("read");
-        assert_eq!(read, (to.len() * BLOCK) as u64);
-        let (source, mut expected) = (bytes(&self.from), vec![0xaa; self.to.len()]);
-        for (&to, &from) in to.iter().zip(from) {
-            let (at, source_at) = (to as usize * strides.1, from as usize * strides.0);
-            expected[at..at + BLOCK].copy_from_slice(&source[source_at..source_at + BLOCK]);
-        }
-        assert!(bytes(&self.to) == expected, "{to:?} from {from:?}");
-    }
-}
 
 #[test]
 fn named_blocks_arrive_and_nothing_else_is_written() {
@@ -99,7 +31,7 @@ fn named_blocks_arrive_and_nothing_else_is_written() {
                 (3 * BLOCK, BLOCK + 64),
             ] {
                 let pair = pair(transport, from_stride, to_stride);
-                assert!(common::is_name(&pair.peer.transport, transport));
+                assert!(common::is_name(&pair.peer.transport(), transport));
                 let strides = (from_stride, to_stride);
                 pair.read_and_check(&all, &all, strides);
                 pair.read_and_check(&all, &reversed, strides);
@@ -119,16 +51,15 @@ fn a_region_larger_than_every_window_arrives() {
         let from = Buffer::from_vec(pattern(block * count, 3));
         let to = Buffer::zeroed(block * count);
         register(&source, "kv", &from, block, block);
-        register(&destination, "kv", &to, block, block);
+        let region = register(&destination, "kv", &to, block, block);
         let peer = connect(&destination, &source);
         // More reads at once than may be under way.
-        let works: Vec<_> = (0..count as u32)
-            .map(|id| {
-                destination
-                    .read_blocks(peer.link, "kv", vec![id], "kv", vec![id], None)
-                    .expect("read")
-            })
-            .collect();
+        let begin = |id| {
+            let (local, remote) = ((&region, vec![id]), ("kv", vec![id]));
+            let plan = destination.prepare(&peer, local, remote).expect("plan");
+            destination.read(&plan, Options::default()).expect("read")
+        };
+        let works: Vec<_> = (0..count as u32).map(begin).collect();
         for work in works {
             assert_eq!(work.wait_for(PATIENCE), Ok(block as u64));
         }
@@ -149,15 +80,17 @@ fn bad_ids_and_regions_are_named_and_the_peer_stays_usable() {
             assert!(text(&[0], &[4711]).contains("4711"));
             assert!(text(&[4712], &[0]).contains("4712"));
             assert!(text(&[17, 17], &[0, 1]).contains("17 is named twice"));
-            assert!(text(&[1], &[0, 1]).contains("1 destination ids for 2"));
-            let other = |region: &str, remote: &str| {
-                pair.destination
-                    .read_blocks(pair.peer.link, region, vec![0], remote, vec![0], None)
-                    .expect("read")
-                    .wait_for(PATIENCE)
-            };
-            assert!(other("kw", "kv").unwrap_err().to_string().contains("kw"));
-            assert!(other("kv", "kx").unwrap_err().to_string().contains("kx"));
+            assert!(text(&[1], &[0, 1]).contains("1 local ids for 2"));
+            let local = (&pair.region, vec![0]);
+            let unknown = pair
+                .destination
+                .prepare(&pair.peer, local, ("kx", vec![0]))
+                .expect_err("unknown");
+            assert!(
+                unknown
+                    .to_string()
+                    .contains("no region \"kx\"; its regions: [\"kv\"]")
+            );
             pair.read_and_check(&[1], &[2], (BLOCK, BLOCK));
         },
     );
@@ -165,44 +98,36 @@ fn bad_ids_and_regions_are_named_and_the_peer_stays_usable() {
 
 #[test]
 fn blocks_of_different_sizes_do_not_fit() {
-    on_every_road("blocks_of_different_sizes_do_not_fit", |transport| {
-        let (source, destination) = (agent(transport), agent(transport));
-        register(&source, "kv", &Buffer::zeroed(4096), 1024, 1024);
-        register(&destination, "kv", &Buffer::zeroed(4096), 512, 512);
-        let peer = connect(&destination, &source);
-        let read = destination
-            .read_blocks(peer.link, "kv", vec![0], "kv", vec![0], None)
-            .expect("read");
-        let error = read.wait_for(PATIENCE).expect_err("sizes differ");
-        assert!(error.to_string().contains("1024"), "{error}");
-    });
+    let Some(search) = common::ucx() else { return };
+    let (source, destination) = (agent(&search), agent(&search));
+    register(&source, "kv", &Buffer::zeroed(4096), 1024, 1024);
+    let region = register(&destination, "kv", &Buffer::zeroed(4096), 512, 512);
+    let peer = connect(&destination, &source);
+    let error = destination
+        .prepare(&peer, (&region, vec![0]), ("kv", vec![0]))
+        .expect_err("sizes differ");
+    assert!(error.to_string().contains("1024"), "{error}");
 }
 
 #[test]
 fn a_region_registered_later_becomes_known_to_peers() {
-    on_every_road(
-        "a_region_registered_later_becomes_known_to_peers",
-        |transport| {
-            let pair = pair(transport, BLOCK, BLOCK);
-            register(
-                &pair.source,
-                "later",
-                &Buffer::from_vec(pattern(BLOCK, 9)),
-                BLOCK,
-                BLOCK,
-            );
-            let read = || {
-                let (link, one) = (pair.peer.link, vec![0]);
-                pair.destination
-                    .read_blocks(link, "kv", one.clone(), "later", one, None)
-                    .expect("read")
-                    .wait_for(PATIENCE)
-                    .ok()
-            };
-            common::eventually("the region", read);
-            assert!(bytes(&pair.to)[..BLOCK] == pattern(BLOCK, 9));
-        },
+    let Some(search) = common::ucx() else { return };
+    let pair = pair(&search, BLOCK, BLOCK);
+    register(
+        &pair.source,
+        "later",
+        &Buffer::from_vec(pattern(BLOCK, 9)),
+        BLOCK,
+        BLOCK,
     );
+    let read = || {
+        let (local, remote) = ((&pair.region, vec![0]), ("later", vec![0]));
+        let plan = pair.destination.prepare(&pair.peer, local, remote).ok()?;
+        let work = pair.destination.read(&plan, Options::default()).ok()?;
+        work.wait_for(PATIENCE).ok()
+    };
+    common::eventually("the region", read);
+    assert!(bytes(&pair.to)[..BLOCK] == pattern(BLOCK, 9));
 }
 
 #[test]
@@ -210,23 +135,16 @@ fn a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again() {
     on_every_road(
         "a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again",
         |transport| {
-            let Pair {
-                source,
-                destination,
-                peer,
-                ..
-            } = pair(transport, BLOCK, BLOCK);
-            let address = source.address().expect("address").to_string();
-            source.close();
-            let read = || {
-                let work = destination
-                    .read_blocks(peer.link, "kv", vec![0], "kv", vec![0], None)
-                    .expect("read");
-                work.wait_for(PATIENCE).err()
-            };
+            let pair = pair(transport, BLOCK, BLOCK);
+            let address = pair.source.address().expect("address").to_string();
+            pair.source.close();
+            let read = || pair.read(&[0], &[0]).err();
             let error = common::eventually("the loss", read);
             assert!(matches!(error, Error::PeerLost { .. }), "{error}");
-            let error = destination
+            assert!(error.to_string().contains("connect again"), "{error}");
+            assert!(pair.peer.lost().is_some());
+            let error = pair
+                .destination
                 .connect(&address)
                 .expect("connect")
                 .wait_for(PATIENCE)
@@ -239,7 +157,7 @@ fn a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again() {
 // --- an initiator that keeps to no rules
 
 fn raw(search: &Search) -> (Raw, Agent) {
-    let source = agent(&search.clone().into());
+    let source = agent(search);
     register(
         &source,
         "kv",
@@ -251,8 +169,8 @@ fn raw(search: &Search) -> (Raw, Agent) {
     (Raw::connect(search, address, Service::Blocks), source)
 }
 
-fn ask(raw: &Raw, transfer: u64, region: u16, ids: &[u32]) {
-    let header = Writer::new(READ).u64(transfer).u16(region).finish();
+fn ask(raw: &Raw, transfer: u64, region: u32, ids: &[u32]) {
+    let header = Writer::new(READ).u64(transfer).u32(region).finish();
     let ids = Writer::default().list(ids, |w, id| w.u32(*id)).finish();
     raw.send(&header, &ids);
 }
@@ -264,7 +182,7 @@ fn a_source_refuses_ids_that_it_does_not_have_and_serves_on() {
     for (region, ids, named) in [
         (0, vec![0, COUNT as u32], "64"),
         (0, vec![u32::MAX], "4294967295"),
-        (7, vec![0], "7"),
+        (7, vec![0], "closed"),
     ] {
         ask(&raw, 5, region, &ids);
         let (header, payload) = raw.message(REFUSED);
@@ -314,7 +232,7 @@ fn a_peer_that_does_not_describe_its_regions_is_given_up() {
 #[test]
 fn a_source_that_sends_what_was_not_asked_for_writes_nothing() {
     let Some(search) = common::ucx() else { return };
-    let destination = agent(&search.clone().into());
+    let destination = agent(&search);
     let to = Buffer::zeroed(COUNT * BLOCK);
     register(&destination, "kv", &to, BLOCK, BLOCK);
     let address = destination.address().expect("address");
@@ -338,11 +256,11 @@ fn a_read_that_takes_too_long_ends_at_its_deadline() {
         |transport| {
             let pair = pair(transport, BLOCK, BLOCK);
             let ids: Vec<u32> = (0..COUNT as u32).collect();
-            let timeout = Some(Duration::ZERO);
-            let read = pair
-                .destination
-                .read_blocks(pair.peer.link, "kv", ids.clone(), "kv", ids, timeout)
-                .expect("read");
+            let options = Options {
+                timeout: Some(Duration::ZERO),
+                ..Options::default()
+            };
+            let read = pair.begin_read(&ids, &ids, options).expect("read");
             // Fast enough it may be; over it is in any case.
             match read.wait_for(PATIENCE) {
                 Ok(len) => assert_eq!(len, (COUNT * BLOCK) as u64),

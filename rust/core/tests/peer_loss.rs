@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use common::{PATIENCE, PROMPT, Process, TOKEN, on_both_roads, say};
 use kvpipe_core::Error;
-use kvpipe_core::blocks::Agent;
+use kvpipe_core::blocks::{Agent, Options, Region};
 use kvpipe_core::link::Timing;
 use kvpipe_core::pipe::{Deadline, Meta, Pipe};
 use kvpipe_core::work::Work;
@@ -79,12 +79,12 @@ fn agent(search: &Search) -> Agent {
     .expect("agent")
 }
 
-fn register(agent: &Agent) {
+fn register(agent: &Agent) -> Region {
     agent
         .register("kv", Buffer::zeroed(LARGE), BLOCK as u64, BLOCK as u64)
         .expect("register")
         .wait_for(PATIENCE)
-        .expect("registered");
+        .expect("registered")
 }
 
 /// Kills the peer under a pending operation, and expects it to be lost promptly.
@@ -151,15 +151,14 @@ fn a_source_killed_under_a_read_fails_it_and_those_that_wait() {
         |search| {
             let mut peer = Process::start("source", "");
             let agent = agent(search);
-            register(&agent);
+            let region = register(&agent);
             let connected = agent.connect(&peer.line()).expect("connect");
-            let info = connected.wait_for(PATIENCE).expect("connected");
-            let read = || {
-                let ids: Vec<u32> = (0..(LARGE / BLOCK) as u32).collect();
-                agent
-                    .read_blocks(info.link, "kv", ids.clone(), "kv", ids, None)
-                    .expect("read")
-            };
+            let source = connected.wait_for(PATIENCE).expect("connected");
+            let ids: Vec<u32> = (0..(LARGE / BLOCK) as u32).collect();
+            let plan = agent
+                .prepare(&source, (&region, ids.clone()), ("kv", ids))
+                .expect("plan");
+            let read = || agent.read(&plan, Options::default()).expect("read");
             let reads: Vec<_> = (0..8).map(|_| read()).collect();
             std::thread::sleep(A_MOMENT);
             kill_under(&mut peer, &reads[7]);

@@ -242,28 +242,28 @@ fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
                 )
                 .expect("agent");
                 let (bytes, block) = (256 << 20, 1 << 20);
-                agent
+                let region = agent
                     .register("kv", Buffer::zeroed(bytes), block, block)
                     .expect("register")
                     .wait_for(PATIENCE)
                     .expect("registered");
-                agent
+                (agent, region)
             };
-            let (source, destination) = (make(), make());
+            let ((source, _), (destination, region)) = (make(), make());
             let address = source.address().expect("address").to_string();
             let peer = destination.connect(&address).expect("connect");
-            let peer = peer.wait_for(PATIENCE).expect("connected").link;
+            let peer = peer.wait_for(PATIENCE).expect("connected");
             let ids: Vec<u32> = (0..256).collect();
+            let plan = destination
+                .prepare(&peer, (&region, ids.clone()), ("kv", ids))
+                .expect("plan");
+            let read = |_| {
+                let options = kvpipe_core::blocks::Options::default();
+                destination.read(&plan, options).expect("read")
+            };
             let begun = Instant::now();
             while begun.elapsed() < Duration::from_secs(2) {
-                let works: Vec<_> = (0..8)
-                    .map(|_| {
-                        let (to, from) = (ids.clone(), ids.clone());
-                        destination
-                            .read_blocks(peer, "kv", to, "kv", from, None)
-                            .expect("read")
-                    })
-                    .collect();
+                let works: Vec<_> = (0..8).map(read).collect();
                 for work in works {
                     work.wait_for(PATIENCE).expect("the peer lives");
                 }

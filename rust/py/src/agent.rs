@@ -1,15 +1,19 @@
 //! `Agent`: block transfers and the worker role's side of handoffs.
 
-use std::time::Duration;
+use std::os::fd::RawFd;
+use std::time::{Duration, Instant};
 
-use kvpipe_core::blocks::{self, Event, LoadRequest};
+use kvpipe_core::blocks::{self, Event, LoadRequest, Notification, Options};
 use kvpipe_core::handoff::HandoffId;
 use kvpipe_core::link::Timing;
+use kvpipe_core::work::Waited;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
+use crate::blocks::{Counts, Peer, Plan, Region, counts};
 use crate::buffer::from_python;
 use crate::error::{bad, to_py};
+use crate::ids::ids;
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration};
 
@@ -66,19 +70,30 @@ impl Agent {
         self.0.incarnation()
     }
 
+    #[pyo3(signature = (name, data, block_bytes, stride, is_writable=false))]
     fn register(
         &self,
         name: &str,
         data: &Bound<'_, PyAny>,
         block_bytes: u64,
         stride: u64,
+        is_writable: bool,
     ) -> PyResult<Work> {
         let buffer = from_python(data, true)?;
-        let work = self
-            .0
-            .register(name, buffer, block_bytes, stride)
-            .map_err(to_py)?;
+        let registered = if is_writable {
+            self.0.register_writable(name, buffer, block_bytes, stride)
+        } else {
+            self.0.register(name, buffer, block_bytes, stride)
+        };
+        let work = registered.map_err(to_py)?;
         Ok(Work::new(Kind::Region(work)))
+    }
+
+    #[pyo3(signature = (region, timeout=None))]
+    fn close_region(&self, region: &Region, timeout: Option<f64>) -> PyResult<Work> {
+        let timeout = duration(timeout)?;
+        let work = self.0.close_region(&region.0, timeout).map_err(to_py)?;
+        Ok(Work::new(Kind::Nothing(work)))
     }
 
     fn connect(&self, address: &str) -> PyResult<Work> {
@@ -88,21 +103,101 @@ impl Agent {
             .map_err(to_py)
     }
 
-    #[pyo3(signature = (peer, region, local_ids, remote_region, remote_ids, timeout=None))]
-    fn read_blocks(
+    fn add_peer(&self, metadata: &[u8]) -> PyResult<Work> {
+        self.0
+            .add_peer(metadata)
+            .map(|work| Work::new(Kind::Peer(work)))
+            .map_err(to_py)
+    }
+
+    fn metadata<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.metadata())
+    }
+
+    fn peers(&self) -> Vec<Peer> {
+        self.0.peers().into_iter().map(Peer).collect()
+    }
+
+    fn stats(&self) -> Counts {
+        counts(self.0.stats())
+    }
+
+    #[getter]
+    fn num_regions(&self) -> usize {
+        self.0.num_regions()
+    }
+
+    fn prepare(
         &self,
-        peer: u64,
-        region: &str,
-        local_ids: Vec<u32>,
+        py: Python<'_>,
+        peer: &Peer,
+        region: &Region,
+        local_ids: &Bound<'_, PyAny>,
         remote_region: &str,
-        remote_ids: Vec<u32>,
+        remote_ids: &Bound<'_, PyAny>,
+    ) -> PyResult<Plan> {
+        let (local_ids, remote_ids) = (ids(local_ids)?, ids(remote_ids)?);
+        let (local, remote) = ((&region.0, local_ids), (remote_region, remote_ids));
+        let plan = py.detach(|| self.0.prepare(&peer.0, local, remote));
+        plan.map(Plan).map_err(to_py)
+    }
+
+    #[pyo3(signature = (plan, notify=None, timeout=None))]
+    fn read(
+        &self,
+        py: Python<'_>,
+        plan: &Plan,
+        notify: Option<&[u8]>,
         timeout: Option<f64>,
     ) -> PyResult<Work> {
-        let timeout = duration(timeout)?;
-        let work = self
-            .0
-            .read_blocks(peer, region, local_ids, remote_region, remote_ids, timeout);
+        let (notify, timeout) = (notify.map(<[u8]>::to_vec), duration(timeout)?);
+        let options = Options { notify, timeout };
+        let work = py.detach(|| self.0.read(&plan.0, options));
         work.map(|work| Work::new(Kind::Bytes(work))).map_err(to_py)
+    }
+
+    #[pyo3(signature = (plan, notify=None, timeout=None))]
+    fn write(
+        &self,
+        py: Python<'_>,
+        plan: &Plan,
+        notify: Option<&[u8]>,
+        timeout: Option<f64>,
+    ) -> PyResult<Work> {
+        let (notify, timeout) = (notify.map(<[u8]>::to_vec), duration(timeout)?);
+        let options = Options { notify, timeout };
+        let work = py.detach(|| self.0.write(&plan.0, options));
+        work.map(|work| Work::new(Kind::Bytes(work))).map_err(to_py)
+    }
+
+    fn notify(&self, peer: &Peer, tag: &[u8]) -> PyResult<Work> {
+        let work = self.0.notify(&peer.0, tag.to_vec()).map_err(to_py)?;
+        Ok(Work::new(Kind::Nothing(work)))
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn notifications<'py>(
+        &self,
+        py: Python<'py>,
+        timeout: Option<f64>,
+    ) -> PyResult<Vec<(Peer, Bound<'py, PyBytes>)>> {
+        let deadline = duration(timeout)?.map(|timeout| Instant::now() + timeout);
+        loop {
+            let come = self.0.notifications().map_err(to_py)?;
+            if !come.is_empty() {
+                let pair = |it: Notification| (Peer(it.peer), PyBytes::new(py, &it.tag));
+                return Ok(come.into_iter().map(pair).collect());
+            }
+            let waited = py.detach(|| self.0.wait_for_notifications(deadline));
+            py.check_signals()?;
+            if waited.map_err(to_py)? == Waited::TimedOut {
+                return Ok(Vec::new());
+            }
+        }
+    }
+
+    fn notifications_fileno(&self) -> RawFd {
+        self.0.notifications_fd()
     }
 
     fn finalize(

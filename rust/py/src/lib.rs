@@ -9,9 +9,11 @@
 )]
 
 mod agent;
+mod blocks;
 mod buffer;
 mod control;
 mod error;
+mod ids;
 mod pipe;
 mod transport;
 mod work;
@@ -39,6 +41,8 @@ mod _kvpipe {
 
     #[pymodule_export]
     use super::agent::Agent;
+    #[pymodule_export]
+    use super::blocks::{Peer, Plan, Region};
     #[pymodule_export]
     use super::buffer::ReceivedBuffer;
     #[pymodule_export]

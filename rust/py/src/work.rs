@@ -4,13 +4,13 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_core::blocks::PeerInfo;
+use kvpipe_core::blocks;
 use kvpipe_core::pipe::Received;
 use kvpipe_core::work::{Waited, Work as CoreWork};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
+use crate::blocks::{Peer, Region};
 use crate::buffer::{ReceivedBuffer, release_let_go};
 use crate::error::{bad, to_py};
 
@@ -19,8 +19,8 @@ pub(crate) enum Kind {
     Nothing(CoreWork<()>),
     Received(CoreWork<Arc<Received>>),
     Bytes(CoreWork<u64>),
-    Region(CoreWork<u16>),
-    Peer(CoreWork<PeerInfo>),
+    Region(CoreWork<blocks::Region>),
+    Peer(CoreWork<blocks::Peer>),
     Text(CoreWork<String>),
 }
 
@@ -102,8 +102,8 @@ impl Work {
             Kind::Nothing(work) => finished(work).and_then(|()| py.None().into_bound_py_any(py)),
             Kind::Received(work) => received(py, finished(work)?),
             Kind::Bytes(work) => finished(work)?.into_bound_py_any(py),
-            Kind::Region(work) => finished(work)?.into_bound_py_any(py),
-            Kind::Peer(work) => peer(py, &finished(work)?),
+            Kind::Region(work) => Region(finished(work)?).into_bound_py_any(py),
+            Kind::Peer(work) => Peer(finished(work)?).into_bound_py_any(py),
             Kind::Text(work) => finished(work)?.into_bound_py_any(py),
         }
     }
@@ -125,20 +125,4 @@ fn received(py: Python<'_>, received: Arc<Received>) -> PyResult<Bound<'_, PyAny
         .is_some()
         .then(|| ReceivedBuffer::new(Arc::clone(&received)));
     (family, dtype, shape, buffer).into_bound_py_any(py)
-}
-
-fn peer<'py>(py: Python<'py>, info: &PeerInfo) -> PyResult<Bound<'py, PyAny>> {
-    let regions = PyDict::new(py);
-    for region in &info.regions {
-        let layout = &region.layout;
-        regions.set_item(&region.name, (layout.num_blocks, layout.block_bytes))?;
-    }
-    (
-        info.link,
-        &info.address,
-        info.incarnation.as_slice(),
-        &info.transport,
-        regions,
-    )
-        .into_bound_py_any(py)
 }

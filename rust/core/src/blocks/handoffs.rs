@@ -1,15 +1,18 @@
 //! Both roles of handoffs: what the two state machines say becomes messages and reads, and the other way round.
 
-use std::collections::VecDeque;
-use std::sync::PoisonError;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::messages::{
     DONE, FINAL, GONE, REASON_CAP, SELECT, final_blocks, read_final_blocks, reason,
 };
 use super::peers::transport;
-use super::service::{Blocks, Loading, LocalRegion};
-use super::transfer::{Owner, Read};
+use super::plan::region_gone;
+use super::regions::LocalRegion;
+use super::service::{Blocks, Loading};
+use super::transfer::{Owner, Take};
 use super::{Event, LoadRequest};
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
@@ -17,7 +20,7 @@ use crate::handoff::consumer::{Batch, Load, Outcome};
 use crate::handoff::producer::{Action, OPEN_TIMEOUT, Select};
 use crate::handoff::{FinalBlock, HandoffId, checksum};
 use crate::node::{Io, LinkId};
-use crate::region::{Layout, RemoteRegion};
+use crate::region::{Layout, Pieces, RegionId, RemoteRegion, coalesce};
 use crate::transport::{Memory, Payload};
 
 /// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.
@@ -38,7 +41,10 @@ impl Blocks {
     /// Takes the next slice of blocks that are final, in all regions, and tells who has selected them; whether more
     /// are left.
     pub(super) fn finalize_on(&mut self, io: &mut Io) -> bool {
-        let block_bytes = self.regions.iter().map(|region| region.layout.block_bytes);
+        let block_bytes = self
+            .regions
+            .values()
+            .map(|region| region.layout.block_bytes);
         let num_blocks = slice_of(block_bytes.sum());
         let Some(finalizing) = self.finalizing.front_mut() else {
             return false;
@@ -71,7 +77,7 @@ impl Blocks {
         block_ids: &[u32],
     ) -> std::result::Result<Vec<FinalBlock>, String> {
         let mut blocks = Vec::with_capacity(block_ids.len() * self.regions.len());
-        for (local, region) in self.regions.iter().zip(0..) {
+        for (local, region) in self.regions.values().zip(0..) {
             for (&block_id, position) in block_ids.iter().zip(first..) {
                 let Some(bytes) = block_bytes(&local.memory, &local.layout, block_id) else {
                     return Err(format!(
@@ -120,7 +126,8 @@ impl Blocks {
                 }
             }
         }
-        *self.num_lent.lock().unwrap_or_else(PoisonError::into_inner) = self.producer.num_lent();
+        let num_lent = self.producer.num_lent();
+        self.board.num_lent.store(num_lent, Ordering::Relaxed);
     }
 }
 
@@ -128,7 +135,10 @@ impl Blocks {
 impl Blocks {
     pub(super) fn load(&mut self, io: &mut Io, request: LoadRequest) {
         let handoff = request.handoff;
-        let block_bytes = self.regions.iter().map(|region| region.layout.block_bytes);
+        let block_bytes = self
+            .regions
+            .values()
+            .map(|region| region.layout.block_bytes);
         let load = Load {
             generation: request.generation,
             max_batch: slice_of(block_bytes.max().unwrap_or_default()),
@@ -167,7 +177,7 @@ impl Blocks {
             return;
         };
         loading.has_selected = true;
-        if peer.incarnation != loading.incarnation {
+        if peer.handle.incarnation() != loading.incarnation {
             let reason = "the producer has been restarted";
             self.consumer.fail(&handoff, reason);
         } else if let Some(difference) = region_difference(&self.regions, theirs) {
@@ -203,18 +213,41 @@ impl Blocks {
             return Ok(());
         }
         for batch in self.consumer.announced(&handoff, generation, blocks)? {
-            let read = Read {
-                link,
-                region: batch.region,
-                local_ids: batch.local_ids.clone(),
-                remote_region: batch.region,
-                remote_ids: batch.blocks.iter().map(|block| block.block_id).collect(),
-                deadline: None,
-                owner: Owner::Handoff(handoff, batch),
-            };
-            self.read(io, read);
+            match self.plan_batch(link, &batch) {
+                Ok((region, remote_region, pieces)) => {
+                    let take = Take {
+                        link,
+                        region,
+                        remote_region,
+                        pieces: Arc::new(pieces),
+                        deadline: None,
+                        owner: Owner::Handoff(handoff, batch),
+                    };
+                    self.take(io, take);
+                }
+                Err(error) => {
+                    self.consumer.read_failed(&handoff, &error.to_string());
+                    self.end_load_if_over(io, handoff);
+                }
+            }
         }
         Ok(())
+    }
+
+    /// Handoffs name regions by their place among all of an agent.
+    fn plan_batch(&self, link: LinkId, batch: &Batch) -> Result<(RegionId, RegionId, Pieces)> {
+        let place = usize::from(batch.region);
+        let peer = self.peers.get(&link);
+        let theirs = peer.and_then(|peer| peer.regions.as_ref()?.values().nth(place));
+        let (Some((&id, ours)), Some(theirs)) = (self.regions.iter().nth(place), theirs) else {
+            return Err(region_gone());
+        };
+        let from_ids: Vec<u32> = batch.blocks.iter().map(|block| block.block_id).collect();
+        let pieces = coalesce(
+            (&ours.layout, &batch.local_ids),
+            (&theirs.layout, &from_ids),
+        )?;
+        Ok((id, theirs.id, pieces))
     }
 
     /// For each block of a batch, whether it is here with the checksum that the producer computed.
@@ -335,7 +368,10 @@ fn block_bytes<'m>(memory: &'m Memory, layout: &Layout, id: u32) -> Option<&'m [
         .bytes(at as usize, layout.block_bytes as usize)
 }
 
-fn region_difference(ours: &[LocalRegion], theirs: &[RemoteRegion]) -> Option<String> {
+fn region_difference(
+    ours: &BTreeMap<RegionId, LocalRegion>,
+    theirs: &BTreeMap<RegionId, RemoteRegion>,
+) -> Option<String> {
     if ours.len() != theirs.len() {
         return Some(format!(
             "{} regions here, {} there",
@@ -352,5 +388,5 @@ fn region_difference(ours: &[LocalRegion], theirs: &[RemoteRegion]) -> Option<St
             )
         })
     };
-    ours.iter().zip(theirs).find_map(differs)
+    ours.values().zip(theirs.values()).find_map(differs)
 }

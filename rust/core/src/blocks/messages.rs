@@ -1,9 +1,11 @@
 //! Messages of the blocks' data plane; see docs/wire-format.md.
 
 use crate::codec::{Reader, Writer};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::handoff::FinalBlock;
-use crate::region::RemoteRegion;
+
+use super::notices::TAG_CAP;
+use crate::region::{Pieces, RegionId, RemoteRegion};
 
 /// Destination asks for blocks by message: transfer, region; payload: ids.
 pub(super) const READ: u8 = 32;
@@ -13,6 +15,19 @@ pub(super) const DATA: u8 = 33;
 pub(super) const CREDIT: u8 = 34;
 /// Source cannot serve a transfer: transfer; payload: reason.
 pub(super) const REFUSED: u8 = 35;
+/// Writer offers blocks: offer, target's region, writer's region, 1 and a number if it has a tag, else 0; payload: the
+/// target's ids, the writer's ids, the tag.
+pub(super) const OFFER: u8 = 36;
+/// Target has an offer's blocks: offer.
+pub(super) const TAKEN: u8 = 37;
+/// Target does not take an offer, whose number is void: offer; payload: reason.
+pub(super) const NOT_TAKEN: u8 = 38;
+/// A notification: number; payload: tag.
+pub(super) const NOTIFY: u8 = 40;
+/// A number whose transfer failed: number.
+pub(super) const VOID: u8 = 41;
+/// Receiver has all numbers before one, its user has taken all before another.
+pub(super) const NOTED: u8 = 42;
 /// Consumer selects blocks of a handoff: handoff, generation, first, end.
 pub(super) const SELECT: u8 = 48;
 /// Producer announces blocks: handoff, generation; payload: list.
@@ -23,7 +38,11 @@ pub(super) const GONE: u8 = 50;
 pub(super) const DONE: u8 = 51;
 
 /// Frame over TCP: the regions of the sender, all of them, in the order of their indices.
+///
+/// A region that was in the frame before and is not any more has been closed.
 pub(super) const REGIONS: u8 = 1;
+/// Frame over TCP: nothing of this region, which the receiver has closed, is being read any more.
+pub(super) const RELEASED: u8 = 2;
 
 /// Most ids of one transfer and most blocks of one announcement.
 pub(super) const BLOCKS_CAP: usize = 1 << 22;
@@ -46,7 +65,64 @@ impl RemoteRegions {
     pub(super) fn read(mut reader: Reader<'_>) -> Result<Self> {
         let regions = reader.list(REGIONS_CAP, RemoteRegion::read)?;
         reader.end()?;
+        if !regions.is_sorted_by(|a, b| a.id < b.id) {
+            return Err(Error::protocol("regions out of order"));
+        }
         Ok(Self(regions))
+    }
+}
+
+/// Blocks that a writer offers.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Offered {
+    pub(super) offer: u64,
+    /// On the target.
+    pub(super) to: RegionId,
+    /// On the writer.
+    pub(super) from: RegionId,
+    pub(super) to_ids: Vec<u32>,
+    pub(super) from_ids: Vec<u32>,
+    /// Number and content of its notification.
+    pub(super) notice: Option<(u64, Vec<u8>)>,
+}
+
+impl Offered {
+    /// Continues a header, and makes the payload.
+    pub(super) fn write(
+        header: Writer,
+        (offer, to, from): (u64, RegionId, RegionId),
+        pieces: &Pieces,
+        notice: Option<(u64, &[u8])>,
+    ) -> (Writer, Vec<u8>) {
+        let header = header.u64(offer).u32(to).u32(from);
+        let (header, tag) = match notice {
+            Some((number, tag)) => (header.u8(1).u64(number), tag),
+            None => (header.u8(0), &[][..]),
+        };
+        let payload = Writer::default()
+            .list(&pieces.to_ids, |w, id| w.u32(*id))
+            .list(&pieces.from_ids, |w, id| w.u32(*id))
+            .bytes(tag);
+        (header, payload.finish())
+    }
+
+    pub(super) fn read(mut header: Reader<'_>, payload: &[u8]) -> Result<Self> {
+        let (offer, to, from) = (header.u64()?, header.u32()?, header.u32()?);
+        let number = (header.u8()? != 0).then(|| header.u64()).transpose()?;
+        header.end()?;
+        let mut reader = Reader::new(payload);
+        let to_ids = reader.list(BLOCKS_CAP, Reader::u32)?;
+        let from_ids = reader.list(BLOCKS_CAP, Reader::u32)?;
+        let tag = reader.bytes(TAG_CAP)?.to_vec();
+        reader.end()?;
+        Ok(Self {
+            offer,
+            to,
+            from,
+            to_ids,
+            from_ids,
+            notice: number.map(|number| (number, tag)),
+        })
     }
 }
 
@@ -115,7 +191,23 @@ mod tests {
             let _ = read_final_blocks(&payload);
             let _ = read_ids(&payload);
             let _ = reason(&payload);
+            let _ = Offered::read(Reader::new(&payload), &payload);
             let _ = RemoteRegions::read(Reader::new(&payload));
+        }
+
+        #[test]
+        fn an_offer_is_read_back(ids: Vec<(u32, u32)>, notice: Option<(u64, Vec<u8>)>) {
+            let (to_ids, from_ids): (Vec<u32>, Vec<u32>) = ids.into_iter().unzip();
+            let offered = Offered { offer: 1, to: 2, from: 3, to_ids, from_ids, notice };
+            let pieces = Pieces {
+                runs: Vec::new(),
+                to_ids: offered.to_ids.clone(),
+                from_ids: offered.from_ids.clone(),
+                num_bytes: 0,
+            };
+            let notice = offered.notice.as_ref().map(|(number, tag)| (*number, &tag[..]));
+            let (header, payload) = Offered::write(Writer::default(), (1, 2, 3), &pieces, notice);
+            prop_assert_eq!(Offered::read(Reader::new(&header.finish()), &payload).unwrap(), offered);
         }
 
         #[test]

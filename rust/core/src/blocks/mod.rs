@@ -1,19 +1,27 @@
 //! Blocks between processes: registered regions, reads of a peer's blocks into our own, and handoffs on top.
 
+mod api;
 mod handoffs;
+mod inbox;
 mod messages;
+mod metadata;
+mod notices;
+mod notify;
+mod offers;
+mod peer;
 mod peers;
+mod plan;
+mod regions;
 mod serve;
 mod service;
 mod transfer;
 mod transfers;
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
-
-use kvpipe_ucx::Buffer;
+use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::events::Events;
@@ -21,14 +29,19 @@ use crate::handoff::HandoffId;
 use crate::identity::{Identity, Incarnation, Service};
 use crate::link::Timing;
 use crate::node::{LinkId, Node, NodeConfig, default_busy_poll};
-use crate::pipe::{check_address, listen_address};
-use crate::region::{Layout, NAME_CAP};
+use crate::pipe::listen_address;
 use crate::transport::Transport;
-use crate::work::{Work, work};
 
+pub use inbox::Notification;
+pub use metadata::Metadata;
+pub use notices::TAG_CAP;
+pub use peer::{Peer, RegionInfo, Stats};
+pub use plan::{Options, Plan, Region};
+
+use inbox::Inbox;
 use messages::BLOCKS_CAP;
+use peer::Counters;
 use service::{Blocks, Command};
-use transfers::ReadCommand;
 
 /// What happened on the blocks' thread, for whoever drains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,28 +75,14 @@ pub enum Event {
     Log(String),
 }
 
-/// A region of a peer.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RegionInfo {
-    /// Its name.
-    pub name: String,
-    /// How it is cut.
-    pub layout: Layout,
-}
-
-/// A connected peer, as other threads see it.
-#[derive(Debug, Clone)]
-pub struct PeerInfo {
-    /// Names it on this agent.
-    pub link: LinkId,
-    /// Its address.
-    pub address: String,
-    /// Its life.
-    pub incarnation: Incarnation,
-    /// The transport of its blocks.
-    pub transport: String,
-    /// Its regions.
-    pub regions: Vec<RegionInfo>,
+/// What the agent's thread shows to others.
+#[derive(Debug)]
+struct Board {
+    peers: Mutex<BTreeMap<LinkId, Peer>>,
+    counters: Counters,
+    inbox: Inbox,
+    num_regions: AtomicUsize,
+    num_lent: AtomicUsize,
 }
 
 /// Handoffs that were ended, as marked by the thread that ends them and not later by the one that is told.
@@ -134,7 +133,7 @@ pub struct Agent {
     node: Node<Command>,
     events: Events<Event>,
     incarnation: Incarnation,
-    num_lent: Arc<Mutex<usize>>,
+    board: Arc<Board>,
     ended: Ended,
 }
 
@@ -160,14 +159,21 @@ impl Agent {
             timing,
             busy_poll: default_busy_poll(),
         };
-        let (events, num_lent, ended) = (Events::default(), Arc::default(), Ended::default());
-        let (in_thread, count, marks) = (events.clone(), Arc::clone(&num_lent), ended.clone());
-        let node = Node::spawn(config, || Blocks::new(in_thread, count, marks))?;
+        let (events, ended) = (Events::default(), Ended::default());
+        let board = Arc::new(Board {
+            peers: Mutex::default(),
+            counters: Counters::default(),
+            inbox: Inbox::new()?,
+            num_regions: AtomicUsize::new(0),
+            num_lent: AtomicUsize::new(0),
+        });
+        let (in_thread, shown, marks) = (events.clone(), Arc::clone(&board), ended.clone());
+        let node = Node::spawn(config, || Blocks::new(in_thread, shown, marks))?;
         Ok(Self {
             node,
             events,
             incarnation,
-            num_lent,
+            board,
             ended,
         })
     }
@@ -180,65 +186,6 @@ impl Agent {
     /// This life of the agent.
     pub fn incarnation(&self) -> Incarnation {
         self.incarnation
-    }
-
-    /// Registers memory as blocks; peers learn of it. The work ends with the region's index.
-    pub fn register(
-        &self,
-        name: &str,
-        buffer: Buffer,
-        block_bytes: u64,
-        stride: u64,
-    ) -> Result<Work<u16>> {
-        if name.len() > NAME_CAP {
-            return Err(Error::Config(format!(
-                "a region's name of {} bytes, at most {NAME_CAP} are possible",
-                name.len()
-            )));
-        }
-        let layout = Layout::new(buffer.len() as u64, block_bytes, stride)?;
-        let (done, completer) = work();
-        self.node.send(Command::Register {
-            name: name.to_owned(),
-            layout,
-            buffer,
-            completer,
-        })?;
-        Ok(done)
-    }
-
-    /// Connects to a peer; the work ends once its regions are known.
-    pub fn connect(&self, address: &str) -> Result<Work<PeerInfo>> {
-        check_address(address)?;
-        let (done, completer) = work();
-        self.node.send(Command::Connect {
-            address: address.to_owned(),
-            completer,
-        })?;
-        Ok(done)
-    }
-
-    /// Reads a peer's blocks into blocks of a region of this agent.
-    pub fn read_blocks(
-        &self,
-        peer: LinkId,
-        region: &str,
-        local_ids: Vec<u32>,
-        remote_region: &str,
-        remote_ids: Vec<u32>,
-        timeout: Option<Duration>,
-    ) -> Result<Work<u64>> {
-        let (done, completer) = work();
-        self.node.send(Command::Read(ReadCommand {
-            peer,
-            region: region.to_owned(),
-            local_ids,
-            remote_region: remote_region.to_owned(),
-            remote_ids,
-            deadline: timeout.map(|timeout| Instant::now() + timeout),
-            completer,
-        }))?;
-        Ok(done)
     }
 
     /// Producer: these blocks of a handoff, from position `first` on, will not change any more, in any region.
@@ -295,7 +242,7 @@ impl Agent {
 
     /// Number of handoffs whose blocks are lent.
     pub fn num_lent(&self) -> usize {
-        *self.num_lent.lock().unwrap_or_else(PoisonError::into_inner)
+        self.board.num_lent.load(Ordering::Relaxed)
     }
 
     /// Ends the agent: peers are told, its thread ends.
@@ -320,8 +267,4 @@ fn check_positions(first: u32, len: usize) -> Result<()> {
         )));
     }
     Ok(())
-}
-
-fn unknown_region(name: &str) -> Error {
-    Error::Config(format!("there is no region {name:?}"))
 }

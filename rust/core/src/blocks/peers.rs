@@ -1,43 +1,66 @@
-//! Regions of this agent, and the peers that have been told of them.
+//! The links of an agent: who is connected, and what waits for whom.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::rc::Rc;
+use std::sync::PoisonError;
 use std::time::Instant;
 
-use kvpipe_ucx::Buffer;
-
-use super::messages::{REGIONS_CAP, RemoteRegions, regions};
-use super::service::{Blocks, LocalRegion};
-use super::{Event, PeerInfo, RegionInfo};
+use super::Event;
+use super::messages::Offered;
+use super::notices::{Arrivals, Outbox};
+use super::peer::{Counters, Peer};
+use super::service::Blocks;
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Incarnation};
 use crate::node::{Io, LinkId};
-use crate::region::{Layout, RemoteRegion};
+use crate::region::{RegionId, RemoteRegion};
 use crate::transport::RemoteKey;
 use crate::work::Completer;
 
-pub(super) struct Peer {
-    pub(super) address: String,
-    pub(super) incarnation: Incarnation,
-    pub(super) regions: Option<Vec<RemoteRegion>>,
-    /// When they have to be here, from the moment the session is established.
-    regions_by: Option<Instant>,
-    keys: HashMap<u16, Rc<RemoteKey>>,
-    waiting: Vec<Completer<PeerInfo>>,
-    /// Reads from it that are not over, in the order in which they were asked for.
+/// A peer as the agent's thread knows it.
+pub(super) struct Connection {
+    pub(super) handle: Peer,
+    pub(super) regions: Option<BTreeMap<RegionId, RemoteRegion>>,
+    /// Above every region that it has told of.
+    pub(super) next_region: RegionId,
+    /// When its regions have to be here, from the moment the session is established.
+    pub(super) regions_by: Option<Instant>,
+    keys: HashMap<RegionId, Rc<RemoteKey>>,
+    /// Who wants to know of it, and in which life.
+    waiting: Vec<(Option<Incarnation>, Completer<Peer>)>,
+    /// Transfers from it that are not over, in the order in which they may begin.
     pub(super) transfers: VecDeque<u64>,
+    /// Get road.
+    pub(super) bytes_in_flight: u64,
+    /// Our offers to it that wait.
+    pub(super) offers_ready: VecDeque<u64>,
+    /// Our offers that it has not answered.
+    pub(super) num_offers_sent: usize,
+    /// Its offers that we have not answered.
+    pub(super) num_offers_here: usize,
+    /// Of them, those from regions that it has not told of yet.
+    pub(super) offers_early: Vec<Offered>,
+    pub(super) outbox: Outbox,
+    pub(super) arrivals: Arrivals,
 }
 
-impl Peer {
-    fn new(address: String, incarnation: Incarnation) -> Self {
+impl Connection {
+    fn new(handle: Peer) -> Self {
         Self {
-            address,
-            incarnation,
+            handle,
             regions: None,
+            next_region: 0,
             regions_by: None,
             keys: HashMap::new(),
             waiting: Vec::new(),
             transfers: VecDeque::new(),
+            bytes_in_flight: 0,
+            offers_ready: VecDeque::new(),
+            num_offers_sent: 0,
+            num_offers_here: 0,
+            offers_early: Vec::new(),
+            outbox: Outbox::default(),
+            arrivals: Arrivals::default(),
         }
     }
 
@@ -46,12 +69,12 @@ impl Peer {
         &mut self,
         io: &mut Io,
         link: LinkId,
-        region: u16,
+        region: RegionId,
     ) -> Result<(u64, Rc<RemoteKey>)> {
         let regions = self.regions.as_ref();
         let described = regions
-            .and_then(|all| all.get(usize::from(region)))
-            .ok_or_else(|| Error::protocol("the peer took a region back"))?;
+            .and_then(|all| all.get(&region))
+            .ok_or_else(super::plan::region_gone)?;
         if let Some(key) = self.keys.get(&region) {
             return Ok((described.base, Rc::clone(key)));
         }
@@ -59,56 +82,25 @@ impl Peer {
         self.keys.insert(region, Rc::clone(&key));
         Ok((described.base, key))
     }
+
+    pub(super) fn forget_key(&mut self, region: RegionId) {
+        self.keys.remove(&region);
+    }
 }
 
 impl Blocks {
-    pub(super) fn register(
+    pub(super) fn connect(
         &mut self,
         io: &mut Io,
-        name: String,
-        layout: Layout,
-        buffer: Buffer,
-    ) -> Result<u16> {
-        if self.regions.iter().any(|region| region.name == name) {
-            return Err(Error::Config(format!("there is a region {name:?} already")));
-        }
-        if self.regions.len() >= REGIONS_CAP {
-            return Err(Error::Config(format!(
-                "an agent has at most {REGIONS_CAP} regions"
-            )));
-        }
-        let memory = io.register(buffer)?;
-        let rkey = memory.pack_rkey()?;
-        self.regions.push(LocalRegion {
-            name,
-            layout,
-            memory,
-            rkey,
-        });
-        let frame = self.describe_regions();
-        for link in self.peers.keys() {
-            io.send(*link, &frame);
-        }
-        Ok(self.regions.len() as u16 - 1)
-    }
-
-    fn describe_regions(&self) -> Vec<u8> {
-        let describe = |region: &LocalRegion| RemoteRegion {
-            name: region.name.clone(),
-            layout: region.layout.clone(),
-            base: region.memory.buffer().address() as u64,
-            rkey: region.rkey.clone(),
-        };
-        regions(&self.regions.iter().map(describe).collect::<Vec<_>>())
-    }
-
-    pub(super) fn connect(&mut self, io: &mut Io, address: &str, completer: Completer<PeerInfo>) {
+        address: &str,
+        incarnation: Option<Incarnation>,
+        completer: Completer<Peer>,
+    ) {
         let link = self.link_to(io, address);
-        if let Some(info) = self.info(io, link) {
-            completer.complete(Ok(info));
-        } else if let Some(peer) = self.peers.get_mut(&link) {
-            peer.waiting.push(completer);
+        if let Some(peer) = self.peers.get_mut(&link) {
+            peer.waiting.push((incarnation, completer));
         }
+        self.tell_waiting(link);
     }
 
     /// The link to an address: the one there is, or a new one.
@@ -118,37 +110,44 @@ impl Blocks {
         }
         let link = io.connect(address);
         self.by_address.insert(address.to_owned(), link);
-        self.peers
-            .insert(link, Peer::new(address.to_owned(), [0; 16]));
+        let handle = Peer::new(link, address, io.identity().incarnation);
+        self.peers.insert(link, Connection::new(handle));
         link
     }
 
-    fn info(&self, io: &Io, link: LinkId) -> Option<PeerInfo> {
-        let peer = self.peers.get(&link)?;
-        let info = |region: &RemoteRegion| RegionInfo {
-            name: region.name.clone(),
-            layout: region.layout.clone(),
+    /// Hands out a peer whose regions are known.
+    fn tell_waiting(&mut self, link: LinkId) {
+        let peer = self.peers.get_mut(&link);
+        let Some(peer) = peer.filter(|peer| peer.regions.is_some()) else {
+            return;
         };
-        Some(PeerInfo {
-            link,
-            address: peer.address.clone(),
-            incarnation: peer.incarnation,
-            transport: transport(io, link),
-            regions: peer.regions.as_ref()?.iter().map(info).collect(),
-        })
+        for (wanted, completer) in std::mem::take(&mut peer.waiting) {
+            let is_it = wanted.is_none_or(|wanted| wanted == peer.handle.incarnation());
+            completer.complete(if is_it {
+                Ok(peer.handle.clone())
+            } else {
+                let address = peer.handle.address();
+                Err(Error::Connect(format!(
+                    "the agent at {address} is not the one of this metadata, it has been restarted; get its metadata again"
+                )))
+            });
+        }
     }
 
-    pub(super) fn take_regions(&mut self, io: &mut Io, link: LinkId, regions: RemoteRegions) {
+    /// Everything that waits for a peer's regions goes on.
+    pub(super) fn regions_known(&mut self, io: &mut Io, link: LinkId) {
         let Some(peer) = self.peers.get_mut(&link) else {
             return;
         };
-        peer.regions = Some(regions.0);
-        peer.regions_by = None;
-        let waiting = std::mem::take(&mut peer.waiting);
-        for completer in waiting {
-            if let Some(info) = self.info(io, link) {
-                completer.complete(Ok(info));
-            }
+        let early = std::mem::take(&mut peer.offers_early);
+        self.board
+            .peers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(link, peer.handle.clone());
+        self.tell_waiting(link);
+        for offered in early {
+            self.take_offer(io, link, offered);
         }
         for handoff in self.consumer.handoffs() {
             self.select(io, handoff);
@@ -156,16 +155,17 @@ impl Blocks {
     }
 
     pub(super) fn peer_up(&mut self, io: &mut Io, link: LinkId, identity: &Identity) {
-        let address = io.peer(link);
+        let (address, ours) = (io.peer(link), io.identity().incarnation);
         let peer = self
             .peers
             .entry(link)
-            .or_insert_with(|| Peer::new(address.clone(), identity.incarnation));
-        peer.incarnation = identity.incarnation;
+            .or_insert_with(|| Connection::new(Peer::new(link, &address, ours)));
+        let transport = transport(io, link);
+        peer.handle.met(identity.incarnation, transport.clone());
         if peer.regions.is_none() {
             peer.regions_by = Some(io.now + io.timing().handshake);
         }
-        let (transport, ucx) = (transport(io, link), io.ucx());
+        let ucx = io.ucx();
         self.events.push_minor(Event::Log(format!(
             "session.open peer={address} transport={transport} ucx={ucx}"
         )));
@@ -184,7 +184,7 @@ impl Blocks {
             if peer.regions_by.take_if(|at| *at <= io.now).is_some() {
                 let waited = io.timing().handshake;
                 let text = format!("it did not describe its regions within {waited:?}");
-                io.fail(link, Error::lost(&peer.address, text));
+                io.fail(link, Error::lost(peer.handle.address(), text));
             }
             next = next.into_iter().chain(peer.regions_by).min();
         }
@@ -196,9 +196,22 @@ impl Blocks {
         let Some(peer) = self.peers.remove(&link) else {
             return;
         };
-        for completer in peer.waiting {
+        peer.handle.lose(error);
+        self.board
+            .peers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&link);
+        for (_, completer) in peer.waiting {
             completer.complete(Err(error.clone()));
         }
+        peer.outbox.fail(error);
+    }
+
+    /// Counts for the peer and for the agent.
+    pub(super) fn count(&self, peer: &Peer, count: impl Fn(&Counters)) {
+        count(&self.board.counters);
+        count(peer.counters());
     }
 }
 

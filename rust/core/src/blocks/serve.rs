@@ -1,14 +1,18 @@
-//! A transfer at its source, on the message road: blocks of a region as a sequence of bytes, sent as far as the
+//! Transfers at their source, on the message road: blocks of a region as a sequence of bytes, sent as far as the
 //! destination's credit goes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::messages::DATA;
+use super::messages::{CREDIT, DATA, READ, REASON_CAP, REFUSED, read_ids, reason};
+use super::plan::region_gone;
+use super::service::Blocks;
 use super::transfer::WINDOW;
-use crate::error::Result;
+use super::transfers::TRANSFERS_IN_FLIGHT;
+use crate::codec::{Reader, Writer};
+use crate::error::{Error, Result};
 use crate::node::{Io, LinkId};
-use crate::region::{Layout, Run, coalesce};
+use crate::region::{Layout, RegionId, Run, sequence};
 use crate::transport::{Memory, Payload};
 
 /// One message: under UCX's TCP segment (256 KiB), so that it is never reassembled from fragments.
@@ -25,14 +29,7 @@ pub(super) struct Serving {
 impl Serving {
     /// Checks the ids that a peer asks for.
     pub(super) fn new(memory: Arc<Memory>, layout: &Layout, ids: &[u32]) -> Result<Self> {
-        // The destination of a sequence of bytes: blocks 0, 1, 2, … without gaps.
-        let dense = Layout {
-            num_blocks: ids.len() as u64,
-            block_bytes: layout.block_bytes,
-            stride: layout.block_bytes,
-        };
-        let sequence: Vec<u32> = (0..ids.len() as u32).collect();
-        let runs = coalesce((&dense, &sequence), (layout, ids), u64::MAX)?.into();
+        let runs = sequence(layout, ids)?.into();
         Ok(Self {
             memory,
             runs,
@@ -71,5 +68,86 @@ impl Serving {
             }
         }
         true
+    }
+}
+
+impl Blocks {
+    fn serve(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        id: u64,
+        region: RegionId,
+        payload: &[u8],
+    ) -> Result<()> {
+        let ids = read_ids(payload)?;
+        let under_way = self.serving.keys().filter(|(other, _)| *other == link);
+        if under_way.count() >= TRANSFERS_IN_FLIGHT {
+            return Err(Error::protocol(format_args!(
+                "more than {TRANSFERS_IN_FLIGHT} transfers at once"
+            )));
+        }
+        let region = self.regions.get(&region);
+        let serving = region
+            .ok_or_else(region_gone)
+            .and_then(|region| Serving::new(Arc::clone(&region.memory), &region.layout, &ids));
+        match serving {
+            Ok(serving) => {
+                self.serving.insert((link, id), serving);
+                self.serve_on(io, link, id);
+            }
+            Err(error) => {
+                let header = io.header(link, REFUSED).u64(id);
+                let text = Writer::default().text(&error.to_string(), REASON_CAP);
+                io.message(link, header, Payload::Bytes(text.finish()), 0);
+            }
+        }
+        Ok(())
+    }
+
+    fn serve_on(&mut self, io: &mut Io, link: LinkId, id: u64) {
+        let Some(serving) = self.serving.get_mut(&(link, id)) else {
+            return;
+        };
+        if serving.send(io, link, id) {
+            self.serving.remove(&(link, id));
+        }
+    }
+
+    pub(super) fn transfer_message(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        kind: u8,
+        mut header: Reader<'_>,
+        data: &[u8],
+    ) -> Result<()> {
+        let id = header.u64()?;
+        match kind {
+            READ => {
+                let region = header.u32()?;
+                header.end()?;
+                self.serve(io, link, id, region, data)
+            }
+            DATA => {
+                let offset = header.u64()?;
+                header.end()?;
+                self.placed(io, link, id, offset, data)
+            }
+            CREDIT => {
+                let credit = header.u64()?;
+                header.end()?;
+                if let Some(serving) = self.serving.get_mut(&(link, id)) {
+                    serving.grant(credit);
+                }
+                self.serve_on(io, link, id);
+                Ok(())
+            }
+            _ => {
+                header.end()?;
+                self.refused(io, link, id, &reason(data)?);
+                Ok(())
+            }
+        }
     }
 }

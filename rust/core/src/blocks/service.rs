@@ -1,20 +1,24 @@
 //! The agent's side of its node's thread: its state, and which part of it a command or a message is for.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Buffer, Status};
+use kvpipe_ucx::{AmData, Status};
 
 use super::handoffs::Finalizing;
 use super::messages::{
-    CREDIT, DATA, DONE, FINAL, GONE, READ, REFUSED, REGIONS, RemoteRegions, SELECT,
+    CREDIT, DATA, DONE, FINAL, GONE, NOT_TAKEN, NOTED, NOTIFY, OFFER, READ, REFUSED, REGIONS,
+    RELEASED, RemoteRegions, SELECT, TAKEN, VOID,
 };
-use super::peers::Peer;
+use super::offers::Offer;
+use super::peer::Peer;
+use super::peers::Connection;
+use super::regions::{Closing, LocalRegion, Registration};
 use super::serve::Serving;
 use super::transfer::Transfer;
 use super::transfers::ReadCommand;
-use super::{Ended, Event, LoadRequest, PeerInfo};
+use super::{Board, Ended, Event, LoadRequest};
 use crate::codec::Reader;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
@@ -24,23 +28,31 @@ use crate::handoff::consumer::Consumer;
 use crate::handoff::producer::Producer;
 use crate::identity::{Identity, Incarnation};
 use crate::node::{Io, LinkId, Service};
-use crate::region::Layout;
-use crate::transport::Memory;
+use crate::region::RegionId;
 use crate::work::Completer;
 
 #[derive(Debug)]
 pub(super) enum Command {
-    Register {
-        name: String,
-        layout: Layout,
-        buffer: Buffer,
-        completer: Completer<u16>,
+    Register(Registration),
+    Close {
+        region: RegionId,
+        until: Option<Instant>,
+        completer: Completer<()>,
     },
     Connect {
         address: String,
-        completer: Completer<PeerInfo>,
+        incarnation: Option<Incarnation>,
+        completer: Completer<Peer>,
     },
     Read(ReadCommand),
+    Write(Offer),
+    Notify {
+        link: LinkId,
+        tag: Vec<u8>,
+        completer: Completer<()>,
+    },
+    /// Notifications that the user has taken.
+    Taken(Vec<(LinkId, u64)>),
     Finalize {
         handoff: HandoffId,
         generation: u32,
@@ -61,14 +73,6 @@ pub(super) enum Command {
     },
 }
 
-pub(super) struct LocalRegion {
-    pub(super) name: String,
-    pub(super) layout: Layout,
-    pub(super) memory: Arc<Memory>,
-    /// The packed key.
-    pub(super) rkey: Vec<u8>,
-}
-
 pub(super) struct Loading {
     pub(super) link: LinkId,
     pub(super) incarnation: Incarnation,
@@ -78,16 +82,22 @@ pub(super) struct Loading {
 
 pub(super) struct Blocks {
     pub(super) events: Events<Event>,
-    pub(super) num_lent: Arc<Mutex<usize>>,
+    pub(super) board: Arc<Board>,
     pub(super) ended: Ended,
-    pub(super) regions: Vec<LocalRegion>,
-    pub(super) peers: HashMap<LinkId, Peer>,
+    pub(super) regions: BTreeMap<RegionId, LocalRegion>,
+    pub(super) next_region: RegionId,
+    pub(super) closing: Vec<Closing>,
+    /// Closed regions of peers that are still read.
+    pub(super) letting_go: Vec<(LinkId, RegionId)>,
+    pub(super) peers: HashMap<LinkId, Connection>,
     pub(super) by_address: HashMap<String, LinkId>,
     pub(super) transfers: HashMap<u64, Transfer>,
+    pub(super) offers: HashMap<u64, Offer>,
+    /// Of transfers and offers.
     pub(super) deadlines: Earliest,
-    /// Token of a get to its transfer and bytes.
-    pub(super) gets: HashMap<u64, (u64, u64)>,
     pub(super) serving: HashMap<(LinkId, u64), Serving>,
+    /// Peers that may have to be told which notifications have come.
+    pub(super) to_note: BTreeSet<LinkId>,
     pub(super) finalizing: VecDeque<Finalizing>,
     pub(super) producer: Producer,
     pub(super) consumer: Consumer,
@@ -95,18 +105,22 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    pub(super) fn new(events: Events<Event>, num_lent: Arc<Mutex<usize>>, ended: Ended) -> Self {
+    pub(super) fn new(events: Events<Event>, board: Arc<Board>, ended: Ended) -> Self {
         Self {
             events,
-            num_lent,
+            board,
             ended,
-            regions: Vec::new(),
+            regions: BTreeMap::new(),
+            next_region: 0,
+            closing: Vec::new(),
+            letting_go: Vec::new(),
             peers: HashMap::new(),
             by_address: HashMap::new(),
             transfers: HashMap::new(),
+            offers: HashMap::new(),
             deadlines: Earliest::default(),
-            gets: HashMap::new(),
             serving: HashMap::new(),
+            to_note: BTreeSet::new(),
             finalizing: VecDeque::new(),
             producer: Producer::default(),
             consumer: Consumer::default(),
@@ -120,14 +134,25 @@ impl Service for Blocks {
 
     fn command(&mut self, io: &mut Io, command: Command) {
         match command {
-            Command::Register {
-                name,
-                layout,
-                buffer,
+            Command::Register(registration) => self.register_command(io, registration),
+            Command::Close {
+                region,
+                until,
                 completer,
-            } => completer.complete(self.register(io, name, layout, buffer)),
-            Command::Connect { address, completer } => self.connect(io, &address, completer),
+            } => self.close_region(io, region, until, completer),
+            Command::Connect {
+                address,
+                incarnation,
+                completer,
+            } => self.connect(io, &address, incarnation, completer),
             Command::Read(command) => self.read_command(io, command),
+            Command::Write(offer) => self.write_command(io, offer),
+            Command::Notify {
+                link,
+                tag,
+                completer,
+            } => self.notify_command(io, link, tag, completer),
+            Command::Taken(taken) => self.taken(taken),
             Command::Finalize {
                 handoff,
                 generation,
@@ -163,6 +188,8 @@ impl Service for Blocks {
         self.serving.retain(|(other, _), _| *other != link);
         self.peer_down(link, &error);
         self.transfers_down(io, link, &error);
+        self.offers_down(link, &error);
+        self.regions_down(link);
         self.loads_down(io, link, &error);
     }
 
@@ -171,8 +198,12 @@ impl Service for Blocks {
         match reader.u8()? {
             REGIONS => {
                 let regions = RemoteRegions::read(reader)?;
-                self.take_regions(io, link, regions);
-                Ok(())
+                self.take_regions(io, link, regions)
+            }
+            RELEASED => {
+                let region = reader.u32()?;
+                reader.end()?;
+                self.released(link, region)
             }
             other => Err(Error::protocol(format_args!("frame {other} to an agent"))),
         }
@@ -187,6 +218,8 @@ impl Service for Blocks {
             kind @ (SELECT | FINAL | GONE | DONE) => {
                 self.handoff_message(io, link, kind, reader, &data)
             }
+            kind @ (OFFER | TAKEN | NOT_TAKEN) => self.offer_message(io, link, kind, reader, &data),
+            kind @ (NOTIFY | VOID | NOTED) => self.notice_message(io, link, kind, reader, &data),
             other => Err(Error::protocol(format_args!("message {other} to an agent"))),
         }
     }
@@ -206,11 +239,12 @@ impl Service for Blocks {
         }
         self.expire_transfers(io);
         let described = self.expire_peers(io);
-        self.deadlines
-            .at()
+        self.note(io);
+        self.release(io);
+        let closed = self.end_closing(io.now);
+        [self.deadlines.at(), parked, described, closed]
             .into_iter()
-            .chain(parked)
-            .chain(described)
+            .flatten()
             .min()
     }
 
@@ -222,8 +256,15 @@ impl Service for Blocks {
     fn stop(&mut self, io: &mut Io) {
         let reason = "the agent was closed";
         for (_, transfer) in std::mem::take(&mut self.transfers) {
-            self.end_owner(io, transfer.owner, Err(Error::Closed(reason.to_owned())));
+            let closed = Err(Error::Closed(reason.to_owned()));
+            self.end_owner(io, transfer.link, transfer.owner, closed);
         }
+        let closed = Error::Closed(reason.to_owned());
+        for link in self.peers.keys().copied().collect::<Vec<_>>() {
+            self.offers_down(link, &closed);
+            self.peer_down(link, &closed);
+        }
+        self.board.inbox.close();
         for handoff in self.consumer.handoffs() {
             self.fail_load(io, handoff, reason);
         }

@@ -1,124 +1,116 @@
-//! Reads of blocks, at their destination and at their source.
+//! Blocks on their way into this process, by either road: those that were asked for, and those that were offered.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Status;
 
-use super::messages::{BLOCKS_CAP, CREDIT, DATA, READ, REASON_CAP, REFUSED, ids, read_ids, reason};
-use super::serve::Serving;
+use super::messages::{CREDIT, READ, ids};
+use super::notices::Notice;
+use super::peer::{Counters, Peer};
+use super::plan::region_gone;
 use super::service::Blocks;
-use super::transfer::{GET_PIECE, GETS_IN_FLIGHT, Owner, Read, Transfer};
-use super::unknown_region;
-use crate::codec::{Reader, Writer};
+use super::transfer::{Notify, Owner, Take, Transfer, get_token, split_token};
 use crate::data::Road;
 use crate::error::{Error, Result};
 use crate::handoff::HandoffId;
 use crate::node::{Io, LinkId};
-use crate::region::coalesce;
-use crate::transport::Payload;
+use crate::region::{Layout, Pieces, RegionId};
+use crate::transport::{Memory, Payload};
 use crate::work::Completer;
 
-/// Transfers from one peer under way at once; more wait. Bounds the bytes in flight, at the source too.
-const TRANSFERS_IN_FLIGHT: usize = 4;
+/// Transfers from one peer under way at once; more wait. Bounds the bytes in flight on the message road.
+pub(super) const TRANSFERS_IN_FLIGHT: usize = 4;
+
+/// Get road: bytes from one peer under way at once. Of 1, 4 and 16 MiB none took less CPU than another over CMA, whose
+/// reads keep the thread from its sockets meanwhile: this much takes 1 to 2 ms. RDMA has 4 MiB left when it is refilled.
+const BYTES_IN_FLIGHT: u64 = 8 << 20;
 
 /// What is on its way to a load that has ended has to be here within this time.
 const REST_WITHIN: Duration = Duration::from_secs(2);
 
+/// What a user asks to be read.
 #[derive(Debug)]
 pub(super) struct ReadCommand {
-    pub(super) peer: LinkId,
-    pub(super) region: String,
-    pub(super) local_ids: Vec<u32>,
-    pub(super) remote_region: String,
-    pub(super) remote_ids: Vec<u32>,
+    pub(super) link: LinkId,
+    pub(super) region: RegionId,
+    pub(super) remote_region: RegionId,
+    pub(super) pieces: Arc<Pieces>,
+    pub(super) notify: Option<Vec<u8>>,
     pub(super) deadline: Option<Instant>,
     pub(super) completer: Completer<u64>,
 }
 
-/// At the destination.
+/// What a transfer that went well leaves.
+pub(super) struct Arrived {
+    num_bytes: u64,
+    memory: Arc<Memory>,
+    layout: Layout,
+}
+
+/// From the beginning to the end.
 impl Blocks {
     pub(super) fn read_command(&mut self, io: &mut Io, command: ReadCommand) {
-        let peer = self.peers.get(&command.peer);
-        let Some(regions) = peer.and_then(|peer| peer.regions.as_ref()) else {
-            let lost = Error::lost("unknown", "the peer is gone; connect again");
-            return command.completer.complete(Err(lost));
-        };
-        let mut local = self.regions.iter().map(|region| &region.name);
-        let mut remote = regions.iter().map(|region| &region.name);
-        let Some(local) = local.position(|name| *name == command.region) else {
-            return command
-                .completer
-                .complete(Err(unknown_region(&command.region)));
-        };
-        let Some(remote) = remote.position(|name| *name == command.remote_region) else {
-            return command
-                .completer
-                .complete(Err(unknown_region(&command.remote_region)));
-        };
-        let read = Read {
-            link: command.peer,
-            region: local as u16,
-            local_ids: command.local_ids,
-            remote_region: remote as u16,
-            remote_ids: command.remote_ids,
+        let notify = command.notify.map(|tag| Notify { tag, number: None });
+        let take = Take {
+            link: command.link,
+            region: command.region,
+            remote_region: command.remote_region,
+            pieces: command.pieces,
             deadline: command.deadline,
-            owner: Owner::Caller(command.completer),
+            owner: Owner::Caller(command.completer, notify),
         };
-        self.read(io, read);
+        self.take(io, take);
     }
 
-    /// Begins a read, or ends it at once with what is wrong with it.
-    pub(super) fn read(&mut self, io: &mut Io, read: Read) {
-        let link = read.link;
-        match self.plan(read) {
-            Ok(transfer) => {
-                let id = io.token();
-                self.deadlines.add(transfer.deadline);
-                self.transfers.insert(id, transfer);
-                if let Some(peer) = self.peers.get_mut(&link) {
-                    peer.transfers.push_back(id);
-                }
-                self.start_waiting(io, link);
-            }
-            Err(refused) => {
-                let (owner, error) = *refused;
-                self.end_owner(io, owner, Err(error));
-            }
+    /// Begins a transfer, or ends it at once with what is wrong with it.
+    pub(super) fn take(&mut self, io: &mut Io, take: Take) {
+        let link = take.link;
+        let (peer, memory, layout) = match self.check_take(&take) {
+            Ok(both) => both,
+            Err(error) => return self.end_owner(io, link, take.owner, Err(error)),
+        };
+        if take.owner.is_ours() {
+            self.count(&peer, Counters::begin);
+        }
+        let id = io.token();
+        let tag_len = match &take.owner {
+            Owner::Caller(_, Some(notify)) => Some(notify.tag.len()),
+            _ => None,
+        };
+        self.deadlines.add(take.deadline);
+        self.transfers
+            .insert(id, Transfer::new(take, peer, memory, layout));
+        if let Some(len) = tag_len {
+            self.notice(io, link, Notice::Transfer(id, len));
+        } else {
+            self.enqueue(io, link, id);
         }
     }
 
-    fn plan(&self, read: Read) -> std::result::Result<Transfer, Box<(Owner, Error)>> {
-        let planned = || {
-            let local = self
-                .regions
-                .get(usize::from(read.region))
-                .ok_or_else(|| unknown_region(&read.region.to_string()))?;
-            let peer = self.peers.get(&read.link);
-            let remote = peer
-                .and_then(|peer| peer.regions.as_ref())
-                .ok_or_else(|| Error::lost("unknown", "the peer is gone"))?
-                .get(usize::from(read.remote_region))
-                .ok_or_else(|| unknown_region(&read.remote_region.to_string()))?;
-            if read.remote_ids.len() > BLOCKS_CAP {
-                let len = read.remote_ids.len();
-                return Err(Error::Config(format!(
-                    "{len} blocks in one transfer, at most {BLOCKS_CAP} are possible"
-                )));
-            }
-            let to = (&local.layout, &read.local_ids[..]);
-            let from = (&remote.layout, &read.remote_ids[..]);
-            let runs = coalesce(to, from, GET_PIECE)?;
-            Ok((Arc::clone(&local.memory), local.layout.clone(), runs))
-        };
-        match planned() {
-            Ok((memory, layout, runs)) => Ok(Transfer::new(read, memory, layout, runs)),
-            Err(error) => Err(Box::new((read.owner, error))),
+    fn check_take(&self, take: &Take) -> Result<(Peer, Arc<Memory>, Layout)> {
+        let local = self.regions.get(&take.region);
+        let local = local.ok_or_else(region_gone)?;
+        let peer = self.peers.get(&take.link);
+        let peer = peer.ok_or_else(|| Error::lost("unknown", "the peer is gone; connect again"))?;
+        let regions = peer.regions.as_ref();
+        regions
+            .and_then(|regions| regions.get(&take.remote_region))
+            .ok_or_else(region_gone)?;
+        let (memory, layout) = (Arc::clone(&local.memory), local.layout.clone());
+        Ok((peer.handle.clone(), memory, layout))
+    }
+
+    /// Nothing but its turn is to be waited for.
+    pub(super) fn enqueue(&mut self, io: &mut Io, link: LinkId, id: u64) {
+        if let Some(peer) = self.peers.get_mut(&link) {
+            peer.transfers.push_back(id);
         }
+        self.start_waiting(io, link);
     }
 
     /// Starts transfers of a peer as far as the bound on those under way allows.
-    fn start_waiting(&mut self, io: &mut Io, link: LinkId) {
+    pub(super) fn start_waiting(&mut self, io: &mut Io, link: LinkId) {
         loop {
             let Some(peer) = self.peers.get(&link) else {
                 return;
@@ -130,7 +122,7 @@ impl Blocks {
             };
             let mut first = peer.transfers.iter().take(TRANSFERS_IN_FLIGHT);
             let Some(&id) = first.find(is_waiting) else {
-                return;
+                return self.post(io, link);
             };
             self.start(io, link, id);
             self.finish_if_over(io, id);
@@ -143,67 +135,23 @@ impl Blocks {
         };
         transfer.is_started = true;
         if let Some(Road::Get(_)) = io.road(link) {
-            return self.get_on(io, id);
-        }
-        transfer.is_by_message = true;
-        let header = io.header(link, READ).u64(id).u16(transfer.remote_region);
-        io.message(link, header, Payload::Bytes(ids(&transfer.remote_ids)), 0);
-    }
-
-    /// Get road: keeps reads under way.
-    fn get_on(&mut self, io: &mut Io, id: u64) {
-        let Some(transfer) = self.transfers.get_mut(&id) else {
-            return;
-        };
-        let Some(peer) = self.peers.get_mut(&transfer.link) else {
-            return;
-        };
-        let (base, key) = match peer.remote(io, transfer.link, transfer.remote_region) {
-            Ok(remote) => remote,
-            Err(error) => {
-                transfer.failure.get_or_insert(error);
-                return;
-            }
-        };
-        while transfer.failure.is_none() && transfer.in_flight < GETS_IN_FLIGHT {
-            let Some(&run) = transfer.runs.front() else {
+            let Some(peer) = self.peers.get_mut(&link) else {
                 return;
             };
-            let (token, link, memory) = (io.token(), transfer.link, &transfer.memory);
-            let (at, len) = (run.to as usize, run.len as usize);
-            if !io.get(link, memory, at, len, base + run.from, &key, token) {
-                return;
+            match peer.remote(io, link, transfer.remote_region) {
+                Ok(remote) => transfer.remote = Some(remote),
+                Err(error) => transfer.failure = Some(error),
             }
-            transfer.runs.pop_front();
-            transfer.in_flight += 1;
-            self.gets.insert(token, (id, run.len));
-        }
-    }
-
-    /// A get has ended.
-    pub(super) fn got(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
-        let Some((id, len)) = self.gets.remove(&token) else {
             return;
-        };
-        let Some(transfer) = self.transfers.get_mut(&id) else {
-            return;
-        };
-        transfer.in_flight -= 1;
-        let link = transfer.link;
-        match result {
-            Ok(()) => transfer.num_placed += len,
-            Err(status) => {
-                let error = Error::lost(&io.peer(link), status);
-                transfer.failure.get_or_insert(error.clone());
-                io.fail(link, error);
-            }
         }
-        self.get_on(io, id);
-        self.settle(io, link, id);
+        transfer.is_by_message = true;
+        let header = io.header(link, READ).u64(id).u32(transfer.remote_region);
+        let from_ids = ids(&transfer.pieces.from_ids);
+        io.message(link, header, Payload::Bytes(from_ids), 0);
     }
 
     /// Ends a transfer if nothing more will happen to it, and lets the next begin.
-    fn settle(&mut self, io: &mut Io, link: LinkId, id: u64) {
+    pub(super) fn settle(&mut self, io: &mut Io, link: LinkId, id: u64) {
         if self.finish_if_over(io, id) {
             self.start_waiting(io, link);
         }
@@ -221,35 +169,45 @@ impl Blocks {
         {
             peer.transfers.remove(at);
         }
-        let Transfer {
-            memory,
-            layout,
-            num_total,
-            failure,
-            owner,
-            ..
-        } = transfer;
-        let outcome = match failure {
+        let is_whole = transfer.failure.is_none();
+        let num_bytes = is_whole.then_some(transfer.pieces.num_bytes);
+        if transfer.owner.is_ours() {
+            self.count(&transfer.peer, |counters| counters.end_read(num_bytes));
+        }
+        let outcome = match transfer.failure {
             Some(error) => Err(error),
-            None => Ok((num_total, memory, layout)),
+            None => Ok(Arrived {
+                num_bytes: transfer.pieces.num_bytes,
+                memory: transfer.memory,
+                layout: transfer.layout,
+            }),
         };
-        self.end_owner(io, owner, outcome);
+        self.end_owner(io, transfer.link, transfer.owner, outcome);
         true
     }
 
     pub(super) fn end_owner(
         &mut self,
         io: &mut Io,
+        link: LinkId,
         owner: Owner,
-        outcome: Result<(u64, Arc<crate::transport::Memory>, crate::region::Layout)>,
+        outcome: Result<Arrived>,
     ) {
         match owner {
-            Owner::Caller(completer) => completer.complete(outcome.map(|(bytes, ..)| bytes)),
+            Owner::Caller(completer, notify) => {
+                self.tell(io, link, notify, outcome.is_ok());
+                completer.complete(outcome.map(|arrived| arrived.num_bytes));
+            }
+            Owner::Offer { offer, notice } => {
+                let outcome = outcome.map(|_| ());
+                self.answer(io, link, (offer, notice), outcome);
+            }
             Owner::Handoff(handoff, batch) => {
                 match outcome {
-                    Ok((bytes, memory, layout)) => {
-                        let whole = self.verify(&handoff, &batch, &memory, &layout);
-                        self.consumer.read(&handoff, &batch, &whole, bytes);
+                    Ok(arrived) => {
+                        let whole = self.verify(&handoff, &batch, &arrived.memory, &arrived.layout);
+                        self.consumer
+                            .read(&handoff, &batch, &whole, arrived.num_bytes);
                     }
                     Err(error) => self.consumer.read_failed(&handoff, &error.to_string()),
                 }
@@ -257,8 +215,73 @@ impl Blocks {
             }
         }
     }
+}
 
-    fn placed(
+/// By gets.
+impl Blocks {
+    /// Keeps gets from a peer under way, those of its first transfers first.
+    fn post(&mut self, io: &mut Io, link: LinkId) {
+        let Some(peer) = self.peers.get_mut(&link) else {
+            return;
+        };
+        for &id in peer.transfers.iter().take(TRANSFERS_IN_FLIGHT) {
+            let Some(transfer) = self.transfers.get_mut(&id) else {
+                continue;
+            };
+            let Some((base, key)) = transfer.remote.clone() else {
+                continue;
+            };
+            while let Some(run) = transfer.next_get() {
+                if peer.bytes_in_flight >= BYTES_IN_FLIGHT {
+                    return;
+                }
+                let (memory, token) = (&transfer.memory, get_token(id, run.len));
+                let (at, len) = (run.to as usize, run.len as usize);
+                if !io.get(link, memory, at, len, base + run.from, &key, token) {
+                    return;
+                }
+                transfer.advance(run.len);
+                transfer.in_flight += 1;
+                peer.bytes_in_flight += run.len;
+            }
+        }
+    }
+
+    /// A get has ended.
+    pub(super) fn got(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
+        let (id, len) = split_token(token);
+        let Some(transfer) = self.transfers.get_mut(&id) else {
+            return;
+        };
+        let link = transfer.link;
+        transfer.in_flight -= 1;
+        match result {
+            Ok(()) => transfer.num_placed += len,
+            Err(status) => {
+                let error = Error::lost(&io.peer(link), status);
+                transfer.failure.get_or_insert(error.clone());
+                // Works end before the end of the link is reported: whoever sees one of them sees this too.
+                transfer.peer.lose(&error);
+                io.fail(link, error);
+            }
+        }
+        let is_over = transfer.is_over();
+        let mut is_low = false;
+        if let Some(peer) = self.peers.get_mut(&link) {
+            peer.bytes_in_flight -= len;
+            is_low = peer.bytes_in_flight <= BYTES_IN_FLIGHT / 2;
+        }
+        if is_over {
+            self.settle(io, link, id);
+        } else if is_low {
+            self.post(io, link);
+        }
+    }
+}
+
+/// By messages.
+impl Blocks {
+    pub(super) fn placed(
         &mut self,
         io: &mut Io,
         link: LinkId,
@@ -282,7 +305,7 @@ impl Blocks {
         Ok(())
     }
 
-    fn refused(&mut self, io: &mut Io, link: LinkId, id: u64, text: &str) {
+    pub(super) fn refused(&mut self, io: &mut Io, link: LinkId, id: u64, text: &str) {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
@@ -292,6 +315,28 @@ impl Blocks {
         let error = Error::Config(format!("the peer refused: {text}"));
         transfer.failure.get_or_insert(error);
         self.settle(io, link, id);
+    }
+}
+
+/// Ends that come from elsewhere.
+impl Blocks {
+    /// Fails transfers that have not begun.
+    pub(super) fn withdraw_takes(
+        &mut self,
+        io: &mut Io,
+        is_affected: impl Fn(&Transfer) -> bool,
+        error: &Error,
+    ) {
+        let mut affected = Vec::new();
+        for (id, transfer) in &mut self.transfers {
+            if !transfer.is_started && is_affected(transfer) {
+                transfer.failure.get_or_insert(error.clone());
+                affected.push((transfer.link, *id));
+            }
+        }
+        for (link, id) in affected {
+            self.settle(io, link, id);
+        }
     }
 
     /// Ends what a load need not wait for: reads that have not begun, and gets that are not posted.
@@ -336,99 +381,26 @@ impl Blocks {
         if !self.deadlines.take_if_past(now) {
             return;
         }
-        let pending = |transfer: &&mut Transfer| transfer.failure.is_none();
-        for transfer in self.transfers.values_mut().filter(pending) {
-            if transfer.deadline.is_some_and(|deadline| deadline <= now) {
-                let text = "the blocks were not read in time; the peer is closed, connect again";
+        let text = "the blocks were not read in time; the peer is closed, connect again";
+        let mut withdrawn = Vec::new();
+        for (&id, transfer) in &mut self.transfers {
+            if transfer.failure.is_some() {
+                continue;
+            }
+            if transfer.deadline.is_none_or(|deadline| deadline > now) {
+                self.deadlines.add(transfer.deadline);
+            } else if transfer.is_started {
                 transfer.failure = Some(Error::Timeout(text.to_owned()));
                 io.fail(transfer.link, Error::Timeout(text.to_owned()));
             } else {
-                self.deadlines.add(transfer.deadline);
+                let text = "the read did not begin in time; the peer is usable";
+                transfer.failure = Some(Error::Timeout(text.to_owned()));
+                withdrawn.push((transfer.link, id));
             }
         }
-    }
-}
-
-/// At the source, on the message road.
-impl Blocks {
-    fn serve(
-        &mut self,
-        io: &mut Io,
-        link: LinkId,
-        id: u64,
-        region: u16,
-        payload: &[u8],
-    ) -> Result<()> {
-        let ids = read_ids(payload)?;
-        let under_way = self.serving.keys().filter(|(other, _)| *other == link);
-        if under_way.count() >= TRANSFERS_IN_FLIGHT {
-            return Err(Error::protocol(format_args!(
-                "more than {TRANSFERS_IN_FLIGHT} transfers at once"
-            )));
+        for (link, id) in withdrawn {
+            self.settle(io, link, id);
         }
-        let region = self
-            .regions
-            .get(usize::from(region))
-            .ok_or_else(|| unknown_region(&region.to_string()));
-        let serving = region
-            .and_then(|region| Serving::new(Arc::clone(&region.memory), &region.layout, &ids));
-        match serving {
-            Ok(serving) => {
-                self.serving.insert((link, id), serving);
-                self.serve_on(io, link, id);
-            }
-            Err(error) => {
-                let header = io.header(link, REFUSED).u64(id);
-                let text = Writer::default().text(&error.to_string(), REASON_CAP);
-                io.message(link, header, Payload::Bytes(text.finish()), 0);
-            }
-        }
-        Ok(())
-    }
-
-    fn serve_on(&mut self, io: &mut Io, link: LinkId, id: u64) {
-        let Some(serving) = self.serving.get_mut(&(link, id)) else {
-            return;
-        };
-        if serving.send(io, link, id) {
-            self.serving.remove(&(link, id));
-        }
-    }
-
-    pub(super) fn transfer_message(
-        &mut self,
-        io: &mut Io,
-        link: LinkId,
-        kind: u8,
-        mut header: Reader<'_>,
-        data: &[u8],
-    ) -> Result<()> {
-        let id = header.u64()?;
-        match kind {
-            READ => {
-                let region = header.u16()?;
-                header.end()?;
-                self.serve(io, link, id, region, data)
-            }
-            DATA => {
-                let offset = header.u64()?;
-                header.end()?;
-                self.placed(io, link, id, offset, data)
-            }
-            CREDIT => {
-                let credit = header.u64()?;
-                header.end()?;
-                if let Some(serving) = self.serving.get_mut(&(link, id)) {
-                    serving.grant(credit);
-                }
-                self.serve_on(io, link, id);
-                Ok(())
-            }
-            _ => {
-                header.end()?;
-                self.refused(io, link, id, &reason(data)?);
-                Ok(())
-            }
-        }
+        self.expire_offers(io);
     }
 }

@@ -1,0 +1,248 @@
+//! Block transfers and notifications, as other threads ask for them.
+
+use std::os::fd::RawFd;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use kvpipe_ucx::Buffer;
+
+use super::metadata::Metadata;
+use super::notices::check_tag;
+use super::offers::Offer;
+use super::regions::Registration;
+use super::service::Command;
+use super::transfer::Notify;
+use super::transfers::ReadCommand;
+use super::{Agent, Notification, Options, Peer, Plan, Region, Stats};
+use crate::error::{Error, Result};
+use crate::identity::Incarnation;
+use crate::pipe::check_address;
+use crate::region::{Layout, NAME_CAP};
+use crate::work::{Waited, Work, work};
+
+impl Agent {
+    /// Registers memory as blocks that peers may read; peers learn of it.
+    pub fn register(
+        &self,
+        name: &str,
+        buffer: Buffer,
+        block_bytes: u64,
+        stride: u64,
+    ) -> Result<Work<Region>> {
+        self.register_as(name, buffer, (block_bytes, stride), false)
+    }
+
+    /// Registers memory as blocks that peers may read and have their blocks taken into.
+    pub fn register_writable(
+        &self,
+        name: &str,
+        buffer: Buffer,
+        block_bytes: u64,
+        stride: u64,
+    ) -> Result<Work<Region>> {
+        self.register_as(name, buffer, (block_bytes, stride), true)
+    }
+
+    fn register_as(
+        &self,
+        name: &str,
+        buffer: Buffer,
+        (block_bytes, stride): (u64, u64),
+        is_writable: bool,
+    ) -> Result<Work<Region>> {
+        if name.is_empty() || name.len() > NAME_CAP {
+            let len = name.len();
+            return Err(Error::Config(format!(
+                "a region's name of {len} bytes, 1 to {NAME_CAP} are possible"
+            )));
+        }
+        let layout = Layout::new(buffer.len() as u64, block_bytes, stride)?;
+        let (done, completer) = work();
+        self.node.send(Command::Register(Registration {
+            name: name.to_owned(),
+            layout,
+            is_writable,
+            buffer,
+            completer,
+        }))?;
+        Ok(done)
+    }
+
+    /// Takes a region back. The work ends when nothing reads or writes its memory any more, or with `Timeout`: then the
+    /// memory is kept until that is so. Closing twice is fine.
+    ///
+    /// # Errors
+    /// The region belongs to another agent.
+    pub fn close_region(&self, region: &Region, timeout: Option<Duration>) -> Result<Work<()>> {
+        let (done, completer) = work();
+        if region.is_closed() {
+            completer.complete(Ok(()));
+            return Ok(done);
+        }
+        region.check(self.incarnation)?;
+        region.close();
+        self.node.send(Command::Close {
+            region: region.id(),
+            until: timeout.map(|timeout| Instant::now() + timeout),
+            completer,
+        })?;
+        Ok(done)
+    }
+
+    /// Connects to a peer; the work ends once its regions are known.
+    pub fn connect(&self, address: &str) -> Result<Work<Peer>> {
+        self.connect_to(address, None)
+    }
+
+    /// Connects to the agent that [`metadata`](Self::metadata) is of, and to no other life of it.
+    ///
+    /// # Errors
+    /// The bytes are no metadata.
+    pub fn add_peer(&self, metadata: &[u8]) -> Result<Work<Peer>> {
+        let metadata = Metadata::from_bytes(metadata)?;
+        self.connect_to(&metadata.address, Some(metadata.incarnation))
+    }
+
+    fn connect_to(&self, address: &str, incarnation: Option<Incarnation>) -> Result<Work<Peer>> {
+        check_address(address)?;
+        let (done, completer) = work();
+        self.node.send(Command::Connect {
+            address: address.to_owned(),
+            incarnation,
+            completer,
+        })?;
+        Ok(done)
+    }
+
+    /// Where this agent is and in which life, for those who bring their own exchange.
+    pub fn metadata(&self) -> Vec<u8> {
+        let address = self.address();
+        Metadata {
+            address: address.map_or_else(String::new, |address| address.to_string()),
+            incarnation: self.incarnation,
+        }
+        .to_bytes()
+    }
+
+    /// The peers that are connected, whoever began.
+    pub fn peers(&self) -> Vec<Peer> {
+        let peers = self.board.peers.lock();
+        let peers = peers.unwrap_or_else(PoisonError::into_inner);
+        peers.values().cloned().collect()
+    }
+
+    /// Checks the blocks of a transfer, which can then be made many times, in both directions.
+    ///
+    /// # Errors
+    /// `Config` names what is wrong whichever way the blocks go; `PeerLost`.
+    pub fn prepare(
+        &self,
+        peer: &Peer,
+        local: (&Region, Vec<u32>),
+        remote: (&str, Vec<u32>),
+    ) -> Result<Plan> {
+        if peer.agent() != self.incarnation {
+            let address = peer.address();
+            return Err(Error::Config(format!(
+                "peer {address} is a peer of another agent; connect to it from this one"
+            )));
+        }
+        Plan::new(peer, local, remote)
+    }
+
+    /// Reads a peer's blocks into ours. The work ends with the number of bytes once they are here.
+    ///
+    /// # Errors
+    /// What is wrong with the blocks or the tag; nothing has begun.
+    pub fn read(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
+        let deadline = options.check()?;
+        let pieces = plan.reading()?;
+        let (done, completer) = work();
+        self.node.send(Command::Read(ReadCommand {
+            link: plan.peer.link(),
+            region: plan.local.id(),
+            remote_region: plan.remote.id,
+            pieces,
+            notify: options.notify,
+            deadline,
+            completer,
+        }))?;
+        Ok(done)
+    }
+
+    /// Offers our blocks to a peer, which takes them. The work ends with the number of bytes once they are there.
+    ///
+    /// # Errors
+    /// As for [`read`](Self::read); what the peer alone can know, the work tells.
+    pub fn write(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
+        let deadline = options.check()?;
+        let pieces = plan.writing()?;
+        let (done, completer) = work();
+        let notify = options.notify.map(|tag| Notify { tag, number: None });
+        self.node.send(Command::Write(Offer {
+            link: plan.peer.link(),
+            peer: plan.peer.clone(),
+            region: plan.local.id(),
+            remote_region: plan.remote.id,
+            pieces,
+            notify,
+            deadline,
+            completer,
+            is_sent: false,
+        }))?;
+        Ok(done)
+    }
+
+    /// Sends a tag to a peer's user. The work ends when the peer has it, which waits while its user does not take
+    /// what was sent before.
+    ///
+    /// # Errors
+    /// The tag is too long, or the peer is lost.
+    pub fn notify(&self, peer: &Peer, tag: Vec<u8>) -> Result<Work<()>> {
+        check_tag(&tag)?;
+        peer.check()?;
+        let (done, completer) = work();
+        let link = peer.link();
+        self.node.send(Command::Notify {
+            link,
+            tag,
+            completer,
+        })?;
+        Ok(done)
+    }
+
+    /// Takes the notifications that have come; there may be none.
+    ///
+    /// # Errors
+    /// There are none, and the agent was closed.
+    pub fn notifications(&self) -> Result<Vec<Notification>> {
+        let (notifications, taken) = self.board.inbox.drain()?;
+        if !taken.is_empty() {
+            // A closed agent has nobody to tell, and what had come is still the user's.
+            let _ = self.node.send(Command::Taken(taken));
+        }
+        Ok(notifications)
+    }
+
+    /// Waits until there are notifications, the agent was closed, `deadline` has passed, or a signal arrived.
+    pub fn wait_for_notifications(&self, deadline: Option<Instant>) -> Result<Waited> {
+        self.board.inbox.wait(deadline)
+    }
+
+    /// A file descriptor that is readable while there are notifications, and once the agent is closed. It belongs to
+    /// the agent.
+    pub fn notifications_fd(&self) -> RawFd {
+        self.board.inbox.fd()
+    }
+
+    /// Counters over all peers, those that are lost included.
+    pub fn stats(&self) -> Stats {
+        self.board.counters.read()
+    }
+
+    /// Number of regions that are registered and not closed.
+    pub fn num_regions(&self) -> usize {
+        self.board.num_regions.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,291 @@
+//! Writes. Whoever owns the destination decides what is written into it: a write is an offer, which the target checks
+//! and takes by its own road, and answers.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::messages::{NOT_TAKEN, OFFER, Offered, REASON_CAP, TAKEN, reason};
+use super::notices::Notice;
+use super::peer::{Counters, Peer};
+use super::plan::{not_writable, region_gone};
+use super::service::Blocks;
+use super::transfer::{Notify, Owner, Take};
+use crate::codec::{Reader, Writer};
+use crate::error::{Error, Result};
+use crate::node::{Io, LinkId};
+use crate::region::{Pieces, RegionId, coalesce};
+use crate::transport::Payload;
+use crate::work::Completer;
+
+/// Offers to one peer that it has not answered; more wait. One that is taken and one that follows keep it busy.
+const OFFERS_IN_FLIGHT: usize = 8;
+
+/// A write, at the writer.
+#[derive(Debug)]
+pub(super) struct Offer {
+    pub(super) link: LinkId,
+    pub(super) peer: Peer,
+    /// Our region, the source.
+    pub(super) region: RegionId,
+    /// The peer's, the destination.
+    pub(super) remote_region: RegionId,
+    pub(super) pieces: Arc<Pieces>,
+    pub(super) notify: Option<Notify>,
+    pub(super) deadline: Option<Instant>,
+    pub(super) completer: Completer<u64>,
+    pub(super) is_sent: bool,
+}
+
+/// At the writer.
+impl Blocks {
+    pub(super) fn write_command(&mut self, io: &mut Io, offer: Offer) {
+        let link = offer.link;
+        let peer = self.peers.get(&link);
+        let target = peer.and_then(|peer| peer.regions.as_ref()?.get(&offer.remote_region));
+        if target.is_none() || !self.regions.contains_key(&offer.region) {
+            let gone = match peer {
+                Some(_) => region_gone(),
+                None => Error::lost("unknown", "the peer is gone; connect again"),
+            };
+            return offer.completer.complete(Err(gone));
+        }
+        self.count(&offer.peer, Counters::begin);
+        let id = io.token();
+        let tag_len = offer.notify.as_ref().map(|notify| notify.tag.len());
+        self.deadlines.add(offer.deadline);
+        self.offers.insert(id, offer);
+        if let Some(len) = tag_len {
+            self.notice(io, link, Notice::Transfer(id, len));
+        } else {
+            self.offer_ready(io, link, id);
+        }
+    }
+
+    /// Nothing but its turn is to be waited for.
+    pub(super) fn offer_ready(&mut self, io: &mut Io, link: LinkId, id: u64) {
+        if let Some(peer) = self.peers.get_mut(&link) {
+            peer.offers_ready.push_back(id);
+        }
+        self.send_offers(io, link);
+    }
+
+    fn send_offers(&mut self, io: &mut Io, link: LinkId) {
+        let Some(peer) = self.peers.get_mut(&link) else {
+            return;
+        };
+        while peer.num_offers_sent < OFFERS_IN_FLIGHT {
+            let Some(id) = peer.offers_ready.pop_front() else {
+                return;
+            };
+            let Some(offer) = self.offers.get_mut(&id) else {
+                continue;
+            };
+            let names = (id, offer.remote_region, offer.region);
+            let notice = offer.notify.as_ref();
+            let notice = notice.and_then(|notify| Some((notify.number?, &notify.tag[..])));
+            let header = io.header(link, OFFER);
+            let (header, payload) = Offered::write(header, names, &offer.pieces, notice);
+            offer.is_sent = true;
+            peer.num_offers_sent += 1;
+            io.message(link, header, Payload::Bytes(payload), 0);
+        }
+    }
+
+    /// The target's answer.
+    fn answered(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        id: u64,
+        outcome: std::result::Result<(), String>,
+    ) -> Result<()> {
+        let is_theirs = |offer: &Offer| offer.link == link && offer.is_sent;
+        if !self.offers.get(&id).is_some_and(is_theirs) {
+            let text = format_args!("an answer to offer {id}, which was not made");
+            return Err(Error::protocol(text));
+        }
+        if let Some(peer) = self.peers.get_mut(&link) {
+            peer.num_offers_sent -= 1;
+        }
+        let refused = |text| Error::Config(format!("the peer did not take the blocks: {text}"));
+        self.end_offer(id, outcome.map_err(refused));
+        self.send_offers(io, link);
+        Ok(())
+    }
+
+    fn end_offer(&mut self, id: u64, outcome: Result<()>) {
+        let Some(offer) = self.offers.remove(&id) else {
+            return;
+        };
+        let num_bytes = offer.pieces.num_bytes;
+        let moved = outcome.is_ok().then_some(num_bytes);
+        self.count(&offer.peer, |counters| counters.end_write(moved));
+        offer.completer.complete(outcome.map(|()| num_bytes));
+    }
+
+    /// Fails offers that the target has not heard of.
+    pub(super) fn withdraw_offers(
+        &mut self,
+        io: &mut Io,
+        is_affected: impl Fn(&Offer) -> bool,
+        error: &Error,
+    ) {
+        let affected = self.offers.iter();
+        let affected = affected.filter(|(_, offer)| !offer.is_sent && is_affected(offer));
+        let affected: Vec<u64> = affected.map(|(id, _)| *id).collect();
+        for id in affected {
+            self.withdraw_offer(io, id, error);
+        }
+    }
+
+    fn withdraw_offer(&mut self, io: &mut Io, id: u64, error: &Error) {
+        if let Some(offer) = self.offers.get_mut(&id) {
+            let (link, notify) = (offer.link, offer.notify.take());
+            self.tell(io, link, notify, false);
+        }
+        self.end_offer(id, Err(error.clone()));
+    }
+
+    pub(super) fn offers_down(&mut self, link: LinkId, error: &Error) {
+        let of_link = self.offers.iter().filter(|(_, offer)| offer.link == link);
+        let of_link: Vec<u64> = of_link.map(|(id, _)| *id).collect();
+        for id in of_link {
+            self.end_offer(id, Err(error.clone()));
+        }
+    }
+
+    pub(super) fn expire_offers(&mut self, io: &mut Io) {
+        let (mut late, now) = (Vec::new(), io.now);
+        for (&id, offer) in &self.offers {
+            if offer.deadline.is_some_and(|deadline| deadline <= now) {
+                late.push((id, offer.link, offer.is_sent));
+            } else {
+                self.deadlines.add(offer.deadline);
+            }
+        }
+        for (id, link, is_sent) in late {
+            if is_sent {
+                let text = "the blocks were not taken in time; the peer is closed, connect again";
+                let error = Error::Timeout(text.to_owned());
+                if let Some(peer) = self.peers.get(&link) {
+                    peer.handle.lose(&error);
+                }
+                self.end_offer(id, Err(error.clone()));
+                io.fail(link, error);
+            } else {
+                let text = "the write did not begin in time; the peer is usable";
+                self.withdraw_offer(io, id, &Error::Timeout(text.to_owned()));
+            }
+        }
+    }
+}
+
+/// At the target.
+impl Blocks {
+    fn offered(&mut self, io: &mut Io, link: LinkId, offered: Offered) -> Result<()> {
+        let Some(peer) = self.peers.get_mut(&link) else {
+            return Ok(());
+        };
+        if peer.num_offers_here >= OFFERS_IN_FLIGHT {
+            return Err(Error::protocol(format_args!(
+                "more than {OFFERS_IN_FLIGHT} offers at once"
+            )));
+        }
+        peer.num_offers_here += 1;
+        self.take_offer(io, link, offered);
+        Ok(())
+    }
+
+    /// Takes the blocks of an offer, or answers why not. An offer from a region that the peer has not told us of yet,
+    /// which goes another way, waits for it.
+    pub(super) fn take_offer(&mut self, io: &mut Io, link: LinkId, offered: Offered) {
+        let Some(peer) = self.peers.get_mut(&link) else {
+            return;
+        };
+        if offered.from >= peer.next_region {
+            return peer.offers_early.push(offered);
+        }
+        match self.check_offer(link, &offered) {
+            Ok(pieces) => {
+                let take = Take {
+                    link,
+                    region: offered.to,
+                    remote_region: offered.from,
+                    pieces: Arc::new(pieces),
+                    deadline: None,
+                    owner: Owner::Offer {
+                        offer: offered.offer,
+                        notice: offered.notice,
+                    },
+                };
+                self.take(io, take);
+            }
+            Err(error) => self.answer(io, link, (offered.offer, offered.notice), Err(error)),
+        }
+    }
+
+    fn check_offer(&self, link: LinkId, offered: &Offered) -> Result<Pieces> {
+        let local = self.regions.get(&offered.to).ok_or_else(region_gone)?;
+        if !local.is_writable {
+            return Err(not_writable(&local.name));
+        }
+        let peer = self.peers.get(&link);
+        let remote = peer.and_then(|peer| peer.regions.as_ref()?.get(&offered.from));
+        let remote = remote.ok_or_else(region_gone)?;
+        coalesce(
+            (&local.layout, &offered.to_ids),
+            (&remote.layout, &offered.from_ids),
+        )
+    }
+
+    /// Tells the writer how it went, and our user if it went well.
+    pub(super) fn answer(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        (offer, notice): (u64, Option<(u64, Vec<u8>)>),
+        outcome: Result<()>,
+    ) {
+        let Some(peer) = self.peers.get_mut(&link) else {
+            return;
+        };
+        peer.num_offers_here -= 1;
+        if let Some((number, tag)) = notice {
+            let tag = outcome.is_ok().then_some(tag);
+            if let Err(error) = self.arrive(link, number, tag) {
+                return io.fail(link, error);
+            }
+        }
+        let (kind, payload) = match outcome {
+            Ok(()) => (TAKEN, Payload::None),
+            Err(error) => {
+                let text = Writer::default().text(&error.to_string(), REASON_CAP);
+                (NOT_TAKEN, Payload::Bytes(text.finish()))
+            }
+        };
+        let header = io.header(link, kind).u64(offer);
+        io.message(link, header, payload, 0);
+    }
+}
+
+impl Blocks {
+    pub(super) fn offer_message(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        kind: u8,
+        mut header: Reader<'_>,
+        data: &[u8],
+    ) -> Result<()> {
+        if kind == OFFER {
+            return self.offered(io, link, Offered::read(header, data)?);
+        }
+        let id = header.u64()?;
+        header.end()?;
+        let outcome = match kind {
+            TAKEN => Ok(()),
+            _ => Err(reason(data)?),
+        };
+        self.answered(io, link, id, outcome)
+    }
+}

@@ -1,0 +1,277 @@
+//! Regions: ours, which peers are told of and asked to let go, and theirs.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use kvpipe_ucx::Buffer;
+
+use super::messages::{REGIONS_CAP, RELEASED, RemoteRegions, regions};
+use super::offers::Offer;
+use super::peer::RegionInfo;
+use super::plan::{Region, closed_region};
+use super::service::Blocks;
+use super::transfer::Transfer;
+use crate::codec::Writer;
+use crate::error::{Error, Result};
+use crate::node::{Io, LinkId};
+use crate::region::{Layout, RegionId, RemoteRegion};
+use crate::transport::Memory;
+use crate::work::Completer;
+
+/// Memory of this device is all that this version registers.
+const DEVICE: &str = "cpu";
+
+pub(super) struct LocalRegion {
+    pub(super) name: String,
+    pub(super) layout: Layout,
+    pub(super) is_writable: bool,
+    pub(super) memory: Arc<Memory>,
+    /// The packed key.
+    rkey: Vec<u8>,
+}
+
+/// What a user registers.
+#[derive(Debug)]
+pub(super) struct Registration {
+    pub(super) name: String,
+    pub(super) layout: Layout,
+    pub(super) is_writable: bool,
+    pub(super) buffer: Buffer,
+    pub(super) completer: Completer<Region>,
+}
+
+/// A region that was closed and that somebody may still be reading.
+pub(super) struct Closing {
+    id: RegionId,
+    name: String,
+    /// Keeps the memory registered.
+    memory: Arc<Memory>,
+    /// Peers that have not said that they read nothing of it any more.
+    waiting_for: HashSet<LinkId>,
+    until: Option<Instant>,
+    completer: Option<Completer<()>>,
+}
+
+/// Ours.
+impl Blocks {
+    pub(super) fn register_command(&mut self, io: &mut Io, registration: Registration) {
+        let Registration {
+            name,
+            layout,
+            is_writable,
+            buffer,
+            completer,
+        } = registration;
+        let agent = io.identity().incarnation;
+        let registered = self.register(io, (&name, &layout, is_writable), buffer);
+        completer.complete(registered.map(|id| Region::new(id, &name, layout, agent)));
+    }
+
+    fn register(
+        &mut self,
+        io: &mut Io,
+        (name, layout, is_writable): (&str, &Layout, bool),
+        buffer: Buffer,
+    ) -> Result<RegionId> {
+        if self.regions.values().any(|region| region.name == name) {
+            return Err(Error::Config(format!(
+                "there is a region {name:?} already; close it first or give another name"
+            )));
+        }
+        if self.regions.len() >= REGIONS_CAP {
+            return Err(Error::Config(format!(
+                "an agent has at most {REGIONS_CAP} regions; close one first"
+            )));
+        }
+        let memory = io.register(buffer)?;
+        let rkey = memory.pack_rkey()?;
+        let id = self.next_region;
+        self.next_region += 1;
+        let region = LocalRegion {
+            name: name.to_owned(),
+            layout: layout.clone(),
+            is_writable,
+            memory,
+            rkey,
+        };
+        self.regions.insert(id, region);
+        self.announce_regions(io);
+        Ok(id)
+    }
+
+    fn announce_regions(&self, io: &mut Io) {
+        let count = self.regions.len();
+        self.board.num_regions.store(count, Ordering::Relaxed);
+        let frame = self.describe_regions();
+        for link in self.peers.keys() {
+            io.send(*link, &frame);
+        }
+    }
+
+    pub(super) fn describe_regions(&self) -> Vec<u8> {
+        let describe = |(&id, region): (&RegionId, &LocalRegion)| RemoteRegion {
+            id,
+            name: region.name.clone(),
+            layout: region.layout.clone(),
+            device: DEVICE.to_owned(),
+            is_writable: region.is_writable,
+            base: region.memory.buffer().address() as u64,
+            rkey: region.rkey.clone(),
+        };
+        regions(&self.regions.iter().map(describe).collect::<Vec<_>>())
+    }
+
+    /// Takes a region back: nothing of it begins any more, and what has begun is waited for, here and at the peers.
+    pub(super) fn close_region(
+        &mut self,
+        io: &mut Io,
+        id: RegionId,
+        until: Option<Instant>,
+        completer: Completer<()>,
+    ) {
+        let Some(region) = self.regions.remove(&id) else {
+            return completer.complete(Ok(()));
+        };
+        let error = closed_region(&region.name);
+        self.withdraw_takes(io, |take: &Transfer| take.region == id, &error);
+        self.withdraw_offers(io, |offer: &Offer| offer.region == id, &error);
+        self.announce_regions(io);
+        let up = self.peers.keys().copied().filter(|link| io.is_up(*link));
+        self.closing.push(Closing {
+            id,
+            name: region.name,
+            memory: region.memory,
+            waiting_for: up.collect(),
+            until,
+            completer: Some(completer),
+        });
+    }
+
+    /// A peer reads nothing of a closed region any more.
+    pub(super) fn released(&mut self, link: LinkId, id: RegionId) -> Result<()> {
+        let closing = self.closing.iter_mut().find(|closing| closing.id == id);
+        if closing.is_some_and(|closing| closing.waiting_for.remove(&link)) {
+            return Ok(());
+        }
+        let text = format_args!("region {id} released, which it was not asked for");
+        Err(Error::protocol(text))
+    }
+
+    /// Ends the closing of regions that nobody uses any more, and tells when to come back for the others.
+    pub(super) fn end_closing(&mut self, now: Instant) -> Option<Instant> {
+        for mut closing in std::mem::take(&mut self.closing) {
+            let is_used = self
+                .transfers
+                .values()
+                .any(|take| take.region == closing.id)
+                || self.offers.values().any(|offer| offer.region == closing.id);
+            if closing.waiting_for.is_empty() && !is_used {
+                drop(closing.memory);
+                if let Some(completer) = closing.completer {
+                    completer.complete(Ok(()));
+                }
+                continue;
+            }
+            if closing.until.take_if(|until| *until <= now).is_some() {
+                self.give_up(&mut closing);
+            }
+            self.closing.push(closing);
+        }
+        self.closing
+            .iter()
+            .filter_map(|closing| closing.until)
+            .min()
+    }
+
+    fn give_up(&self, closing: &mut Closing) {
+        let peers = closing.waiting_for.iter();
+        let peers: Vec<&str> = peers
+            .filter_map(|link| Some(self.peers.get(link)?.handle.address()))
+            .collect();
+        let text = format!(
+            "region {:?} may still be read by {peers:?} or by a transfer of this side; it is closed for others, and its \
+             memory is kept until they are done",
+            closing.name
+        );
+        if let Some(completer) = closing.completer.take() {
+            completer.complete(Err(Error::Timeout(text)));
+        }
+    }
+}
+
+/// Theirs.
+impl Blocks {
+    pub(super) fn take_regions(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        regions: RemoteRegions,
+    ) -> Result<()> {
+        let Some(peer) = self.peers.get_mut(&link) else {
+            return Ok(());
+        };
+        let known = peer.regions.take().unwrap_or_default();
+        let is_wrong = |region: &&RemoteRegion| {
+            region.id < peer.next_region && !known.contains_key(&region.id)
+        };
+        if let Some(region) = regions.0.iter().find(is_wrong) {
+            let text = format_args!("region {} came back", region.id);
+            return Err(Error::protocol(text));
+        }
+        let last = regions.0.last();
+        peer.next_region = last.map_or(0, |region| region.id + 1).max(peer.next_region);
+        peer.handle
+            .has_regions(regions.0.iter().map(RegionInfo::from).collect());
+        let regions = regions.0.into_iter().map(|region| (region.id, region));
+        let regions: BTreeMap<RegionId, RemoteRegion> = regions.collect();
+        let closed = known.into_iter();
+        let closed: Vec<_> = closed.filter(|(id, _)| !regions.contains_key(id)).collect();
+        peer.regions = Some(regions);
+        peer.regions_by = None;
+        for (id, region) in closed {
+            self.let_go(io, link, id, &region.name);
+        }
+        self.regions_known(io, link);
+        Ok(())
+    }
+
+    /// The peer has closed a region: what has not begun fails, and it is told when the rest is over.
+    fn let_go(&mut self, io: &mut Io, link: LinkId, id: RegionId, name: &str) {
+        if let Some(peer) = self.peers.get_mut(&link) {
+            peer.forget_key(id);
+        }
+        let text = format!("region {name:?} of the peer was closed by its owner");
+        let error = Error::Config(text);
+        let of_region = |take: &Transfer| take.link == link && take.remote_region == id;
+        self.withdraw_takes(io, of_region, &error);
+        let to_region = |offer: &Offer| offer.link == link && offer.remote_region == id;
+        self.withdraw_offers(io, to_region, &error);
+        self.letting_go.push((link, id));
+    }
+
+    /// Tells peers which of their closed regions are not being read any more.
+    pub(super) fn release(&mut self, io: &mut Io) {
+        let Self {
+            letting_go,
+            transfers,
+            ..
+        } = self;
+        letting_go.retain(|&(link, id)| {
+            let is_of_it = |take: &Transfer| take.link == link && take.remote_region == id;
+            let is_read = transfers.values().any(is_of_it);
+            if !is_read {
+                io.send(link, &Writer::new(RELEASED).u32(id).finish());
+            }
+            is_read
+        });
+    }
+
+    pub(super) fn regions_down(&mut self, link: LinkId) {
+        self.letting_go.retain(|(other, _)| *other != link);
+        for closing in &mut self.closing {
+            closing.waiting_for.remove(&link);
+        }
+    }
+}
