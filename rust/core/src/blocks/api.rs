@@ -129,7 +129,8 @@ impl Agent {
     pub fn peers(&self) -> Vec<Peer> {
         let peers = self.board.peers.lock();
         let peers = peers.unwrap_or_else(PoisonError::into_inner);
-        peers.values().cloned().collect()
+        let is_there = |peer: &&Peer| peer.lost().is_none();
+        peers.values().filter(is_there).cloned().collect()
     }
 
     /// Checks the blocks of a transfer, which can then be made many times, in both directions.
