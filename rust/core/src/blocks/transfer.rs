@@ -68,6 +68,13 @@ pub(super) struct Take {
     pub(super) owner: Owner,
 }
 
+/// What a transfer that went well leaves.
+pub(super) struct Arrived {
+    pub(super) num_bytes: u64,
+    pub(super) memory: Arc<Memory>,
+    pub(super) layout: Layout,
+}
+
 pub(super) struct Transfer {
     pub(super) link: LinkId,
     pub(super) peer: Peer,

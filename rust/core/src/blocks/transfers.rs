@@ -10,7 +10,7 @@ use super::notices::Notice;
 use super::peer::{Counters, Peer};
 use super::plan::region_gone;
 use super::service::Blocks;
-use super::transfer::{Notify, Owner, Take, Transfer, get_token, split_token};
+use super::transfer::{Arrived, Notify, Owner, Take, Transfer, get_token, split_token};
 use crate::data::Road;
 use crate::error::{Error, Result};
 use crate::handoff::HandoffId;
@@ -39,13 +39,6 @@ pub(super) struct ReadCommand {
     pub(super) notify: Option<Vec<u8>>,
     pub(super) deadline: Option<Instant>,
     pub(super) completer: Completer<u64>,
-}
-
-/// What a transfer that went well leaves.
-pub(super) struct Arrived {
-    num_bytes: u64,
-    memory: Arc<Memory>,
-    layout: Layout,
 }
 
 /// From the beginning to the end.
