@@ -15,6 +15,8 @@ use kvpipe_ucx::{Buffer, Search};
 /// Takes hundreds of milliseconds on every road.
 const LARGE: usize = 1 << 30;
 const BLOCK: usize = 1 << 20;
+/// So small that a neighbour reads many of them in one call.
+const SMALL_BLOCK: usize = 4 << 10;
 /// Enough for a transfer to begin, not to end.
 const A_MOMENT: Duration = Duration::from_millis(40);
 
@@ -48,7 +50,7 @@ fn peer_process() {
         }
         "source" => {
             let agent = agent(&search);
-            register(&agent);
+            register(&agent, argument.parse().expect("block size"));
             say(&mut parent, &agent.address().expect("address").to_string());
             common::wait_for_the_end(parent);
         }
@@ -79,9 +81,9 @@ fn agent(search: &Search) -> Agent {
     .expect("agent")
 }
 
-fn register(agent: &Agent) -> Region {
+fn register(agent: &Agent, block: usize) -> Region {
     agent
-        .register("kv", Buffer::zeroed(LARGE), BLOCK as u64, BLOCK as u64)
+        .register("kv", Buffer::zeroed(LARGE), block as u64, block as u64)
         .expect("register")
         .wait_for(PATIENCE)
         .expect("registered")
@@ -148,27 +150,39 @@ fn a_sender_killed_under_a_large_tensor_fails_the_receiver() {
 fn a_source_killed_under_a_read_fails_it_and_those_that_wait() {
     on_both_roads(
         "a_source_killed_under_a_read_fails_it_and_those_that_wait",
-        |search| {
-            let mut peer = Process::start("source", "");
-            let agent = agent(search);
-            let region = register(&agent);
-            let connected = agent.connect(&peer.line()).expect("connect");
-            let source = connected.wait_for(PATIENCE).expect("connected");
-            let ids: Vec<u32> = (0..(LARGE / BLOCK) as u32).collect();
-            let plan = agent
-                .prepare(&source, (&region, ids.clone()), ("kv", ids))
-                .expect("plan");
-            let read = || agent.read(&plan, Options::default()).expect("read");
-            let reads: Vec<_> = (0..8).map(|_| read()).collect();
-            std::thread::sleep(A_MOMENT);
-            kill_under(&mut peer, &reads[7]);
-            for read in reads {
-                let ended = read.wait_for(PROMPT);
-                assert!(
-                    matches!(ended, Ok(_) | Err(Error::PeerLost { .. })),
-                    "{ended:?}"
-                );
-            }
-        },
+        |search| kill_under_reads(search, BLOCK),
     );
+}
+
+#[test]
+fn a_source_killed_under_a_read_of_small_blocks_fails_it_and_those_that_wait() {
+    on_both_roads(
+        "a_source_killed_under_a_read_of_small_blocks_fails_it_and_those_that_wait",
+        |search| kill_under_reads(search, SMALL_BLOCK),
+    );
+}
+
+fn kill_under_reads(search: &Search, block: usize) {
+    let mut peer = Process::start("source", &block.to_string());
+    let agent = agent(search);
+    let region = register(&agent, block);
+    let connected = agent.connect(&peer.line()).expect("connect");
+    let source = connected.wait_for(PATIENCE).expect("connected");
+    let ids = 0..(LARGE / block) as u32;
+    // In opposite order: no two blocks are neighbours on both sides.
+    let (here, there) = (ids.clone().rev().collect(), ids.collect());
+    let plan = agent
+        .prepare(&source, (&region, here), ("kv", there))
+        .expect("plan");
+    let read = || agent.read(&plan, Options::default()).expect("read");
+    let reads: Vec<_> = (0..8).map(|_| read()).collect();
+    std::thread::sleep(A_MOMENT);
+    kill_under(&mut peer, &reads[7]);
+    for read in reads {
+        let ended = read.wait_for(PROMPT);
+        assert!(
+            matches!(ended, Ok(_) | Err(Error::PeerLost { .. })),
+            "{ended:?}"
+        );
+    }
 }

@@ -43,6 +43,8 @@ pub(super) const DONE: u8 = 51;
 pub(super) const REGIONS: u8 = 1;
 /// Frame over TCP: nothing of this region, which the receiver has closed, is being read any more.
 pub(super) const RELEASED: u8 = 2;
+/// Where a process on this machine can read ours: its id, and an address with 16 random bytes.
+pub(super) const NEIGHBOUR: u8 = 3;
 
 /// Most ids of one transfer and most blocks of one announcement.
 pub(super) const BLOCKS_CAP: usize = 1 << 22;

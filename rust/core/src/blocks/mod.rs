@@ -5,6 +5,7 @@ mod handoffs;
 mod inbox;
 mod messages;
 mod metadata;
+mod neighbours;
 mod notices;
 mod notify;
 mod offers;

@@ -5,11 +5,14 @@ use std::rc::Rc;
 use std::sync::PoisonError;
 use std::time::Instant;
 
+use kvpipe_ucx::Neighbour;
+
 use super::Event;
 use super::messages::Offered;
 use super::notices::{Arrivals, Outbox};
 use super::peer::{Counters, Peer};
 use super::service::Blocks;
+use crate::advice::advice;
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Incarnation};
 use crate::node::{Io, LinkId};
@@ -30,6 +33,8 @@ pub(super) struct Connection {
     waiting: Vec<(Option<Incarnation>, Completer<Peer>)>,
     /// Transfers from it that are not over, in the order in which they may begin.
     pub(super) transfers: VecDeque<u64>,
+    /// It runs on this machine and its memory can be read.
+    pub(super) neighbour: Option<Neighbour>,
     /// Get road.
     pub(super) bytes_in_flight: u64,
     /// Our offers to it that wait.
@@ -54,6 +59,7 @@ impl Connection {
             keys: HashMap::new(),
             waiting: Vec::new(),
             transfers: VecDeque::new(),
+            neighbour: None,
             bytes_in_flight: 0,
             offers_ready: VecDeque::new(),
             num_offers_sent: 0,
@@ -169,11 +175,12 @@ impl Blocks {
         self.events.push_minor(Event::Log(format!(
             "session.open peer={address} transport={transport} ucx={ucx}"
         )));
-        if transport == "tcp" && identity.host == io.identity().host {
-            self.events.push_minor(Event::Log(format!(
-                "session.slow peer={address} is on this host, but its blocks move over tcp"
-            )));
+        let is_same_host = identity.host == io.identity().host;
+        if let Some(text) = io.road(link).and_then(|road| advice(&road, is_same_host)) {
+            let text = format!("session.slow peer={address} {text}");
+            self.events.push_minor(Event::Log(text));
         }
+        self.meet_neighbour(io, link);
         io.send(link, &self.describe_regions());
     }
 

@@ -8,9 +8,10 @@ use kvpipe_ucx::{AmData, Status};
 
 use super::handoffs::Finalizing;
 use super::messages::{
-    CREDIT, DATA, DONE, FINAL, GONE, NOT_TAKEN, NOTED, NOTIFY, OFFER, READ, REFUSED, REGIONS,
-    RELEASED, RemoteRegions, SELECT, TAKEN, VOID,
+    CREDIT, DATA, DONE, FINAL, GONE, NEIGHBOUR, NOT_TAKEN, NOTED, NOTIFY, OFFER, READ, REFUSED,
+    REGIONS, RELEASED, RemoteRegions, SELECT, TAKEN, VOID,
 };
+use super::neighbours::Proof;
 use super::offers::Offer;
 use super::peer::Peer;
 use super::peers::Connection;
@@ -98,6 +99,9 @@ pub(super) struct Blocks {
     pub(super) serving: HashMap<(LinkId, u64), Serving>,
     /// Peers that may have to be told which notifications have come.
     pub(super) to_note: BTreeSet<LinkId>,
+    /// Transfers by calls of our own, in the order of their turns.
+    pub(super) calls: VecDeque<u64>,
+    pub(super) proof: Proof,
     pub(super) finalizing: VecDeque<Finalizing>,
     pub(super) producer: Producer,
     pub(super) consumer: Consumer,
@@ -121,6 +125,8 @@ impl Blocks {
             deadlines: Earliest::default(),
             serving: HashMap::new(),
             to_note: BTreeSet::new(),
+            calls: VecDeque::new(),
+            proof: Proof::new(),
             finalizing: VecDeque::new(),
             producer: Producer::default(),
             consumer: Consumer::default(),
@@ -200,6 +206,7 @@ impl Service for Blocks {
                 let regions = RemoteRegions::read(reader)?;
                 self.take_regions(io, link, regions)
             }
+            NEIGHBOUR => self.neighbour_frame(io, link, reader),
             RELEASED => {
                 let region = reader.u32()?;
                 reader.end()?;
@@ -229,7 +236,8 @@ impl Service for Blocks {
     }
 
     fn work(&mut self, io: &mut Io) -> bool {
-        self.finalize_on(io)
+        let has_finalized = self.finalize_on(io);
+        self.call_on(io) || has_finalized
     }
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {

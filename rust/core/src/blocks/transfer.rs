@@ -95,6 +95,8 @@ pub(super) struct Transfer {
     pub(super) is_started: bool,
     /// Whether the source has been asked to send it.
     pub(super) is_by_message: bool,
+    /// Whether it is read by calls of our own, see `neighbours.rs`.
+    pub(super) is_by_call: bool,
     pub(super) failure: Option<Error>,
     pub(super) deadline: Option<Instant>,
     pub(super) owner: Owner,
@@ -118,6 +120,7 @@ impl Transfer {
             uncredited: 0,
             is_started: false,
             is_by_message: false,
+            is_by_call: false,
             failure: None,
             deadline: take.deadline,
             owner: take.owner,
@@ -125,7 +128,7 @@ impl Transfer {
     }
 
     /// What of the blocks comes next, at most `cap` bytes of it.
-    fn piece(&self, cap: u64) -> Option<Run> {
+    pub(super) fn piece(&self, cap: u64) -> Option<Run> {
         let run = self.pieces.runs.get(self.next_run)?;
         Some(Run {
             to: run.to + self.within,
@@ -136,7 +139,7 @@ impl Transfer {
 
     /// Get road: what to ask for next.
     pub(super) fn next_get(&self) -> Option<Run> {
-        let is_going = self.failure.is_none() && !self.is_by_message;
+        let is_going = self.failure.is_none() && !self.is_by_message && !self.is_by_call;
         is_going.then(|| self.piece(GET_PIECE)).flatten()
     }
 

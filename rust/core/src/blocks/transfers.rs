@@ -132,7 +132,13 @@ impl Blocks {
                 return;
             };
             match peer.remote(io, link, transfer.remote_region) {
-                Ok(remote) => transfer.remote = Some(remote),
+                Ok(remote) => {
+                    transfer.remote = Some(remote);
+                    if peer.is_for_calls(transfer) {
+                        transfer.is_by_call = true;
+                        self.calls.push_back(id);
+                    }
+                }
                 Err(error) => transfer.failure = Some(error),
             }
             return;

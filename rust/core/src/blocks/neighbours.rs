@@ -1,0 +1,131 @@
+//! Small blocks of a process on this machine: many of them in one call to the kernel, where UCX makes one for each
+//! (CMA either way). A call returns when the blocks are here, so that nothing is ever under way.
+
+use kvpipe_ucx::{Buffer, Neighbour, Piece};
+
+use super::messages::NEIGHBOUR;
+use super::peers::Connection;
+use super::service::Blocks;
+use super::transfer::Transfer;
+use crate::codec::{Reader, Writer};
+use crate::data::Road;
+use crate::error::{Error, Result};
+use crate::identity::random;
+use crate::node::{Io, LinkId};
+
+/// From this size on a call for each piece costs no more (docs/benchmarks.md).
+const SMALL: u64 = 64 << 10;
+/// Of one call, which sockets and other transfers wait for: a fraction of a millisecond.
+const PIECES: usize = 256;
+const BYTES: u64 = 1 << 20;
+
+/// Random bytes in this process's memory, by which a neighbour knows that it reads the right one.
+pub(super) struct Proof(Option<Buffer>);
+
+impl Proof {
+    pub(super) fn new() -> Self {
+        Self(
+            random::<16>()
+                .ok()
+                .map(|proof| Buffer::from_vec(proof.to_vec())),
+        )
+    }
+
+    fn frame(&self) -> Option<Vec<u8>> {
+        let buffer = self.0.as_ref()?;
+        let writer = Writer::new(NEIGHBOUR).u32(std::process::id());
+        Some(
+            writer
+                .u64(buffer.address() as u64)
+                .raw(buffer.bytes(0, 16)?)
+                .finish(),
+        )
+    }
+}
+
+fn is_cma(io: &Io, link: LinkId) -> bool {
+    matches!(io.road(link), Some(Road::Get(transport)) if transport == "cma")
+}
+
+impl Blocks {
+    /// Tells a peer on this machine how it can read our memory itself.
+    pub(super) fn meet_neighbour(&self, io: &mut Io, link: LinkId) {
+        if is_cma(io, link)
+            && let Some(frame) = self.proof.frame()
+        {
+            io.send(link, &frame);
+        }
+    }
+
+    /// A peer on this machine says where its memory can be read.
+    pub(super) fn neighbour_frame(
+        &mut self,
+        io: &Io,
+        link: LinkId,
+        mut frame: Reader<'_>,
+    ) -> Result<()> {
+        let (pid, address, proof) = (frame.u32()?, frame.u64()?, frame.fixed::<16>()?);
+        frame.end()?;
+        if is_cma(io, link)
+            && let Some(peer) = self.peers.get_mut(&link)
+        {
+            peer.neighbour = Neighbour::find(pid, address, &proof);
+        }
+        Ok(())
+    }
+
+    /// Reads the next pieces of the transfer whose turn it is; whether there was one.
+    pub(super) fn call_on(&mut self, io: &mut Io) -> bool {
+        let Some(id) = self.calls.pop_front() else {
+            return false;
+        };
+        let Some(transfer) = self.transfers.get_mut(&id) else {
+            return true; // over
+        };
+        let link = transfer.link;
+        let neighbour = self.peers.get(&link).and_then(|peer| peer.neighbour);
+        // A link that has failed: its end, which is about to be reported, is that of its transfers.
+        if let Some(neighbour) = neighbour.filter(|_| !io.has_failed(link)) {
+            if let Err(error) = transfer.call(neighbour) {
+                let error = Error::lost(&io.peer(link), error);
+                transfer.failure.get_or_insert(error.clone());
+                io.fail(link, error);
+            }
+            self.calls.push_back(id);
+            self.settle(io, link, id);
+        }
+        true
+    }
+}
+
+impl Connection {
+    /// Whether the blocks of a transfer are so small, and its source so near, that calls of our own are faster.
+    pub(super) fn is_for_calls(&self, transfer: &Transfer) -> bool {
+        let num_runs = transfer.pieces.runs.len() as u64;
+        self.neighbour.is_some() && transfer.pieces.num_bytes < num_runs * SMALL
+    }
+}
+
+impl Transfer {
+    fn call(&mut self, neighbour: Neighbour) -> std::io::Result<()> {
+        let Some((base, _)) = self.remote else {
+            return Ok(());
+        };
+        let (mut pieces, mut num_bytes) = (Vec::with_capacity(PIECES), 0);
+        while let Some(run) = self
+            .piece(BYTES)
+            .filter(|_| pieces.len() < PIECES && num_bytes < BYTES)
+        {
+            pieces.push(Piece {
+                to: run.to as usize,
+                from: base + run.from,
+                len: run.len as usize,
+            });
+            num_bytes += run.len;
+            self.advance(run.len);
+        }
+        neighbour.read(self.memory.buffer(), &pieces)?;
+        self.num_placed += num_bytes;
+        Ok(())
+    }
+}
