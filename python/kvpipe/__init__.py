@@ -18,6 +18,7 @@ from kvpipe.exceptions import (
     TransferTimeoutError,
     TransportUnavailableError,
 )
+from kvpipe.lookup_buffer import LookupBuffer, LookupBufferStats
 from kvpipe.peer import Peer, PeerStats, Plan
 from kvpipe.pipe import Pipe, PipeStats
 from kvpipe.region import Region, RegionInfo
@@ -37,6 +38,8 @@ __all__ = [
     "EndOfPipeError",
     "IncompatiblePeerError",
     "KVPipeError",
+    "LookupBuffer",
+    "LookupBufferStats",
     "Peer",
     "PeerLostError",
     "PeerStats",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-__all__ = ["Agent", "Control", "Peer", "PipeEnd", "Plan", "ReceivedBuffer", "Region", "Transport", "Work", "ucx_info"]
+__all__ = ["Agent", "Control", "LookupBuffer", "Peer", "PipeEnd", "Plan", "ReceivedBuffer", "Region", "Transport", "Work", "ucx_info"]
 
 _TensorMeta: TypeAlias = tuple[int, str, Sequence[int]]
 """`(family, dtype, shape)`: family 0 is `None`, 1 torch, 2 numpy."""
@@ -47,6 +47,12 @@ class Work:
     def result(self) -> Any:
         """The outcome of an ended operation, or its error."""
 
+    def take(self) -> None:
+        """Makes the entry of an ended select the caller's; one that is not taken goes back when this is dropped."""
+
+    def withdraw(self) -> None:
+        """Gives up an insert or a select of a lookup buffer, if it has not met its other side."""
+
 @final
 class ReceivedBuffer:
     """The bytes of a received tensor, as a writable buffer that owns them."""
@@ -83,6 +89,20 @@ class PipeEnd:
     def advice(self) -> str: ...
     def info(self) -> tuple[str, str, str, int, int, int]:
         """`(state, peer, transport, num_tensors, num_bytes, in_flight)`."""
+
+@final
+class LookupBuffer:
+    """Entries that are found by their tokens. An entry has five tensors; its tokens are those under its roi."""
+
+    def __new__(cls, capacity_bytes: int) -> LookupBuffer: ...
+    def insert(self, tokens: Any, tensors: Sequence[tuple[_TensorMeta, Any]], timeout: float | None) -> Work:
+        """`tokens` is a buffer of 64-bit integers."""
+
+    def select(self, tokens: Any, timeout: float | None) -> Work:
+        """Ends with `None`, or a list of five `(family, dtype, shape, buffer or None)`."""
+
+    def info(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
 
 @final
 class Region:

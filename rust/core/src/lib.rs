@@ -19,6 +19,7 @@ pub mod handoff;
 pub mod handshake;
 pub mod identity;
 pub mod link;
+pub mod lookup;
 pub mod node;
 pub mod pipe;
 mod pool;

@@ -14,6 +14,7 @@ mod buffer;
 mod control;
 mod error;
 mod ids;
+mod lookup;
 mod pipe;
 mod transport;
 mod work;
@@ -47,6 +48,8 @@ mod _kvpipe {
     use super::buffer::ReceivedBuffer;
     #[pymodule_export]
     use super::control::Control;
+    #[pymodule_export]
+    use super::lookup::LookupBuffer;
     #[pymodule_export]
     use super::pipe::PipeEnd;
     #[pymodule_export]

@@ -11,9 +11,9 @@ use crate::error::{bad, to_py};
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration};
 
-type MetaTuple = (u8, String, Vec<u64>);
+pub(crate) type MetaTuple = (u8, String, Vec<u64>);
 
-fn meta((family, dtype, shape): MetaTuple) -> Meta {
+pub(crate) fn meta((family, dtype, shape): MetaTuple) -> Meta {
     Meta {
         family,
         dtype,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvpipe_core::blocks;
+use kvpipe_core::lookup::{Operation, Selected};
 use kvpipe_core::pipe::Received;
 use kvpipe_core::work::{Waited, Work as CoreWork};
 use pyo3::IntoPyObjectExt;
@@ -22,6 +23,8 @@ pub(crate) enum Kind {
     Region(CoreWork<blocks::Region>),
     Peer(CoreWork<blocks::Peer>),
     Text(CoreWork<String>),
+    Inserted(Operation<()>),
+    Selected(Operation<Selected>),
 }
 
 /// Does the same with the work of any kind.
@@ -34,6 +37,8 @@ macro_rules! each {
             Kind::Region($work) => $do,
             Kind::Peer($work) => $do,
             Kind::Text($work) => $do,
+            Kind::Inserted($work) => $do,
+            Kind::Selected($work) => $do,
         }
     };
 }
@@ -96,24 +101,56 @@ impl Work {
         }
     }
 
+    /// Says that an entry has been looked at: until then it goes back when the work is dropped.
+    fn take(&self, py: Python<'_>) {
+        if let Kind::Selected(work) = &self.0
+            && let Some(Ok(Some(delivery))) = work.result()
+        {
+            py.detach(|| delivery.take());
+        }
+    }
+
+    /// Gives up an insert or a select that has not met its other side.
+    fn withdraw(&self, py: Python<'_>) {
+        py.detach(|| match &self.0 {
+            Kind::Inserted(work) => work.withdraw(),
+            Kind::Selected(work) => work.withdraw(),
+            _ => {}
+        });
+    }
+
     fn result<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         release_let_go(py);
         match &self.0 {
-            Kind::Nothing(work) => finished(work).and_then(|()| py.None().into_bound_py_any(py)),
-            Kind::Received(work) => received(py, finished(work)?),
-            Kind::Bytes(work) => finished(work)?.into_bound_py_any(py),
-            Kind::Region(work) => Region(finished(work)?).into_bound_py_any(py),
-            Kind::Peer(work) => Peer(finished(work)?).into_bound_py_any(py),
-            Kind::Text(work) => finished(work)?.into_bound_py_any(py),
+            Kind::Nothing(work) => finished(work.result()).and_then(|()| py.None().into_bound_py_any(py)),
+            Kind::Received(work) => received(py, finished(work.result())?),
+            Kind::Bytes(work) => finished(work.result())?.into_bound_py_any(py),
+            Kind::Region(work) => Region(finished(work.result())?).into_bound_py_any(py),
+            Kind::Peer(work) => Peer(finished(work.result())?).into_bound_py_any(py),
+            Kind::Text(work) => finished(work.result())?.into_bound_py_any(py),
+            Kind::Inserted(work) => {
+                finished(work.result()).and_then(|()| py.None().into_bound_py_any(py))
+            }
+            Kind::Selected(work) => selected(py, &finished(work.result())?),
         }
     }
 }
 
-fn finished<T: Clone>(work: &CoreWork<T>) -> PyResult<T> {
-    let result = work
-        .result()
-        .ok_or_else(|| bad("not completed yet: wait() first"))?;
+fn finished<T>(result: Option<kvpipe_core::Result<T>>) -> PyResult<T> {
+    let result = result.ok_or_else(|| bad("not completed yet: wait() first"))?;
     result.map_err(to_py)
+}
+
+/// None, or a list of what [`received`] makes.
+fn selected<'py>(py: Python<'py>, selected: &Selected) -> PyResult<Bound<'py, PyAny>> {
+    let Some(delivery) = selected else {
+        return py.None().into_bound_py_any(py);
+    };
+    let items = delivery.items().0.iter();
+    items
+        .map(|item| received(py, Arc::clone(item)))
+        .collect::<PyResult<Vec<_>>>()?
+        .into_bound_py_any(py)
 }
 
 /// `(family, dtype, shape, buffer or None)`.

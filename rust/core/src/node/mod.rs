@@ -187,7 +187,21 @@ impl<C: Send + 'static> Node<C> {
     }
 }
 
+/// Wakes a node's thread, which then calls [`Service::work`].
+#[derive(Debug, Clone)]
+pub(crate) struct Waker(Arc<OwnedFd>);
+
+impl Waker {
+    pub(crate) fn wake(&self) {
+        signal(&self.0);
+    }
+}
+
 impl<C> Node<C> {
+    pub(crate) fn waker(&self) -> Waker {
+        Waker(Arc::clone(&self.wake))
+    }
+
     /// Stops the thread and waits for its end; what is under way ends as closed. Idempotent.
     pub fn stop(&self) {
         if std::process::id() != self.process {

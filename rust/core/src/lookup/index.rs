@@ -1,0 +1,120 @@
+//! Entries by their tokens: which of them shares the longest prefix with a query.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
+
+use super::store::Ticket;
+
+/// The visible entries, ordered by their tokens, those of equal tokens by age.
+#[derive(Debug, Default)]
+pub(super) struct Index(BTreeMap<Box<[i64]>, BTreeSet<Ticket>>);
+
+impl Index {
+    pub(super) fn insert(&mut self, tokens: &[i64], entry: Ticket) {
+        self.0.entry(tokens.into()).or_default().insert(entry);
+    }
+
+    pub(super) fn remove(&mut self, tokens: &[i64], entry: Ticket) {
+        if let Some(entries) = self.0.get_mut(tokens) {
+            entries.remove(&entry);
+            if entries.is_empty() {
+                self.0.remove(tokens);
+            }
+        }
+    }
+
+    /// The entry with the longest match, of several the oldest.
+    pub(super) fn find(&self, query: &[i64]) -> Option<Ticket> {
+        self.oldest_extension(query)
+            .or_else(|| self.longest_prefix(query))
+    }
+
+    /// Of the entries that begin with the whole query, the oldest: no match is longer.
+    fn oldest_extension(&self, query: &[i64]) -> Option<Ticket> {
+        self.0
+            .range::<[i64], _>((Bound::Included(query), Bound::Unbounded))
+            .take_while(|(tokens, _)| tokens.starts_with(query))
+            .filter_map(|(_, entries)| entries.first().copied())
+            .min()
+    }
+
+    /// The longest entry that is a prefix of the query. The greatest entry that is not after the query is that prefix, or
+    /// differs from the query at a place beyond which no prefix of the query can be among the entries.
+    fn longest_prefix(&self, mut query: &[i64]) -> Option<Ticket> {
+        while !query.is_empty() {
+            let (tokens, entries) = self
+                .0
+                .range::<[i64], _>((Bound::Unbounded, Bound::Included(query)))
+                .next_back()?;
+            let common = common_prefix(tokens, query);
+            if common == tokens.len() {
+                return entries.first().copied();
+            }
+            query = &query[..common];
+        }
+        None
+    }
+}
+
+/// The rule by which tokens match: the shorter are a prefix of the longer, and there are some.
+pub(super) fn is_match(a: &[i64], b: &[i64]) -> bool {
+    let len = a.len().min(b.len());
+    len > 0 && a[..len] == b[..len]
+}
+
+fn common_prefix(a: &[i64], b: &[i64]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The rule, spelled out: the longest match, then the oldest.
+    fn expected(entries: &[Vec<i64>], query: &[i64]) -> Option<Ticket> {
+        let matches = entries.iter().zip(0..);
+        matches
+            .filter(|(tokens, _)| is_match(tokens, query))
+            .min_by_key(|(tokens, age)| {
+                (usize::MAX - tokens.len().min(query.len()), *age as Ticket)
+            })
+            .map(|(_, age)| age)
+    }
+
+    fn tokens() -> impl Strategy<Value = Vec<i64>> {
+        proptest::collection::vec(-1..3i64, 1..6)
+    }
+
+    proptest! {
+        #[test]
+        fn the_longest_match_wins_then_the_oldest(entries in proptest::collection::vec(tokens(), 0..12), query in tokens()) {
+            let mut index = Index::default();
+            for (tokens, age) in entries.iter().zip(0..) {
+                index.insert(tokens, age);
+            }
+            prop_assert_eq!(index.find(&query), expected(&entries, &query));
+        }
+
+        #[test]
+        fn what_was_removed_is_not_found(entries in proptest::collection::vec(tokens(), 1..12)) {
+            let mut index = Index::default();
+            for (tokens, age) in entries.iter().zip(0..) {
+                index.insert(tokens, age);
+            }
+            for (tokens, age) in entries.iter().zip(0..) {
+                index.remove(tokens, age);
+                prop_assert_ne!(index.find(tokens), Some(age));
+            }
+            prop_assert!(index.0.is_empty());
+        }
+    }
+
+    #[test]
+    fn the_shorter_must_be_a_prefix_of_the_longer() {
+        assert!(is_match(&[1, 2], &[1, 2, 3]));
+        assert!(is_match(&[1, 2, 3], &[1, 2]));
+        assert!(!is_match(&[1, 2, 4], &[1, 2, 3]));
+        assert!(!is_match(&[], &[1]));
+    }
+}

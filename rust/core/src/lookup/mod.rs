@@ -1,0 +1,171 @@
+//! LookupBuffer: KV entries that are found by their tokens, each delivered to exactly one consumer and then gone. In one
+//! process ([`Local`]), which may serve it to others, who connect ([`Remote`]).
+
+mod index;
+mod local;
+mod operation;
+mod store;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvpipe_ucx::Buffer;
+
+use crate::error::{Error, Result};
+use crate::pipe::Received;
+
+pub use local::Local;
+pub use operation::{Delivery, Operation, Selected};
+
+/// Tensors of an entry: input tokens, region of interest, key, value, hidden states.
+pub const NUM_ITEMS: usize = 5;
+
+/// What a select asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Query {
+    /// The oldest entry.
+    Any,
+    /// The entry that shares the longest prefix with these tokens, of several the oldest. Not empty.
+    Tokens(Vec<i64>),
+}
+
+impl Query {
+    fn takes(&self, tokens: &[i64]) -> bool {
+        match self {
+            Self::Any => true,
+            Self::Tokens(query) => index::is_match(query, tokens),
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        if *self == Self::Tokens(Vec::new()) {
+            return Err(Error::Config(
+                "the query has no tokens under its roi; None as query takes the oldest entry"
+                    .to_owned(),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The tensors of an entry. Clones share them.
+#[derive(Debug, Clone)]
+pub struct Items(pub [Arc<Received>; NUM_ITEMS]);
+
+impl Items {
+    /// Bytes of the tensors.
+    pub fn num_bytes(&self) -> u64 {
+        self.buffers().map(|buffer| buffer.len() as u64).sum()
+    }
+
+    fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        self.0.iter().filter_map(|item| item.buffer.as_ref())
+    }
+
+    /// The same in memory of their own.
+    fn copy(&self) -> Result<Self> {
+        let mut copied = self.clone();
+        for item in &mut copied.0 {
+            if let Some(buffer) = &item.buffer {
+                let (meta, buffer) = (item.meta.clone(), Some(copy(buffer)?));
+                *item = Arc::new(Received { meta, buffer });
+            }
+        }
+        Ok(copied)
+    }
+}
+
+fn copy(buffer: &Buffer) -> Result<Buffer> {
+    let bytes = buffer.bytes(0, buffer.len()).ok_or_else(|| {
+        let text = "only host memory can be inserted in this version; copy the tensor to the CPU first";
+        Error::Unavailable(text.to_owned())
+    })?;
+    let mut copied = Vec::new();
+    copied
+        .try_reserve_exact(bytes.len())
+        .map_err(|_| Error::Exhausted(format!("no memory for a copy of {} bytes", bytes.len())))?;
+    copied.extend_from_slice(bytes);
+    Ok(Buffer::from_vec(copied))
+}
+
+fn check_entry(tokens: &[i64]) -> Result<()> {
+    if tokens.is_empty() {
+        return Err(Error::Config(
+            "the entry has no tokens under its roi: nobody could select it by them".to_owned(),
+        ));
+    }
+    Ok(())
+}
+
+/// Counters and state of a lookup buffer. What only the server knows is `None` at a client.
+#[derive(Debug, Clone, Default)]
+pub struct LookupInfo {
+    /// `open` or `closed`.
+    pub state: &'static str,
+    /// Entries that were inserted here, or at a server those of its clients too.
+    pub num_inserted: u64,
+    /// Entries that were taken here, or at a server those of its clients too.
+    pub num_taken: u64,
+    /// Inserts and selects that wait.
+    pub num_waiting: usize,
+    /// Entries that can be selected.
+    pub num_entries: Option<usize>,
+    /// Entries on their way to a consumer that has not acknowledged them.
+    pub num_leased: Option<usize>,
+    /// Bytes of all entries and of inserts under way.
+    pub num_bytes: Option<u64>,
+    /// How many bytes there may be.
+    pub capacity_bytes: Option<u64>,
+    /// What carries large tensors to the servers; empty in the same process.
+    pub transport: String,
+}
+
+/// A lookup buffer, wherever its entries are. Any thread may call.
+#[derive(Debug)]
+pub enum LookupBuffer {
+    /// In this process.
+    Local(Local),
+}
+
+impl LookupBuffer {
+    /// Makes an empty buffer in this process.
+    pub fn new(capacity_bytes: u64) -> Self {
+        Self::Local(Local::new(capacity_bytes))
+    }
+
+    /// Inserts a copy of the tensors.
+    ///
+    /// # Errors
+    /// `Config`: larger than the capacity, or no tokens. The operation ends with `Exhausted` at `timeout`.
+    pub fn insert(
+        &self,
+        tokens: Vec<i64>,
+        items: Items,
+        timeout: Option<Duration>,
+    ) -> Result<Operation<()>> {
+        match self {
+            Self::Local(local) => local.insert(tokens, items, timeout),
+        }
+    }
+
+    /// Takes an entry; the operation ends with `None` at `timeout`.
+    pub fn select(&self, query: Query, timeout: Option<Duration>) -> Result<Operation<Selected>> {
+        match self {
+            Self::Local(local) => local.select(query, timeout),
+        }
+    }
+
+    /// Counters and state.
+    pub fn info(&self) -> LookupInfo {
+        match self {
+            Self::Local(local) => local.info(),
+        }
+    }
+
+    /// Ends the buffer; what waits ends as closed.
+    pub fn close(&self) {
+        match self {
+            Self::Local(local) => local.close(),
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! `LookupBuffer`: for `kvpipe.lookup_buffer`, which knows tensors.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvpipe_core::lookup::{self, Items, NUM_ITEMS, Query};
+use kvpipe_core::pipe::{Meta, Received};
+use pyo3::buffer::PyBuffer;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::buffer::{from_python, release_let_go};
+use crate::error::{bad, to_py};
+use crate::pipe::{MetaTuple, meta};
+use crate::search;
+use crate::work::{Kind, Work, duration};
+
+#[pyclass(frozen)]
+pub(crate) struct LookupBuffer(lookup::LookupBuffer);
+
+fn item(tensor: MetaTuple, data: &Bound<'_, PyAny>) -> PyResult<Arc<Received>> {
+    let meta = meta(tensor);
+    let buffer = (meta != Meta::default())
+        .then(|| from_python(data, false))
+        .transpose()?;
+    Ok(Arc::new(Received { meta, buffer }))
+}
+
+fn items(tensors: Vec<(MetaTuple, Bound<'_, PyAny>)>) -> PyResult<Items> {
+    let items: Vec<_> = tensors
+        .into_iter()
+        .map(|(tensor, data)| item(tensor, &data))
+        .collect::<PyResult<_>>()?;
+    let items = items
+        .try_into()
+        .map_err(|_| bad(format!("an entry has {NUM_ITEMS} tensors")))?;
+    Ok(Items(items))
+}
+
+#[pymethods]
+impl LookupBuffer {
+    #[new]
+    fn new(capacity_bytes: u64) -> Self {
+        Self(lookup::LookupBuffer::new(capacity_bytes))
+    }
+
+    fn insert(
+        &self,
+        py: Python<'_>,
+        tokens: PyBuffer<i64>,
+        tensors: Vec<(MetaTuple, Bound<'_, PyAny>)>,
+        timeout: Option<f64>,
+    ) -> PyResult<Work> {
+        let (tokens, items, timeout) = (tokens.to_vec(py)?, items(tensors)?, duration(timeout)?);
+        let inserted = py.detach(|| self.0.insert(tokens, items, timeout));
+        release_let_go(py);
+        Ok(Work::new(Kind::Inserted(inserted.map_err(to_py)?)))
+    }
+
+    fn select(
+        &self,
+        py: Python<'_>,
+        tokens: Option<PyBuffer<i64>>,
+        timeout: Option<f64>,
+    ) -> PyResult<Work> {
+        let query = match tokens {
+            Some(tokens) => Query::Tokens(tokens.to_vec(py)?),
+            None => Query::Any,
+        };
+        let timeout = duration(timeout)?;
+        let selected = py.detach(|| self.0.select(query, timeout)).map_err(to_py)?;
+        Ok(Work::new(Kind::Selected(selected)))
+    }
+
+    fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let info = self.0.info();
+        let dict = PyDict::new(py);
+        dict.set_item("state", info.state)?;
+        dict.set_item("num_inserted", info.num_inserted)?;
+        dict.set_item("num_taken", info.num_taken)?;
+        dict.set_item("num_waiting", info.num_waiting)?;
+        dict.set_item("num_entries", info.num_entries)?;
+        dict.set_item("num_leased", info.num_leased)?;
+        dict.set_item("num_bytes", info.num_bytes)?;
+        dict.set_item("capacity_bytes", info.capacity_bytes)?;
+        dict.set_item("transport", info.transport)?;
+        Ok(dict)
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.close());
+        release_let_go(py);
+    }
+}
+
+impl Drop for LookupBuffer {
+    /// Waits for the end of the thread without the GIL, so that other Python threads go on.
+    fn drop(&mut self) {
+        Python::try_attach(|py| py.detach(|| self.0.close()));
+    }
+}
