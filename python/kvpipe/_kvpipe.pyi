@@ -95,6 +95,15 @@ class LookupBuffer:
     """Entries that are found by their tokens. An entry has five tensors; its tokens are those under its roi."""
 
     def __new__(cls, capacity_bytes: int) -> LookupBuffer: ...
+    @staticmethod
+    def connect(
+        addresses: Sequence[str], token: bytes, wheel_dir: str | Path | None, timeout: float
+    ) -> tuple[LookupBuffer, Work]: ...
+    def serve(self, address: str, token: bytes, wheel_dir: str | Path | None) -> None: ...
+    @property
+    def address(self) -> str:
+        """Where others connect, or where this is connected to, separated by commas; empty if neither."""
+
     def insert(self, tokens: Any, tensors: Sequence[tuple[_TensorMeta, Any]], timeout: float | None) -> Work:
         """`tokens` is a buffer of 64-bit integers."""
 

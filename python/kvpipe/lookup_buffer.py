@@ -69,6 +69,52 @@ class LookupBuffer:
             raise ConfigError(message)
         self._native = _kvpipe.LookupBuffer(capacity_bytes)
 
+    @classmethod
+    def connect(cls, *addresses: str, token: str | None = None, timeout: float = 10) -> LookupBuffer:
+        """Uses buffers that other processes serve.
+
+        With several addresses, inserts go to the first and selects to all: the first server that has an entry delivers
+        it, the longest match is that of its server. When one of the servers is lost, so is the buffer: calls raise
+        `PeerLostError`, and entries that had not arrived stay with their servers.
+
+        Args:
+            addresses: The servers' `address`, one or more.
+            token: The shared secret; by default `KVPIPE_TOKEN`.
+            timeout: Seconds until all servers must have accepted.
+
+        Raises:
+            ConnectError: Nobody answers there.
+            AuthenticationError: A server has another token.
+            TransportUnavailableError: There is no usable UCX.
+        """
+        native, connected = _kvpipe.LookupBuffer.connect(addresses, resolve_token(token), ucx_wheel_dir(), timeout)
+        try:
+            Work(connected, lambda _: None).wait()
+        except BaseException:
+            native.close()
+            raise
+        buffer = cls.__new__(cls)
+        buffer._native = native  # noqa: SLF001 - of this class
+        return buffer
+
+    def serve(self, address: str = "127.0.0.1:0", token: str | None = None) -> None:
+        """Lets other processes use this buffer too; returns at once.
+
+        Args:
+            address: `host:port`; port 0 picks a free one, see the property `address`.
+            token: The shared secret; by default `KVPIPE_TOKEN`. Needed for addresses other than loopback.
+
+        Raises:
+            ConfigError: The address cannot be bound, or the buffer is served already or belongs to others.
+            TransportUnavailableError: There is no usable UCX.
+        """
+        self._native.serve(address, resolve_token(token), ucx_wheel_dir())
+
+    @property
+    def address(self) -> str:
+        """Where others connect to; of a client, its servers', separated by commas; empty if neither."""
+        return self._native.address
+
     def insert(
         self, input_tokens: Any, roi: Any, key: Any, value: Any, hidden: Any, timeout: float | None = None
     ) -> None:
@@ -163,8 +209,11 @@ class LookupBuffer:
 
     def __repr__(self) -> str:
         info = self._native.info()
-        content = f"{info['num_entries']} entries of {info['num_bytes']} bytes, "
-        return f"<LookupBuffer {info['state']}, {content}{info['num_waiting']} waiting>"
+        where = f" address={self.address}" if self.address else ""
+        if info["num_entries"] is None:
+            return f"<LookupBuffer client{where} {info['state']}, {info['num_waiting']} waiting>"
+        content = f"{info['num_entries']} entries, {info['num_bytes']} of {info['capacity_bytes']} bytes"
+        return f"<LookupBuffer{where} {info['state']}, {content}, {info['num_waiting']} waiting>"
 
 
 def _wait(native: _kvpipe.Work) -> Any:

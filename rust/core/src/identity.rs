@@ -24,6 +24,8 @@ pub enum Service {
     Blocks = 2,
     /// Handoffs between schedulers, and the proxy's questions.
     Control = 3,
+    /// Entries that are found by their tokens.
+    Lookup = 4,
 }
 
 impl Service {
@@ -32,6 +34,7 @@ impl Service {
             1 => Ok(Self::Pipe),
             2 => Ok(Self::Blocks),
             3 => Ok(Self::Control),
+            4 => Ok(Self::Lookup),
             other => Err(Error::protocol(format_args!("unknown service {other}"))),
         }
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_core::lookup::{self, Items, NUM_ITEMS, Query};
+use kvpipe_core::lookup::{self, Items, Local, NUM_ITEMS, Query, Remote};
 use kvpipe_core::pipe::{Meta, Received};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
@@ -42,7 +42,38 @@ fn items(tensors: Vec<(MetaTuple, Bound<'_, PyAny>)>) -> PyResult<Items> {
 impl LookupBuffer {
     #[new]
     fn new(capacity_bytes: u64) -> Self {
-        Self(lookup::LookupBuffer::new(capacity_bytes))
+        Self(lookup::LookupBuffer::Local(Local::new(capacity_bytes)))
+    }
+
+    #[staticmethod]
+    fn connect(
+        py: Python<'_>,
+        addresses: Vec<String>,
+        token: &[u8],
+        wheel_dir: Option<PathBuf>,
+        timeout: f64,
+    ) -> PyResult<(Self, Work)> {
+        let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
+        let connected = py.detach(|| Remote::connect(addresses, token, search(wheel_dir), timeout));
+        let (remote, connected) = connected.map_err(to_py)?;
+        let buffer = Self(lookup::LookupBuffer::Remote(remote));
+        Ok((buffer, Work::new(Kind::Nothing(connected))))
+    }
+
+    fn serve(
+        &self,
+        py: Python<'_>,
+        address: &str,
+        token: &[u8],
+        wheel_dir: Option<PathBuf>,
+    ) -> PyResult<()> {
+        py.detach(|| self.0.serve(address, token, search(wheel_dir)))
+            .map_err(to_py)
+    }
+
+    #[getter]
+    fn address(&self) -> String {
+        self.0.address()
     }
 
     fn insert(

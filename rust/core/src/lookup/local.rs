@@ -2,14 +2,22 @@
 //! are copied and callers woken outside of the lock.
 
 use std::collections::{HashMap, VecDeque};
+use std::convert::Infallible;
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use kvpipe_ucx::Search;
+
 use super::operation::{Delivery, Operation, Origin, Selected};
 use super::store::{Action, Store, Ticket};
-use super::{Items, LookupInfo, Query, check_entry};
+use super::server::Server;
+use super::{Items, LookupInfo, Query, check_entry, check_process};
 use crate::error::{Error, Result};
-use crate::node::Waker;
+use crate::identity::{Identity, Service};
+use crate::link::Timing;
+use crate::node::{Node, NodeConfig, Waker};
+use crate::pipe::listen_address;
 use crate::work::{Completer, work};
 
 /// Who waits in this process.
@@ -159,14 +167,8 @@ impl Shared {
         }
     }
 
-    /// A forked child must not even look: another thread may have held the lock when it was forked.
     fn lock(&self) -> Result<MutexGuard<'_, State>> {
-        if std::process::id() != self.process {
-            return Err(Error::Closed(
-                "this object was made before fork(); make a new one in the child process"
-                    .to_owned(),
-            ));
-        }
+        check_process(self.process)?;
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -326,6 +328,7 @@ impl Origin for Handle {
 #[derive(Debug)]
 pub struct Local {
     shared: Arc<Shared>,
+    node: Mutex<Option<Node<Infallible>>>,
 }
 
 impl Local {
@@ -333,7 +336,45 @@ impl Local {
     pub fn new(capacity_bytes: u64) -> Self {
         Self {
             shared: Arc::new(Shared::new(capacity_bytes)),
+            node: Mutex::default(),
         }
+    }
+
+    fn node(&self) -> MutexGuard<'_, Option<Node<Infallible>>> {
+        self.node.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets other processes connect.
+    ///
+    /// # Errors
+    /// `Config`: the address cannot be bound, others could reach it without a token, or the buffer is served already.
+    /// `Unavailable`: there is no usable UCX.
+    pub fn serve(&self, address: &str, token: &[u8], ucx: Search) -> Result<()> {
+        let mut node = self.node();
+        if let Some(at) = node.as_ref().and_then(Node::address) {
+            return Err(Error::Config(format!("the buffer is served at {at} already")));
+        }
+        // A closed buffer is not served.
+        self.shared.update(|_| Ok(()))?;
+        let address = listen_address(address, token)?;
+        let config = NodeConfig {
+            listen: Some(address),
+            token: token.to_vec(),
+            identity: Identity::new(Service::Lookup, "", Vec::new())?,
+            ucx: Some(ucx),
+            local: address.ip(),
+            timing: Timing::default(),
+        };
+        let (shared, origin) = (Arc::clone(&self.shared), self.origin());
+        let served = Node::spawn(config, move || Server::new(shared, origin))?;
+        let _ = self.shared.waker.set(served.waker());
+        *node = Some(served);
+        Ok(())
+    }
+
+    /// Where others connect, if it is served.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.node().as_ref()?.address()
     }
 
     fn origin(&self) -> Arc<dyn Origin> {
@@ -411,5 +452,8 @@ impl Local {
     /// Drops all entries; what waits ends as closed.
     pub fn close(&self) {
         self.shared.close();
+        if let Some(node) = self.node().as_ref() {
+            node.stop();
+        }
     }
 }

@@ -1,21 +1,33 @@
 //! LookupBuffer: KV entries that are found by their tokens, each delivered to exactly one consumer and then gone. In one
 //! process ([`Local`]), which may serve it to others, who connect ([`Remote`]).
 
+mod client;
+mod desk;
 mod index;
 mod local;
+mod messages;
 mod operation;
+mod remote;
+mod server;
 mod store;
+mod transfer;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_ucx::Buffer;
+use kvpipe_ucx::{Buffer, Search};
 
 use crate::error::{Error, Result};
 use crate::pipe::Received;
 
 pub use local::Local;
 pub use operation::{Delivery, Operation, Selected};
+pub use remote::Remote;
+
+/// Inserts of one client that a server lets wait; the client keeps more of them back.
+const INSERTS_IN_FLIGHT: usize = 64;
+/// Selects of one client that a server lets wait.
+const SELECTS_CAP: usize = 4096;
 
 /// Tensors of an entry: input tokens, region of interest, key, value, hidden states.
 pub const NUM_ITEMS: usize = 5;
@@ -76,16 +88,28 @@ impl Items {
 }
 
 fn copy(buffer: &Buffer) -> Result<Buffer> {
-    let bytes = buffer.bytes(0, buffer.len()).ok_or_else(|| {
-        let text = "only host memory can be inserted in this version; copy the tensor to the CPU first";
-        Error::Unavailable(text.to_owned())
-    })?;
+    let bytes = buffer.bytes(0, buffer.len()).ok_or_else(not_host)?;
     let mut copied = Vec::new();
     copied
         .try_reserve_exact(bytes.len())
         .map_err(|_| Error::Exhausted(format!("no memory for a copy of {} bytes", bytes.len())))?;
     copied.extend_from_slice(bytes);
     Ok(Buffer::from_vec(copied))
+}
+
+fn not_host() -> Error {
+    let text = "only host memory can be inserted in this version; copy the tensor to the CPU first";
+    Error::Unavailable(text.to_owned())
+}
+
+/// A forked child must not even look: another thread may have held a lock when it was forked.
+fn check_process(process: u32) -> Result<()> {
+    if std::process::id() == process {
+        return Ok(());
+    }
+    Err(Error::Closed(
+        "this object was made before fork(); make a new one in the child process".to_owned(),
+    ))
 }
 
 fn check_entry(tokens: &[i64]) -> Result<()> {
@@ -125,18 +149,12 @@ pub struct LookupInfo {
 pub enum LookupBuffer {
     /// In this process.
     Local(Local),
+    /// In others.
+    Remote(Remote),
 }
 
 impl LookupBuffer {
-    /// Makes an empty buffer in this process.
-    pub fn new(capacity_bytes: u64) -> Self {
-        Self::Local(Local::new(capacity_bytes))
-    }
-
-    /// Inserts a copy of the tensors.
-    ///
-    /// # Errors
-    /// `Config`: larger than the capacity, or no tokens. The operation ends with `Exhausted` at `timeout`.
+    /// Inserts the tensors; see [`Local::insert`] and [`Remote::insert`].
     pub fn insert(
         &self,
         tokens: Vec<i64>,
@@ -145,6 +163,7 @@ impl LookupBuffer {
     ) -> Result<Operation<()>> {
         match self {
             Self::Local(local) => local.insert(tokens, items, timeout),
+            Self::Remote(remote) => remote.insert(tokens, items, timeout),
         }
     }
 
@@ -152,6 +171,27 @@ impl LookupBuffer {
     pub fn select(&self, query: Query, timeout: Option<Duration>) -> Result<Operation<Selected>> {
         match self {
             Self::Local(local) => local.select(query, timeout),
+            Self::Remote(remote) => remote.select(query, timeout),
+        }
+    }
+
+    /// Lets others connect; see [`Local::serve`].
+    pub fn serve(&self, address: &str, token: &[u8], ucx: Search) -> Result<()> {
+        match self {
+            Self::Local(local) => local.serve(address, token, ucx),
+            Self::Remote(_) => Err(Error::Config(
+                "this buffer belongs to other processes; one in this process can be served"
+                    .to_owned(),
+            )),
+        }
+    }
+
+    /// Where others connect, or where this is connected to, separated by commas; empty for a buffer that is not
+    /// served.
+    pub fn address(&self) -> String {
+        match self {
+            Self::Local(local) => local.address().map_or_else(String::new, |at| at.to_string()),
+            Self::Remote(remote) => remote.addresses().join(","),
         }
     }
 
@@ -159,6 +199,7 @@ impl LookupBuffer {
     pub fn info(&self) -> LookupInfo {
         match self {
             Self::Local(local) => local.info(),
+            Self::Remote(remote) => remote.info(),
         }
     }
 
@@ -166,6 +207,7 @@ impl LookupBuffer {
     pub fn close(&self) {
         match self {
             Self::Local(local) => local.close(),
+            Self::Remote(remote) => remote.close(),
         }
     }
 }

@@ -56,7 +56,7 @@ pub struct Meta {
 }
 
 impl Meta {
-    fn write(&self, writer: Writer) -> Writer {
+    pub(crate) fn write(&self, writer: Writer) -> Writer {
         writer
             .u8(self.family)
             .str(&self.dtype)
@@ -64,7 +64,7 @@ impl Meta {
     }
 
     /// What no receiver would take is refused here.
-    fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         if self.dtype.len() > DTYPE_CAP || self.shape.len() > DIMENSIONS_CAP {
             return Err(Error::Config(format!(
                 "a tensor of {} dimensions, its dtype spelled in {} bytes: at most {DIMENSIONS_CAP} and {DTYPE_CAP} are possible",
@@ -75,7 +75,7 @@ impl Meta {
         Ok(())
     }
 
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
         Ok(Self {
             family: reader.u8()?,
             dtype: reader.str(DTYPE_CAP)?,
@@ -226,7 +226,7 @@ fn resolve(name: &str, timeout: Duration) -> Result<SocketAddr> {
 }
 
 /// The local address from which `peer` is reached.
-fn local_towards(peer: &str, timeout: Duration) -> Result<IpAddr> {
+pub(crate) fn local_towards(peer: &str, timeout: Duration) -> Result<IpAddr> {
     let resolved = resolve(peer, timeout)?;
     if resolved.ip().is_loopback() {
         return Ok(resolved.ip());

@@ -1,0 +1,510 @@
+//! The client's side: operations that are asked of one or more servers.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvpipe_ucx::{AmData, Payload, Status};
+
+use super::desk::{Command, Desk};
+use super::messages::{
+    INSERT, INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, TAKE, TAKEN, WITHDRAW, read_refusal,
+    write_select, write_timeout, write_tokens,
+};
+use super::operation::{Delivery, Origin, Selected};
+use super::transfer::{Arrived, Incoming, Outgoing, Parcel, check_seal, seal};
+use super::{INSERTS_IN_FLIGHT, Items, SELECTS_CAP};
+use crate::codec::{Reader, Writer};
+use crate::earliest::Earliest;
+use crate::error::{Error, Result};
+use crate::fetch::{ACCEPT, CREDIT, DATA, SUMS};
+use crate::identity::Identity;
+use crate::node::{Io, LinkId, Service};
+use crate::pool::Pool;
+use crate::work::Completer;
+
+/// An insert that has not been sent.
+#[derive(Debug)]
+pub(super) struct Insert {
+    pub(super) operation: u64,
+    pub(super) tokens: Vec<i64>,
+    pub(super) items: Items,
+    pub(super) deadline: Option<Instant>,
+    pub(super) completer: Completer<()>,
+}
+
+struct Select {
+    completer: Completer<Selected>,
+    /// Servers that have not answered.
+    asked: HashSet<LinkId>,
+    /// What has come, from which server; nothing more is asked of others then.
+    from: Option<LinkId>,
+    items: Option<Items>,
+    /// Nobody waits for it any more: what has come goes back.
+    is_withdrawn: bool,
+}
+
+struct Server {
+    is_up: bool,
+    incoming: Incoming,
+    outgoing: Outgoing,
+}
+
+pub(super) struct Client {
+    desk: Arc<Desk>,
+    /// In the order of their addresses.
+    links: Vec<LinkId>,
+    servers: HashMap<LinkId, Server>,
+    connecting: Option<Completer<()>>,
+    queue: VecDeque<Insert>,
+    deadlines: Earliest,
+    inserts: HashMap<u64, Completer<()>>,
+    selects: HashMap<u64, Select>,
+    /// Entries that callers have not looked at, by the server that keeps them.
+    delivered: HashMap<u64, LinkId>,
+    pool: Pool,
+    failure: Option<Error>,
+}
+
+fn say(io: &mut Io, link: LinkId, kind: u8, operation: u64) {
+    let header = io.header(link, kind).u64(operation);
+    io.message(link, header, Payload::None, 0);
+}
+
+fn settle(io: &mut Io, link: LinkId, operation: u64, is_taken: bool) {
+    let header = io.header(link, SETTLE).u64(operation).u8(is_taken.into());
+    io.message(link, header, Payload::None, 0);
+}
+
+impl Client {
+    pub(super) fn new(desk: Arc<Desk>) -> Self {
+        Self {
+            desk,
+            links: Vec::new(),
+            servers: HashMap::new(),
+            connecting: None,
+            queue: VecDeque::new(),
+            deadlines: Earliest::default(),
+            inserts: HashMap::new(),
+            selects: HashMap::new(),
+            delivered: HashMap::new(),
+            pool: Pool::default(),
+            failure: None,
+        }
+    }
+
+    fn take_command(&mut self, io: &mut Io, command: Command) {
+        match command {
+            Command::Connect {
+                addresses,
+                completer,
+            } => self.connect(io, &addresses, completer),
+            Command::Insert(insert) => self.insert(io, insert),
+            Command::Select {
+                operation,
+                query,
+                timeout,
+                completer,
+            } => {
+                let payload = write_select(&query, timeout);
+                self.select(io, operation, &payload, completer);
+            }
+            Command::Withdraw(operation) => self.withdraw(io, operation),
+            Command::Settle {
+                operation,
+                is_taken,
+            } => {
+                if let Some(link) = self.delivered.remove(&operation) {
+                    settle(io, link, operation, is_taken);
+                }
+            }
+        }
+    }
+
+    fn connect(&mut self, io: &mut Io, addresses: &[String], completer: Completer<()>) {
+        self.connecting = Some(completer);
+        for address in addresses {
+            let link = io.connect(address);
+            self.links.push(link);
+            let server = Server {
+                is_up: false,
+                incoming: Incoming::new(link, self.pool.clone()),
+                outgoing: Outgoing::default(),
+            };
+            self.servers.insert(link, server);
+        }
+    }
+
+    fn insert(&mut self, io: &mut Io, insert: Insert) {
+        if let Some(error) = &self.failure {
+            return insert.completer.complete(Err(error.clone()));
+        }
+        self.deadlines.add(insert.deadline);
+        self.queue.push_back(insert);
+        self.post(io);
+    }
+
+    /// Sends the first inserts, as far as the server lets many wait.
+    fn post(&mut self, io: &mut Io) {
+        let Some(&link) = self.links.first() else {
+            return;
+        };
+        while self.inserts.len() < INSERTS_IN_FLIGHT {
+            let Some(insert) = self.queue.pop_front() else {
+                return;
+            };
+            if let Err((completer, error)) = self.send(io, link, insert) {
+                completer.complete(Err(error));
+            }
+        }
+    }
+
+    fn send(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        insert: Insert,
+    ) -> std::result::Result<(), (Completer<()>, Error)> {
+        let (operation, completer) = (insert.operation, insert.completer);
+        let Some(server) = self.servers.get_mut(&link) else {
+            return Err((completer, Error::lost("the server", "it is not connected")));
+        };
+        let left = insert
+            .deadline
+            .map(|at| at.saturating_duration_since(io.now));
+        let writer = write_tokens(write_timeout(Writer::default(), left), &insert.tokens);
+        let outgoing = &mut server.outgoing;
+        match outgoing.write(io, link, operation, &insert.items, writer) {
+            Ok(writer) => {
+                let (sum, payload) = seal(writer);
+                let header = io.header(link, INSERT).u64(operation).u64(sum);
+                self.inserts.insert(operation, completer);
+                io.message(link, header, Payload::Bytes(payload), 0);
+                Ok(())
+            }
+            Err(error) => {
+                outgoing.release(operation);
+                Err((completer, error))
+            }
+        }
+    }
+
+    fn inserted(&mut self, io: &mut Io, link: LinkId, operation: u64, result: Result<()>) {
+        if let Some(server) = self.servers.get_mut(&link) {
+            server.outgoing.release(operation);
+        }
+        if let Some(completer) = self.inserts.remove(&operation) {
+            self.desk.count(|info| info.num_inserted += u64::from(result.is_ok()));
+            completer.complete(result);
+        }
+        self.post(io);
+    }
+
+    fn select(
+        &mut self,
+        io: &mut Io,
+        operation: u64,
+        payload: &[u8],
+        completer: Completer<Selected>,
+    ) {
+        if let Some(error) = &self.failure {
+            return completer.complete(Err(error.clone()));
+        }
+        if self.selects.len() + self.delivered.len() >= SELECTS_CAP {
+            let text = format!("{SELECTS_CAP} selects wait already, more are not possible");
+            return completer.complete(Err(Error::Exhausted(text)));
+        }
+        for &link in &self.links {
+            let header = io.header(link, SELECT).u64(operation);
+            io.message(link, header, Payload::Bytes(payload.to_vec()), 0);
+        }
+        let select = Select {
+            completer,
+            asked: self.links.iter().copied().collect(),
+            from: None,
+            items: None,
+            is_withdrawn: false,
+        };
+        self.selects.insert(operation, select);
+    }
+
+    fn withdraw(&mut self, io: &mut Io, operation: u64) {
+        if let Some(at) = self.queue.iter().position(|insert| insert.operation == operation) {
+            self.queue.remove(at);
+        }
+        if self.inserts.contains_key(&operation)
+            && let Some(&link) = self.links.first()
+        {
+            say(io, link, WITHDRAW, operation);
+        }
+        let Some(select) = self.selects.get_mut(&operation) else {
+            return;
+        };
+        if select.from.is_some() {
+            // Reads are under way, or the answer is: then it goes back.
+            select.is_withdrawn = true;
+            return;
+        }
+        for link in select.asked.drain() {
+            say(io, link, WITHDRAW, operation);
+        }
+        self.selects.remove(&operation);
+    }
+
+    /// The first server that offers is the one; an offer that nobody waits for was withdrawn before it came.
+    fn offer(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        operation: u64,
+        mut header: Reader<'_>,
+        payload: &[u8],
+    ) -> Result<()> {
+        let sum = header.u64()?;
+        header.end()?;
+        let Some(select) = self.selects.get_mut(&operation) else {
+            return Ok(());
+        };
+        if !select.asked.remove(&link) {
+            return Ok(());
+        }
+        for other in select.asked.drain() {
+            say(io, other, WITHDRAW, operation);
+        }
+        if let Err(error) = check_seal(sum, payload) {
+            self.give_back(io, link, operation, Err(error));
+            return Ok(());
+        }
+        select.from = Some(link);
+        let parcel = Parcel::read(Reader::new(payload))?;
+        if let Some(server) = self.servers.get_mut(&link) {
+            server.incoming.add(operation, parcel);
+            server.incoming.begin(operation);
+        }
+        Ok(())
+    }
+
+    fn nothing(&mut self, link: LinkId, operation: u64) {
+        let Some(select) = self.selects.get_mut(&operation) else {
+            return;
+        };
+        select.asked.remove(&link);
+        if select.asked.is_empty()
+            && select.from.is_none()
+            && let Some(select) = self.selects.remove(&operation)
+        {
+            select.completer.complete(Ok(None));
+        }
+    }
+
+    fn refused(&mut self, io: &mut Io, link: LinkId, operation: u64, error: Error) {
+        if self.inserts.contains_key(&operation) {
+            return self.inserted(io, link, operation, Err(error));
+        }
+        if let Some(mut select) = self.selects.remove(&operation) {
+            select.asked.remove(&link);
+            for other in select.asked.drain() {
+                say(io, other, WITHDRAW, operation);
+            }
+            select.completer.complete(Err(error));
+        }
+    }
+
+    /// Goes on with what a server's offers bring.
+    fn advance(&mut self, io: &mut Io, link: LinkId) {
+        let Some(server) = self.servers.get_mut(&link) else {
+            return;
+        };
+        for arrived in server.incoming.advance(io) {
+            self.arrived(io, link, arrived);
+        }
+    }
+
+    fn arrived(&mut self, io: &mut Io, link: LinkId, (operation, items): Arrived) {
+        let Some(select) = self.selects.get_mut(&operation) else {
+            return;
+        };
+        match items {
+            Ok(items) if !select.is_withdrawn => {
+                select.items = Some(items);
+                say(io, link, TAKE, operation);
+            }
+            Ok(_) => self.give_back(io, link, operation, Ok(None)),
+            Err(error) => self.give_back(io, link, operation, Err(error)),
+        }
+    }
+
+    fn give_back(&mut self, io: &mut Io, link: LinkId, operation: u64, result: Result<Selected>) {
+        settle(io, link, operation, false);
+        if let Some(select) = self.selects.remove(&operation) {
+            select.completer.complete(result);
+        }
+    }
+
+    /// It is ours alone now.
+    fn taken(&mut self, io: &mut Io, link: LinkId, operation: u64) -> Result<()> {
+        let is_asked = |select: &Select| select.from == Some(link) && select.items.is_some();
+        let known = self.selects.get(&operation).is_some_and(is_asked);
+        let Some(select) = self.selects.remove(&operation).filter(|_| known) else {
+            return Err(Error::protocol(format_args!("select {operation} was not asked for")));
+        };
+        let Some(items) = select.items.filter(|_| !select.is_withdrawn) else {
+            settle(io, link, operation, false);
+            return Ok(());
+        };
+        self.delivered.insert(operation, link);
+        let origin: Arc<dyn Origin> = Arc::<Desk>::clone(&self.desk);
+        let delivery = Arc::new(Delivery::new(items, operation, origin));
+        select.completer.complete(Ok(Some(delivery)));
+        Ok(())
+    }
+
+    fn fail(&mut self, error: &Error) {
+        self.failure.get_or_insert_with(|| error.clone());
+        self.desk.count(|info| info.state = "closed");
+        if let Some(completer) = self.connecting.take() {
+            completer.complete(Err(error.clone()));
+        }
+        for insert in self.queue.drain(..) {
+            insert.completer.complete(Err(error.clone()));
+        }
+        for server in self.servers.values_mut() {
+            server.outgoing = Outgoing::default();
+        }
+        for (_, completer) in self.inserts.drain() {
+            completer.complete(Err(error.clone()));
+        }
+        for (_, select) in self.selects.drain() {
+            select.completer.complete(Err(error.clone()));
+        }
+    }
+
+    fn expire(&mut self, now: Instant) {
+        if !self.deadlines.take_if_past(now) {
+            return;
+        }
+        let is_late = |insert: &Insert| insert.deadline.is_some_and(|at| at <= now);
+        let (late, kept): (VecDeque<_>, VecDeque<_>) = self.queue.drain(..).partition(is_late);
+        for insert in late {
+            let text = format!(
+                "{INSERTS_IN_FLIGHT} earlier inserts of this buffer wait for place; nothing was inserted, the buffer is usable"
+            );
+            insert.completer.complete(Err(Error::Exhausted(text)));
+        }
+        for insert in &kept {
+            self.deadlines.add(insert.deadline);
+        }
+        self.queue = kept;
+    }
+
+    fn count_waiting(&self) {
+        let waiting = self.queue.len() + self.inserts.len() + self.selects.len();
+        self.desk.count(|info| info.num_waiting = waiting);
+    }
+
+    fn server(&mut self, link: LinkId) -> Result<&mut Server> {
+        let unknown = || Error::protocol("a message of a server that is not connected");
+        self.servers.get_mut(&link).ok_or_else(unknown)
+    }
+}
+
+impl Service for Client {
+    type Command = Infallible;
+
+    fn command(&mut self, _io: &mut Io, command: Infallible) {
+        match command {}
+    }
+
+    fn link_up(&mut self, io: &mut Io, link: LinkId, _peer: &Identity) {
+        if let Some(server) = self.servers.get_mut(&link) {
+            server.is_up = true;
+        }
+        if let Some(road) = io.road(link) {
+            self.desk.count(|info| road.transport().clone_into(&mut info.transport));
+        }
+        if self.servers.values().all(|server| server.is_up)
+            && let Some(completer) = self.connecting.take()
+        {
+            self.desk.count(|info| info.state = "open");
+            completer.complete(Ok(()));
+        }
+    }
+
+    /// Without one of its servers a client can neither promise that there is nothing nor where an entry went: it ends.
+    fn link_down(&mut self, io: &mut Io, link: LinkId, error: Error) {
+        self.servers.remove(&link);
+        self.delivered.retain(|_, from| *from != link);
+        self.fail(&error);
+        for &other in &self.links {
+            if other != link {
+                io.close(other, "another of the client's servers is lost");
+            }
+        }
+    }
+
+    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+        Err(Error::protocol("the server of a lookup buffer sent a frame"))
+    }
+
+    fn message(&mut self, io: &mut Io, link: LinkId, header: &[u8], data: AmData) -> Result<()> {
+        let mut reader = Reader::new(header);
+        let (kind, id) = (reader.u8()?, reader.u64()?);
+        match kind {
+            INSERTED => self.inserted(io, link, id, Ok(())),
+            REFUSED => self.refused(io, link, id, read_refusal(&data)?),
+            OFFER => self.offer(io, link, id, reader, &data)?,
+            NOTHING => self.nothing(link, id),
+            TAKEN => self.taken(io, link, id)?,
+            DATA => self.server(link)?.incoming.place(io, id, reader, &data)?,
+            SUMS => self.server(link)?.incoming.sums(id, &data)?,
+            ACCEPT => self.server(link)?.outgoing.accept(io, link, id)?,
+            CREDIT => {
+                let credit = reader.u64()?;
+                self.server(link)?.outgoing.credit(io, link, id, credit);
+            }
+            other => {
+                let text = format_args!("message {other} to a client of a lookup buffer");
+                return Err(Error::protocol(text));
+            }
+        }
+        drop(data);
+        self.advance(io, link);
+        self.count_waiting();
+        Ok(())
+    }
+
+    fn done(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
+        let owner = self
+            .servers
+            .iter_mut()
+            .find_map(|(link, server)| server.incoming.done(io, token, result).then_some(*link));
+        if let Some(link) = owner {
+            self.advance(io, link);
+        }
+    }
+
+    fn work(&mut self, io: &mut Io) -> bool {
+        let mut commands = self.desk.take();
+        if !commands.is_empty() {
+            for command in commands.drain(..) {
+                self.take_command(io, command);
+            }
+            self.count_waiting();
+        }
+        self.servers
+            .iter_mut()
+            .any(|(link, server)| server.outgoing.sum_on(io, *link))
+    }
+
+    fn timer(&mut self, io: &mut Io) -> Option<Instant> {
+        self.expire(io.now);
+        let idle = self.pool.expire(io.now);
+        self.deadlines.at().into_iter().chain(idle).min()
+    }
+
+    fn stop(&mut self, _io: &mut Io) {
+        self.desk.close();
+        self.fail(&Error::Closed("the lookup buffer is closed".to_owned()));
+    }
+}

@@ -1,0 +1,152 @@
+//! A lookup buffer of other processes, as callers see it.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvpipe_ucx::Search;
+
+use super::client::{Client, Insert};
+use super::desk::{Command, Desk};
+use super::messages::TOKENS_CAP;
+use super::operation::{Operation, Origin, Selected};
+use super::{Items, LookupInfo, Query, check_entry};
+use crate::error::{Error, Result};
+use crate::identity::{Identity, Service};
+use crate::link::Timing;
+use crate::node::{Node, NodeConfig};
+use crate::pipe::local_towards;
+use crate::work::{Work, work};
+
+/// The buffers of one or more servers: inserts go to the first, selects to all. Any thread may call.
+#[derive(Debug)]
+pub struct Remote {
+    node: Node<std::convert::Infallible>,
+    desk: Arc<Desk>,
+    addresses: Vec<String>,
+}
+
+/// The address from which all of them are reached, if there is one.
+fn local(addresses: &[String], timeout: Duration) -> Result<IpAddr> {
+    let mut locals = addresses
+        .iter()
+        .map(|address| local_towards(address, timeout))
+        .collect::<Result<Vec<_>>>()?;
+    locals.dedup();
+    let any = IpAddr::from(Ipv4Addr::UNSPECIFIED);
+    Ok(if locals.len() == 1 { locals[0] } else { any })
+}
+
+fn too_many(tokens: &[i64]) -> Result<()> {
+    if tokens.len() > TOKENS_CAP {
+        return Err(Error::Config(format!(
+            "{} tokens; at most {TOKENS_CAP} can be sent",
+            tokens.len()
+        )));
+    }
+    Ok(())
+}
+
+impl Remote {
+    /// Connects to all servers; the work is done once all have accepted.
+    pub fn connect(
+        addresses: Vec<String>,
+        token: &[u8],
+        ucx: Search,
+        timeout: Duration,
+    ) -> Result<(Self, Work<()>)> {
+        if addresses.is_empty() {
+            return Err(Error::Config("no address to connect to".to_owned()));
+        }
+        let config = NodeConfig {
+            listen: None,
+            token: token.to_vec(),
+            identity: Identity::new(Service::Lookup, "", Vec::new())?,
+            ucx: Some(ucx),
+            local: local(&addresses, timeout)?,
+            timing: Timing {
+                handshake: timeout,
+                ..Timing::default()
+            },
+        };
+        let desk = Arc::new(Desk::new());
+        desk.count(|info| info.state = "connecting");
+        let in_thread = Arc::clone(&desk);
+        let node = Node::spawn(config, move || Client::new(in_thread))?;
+        desk.open(node.waker());
+        let (connected, completer) = work();
+        let remote = Self {
+            node,
+            desk,
+            addresses,
+        };
+        remote.desk.send(Command::Connect {
+            addresses: remote.addresses.clone(),
+            completer,
+        })?;
+        Ok((remote, connected))
+    }
+
+    fn origin(&self) -> Arc<dyn Origin> {
+        Arc::<Desk>::clone(&self.desk)
+    }
+
+    /// Inserts the tensors at the first server, which has them when the operation is done; until then they must not be
+    /// changed.
+    ///
+    /// # Errors
+    /// `Config`: no tokens. The operation ends with `Config` when it is larger than the capacity, with `Exhausted` at
+    /// `timeout`.
+    pub fn insert(
+        &self,
+        tokens: Vec<i64>,
+        items: Items,
+        timeout: Option<Duration>,
+    ) -> Result<Operation<()>> {
+        check_entry(&tokens)?;
+        too_many(&tokens)?;
+        let (inserted, completer) = work();
+        let operation = self.desk.operation();
+        self.desk.send(Command::Insert(Insert {
+            operation,
+            tokens,
+            items,
+            deadline: timeout.map(|timeout| Instant::now() + timeout),
+            completer,
+        }))?;
+        Ok(Operation::insert(inserted, operation, self.origin()))
+    }
+
+    /// Takes an entry of any server; ends with `None` when all have waited for `timeout`.
+    pub fn select(&self, query: Query, timeout: Option<Duration>) -> Result<Operation<Selected>> {
+        query.check()?;
+        if let Query::Tokens(tokens) = &query {
+            too_many(tokens)?;
+        }
+        let (selected, completer) = work();
+        let operation = self.desk.operation();
+        self.desk.send(Command::Select {
+            operation,
+            query,
+            timeout,
+            completer,
+        })?;
+        Ok(Operation::select(selected, operation, self.origin()))
+    }
+
+    /// The servers' addresses.
+    pub fn addresses(&self) -> &[String] {
+        &self.addresses
+    }
+
+    /// Counters and state.
+    pub fn info(&self) -> LookupInfo {
+        self.desk.info()
+    }
+
+    /// Ends the connections; what waits ends as closed.
+    pub fn close(&self) {
+        self.desk.close();
+        self.node.stop();
+    }
+}

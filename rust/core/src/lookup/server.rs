@@ -1,0 +1,385 @@
+//! A buffer's service for other processes: their inserts and selects, which it passes to the shared state, and the leases
+//! of what they have not acknowledged.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvpipe_ucx::{AmData, Payload, Status};
+
+use super::local::Shared;
+use super::messages::{
+    INSERT, INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, TAKE, TAKEN, WITHDRAW, read_select,
+    read_timeout, read_tokens, write_refusal,
+};
+use super::operation::Origin;
+use super::store::{Action, Ticket};
+use super::transfer::{Arrived, Incoming, Outgoing, Parcel, check_seal, seal};
+use super::{INSERTS_IN_FLIGHT, Items, SELECTS_CAP};
+use crate::codec::{Reader, Writer};
+use crate::error::{Error, Result};
+use crate::fetch::{ACCEPT, CREDIT, DATA, SUMS};
+use crate::identity::Identity;
+use crate::node::{Io, LinkId, Service};
+use crate::pool::Pool;
+
+/// A select of a client.
+#[derive(Debug, Clone, Copy)]
+enum Select {
+    Waiting(Ticket),
+    /// Offered. When the client is lost, the entry goes back.
+    Leased(Ticket),
+    /// The client has it whole and was told that it is his. He may still give it back.
+    Taken(Ticket),
+}
+
+#[derive(Debug)]
+struct Insert {
+    ticket: Ticket,
+    tokens: Vec<i64>,
+    num_bytes: u64,
+}
+
+struct Client {
+    incoming: Incoming,
+    outgoing: Outgoing,
+    inserts: HashMap<u64, Insert>,
+    selects: HashMap<u64, Select>,
+}
+
+pub(super) struct Server {
+    shared: Arc<Shared>,
+    /// The same, for what it shares with callers in this process.
+    origin: Arc<dyn Origin>,
+    clients: HashMap<LinkId, Client>,
+    /// Whose tickets those are that have not met their other side.
+    tickets: HashMap<Ticket, (LinkId, u64)>,
+    pool: Pool,
+}
+
+fn after(timeout: Option<Duration>) -> Option<Instant> {
+    Instant::now().checked_add(timeout?)
+}
+
+fn say(io: &mut Io, link: LinkId, kind: u8, operation: u64) {
+    let header = io.header(link, kind).u64(operation);
+    io.message(link, header, Payload::None, 0);
+}
+
+fn refuse(io: &mut Io, link: LinkId, operation: u64, error: &Error) {
+    let header = io.header(link, REFUSED).u64(operation);
+    io.message(link, header, Payload::Bytes(write_refusal(error)), 0);
+}
+
+impl Server {
+    pub(super) fn new(shared: Arc<Shared>, origin: Arc<dyn Origin>) -> Self {
+        Self {
+            shared,
+            origin,
+            clients: HashMap::new(),
+            tickets: HashMap::new(),
+            pool: Pool::default(),
+        }
+    }
+
+    fn client(&mut self, link: LinkId) -> Result<&mut Client> {
+        let unknown = || Error::protocol("a message of a client that is not connected");
+        self.clients.get_mut(&link).ok_or_else(unknown)
+    }
+
+    fn insert(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        operation: u64,
+        mut header: Reader<'_>,
+        payload: &[u8],
+    ) -> Result<()> {
+        let sum = header.u64()?;
+        header.end()?;
+        if let Err(error) = check_seal(sum, payload) {
+            refuse(io, link, operation, &error);
+            return Ok(());
+        }
+        let mut reader = Reader::new(payload);
+        let deadline = after(read_timeout(&mut reader)?);
+        let tokens = read_tokens(&mut reader)?;
+        let parcel = Parcel::read(reader)?;
+        let num_bytes = parcel.num_bytes();
+        let client = self.client(link)?;
+        if client.inserts.len() >= INSERTS_IN_FLIGHT || client.inserts.contains_key(&operation) {
+            return Err(Error::protocol(format_args!("insert {operation} is too much")));
+        }
+        let ticket = match self.shared.reserve(num_bytes, deadline) {
+            Ok(ticket) => ticket,
+            Err(error) => {
+                refuse(io, link, operation, &error);
+                return Ok(());
+            }
+        };
+        self.tickets.insert(ticket, (link, operation));
+        let client = self.client(link)?;
+        client.incoming.add(operation, parcel);
+        let insert = Insert {
+            ticket,
+            tokens,
+            num_bytes,
+        };
+        client.inserts.insert(operation, insert);
+        Ok(())
+    }
+
+    fn select(&mut self, link: LinkId, operation: u64, payload: &[u8]) -> Result<()> {
+        let (query, timeout) = read_select(payload)?;
+        let client = self.client(link)?;
+        if client.selects.len() >= SELECTS_CAP || client.selects.contains_key(&operation) {
+            return Err(Error::protocol(format_args!("select {operation} is too much")));
+        }
+        let ticket = self.shared.select(query, after(timeout))?;
+        self.tickets.insert(ticket, (link, operation));
+        let waiting = Select::Waiting(ticket);
+        self.client(link)?.selects.insert(operation, waiting);
+        Ok(())
+    }
+
+    /// Does what the shared state has for clients.
+    fn take_mail(&mut self, io: &mut Io) {
+        for action in self.shared.take_mail() {
+            let (Action::Grant(ticket)
+            | Action::Full(ticket)
+            | Action::Nothing(ticket)
+            | Action::Deliver { select: ticket, .. }) = &action;
+            match self.tickets.remove(ticket) {
+                Some((link, operation)) => self.act(io, link, operation, action),
+                None => self.decline(action),
+            }
+        }
+    }
+
+    /// The client is gone, or has withdrawn.
+    fn decline(&self, action: Action<Items>) {
+        match action {
+            Action::Grant(ticket) => self.shared.forget(ticket),
+            Action::Deliver { entry, .. } => self.origin.settle(entry, false),
+            Action::Full(_) | Action::Nothing(_) => {}
+        }
+    }
+
+    fn act(&mut self, io: &mut Io, link: LinkId, operation: u64, action: Action<Items>) {
+        let Some(client) = self.clients.get_mut(&link) else {
+            return self.decline(action);
+        };
+        match action {
+            Action::Grant(_) => {
+                client.incoming.begin(operation);
+                self.advance(io, link);
+            }
+            Action::Full(_) => {
+                client.incoming.forget(operation);
+                let num_bytes = client
+                    .inserts
+                    .remove(&operation)
+                    .map_or(0, |insert| insert.num_bytes);
+                refuse(io, link, operation, &self.shared.full(num_bytes));
+            }
+            Action::Nothing(_) => {
+                client.selects.remove(&operation);
+                say(io, link, NOTHING, operation);
+            }
+            Action::Deliver { entry, content, .. } => {
+                self.offer(io, link, operation, entry, &content);
+            }
+        }
+    }
+
+    fn offer(&mut self, io: &mut Io, link: LinkId, operation: u64, entry: Ticket, items: &Items) {
+        let Some(client) = self.clients.get_mut(&link) else {
+            return;
+        };
+        let outgoing = &mut client.outgoing;
+        match outgoing.write(io, link, operation, items, Writer::default()) {
+            Ok(writer) => {
+                let (sum, payload) = seal(writer);
+                let header = io.header(link, OFFER).u64(operation).u64(sum);
+                client.selects.insert(operation, Select::Leased(entry));
+                io.message(link, header, Payload::Bytes(payload), 0);
+            }
+            Err(error) => {
+                outgoing.release(operation);
+                client.selects.remove(&operation);
+                self.origin.settle(entry, false);
+                refuse(io, link, operation, &error);
+            }
+        }
+    }
+
+    /// Goes on with what a client's inserts bring, and makes visible what is here whole.
+    fn advance(&mut self, io: &mut Io, link: LinkId) {
+        let Some(client) = self.clients.get_mut(&link) else {
+            return;
+        };
+        for arrived in client.incoming.advance(io) {
+            self.arrived(io, link, arrived);
+        }
+    }
+
+    fn arrived(&mut self, io: &mut Io, link: LinkId, (operation, items): Arrived) {
+        let client = self.clients.get_mut(&link);
+        let Some(insert) = client.and_then(|client| client.inserts.remove(&operation)) else {
+            return;
+        };
+        let committed = items.and_then(|items| {
+            self.shared.commit(insert.ticket, insert.tokens, items)
+        });
+        match committed {
+            Ok(()) => say(io, link, INSERTED, operation),
+            Err(error) => {
+                self.shared.forget(insert.ticket);
+                refuse(io, link, operation, &error);
+            }
+        }
+    }
+
+    fn take(&mut self, io: &mut Io, link: LinkId, operation: u64) -> Result<()> {
+        let client = self.client(link)?;
+        let Some(select) = client.selects.get_mut(&operation) else {
+            return Err(Error::protocol(format_args!("select {operation} is unknown")));
+        };
+        let Select::Leased(entry) = *select else {
+            return Err(Error::protocol(format_args!("select {operation} has no lease")));
+        };
+        *select = Select::Taken(entry);
+        client.outgoing.release(operation);
+        say(io, link, TAKEN, operation);
+        Ok(())
+    }
+
+    fn settle(&mut self, link: LinkId, operation: u64, is_taken: bool) -> Result<()> {
+        let client = self.client(link)?;
+        client.outgoing.release(operation);
+        match client.selects.remove(&operation) {
+            Some(Select::Taken(entry)) => self.origin.settle(entry, is_taken),
+            Some(Select::Leased(entry)) if !is_taken => self.origin.settle(entry, false),
+            _ => return Err(Error::protocol(format_args!("select {operation} has no lease"))),
+        }
+        Ok(())
+    }
+
+    /// A select that waits or was just offered an entry, or an insert that has no place yet. Others end as they go.
+    fn withdraw(&mut self, io: &mut Io, link: LinkId, operation: u64) -> Result<()> {
+        let client = self.client(link)?;
+        if let Some(select) = client.selects.remove(&operation) {
+            client.outgoing.release(operation);
+            self.abandon(select, false);
+        } else if client.incoming.forget(operation)
+            && let Some(insert) = client.inserts.remove(&operation)
+        {
+            self.forget(insert.ticket);
+            refuse(io, link, operation, &Error::Closed("withdrawn".to_owned()));
+        }
+        Ok(())
+    }
+
+    fn forget(&mut self, ticket: Ticket) {
+        self.tickets.remove(&ticket);
+        self.shared.forget(ticket);
+    }
+
+    /// A client ends: of what it was told to be its own, `keeps_taken` says whose it is.
+    fn abandon(&mut self, select: Select, keeps_taken: bool) {
+        match select {
+            Select::Waiting(ticket) => self.forget(ticket),
+            Select::Leased(entry) => self.origin.settle(entry, false),
+            Select::Taken(entry) => self.origin.settle(entry, keeps_taken),
+        }
+    }
+}
+
+impl Service for Server {
+    type Command = Infallible;
+
+    fn command(&mut self, _io: &mut Io, command: Infallible) {
+        match command {}
+    }
+
+    fn link_up(&mut self, _io: &mut Io, link: LinkId, _peer: &Identity) {
+        let client = Client {
+            incoming: Incoming::new(link, self.pool.clone()),
+            outgoing: Outgoing::default(),
+            inserts: HashMap::new(),
+            selects: HashMap::new(),
+        };
+        self.clients.insert(link, client);
+    }
+
+    fn link_down(&mut self, _io: &mut Io, link: LinkId, _error: Error) {
+        let Some(client) = self.clients.remove(&link) else {
+            return;
+        };
+        for insert in client.inserts.into_values() {
+            self.forget(insert.ticket);
+        }
+        for select in client.selects.into_values() {
+            self.abandon(select, true);
+        }
+    }
+
+    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+        Err(Error::protocol("a client of a lookup buffer sent a frame"))
+    }
+
+    fn message(&mut self, io: &mut Io, link: LinkId, header: &[u8], data: AmData) -> Result<()> {
+        let mut reader = Reader::new(header);
+        let (kind, id) = (reader.u8()?, reader.u64()?);
+        match kind {
+            INSERT => self.insert(io, link, id, reader, &data)?,
+            SELECT => self.select(link, id, &data)?,
+            TAKE => self.take(io, link, id)?,
+            SETTLE => self.settle(link, id, reader.u8()? != 0)?,
+            WITHDRAW => self.withdraw(io, link, id)?,
+            DATA => self.client(link)?.incoming.place(io, id, reader, &data)?,
+            SUMS => self.client(link)?.incoming.sums(id, &data)?,
+            ACCEPT => self.client(link)?.outgoing.accept(io, link, id)?,
+            CREDIT => {
+                let credit = reader.u64()?;
+                self.client(link)?.outgoing.credit(io, link, id, credit);
+            }
+            other => {
+                let text = format_args!("message {other} to a lookup buffer");
+                return Err(Error::protocol(text));
+            }
+        }
+        drop(data);
+        self.advance(io, link);
+        self.take_mail(io);
+        Ok(())
+    }
+
+    fn done(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
+        let owner = self
+            .clients
+            .iter_mut()
+            .find_map(|(link, client)| client.incoming.done(io, token, result).then_some(*link));
+        if let Some(link) = owner {
+            self.advance(io, link);
+            self.take_mail(io);
+        }
+    }
+
+    fn work(&mut self, io: &mut Io) -> bool {
+        self.take_mail(io);
+        self.clients
+            .iter_mut()
+            .any(|(link, client)| client.outgoing.sum_on(io, *link))
+    }
+
+    fn timer(&mut self, io: &mut Io) -> Option<Instant> {
+        if self.shared.next_deadline().is_some_and(|at| at <= io.now) {
+            self.origin.expire();
+            self.take_mail(io);
+        }
+        let idle = self.pool.expire(io.now);
+        self.shared.next_deadline().into_iter().chain(idle).min()
+    }
+}

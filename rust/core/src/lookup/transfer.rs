@@ -1,0 +1,350 @@
+//! The tensors of entries on their way over one link: small ones inside the message, large ones offered and fetched.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use kvpipe_ucx::{Buffer, Memory, Status};
+
+use super::{Items, NUM_ITEMS};
+use crate::checksum;
+use crate::codec::{Reader, Writer};
+use crate::error::{Error, Result};
+use crate::fetch::{Fetch, Lending, Offer};
+use crate::node::{Io, LinkId};
+use crate::pipe::{Meta, Received};
+use crate::pool::Pool;
+
+/// Bytes of an entry that travel inside its message. Above them, one copy costs more than one more round trip.
+const INLINE_CAP: usize = 32 << 10;
+/// Tensors from this size come into memory of the pool, which is cut into huge pages.
+const POOLED: usize = 4 << 20;
+
+const NOTHING: u8 = 0;
+const INLINE: u8 = 1;
+const OFFERED: u8 = 2;
+
+/// Names a tensor on its link: the operation, and which of its tensors.
+fn fetch_id(operation: u64, index: usize) -> u64 {
+    operation
+        .wrapping_mul(NUM_ITEMS as u64)
+        .wrapping_add(index as u64)
+}
+
+fn owner_of(fetch: u64) -> (u64, usize) {
+    let count = NUM_ITEMS as u64;
+    (fetch / count, (fetch % count) as usize)
+}
+
+/// What this side lends to the peer.
+#[derive(Debug, Default)]
+pub(super) struct Outgoing(HashMap<u64, Lending>);
+
+impl Outgoing {
+    /// Appends the tensors of an operation to its message; those that are too large are lent until
+    /// [`release`](Self::release).
+    pub(super) fn write(
+        &mut self,
+        io: &Io,
+        link: LinkId,
+        operation: u64,
+        items: &Items,
+        mut writer: Writer,
+    ) -> Result<Writer> {
+        let mut space = INLINE_CAP;
+        for (index, item) in items.0.iter().enumerate() {
+            item.meta.check()?;
+            writer = match &item.buffer {
+                None => writer.u8(NOTHING),
+                Some(buffer) if buffer.len() <= space => {
+                    space -= buffer.len();
+                    item.meta.write(writer.u8(INLINE)).bytes(bytes(buffer)?)
+                }
+                Some(buffer) => {
+                    let id = fetch_id(operation, index);
+                    let (lending, offer) = Lending::new(io, link, buffer.clone(), id, true)?;
+                    self.0.insert(id, lending);
+                    offer.write(item.meta.write(writer.u8(OFFERED)))
+                }
+            };
+        }
+        Ok(writer)
+    }
+
+    /// The peer has, or will never have, the tensors of an operation.
+    pub(super) fn release(&mut self, operation: u64) {
+        for index in 0..NUM_ITEMS {
+            self.0.remove(&fetch_id(operation, index));
+        }
+    }
+
+    pub(super) fn accept(&mut self, io: &mut Io, link: LinkId, id: u64) -> Result<()> {
+        self.0
+            .get_mut(&id)
+            .map_or(Ok(()), |lending| lending.accept(io, link))
+    }
+
+    pub(super) fn credit(&mut self, io: &mut Io, link: LinkId, id: u64, credit: u64) {
+        if let Some(lending) = self.0.get_mut(&id) {
+            lending.credit(io, link, credit);
+        }
+    }
+
+    /// Computes and tells some checksums; whether there were any.
+    pub(super) fn sum_on(&mut self, io: &mut Io, link: LinkId) -> bool {
+        self.0
+            .values_mut()
+            .any(|lending| lending.sum_on(io, link))
+    }
+}
+
+fn bytes(buffer: &Buffer) -> Result<&[u8]> {
+    buffer.bytes(0, buffer.len()).ok_or_else(super::not_host)
+}
+
+/// The payload of a message with tensors, and the checksum that its header bears.
+pub(super) fn seal(writer: Writer) -> (u64, Vec<u8>) {
+    let payload = writer.finish();
+    (checksum::of(&payload), payload)
+}
+
+/// Whether a payload is what its header says.
+pub(super) fn check_seal(sum: u64, payload: &[u8]) -> Result<()> {
+    if checksum::of(payload) == sum {
+        return Ok(());
+    }
+    Err(Error::Corrupt(
+        "an entry came with another checksum than it was sent with; nothing was delivered".to_owned(),
+    ))
+}
+
+#[derive(Debug)]
+enum Slot {
+    Nothing,
+    Here(Buffer),
+    Offered(Offer),
+}
+
+/// An entry as its message describes it.
+#[derive(Debug)]
+pub(super) struct Parcel {
+    metas: [Meta; NUM_ITEMS],
+    slots: [Slot; NUM_ITEMS],
+}
+
+impl Parcel {
+    /// Reads the tensors of a message, to its end.
+    pub(super) fn read(mut reader: Reader<'_>) -> Result<Self> {
+        let mut parcel = Self {
+            metas: Default::default(),
+            slots: [const { Slot::Nothing }; NUM_ITEMS],
+        };
+        let mut space = INLINE_CAP;
+        for (meta, slot) in parcel.metas.iter_mut().zip(&mut parcel.slots) {
+            *slot = match reader.u8()? {
+                NOTHING => continue,
+                INLINE => {
+                    *meta = Meta::read(&mut reader)?;
+                    let bytes = reader.bytes(space)?;
+                    space -= bytes.len();
+                    Slot::Here(Buffer::from_vec(bytes.to_vec()))
+                }
+                OFFERED => {
+                    *meta = Meta::read(&mut reader)?;
+                    Slot::Offered(Offer::read(&mut reader)?)
+                }
+                other => return Err(Error::protocol(format_args!("a tensor of kind {other}"))),
+            };
+        }
+        reader.end()?;
+        Ok(parcel)
+    }
+
+    /// Bytes of its tensors.
+    pub(super) fn num_bytes(&self) -> u64 {
+        let len = |slot: &Slot| match slot {
+            Slot::Nothing => 0,
+            Slot::Here(buffer) => buffer.len() as u64,
+            Slot::Offered(offer) => offer.len as u64,
+        };
+        self.slots.iter().map(len).fold(0, u64::saturating_add)
+    }
+
+    fn take_offer(&mut self) -> Option<(usize, Offer)> {
+        let is_offered = |slot: &Slot| matches!(slot, Slot::Offered(_));
+        let index = self.slots.iter().position(is_offered)?;
+        match std::mem::replace(&mut self.slots[index], Slot::Nothing) {
+            Slot::Offered(offer) => Some((index, offer)),
+            _ => None,
+        }
+    }
+
+    fn into_items(self) -> Items {
+        let mut metas = self.metas.into_iter();
+        Items(self.slots.map(|slot| {
+            let buffer = match slot {
+                Slot::Here(buffer) => Some(buffer),
+                Slot::Nothing | Slot::Offered(_) => None,
+            };
+            let meta = metas.next().unwrap_or_default();
+            Arc::new(Received { meta, buffer })
+        }))
+    }
+}
+
+/// An entry whose tensors are all here, or why they are not.
+pub(super) type Arrived = (u64, Result<Items>);
+
+/// What the peer has described and this side fetches: one entry after the other, in the order of
+/// [`begin`](Self::begin), and of an entry one tensor after the other.
+#[derive(Debug)]
+pub(super) struct Incoming {
+    link: LinkId,
+    parcels: HashMap<u64, Parcel>,
+    ready: VecDeque<u64>,
+    fetch: Option<Fetch>,
+    pool: Pool,
+}
+
+impl Incoming {
+    pub(super) fn new(link: LinkId, pool: Pool) -> Self {
+        Self {
+            link,
+            parcels: HashMap::new(),
+            ready: VecDeque::new(),
+            fetch: None,
+            pool,
+        }
+    }
+
+    /// Keeps an entry until its operation begins, or is forgotten.
+    pub(super) fn add(&mut self, operation: u64, parcel: Parcel) {
+        self.parcels.insert(operation, parcel);
+    }
+
+    /// Drops an entry that has not begun; whether there was one.
+    pub(super) fn forget(&mut self, operation: u64) -> bool {
+        !self.ready.contains(&operation) && self.parcels.remove(&operation).is_some()
+    }
+
+    /// Has an entry fetched.
+    pub(super) fn begin(&mut self, operation: u64) {
+        self.ready.push_back(operation);
+    }
+
+    /// Begins what can be, and tells what has ended.
+    pub(super) fn advance(&mut self, io: &mut Io) -> Vec<Arrived> {
+        let mut arrived = Vec::new();
+        while let Some(&operation) = self.ready.front() {
+            let outcome = match &self.fetch {
+                None => self.begin_next(io, operation),
+                Some(fetch) => match fetch.outcome() {
+                    None => break,
+                    Some(Ok(())) => self.keep(),
+                    Some(Err(error)) => Err(error),
+                },
+            };
+            match outcome {
+                Ok(false) => {}
+                Ok(true) => {
+                    let parcel = self.remove(operation);
+                    arrived.extend(parcel.map(|parcel| (operation, Ok(parcel.into_items()))));
+                }
+                Err(error) => {
+                    self.remove(operation);
+                    arrived.push((operation, Err(error)));
+                }
+            }
+        }
+        arrived
+    }
+
+    fn remove(&mut self, operation: u64) -> Option<Parcel> {
+        self.fetch = None;
+        self.ready.pop_front();
+        self.parcels.remove(&operation)
+    }
+
+    /// Begins to fetch the next tensor of an entry; true when there is none.
+    fn begin_next(&mut self, io: &mut Io, operation: u64) -> Result<bool> {
+        let offer = self.parcels.get_mut(&operation).and_then(Parcel::take_offer);
+        let Some((index, offer)) = offer else {
+            return Ok(true);
+        };
+        let memory = self.allocate(io, offer.len)?;
+        let id = fetch_id(operation, index);
+        let begun = Fetch::begin(io, self.link, id, offer, memory);
+        // The peer's key is wrong: nothing good will come from there.
+        let fetch = begun.inspect_err(|error| io.fail(self.link, error.clone()))?;
+        self.fetch = Some(fetch);
+        Ok(false)
+    }
+
+    fn allocate(&self, io: &Io, len: usize) -> Result<Arc<Memory>> {
+        if len < POOLED {
+            return io.register(Buffer::zeroed(len));
+        }
+        self.pool.take(io, len)
+    }
+
+    /// Puts the tensor that is here where it belongs.
+    fn keep(&mut self) -> Result<bool> {
+        if let Some(fetch) = self.fetch.take() {
+            let ((operation, index), len) = (owner_of(fetch.id()), fetch.len());
+            let memory = fetch.into_memory();
+            let buffer = if len < POOLED {
+                Some(memory.buffer().clone())
+            } else {
+                self.pool.lend(memory, len)
+            };
+            let parcel = self.parcels.get_mut(&operation);
+            if let (Some(parcel), Some(buffer)) = (parcel, buffer) {
+                parcel.slots[index] = Slot::Here(buffer);
+            }
+        }
+        Ok(false)
+    }
+
+    fn fetch(&mut self, id: u64) -> Option<&mut Fetch> {
+        self.fetch.as_mut().filter(|fetch| fetch.id() == id)
+    }
+
+    /// Checksums have come.
+    pub(super) fn sums(&mut self, id: u64, data: &[u8]) -> Result<()> {
+        if let Some(fetch) = self.fetch(id) {
+            return fetch.take_sums(data);
+        }
+        let (operation, index) = owner_of(id);
+        let slot = self
+            .parcels
+            .get_mut(&operation)
+            .map(|parcel| &mut parcel.slots[index]);
+        match slot {
+            Some(Slot::Offered(offer)) => offer.take_sums(data).map(|_| ()),
+            // Of an operation that was withdrawn, or has failed here.
+            _ => Ok(()),
+        }
+    }
+
+    /// A piece has come.
+    pub(super) fn place(&mut self, io: &mut Io, id: u64, header: Reader<'_>, data: &[u8]) -> Result<()> {
+        let link = self.link;
+        match self.fetch(id) {
+            Some(fetch) => fetch.place(io, link, header, data),
+            // Of a fetch that has failed here.
+            None => Ok(()),
+        }
+    }
+
+    /// A read has ended; false when it is none of this link.
+    pub(super) fn done(
+        &mut self,
+        io: &mut Io,
+        token: u64,
+        result: std::result::Result<(), Status>,
+    ) -> bool {
+        let link = self.link;
+        self.fetch
+            .as_mut()
+            .is_some_and(|fetch| fetch.done(io, Some(link), token, result))
+    }
+}
