@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvpipe_ucx::{Buffer, Memory, Status};
 
-use super::{Items, NUM_ITEMS};
+use super::{HUGE, Items, NUM_ITEMS};
 use crate::checksum;
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
@@ -16,8 +16,6 @@ use crate::pool::Pool;
 
 /// Bytes of an entry that travel inside its message. Above them, one copy costs more than one more round trip.
 const INLINE_CAP: usize = 32 << 10;
-/// Tensors from this size come into memory of the pool, which is cut into huge pages.
-const POOLED: usize = 4 << 20;
 
 const NOTHING: u8 = 0;
 const INLINE: u8 = 1;
@@ -280,7 +278,7 @@ impl Incoming {
     }
 
     fn allocate(&self, io: &Io, len: usize) -> Result<Arc<Memory>> {
-        if len < POOLED {
+        if len < HUGE {
             return io.register(Buffer::zeroed(len));
         }
         self.pool.take(io, len)
@@ -291,7 +289,7 @@ impl Incoming {
         if let Some(fetch) = self.fetch.take() {
             let ((operation, index), len) = (owner_of(fetch.id()), fetch.len());
             let memory = fetch.into_memory();
-            let buffer = if len < POOLED {
+            let buffer = if len < HUGE {
                 Some(memory.buffer().clone())
             } else {
                 self.pool.lend(memory, len)
