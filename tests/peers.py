@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpipe import Agent, EndOfPipeError, Pipe
+from kvpipe import Agent, EndOfPipeError, KVPipeError, LookupBuffer, Pipe
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 120.0
@@ -239,6 +239,99 @@ def forked():
     say(receiver.recv_tensor().tolist())
 
 
+def serve_entries(capacity_bytes):
+    """A lookup buffer for others; answers each line of its stdin with its counters."""
+    with LookupBuffer(int(capacity_bytes)) as buffer:
+        buffer.serve()
+        say(buffer.address)
+        for _ in sys.stdin:
+            say(json.dumps(vars(buffer.stats())))
+
+
+def insert_numbered(address, first, count):
+    """Inserts entries whose only token is their number."""
+    with LookupBuffer.connect(address, timeout=60) as buffer:
+        for number in range(int(first), int(first) + int(count)):
+            buffer.insert(np.array([number]), None, np.full(16, number), None, None)
+    say("done")
+
+
+def take_numbered(address):
+    """Takes entries for ever and says their numbers."""
+    buffer = LookupBuffer.connect(address, timeout=60)
+    say("ready")
+    with contextlib.suppress(KVPipeError):
+        while True:
+            tokens, _, key, _, _ = buffer.drop_select(None, None)
+            assert (key == tokens[0]).all()
+            say(tokens[0])
+
+
+def take_one(address):
+    """Takes one entry; says how that ended."""
+    buffer = LookupBuffer.connect(address, timeout=60)
+    say("ready")
+    say(outcome(lambda: buffer.drop_select(None, None)))
+    wait_for_the_end()
+
+
+def insert_for_ever(address, num_bytes):
+    buffer = LookupBuffer.connect(address, timeout=60)
+    tensor = np.ones(int(num_bytes), np.uint8)
+    say("ready")
+    while True:
+        buffer.insert(np.array([1]), None, tensor, None, None)
+
+
+def interrupted_entries(what, is_remote):
+    """Waits without end in Python's main thread; says how that ended, and what is left of it."""
+    server = LookupBuffer(100)
+    buffer = server
+    if int(is_remote):
+        server.serve()
+        buffer = LookupBuffer.connect(server.address)
+    tokens, full = np.arange(2, dtype=np.int8), np.ones(98, np.int8)
+    buffer.insert(tokens, None, full, None, None)
+    waits = {
+        "select": lambda: buffer.drop_select(tokens + 1, None),
+        "insert": lambda: buffer.insert(tokens, None, full, None, None),
+    }
+    say("waiting")
+    try:
+        waits[what]()
+    except KeyboardInterrupt:
+        say("KeyboardInterrupt")
+    while server.stats().num_waiting:
+        time.sleep(0.01)
+    say(server.stats().num_entries)
+
+
+def forked_entries():
+    """What a child of fork() gets from the lookup buffers of its parent, and that the parent goes on."""
+    import os  # noqa: PLC0415 - fork() is for such programs alone
+
+    server = LookupBuffer()
+    server.serve()
+    client = LookupBuffer.connect(server.address)
+    tokens = np.arange(3)
+    server.insert(tokens, None, None, None, None)
+    pid = os.fork()
+    if pid == 0:
+        tries = [
+            attempt
+            for buffer in (server, client)
+            for attempt in (
+                lambda buffer=buffer: buffer.insert(tokens, None, None, None, None),
+                lambda buffer=buffer: buffer.drop_select(None, None, timeout=0),
+                buffer.close,
+            )
+        ]
+        say(json.dumps([outcome(attempt) for attempt in tries]))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    say(client.drop_select(None, None)[0].tolist())
+
+
 def outcome(attempt):
     try:
         attempt()
@@ -252,7 +345,11 @@ PROGRAMS = {
     for program in (
         echo,
         forked,
+        forked_entries,
+        insert_for_ever,
+        insert_numbered,
         interrupted,
+        interrupted_entries,
         never_take_notifications,
         receive_and_weigh,
         receive_for_ever,
@@ -260,6 +357,9 @@ PROGRAMS = {
         send_for_ever,
         send_nothing,
         serve_blocks,
+        serve_entries,
+        take_numbered,
+        take_one,
         take_notifications,
     )
 }

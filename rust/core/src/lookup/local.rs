@@ -16,7 +16,7 @@ use super::{Items, LookupInfo, Query, check_entry, check_process};
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Service};
 use crate::link::Timing;
-use crate::node::{Node, NodeConfig, Waker};
+use crate::node::{Node, NodeConfig, Waker, default_busy_poll};
 use crate::pipe::listen_address;
 use crate::work::{Completer, work};
 
@@ -364,6 +364,7 @@ impl Local {
             ucx: Some(ucx),
             local: address.ip(),
             timing: Timing::default(),
+            busy_poll: default_busy_poll(),
         };
         let (shared, origin) = (Arc::clone(&self.shared), self.origin());
         let served = Node::spawn(config, move || Server::new(shared, origin))?;

@@ -14,7 +14,7 @@ use super::{Items, LookupInfo, Query, check_entry};
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Service};
 use crate::link::Timing;
-use crate::node::{Node, NodeConfig};
+use crate::node::{Node, NodeConfig, default_busy_poll};
 use crate::pipe::local_towards;
 use crate::work::{Work, work};
 
@@ -68,6 +68,7 @@ impl Remote {
                 handshake: timeout,
                 ..Timing::default()
             },
+            busy_poll: default_busy_poll(),
         };
         let desk = Arc::new(Desk::new());
         desk.count(|info| info.state = "connecting");
