@@ -275,6 +275,13 @@ def take_one(address):
     wait_for_the_end()
 
 
+def take_one_without_torch(address):
+    sys.modules["torch"] = None  # what `import torch` finds where there is none
+    buffer = LookupBuffer.connect(address, timeout=60)
+    say(outcome(lambda: buffer.drop_select(None, None)))
+    wait_for_the_end()
+
+
 def insert_for_ever(address, num_bytes):
     buffer = LookupBuffer.connect(address, timeout=60)
     tensor = np.ones(int(num_bytes), np.uint8)
@@ -360,6 +367,7 @@ PROGRAMS = {
         serve_entries,
         take_numbered,
         take_one,
+        take_one_without_torch,
         take_notifications,
     )
 }

@@ -122,7 +122,9 @@ impl Work {
     fn result<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         release_let_go(py);
         match &self.0 {
-            Kind::Nothing(work) => finished(work.result()).and_then(|()| py.None().into_bound_py_any(py)),
+            Kind::Nothing(work) => {
+                finished(work.result()).and_then(|()| py.None().into_bound_py_any(py))
+            }
             Kind::Received(work) => received(py, finished(work.result())?),
             Kind::Bytes(work) => finished(work.result())?.into_bound_py_any(py),
             Kind::Region(work) => Region(finished(work.result())?).into_bound_py_any(py),

@@ -195,7 +195,8 @@ impl Client {
             server.outgoing.release(operation);
         }
         if let Some(completer) = self.inserts.remove(&operation) {
-            self.desk.count(|info| info.num_inserted += u64::from(result.is_ok()));
+            self.desk
+                .count(|info| info.num_inserted += u64::from(result.is_ok()));
             completer.complete(result);
         }
         self.post(io);
@@ -230,7 +231,11 @@ impl Client {
     }
 
     fn withdraw(&mut self, io: &mut Io, operation: u64) {
-        if let Some(at) = self.queue.iter().position(|insert| insert.operation == operation) {
+        if let Some(at) = self
+            .queue
+            .iter()
+            .position(|insert| insert.operation == operation)
+        {
             self.queue.remove(at);
         }
         if self.inserts.contains_key(&operation)
@@ -347,7 +352,9 @@ impl Client {
         let is_asked = |select: &Select| select.from == Some(link) && select.items.is_some();
         let known = self.selects.get(&operation).is_some_and(is_asked);
         let Some(select) = self.selects.remove(&operation).filter(|_| known) else {
-            return Err(Error::protocol(format_args!("select {operation} was not asked for")));
+            return Err(Error::protocol(format_args!(
+                "select {operation} was not asked for"
+            )));
         };
         let Some(items) = select.items.filter(|_| !select.is_withdrawn) else {
             settle(io, link, operation, false);
@@ -421,7 +428,8 @@ impl Service for Client {
             server.is_up = true;
         }
         if let Some(road) = io.road(link) {
-            self.desk.count(|info| road.transport().clone_into(&mut info.transport));
+            self.desk
+                .count(|info| road.transport().clone_into(&mut info.transport));
         }
         if self.servers.values().all(|server| server.is_up)
             && let Some(completer) = self.connecting.take()
@@ -444,7 +452,9 @@ impl Service for Client {
     }
 
     fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
-        Err(Error::protocol("the server of a lookup buffer sent a frame"))
+        Err(Error::protocol(
+            "the server of a lookup buffer sent a frame",
+        ))
     }
 
     fn message(&mut self, io: &mut Io, link: LinkId, header: &[u8], data: AmData) -> Result<()> {

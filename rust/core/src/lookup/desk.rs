@@ -1,8 +1,8 @@
 //! Where a client's callers hand in what they want, in the order of their calls, and deliveries say what became of them.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use super::client::Insert;
@@ -113,8 +113,7 @@ impl Desk {
             state: "closed",
             ..LookupInfo::default()
         };
-        self.lock()
-            .map_or_else(closed, |state| state.info.clone())
+        self.lock().map_or_else(closed, |state| state.info.clone())
     }
 }
 

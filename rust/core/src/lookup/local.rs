@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::Search;
 
 use super::operation::{Delivery, Operation, Origin, Selected};
-use super::store::{Action, Store, Ticket};
 use super::server::Server;
+use super::store::{Action, Store, Ticket};
 use super::{Items, LookupInfo, Query, check_entry, check_process};
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Service};
@@ -105,9 +105,12 @@ impl State {
                 items,
                 completer,
             },
-            (Waiting::Insert { completer, items, .. }, _) => {
-                Effect::Inserted(completer, Err(self.full(items.num_bytes())))
-            }
+            (
+                Waiting::Insert {
+                    completer, items, ..
+                },
+                _,
+            ) => Effect::Inserted(completer, Err(self.full(items.num_bytes()))),
             (Waiting::Select(completer), Action::Deliver { entry, content, .. }) => {
                 Effect::Selected(completer, Ok(Some((entry, content))))
             }
@@ -145,7 +148,8 @@ impl State {
     fn full(&self, num_bytes: u64) -> Error {
         Error::Exhausted(format!(
             "no place for {num_bytes} bytes in time: {} of {} are taken; nothing was inserted, the buffer is usable",
-            self.store.counts().num_bytes, self.capacity_bytes
+            self.store.counts().num_bytes,
+            self.capacity_bytes
         ))
     }
 }
@@ -237,12 +241,21 @@ impl Shared {
     }
 
     /// Asks for the place of an entry of a client.
-    pub(super) fn reserve(self: &Arc<Self>, num_bytes: u64, deadline: Option<Instant>) -> Result<Ticket> {
+    pub(super) fn reserve(
+        self: &Arc<Self>,
+        num_bytes: u64,
+        deadline: Option<Instant>,
+    ) -> Result<Ticket> {
         self.update(|state| state.store.reserve(num_bytes, deadline, Instant::now()))
     }
 
     /// Makes an entry visible.
-    pub(super) fn commit(self: &Arc<Self>, ticket: Ticket, tokens: Vec<i64>, items: Items) -> Result<()> {
+    pub(super) fn commit(
+        self: &Arc<Self>,
+        ticket: Ticket,
+        tokens: Vec<i64>,
+        items: Items,
+    ) -> Result<()> {
         self.update(|state| {
             state.commit(ticket, tokens, items);
             Ok(())
@@ -250,7 +263,11 @@ impl Shared {
     }
 
     /// Begins a select of a client.
-    pub(super) fn select(self: &Arc<Self>, query: Query, deadline: Option<Instant>) -> Result<Ticket> {
+    pub(super) fn select(
+        self: &Arc<Self>,
+        query: Query,
+        deadline: Option<Instant>,
+    ) -> Result<Ticket> {
         self.update(|state| Ok(state.store.select(query, deadline, Instant::now())))
     }
 
@@ -258,6 +275,22 @@ impl Shared {
     pub(super) fn forget(self: &Arc<Self>, ticket: Ticket) {
         let _ = self.update(|state| {
             state.forget(ticket);
+            Ok(())
+        });
+    }
+
+    /// A client has an entry whole, and it is his.
+    pub(super) fn acknowledge(&self) {
+        if let Ok(mut state) = self.lock() {
+            state.num_taken += 1;
+        }
+    }
+
+    /// What a client acknowledged is dropped, or goes back because nobody looked at it.
+    pub(super) fn conclude(self: &Arc<Self>, entry: Ticket, is_taken: bool) {
+        let _ = self.update(|state| {
+            state.num_taken -= 1;
+            state.settle(entry, is_taken);
             Ok(())
         });
     }
@@ -352,7 +385,9 @@ impl Local {
     pub fn serve(&self, address: &str, token: &[u8], ucx: Search) -> Result<()> {
         let mut node = self.node();
         if let Some(at) = node.as_ref().and_then(Node::address) {
-            return Err(Error::Config(format!("the buffer is served at {at} already")));
+            return Err(Error::Config(format!(
+                "the buffer is served at {at} already"
+            )));
         }
         // A closed buffer is not served.
         self.shared.update(|_| Ok(()))?;
@@ -411,11 +446,7 @@ impl Local {
     }
 
     /// Takes an entry; ends with `None` at `timeout`.
-    pub fn select(
-        &self,
-        query: Query,
-        timeout: Option<Duration>,
-    ) -> Result<Operation<Selected>> {
+    pub fn select(&self, query: Query, timeout: Option<Duration>) -> Result<Operation<Selected>> {
         query.check()?;
         let now = Instant::now();
         let deadline = timeout.map(|timeout| now + timeout);

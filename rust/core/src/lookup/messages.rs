@@ -90,7 +90,9 @@ pub(super) fn write_refusal(error: &Error) -> Vec<u8> {
         Error::Corrupt(_) => 3,
         _ => 0,
     };
-    Writer::new(kind).text(&error.to_string(), TEXT_CAP).finish()
+    Writer::new(kind)
+        .text(&error.to_string(), TEXT_CAP)
+        .finish()
 }
 
 pub(super) fn read_refusal(payload: &[u8]) -> Result<Error> {

@@ -200,7 +200,9 @@ impl LookupBuffer {
     /// served.
     pub fn address(&self) -> String {
         match self {
-            Self::Local(local) => local.address().map_or_else(String::new, |at| at.to_string()),
+            Self::Local(local) => local
+                .address()
+                .map_or_else(String::new, |at| at.to_string()),
             Self::Remote(remote) => remote.addresses().join(","),
         }
     }

@@ -109,7 +109,9 @@ impl Server {
         let num_bytes = parcel.num_bytes();
         let client = self.client(link)?;
         if client.inserts.len() >= INSERTS_IN_FLIGHT || client.inserts.contains_key(&operation) {
-            return Err(Error::protocol(format_args!("insert {operation} is too much")));
+            return Err(Error::protocol(format_args!(
+                "insert {operation} is too much"
+            )));
         }
         let ticket = match self.shared.reserve(num_bytes, deadline) {
             Ok(ticket) => ticket,
@@ -134,7 +136,9 @@ impl Server {
         let (query, timeout) = read_select(payload)?;
         let client = self.client(link)?;
         if client.selects.len() >= SELECTS_CAP || client.selects.contains_key(&operation) {
-            return Err(Error::protocol(format_args!("select {operation} is too much")));
+            return Err(Error::protocol(format_args!(
+                "select {operation} is too much"
+            )));
         }
         let ticket = self.shared.select(query, after(timeout))?;
         self.tickets.insert(ticket, (link, operation));
@@ -229,9 +233,8 @@ impl Server {
         let Some(insert) = client.and_then(|client| client.inserts.remove(&operation)) else {
             return;
         };
-        let committed = items.and_then(|items| {
-            self.shared.commit(insert.ticket, insert.tokens, items)
-        });
+        let committed =
+            items.and_then(|items| self.shared.commit(insert.ticket, insert.tokens, items));
         match committed {
             Ok(()) => say(io, link, INSERTED, operation),
             Err(error) => {
@@ -244,13 +247,18 @@ impl Server {
     fn take(&mut self, io: &mut Io, link: LinkId, operation: u64) -> Result<()> {
         let client = self.client(link)?;
         let Some(select) = client.selects.get_mut(&operation) else {
-            return Err(Error::protocol(format_args!("select {operation} is unknown")));
+            return Err(Error::protocol(format_args!(
+                "select {operation} is unknown"
+            )));
         };
         let Select::Leased(entry) = *select else {
-            return Err(Error::protocol(format_args!("select {operation} has no lease")));
+            return Err(Error::protocol(format_args!(
+                "select {operation} has no lease"
+            )));
         };
         *select = Select::Taken(entry);
         client.outgoing.release(operation);
+        self.shared.acknowledge();
         say(io, link, TAKEN, operation);
         Ok(())
     }
@@ -259,9 +267,13 @@ impl Server {
         let client = self.client(link)?;
         client.outgoing.release(operation);
         match client.selects.remove(&operation) {
-            Some(Select::Taken(entry)) => self.origin.settle(entry, is_taken),
+            Some(Select::Taken(entry)) => self.shared.conclude(entry, is_taken),
             Some(Select::Leased(entry)) if !is_taken => self.origin.settle(entry, false),
-            _ => return Err(Error::protocol(format_args!("select {operation} has no lease"))),
+            _ => {
+                return Err(Error::protocol(format_args!(
+                    "select {operation} has no lease"
+                )));
+            }
         }
         Ok(())
     }
@@ -291,7 +303,7 @@ impl Server {
         match select {
             Select::Waiting(ticket) => self.forget(ticket),
             Select::Leased(entry) => self.origin.settle(entry, false),
-            Select::Taken(entry) => self.origin.settle(entry, keeps_taken),
+            Select::Taken(entry) => self.shared.conclude(entry, keeps_taken),
         }
     }
 }

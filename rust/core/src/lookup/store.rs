@@ -125,7 +125,11 @@ impl<C: Clone> Store<C> {
             deadline,
         });
         self.grant();
-        if self.inserts.back().is_some_and(|last| last.ticket == ticket) {
+        if self
+            .inserts
+            .back()
+            .is_some_and(|last| last.ticket == ticket)
+        {
             self.deadlines.add(deadline);
             self.expire(now);
         }
@@ -429,7 +433,10 @@ mod tests {
     fn an_entry_that_can_never_fit_is_refused_with_both_numbers() {
         let refused = store().reserve(CAPACITY + 1, None, Instant::now());
         let text = refused.unwrap_err().to_string();
-        assert!(text.contains("101 bytes") && text.contains("100 bytes"), "{text}");
+        assert!(
+            text.contains("101 bytes") && text.contains("100 bytes"),
+            "{text}"
+        );
     }
 
     #[test]
@@ -447,7 +454,10 @@ mod tests {
         let expected = [Action::Full(late), Action::Nothing(select)];
         assert_eq!(actions(&mut store), expected);
         let counts = store.counts();
-        assert_eq!((counts.num_waiting_inserts, counts.num_waiting_selects), (0, 0));
+        assert_eq!(
+            (counts.num_waiting_inserts, counts.num_waiting_selects),
+            (0, 0)
+        );
         assert_eq!(store.next_deadline(), None);
     }
 
@@ -465,8 +475,13 @@ mod tests {
     /// What may happen to a store, in any order.
     #[derive(Debug, Clone)]
     enum Step {
-        Insert { tokens: Vec<i64>, num_bytes: u64 },
-        Select { tokens: Option<Vec<i64>> },
+        Insert {
+            tokens: Vec<i64>,
+            num_bytes: u64,
+        },
+        Select {
+            tokens: Option<Vec<i64>>,
+        },
         /// The n-th of those that were granted, leased, waiting: what becomes of it.
         Commit(usize),
         Abandon(usize),
@@ -606,7 +621,8 @@ mod tests {
                 tickets.map(|ticket| self.sizes[ticket]).sum()
             };
             let counts = self.store.counts();
-            let num_bytes = sizes(&mut self.granted.iter().chain(&self.visible).chain(&self.leased));
+            let num_bytes =
+                sizes(&mut self.granted.iter().chain(&self.visible).chain(&self.leased));
             assert_eq!(counts.num_bytes, num_bytes);
             assert!(num_bytes <= CAPACITY);
             assert_eq!(counts.num_entries, self.visible.len());
@@ -616,10 +632,17 @@ mod tests {
             assert_eq!(counts.num_waiting_selects, self.selects.len());
             for query in self.selects.values() {
                 let takes = |entry: &&Ticket| query.takes(&self.tokens[*entry]);
-                assert_eq!(self.visible.iter().find(takes), None, "nobody gave it to {query:?}");
+                assert_eq!(
+                    self.visible.iter().find(takes),
+                    None,
+                    "nobody gave it to {query:?}"
+                );
             }
             if let Some(first) = self.waiting.first() {
-                assert!(self.sizes[first] > CAPACITY - num_bytes, "{first} waits in vain");
+                assert!(
+                    self.sizes[first] > CAPACITY - num_bytes,
+                    "{first} waits in vain"
+                );
             }
         }
     }

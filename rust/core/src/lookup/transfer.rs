@@ -89,9 +89,7 @@ impl Outgoing {
 
     /// Computes and tells some checksums; whether there were any.
     pub(super) fn sum_on(&mut self, io: &mut Io, link: LinkId) -> bool {
-        self.0
-            .values_mut()
-            .any(|lending| lending.sum_on(io, link))
+        self.0.values_mut().any(|lending| lending.sum_on(io, link))
     }
 }
 
@@ -111,7 +109,8 @@ pub(super) fn check_seal(sum: u64, payload: &[u8]) -> Result<()> {
         return Ok(());
     }
     Err(Error::Corrupt(
-        "an entry came with another checksum than it was sent with; nothing was delivered".to_owned(),
+        "an entry came with another checksum than it was sent with; nothing was delivered"
+            .to_owned(),
     ))
 }
 
@@ -264,7 +263,10 @@ impl Incoming {
 
     /// Begins to fetch the next tensor of an entry; true when there is none.
     fn begin_next(&mut self, io: &mut Io, operation: u64) -> Result<bool> {
-        let offer = self.parcels.get_mut(&operation).and_then(Parcel::take_offer);
+        let offer = self
+            .parcels
+            .get_mut(&operation)
+            .and_then(Parcel::take_offer);
         let Some((index, offer)) = offer else {
             return Ok(true);
         };
@@ -324,7 +326,13 @@ impl Incoming {
     }
 
     /// A piece has come.
-    pub(super) fn place(&mut self, io: &mut Io, id: u64, header: Reader<'_>, data: &[u8]) -> Result<()> {
+    pub(super) fn place(
+        &mut self,
+        io: &mut Io,
+        id: u64,
+        header: Reader<'_>,
+        data: &[u8],
+    ) -> Result<()> {
         let link = self.link;
         match self.fetch(id) {
             Some(fetch) => fetch.place(io, link, header, data),

@@ -1,0 +1,271 @@
+//! What a served lookup buffer does with clients that keep to no rules. What it promises to those that do is tested from
+//! Python.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{PATIENCE, Raw, TOKEN, eventually, on_both_roads};
+use kvpipe_core::codec::Writer;
+use kvpipe_core::identity::Service;
+use kvpipe_core::lookup::{Items, Local, Query, Remote};
+use kvpipe_core::pipe::{Meta, Received};
+use kvpipe_ucx::{Buffer, Search};
+
+const INSERT: u8 = 16;
+const INSERTED: u8 = 17;
+const REFUSED: u8 = 18;
+const SELECT: u8 = 19;
+const OFFER: u8 = 20;
+const TAKE: u8 = 22;
+const TAKEN: u8 = 23;
+const SETTLE: u8 = 24;
+const WITHDRAW: u8 = 25;
+const CAPACITY: u64 = 1 << 20;
+
+fn serve(search: &Search) -> Local {
+    let local = Local::new(CAPACITY);
+    local
+        .serve("127.0.0.1:0", TOKEN, search.clone())
+        .expect("serve");
+    local
+}
+
+fn raw(search: &Search, local: &Local) -> Raw {
+    let address = local.address().expect("address");
+    Raw::connect(search, address, Service::Lookup)
+}
+
+fn items(key: Vec<u8>) -> Items {
+    let nothing = || Received {
+        meta: Meta::default(),
+        buffer: None,
+    };
+    let meta = Meta {
+        family: 2,
+        dtype: "uint8".to_owned(),
+        shape: vec![key.len() as u64],
+    };
+    let mut items = [(); 5].map(|()| Arc::new(nothing()));
+    items[2] = Arc::new(Received {
+        meta,
+        buffer: Some(Buffer::from_vec(key)),
+    });
+    Items(items)
+}
+
+fn insert(local: &Local, tokens: &[i64], key: Vec<u8>) {
+    let inserted = local
+        .insert(tokens.to_vec(), items(key), None)
+        .expect("insert");
+    assert!(inserted.is_completed());
+}
+
+/// Header and payload of an insert of token 1 with the given tensors.
+fn an_insert(operation: u64, tensors: &[u8]) -> (Vec<u8>, Vec<u8>) {
+    let payload = Writer::default()
+        .u64(u64::MAX)
+        .list(&[1u64], |w, token| w.u64(*token))
+        .raw(tensors)
+        .finish();
+    let sum = crc_of(&payload);
+    (
+        Writer::new(INSERT).u64(operation).u64(sum).finish(),
+        payload,
+    )
+}
+
+/// CRC-64/NVME, bit by bit.
+fn crc_of(bytes: &[u8]) -> u64 {
+    let step = |crc: u64| (crc >> 1) ^ (0x9a6c_9329_ac4b_c9b5 & (crc & 1).wrapping_neg());
+    let byte = |crc: u64, byte: &u8| (0..8).fold(crc ^ u64::from(*byte), |crc, _| step(crc));
+    !bytes.iter().fold(u64::MAX, byte)
+}
+
+fn a_select(operation: u64) -> (Vec<u8>, Vec<u8>) {
+    let payload = Writer::default().u64(u64::MAX).u8(0).finish();
+    (Writer::new(SELECT).u64(operation).finish(), payload)
+}
+
+fn about(kind: u8, operation: u64) -> Vec<u8> {
+    Writer::new(kind).u64(operation).finish()
+}
+
+fn settle(operation: u64, is_taken: u8) -> Vec<u8> {
+    Writer::new(SETTLE).u64(operation).u8(is_taken).finish()
+}
+
+#[test]
+fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
+    on_both_roads(
+        "a_client_that_sends_nonsense_is_cut_off_and_others_go_on",
+        |search| {
+            let local = serve(search);
+            let nonsense: Vec<(Vec<u8>, Vec<u8>)> = vec![
+                (vec![INSERT], vec![]),
+                an_insert(1, &[0; 4]),
+                an_insert(1, &[0; 6]),
+                an_insert(1, &[9; 5]),
+                (Writer::new(SELECT).u64(1).finish(), vec![]),
+                (
+                    Writer::new(SELECT).u64(1).finish(),
+                    Writer::default().u64(0).u8(1).u32(0).finish(),
+                ),
+                (about(TAKE, 7), vec![]),
+                (settle(7, 1), vec![]),
+                (about(OFFER, 7), vec![]),
+                (about(99, 7), vec![]),
+            ];
+            for (header, payload) in nonsense {
+                let mut raw = raw(search, &local);
+                raw.send(&header, &payload);
+                assert!(raw.is_closed(), "{header:?} {payload:?}");
+            }
+            insert(&local, &[1], vec![7; 100]);
+            let raw = raw(search, &local);
+            let (header, payload) = a_select(1);
+            raw.send(&header, &payload);
+            raw.message(OFFER);
+        },
+    );
+}
+
+#[test]
+fn a_damaged_insert_is_refused_and_the_client_goes_on() {
+    on_both_roads(
+        "a_damaged_insert_is_refused_and_the_client_goes_on",
+        |search| {
+            let local = serve(search);
+            let raw = raw(search, &local);
+            let (header, mut payload) = an_insert(1, &[0; 5]);
+            payload[9] ^= 1;
+            raw.send(&header, &payload);
+            let (operation, refusal) = raw.message(REFUSED);
+            assert_eq!((&operation[..], refusal[0]), (&1u64.to_le_bytes()[..], 3));
+            let (header, payload) = an_insert(2, &[0; 5]);
+            raw.send(&header, &payload);
+            assert_eq!(raw.message(INSERTED).0, 2u64.to_le_bytes());
+            assert_eq!(local.info().num_entries, Some(1));
+        },
+    );
+}
+
+#[test]
+fn an_offer_that_is_never_fetched_holds_its_place_only_as_long_as_its_client() {
+    on_both_roads(
+        "an_offer_that_is_never_fetched_holds_its_place_only_as_long_as_its_client",
+        |search| {
+            let local = serve(search);
+            insert(&local, &[1], vec![7; 100_000]);
+            let first = raw(search, &local);
+            let (header, payload) = a_select(1);
+            first.send(&header, &payload);
+            first.message(OFFER);
+            assert_eq!(
+                (local.info().num_entries, local.info().num_leased),
+                (Some(0), Some(1))
+            );
+            drop(first);
+            eventually("it goes back", || {
+                (local.info().num_entries == Some(1)).then_some(())
+            });
+        },
+    );
+}
+
+#[test]
+fn what_was_acknowledged_is_gone_with_its_client_and_what_was_not_is_not() {
+    on_both_roads(
+        "what_was_acknowledged_is_gone_with_its_client_and_what_was_not_is_not",
+        |search| {
+            let local = serve(search);
+            insert(&local, &[1], vec![1; 10]);
+            insert(&local, &[2], vec![2; 10]);
+            let client = raw(search, &local);
+            for operation in [1, 2] {
+                let (header, payload) = a_select(operation);
+                client.send(&header, &payload);
+                assert_eq!(client.message(OFFER).0[..8], operation.to_le_bytes());
+            }
+            client.send(&about(TAKE, 1), &[]);
+            assert_eq!(client.message(TAKEN).0, 1u64.to_le_bytes());
+            drop(client);
+            eventually("one goes back", || {
+                (local.info().num_entries == Some(1)).then_some(())
+            });
+            assert_eq!(
+                (local.info().num_leased, local.info().num_taken),
+                (Some(0), 1)
+            );
+            let left = local.select(Query::Tokens(vec![2]), None).expect("select");
+            assert!(left.is_completed());
+        },
+    );
+}
+
+#[test]
+fn an_acknowledged_entry_that_nobody_wants_goes_back() {
+    on_both_roads(
+        "an_acknowledged_entry_that_nobody_wants_goes_back",
+        |search| {
+            let local = serve(search);
+            insert(&local, &[1], vec![1; 10]);
+            let client = raw(search, &local);
+            for operation in [1, 2] {
+                let (header, payload) = a_select(operation);
+                client.send(&header, &payload);
+                client.message(OFFER);
+                client.send(&about(TAKE, operation), &[]);
+                client.message(TAKEN);
+                client.send(&settle(operation, 0), &[]);
+            }
+            eventually("it goes back", || {
+                (local.info().num_entries == Some(1)).then_some(())
+            });
+            assert_eq!(local.info().num_taken, 0);
+        },
+    );
+}
+
+#[test]
+fn a_withdrawn_insert_gives_its_turn_to_the_next() {
+    on_both_roads("a_withdrawn_insert_gives_its_turn_to_the_next", |search| {
+        let local = serve(search);
+        insert(&local, &[1], vec![0; CAPACITY as usize]);
+        let address = local.address().expect("address").to_string();
+        let (remote, connected) =
+            Remote::connect(vec![address], TOKEN, search.clone(), PATIENCE).expect("connect");
+        connected.wait_for(PATIENCE).expect("connected");
+        let first = remote
+            .insert(vec![2], items(vec![0; 100_000]), None)
+            .expect("insert");
+        let second = remote
+            .insert(vec![3], items(vec![0; 10]), None)
+            .expect("insert");
+        eventually("both wait", || {
+            (local.info().num_waiting == 2).then_some(())
+        });
+        first.withdraw();
+        eventually("it ends", || first.is_completed().then_some(()));
+        let taken = local
+            .select(Query::Any, Some(Duration::ZERO))
+            .expect("select");
+        taken
+            .result()
+            .expect("there")
+            .expect("no error")
+            .expect("an entry")
+            .take();
+        eventually("the second has its place", || {
+            second.is_completed().then_some(())
+        });
+        assert_eq!(local.info().num_inserted, 2);
+        assert_eq!(second.result(), Some(Ok(())));
+        let raw = raw(search, &local);
+        raw.send(&about(WITHDRAW, 99), &[]); // unknown ones are of no meaning
+        let (header, payload) = a_select(1);
+        raw.send(&header, &payload);
+        raw.message(OFFER);
+    });
+}
