@@ -1,4 +1,4 @@
-//! LookupBuffer: KV entries that are found by their tokens, each delivered to exactly one consumer and then gone. In one
+//! Lookup buffers: KV entries that are found by their tokens, each delivered to exactly one consumer and then gone. In one
 //! process ([`Local`]), which may serve it to others, who connect ([`Remote`]).
 
 mod client;

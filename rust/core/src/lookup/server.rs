@@ -156,23 +156,23 @@ impl Server {
             | Action::Deliver { select: ticket, .. }) = &action;
             match self.tickets.remove(ticket) {
                 Some((link, operation)) => self.act(io, link, operation, action),
-                None => self.decline(action),
+                None => self.decline(&action),
             }
         }
     }
 
     /// The client is gone, or has withdrawn.
-    fn decline(&self, action: Action<Items>) {
+    fn decline(&self, action: &Action<Items>) {
         match action {
-            Action::Grant(ticket) => self.shared.forget(ticket),
-            Action::Deliver { entry, .. } => self.origin.settle(entry, false),
+            Action::Grant(ticket) => self.shared.forget(*ticket),
+            Action::Deliver { entry, .. } => self.origin.settle(*entry, false),
             Action::Full(_) | Action::Nothing(_) => {}
         }
     }
 
     fn act(&mut self, io: &mut Io, link: LinkId, operation: u64, action: Action<Items>) {
         let Some(client) = self.clients.get_mut(&link) else {
-            return self.decline(action);
+            return self.decline(&action);
         };
         match action {
             Action::Grant(_) => {

@@ -50,6 +50,7 @@ struct WaitingSelect {
 }
 
 /// How much there is of what.
+#[expect(clippy::struct_field_names, reason = "counts are named num_*")]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     pub(super) num_entries: usize,

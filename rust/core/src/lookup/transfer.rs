@@ -236,7 +236,10 @@ impl Incoming {
                 None => self.begin_next(io, operation),
                 Some(fetch) => match fetch.outcome() {
                     None => break,
-                    Some(Ok(())) => self.keep(),
+                    Some(Ok(())) => {
+                        self.keep();
+                        Ok(false)
+                    }
                     Some(Err(error)) => Err(error),
                 },
             };
@@ -287,7 +290,7 @@ impl Incoming {
     }
 
     /// Puts the tensor that is here where it belongs.
-    fn keep(&mut self) -> Result<bool> {
+    fn keep(&mut self) {
         if let Some(fetch) = self.fetch.take() {
             let ((operation, index), len) = (owner_of(fetch.id()), fetch.len());
             let memory = fetch.into_memory();
@@ -301,7 +304,6 @@ impl Incoming {
                 parcel.slots[index] = Slot::Here(buffer);
             }
         }
-        Ok(false)
     }
 
     fn fetch(&mut self, id: u64) -> Option<&mut Fetch> {
