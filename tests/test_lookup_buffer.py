@@ -288,10 +288,10 @@ def test_an_entry_that_nobody_looked_at_goes_back_to_its_old_place(place, size):
     buffer, server = place
     for i in range(3):
         insert(buffer, [1, i], np.ones(size, np.uint8))
-    first, second = buffer.idrop_select(np.array([1]), None), buffer.idrop_select(np.array([1]), None)
-    eventually(lambda: first.is_completed() and second.is_completed())
+    works = [buffer.idrop_select(np.array([1]), None) for _ in range(2)]
+    eventually(lambda: all(work.is_completed() for work in works))
     assert server.stats().num_leased == 2
-    del first, second
+    works.clear()
     eventually(lambda: server.stats().num_entries == 3)
     assert [select(buffer, [1])[1] for _ in range(3)] == [0, 1, 2]
 
@@ -411,9 +411,7 @@ def run(scene):
     asyncio.run(bounded())
 
 
-def test_works_can_be_awaited_without_a_thread(place):
-    buffer, server = place
-
+def test_works_can_be_awaited_without_a_thread(buffer):
     async def scene():
         num_threads = threading.active_count()
         selects = [asyncio.ensure_future(wait(buffer.idrop_select(np.array([i]), None))) for i in range(10)]

@@ -27,7 +27,7 @@ class LookupBufferStats:
         num_taken: Entries that were taken; of a buffer that serves, by its clients too.
         num_waiting: Inserts that wait for place and selects that wait for an entry.
         num_entries: Entries that can be selected.
-        num_leased: Entries on their way to a consumer, which go back if it dies.
+        num_leased: Entries on their way to a consumer, or with one that has not looked at them.
         num_bytes: Bytes of the tensors of all entries, leased ones included, and of inserts under way.
         capacity_bytes: How many bytes there may be.
         transport: What carries large tensors between client and servers: `cma`, `tcp`, `rc_mlx5`, …; empty in the
@@ -115,7 +115,7 @@ class LookupBuffer:
         """Where others connect to; of a client, its servers', separated by commas; empty if neither."""
         return self._native.address
 
-    def insert(
+    def insert(  # noqa: PLR0917 - the signature of vLLM's lookup buffers, and a timeout
         self, input_tokens: Any, roi: Any, key: Any, value: Any, hidden: Any, timeout: float | None = None
     ) -> None:
         """Inserts a copy of the tensors, which may be changed once this returns.

@@ -6,9 +6,12 @@ mod desk;
 mod index;
 mod local;
 mod messages;
+#[cfg(test)]
+mod model;
 mod operation;
 mod remote;
 mod server;
+mod shared;
 mod store;
 mod transfer;
 

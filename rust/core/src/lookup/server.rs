@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Payload, Status};
 
-use super::local::Shared;
 use super::messages::{
     INSERT, INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, TAKE, TAKEN, WITHDRAW, read_select,
     read_timeout, read_tokens, write_refusal,
 };
 use super::operation::Origin;
+use super::shared::Shared;
 use super::store::{Action, Ticket};
 use super::transfer::{Arrived, Incoming, Outgoing, Parcel, check_seal, seal};
 use super::{INSERTS_IN_FLIGHT, Items, SELECTS_CAP};

@@ -1,0 +1,199 @@
+//! The store against a model that follows it by its actions alone, whatever happens in whatever order.
+
+use std::collections::{BTreeSet, HashMap};
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+
+use super::Query;
+use super::store::{Action, Store, Ticket};
+
+const CAPACITY: u64 = 100;
+
+/// What may happen to a store, in any order.
+#[derive(Debug, Clone)]
+enum Step {
+    Insert {
+        tokens: Vec<i64>,
+        num_bytes: u64,
+    },
+    Select {
+        tokens: Option<Vec<i64>>,
+    },
+    /// The n-th of those that were granted, leased, waiting: what becomes of it.
+    Commit(usize),
+    Abandon(usize),
+    Drop(usize),
+    PutBack(usize),
+    Cancel(usize),
+    Later,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let tokens = || proptest::collection::vec(0..2i64, 1..4);
+    prop_oneof![
+        (tokens(), 1..60u64).prop_map(|(tokens, num_bytes)| Step::Insert { tokens, num_bytes }),
+        proptest::option::of(tokens()).prop_map(|tokens| Step::Select { tokens }),
+        (0..8usize).prop_map(Step::Commit),
+        (0..8usize).prop_map(Step::Abandon),
+        (0..8usize).prop_map(Step::Drop),
+        (0..8usize).prop_map(Step::PutBack),
+        (0..8usize).prop_map(Step::Cancel),
+        Just(Step::Later),
+    ]
+}
+
+/// Follows a store by its actions alone.
+struct Model {
+    store: Store<Ticket>,
+    now: Instant,
+    sizes: HashMap<Ticket, u64>,
+    tokens: HashMap<Ticket, Vec<i64>>,
+    waiting: Vec<Ticket>,
+    granted: Vec<Ticket>,
+    visible: BTreeSet<Ticket>,
+    leased: Vec<Ticket>,
+    selects: HashMap<Ticket, Query>,
+    /// By consumers, for good.
+    taken: BTreeSet<Ticket>,
+}
+
+impl Model {
+    fn new() -> Self {
+        Self {
+            store: Store::new(CAPACITY),
+            now: Instant::now(),
+            sizes: HashMap::new(),
+            tokens: HashMap::new(),
+            waiting: Vec::new(),
+            granted: Vec::new(),
+            visible: BTreeSet::new(),
+            leased: Vec::new(),
+            selects: HashMap::new(),
+            taken: BTreeSet::new(),
+        }
+    }
+
+    fn step(&mut self, step: Step) {
+        let deadline = Some(self.now + Duration::from_secs(3));
+        match step {
+            Step::Insert { tokens, num_bytes } => {
+                let ticket = self.store.reserve(num_bytes, deadline, self.now).unwrap();
+                self.sizes.insert(ticket, num_bytes);
+                self.tokens.insert(ticket, tokens);
+                self.waiting.push(ticket);
+            }
+            Step::Select { tokens } => {
+                let query = tokens.map_or(Query::Any, Query::Tokens);
+                let select = self.store.select(query.clone(), deadline, self.now);
+                self.selects.insert(select, query);
+            }
+            Step::Commit(n) => {
+                if let Some(ticket) = take(&mut self.granted, n) {
+                    self.visible.insert(ticket);
+                    let tokens = self.tokens[&ticket].as_slice().into();
+                    self.store.commit(ticket, tokens, ticket);
+                }
+            }
+            Step::Abandon(n) => {
+                if let Some(ticket) = take(&mut self.granted, n) {
+                    assert!(self.store.abandon(ticket));
+                }
+            }
+            Step::Drop(n) => {
+                if let Some(entry) = take(&mut self.leased, n) {
+                    assert!(self.taken.insert(entry), "{entry} was taken twice");
+                    self.store.drop_entry(entry);
+                }
+            }
+            Step::PutBack(n) => {
+                if let Some(entry) = take(&mut self.leased, n) {
+                    self.visible.insert(entry);
+                    self.store.put_back(entry);
+                }
+            }
+            Step::Cancel(n) => {
+                let select = self.selects.keys().nth(n).copied();
+                if let Some(select) = select {
+                    self.selects.remove(&select);
+                    assert!(self.store.cancel(select));
+                }
+            }
+            Step::Later => {
+                self.now += Duration::from_secs(1);
+                self.store.expire(self.now);
+            }
+        }
+        self.follow();
+        self.check();
+    }
+
+    fn follow(&mut self) {
+        while let Some(action) = self.store.next_action() {
+            match action {
+                Action::Grant(ticket) => {
+                    assert_eq!(self.waiting.remove(0), ticket, "out of turn");
+                    self.granted.push(ticket);
+                }
+                Action::Full(ticket) => self.waiting.retain(|waiting| *waiting != ticket),
+                Action::Deliver {
+                    select,
+                    entry,
+                    content,
+                } => {
+                    let query = self.selects.remove(&select).expect("it waited");
+                    assert!(query.takes(&self.tokens[&entry]));
+                    assert!(self.visible.remove(&entry), "{entry} was not there");
+                    assert_eq!(content, entry);
+                    self.leased.push(entry);
+                }
+                Action::Nothing(select) => {
+                    self.selects.remove(&select).expect("it waited");
+                }
+            }
+        }
+    }
+
+    fn check(&self) {
+        let sizes = |tickets: &mut dyn Iterator<Item = &Ticket>| -> u64 {
+            tickets.map(|ticket| self.sizes[ticket]).sum()
+        };
+        let counts = self.store.counts();
+        let num_bytes = sizes(&mut self.granted.iter().chain(&self.visible).chain(&self.leased));
+        assert_eq!(counts.num_bytes, num_bytes);
+        assert!(num_bytes <= CAPACITY);
+        assert_eq!(counts.num_entries, self.visible.len());
+        assert_eq!(counts.num_leased, self.leased.len());
+        assert_eq!(counts.num_reserved, self.granted.len());
+        assert_eq!(counts.num_waiting_inserts, self.waiting.len());
+        assert_eq!(counts.num_waiting_selects, self.selects.len());
+        for query in self.selects.values() {
+            let takes = |entry: &&Ticket| query.takes(&self.tokens[*entry]);
+            assert_eq!(
+                self.visible.iter().find(takes),
+                None,
+                "nobody gave it to {query:?}"
+            );
+        }
+        if let Some(first) = self.waiting.first() {
+            assert!(
+                self.sizes[first] > CAPACITY - num_bytes,
+                "{first} waits in vain"
+            );
+        }
+    }
+}
+
+fn take(tickets: &mut Vec<Ticket>, n: usize) -> Option<Ticket> {
+    (n < tickets.len()).then(|| tickets.remove(n))
+}
+
+proptest! {
+    #[test]
+    fn entries_are_taken_once_and_never_lost_whatever_happens(steps in proptest::collection::vec(step(), 0..200)) {
+        let mut model = Model::new();
+        for step in steps {
+            model.step(step);
+        }
+    }
+}

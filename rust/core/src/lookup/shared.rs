@@ -1,0 +1,418 @@
+//! The buffer itself: the store behind one lock. Whoever calls does the work, the server's thread for its clients; bytes
+//! are copied and callers woken outside of the lock.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
+
+use super::operation::{Delivery, Origin, Selected};
+use super::store::{Action, Store, Ticket};
+use super::{Items, LookupInfo, Query, check_process};
+use crate::error::{Error, Result};
+use crate::node::Waker;
+use crate::work::Completer;
+
+/// Who waits in this process.
+enum Waiting {
+    Insert {
+        tokens: Vec<i64>,
+        items: Items,
+        completer: Completer<()>,
+    },
+    Select(Completer<Selected>),
+}
+
+struct State {
+    store: Store<Items>,
+    capacity_bytes: u64,
+    waiting: HashMap<Ticket, Waiting>,
+    /// Actions for others' clients, until the server's thread fetches them.
+    outbox: VecDeque<Action<Items>>,
+    num_inserted: u64,
+    num_taken: u64,
+    is_closed: bool,
+}
+
+/// What is done without the lock.
+enum Effect {
+    Copy {
+        ticket: Ticket,
+        tokens: Vec<i64>,
+        items: Items,
+        completer: Completer<()>,
+    },
+    Inserted(Completer<()>, Result<()>),
+    Selected(Completer<Selected>, Result<Option<(Ticket, Items)>>),
+}
+
+/// The state that callers, deliveries and the server's thread share.
+pub(super) struct Shared {
+    state: Mutex<State>,
+    waker: OnceLock<Waker>,
+    process: u32,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shared").finish_non_exhaustive()
+    }
+}
+
+fn closed() -> Error {
+    Error::Closed("the lookup buffer is closed".to_owned())
+}
+
+impl State {
+    /// Sorts the store's actions by who does them.
+    fn effects(&mut self) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        while let Some(action) = self.store.next_action() {
+            match self.effect(action) {
+                Ok(effect) => effects.push(effect),
+                Err(action) => self.outbox.push_back(action),
+            }
+        }
+        effects
+    }
+
+    fn effect(&mut self, action: Action<Items>) -> std::result::Result<Effect, Action<Items>> {
+        let (Action::Grant(ticket)
+        | Action::Full(ticket)
+        | Action::Nothing(ticket)
+        | Action::Deliver { select: ticket, .. }) = &action;
+        let Some(waiting) = self.waiting.remove(ticket) else {
+            return Err(action);
+        };
+        Ok(match (waiting, action) {
+            (
+                Waiting::Insert {
+                    tokens,
+                    items,
+                    completer,
+                },
+                Action::Grant(ticket),
+            ) => Effect::Copy {
+                ticket,
+                tokens,
+                items,
+                completer,
+            },
+            (
+                Waiting::Insert {
+                    completer, items, ..
+                },
+                _,
+            ) => Effect::Inserted(completer, Err(self.full(items.num_bytes()))),
+            (Waiting::Select(completer), Action::Deliver { entry, content, .. }) => {
+                Effect::Selected(completer, Ok(Some((entry, content))))
+            }
+            (Waiting::Select(completer), _) => Effect::Selected(completer, Ok(None)),
+        })
+    }
+
+    fn commit(&mut self, ticket: Ticket, tokens: Vec<i64>, items: Items) {
+        self.num_inserted += 1;
+        self.store.commit(ticket, tokens.into(), items);
+    }
+
+    /// Forgets who waits, who then ends as closed.
+    fn withdraw(&mut self, ticket: Ticket) {
+        if self.waiting.remove(&ticket).is_some() {
+            self.forget(ticket);
+        }
+    }
+
+    fn forget(&mut self, ticket: Ticket) {
+        if !self.store.cancel(ticket) {
+            self.store.abandon(ticket);
+        }
+    }
+
+    fn settle(&mut self, entry: Ticket, is_taken: bool) {
+        if is_taken {
+            self.num_taken += 1;
+            self.store.drop_entry(entry);
+        } else {
+            self.store.put_back(entry);
+        }
+    }
+
+    fn full(&self, num_bytes: u64) -> Error {
+        Error::Exhausted(format!(
+            "no place for {num_bytes} bytes in time: {} of {} are taken; nothing was inserted, the buffer is usable",
+            self.store.counts().num_bytes,
+            self.capacity_bytes
+        ))
+    }
+}
+
+impl Shared {
+    pub(super) fn new(capacity_bytes: u64) -> Self {
+        Self {
+            state: Mutex::new(State {
+                store: Store::new(capacity_bytes),
+                capacity_bytes,
+                waiting: HashMap::new(),
+                outbox: VecDeque::new(),
+                num_inserted: 0,
+                num_taken: 0,
+                is_closed: false,
+            }),
+            waker: OnceLock::new(),
+            process: std::process::id(),
+        }
+    }
+
+    fn lock(&self) -> Result<MutexGuard<'_, State>> {
+        check_process(self.process)?;
+        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Changes the state, then does what follows from it.
+    fn update<R>(self: &Arc<Self>, change: impl FnOnce(&mut State) -> Result<R>) -> Result<R> {
+        let mut effects = Vec::new();
+        let result = self.change(&mut effects, change);
+        while let Some(effect) = effects.pop() {
+            self.carry_out(effect, &mut effects);
+        }
+        result
+    }
+
+    fn change<R>(
+        &self,
+        effects: &mut Vec<Effect>,
+        change: impl FnOnce(&mut State) -> Result<R>,
+    ) -> Result<R> {
+        let mut state = self.lock()?;
+        if state.is_closed {
+            return Err(closed());
+        }
+        let result = change(&mut state);
+        // The last one is carried out first.
+        effects.extend(state.effects().into_iter().rev());
+        let has_mail = !state.outbox.is_empty();
+        drop(state);
+        if let Some(waker) = self.waker.get().filter(|_| has_mail) {
+            waker.wake();
+        }
+        result
+    }
+
+    fn carry_out(self: &Arc<Self>, effect: Effect, effects: &mut Vec<Effect>) {
+        match effect {
+            Effect::Copy {
+                ticket,
+                tokens,
+                items,
+                completer,
+            } => {
+                let copied = items.copy();
+                // The caller's memory is let go before it is told.
+                drop(items);
+                let ended = self.change(effects, |state| match copied {
+                    Ok(copied) => {
+                        state.commit(ticket, tokens, copied);
+                        Ok(())
+                    }
+                    Err(error) => {
+                        state.store.abandon(ticket);
+                        Err(error)
+                    }
+                });
+                completer.complete(ended);
+            }
+            Effect::Inserted(completer, ended) => completer.complete(ended),
+            Effect::Selected(completer, ended) => {
+                let deliver = |(entry, items)| {
+                    let origin = Arc::new(Handle(Arc::clone(self)));
+                    Arc::new(Delivery::new(items, entry, origin))
+                };
+                completer.complete(ended.map(|found| found.map(deliver)));
+            }
+        }
+    }
+
+    /// Whom to wake when there is something to do for clients.
+    pub(super) fn serve(&self, waker: Waker) {
+        let _ = self.waker.set(waker);
+    }
+
+    /// A closed buffer is an error.
+    pub(super) fn check_open(self: &Arc<Self>) -> Result<()> {
+        self.update(|_| Ok(()))
+    }
+
+    /// Begins an insert of this process.
+    pub(super) fn insert_here(
+        self: &Arc<Self>,
+        tokens: Vec<i64>,
+        items: Items,
+        deadline: Option<Instant>,
+        completer: Completer<()>,
+    ) -> Result<Ticket> {
+        self.update(|state| {
+            let num_bytes = items.num_bytes();
+            let ticket = state.store.reserve(num_bytes, deadline, Instant::now())?;
+            let waiting = Waiting::Insert {
+                tokens,
+                items,
+                completer,
+            };
+            state.waiting.insert(ticket, waiting);
+            Ok(ticket)
+        })
+    }
+
+    /// Begins a select of this process.
+    pub(super) fn select_here(
+        self: &Arc<Self>,
+        query: Query,
+        deadline: Option<Instant>,
+        completer: Completer<Selected>,
+    ) -> Result<Ticket> {
+        self.update(|state| {
+            let ticket = state.store.select(query, deadline, Instant::now());
+            state.waiting.insert(ticket, Waiting::Select(completer));
+            Ok(ticket)
+        })
+    }
+
+    /// Counters and state.
+    pub(super) fn info(&self) -> LookupInfo {
+        let Ok(state) = self.lock() else {
+            return LookupInfo {
+                state: "closed",
+                ..LookupInfo::default()
+            };
+        };
+        let counts = state.store.counts();
+        LookupInfo {
+            state: if state.is_closed { "closed" } else { "open" },
+            num_inserted: state.num_inserted,
+            num_taken: state.num_taken,
+            num_waiting: counts.num_waiting_inserts + counts.num_waiting_selects,
+            num_entries: Some(counts.num_entries),
+            num_leased: Some(counts.num_leased),
+            num_bytes: Some(counts.num_bytes),
+            capacity_bytes: Some(state.capacity_bytes),
+            transport: String::new(),
+        }
+    }
+
+    /// Asks for the place of an entry of a client.
+    pub(super) fn reserve(
+        self: &Arc<Self>,
+        num_bytes: u64,
+        deadline: Option<Instant>,
+    ) -> Result<Ticket> {
+        self.update(|state| state.store.reserve(num_bytes, deadline, Instant::now()))
+    }
+
+    /// Makes an entry visible.
+    pub(super) fn commit(
+        self: &Arc<Self>,
+        ticket: Ticket,
+        tokens: Vec<i64>,
+        items: Items,
+    ) -> Result<()> {
+        self.update(|state| {
+            state.commit(ticket, tokens, items);
+            Ok(())
+        })
+    }
+
+    /// Begins a select of a client.
+    pub(super) fn select(
+        self: &Arc<Self>,
+        query: Query,
+        deadline: Option<Instant>,
+    ) -> Result<Ticket> {
+        self.update(|state| Ok(state.store.select(query, deadline, Instant::now())))
+    }
+
+    /// Ends a client's select that waits, or its insert that is not committed.
+    pub(super) fn forget(self: &Arc<Self>, ticket: Ticket) {
+        let _ = self.update(|state| {
+            state.forget(ticket);
+            Ok(())
+        });
+    }
+
+    /// A client has an entry whole, and it is his.
+    pub(super) fn acknowledge(&self) {
+        if let Ok(mut state) = self.lock() {
+            state.num_taken += 1;
+        }
+    }
+
+    /// What a client acknowledged is dropped, or goes back because nobody looked at it.
+    pub(super) fn conclude(self: &Arc<Self>, entry: Ticket, is_taken: bool) {
+        let _ = self.update(|state| {
+            state.num_taken -= 1;
+            state.settle(entry, is_taken);
+            Ok(())
+        });
+    }
+
+    /// What there is to do for clients.
+    pub(super) fn take_mail(&self) -> VecDeque<Action<Items>> {
+        self.lock()
+            .map(|mut state| std::mem::take(&mut state.outbox))
+            .unwrap_or_default()
+    }
+
+    /// When [`expire`](Origin::expire) has something to do.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.lock().ok()?.store.next_deadline()
+    }
+
+    /// The error of an insert that found no place.
+    pub(super) fn full(&self, num_bytes: u64) -> Error {
+        self.lock()
+            .map_or_else(|error| error, |state| state.full(num_bytes))
+    }
+
+    /// Drops all entries; what waits ends as closed.
+    pub(super) fn close(&self) {
+        let Ok(mut state) = self.lock() else { return };
+        state.is_closed = true;
+        let waiting = std::mem::take(&mut state.waiting);
+        state.outbox.clear();
+        state.store = Store::new(0);
+        drop(state);
+        for waiting in waiting.into_values() {
+            match waiting {
+                Waiting::Insert { completer, .. } => completer.complete(Err(closed())),
+                Waiting::Select(completer) => completer.complete(Err(closed())),
+            }
+        }
+    }
+}
+
+/// The trait for an `Arc`, because what follows may have to deliver, which needs one.
+#[derive(Debug)]
+pub(super) struct Handle(pub(super) Arc<Shared>);
+
+/// A buffer that is closed has nothing to withdraw, settle or expire: those errors are no news.
+impl Origin for Handle {
+    fn withdraw(&self, ticket: Ticket) {
+        let _ = self.0.update(|state| {
+            state.withdraw(ticket);
+            Ok(())
+        });
+    }
+
+    fn settle(&self, entry: Ticket, is_taken: bool) {
+        let _ = self.0.update(|state| {
+            state.settle(entry, is_taken);
+            Ok(())
+        });
+    }
+
+    fn expire(&self) {
+        let _ = self.0.update(|state| {
+            state.store.expire(Instant::now());
+            Ok(())
+        });
+    }
+}
