@@ -197,7 +197,7 @@ impl Client {
         if let Some(completer) = self.inserts.remove(&operation) {
             self.desk
                 .count(|info| info.num_inserted += u64::from(result.is_ok()));
-            completer.complete(result);
+            self.end(completer, result);
         }
         self.post(io);
     }
@@ -299,7 +299,7 @@ impl Client {
             && select.from.is_none()
             && let Some(select) = self.selects.remove(&operation)
         {
-            select.completer.complete(Ok(None));
+            self.end(select.completer, Ok(None));
         }
     }
 
@@ -312,7 +312,7 @@ impl Client {
             for other in select.asked.drain() {
                 say(io, other, WITHDRAW, operation);
             }
-            select.completer.complete(Err(error));
+            self.end(select.completer, Err(error));
         }
     }
 
@@ -343,7 +343,7 @@ impl Client {
     fn give_back(&mut self, io: &mut Io, link: LinkId, operation: u64, result: Result<Selected>) {
         settle(io, link, operation, false);
         if let Some(select) = self.selects.remove(&operation) {
-            select.completer.complete(result);
+            self.end(select.completer, result);
         }
     }
 
@@ -363,13 +363,16 @@ impl Client {
         self.delivered.insert(operation, link);
         let origin: Arc<dyn Origin> = Arc::<Desk>::clone(&self.desk);
         let delivery = Arc::new(Delivery::new(items, operation, origin));
-        select.completer.complete(Ok(Some(delivery)));
+        self.end(select.completer, Ok(Some(delivery)));
         Ok(())
     }
 
     fn fail(&mut self, error: &Error) {
         self.failure.get_or_insert_with(|| error.clone());
-        self.desk.count(|info| info.state = "closed");
+        self.desk.count(|info| {
+            info.state = "closed";
+            info.num_waiting = 0;
+        });
         if let Some(completer) = self.connecting.take() {
             completer.complete(Err(error.clone()));
         }
@@ -403,6 +406,12 @@ impl Client {
             self.deadlines.add(insert.deadline);
         }
         self.queue = kept;
+    }
+
+    /// Tells the caller, who may look at the counters then.
+    fn end<T>(&self, completer: Completer<T>, result: Result<T>) {
+        self.count_waiting();
+        completer.complete(result);
     }
 
     fn count_waiting(&self) {
