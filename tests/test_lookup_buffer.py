@@ -97,7 +97,7 @@ def same(a, b):
 SIZES = [1, 7, 4096, 100_000, 5 * MIB]
 
 
-@pytest.mark.usefixtures("road")
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_an_entry_comes_out_as_it_went_in(is_remote):
     import torch  # noqa: PLC0415 - the other tests do without
@@ -285,7 +285,7 @@ def test_a_select_that_expired_or_was_dropped_takes_nothing(place):
     assert select(buffer, [1]) == [1]
 
 
-@pytest.mark.usefixtures("road")
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("size", [1, MIB // 4])
 def test_an_entry_that_nobody_looked_at_goes_back_to_its_old_place(place, size):
     buffer, server = place

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvpipe import _kvpipe
 from kvpipe._tensor import describe, rebuild
-from kvpipe.config import resolve_token, ucx_wheel_dir
+from kvpipe._transport import transport
+from kvpipe.config import resolve_token
 from kvpipe.exceptions import ConfigError
 from kvpipe.work import Work
 
@@ -87,7 +88,7 @@ class LookupBuffer:
             AuthenticationError: A server has another token.
             TransportUnavailableError: There is no usable UCX.
         """
-        native, connected = _kvpipe.LookupBuffer.connect(addresses, resolve_token(token), ucx_wheel_dir(), timeout)
+        native, connected = _kvpipe.LookupBuffer.connect(addresses, resolve_token(token), transport(), timeout)
         try:
             Work(connected, lambda _: None).wait()
         except BaseException:
@@ -108,7 +109,7 @@ class LookupBuffer:
             ConfigError: The address cannot be bound, or the buffer is served already or belongs to others.
             TransportUnavailableError: There is no usable UCX.
         """
-        self._native.serve(address, resolve_token(token), ucx_wheel_dir())
+        self._native.serve(address, resolve_token(token), transport())
 
     @property
     def address(self) -> str:

@@ -27,7 +27,7 @@ const CAPACITY: u64 = 1 << 20;
 fn serve(search: &Search) -> Local {
     let local = Local::new(CAPACITY);
     local
-        .serve("127.0.0.1:0", TOKEN, search.clone())
+        .serve("127.0.0.1:0", TOKEN, search.clone().into())
         .expect("serve");
     local
 }
@@ -235,7 +235,8 @@ fn a_withdrawn_insert_gives_its_turn_to_the_next() {
         insert(&local, &[1], vec![0; CAPACITY as usize]);
         let address = local.address().expect("address").to_string();
         let (remote, connected) =
-            Remote::connect(vec![address], TOKEN, search.clone(), PATIENCE).expect("connect");
+            Remote::connect(vec![address], TOKEN, search.clone().into(), PATIENCE)
+                .expect("connect");
         connected.wait_for(PATIENCE).expect("connected");
         let first = remote
             .insert(vec![2], items(vec![0; 100_000]), None)

@@ -1,6 +1,5 @@
 //! `LookupBuffer`: for `kvpipe.lookup_buffer`, which knows tensors.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use pyo3::types::PyDict;
 use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
 use crate::pipe::{MetaTuple, meta};
-use crate::search;
+use crate::transport::Transport;
 use crate::work::{Kind, Work, duration};
 
 #[pyclass(frozen)]
@@ -50,11 +49,12 @@ impl LookupBuffer {
         py: Python<'_>,
         addresses: Vec<String>,
         token: &[u8],
-        wheel_dir: Option<PathBuf>,
+        transport: &Transport,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
-        let connected = py.detach(|| Remote::connect(addresses, token, search(wheel_dir), timeout));
+        let transport = transport.core();
+        let connected = py.detach(|| Remote::connect(addresses, token, transport, timeout));
         let (remote, connected) = connected.map_err(to_py)?;
         let buffer = Self(lookup::LookupBuffer::Remote(remote));
         Ok((buffer, Work::new(Kind::Nothing(connected))))
@@ -65,9 +65,10 @@ impl LookupBuffer {
         py: Python<'_>,
         address: &str,
         token: &[u8],
-        wheel_dir: Option<PathBuf>,
+        transport: &Transport,
     ) -> PyResult<()> {
-        py.detach(|| self.0.serve(address, token, search(wheel_dir)))
+        let transport = transport.core();
+        py.detach(|| self.0.serve(address, token, transport))
             .map_err(to_py)
     }
 

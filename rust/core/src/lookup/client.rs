@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Payload, Status};
+use kvpipe_ucx::{AmData, Status};
 
 use super::desk::{Command, Desk};
 use super::messages::{
@@ -22,6 +22,7 @@ use crate::fetch::{ACCEPT, CREDIT, DATA, SUMS};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
 use crate::pool::Pool;
+use crate::transport::Payload;
 use crate::work::Completer;
 
 /// An insert that has not been sent.

@@ -5,8 +5,6 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::Search;
-
 use super::operation::{Operation, Origin, Selected};
 use super::server::Server;
 use super::shared::{Handle, Shared};
@@ -16,6 +14,7 @@ use crate::identity::{Identity, Service};
 use crate::link::Timing;
 use crate::node::{Node, NodeConfig, default_busy_poll};
 use crate::pipe::listen_address;
+use crate::transport::Transport;
 use crate::work::work;
 
 /// A lookup buffer in this process. Any thread may call; nothing waits but the copy of an insert.
@@ -43,7 +42,7 @@ impl Local {
     /// # Errors
     /// `Config`: the address cannot be bound, others could reach it without a token, or the buffer is served already.
     /// `Unavailable`: there is no usable UCX.
-    pub fn serve(&self, address: &str, token: &[u8], ucx: Search) -> Result<()> {
+    pub fn serve(&self, address: &str, token: &[u8], transport: Transport) -> Result<()> {
         let mut node = self.node();
         if let Some(at) = node.as_ref().and_then(Node::address) {
             return Err(Error::Config(format!(
@@ -56,7 +55,7 @@ impl Local {
             listen: Some(address),
             token: token.to_vec(),
             identity: Identity::new(Service::Lookup, "", Vec::new())?,
-            ucx: Some(ucx),
+            transport: Some(transport),
             local: address.ip(),
             timing: Timing::default(),
             busy_poll: default_busy_poll(),

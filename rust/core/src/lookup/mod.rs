@@ -18,10 +18,11 @@ mod transfer;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_ucx::{Buffer, Search};
+use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
 use crate::pipe::Received;
+use crate::transport::Transport;
 
 pub use local::Local;
 pub use operation::{Delivery, Operation, Selected};
@@ -189,9 +190,9 @@ impl LookupBuffer {
     }
 
     /// Lets others connect; see [`Local::serve`].
-    pub fn serve(&self, address: &str, token: &[u8], ucx: Search) -> Result<()> {
+    pub fn serve(&self, address: &str, token: &[u8], transport: Transport) -> Result<()> {
         match self {
-            Self::Local(local) => local.serve(address, token, ucx),
+            Self::Local(local) => local.serve(address, token, transport),
             Self::Remote(_) => Err(Error::Config(
                 "this buffer belongs to other processes; one in this process can be served"
                     .to_owned(),

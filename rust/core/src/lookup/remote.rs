@@ -4,8 +4,6 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::Search;
-
 use super::client::{Client, Insert};
 use super::desk::{Command, Desk};
 use super::messages::TOKENS_CAP;
@@ -16,6 +14,7 @@ use crate::identity::{Identity, Service};
 use crate::link::Timing;
 use crate::node::{Node, NodeConfig, default_busy_poll};
 use crate::pipe::local_towards;
+use crate::transport::Transport;
 use crate::work::{Work, work};
 
 /// The buffers of one or more servers: inserts go to the first, selects to all. Any thread may call.
@@ -52,7 +51,7 @@ impl Remote {
     pub fn connect(
         addresses: Vec<String>,
         token: &[u8],
-        ucx: Search,
+        transport: Transport,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
         if addresses.is_empty() {
@@ -62,7 +61,7 @@ impl Remote {
             listen: None,
             token: token.to_vec(),
             identity: Identity::new(Service::Lookup, "", Vec::new())?,
-            ucx: Some(ucx),
+            transport: Some(transport),
             local: local(&addresses, timeout)?,
             timing: Timing {
                 handshake: timeout,

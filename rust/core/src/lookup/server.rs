@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Payload, Status};
+use kvpipe_ucx::{AmData, Status};
 
 use super::messages::{
     INSERT, INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, TAKE, TAKEN, WITHDRAW, read_select,
@@ -23,6 +23,7 @@ use crate::fetch::{ACCEPT, CREDIT, DATA, SUMS};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
 use crate::pool::Pool;
+use crate::transport::Payload;
 
 /// A select of a client.
 #[derive(Debug, Clone, Copy)]

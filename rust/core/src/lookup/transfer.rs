@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use kvpipe_ucx::{Buffer, Memory, Status};
+use kvpipe_ucx::{Buffer, Status};
 
 use super::{HUGE, Items, NUM_ITEMS};
 use crate::checksum;
@@ -13,6 +13,7 @@ use crate::fetch::{Fetch, Lending, Offer};
 use crate::node::{Io, LinkId};
 use crate::pipe::{Meta, Received};
 use crate::pool::Pool;
+use crate::transport::Memory;
 
 /// Bytes of an entry that travel inside its message. Above them, one copy costs more than one more round trip.
 const INLINE_CAP: usize = 32 << 10;
