@@ -122,7 +122,8 @@ class LookupBuffer:
         """Inserts a copy of the tensors, which may be changed once this returns.
 
         It does not wait while there is place. Otherwise inserts wait in the order of their calls, those of other
-        processes included. Without place for one entry, all later ones wait too, whatever their size.
+        processes included. Without place for one entry, all later ones wait too, whatever their size. Ctrl-C withdraws
+        an insert, unless its bytes are on their way to another process already.
 
         Args:
             input_tokens: `[num_tokens]`, any integer dtype, torch on the CPU or numpy like all tensors here.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{PATIENCE, Raw, TOKEN, eventually, on_both_roads};
+use kvpipe_core::Error;
 use kvpipe_core::codec::Writer;
 use kvpipe_core::identity::Service;
 use kvpipe_core::lookup::{Items, Local, Query, Remote};
@@ -268,5 +269,23 @@ fn a_withdrawn_insert_gives_its_turn_to_the_next() {
         let (header, payload) = a_select(1);
         raw.send(&header, &payload);
         raw.message(OFFER);
+    });
+}
+
+#[test]
+fn a_client_that_is_not_connected_yet_says_so() {
+    on_both_roads("a_client_that_is_not_connected_yet_says_so", |search| {
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
+        let address = silent.local_addr().expect("address").to_string();
+        let transport = search.clone().into();
+        let (remote, _) =
+            Remote::connect(vec![address], TOKEN, transport, PATIENCE).expect("begun");
+        let selected = remote.select(Query::Any, None).expect("select");
+        let inserted = remote
+            .insert(vec![1], items(vec![1]), None)
+            .expect("insert");
+        eventually("it ends", || inserted.is_completed().then_some(()));
+        assert!(matches!(inserted.result(), Some(Err(Error::Connect(_)))));
+        assert!(matches!(selected.result(), Some(Err(Error::Connect(_)))));
     });
 }

@@ -137,9 +137,17 @@ impl Client {
         }
     }
 
+    /// Why nothing can be asked of the servers now.
+    fn obstacle(&self) -> Option<Error> {
+        let text = "not all servers have accepted the connection yet";
+        let connecting = self.connecting.as_ref();
+        let early = connecting.map(|_| Error::Connect(text.to_owned()));
+        self.failure.clone().or(early)
+    }
+
     fn insert(&mut self, io: &mut Io, insert: Insert) {
-        if let Some(error) = &self.failure {
-            return insert.completer.complete(Err(error.clone()));
+        if let Some(error) = self.obstacle() {
+            return insert.completer.complete(Err(error));
         }
         self.deadlines.add(insert.deadline);
         self.queue.push_back(insert);
@@ -210,8 +218,8 @@ impl Client {
         payload: &[u8],
         completer: Completer<Selected>,
     ) {
-        if let Some(error) = &self.failure {
-            return completer.complete(Err(error.clone()));
+        if let Some(error) = self.obstacle() {
+            return completer.complete(Err(error));
         }
         if self.selects.len() + self.delivered.len() >= SELECTS_CAP {
             let text = format!("{SELECTS_CAP} selects wait already, more are not possible");
