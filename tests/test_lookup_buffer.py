@@ -20,7 +20,7 @@ from kvpipe import (
     LookupBufferStats,
     PeerLostError,
 )
-from tests.peers import MIB
+from tests.peers import MIB, resident_bytes
 
 pytestmark = pytest.mark.ucx
 
@@ -142,6 +142,25 @@ def test_what_was_taken_outlives_the_buffer():
         insert(buffer, [1], np.arange(1000))
         key = buffer.drop_select(None, None)[2]
     assert np.array_equal(key, np.arange(1000))
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_memory_is_used_again_but_not_while_somebody_has_it(is_remote):
+    num_entries, size = 40, 32 * MIB
+    with contextlib.ExitStack() as stack:
+        buffer = stack.enter_context(LookupBuffer())
+        if is_remote:
+            buffer.serve()
+            buffer = stack.enter_context(LookupBuffer.connect(buffer.address))
+        held, weights = [], []
+        for i in range(num_entries):
+            insert(buffer, [1], np.full(size, i, np.uint8))
+            held.append((i, buffer.drop_select(None, None)[2]))
+            if len(held) == 3:
+                held.pop(0)
+            assert all((key == i).all() for i, key in held)
+            weights.append(resident_bytes())
+        assert weights[-1] - weights[5] < 4 * size
 
 
 # --- what matches -----------------------------------------------------------------------------------------------

@@ -18,18 +18,58 @@ const IDLE: Duration = Duration::from_secs(10);
 /// Sizes are rounded up to a multiple of it: the size of a huge page.
 const GRAIN: usize = 2 << 20;
 
-/// Memory that can be used again. Clones share it.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Pool(Arc<Mutex<Free>>);
+/// Memory that can be used again, registered or plain. Clones share it.
+#[derive(Debug)]
+pub(crate) struct Pool<M = Memory>(Arc<Mutex<Free<M>>>);
 
-#[derive(Debug, Default)]
-struct Free {
+/// What a pool keeps.
+pub(crate) trait Pooled: Send + Sync + 'static {
+    /// The bytes.
+    fn buffer(&self) -> &Buffer;
+}
+
+impl Pooled for Memory {
+    fn buffer(&self) -> &Buffer {
+        self.buffer()
+    }
+}
+
+impl Pooled for Buffer {
+    fn buffer(&self) -> &Buffer {
+        self
+    }
+}
+
+impl<M> Clone for Pool<M> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<M> Default for Pool<M> {
+    fn default() -> Self {
+        Self(Arc::new(Mutex::new(Free {
+            memories: Vec::new(),
+            num_bytes: 0,
+        })))
+    }
+}
+
+#[derive(Debug)]
+struct Free<M> {
     /// In the order in which they came back.
-    memories: Vec<(Arc<Memory>, Instant)>,
+    memories: Vec<(Arc<M>, Instant)>,
     num_bytes: usize,
 }
 
-impl Pool {
+fn mapped(len: usize) -> Result<Buffer> {
+    let capacity = len.checked_next_multiple_of(GRAIN).unwrap_or(len);
+    Buffer::mapped(capacity).map_err(|error| {
+        Error::Exhausted(format!("no memory for a tensor of {len} bytes ({error})"))
+    })
+}
+
+impl Pool<Memory> {
     /// Memory of at least `len` bytes; what is in it is of no meaning.
     ///
     /// # Errors
@@ -38,15 +78,23 @@ impl Pool {
         if let Some(memory) = lock(&self.0).take(len) {
             return Ok(memory);
         }
-        let exhausted = |error: std::io::Error| {
-            Error::Exhausted(format!("no memory for a tensor of {len} bytes ({error})"))
-        };
-        let capacity = len.checked_next_multiple_of(GRAIN).unwrap_or(len);
-        io.register(Buffer::mapped(capacity).map_err(exhausted)?)
+        io.register(mapped(len)?)
     }
+}
 
+impl Pool<Buffer> {
+    /// As of registered memory.
+    pub(crate) fn take_plain(&self, len: usize) -> Result<Arc<Buffer>> {
+        if let Some(memory) = lock(&self.0).take(len) {
+            return Ok(memory);
+        }
+        mapped(len).map(Arc::new)
+    }
+}
+
+impl<M: Pooled> Pool<M> {
     /// The first `len` bytes, for whoever receives them; once they are let go, the memory comes back.
-    pub(crate) fn lend(&self, memory: Arc<Memory>, len: usize) -> Option<Buffer> {
+    pub(crate) fn lend(&self, memory: Arc<M>, len: usize) -> Option<Buffer> {
         let buffer = memory.buffer().clone();
         let lease = Lease {
             memory: Some(memory),
@@ -66,11 +114,11 @@ impl Pool {
     }
 }
 
-impl Free {
+impl<M: Pooled> Free<M> {
     /// The smallest that is large enough, and not so large that most of it would be wasted.
-    fn take(&mut self, len: usize) -> Option<Arc<Memory>> {
-        let size = |memory: &Memory| memory.buffer().len();
-        let fits = |(_, (memory, _)): &(usize, &(Arc<Memory>, Instant))| {
+    fn take(&mut self, len: usize) -> Option<Arc<M>> {
+        let size = |memory: &M| memory.buffer().len();
+        let fits = |(_, (memory, _)): &(usize, &(Arc<M>, Instant))| {
             (len..=len.saturating_mul(2).max(GRAIN)).contains(&size(memory))
         };
         let fitting = self.memories.iter().enumerate().filter(fits);
@@ -80,7 +128,7 @@ impl Free {
         Some(memory)
     }
 
-    fn put(&mut self, memory: Arc<Memory>) -> Option<Arc<Memory>> {
+    fn put(&mut self, memory: Arc<M>) -> Option<Arc<M>> {
         let len = memory.buffer().len();
         if self.num_bytes + len > BYTES_CAP {
             return Some(memory);
@@ -90,15 +138,15 @@ impl Free {
         None
     }
 
-    fn expire(&mut self, now: Instant) -> Vec<(Arc<Memory>, Instant)> {
-        let is_late = |(_, since): &(Arc<Memory>, Instant)| *since + IDLE <= now;
+    fn expire(&mut self, now: Instant) -> Vec<(Arc<M>, Instant)> {
+        let is_late = |(_, since): &(Arc<M>, Instant)| *since + IDLE <= now;
         let num_late = self
             .memories
             .iter()
             .take_while(|free| is_late(free))
             .count();
         let expired: Vec<_> = self.memories.drain(..num_late).collect();
-        let of = |(memory, _): &(Arc<Memory>, Instant)| memory.buffer().len();
+        let of = |(memory, _): &(Arc<M>, Instant)| memory.buffer().len();
         self.num_bytes -= expired.iter().map(of).sum::<usize>();
         expired
     }
@@ -106,12 +154,12 @@ impl Free {
 
 /// Keeps memory with what was received, and brings it back.
 #[derive(Debug)]
-struct Lease {
-    memory: Option<Arc<Memory>>,
-    pool: Weak<Mutex<Free>>,
+struct Lease<M: Pooled> {
+    memory: Option<Arc<M>>,
+    pool: Weak<Mutex<Free<M>>>,
 }
 
-impl Drop for Lease {
+impl<M: Pooled> Drop for Lease<M> {
     fn drop(&mut self) {
         let Some(pool) = self.pool.upgrade() else {
             return;
@@ -124,6 +172,6 @@ impl Drop for Lease {
     }
 }
 
-fn lock(free: &Mutex<Free>) -> MutexGuard<'_, Free> {
+fn lock<M>(free: &Mutex<Free<M>>) -> MutexGuard<'_, Free<M>> {
     free.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -5,11 +5,14 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
+use kvpipe_ucx::Buffer;
+
 use super::operation::{Delivery, Origin, Selected};
 use super::store::{Action, Store, Ticket};
 use super::{Items, LookupInfo, Query, check_process};
 use crate::error::{Error, Result};
 use crate::node::Waker;
+use crate::pool::Pool;
 use crate::work::Completer;
 
 /// Who waits in this process.
@@ -49,6 +52,8 @@ enum Effect {
 pub(super) struct Shared {
     state: Mutex<State>,
     waker: OnceLock<Waker>,
+    /// Memory of entries that were let go. Without a thread, it is given back with the next insert.
+    pool: Pool<Buffer>,
     process: u32,
 }
 
@@ -159,6 +164,7 @@ impl Shared {
                 is_closed: false,
             }),
             waker: OnceLock::new(),
+            pool: Pool::default(),
             process: std::process::id(),
         }
     }
@@ -206,7 +212,8 @@ impl Shared {
                 items,
                 completer,
             } => {
-                let copied = items.copy();
+                self.pool.expire(Instant::now());
+                let copied = items.copy(&self.pool);
                 // The caller's memory is let go before it is told.
                 drop(items);
                 let ended = self.change(effects, |state| match copied {
