@@ -1,4 +1,4 @@
-"""LookupBuffer: what matches, who gets it, capacity, waits. Other processes are in test_lookup_processes.py."""
+"""LookupBuffer: what matches, who gets it, capacity, waits. See also test_lookup_servers.py and test_lookup_processes.py."""
 
 import asyncio
 import contextlib
@@ -463,56 +463,6 @@ def test_a_cancelled_await_takes_nothing(place):
     eventually(lambda: server.stats().num_waiting == 0)
     insert(buffer, [1])
     assert select(buffer, None) == [1]
-
-
-# --- several servers --------------------------------------------------------------------------------------------
-
-
-def test_several_servers_are_all_asked_and_the_first_is_inserted_at():
-    with LookupBuffer() as one, LookupBuffer() as two, LookupBuffer() as three:
-        for server in (one, two, three):
-            server.serve()
-        with LookupBuffer.connect(one.address, two.address, three.address) as client:
-            assert select(client, None) is None
-            insert(client, [1])
-            assert [server.stats().num_entries for server in (one, two, three)] == [1, 0, 0]
-            insert(three, [3])
-            assert select(client, [3]) == [3]
-            waiting = in_thread(lambda: select(client, [2], None))
-            eventually(lambda: all(server.stats().num_waiting == 1 for server in (one, two, three)))
-            insert(two, [2])
-            assert finish(*waiting) == [2]
-            eventually(lambda: all(server.stats().num_waiting == 0 for server in (one, two, three)))
-            assert select(client, None) == [1]
-
-
-def test_entries_of_all_servers_at_once_are_taken_once_each():
-    with LookupBuffer() as one, LookupBuffer() as two:
-        for server in (one, two):
-            server.serve()
-        with LookupBuffer.connect(one.address, two.address) as client:
-            for i in range(100):
-                insert(one, [i], HALF[:100_000])
-                insert(two, [1000 + i], HALF[:100_000])
-            taken = [select(client, None, PATIENCE_S)[0] for _ in range(200)]
-            assert sorted(taken) == [*range(100), *range(1000, 1100)]
-            assert select(client, None) is None
-        eventually(lambda: one.stats().num_taken == two.stats().num_taken == 100)
-
-
-def test_a_client_that_lost_one_of_its_servers_says_so():
-    with LookupBuffer() as one, LookupBuffer() as two:
-        for server in (one, two):
-            server.serve()
-        with LookupBuffer.connect(one.address, two.address) as client:
-            waiting = in_thread(lambda: select(client, [2], None))
-            eventually(lambda: two.stats().num_waiting == 1)
-            gone = two.address
-            two.close()
-            assert isinstance(finish(*waiting), PeerLostError)
-            with pytest.raises(PeerLostError, match=gone):
-                select(client, None)
-        eventually(lambda: one.stats().num_waiting == 0)
 
 
 # --- closing and connecting -------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 //! The client's side: operations that are asked of one or more servers.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
@@ -8,15 +8,15 @@ use std::time::Instant;
 use kvpipe_ucx::{AmData, Status};
 
 use super::desk::{Command, Desk};
+use super::inserts::{Insert, Inserts};
 use super::messages::{
-    INSERT, INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, TAKE, TAKEN, WITHDRAW, read_refusal,
-    write_select, write_timeout, write_tokens,
+    INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, TAKE, TAKEN, WITHDRAW, read_refusal,
+    write_select,
 };
 use super::operation::{Delivery, Origin, Selected};
-use super::transfer::{Arrived, Incoming, Outgoing, Parcel, check_seal, seal};
-use super::{INSERTS_IN_FLIGHT, Items, SELECTS_CAP};
-use crate::codec::{Reader, Writer};
-use crate::earliest::Earliest;
+use super::transfer::{Arrived, Incoming, Outgoing, Parcel, check_seal};
+use super::{Items, SELECTS_CAP};
+use crate::codec::Reader;
 use crate::error::{Error, Result};
 use crate::fetch::{ACCEPT, CREDIT, DATA, SUMS};
 use crate::identity::Identity;
@@ -24,16 +24,6 @@ use crate::node::{Io, LinkId, Service};
 use crate::pool::Pool;
 use crate::transport::Payload;
 use crate::work::Completer;
-
-/// An insert that has not been sent.
-#[derive(Debug)]
-pub(super) struct Insert {
-    pub(super) operation: u64,
-    pub(super) tokens: Vec<i64>,
-    pub(super) items: Items,
-    pub(super) deadline: Option<Instant>,
-    pub(super) completer: Completer<()>,
-}
 
 struct Select {
     completer: Completer<Selected>,
@@ -58,9 +48,7 @@ pub(super) struct Client {
     links: Vec<LinkId>,
     servers: HashMap<LinkId, Server>,
     connecting: Option<Completer<()>>,
-    queue: VecDeque<Insert>,
-    deadlines: Earliest,
-    inserts: HashMap<u64, Completer<()>>,
+    inserts: Inserts,
     selects: HashMap<u64, Select>,
     /// Entries that callers have not looked at, by the server that keeps them.
     delivered: HashMap<u64, LinkId>,
@@ -85,9 +73,7 @@ impl Client {
             links: Vec::new(),
             servers: HashMap::new(),
             connecting: None,
-            queue: VecDeque::new(),
-            deadlines: Earliest::default(),
-            inserts: HashMap::new(),
+            inserts: Inserts::default(),
             selects: HashMap::new(),
             delivered: HashMap::new(),
             pool: Pool::default(),
@@ -149,53 +135,23 @@ impl Client {
         if let Some(error) = self.obstacle() {
             return insert.completer.complete(Err(error));
         }
-        self.deadlines.add(insert.deadline);
-        self.queue.push_back(insert);
+        self.inserts.add(insert);
         self.post(io);
     }
 
-    /// Sends the first inserts, as far as the server lets many wait.
     fn post(&mut self, io: &mut Io) {
-        let Some(&link) = self.links.first() else {
-            return;
-        };
-        while self.inserts.len() < INSERTS_IN_FLIGHT {
-            let Some(insert) = self.queue.pop_front() else {
-                return;
-            };
-            if let Err((completer, error)) = self.send(io, link, insert) {
-                completer.complete(Err(error));
-            }
+        let first = self.links.first();
+        if let Some((&link, server)) =
+            first.and_then(|link| Some((link, self.servers.get_mut(link)?)))
+        {
+            self.inserts.post(io, link, &mut server.outgoing);
         }
+        self.tell_failed();
     }
 
-    fn send(
-        &mut self,
-        io: &mut Io,
-        link: LinkId,
-        insert: Insert,
-    ) -> std::result::Result<(), (Completer<()>, Error)> {
-        let (operation, completer) = (insert.operation, insert.completer);
-        let Some(server) = self.servers.get_mut(&link) else {
-            return Err((completer, Error::lost("the server", "it is not connected")));
-        };
-        let left = insert
-            .deadline
-            .map(|at| at.saturating_duration_since(io.now));
-        let writer = write_tokens(write_timeout(Writer::default(), left), &insert.tokens);
-        let outgoing = &mut server.outgoing;
-        match outgoing.write(io, link, operation, &insert.items, writer) {
-            Ok(writer) => {
-                let (sum, payload) = seal(writer);
-                let header = io.header(link, INSERT).u64(operation).u64(sum);
-                self.inserts.insert(operation, completer);
-                io.message(link, header, Payload::Bytes(payload), 0);
-                Ok(())
-            }
-            Err(error) => {
-                outgoing.release(operation);
-                Err((completer, error))
-            }
+    fn tell_failed(&mut self) {
+        for (completer, error) in self.inserts.take_failed() {
+            self.end(completer, Err(error));
         }
     }
 
@@ -203,7 +159,7 @@ impl Client {
         if let Some(server) = self.servers.get_mut(&link) {
             server.outgoing.release(operation);
         }
-        if let Some(completer) = self.inserts.remove(&operation) {
+        if let Some(completer) = self.inserts.answered(operation) {
             self.desk
                 .count(|info| info.num_inserted += u64::from(result.is_ok()));
             self.end(completer, result);
@@ -240,14 +196,7 @@ impl Client {
     }
 
     fn withdraw(&mut self, io: &mut Io, operation: u64) {
-        if let Some(at) = self
-            .queue
-            .iter()
-            .position(|insert| insert.operation == operation)
-        {
-            self.queue.remove(at);
-        }
-        if self.inserts.contains_key(&operation)
+        if self.inserts.withdraw(operation)
             && let Some(&link) = self.links.first()
         {
             say(io, link, WITHDRAW, operation);
@@ -313,7 +262,7 @@ impl Client {
     }
 
     fn refused(&mut self, io: &mut Io, link: LinkId, operation: u64, error: Error) {
-        if self.inserts.contains_key(&operation) {
+        if self.inserts.is_sent(operation) {
             return self.inserted(io, link, operation, Err(error));
         }
         if let Some(mut select) = self.selects.remove(&operation) {
@@ -385,36 +334,13 @@ impl Client {
         if let Some(completer) = self.connecting.take() {
             completer.complete(Err(error.clone()));
         }
-        for insert in self.queue.drain(..) {
-            insert.completer.complete(Err(error.clone()));
-        }
         for server in self.servers.values_mut() {
             server.outgoing = Outgoing::default();
         }
-        for (_, completer) in self.inserts.drain() {
-            completer.complete(Err(error.clone()));
-        }
+        self.inserts.fail(error);
         for (_, select) in self.selects.drain() {
             select.completer.complete(Err(error.clone()));
         }
-    }
-
-    fn expire(&mut self, now: Instant) {
-        if !self.deadlines.take_if_past(now) {
-            return;
-        }
-        let is_late = |insert: &Insert| insert.deadline.is_some_and(|at| at <= now);
-        let (late, kept): (VecDeque<_>, VecDeque<_>) = self.queue.drain(..).partition(is_late);
-        for insert in late {
-            let text = format!(
-                "{INSERTS_IN_FLIGHT} earlier inserts of this buffer wait for place; nothing was inserted, the buffer is usable"
-            );
-            insert.completer.complete(Err(Error::Exhausted(text)));
-        }
-        for insert in &kept {
-            self.deadlines.add(insert.deadline);
-        }
-        self.queue = kept;
     }
 
     /// Tells the caller, who may look at the counters then.
@@ -424,7 +350,7 @@ impl Client {
     }
 
     fn count_waiting(&self) {
-        let waiting = self.queue.len() + self.inserts.len() + self.selects.len();
+        let waiting = self.inserts.len() + self.selects.len();
         self.desk.count(|info| info.num_waiting = waiting);
     }
 
@@ -526,9 +452,10 @@ impl Service for Client {
     }
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {
-        self.expire(io.now);
+        let next = self.inserts.expire(io.now);
+        self.tell_failed();
         let idle = self.pool.expire(io.now);
-        self.deadlines.at().into_iter().chain(idle).min()
+        next.into_iter().chain(idle).min()
     }
 
     fn stop(&mut self, _io: &mut Io) {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use super::client::Insert;
+use super::inserts::Insert;
 use super::operation::{Origin, Selected};
 use super::store::Ticket;
 use super::{LookupInfo, Query};

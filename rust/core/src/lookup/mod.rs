@@ -4,6 +4,7 @@
 mod client;
 mod desk;
 mod index;
+mod inserts;
 mod local;
 mod messages;
 #[cfg(test)]

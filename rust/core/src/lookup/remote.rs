@@ -4,8 +4,9 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::client::{Client, Insert};
+use super::client::Client;
 use super::desk::{Command, Desk};
+use super::inserts::Insert;
 use super::messages::TOKENS_CAP;
 use super::operation::{Operation, Origin, Selected};
 use super::{Items, LookupInfo, Query, check_entry};

@@ -1,0 +1,125 @@
+//! A client's inserts: those that wait to be sent, and those that its server has not answered.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::Instant;
+
+use super::messages::{INSERT, write_timeout, write_tokens};
+use super::transfer::{Outgoing, seal};
+use super::{INSERTS_IN_FLIGHT, Items};
+use crate::codec::Writer;
+use crate::earliest::Earliest;
+use crate::error::{Error, Result};
+use crate::node::{Io, LinkId};
+use crate::transport::Payload;
+use crate::work::Completer;
+
+/// An insert that has not been sent.
+#[derive(Debug)]
+pub(super) struct Insert {
+    pub(super) operation: u64,
+    pub(super) tokens: Vec<i64>,
+    pub(super) items: Items,
+    pub(super) deadline: Option<Instant>,
+    pub(super) completer: Completer<()>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Inserts {
+    queue: VecDeque<Insert>,
+    deadlines: Earliest,
+    sent: HashMap<u64, Completer<()>>,
+    /// Those that have failed, until their callers are told.
+    failed: Vec<(Completer<()>, Error)>,
+}
+
+impl Inserts {
+    pub(super) fn add(&mut self, insert: Insert) {
+        self.deadlines.add(insert.deadline);
+        self.queue.push_back(insert);
+    }
+
+    /// Sends the first ones, as far as the server lets many wait.
+    pub(super) fn post(&mut self, io: &mut Io, link: LinkId, outgoing: &mut Outgoing) {
+        while self.sent.len() < INSERTS_IN_FLIGHT {
+            let Some(insert) = self.queue.pop_front() else {
+                return;
+            };
+            match send(io, link, outgoing, &insert) {
+                Ok(()) => {
+                    self.sent.insert(insert.operation, insert.completer);
+                }
+                Err(error) => {
+                    outgoing.release(insert.operation);
+                    self.failed.push((insert.completer, error));
+                }
+            }
+        }
+    }
+
+    /// Who has to be told of what.
+    pub(super) fn take_failed(&mut self) -> Vec<(Completer<()>, Error)> {
+        std::mem::take(&mut self.failed)
+    }
+
+    /// Who waits for an insert that has just been answered.
+    pub(super) fn answered(&mut self, operation: u64) -> Option<Completer<()>> {
+        self.sent.remove(&operation)
+    }
+
+    pub(super) fn is_sent(&self, operation: u64) -> bool {
+        self.sent.contains_key(&operation)
+    }
+
+    /// Forgets one that was not sent; whether the server has to be told of one that was.
+    pub(super) fn withdraw(&mut self, operation: u64) -> bool {
+        self.queue.retain(|insert| insert.operation != operation);
+        self.is_sent(operation)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.queue.len() + self.sent.len()
+    }
+
+    /// Ends those that were not sent in time, and tells when to come back.
+    pub(super) fn expire(&mut self, now: Instant) -> Option<Instant> {
+        if self.deadlines.take_if_past(now) {
+            let is_late = |insert: &Insert| insert.deadline.is_some_and(|at| at <= now);
+            let (late, kept): (VecDeque<_>, VecDeque<_>) = self.queue.drain(..).partition(is_late);
+            for insert in late {
+                self.failed.push((insert.completer, crowded()));
+            }
+            for insert in &kept {
+                self.deadlines.add(insert.deadline);
+            }
+            self.queue = kept;
+        }
+        self.deadlines.at()
+    }
+
+    pub(super) fn fail(&mut self, error: &Error) {
+        for insert in self.queue.drain(..) {
+            insert.completer.complete(Err(error.clone()));
+        }
+        for (_, completer) in self.sent.drain() {
+            completer.complete(Err(error.clone()));
+        }
+    }
+}
+
+fn crowded() -> Error {
+    Error::Exhausted(format!(
+        "{INSERTS_IN_FLIGHT} earlier inserts of this buffer wait for place; nothing was inserted, the buffer is usable"
+    ))
+}
+
+fn send(io: &mut Io, link: LinkId, outgoing: &mut Outgoing, insert: &Insert) -> Result<()> {
+    let left = insert
+        .deadline
+        .map(|at| at.saturating_duration_since(io.now));
+    let writer = write_tokens(write_timeout(Writer::default(), left), &insert.tokens);
+    let writer = outgoing.write(io, link, insert.operation, &insert.items, writer)?;
+    let (sum, payload) = seal(writer);
+    let header = io.header(link, INSERT).u64(insert.operation).u64(sum);
+    io.message(link, header, Payload::Bytes(payload), 0);
+    Ok(())
+}
