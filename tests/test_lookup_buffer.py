@@ -1,4 +1,4 @@
-"""LookupBuffer: what matches, who gets it, capacity, waits. See also test_lookup_servers.py and test_lookup_processes.py."""
+"""LookupBuffer: what matches, who gets it, capacity, waits. See also test_lookup_servers and test_lookup_processes."""
 
 import asyncio
 import contextlib
