@@ -9,7 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-__all__ = ["Agent", "Control", "LookupBuffer", "Peer", "PipeEnd", "Plan", "ReceivedBuffer", "Region", "Transport", "Work", "ucx_info"]
+__all__ = [
+    "Agent",
+    "Control",
+    "LookupBuffer",
+    "Peer",
+    "PipeEnd",
+    "Plan",
+    "ReceivedBuffer",
+    "Region",
+    "Transport",
+    "Work",
+    "ucx_info",
+]
 
 _TensorMeta: TypeAlias = tuple[int, str, Sequence[int]]
 """`(family, dtype, shape)`: family 0 is `None`, 1 torch, 2 numpy."""
