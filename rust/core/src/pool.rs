@@ -14,7 +14,7 @@ use crate::transport::Memory;
 /// Most bytes that wait to be used again; more is given back to the system at once.
 const BYTES_CAP: usize = 1 << 30;
 /// What nobody has used for so long is given back.
-const IDLE: Duration = Duration::from_secs(10);
+const IDLE: Duration = Duration::from_secs(60);
 /// Sizes are rounded up to a multiple of it: the size of a huge page.
 const GRAIN: usize = 2 << 20;
 

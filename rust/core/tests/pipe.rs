@@ -50,6 +50,42 @@ fn tensors_arrive_in_order_whatever_their_size() {
 }
 
 #[test]
+fn receives_that_wait_get_their_tensors_in_order_although_several_are_fetched_at_once() {
+    on_every_road(
+        "receives_that_wait_get_their_tensors_in_order_although_several_are_fetched_at_once",
+        |transport| {
+            let (tx, rx) = pipe(transport);
+            let sizes = [
+                1 << 20,
+                64 << 10,
+                10,
+                3 << 20,
+                100 << 10,
+                0,
+                5 << 20,
+                33 << 10,
+            ];
+            let received: Vec<_> = sizes.iter().map(|_| receive(&rx)).collect();
+            let sent: Vec<_> = sizes
+                .iter()
+                .zip(1..)
+                .map(|(&len, seed)| send(&tx, pattern(len, seed)))
+                .collect();
+            for ((received, &len), seed) in received.iter().zip(&sizes).zip(1..) {
+                assert!(
+                    content(received) == pattern(len, seed),
+                    "tensor of {len} bytes"
+                );
+            }
+            for sent in sent {
+                assert_eq!(sent.wait_for(PATIENCE), Ok(()));
+            }
+            assert_eq!(rx.info().num_tensors, sizes.len() as u64);
+        },
+    );
+}
+
+#[test]
 fn a_tensor_larger_than_the_window_arrives_intact() {
     on_every_road(
         "a_tensor_larger_than_the_window_arrives_intact",

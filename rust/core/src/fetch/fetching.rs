@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvpipe_ucx::Status;
 
-use super::{ACCEPT, CREDIT, GETS_IN_FLIGHT, Offer, Proof, WINDOW, num_pieces, piece};
+use super::{ACCEPT, CREDIT, GET_PIECE, GETS_IN_FLIGHT, Offer, Proof, WINDOW, num_pieces, piece};
 use crate::checksum;
 use crate::codec::Reader;
 use crate::data::Road;
@@ -102,6 +102,14 @@ impl Fetch {
     /// Its length in bytes.
     pub(crate) fn len(&self) -> usize {
         self.offer.len
+    }
+
+    /// Bytes that are not here and have not been asked for either.
+    pub(crate) fn left(&self) -> usize {
+        match &self.road {
+            By::Reads(reads) => self.offer.len.saturating_sub(reads.next * GET_PIECE),
+            By::Messages { placed, .. } => self.offer.len - placed,
+        }
     }
 
     /// Nothing more is asked for; the first reason counts.

@@ -72,6 +72,8 @@ pub trait Service {
     }
     /// Something to log for people; at most once per lifecycle event.
     fn log(&mut self, _text: String) {}
+    /// The node is about to stop: what is said now still leaves.
+    fn closing(&mut self, _io: &mut Io) {}
     /// The node stops. Its data plane has ended before this call: nothing reads or writes registered memory.
     fn stop(&mut self, _io: &mut Io) {}
 }

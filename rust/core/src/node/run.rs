@@ -81,7 +81,9 @@ impl<S: Service> Loop<S> {
             is_busy |= self.take_events();
             if is_busy {
                 idle_since = Instant::now();
-            } else if !self.is_stopping && !self.may_poll(idle_since) && self.may_sleep() {
+            } else if self.may_poll(idle_since) {
+                std::thread::yield_now(); // a caller may need this CPU to go on
+            } else if !self.is_stopping && self.may_sleep() {
                 self.look_at_sockets(wake_at);
             }
         }
@@ -89,6 +91,7 @@ impl<S: Service> Loop<S> {
     }
 
     fn end(mut self) {
+        self.service.closing(&mut self.io);
         self.linger();
         for link in self.io.links.values_mut() {
             link.say_goodbye("the process closed it");

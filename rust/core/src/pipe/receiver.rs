@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Buffer, Status};
 
@@ -11,7 +11,7 @@ use super::{
     WITHDRAWN,
 };
 use crate::checksum;
-use crate::codec::Reader;
+use crate::codec::{Reader, Writer};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::fetch::{DATA, Fetch, Offer, SUMS};
@@ -23,6 +23,12 @@ use crate::work::{Completer, Work};
 
 /// The frame with which a sender ends the pipe in order; all tensors have been taken before it.
 pub(super) const END: &[u8] = b"end";
+
+/// Large tensors that are fetched at once, while less than this is left of those under way.
+const FETCHES: usize = 8;
+const BYTES_AHEAD: usize = 4 << 20;
+/// A sender is told of the small tensors that were taken within this time.
+const TELL_WITHIN: Duration = Duration::from_micros(500);
 
 /// A tensor that was received.
 #[derive(Debug)]
@@ -63,7 +69,7 @@ enum Content {
     Offer(Offer),
 }
 
-/// The large tensor under way. Its fetch bears its sequence number.
+/// A large tensor under way. Its fetch bears its sequence number.
 struct Receiving {
     meta: Meta,
     fetch: Fetch,
@@ -82,10 +88,14 @@ pub(super) struct Receiver {
     arrived: VecDeque<Arrived>,
     wanted: VecDeque<Wanted>,
     deadlines: Earliest,
-    receiving: Option<Receiving>,
+    /// In the order in which they are delivered.
+    receiving: VecDeque<Receiving>,
+    /// Taken, and the sender has not been told; when it is told at the latest.
+    taken: Vec<u64>,
+    tell_at: Option<Instant>,
     pool: Pool,
-    /// The last tensor that was withdrawn while it was fetched; messages of it may still come.
-    withdrawn: Option<u64>,
+    /// The last tensors that were withdrawn while they were fetched; messages of them may still come.
+    withdrawn: VecDeque<u64>,
     next_sequence: u64,
     has_ended: bool,
     failure: Option<Error>,
@@ -100,9 +110,11 @@ impl Receiver {
             arrived: VecDeque::new(),
             wanted: VecDeque::new(),
             deadlines: Earliest::default(),
-            receiving: None,
+            receiving: VecDeque::new(),
+            taken: Vec::new(),
+            tell_at: None,
             pool: Pool::default(),
-            withdrawn: None,
+            withdrawn: VecDeque::new(),
             next_sequence: 0,
             has_ended: false,
             failure: None,
@@ -111,7 +123,7 @@ impl Receiver {
 
     /// Brings what has come and who waits together, in order, until one of them is missing.
     fn pair(&mut self, io: &mut Io) {
-        while self.receiving.is_none() && !self.wanted.is_empty() && !self.arrived.is_empty() {
+        while self.may_begin() && !self.wanted.is_empty() {
             let Some(wanted) = self.wanted.pop_front() else {
                 return;
             };
@@ -128,7 +140,7 @@ impl Receiver {
             match arrived.content {
                 Content::Eager(bytes) => self.deliver(io, sequence, meta, bytes, wanted),
                 Content::Corrupt => {
-                    self.acknowledge(io, sequence, 0);
+                    self.take(io, sequence, 0);
                     let text = format!(
                         "tensor {sequence} differs from its checksum; it is lost, the pipe is usable"
                     );
@@ -137,10 +149,22 @@ impl Receiver {
                 Content::Offer(offer) => self.begin(io, sequence, meta, offer, wanted),
             }
         }
-        if self.arrived.is_empty() && self.receiving.is_none() {
+        if self.arrived.is_empty() && self.receiving.is_empty() {
             self.report_end();
         }
         self.count_waiting();
+    }
+
+    /// Whether the next that has come can be looked at. A large tensor is fetched while others still are, as long as
+    /// little of them is left: the wire has no pause between two.
+    fn may_begin(&self) -> bool {
+        let Some(next) = self.arrived.front() else {
+            return false;
+        };
+        let left: usize = self.receiving.iter().map(|each| each.fetch.left()).sum();
+        let is_large = matches!(next.content, Content::Offer(_));
+        self.receiving.is_empty()
+            || (is_large && left < BYTES_AHEAD && self.receiving.len() < FETCHES)
     }
 
     fn report_end(&mut self) {
@@ -151,7 +175,7 @@ impl Receiver {
     }
 
     fn deliver(&mut self, io: &mut Io, sequence: u64, meta: Meta, bytes: Vec<u8>, wanted: Wanted) {
-        self.acknowledge(io, sequence, bytes.len());
+        self.take(io, sequence, bytes.len());
         let buffer = match wanted.out {
             Some((_, out)) if !out.write(0, &bytes) => {
                 let text = "out= is not in host memory; this version receives nowhere else";
@@ -165,14 +189,28 @@ impl Receiver {
         wanted.completer.complete(Ok(Arc::new(received)));
     }
 
-    fn acknowledge(&mut self, io: &mut Io, sequence: u64, len: usize) {
-        if let Some(link) = self.link {
-            let header = io.header(link, TAKEN).u64(sequence);
-            io.message(link, header, Payload::None, 0);
+    /// Takes a tensor. The sender of a small one waits for nothing but its credit: it is told with others, so that it
+    /// need not wake for each.
+    fn take(&mut self, io: &mut Io, sequence: u64, len: usize) {
+        self.taken.push(sequence);
+        if len > EAGER_CAP || self.taken.len() >= MESSAGES_IN_FLIGHT / 4 {
+            self.tell_taken(io);
+        } else {
+            self.tell_at.get_or_insert(io.now + TELL_WITHIN);
         }
         let mut info = self.shared.get();
         info.num_tensors += 1;
         info.num_bytes += len as u64;
+    }
+
+    fn tell_taken(&mut self, io: &mut Io) {
+        self.tell_at = None;
+        let taken = std::mem::take(&mut self.taken);
+        if let (Some(link), Some((first, rest))) = (self.link, taken.split_first()) {
+            let header = io.header(link, TAKEN).u64(*first);
+            let rest = Writer::default().list(rest, |w, sequence| w.u64(*sequence));
+            io.message(link, header, Payload::Bytes(rest.finish()), 0);
+        }
     }
 
     fn begin(&mut self, io: &mut Io, sequence: u64, meta: Meta, offer: Offer, wanted: Wanted) {
@@ -195,7 +233,7 @@ impl Receiver {
         };
         match Fetch::begin(io, link, sequence, offer, memory) {
             Ok(fetch) => {
-                self.receiving = Some(Receiving {
+                self.receiving.push_back(Receiving {
                     meta,
                     fetch,
                     is_fresh: wanted.out.is_none(),
@@ -211,10 +249,10 @@ impl Receiver {
         }
     }
 
-    /// The tensor under way, if it is this one.
+    /// A tensor under way.
     fn fetch(&mut self, sequence: u64) -> Option<&mut Receiving> {
         let is_it = |receiving: &&mut Receiving| receiving.fetch.id() == sequence;
-        self.receiving.as_mut().filter(is_it)
+        self.receiving.iter_mut().find(is_it)
     }
 
     fn place(
@@ -228,7 +266,7 @@ impl Receiver {
         if let Some(receiving) = self.fetch(sequence) {
             return receiving.fetch.place(io, link, header, data);
         }
-        if self.withdrawn == Some(sequence) {
+        if self.withdrawn.contains(&sequence) {
             // Sent before the sender knew that its withdrawal had been taken.
             return Ok(());
         }
@@ -252,12 +290,21 @@ impl Receiver {
         }
     }
 
+    /// Delivers what is complete, in order; a sender that waits for its withdrawal is answered out of turn.
     fn finish(&mut self, io: &mut Io) {
-        let receiving = self.receiving.as_ref();
-        let Some(outcome) = receiving.and_then(|receiving| receiving.fetch.outcome()) else {
-            return;
+        let is_next = |(at, receiving): &(usize, &Receiving)| {
+            (*at == 0 || receiving.is_withdrawn) && receiving.fetch.outcome().is_some()
         };
-        let Some(receiving) = self.receiving.take() else {
+        while let Some((at, _)) = self.receiving.iter().enumerate().find(is_next) {
+            if let Some(receiving) = self.receiving.remove(at) {
+                self.end(io, receiving);
+            }
+        }
+        self.pair(io);
+    }
+
+    fn end(&mut self, io: &mut Io, receiving: Receiving) {
+        let Some(outcome) = receiving.fetch.outcome() else {
             return;
         };
         self.count_waiting();
@@ -266,7 +313,7 @@ impl Receiver {
             self.say(io, WITHDRAWN, sequence);
         }
         let received = outcome.map(|()| {
-            self.acknowledge(io, sequence, len);
+            self.take(io, sequence, len);
             let memory = receiving.fetch.into_memory();
             let lend = |pool: &Pool| pool.lend(memory, len);
             let buffer = receiving.is_fresh.then(|| lend(&self.pool)).flatten();
@@ -279,7 +326,6 @@ impl Receiver {
             self.say(io, CORRUPT, sequence);
         }
         receiving.completer.complete(received);
-        self.pair(io);
     }
 
     /// Tells the sender something about one of its tensors.
@@ -346,7 +392,8 @@ impl Receiver {
             let text = "the sender withdrew the tensor while it was received; it is lost, the pipe is usable";
             receiving.fetch.fail(Error::Timeout(text.to_owned()));
             receiving.is_withdrawn = true;
-            self.withdrawn = Some(sequence);
+            self.withdrawn.truncate(MESSAGES_IN_FLIGHT - 1);
+            self.withdrawn.push_front(sequence);
             return self.finish(io);
         }
         let is_it = |arrived: &Arrived| arrived.sequence == sequence;
@@ -368,7 +415,7 @@ impl Receiver {
 
     /// Called before an operation completes: whoever sees its end finds it counted.
     fn count_waiting(&self) {
-        self.shared.get().in_flight = self.wanted.len() + usize::from(self.receiving.is_some());
+        self.shared.get().in_flight = self.wanted.len() + self.receiving.len();
     }
 
     fn expire(&mut self, io: &mut Io) {
@@ -391,7 +438,7 @@ impl Receiver {
             let done_by = receiving.deadline.done_by;
             !receiving.fetch.has_failed() && done_by.is_some_and(|at| at <= now)
         };
-        if let (Some(link), Some(receiving)) = (self.link, self.receiving.as_mut().filter(is_late))
+        if let (Some(link), Some(receiving)) = (self.link, self.receiving.iter_mut().find(is_late))
         {
             let len = receiving.fetch.len();
             let text =
@@ -483,8 +530,8 @@ impl Service for Receiver {
         // What came whole can still be received; an offer cannot, its memory is gone with the sender.
         self.arrived
             .retain(|arrived| !matches!(arrived.content, Content::Offer(_)));
-        if let Some(receiving) = &mut self.receiving {
-            receiving.fetch.fail(error);
+        for receiving in &mut self.receiving {
+            receiving.fetch.fail(error.clone());
         }
         self.shared.get().state = "closed";
         self.finish(io);
@@ -530,14 +577,23 @@ impl Service for Receiver {
     }
 
     fn done(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
-        if let Some(receiving) = &mut self.receiving {
-            receiving.fetch.done(io, self.link, token, result);
+        for receiving in &mut self.receiving {
+            if receiving.fetch.done(io, self.link, token, result) {
+                break;
+            }
         }
         // Also of a link that has gone: the last read that ends is what its receive has waited for.
         self.finish(io);
     }
 
+    fn closing(&mut self, io: &mut Io) {
+        self.tell_taken(io);
+    }
+
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {
+        if self.tell_at.is_some_and(|at| at <= io.now) {
+            self.tell_taken(io);
+        }
         self.expire(io);
         let receiving = self
             .receiving
@@ -546,6 +602,7 @@ impl Service for Receiver {
             .filter_map(|receiving| receiving.deadline.done_by);
         receiving
             .chain(self.deadlines.at())
+            .chain(self.tell_at)
             .chain(self.pool.expire(io.now))
             .min()
     }
@@ -555,7 +612,7 @@ impl Service for Receiver {
         for wanted in self.wanted.drain(..) {
             wanted.completer.complete(Err(closed()));
         }
-        if let Some(receiving) = self.receiving.take() {
+        for receiving in self.receiving.drain(..) {
             receiving.completer.complete(Err(closed()));
         }
     }

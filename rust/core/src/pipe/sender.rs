@@ -390,7 +390,7 @@ impl Service for Sender {
         Err(Error::protocol("the receiver of a pipe sent a frame"))
     }
 
-    fn message(&mut self, io: &mut Io, link: LinkId, header: &[u8], _data: AmData) -> Result<()> {
+    fn message(&mut self, io: &mut Io, link: LinkId, header: &[u8], data: AmData) -> Result<()> {
         let mut reader = Reader::new(header);
         let kind = reader.u8()?;
         let sequence = reader.u64()?;
@@ -406,7 +406,14 @@ impl Service for Sender {
                     large.lending.credit(io, link, credit);
                 }
             }
-            TAKEN => self.taken(io, sequence)?,
+            TAKEN => {
+                let mut rest = Reader::new(&data);
+                let others = rest.list(MESSAGES_IN_FLIGHT, Reader::u64)?;
+                rest.end()?;
+                for sequence in [sequence].into_iter().chain(others) {
+                    self.taken(io, sequence)?;
+                }
+            }
             WITHDRAWN => {
                 let text = "the receiver did not ask for the tensor in time; it was withdrawn, the pipe is usable";
                 self.refused(io, sequence, Error::Timeout(text.to_owned()));
