@@ -3,6 +3,7 @@
 //! into their destination by the road of the session.
 
 mod receiver;
+mod receiving;
 mod sender;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};

@@ -6,15 +6,13 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Buffer, Status};
 
-use super::{
-    CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW,
-    WITHDRAWN,
-};
+use super::receiving::Receiving;
+use super::{Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW};
 use crate::checksum;
 use crate::codec::{Reader, Writer};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::fetch::{DATA, Fetch, Offer, SUMS};
+use crate::fetch::{DATA, Offer, SUMS};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
 use crate::pool::Pool;
@@ -24,9 +22,6 @@ use crate::work::{Completer, Work};
 /// The frame with which a sender ends the pipe in order; all tensors have been taken before it.
 pub(super) const END: &[u8] = b"end";
 
-/// Large tensors that are fetched at once, while less than this is left of those under way.
-const FETCHES: usize = 8;
-const BYTES_AHEAD: usize = 4 << 20;
 /// A sender is told of the small tensors that were taken within this time.
 const TELL_WITHIN: Duration = Duration::from_micros(500);
 
@@ -50,55 +45,45 @@ pub(super) enum Command {
     Withdraw(Work<Arc<Received>>),
 }
 
-struct Wanted {
-    out: Option<(Meta, Buffer)>,
-    deadline: Deadline,
-    completer: Completer<Arc<Received>>,
+pub(super) struct Wanted {
+    pub(super) out: Option<(Meta, Buffer)>,
+    pub(super) deadline: Deadline,
+    pub(super) completer: Completer<Arc<Received>>,
 }
 
-struct Arrived {
-    sequence: u64,
-    meta: Meta,
-    content: Content,
+pub(super) struct Arrived {
+    pub(super) sequence: u64,
+    pub(super) meta: Meta,
+    pub(super) content: Content,
 }
 
-enum Content {
+pub(super) enum Content {
     Eager(Vec<u8>),
     /// It differs from its checksum.
     Corrupt,
     Offer(Offer),
 }
 
-/// A large tensor under way. Its fetch bears its sequence number.
-struct Receiving {
-    meta: Meta,
-    fetch: Fetch,
-    is_fresh: bool,
-    deadline: Deadline,
-    completer: Completer<Arc<Received>>,
-    is_withdrawn: bool,
-}
-
 pub(super) struct Receiver {
-    shared: Shared,
+    pub(super) shared: Shared,
     /// The one sender, from the moment it was let in.
-    sender: Option<LinkId>,
+    pub(super) sender: Option<LinkId>,
     /// The same, while its session is established.
-    link: Option<LinkId>,
-    arrived: VecDeque<Arrived>,
-    wanted: VecDeque<Wanted>,
-    deadlines: Earliest,
+    pub(super) link: Option<LinkId>,
+    pub(super) arrived: VecDeque<Arrived>,
+    pub(super) wanted: VecDeque<Wanted>,
+    pub(super) deadlines: Earliest,
     /// In the order in which they are delivered.
-    receiving: VecDeque<Receiving>,
+    pub(super) receiving: VecDeque<Receiving>,
     /// Taken, and the sender has not been told; when it is told at the latest.
-    taken: Vec<u64>,
-    tell_at: Option<Instant>,
-    pool: Pool,
+    pub(super) taken: Vec<u64>,
+    pub(super) tell_at: Option<Instant>,
+    pub(super) pool: Pool,
     /// The last tensors that were withdrawn while they were fetched; messages of them may still come.
-    withdrawn: VecDeque<u64>,
-    next_sequence: u64,
-    has_ended: bool,
-    failure: Option<Error>,
+    pub(super) withdrawn: VecDeque<u64>,
+    pub(super) next_sequence: u64,
+    pub(super) has_ended: bool,
+    pub(super) failure: Option<Error>,
 }
 
 impl Receiver {
@@ -122,7 +107,7 @@ impl Receiver {
     }
 
     /// Brings what has come and who waits together, in order, until one of them is missing.
-    fn pair(&mut self, io: &mut Io) {
+    pub(super) fn pair(&mut self, io: &mut Io) {
         while self.may_begin() && !self.wanted.is_empty() {
             let Some(wanted) = self.wanted.pop_front() else {
                 return;
@@ -155,18 +140,6 @@ impl Receiver {
         self.count_waiting();
     }
 
-    /// Whether the next that has come can be looked at. A large tensor is fetched while others still are, as long as
-    /// little of them is left: the wire has no pause between two.
-    fn may_begin(&self) -> bool {
-        let Some(next) = self.arrived.front() else {
-            return false;
-        };
-        let left: usize = self.receiving.iter().map(|each| each.fetch.left()).sum();
-        let is_large = matches!(next.content, Content::Offer(_));
-        self.receiving.is_empty()
-            || (is_large && left < BYTES_AHEAD && self.receiving.len() < FETCHES)
-    }
-
     fn report_end(&mut self) {
         let Some(error) = &self.failure else { return };
         for wanted in self.wanted.drain(..) {
@@ -191,7 +164,7 @@ impl Receiver {
 
     /// Takes a tensor. The sender of a small one waits for nothing but its credit: it is told with others, so that it
     /// need not wake for each.
-    fn take(&mut self, io: &mut Io, sequence: u64, len: usize) {
+    pub(super) fn take(&mut self, io: &mut Io, sequence: u64, len: usize) {
         self.taken.push(sequence);
         if len > EAGER_CAP || self.taken.len() >= MESSAGES_IN_FLIGHT / 4 {
             self.tell_taken(io);
@@ -213,123 +186,8 @@ impl Receiver {
         }
     }
 
-    fn begin(&mut self, io: &mut Io, sequence: u64, meta: Meta, offer: Offer, wanted: Wanted) {
-        let Some(link) = self.link else { return };
-        let memory = match &wanted.out {
-            Some((_, buffer)) => io.register(buffer.clone()),
-            None => self.pool.take(io, offer.len),
-        };
-        let memory = match memory {
-            Ok(memory) => memory,
-            Err(error) => {
-                // A caller with other memory can still take it.
-                self.arrived.push_front(Arrived {
-                    sequence,
-                    meta,
-                    content: Content::Offer(offer),
-                });
-                return wanted.completer.complete(Err(not_consumed(error)));
-            }
-        };
-        match Fetch::begin(io, link, sequence, offer, memory) {
-            Ok(fetch) => {
-                self.receiving.push_back(Receiving {
-                    meta,
-                    fetch,
-                    is_fresh: wanted.out.is_none(),
-                    deadline: wanted.deadline,
-                    completer: wanted.completer,
-                    is_withdrawn: false,
-                });
-            }
-            Err(error) => {
-                io.fail(link, error.clone());
-                wanted.completer.complete(Err(error));
-            }
-        }
-    }
-
-    /// A tensor under way.
-    fn fetch(&mut self, sequence: u64) -> Option<&mut Receiving> {
-        let is_it = |receiving: &&mut Receiving| receiving.fetch.id() == sequence;
-        self.receiving.iter_mut().find(is_it)
-    }
-
-    fn place(
-        &mut self,
-        io: &mut Io,
-        link: LinkId,
-        sequence: u64,
-        header: Reader<'_>,
-        data: &[u8],
-    ) -> Result<()> {
-        if let Some(receiving) = self.fetch(sequence) {
-            return receiving.fetch.place(io, link, header, data);
-        }
-        if self.withdrawn.contains(&sequence) {
-            // Sent before the sender knew that its withdrawal had been taken.
-            return Ok(());
-        }
-        Err(Error::protocol(format_args!(
-            "data of tensor {sequence}, which nobody asked for"
-        )))
-    }
-
-    fn sums(&mut self, sequence: u64, data: &[u8]) -> Result<()> {
-        if let Some(receiving) = self.fetch(sequence) {
-            return receiving.fetch.take_sums(data);
-        }
-        let is_it = |arrived: &&mut Arrived| arrived.sequence == sequence;
-        match self.arrived.iter_mut().find(is_it) {
-            Some(Arrived {
-                content: Content::Offer(offer),
-                ..
-            }) => offer.take_sums(data).map(|_| ()),
-            // Of a tensor that was withdrawn, or has failed here.
-            _ => Ok(()),
-        }
-    }
-
-    /// Delivers what is complete, in order; a sender that waits for its withdrawal is answered out of turn.
-    fn finish(&mut self, io: &mut Io) {
-        let is_next = |(at, receiving): &(usize, &Receiving)| {
-            (*at == 0 || receiving.is_withdrawn) && receiving.fetch.outcome().is_some()
-        };
-        while let Some((at, _)) = self.receiving.iter().enumerate().find(is_next) {
-            if let Some(receiving) = self.receiving.remove(at) {
-                self.end(io, receiving);
-            }
-        }
-        self.pair(io);
-    }
-
-    fn end(&mut self, io: &mut Io, receiving: Receiving) {
-        let Some(outcome) = receiving.fetch.outcome() else {
-            return;
-        };
-        self.count_waiting();
-        let (sequence, len) = (receiving.fetch.id(), receiving.fetch.len());
-        if receiving.is_withdrawn {
-            self.say(io, WITHDRAWN, sequence);
-        }
-        let received = outcome.map(|()| {
-            self.take(io, sequence, len);
-            let memory = receiving.fetch.into_memory();
-            let lend = |pool: &Pool| pool.lend(memory, len);
-            let buffer = receiving.is_fresh.then(|| lend(&self.pool)).flatten();
-            Arc::new(Received {
-                meta: receiving.meta,
-                buffer,
-            })
-        });
-        if let Err(Error::Corrupt(_)) = received {
-            self.say(io, CORRUPT, sequence);
-        }
-        receiving.completer.complete(received);
-    }
-
     /// Tells the sender something about one of its tensors.
-    fn say(&self, io: &mut Io, kind: u8, sequence: u64) {
+    pub(super) fn say(&self, io: &mut Io, kind: u8, sequence: u64) {
         if let Some(link) = self.link {
             let header = io.header(link, kind).u64(sequence);
             io.message(link, header, Payload::None, 0);
@@ -386,23 +244,6 @@ impl Receiver {
         Ok(())
     }
 
-    fn withdraw(&mut self, io: &mut Io, sequence: u64) {
-        if let Some(receiving) = self.fetch(sequence) {
-            // Answered once no read is under way: only then may the sender have its memory back.
-            let text = "the sender withdrew the tensor while it was received; it is lost, the pipe is usable";
-            receiving.fetch.fail(Error::Timeout(text.to_owned()));
-            receiving.is_withdrawn = true;
-            self.withdrawn.truncate(MESSAGES_IN_FLIGHT - 1);
-            self.withdrawn.push_front(sequence);
-            return self.finish(io);
-        }
-        let is_it = |arrived: &Arrived| arrived.sequence == sequence;
-        if let Some(at) = self.arrived.iter().position(is_it) {
-            self.arrived.remove(at);
-            self.say(io, WITHDRAWN, sequence);
-        }
-    }
-
     fn withdraw_receive(&mut self, receive: &Work<Arc<Received>>) {
         let is_it = |wanted: &Wanted| wanted.completer.completes(receive);
         let at = self.wanted.iter().position(is_it);
@@ -414,7 +255,7 @@ impl Receiver {
     }
 
     /// Called before an operation completes: whoever sees its end finds it counted.
-    fn count_waiting(&self) {
+    pub(super) fn count_waiting(&self) {
         self.shared.get().in_flight = self.wanted.len() + self.receiving.len();
     }
 
@@ -446,13 +287,6 @@ impl Receiver {
             receiving.fetch.fail(Error::Timeout(text.clone()));
             io.fail(link, Error::Timeout(text));
         }
-    }
-}
-
-fn not_consumed(error: Error) -> Error {
-    match error {
-        Error::Exhausted(text) => Error::Exhausted(format!("{text}; it was not consumed")),
-        other => other,
     }
 }
 
