@@ -13,11 +13,11 @@ use crate::error::{Error, Result};
 use crate::identity::random;
 use crate::node::{Io, LinkId};
 
-/// From this size on a call for each piece costs no more (docs/benchmarks.md).
-const SMALL: u64 = 64 << 10;
-/// Of one call, which sockets and other transfers wait for: a fraction of a millisecond.
+/// From this size on a call for each piece costs no more than one for many (docs/benchmarks.md).
+const SMALL: u64 = 512 << 10;
+/// Of one call, which sockets and other transfers wait for: less than a millisecond.
 const PIECES: usize = 256;
-const BYTES: u64 = 1 << 20;
+const BYTES: u64 = 4 << 20;
 
 /// Random bytes in this process's memory, by which a neighbour knows that it reads the right one.
 pub(super) struct Proof(Option<Buffer>);
