@@ -60,6 +60,10 @@ def test_import_kvpipe_loads_nothing_heavy_and_starts_nothing():
     assert "libucp" not in seen["maps"]
 
 
+def test_import_kvpipe_leaves_asyncio_to_those_who_await():
+    assert "asyncio" not in look_after("import kvpipe")["modules"]
+
+
 @pytest.mark.vllm
 def test_importing_the_connector_starts_no_thread_and_loads_no_ucx():
     before = look_after("import vllm.distributed.kv_transfer.kv_connector.v1.base, vllm.v1.core.sched.output")

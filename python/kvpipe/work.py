@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from kvpipe.exceptions import TransferTimeoutError
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Generator
 
     from kvpipe import _kvpipe
@@ -76,6 +76,8 @@ _by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, list[asyncio.Fu
 
 async def readable(descriptor: int) -> None:
     """Waits in the running loop until a descriptor can be read. Many may wait for one."""
+    import asyncio  # noqa: PLC0415 - whoever awaits has it; it is half the time of importing kvpipe
+
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
     waiting = _waiters(loop).setdefault(descriptor, [])
