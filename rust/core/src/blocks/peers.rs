@@ -109,9 +109,14 @@ impl Blocks {
         self.tell_waiting(link);
     }
 
-    /// The link to an address: the one there is, or a new one.
+    /// The link to an address: the one there is, or a new one. One whose loss its users have been told of already is
+    /// not there any more, although its end is still to be reported.
     pub(super) fn link_to(&mut self, io: &mut Io, address: &str) -> LinkId {
-        if let Some(&link) = self.by_address.get(address) {
+        let is_lost = |link: &LinkId| {
+            let peer = self.peers.get(link);
+            io.has_failed(*link) || peer.is_none_or(|peer| peer.handle.lost().is_some())
+        };
+        if let Some(&link) = self.by_address.get(address).filter(|link| !is_lost(link)) {
             return link;
         }
         let link = io.connect(address);
