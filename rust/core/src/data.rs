@@ -235,8 +235,9 @@ impl Io {
         let peer = data.peer(link)?;
         data.worker
             .unpack_rkey(peer.endpoint, packed)
-            .map_err(|status| {
-                Error::protocol(format_args!("a remote key cannot be used: {status}"))
+            .map_err(|status| match status {
+                lost if lost.is_disconnect() => Error::lost(&self.peer(link), lost),
+                other => Error::protocol(format_args!("a remote key cannot be used: {other}")),
             })
     }
 

@@ -24,6 +24,20 @@ impl Status {
         }
     }
 
+    /// Whether it says that the peer is gone, and not that the call was wrong.
+    pub fn is_disconnect(&self) -> bool {
+        let disconnects = [
+            sys::UCS_ERR_IO_ERROR,
+            sys::UCS_ERR_UNREACHABLE,
+            sys::UCS_ERR_CANCELED,
+            sys::UCS_ERR_TIMED_OUT,
+            sys::UCS_ERR_NOT_CONNECTED,
+            sys::UCS_ERR_CONNECTION_RESET,
+            sys::UCS_ERR_ENDPOINT_TIMEOUT,
+        ];
+        disconnects.iter().any(|code| i32::from(*code) == self.code)
+    }
+
     /// The text UCX gives this code.
     pub fn text(&self) -> &'static str {
         match TEXTS.binary_search_by(|(code, _)| self.code.cmp(code)) {

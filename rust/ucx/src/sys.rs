@@ -23,15 +23,21 @@ pub(crate) type ucs_status_ptr_t = *mut c_void;
 
 pub(crate) const UCS_OK: ucs_status_t = 0;
 pub(crate) const UCS_INPROGRESS: ucs_status_t = 1;
+pub(crate) const UCS_ERR_IO_ERROR: ucs_status_t = -3;
 pub(crate) const UCS_ERR_NO_MEMORY: ucs_status_t = -4;
 pub(crate) const UCS_ERR_INVALID_PARAM: ucs_status_t = -5;
+pub(crate) const UCS_ERR_UNREACHABLE: ucs_status_t = -6;
 pub(crate) const UCS_ERR_INVALID_ADDR: ucs_status_t = -7;
 pub(crate) const UCS_ERR_BUSY: ucs_status_t = -15;
+pub(crate) const UCS_ERR_CANCELED: ucs_status_t = -16;
 pub(crate) const UCS_ERR_OUT_OF_RANGE: ucs_status_t = -19;
+pub(crate) const UCS_ERR_TIMED_OUT: ucs_status_t = -20;
 pub(crate) const UCS_ERR_EXCEEDS_LIMIT: ucs_status_t = -21;
 pub(crate) const UCS_ERR_UNSUPPORTED: ucs_status_t = -22;
 pub(crate) const UCS_ERR_REJECTED: ucs_status_t = -23;
 pub(crate) const UCS_ERR_NOT_CONNECTED: ucs_status_t = -24;
+pub(crate) const UCS_ERR_CONNECTION_RESET: ucs_status_t = -25;
+pub(crate) const UCS_ERR_ENDPOINT_TIMEOUT: ucs_status_t = -80;
 pub(crate) const UCS_ERR_LAST: isize = -100;
 
 pub(crate) const UCS_THREAD_MODE_SINGLE: c_int = 0;

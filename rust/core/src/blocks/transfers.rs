@@ -168,6 +168,10 @@ impl Blocks {
         {
             peer.transfers.remove(at);
         }
+        // Works end before the end of the link is reported: whoever sees one of them sees this too.
+        if let Some(error @ Error::PeerLost { .. }) = &transfer.failure {
+            transfer.peer.lose(error);
+        }
         let is_whole = transfer.failure.is_none();
         let num_bytes = is_whole.then_some(transfer.pieces.num_bytes);
         if transfer.owner.is_ours() {
@@ -259,8 +263,6 @@ impl Blocks {
             Err(status) => {
                 let error = Error::lost(&io.peer(link), status);
                 transfer.failure.get_or_insert(error.clone());
-                // Works end before the end of the link is reported: whoever sees one of them sees this too.
-                transfer.peer.lose(&error);
                 io.fail(link, error);
             }
         }
