@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ import pytest
 from kvpipe import KVPipeError, PeerLostError, Pipe, info
 from kvpipe.testing import memory_transport
 from tests.peers import Child
+
+# In the background of a script, SIGINT is ignored, and the programs that tests interrupt would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROADS = {"default": None, "tcp": "tcp"}
 IN_MEMORY = {"memory": "get", "messages in memory": "messages"}

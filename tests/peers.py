@@ -222,9 +222,11 @@ def forked():
     receiver = Pipe.listen()
     sender = Pipe.connect(receiver.address)
     agent = Agent()
+    receiving = receiver.irecv_tensor()
     pid = os.fork()
     if pid == 0:
         tries = (
+            receiving.wait,
             lambda: receiver.recv_tensor(timeout=0),
             lambda: sender.send_tensor(np.ones(2)),
             lambda: agent.register(np.ones(2), "kv", 8),
@@ -236,7 +238,7 @@ def forked():
         os._exit(0)
     os.waitpid(pid, 0)
     sender.send_tensor(np.arange(3))
-    say(receiver.recv_tensor().tolist())
+    say(receiving.wait().tolist())
 
 
 def serve_entries(capacity_bytes):

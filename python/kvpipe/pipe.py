@@ -133,7 +133,7 @@ class Pipe:
             ClosedError: The pipe was closed here.
             ConfigError, TransportUnavailableError: This tensor cannot be sent; the pipe is usable.
         """
-        self._isend(tensor, timeout).wait()
+        self._send(tensor, timeout, is_waited=True).wait()
 
     def isend_tensor(self, tensor: Any) -> Work[None]:
         """Begins to send a tensor, which must not be changed until the work is done.
@@ -144,14 +144,14 @@ class Pipe:
         Raises:
             As `send_tensor` for what is wrong with the tensor; the rest comes from the work.
         """
-        return self._isend(tensor, None)
+        return self._send(tensor, None, is_waited=False)
 
-    def _isend(self, tensor: Any, timeout: float | None) -> Work[None]:
+    def _send(self, tensor: Any, timeout: float | None, *, is_waited: bool) -> Work[None]:
         if not self._is_sender:
             message = "this is the receiving end of the pipe; it cannot send"
             raise ConfigError(message)
         described = describe(tensor)
-        return Work(self._end.send(described.meta, described.data, timeout), lambda _: None)
+        return Work(self._end.send(described.meta, described.data, timeout, is_waited), lambda _: None)
 
     def recv_tensor(self, out: Any = None, device: str | None = None, timeout: float | None = None) -> Any:
         """Receives the next tensor. Several threads may receive at once; each tensor goes to one of them.
@@ -176,7 +176,7 @@ class Pipe:
             TransferTimeoutError: Not done in time; the message says whether the pipe is usable.
             PeerLostError: The sender is gone; the pipe is closed.
         """
-        native = self._receive(out, device, timeout)
+        native = self._receive(out, device, timeout, is_waited=True)
         try:
             received = self._received(native, out).wait()
         except BaseException:
@@ -195,18 +195,18 @@ class Pipe:
         Raises:
             As `recv_tensor` for what is wrong with `out` or `device`; the rest comes from the work.
         """
-        return self._received(self._receive(out, device, None), out)
+        return self._received(self._receive(out, device, None, is_waited=False), out)
 
-    def _receive(self, out: Any, device: str | None, timeout: float | None) -> _kvpipe.Work:
+    def _receive(self, out: Any, device: str | None, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work:
         if self._is_sender:
             message = "this is the sending end of the pipe; it cannot receive"
             raise ConfigError(message)
         _check_device(device)
         self._tell_opened()
         if out is None:
-            return self._end.receive(None, timeout)
+            return self._end.receive(None, timeout, is_waited)
         described = describe(out, must_be_in_place=True)
-        return self._end.receive((described.meta, described.data), timeout)
+        return self._end.receive((described.meta, described.data), timeout, is_waited)
 
     @staticmethod
     def _received(native: _kvpipe.Work, out: Any) -> Work[Any]:

@@ -1,8 +1,9 @@
 //! The transport of kvpipe without Python: authenticated sessions, pipes, block transfers and handoffs.
 //!
-//! One thread per [`node::Node`] owns everything: its listener, its links, its UCX worker and the state of what runs
-//! on it. Other threads hand it commands and get [`work::Work`] or [`events::Events`] back. Nothing here is `unsafe`
-//! or knows Python; what touches memory lives in `kvpipe-ucx`.
+//! A [`node::Node`] owns everything: its listener, its links, its UCX worker and the state of what runs on it. One
+//! thread at a time runs it; others hand it commands and get [`work::Work`] or [`events::Events`] back. Nothing here is
+//! `unsafe`, but for the promise that a node may change its thread, or knows Python; what touches memory lives in
+//! `kvpipe-ucx`.
 #![deny(unsafe_code)]
 
 mod advice;
@@ -23,6 +24,7 @@ pub mod lookup;
 pub mod node;
 pub mod pipe;
 mod pool;
+mod process;
 mod recent;
 pub mod region;
 pub mod transport;

@@ -1,5 +1,5 @@
-//! Completion of an operation: the progress thread completes it once, any thread waits for it.
-//! Waiting and asyncio use one mechanism, an eventfd that is made when somebody first waits.
+//! Completion of an operation: its node completes it once, any thread waits for it. A thread that waits runs the node
+//! meanwhile; where another does, and in asyncio, it sleeps on an eventfd that is made when somebody first needs it.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
 use crate::error::{Error, Result};
+use crate::node::{Drive, Driven};
 
 /// A wait is cut into slices of this length, so that a signal that arrives just before the wait is seen too.
 const SIGNAL_SLICE: Duration = Duration::from_secs(1);
@@ -20,11 +21,18 @@ struct State<T> {
 
 /// An operation that is under way or done. Clones share it; dropping all of them cancels nothing.
 #[derive(Debug)]
-pub struct Work<T>(Arc<Mutex<State<T>>>);
+pub struct Work<T> {
+    state: Arc<Mutex<State<T>>>,
+    /// The node that completes it: who waits may run it.
+    driver: Option<Arc<dyn Drive>>,
+}
 
 impl<T> Clone for Work<T> {
     fn clone(&self) -> Self {
-        Self(Arc::clone(&self.0))
+        Self {
+            state: Arc::clone(&self.state),
+            driver: self.driver.clone(),
+        }
     }
 }
 
@@ -49,7 +57,11 @@ pub fn work<T>() -> (Work<T>, Completer<T>) {
         result: None,
         eventfd: None,
     }));
-    (Work(Arc::clone(&state)), Completer(Some(state)))
+    let work = Work {
+        state: Arc::clone(&state),
+        driver: None,
+    };
+    (work, Completer(Some(state)))
 }
 
 fn lock<T>(state: &Mutex<State<T>>) -> MutexGuard<'_, State<T>> {
@@ -60,7 +72,7 @@ impl<T> Completer<T> {
     /// Whether this completes that work.
     pub fn completes(&self, work: &Work<T>) -> bool {
         let state = self.0.as_ref();
-        state.is_some_and(|state| Arc::ptr_eq(state, &work.0))
+        state.is_some_and(|state| Arc::ptr_eq(state, &work.state))
     }
 
     /// Ends the operation.
@@ -90,7 +102,7 @@ impl<T> Drop for Completer<T> {
 impl<T> Work<T> {
     /// Whether the operation has ended, well or not.
     pub fn is_completed(&self) -> bool {
-        lock(&self.0).result.is_some()
+        lock(&self.state).result.is_some()
     }
 
     /// A file descriptor that is readable once the operation has ended. It belongs to the work.
@@ -99,7 +111,7 @@ impl<T> Work<T> {
     }
 
     fn eventfd(&self) -> Result<Arc<OwnedFd>> {
-        let mut state = lock(&self.0);
+        let mut state = lock(&self.state);
         if let Some(fd) = &state.eventfd {
             return Ok(Arc::clone(fd));
         }
@@ -113,10 +125,28 @@ impl<T> Work<T> {
         Ok(fd)
     }
 
-    /// Waits until the operation has ended, `deadline` has passed, or a signal arrived.
+    /// Names the node that completes it.
+    pub(crate) fn driven_by(mut self, driver: Arc<dyn Drive>) -> Self {
+        self.driver = Some(driver);
+        self
+    }
+
+    /// Waits until the operation has ended, `deadline` has passed, or a signal arrived. Runs the node meanwhile, unless
+    /// another thread does.
     pub fn wait(&self, deadline: Option<Instant>) -> Result<Waited> {
         if self.is_completed() {
             return Ok(Waited::Done);
+        }
+        if let Some(driver) = &self.driver {
+            let slice = Instant::now() + SIGNAL_SLICE;
+            let until = deadline.map_or(slice, |at| at.min(slice));
+            match driver.drive(until, &|| self.is_completed()) {
+                Driven::Done => return Ok(Waited::Done),
+                Driven::TimedOut if Some(until) == deadline => return Ok(Waited::TimedOut),
+                Driven::TimedOut | Driven::Interrupted => return Ok(Waited::Interrupted),
+                Driven::Taken => {}
+                Driven::Forked(error) => return Err(error),
+            }
         }
         wait_readable(&*self.eventfd()?, deadline, || self.is_completed())
     }
@@ -147,7 +177,7 @@ pub(crate) fn wait_readable(
 impl<T: Clone> Work<T> {
     /// The outcome, once there is one.
     pub fn result(&self) -> Option<Result<T>> {
-        lock(&self.0).result.clone()
+        lock(&self.state).result.clone()
     }
 
     /// Waits without looking for signals; for Rust callers.

@@ -8,7 +8,7 @@ use common::{PATIENCE, PROMPT, Process, TOKEN, on_both_roads, say};
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, Options, Region};
 use kvpipe_core::link::Timing;
-use kvpipe_core::pipe::{Deadline, Meta, Pipe};
+use kvpipe_core::pipe::{Deadline, Meta, Pipe, Then};
 use kvpipe_core::work::Work;
 use kvpipe_ucx::{Buffer, Search};
 
@@ -30,7 +30,9 @@ fn peer_process() {
         "receiver" => {
             let pipe =
                 Pipe::listen("127.0.0.1:0", TOKEN, search.into(), Duration::ZERO).expect("listen");
-            let _received = pipe.receive(None, Deadline::default()).expect("receive");
+            let _received = pipe
+                .receive(None, Deadline::default(), Then::GoOn)
+                .expect("receive");
             say(&mut parent, &pipe.address().expect("address").to_string());
             common::wait_for_the_end(parent);
         }
@@ -64,7 +66,7 @@ fn send(pipe: &Pipe) -> Work<()> {
         dtype: "uint8".to_owned(),
         shape: vec![LARGE as u64],
     };
-    pipe.send(meta, Buffer::zeroed(LARGE), Deadline::default())
+    pipe.send(meta, Buffer::zeroed(LARGE), Deadline::default(), Then::GoOn)
         .expect("send")
 }
 
@@ -135,7 +137,10 @@ fn a_sender_killed_under_a_large_tensor_fails_the_receiver() {
             let pipe = Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO)
                 .expect("listen");
             let mut peer = Process::start("sender", &pipe.address().expect("address").to_string());
-            let receive = || pipe.receive(None, Deadline::default()).expect("receive");
+            let receive = || {
+                pipe.receive(None, Deadline::default(), Then::GoOn)
+                    .expect("receive")
+            };
             let (received, next) = (receive(), receive());
             peer.line();
             common::eventually("the sender", || (pipe.info().state == "open").then_some(()));

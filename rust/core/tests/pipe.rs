@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use common::pipes::{close, content, meta, pipe, receive, send, send_within};
 use common::{PATIENCE, PROMPT, TOKEN, bytes, eventually, on_every_road, pattern};
 use kvpipe_core::Error;
-use kvpipe_core::pipe::{Deadline, Pipe};
+use kvpipe_core::pipe::{Deadline, Pipe, Then};
 use kvpipe_core::transport::Transport;
 use kvpipe_ucx::Buffer;
 
@@ -95,7 +95,9 @@ fn a_tensor_larger_than_the_window_arrives_intact() {
             let out = Buffer::zeroed(64 << 20);
             let sent = send(&tx, expected.clone());
             let target = Some((meta(out.len()), out.clone()));
-            let received = rx.receive(target, Deadline::default()).expect("receive");
+            let received = rx
+                .receive(target, Deadline::default(), Then::GoOn)
+                .expect("receive");
             let received = received.wait_for(PATIENCE).expect("received");
             assert!(
                 received.buffer.is_none(),
@@ -133,7 +135,7 @@ fn a_receive_that_times_out_leaves_the_pipe_usable() {
             let (tx, rx) = pipe(transport);
             let soon = Deadline::after(Some(Duration::from_millis(50)));
             let error = rx
-                .receive(None, soon)
+                .receive(None, soon, Then::GoOn)
                 .expect("receive")
                 .wait_for(PATIENCE)
                 .expect_err("nothing came");
@@ -200,7 +202,7 @@ fn an_out_that_does_not_match_consumes_nothing() {
             let sent = send(&tx, pattern(size, 3));
             let out = Some((meta(10), Buffer::zeroed(10)));
             let error = rx
-                .receive(out, Deadline::default())
+                .receive(out, Deadline::default(), Then::GoOn)
                 .expect("receive")
                 .wait_for(PATIENCE)
                 .expect_err("too small");
@@ -366,7 +368,12 @@ fn a_receive_timeout_under_way_closes_the_pipe_on_both_ends() {
             let (tx, rx) = pipe(transport);
             let len = 1 << 30;
             let sent = tx
-                .send(meta(len), Buffer::zeroed(len), Deadline::default())
+                .send(
+                    meta(len),
+                    Buffer::zeroed(len),
+                    Deadline::default(),
+                    Then::GoOn,
+                )
                 .expect("send");
             let now = Instant::now();
             // Met long before, and done by then it cannot be.
@@ -374,7 +381,7 @@ fn a_receive_timeout_under_way_closes_the_pipe_on_both_ends() {
                 meet_by: None,
                 done_by: Some(now + Duration::from_millis(20)),
             };
-            let received = rx.receive(None, deadline).expect("receive");
+            let received = rx.receive(None, deadline, Then::GoOn).expect("receive");
             let error = received.wait_for(PATIENCE).expect_err("too late");
             assert!(
                 matches!(&error, Error::Timeout(text) if text.contains("closed")),

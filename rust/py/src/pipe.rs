@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvpipe_core::node::default_busy_poll;
-use kvpipe_core::pipe::{Deadline, Meta, Pipe};
+use kvpipe_core::pipe::{Deadline, Meta, Pipe, Then};
 use pyo3::prelude::*;
 
 use crate::buffer::{from_python, release_let_go};
@@ -64,6 +64,7 @@ impl PipeEnd {
         tensor: MetaTuple,
         data: &Bound<'_, PyAny>,
         timeout: Option<f64>,
+        is_waited: bool,
     ) -> PyResult<Work> {
         release_let_go(py);
         let (buffer, deadline) = (
@@ -71,7 +72,7 @@ impl PipeEnd {
             Deadline::after(duration(timeout)?),
         );
         let sent = py
-            .detach(|| self.0.send(meta(tensor), buffer, deadline))
+            .detach(|| self.0.send(meta(tensor), buffer, deadline, then(is_waited)))
             .map_err(to_py)?;
         Ok(Work::new(Kind::Nothing(sent)))
     }
@@ -81,6 +82,7 @@ impl PipeEnd {
         py: Python<'_>,
         out: Option<(MetaTuple, Bound<'_, PyAny>)>,
         timeout: Option<f64>,
+        is_waited: bool,
     ) -> PyResult<Work> {
         release_let_go(py);
         let out = match out {
@@ -88,7 +90,9 @@ impl PipeEnd {
             None => None,
         };
         let deadline = Deadline::after(duration(timeout)?);
-        let received = py.detach(|| self.0.receive(out, deadline)).map_err(to_py)?;
+        let received = py
+            .detach(|| self.0.receive(out, deadline, then(is_waited)))
+            .map_err(to_py)?;
         Ok(Work::new(Kind::Received(received)))
     }
 
@@ -141,6 +145,10 @@ impl Drop for PipeEnd {
     fn drop(&mut self) {
         Python::try_attach(|py| py.detach(|| self.0.stop()));
     }
+}
+
+fn then(is_waited: bool) -> Then {
+    if is_waited { Then::Wait } else { Then::GoOn }
 }
 
 fn busy_poll(us: Option<u64>) -> Duration {

@@ -76,7 +76,7 @@ impl Context {
         let mut attr = sys::ucp_context_attr_t {
             field_mask: sys::UCP_ATTR_FIELD_THREAD_MODE | sys::UCP_ATTR_FIELD_MEMORY_TYPES,
             request_size: 0,
-            thread_mode: sys::UCS_THREAD_MODE_SINGLE,
+            thread_mode: sys::UCS_THREAD_MODE_SERIALIZED,
             memory_types: 0,
             name: [0; 32],
             device_counter_size: 0,

@@ -1,12 +1,12 @@
 //! UCX for kvpipe: loaded at run time, one owning type per UCX object. This crate holds all of
 //! kvpipe's foreign function calls; what it exports is safe to call, but for
-//! [`Buffer::from_raw_parts`].
+//! [`Buffer::from_raw_parts`] and [`Together::new`].
 //!
 //! # Ownership
 //! ```text
 //! Library ◄─ Context ◄─ Memory            (Arc: any thread)
 //!               ▲
-//!               └────── Worker ◄─ endpoints, operations, RemoteKey, AmData   (Rc: its thread)
+//!               └────── Worker ◄─ endpoints, operations, RemoteKey, AmData   (Rc: one thread at a time)
 //! ```
 //! Each object holds what it was made from, so UCX sees them destroyed in the right order however
 //! they are dropped here. An operation holds its memory, its key and its worker until UCX has
@@ -15,8 +15,8 @@
 //!
 //! # Threads
 //! [`Library`], [`Context`], [`Buffer`] and [`Memory`] are `Send + Sync`; registering and packing
-//! keys may happen on any thread. A [`Worker`] and all that comes from it stay on the thread that
-//! made it, where its owner repeats: post, [`progress`](Worker::progress), take
+//! keys may happen on any thread. A [`Worker`] and all that comes from it are used by one thread at
+//! a time, and change it only as one, in a [`Together`]. There the owner repeats: post, [`progress`](Worker::progress), take
 //! [events](Worker::next_event), and when there are none [`arm`](Worker::arm) and sleep on
 //! [`event_fd`](Worker::event_fd). UCX's callbacks run inside these calls and only fill the queue.
 //! Nothing may be used in the child of a `fork`.
@@ -41,6 +41,7 @@ mod request;
 mod rma;
 mod status;
 mod sys;
+mod together;
 mod worker;
 
 pub use am::{AmData, Payload};
@@ -55,4 +56,5 @@ pub use neighbour::{Neighbour, PIECES_CAP, Piece};
 pub use request::Token;
 pub use rma::RemoteKey;
 pub use status::Status;
+pub use together::Together;
 pub use worker::Worker;

@@ -40,7 +40,7 @@ pub(crate) const UCS_ERR_CONNECTION_RESET: ucs_status_t = -25;
 pub(crate) const UCS_ERR_ENDPOINT_TIMEOUT: ucs_status_t = -80;
 pub(crate) const UCS_ERR_LAST: isize = -100;
 
-pub(crate) const UCS_THREAD_MODE_SINGLE: c_int = 0;
+pub(crate) const UCS_THREAD_MODE_SERIALIZED: c_int = 1;
 pub(crate) const UCS_THREAD_MODE_MULTI: c_int = 2;
 
 pub(crate) const UCS_MEMORY_TYPE_HOST: c_int = 0;

@@ -1,4 +1,4 @@
-//! The worker: UCX's engine for one thread, and the one place where its events come out.
+//! The worker: UCX's engine for one thread at a time, and the one place where its events come out.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -21,7 +21,8 @@ use crate::sys::{self, EntryPoints};
 /// How long a dropped worker waits for its operations before it leaks them.
 const DROP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A UCX worker. Neither `Send` nor `Sync`: made, used and dropped on one thread.
+/// A UCX worker. Neither `Send` nor `Sync`: used by one thread at a time, which it changes only with all that was made
+/// from it (see [`Together`](crate::Together)).
 ///
 /// Dropping it closes its endpoints by force and waits for every operation, at most 5 s. Should
 /// one not end, worker and memory are leaked on purpose: UCX may still write to that memory.
@@ -51,7 +52,7 @@ pub(crate) struct State {
 }
 
 impl Worker {
-    /// Creates a worker for the calling thread.
+    /// Creates a worker.
     ///
     /// # Errors
     /// UCX's answer.
@@ -271,7 +272,7 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         // SAFETY: operations, closes, keys and lent data each hold an Rc of self, so none is
-        // left; called once, on the worker's thread, as Rc does not leave it.
+        // left; called once, on the thread that has the worker, as Rc does not leave it.
         unsafe { (self.api().ucp_worker_destroy)(self.as_ptr()) };
     }
 }
@@ -280,7 +281,7 @@ fn create(context: &Context) -> Result<NonNull<sys::ucp_worker>, Status> {
     const CALL: &str = "ucp_worker_create";
     let params = sys::ucp_worker_params_t {
         field_mask: sys::UCP_WORKER_PARAM_FIELD_THREAD_MODE,
-        thread_mode: sys::UCS_THREAD_MODE_SINGLE,
+        thread_mode: sys::UCS_THREAD_MODE_SERIALIZED,
         cpu_mask: [0; 16],
         events: 0,
         user_data: null_mut(),

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::identity::Incarnation;
 use crate::pipe::check_address;
 use crate::region::{Layout, NAME_CAP};
-use crate::work::{Waited, Work, work};
+use crate::work::{Waited, Work};
 
 impl Agent {
     /// Registers memory as blocks that peers may read; peers learn of it.
@@ -58,7 +58,7 @@ impl Agent {
             )));
         }
         let layout = Layout::new(buffer.len() as u64, block_bytes, stride)?;
-        let (done, completer) = work();
+        let (done, completer) = self.node.work();
         self.node.send(Command::Register(Registration {
             name: name.to_owned(),
             layout,
@@ -75,7 +75,7 @@ impl Agent {
     /// # Errors
     /// The region belongs to another agent.
     pub fn close_region(&self, region: &Region, timeout: Option<Duration>) -> Result<Work<()>> {
-        let (done, completer) = work();
+        let (done, completer) = self.node.work();
         if region.is_closed() {
             completer.complete(Ok(()));
             return Ok(done);
@@ -106,7 +106,7 @@ impl Agent {
 
     fn connect_to(&self, address: &str, incarnation: Option<Incarnation>) -> Result<Work<Peer>> {
         check_address(address)?;
-        let (done, completer) = work();
+        let (done, completer) = self.node.work();
         self.node.send(Command::Connect {
             address: address.to_owned(),
             incarnation,
@@ -159,7 +159,7 @@ impl Agent {
     pub fn read(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
         let pieces = plan.reading()?;
-        let (done, completer) = work();
+        let (done, completer) = self.node.work();
         self.node.send(Command::Read(ReadCommand {
             link: plan.peer.link(),
             region: plan.local.id(),
@@ -179,7 +179,7 @@ impl Agent {
     pub fn write(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
         let pieces = plan.writing()?;
-        let (done, completer) = work();
+        let (done, completer) = self.node.work();
         let notify = options.notify.map(|tag| Notify { tag, number: None });
         self.node.send(Command::Write(Offer {
             link: plan.peer.link(),
@@ -203,7 +203,7 @@ impl Agent {
     pub fn notify(&self, peer: &Peer, tag: Vec<u8>) -> Result<Work<()>> {
         check_tag(&tag)?;
         peer.check()?;
-        let (done, completer) = work();
+        let (done, completer) = self.node.work();
         let link = peer.link();
         self.node.send(Command::Notify {
             link,

@@ -14,7 +14,7 @@ use crate::identity::{Identity, Incarnation, Service};
 use crate::link::Timing;
 use crate::node::{Node, NodeConfig};
 use crate::pipe::listen_address;
-use crate::work::{Work, work};
+use crate::work::Work;
 
 use service::{Command, Schedulers};
 
@@ -203,7 +203,7 @@ impl Control {
         question: Question,
         timeout: Duration,
     ) -> Result<Work<String>> {
-        let (done, completer) = work();
+        let (done, completer) = self.node.work();
         let deadline = Instant::now() + timeout;
         self.node.send(Command::Ask {
             address: address.to_owned(),

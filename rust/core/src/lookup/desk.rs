@@ -11,6 +11,7 @@ use super::store::Ticket;
 use super::{LookupInfo, Query};
 use crate::error::{Error, Result};
 use crate::node::Waker;
+use crate::process::Process;
 use crate::work::Completer;
 
 #[derive(Debug)]
@@ -45,7 +46,7 @@ pub(super) struct Desk {
     state: Mutex<State>,
     waker: OnceLock<Waker>,
     next_operation: AtomicU64,
-    process: u32,
+    process: Process,
 }
 
 impl Desk {
@@ -54,7 +55,7 @@ impl Desk {
             state: Mutex::default(),
             waker: OnceLock::new(),
             next_operation: AtomicU64::new(0),
-            process: std::process::id(),
+            process: Process::this(),
         }
     }
 
@@ -69,7 +70,7 @@ impl Desk {
     }
 
     fn lock(&self) -> Result<MutexGuard<'_, State>> {
-        super::check_process(self.process)?;
+        self.process.check()?;
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 

@@ -118,16 +118,6 @@ fn not_host() -> Error {
     Error::Unavailable(text.to_owned())
 }
 
-/// A forked child must not even look: another thread may have held a lock when it was forked.
-fn check_process(process: u32) -> Result<()> {
-    if std::process::id() == process {
-        return Ok(());
-    }
-    Err(Error::Closed(
-        "this object was made before fork(); make a new one in the child process".to_owned(),
-    ))
-}
-
 fn check_entry(tokens: &[i64]) -> Result<()> {
     if tokens.is_empty() {
         return Err(Error::Config(

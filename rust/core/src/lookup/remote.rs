@@ -16,7 +16,7 @@ use crate::link::Timing;
 use crate::node::{Node, NodeConfig, default_busy_poll};
 use crate::pipe::local_towards;
 use crate::transport::Transport;
-use crate::work::{Work, work};
+use crate::work::Work;
 
 /// The buffers of one or more servers: inserts go to the first, selects to all. Any thread may call.
 #[derive(Debug)]
@@ -75,7 +75,7 @@ impl Remote {
         let in_thread = Arc::clone(&desk);
         let node = Node::spawn(config, move || Client::new(in_thread))?;
         desk.open(node.waker());
-        let (connected, completer) = work();
+        let (connected, completer) = node.work();
         let remote = Self {
             node,
             desk,
@@ -106,7 +106,7 @@ impl Remote {
     ) -> Result<Operation<()>> {
         check_entry(&tokens)?;
         too_many(&tokens)?;
-        let (inserted, completer) = work();
+        let (inserted, completer) = self.node.work();
         let operation = self.desk.operation();
         self.desk.send(Command::Insert(Insert {
             operation,
@@ -124,7 +124,7 @@ impl Remote {
         if let Query::Tokens(tokens) = &query {
             too_many(tokens)?;
         }
-        let (selected, completer) = work();
+        let (selected, completer) = self.node.work();
         let operation = self.desk.operation();
         self.desk.send(Command::Select {
             operation,

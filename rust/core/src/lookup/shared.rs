@@ -9,10 +9,11 @@ use kvpipe_ucx::Buffer;
 
 use super::operation::{Delivery, Origin, Selected};
 use super::store::{Action, Store, Ticket};
-use super::{Items, LookupInfo, Query, check_process};
+use super::{Items, LookupInfo, Query};
 use crate::error::{Error, Result};
 use crate::node::Waker;
 use crate::pool::Pool;
+use crate::process::Process;
 use crate::work::Completer;
 
 /// Who waits in this process.
@@ -54,7 +55,7 @@ pub(super) struct Shared {
     waker: OnceLock<Waker>,
     /// Memory of entries that were let go. Without a thread, it is given back with the next insert.
     pool: Pool<Buffer>,
-    process: u32,
+    process: Process,
 }
 
 impl std::fmt::Debug for Shared {
@@ -165,12 +166,12 @@ impl Shared {
             }),
             waker: OnceLock::new(),
             pool: Pool::default(),
-            process: std::process::id(),
+            process: Process::this(),
         }
     }
 
     fn lock(&self) -> Result<MutexGuard<'_, State>> {
-        check_process(self.process)?;
+        self.process.check()?;
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 

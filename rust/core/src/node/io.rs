@@ -31,7 +31,7 @@ pub struct Io {
     /// The time of this round.
     pub now: Instant,
     pub(super) config: NodeConfig,
-    pub(super) epoll: OwnedFd,
+    pub(super) epoll: Arc<OwnedFd>,
     pub(super) wake: Arc<OwnedFd>,
     /// Readable when the node has stopped: threads that connect end then.
     stopped: Arc<OwnedFd>,
@@ -83,7 +83,7 @@ impl Io {
         Ok(Self {
             now: Instant::now(),
             config,
-            epoll,
+            epoll: Arc::new(epoll),
             wake,
             stopped: Arc::new(stopped),
             listener,

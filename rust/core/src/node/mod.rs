@@ -1,11 +1,13 @@
-//! The one thread that owns a listener, its links and, where there is a data plane, the UCX worker. What runs on
-//! top (pipe, blocks, control) is a [`Service`]: events in, calls on [`Io`] out, all on this thread, no locks.
+//! A node owns a listener, its links and, where there is a data plane, the UCX worker. What runs on top (pipe, blocks,
+//! control) is a [`Service`]: events in, calls on [`Io`] out, on one thread at a time, no locks.
 //!
-//! The thread sleeps in epoll on {wake-up eventfd, listener, links, UCX worker} whenever UCX has nothing to do.
+//! A node has a thread that runs it, and sleeps in epoll on {wake-up eventfd, listener, links, UCX worker} whenever UCX
+//! has nothing to do. A caller that waits for a [`Work`] of the node runs it meanwhile itself (`wheel.rs`).
 
 mod connect;
 mod io;
 mod run;
+mod wheel;
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
@@ -14,21 +16,26 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::{AmData, Status, Together};
 use rustix::event::EventfdFlags;
 
 use crate::error::{Error, Result};
 use crate::identity::Identity;
 use crate::link::Timing;
+use crate::process::Process;
 use crate::transport::Transport;
+use crate::work::{Completer, Work, work};
 use run::{Control, Loop};
+use wheel::Wheel;
 
 pub use io::Io;
+pub(crate) use wheel::{Drive, Driven};
 
 /// Names a link of a node; never reused.
 pub type LinkId = u64;
 
-/// What runs on a node. All calls come from the node's thread.
+/// What runs on a node. All calls come from the thread that runs the node, one at a time; it is not always the same.
+/// So a service keeps nothing in thread-locals, and gives nothing away that shares with it without atomics.
 pub trait Service {
     /// What other threads ask of it.
     type Command: Send + 'static;
@@ -108,10 +115,10 @@ pub fn default_busy_poll() -> Duration {
 #[derive(Debug)]
 pub struct Node<C> {
     commands: Mutex<Sender<Control<C>>>,
-    wake: Arc<OwnedFd>,
+    wheel: Arc<dyn Drive>,
     thread: Mutex<Option<JoinHandle<()>>>,
     address: Option<SocketAddr>,
-    process: u32,
+    process: Process,
 }
 
 impl<C: Send + 'static> Node<C> {
@@ -132,35 +139,26 @@ impl<C: Send + 'static> Node<C> {
             .as_ref()
             .map(|transport| transport.open(config.local))
             .transpose()?;
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| Error::Exhausted(format!("no eventfd: {error}")))?;
-        let wake = Arc::new(wake);
         let (commands, receiver) = channel();
-        let (started, has_started) = channel();
-        let wake_in_thread = Arc::clone(&wake);
+        let wake = Arc::new(eventfd()?);
+        let io = Io::new(config, listener, context, Arc::clone(&wake))?;
+        let epoll = Arc::clone(&io.epoll);
+        #[expect(unsafe_code, reason = "the one promise that the compiler cannot check")]
+        // SAFETY: the worker, its keys and received data are reachable through the loop only: `io` was made here, and
+        // `make`, being Send, brings nothing that shares without atomics. Services keep to what `Service` demands.
+        let node = unsafe { Together::new(Loop::new(io, make(), receiver)) };
+        let wheel = Arc::new(Wheel::new(node, epoll, wake, eventfd()?));
+        let in_thread = Arc::clone(&wheel);
         let thread = std::thread::Builder::new()
             .name("kvpipe".to_owned())
-            .spawn(
-                move || match Io::new(config, listener, context, wake_in_thread) {
-                    Ok(io) => {
-                        let _ = started.send(Ok(()));
-                        Loop::new(io, make(), receiver).run();
-                    }
-                    Err(error) => {
-                        let _ = started.send(Err(error));
-                    }
-                },
-            )
+            .spawn(move || in_thread.run())
             .map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
-        has_started
-            .recv()
-            .map_err(|_| Error::Closed("the node's thread ended at its start".to_owned()))??;
         Ok(Self {
             commands: Mutex::new(commands),
-            wake,
+            wheel,
             thread: Mutex::new(Some(thread)),
             address,
-            process: std::process::id(),
+            process: Process::this(),
         })
     }
 
@@ -169,44 +167,51 @@ impl<C: Send + 'static> Node<C> {
         self.address
     }
 
-    /// Hands a command to the thread.
+    /// A work of this node: who waits for it runs the node.
+    pub(crate) fn work<T>(&self) -> (Work<T>, Completer<T>) {
+        let (work, completer) = work();
+        (work.driven_by(Arc::clone(&self.wheel)), completer)
+    }
+
+    /// Hands a command to the node.
     ///
     /// # Errors
     /// `Closed` when the node has stopped or the process is a fork of the one that made it.
     pub fn send(&self, command: C) -> Result<()> {
-        if std::process::id() != self.process {
-            return Err(Error::Closed(
-                "this object was made before fork(); make a new one in the child process"
-                    .to_owned(),
-            ));
-        }
+        self.queue(command)?;
+        self.wheel.nudge();
+        Ok(())
+    }
+
+    /// As [`send`](Self::send), for a caller that waits for the outcome at once, and so runs the node: its thread is
+    /// not woken.
+    pub(crate) fn queue(&self, command: C) -> Result<()> {
+        self.process.check()?;
         let commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
         commands
             .send(Control::Command(command))
-            .map_err(|_| Error::Closed("already closed".to_owned()))?;
-        signal(&self.wake);
-        Ok(())
+            .map_err(|_| Error::Closed("already closed".to_owned()))
     }
 }
 
-/// Wakes a node's thread, which then calls [`Service::work`].
+/// Wakes a node, which then calls [`Service::work`].
 #[derive(Debug, Clone)]
-pub(crate) struct Waker(Arc<OwnedFd>);
+pub(crate) struct Waker(Arc<dyn Drive>);
 
 impl Waker {
     pub(crate) fn wake(&self) {
-        signal(&self.0);
+        self.0.nudge();
     }
 }
 
 impl<C> Node<C> {
     pub(crate) fn waker(&self) -> Waker {
-        Waker(Arc::clone(&self.wake))
+        Waker(Arc::clone(&self.wheel))
     }
 
     /// Stops the thread and waits for its end; what is under way ends as closed. Idempotent.
     pub fn stop(&self) {
-        if std::process::id() != self.process {
+        if self.process.check().is_err() {
             return;
         }
         let _ = self
@@ -214,7 +219,7 @@ impl<C> Node<C> {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .send(Control::Stop);
-        signal(&self.wake);
+        self.wheel.nudge();
         let thread = self
             .thread
             .lock()
@@ -230,6 +235,11 @@ impl<C> Drop for Node<C> {
     fn drop(&mut self) {
         self.stop();
     }
+}
+
+fn eventfd() -> Result<OwnedFd> {
+    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .map_err(|error| Error::Exhausted(format!("no eventfd: {error}")))
 }
 
 fn signal(wake: &OwnedFd) {

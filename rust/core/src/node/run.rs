@@ -1,4 +1,4 @@
-//! The thread of a node: what it does in a round, and in which order.
+//! What a node does in a round, and in which order.
 
 use std::io::ErrorKind;
 use std::sync::mpsc::{Receiver, TryRecvError};
@@ -9,7 +9,7 @@ use rustix::event::epoll;
 use rustix::io::Errno;
 
 use super::io::{Connected, LISTENER, UCX, WAKE};
-use super::{Io, LinkId, Service};
+use super::{Driven, Io, LinkId, Service};
 use crate::data::{DataPlane, HELLO};
 use crate::error::{Error, Result};
 use crate::handshake::SessionId;
@@ -34,15 +34,28 @@ pub(super) enum Control<C> {
     Stop,
 }
 
+/// What is to be done after a round.
+pub(super) enum Next {
+    /// Another round.
+    Again,
+    /// Nothing, until a descriptor tells of something or this time has come.
+    Sleep(Instant),
+    /// [`Loop::end`].
+    End,
+}
+
 pub(super) struct Loop<S: Service> {
     io: Io,
     service: S,
     commands: Receiver<Control<S::Command>>,
     is_stopping: bool,
+    idle_since: Instant,
     looked_at_sockets: Instant,
     accept_at: Option<Instant>,
     /// The last round left events of UCX untaken.
     is_backlogged: bool,
+    /// The last round left work of the service undone.
+    has_work: bool,
 }
 
 impl<S: Service> Loop<S> {
@@ -53,44 +66,82 @@ impl<S: Service> Loop<S> {
             service,
             commands,
             is_stopping: false,
+            idle_since: looked_at_sockets,
             looked_at_sockets,
             accept_at: None,
             is_backlogged: false,
+            has_work: false,
         }
     }
 
-    pub(super) fn run(mut self) {
-        let mut idle_since = Instant::now();
-        while !self.is_stopping {
-            self.io.now = Instant::now();
-            self.take_commands();
-            let mut is_busy = self.progress();
-            if self
-                .io
-                .now
-                .saturating_duration_since(self.looked_at_sockets)
-                >= LOOK_AT_SOCKETS
-            {
-                self.look_at_sockets(self.io.now);
-            }
-            is_busy |= self.report_failures();
-            is_busy |= self.service.work(&mut self.io);
-            let wake_at = self.tick();
-            is_busy |= self.report_failures();
-            // What was posted since may be done already, and then no descriptor tells of it.
-            is_busy |= self.take_events();
-            if is_busy {
-                idle_since = Instant::now();
-            } else if self.may_poll(idle_since) {
-                std::thread::yield_now(); // a caller may need this CPU to go on
-            } else if !self.is_stopping && self.may_sleep() {
-                self.look_at_sockets(wake_at);
-            }
+    /// One round: looks at everything once.
+    pub(super) fn turn(&mut self) -> Next {
+        self.io.now = Instant::now();
+        self.take_commands();
+        let mut is_busy = self.progress();
+        if self
+            .io
+            .now
+            .saturating_duration_since(self.looked_at_sockets)
+            >= LOOK_AT_SOCKETS
+        {
+            self.look_at_sockets(self.io.now);
         }
-        self.end();
+        is_busy |= self.report_failures();
+        self.has_work = self.service.work(&mut self.io);
+        is_busy |= self.has_work;
+        let wake_at = self.tick();
+        is_busy |= self.report_failures();
+        // What was posted since may be done already, and then no descriptor tells of it.
+        is_busy |= self.take_events();
+        if self.is_stopping {
+            return Next::End;
+        }
+        if is_busy {
+            self.idle_since = Instant::now();
+        } else if self.may_poll() {
+            std::thread::yield_now(); // another thread may need this CPU to go on
+        } else if self.may_sleep() {
+            return Next::Sleep(wake_at);
+        }
+        Next::Again
     }
 
-    fn end(mut self) {
+    /// Runs on a caller's thread until `is_done`, `until`, a signal, or the node's end.
+    pub(super) fn drive(&mut self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven {
+        self.idle_since = Instant::now();
+        loop {
+            let next = self.turn();
+            if is_done() {
+                return Driven::Done;
+            }
+            let is_interrupted = match next {
+                Next::Again => false,
+                Next::Sleep(at) => self.look_at_sockets(at.min(until)),
+                Next::End => return Driven::Taken,
+            };
+            if is_interrupted {
+                return Driven::Interrupted;
+            }
+            if Instant::now() >= until {
+                return Driven::TimedOut;
+            }
+        }
+    }
+
+    /// Whether nothing is under way that needs another round soon.
+    pub(super) fn is_at_rest(&self) -> bool {
+        let data = self.io.data.as_ref();
+        let is_waiting = data.is_some_and(|data| data.worker.outstanding() > 0);
+        !(is_waiting
+            || self.is_stopping
+            || self.has_work
+            || self.is_backlogged
+            || !self.io.failed.is_empty())
+    }
+
+    /// The last round. Works that nobody has ended end with it.
+    pub(super) fn end(mut self) {
         self.service.closing(&mut self.io);
         self.linger();
         for link in self.io.links.values_mut() {
@@ -315,8 +366,8 @@ impl<S: Service> Loop<S> {
     }
 
     /// Whether to look for more instead of sleeping. Only UCX and commands are polled: sockets have their own turn.
-    fn may_poll(&self, idle_since: Instant) -> bool {
-        self.io.data.is_some() && idle_since.elapsed() < self.io.config.busy_poll
+    fn may_poll(&self) -> bool {
+        self.io.data.is_some() && self.idle_since.elapsed() < self.io.config.busy_poll
     }
 
     fn may_sleep(&self) -> bool {
@@ -332,15 +383,16 @@ impl<S: Service> Loop<S> {
         }
     }
 
-    /// Serves the sockets, and until then sleeps at most until `until`.
-    fn look_at_sockets(&mut self, until: Instant) {
+    /// Serves the sockets, and until then sleeps at most until `until`; whether a signal ended that.
+    pub(super) fn look_at_sockets(&mut self, until: Instant) -> bool {
         let mut ready = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
         }; 64];
         let timeout = timespec(until.saturating_duration_since(Instant::now()));
         let mut waited = epoll::wait(&self.io.epoll, &mut ready[..], Some(&timeout));
-        if waited == Err(Errno::INTR) {
+        let is_interrupted = waited == Err(Errno::INTR);
+        if is_interrupted {
             // As after a SIGCONT: nobody was silent before it has been seen what they sent meanwhile.
             waited = epoll::wait(
                 &self.io.epoll,
@@ -362,6 +414,7 @@ impl<S: Service> Loop<S> {
             }
         }
         self.report_failures();
+        is_interrupted
     }
 
     fn accept(&mut self) {

@@ -20,7 +20,7 @@ use crate::identity::{Identity, Service};
 use crate::link::Timing;
 use crate::node::{Io, LinkId, Node, NodeConfig};
 use crate::transport::Transport;
-use crate::work::{Work, work};
+use crate::work::Work;
 
 pub use receiver::Received;
 
@@ -101,6 +101,24 @@ impl Deadline {
         Self {
             meet_by: at,
             done_by: at.filter(|_| timeout != Some(Duration::ZERO)),
+        }
+    }
+}
+
+/// What the caller does next with the work it gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Then {
+    /// Waits for it at once, and so moves the bytes itself.
+    Wait,
+    /// Anything else.
+    GoOn,
+}
+
+impl Then {
+    fn hand<C: Send + 'static>(self, node: &Node<C>, command: C) -> Result<()> {
+        match self {
+            Self::Wait => node.queue(command),
+            Self::GoOn => node.send(command),
         }
     }
 }
@@ -289,7 +307,7 @@ impl Pipe {
         config.timing.handshake = timeout;
         let in_thread = shared.clone();
         let node = Node::spawn(config, move || sender::Sender::new(in_thread, is_summed))?;
-        let (connected, completer) = work();
+        let (connected, completer) = node.work();
         node.send(sender::Command::Connect {
             address: address.to_owned(),
             completer,
@@ -304,20 +322,27 @@ impl Pipe {
     }
 
     /// Queues a tensor for sending; the work is done when its memory may be changed.
-    pub fn send(&self, meta: Meta, buffer: Buffer, deadline: Deadline) -> Result<Work<()>> {
+    pub fn send(
+        &self,
+        meta: Meta,
+        buffer: Buffer,
+        deadline: Deadline,
+        then: Then,
+    ) -> Result<Work<()>> {
         let End::Sender(node) = &self.end else {
             return Err(Error::Config(
                 "this is the receiving end of the pipe; it cannot send".to_owned(),
             ));
         };
         meta.check()?;
-        let (done, completer) = work();
-        node.send(sender::Command::Send {
+        let (done, completer) = node.work();
+        let send = sender::Command::Send {
             meta,
             buffer,
             deadline,
             completer,
-        })?;
+        };
+        then.hand(node, send)?;
         Ok(done)
     }
 
@@ -326,18 +351,20 @@ impl Pipe {
         &self,
         out: Option<(Meta, Buffer)>,
         deadline: Deadline,
+        then: Then,
     ) -> Result<Work<Arc<Received>>> {
         let End::Receiver(node) = &self.end else {
             return Err(Error::Config(
                 "this is the sending end of the pipe; it cannot receive".to_owned(),
             ));
         };
-        let (done, completer) = work();
-        node.send(receiver::Command::Receive {
+        let (done, completer) = node.work();
+        let receive = receiver::Command::Receive {
             out,
             deadline,
             completer,
-        })?;
+        };
+        then.hand(node, receive)?;
         Ok(done)
     }
 
@@ -353,7 +380,7 @@ impl Pipe {
     pub fn close(&self, deadline: Deadline) -> Result<Option<Work<()>>> {
         match &self.end {
             End::Sender(node) => {
-                let (done, completer) = work();
+                let (done, completer) = node.work();
                 node.send(sender::Command::Close {
                     deadline,
                     completer,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_core::pipe::{Deadline, Meta, Pipe, Received};
+use kvpipe_core::pipe::{Deadline, Meta, Pipe, Received, Then};
 use kvpipe_core::transport::Transport;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;
@@ -50,13 +50,19 @@ pub fn send(pipe: &Pipe, content: Vec<u8>) -> Work<()> {
 /// Sends.
 pub fn send_within(pipe: &Pipe, content: Vec<u8>, timeout: Option<Duration>) -> Work<()> {
     let meta = meta(content.len());
-    pipe.send(meta, Buffer::from_vec(content), Deadline::after(timeout))
-        .expect("send")
+    pipe.send(
+        meta,
+        Buffer::from_vec(content),
+        Deadline::after(timeout),
+        Then::GoOn,
+    )
+    .expect("send")
 }
 
 /// Receives into fresh memory, without a deadline.
 pub fn receive(pipe: &Pipe) -> Work<Arc<Received>> {
-    pipe.receive(None, Deadline::default()).expect("receive")
+    pipe.receive(None, Deadline::default(), Then::GoOn)
+        .expect("receive")
 }
 
 /// The bytes that were received.

@@ -1,0 +1,431 @@
+//! Who runs a node: its thread, or a caller while it waits for something of the node. Such a caller is spared two hops
+//! from thread to thread, 20 to 30 us each. One at a time has the node, and puts it back for the other.
+//!
+//! Callers that come one after the other find the node where the last one put it: the thread gives them [`LINGER`] to
+//! come back before it takes over again, unless something is under way.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use kvpipe_ucx::Together;
+use rustix::event::{PollFd, PollFlags};
+
+use super::run::{Loop, Next};
+use super::{Service, signal};
+use crate::error::Error;
+use crate::process::Process;
+use crate::work::timespec;
+
+/// How long after a caller's turn the thread leaves the node to the next caller.
+const LINGER: Duration = Duration::from_millis(1);
+
+/// How a caller's turn ended.
+#[derive(Debug)]
+pub(crate) enum Driven {
+    /// What it waited for is there.
+    Done,
+    /// It is not there in time.
+    TimedOut,
+    /// A signal came.
+    Interrupted,
+    /// Another caller runs the node, or it ends; wait for them.
+    Taken,
+    /// The node is of the process that this one was forked from, and nobody runs it here.
+    Forked(Error),
+}
+
+/// A node as those see it who run it for a while.
+pub(crate) trait Drive: Send + Sync + fmt::Debug {
+    /// Runs the node until `is_done`, `until` or a signal.
+    fn drive(&self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven;
+    /// There is something to do: whoever runs the node takes notice.
+    fn nudge(&self);
+}
+
+type Held<S> = Box<Together<Loop<S>>>;
+
+/// What the node's thread does.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Thread {
+    /// It runs the node, or is about to see whether it may.
+    Awake,
+    /// It sleeps on the node's descriptors, although the node lies with the [`State`].
+    Asleep,
+    /// It waits until a caller puts the node back, however long that takes.
+    Parked,
+}
+
+struct State<S: Service> {
+    /// The node, while nobody runs it.
+    node: Option<Held<S>>,
+    /// A caller runs it, or is about to.
+    has_caller: bool,
+    /// Turns that callers have begun.
+    num_turns: u64,
+    thread: Thread,
+    /// The thread is to take over at once.
+    must_hurry: bool,
+    has_ended: bool,
+}
+
+pub(super) struct Wheel<S: Service> {
+    state: Mutex<State<S>>,
+    for_thread: Condvar,
+    for_caller: Condvar,
+    epoll: Arc<OwnedFd>,
+    /// In `epoll`: wakes whoever runs the node.
+    wake: Arc<OwnedFd>,
+    /// Wakes the thread only.
+    kick: OwnedFd,
+    process: Process,
+}
+
+impl<S: Service> Wheel<S> {
+    pub(super) fn new(
+        node: Together<Loop<S>>,
+        epoll: Arc<OwnedFd>,
+        wake: Arc<OwnedFd>,
+        kick: OwnedFd,
+    ) -> Self {
+        let state = State {
+            node: Some(Box::new(node)),
+            has_caller: false,
+            num_turns: 0,
+            thread: Thread::Awake,
+            must_hurry: false,
+            has_ended: false,
+        };
+        Self {
+            state: Mutex::new(state),
+            for_thread: Condvar::new(),
+            for_caller: Condvar::new(),
+            epoll,
+            wake,
+            kick,
+            process: Process::this(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<S>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the node's thread does.
+    pub(super) fn run(&self) {
+        let mut seen = 0;
+        while let Some(node) = self.wait_for_turn(&mut seen) {
+            // Should it panic, the node is dropped, and with it all that is under way ends as closed.
+            if catch_unwind(AssertUnwindSafe(|| self.run_turns(node))).is_err() {
+                self.ended();
+            }
+        }
+    }
+
+    /// Waits until no caller runs the node, nor did a moment ago. `None`: it has ended.
+    fn wait_for_turn(&self, seen: &mut u64) -> Option<Held<S>> {
+        let mut state = self.lock();
+        while !state.has_ended {
+            let is_quiet = state.num_turns == *seen;
+            if !state.has_caller && (is_quiet || state.must_hurry) {
+                *seen = state.num_turns;
+                state.must_hurry = false;
+                return state.node.take();
+            }
+            if is_quiet {
+                state.thread = Thread::Parked;
+                state = self
+                    .for_thread
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+                state.thread = Thread::Awake;
+            } else {
+                *seen = state.num_turns;
+                let waited = self.for_thread.wait_timeout(state, LINGER);
+                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+        None
+    }
+
+    /// Runs the node until a caller wants it, it has nothing to do, or it ends.
+    fn run_turns(&self, mut node: Held<S>) {
+        node.get_mut().look_at_sockets(Instant::now());
+        loop {
+            match (*node).get_mut().turn() {
+                Next::Again => {
+                    let mut state = self.lock();
+                    if state.has_caller {
+                        state.node = Some(node);
+                        drop(state);
+                        return self.for_caller.notify_one();
+                    }
+                }
+                Next::Sleep(until) => return self.sleep(node, until),
+                Next::End => {
+                    node.into_inner().end();
+                    return self.ended();
+                }
+            }
+        }
+    }
+
+    fn sleep(&self, node: Held<S>, until: Instant) {
+        let mut state = self.lock();
+        state.node = Some(node);
+        if state.has_caller {
+            drop(state);
+            return self.for_caller.notify_one();
+        }
+        state.thread = Thread::Asleep;
+        drop(state);
+        let mut wakers = [
+            PollFd::new(&*self.epoll, PollFlags::IN),
+            PollFd::new(&self.kick, PollFlags::IN),
+        ];
+        let left = timespec(until.saturating_duration_since(Instant::now()));
+        let _ = rustix::event::poll(&mut wakers, Some(&left));
+        self.lock().thread = Thread::Awake;
+        let _ = rustix::io::read(&self.kick, &mut [0u8; 8]);
+    }
+
+    fn ended(&self) {
+        self.lock().has_ended = true;
+        self.for_caller.notify_all();
+        self.for_thread.notify_all();
+    }
+
+    /// The node for a caller, unless another has it.
+    fn take(&self) -> Option<Held<S>> {
+        let mut state = self.lock();
+        if state.has_caller {
+            state.must_hurry = true; // what the other does not wait for is then the thread's again
+            return None;
+        }
+        state.has_caller = true;
+        state.num_turns += 1;
+        if state.thread == Thread::Asleep {
+            // What the caller does to the node, the thread's sleep is not prepared for.
+            signal(&self.kick);
+        }
+        while !state.has_ended {
+            if let Some(node) = state.node.take() {
+                return Some(node);
+            }
+            state = self
+                .for_caller
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        state.has_caller = false;
+        None
+    }
+
+    fn put_back(&self, mut node: Held<S>) {
+        let is_at_rest = node.get_mut().is_at_rest();
+        let mut state = self.lock();
+        state.node = Some(node);
+        state.has_caller = false;
+        state.must_hurry |= !is_at_rest;
+        if state.must_hurry || state.thread == Thread::Parked {
+            state.must_hurry = true;
+            self.for_thread.notify_one();
+        }
+    }
+}
+
+impl<S: Service> Drive for Wheel<S> {
+    fn drive(&self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven {
+        if let Err(error) = self.process.check() {
+            return Driven::Forked(error);
+        }
+        let Some(node) = self.take() else {
+            signal(&self.wake); // for what was queued
+            return Driven::Taken;
+        };
+        let drive = AssertUnwindSafe(|| {
+            let mut node = node;
+            let driven = node.get_mut().drive(until, is_done);
+            self.put_back(node);
+            driven
+        });
+        catch_unwind(drive).unwrap_or_else(|_| {
+            self.lock().has_caller = false;
+            self.ended();
+            Driven::Taken
+        })
+    }
+
+    fn nudge(&self) {
+        if self.process.check().is_err() {
+            return;
+        }
+        signal(&self.wake);
+        let mut state = self.lock();
+        if state.has_caller || state.thread != Thread::Asleep {
+            state.must_hurry = true;
+            self.for_thread.notify_one();
+        }
+    }
+}
+
+impl<S: Service> fmt::Debug for Wheel<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Wheel").finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+    use std::thread::{self, ThreadId};
+
+    use super::*;
+    use crate::error::Result;
+    use crate::identity::{Identity, Service as Kind};
+    use crate::link::Timing;
+    use crate::node::{Io, LinkId, Node, NodeConfig};
+    use crate::work::{Completer, Work};
+
+    const SOON: Duration = Duration::from_secs(10);
+
+    enum Ask {
+        /// Who runs the node?
+        WhoRuns(Completer<ThreadId>),
+        /// Never answered.
+        Keep(Completer<ThreadId>),
+        Panic,
+    }
+
+    #[derive(Default)]
+    struct Teller(Vec<Completer<ThreadId>>);
+
+    impl Service for Teller {
+        type Command = Ask;
+
+        fn command(&mut self, _io: &mut Io, ask: Ask) {
+            match ask {
+                Ask::WhoRuns(completer) => completer.complete(Ok(thread::current().id())),
+                Ask::Keep(completer) => self.0.push(completer),
+                Ask::Panic => panic!("asked to"),
+            }
+        }
+        fn link_up(&mut self, _io: &mut Io, _link: LinkId, _peer: &Identity) {}
+        fn link_down(&mut self, _io: &mut Io, _link: LinkId, _error: Error) {}
+        fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    fn node() -> Node<Ask> {
+        let config = NodeConfig {
+            listen: None,
+            token: Vec::new(),
+            identity: Identity::new(Kind::Pipe, "", Vec::new()).unwrap(),
+            transport: None,
+            local: IpAddr::from(Ipv4Addr::LOCALHOST),
+            timing: Timing::default(),
+            busy_poll: Duration::ZERO,
+        };
+        Node::spawn(config, Teller::default).unwrap()
+    }
+
+    fn who_runs(node: &Node<Ask>) -> ThreadId {
+        let (work, completer) = node.work();
+        node.queue(Ask::WhoRuns(completer)).unwrap();
+        work.wait_for(SOON).unwrap()
+    }
+
+    /// As asyncio waits: on the descriptor.
+    fn look(work: &Work<ThreadId>) -> ThreadId {
+        work.event_fd().unwrap();
+        while !work.is_completed() {
+            thread::yield_now();
+        }
+        work.result().unwrap().unwrap()
+    }
+
+    /// A caller that runs the node for good, and what its wait ends with.
+    fn caller(node: &Arc<Node<Ask>>) -> thread::JoinHandle<Result<ThreadId>> {
+        let (work, completer) = node.work();
+        node.queue(Ask::Keep(completer)).unwrap();
+        let node = Arc::clone(node);
+        thread::spawn(move || {
+            let _node = node;
+            work.wait_for(SOON)
+        })
+    }
+
+    #[test]
+    fn a_caller_that_waits_runs_the_node_itself() {
+        let node = node();
+        // Its thread may be at it when a caller comes.
+        let is_me = |_| who_runs(&node) == thread::current().id();
+        assert!((0..100).any(is_me));
+    }
+
+    #[test]
+    fn the_thread_takes_over_when_callers_are_gone() {
+        let node = node();
+        for _ in 0..100 {
+            who_runs(&node);
+            let (work, completer) = node.work();
+            node.send(Ask::WhoRuns(completer)).unwrap();
+            assert_ne!(look(&work), thread::current().id());
+        }
+    }
+
+    #[test]
+    fn what_others_ask_for_is_done_by_the_caller_that_runs_the_node() {
+        let node = Arc::new(node());
+        let caller = caller(&node);
+        let is_caller = |_| {
+            thread::sleep(Duration::from_millis(1));
+            who_runs(&node) == caller.thread().id()
+        };
+        assert!((0..1000).any(is_caller));
+        node.stop();
+        assert!(matches!(caller.join().unwrap(), Err(Error::Closed(_))));
+    }
+
+    #[test]
+    fn a_stopped_node_ends_the_wait_of_the_caller_that_runs_it() {
+        for _ in 0..100 {
+            let node = Arc::new(node());
+            let caller = caller(&node);
+            node.stop();
+            assert!(matches!(caller.join().unwrap(), Err(Error::Closed(_))));
+        }
+    }
+
+    #[test]
+    fn a_panic_ends_what_is_under_way_as_closed() {
+        let node = node();
+        let (kept, completer) = node.work();
+        node.queue(Ask::Keep(completer)).unwrap();
+        node.queue(Ask::Panic).unwrap();
+        assert!(matches!(kept.wait_for(SOON), Err(Error::Closed(_))));
+        node.stop();
+        assert!(node.send(Ask::Panic).is_err());
+    }
+
+    #[test]
+    fn many_callers_at_once_are_all_answered() {
+        let node = Arc::new(node());
+        let callers: Vec<_> = (0..8)
+            .map(|_| {
+                let node = Arc::clone(&node);
+                thread::spawn(move || {
+                    for _ in 0..500 {
+                        who_runs(&node);
+                    }
+                })
+            })
+            .collect();
+        for caller in callers {
+            caller.join().unwrap();
+        }
+    }
+}
