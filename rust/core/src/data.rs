@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{Buffer, EndpointId, Lane, Status};
 
@@ -45,19 +44,21 @@ impl Road {
 pub(crate) const HELLO: u8 = 0;
 /// Marks the token of a hello; the rest is the link.
 const HELLO_TOKEN: u64 = 1 << 63;
-/// How long the closing of an endpoint waits for its hello.
-const CLOSE_WITHIN: Duration = Duration::from_secs(1);
 
 struct Peer {
-    endpoint: EndpointId,
+    endpoint: Option<EndpointId>,
     session: SessionId,
     road: Road,
     is_open: bool,
-    /// Whether the hello has left, or never will. Closing an endpoint by force before that crashes UCX (1.22, seen in a
-    /// third of 40 tries) when the peer is gone: `ucp_ep_discard_lanes` finds a TCP endpoint that is freed already.
-    is_connected: bool,
-    /// Closed as far as others see; when UCX is told at the latest.
-    close_at: Option<Instant>,
+    /// Whether our hello has left, and theirs has come.
+    greeted: Greeted,
+}
+
+/// What of the two hellos is done.
+#[derive(Debug, Clone, Copy, Default)]
+struct Greeted {
+    ours: bool,
+    theirs: bool,
 }
 
 pub(crate) struct DataPlane {
@@ -80,25 +81,36 @@ impl DataPlane {
         })
     }
 
-    pub(crate) fn open(&mut self, link: LinkId, session: SessionId, address: &[u8]) -> Result<()> {
-        let endpoint = self.worker.connect(address)?;
-        let road = Road::choose(&self.worker.lanes(endpoint));
-        let hello = [&session[..], &[HELLO]].concat();
-        let posted = self
-            .worker
-            .am_send(endpoint, hello, Payload::None, HELLO_TOKEN | link);
+    /// Messages of this session are the link's from now on.
+    pub(crate) fn admit(&mut self, link: LinkId, session: SessionId) {
         let peer = Peer {
-            endpoint,
+            endpoint: None,
             session,
-            road,
+            road: Road::Messages(String::new()),
             is_open: true,
-            is_connected: posted.is_err(),
-            close_at: None,
+            greeted: Greeted::default(),
         };
         self.peers.insert(link, peer);
         self.sessions.insert(session, link);
+    }
+
+    /// Connects to a peer that knows the session: it would not understand our hello before.
+    pub(crate) fn open(&mut self, link: LinkId, address: &[u8]) -> Result<()> {
+        let Some(peer) = self.peers.get_mut(&link) else {
+            return Ok(());
+        };
+        let endpoint = self.worker.connect(address)?;
+        peer.endpoint = Some(endpoint);
         self.endpoints.insert(endpoint, link);
-        Ok(())
+        let hello = [&peer.session[..], &[HELLO]].concat();
+        let token = HELLO_TOKEN | link;
+        let posted = self.worker.am_send(endpoint, hello, Payload::None, token);
+        posted.map_err(|status| Error::Connect(format!("UCX cannot reach the peer: {status}")))
+    }
+
+    /// Whether a link's session is [`open`](Self::open).
+    pub(crate) fn is_open(&self, link: LinkId) -> bool {
+        self.endpoint(link).is_ok()
     }
 
     /// Takes no message of a link any more.
@@ -109,7 +121,7 @@ impl DataPlane {
     }
 
     /// Closes a link's endpoint by force. Its operations end with errors, each through its own completion.
-    pub(crate) fn close(&mut self, link: LinkId, now: Instant) {
+    pub(crate) fn close(&mut self, link: LinkId) {
         self.mute(link);
         let Some(peer) = self.peers.get_mut(&link) else {
             return;
@@ -117,10 +129,9 @@ impl DataPlane {
         if !std::mem::take(&mut peer.is_open) {
             return;
         }
-        if peer.is_connected {
-            self.worker.close(peer.endpoint);
-        } else {
-            peer.close_at = Some(now + CLOSE_WITHIN);
+        match peer.endpoint {
+            Some(endpoint) => self.worker.close(endpoint),
+            None => drop(self.peers.remove(&link)),
         }
     }
 
@@ -129,24 +140,30 @@ impl DataPlane {
         (token & HELLO_TOKEN != 0).then_some(token & !HELLO_TOKEN)
     }
 
-    /// An endpoint is connected or has failed: it can be closed.
-    pub(crate) fn connected(&mut self, link: LinkId) {
-        if let Some(peer) = self.peers.get_mut(&link) {
-            peer.is_connected = true;
-            if peer.close_at.take().is_some() {
-                self.worker.close(peer.endpoint);
-            }
-        }
+    /// Our hello has left; whether theirs has come too.
+    pub(crate) fn hello_left(&mut self, link: LinkId) -> bool {
+        self.greet(link, |greeted| greeted.ours = true)
     }
 
-    /// Closes the endpoints whose hello has not left in time, and tells when to come back.
-    pub(crate) fn expire(&mut self, now: Instant) -> Option<Instant> {
-        for peer in self.peers.values_mut() {
-            if peer.close_at.take_if(|at| *at <= now).is_some() {
-                self.worker.close(peer.endpoint);
-            }
+    /// Their hello has come; whether ours has left too.
+    pub(crate) fn hello_came(&mut self, link: LinkId) -> bool {
+        self.greet(link, |greeted| greeted.theirs = true)
+    }
+
+    fn greet(&mut self, link: LinkId, note: impl FnOnce(&mut Greeted)) -> bool {
+        self.peers.get_mut(&link).is_some_and(|peer| {
+            note(&mut peer.greeted);
+            peer.greeted.ours && peer.greeted.theirs
+        })
+    }
+
+    /// Chooses the road of a session whose endpoint is connected: before, UCX may still change its lanes.
+    pub(crate) fn choose_road(&mut self, link: LinkId) {
+        if let Some(peer) = self.peers.get_mut(&link)
+            && let Some(endpoint) = peer.endpoint
+        {
+            peer.road = Road::choose(&self.worker.lanes(endpoint));
         }
-        self.peers.values().filter_map(|peer| peer.close_at).min()
     }
 
     /// An endpoint has ended with all its operations.
@@ -164,7 +181,7 @@ impl DataPlane {
         self.sessions.get(session).copied()
     }
 
-    fn peer(&self, link: LinkId) -> std::result::Result<&Peer, Status> {
+    fn endpoint(&self, link: LinkId) -> std::result::Result<EndpointId, Status> {
         let gone = Status {
             code: -80,
             call: "endpoint",
@@ -172,6 +189,7 @@ impl DataPlane {
         self.peers
             .get(&link)
             .filter(|peer| peer.is_open)
+            .and_then(|peer| peer.endpoint)
             .ok_or(gone)
     }
 }
@@ -193,7 +211,7 @@ impl Io {
     pub fn message(&mut self, link: LinkId, header: Writer, payload: Payload, token: u64) -> bool {
         self.post(link, |data| {
             data.worker
-                .am_send(data.peer(link)?.endpoint, header.finish(), payload, token)
+                .am_send(data.endpoint(link)?, header.finish(), payload, token)
         })
     }
 
@@ -224,7 +242,7 @@ impl Io {
             key,
             token,
         };
-        self.post(link, |data| data.worker.get(data.peer(link)?.endpoint, get))
+        self.post(link, |data| data.worker.get(data.endpoint(link)?, get))
     }
 
     /// Makes a peer's remote key usable on its endpoint.
@@ -232,9 +250,9 @@ impl Io {
         let Some(data) = &self.data else {
             return Err(Error::Closed("no data plane".to_owned()));
         };
-        let peer = data.peer(link)?;
+        let endpoint = data.endpoint(link)?;
         data.worker
-            .unpack_rkey(peer.endpoint, packed)
+            .unpack_rkey(endpoint, packed)
             .map_err(|status| match status {
                 lost if lost.is_disconnect() => Error::lost(&self.peer(link), lost),
                 other => Error::protocol(format_args!("a remote key cannot be used: {other}")),

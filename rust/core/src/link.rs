@@ -3,14 +3,17 @@
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
 
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
 use crate::handshake::{HANDSHAKE_FRAME_CAP, Handshake, SessionId, Step};
 use crate::identity::Identity;
+use crate::work::timespec;
 
 /// Largest frame of an authenticated peer.
 const FRAME_CAP: usize = 16 << 20;
@@ -141,11 +144,20 @@ impl Link {
         self.send_raw(&Writer::new(APPLICATION).raw(frame).finish())
     }
 
-    /// Tells the peer why this side closes, as far as the socket takes it.
-    pub(crate) fn say_goodbye(&mut self, reason: &str) {
+    /// Tells the peer why this side closes, as far as the socket takes it, and that nothing follows.
+    pub(crate) fn end(&mut self, reason: &str) {
         if self.is_up() {
             let _ = self.send_raw(&Writer::new(GOODBYE).text(reason, REASON_CAP).finish());
         }
+        let _ = self.stream.shutdown(Shutdown::Write);
+    }
+
+    /// Whether the peer holds on to the session, as far as its socket says by now. A peer that gives up memory that this
+    /// side may be reading [`end`](Self::end)s the link first: a read that was over before is of what was meant.
+    pub(crate) fn is_held(&self) -> bool {
+        let mut polled = [PollFd::new(&self.stream, PollFlags::RDHUP)];
+        let _ = rustix::event::poll(&mut polled, Some(&timespec(Duration::ZERO)));
+        polled[0].revents().is_empty()
     }
 
     fn send_raw(&mut self, frame: &[u8]) -> Result<()> {
@@ -304,16 +316,12 @@ impl Link {
     /// # Errors
     /// The peer has been silent for too long, or the handshake takes too long.
     pub(crate) fn tick(&mut self, now: Instant) -> Result<Instant> {
+        let established_by = self.opened + self.timing.handshake;
+        if !self.is_announced && now >= established_by {
+            return Err(self.not_established());
+        }
         if !self.is_up() {
-            let deadline = self.opened + self.timing.handshake;
-            if now >= deadline {
-                let waited = self.timing.handshake;
-                return Err(Error::Connect(format!(
-                    "{} did not complete the handshake within {waited:?}",
-                    self.peer
-                )));
-            }
-            return Ok(deadline);
+            return Ok(established_by);
         }
         let deadline = self.heard + self.timing.silence;
         if now >= deadline {
@@ -326,6 +334,57 @@ impl Link {
             self.beat = now + self.timing.heartbeat;
             self.send_raw(&[HEARTBEAT])?;
         }
-        Ok(deadline.min(self.beat))
+        let next = deadline.min(self.beat);
+        Ok(if self.is_announced {
+            next
+        } else {
+            next.min(established_by)
+        })
+    }
+
+    fn not_established(&self) -> Error {
+        let (peer, waited) = (&self.peer, self.timing.handshake);
+        Error::Connect(if self.is_up() {
+            format!(
+                "the UCX of {peer} was not reached within {waited:?}, although its bootstrap port was; can the hosts reach each other's UCX ports?"
+            )
+        } else {
+            format!("{peer} did not complete the handshake within {waited:?}")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    fn pair() -> (Link, Link) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let far = listener.accept().unwrap().0;
+        let link = |stream| {
+            let (timing, now) = (Timing::default(), Instant::now());
+            Link::new(stream, "peer".to_owned(), true, b"", timing, now).unwrap()
+        };
+        (link(near), link(far))
+    }
+
+    #[test]
+    fn a_peer_that_has_ended_the_link_holds_nothing_even_before_it_is_read() {
+        let (near, mut far) = pair();
+        assert!(near.is_held());
+        far.send(b"something that nobody has read yet").unwrap();
+        assert!(near.is_held());
+        far.end("enough");
+        assert!(!near.is_held());
+    }
+
+    #[test]
+    fn a_link_that_is_gone_is_not_held() {
+        let (near, far) = pair();
+        drop(far);
+        assert!(!near.is_held());
     }
 }

@@ -3,8 +3,10 @@
 mod agents;
 mod common;
 
+use std::time::Duration;
+
 use agents::{BLOCK, COUNT, agent, connect, pair, register, register_writable, tagged, tags};
-use common::{PATIENCE, Raw, bytes, on_every_road, pattern, send_frame};
+use common::{PATIENCE, Raw, bytes, eventually, on_every_road, pattern, send_frame};
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, Options};
 use kvpipe_core::codec::{Reader, Writer};
@@ -258,6 +260,43 @@ fn refused(raw: &Raw, number: u64) -> String {
     let (header, payload) = raw.message(NOT_TAKEN);
     assert_eq!(header, number.to_le_bytes());
     Reader::new(&payload).str(4096).expect("a reason")
+}
+
+/// Its memory may be changed when the write has ended, and a target that still reads must be able to know.
+#[test]
+fn a_write_that_was_begun_and_times_out_ends_after_its_link() {
+    let Some(search) = common::ucx() else { return };
+    let (writer, memory) = (agent(&search), Buffer::zeroed(COUNT * BLOCK));
+    let region = register(&writer, "kv", &memory, BLOCK, BLOCK);
+    let address = writer.address().expect("address");
+    let mut raw = Raw::connect(&search, address, Service::Blocks);
+    let writable = Writer::new(33).u8(1).list(&[0u32], |w, id| {
+        let layout = w.u32(*id).str("mine").u64(8).u64(BLOCK as u64);
+        let layout = layout.u64(BLOCK as u64).str("cpu");
+        layout.u8(1).u64(4096).bytes(&[1])
+    });
+    send_frame(&mut raw.stream, &writable.finish());
+    let peer = eventually("the peer", || writer.peers().pop());
+    let ids = (&region, vec![0]);
+    let plan = eventually("its region", || {
+        let ids = (ids.0, ids.1.clone());
+        writer.prepare(&peer, ids, ("mine", vec![0])).ok()
+    });
+    let options = Options {
+        notify: None,
+        timeout: Some(Duration::from_millis(300)),
+    };
+    let work = writer.write(&plan, options).expect("write");
+    raw.message(OFFER);
+    raw.stream.set_nonblocking(true).expect("non-blocking");
+    // Not to miss the moment.
+    while !work.is_completed() {
+        std::hint::spin_loop();
+    }
+    let said = std::io::Read::read_to_end(&mut raw.stream, &mut Vec::new());
+    assert!(said.is_ok(), "{said:?}");
+    let error = work.wait_for(PATIENCE).expect_err("not taken");
+    assert!(matches!(error, Error::Timeout(_)), "{error}");
 }
 
 /// Regions, target's ids, writer's ids, and what the answer names.

@@ -6,14 +6,17 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use common::{PATIENCE, PROMPT, Raw, TOKEN, alone, eventually, on_both_roads};
+use common::{
+    PATIENCE, PROMPT, Raw, TOKEN, alone, eventually, on_both_roads, receive_frame, send_frame,
+};
 use kvpipe_core::Error;
 use kvpipe_core::blocks::Agent;
 use kvpipe_core::control::{Control, Event, Patience, Question};
-use kvpipe_core::identity::Service;
+use kvpipe_core::handshake::{Handshake, Step};
+use kvpipe_core::identity::{Identity, Service};
 use kvpipe_core::link::Timing;
 use kvpipe_core::pipe::Pipe;
-use kvpipe_ucx::{Buffer, Search};
+use kvpipe_ucx::{Buffer, Config, Context, Library, Search, Worker};
 
 fn control_with(token: &[u8], timing: Timing) -> Control {
     let patience = Patience {
@@ -463,4 +466,45 @@ fn assert_as_before(before: (usize, usize), after: (usize, usize), may_grow_kib:
         before.1,
         after.1
     );
+}
+
+/// As behind a firewall that lets the bootstrap port through, but not UCX's.
+#[test]
+fn a_peer_whose_ucx_is_not_reached_is_a_connect_error_in_time() {
+    let Some(search) = common::ucx() else { return };
+    let library = Library::load(&search).expect("UCX");
+    let context = Context::new(library, &Config::new()).expect("context");
+    let worker = Worker::new(&context).expect("worker");
+    let mut ours = Identity::new(Service::Pipe, "", Vec::new()).expect("identity");
+    ours.ucx_address = worker.address().expect("address");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
+    let address = listener.local_addr().expect("address").to_string();
+    let server = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().expect("accept");
+        let mut handshake = Handshake::server(TOKEN, "client").expect("handshake");
+        while let Ok(frame) = receive_frame(&mut stream) {
+            let step = handshake.frame(&frame, &ours, |_| Ok(()));
+            if let Ok(Step::Continue(frames) | Step::Admitted { frames, .. }) = step {
+                frames
+                    .iter()
+                    .for_each(|frame| send_frame(&mut stream, frame));
+            }
+        }
+    });
+    let connected = Pipe::connect(
+        &address,
+        TOKEN,
+        search.into(),
+        true,
+        Duration::ZERO,
+        Duration::from_millis(300),
+    );
+    let (_pipe, connected) = connected.expect("connect");
+    let error = connected.wait_for(PATIENCE).expect_err("not reached");
+    assert!(
+        matches!(&error, Error::Connect(text) if text.contains("UCX")),
+        "{error}"
+    );
+    drop(worker);
+    server.join().expect("server");
 }

@@ -30,6 +30,8 @@ enum Phase {
     Open,
     /// The error handler ran, with this status.
     Failed(ucs_status_t),
+    /// To be closed as soon as that is safe; not to be used until then.
+    Leaving,
     /// `ucp_ep_close_nbx` was called; the handle is UCX's alone from here on.
     Closing,
     /// UCX has finished the close; operations may still be in flight.
@@ -43,6 +45,9 @@ pub(crate) struct Endpoint {
     pub(crate) id: EndpointId,
     handle: NonNull<sys::ucp_ep>,
     phase: Cell<Phase>,
+    /// Whether an operation has ended well, or the error handler ran: closing by force before that can crash UCX (1.22,
+    /// seen in a third of 40 tries): `ucp_ep_discard_lanes` finds a TCP endpoint that is freed already.
+    is_settled: Cell<bool>,
     ops: Cell<usize>,
     keys: RefCell<Vec<Weak<Key>>>,
 }
@@ -53,7 +58,7 @@ impl Endpoint {
         match self.phase.get() {
             Phase::Open => Ok(self.handle.as_ptr()),
             Phase::Failed(code) => Err(Status::new(code, call)),
-            Phase::Closing | Phase::Freed | Phase::Closed => {
+            Phase::Leaving | Phase::Closing | Phase::Freed | Phase::Closed => {
                 Err(Status::new(sys::UCS_ERR_NOT_CONNECTED, call))
             }
         }
@@ -87,6 +92,14 @@ impl State {
         self.report_if_closed(endpoint);
     }
 
+    /// The endpoint can be closed from now on.
+    pub(crate) fn settled(&self, endpoint: &Endpoint) {
+        endpoint.is_settled.set(true);
+        if endpoint.phase.get() == Phase::Leaving {
+            self.may_leave.set(true);
+        }
+    }
+
     fn close_ends(&self, endpoint: &Rc<Endpoint>) {
         endpoint.phase.set(Phase::Freed);
         self.report_if_closed(endpoint);
@@ -110,9 +123,14 @@ impl State {
             return;
         };
         let is_it = |endpoint: &&Rc<Endpoint>| {
-            endpoint.handle.as_ptr() == handle && endpoint.phase.get() == Phase::Open
+            let is_ours = matches!(endpoint.phase.get(), Phase::Open | Phase::Leaving);
+            endpoint.handle.as_ptr() == handle && is_ours
         };
-        if let Some(endpoint) = endpoints.values().find(is_it) {
+        let Some(endpoint) = endpoints.values().find(is_it) else {
+            return;
+        };
+        self.settled(endpoint);
+        if endpoint.phase.get() == Phase::Open {
             endpoint.phase.set(Phase::Failed(code));
             self.events.push(Raw::EndpointFailed {
                 endpoint: endpoint.id,
@@ -122,6 +140,7 @@ impl State {
     }
 }
 
+const CLOSE: &str = "ucp_ep_close_nbx";
 /// Shortest worker address: a flag byte, the worker's 8-byte id, one byte for "no device".
 const MIN_ADDRESS_BYTES: usize = 10;
 const MAX_ADDRESS_BYTES: usize = 64 * 1024;
@@ -163,6 +182,7 @@ impl Worker {
             id: EndpointId::unique(),
             handle,
             phase: Cell::new(Phase::Open),
+            is_settled: Cell::new(false),
             ops: Cell::new(0),
             keys: RefCell::default(),
         });
@@ -198,16 +218,42 @@ impl Worker {
     /// Closes by force: what is in flight ends, mostly with an error, each with its `Done`, then
     /// `Closed` follows. This is no fence for the peer's side: what it has posted may still land.
     /// Calling it again, or for an endpoint that is gone, does nothing.
+    ///
+    /// An endpoint that has neither finished an operation nor failed is closed once it has:
+    /// connect with an operation that will end one way or the other.
     pub fn close(&self, endpoint: EndpointId) {
-        const CALL: &str = "ucp_ep_close_nbx";
-        let Ok(endpoint) = self.inner.endpoint(endpoint, CALL) else {
+        let Ok(endpoint) = self.inner.endpoint(endpoint, CLOSE) else {
             return;
         };
         if !matches!(endpoint.phase.get(), Phase::Open | Phase::Failed(_)) {
             return;
         }
-        endpoint.phase.set(Phase::Closing);
         self.inner.state.outstanding.set(self.outstanding() + 1);
+        if endpoint.is_settled.get() {
+            self.close_now(endpoint);
+        } else {
+            endpoint.phase.set(Phase::Leaving);
+        }
+    }
+
+    /// Closes those that can be by now. Not to be called from UCX's callbacks.
+    pub(crate) fn close_leaving(&self) {
+        if !self.inner.state.may_leave.take() {
+            return;
+        }
+        let can_leave = |endpoint: &&Rc<Endpoint>| {
+            endpoint.phase.get() == Phase::Leaving && endpoint.is_settled.get()
+        };
+        let endpoints = self.inner.state.endpoints.borrow();
+        let leaving: Vec<_> = endpoints.values().filter(can_leave).cloned().collect();
+        drop(endpoints);
+        for endpoint in leaving {
+            self.close_now(endpoint);
+        }
+    }
+
+    fn close_now(&self, endpoint: Rc<Endpoint>) {
+        endpoint.phase.set(Phase::Closing);
         endpoint.revoke_keys();
         let attributes = Attributes {
             flags: sys::UCP_EP_CLOSE_FLAG_FORCE,
@@ -216,14 +262,14 @@ impl Worker {
         let (worker, handle) = (Rc::clone(&self.inner), endpoint.handle.as_ptr());
         let close = Box::into_raw(Box::new(Close { worker, endpoint }));
         let param = attributes.with_callback(on_closed, close.cast());
-        // SAFETY: the phase was Open or Failed, so the handle is live; it is not used afterwards.
+        // SAFETY: the phase was Open, Failed or Leaving, so the handle is live; it is not used afterwards.
         let ptr = unsafe { (self.inner.api().ucp_ep_close_nbx)(handle, &raw const param) };
         let posted = Posted::from_ptr(ptr);
         if posted == Posted::Pending {
             return;
         }
         if let Posted::Refused(code) = posted {
-            tracing::warn!(status = %Status::new(code, CALL), "endpoint.close_refused");
+            tracing::warn!(status = %Status::new(code, CLOSE), "endpoint.close_refused");
         }
         // SAFETY: made by into_raw above; no callback runs for what is complete or refused.
         let close = unsafe { Box::from_raw(close) };

@@ -108,6 +108,7 @@ pub(crate) fn post(
             Err(Status::new(code, call))
         }
         Posted::Complete | Posted::Pending => {
+            op.worker.state.settled(&op.endpoint);
             finish(op, sys::UCS_OK);
             Ok(())
         }
@@ -150,5 +151,8 @@ unsafe extern "C" fn on_done(request: *mut c_void, code: ucs_status_t, user_data
     let op = unsafe { Box::from_raw(user_data.cast::<Op>()) };
     // SAFETY: the request is the one that completes here; nobody else holds it.
     unsafe { (op.worker.api().ucp_request_free)(request) };
+    if code == sys::UCS_OK {
+        op.worker.state.settled(&op.endpoint);
+    }
     finish(op, code);
 }

@@ -47,6 +47,8 @@ pub(crate) struct State {
     pub(crate) events: Queue,
     pub(crate) endpoints: RefCell<BTreeMap<EndpointId, Rc<Endpoint>>>,
     pub(crate) outstanding: Cell<usize>,
+    /// An endpoint that is to be closed can be.
+    pub(crate) may_leave: Cell<bool>,
     /// The `Worker` is gone: nobody takes events any more.
     pub(crate) stopped: Cell<bool>,
 }
@@ -112,7 +114,9 @@ impl Worker {
     pub fn progress(&self) -> u32 {
         // SAFETY: the worker is live and on its thread; callbacks touch only its State, of which
         // nothing is borrowed here.
-        unsafe { (self.inner.api().ucp_worker_progress)(self.inner.as_ptr()) }
+        let progressed = unsafe { (self.inner.api().ucp_worker_progress)(self.inner.as_ptr()) };
+        self.close_leaving();
+        progressed
     }
 
     /// The oldest event not yet taken. Posting an operation can leave one too.
@@ -180,7 +184,8 @@ impl Drop for Worker {
         }
         let outstanding = self.outstanding();
         if outstanding != 0 {
-            // Each of them holds an Rc of the worker and will never let go: nothing is freed.
+            // UCX may still call back, and an endpoint that is not connected must not be closed: nothing is freed.
+            std::mem::forget(Rc::clone(&self.inner));
             tracing::error!(outstanding, "worker.leaked");
         }
     }

@@ -170,8 +170,10 @@ impl Blocks {
                 if let Some(peer) = self.peers.get(&link) {
                     peer.handle.lose(&error);
                 }
-                self.end_offer(id, Err(error.clone()));
-                io.fail(link, error);
+                // The peer may be reading: the offer ends with the link, after it.
+                if !io.has_failed(link) {
+                    io.fail(link, error);
+                }
             } else {
                 let text = "the write did not begin in time; the peer is usable";
                 self.withdraw_offer(io, id, &Error::Timeout(text.to_owned()));

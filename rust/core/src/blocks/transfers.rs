@@ -160,9 +160,12 @@ impl Blocks {
         if !self.transfers.get(&id).is_some_and(Transfer::is_over) {
             return false;
         }
-        let Some(transfer) = self.transfers.remove(&id) else {
+        let Some(mut transfer) = self.transfers.remove(&id) else {
             return false;
         };
+        if transfer.failure.is_none() && transfer.remote.is_some() {
+            transfer.failure = io.check_lender(transfer.link).err();
+        }
         if let Some(peer) = self.peers.get_mut(&transfer.link)
             && let Some(at) = peer.transfers.iter().position(|other| *other == id)
         {

@@ -157,7 +157,10 @@ impl Fetch {
         };
         let (_, index) = reads.under_way.remove(at);
         match (result, link) {
-            (Ok(()), _) => self.is_here(index),
+            (Ok(()), link) => {
+                self.is_here(index);
+                self.check_lender(io, link);
+            }
             (Err(status), Some(link)) => {
                 let error = Error::lost(&io.peer(link), status);
                 self.fail(error.clone());
@@ -169,6 +172,21 @@ impl Fetch {
             self.read_on(io, link);
         }
         true
+    }
+
+    /// Without checksums, what was read counts only if its owner still lends it.
+    fn check_lender(&mut self, io: &Io, link: Option<LinkId>) {
+        let By::Reads(reads) = &self.road else {
+            return;
+        };
+        let is_last = reads.under_way.is_empty() && reads.next == num_pieces(self.offer.len);
+        if let Some(link) = link
+            && is_last
+            && self.offer.proof == Proof::None
+            && let Err(error) = io.check_lender(link)
+        {
+            self.fail(error);
+        }
     }
 
     /// Computes the checksum of a piece that has just been read, while it is in the cache.

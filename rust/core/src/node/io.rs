@@ -181,6 +181,15 @@ impl Io {
         self.failed.iter().any(|(failed, _)| *failed == link)
     }
 
+    /// Whether the peer still lends its memory: asked when a read of it has ended, which else proves nothing.
+    pub(crate) fn check_lender(&self, link: LinkId) -> Result<()> {
+        if self.links.get(&link).is_some_and(Link::is_held) {
+            return Ok(());
+        }
+        let reason = "it closed while its memory was read";
+        Err(Error::lost(&self.peer(link), reason))
+    }
+
     /// The address of a link's peer.
     pub fn peer(&self, link: LinkId) -> String {
         self.links

@@ -12,7 +12,6 @@ use super::io::{Connected, LISTENER, UCX, WAKE};
 use super::{Driven, Io, LinkId, Service};
 use crate::data::{DataPlane, HELLO};
 use crate::error::{Error, Result};
-use crate::handshake::SessionId;
 use crate::link::Incoming;
 use crate::work::timespec;
 
@@ -145,7 +144,7 @@ impl<S: Service> Loop<S> {
         self.service.closing(&mut self.io);
         self.linger();
         for link in self.io.links.values_mut() {
-            link.say_goodbye("the process closed it");
+            link.end("the process closed it");
         }
         // Waits for every operation: nothing may write into memory whose operation is reported as ended.
         self.io.data = None;
@@ -236,7 +235,7 @@ impl<S: Service> Loop<S> {
             Event::Message { header, data } => self.take_message(&header, data),
             Event::Done { token: 0, .. } => {}
             Event::Done { token, result } => match DataPlane::hello_of(token) {
-                Some(link) => self.endpoint_connected(link),
+                Some(link) => self.hello_ended(link, result),
                 None => self.service.done(&mut self.io, token, result),
             },
             Event::EndpointFailed { endpoint, status } => {
@@ -259,13 +258,16 @@ impl<S: Service> Loop<S> {
         self.serve(link, epoll::EventFlags::empty());
         let peer = self.io.peer(link);
         self.io.fail(link, Error::lost(&peer, status));
-        self.endpoint_connected(link);
     }
 
-    /// Or failed: nothing more is to be waited for before it can be closed.
-    fn endpoint_connected(&mut self, link: LinkId) {
-        if let Some(data) = &mut self.io.data {
-            data.connected(link);
+    fn hello_ended(&mut self, link: LinkId, result: std::result::Result<(), Status>) {
+        if let Err(status) = result {
+            let peer = self.io.peer(link);
+            return self.io.fail(link, Error::lost(&peer, status));
+        }
+        let data = self.io.data.as_mut();
+        if data.is_some_and(|data| data.hello_left(link)) {
+            self.announce(link);
         }
     }
 
@@ -274,15 +276,26 @@ impl<S: Service> Loop<S> {
             return;
         };
         // Without a live session nothing is said about the message, not even that it was wrong.
-        let plane = self.io.data.as_ref();
-        let Some(link) = plane.and_then(|plane| plane.link_of_session(session)) else {
+        let Some(plane) = &mut self.io.data else {
             return;
         };
-        // It may overtake the frame that says so, but it proves that the peer knows the session.
-        self.announce(link);
+        let Some(link) = plane.link_of_session(session) else {
+            return;
+        };
         if header == [HELLO] {
+            if plane.hello_came(link) {
+                self.announce(link);
+            }
             return;
         }
+        if !plane.is_open(link) {
+            return self.cut(
+                link,
+                Error::protocol("a message before the session was ready"),
+            );
+        }
+        // Who says more has got our hello.
+        self.announce(link);
         if let Err(error) = self.service.message(&mut self.io, link, header, data) {
             self.cut(link, error);
         }
@@ -319,12 +332,12 @@ impl<S: Service> Loop<S> {
             return;
         }
         if let Some(data) = &mut self.io.data {
-            data.close(link, self.io.now);
+            data.close(link);
         }
         if let Some(mut connection) = connection {
             match &error {
-                Error::Closed(reason) => connection.say_goodbye(reason),
-                other => connection.say_goodbye(&other.to_string()),
+                Error::Closed(reason) => connection.end(reason),
+                other => connection.end(&other.to_string()),
             }
             let _ = epoll::delete(&self.io.epoll, connection.fd());
             if connection.is_accepted && !connection.is_announced {
@@ -347,14 +360,6 @@ impl<S: Service> Loop<S> {
                 Ok(at) => wake_at = wake_at.min(at),
                 Err(error) => self.io.failed.push_back((*id, error)),
             }
-        }
-        if let Some(at) = self
-            .io
-            .data
-            .as_mut()
-            .and_then(|data| data.expire(self.io.now))
-        {
-            wake_at = wake_at.min(at);
         }
         if let Some(at) = self.io.expire_connecting() {
             wake_at = wake_at.min(at);
@@ -484,24 +489,31 @@ impl<S: Service> Loop<S> {
 
     fn take_incoming(&mut self, link: LinkId, item: Incoming) -> Result<()> {
         match item {
-            Incoming::Admitted(session) => self.admit(link, session),
-            Incoming::Ready => {
-                self.announce(link);
+            Incoming::Admitted(session) => {
+                if let Some(data) = &mut self.io.data {
+                    data.admit(link, session);
+                }
                 Ok(())
             }
-            Incoming::Frame(frame) => self.service.frame(&mut self.io, link, &frame),
+            Incoming::Ready => self.ready(link),
+            Incoming::Frame(frame) => {
+                self.announce(link);
+                self.service.frame(&mut self.io, link, &frame)
+            }
         }
     }
 
-    fn admit(&mut self, link: LinkId, session: SessionId) -> Result<()> {
-        let known = self.io.links.get(&link);
-        let Some(peer) = known.and_then(|link| link.identity.as_ref()) else {
-            return Ok(());
-        };
+    /// Both sides know the session. With a data plane, it is established when both hellos have come through that too.
+    fn ready(&mut self, link: LinkId) -> Result<()> {
         let Some(data) = &mut self.io.data else {
+            self.announce(link);
             return Ok(());
         };
-        data.open(link, session, &peer.ucx_address)
+        let known = self.io.links.get(&link);
+        match known.and_then(|link| link.identity.as_ref()) {
+            Some(peer) => data.open(link, &peer.ucx_address),
+            None => Ok(()),
+        }
     }
 
     /// Tells the service of an established session, once.
@@ -511,6 +523,9 @@ impl<S: Service> Loop<S> {
         };
         if let Some(peer) = connection.identity.take() {
             connection.is_announced = true;
+            if let Some(data) = &mut self.io.data {
+                data.choose_road(link);
+            }
             self.service.link_up(&mut self.io, link, &peer);
         }
     }

@@ -452,15 +452,15 @@ impl Service for Sender {
             self.expire_posted(io, link);
         }
         let now = io.now;
-        if let Some((_, completer)) = self
-            .closing
-            .take_if(|(deadline, _)| deadline.meet_by.is_some_and(|at| at <= now))
-        {
+        let is_late = |(deadline, _): &(Deadline, _)| deadline.meet_by.is_some_and(|at| at <= now);
+        if self.closing.as_ref().is_some_and(is_late) {
             let left = self.queue.len() + self.posted.len();
             let text = format!("{left} tensors had not been taken in time; the pipe is closed");
-            completer.complete(Err(Error::Timeout(text.clone())));
-            if let Some(link) = self.link {
-                io.fail(link, Error::Timeout(text));
+            match self.link {
+                // The receiver may be reading: everything ends with the link.
+                Some(link) if !io.has_failed(link) => io.fail(link, Error::Timeout(text)),
+                Some(_) => {}
+                None => self.fail(&Error::Timeout(text)),
             }
         }
         self.next_deadline()

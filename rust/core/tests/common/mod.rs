@@ -209,15 +209,29 @@ pub struct Raw {
     pub stream: TcpStream,
     pub session: SessionId,
     pub peer: Identity,
-    /// The frame with which the handshake ends, when it was held back.
-    pub ready: Vec<Vec<u8>>,
+    /// The frames with which the handshake ends, while they are held back.
+    ready: Vec<Vec<u8>>,
     pub context: Arc<Context>,
     pub worker: Worker,
     pub endpoint: EndpointId,
 }
 
 impl Raw {
-    /// Shakes hands but for the last frame, which [`finish`](Self::finish) sends.
+    /// Establishes a session.
+    pub fn connect(search: &Search, address: SocketAddr, service: Service) -> Self {
+        let mut raw = Self::begin(search, address, service);
+        for frame in std::mem::take(&mut raw.ready) {
+            send_frame(&mut raw.stream, &frame);
+        }
+        raw.send(&[0], &[]);
+        raw.message(0);
+        while raw.worker.outstanding() > 0 {
+            raw.worker.progress();
+        }
+        raw
+    }
+
+    /// Shakes hands but for the last frame.
     pub fn begin(search: &Search, address: SocketAddr, service: Service) -> Self {
         let mut config = Config::new();
         config.pin("NET_DEVICES", "lo");
@@ -247,7 +261,7 @@ impl Raw {
                     ..
                 } => {
                     let endpoint = worker.connect(&peer.ucx_address).expect("endpoint");
-                    let raw = Self {
+                    return Self {
                         stream,
                         session,
                         peer: *peer,
@@ -256,30 +270,9 @@ impl Raw {
                         worker,
                         endpoint,
                     };
-                    // Has UCX connect both ways: closed before that, it may crash.
-                    raw.worker
-                        .am_send(endpoint, b"", Payload::None, 0)
-                        .expect("send");
-                    raw.message(0);
-                    while raw.worker.outstanding() > 0 {
-                        raw.worker.progress();
-                    }
-                    return raw;
                 }
                 step => panic!("unexpected {step:?}"),
             }
-        }
-    }
-
-    pub fn connect(search: &Search, address: SocketAddr, service: Service) -> Self {
-        let mut raw = Self::begin(search, address, service);
-        raw.finish();
-        raw
-    }
-
-    pub fn finish(&mut self) {
-        for frame in std::mem::take(&mut self.ready) {
-            send_frame(&mut self.stream, &frame);
         }
     }
 
