@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpipe.exceptions import ConfigError, ProtocolError, TransportUnavailableError
 
@@ -39,12 +39,13 @@ _DLPACK_DEVICES = {
 # As in rust/core/src/pipe: the receiver would refuse more.
 _DTYPE_CAP = 4096
 _DIMENSIONS_CAP = 64
+# Bytes, in UTF-8.
+_MOST_OF_A_CHARACTER = 4
 
 Meta = tuple[int, str, "Sequence[int]"]
 
 
-@dataclass(frozen=True)
-class Described:
+class Described(NamedTuple):
     """A tensor as it travels.
 
     Attributes:
@@ -94,10 +95,8 @@ def _bounded(described: Described) -> Described:
     if len(shape) > _DIMENSIONS_CAP:
         message = f"a tensor of {len(shape)} dimensions cannot be sent, {_DIMENSIONS_CAP} are the most"
         raise ConfigError(message)
-    if len(dtype.encode()) > _DTYPE_CAP:
-        message = (
-            f"a dtype that takes {len(dtype.encode())} bytes to describe cannot be sent, {_DTYPE_CAP} are the most"
-        )
+    if len(dtype) * _MOST_OF_A_CHARACTER > _DTYPE_CAP and (size := len(dtype.encode())) > _DTYPE_CAP:
+        message = f"a dtype that takes {size} bytes to describe cannot be sent, {_DTYPE_CAP} are the most"
         raise ConfigError(message)
     return described
 
@@ -136,7 +135,7 @@ def _describe_numpy(numpy: Any, array: Any, *, must_be_in_place: bool) -> Descri
     if must_be_in_place and (isinstance(array, numpy.generic) or not array.flags.c_contiguous):
         message = "memory that is written in place must be a contiguous array"
         raise ConfigError(message)
-    meta = (NUMPY, _numpy_dtype_name(numpy, dtype), tuple(array.shape))
+    meta = (NUMPY, _numpy_dtype_name(dtype), array.shape)
     if array.nbytes == 0:
         return Described(meta, b"" if not must_be_in_place else bytearray())
     plain = numpy.ascontiguousarray(array)
@@ -191,7 +190,8 @@ def _imported_numpy() -> Any:
         raise ConfigError(message) from error
 
 
-def _numpy_dtype_name(numpy: Any, dtype: Any) -> str:
+@lru_cache(maxsize=256)
+def _numpy_dtype_name(dtype: Any) -> str:
     """A text from which `_numpy_dtype` makes the same dtype: plain, structured, or of ml_dtypes."""
     if dtype.type.__module__ == "ml_dtypes":
         return f"ml_dtypes.{dtype.name}"
@@ -199,17 +199,20 @@ def _numpy_dtype_name(numpy: Any, dtype: Any) -> str:
         message = f"dtype={dtype}: a type that {dtype.type.__module__} adds to numpy cannot be sent; send a view"
         raise ConfigError(message)
     try:
-        return repr(numpy.lib.format.dtype_to_descr(dtype))
+        return repr(sys.modules["numpy"].lib.format.dtype_to_descr(dtype))
     except ValueError as error:
         message = f"dtype={dtype}: fields that overlap or are out of order cannot be sent"
         raise ConfigError(message) from error
 
 
-def _numpy_dtype(numpy: Any, name: str) -> Any:
+@lru_cache(maxsize=256)
+def _numpy_dtype(name: str) -> Any:
+    import numpy as np  # noqa: PLC0415 - as in _rebuild_numpy
+
     try:
         if name.startswith("ml_dtypes."):
-            return numpy.dtype(getattr(importlib.import_module("ml_dtypes"), name.removeprefix("ml_dtypes.")))
-        return numpy.lib.format.descr_to_dtype(ast.literal_eval(name))
+            return np.dtype(getattr(importlib.import_module("ml_dtypes"), name.removeprefix("ml_dtypes.")))
+        return np.lib.format.descr_to_dtype(ast.literal_eval(name))
     except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:
         message = f"the received numpy dtype {name!r} is not known here: {error}"
         raise ProtocolError(message) from error
@@ -251,7 +254,7 @@ def _rebuild_torch(name: str, shape: Sequence[int], data: Any) -> Any:
 def _rebuild_numpy(name: str, shape: Sequence[int], data: Any) -> Any:
     import numpy as np  # noqa: PLC0415 - the sender used numpy, so the receiver means to
 
-    dtype = _numpy_dtype(np, name)
+    dtype = _numpy_dtype(name)
     if len(data) == 0:
         return np.empty(tuple(shape), dtype=dtype)
     try:

@@ -108,7 +108,13 @@ impl<S: Service> Loop<S> {
 
     /// Runs on a caller's thread until `is_done`, `until`, a signal, or the node's end.
     pub(super) fn drive(&mut self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven {
-        self.idle_since = Instant::now();
+        self.io.now = Instant::now();
+        self.idle_since = self.io.now;
+        // A small tensor leaves with the command to send it.
+        self.take_commands();
+        if is_done() {
+            return Driven::Done;
+        }
         loop {
             let next = self.turn();
             if is_done() {
