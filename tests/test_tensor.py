@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import pytest
 
-from kvpipe import ConfigError, TransportUnavailableError
+from kvpipe import Agent, ConfigError, TransportUnavailableError
 from kvpipe._tensor import describe, rebuild
 
 torch = pytest.importorskip("torch")
@@ -225,3 +225,19 @@ def test_a_work_keeps_out_alive(pair):
     assert alive() is not None
     sender.send_tensor(np.ones(100_000))
     assert work.wait(20) is alive()
+
+
+def test_memory_that_only_speaks_dlpack_is_registered_in_place(transport):
+    values = np.zeros((2, 4096), np.uint8)
+    with Agent() as owner, Agent() as reader:
+        owner.register(Foreign(values), "kv", 4096)
+        values[1] = 7
+        arrived = np.zeros(4096, np.uint8)
+        own = reader.register(arrived, "own", 4096)
+        reader.connect(owner.address).read_blocks(own, [0], "kv", [1]).wait(20)
+        assert (arrived == 7).all()
+
+
+def test_memory_on_a_device_that_cannot_be_registered_is_named(transport):
+    with Agent() as agent, pytest.raises(TransportUnavailableError, match="cuda:1"):
+        agent.register(Foreign(np.zeros(8), device=(2, 1)), "kv", 8)

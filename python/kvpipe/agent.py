@@ -81,7 +81,8 @@ class Agent:
         """Registers memory as blocks that peers may read, until the region or the agent is closed.
 
         Args:
-            memory: A contiguous torch tensor on the CPU, numpy array, or other writable buffer. It is kept alive.
+            memory: A contiguous torch tensor on the CPU, numpy array, or what else is in host memory and speaks DLPack
+                or the buffer protocol, writable. It is kept alive.
             name: Under which peers know it.
             block_bytes: Bytes of a block.
             stride: Bytes from the start of a block to the start of the next; by default `block_bytes`.

@@ -95,13 +95,13 @@ class Region:
 
 
 def writable_bytes(memory: Any) -> Any:
-    """The bytes of a tensor, or of another object that speaks the buffer protocol, in place.
+    """The bytes of a tensor, or of another object that speaks DLPack or the buffer protocol, in place.
 
     Raises:
         ConfigError: Not contiguous, or no memory at all.
         TransportUnavailableError: On a device that this version cannot register.
     """
-    if hasattr(memory, "dtype"):
+    if hasattr(memory, "dtype") or hasattr(memory, "__dlpack__"):
         return describe(memory, must_be_in_place=True).data
     try:
         return memoryview(memory).cast("B")
