@@ -207,12 +207,11 @@ def _numpy_dtype_name(dtype: Any) -> str:
 
 @lru_cache(maxsize=256)
 def _numpy_dtype(name: str) -> Any:
-    import numpy as np  # noqa: PLC0415 - as in _rebuild_numpy
-
+    numpy: Any = _imported_numpy()
     try:
         if name.startswith("ml_dtypes."):
-            return np.dtype(getattr(importlib.import_module("ml_dtypes"), name.removeprefix("ml_dtypes.")))
-        return np.lib.format.descr_to_dtype(ast.literal_eval(name))
+            return numpy.dtype(getattr(importlib.import_module("ml_dtypes"), name.removeprefix("ml_dtypes.")))
+        return numpy.lib.format.descr_to_dtype(ast.literal_eval(name))
     except (ImportError, AttributeError, ValueError, TypeError, SyntaxError) as error:
         message = f"the received numpy dtype {name!r} is not known here: {error}"
         raise ProtocolError(message) from error

@@ -71,7 +71,9 @@ class LookupBuffer:
         self._native = _kvpipe.LookupBuffer(capacity_bytes)
 
     @classmethod
-    def connect(cls, *addresses: str, token: str | None = None, timeout: float = 10) -> LookupBuffer:
+    def connect(
+        cls, *addresses: str, token: str | None = None, timeout: float = 10, checksum: bool = True
+    ) -> LookupBuffer:
         """Uses buffers that other processes serve.
 
         With several addresses, inserts go to the first and selects to all: the first server that has an entry delivers
@@ -82,13 +84,17 @@ class LookupBuffer:
             addresses: The servers' `address`, one or more.
             token: The shared secret; by default `KVPIPE_TOKEN`.
             timeout: Seconds until all servers must have accepted.
+            checksum: Whether the server compares large tensors that are inserted with checksums (as of `Pipe.connect`).
+                Small ones always are.
 
         Raises:
             ConnectError: Nobody answers there.
             AuthenticationError: A server has another token.
             TransportUnavailableError: There is no usable UCX.
         """
-        native, connected = _kvpipe.LookupBuffer.connect(addresses, resolve_token(token), transport(), timeout)
+        native, connected = _kvpipe.LookupBuffer.connect(
+            addresses, resolve_token(token), transport(), checksum, timeout
+        )
         try:
             Work(connected, lambda _: None).wait()
         except BaseException:
@@ -98,18 +104,19 @@ class LookupBuffer:
         buffer._native = native  # noqa: SLF001 - of this class
         return buffer
 
-    def serve(self, address: str = "127.0.0.1:0", token: str | None = None) -> None:
+    def serve(self, address: str = "127.0.0.1:0", token: str | None = None, *, checksum: bool = True) -> None:
         """Lets other processes use this buffer too; returns at once.
 
         Args:
             address: `host:port`; port 0 picks a free one, see the property `address`.
             token: The shared secret; by default `KVPIPE_TOKEN`. Needed for addresses other than loopback.
+            checksum: Whether consumers compare large tensors that they take with checksums. Small ones always are.
 
         Raises:
             ConfigError: The address cannot be bound, or the buffer is served already or belongs to others.
             TransportUnavailableError: There is no usable UCX.
         """
-        self._native.serve(address, resolve_token(token), transport())
+        self._native.serve(address, resolve_token(token), transport(), checksum)
 
     @property
     def address(self) -> str:

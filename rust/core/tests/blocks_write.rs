@@ -202,7 +202,7 @@ fn a_plan_moves_the_blocks_of_the_day_both_ways() {
                 assert!(bytes(&pair.from)[9 * BLOCK..10 * BLOCK] == today);
             }
             pair.source.close();
-            common::eventually("the loss", || {
+            eventually("the loss", || {
                 let error = pair.destination.read(&plan, Options::default()).err()?;
                 assert!(matches!(error, Error::PeerLost { .. }), "{error}");
                 Some(())

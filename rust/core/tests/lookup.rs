@@ -23,12 +23,18 @@ const TAKE: u8 = 22;
 const TAKEN: u8 = 23;
 const SETTLE: u8 = 24;
 const WITHDRAW: u8 = 25;
+/// Of the fetch that follows an offer.
+const SUMS: u8 = 9;
 const CAPACITY: u64 = 1 << 20;
 
 fn serve(search: &Search) -> Local {
+    serve_with(search, true)
+}
+
+fn serve_with(search: &Search, is_summed: bool) -> Local {
     let local = Local::new(CAPACITY);
     local
-        .serve("127.0.0.1:0", TOKEN, search.clone().into())
+        .serve("127.0.0.1:0", TOKEN, search.clone().into(), is_summed)
         .expect("serve");
     local
 }
@@ -130,6 +136,21 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
             raw.message(OFFER);
         },
     );
+}
+
+#[test]
+fn checksums_of_large_tensors_are_told_unless_they_are_switched_off() {
+    let Some(search) = common::ucx() else { return };
+    for is_summed in [true, false] {
+        let local = serve_with(&search, is_summed);
+        insert(&local, &[1], vec![7; 256 << 10]);
+        let raw = raw(&search, &local);
+        let (header, payload) = a_select(1);
+        raw.send(&header, &payload);
+        raw.message(OFFER);
+        let told = raw.message_within(SUMS, Duration::from_millis(300));
+        assert_eq!(told.is_some(), is_summed);
+    }
 }
 
 #[test]
@@ -236,7 +257,7 @@ fn a_withdrawn_insert_gives_its_turn_to_the_next() {
         insert(&local, &[1], vec![0; CAPACITY as usize]);
         let address = local.address().expect("address").to_string();
         let (remote, connected) =
-            Remote::connect(vec![address], TOKEN, search.clone().into(), PATIENCE)
+            Remote::connect(vec![address], TOKEN, search.clone().into(), true, PATIENCE)
                 .expect("connect");
         connected.wait_for(PATIENCE).expect("connected");
         let first = remote
@@ -279,7 +300,7 @@ fn a_client_that_is_not_connected_yet_says_so() {
         let address = silent.local_addr().expect("address").to_string();
         let transport = search.clone().into();
         let (remote, _) =
-            Remote::connect(vec![address], TOKEN, transport, PATIENCE).expect("begun");
+            Remote::connect(vec![address], TOKEN, transport, true, PATIENCE).expect("begun");
         let selected = remote.select(Query::Any, None).expect("select");
         let inserted = remote
             .insert(vec![1], items(vec![1]), None)

@@ -485,9 +485,9 @@ fn a_peer_whose_ucx_is_not_reached_is_a_connect_error_in_time() {
         while let Ok(frame) = receive_frame(&mut stream) {
             let step = handshake.frame(&frame, &ours, |_| Ok(()));
             if let Ok(Step::Continue(frames) | Step::Admitted { frames, .. }) = step {
-                frames
-                    .iter()
-                    .for_each(|frame| send_frame(&mut stream, frame));
+                for frame in &frames {
+                    send_frame(&mut stream, frame);
+                }
             }
         }
     });

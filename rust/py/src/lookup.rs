@@ -50,11 +50,13 @@ impl LookupBuffer {
         addresses: Vec<String>,
         token: &[u8],
         transport: &Transport,
+        is_summed: bool,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let transport = transport.core();
-        let connected = py.detach(|| Remote::connect(addresses, token, transport, timeout));
+        let connected =
+            py.detach(|| Remote::connect(addresses, token, transport, is_summed, timeout));
         let (remote, connected) = connected.map_err(to_py)?;
         let buffer = Self(lookup::LookupBuffer::Remote(remote));
         Ok((buffer, Work::new(Kind::Nothing(connected))))
@@ -66,9 +68,10 @@ impl LookupBuffer {
         address: &str,
         token: &[u8],
         transport: &Transport,
+        is_summed: bool,
     ) -> PyResult<()> {
         let transport = transport.core();
-        py.detach(|| self.0.serve(address, token, transport))
+        py.detach(|| self.0.serve(address, token, transport, is_summed))
             .map_err(to_py)
     }
 

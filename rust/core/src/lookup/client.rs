@@ -44,6 +44,7 @@ struct Server {
 
 pub(super) struct Client {
     desk: Arc<Desk>,
+    is_summed: bool,
     /// In the order of their addresses.
     links: Vec<LinkId>,
     servers: HashMap<LinkId, Server>,
@@ -67,9 +68,10 @@ fn settle(io: &mut Io, link: LinkId, operation: u64, is_taken: bool) {
 }
 
 impl Client {
-    pub(super) fn new(desk: Arc<Desk>) -> Self {
+    pub(super) fn new(desk: Arc<Desk>, is_summed: bool) -> Self {
         Self {
             desk,
+            is_summed,
             links: Vec::new(),
             servers: HashMap::new(),
             connecting: None,
@@ -117,7 +119,7 @@ impl Client {
             let server = Server {
                 is_up: false,
                 incoming: Incoming::new(link, self.pool.clone()),
-                outgoing: Outgoing::default(),
+                outgoing: Outgoing::new(self.is_summed),
             };
             self.servers.insert(link, server);
         }
@@ -335,7 +337,7 @@ impl Client {
             completer.complete(Err(error.clone()));
         }
         for server in self.servers.values_mut() {
-            server.outgoing = Outgoing::default();
+            server.outgoing.clear();
         }
         self.inserts.fail(error);
         for (_, select) in self.selects.drain() {

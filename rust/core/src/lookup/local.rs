@@ -37,12 +37,18 @@ impl Local {
         self.node.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets other processes connect.
+    /// Lets other processes connect. With `is_summed`, they compare what they take with checksums.
     ///
     /// # Errors
     /// `Config`: the address cannot be bound, others could reach it without a token, or the buffer is served already.
     /// `Unavailable`: there is no usable UCX.
-    pub fn serve(&self, address: &str, token: &[u8], transport: Transport) -> Result<()> {
+    pub fn serve(
+        &self,
+        address: &str,
+        token: &[u8],
+        transport: Transport,
+        is_summed: bool,
+    ) -> Result<()> {
         let mut node = self.node();
         if let Some(at) = node.as_ref().and_then(Node::address) {
             return Err(Error::Config(format!(
@@ -61,7 +67,7 @@ impl Local {
             busy_poll: default_busy_poll(),
         };
         let (shared, origin) = (Arc::clone(&self.shared), self.origin());
-        let served = Node::spawn(config, move || Server::new(shared, origin))?;
+        let served = Node::spawn(config, move || Server::new(shared, origin, is_summed))?;
         self.shared.serve(served.waker());
         *node = Some(served);
         Ok(())

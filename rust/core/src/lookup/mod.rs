@@ -182,9 +182,15 @@ impl LookupBuffer {
     }
 
     /// Lets others connect; see [`Local::serve`].
-    pub fn serve(&self, address: &str, token: &[u8], transport: Transport) -> Result<()> {
+    pub fn serve(
+        &self,
+        address: &str,
+        token: &[u8],
+        transport: Transport,
+        is_summed: bool,
+    ) -> Result<()> {
         match self {
-            Self::Local(local) => local.serve(address, token, transport),
+            Self::Local(local) => local.serve(address, token, transport, is_summed),
             Self::Remote(_) => Err(Error::Config(
                 "this buffer belongs to other processes; one in this process can be served"
                     .to_owned(),

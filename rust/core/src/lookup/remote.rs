@@ -48,11 +48,13 @@ fn too_many(tokens: &[i64]) -> Result<()> {
 }
 
 impl Remote {
-    /// Connects to all servers; the work is done once all have accepted.
+    /// Connects to all servers; the work is done once all have accepted. With `is_summed`, they compare what is
+    /// inserted with checksums.
     pub fn connect(
         addresses: Vec<String>,
         token: &[u8],
         transport: Transport,
+        is_summed: bool,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
         if addresses.is_empty() {
@@ -73,7 +75,7 @@ impl Remote {
         let desk = Arc::new(Desk::new());
         desk.count(|info| info.state = "connecting");
         let in_thread = Arc::clone(&desk);
-        let node = Node::spawn(config, move || Client::new(in_thread))?;
+        let node = Node::spawn(config, move || Client::new(in_thread, is_summed))?;
         desk.open(node.waker());
         let (connected, completer) = node.work();
         let remote = Self {

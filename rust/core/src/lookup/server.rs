@@ -53,6 +53,7 @@ pub(super) struct Server {
     shared: Arc<Shared>,
     /// The same, for what it shares with callers in this process.
     origin: Arc<dyn Origin>,
+    is_summed: bool,
     clients: HashMap<LinkId, Client>,
     /// Whose tickets those are that have not met their other side.
     tickets: HashMap<Ticket, (LinkId, u64)>,
@@ -74,10 +75,11 @@ fn refuse(io: &mut Io, link: LinkId, operation: u64, error: &Error) {
 }
 
 impl Server {
-    pub(super) fn new(shared: Arc<Shared>, origin: Arc<dyn Origin>) -> Self {
+    pub(super) fn new(shared: Arc<Shared>, origin: Arc<dyn Origin>, is_summed: bool) -> Self {
         Self {
             shared,
             origin,
+            is_summed,
             clients: HashMap::new(),
             tickets: HashMap::new(),
             pool: Pool::default(),
@@ -319,7 +321,7 @@ impl Service for Server {
     fn link_up(&mut self, _io: &mut Io, link: LinkId, _peer: &Identity) {
         let client = Client {
             incoming: Incoming::new(link, self.pool.clone()),
-            outgoing: Outgoing::default(),
+            outgoing: Outgoing::new(self.is_summed),
             inserts: HashMap::new(),
             selects: HashMap::new(),
         };

@@ -35,10 +35,21 @@ fn owner_of(fetch: u64) -> (u64, usize) {
 }
 
 /// What this side lends to the peer.
-#[derive(Debug, Default)]
-pub(super) struct Outgoing(HashMap<u64, Lending>);
+#[derive(Debug)]
+pub(super) struct Outgoing {
+    lent: HashMap<u64, Lending>,
+    /// Whether the peer compares what it fetches with checksums.
+    is_summed: bool,
+}
 
 impl Outgoing {
+    pub(super) fn new(is_summed: bool) -> Self {
+        Self {
+            lent: HashMap::new(),
+            is_summed,
+        }
+    }
+
     /// Appends the tensors of an operation to its message; those that are too large are lent until
     /// [`release`](Self::release).
     pub(super) fn write(
@@ -60,8 +71,9 @@ impl Outgoing {
                 }
                 Some(buffer) => {
                     let id = fetch_id(operation, index);
-                    let (lending, offer) = Lending::new(io, link, buffer.clone(), id, true)?;
-                    self.0.insert(id, lending);
+                    let (lending, offer) =
+                        Lending::new(io, link, buffer.clone(), id, self.is_summed)?;
+                    self.lent.insert(id, lending);
                     offer.write(item.meta.write(writer.u8(OFFERED)))
                 }
             };
@@ -69,28 +81,35 @@ impl Outgoing {
         Ok(writer)
     }
 
+    /// Nothing is lent any more.
+    pub(super) fn clear(&mut self) {
+        self.lent.clear();
+    }
+
     /// The peer has, or will never have, the tensors of an operation.
     pub(super) fn release(&mut self, operation: u64) {
         for index in 0..NUM_ITEMS {
-            self.0.remove(&fetch_id(operation, index));
+            self.lent.remove(&fetch_id(operation, index));
         }
     }
 
     pub(super) fn accept(&mut self, io: &mut Io, link: LinkId, id: u64) -> Result<()> {
-        self.0
+        self.lent
             .get_mut(&id)
             .map_or(Ok(()), |lending| lending.accept(io, link))
     }
 
     pub(super) fn credit(&mut self, io: &mut Io, link: LinkId, id: u64, credit: u64) {
-        if let Some(lending) = self.0.get_mut(&id) {
+        if let Some(lending) = self.lent.get_mut(&id) {
             lending.credit(io, link, credit);
         }
     }
 
     /// Computes and tells some checksums; whether there were any.
     pub(super) fn sum_on(&mut self, io: &mut Io, link: LinkId) -> bool {
-        self.0.values_mut().any(|lending| lending.sum_on(io, link))
+        self.lent
+            .values_mut()
+            .any(|lending| lending.sum_on(io, link))
     }
 }
 

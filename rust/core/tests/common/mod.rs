@@ -287,19 +287,25 @@ impl Raw {
 
     /// Waits for an active message whose type is `kind`: the rest of its header, and its payload.
     pub fn message(&self, kind: u8) -> (Vec<u8>, Vec<u8>) {
-        let deadline = Instant::now() + PATIENCE;
+        self.message_within(kind, PATIENCE)
+            .unwrap_or_else(|| panic!("no message {kind}"))
+    }
+
+    /// As [`message`](Self::message); `None` when there is none in time.
+    pub fn message_within(&self, kind: u8, patience: Duration) -> Option<(Vec<u8>, Vec<u8>)> {
+        let deadline = Instant::now() + patience;
         while Instant::now() < deadline {
             self.worker.progress();
             while let Some(event) = self.worker.next_event() {
                 if let Event::Message { header, data } = event
                     && header.get(16) == Some(&kind)
                 {
-                    return (header[17..].to_vec(), data.to_vec());
+                    return Some((header[17..].to_vec(), data.to_vec()));
                 }
             }
             std::thread::yield_now();
         }
-        panic!("no message {kind}");
+        None
     }
 
     /// Works until the other side has closed the connection, sooner than it would for silence.
