@@ -23,11 +23,12 @@ test-python: setup ## pytest
 check: setup ## formatting, lints, types, stubs, dependency direction
 	@scripts/check
 
-bench: setup ## latency, tensors and blocks beside bare UCX and memcpy
+bench: setup ## tensors, blocks, latency and lookups beside bare UCX and memcpy
 	@cargo build --quiet --release --locked --example bare_loop -p kvpipe-ucx
 	@.venv/bin/kvpipe bench pipe
 	@.venv/bin/kvpipe bench blocks
 	@.venv/bin/kvpipe bench latency
+	@.venv/bin/kvpipe bench lookup
 
 bench-peers: setup ## kvpipe beside NIXL, ucxx, Mooncake, gloo, ZeroMQ and ucx_perftest
 	@cargo build --quiet --release --locked --example bare_loop -p kvpipe-ucx

@@ -16,10 +16,10 @@ import pytest
 
 from kvpipe import ConfigError
 from kvpipe.bench import command, contestants, machine, measure, perftest, report, subjects
-from kvpipe.bench.contest import Contestant, Program, Sample
+from kvpipe.bench.contest import Contestant, Group, Program, Sample
 from kvpipe.bench.measure import Case, Summary
 from kvpipe.bench.processes import ContestantError, Process
-from kvpipe.bench.programs import blocks, request, tensors
+from kvpipe.bench.programs import blocks, lookup_inserts, lookup_wakes, request, side, tensors
 from kvpipe.bench.progress import Progress
 from kvpipe.bench.results import Entry, rows_of
 
@@ -65,7 +65,7 @@ def test_bad_blocks_are_named(text):
         measure.parse_blocks(text)
 
 
-@pytest.mark.parametrize("kind", ["tensors", "blocks", "latency"])
+@pytest.mark.parametrize("kind", measure.UNITS)
 @pytest.mark.parametrize("size", [8, 4096, 1 << 20, 1 << 26, 1 << 30])
 def test_a_round_moves_neither_too_little_nor_too_much(kind, size):
     case = Case(kind, size)
@@ -110,9 +110,9 @@ def test_a_baseline_is_of_the_same_case_and_road_or_of_none():
 # --- what is moved ----------------------------------------------------------------------------------------------
 
 
-def task(kind="tensors", num_bytes=64, num_blocks=1, layout="none", *, count=3, number=0):
+def task(kind="tensors", num_bytes=64, num_blocks=1, layout="none", *, count=3, number=0, **options):
     words = {"kind": kind, "bytes": num_bytes, "blocks": num_blocks, "layout": layout, "count": count, "round": number}
-    return request.Task.of(request.parse(request.compose("run", words))[1])
+    return request.Task.of(request.parse(request.compose("run", words | options))[1])
 
 
 def test_the_walk_through_a_buffer_goes_on_where_the_round_before_ended():
@@ -151,6 +151,29 @@ def test_a_block_in_the_wrong_place_is_found():
     room[:64], room[64:128] = room[64:128].copy(), room[:64].copy()
     with pytest.raises(ValueError, match="blocks did not arrive"):
         blocks.verify_blocks(room, asked)
+
+
+def test_an_entry_that_is_lost_or_comes_twice_is_found():
+    consumer = lookup_wakes.Consumer(side.Setup(0, "", {}))
+    asked = task("wake", 8)
+    for numbers in ([0, 2], [0, 1, 1], [0, 2, 1]):
+        consumer.clear(asked)
+        consumer._numbers += numbers
+        with pytest.raises(ValueError, match="entries did not arrive"):
+            consumer.verify(asked)
+    consumer.clear(asked)
+    consumer._numbers += [0, 1, 2]
+    consumer.verify(asked)
+
+
+@pytest.mark.parametrize("by", ["insert", "copy"])
+def test_an_insert_and_a_copy_are_compared_with_their_source(by):
+    alone, asked = lookup_inserts.Alone(side.Setup(1024, "", {})), task("insert", by=by)
+    assert alone.run(asked)["seconds"] > 0
+    alone.verify(asked)
+    alone._last[5] ^= 1
+    with pytest.raises(ValueError, match="entries did not arrive"):
+        alone.verify(asked)
 
 
 # --- what is told -----------------------------------------------------------------------------------------------
@@ -209,6 +232,25 @@ def test_the_cpu_time_of_a_process_is_its_own():
         assert process.cpu_s() >= 0.2
 
 
+class Spoken:
+    """A side that says hello, and remembers what it is asked."""
+
+    def __init__(self, **hello):
+        self.hello, self.asked = hello, []
+
+    def ask(self, line):
+        self.asked.append(line)
+
+    def answer(self):
+        return {} if self.asked else self.hello
+
+
+def test_processes_meet_by_the_words_of_all_others():
+    sides = [Spoken(), Spoken(a="1"), Spoken(b="2", version="x-1")]
+    assert Group(sides).version == "x-1"
+    assert [side.asked for side in sides] == [["meet a=1 b=2 version=x-1"], ["meet b=2 version=x-1"], ["meet a=1"]]
+
+
 def test_figures_of_ucx_perftest_are_taken_from_its_final_line():
     line = "        2000      6.149    20.733    20.733        0.37       0.37       48233       48233\n"
     assert perftest.figures(f"+---+\n| Test |\n{line}", "")[1] == 6.149
@@ -233,6 +275,10 @@ def test_every_contestant_has_a_name_of_its_own_on_its_road():
         (["pipe", "--sizes", "64K", "--only", "kvpipe,memcpy"], {"kvpipe out=", "kvpipe fresh", "memcpy"}),
         (["blocks", "--blocks", "4Kx16,64Kx4", "--only", "kvpipe"], {"kvpipe"}),
         (["latency", "--sizes", "8", "--only", "kvpipe,-E sleep"], {"kvpipe", "kvpipe polling"}),
+        (
+            ["lookup", "--sizes", "64K"],
+            {"kvpipe, producer serves", "kvpipe, server apart", "kvpipe insert", "numpy copy"},
+        ),
     ],
 )
 def test_a_subject_runs_to_its_end_and_tells_it_in_text_json_and_plot(tmp_path, arguments, names):
@@ -251,7 +297,7 @@ def test_a_subject_runs_to_its_end_and_tells_it_in_text_json_and_plot(tmp_path, 
     for row in found["rows"]:
         assert row["value"]["num_samples"] == 5
         assert row["value"]["p10"] <= row["value"]["median"] <= row["value"]["p90"]
-        assert (row["cpu_s_per_gib"] is None) == (row["kind"] == "latency")
+        assert (row["cpu_s_per_gib"] is None) == (row["unit"] == "us")
     fields = "kind bytes num_blocks layout contestant road transport unit value cpu_s_per_gib ratio baseline"
     assert all(list(row) == fields.split() for row in found["rows"])
     assert drawing.read_bytes().startswith(b"\x89PNG")

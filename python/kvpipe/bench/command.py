@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpipe.bench import machine, measure, plot, remote, report
 from kvpipe.bench.contestants import ROADS
+from kvpipe.bench.measure import UNITS
 from kvpipe.bench.progress import Progress
 from kvpipe.bench.results import Row, rows_of
 from kvpipe.bench.run import Contest
@@ -183,7 +184,7 @@ def _working_set(args: argparse.Namespace, cache_bytes: int | None, cases: Seque
 
 def _words(contest: Contest, total: int, kind: str) -> dict[str, object]:
     """What every process is given, when the memory is there for all of them."""
-    if kind == "latency":
+    if UNITS[kind] == "us":
         total = max(_LATENCY_BUFFER_BYTES, *(entry.case.num_bytes for entry in contest.entries))
     there, needed = machine.available_bytes(), total * contest.num_processes
     if there is not None and needed > there:

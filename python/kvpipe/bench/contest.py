@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import time
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ class Sample:
     """What one round of a case gave.
 
     Attributes:
-        value: GB/s (10^9 bytes a second of payload), for latency microseconds of half a round trip.
+        value: GB/s (10^9 bytes a second of payload), or microseconds: of half a round trip, of a wake.
         cpu_s_per_gib: Seconds of CPU of all processes for each GiB of payload; `None` where it cannot be told.
     """
 
@@ -56,7 +57,7 @@ class Program:
     Attributes:
         name: The program's.
         command: What is started, before the role.
-        roles: `active` and `passive`, or one that is alone.
+        roles: Of its processes; the first takes the time, the last is asked first.
         setup: Words that every process is given besides the size of its buffer.
         env: Variables that every process is given.
         is_paused: Its processes are stopped while others are measured: some never sleep.
@@ -126,8 +127,9 @@ class Group:
     def __init__(self, sides: Sequence[Side]) -> None:
         self._sides = sides
         hellos = [side.answer() for side in sides]
-        for side, hello in zip(sides, reversed(hellos), strict=True):
-            side.ask(compose("meet", hello))
+        for side, own in zip(sides, hellos, strict=True):
+            others = (hello.items() for hello in hellos if hello is not own)
+            side.ask(compose("meet", dict(itertools.chain.from_iterable(others))))
         met = [side.answer() for side in sides]
         self.transport = next((words["transport"] for words in met if "transport" in words), "")
         self.version = next((words["version"] for words in hellos if "version" in words), "")
@@ -146,7 +148,7 @@ class Group:
         before = self._cpu_s()
         answer = self._ask_all("run", case, options, number, count)
         cpu_s = self._cpu_s() - before
-        if case.kind == "latency":
+        if case.is_timed:
             return Sample(float(answer["us"]), None)
         num_bytes = case.payload_bytes(count)
         return Sample(num_bytes / float(answer["seconds"]) / 1e9, cpu_s / num_bytes * _GIB)

@@ -23,6 +23,7 @@ _CHECKOUT = _BENCH.parents[2]
 _ALONE = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('programs', run_name='__main__')"
 
 TENSORS, BLOCKS, LATENCY = (frozenset({kind}) for kind in ("tensors", "blocks", "latency"))
+WAKE, INSERT = (frozenset({kind}) for kind in ("wake", "insert"))
 ROADS = ("default", "tcp")
 IN_FLIGHT: Pairs = (("in_flight", "4"),)
 # UCX's defaults make TCP several times slower: what a user who knows would set
@@ -72,6 +73,25 @@ def memcpy() -> list[Contestant]:
         Contestant("memcpy", "", program, TENSORS, (("into", "out"),)),
         Contestant("memcpy fresh", "", program, TENSORS, (("into", "fresh"),)),
         Contestant("memcpy", "", _bare(roles=("copy",)), BLOCKS),
+    ]
+
+
+def lookup_wakes(road: str) -> list[Contestant]:
+    """A LookupBuffer between processes, which the producer's serves or one of its own."""
+    served = ours("lookup_wakes", env=road_env(road), roles=("consumer", "serving_producer"))
+    apart = ours("lookup_wakes", env=road_env(road), roles=("consumer", "producer", "server"))
+    return [
+        Contestant("kvpipe, producer serves", road, served, WAKE, is_ours=True),
+        Contestant("kvpipe, server apart", road, apart, WAKE, is_ours=True),
+    ]
+
+
+def lookup_inserts() -> list[Contestant]:
+    """A LookupBuffer of one process, beside numpy's copy into new memory."""
+    program = ours("lookup_inserts", roles=("alone",))
+    return [
+        Contestant("kvpipe insert", "", program, INSERT, (("by", "insert"),), is_ours=True),
+        Contestant("numpy copy", "", program, INSERT, (("by", "copy"),)),
     ]
 
 

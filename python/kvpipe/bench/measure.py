@@ -11,6 +11,7 @@ from kvpipe.exceptions import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+UNITS = {"tensors": "GB/s", "blocks": "GB/s", "insert": "GB/s", "latency": "us", "wake": "us"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # Enough that a round of a size takes some 30 ms: the clock and a single late wake-up do not matter.
 ROUND_BYTES = 128 << 20
@@ -58,8 +59,8 @@ class Case:
     """What is measured.
 
     Attributes:
-        kind: `tensors`, `blocks` or `latency`.
-        num_bytes: Bytes of a tensor or block.
+        kind: `tensors`, `blocks` or `latency`; of a LookupBuffer `insert` or `wake`.
+        num_bytes: Bytes of a tensor, block or entry.
         num_blocks: Blocks of one transfer.
         layout: Of blocks: `contiguous` or `scattered`.
     """
@@ -76,18 +77,28 @@ class Case:
         return f"{size} x {self.num_blocks} {self.layout}" if self.kind == "blocks" else size
 
     @property
+    def unit(self) -> str:
+        """Of its figures."""
+        return UNITS[self.kind]
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether events are timed one by one: then bytes do not count."""
+        return self.unit == "us"
+
+    @property
     def count(self) -> int:
         """How many tensors, transfers or round trips one round makes."""
         fitting = ROUND_BYTES // (self.num_bytes * self.num_blocks)
         if self.kind == "blocks":
             return max(1, fitting)
-        most = _MOST_PINGS if self.kind == "latency" else _MOST_TENSORS
+        most = _MOST_PINGS if self.is_timed else _MOST_TENSORS
         return max(_LEAST_TENSORS, min(most, fitting))
 
     @property
     def first_count(self) -> int:
         """How many the first round makes, which is not measured."""
-        return min(self.count, _FIRST_PINGS) if self.kind == "latency" else self.count
+        return min(self.count, _FIRST_PINGS) if self.is_timed else self.count
 
     def fitting_count(self, first_round_s: float) -> int:
         """How many the next rounds make when the first one took so long."""

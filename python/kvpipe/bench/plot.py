@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpipe.bench.measure import size_text
+from kvpipe.bench.measure import UNITS, size_text
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvpipe.bench.results import Row
 
 _WIDTH, _HEIGHT = 8.0, 4.4  # inches of one panel
+_THINGS = dict.fromkeys(UNITS, "a tensor") | {"blocks": "a block", "insert": "an entry", "wake": "an entry"}
+_TIMES = {"latency": "half a round trip, us", "wake": "from insert to the end of drop_select, us"}
 _MARKERS = "osD^vPX*<>"
 # The strong colours of tab20 first, then its pale ones
 _SHADES = (*range(0, 20, 2), *range(1, 20, 2))
@@ -54,8 +56,9 @@ def write(path: Path, rows: Sequence[Row], title: str) -> None:
         styles = {name: (mpl.colormaps["tab20"](_SHADES[i % 20]), _MARKERS[i % 10]) for i, name in enumerate(names)}
         for axis, road in zip(axes, roads, strict=True):
             here = [row for row in rows if (row.case.kind, row.case.layout) == subject and row.road in (road, "")]
-            _draw(axis, here, styles)
-            axis.set_title(", ".join(filter(None, [*subject, f"{road} road" if road else ""])), fontsize=11)
+            _draw(axis, subject[0], here, styles)
+            over = f"{road} road" if any(row.road for row in here) else ""
+            axis.set_title(", ".join(filter(None, [*subject, over])), fontsize=11)
     drawing.suptitle(title, fontsize=9, color="dimgray")
     try:
         drawing.savefig(path, format="png", dpi=130)
@@ -64,21 +67,19 @@ def write(path: Path, rows: Sequence[Row], title: str) -> None:
         raise ConfigError(message) from error
 
 
-def _draw(axis: Any, rows: Sequence[Row], styles: Mapping[str, tuple[Any, str]]) -> None:
+def _draw(axis: Any, kind: str, rows: Sequence[Row], styles: Mapping[str, tuple[Any, str]]) -> None:
     for name, (color, marker) in styles.items():
         _line(axis, name, [row for row in rows if row.contestant == name], color, marker)
     ticks = sorted({row.case.num_bytes for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [size_text(tick) for tick in ticks], rotation=30, ha="right", fontsize=8)
     axis.minorticks_off()
-    kinds = {row.case.kind for row in rows}
-    axis.set_xlabel("bytes of a block" if "blocks" in kinds else "bytes of a tensor")
-    if "latency" in kinds:
+    axis.set_xlabel(f"bytes of {_THINGS[kind]}")
+    axis.set_ylabel(_TIMES.get(kind, "GB/s"))
+    if kind == "latency":
         axis.set_yscale("log")
-        axis.set_ylabel("half a round trip, us")
     else:
         axis.set_ylim(bottom=0)
-        axis.set_ylabel("GB/s")
     axis.grid(alpha=0.3)
     # beside the panel: no line is hidden
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))

@@ -6,8 +6,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from kvpipe.bench.measure import size_text
-from kvpipe.bench.results import UNITS
+from kvpipe.bench.measure import UNITS, size_text
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from kvpipe.bench.contest import Contestant, Sample
 
-UNITS = {"tensors": "GB/s", "blocks": "GB/s", "latency": "us"}
-
 
 @dataclass(eq=False)
 class Entry:
@@ -66,7 +64,7 @@ class Row:
             "contestant": self.contestant,
             "road": self.road,
             "transport": self.transport,
-            "unit": UNITS[self.case.kind],
+            "unit": self.case.unit,
             "value": asdict(self.value),
             "cpu_s_per_gib": asdict(self.cpu_s_per_gib) if self.cpu_s_per_gib else None,
             "ratio": self.ratio,

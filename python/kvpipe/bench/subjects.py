@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from kvpipe.bench.contest import Contestant, Pairs
 
+_WAKE_BYTES = 8  # the time at which the insert began
 _LAYOUTS = ("contiguous", "scattered")
 _BLOCKS = "4Kx8192,16Kx2048,64Kx512,256Kx128,1Mx32"
 
@@ -27,6 +28,7 @@ class Subject:
         summary: For `--help`.
         cases: The cases that arguments ask for.
         field: Contestants of a road.
+        roadless: Contestants that need no transport.
         baselines: To whom ratios are taken: the first of them that is there.
         defaults: Of the options that only some subjects have.
         remote: Contestants between two hosts; `None` where that makes no sense.
@@ -35,6 +37,7 @@ class Subject:
     summary: str
     cases: Callable[[argparse.Namespace], list[Case]]
     field: Callable[[str, argparse.Namespace], list[Contestant]]
+    roadless: Callable[[], list[Contestant]]
     baselines: tuple[str, ...]
     defaults: dict[str, str]
     remote: Callable[[argparse.Namespace], list[Contestant]] | None = None
@@ -46,6 +49,10 @@ def _tensors(args: argparse.Namespace) -> list[Case]:
 
 def _latency(args: argparse.Namespace) -> list[Case]:
     return [Case("latency", size) for size in parse_sizes(args.sizes)]
+
+
+def _lookup(args: argparse.Namespace) -> list[Case]:
+    return [Case("wake", _WAKE_BYTES), *(Case("insert", size) for size in parse_sizes(args.sizes))]
 
 
 def _blocks(args: argparse.Namespace) -> list[Case]:
@@ -87,6 +94,7 @@ SUBJECTS: dict[str, Subject] = {
         "GB/s of tensors through a Pipe, beside bare UCX, ucx_perftest and memcpy",
         _tensors,
         _pipe_field,
+        of.memcpy,
         ("bare UCX", "memcpy"),
         {"sizes": "8,4K,64K,256K,1M,4M,16M,64M"},
         lambda args: of.kvpipe_pipe("default", _remote(args, "pipe_tensors")),
@@ -95,6 +103,7 @@ SUBJECTS: dict[str, Subject] = {
         "GB/s of blocks read by an Agent, contiguous and scattered, beside bare UCX and memcpy",
         _blocks,
         _blocks_field,
+        of.memcpy,
         ("memcpy",),
         {"blocks": _BLOCKS, "layout": "both"},
         lambda args: of.kvpipe_blocks("default", (), _remote(args, "agent_blocks", _sizes(args))),
@@ -103,14 +112,24 @@ SUBJECTS: dict[str, Subject] = {
         "half a round trip through two Pipes, beside bare UCX and ucx_perftest",
         _latency,
         _pipe_field,
+        list,
         ("ucx_perftest -E sleep", "bare UCX sleeping"),
         {"sizes": "8,64,512,4K,32K,256K"},
         lambda args: of.kvpipe_pipe("default", _remote(args, "pipe_tensors")),
+    ),
+    "lookup": Subject(
+        "how long a waiting drop_select sleeps after an insert elsewhere, and inserts beside numpy's copy",
+        _lookup,
+        lambda road, _: of.lookup_wakes(road),
+        of.lookup_inserts,
+        ("kvpipe, producer serves", "numpy copy"),
+        {"sizes": "64M"},
     ),
     "peers": Subject(
         "kvpipe beside NIXL, ucxx, Mooncake, gloo, ZeroMQ, ucx_perftest, bare UCX and memcpy",
         _all_kinds,
         _everybody,
+        of.memcpy,
         ("kvpipe out=", "kvpipe"),
         {
             "kinds": "tensors,blocks,latency",
@@ -128,6 +147,6 @@ def contestants(subject: Subject, roads: Sequence[str], args: argparse.Namespace
     if args.peer and subject.remote:
         found = subject.remote(args)
     else:
-        found = [*(one for road in roads for one in subject.field(road, args)), *of.memcpy()]
+        found = [*(one for road in roads for one in subject.field(road, args)), *subject.roadless()]
     wanted = [name.strip().lower() for name in args.only.split(",")] if args.only else [""]
     return [one for one in found if any(name in one.name.lower() for name in wanted)]

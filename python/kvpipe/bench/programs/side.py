@@ -58,6 +58,33 @@ class Side(Protocol):
         """Raises unless all of the run's bytes have arrived."""
 
 
+class Quiet:
+    """A role that knows nothing the others need, and where nothing arrives; the others override what they do."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Takes no notice of its setup."""
+
+    def hello(self) -> Words:
+        """Nobody needs to know anything."""
+        return {}
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Whoever connects does so by himself."""
+        del words
+        return {}
+
+    def clear(self, task: Task) -> None:
+        """Nothing arrives here."""
+
+    def run(self, task: Task) -> Words:
+        """Threads of its own do what there is to do."""
+        del task
+        return {}
+
+    def verify(self, task: Task) -> None:
+        """Nothing arrives here."""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the program that the arguments name."""
     out = _take_stdout()

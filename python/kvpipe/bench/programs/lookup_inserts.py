@@ -1,0 +1,63 @@
+"""A LookupBuffer of one process: inserts, and numpy's copies of the same bytes into new memory."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import kvpipe
+
+from .request import pattern
+from .side import Quiet, Setup, Words, expect
+
+if TYPE_CHECKING:
+    from .request import Task
+
+_TOKENS = np.arange(4)
+
+
+class Alone(Quiet):
+    """Inserts or copies, and lets go before the next one: that takes no time of the run."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._source = pattern(setup.total)
+        self._buffer = kvpipe.LookupBuffer(setup.total)
+        self._last: Any = None
+
+    def clear(self, task: Task) -> None:
+        """Forgets what was copied."""
+        del task
+        self._last = None
+
+    def run(self, task: Task) -> Words:
+        """One after the other, each of the next bytes of the source."""
+        store = {"insert": self._insert, "copy": self._copy}[task.options["by"]]
+        took_s = 0.0
+        for at in task.offsets(len(self._source)):
+            part_s, stored = store(self._source[at : at + task.num_bytes])
+            took_s += part_s
+            self._last = stored if task.is_checked else None
+            del stored
+        return {"seconds": took_s}
+
+    def _insert(self, data: Any) -> tuple[float, Any]:
+        began = time.perf_counter()
+        self._buffer.insert(_TOKENS, None, data, None, None)
+        took_s = time.perf_counter() - began
+        return took_s, self._buffer.drop_select(_TOKENS, None)[2]
+
+    @staticmethod
+    def _copy(data: Any) -> tuple[float, Any]:
+        began = time.perf_counter()
+        copied = data.copy()
+        return time.perf_counter() - began, copied
+
+    def verify(self, task: Task) -> None:
+        """Whether the last one has the bytes of its source."""
+        at = task.offsets(len(self._source))[-1]
+        expect(self._last, self._source[at : at + task.num_bytes], "entries")
+
+
+ROLES = {"alone": Alone}

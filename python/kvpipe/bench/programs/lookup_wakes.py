@@ -1,0 +1,95 @@
+"""A LookupBuffer between processes: how long after an insert began the `drop_select` that waited for it returned."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import kvpipe
+
+from .side import Quiet, Setup, Words, expect
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .request import Task
+
+_PATIENCE_S = 30.0
+_PREFIX = (1, 2, 3)
+# A consumer that has its entry is back in its next drop_select, and asleep, by then
+_PAUSE_S = 0.005
+
+
+class Consumer(Quiet):
+    """Waits for each entry, and takes the time: processes of one machine have the same monotonic clock."""
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects to whoever serves."""
+        self._buffer = kvpipe.LookupBuffer.connect(words["address"], timeout=_PATIENCE_S)
+        return {"transport": self._buffer.stats().transport}
+
+    def clear(self, task: Task) -> None:
+        """Forgets what arrived."""
+        del task
+        self._numbers: list[int] = []
+
+    def run(self, task: Task) -> Words:
+        """Takes one entry after the other."""
+        return {"us": statistics.median(self._wake_us() for _ in range(task.count))}
+
+    def _wake_us(self) -> float:
+        tokens, _, key, _, _ = self._buffer.drop_select(None, None, timeout=_PATIENCE_S)
+        arrived_ns = time.monotonic_ns()
+        if key is None:
+            message = f"no entry within {_PATIENCE_S:.0f} s"
+            raise TimeoutError(message)
+        self._numbers.append(int(tokens[-1]))
+        return (arrived_ns - int(key[0])) / 1e3
+
+    def verify(self, task: Task) -> None:
+        """Whether each entry came once, in order."""
+        expect(self._numbers, list(range(task.count)), "entries")
+
+
+class Producer(Quiet):
+    """Inserts entries that are waited for."""
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects to the server."""
+        self._buffer = kvpipe.LookupBuffer.connect(words["address"], timeout=_PATIENCE_S)
+        return {}
+
+    def run(self, task: Task) -> Words:
+        """Inserts one entry after the other, each with the time."""
+        for number in range(task.count):
+            time.sleep(_PAUSE_S)
+            tokens = np.array([*_PREFIX, number])
+            self._buffer.insert(tokens, None, np.array([time.monotonic_ns()]), None, None)
+        return {}
+
+
+class Server(Quiet):
+    """Keeps the entries."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._buffer = kvpipe.LookupBuffer()
+        self._buffer.serve(f"{setup.host}:0")
+
+    def hello(self) -> Words:
+        """Where the others connect to."""
+        return {"address": self._buffer.address}
+
+
+class ServingProducer(Server, Producer):
+    """Inserts into the buffer that it serves."""
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """The consumer connects."""
+        del words
+        return {}
+
+
+ROLES = {"consumer": Consumer, "producer": Producer, "server": Server, "serving_producer": ServingProducer}
