@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpipe import ConfigError
-from kvpipe.bench import command, contestants, machine, measure, perftest, report, subjects
+from kvpipe import ConfigError, _kvpipe
+from kvpipe.bench import bounds, command, contestants, machine, measure, perftest, report, subjects
 from kvpipe.bench.contest import Contestant, Group, Program, Sample
 from kvpipe.bench.measure import Case, Summary
 from kvpipe.bench.processes import ContestantError, Process
-from kvpipe.bench.programs import blocks, lookup_inserts, lookup_wakes, request, side, tensors
+from kvpipe.bench.programs import blocks, checksum_tensors, lookup_inserts, lookup_wakes, request, side, tensors
 from kvpipe.bench.progress import Progress
 from kvpipe.bench.results import Entry, rows_of
 
@@ -107,6 +107,26 @@ def test_a_baseline_is_of_the_same_case_and_road_or_of_none():
     assert found == ["memcpy", "base", "memcpy"]
 
 
+def test_the_serial_bound_is_of_hashing_and_then_moving_round_by_round():
+    cases = [Case("tensors", 8), Case("tensors", 64)]
+    figures = {
+        ("kvpipe out=", "tcp"): [3, 2, 4],
+        ("kvpipe out=, no checksum", "tcp"): [6, 3, 6],
+        ("kvpipe fresh", "tcp"): [3, 2, 4],  # nobody to hold it against
+        (contestants.HASH, ""): [3, 6, 3],
+    }
+    entries = [
+        Entry(case, Contestant(*name, Program("", ()), frozenset()), samples=[Sample(value, None) for value in values])
+        for case in cases
+        for name, values in figures.items()
+    ]
+    found = bounds.bounds_of(entries)
+    assert [(bound.case, bound.contestant, bound.road) for bound in found] == [(c, "kvpipe out=", "tcp") for c in cases]
+    assert (found[0].copy.median, found[0].hash.median, found[0].serial) == (6, 3, Summary(2, 2, 2, 3))
+    assert found[0].ratio == 1.5  # the median of 3/2, 2/2, 4/2
+    assert bounds.bounds_of(entries[:3]) == []
+
+
 # --- what is moved ----------------------------------------------------------------------------------------------
 
 
@@ -151,6 +171,19 @@ def test_a_block_in_the_wrong_place_is_found():
     room[:64], room[64:128] = room[64:128].copy(), room[:64].copy()
     with pytest.raises(ValueError, match="blocks did not arrive"):
         blocks.verify_blocks(room, asked)
+
+
+def test_the_checksum_that_is_measured_is_that_of_pipes_and_of_the_tensors_asked_for():
+    assert _kvpipe.checksums(b"..123456789", [2], 9) == [0xAE8B14860A799888]  # the catalogue's, as in checksum.rs
+    with pytest.raises(ConfigError, match="9 bytes at 3 are not in a buffer of 11"):
+        _kvpipe.checksums(b"..123456789", [2, 3], 9)
+    alone, asked = checksum_tensors.Alone(side.Setup(1024, "", {})), task()
+    assert alone.run(asked)["seconds"] > 0
+    assert len(set(alone._sums)) == asked.count
+    alone.verify(asked)
+    alone._sums[1] ^= 1
+    with pytest.raises(ValueError, match="not those of the tensors"):
+        alone.verify(asked)
 
 
 def test_an_entry_that_is_lost_or_comes_twice_is_found():
@@ -289,7 +322,7 @@ def test_a_subject_runs_to_its_end_and_tells_it_in_text_json_and_plot(tmp_path, 
         assert fact in done.stdout
     assert "round 5 of 5" in done.stderr
     found = json.loads(figures.read_text())
-    assert set(found) == {"machine", "skipped", "rows"}
+    assert set(found) == {"machine", "skipped", "rows", "bounds"}
     assert {"system", "cpu", "num_cpus", "cache_bytes", "load_average", "kvpipe", "python", "ucx"} <= set(
         found["machine"]
     )
@@ -301,6 +334,28 @@ def test_a_subject_runs_to_its_end_and_tells_it_in_text_json_and_plot(tmp_path, 
     fields = "kind bytes num_blocks layout contestant road transport unit value cpu_s_per_gib ratio baseline"
     assert all(list(row) == fields.split() for row in found["rows"])
     assert drawing.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.ucx
+def test_a_pipe_with_checksums_is_held_against_the_serial_bound_in_text_and_json(tmp_path):
+    figures = tmp_path / "figures.json"
+    done = run_bench("pipe", "--sizes", "64K,1M", *SMALL, "--only", "kvpipe", "--json", figures)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    bound = found["bounds"][0]
+    assert [(one["contestant"], one["bytes"]) for one in found["bounds"]] == [
+        ("kvpipe out=", 65536),
+        ("kvpipe fresh", 65536),
+        ("kvpipe out=", 1 << 20),
+        ("kvpipe fresh", 1 << 20),
+    ]
+    by_name = {row["contestant"]: row["value"] for row in found["rows"] if row["bytes"] == 65536}
+    names = ("kvpipe out=", "kvpipe out=, no checksum", "kvpipe checksum")
+    assert [bound[key] for key in ("value", "copy", "hash")] == [by_name[name] for name in names]
+    assert 0 < bound["serial"]["median"] < min(bound["copy"]["p90"], bound["hash"]["p90"])
+    assert "serial bound" in done.stdout
+    line = next(line for line in done.stdout.partition("serial bound")[2].splitlines() if "kvpipe out=" in line)
+    assert line.split()[-1] == f"{bound['ratio']:.2f}"
 
 
 @pytest.mark.ucx

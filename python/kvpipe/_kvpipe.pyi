@@ -20,11 +20,19 @@ __all__ = [
     "Region",
     "Transport",
     "Work",
+    "checksums",
     "ucx_info",
 ]
 
 _TensorMeta: TypeAlias = tuple[int, str, Sequence[int]]
 """`(family, dtype, shape)`: family 0 is `None`, 1 torch, 2 numpy."""
+
+def checksums(memory: object, starts: Sequence[int], num_bytes: int) -> list[int]:
+    """The checksums (CRC-64/NVME) that pipes prove tensors by, of `num_bytes` bytes from each start. Releases the GIL.
+
+    Raises:
+        ConfigError: The memory is not contiguous, or ends before.
+    """
 
 def ucx_info(wheel_dir: str | Path | None = None) -> dict[str, Any]:
     """Loads UCX and tells `version`, `path`, `has_cuda`, `has_rdma_devices`.

@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvpipe.bench import machine, measure, plot, remote, report
+from kvpipe.bench.bounds import Bound, bounds_of
 from kvpipe.bench.contestants import ROADS
 from kvpipe.bench.measure import UNITS
 from kvpipe.bench.progress import Progress
-from kvpipe.bench.results import Row, rows_of
+from kvpipe.bench.results import Findings, Row, rows_of
 from kvpipe.bench.run import Contest
 from kvpipe.bench.subjects import SUBJECTS, Subject, contestants
 from kvpipe.exceptions import ConfigError
@@ -58,16 +59,14 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     _check(args)
     old = report.read_json(args.compare) if args.compare else None
-    facts, skipped, rows = _measure(SUBJECTS[args.subject], args)
-    sys.stdout.write(f"{report.describe(facts)}\n\n{report.tables(rows)}\n")
-    sys.stdout.writelines(f"\nskipped: {name}: {reason}" for name, reason in skipped.items())
+    found = _measure(SUBJECTS[args.subject], args)
+    sys.stdout.write(f"{report.text(found)}\n")
     if old:
-        sys.stdout.write(f"\n\n{report.comparison(old, facts, rows)}\n")
+        sys.stdout.write(f"\n{report.comparison(old, found)}\n")
     if args.json:
-        _write(args.json, report.as_json(facts, skipped, rows))
+        _write(args.json, report.as_json(found))
     if args.plot:
-        plot.write(args.plot, rows, f"{facts['cpu']}, {facts['num_cpus']} CPUs, UCX {facts['ucx']}")
-    sys.stdout.write("\n")
+        plot.write(args.plot, found.rows, "{cpu}, {num_cpus} CPUs, UCX {ucx}".format_map(found.facts))
     return 0
 
 
@@ -140,7 +139,7 @@ def _refuse(name: str, value: object, expected: str) -> None:
 # --- measuring --------------------------------------------------------------------------------------------------
 
 
-def _measure(subject: Subject, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str], list[Row]]:
+def _measure(subject: Subject, args: argparse.Namespace) -> Findings:
     facts = machine.machine()
     cases = subject.cases(args)
     total = _working_set(args, facts["cache_bytes"], cases)
@@ -152,6 +151,7 @@ def _measure(subject: Subject, args: argparse.Namespace) -> tuple[dict[str, Any]
     skipped: dict[str, str] = {}
     versions: set[str] = set()
     rows: list[Row] = []
+    bounds: list[Bound] = []
     progress = Progress()
     for kind in dict.fromkeys(case.kind for case in cases):
         chosen = [case for case in cases if case.kind == kind]
@@ -159,10 +159,11 @@ def _measure(subject: Subject, args: argparse.Namespace) -> tuple[dict[str, Any]
             contest.start(_words(contest, total, kind))
             contest.run(args.rounds)
         rows += rows_of(contest.entries, baselines)
+        bounds += bounds_of(contest.entries)
         skipped |= contest.skipped
         versions |= contest.versions
     facts |= {"peers": " ".join(sorted(versions)), "load_average_after": machine.load_average()}
-    return facts, skipped, rows
+    return Findings(facts, skipped, rows, bounds)
 
 
 def _roads(args: argparse.Namespace) -> tuple[str, ...]:

@@ -31,6 +31,9 @@ _TUNED_TCP: Pairs = (("UCX_TCP_TX_SEG_SIZE", "256k"), ("UCX_TCP_RX_SEG_SIZE", "1
 # As kvpipe sets: without it UCX gives up its one-sided lanes in the error mode that kvpipe needs
 _ONE_SIDED: Pairs = (("UCX_RNDV_THRESH", "inf"),)
 _LOOPBACK: Pairs = (("UCX_NET_DEVICES", "lo"),)
+# As kvpipe.bench.bounds sets them beside each other
+WITHOUT_CHECKSUM = ", no checksum"
+HASH = "kvpipe checksum"
 _EAGER_CAP = 32 << 10
 _BUSY_POLL_US = "1000"
 
@@ -47,9 +50,9 @@ def kvpipe_pipe(road: str, program: Startable | None = None) -> list[Contestant]
     out, fresh = (("into", "out"), *IN_FLIGHT), (("into", "fresh"), *IN_FLIGHT)
     return [
         Contestant("kvpipe out=", road, program, TENSORS, (*out, *checked), is_ours=True),
-        Contestant("kvpipe out=, no checksum", road, program, TENSORS, (*out, *unchecked), is_ours=True),
+        Contestant(f"kvpipe out={WITHOUT_CHECKSUM}", road, program, TENSORS, (*out, *unchecked), is_ours=True),
         Contestant("kvpipe fresh", road, program, TENSORS, (*fresh, *checked), is_ours=True),
-        Contestant("kvpipe fresh, no checksum", road, program, TENSORS, (*fresh, *unchecked), is_ours=True),
+        Contestant(f"kvpipe fresh{WITHOUT_CHECKSUM}", road, program, TENSORS, (*fresh, *unchecked), is_ours=True),
         Contestant("kvpipe", road, program, LATENCY, checked, is_ours=True),
     ]
 
@@ -74,6 +77,11 @@ def memcpy() -> list[Contestant]:
         Contestant("memcpy fresh", "", program, TENSORS, (("into", "fresh"),)),
         Contestant("memcpy", "", _bare(roles=("copy",)), BLOCKS),
     ]
+
+
+def checksum() -> list[Contestant]:
+    """The checksum of a Pipe alone, by one thread."""
+    return [Contestant(HASH, "", ours("checksum_tensors", roles=("alone",)), TENSORS, is_ours=True)]
 
 
 def lookup_wakes(road: str) -> list[Contestant]:

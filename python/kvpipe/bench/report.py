@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from kvpipe.bench.bounds import Bound
     from kvpipe.bench.measure import Summary
-    from kvpipe.bench.results import Row
+    from kvpipe.bench.results import Findings, Row
 
 _DIGITS = 3
 # Facts that make figures comparable
@@ -67,10 +68,30 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def as_json(facts: Mapping[str, Any], skipped: Mapping[str, str], rows: Sequence[Row]) -> str:
-    """Everything that was printed, for programs."""
-    found = {"machine": dict(facts), "skipped": dict(skipped), "rows": [row.as_json() for row in rows]}
-    return json.dumps(found, indent=2) + "\n"
+def text(found: Findings) -> str:
+    """Everything, for people."""
+    parts = [describe(found.facts), tables(found.rows)]
+    if found.bounds:
+        parts.append(_bounds(found.bounds))
+    if found.skipped:
+        parts.append("\n".join(f"skipped: {name}: {reason}" for name, reason in found.skipped.items()))
+    return "\n\n".join(parts)
+
+
+def _bounds(bounds: Sequence[Bound]) -> str:
+    header = ["checksums", "contestant", "road", "GB/s", "copy", "hash", "serial bound", "ratio"]
+    lines, last = [], ""
+    for bound in bounds:
+        label = "" if bound.case.label == last else bound.case.label
+        last = bound.case.label
+        parts = [cell(bound.value), number(bound.copy.median), number(bound.hash.median), cell(bound.serial)]
+        lines.append([label, bound.contestant, bound.road, *parts, f"{bound.ratio:.2f}"])
+    return table(header, lines)
+
+
+def as_json(found: Findings) -> str:
+    """Everything that `text` tells, for programs."""
+    return json.dumps(found.as_json(), indent=2) + "\n"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -92,15 +113,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def comparison(old: Mapping[str, Any], facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
+def comparison(old: Mapping[str, Any], new: Findings) -> str:
     """The ratio of each figure to the older one; above it, what makes them hard to compare."""
     before = {_key(row): row for row in old["rows"]}
-    lines = [_compared(row.as_json(), before.get(_key(row.as_json()))) for row in rows]
+    lines = [_compared(row.as_json(), before.get(_key(row.as_json()))) for row in new.rows]
     header = ["case", "contestant", "road", "unit", "old", "new", "new/old", "CPU new/old"]
     warnings = [
-        f"{key} differs: {old['machine'].get(key)!r} then, {facts.get(key)!r} now"
+        f"{key} differs: {old['machine'].get(key)!r} then, {new.facts.get(key)!r} now"
         for key in _SAME
-        if old["machine"].get(key) != facts.get(key)
+        if old["machine"].get(key) != new.facts.get(key)
     ]
     return "\n".join([*warnings, table(header, lines)])
 

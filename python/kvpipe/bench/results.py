@@ -11,6 +11,7 @@ from kvpipe.bench.measure import Case, Summary, summarize
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kvpipe.bench.bounds import Bound
     from kvpipe.bench.contest import Contestant, Sample
 
 
@@ -69,6 +70,32 @@ class Row:
             "cpu_s_per_gib": asdict(self.cpu_s_per_gib) if self.cpu_s_per_gib else None,
             "ratio": self.ratio,
             "baseline": self.baseline,
+        }
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that a run found.
+
+    Attributes:
+        facts: About the machine and the run.
+        skipped: Who did not take part (any more), and why.
+        rows: Figures.
+        bounds: What checksums leave of them.
+    """
+
+    facts: Mapping[str, Any]
+    skipped: Mapping[str, str]
+    rows: Sequence[Row]
+    bounds: Sequence[Bound]
+
+    def as_json(self) -> dict[str, Any]:
+        """The findings with plain types."""
+        return {
+            "machine": dict(self.facts),
+            "skipped": dict(self.skipped),
+            "rows": [row.as_json() for row in self.rows],
+            "bounds": [bound.as_json() for bound in self.bounds],
         }
 
 

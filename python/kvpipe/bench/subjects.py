@@ -94,7 +94,7 @@ SUBJECTS: dict[str, Subject] = {
         "GB/s of tensors through a Pipe, beside bare UCX, ucx_perftest and memcpy",
         _tensors,
         _pipe_field,
-        of.memcpy,
+        lambda: [*of.memcpy(), *of.checksum()],
         ("bare UCX", "memcpy"),
         {"sizes": "8,4K,64K,256K,1M,4M,16M,64M"},
         lambda args: of.kvpipe_pipe("default", _remote(args, "pipe_tensors")),

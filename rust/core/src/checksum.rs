@@ -6,7 +6,8 @@ use crc_fast::{CrcAlgorithm, Digest, checksum};
 const ALGORITHM: CrcAlgorithm = CrcAlgorithm::Crc64Nvme;
 
 /// The checksum of some bytes.
-pub(crate) fn of(bytes: &[u8]) -> u64 {
+#[must_use]
+pub fn of(bytes: &[u8]) -> u64 {
     checksum(ALGORITHM, bytes)
 }
 

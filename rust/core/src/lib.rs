@@ -8,7 +8,7 @@
 
 mod advice;
 pub mod blocks;
-mod checksum;
+pub mod checksum;
 pub mod codec;
 pub mod control;
 mod data;

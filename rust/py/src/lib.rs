@@ -58,6 +58,31 @@ mod _kvpipe {
     use super::work::Work;
 
     #[pyfunction]
+    fn checksums(
+        py: Python<'_>,
+        memory: &Bound<'_, PyAny>,
+        starts: Vec<usize>,
+        num_bytes: usize,
+    ) -> PyResult<Vec<u64>> {
+        let buffer = super::buffer::from_python(memory, false)?;
+        let sum = |&start| {
+            buffer
+                .bytes(start, num_bytes)
+                .map(kvpipe_core::checksum::of)
+                .ok_or(start)
+        };
+        let sums = py.detach(|| starts.iter().map(sum).collect::<Result<Vec<u64>, usize>>());
+        let len = buffer.len();
+        drop(buffer);
+        super::buffer::release_let_go(py);
+        sums.map_err(|start| {
+            super::error::bad(format!(
+                "{num_bytes} bytes at {start} are not in a buffer of {len}"
+            ))
+        })
+    }
+
+    #[pyfunction]
     #[pyo3(signature = (wheel_dir=None))]
     fn ucx_info(
         py: Python<'_>,

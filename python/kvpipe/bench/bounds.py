@@ -1,0 +1,78 @@
+"""What checksums leave of a road: measured with them, beside the serial bound. No clock, no input, no output.
+
+The serial bound of a road is what one thread would reach that hashed each byte and then moved it: 1/(1/copy + 1/hash).
+Copy is the same road without checksums, hash the checksum alone over memory that no cache holds; both of the same run.
+Whoever is above it hashes while others move, or hashes what is still in the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from kvpipe.bench.contestants import HASH, WITHOUT_CHECKSUM
+from kvpipe.bench.measure import Case, Summary, summarize
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpipe.bench.results import Entry
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One contestant with checksums, and what it is held against. All in GB/s.
+
+    Attributes:
+        case: What was measured.
+        contestant: Who.
+        road: `default` or `tcp`.
+        value: With checksums.
+        copy: The same without.
+        hash: The checksum alone.
+        serial: 1/(1/copy + 1/hash), taken round by round.
+        ratio: Of `value` to `serial`: the median of the ratios of the rounds.
+    """
+
+    case: Case
+    contestant: str
+    road: str
+    value: Summary
+    copy: Summary
+    hash: Summary
+    serial: Summary
+    ratio: float
+
+    def as_json(self) -> dict[str, Any]:
+        """The bound with plain types."""
+        fields = asdict(self)
+        del fields["case"]
+        return {"kind": self.case.kind, "bytes": self.case.num_bytes, **fields, "unit": self.case.unit}
+
+
+def bounds_of(entries: Sequence[Entry]) -> list[Bound]:
+    """Of everybody who was measured with and without checksums, where the checksum alone was measured too."""
+    named = {(entry.case, entry.contestant.road, entry.contestant.name): entry for entry in entries}
+    bounds = []
+    for (case, road, name), entry in named.items():
+        copy, hashed = named.get((case, road, f"{name}{WITHOUT_CHECKSUM}")), named.get((case, "", HASH))
+        if copy and hashed:
+            bounds.append(_bound(entry, copy, hashed))
+    return bounds
+
+
+def _bound(entry: Entry, copy: Entry, hashed: Entry) -> Bound:
+    rounds = list(zip(entry.values, copy.values, hashed.values, strict=True))
+    serial = [1 / (1 / moved + 1 / summed) for _, moved, summed in rounds]
+    ratio = median(value / bound for (value, _, _), bound in zip(rounds, serial, strict=True))
+    return Bound(
+        entry.case,
+        entry.contestant.name,
+        entry.contestant.road,
+        summarize(entry.values),
+        summarize(copy.values),
+        summarize(hashed.values),
+        summarize(serial),
+        ratio,
+    )
