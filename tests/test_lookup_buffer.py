@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import kvpipe
 from kvpipe import (
     AuthenticationError,
     CapacityError,
@@ -25,7 +23,6 @@ from tests.peers import MIB, resident_bytes
 pytestmark = pytest.mark.ucx
 
 NOTHING = [None] * 5
-README = Path(__file__).parents[1] / "README.md"
 PATIENCE_S = 30
 TOKENS = np.arange(10)
 
@@ -572,14 +569,3 @@ def test_one_process_needs_no_ucx(monkeypatch):
     with LookupBuffer() as buffer:
         insert(buffer, [1])
         assert select(buffer, [1]) == [1]
-
-
-def test_the_example_of_the_readme_works():
-    text = README.read_text().partition("## LookupBuffer")[2]
-    here, _, elsewhere = text.partition("```python\n")[2].partition("```")[0].partition("\n\n")
-    names = {"kvpipe": kvpipe, "input_tokens": TOKENS, "roi": None, "key": TOKENS, "value": None, "hidden": None}
-    exec(here, names)
-    with names["buffer"] as served:
-        names |= {"address": served.address, "prompt": TOKENS[:4], "key": None}
-        exec(elsewhere, names)
-        assert names["key"].tolist() == TOKENS.tolist()
