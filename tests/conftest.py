@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe import KVPipeError, PeerLostError, Pipe, info
+from kvpipe import Agent, KVPipeError, PeerLostError, Pipe, info
 from kvpipe.testing import memory_transport
 from tests.peers import Child
 
@@ -111,6 +111,26 @@ def pair(transport):
     receiver.close()
     with contextlib.suppress(PeerLostError):  # when the test left something that was not received
         sender.close()
+
+
+@pytest.fixture
+def agent(transport):
+    with Agent() as agent:
+        yield agent
+
+
+@pytest.fixture
+def other(transport):
+    """A second agent of this process."""
+    with Agent() as other:
+        yield other
+
+
+@pytest.fixture
+def over_ucx(road):
+    """An agent that reaches other processes."""
+    with Agent() as agent:
+        yield agent
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ a real SIGKILL, or a real SIGINT.
 import contextlib
 import gc
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -48,6 +49,15 @@ class Child:
         """Writes a line to its stdin."""
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
+
+    def interrupt(self):
+        """Presses Ctrl-C when it says that it waits; it then says so at once."""
+        assert self.read() == "waiting"
+        time.sleep(0.3)
+        sent_at = time.monotonic()
+        self.process.send_signal(signal.SIGINT)
+        assert self.read() == "KeyboardInterrupt"
+        assert time.monotonic() - sent_at < 1.5
 
     def kill_after(self, delay_s):
         """Kills it with SIGKILL in the background; the returned list then holds when, as time.monotonic()."""

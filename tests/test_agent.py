@@ -43,12 +43,6 @@ def served(transport, start_server):
 
 
 @pytest.fixture
-def agent(transport):
-    with Agent() as agent:
-        yield agent
-
-
-@pytest.fixture
 def peer(agent, served):
     return agent.connect(served)
 

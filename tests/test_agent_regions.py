@@ -12,25 +12,6 @@ from tests.peers import wait_until
 BLOCK_BYTES = 4096
 
 
-@pytest.fixture
-def agent(transport):
-    with Agent() as agent:
-        yield agent
-
-
-@pytest.fixture
-def other(transport):
-    with Agent() as other:
-        yield other
-
-
-@pytest.fixture
-def over_ucx(road):
-    """An agent that reaches other processes."""
-    with Agent() as agent:
-        yield agent
-
-
 def is_pinned(memory):
     """Whether somebody holds the bytes of a bytearray, which then cannot be resized."""
     try:

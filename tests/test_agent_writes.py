@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from kvpipe import Agent, ClosedError, ConfigError, PeerLostError, TransferTimeoutError
+from kvpipe import ClosedError, ConfigError, PeerLostError, TransferTimeoutError
 from tests.peers import pattern, wait_until
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 4096
@@ -16,29 +16,10 @@ LOST_WITHIN_S = 2.0
 
 
 @pytest.fixture
-def agent(transport):
-    with Agent() as agent:
-        yield agent
-
-
-@pytest.fixture
-def over_ucx(road):
-    """An agent that reaches other processes."""
-    with Agent() as agent:
-        yield agent
-
-
-@pytest.fixture
-def target(transport):
-    """An agent of this process whose region `kv` may be written."""
-    with Agent() as target:
-        yield target
-
-
-@pytest.fixture
-def room(target):
+def room(other):
+    """The region `kv` of the other agent, which may be written."""
     room = np.zeros((NUM_BLOCKS, BLOCK_BYTES // 4), np.uint32)
-    target.register(room, "kv", BLOCK_BYTES, writable=True)
+    other.register(room, "kv", BLOCK_BYTES, writable=True)
     return room
 
 
@@ -48,8 +29,8 @@ def source(agent):
 
 
 @pytest.fixture
-def peer(agent, target, room, source):
-    return agent.connect(target.address)
+def peer(agent, other, room, source):
+    return agent.connect(other.address)
 
 
 def test_written_blocks_are_at_the_peer_when_the_work_is_done(source, peer, room):
@@ -80,15 +61,15 @@ BAD_WRITES = {
 
 
 @pytest.mark.parametrize("case", BAD_WRITES)
-def test_a_bad_write_is_refused_by_name_and_the_peer_stays_usable(target, source, peer, room, case):
-    target.register(bytearray(BLOCK_BYTES), "shut", BLOCK_BYTES)
+def test_a_bad_write_is_refused_by_name_and_the_peer_stays_usable(other, source, peer, room, case):
+    other.register(bytearray(BLOCK_BYTES), "shut", BLOCK_BYTES)
     wait_until(lambda: "shut" in peer.regions)
     local, region_name, remote, reason = BAD_WRITES[case]
     with pytest.raises(ConfigError, match=reason):
         peer.write_blocks(source, local, region_name, remote, notify=b"bad")
     assert not room.any()
     assert peer.write_blocks(source, [1], "kv", [0], notify=b"good").wait(20) == BLOCK_BYTES
-    assert [tag for _, tag in target.notifications(20)] == [b"good"]
+    assert [tag for _, tag in other.notifications(20)] == [b"good"]
 
 
 def test_a_plan_is_checked_once_and_moves_blocks_both_ways(source, peer, room):
@@ -109,33 +90,33 @@ def test_repeated_ids_of_a_plan_matter_only_where_they_are_written(source, peer)
         plan.read()
 
 
-def test_notifications_name_the_peer_and_come_in_order_each_once(agent, target, peer):
+def test_notifications_name_the_peer_and_come_in_order_each_once(agent, other, peer):
     for i in range(100):
         peer.notify(str(i).encode())
     seen = []
     while len(seen) < 100:
-        seen += target.notifications(20)
+        seen += other.notifications(20)
     assert [tag for _, tag in seen] == [str(i).encode() for i in range(100)]
-    wait_until(lambda: len(target.peers) == 1)
-    (sender,) = target.peers
+    wait_until(lambda: len(other.peers) == 1)
+    (sender,) = other.peers
     assert {who for who, _ in seen} == {sender}
     sender.notify(b"answer").wait(20)
     assert agent.notifications(0) == [(peer, b"answer")]
-    assert target.notifications(0) == []
+    assert other.notifications(0) == []
 
 
-def test_a_wait_for_notifications_ends_at_its_timeout(target):
+def test_a_wait_for_notifications_ends_at_its_timeout(other):
     began = time.monotonic()
-    assert target.notifications(0.05) == []
+    assert other.notifications(0.05) == []
     assert time.monotonic() - began >= 0.05
 
 
-def test_notifications_can_be_awaited_and_a_cancelled_wait_loses_none(target, peer):
+def test_notifications_can_be_awaited_and_a_cancelled_wait_loses_none(other, peer):
     async def main():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.05):
-                await target.anotifications()
-        waiting = asyncio.create_task(target.anotifications())
+                await other.anotifications()
+        waiting = asyncio.create_task(other.anotifications())
         await asyncio.sleep(0)
         await peer.notify(b"awaited")
         return await waiting
@@ -163,14 +144,14 @@ def test_a_tag_that_is_not_bytes_is_refused(peer, tag):
         peer.notify(tag)
 
 
-def test_a_tag_over_64_kib_is_refused(peer, target):
+def test_a_tag_over_64_kib_is_refused(peer, other):
     with pytest.raises(ConfigError, match="65537 bytes, at most 65536"):
         peer.notify(bytes(65537))
     peer.notify(memoryview(bytes(65536)))
-    assert target.notifications(20)[0][1] == bytes(65536)
+    assert other.notifications(20)[0][1] == bytes(65536)
 
 
-def test_many_threads_write_and_notify_at_once(source, peer, target, room):
+def test_many_threads_write_and_notify_at_once(source, peer, other, room):
     def work(thread):
         for i in range(20):
             block = thread * 8 + i % 8
@@ -182,7 +163,7 @@ def test_many_threads_write_and_notify_at_once(source, peer, target, room):
         thread.start()
     seen = []
     while len(seen) < 320:
-        seen += target.notifications(30)
+        seen += other.notifications(30)
     for thread in threads:
         thread.join()
     assert sorted(tag for _, tag in seen) == [b"n"] * 160 + [b"w"] * 160
@@ -221,11 +202,11 @@ def test_a_peer_killed_during_a_write_or_a_notification_is_lost_within_2_s(over_
     assert repr(peer).startswith(f"<Peer {peer.address} lost: ")
 
 
-def test_closing_the_agent_ends_waits_for_notifications(target):
+def test_closing_the_agent_ends_waits_for_notifications(other):
     def close_soon():
         time.sleep(0.1)
-        target.close()
+        other.close()
 
     threading.Thread(target=close_soon).start()
     with pytest.raises(ClosedError, match="the agent was closed"):
-        target.notifications()
+        other.notifications()

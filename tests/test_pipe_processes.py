@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -136,12 +135,7 @@ def test_memory_does_not_grow_with_what_is_moved(start):
 @pytest.mark.parametrize("end", ["recv", "send", "wait", "close", "connect", "agent"])
 def test_ctrl_c_interrupts_every_wait_and_a_receive_then_takes_no_tensor(start, end):
     child = start("interrupted", end)
-    assert child.read() == "waiting"
-    time.sleep(0.3)
-    sent_at = time.monotonic()
-    child.process.send_signal(signal.SIGINT)
-    assert child.read() == "KeyboardInterrupt"
-    assert time.monotonic() - sent_at < 1.5
+    child.interrupt()
     if end == "recv":
         assert child.read() == str([1, MIB])
     assert child.process.wait(10) == 0

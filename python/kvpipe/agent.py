@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 from kvpipe import _kvpipe
+from kvpipe._closing import Closing
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.exceptions import ConfigError
 from kvpipe.peer import Peer
 from kvpipe.region import Region, writable_bytes
 from kvpipe.work import Work, readable
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 # As in rust/core/src/region.rs: peers would refuse more.
 _NAME_CAP = 256
@@ -43,7 +41,7 @@ class AgentStats:
     num_regions: int
 
 
-class Agent:
+class Agent(Closing):
     """One end of block transfers. A context manager; any thread may call.
 
     Args:
@@ -169,17 +167,6 @@ class Agent:
         """Ends all sessions; what is under way ends with an error. Closing twice is fine."""
         self._is_closed = True
         self._native.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if self._is_closed:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 from kvpipe import _kvpipe
+from kvpipe._closing import Closing
 from kvpipe._tensor import describe, rebuild
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.exceptions import ConfigError
 from kvpipe.work import Work
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _NUM_TENSORS = 5
 
@@ -45,7 +43,7 @@ class LookupBufferStats:
     transport: str
 
 
-class LookupBuffer:
+class LookupBuffer(Closing):
     """Entries of KV cache between producers, who `insert`, and consumers, who `drop_select` by tokens.
 
     An entry has five tensors: input tokens, region of interest, key, value, hidden states. `LookupBuffer(...)` keeps
@@ -204,17 +202,6 @@ class LookupBuffer:
         Of a buffer in this process, all entries are dropped, and its clients lose it.
         """
         self._native.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         info = self._native.info()

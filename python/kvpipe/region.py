@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from kvpipe._tensor import describe
 from kvpipe.exceptions import ClosedError, ConfigError
 from kvpipe.work import Work
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from kvpipe import _kvpipe
+from kvpipe._closing import Closing
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class RegionInfo:
     is_writable: bool = False
 
 
-class Region:
+class Region(Closing):
     """Registered memory of this process, made by `Agent.register`. A context manager: its end closes the region.
 
     Attributes:
@@ -74,17 +73,6 @@ class Region:
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._native.is_closed
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "open"

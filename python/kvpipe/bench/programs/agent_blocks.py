@@ -10,7 +10,7 @@ import kvpipe
 
 from .blocks import verify_blocks
 from .request import LOCAL, REMOTE, pattern
-from .side import Setup, Words, seconds
+from .side import Quiet, Setup, Words, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ def _name(size: int) -> str:
     return f"kv-{size}"
 
 
-class Passive:
+class Passive(Quiet):
     """Holds the blocks."""
 
     def __init__(self, setup: Setup) -> None:
@@ -41,34 +41,14 @@ class Passive:
         """Where the agent listens."""
         return {"address": self._agent.address}
 
-    def meet(self, words: Mapping[str, str]) -> Words:
-        """The other one connects."""
-        del words
-        return {}
 
-    def clear(self, task: Task) -> None:
-        """Nothing arrives here."""
-
-    def run(self, task: Task) -> Words:
-        """The agent's own thread does what there is to do."""
-        del task
-        return {}
-
-    def verify(self, task: Task) -> None:
-        """Nothing arrives here."""
-
-
-class Active:
+class Active(Quiet):
     """Reads the blocks."""
 
     def __init__(self, setup: Setup) -> None:
         self._room: Any = np.ones(setup.total, np.uint8)
         self._agent = kvpipe.Agent(f"{setup.host}:0")
         self._regions = _regions(self._agent, self._room, setup)
-
-    def hello(self) -> Words:
-        """Nobody connects here."""
-        return {}
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .request import LOCAL, REMOTE, pattern
-from .side import expect
+from .side import Quiet, Setup, expect
 
 if TYPE_CHECKING:
     from .request import Task
@@ -27,3 +29,27 @@ def verify_blocks(room: Any, task: Task, *, swap: bool = False) -> None:
         local, remote = remote, local
     for i in task.chosen(total):
         expect(here[local[i]], there[remote[i]], "blocks")
+
+
+class OneSided(Quiet):
+    """A role with one buffer. READ fills the active side's from the passive one's, WRITE the other way round.
+
+    The buffer that is filled begins with ones, the other one holds the pattern.
+    """
+
+    is_active = False
+
+    def __init__(self, setup: Setup) -> None:
+        self._is_filled = self.is_active == (setup.options["op"] == "READ")
+        self.room: Any = np.ones(setup.total, np.uint8) if self._is_filled else pattern(setup.total)
+
+    def clear(self, task: Task) -> None:
+        """Forgets what arrived."""
+        del task
+        if self._is_filled:
+            self.room[:] = 0
+
+    def verify(self, task: Task) -> None:
+        """Whether every block is where it was to go."""
+        if self._is_filled:
+            verify_blocks(self.room, task, swap=not self.is_active)

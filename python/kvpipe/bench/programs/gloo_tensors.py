@@ -12,8 +12,8 @@ import torch
 from torch import distributed
 
 from .request import pattern
-from .side import Setup, Words, half_round_trip_us, keep_in_flight, seconds
-from .tensors import Room
+from .side import Quiet, Setup, Words, half_round_trip_us, keep_in_flight, seconds
+from .tensors import Receiving
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .request import Task
 
 
-class _Node:
+class _Node(Quiet):
     """What both roles are: one of two ranks."""
 
     rank = 0
@@ -31,13 +31,13 @@ class _Node:
         distributed.init_process_group("gloo", init_method=f"file://{file}", rank=self.rank, world_size=2)
 
 
-class Passive(_Node):
+class Passive(_Node, Receiving):
     """Receives."""
 
     rank = 1
 
     def __init__(self, setup: Setup) -> None:
-        self._room = Room(setup.total)
+        super().__init__(setup)
         self._tensor = torch.from_numpy(self._room.data)
         # Both ranks meet over a file, which must not be there before
         self._file = f"{tempfile.gettempdir()}/kvpipe-bench-{uuid.uuid4().hex}"
@@ -54,9 +54,8 @@ class Passive(_Node):
 
     def clear(self, task: Task) -> None:
         """Forgets what arrived."""
-        del task
+        super().clear(task)
         Path(self._file).unlink(missing_ok=True)  # both have joined long since
-        self._room.clear()
 
     def run(self, task: Task) -> Words:
         """Receives, or receives and sends back."""
@@ -75,11 +74,6 @@ class Passive(_Node):
             distributed.recv(room, 0)
             distributed.send(room, 0)
 
-    def verify(self, task: Task) -> None:
-        """Whether all has arrived."""
-        if task.kind == "tensors":
-            self._room.verify(task)
-
 
 class Active(_Node):
     """Sends."""
@@ -87,20 +81,10 @@ class Active(_Node):
     def __init__(self, setup: Setup) -> None:
         self._tensor: Any = torch.from_numpy(pattern(setup.total))
 
-    def hello(self) -> Words:
-        """The other one says where the ranks meet."""
-        return {}
-
     def meet(self, words: Mapping[str, str]) -> Words:
         """Joins the group."""
         self.join(words["file"])
         return {"transport": "tcp"}
-
-    def clear(self, task: Task) -> None:
-        """Nothing arrives here."""
-
-    def verify(self, task: Task) -> None:
-        """Nothing arrives here."""
 
     def run(self, task: Task) -> Words:
         """Sends, or sends and receives."""

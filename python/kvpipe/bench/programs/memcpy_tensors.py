@@ -6,34 +6,18 @@ from typing import TYPE_CHECKING
 
 from .request import pattern
 from .side import Setup, Words, seconds
-from .tensors import Room
+from .tensors import Receiving
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from .request import Task
 
 
-class Copy:
+class Copy(Receiving):
     """Copies into memory that is there, or into fresh memory."""
 
     def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self._source = pattern(setup.total)
-        self._room = Room(setup.total)
-
-    def hello(self) -> Words:
-        """There is nobody to tell."""
-        return {}
-
-    def meet(self, words: Mapping[str, str]) -> Words:
-        """There is nobody to meet."""
-        del words
-        return {}
-
-    def clear(self, task: Task) -> None:
-        """Forgets what was copied."""
-        del task
-        self._room.clear()
 
     def run(self, task: Task) -> Words:
         """Copies one tensor after the other."""
@@ -49,10 +33,6 @@ class Copy:
                 del copied
             else:
                 room.data[at : at + size] = self._source[at : at + size]
-
-    def verify(self, task: Task) -> None:
-        """Whether the copies are the same."""
-        self._room.verify(task)
 
 
 ROLES = {"copy": Copy}

@@ -6,11 +6,10 @@ import os
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from mooncake.engine import TransferEngine
 
-from .blocks import verify_blocks
-from .request import LOCAL, REMOTE, pattern
+from .blocks import OneSided
+from .request import LOCAL, REMOTE
 from .side import Setup, Words, seconds
 
 if TYPE_CHECKING:
@@ -23,15 +22,12 @@ _BATCH_CAP = 2048
 _DISTRIBUTION = "mooncake-transfer-engine-non-cuda"
 
 
-class _Node:
+class _Node(OneSided):
     """What both roles are: an engine with one registered buffer."""
-
-    is_active = False
 
     def __init__(self, setup: Setup) -> None:
         os.environ.setdefault("GLOG_minloglevel", "2")
-        self._is_filled = self.is_active == (setup.options["op"] == "READ")
-        self.room: Any = np.ones(setup.total, np.uint8) if self._is_filled else pattern(setup.total)
+        super().__init__(setup)
         self._host = setup.host
         self.engine = TransferEngine()
         _check(self.engine.initialize(setup.host, "P2PHANDSHAKE", "tcp", ""), "initialize")
@@ -51,25 +47,9 @@ class _Node:
         self.session, self.remote_address = words["session"], int(words["address"])
         return {"transport": "tcp"}
 
-    def clear(self, task: Task) -> None:
-        """Forgets what arrived."""
-        del task
-        if self._is_filled:
-            self.room[:] = 0
-
-    def verify(self, task: Task) -> None:
-        """Whether every block is where it was to go."""
-        if self._is_filled:
-            verify_blocks(self.room, task, swap=not self.is_active)
-
 
 class Passive(_Node):
     """Is read from or written to."""
-
-    def run(self, task: Task) -> Words:
-        """The engine's own threads do what there is to do."""
-        del task
-        return {}
 
 
 class Active(_Node):

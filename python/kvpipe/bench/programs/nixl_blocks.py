@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import nixl
 import numpy as np
 
-from .blocks import verify_blocks
-from .request import LOCAL, REMOTE, pattern
+from .blocks import OneSided
+from .request import LOCAL, REMOTE
 from .side import Setup, Words, seconds
 
 if TYPE_CHECKING:
@@ -20,20 +20,13 @@ if TYPE_CHECKING:
 _MEMORY = "DRAM"
 
 
-class _Node:
-    """What both roles are: an agent with one registered buffer.
-
-    READ fills the active side's buffer from the passive one's, WRITE the other way round. The buffer that is filled
-    begins with ones, the other one holds the pattern.
-    """
+class _Node(OneSided):
+    """What both roles are: an agent with one registered buffer."""
 
     name = ""
-    filled_by = ""
 
     def __init__(self, setup: Setup) -> None:
-        is_filled = setup.options["op"] == self.filled_by
-        self.room: Any = np.ones(setup.total, np.uint8) if is_filled else pattern(setup.total)
-        self._is_filled = is_filled
+        super().__init__(setup)
         # NIXL's own thread never sleeps and makes transfers slower: each side lets NIXL work as it asks it
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self.agent = nixl.nixl_agent(self.name, config)
@@ -50,22 +43,11 @@ class _Node:
         self.remote_address = int(words["address"])
         return {}
 
-    def clear(self, task: Task) -> None:
-        """Forgets what arrived."""
-        del task
-        if self._is_filled:
-            self.room[:] = 0
-
-    def verify(self, task: Task) -> None:
-        """Whether every block is where it was to go."""
-        if self._is_filled:
-            verify_blocks(self.room, task)
-
 
 class Passive(_Node):
     """Is read from or written to."""
 
-    name, filled_by = "passive", "WRITE"
+    name = "passive"
 
     def run(self, task: Task) -> Words:
         """Lets NIXL work until the other side is done: no transfer ends without, not even where the kernel copies."""
@@ -74,16 +56,11 @@ class Passive(_Node):
             pass
         return {}
 
-    def verify(self, task: Task) -> None:
-        """As for any node; here the blocks are those that the other side calls remote."""
-        if self._is_filled:
-            verify_blocks(self.room, task, swap=True)
-
 
 class Active(_Node):
     """Reads or writes."""
 
-    name, filled_by = "active", "READ"
+    name, is_active = "active", True
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

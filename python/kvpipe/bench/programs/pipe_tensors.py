@@ -9,8 +9,8 @@ import numpy as np
 import kvpipe
 
 from .request import pattern
-from .side import Setup, Words, half_round_trip_us, keep_in_flight, seconds
-from .tensors import Room
+from .side import Quiet, Setup, Words, half_round_trip_us, keep_in_flight, seconds
+from .tensors import Receiving, Room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ def _busy_poll_us(setup: Setup) -> int | None:
     return int(text) if text else None
 
 
-class Active:
+class Active(Quiet):
     """Sends, and is told when all has been received."""
 
     def __init__(self, setup: Setup) -> None:
@@ -47,12 +47,6 @@ class Active:
             for name in _WAYS
         }
         return {"transport": self._there["checked"].transport}
-
-    def clear(self, task: Task) -> None:
-        """Nothing arrives here."""
-
-    def verify(self, task: Task) -> None:
-        """Nothing arrives here."""
 
     def run(self, task: Task) -> Words:
         """Sends, or sends and receives."""
@@ -80,11 +74,11 @@ class Active:
         return half_round_trip_us(task.count, once)
 
 
-class Passive:
+class Passive(Receiving):
     """Receives, into memory that is there or fresh."""
 
     def __init__(self, setup: Setup) -> None:
-        self._room = Room(setup.total)
+        super().__init__(setup)
         self._busy_poll_us = _busy_poll_us(setup)
         self._there = {name: kvpipe.Pipe.listen(f"{setup.host}:0", busy_poll_us=self._busy_poll_us) for name in _WAYS}
 
@@ -96,16 +90,6 @@ class Passive:
         """Connects the way back."""
         self._back = kvpipe.Pipe.connect(words["address"], timeout=_PATIENCE_S, busy_poll_us=self._busy_poll_us)
         return {}
-
-    def clear(self, task: Task) -> None:
-        """Forgets what arrived."""
-        del task
-        self._room.clear()
-
-    def verify(self, task: Task) -> None:
-        """Whether all has arrived."""
-        if task.kind == "tensors":
-            self._room.verify(task)
 
     def run(self, task: Task) -> Words:
         """Receives, or receives and sends back."""

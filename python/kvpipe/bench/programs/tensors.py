@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .request import pattern
-from .side import expect
+from .side import Quiet, Setup, expect
 
 if TYPE_CHECKING:
     from .request import Task
@@ -40,3 +40,20 @@ class Room:
             return
         for at in offsets:
             expect(self.data[at : at + size], sent[at : at + size], "tensors")
+
+
+class Receiving(Quiet):
+    """A role into whose room tensors arrive."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._room = Room(setup.total)
+
+    def clear(self, task: Task) -> None:
+        """Forgets what arrived."""
+        del task
+        self._room.clear()
+
+    def verify(self, task: Task) -> None:
+        """Whether all has arrived."""
+        if task.kind == "tensors":
+            self._room.verify(task)

@@ -11,8 +11,8 @@ import numpy as np
 import ucxx
 
 from .request import pattern
-from .side import Setup, Words, half_median_us, seconds
-from .tensors import Room
+from .side import Quiet, Setup, Words, half_median_us, seconds
+from .tensors import Receiving
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Mapping
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from .request import Task
 
 
-class _Node:
+class _Node(Quiet):
     """What both roles are: one loop, which runs while there is something to do."""
 
     def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self.loop = asyncio.new_event_loop()
         self.host = setup.host
         self.endpoint: Any = None
@@ -41,12 +42,11 @@ class _Node:
         await asyncio.gather(*under_way)
 
 
-class Passive(_Node):
+class Passive(_Node, Receiving):
     """Listens and receives."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._room = Room(setup.total)
         self._accepted = asyncio.Event()
         self._port = self.do(self._listen())
 
@@ -69,11 +69,6 @@ class Passive(_Node):
         self.do(self._accepted.wait())
         return {}
 
-    def clear(self, task: Task) -> None:
-        """Forgets what arrived."""
-        del task
-        self._room.clear()
-
     def run(self, task: Task) -> Words:
         """Receives, or receives and sends back."""
         self.do(self._echo(task) if task.kind == "latency" else self._receive(task))
@@ -91,11 +86,6 @@ class Passive(_Node):
             await self.endpoint.recv(room)
             await self.endpoint.send(room)
 
-    def verify(self, task: Task) -> None:
-        """Whether all has arrived."""
-        if task.kind == "tensors":
-            self._room.verify(task)
-
 
 class Active(_Node):
     """Connects and sends."""
@@ -104,10 +94,6 @@ class Active(_Node):
         super().__init__(setup)
         self._source = pattern(setup.total)
 
-    def hello(self) -> Words:
-        """Nobody connects here."""
-        return {}
-
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects."""
         self.do(self._connect(int(words["port"])))
@@ -115,12 +101,6 @@ class Active(_Node):
 
     async def _connect(self, port: int) -> None:
         self.endpoint = await ucxx.create_endpoint(self.host, port)
-
-    def clear(self, task: Task) -> None:
-        """Nothing arrives here."""
-
-    def verify(self, task: Task) -> None:
-        """Nothing arrives here."""
 
     def run(self, task: Task) -> Words:
         """Sends, or sends and receives."""

@@ -9,8 +9,8 @@ import numpy as np
 import zmq
 
 from .request import pattern
-from .side import Setup, Words, half_round_trip_us, seconds
-from .tensors import Room
+from .side import Quiet, Setup, Words, half_round_trip_us, seconds
+from .tensors import Receiving
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from .request import Task
 
 
-class Passive:
+class Passive(Receiving):
     """Binds and receives."""
 
     def __init__(self, setup: Setup) -> None:
-        self._room = Room(setup.total)
+        super().__init__(setup)
         self._socket = zmq.Context().socket(zmq.PAIR)
         is_ipc = setup.options["endpoint"] == "ipc"
         # @: a socket without a file
@@ -31,16 +31,6 @@ class Passive:
     def hello(self) -> Words:
         """Where it is bound."""
         return {"endpoint": self._socket.getsockopt_string(zmq.LAST_ENDPOINT), "version": f"pyzmq-{zmq.__version__}"}
-
-    def meet(self, words: Mapping[str, str]) -> Words:
-        """The other one connects."""
-        del words
-        return {}
-
-    def clear(self, task: Task) -> None:
-        """Forgets what arrived."""
-        del task
-        self._room.clear()
 
     def run(self, task: Task) -> Words:
         """Receives, or receives and sends back."""
@@ -53,13 +43,8 @@ class Passive:
             self._socket.send(b"done")
         return {}
 
-    def verify(self, task: Task) -> None:
-        """Whether the last tensor has arrived whole."""
-        if task.kind == "tensors":
-            self._room.verify(task)
 
-
-class Active:
+class Active(Quiet):
     """Connects and sends."""
 
     def __init__(self, setup: Setup) -> None:
@@ -68,20 +53,10 @@ class Active:
         self._socket = zmq.Context().socket(zmq.PAIR)
         self._socket.set_hwm(4)  # as many as the others keep under way
 
-    def hello(self) -> Words:
-        """Nobody connects here."""
-        return {}
-
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects."""
         self._socket.connect(words["endpoint"])
         return {"transport": self._transport}
-
-    def clear(self, task: Task) -> None:
-        """Nothing arrives here."""
-
-    def verify(self, task: Task) -> None:
-        """Nothing arrives here."""
 
     def run(self, task: Task) -> Words:
         """Sends, or sends and receives."""
