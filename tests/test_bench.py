@@ -110,10 +110,10 @@ def test_a_baseline_is_of_the_same_case_and_road_or_of_none():
 def test_the_serial_bound_is_of_hashing_and_then_moving_round_by_round():
     cases = [Case("tensors", 8), Case("tensors", 64)]
     figures = {
-        ("kvpipe out=", "tcp"): [3, 2, 4],
-        ("kvpipe out=, no checksum", "tcp"): [6, 3, 6],
-        ("kvpipe fresh", "tcp"): [3, 2, 4],  # nobody to hold it against
-        (contestants.HASH, ""): [3, 6, 3],
+        ("kvpipe out=", "tcp"): [2, 6, 3],
+        ("kvpipe out=, no checksum", "tcp"): [6, 3, 12],
+        ("kvpipe fresh", "tcp"): [2, 6, 3],  # nobody to hold it against
+        (contestants.HASH, ""): [3, 6, 4],
     }
     entries = [
         Entry(case, Contestant(*name, Program("", ()), frozenset()), samples=[Sample(value, None) for value in values])
@@ -122,8 +122,9 @@ def test_the_serial_bound_is_of_hashing_and_then_moving_round_by_round():
     ]
     found = bounds.bounds_of(entries)
     assert [(bound.case, bound.contestant, bound.road) for bound in found] == [(c, "kvpipe out=", "tcp") for c in cases]
-    assert (found[0].copy.median, found[0].hash.median, found[0].serial) == (6, 3, Summary(2, 2, 2, 3))
-    assert found[0].ratio == 1.5  # the median of 3/2, 2/2, 4/2
+    assert (found[0].value.median, found[0].copy.median, found[0].hash.median) == (3, 6, 4)
+    assert (found[0].serial.median, found[0].serial.p90) == pytest.approx((2, 2.8))  # of 2, 2, 3
+    assert found[0].ratio == pytest.approx(1)  # of 1, 3, 1
     assert bounds.bounds_of(entries[:3]) == []
 
 
