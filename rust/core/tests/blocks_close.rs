@@ -15,6 +15,7 @@ use kvpipe_ucx::Buffer;
 
 const REGIONS: u8 = 1;
 const RELEASED: u8 = 2;
+const NEIGHBOUR: u8 = 3;
 
 #[test]
 fn a_closed_region_is_refused_by_name_on_both_sides_and_its_name_is_free_again() {
@@ -188,6 +189,21 @@ fn a_release_that_was_not_asked_for_and_a_region_that_comes_back_are_cut_off() {
         }
         assert!(raw.is_closed(), "{frames:?}");
     }
+}
+
+#[test]
+fn a_peer_that_says_twice_where_its_memory_is_is_cut_off() {
+    let Some(search) = common::ucx() else { return };
+    let owner = agent(&search);
+    let mut raw = Raw::connect(&search, owner.address().expect("address"), Service::Blocks);
+    let neighbour = Writer::new(33).u8(NEIGHBOUR).u32(1).u64(8).raw(&[0; 16]);
+    let neighbour = neighbour.finish();
+    let regions = Writer::new(33).u8(REGIONS).u32(0).finish();
+    send_frame(&mut raw.stream, &neighbour);
+    send_frame(&mut raw.stream, &regions);
+    eventually("the peer", || (owner.peers().len() == 1).then_some(()));
+    send_frame(&mut raw.stream, &neighbour);
+    assert!(raw.is_closed());
 }
 
 #[test]

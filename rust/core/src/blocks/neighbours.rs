@@ -1,6 +1,8 @@
 //! Small blocks of a process on this machine: many of them in one call to the kernel, where UCX makes one for each
 //! (CMA either way). A call returns when the blocks are here, so that nothing is ever under way.
 
+use std::rc::Rc;
+
 use kvpipe_ucx::{Buffer, Neighbour, Piece};
 
 use super::messages::NEIGHBOUR;
@@ -66,10 +68,14 @@ impl Blocks {
     ) -> Result<()> {
         let (pid, address, proof) = (frame.u32()?, frame.u64()?, frame.fixed::<16>()?);
         frame.end()?;
-        if is_cma(io, link)
-            && let Some(peer) = self.peers.get_mut(&link)
-        {
-            peer.neighbour = Neighbour::find(pid, address, &proof);
+        let Some(peer) = self.peers.get_mut(&link) else {
+            return Ok(());
+        };
+        if std::mem::replace(&mut peer.has_met_neighbour, true) {
+            return Err(Error::protocol("a second NEIGHBOUR"));
+        }
+        if is_cma(io, link) {
+            peer.neighbour = Neighbour::find(pid, address, &proof).map(Rc::new);
         }
         Ok(())
     }
@@ -83,34 +89,36 @@ impl Blocks {
             return true; // over
         };
         let link = transfer.link;
-        let neighbour = self.peers.get(&link).and_then(|peer| peer.neighbour);
         // A link that has failed: its end, which is about to be reported, is that of its transfers.
-        if let Some(neighbour) = neighbour.filter(|_| !io.has_failed(link)) {
-            if let Err(error) = transfer.call(neighbour) {
-                let error = Error::lost(&io.peer(link), error);
-                transfer.failure.get_or_insert(error.clone());
-                io.fail(link, error);
-            }
-            self.calls.push_back(id);
-            self.settle(io, link, id);
+        if io.has_failed(link) {
+            return true;
         }
+        if let Err(error) = transfer.call() {
+            let error = Error::lost(&io.peer(link), error);
+            transfer.failure.get_or_insert(error.clone());
+            io.fail(link, error);
+        }
+        self.calls.push_back(id);
+        self.settle(io, link, id);
         true
     }
 }
 
 impl Connection {
-    /// Whether the blocks of a transfer are so small, and its source so near, that calls of our own are faster.
-    pub(super) fn is_for_calls(&self, transfer: &Transfer) -> bool {
+    /// The source of a transfer, when it is so near and the blocks so small that calls of our own are faster.
+    pub(super) fn neighbour_for(&self, transfer: &Transfer) -> Option<Rc<Neighbour>> {
         let num_runs = transfer.pieces.runs.len() as u64;
-        self.neighbour.is_some() && transfer.pieces.num_bytes < num_runs * SMALL
+        let is_small = transfer.pieces.num_bytes < num_runs * SMALL;
+        self.neighbour.clone().filter(|_| is_small)
     }
 }
 
 impl Transfer {
-    fn call(&mut self, neighbour: Neighbour) -> std::io::Result<()> {
-        let Some((base, _)) = self.remote else {
+    fn call(&mut self) -> std::io::Result<()> {
+        let (Some((base, _)), Some(neighbour)) = (&self.remote, self.neighbour.clone()) else {
             return Ok(());
         };
+        let base = *base;
         let (mut pieces, mut num_bytes) = (Vec::with_capacity(PIECES), 0);
         while let Some(run) = self
             .piece(BYTES)

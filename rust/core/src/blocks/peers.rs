@@ -34,7 +34,9 @@ pub(super) struct Connection {
     /// Transfers from it that are not over, in the order in which they may begin.
     pub(super) transfers: VecDeque<u64>,
     /// It runs on this machine and its memory can be read.
-    pub(super) neighbour: Option<Neighbour>,
+    pub(super) neighbour: Option<Rc<Neighbour>>,
+    /// It has said where its memory can be read.
+    pub(super) has_met_neighbour: bool,
     /// Get road.
     pub(super) bytes_in_flight: u64,
     /// Our offers to it that wait.
@@ -60,6 +62,7 @@ impl Connection {
             waiting: Vec::new(),
             transfers: VecDeque::new(),
             neighbour: None,
+            has_met_neighbour: false,
             bytes_in_flight: 0,
             offers_ready: VecDeque::new(),
             num_offers_sent: 0,

@@ -4,6 +4,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvpipe_ucx::Neighbour;
+
 use super::peer::Peer;
 use crate::error::{Error, Result};
 use crate::handoff::HandoffId;
@@ -95,8 +97,8 @@ pub(super) struct Transfer {
     pub(super) is_started: bool,
     /// Whether the source has been asked to send it.
     pub(super) is_by_message: bool,
-    /// Whether it is read by calls of our own, see `neighbours.rs`.
-    pub(super) is_by_call: bool,
+    /// Whom calls of our own read it from, see `neighbours.rs`.
+    pub(super) neighbour: Option<Rc<Neighbour>>,
     pub(super) failure: Option<Error>,
     pub(super) deadline: Option<Instant>,
     pub(super) owner: Owner,
@@ -120,7 +122,7 @@ impl Transfer {
             uncredited: 0,
             is_started: false,
             is_by_message: false,
-            is_by_call: false,
+            neighbour: None,
             failure: None,
             deadline: take.deadline,
             owner: take.owner,
@@ -139,7 +141,7 @@ impl Transfer {
 
     /// Get road: what to ask for next.
     pub(super) fn next_get(&self) -> Option<Run> {
-        let is_going = self.failure.is_none() && !self.is_by_message && !self.is_by_call;
+        let is_going = self.failure.is_none() && !self.is_by_message && self.neighbour.is_none();
         is_going.then(|| self.piece(GET_PIECE)).flatten()
     }
 

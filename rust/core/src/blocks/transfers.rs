@@ -134,8 +134,8 @@ impl Blocks {
             match peer.remote(io, link, transfer.remote_region) {
                 Ok(remote) => {
                     transfer.remote = Some(remote);
-                    if peer.is_for_calls(transfer) {
-                        transfer.is_by_call = true;
+                    transfer.neighbour = peer.neighbour_for(transfer);
+                    if transfer.neighbour.is_some() {
                         self.calls.push_back(id);
                     }
                 }
