@@ -192,6 +192,38 @@ fn a_release_that_was_not_asked_for_and_a_region_that_comes_back_are_cut_off() {
 }
 
 #[test]
+fn a_peer_that_describes_a_region_anew_is_cut_off() {
+    let Some(search) = common::ucx() else { return };
+    let owner = agent(&search);
+    let address = owner.address().expect("address");
+    let describe = |stride: u64, base: u64, rkey: u8| {
+        let each = |w: Writer, id: &u32| {
+            let layout = w.u32(*id).str("mine").u64(8).u64(64).u64(stride);
+            layout.str("cpu").u8(0).u64(base).bytes(&[rkey])
+        };
+        Writer::new(33).u8(REGIONS).list(&[0], each).finish()
+    };
+    let beyond = u64::MAX - 8 * 64 + 1;
+    let cases = [
+        describe(64, beyond, 1),
+        describe(64, 8192, 1),
+        describe(128, 4096, 1),
+        describe(64, 4096, 2),
+    ];
+    for anew in cases {
+        let mut raw = Raw::connect(&search, address, Service::Blocks);
+        let same = describe(64, 4096, 1);
+        send_frame(&mut raw.stream, &same);
+        send_frame(&mut raw.stream, &same);
+        let up = || (owner.peers().len() == 1).then_some(());
+        eventually("the peer", up);
+        send_frame(&mut raw.stream, &anew);
+        assert!(raw.is_closed());
+        eventually("its end", || owner.peers().is_empty().then_some(()));
+    }
+}
+
+#[test]
 fn a_peer_that_says_twice_where_its_memory_is_is_cut_off() {
     let Some(search) = common::ucx() else { return };
     let owner = agent(&search);

@@ -213,11 +213,13 @@ impl Blocks {
             return Ok(());
         };
         let known = peer.regions.take().unwrap_or_default();
-        let is_wrong = |region: &&RemoteRegion| {
-            region.id < peer.next_region && !known.contains_key(&region.id)
+        // Its key is in use, and plans are made for it.
+        let is_wrong = |region: &&RemoteRegion| match known.get(&region.id) {
+            Some(before) => before != *region,
+            None => region.id < peer.next_region,
         };
         if let Some(region) = regions.0.iter().find(is_wrong) {
-            let text = format_args!("region {} came back", region.id);
+            let text = format_args!("region {} changed or came back", region.id);
             return Err(Error::protocol(text));
         }
         let last = regions.0.last();
