@@ -2,6 +2,7 @@
 //! CMA makes a call for each. At 4 KiB a piece that halves the time (docs/benchmarks.md); at 64 KiB it changes nothing.
 
 use std::io::{Error, ErrorKind, Result};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use crate::memory::{Buffer, MemoryKind};
 
@@ -20,18 +21,57 @@ pub struct Piece {
 }
 
 /// Another process of this machine whose memory this one may read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct Neighbour {
     pid: libc::pid_t,
+    process: Process,
+}
+
+/// A process for good, where its id may be another's once it has ended.
+#[derive(Debug)]
+struct Process(OwnedFd);
+
+impl Process {
+    fn open(pid: libc::pid_t) -> Result<Self> {
+        // SAFETY: takes two numbers.
+        let opened = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+        let fd = i32::try_from(opened).map_err(Error::other)?;
+        if fd < 0 {
+            return Err(Error::last_os_error());
+        }
+        // SAFETY: just opened, and nobody else has it.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    /// # Errors
+    /// It has ended.
+    fn check_alive(&self) -> Result<()> {
+        let mut poll = libc::pollfd {
+            fd: self.0.as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        loop {
+            // SAFETY: one entry, ours for the call.
+            match unsafe { libc::poll(&raw mut poll, 1, 0) } {
+                0 => return Ok(()),
+                1.. => return Err(Error::other("the process has ended")),
+                _ => match Error::last_os_error() {
+                    error if error.kind() == ErrorKind::Interrupted => {}
+                    error => return Err(error),
+                },
+            }
+        }
+    }
 }
 
 impl Neighbour {
     /// The process that calls itself `pid` and says that `proof` stands at `address` of its memory. None when it cannot
-    /// be read (another machine, another namespace, no permission) or something else stands there.
+    /// be read (another machine, another namespace, no permission, a kernel before 5.3) or something else stands there.
     pub fn find(pid: u32, address: u64, proof: &[u8]) -> Option<Self> {
-        let found = Self {
-            pid: libc::pid_t::try_from(pid).ok().filter(|pid| *pid > 0)?,
-        };
+        let pid = libc::pid_t::try_from(pid).ok().filter(|pid| *pid > 0)?;
+        let process = Process::open(pid).ok()?;
+        let found = Self { pid, process };
         let read = Buffer::zeroed(proof.len());
         let piece = Piece {
             to: 0,
@@ -45,7 +85,8 @@ impl Neighbour {
     /// Reads all pieces into `into`; returns when they are there.
     ///
     /// # Errors
-    /// A piece does not fit, there are too many, or the other process cannot be read there (any more); what was written then is undefined.
+    /// A piece does not fit, there are too many, or the other process cannot be read there (any more); what was written
+    /// then is undefined.
     pub fn read(&self, into: &Buffer, pieces: &[Piece]) -> Result<()> {
         let (mut local, mut remote) = (
             Vec::with_capacity(pieces.len()),
@@ -78,7 +119,8 @@ impl Neighbour {
             )
         };
         match usize::try_from(read) {
-            Ok(read) if read == expected => Ok(()),
+            // Alive after the read, it was this process that the id named, and not one that was given it since.
+            Ok(read) if read == expected => self.process.check_alive(),
             Ok(read) => Err(Error::other(format!(
                 "{read} of {expected} bytes could be read"
             ))),
@@ -102,6 +144,25 @@ mod tests {
         assert!(here(&buffer, b"0123456789abcdeF").is_none());
         assert!(Neighbour::find(std::process::id(), 8, b"kv").is_none());
         assert!(Neighbour::find(u32::MAX, buffer.address() as u64, b"01").is_none());
+    }
+
+    #[test]
+    fn a_process_that_was_given_the_id_of_one_that_has_ended_is_not_read() {
+        let from = Buffer::from_vec(vec![1; 16]);
+        let (into, from) = (Buffer::zeroed(8), from.address() as u64);
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let ended = Process::open(child.id().try_into().unwrap()).unwrap();
+        child.wait().unwrap();
+        let reused = Neighbour {
+            pid: std::process::id().try_into().unwrap(),
+            process: ended,
+        };
+        let piece = Piece {
+            to: 0,
+            from,
+            len: 8,
+        };
+        assert!(reused.read(&into, &[piece]).is_err());
     }
 
     #[test]
