@@ -1,5 +1,6 @@
 //! The data plane of a node: its worker, the endpoint of each session, and which road the bytes take.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -44,11 +45,21 @@ impl Road {
 pub(crate) const HELLO: u8 = 0;
 /// Marks the token of a hello; the rest is the link.
 const HELLO_TOKEN: u64 = 1 << 63;
+/// Marks the token of a message that nobody waits for; the rest is the link and its bytes.
+const MESSAGE_TOKEN: u64 = 1 << 62;
+/// Bits of a message's token that hold its bytes.
+const LEN_BITS: u32 = 30;
+const LEN_MASK: u64 = (1 << LEN_BITS) - 1;
+/// Most bytes of such messages that wait for a peer that does not read; more and it counts as lost. What peers may have
+/// asked for and offered at once, 4 reads and 8 writes of 4 Mi blocks, has 320 MiB.
+const UNSENT_CAP: usize = 512 << 20;
 
 struct Peer {
     endpoint: Option<EndpointId>,
     session: SessionId,
     road: Road,
+    /// Bytes of messages that nobody waits for and that have not left.
+    unsent: Cell<usize>,
     is_open: bool,
     /// Whether our hello has left, and theirs has come.
     greeted: Greeted,
@@ -87,6 +98,7 @@ impl DataPlane {
             endpoint: None,
             session,
             road: Road::Messages(String::new()),
+            unsent: Cell::default(),
             is_open: true,
             greeted: Greeted::default(),
         };
@@ -138,6 +150,16 @@ impl DataPlane {
     /// The link whose hello ended with this token.
     pub(crate) fn hello_of(token: u64) -> Option<LinkId> {
         (token & HELLO_TOKEN != 0).then_some(token & !HELLO_TOKEN)
+    }
+
+    /// An operation has ended; whether it was a message that nobody waits for.
+    pub(crate) fn end_message(&self, token: u64) -> bool {
+        let is_message = token & MESSAGE_TOKEN != 0;
+        let (link, len) = ((token ^ MESSAGE_TOKEN) >> LEN_BITS, token & LEN_MASK);
+        if let Some(peer) = self.peers.get(&link).filter(|_| is_message) {
+            peer.unsent.set(peer.unsent.get() - len as usize);
+        }
+        is_message
     }
 
     /// Our hello has left; whether theirs has come too.
@@ -207,12 +229,35 @@ impl Io {
         Writer::default().raw(&session).u8(kind)
     }
 
-    /// Sends an active message. Token 0: nobody waits for its end.
+    /// Sends an active message. Token 0: nobody waits for its end, so that the node bounds how much of it waits.
     pub fn message(&mut self, link: LinkId, header: Writer, payload: Payload, token: u64) -> bool {
+        let header = header.finish();
+        let (token, len) = match token {
+            0 => {
+                let len = header.len() + payload.num_owned();
+                (MESSAGE_TOKEN | link << LEN_BITS | len as u64, len)
+            }
+            token => (token, 0),
+        };
+        if self.unsent(link) + len > UNSENT_CAP {
+            let error = Error::lost(&self.peer(link), "it does not read what it is sent");
+            self.fail(link, error);
+            return false;
+        }
         self.post(link, |data| {
-            data.worker
-                .am_send(data.endpoint(link)?, header.finish(), payload, token)
+            let endpoint = data.endpoint(link)?;
+            data.worker.am_send(endpoint, header, payload, token)?;
+            if let Some(peer) = data.peers.get(&link) {
+                peer.unsent.set(peer.unsent.get() + len);
+            }
+            Ok(())
         })
+    }
+
+    fn unsent(&self, link: LinkId) -> usize {
+        let peers = self.data.as_ref().map(|data| &data.peers);
+        let peer = peers.and_then(|peers| peers.get(&link));
+        peer.map_or(0, |peer| peer.unsent.get())
     }
 
     /// Reads remote memory into `local`.
@@ -298,5 +343,75 @@ impl Io {
                 false
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{IpAddr, Ipv4Addr};
+    use std::time::Duration;
+
+    use kvpipe_ucx::Event;
+
+    use super::*;
+    use crate::identity::{Identity, Service};
+    use crate::link::Timing;
+    use crate::node::NodeConfig;
+    use crate::transport::{MemoryRoad, Transport};
+
+    const LINK: LinkId = 20;
+    const LEN: usize = 1 << 20;
+
+    /// A node with an endpoint, and the worker that it leads to.
+    fn connected() -> (Io, Worker) {
+        let transport = Transport::Memory(MemoryRoad::Messages);
+        let local = IpAddr::from(Ipv4Addr::LOCALHOST);
+        let context = || transport.open(local).unwrap();
+        let config = NodeConfig {
+            listen: None,
+            token: Vec::new(),
+            identity: Identity::new(Service::Blocks, "", Vec::new()).unwrap(),
+            transport: None,
+            local,
+            timing: Timing::default(),
+            busy_poll: Duration::ZERO,
+        };
+        let other = context().worker().unwrap();
+        let mut io = Io::alone(config, context());
+        let data = io.data.as_mut().unwrap();
+        data.admit(LINK, [1; 16]);
+        data.open(LINK, &other.address().unwrap()).unwrap();
+        (io, other)
+    }
+
+    /// A message of nearly `LEN` bytes.
+    fn send(io: &mut Io) -> bool {
+        let header = io.header(LINK, 1);
+        io.message(LINK, header, Payload::Bytes(vec![0; LEN - 17]), 0)
+    }
+
+    #[test]
+    fn a_peer_that_does_not_read_what_it_is_sent_is_lost_at_the_cap() {
+        let (mut io, _other) = connected();
+        assert!((0..UNSENT_CAP / LEN).all(|_| send(&mut io)));
+        assert!(!io.has_failed(LINK));
+        assert!(!send(&mut io));
+        assert!(io.has_failed(LINK));
+    }
+
+    #[test]
+    fn a_message_that_has_left_makes_room_for_another() {
+        let (mut io, _other) = connected();
+        for _ in 0..2 * UNSENT_CAP / LEN {
+            assert!(send(&mut io));
+            let data = io.data.as_ref().unwrap();
+            while let Some(event) = data.worker.next_event() {
+                let Event::Done { token, .. } = event else {
+                    continue;
+                };
+                data.end_message(token);
+            }
+        }
+        assert_eq!(io.unsent(LINK), 0);
     }
 }

@@ -239,11 +239,7 @@ impl<S: Service> Loop<S> {
     fn take_event(&mut self, event: Event) {
         match event {
             Event::Message { header, data } => self.take_message(&header, data),
-            Event::Done { token: 0, .. } => {}
-            Event::Done { token, result } => match DataPlane::hello_of(token) {
-                Some(link) => self.hello_ended(link, result),
-                None => self.service.done(&mut self.io, token, result),
-            },
+            Event::Done { token, result } => self.take_done(token, result),
             Event::EndpointFailed { endpoint, status } => {
                 let data = self.io.data.as_ref();
                 if let Some(link) = data.and_then(|data| data.link_of(endpoint)) {
@@ -255,6 +251,15 @@ impl<S: Service> Loop<S> {
                     data.forget(endpoint);
                 }
             }
+        }
+    }
+
+    fn take_done(&mut self, token: u64, result: std::result::Result<(), Status>) {
+        let data = self.io.data.as_ref();
+        if let Some(link) = DataPlane::hello_of(token) {
+            self.hello_ended(link, result);
+        } else if !data.is_some_and(|data| data.end_message(token)) {
+            self.service.done(&mut self.io, token, result);
         }
     }
 

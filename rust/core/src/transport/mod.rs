@@ -139,6 +139,16 @@ pub enum Payload {
     },
 }
 
+impl Payload {
+    /// Bytes of its own.
+    pub(crate) fn num_owned(&self) -> usize {
+        match self {
+            Self::Bytes(bytes) => bytes.len(),
+            Self::None | Self::Memory { .. } => 0,
+        }
+    }
+}
+
 /// A read of remote memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Get<'a> {
