@@ -348,15 +348,11 @@ impl Io {
 
 #[cfg(test)]
 mod tests {
-    use std::net::{IpAddr, Ipv4Addr};
-    use std::time::Duration;
+    use std::net::Ipv4Addr;
 
     use kvpipe_ucx::Event;
 
     use super::*;
-    use crate::identity::{Identity, Service};
-    use crate::link::Timing;
-    use crate::node::NodeConfig;
     use crate::transport::{MemoryRoad, Transport};
 
     const LINK: LinkId = 20;
@@ -365,19 +361,9 @@ mod tests {
     /// A node with an endpoint, and the worker that it leads to.
     fn connected() -> (Io, Worker) {
         let transport = Transport::Memory(MemoryRoad::Messages);
-        let local = IpAddr::from(Ipv4Addr::LOCALHOST);
-        let context = || transport.open(local).unwrap();
-        let config = NodeConfig {
-            listen: None,
-            token: Vec::new(),
-            identity: Identity::new(Service::Blocks, "", Vec::new()).unwrap(),
-            transport: None,
-            local,
-            timing: Timing::default(),
-            busy_poll: Duration::ZERO,
-        };
+        let context = || transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
         let other = context().worker().unwrap();
-        let mut io = Io::alone(config, context());
+        let mut io = Io::alone(Some(context()));
         let data = io.data.as_mut().unwrap();
         data.admit(LINK, [1; 16]);
         data.open(LINK, &other.address().unwrap()).unwrap();

@@ -293,8 +293,10 @@ impl Schedulers {
 
     // --- consumer and asker
 
+    /// The link to an address: the one there is, unless its end is about to be reported, or a new one.
     fn link_to(&mut self, io: &mut Io, address: &str) -> LinkId {
-        if let Some(&link) = self.by_address.get(address) {
+        let known = self.by_address.get(address);
+        if let Some(&link) = known.filter(|link| !io.has_failed(**link)) {
             return link;
         }
         let link = io.connect(address);
@@ -571,3 +573,6 @@ impl Service for Schedulers {
             .push_minor(Event::Log(format!("control.refused {text}")));
     }
 }
+
+#[cfg(test)]
+mod tests;

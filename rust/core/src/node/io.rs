@@ -97,13 +97,6 @@ impl Io {
         })
     }
 
-    /// That of no node.
-    #[cfg(test)]
-    pub(crate) fn alone(config: NodeConfig, context: Context) -> Self {
-        let wake = Arc::new(super::eventfd().expect("eventfd"));
-        Self::new(config, None, Some(context), wake).expect("io")
-    }
-
     /// Who this side is.
     pub fn identity(&self) -> &Identity {
         &self.config.identity

@@ -4,6 +4,8 @@
 //! A node has a thread that runs it, and sleeps in epoll on {wake-up eventfd, listener, links, UCX worker} whenever UCX
 //! has nothing to do. A caller that waits for a [`Work`] of the node runs it meanwhile itself (`wheel.rs`).
 
+#[cfg(test)]
+mod alone;
 mod connect;
 mod io;
 mod run;

@@ -486,14 +486,15 @@ impl<S: Service> Loop<S> {
         let (incoming, ended) = link.receive(&self.io.config.identity, self.io.now, |peer| {
             self.service.accept(id, peer)
         });
+        // Before the commands: one that needs the peer knows then that it has to connect again.
+        if let Some(error) = ended {
+            self.io.fail(id, error);
+        }
         self.take_commands();
         for item in incoming {
             if let Err(error) = self.take_incoming(id, item) {
                 return self.cut(id, error);
             }
-        }
-        if let Some(error) = ended {
-            self.io.fail(id, error);
         }
         self.io.watch_writes(id);
     }
@@ -541,3 +542,6 @@ impl<S: Service> Loop<S> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
