@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use common::pipes::{content, receive, send, sender_to};
 use common::{PATIENCE, Raw, TOKEN, eventually, on_both_roads, pattern};
+use crc_fast::{CrcAlgorithm, checksum};
 use kvpipe_core::Error;
 use kvpipe_core::codec::Writer;
 use kvpipe_core::identity::Service;
@@ -24,12 +25,20 @@ const TAKEN: u8 = 6;
 
 fn eager(sequence: u64, content: &[u8]) -> (Vec<u8>, Vec<u8>) {
     let payload = described(content.len()).bytes(content).finish();
-    (eager_header(sequence, 0, 0), payload)
+    (unsummed(EAGER, sequence), payload)
 }
 
-fn eager_header(sequence: u64, is_summed: u8, sum: u64) -> Vec<u8> {
-    let header = Writer::new(EAGER).u64(sequence);
-    header.u8(is_summed).u64(sum).finish()
+/// The header of a tensor without checksum.
+fn unsummed(kind: u8, sequence: u64) -> Vec<u8> {
+    Writer::new(kind).u64(sequence).u8(0).u64(0).finish()
+}
+
+fn summed(kind: u8, sequence: u64, sum: u64) -> Vec<u8> {
+    Writer::new(kind).u64(sequence).u8(1).u64(sum).finish()
+}
+
+fn sum(payload: &[u8]) -> u64 {
+    checksum(CrcAlgorithm::Crc64Nvme, payload)
 }
 
 /// The payload of an offer: length, address, how it is proved, key.
@@ -92,7 +101,7 @@ fn an_offer_that_no_memory_can_hold_is_an_error_and_not_the_end() {
     let Some(search) = common::ucx() else { return };
     let (raw, rx) = raw(&search);
     let len = 1u64 << 60;
-    let header = Writer::new(OFFER).u64(0).finish();
+    let header = unsummed(OFFER, 0);
     raw.send(&header, &offer(len, 4096, 0, &[0; 16]));
     let received = receive(&rx);
     eventually("the refusal", || {
@@ -115,12 +124,39 @@ fn is_corrupt(received: &Work<Arc<Received>>) -> bool {
 fn a_small_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_goes_on() {
     let Some(search) = common::ucx() else { return };
     let (raw, rx) = raw(&search);
-    raw.send(&eager_header(0, 1, 7), &eager(0, b"flipped").1);
+    raw.send(&summed(EAGER, 0, 7), &eager(0, b"flipped").1);
     let received = receive(&rx);
     raw.message(TAKEN);
     assert!(is_corrupt(&received));
     raw.send(&eager(1, b"next").0, &eager(1, b"next").1);
     raw.message_while(|| receive(&rx), b"next");
+}
+
+/// The payload says "uint8"; that is where it is changed.
+fn described_otherwise(payload: &[u8]) -> Vec<u8> {
+    let mut payload = payload.to_vec();
+    payload[5] ^= 1;
+    payload
+}
+
+#[test]
+fn a_tensor_whose_description_differs_from_its_checksum_is_not_delivered_and_the_pipe_goes_on() {
+    let Some(search) = common::ucx() else { return };
+    let large = offer(64 << 10, 4096, 1, &[0; 16]);
+    for (kind, payload, answer) in [
+        (EAGER, eager(0, b"small").1, TAKEN),
+        (OFFER, large, CORRUPT),
+    ] {
+        let (raw, rx) = raw(&search);
+        let header = summed(kind, 0, sum(&payload));
+        raw.send(&header, &described_otherwise(&payload));
+        let received = receive(&rx);
+        assert_eq!(raw.message(answer).0, 0u64.to_le_bytes());
+        assert!(is_corrupt(&received));
+        let (_, next) = eager(1, b"next");
+        raw.send(&summed(EAGER, 1, sum(&next)), &next);
+        raw.message_while(|| receive(&rx), b"next");
+    }
 }
 
 #[test]
@@ -135,7 +171,7 @@ fn a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_g
             let (address, key) = (memory.buffer().address() as u64, memory.pack_rkey());
             let is_read = !common::is_tcp();
             let proof = if is_read { 1 } else { 2 };
-            let header = Writer::new(OFFER).u64(0).finish();
+            let header = unsummed(OFFER, 0);
             raw.send(
                 &header,
                 &offer(len as u64, address, proof, &key.expect("key")),
@@ -161,7 +197,7 @@ fn a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_g
 fn a_sender_that_ignores_its_credit_or_its_bounds_is_cut_off() {
     let Some(search) = common::ucx() else { return };
     let too_many: Vec<_> = (0..100).map(|i| eager(i, b"x")).collect();
-    let header = Writer::new(OFFER).u64(0).finish();
+    let header = unsummed(OFFER, 0);
     let wraps = vec![(header, offer(1 << 40, u64::MAX - 4096, 0, &[0; 16]))];
     let unasked = vec![(
         Writer::new(DATA).u64(0).u64(u64::MAX).u64(0).finish(),

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::{AmData, Buffer, Status};
 
 use super::receiving::Receiving;
-use super::{Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW};
+use super::{
+    CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW,
+};
 use crate::checksum;
 use crate::codec::{Reader, Writer};
 use crate::earliest::Earliest;
@@ -60,7 +62,10 @@ pub(super) struct Arrived {
 pub(super) enum Content {
     Eager(Vec<u8>),
     /// It differs from its checksum.
-    Corrupt,
+    Corrupt {
+        /// Its sender waits to hear what has become of it.
+        was_offered: bool,
+    },
     Offer(Offer),
 }
 
@@ -124,8 +129,12 @@ impl Receiver {
             let (sequence, meta) = (arrived.sequence, arrived.meta);
             match arrived.content {
                 Content::Eager(bytes) => self.deliver(io, sequence, meta, bytes, wanted),
-                Content::Corrupt => {
-                    self.take(io, sequence, 0);
+                Content::Corrupt { was_offered } => {
+                    if was_offered {
+                        self.say(io, CORRUPT, sequence);
+                    } else {
+                        self.take(io, sequence, 0);
+                    }
                     let text = format!(
                         "tensor {sequence} differs from its checksum; it is lost, the pipe is usable"
                     );
@@ -194,27 +203,25 @@ impl Receiver {
         }
     }
 
-    fn eager(&mut self, sequence: u64, mut header: Reader<'_>, data: &[u8]) -> Result<()> {
-        let (is_summed, sum) = (header.u8()? != 0, header.u64()?);
-        header.end()?;
+    fn eager(&mut self, sequence: u64, header: Reader<'_>, data: &[u8]) -> Result<()> {
+        if !is_whole(header, data)? {
+            return self.corrupt(sequence, false);
+        }
         let mut reader = Reader::new(data);
         let meta = Meta::read(&mut reader)?;
         let bytes = reader.bytes(EAGER_CAP)?.to_vec();
         reader.end()?;
-        let content = if is_summed && checksum::of(&bytes) != sum {
-            Content::Corrupt
-        } else {
-            Content::Eager(bytes)
-        };
         self.arrive(Arrived {
             sequence,
             meta,
-            content,
+            content: Content::Eager(bytes),
         })
     }
 
     fn offer(&mut self, sequence: u64, header: Reader<'_>, data: &[u8]) -> Result<()> {
-        header.end()?;
+        if !is_whole(header, data)? {
+            return self.corrupt(sequence, true);
+        }
         let mut reader = Reader::new(data);
         let meta = Meta::read(&mut reader)?;
         let offer = Offer::read(&mut reader)?;
@@ -227,6 +234,15 @@ impl Receiver {
             sequence,
             meta,
             content: Content::Offer(offer),
+        })
+    }
+
+    /// Nothing that was said of it can be believed.
+    fn corrupt(&mut self, sequence: u64, was_offered: bool) -> Result<()> {
+        self.arrive(Arrived {
+            sequence,
+            meta: Meta::default(),
+            content: Content::Corrupt { was_offered },
         })
     }
 
@@ -290,12 +306,19 @@ impl Receiver {
     }
 }
 
+/// Whether a payload, bytes and what is said of them, is what the rest of its header says.
+fn is_whole(mut header: Reader<'_>, payload: &[u8]) -> Result<bool> {
+    let (is_summed, sum) = (header.u8()? != 0, header.u64()?);
+    header.end()?;
+    Ok(!is_summed || checksum::of(payload) == sum)
+}
+
 fn mismatch(wanted: &Wanted, arrived: &Arrived) -> Option<Error> {
     let (meta, buffer) = wanted.out.as_ref()?;
     let len = match &arrived.content {
         Content::Eager(bytes) => bytes.len(),
         Content::Offer(offer) => offer.len,
-        Content::Corrupt => return None,
+        Content::Corrupt { .. } => return None,
     };
     if *meta == arrived.meta && buffer.len() == len {
         return None;

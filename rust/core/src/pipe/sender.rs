@@ -134,13 +134,8 @@ impl Sender {
             return None;
         };
         let payload = queued.meta.write(Writer::default()).bytes(bytes).finish();
-        let sum = if self.is_summed {
-            checksum::of(bytes)
-        } else {
-            0
-        };
         let header = io.header(link, EAGER).u64(self.next_sequence);
-        let header = header.u8(self.is_summed.into()).u64(sum);
+        let header = self.seal(header, &payload);
         if !io.message(link, header, Payload::Bytes(payload), 0) {
             return Some(queued);
         }
@@ -161,8 +156,8 @@ impl Sender {
                 return None;
             }
         };
-        let header = io.header(link, OFFER).u64(sequence);
         let payload = offer.write(queued.meta.write(Writer::default())).finish();
+        let header = self.seal(io.header(link, OFFER).u64(sequence), &payload);
         if !io.message(link, header, Payload::Bytes(payload), 0) {
             return Some(queued);
         }
@@ -173,6 +168,12 @@ impl Sender {
             withdrawn_at: None,
         }));
         None
+    }
+
+    /// Ends the header of a payload.
+    fn seal(&self, header: Writer, payload: &[u8]) -> Writer {
+        let sum = self.is_summed.then(|| checksum::of(payload));
+        header.u8(self.is_summed.into()).u64(sum.unwrap_or(0))
     }
 
     fn remember(&mut self, large: Option<Large>) {
