@@ -13,6 +13,8 @@ use kvpipe_core::codec::Writer;
 use kvpipe_core::identity::Service;
 use kvpipe_ucx::{Buffer, Search};
 
+const READ: u8 = 32;
+const REFUSED: u8 = 35;
 const NOTIFY: u8 = 40;
 const VOID: u8 = 41;
 const NOTED: u8 = 42;
@@ -264,6 +266,37 @@ fn a_flood_is_cut_off_and_what_was_allowed_of_it_is_kept() {
     }
     assert!(raw.is_closed());
     assert_eq!(agent.notifications().expect("open").len(), 256);
+}
+
+#[test]
+fn peers_that_come_again_fill_an_inbox_to_its_cap_and_what_was_acknowledged_is_kept() {
+    let Some(search) = common::ucx() else { return };
+    let (first, agent) = raw(&search);
+    let address = agent.address().expect("address");
+    let send_window = |raw: &Raw| {
+        for number in 0..16 {
+            send(raw, NOTIFY, number, &vec![0; TAG_CAP]);
+        }
+    };
+    let wait_for_queued = |raw: &Raw| {
+        eventually("all are queued", || {
+            let (noted, _) = raw.message(NOTED);
+            noted.starts_with(&16u64.to_le_bytes()).then_some(())
+        });
+    };
+    for _ in 0..64 {
+        let raw = Raw::connect(&search, address, Service::Blocks);
+        send_window(&raw);
+        wait_for_queued(&raw);
+    }
+    send_window(&first);
+    // Answered, so that all before it has been seen.
+    let read = Writer::new(READ).u64(0).u32(9).finish();
+    first.send(&read, &0u32.to_le_bytes());
+    first.message(REFUSED);
+    assert_eq!(agent.notifications().expect("open").len(), 64 * 16);
+    wait_for_queued(&first);
+    assert_eq!(agent.notifications().expect("open").len(), 16);
 }
 
 #[test]

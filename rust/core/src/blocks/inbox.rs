@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use rustix::event::EventfdFlags;
 
+use super::notices::{WINDOW, WINDOW_BYTES};
 use super::peer::Peer;
 use crate::error::{Error, Result};
 use crate::node::LinkId;
@@ -21,12 +22,20 @@ pub struct Notification {
     pub tag: Vec<u8>,
 }
 
+/// Notifications of all peers that may wait. A peer's own are bounded, but one that comes again begins anew: from then on
+/// what comes waits in its session, unacknowledged.
+const CAP: usize = 64 * WINDOW as usize;
+/// Bytes of their tags.
+const BYTES_CAP: usize = 64 * WINDOW_BYTES;
+
 /// Up to which number the notifications of a link have been taken.
 pub(super) type Taken = (LinkId, u64);
 
 #[derive(Debug, Default)]
 struct State {
     waiting: VecDeque<(u64, Notification)>,
+    /// Bytes of their tags.
+    held: usize,
     is_closed: bool,
 }
 
@@ -57,8 +66,15 @@ impl Inbox {
         let _ = rustix::io::write(&self.ready, &1u64.to_ne_bytes());
     }
 
+    /// Whether another notification may wait.
+    pub(super) fn has_room(&self) -> bool {
+        let state = self.state();
+        state.waiting.len() < CAP && state.held < BYTES_CAP
+    }
+
     pub(super) fn push(&self, number: u64, notification: Notification) {
         let mut state = self.state();
+        state.held += notification.tag.len();
         state.waiting.push_back((number, notification));
         if state.waiting.len() == 1 {
             self.signal();
@@ -77,6 +93,7 @@ impl Inbox {
         if !state.is_closed {
             let _ = rustix::io::read(&self.ready, &mut [0u8; 8]);
         }
+        state.held = 0;
         let mut taken: Vec<Taken> = Vec::new();
         let mut notifications = Vec::with_capacity(state.waiting.len());
         for (number, notification) in state.waiting.drain(..) {

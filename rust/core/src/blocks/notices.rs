@@ -10,9 +10,9 @@ use crate::work::Completer;
 /// Longest tag.
 pub const TAG_CAP: usize = 64 << 10;
 /// Numbers that were given and not taken.
-const WINDOW: u64 = 256;
+pub(super) const WINDOW: u64 = 256;
 /// Bytes of their tags.
-const WINDOW_BYTES: usize = 1 << 20;
+pub(super) const WINDOW_BYTES: usize = 1 << 20;
 
 /// # Errors
 /// The tag is too long.
@@ -139,16 +139,11 @@ impl Arrivals {
         first.map_or(self.next, |(number, _)| *number)
     }
 
-    /// A number has come, with a tag or as void. What can be delivered now is.
+    /// A number has come, with a tag or as void.
     ///
     /// # Errors
     /// It has come before, or is outside the window.
-    pub(super) fn arrive(
-        &mut self,
-        number: u64,
-        tag: Option<Vec<u8>>,
-        mut deliver: impl FnMut(u64, Vec<u8>),
-    ) -> Result<()> {
+    pub(super) fn arrive(&mut self, number: u64, tag: Option<Vec<u8>>) -> Result<()> {
         let len = tag.as_ref().map_or(0, Vec::len);
         let is_new = number >= self.next && !self.early.contains_key(&number);
         let fits = number.saturating_sub(self.taken()) < WINDOW;
@@ -160,14 +155,20 @@ impl Arrivals {
         }
         self.held += len;
         self.early.insert(number, tag);
-        while let Some(tag) = self.early.remove(&self.next) {
-            if let Some(tag) = tag {
-                self.delivered.push_back((self.next, tag.len()));
-                deliver(self.next, tag);
-            }
-            self.next += 1;
-        }
         Ok(())
+    }
+
+    /// What can be delivered now, one at a time: its number and tag.
+    pub(super) fn pop(&mut self) -> Option<(u64, Vec<u8>)> {
+        while let Some(tag) = self.early.remove(&self.next) {
+            let number = self.next;
+            self.next += 1;
+            if let Some(tag) = tag {
+                self.delivered.push_back((number, tag.len()));
+                return Some((number, tag));
+            }
+        }
+        None
     }
 
     /// The user has taken everything before `upto`.
@@ -196,10 +197,9 @@ mod tests {
     use crate::work::work;
 
     fn arrive(arrivals: &mut Arrivals, number: u64, tag: Option<&[u8]>) -> Result<Vec<Vec<u8>>> {
-        let mut delivered = Vec::new();
-        let tag = tag.map(<[u8]>::to_vec);
-        arrivals.arrive(number, tag, |_, tag| delivered.push(tag))?;
-        Ok(delivered)
+        arrivals.arrive(number, tag.map(<[u8]>::to_vec))?;
+        let delivered = std::iter::from_fn(|| arrivals.pop());
+        Ok(delivered.map(|(_, tag)| tag).collect())
     }
 
     #[test]
@@ -212,6 +212,17 @@ mod tests {
         arrivals.take(3);
         assert_eq!(arrivals.note(), Some((3, 3)));
         assert_eq!(arrivals.note(), None);
+    }
+
+    #[test]
+    fn what_is_not_delivered_is_not_acknowledged() {
+        let mut arrivals = Arrivals::default();
+        for number in 0..2 {
+            arrivals.arrive(number, Some(b"tag".to_vec())).unwrap();
+        }
+        assert_eq!(arrivals.note(), None);
+        assert_eq!(arrivals.pop(), Some((0, b"tag".to_vec())));
+        assert_eq!(arrivals.note(), Some((1, 0)));
     }
 
     #[test]
@@ -237,7 +248,8 @@ mod tests {
         while num_sent < 4 * WINDOW {
             while let Some((number, notice)) = outbox.pop() {
                 let tag = Some(vec![0; notice.len()]);
-                arrivals.arrive(number, tag, |_, _| {}).unwrap();
+                arrivals.arrive(number, tag).unwrap();
+                arrivals.pop().unwrap();
                 num_sent += 1;
             }
             assert!(arrivals.held <= WINDOW_BYTES);

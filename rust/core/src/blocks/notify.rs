@@ -103,16 +103,26 @@ impl Blocks {
 impl Blocks {
     /// A number came, with a tag or as void.
     pub(super) fn arrive(&mut self, link: LinkId, number: u64, tag: Option<Vec<u8>>) -> Result<()> {
+        if let Some(peer) = self.peers.get_mut(&link) {
+            peer.arrivals.arrive(number, tag)?;
+            self.deliver(link);
+        }
+        Ok(())
+    }
+
+    /// Hands over what has come from a peer, as far as there is room.
+    fn deliver(&mut self, link: LinkId) {
         let Some(peer) = self.peers.get_mut(&link) else {
-            return Ok(());
+            return;
         };
-        let (inbox, handle) = (&self.board.inbox, &peer.handle);
-        let deliver = |number, tag| {
-            let peer = handle.clone();
+        let inbox = &self.board.inbox;
+        while inbox.has_room()
+            && let Some((number, tag)) = peer.arrivals.pop()
+        {
+            let peer = peer.handle.clone();
             inbox.push(number, Notification { peer, tag });
-        };
+        }
         self.to_note.insert(link);
-        peer.arrivals.arrive(number, tag, deliver)
     }
 
     /// Our user has taken notifications.
@@ -120,8 +130,11 @@ impl Blocks {
         for (link, upto) in taken {
             if let Some(peer) = self.peers.get_mut(&link) {
                 peer.arrivals.take(upto);
-                self.to_note.insert(link);
             }
+        }
+        // Also of the others: what they sent may have waited for room.
+        for link in self.peers.keys().copied().collect::<Vec<_>>() {
+            self.deliver(link);
         }
     }
 
