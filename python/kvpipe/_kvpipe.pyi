@@ -126,10 +126,12 @@ class LookupBuffer:
     def address(self) -> str:
         """Where others connect, or where this is connected to, separated by commas; empty if neither."""
 
-    def insert(self, tokens: Any, tensors: Sequence[tuple[_TensorMeta, Any]], timeout: float | None) -> Work:
-        """`tokens` is a buffer of 64-bit integers."""
+    def insert(
+        self, tokens: Any, tensors: Sequence[tuple[_TensorMeta, Any]], timeout: float | None, is_waited: bool
+    ) -> Work:
+        """`tokens` is a buffer of 64-bit integers; `is_waited` as of `PipeEnd.send`."""
 
-    def select(self, tokens: Any, timeout: float | None) -> Work:
+    def select(self, tokens: Any, timeout: float | None, is_waited: bool) -> Work:
         """Ends with `None`, or a list of five `(family, dtype, shape, buffer or None)`."""
 
     def info(self) -> dict[str, Any]: ...

@@ -146,16 +146,18 @@ class LookupBuffer(Closing):
             PeerLostError: A server is gone; whether the entry was inserted is not known.
             ClosedError: The buffer was closed here.
         """
-        _wait(self._insert(input_tokens, roi, (key, value, hidden), timeout))
+        _wait(self._insert(input_tokens, roi, (key, value, hidden), timeout, is_waited=True))
 
     def iinsert(self, input_tokens: Any, roi: Any, key: Any, value: Any, hidden: Any) -> Work[None]:
         """Begins `insert`. The tensors must not be changed until the work is done; dropping it cancels nothing."""
-        return Work(self._insert(input_tokens, roi, (key, value, hidden), None), lambda _: None)
+        return Work(self._insert(input_tokens, roi, (key, value, hidden), None, is_waited=False), lambda _: None)
 
-    def _insert(self, input_tokens: Any, roi: Any, rest: tuple[Any, Any, Any], timeout: float | None) -> _kvpipe.Work:
+    def _insert(
+        self, input_tokens: Any, roi: Any, rest: tuple[Any, Any, Any], timeout: float | None, *, is_waited: bool
+    ) -> _kvpipe.Work:
         described = [describe(tensor) for tensor in (input_tokens, roi, *rest)]
         tokens = _counted(input_tokens, roi)
-        return self._native.insert(tokens, [(tensor.meta, tensor.data) for tensor in described], timeout)
+        return self._native.insert(tokens, [(tensor.meta, tensor.data) for tensor in described], timeout, is_waited)
 
     def drop_select(self, input_tokens: Any, roi: Any, timeout: float | None = None) -> list[Any]:
         """Takes the entry whose tokens match best, or waits for one that matches.
@@ -174,21 +176,21 @@ class LookupBuffer(Closing):
             PeerLostError: A server is gone.
             ClosedError: The buffer was closed here.
         """
-        native = self._select(input_tokens, roi, timeout)
+        native = self._select(input_tokens, roi, timeout, is_waited=True)
         return _take(native, _wait(native))
 
     def idrop_select(self, input_tokens: Any, roi: Any) -> Work[list[Any]]:
         """Begins `drop_select`. A work that is dropped before its result was asked for takes nothing."""
-        native = self._select(input_tokens, roi, None)
+        native = self._select(input_tokens, roi, None, is_waited=False)
         return Work(native, lambda entry: _take(native, entry))
 
-    def _select(self, input_tokens: Any, roi: Any, timeout: float | None) -> _kvpipe.Work:
+    def _select(self, input_tokens: Any, roi: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work:
         if input_tokens is None:
             if roi is not None:
                 message = "roi without input_tokens: None as query takes the oldest entry, and has no roi"
                 raise ConfigError(message)
-            return self._native.select(None, timeout)
-        return self._native.select(_counted(input_tokens, roi), timeout)
+            return self._native.select(None, timeout, is_waited)
+        return self._native.select(_counted(input_tokens, roi), timeout, is_waited)
 
     def stats(self) -> LookupBufferStats:
         """Counters of this buffer."""

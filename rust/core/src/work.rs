@@ -47,6 +47,15 @@ pub enum Waited {
     Interrupted,
 }
 
+/// What a caller does next with a work that it has just got.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Then {
+    /// Waits for it at once, and so runs the node itself: its thread need not be woken.
+    Wait,
+    /// Anything else.
+    GoOn,
+}
+
 /// The other end of a [`Work`]: completes it once. Dropped without that, the work ends as closed.
 #[derive(Debug)]
 pub struct Completer<T>(Option<Arc<Mutex<State<T>>>>);

@@ -12,6 +12,7 @@ use kvpipe_core::codec::Writer;
 use kvpipe_core::identity::Service;
 use kvpipe_core::lookup::{Items, Local, Query, Remote};
 use kvpipe_core::pipe::{Meta, Received};
+use kvpipe_core::work::Then;
 use kvpipe_ucx::{Buffer, Search};
 
 const INSERT: u8 = 16;
@@ -261,10 +262,10 @@ fn a_withdrawn_insert_gives_its_turn_to_the_next() {
                 .expect("connect");
         connected.wait_for(PATIENCE).expect("connected");
         let first = remote
-            .insert(vec![2], items(vec![0; 100_000]), None)
+            .insert(vec![2], items(vec![0; 100_000]), None, Then::GoOn)
             .expect("insert");
         let second = remote
-            .insert(vec![3], items(vec![0; 10]), None)
+            .insert(vec![3], items(vec![0; 10]), None, Then::GoOn)
             .expect("insert");
         eventually("both wait", || {
             (local.info().num_waiting == 2).then_some(())
@@ -301,9 +302,9 @@ fn a_client_that_is_not_connected_yet_says_so() {
         let transport = search.clone().into();
         let (remote, _) =
             Remote::connect(vec![address], TOKEN, transport, true, PATIENCE).expect("begun");
-        let selected = remote.select(Query::Any, None).expect("select");
+        let selected = remote.select(Query::Any, None, Then::GoOn).expect("select");
         let inserted = remote
-            .insert(vec![1], items(vec![1]), None)
+            .insert(vec![1], items(vec![1]), None, Then::GoOn)
             .expect("insert");
         eventually("it ends", || inserted.is_completed().then_some(()));
         assert!(matches!(inserted.result(), Some(Err(Error::Connect(_)))));

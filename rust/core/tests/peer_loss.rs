@@ -8,7 +8,8 @@ use common::{PATIENCE, PROMPT, Process, TOKEN, on_both_roads, say};
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, Options, Region};
 use kvpipe_core::link::Timing;
-use kvpipe_core::pipe::{Deadline, Meta, Pipe, Then};
+use kvpipe_core::pipe::{Deadline, Meta, Pipe};
+use kvpipe_core::work::Then;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::{Buffer, Search};
 

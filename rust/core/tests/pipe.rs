@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 use common::pipes::{close, content, meta, pipe, receive, send, send_within};
 use common::{PATIENCE, PROMPT, TOKEN, bytes, eventually, on_every_road, pattern};
 use kvpipe_core::Error;
-use kvpipe_core::pipe::{Deadline, Pipe, Then};
+use kvpipe_core::pipe::{Deadline, Pipe};
 use kvpipe_core::transport::Transport;
+use kvpipe_core::work::Then;
 use kvpipe_ucx::Buffer;
 
 #[test]

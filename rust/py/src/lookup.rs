@@ -13,7 +13,7 @@ use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
 use crate::pipe::{MetaTuple, meta};
 use crate::transport::Transport;
-use crate::work::{Kind, Work, duration};
+use crate::work::{Kind, Work, duration, then};
 
 #[pyclass(frozen)]
 pub(crate) struct LookupBuffer(lookup::LookupBuffer);
@@ -86,9 +86,10 @@ impl LookupBuffer {
         tokens: PyBuffer<i64>,
         tensors: Vec<(MetaTuple, Bound<'_, PyAny>)>,
         timeout: Option<f64>,
+        is_waited: bool,
     ) -> PyResult<Work> {
         let (tokens, items, timeout) = (tokens.to_vec(py)?, items(tensors)?, duration(timeout)?);
-        let inserted = py.detach(|| self.0.insert(tokens, items, timeout));
+        let inserted = py.detach(|| self.0.insert(tokens, items, timeout, then(is_waited)));
         release_let_go(py);
         Ok(Work::new(Kind::Inserted(inserted.map_err(to_py)?)))
     }
@@ -98,13 +99,16 @@ impl LookupBuffer {
         py: Python<'_>,
         tokens: Option<PyBuffer<i64>>,
         timeout: Option<f64>,
+        is_waited: bool,
     ) -> PyResult<Work> {
         let query = match tokens {
             Some(tokens) => Query::Tokens(tokens.to_vec(py)?),
             None => Query::Any,
         };
         let timeout = duration(timeout)?;
-        let selected = py.detach(|| self.0.select(query, timeout)).map_err(to_py)?;
+        let selected = py
+            .detach(|| self.0.select(query, timeout, then(is_waited)))
+            .map_err(to_py)?;
         Ok(Work::new(Kind::Selected(selected)))
     }
 

@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use kvpipe_core::node::default_busy_poll;
-use kvpipe_core::pipe::{Deadline, Meta, Pipe, Then};
+use kvpipe_core::pipe::{Deadline, Meta, Pipe};
 use pyo3::prelude::*;
 
 use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
 use crate::transport::Transport;
-use crate::work::{Kind, Work, duration};
+use crate::work::{Kind, Work, duration, then};
 
 pub(crate) type MetaTuple = (u8, String, Vec<u64>);
 
@@ -145,10 +145,6 @@ impl Drop for PipeEnd {
     fn drop(&mut self) {
         Python::try_attach(|py| py.detach(|| self.0.stop()));
     }
-}
-
-fn then(is_waited: bool) -> Then {
-    if is_waited { Then::Wait } else { Then::GoOn }
 }
 
 fn busy_poll(us: Option<u64>) -> Duration {

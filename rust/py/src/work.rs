@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kvpipe_core::blocks;
 use kvpipe_core::lookup::{Operation, Selected};
 use kvpipe_core::pipe::Received;
-use kvpipe_core::work::{Waited, Work as CoreWork};
+use kvpipe_core::work::{Then, Waited, Work as CoreWork};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 
@@ -70,6 +70,11 @@ pub(crate) fn duration(timeout: Option<f64>) -> PyResult<Option<Duration>> {
         .filter(|seconds| seconds.is_nan() || *seconds < 10.0 * 365.0 * 86400.0)
         .map(parse)
         .transpose()
+}
+
+/// Whether Python waits for the work that it is given before it does anything else.
+pub(crate) fn then(is_waited: bool) -> Then {
+    if is_waited { Then::Wait } else { Then::GoOn }
 }
 
 #[pymethods]

@@ -12,7 +12,7 @@ use super::{LookupInfo, Query};
 use crate::error::{Error, Result};
 use crate::node::Waker;
 use crate::process::Process;
-use crate::work::Completer;
+use crate::work::{Completer, Then};
 
 #[derive(Debug)]
 pub(super) enum Command {
@@ -75,13 +75,19 @@ impl Desk {
     }
 
     pub(super) fn send(&self, command: Command) -> Result<()> {
+        self.hand(command, Then::GoOn)
+    }
+
+    pub(super) fn hand(&self, command: Command, then: Then) -> Result<()> {
         let mut state = self.lock()?;
         if state.is_closed {
             return Err(Error::Closed("the lookup buffer is closed".to_owned()));
         }
         state.commands.push_back(command);
         drop(state);
-        if let Some(waker) = self.waker.get() {
+        if let Some(waker) = self.waker.get()
+            && then == Then::GoOn
+        {
             waker.wake();
         }
         Ok(())

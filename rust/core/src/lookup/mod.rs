@@ -25,6 +25,7 @@ use crate::error::{Error, Result};
 use crate::pipe::Received;
 use crate::pool::Pool;
 use crate::transport::Transport;
+use crate::work::Then;
 
 pub use local::Local;
 pub use operation::{Delivery, Operation, Selected};
@@ -166,18 +167,24 @@ impl LookupBuffer {
         tokens: Vec<i64>,
         items: Items,
         timeout: Option<Duration>,
+        then: Then,
     ) -> Result<Operation<()>> {
         match self {
             Self::Local(local) => local.insert(tokens, items, timeout),
-            Self::Remote(remote) => remote.insert(tokens, items, timeout),
+            Self::Remote(remote) => remote.insert(tokens, items, timeout, then),
         }
     }
 
     /// Takes an entry; the operation ends with `None` at `timeout`.
-    pub fn select(&self, query: Query, timeout: Option<Duration>) -> Result<Operation<Selected>> {
+    pub fn select(
+        &self,
+        query: Query,
+        timeout: Option<Duration>,
+        then: Then,
+    ) -> Result<Operation<Selected>> {
         match self {
             Self::Local(local) => local.select(query, timeout),
-            Self::Remote(remote) => remote.select(query, timeout),
+            Self::Remote(remote) => remote.select(query, timeout, then),
         }
     }
 

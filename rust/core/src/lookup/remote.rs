@@ -16,7 +16,7 @@ use crate::link::Timing;
 use crate::node::{Node, NodeConfig, default_busy_poll};
 use crate::pipe::local_towards;
 use crate::transport::Transport;
-use crate::work::Work;
+use crate::work::{Then, Work};
 
 /// The buffers of one or more servers: inserts go to the first, selects to all. Any thread may call.
 #[derive(Debug)]
@@ -105,35 +105,43 @@ impl Remote {
         tokens: Vec<i64>,
         items: Items,
         timeout: Option<Duration>,
+        then: Then,
     ) -> Result<Operation<()>> {
         check_entry(&tokens)?;
         too_many(&tokens)?;
         let (inserted, completer) = self.node.work();
         let operation = self.desk.operation();
-        self.desk.send(Command::Insert(Insert {
+        let insert = Insert {
             operation,
             tokens,
             items,
             deadline: timeout.map(|timeout| Instant::now() + timeout),
             completer,
-        }))?;
+        };
+        self.desk.hand(Command::Insert(insert), then)?;
         Ok(Operation::insert(inserted, operation, self.origin()))
     }
 
     /// Takes an entry of any server; ends with `None` when all have waited for `timeout`.
-    pub fn select(&self, query: Query, timeout: Option<Duration>) -> Result<Operation<Selected>> {
+    pub fn select(
+        &self,
+        query: Query,
+        timeout: Option<Duration>,
+        then: Then,
+    ) -> Result<Operation<Selected>> {
         query.check()?;
         if let Query::Tokens(tokens) = &query {
             too_many(tokens)?;
         }
         let (selected, completer) = self.node.work();
         let operation = self.desk.operation();
-        self.desk.send(Command::Select {
+        let select = Command::Select {
             operation,
             query,
             timeout,
             completer,
-        })?;
+        };
+        self.desk.hand(select, then)?;
         Ok(Operation::select(selected, operation, self.origin()))
     }
 

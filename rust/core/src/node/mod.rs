@@ -26,7 +26,7 @@ use crate::identity::Identity;
 use crate::link::Timing;
 use crate::process::Process;
 use crate::transport::Transport;
-use crate::work::{Completer, Work, work};
+use crate::work::{Completer, Then, Work, work};
 use run::{Control, Loop};
 use wheel::Wheel;
 
@@ -180,19 +180,21 @@ impl<C: Send + 'static> Node<C> {
     /// # Errors
     /// `Closed` when the node has stopped or the process is a fork of the one that made it.
     pub fn send(&self, command: C) -> Result<()> {
-        self.queue(command)?;
-        self.wheel.nudge();
-        Ok(())
+        self.hand(command, Then::GoOn)
     }
 
-    /// As [`send`](Self::send), for a caller that waits for the outcome at once, and so runs the node: its thread is
-    /// not woken.
-    pub(crate) fn queue(&self, command: C) -> Result<()> {
+    /// As [`send`](Self::send), by a caller of whom it is known what it does next.
+    pub(crate) fn hand(&self, command: C, then: Then) -> Result<()> {
         self.process.check()?;
         let commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
         commands
             .send(Control::Command(command))
-            .map_err(|_| Error::Closed("already closed".to_owned()))
+            .map_err(|_| Error::Closed("already closed".to_owned()))?;
+        drop(commands);
+        if then == Then::GoOn {
+            self.wheel.nudge();
+        }
+        Ok(())
     }
 }
 

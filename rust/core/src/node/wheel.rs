@@ -287,7 +287,7 @@ mod tests {
     use crate::identity::{Identity, Service as Kind};
     use crate::link::Timing;
     use crate::node::{Io, LinkId, Node, NodeConfig};
-    use crate::work::{Completer, Work};
+    use crate::work::{Completer, Then, Work};
 
     const SOON: Duration = Duration::from_secs(10);
 
@@ -334,7 +334,7 @@ mod tests {
 
     fn who_runs(node: &Node<Ask>) -> ThreadId {
         let (work, completer) = node.work();
-        node.queue(Ask::WhoRuns(completer)).unwrap();
+        node.hand(Ask::WhoRuns(completer), Then::Wait).unwrap();
         work.wait_for(SOON).unwrap()
     }
 
@@ -350,7 +350,7 @@ mod tests {
     /// A caller that runs the node for good, and what its wait ends with.
     fn caller(node: &Arc<Node<Ask>>) -> thread::JoinHandle<Result<ThreadId>> {
         let (work, completer) = node.work();
-        node.queue(Ask::Keep(completer)).unwrap();
+        node.hand(Ask::Keep(completer), Then::Wait).unwrap();
         let node = Arc::clone(node);
         thread::spawn(move || {
             let _node = node;
@@ -404,8 +404,8 @@ mod tests {
     fn a_panic_ends_what_is_under_way_as_closed() {
         let node = node();
         let (kept, completer) = node.work();
-        node.queue(Ask::Keep(completer)).unwrap();
-        node.queue(Ask::Panic).unwrap();
+        node.hand(Ask::Keep(completer), Then::Wait).unwrap();
+        node.hand(Ask::Panic, Then::Wait).unwrap();
         assert!(matches!(kept.wait_for(SOON), Err(Error::Closed(_))));
         node.stop();
         assert!(node.send(Ask::Panic).is_err());

@@ -20,7 +20,7 @@ use crate::identity::{Identity, Service};
 use crate::link::Timing;
 use crate::node::{Io, LinkId, Node, NodeConfig};
 use crate::transport::Transport;
-use crate::work::Work;
+use crate::work::{Then, Work};
 
 pub use receiver::Received;
 
@@ -101,24 +101,6 @@ impl Deadline {
         Self {
             meet_by: at,
             done_by: at.filter(|_| timeout != Some(Duration::ZERO)),
-        }
-    }
-}
-
-/// What the caller does next with the work it gets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Then {
-    /// Waits for it at once, and so moves the bytes itself.
-    Wait,
-    /// Anything else.
-    GoOn,
-}
-
-impl Then {
-    fn hand<C: Send + 'static>(self, node: &Node<C>, command: C) -> Result<()> {
-        match self {
-            Self::Wait => node.queue(command),
-            Self::GoOn => node.send(command),
         }
     }
 }
@@ -342,7 +324,7 @@ impl Pipe {
             deadline,
             completer,
         };
-        then.hand(node, send)?;
+        node.hand(send, then)?;
         Ok(done)
     }
 
@@ -364,7 +346,7 @@ impl Pipe {
             deadline,
             completer,
         };
-        then.hand(node, receive)?;
+        node.hand(receive, then)?;
         Ok(done)
     }
 

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_core::pipe::{Deadline, Meta, Pipe, Received, Then};
+use kvpipe_core::pipe::{Deadline, Meta, Pipe, Received};
 use kvpipe_core::transport::Transport;
+use kvpipe_core::work::Then;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;
 
