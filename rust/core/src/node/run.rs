@@ -37,6 +37,8 @@ pub(super) enum Control<C> {
 pub(super) enum Next {
     /// Another round.
     Again,
+    /// Another round, although there is nothing to do: to see at once when there is.
+    Poll,
     /// Nothing, until a descriptor tells of something or this time has come.
     Sleep(Instant),
     /// [`Loop::end`].
@@ -100,6 +102,7 @@ impl<S: Service> Loop<S> {
             self.idle_since = Instant::now();
         } else if self.may_poll() {
             std::thread::yield_now(); // another thread may need this CPU to go on
+            return Next::Poll;
         } else if self.may_sleep() {
             return Next::Sleep(wake_at);
         }
@@ -121,7 +124,7 @@ impl<S: Service> Loop<S> {
                 return Driven::Done;
             }
             let is_interrupted = match next {
-                Next::Again => false,
+                Next::Again | Next::Poll => false,
                 Next::Sleep(at) => self.look_at_sockets(at.min(until)),
                 Next::End => return Driven::Taken,
             };

@@ -31,7 +31,7 @@ pub(crate) enum Driven {
     TimedOut,
     /// A signal came.
     Interrupted,
-    /// Another caller runs the node, or it ends; wait for them.
+    /// The thread or another caller runs the node, or it ends; wait for them.
     Taken,
     /// The node is of the process that this one was forked from, and nobody runs it here.
     Forked(Error),
@@ -52,23 +52,44 @@ type Held<S> = Box<Together<Loop<S>>>;
 enum Thread {
     /// It runs the node, or is about to see whether it may.
     Awake,
+    /// It has nothing to do, but looks for more before it sleeps: a caller can have the node at once.
+    Polling,
     /// It sleeps on the node's descriptors, although the node lies with the [`State`].
     Asleep,
     /// It waits until a caller puts the node back, however long that takes.
     Parked,
 }
 
+/// Where the node is.
+enum Place<S: Service> {
+    Here(Held<S>),
+    WithThread,
+    WithCaller,
+    Ended,
+}
+
 struct State<S: Service> {
-    /// The node, while nobody runs it.
-    node: Option<Held<S>>,
-    /// A caller runs it, or is about to.
-    has_caller: bool,
+    node: Place<S>,
     /// Turns that callers have begun.
     num_turns: u64,
     thread: Thread,
-    /// The thread is to take over at once.
+    /// A caller waits for the thread to put the node down.
+    is_wanted: bool,
+    /// The thread is to run the node next, and at once: there is something to do that no caller waits for, or not yet.
     must_hurry: bool,
-    has_ended: bool,
+}
+
+impl<S: Service> State<S> {
+    /// The node, if it is here, for whom `instead` names.
+    fn take(&mut self, instead: Place<S>) -> Option<Held<S>> {
+        match std::mem::replace(&mut self.node, instead) {
+            Place::Here(node) => Some(node),
+            elsewhere => {
+                self.node = elsewhere;
+                None
+            }
+        }
+    }
 }
 
 pub(super) struct Wheel<S: Service> {
@@ -91,12 +112,11 @@ impl<S: Service> Wheel<S> {
         kick: OwnedFd,
     ) -> Self {
         let state = State {
-            node: Some(Box::new(node)),
-            has_caller: false,
+            node: Place::Here(Box::new(node)),
             num_turns: 0,
             thread: Thread::Awake,
+            is_wanted: false,
             must_hurry: false,
-            has_ended: false,
         };
         Self {
             state: Mutex::new(state),
@@ -127,12 +147,14 @@ impl<S: Service> Wheel<S> {
     /// Waits until no caller runs the node, nor did a moment ago. `None`: it has ended.
     fn wait_for_turn(&self, seen: &mut u64) -> Option<Held<S>> {
         let mut state = self.lock();
-        while !state.has_ended {
+        while !matches!(state.node, Place::Ended) {
             let is_quiet = state.num_turns == *seen;
-            if !state.has_caller && (is_quiet || state.must_hurry) {
+            if (is_quiet || state.must_hurry)
+                && let Some(node) = state.take(Place::WithThread)
+            {
                 *seen = state.num_turns;
                 state.must_hurry = false;
-                return state.node.take();
+                return Some(node);
             }
             if is_quiet {
                 state.thread = Thread::Parked;
@@ -150,18 +172,18 @@ impl<S: Service> Wheel<S> {
         None
     }
 
-    /// Runs the node until a caller wants it, it has nothing to do, or it ends.
+    /// Runs the node until it has nothing to do, or ends.
     fn run_turns(&self, mut node: Held<S>) {
         node.get_mut().look_at_sockets(Instant::now());
         loop {
             match (*node).get_mut().turn() {
-                Next::Again => {
+                Next::Again => self.lock().thread = Thread::Awake,
+                Next::Poll => {
                     let mut state = self.lock();
-                    if state.has_caller {
-                        state.node = Some(node);
-                        drop(state);
-                        return self.for_caller.notify_one();
+                    if state.is_wanted {
+                        return self.hand_over(state, node);
                     }
+                    state.thread = Thread::Polling;
                 }
                 Next::Sleep(until) => return self.sleep(node, until),
                 Next::End => {
@@ -172,13 +194,21 @@ impl<S: Service> Wheel<S> {
         }
     }
 
+    fn hand_over(&self, mut state: MutexGuard<'_, State<S>>, node: Held<S>) {
+        state.node = Place::Here(node);
+        state.thread = Thread::Awake;
+        state.num_turns += 1; // its turn, lest the thread is there first
+        drop(state);
+        self.for_caller.notify_one();
+    }
+
+    /// Leaves the node to callers, until there is something to do.
     fn sleep(&self, node: Held<S>, until: Instant) {
         let mut state = self.lock();
-        state.node = Some(node);
-        if state.has_caller {
-            drop(state);
-            return self.for_caller.notify_one();
+        if state.must_hurry || state.is_wanted {
+            return self.hand_over(state, node);
         }
+        state.node = Place::Here(node);
         state.thread = Thread::Asleep;
         drop(state);
         let mut wakers = [
@@ -192,42 +222,36 @@ impl<S: Service> Wheel<S> {
     }
 
     fn ended(&self) {
-        self.lock().has_ended = true;
-        self.for_caller.notify_all();
+        self.lock().node = Place::Ended;
         self.for_thread.notify_all();
     }
 
-    /// The node for a caller, unless another has it.
+    /// The node for a caller, unless somebody else has it or is about to.
     fn take(&self) -> Option<Held<S>> {
         let mut state = self.lock();
-        if state.has_caller {
-            state.must_hurry = true; // what the other does not wait for is then the thread's again
+        if matches!(state.node, Place::WithCaller) || state.must_hurry {
+            state.must_hurry = true; // what another caller does not wait for is then the thread's again
             return None;
         }
-        state.has_caller = true;
+        if state.thread == Thread::Polling {
+            state.is_wanted = true;
+            let waited = self.for_caller.wait_timeout(state, LINGER);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state.is_wanted = false;
+        }
+        let node = state.take(Place::WithCaller)?;
         state.num_turns += 1;
         if state.thread == Thread::Asleep {
             // What the caller does to the node, the thread's sleep is not prepared for.
             signal(&self.kick);
         }
-        while !state.has_ended {
-            if let Some(node) = state.node.take() {
-                return Some(node);
-            }
-            state = self
-                .for_caller
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
-        state.has_caller = false;
-        None
+        Some(node)
     }
 
     fn put_back(&self, mut node: Held<S>) {
         let is_at_rest = node.get_mut().is_at_rest();
         let mut state = self.lock();
-        state.node = Some(node);
-        state.has_caller = false;
+        state.node = Place::Here(node);
         state.must_hurry |= !is_at_rest;
         if state.must_hurry || state.thread == Thread::Parked {
             state.must_hurry = true;
@@ -252,7 +276,6 @@ impl<S: Service> Drive for Wheel<S> {
             driven
         });
         catch_unwind(drive).unwrap_or_else(|_| {
-            self.lock().has_caller = false;
             self.ended();
             Driven::Taken
         })
@@ -263,11 +286,8 @@ impl<S: Service> Drive for Wheel<S> {
             return;
         }
         signal(&self.wake);
-        let mut state = self.lock();
-        if state.has_caller || state.thread != Thread::Asleep {
-            state.must_hurry = true;
-            self.for_thread.notify_one();
-        }
+        self.lock().must_hurry = true;
+        self.for_thread.notify_one();
     }
 }
 
