@@ -205,8 +205,13 @@ def _numpy_dtype_name(dtype: Any) -> str:
         raise ConfigError(message) from error
 
 
-@lru_cache(maxsize=256)
 def _numpy_dtype(name: str) -> Any:
+    # The names of a structured dtype can be changed in place: each array has its own.
+    return _parsed_numpy_dtype.__wrapped__(name) if name.startswith("[") else _parsed_numpy_dtype(name)
+
+
+@lru_cache(maxsize=256)
+def _parsed_numpy_dtype(name: str) -> Any:
     numpy: Any = _imported_numpy()
     try:
         if name.startswith("ml_dtypes."):

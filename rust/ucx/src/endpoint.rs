@@ -79,16 +79,25 @@ impl Endpoint {
     }
 }
 
+fn add(count: &Cell<usize>, more: usize) {
+    count.set(count.get() + more);
+}
+
+fn subtract(count: &Cell<usize>, less: usize) {
+    count.set(count.get().saturating_sub(less));
+}
+
 impl State {
     pub(crate) fn op_begins(&self, endpoint: &Endpoint) {
         endpoint.ops.set(endpoint.ops.get() + 1);
-        self.outstanding.set(self.outstanding.get() + 1);
+        add(&self.outstanding, 1);
     }
 
     pub(crate) fn op_ends(&self, endpoint: &Rc<Endpoint>) {
-        endpoint.ops.set(endpoint.ops.get().saturating_sub(1));
-        self.outstanding
-            .set(self.outstanding.get().saturating_sub(1));
+        subtract(&endpoint.ops, 1);
+        if endpoint.phase.get() != Phase::Leaving {
+            subtract(&self.outstanding, 1);
+        }
         self.report_if_closed(endpoint);
     }
 
@@ -100,6 +109,13 @@ impl State {
         }
     }
 
+    /// An operation was refused.
+    pub(crate) fn settled_unless_busy(&self, endpoint: &Endpoint) {
+        if endpoint.ops.get() == 0 {
+            self.settled(endpoint);
+        }
+    }
+
     fn close_ends(&self, endpoint: &Rc<Endpoint>) {
         endpoint.phase.set(Phase::Freed);
         self.report_if_closed(endpoint);
@@ -108,8 +124,7 @@ impl State {
     fn report_if_closed(&self, endpoint: &Rc<Endpoint>) {
         if endpoint.phase.get() == Phase::Freed && endpoint.ops.get() == 0 {
             endpoint.phase.set(Phase::Closed);
-            self.outstanding
-                .set(self.outstanding.get().saturating_sub(1));
+            subtract(&self.outstanding, 1);
             self.events.push(Raw::Closed {
                 endpoint: Rc::clone(endpoint),
             });
@@ -228,12 +243,13 @@ impl Worker {
         if !matches!(endpoint.phase.get(), Phase::Open | Phase::Failed(_)) {
             return;
         }
-        self.inner.state.outstanding.set(self.outstanding() + 1);
         if endpoint.is_settled.get() {
-            self.close_now(endpoint);
-        } else {
-            endpoint.phase.set(Phase::Leaving);
+            return self.close_now(endpoint);
         }
+        endpoint.phase.set(Phase::Leaving);
+        let state = &self.inner.state;
+        add(&state.leaving, 1);
+        subtract(&state.outstanding, endpoint.ops.get());
     }
 
     /// Closes those that can be by now. Not to be called from UCX's callbacks.
@@ -248,12 +264,16 @@ impl Worker {
         let leaving: Vec<_> = endpoints.values().filter(can_leave).cloned().collect();
         drop(endpoints);
         for endpoint in leaving {
+            let state = &self.inner.state;
+            subtract(&state.leaving, 1);
+            add(&state.outstanding, endpoint.ops.get());
             self.close_now(endpoint);
         }
     }
 
     fn close_now(&self, endpoint: Rc<Endpoint>) {
         endpoint.phase.set(Phase::Closing);
+        add(&self.inner.state.outstanding, 1);
         endpoint.revoke_keys();
         let attributes = Attributes {
             flags: sys::UCP_EP_CLOSE_FLAG_FORCE,

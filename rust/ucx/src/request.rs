@@ -105,6 +105,8 @@ pub(crate) fn post(
     match posted {
         Posted::Refused(code) => {
             op.worker.state.op_ends(&op.endpoint);
+            // Else nothing might be left that could tell that it can be closed.
+            op.worker.state.settled_unless_busy(&op.endpoint);
             Err(Status::new(code, call))
         }
         Posted::Complete | Posted::Pending => {

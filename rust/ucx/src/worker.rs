@@ -20,6 +20,8 @@ use crate::sys::{self, EntryPoints};
 
 /// How long a dropped worker waits for its operations before it leaks them.
 const DROP_TIMEOUT: Duration = Duration::from_secs(5);
+/// The same for endpoints that are not connected: that may take as long as the network takes to give up.
+const LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// A UCX worker. Neither `Send` nor `Sync`: used by one thread at a time, which it changes only with all that was made
 /// from it (see [`Together`](crate::Together)).
@@ -47,6 +49,8 @@ pub(crate) struct State {
     pub(crate) events: Queue,
     pub(crate) endpoints: RefCell<BTreeMap<EndpointId, Rc<Endpoint>>>,
     pub(crate) outstanding: Cell<usize>,
+    /// Endpoints that are to be closed and cannot be yet; their operations are not outstanding meanwhile.
+    pub(crate) leaving: Cell<usize>,
     /// An endpoint that is to be closed can be.
     pub(crate) may_leave: Cell<bool>,
     /// The `Worker` is gone: nobody takes events any more.
@@ -143,7 +147,8 @@ impl Worker {
         })
     }
 
-    /// Operations whose `Done` and closes whose `Closed` is not yet queued.
+    /// Operations whose `Done` and closes whose `Closed` is not yet queued, but for endpoints that
+    /// wait for their connection only to be closed.
     pub fn outstanding(&self) -> usize {
         self.inner.state.outstanding.get()
     }
@@ -153,8 +158,13 @@ impl Worker {
     }
 
     fn drain(&self) {
-        let deadline = Instant::now() + DROP_TIMEOUT;
-        while self.outstanding() != 0 && Instant::now() < deadline {
+        let begun = Instant::now();
+        let is_over = || match self.outstanding() {
+            0 if self.inner.state.leaving.get() == 0 => true,
+            0 => begun.elapsed() > LEAVE_TIMEOUT,
+            _ => begun.elapsed() > DROP_TIMEOUT,
+        };
+        while !is_over() {
             if self.progress() == 0 {
                 std::thread::sleep(Duration::from_micros(100));
             }
@@ -182,11 +192,11 @@ impl Drop for Worker {
         if let Err(status) = am::remove_handler(&self.inner) {
             tracing::warn!(%status, "worker.handler_kept");
         }
-        let outstanding = self.outstanding();
-        if outstanding != 0 {
+        let (outstanding, leaving) = (self.outstanding(), self.inner.state.leaving.get());
+        if outstanding != 0 || leaving != 0 {
             // UCX may still call back, and an endpoint that is not connected must not be closed: nothing is freed.
             std::mem::forget(Rc::clone(&self.inner));
-            tracing::error!(outstanding, "worker.leaked");
+            tracing::error!(outstanding, leaving, "worker.leaked");
         }
     }
 }

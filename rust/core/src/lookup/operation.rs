@@ -134,7 +134,7 @@ impl<T: Clone> Operation<T> {
 
 impl<T> Drop for Operation<T> {
     fn drop(&mut self) {
-        if self.is_select {
+        if self.is_select && !self.work.is_completed() {
             self.withdraw();
         }
     }

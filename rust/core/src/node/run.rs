@@ -19,6 +19,8 @@ use crate::work::timespec;
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
 /// How long UCX may keep the thread busy before it looks at its sockets: heartbeats have to pass any bulk.
 const LOOK_AT_SOCKETS: Duration = Duration::from_millis(1);
+/// How long a caller may be busy with the node before it looks for signals. One that sleeps is interrupted at once.
+const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(100);
 /// UCX events of one round. A CMA read completes as it is posted, so that a chain of them would never end the round.
 const EVENTS_PER_ROUND: usize = 32;
 /// Handshakes of peers under way at once; one more ends the oldest, so that silent connections keep nobody out.
@@ -111,11 +113,11 @@ impl<S: Service> Loop<S> {
 
     /// Runs on a caller's thread until `is_done`, `until`, a signal, or the node's end.
     pub(super) fn drive(&mut self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven {
-        self.io.now = Instant::now();
-        self.idle_since = self.io.now;
-        // A small tensor leaves with the command to send it.
+        let begun = Instant::now();
+        (self.io.now, self.idle_since) = (begun, begun);
+        // A small tensor leaves with the command to send it, unless a round is due.
         self.take_commands();
-        if is_done() {
+        if is_done() && begun - self.looked_at_sockets < LOOK_AT_SOCKETS {
             return Driven::Done;
         }
         loop {
@@ -128,10 +130,14 @@ impl<S: Service> Loop<S> {
                 Next::Sleep(at) => self.look_at_sockets(at.min(until)),
                 Next::End => return Driven::Taken,
             };
-            if is_interrupted {
+            if is_done() {
+                return Driven::Done;
+            }
+            let now = Instant::now();
+            if is_interrupted || now - begun >= LOOK_FOR_SIGNALS {
                 return Driven::Interrupted;
             }
-            if Instant::now() >= until {
+            if now >= until {
                 return Driven::TimedOut;
             }
         }
@@ -468,7 +474,7 @@ impl<S: Service> Loop<S> {
 
     fn make_room(&mut self) {
         let is_under_way =
-            |(_, link): &(&LinkId, &crate::link::Link)| link.is_accepted && !link.is_announced;
+            |(_, link): &(&LinkId, &crate::link::Link)| link.is_accepted && !link.is_up();
         let under_way = self.io.links.iter().filter(is_under_way);
         let (count, oldest) = under_way.fold((0, None), |(count, oldest), (&id, _)| {
             (count + 1, oldest.into_iter().chain([id]).min())

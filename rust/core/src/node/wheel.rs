@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::process::Process;
 use crate::work::timespec;
 
-/// How long after a caller's turn the thread leaves the node to the next caller.
+/// How long after a caller's turn the thread leaves the node to the next caller, up to twice that.
 const LINGER: Duration = Duration::from_millis(1);
 
 /// How a caller's turn ended.
@@ -285,8 +285,11 @@ impl<S: Service> Drive for Wheel<S> {
         if self.process.check().is_err() {
             return;
         }
+        let mut state = self.lock();
+        // The thread, if it has the node, looks at the wake before it sleeps.
+        state.must_hurry |= !matches!(state.node, Place::WithThread);
+        drop(state);
         signal(&self.wake);
-        self.lock().must_hurry = true;
         self.for_thread.notify_one();
     }
 }
