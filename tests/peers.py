@@ -127,6 +127,16 @@ def send_nothing(address):
     wait_for_the_end()
 
 
+def say_half_a_hello(address, num_bytes):
+    """Connects, says the first bytes of a hello, and no more."""
+    host, port = address.rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as connection:
+        hello = (39).to_bytes(4, "little") + b"\x01KVPP" + bytes(34)
+        connection.sendall(hello[: int(num_bytes)])
+        say("said")
+        wait_for_the_end()
+
+
 def interrupted(end):
     """Waits without end in Python's main thread; says how that ended, and what is received afterwards."""
     receiver = Pipe.listen()
@@ -374,6 +384,7 @@ PROGRAMS = {
         receive_for_ever,
         receive_nothing,
         send_for_ever,
+        say_half_a_hello,
         send_nothing,
         serve_blocks,
         serve_entries,
