@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvpipe import Agent, AuthenticationError, ConfigError, ConnectError, Pipe, TransferTimeoutError
+from kvpipe import Agent, AuthenticationError, ConfigError, ConnectError, LookupBuffer, Pipe, TransferTimeoutError
 from tests.test_pipe import both_ways
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -43,10 +43,19 @@ def test_a_listener_that_does_not_answer_is_a_connect_error_in_time(tmp_path):
         assert time.monotonic() - started < 2
 
 
+def test_unless_told_otherwise_all_listen_on_loopback():
+    with Pipe.listen() as receiver, Agent() as agent, LookupBuffer() as buffer:
+        buffer.serve()
+        addresses = [receiver.address, agent.address, buffer.address]
+    assert [address.partition(":")[0] for address in addresses] == ["127.0.0.1"] * 3
+
+
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
 def test_others_can_reach_us_only_with_a_token(address):
     with pytest.raises(ConfigError, match=r"needs a token.*set KVPIPE_TOKEN or pass token="):
         Pipe.listen(address)
+    with pytest.raises(ConfigError, match="needs a token"):
+        Agent(address)
     with Pipe.listen(address, token="secret") as receiver:
         assert receiver.address
 

@@ -6,7 +6,7 @@ mod receiver;
 mod receiving;
 mod sender;
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -232,13 +232,20 @@ pub(crate) fn local_towards(peer: &str, timeout: Duration) -> Result<IpAddr> {
     if resolved.ip().is_loopback() {
         return Ok(resolved.ip());
     }
-    let unspecified = IpAddr::from(Ipv4Addr::UNSPECIFIED);
+    let any = match resolved.ip() {
+        IpAddr::V4(_) => IpAddr::from(Ipv4Addr::UNSPECIFIED),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
     // Nothing is sent: connecting a datagram socket only looks the route up.
-    let route = UdpSocket::bind("0.0.0.0:0").and_then(|socket| {
+    let route = UdpSocket::bind((any, 0)).and_then(|socket| {
         socket.connect(resolved)?;
         socket.local_addr()
     });
-    Ok(route.map_or(unspecified, |address| address.ip()))
+    // Without a route, UCX must not be told of every interface instead.
+    route.map_or_else(
+        |error| Err(Error::Connect(format!("cannot reach {peer}: {error}"))),
+        |address| Ok(address.ip()),
+    )
 }
 
 impl Pipe {
@@ -404,6 +411,27 @@ impl Pipe {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    /// Every address of this machine is reached from itself; were it every interface, UCX would listen on all.
+    #[test]
+    fn a_peer_is_reached_from_one_interface() {
+        for interface in if_addrs::get_if_addrs().unwrap() {
+            let is_link_local =
+                matches!(interface.ip(), IpAddr::V6(ip) if ip.is_unicast_link_local());
+            if !is_link_local {
+                let peer = SocketAddr::new(interface.ip(), 9).to_string();
+                let local = local_towards(&peer, Duration::from_secs(20)).unwrap();
+                assert_eq!(local, interface.ip(), "{}", interface.name);
+            }
+        }
+    }
+
+    /// No such address is on any network.
+    #[test]
+    fn without_a_route_no_interface_is_taken_in_its_place() {
+        let error = local_towards("[100::1]:9", Duration::from_secs(20));
+        assert!(!error.is_ok_and(|local| local.is_unspecified()));
+    }
 
     proptest! {
         #[test]
