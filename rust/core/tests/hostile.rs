@@ -258,7 +258,7 @@ fn greeting(search: &Search) -> Vec<u8> {
     said
 }
 
-/// Not protected, and no matter of UCX's features.
+/// Not protected, and no matter of UCX's features: measured without `UCP_FEATURE_RMA` and with `UCX_TCP_PUT_ENABLE=n` too.
 #[test]
 fn a_stranger_who_speaks_ucx_tcp_by_hand_writes_memory_without_any_token() {
     alone(
