@@ -11,10 +11,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use agents::{BLOCK, COUNT, agent, register};
+use common::relay::Relay;
 use common::sockets::listening;
 use common::{PATIENCE, Process, alone, bytes, eventually, pattern, say};
 use kvpipe_core::blocks::{Agent, Options, Peer, Region};
 use kvpipe_core::codec::{Reader, Writer};
+use kvpipe_core::handshake::SessionId;
 use kvpipe_ucx::{
     Buffer, Config, Context, EndpointId, Event, Library, Memory, Payload, RemoteKey, Search,
     Status, Worker,
@@ -24,6 +26,10 @@ use kvpipe_ucx::{
 const SMALL: usize = 64;
 /// So much that UCX's TCP writes it straight from the socket to where the header says.
 const LARGE: usize = 64 << 10;
+/// The frame of the handshake with the session's id.
+const WELCOME: u8 = 5;
+/// The message that carries a tag, with its number.
+const NOTIFY: [u8; 1] = [40];
 /// Where no process has memory.
 const UNMAPPED: u64 = 8;
 
@@ -325,4 +331,40 @@ fn a_stranger_at_the_ucx_port_can_end_the_process() {
         let ended = eventually("its end", || victim.process.ended());
         assert!(!ended.success(), "{ended}");
     });
+}
+
+/// The id of the session that a server has welcomed a client to.
+fn session_in(said: &[u8]) -> Option<SessionId> {
+    let mut rest = Reader::new(said);
+    loop {
+        let len = rest.u32().ok()? as usize;
+        let mut frame = Reader::new(rest.raw(len).ok()?);
+        if frame.u8().ok()? == WELCOME {
+            frame.raw(32).ok()?;
+            return frame.fixed().ok();
+        }
+    }
+}
+
+/// Not protected: nothing is encrypted, and the id of a session is all that its messages prove.
+#[test]
+fn a_stranger_who_has_read_the_handshake_can_speak_in_its_session() {
+    alone(
+        "a_stranger_who_has_read_the_handshake_can_speak_in_its_session",
+        |search| {
+            let mut victim = Victim::start();
+            let relay = Relay::to(victim.bootstrap.parse().expect("address"));
+            victim.bootstrap = relay.address.to_string();
+            let friend = Friend::of(search, &victim);
+            let session = session_in(&relay.server_said()).expect("a welcome");
+            let stranger = Stranger::at(search, victim.ucx_port);
+            let header = [&session[..], &NOTIFY, &u64::MAX.to_le_bytes()].concat();
+            assert!(!friend.agent.peers().is_empty());
+            stranger.say(&header).expect("sent");
+            // A number that makes no sense: the victim holds it against its peer.
+            eventually("the end of the session", || {
+                friend.agent.peers().is_empty().then_some(())
+            });
+        },
+    );
 }

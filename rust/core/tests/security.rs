@@ -4,10 +4,11 @@ mod agents;
 mod common;
 
 use std::io::{Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::time::Duration;
 
 use agents::{BLOCK, COUNT, agent, register};
+use common::relay::Relay;
 use common::sockets::listening;
 use common::{PATIENCE, Raw, TOKEN, alone, eventually, pattern};
 use kvpipe_core::Error;
@@ -46,44 +47,22 @@ fn ask(from: &Control, address: SocketAddr) -> kvpipe_core::Result<String> {
         .wait_for(PATIENCE)
 }
 
-/// Passes one connection to `server` on, and returns what its client said.
-fn record(listener: &TcpListener, server: SocketAddr) -> Vec<u8> {
-    let (mut client, _) = listener.accept().expect("accept");
-    let mut server = TcpStream::connect(server).expect("connect");
-    let mut answers = server.try_clone().expect("clone");
-    let mut back = client.try_clone().expect("clone");
-    let passing = std::thread::spawn(move || std::io::copy(&mut answers, &mut back));
-    let mut said = Vec::new();
-    let mut piece = [0; 4096];
-    while let Ok(len @ 1..) = client.read(&mut piece) {
-        said.extend_from_slice(&piece[..len]);
-        server.write_all(&piece[..len]).expect("pass on");
-    }
-    let _ = server.shutdown(std::net::Shutdown::Write);
-    let _ = passing.join().expect("thread");
-    said
-}
-
 #[test]
 fn a_recorded_session_played_again_is_refused_and_asks_nothing() {
     let server = control();
     let address = server.address().expect("address");
-    let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
-    let between = listener.local_addr().expect("address");
-    let recording = std::thread::spawn(move || record(&listener, address));
-    let client = control();
-    ask(&client, between).expect("the recorded session");
-    drop(client);
-    let said = recording.join().expect("recorded");
+    let relay = Relay::to(address);
+    ask(&control(), relay.address).expect("the recorded session");
+    let said = relay.client_said();
     assert!(said.len() > 100, "{} bytes", said.len());
     server.drain();
 
-    let mut replay = TcpStream::connect(address).expect("connect");
-    replay.set_read_timeout(Some(PATIENCE)).expect("timeout");
+    let mut stranger = TcpStream::connect(address).expect("connect");
+    stranger.set_read_timeout(Some(PATIENCE)).expect("timeout");
     // It may be cut off while it speaks.
-    let _ = replay.write_all(&said);
+    let _ = stranger.write_all(&said);
     let mut answers = Vec::new();
-    let _ = replay.read_to_end(&mut answers);
+    let _ = stranger.read_to_end(&mut answers);
     let challenge = 4 + 1 + 2 + 32;
     assert!(answers.len() >= challenge, "{answers:?}");
     // Where the connection was reset under what it had not read, the refusal may be lost.

@@ -3,6 +3,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
 pub mod pipes;
+pub mod relay;
 pub mod sockets;
 
 use std::io::{BufRead, BufReader, Read, Write};
