@@ -246,7 +246,7 @@ fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
         |search| {
             let timing = Timing {
                 heartbeat: Duration::from_millis(50),
-                silence: Duration::from_millis(250),
+                silence: Duration::from_millis(500),
                 ..Timing::default()
             };
             let make = || {
