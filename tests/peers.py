@@ -28,9 +28,9 @@ LARGE = 64 * MIB
 class Child:
     """A program in another process. It is killed after `limit_s`: a test that would hang fails instead."""
 
-    def __init__(self, program, *arguments, limit_s=LIMIT_S):
+    def __init__(self, program, *arguments, limit_s=LIMIT_S, module="tests.peers"):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.peers", program, *map(str, arguments)],
+            [sys.executable, "-m", module, program, *map(str, arguments)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -27,8 +27,15 @@ struct Worker {
 /// A worker whose layers hold patterns from `seed` on.
 fn worker(transport: &Transport, seed: u64) -> Worker {
     let timing = Timing::default();
-    let agent =
-        Agent::new("127.0.0.1:0", TOKEN, transport.clone(), "", vec![], timing).expect("agent");
+    let agent = Agent::new(
+        &common::local(),
+        TOKEN,
+        transport.clone(),
+        "",
+        vec![],
+        timing,
+    )
+    .expect("agent");
     let layers: Vec<Buffer> = (0..LAYERS as u64)
         .map(|layer| Buffer::from_vec(pattern(COUNT * BLOCK, seed + layer)))
         .collect();

@@ -150,7 +150,8 @@ fn checksums_of_large_tensors_are_told_unless_they_are_switched_off() {
         raw.send(&header, &payload);
         raw.message(OFFER);
         let told = raw.message_within(SUMS, Duration::from_millis(300));
-        assert_eq!(told.is_some(), is_summed);
+        // Over TCP each message brings its own.
+        assert_eq!(told.is_some(), is_summed && !common::is_tcp());
     }
 }
 

@@ -174,8 +174,8 @@ fn a_tensor_that_nobody_takes_is_withdrawn_and_the_next_one_arrives() {
 #[test]
 fn a_tensor_without_checksums_arrives() {
     on_every_road("a_tensor_without_checksums_arrives", |transport| {
-        let rx =
-            Pipe::listen("127.0.0.1:0", TOKEN, transport.clone(), Duration::ZERO).expect("listen");
+        let rx = Pipe::listen(&common::local(), TOKEN, transport.clone(), Duration::ZERO)
+            .expect("listen");
         let address = rx.address().expect("address").to_string();
         let (tx, connected) = Pipe::connect(
             &address,

@@ -25,10 +25,12 @@ type Version = (u32, u32);
 
 /// Keys that only some UCX versions take, or need: `(key, since, before)`. Older versions do not
 /// refuse an unknown key but print a warning for each worker (seen: 1.13 to 1.19).
-const VERSIONS: [(&str, Version, Version); 7] = [
+const VERSIONS: [(&str, Version, Version); 8] = [
     // Before, CMA is not used: it has no PEER error mode.
     ("CMA_TX_QUOTA", (1, 20), NEVER),
     ("IB_PCI_RELAXED_ORDERING", PREFIXES_WORK, NEVER),
+    // Later, the cache is not the transport's.
+    ("IB_REG_METHODS", (1, 13), (1, 16)),
     ("MAX_HCA_PER_GPU", (1, 21), NEVER),
     ("MAX_RMA_RAILS", (1, 15), NEVER),
     // A leak, mended in 1.22.
@@ -73,6 +75,8 @@ impl Config {
             .set("WARN_UNUSED_ENV_VARS", "n");
         if has_rdma_devices() {
             config.set("IB_PCI_RELAXED_ORDERING", "try");
+            // By default UCX only puts what is deregistered into a cache (seen: 1.13): pinned, and open to whoever has its key.
+            config.set("IB_REG_METHODS", "direct");
         }
         config
     }
@@ -129,11 +133,13 @@ fn is_for(key: &str, version: Version) -> bool {
 
 /// The key as UCX's configuration call wants it.
 fn call_name(key: &str, version: Version) -> &str {
-    let is_segment = matches!(key, "TCP_RX_SEG_SIZE" | "TCP_TX_SEG_SIZE");
-    let bare = key
-        .strip_prefix("TCP_")
-        .filter(|_| is_segment && version < PREFIXES_WORK);
-    bare.unwrap_or(key)
+    match key {
+        _ if version >= PREFIXES_WORK => key,
+        "TCP_RX_SEG_SIZE" => "RX_SEG_SIZE",
+        "TCP_TX_SEG_SIZE" => "TX_SEG_SIZE",
+        "IB_REG_METHODS" => "REG_METHODS",
+        _ => key,
+    }
 }
 
 /// The variables by which the user takes charge of `key`. The two TCP segment sizes go together:
@@ -245,8 +251,18 @@ mod tests {
     }
 
     #[test]
-    fn old_versions_get_segment_sizes_without_prefix() {
+    fn the_registration_cache_is_ruled_out_only_where_the_transport_has_it() {
+        let mut config = Config::new();
+        config.set("IB_REG_METHODS", "direct");
+        let methods = |version| value(&config, version, &[], "IB_REG_METHODS");
+        assert_eq!(methods((1, 13)), Some("direct"));
+        assert_eq!(methods((1, 16)), None);
+    }
+
+    #[test]
+    fn old_versions_get_keys_of_transports_without_prefix() {
         assert_eq!(call_name("TCP_TX_SEG_SIZE", (1, 13)), "TX_SEG_SIZE");
+        assert_eq!(call_name("IB_REG_METHODS", (1, 13)), "REG_METHODS");
         assert_eq!(call_name("TCP_TX_SEG_SIZE", (1, 22)), "TCP_TX_SEG_SIZE");
         assert_eq!(
             call_name("KEEPALIVE_INTERVAL", (1, 13)),

@@ -39,6 +39,9 @@ pub(super) struct Connection {
     pub(super) has_met_neighbour: bool,
     /// Get road.
     pub(super) bytes_in_flight: u64,
+    /// Gets under way, and how many may be.
+    pub(super) gets_in_flight: usize,
+    pub(super) gets_cap: usize,
     /// Our offers to it that wait.
     pub(super) offers_ready: VecDeque<u64>,
     /// Our offers that it has not answered.
@@ -64,6 +67,8 @@ impl Connection {
             neighbour: None,
             has_met_neighbour: false,
             bytes_in_flight: 0,
+            gets_in_flight: 0,
+            gets_cap: usize::MAX,
             offers_ready: VecDeque::new(),
             num_offers_sent: 0,
             num_offers_here: 0,

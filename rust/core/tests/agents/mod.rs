@@ -9,7 +9,7 @@ use kvpipe_core::transport::Transport;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;
 
-use crate::common::{PATIENCE, TOKEN, bytes, eventually, pattern};
+use crate::common::{PATIENCE, TOKEN, bytes, eventually, local, pattern};
 
 pub const BLOCK: usize = 4096;
 pub const COUNT: usize = 64;
@@ -17,7 +17,7 @@ pub const COUNT: usize = 64;
 pub fn agent(transport: &(impl Clone + Into<Transport>)) -> Agent {
     let timing = Timing::default();
     let transport = transport.clone().into();
-    Agent::new("127.0.0.1:0", TOKEN, transport, "", vec![], timing).expect("agent")
+    Agent::new(&local(), TOKEN, transport, "", vec![], timing).expect("agent")
 }
 
 pub fn register(agent: &Agent, name: &str, buffer: &Buffer, block: usize, stride: usize) -> Region {

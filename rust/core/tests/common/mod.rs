@@ -29,6 +29,20 @@ const PARENT: &str = "KVPIPE_TEST_PARENT";
 const ROLE: &str = "KVPIPE_TEST_ROLE";
 const ARGUMENT: &str = "KVPIPE_TEST_ARGUMENT";
 
+/// Set in the machine of `tests/rdma`: the address of its RDMA device.
+const LOCAL: &str = "KVPIPE_TEST_LOCAL";
+
+/// Where nodes listen: loopback, but where the tests run over RDMA.
+pub fn local() -> String {
+    let address = std::env::var(LOCAL);
+    format!("{}:0", address.as_deref().unwrap_or("127.0.0.1"))
+}
+
+/// Whether the tests run over RDMA, in the machine of `tests/rdma`.
+pub fn is_rdma() -> bool {
+    std::env::var_os(LOCAL).is_some()
+}
+
 /// Where UCX is, or None after printing why the test cannot run.
 #[allow(clippy::print_stderr, reason = "a skipped test says why")]
 pub fn ucx() -> Option<Search> {
@@ -108,9 +122,14 @@ fn myself(test: &str) -> Command {
     command
 }
 
-/// Whether bytes move by messages: the environment says so.
+/// Whether bytes move by messages: the environment says so, or there is no CMA (before UCX 1.20) and no RDMA.
 pub fn is_tcp() -> bool {
-    std::env::var("UCX_TLS").is_ok_and(|tls| tls == "tcp")
+    std::env::var("UCX_TLS").map_or_else(|_| !has_cma(), |tls| tls == "tcp")
+}
+
+fn has_cma() -> bool {
+    let library = ucx().and_then(|search| Library::load(&search).ok());
+    library.is_some_and(|library| library.version() >= (1, 20, 0))
 }
 
 /// Another process, which is killed at the end of the test at the latest.

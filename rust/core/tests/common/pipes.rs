@@ -9,12 +9,12 @@ use kvpipe_core::work::Then;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;
 
-use super::{PATIENCE, TOKEN, bytes};
+use super::{PATIENCE, TOKEN, bytes, local};
 
 /// Both ends of a pipe.
 pub fn pipe(transport: &Transport) -> (Pipe, Pipe) {
     let receiver =
-        Pipe::listen("127.0.0.1:0", TOKEN, transport.clone(), Duration::ZERO).expect("listen");
+        Pipe::listen(&local(), TOKEN, transport.clone(), Duration::ZERO).expect("listen");
     (sender_to(transport, &receiver), receiver)
 }
 

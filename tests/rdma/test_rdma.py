@@ -1,0 +1,197 @@
+"""Tensors and blocks over RDMA verbs, between processes. Runs in the machine that `make test-rdma` boots."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpipe import Agent, PeerLostError, Pipe, TransferTimeoutError, info
+from tests.peers import MIB, Child, pattern, wait_until
+from tests.rdma.peer import LISTEN
+
+pytestmark = [
+    pytest.mark.ucx,
+    pytest.mark.skipif("KVPIPE_TEST_LOCAL" not in os.environ, reason="needs an RDMA device: run make test-rdma"),
+]
+
+NUM_BLOCKS, BLOCK_BYTES = 256, 4096
+LARGE = 16 * MIB
+PATIENCE_S = 60  # the processor is interpreted, and so is the network card
+LOST_WITHIN_S = 10
+
+
+@pytest.fixture(autouse=True, scope="module")
+def over_verbs():
+    """What the user's environment says here: UCX has rc, with ud to connect by, and nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "rc_verbs,ud_verbs,self")
+        patch.setenv("KVPIPE_TOKEN", "token of the tests")
+        yield
+
+
+@pytest.fixture
+def start():
+    children = []
+
+    def begin(program, *arguments):
+        children.append(Child(program, *arguments, module="tests.rdma.peer"))
+        return children[-1]
+
+    yield begin
+    for child in children:
+        child.end()
+
+
+@pytest.fixture
+def agent():
+    with Agent(LISTEN) as agent:
+        yield agent
+
+
+@pytest.fixture
+def lender(start):
+    return start("lend_blocks", NUM_BLOCKS, BLOCK_BYTES)
+
+
+@pytest.fixture
+def peer(agent, lender):
+    return agent.connect(lender.read(), timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def blocks():
+    return np.zeros((NUM_BLOCKS, BLOCK_BYTES // 4), np.uint32)
+
+
+def test_the_machine_has_a_device_and_a_ucx_for_it():
+    facts = info()
+    assert facts["rdma_devices"]
+    assert "/.cache/rdma/" in facts["ucx_path"]
+
+
+def echoed(child, tensors):
+    """What comes back of each tensor, and what carried it there."""
+    with Pipe.listen(LISTEN) as receiver, Pipe.connect(child.read(), timeout=PATIENCE_S) as sender:
+        child.tell(receiver.address)
+        back = []
+        for tensor in tensors:
+            sender.send_tensor(tensor, timeout=PATIENCE_S)
+            back.append(receiver.recv_tensor(timeout=PATIENCE_S))
+        return back, sender.transport
+
+
+def test_tensors_of_every_size_come_back_over_rc(start):
+    sizes = [0, 1, 32 << 10, (32 << 10) + 1, MIB, 5 * MIB + 3]
+    sent = [np.arange(size, dtype=np.uint8) for size in sizes]
+    back, transport = echoed(start("echo"), sent)
+    assert transport == "rc_verbs"
+    assert all(np.array_equal(tensor, came) for tensor, came in zip(sent, back, strict=True))
+
+
+def test_rdma_is_what_is_taken_when_nobody_says_what_to_take(start, monkeypatch):
+    monkeypatch.delenv("UCX_TLS")
+    back, transport = echoed(start("echo"), [np.arange(MIB)])
+    assert transport == "rc_verbs"
+    assert np.array_equal(back[0], np.arange(MIB))
+
+
+def test_scattered_blocks_are_read_with_the_keys_of_the_peer_and_nothing_else_is_written(agent, peer, blocks):
+    region = agent.register(blocks, "own", BLOCK_BYTES)
+    local, remote = [7, 0, 1, 2, 250, 9], [255, 10, 11, 12, 0, 10]
+    assert peer.transport == "rc_verbs"
+    assert peer.read_blocks(region, local, "kv", remote).wait(PATIENCE_S) == len(local) * BLOCK_BYTES
+    expected = np.zeros_like(blocks)
+    expected[local] = pattern(NUM_BLOCKS, BLOCK_BYTES)[remote]
+    assert np.array_equal(blocks, expected)
+
+
+def test_what_was_written_to_a_peer_is_read_back(agent, peer, blocks):
+    blocks[:] = np.arange(NUM_BLOCKS)[:, None]
+    region = agent.register(blocks, "own", BLOCK_BYTES)
+    written, back = list(range(8)), list(range(100, 108))
+    assert peer.write_blocks(region, written, "kv", back).wait(PATIENCE_S) == 8 * BLOCK_BYTES
+    assert peer.read_blocks(region, back, "kv", back).wait(PATIENCE_S) == 8 * BLOCK_BYTES
+    assert np.array_equal(blocks[back], blocks[written])
+
+
+def pinned_kb():
+    """Memory of this process that the kernel keeps in place for the RDMA device."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmPin")]
+    return int(line.split()[1])
+
+
+def test_a_region_is_pinned_while_it_is_registered_and_no_longer(agent):
+    before = pinned_kb()
+    with agent.register(np.zeros(LARGE, np.uint8), "large", MIB):
+        assert pinned_kb() - before >= LARGE >> 10
+    wait_until(lambda: pinned_kb() - before < LARGE >> 10)
+
+
+def until_lost(attempt):
+    """When the peer was found to be lost."""
+    with contextlib.suppress(PeerLostError):
+        while True:
+            attempt()
+    return time.monotonic()
+
+
+def test_a_receiver_that_is_killed_is_lost_in_time(start):
+    child = start("receive_for_ever", LARGE)
+    tensor = np.ones(LARGE, np.uint8)
+    sender = Pipe.connect(child.read(), timeout=PATIENCE_S)
+    sender.send_tensor(tensor, timeout=PATIENCE_S)
+    killed_at = child.kill_after(0.2)
+    assert until_lost(lambda: sender.send_tensor(tensor)) - killed_at[0] < LOST_WITHIN_S
+
+
+def test_a_sender_that_is_killed_is_lost_in_time(start):
+    receiver = Pipe.listen(LISTEN)
+    child = start("send_for_ever", receiver.address, LARGE)
+    out = np.empty(LARGE, np.uint8)
+    receiver.recv_tensor(out=out, timeout=PATIENCE_S)
+    killed_at = child.kill_after(0.2)
+    assert until_lost(lambda: receiver.recv_tensor(out=out)) - killed_at[0] < LOST_WITHIN_S
+    receiver.close()
+
+
+def test_reads_of_a_peer_that_is_killed_end_in_time_and_their_memory_is_given_back(agent, lender, peer):
+    before = pinned_kb()
+    memory = np.zeros(NUM_BLOCKS * BLOCK_BYTES, np.uint8)
+    region = agent.register(memory, "own", BLOCK_BYTES)
+    every = range(NUM_BLOCKS)
+    killed_at = lender.kill_after(0.2)
+    lost_at = until_lost(lambda: peer.read_blocks(region, every, "kv", every).wait(PATIENCE_S))
+    assert lost_at - killed_at[0] < LOST_WITHIN_S
+    region.close()
+    wait_until(lambda: pinned_kb() - before < memory.nbytes >> 10)
+
+
+def receive_four(receiver, out, timeout):
+    for _ in range(4):
+        receiver.recv_tensor(out=out, timeout=timeout)
+
+
+def test_a_receive_from_a_peer_that_is_stopped_ends_at_its_deadline(start):
+    receiver = Pipe.listen(LISTEN)
+    child = start("send_for_ever", receiver.address, LARGE)
+    out = np.empty(LARGE, np.uint8)
+    receiver.recv_tensor(out=out, timeout=PATIENCE_S)
+    child.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises((TransferTimeoutError, PeerLostError)):
+        receive_four(receiver, out, timeout=3)  # what it had offered before it was stopped can still be read
+    assert time.monotonic() - began < 3 * 4 + LOST_WITHIN_S
+    receiver.close()
+
+
+def test_a_peer_that_was_lost_is_replaced_by_another(agent, lender, start, blocks):
+    region = agent.register(blocks, "own", BLOCK_BYTES)
+    agent.connect(lender.read(), timeout=PATIENCE_S)
+    lender.process.kill()
+    peer = agent.connect(start("lend_blocks", NUM_BLOCKS, BLOCK_BYTES).read(), timeout=PATIENCE_S)
+    assert peer.read_blocks(region, [3], "kv", [4]).wait(PATIENCE_S) == BLOCK_BYTES
+    assert np.array_equal(blocks[3], pattern(NUM_BLOCKS, BLOCK_BYTES)[4])
