@@ -50,7 +50,7 @@ fn an_endpoint_that_is_closed_before_it_is_connected_waits_for_that_or_its_peers
     for tls in TRANSPORTS {
         for _ in 0..4 {
             let (visitor, mut peer) = visit_process(&library, tls);
-            signal("-STOP", &peer);
+            stop(&peer);
             let worker = &visitor.node.worker;
             worker
                 .am_send(visitor.endpoint, b"hello", Payload::None, 1)
@@ -90,12 +90,23 @@ fn closing_ends_every_read_of_a_killed_peer_however_long_it_has_been_dead() {
     }
 }
 
-fn signal(signal: &str, peer: &common::Peer) {
+/// Stops a process. The signal is on its way when `kill` is done: it goes on for as long as that takes.
+fn stop(peer: &common::Peer) {
     let pid = peer.0.id().to_string();
     let sent = std::process::Command::new("kill")
-        .args([signal, &pid])
+        .args(["-STOP", &pid])
         .status();
     assert!(sent.expect("kill").success());
+    while !is_stopped(&pid) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn is_stopped(pid: &str) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("its threads");
+    threads.flatten().all(|thread| {
+        std::fs::read_to_string(thread.path().join("stat")).is_ok_and(|stat| stat.contains(") T "))
+    })
 }
 
 fn kill_during(operation: Operation) {
