@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvpipe import PeerLostError, Pipe, TransportUnavailableError
+from tests.conftest import is_tcp
 from tests.peers import LARGE, MIB, resident_bytes
 
 pytestmark = pytest.mark.ucx
@@ -159,5 +160,5 @@ def test_the_way_of_the_tensors_is_logged_once_and_tcp_on_one_machine_is_warned_
     warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert len(opened) == 2  # one at each end
     assert all(f"transport={transport}" in each for each in opened)
-    assert len(warned) == (2 if road == "tcp" else 0)
+    assert len(warned) == (2 if is_tcp(road) else 0)
     assert all("CMA" in each for each in warned)
