@@ -241,3 +241,10 @@ def test_memory_that_only_speaks_dlpack_is_registered_in_place(transport):
 def test_memory_on_a_device_that_cannot_be_registered_is_named(transport):
     with Agent() as agent, pytest.raises(TransportUnavailableError, match="cuda:1"):
         agent.register(Foreign(np.zeros(8), device=(2, 1)), "kv", 8)
+
+
+def test_the_dtype_of_a_received_structured_array_is_its_own():
+    described = describe(np.zeros(2, [("a", "i4"), ("b", "f8")]))
+    first, second = (rebuild(described.meta, bytes(described.data)) for _ in range(2))
+    first.dtype.names = ("x", "y")
+    assert second.dtype.names == ("a", "b")

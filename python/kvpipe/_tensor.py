@@ -207,11 +207,15 @@ def _numpy_dtype_name(dtype: Any) -> str:
 
 def _numpy_dtype(name: str) -> Any:
     # The names of a structured dtype can be changed in place: each array has its own.
-    return _parsed_numpy_dtype.__wrapped__(name) if name.startswith("[") else _parsed_numpy_dtype(name)
+    return _parse_dtype(name) if name.startswith("[") else _plain_dtype(name)
 
 
 @lru_cache(maxsize=256)
-def _parsed_numpy_dtype(name: str) -> Any:
+def _plain_dtype(name: str) -> Any:
+    return _parse_dtype(name)
+
+
+def _parse_dtype(name: str) -> Any:
     numpy: Any = _imported_numpy()
     try:
         if name.startswith("ml_dtypes."):

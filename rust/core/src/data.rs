@@ -45,12 +45,12 @@ impl Road {
 pub(crate) const HELLO: u8 = 0;
 /// Marks the token of a hello; the rest is the link.
 const HELLO_TOKEN: u64 = 1 << 63;
-/// Marks the token of a message that nobody waits for; the rest is the link and its bytes.
+/// Marks the token of a message; the rest is the link and its bytes.
 const MESSAGE_TOKEN: u64 = 1 << 62;
 /// Bits of a message's token that hold its bytes.
 const LEN_BITS: u32 = 30;
 const LEN_MASK: u64 = (1 << LEN_BITS) - 1;
-/// Most bytes of such messages that wait for a peer that does not read; more and it counts as lost. What peers may have
+/// Most bytes of messages that wait for a peer that does not read; more and it counts as lost. What peers may have
 /// asked for and offered at once, 4 reads and 8 writes of 4 Mi blocks, has 320 MiB.
 const UNSENT_CAP: usize = 512 << 20;
 
@@ -58,7 +58,7 @@ struct Peer {
     endpoint: Option<EndpointId>,
     session: SessionId,
     road: Road,
-    /// Bytes of messages that nobody waits for and that have not left.
+    /// Bytes of messages that have not left.
     unsent: Cell<usize>,
     is_open: bool,
     /// Whether our hello has left, and theirs has come.
@@ -152,7 +152,7 @@ impl DataPlane {
         (token & HELLO_TOKEN != 0).then_some(token & !HELLO_TOKEN)
     }
 
-    /// An operation has ended; whether it was a message that nobody waits for.
+    /// An operation has ended; whether it was a message.
     pub(crate) fn end_message(&self, token: u64) -> bool {
         let is_message = token & MESSAGE_TOKEN != 0;
         let (link, len) = ((token ^ MESSAGE_TOKEN) >> LEN_BITS, token & LEN_MASK);
@@ -217,7 +217,7 @@ impl DataPlane {
 }
 
 /// The operations of the data plane. An operation that cannot be posted is reported to the service through the
-/// link, which is then lost; a posted one ends with exactly one `done` unless its token is 0.
+/// link, which is then lost; a posted read ends with exactly one `done`.
 impl Io {
     /// Starts the header of an active message on this session.
     pub fn header(&self, link: LinkId, kind: u8) -> Writer {
@@ -229,16 +229,11 @@ impl Io {
         Writer::default().raw(&session).u8(kind)
     }
 
-    /// Sends an active message. Token 0: nobody waits for its end, so that the node bounds how much of it waits.
-    pub fn message(&mut self, link: LinkId, header: Writer, payload: Payload, token: u64) -> bool {
+    /// Sends an active message. Nobody waits for its end, so that the node bounds how much waits to leave.
+    pub fn message(&mut self, link: LinkId, header: Writer, payload: Payload) -> bool {
         let header = header.finish();
-        let (token, len) = match token {
-            0 => {
-                let len = header.len() + payload.num_owned();
-                (MESSAGE_TOKEN | link << LEN_BITS | len as u64, len)
-            }
-            token => (token, 0),
-        };
+        let len = header.len() + payload.num_owned();
+        let token = MESSAGE_TOKEN | link << LEN_BITS | len as u64;
         if self.unsent(link) + len > UNSENT_CAP {
             let error = Error::lost(&self.peer(link), "it does not read what it is sent");
             self.fail(link, error);
@@ -373,7 +368,7 @@ mod tests {
     /// A message of nearly `LEN` bytes.
     fn send(io: &mut Io) -> bool {
         let header = io.header(LINK, 1);
-        io.message(LINK, header, Payload::Bytes(vec![0; LEN - 17]), 0)
+        io.message(LINK, header, Payload::Bytes(vec![0; LEN - 17]))
     }
 
     #[test]

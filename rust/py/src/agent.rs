@@ -150,10 +150,8 @@ impl Agent {
         notify: Option<&[u8]>,
         timeout: Option<f64>,
     ) -> PyResult<Work> {
-        let (notify, timeout) = (notify.map(<[u8]>::to_vec), duration(timeout)?);
-        let options = Options { notify, timeout };
-        let work = py.detach(|| self.0.read(&plan.0, options));
-        work.map(|work| Work::new(Kind::Bytes(work))).map_err(to_py)
+        let options = options(notify, timeout)?;
+        moving(py.detach(|| self.0.read(&plan.0, options)))
     }
 
     #[pyo3(signature = (plan, notify=None, timeout=None))]
@@ -164,10 +162,8 @@ impl Agent {
         notify: Option<&[u8]>,
         timeout: Option<f64>,
     ) -> PyResult<Work> {
-        let (notify, timeout) = (notify.map(<[u8]>::to_vec), duration(timeout)?);
-        let options = Options { notify, timeout };
-        let work = py.detach(|| self.0.write(&plan.0, options));
-        work.map(|work| Work::new(Kind::Bytes(work))).map_err(to_py)
+        let options = options(notify, timeout)?;
+        moving(py.detach(|| self.0.write(&plan.0, options)))
     }
 
     fn notify(&self, peer: &Peer, tag: &[u8]) -> PyResult<Work> {
@@ -263,6 +259,17 @@ impl Agent {
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.0.close());
     }
+}
+
+fn options(notify: Option<&[u8]>, timeout: Option<f64>) -> PyResult<Options> {
+    Ok(Options {
+        notify: notify.map(<[u8]>::to_vec),
+        timeout: duration(timeout)?,
+    })
+}
+
+fn moving(work: kvpipe_core::Result<kvpipe_core::work::Work<u64>>) -> PyResult<Work> {
+    work.map(|work| Work::new(Kind::Bytes(work))).map_err(to_py)
 }
 
 fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> {

@@ -56,6 +56,7 @@ fn an_endpoint_that_is_closed_before_it_is_connected_waits_for_that_or_its_peers
                 .am_send(visitor.endpoint, b"hello", Payload::None, 1)
                 .expect("send");
             worker.close(visitor.endpoint);
+            assert_eq!(worker.outstanding(), 0, "nobody has to wait for it");
             let is_closed = |event| matches!(event, Event::Closed { .. }).then_some(());
             let early = visitor.node.wait(Duration::from_millis(100), is_closed);
             assert_eq!(early, None, "over {tls:?}");
@@ -65,6 +66,23 @@ fn an_endpoint_that_is_closed_before_it_is_connected_waits_for_that_or_its_peers
             assert_eq!(worker.outstanding(), 0);
         }
     }
+}
+
+#[test]
+fn a_worker_with_such_an_endpoint_is_dropped_without_waiting_for_it() {
+    let Some(library) = common::library() else {
+        return;
+    };
+    let (visitor, peer) = visit_process(&library, None);
+    stop(&peer);
+    let worker = &visitor.node.worker;
+    worker
+        .am_send(visitor.endpoint, b"hello", Payload::None, 1)
+        .expect("send");
+    worker.close(visitor.endpoint);
+    let begun = Instant::now();
+    drop(visitor);
+    assert!(begun.elapsed() < Duration::from_secs(2));
 }
 
 /// How many small reads `kvpipe-core` has under way. With 256, rc's whole queue, UCX 1.13 had no room to begin the close.

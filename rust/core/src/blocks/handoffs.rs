@@ -113,7 +113,7 @@ impl Blocks {
                     blocks,
                 } => {
                     let header = io.header(link, FINAL).raw(&handoff).u32(generation);
-                    io.message(link, header, Payload::Bytes(final_blocks(&blocks)), 0);
+                    io.message(link, header, Payload::Bytes(final_blocks(&blocks)));
                 }
                 Action::Gone {
                     link,
@@ -122,7 +122,7 @@ impl Blocks {
                 } => {
                     let header = io.header(link, GONE).raw(&handoff);
                     let text = Writer::default().text(&reason, REASON_CAP).finish();
-                    io.message(link, header, Payload::Bytes(text), 0);
+                    io.message(link, header, Payload::Bytes(text));
                 }
             }
         }
@@ -190,7 +190,7 @@ impl Blocks {
                 .u32(generation)
                 .u32(first)
                 .u32(end);
-            io.message(loading.link, header, Payload::None, 0);
+            io.message(loading.link, header, Payload::None);
         }
         self.end_load_if_over(io, handoff);
     }
@@ -284,7 +284,7 @@ impl Blocks {
         self.events.push(match outcome {
             Outcome::Loaded { num_bytes } => {
                 let header = io.header(loading.link, DONE).raw(&handoff);
-                io.message(loading.link, header, Payload::None, 0);
+                io.message(loading.link, header, Payload::None);
                 Event::Loaded {
                     handoff,
                     num_bytes,

@@ -45,7 +45,7 @@ impl Blocks {
                 Some((number, Notice::Transfer(id, _))) => self.numbered(io, link, id, number),
                 Some((number, Notice::Tag(tag, completer))) => {
                     let header = io.header(link, NOTIFY).u64(number);
-                    io.message(link, header, Payload::Bytes(tag), 0);
+                    io.message(link, header, Payload::Bytes(tag));
                     if let Some(peer) = self.peers.get_mut(&link) {
                         peer.outbox.sent(number, completer);
                     }
@@ -87,14 +87,14 @@ impl Blocks {
         }
         let header = io.header(link, NOTIFY).u64(number);
         if self.peers.contains_key(&link) {
-            io.message(link, header, Payload::Bytes(tag), 0);
+            io.message(link, header, Payload::Bytes(tag));
         }
     }
 
     fn void(&mut self, io: &mut Io, link: LinkId, number: u64) {
         let header = io.header(link, VOID).u64(number);
         if self.peers.contains_key(&link) {
-            io.message(link, header, Payload::None, 0);
+            io.message(link, header, Payload::None);
         }
     }
 }
@@ -144,7 +144,7 @@ impl Blocks {
             let peer = self.peers.get_mut(&link);
             if let Some((queued, taken)) = peer.and_then(|peer| peer.arrivals.note()) {
                 let header = io.header(link, NOTED).u64(queued).u64(taken);
-                io.message(link, header, Payload::None, 0);
+                io.message(link, header, Payload::None);
             }
         }
     }

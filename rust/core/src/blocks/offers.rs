@@ -87,7 +87,7 @@ impl Blocks {
             let (header, payload) = Offered::write(header, names, &offer.pieces, notice);
             offer.is_sent = true;
             peer.num_offers_sent += 1;
-            io.message(link, header, Payload::Bytes(payload), 0);
+            io.message(link, header, Payload::Bytes(payload));
         }
     }
 
@@ -266,7 +266,7 @@ impl Blocks {
             }
         };
         let header = io.header(link, kind).u64(offer);
-        io.message(link, header, payload, 0);
+        io.message(link, header, payload);
     }
 }
 

@@ -56,7 +56,7 @@ impl Serving {
                 offset: run.from as usize,
                 len: len as usize,
             };
-            if !io.message(link, header, payload, 0) {
+            if !io.message(link, header, payload) {
                 return false;
             }
             self.sent += len;
@@ -99,7 +99,7 @@ impl Blocks {
             Err(error) => {
                 let header = io.header(link, REFUSED).u64(id);
                 let text = Writer::default().text(&error.to_string(), REASON_CAP);
-                io.message(link, header, Payload::Bytes(text.finish()), 0);
+                io.message(link, header, Payload::Bytes(text.finish()));
             }
         }
         Ok(())

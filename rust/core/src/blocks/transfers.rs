@@ -155,7 +155,7 @@ impl Blocks {
         transfer.is_by_message = true;
         let header = io.header(link, READ).u64(id).u32(transfer.remote_region);
         let from_ids = ids(&transfer.pieces.from_ids);
-        io.message(link, header, Payload::Bytes(from_ids), 0);
+        io.message(link, header, Payload::Bytes(from_ids));
     }
 
     /// Ends a transfer if nothing more will happen to it, and lets the next begin.
@@ -314,7 +314,7 @@ impl Blocks {
         transfer.place(offset, data)?;
         if let Some(credit) = transfer.take_credit() {
             let header = io.header(link, CREDIT).u64(id).u64(credit);
-            io.message(link, header, Payload::None, 0);
+            io.message(link, header, Payload::None);
         }
         self.settle(io, link, id);
         Ok(())

@@ -88,7 +88,7 @@ impl Fetch {
             By::Reads(_) => fetch.read_on(io, link),
             By::Messages { .. } => {
                 let header = io.header(link, ACCEPT).u64(id);
-                io.message(link, header, Payload::None, 0);
+                io.message(link, header, Payload::None);
             }
         }
         Ok(fetch)
@@ -258,7 +258,7 @@ impl Fetch {
         if *placed < self.offer.len && *uncredited >= WINDOW / 4 {
             let credit = std::mem::take(uncredited) as u64;
             let header = io.header(link, CREDIT).u64(self.id).u64(credit);
-            io.message(link, header, Payload::None, 0);
+            io.message(link, header, Payload::None);
         }
         Ok(())
     }

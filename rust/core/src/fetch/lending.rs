@@ -110,7 +110,7 @@ impl Lending {
                 offset,
                 len,
             };
-            if !io.message(link, header, payload, 0) {
+            if !io.message(link, header, payload) {
                 return;
             }
         }
@@ -138,6 +138,6 @@ impl Lending {
         let header = io.header(link, SUMS).u64(self.id);
         let payload = Writer::default().list(&sums, |w, sum| w.u64(*sum));
         self.num_summed = end;
-        io.message(link, header, Payload::Bytes(payload.finish()), 0)
+        io.message(link, header, Payload::Bytes(payload.finish()))
     }
 }

@@ -14,11 +14,11 @@ use super::messages::{
     write_select,
 };
 use super::operation::{Delivery, Origin, Selected};
-use super::transfer::{Arrived, Incoming, Outgoing, Parcel, check_seal};
+use super::tensors::Tensors;
+use super::transfer::{Arrived, Parcel, check_seal};
 use super::{Items, SELECTS_CAP};
 use crate::codec::Reader;
 use crate::error::{Error, Result};
-use crate::fetch::{ACCEPT, CREDIT, DATA, SUMS};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
 use crate::pool::Pool;
@@ -38,8 +38,7 @@ struct Select {
 
 struct Server {
     is_up: bool,
-    incoming: Incoming,
-    outgoing: Outgoing,
+    tensors: Tensors,
 }
 
 pub(super) struct Client {
@@ -59,12 +58,12 @@ pub(super) struct Client {
 
 fn say(io: &mut Io, link: LinkId, kind: u8, operation: u64) {
     let header = io.header(link, kind).u64(operation);
-    io.message(link, header, Payload::None, 0);
+    io.message(link, header, Payload::None);
 }
 
 fn settle(io: &mut Io, link: LinkId, operation: u64, is_taken: bool) {
     let header = io.header(link, SETTLE).u64(operation).u8(is_taken.into());
-    io.message(link, header, Payload::None, 0);
+    io.message(link, header, Payload::None);
 }
 
 impl Client {
@@ -118,8 +117,7 @@ impl Client {
             self.links.push(link);
             let server = Server {
                 is_up: false,
-                incoming: Incoming::new(link, self.pool.clone()),
-                outgoing: Outgoing::new(self.is_summed),
+                tensors: Tensors::new(link, self.pool.clone(), self.is_summed),
             };
             self.servers.insert(link, server);
         }
@@ -146,7 +144,7 @@ impl Client {
         if let Some((&link, server)) =
             first.and_then(|link| Some((link, self.servers.get_mut(link)?)))
         {
-            self.inserts.post(io, link, &mut server.outgoing);
+            self.inserts.post(io, link, &mut server.tensors.outgoing);
         }
         self.tell_failed();
     }
@@ -159,7 +157,7 @@ impl Client {
 
     fn inserted(&mut self, io: &mut Io, link: LinkId, operation: u64, result: Result<()>) {
         if let Some(server) = self.servers.get_mut(&link) {
-            server.outgoing.release(operation);
+            server.tensors.outgoing.release(operation);
         }
         if let Some(completer) = self.inserts.answered(operation) {
             self.desk
@@ -185,7 +183,7 @@ impl Client {
         }
         for &link in &self.links {
             let header = io.header(link, SELECT).u64(operation);
-            io.message(link, header, Payload::Bytes(payload.to_vec()), 0);
+            io.message(link, header, Payload::Bytes(payload.to_vec()));
         }
         let select = Select {
             completer,
@@ -244,8 +242,8 @@ impl Client {
         select.from = Some(link);
         let parcel = Parcel::read(Reader::new(payload))?;
         if let Some(server) = self.servers.get_mut(&link) {
-            server.incoming.add(operation, parcel);
-            server.incoming.begin(operation);
+            server.tensors.incoming.add(operation, parcel);
+            server.tensors.incoming.begin(operation);
         }
         Ok(())
     }
@@ -281,7 +279,7 @@ impl Client {
         let Some(server) = self.servers.get_mut(&link) else {
             return;
         };
-        for arrived in server.incoming.advance(io) {
+        for arrived in server.tensors.incoming.advance(io) {
             self.arrived(io, link, arrived);
         }
     }
@@ -337,7 +335,7 @@ impl Client {
             completer.complete(Err(error.clone()));
         }
         for server in self.servers.values_mut() {
-            server.outgoing.clear();
+            server.tensors.outgoing.clear();
         }
         self.inserts.fail(error);
         for (_, select) in self.selects.drain() {
@@ -412,16 +410,12 @@ impl Service for Client {
             OFFER => self.offer(io, link, id, reader, &data)?,
             NOTHING => self.nothing(link, id),
             TAKEN => self.taken(io, link, id)?,
-            DATA => self.server(link)?.incoming.place(io, id, reader, &data)?,
-            SUMS => self.server(link)?.incoming.sums(id, &data)?,
-            ACCEPT => self.server(link)?.outgoing.accept(io, link, id)?,
-            CREDIT => {
-                let credit = reader.u64()?;
-                self.server(link)?.outgoing.credit(io, link, id, credit);
-            }
             other => {
-                let text = format_args!("message {other} to a client of a lookup buffer");
-                return Err(Error::protocol(text));
+                let tensors = &mut self.server(link)?.tensors;
+                if !tensors.message(io, link, (other, id), reader, &data)? {
+                    let text = format_args!("message {other} to a client of a lookup buffer");
+                    return Err(Error::protocol(text));
+                }
             }
         }
         drop(data);
@@ -431,10 +425,13 @@ impl Service for Client {
     }
 
     fn done(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
-        let owner = self
-            .servers
-            .iter_mut()
-            .find_map(|(link, server)| server.incoming.done(io, token, result).then_some(*link));
+        let owner = self.servers.iter_mut().find_map(|(link, server)| {
+            server
+                .tensors
+                .incoming
+                .done(io, token, result)
+                .then_some(*link)
+        });
         if let Some(link) = owner {
             self.advance(io, link);
         }
@@ -450,7 +447,7 @@ impl Service for Client {
         }
         self.servers
             .iter_mut()
-            .any(|(link, server)| server.outgoing.sum_on(io, *link))
+            .any(|(link, server)| server.tensors.outgoing.sum_on(io, *link))
     }
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {

@@ -120,6 +120,6 @@ fn send(io: &mut Io, link: LinkId, outgoing: &mut Outgoing, insert: &Insert) -> 
     let writer = outgoing.write(io, link, insert.operation, &insert.items, writer)?;
     let (sum, payload) = seal(writer);
     let header = io.header(link, INSERT).u64(insert.operation).u64(sum);
-    io.message(link, header, Payload::Bytes(payload), 0);
+    io.message(link, header, Payload::Bytes(payload));
     Ok(())
 }

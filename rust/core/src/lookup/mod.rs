@@ -14,6 +14,7 @@ mod remote;
 mod server;
 mod shared;
 mod store;
+mod tensors;
 mod transfer;
 
 use std::sync::Arc;

@@ -15,11 +15,11 @@ use super::messages::{
 use super::operation::Origin;
 use super::shared::Shared;
 use super::store::{Action, Ticket};
-use super::transfer::{Arrived, Incoming, Outgoing, Parcel, check_seal, seal};
+use super::tensors::Tensors;
+use super::transfer::{Arrived, Parcel, check_seal, seal};
 use super::{INSERTS_IN_FLIGHT, Items, SELECTS_CAP};
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::fetch::{ACCEPT, CREDIT, DATA, SUMS};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
 use crate::pool::Pool;
@@ -43,8 +43,7 @@ struct Insert {
 }
 
 struct Client {
-    incoming: Incoming,
-    outgoing: Outgoing,
+    tensors: Tensors,
     inserts: HashMap<u64, Insert>,
     selects: HashMap<u64, Select>,
 }
@@ -66,12 +65,12 @@ fn after(timeout: Option<Duration>) -> Option<Instant> {
 
 fn say(io: &mut Io, link: LinkId, kind: u8, operation: u64) {
     let header = io.header(link, kind).u64(operation);
-    io.message(link, header, Payload::None, 0);
+    io.message(link, header, Payload::None);
 }
 
 fn refuse(io: &mut Io, link: LinkId, operation: u64, error: &Error) {
     let header = io.header(link, REFUSED).u64(operation);
-    io.message(link, header, Payload::Bytes(write_refusal(error)), 0);
+    io.message(link, header, Payload::Bytes(write_refusal(error)));
 }
 
 impl Server {
@@ -125,7 +124,7 @@ impl Server {
         };
         self.tickets.insert(ticket, (link, operation));
         let client = self.client(link)?;
-        client.incoming.add(operation, parcel);
+        client.tensors.incoming.add(operation, parcel);
         let insert = Insert {
             ticket,
             tokens,
@@ -179,11 +178,11 @@ impl Server {
         };
         match action {
             Action::Grant(_) => {
-                client.incoming.begin(operation);
+                client.tensors.incoming.begin(operation);
                 self.advance(io, link);
             }
             Action::Full(_) => {
-                client.incoming.forget(operation);
+                client.tensors.incoming.forget(operation);
                 let num_bytes = client
                     .inserts
                     .remove(&operation)
@@ -204,13 +203,13 @@ impl Server {
         let Some(client) = self.clients.get_mut(&link) else {
             return;
         };
-        let outgoing = &mut client.outgoing;
+        let outgoing = &mut client.tensors.outgoing;
         match outgoing.write(io, link, operation, items, Writer::default()) {
             Ok(writer) => {
                 let (sum, payload) = seal(writer);
                 let header = io.header(link, OFFER).u64(operation).u64(sum);
                 client.selects.insert(operation, Select::Leased(entry));
-                io.message(link, header, Payload::Bytes(payload), 0);
+                io.message(link, header, Payload::Bytes(payload));
             }
             Err(error) => {
                 outgoing.release(operation);
@@ -226,7 +225,7 @@ impl Server {
         let Some(client) = self.clients.get_mut(&link) else {
             return;
         };
-        for arrived in client.incoming.advance(io) {
+        for arrived in client.tensors.incoming.advance(io) {
             self.arrived(io, link, arrived);
         }
     }
@@ -260,7 +259,7 @@ impl Server {
             )));
         };
         *select = Select::Taken(entry);
-        client.outgoing.release(operation);
+        client.tensors.outgoing.release(operation);
         self.shared.acknowledge();
         say(io, link, TAKEN, operation);
         Ok(())
@@ -268,7 +267,7 @@ impl Server {
 
     fn settle(&mut self, link: LinkId, operation: u64, is_taken: bool) -> Result<()> {
         let client = self.client(link)?;
-        client.outgoing.release(operation);
+        client.tensors.outgoing.release(operation);
         match client.selects.remove(&operation) {
             Some(Select::Taken(entry)) => self.shared.conclude(entry, is_taken),
             Some(Select::Leased(entry)) if !is_taken => self.origin.settle(entry, false),
@@ -285,9 +284,9 @@ impl Server {
     fn withdraw(&mut self, io: &mut Io, link: LinkId, operation: u64) -> Result<()> {
         let client = self.client(link)?;
         if let Some(select) = client.selects.remove(&operation) {
-            client.outgoing.release(operation);
+            client.tensors.outgoing.release(operation);
             self.abandon(select, false);
-        } else if client.incoming.forget(operation)
+        } else if client.tensors.incoming.forget(operation)
             && let Some(insert) = client.inserts.remove(&operation)
         {
             self.forget(insert.ticket);
@@ -320,8 +319,7 @@ impl Service for Server {
 
     fn link_up(&mut self, _io: &mut Io, link: LinkId, _peer: &Identity) {
         let client = Client {
-            incoming: Incoming::new(link, self.pool.clone()),
-            outgoing: Outgoing::new(self.is_summed),
+            tensors: Tensors::new(link, self.pool.clone(), self.is_summed),
             inserts: HashMap::new(),
             selects: HashMap::new(),
         };
@@ -353,16 +351,12 @@ impl Service for Server {
             TAKE => self.take(io, link, id)?,
             SETTLE => self.settle(link, id, reader.u8()? != 0)?,
             WITHDRAW => self.withdraw(io, link, id)?,
-            DATA => self.client(link)?.incoming.place(io, id, reader, &data)?,
-            SUMS => self.client(link)?.incoming.sums(id, &data)?,
-            ACCEPT => self.client(link)?.outgoing.accept(io, link, id)?,
-            CREDIT => {
-                let credit = reader.u64()?;
-                self.client(link)?.outgoing.credit(io, link, id, credit);
-            }
             other => {
-                let text = format_args!("message {other} to a lookup buffer");
-                return Err(Error::protocol(text));
+                let tensors = &mut self.client(link)?.tensors;
+                if !tensors.message(io, link, (other, id), reader, &data)? {
+                    let text = format_args!("message {other} to a lookup buffer");
+                    return Err(Error::protocol(text));
+                }
             }
         }
         drop(data);
@@ -372,10 +366,13 @@ impl Service for Server {
     }
 
     fn done(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
-        let owner = self
-            .clients
-            .iter_mut()
-            .find_map(|(link, client)| client.incoming.done(io, token, result).then_some(*link));
+        let owner = self.clients.iter_mut().find_map(|(link, client)| {
+            client
+                .tensors
+                .incoming
+                .done(io, token, result)
+                .then_some(*link)
+        });
         if let Some(link) = owner {
             self.advance(io, link);
             self.take_mail(io);
@@ -386,7 +383,7 @@ impl Service for Server {
         self.take_mail(io);
         self.clients
             .iter_mut()
-            .any(|(link, client)| client.outgoing.sum_on(io, *link))
+            .any(|(link, client)| client.tensors.outgoing.sum_on(io, *link))
     }
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {

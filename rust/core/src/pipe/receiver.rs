@@ -191,7 +191,7 @@ impl Receiver {
         if let (Some(link), Some((first, rest))) = (self.link, taken.split_first()) {
             let header = io.header(link, TAKEN).u64(*first);
             let rest = Writer::default().list(rest, |w, sequence| w.u64(*sequence));
-            io.message(link, header, Payload::Bytes(rest.finish()), 0);
+            io.message(link, header, Payload::Bytes(rest.finish()));
         }
     }
 
@@ -199,7 +199,7 @@ impl Receiver {
     pub(super) fn say(&self, io: &mut Io, kind: u8, sequence: u64) {
         if let Some(link) = self.link {
             let header = io.header(link, kind).u64(sequence);
-            io.message(link, header, Payload::None, 0);
+            io.message(link, header, Payload::None);
         }
     }
 

@@ -136,7 +136,7 @@ impl Sender {
         let payload = queued.meta.write(Writer::default()).bytes(bytes).finish();
         let header = io.header(link, EAGER).u64(self.next_sequence);
         let header = self.seal(header, &payload);
-        if !io.message(link, header, Payload::Bytes(payload), 0) {
+        if !io.message(link, header, Payload::Bytes(payload)) {
             return Some(queued);
         }
         self.count(len);
@@ -158,7 +158,7 @@ impl Sender {
         };
         let payload = offer.write(queued.meta.write(Writer::default())).finish();
         let header = self.seal(io.header(link, OFFER).u64(sequence), &payload);
-        if !io.message(link, header, Payload::Bytes(payload), 0) {
+        if !io.message(link, header, Payload::Bytes(payload)) {
             return Some(queued);
         }
         self.remember(Some(Large {
@@ -303,7 +303,7 @@ impl Sender {
         }
         for sequence in withdraw {
             let header = io.header(link, WITHDRAW).u64(sequence);
-            io.message(link, header, Payload::None, 0);
+            io.message(link, header, Payload::None);
         }
     }
 
