@@ -184,6 +184,7 @@ class Agent:
         engine_id: str = "",
         fingerprint: Sequence[tuple[str, str]] = ...,
         silence: float | None = None,
+        checksum: bool = True,
     ) -> Agent: ...
     @property
     def address(self) -> str | None: ...

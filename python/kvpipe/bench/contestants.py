@@ -66,7 +66,11 @@ def kvpipe_polling(road: str) -> list[Contestant]:
 def kvpipe_blocks(road: str, setup: Pairs, program: Startable | None = None) -> list[Contestant]:
     """An Agent that reads blocks of the sizes that `setup` names."""
     program = program or ours("agent_blocks", setup, road_env(road))
-    return [Contestant("kvpipe", road, program, BLOCKS, is_ours=True)]
+    checked, unchecked = (("way", "checked"),), (("way", "unchecked"),)
+    return [
+        Contestant("kvpipe", road, program, BLOCKS, checked, is_ours=True),
+        Contestant(f"kvpipe{WITHOUT_CHECKSUM}", road, program, BLOCKS, unchecked, is_ours=True),
+    ]
 
 
 def memcpy() -> list[Contestant]:

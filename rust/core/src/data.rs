@@ -10,6 +10,7 @@ use crate::codec::Writer;
 use crate::error::{Error, Result};
 use crate::handshake::SessionId;
 use crate::node::{Io, LinkId};
+use crate::stream::Landings;
 use crate::transport::{Context, Get, Memory, Payload, RemoteKey, Worker};
 
 /// How bytes get to where they belong. Whoever owns the destination writes it.
@@ -51,7 +52,7 @@ const MESSAGE_TOKEN: u64 = 1 << 62;
 const LEN_BITS: u32 = 30;
 const LEN_MASK: u64 = (1 << LEN_BITS) - 1;
 /// Most bytes of messages that wait for a peer that does not read; more and it counts as lost. What peers may have
-/// asked for and offered at once, 4 reads and 8 writes of 4 Mi blocks, has 320 MiB.
+/// asked for and offered at once has 448 MiB: 4 reads and 8 writes of 4 Mi blocks, and the checksums of 4 more.
 const UNSENT_CAP: usize = 512 << 20;
 
 struct Peer {
@@ -78,14 +79,17 @@ pub(crate) struct DataPlane {
     peers: HashMap<LinkId, Peer>,
     sessions: HashMap<SessionId, LinkId>,
     endpoints: HashMap<EndpointId, LinkId>,
+    landings: Landings,
 }
 
 impl DataPlane {
     pub(crate) fn new(context: Context) -> Result<Self> {
-        let worker = context.worker()?;
+        let (worker, landings) = (context.worker()?, Landings::default());
+        worker.place_with(landings.placer());
         Ok(Self {
             context,
             worker,
+            landings,
             peers: HashMap::new(),
             sessions: HashMap::new(),
             endpoints: HashMap::new(),
@@ -316,6 +320,12 @@ impl Io {
             .peers
             .get(&link)
             .map(|peer| peer.road.clone())
+    }
+
+    /// Where the streams of this node land.
+    pub(crate) fn landings(&self) -> Landings {
+        let data = self.data.as_ref();
+        data.map(|data| data.landings.clone()).unwrap_or_default()
     }
 
     /// UCX as `version (path)`, or `none`, for the log line of a session.

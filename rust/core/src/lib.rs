@@ -11,6 +11,7 @@ pub mod blocks;
 pub mod checksum;
 pub mod codec;
 pub mod control;
+mod cursor;
 mod data;
 mod earliest;
 mod error;
@@ -27,6 +28,7 @@ mod pool;
 mod process;
 mod recent;
 pub mod region;
+mod stream;
 pub mod transport;
 pub mod work;
 

@@ -166,6 +166,22 @@ pub struct Pieces {
     pub num_bytes: u64,
 }
 
+impl Pieces {
+    /// All of a buffer, which has no blocks.
+    pub(crate) fn whole(len: u64) -> Self {
+        Self {
+            runs: vec![Run {
+                to: 0,
+                from: 0,
+                len,
+            }],
+            to_ids: Vec::new(),
+            from_ids: Vec::new(),
+            num_bytes: len,
+        }
+    }
+}
+
 /// Checks and orders the blocks of a transfer.
 ///
 /// # Errors

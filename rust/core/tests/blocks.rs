@@ -9,6 +9,7 @@ use agents::{BLOCK, COUNT, agent, connect, pair, register};
 use common::{PATIENCE, Raw, TOKEN, bytes, on_every_road, pattern};
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, Options};
+use kvpipe_core::checksum;
 use kvpipe_core::codec::{Reader, Writer};
 use kvpipe_core::identity::Service;
 use kvpipe_core::link::Timing;
@@ -16,6 +17,8 @@ use kvpipe_ucx::{Buffer, Search};
 
 const READ: u8 = 32;
 const REFUSED: u8 = 35;
+/// In READ: bytes with checksums, as messages.
+const WITH_SUMS: u8 = 1;
 
 #[test]
 fn named_blocks_arrive_and_nothing_else_is_written() {
@@ -171,7 +174,8 @@ fn raw(search: &Search) -> (Raw, Agent) {
 }
 
 fn ask(raw: &Raw, transfer: u64, region: u32, ids: &[u32]) {
-    let header = Writer::new(READ).u64(transfer).u32(region).finish();
+    let header = Writer::new(READ).u64(transfer).u32(region).u8(WITH_SUMS);
+    let header = header.finish();
     let ids = Writer::default().list(ids, |w, id| w.u32(*id)).finish();
     raw.send(&header, &ids);
 }
@@ -193,8 +197,10 @@ fn a_source_refuses_ids_that_it_does_not_have_and_serves_on() {
     }
     ask(&raw, 6, 0, &[3]);
     let (header, payload) = raw.message(33);
-    assert_eq!(header, [6u64.to_le_bytes(), 0u64.to_le_bytes()].concat());
-    assert!(payload == pattern(COUNT * BLOCK, 1)[3 * BLOCK..4 * BLOCK]);
+    let block = &pattern(COUNT * BLOCK, 1)[3 * BLOCK..4 * BLOCK];
+    let fields = [6, 0, checksum::of(block)].map(u64::to_le_bytes);
+    assert_eq!(header, fields.concat());
+    assert!(payload == block);
 }
 
 #[test]
@@ -240,7 +246,7 @@ fn a_source_that_sends_what_was_not_asked_for_writes_nothing() {
     let raw = Raw::connect(&search, address, Service::Blocks);
     for transfer in 0..64u64 {
         for offset in [0, BLOCK as u64, u64::MAX - 8] {
-            let header = Writer::new(33).u64(transfer).u64(offset).finish();
+            let header = Writer::new(33).u64(transfer).u64(offset).u64(0).finish();
             raw.send(&header, &[7; BLOCK]);
         }
     }

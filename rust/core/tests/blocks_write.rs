@@ -249,6 +249,7 @@ fn offer(raw: &Raw, offer: u64, (to, from): (u32, u32), to_ids: &[u32], from_ids
         .u64(offer)
         .u32(to)
         .u32(from)
+        .u8(1)
         .u8(0)
         .finish();
     let list = |w: Writer, ids: &[u32]| w.list(ids, |w, id| w.u32(*id));
@@ -379,7 +380,7 @@ fn a_writer_that_offers_nonsense_is_cut_off() {
     let more = Writer::default().u32(0).u32(0).bytes(b"").u8(0).finish();
     for payload in [false_length, long_tag, more, vec![]] {
         let (mut raw, _target, _memory) = raw(&search);
-        let header = Writer::new(OFFER).u64(1).u32(0).u32(0).u8(0).finish();
+        let header = Writer::new(OFFER).u64(1).u32(0).u32(0).u8(1).u8(0).finish();
         raw.send(&header, &payload);
         assert!(raw.is_closed(), "{} bytes", payload.len());
     }

@@ -88,7 +88,7 @@ fn lender(search: &Search) -> Agent {
 
 /// Asks for blocks of a region that is not there, which is answered with a refusal.
 fn ask_for_blocks(raw: &Raw, transfer: u64) {
-    let header = Writer::new(READ).u64(transfer).u32(7).finish();
+    let header = Writer::new(READ).u64(transfer).u32(7).u8(0).finish();
     let ids = Writer::default().list(&[0u32], |w, id| w.u32(*id)).finish();
     raw.send(&header, &ids);
 }

@@ -43,7 +43,11 @@ pub(crate) struct Agent(blocks::Agent);
 #[pymethods]
 impl Agent {
     #[new]
-    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None))]
+    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None, checksum=true))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "keyword arguments of a private class"
+    )]
     fn new(
         py: Python<'_>,
         listen: &str,
@@ -52,12 +56,18 @@ impl Agent {
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
         silence: Option<f64>,
+        checksum: bool,
     ) -> PyResult<Self> {
         let (timing, transport) = (timing(silence)?, transport.core());
         let agent = py.detach(|| {
             blocks::Agent::new(listen, token, transport, engine_id, fingerprint, timing)
         });
-        agent.map(Self).map_err(to_py)
+        let agent = agent.map_err(to_py)?;
+        Ok(Self(if checksum {
+            agent
+        } else {
+            agent.without_checksums()
+        }))
     }
 
     #[getter]

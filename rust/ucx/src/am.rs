@@ -2,12 +2,11 @@
 
 use std::ffi::{c_uint, c_void};
 use std::ops::Deref;
-use std::ptr::{NonNull, null};
-use std::rc::Rc;
+use std::ptr::null;
 use std::sync::Arc;
 
 use crate::endpoint::EndpointId;
-use crate::event::{Raw, RawBody};
+use crate::event::Raw;
 use crate::memory::{Memory, MemoryKind};
 use crate::request::{self, Attributes, Keep, Token};
 use crate::status::{Status, check};
@@ -68,69 +67,40 @@ impl Payload {
     }
 }
 
-/// The payload of a received message. Holds UCX's receive buffer where UCX lent it: drop it soon,
-/// or copy it. It keeps the worker's UCX object alive.
-pub struct AmData(Body);
-
-enum Body {
-    Copied(Vec<u8>),
-    Descriptor {
-        data: NonNull<u8>,
-        len: usize,
-        worker: Rc<Inner>,
-    },
+/// The payload of a received message.
+#[derive(Debug)]
+pub enum AmData {
+    /// The bytes.
+    Bytes(Vec<u8>),
+    /// The worker's [`Placer`] has put that many bytes where they belong.
+    Placed(usize),
 }
 
 impl AmData {
-    pub(crate) fn new(body: RawBody, worker: &Rc<Inner>) -> Self {
-        Self(match body {
-            RawBody::Copied(bytes) => Body::Copied(bytes),
-            RawBody::Descriptor { data, len } => Body::Descriptor {
-                data,
-                len,
-                worker: Rc::clone(worker),
-            },
-        })
-    }
-}
-
-impl From<Vec<u8>> for AmData {
-    /// A payload that did not come through UCX.
-    fn from(bytes: Vec<u8>) -> Self {
-        Self(Body::Copied(bytes))
+    /// Its length in bytes, wherever they are.
+    pub fn num_bytes(&self) -> usize {
+        match self {
+            Self::Bytes(bytes) => bytes.len(),
+            Self::Placed(len) => *len,
+        }
     }
 }
 
 impl Deref for AmData {
     type Target = [u8];
 
+    /// The bytes; none if they were placed.
     fn deref(&self) -> &[u8] {
-        match &self.0 {
-            Body::Copied(bytes) => bytes,
-            // SAFETY: UCX lent `len` bytes at `data` until ucp_am_data_release, called in drop.
-            Body::Descriptor { data, len, .. } => unsafe {
-                std::slice::from_raw_parts(data.as_ptr(), *len)
-            },
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Placed(_) => &[],
         }
     }
 }
 
-impl Drop for AmData {
-    fn drop(&mut self) {
-        if let Body::Descriptor { data, worker, .. } = &self.0 {
-            let release = worker.api().ucp_am_data_release;
-            // SAFETY: the handler returned UCS_INPROGRESS for this data and nobody else releases
-            // it; the Rc keeps the worker live, and makes this its thread.
-            unsafe { release(worker.as_ptr(), data.as_ptr().cast()) };
-        }
-    }
-}
-
-impl std::fmt::Debug for AmData {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "AmData({} bytes)", self.len())
-    }
-}
+/// Takes the payload of a message, given its header, out of UCX's receive buffer, which saves a copy; false leaves it
+/// to be copied into the event. Called while the worker progresses, so that it must not use the worker.
+pub type Placer = Box<dyn Fn(&[u8], &[u8]) -> bool>;
 
 impl Worker {
     /// Sends a message. Messages of one endpoint arrive in order over one lane; UCX does not
@@ -184,6 +154,11 @@ impl Worker {
         )
     }
 
+    /// Has the payloads of messages offered to `placer`, instead of the one before.
+    pub fn place_with(&self, placer: Placer) {
+        self.inner.state.placer.replace(Some(placer));
+    }
+
     /// The longest header a message can have on this worker's transports.
     pub fn max_header_bytes(&self) -> usize {
         self.inner.max_header_bytes
@@ -207,7 +182,7 @@ fn set_handler(worker: &Inner, cb: Option<sys::ucp_am_recv_callback_t>) -> Resul
             | sys::UCP_AM_HANDLER_PARAM_FIELD_CB
             | sys::UCP_AM_HANDLER_PARAM_FIELD_ARG,
         id: AM_ID,
-        flags: sys::UCP_AM_FLAG_WHOLE_MSG | sys::UCP_AM_FLAG_PERSISTENT_DATA,
+        flags: sys::UCP_AM_FLAG_WHOLE_MSG,
         cb,
         arg: worker.state_ptr(),
     };
@@ -240,29 +215,34 @@ unsafe extern "C" fn on_message(
         return sys::UCS_OK;
     }
     // SAFETY: UCX passes `header_len` readable bytes, valid during the callback.
-    let header = unsafe { copy(header, header_len) };
-    let lent = recv_attr & sys::UCP_AM_RECV_ATTR_FLAG_DATA != 0;
-    let (body, answer) = match NonNull::new(data.cast::<u8>()) {
-        Some(data) if lent => (RawBody::Descriptor { data, len }, sys::UCS_INPROGRESS),
-        // SAFETY: UCX passes `len` readable bytes, valid during the callback.
-        _ => (RawBody::Copied(unsafe { copy(data, len) }), sys::UCS_OK),
+    let header = unsafe { bytes(header, header_len) };
+    // SAFETY: UCX passes `len` readable bytes, valid during the callback.
+    let data = unsafe { bytes(data, len) };
+    let data = if !data.is_empty() && state.place(header, data) {
+        AmData::Placed(len)
+    } else {
+        AmData::Bytes(data.to_vec())
     };
-    state.events.push(Raw::Message { header, body });
-    answer
+    let header = header.to_vec();
+    state.events.push(Raw::Message { header, data });
+    sys::UCS_OK
 }
 
 /// # Safety
-/// `start` must be valid for reading `len` bytes, or be null, or `len` zero.
-unsafe fn copy(start: *const c_void, len: usize) -> Vec<u8> {
+/// `start` must be valid for reading `len` bytes as long as the result is used, or be null, or `len` zero.
+unsafe fn bytes<'a>(start: *const c_void, len: usize) -> &'a [u8] {
     if start.is_null() || len == 0 {
-        return Vec::new();
+        return &[];
     }
     // SAFETY: the caller's promise; null and empty were excluded above.
-    unsafe { std::slice::from_raw_parts(start.cast::<u8>(), len) }.to_vec()
+    unsafe { std::slice::from_raw_parts(start.cast::<u8>(), len) }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+    use std::rc::Rc;
+
     use super::*;
 
     fn deliver(state: &State, recv_attr: u64, data: &mut [u8]) -> ucs_status_t {
@@ -284,36 +264,50 @@ mod tests {
         assert!(state.events.pop().is_none());
     }
 
-    #[test]
-    fn lent_data_is_kept_and_other_data_copied() {
-        let state = State::default();
-        let lent = deliver(&state, sys::UCP_AM_RECV_ATTR_FLAG_DATA, &mut [7; 8]);
-        assert_eq!(lent, sys::UCS_INPROGRESS);
-        assert_eq!(deliver(&state, 0, &mut [7; 8]), sys::UCS_OK);
-        let bodies: Vec<_> = std::iter::from_fn(|| state.events.pop()).collect();
-        let [
-            Raw::Message { body: first, .. },
-            Raw::Message {
-                body: second,
-                header,
-            },
-        ] = &bodies[..]
-        else {
-            panic!("two messages")
+    fn taken(state: &State) -> Vec<AmData> {
+        let events = std::iter::from_fn(|| state.events.pop());
+        let data = |event| match event {
+            Raw::Message { header, data } if header == b"h" => data,
+            _ => panic!("a message"),
         };
-        assert!(matches!(first, RawBody::Descriptor { len: 8, .. }));
-        assert!(matches!(second, RawBody::Copied(bytes) if bytes == &[7; 8]));
-        assert_eq!(header, b"h");
+        events.map(data).collect()
+    }
+
+    #[test]
+    fn data_is_copied_as_ucx_has_it_back_after_the_callback() {
+        let state = State::default();
+        assert_eq!(deliver(&state, 0, &mut [7; 8]), sys::UCS_OK);
+        assert_eq!(deliver(&state, 0, &mut []), sys::UCS_OK);
+        let taken = taken(&state);
+        assert!(
+            matches!(&taken[..], [AmData::Bytes(data), AmData::Bytes(none)] if data == &[7; 8] && none.is_empty())
+        );
+    }
+
+    #[test]
+    fn data_that_is_placed_is_not_copied() {
+        let state = State::default();
+        let placed = Rc::new(RefCell::default());
+        let place = Rc::clone(&placed);
+        state
+            .placer
+            .replace(Some(Box::new(move |header: &[u8], data: &[u8]| {
+                assert_eq!(header, b"h");
+                place.replace(data.to_vec());
+                data.len() == 8
+            })));
+        deliver(&state, 0, &mut [7; 8]);
+        assert_eq!(placed.take(), [7; 8]);
+        deliver(&state, 0, &mut [8; 9]);
+        let taken = taken(&state);
+        assert!(matches!(&taken[..], [AmData::Placed(8), AmData::Bytes(data)] if data == &[8; 9]));
     }
 
     #[test]
     fn stopped_worker_keeps_nothing() {
         let state = State::default();
         state.stopped.set(true);
-        assert_eq!(
-            deliver(&state, sys::UCP_AM_RECV_ATTR_FLAG_DATA, &mut [7; 8]),
-            sys::UCS_OK
-        );
+        assert_eq!(deliver(&state, 0, &mut [7; 8]), sys::UCS_OK);
         assert!(state.events.pop().is_none());
     }
 }

@@ -2,7 +2,6 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
-use std::ptr::NonNull;
 use std::rc::Rc;
 
 use crate::am::AmData;
@@ -44,13 +43,12 @@ pub enum Event {
     },
 }
 
-/// An event as a callback leaves it. Not an [`Event`]: that would hold the worker, and the worker
-/// holds the queue. Finished operations wait here so that their owners' destructors, which may do
+/// An event as a callback leaves it. Finished operations wait here so that their owners' destructors, which may do
 /// anything, run outside UCX.
 pub(crate) enum Raw {
     Message {
         header: Vec<u8>,
-        body: RawBody,
+        data: AmData,
     },
     Done {
         op: Box<Op>,
@@ -63,12 +61,6 @@ pub(crate) enum Raw {
     Closed {
         endpoint: Rc<Endpoint>,
     },
-}
-
-/// The payload of a message: copied, or a descriptor to be given back to UCX.
-pub(crate) enum RawBody {
-    Copied(Vec<u8>),
-    Descriptor { data: NonNull<u8>, len: usize },
 }
 
 /// A queue that callbacks can push to without any way to panic.

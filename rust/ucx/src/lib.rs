@@ -6,7 +6,7 @@
 //! ```text
 //! Library ◄─ Context ◄─ Memory            (Arc: any thread)
 //!               ▲
-//!               └────── Worker ◄─ endpoints, operations, RemoteKey, AmData   (Rc: one thread at a time)
+//!               └────── Worker ◄─ endpoints, operations, RemoteKey   (Rc: one thread at a time)
 //! ```
 //! Each object holds what it was made from, so UCX sees them destroyed in the right order however
 //! they are dropped here. An operation holds its memory, its key and its worker until UCX has
@@ -44,7 +44,7 @@ mod sys;
 mod together;
 mod worker;
 
-pub use am::{AmData, Payload};
+pub use am::{AmData, Payload, Placer};
 pub use config::Config;
 pub use context::Context;
 pub use endpoint::EndpointId;

@@ -22,7 +22,6 @@ pub(crate) type ucs_status_t = i8;
 pub(crate) type ucs_status_ptr_t = *mut c_void;
 
 pub(crate) const UCS_OK: ucs_status_t = 0;
-pub(crate) const UCS_INPROGRESS: ucs_status_t = 1;
 pub(crate) const UCS_ERR_IO_ERROR: ucs_status_t = -3;
 pub(crate) const UCS_ERR_NO_MEMORY: ucs_status_t = -4;
 pub(crate) const UCS_ERR_INVALID_PARAM: ucs_status_t = -5;
@@ -70,8 +69,6 @@ pub(crate) const UCP_AM_HANDLER_PARAM_FIELD_FLAGS: u64 = 1 << 1;
 pub(crate) const UCP_AM_HANDLER_PARAM_FIELD_CB: u64 = 1 << 2;
 pub(crate) const UCP_AM_HANDLER_PARAM_FIELD_ARG: u64 = 1 << 3;
 pub(crate) const UCP_AM_FLAG_WHOLE_MSG: u32 = 1 << 0;
-pub(crate) const UCP_AM_FLAG_PERSISTENT_DATA: u32 = 1 << 1;
-pub(crate) const UCP_AM_RECV_ATTR_FLAG_DATA: u64 = 1 << 16;
 pub(crate) const UCP_AM_RECV_ATTR_FLAG_RNDV: u64 = 1 << 17;
 pub(crate) const UCP_AM_SEND_FLAG_EAGER: u32 = 1 << 1;
 pub(crate) const UCP_OP_ATTR_FIELD_CALLBACK: u32 = 1 << 1;
@@ -283,7 +280,6 @@ entry_points! {
         worker: *mut ucp_worker,
         param: *const ucp_am_handler_param_t,
     ) -> ucs_status_t;
-    fn ucp_am_data_release(worker: *mut ucp_worker, data: *mut c_void);
     fn ucp_ep_create(
         worker: *mut ucp_worker,
         params: *const ucp_ep_params_t,

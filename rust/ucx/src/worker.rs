@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::am::{self, AmData};
+use crate::am::{self, Placer};
 use crate::context::Context;
 use crate::endpoint::{Endpoint, EndpointId};
 use crate::event::{Event, Queue, Raw};
@@ -33,7 +33,7 @@ pub struct Worker {
 }
 
 /// The UCX worker, destroyed when the `Worker` and all that was made from it are gone: operations
-/// and closes in flight, keys, received data.
+/// and closes in flight, keys.
 pub(crate) struct Inner {
     handle: NonNull<sys::ucp_worker>,
     event_fd: RawFd,
@@ -47,6 +47,7 @@ pub(crate) struct Inner {
 #[derive(Default)]
 pub(crate) struct State {
     pub(crate) events: Queue,
+    pub(crate) placer: RefCell<Option<Placer>>,
     pub(crate) endpoints: RefCell<BTreeMap<EndpointId, Rc<Endpoint>>>,
     pub(crate) outstanding: Cell<usize>,
     /// Endpoints that are to be closed and cannot be yet; their operations are not outstanding meanwhile.
@@ -55,6 +56,14 @@ pub(crate) struct State {
     pub(crate) may_leave: Cell<bool>,
     /// The `Worker` is gone: nobody takes events any more.
     pub(crate) stopped: Cell<bool>,
+}
+
+impl State {
+    /// Offers a payload to the placer.
+    pub(crate) fn place(&self, header: &[u8], data: &[u8]) -> bool {
+        let placer = self.placer.try_borrow();
+        placer.is_ok_and(|placer| placer.as_ref().is_some_and(|place| place(header, data)))
+    }
 }
 
 impl Worker {
@@ -126,10 +135,7 @@ impl Worker {
     /// The oldest event not yet taken. Posting an operation can leave one too.
     pub fn next_event(&self) -> Option<Event> {
         Some(match self.inner.state.events.pop()? {
-            Raw::Message { header, body } => Event::Message {
-                header,
-                data: AmData::new(body, &self.inner),
-            },
+            Raw::Message { header, data } => Event::Message { header, data },
             Raw::Done { op, code } => Event::Done {
                 token: op.token,
                 result: check(code, op.call),
@@ -286,7 +292,7 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // SAFETY: operations, closes, keys and lent data each hold an Rc of self, so none is
+        // SAFETY: operations, closes and keys each hold an Rc of self, so none is
         // left; called once, on the thread that has the worker, as Rc does not leave it.
         unsafe { (self.api().ucp_worker_destroy)(self.as_ptr()) };
     }

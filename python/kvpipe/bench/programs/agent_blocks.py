@@ -1,4 +1,4 @@
-"""kvpipe's Agent: the active process reads blocks of the passive one."""
+"""kvpipe's Agent: the active process reads blocks of the passive one, through one agent with checksums, one without."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import kvpipe
 
 from .blocks import verify_blocks
 from .request import LOCAL, REMOTE, pattern
-from .side import Quiet, Setup, Words, seconds
+from .side import WAYS, Quiet, Setup, Words, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,13 +47,14 @@ class Active(Quiet):
 
     def __init__(self, setup: Setup) -> None:
         self._room: Any = np.ones(setup.total, np.uint8)
-        self._agent = kvpipe.Agent(f"{setup.host}:0")
-        self._regions = _regions(self._agent, self._room, setup)
+        self._agents = {way: kvpipe.Agent(f"{setup.host}:0", checksum=way == "checked") for way in WAYS}
+        self._regions = {way: _regions(agent, self._room, setup) for way, agent in self._agents.items()}
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects."""
-        self._peer = self._agent.connect(words["address"], timeout=_PATIENCE_S)
-        return {"transport": self._peer.transport}
+        address = words["address"]
+        self._peers = {way: agent.connect(address, timeout=_PATIENCE_S) for way, agent in self._agents.items()}
+        return {"transport": self._peers["checked"].transport}
 
     def clear(self, task: Task) -> None:
         """Forgets what arrived."""
@@ -72,11 +73,12 @@ class Active(Quiet):
 
     def _reads(self, task: Task) -> list[Callable[[], kvpipe.Work[int]]]:
         """What begins each transfer of the run; made before the clock starts."""
-        total, region = len(self._room), self._regions[task.num_bytes]
+        way = task.options["way"]
+        total, peer, region = len(self._room), self._peers[way], self._regions[way][task.num_bytes]
         local, remote = task.transfers(total, LOCAL), task.transfers(total, REMOTE)
 
         def reader(to: list[int], source: list[int]) -> Callable[[], kvpipe.Work[int]]:
-            return lambda: self._peer.read_blocks(region, to, _name(task.num_bytes), source)
+            return lambda: peer.read_blocks(region, to, _name(task.num_bytes), source)
 
         return [reader(local[i].tolist(), remote[i].tolist()) for i in task.chosen(total)]
 

@@ -9,7 +9,7 @@ import numpy as np
 import kvpipe
 
 from .request import pattern
-from .side import Quiet, Setup, Words, half_round_trip_us, keep_in_flight, seconds
+from .side import WAYS, Quiet, Setup, Words, half_round_trip_us, keep_in_flight, seconds
 from .tensors import Receiving, Room
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .request import Task
 
 _PATIENCE_S = 60.0
-_WAYS = ("checked", "unchecked")
 
 
 def _busy_poll_us(setup: Setup) -> int | None:
@@ -44,7 +43,7 @@ class Active(Quiet):
             name: kvpipe.Pipe.connect(
                 words[name], timeout=_PATIENCE_S, checksum=name == "checked", busy_poll_us=self._busy_poll_us
             )
-            for name in _WAYS
+            for name in WAYS
         }
         return {"transport": self._there["checked"].transport}
 
@@ -80,7 +79,7 @@ class Passive(Receiving):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._busy_poll_us = _busy_poll_us(setup)
-        self._there = {name: kvpipe.Pipe.listen(f"{setup.host}:0", busy_poll_us=self._busy_poll_us) for name in _WAYS}
+        self._there = {name: kvpipe.Pipe.listen(f"{setup.host}:0", busy_poll_us=self._busy_poll_us) for name in WAYS}
 
     def hello(self) -> Words:
         """Where the ways there begin."""

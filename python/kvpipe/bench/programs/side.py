@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .request import Task
 
 Words = dict[str, object]
+# With checksums, and without
+WAYS = ("checked", "unchecked")
 
 
 @dataclass(frozen=True)

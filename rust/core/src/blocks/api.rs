@@ -166,6 +166,7 @@ impl Agent {
             remote_region: plan.remote.id,
             pieces,
             notify: options.notify,
+            is_summed: self.is_summed,
             deadline,
             completer,
         }))?;
@@ -187,6 +188,7 @@ impl Agent {
             region: plan.local.id(),
             remote_region: plan.remote.id,
             pieces,
+            is_summed: self.is_summed,
             notify,
             deadline,
             completer,

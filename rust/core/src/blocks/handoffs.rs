@@ -220,6 +220,8 @@ impl Blocks {
                         region,
                         remote_region,
                         pieces: Arc::new(pieces),
+                        // Their checksums have come with the announcement, and cover more.
+                        is_summed: false,
                         deadline: None,
                         owner: Owner::Handoff(handoff, batch),
                     };
@@ -361,7 +363,7 @@ fn slice_of(block_bytes: u64) -> usize {
     (SLICE / block_bytes.max(1)).max(1) as usize
 }
 
-fn block_bytes<'m>(memory: &'m Memory, layout: &Layout, id: u32) -> Option<&'m [u8]> {
+pub(super) fn block_bytes<'m>(memory: &'m Memory, layout: &Layout, id: u32) -> Option<&'m [u8]> {
     let at = layout.offset(id).ok()?;
     memory
         .buffer()

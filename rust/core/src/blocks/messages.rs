@@ -7,27 +7,31 @@ use crate::handoff::FinalBlock;
 use super::notices::TAG_CAP;
 use crate::region::{Pieces, RegionId, RemoteRegion};
 
-/// Destination asks for blocks by message: transfer, region; payload: ids.
+/// Destination asks for blocks: transfer, region, [`Wanted`]; payload: ids.
 pub(super) const READ: u8 = 32;
-/// Source sends bytes: transfer, offset in the sequence of blocks; payload: bytes.
+/// Source sends bytes: transfer, offset in the sequence of blocks, checksum; payload: bytes.
 pub(super) const DATA: u8 = 33;
 /// Destination has placed bytes: transfer, number.
 pub(super) const CREDIT: u8 = 34;
 /// Source cannot serve a transfer: transfer; payload: reason.
 pub(super) const REFUSED: u8 = 35;
-/// Writer offers blocks: offer, target's region, writer's region, 1 and a number if it has a tag, else 0; payload: the
-/// target's ids, the writer's ids, the tag.
+/// Writer offers blocks: offer, target's region, writer's region, whether checksums are wanted, 1 and a number if it has
+/// a tag, else 0; payload: the target's ids, the writer's ids, the tag.
 pub(super) const OFFER: u8 = 36;
 /// Target has an offer's blocks: offer.
 pub(super) const TAKEN: u8 = 37;
 /// Target does not take an offer, whose number is void: offer; payload: reason.
 pub(super) const NOT_TAKEN: u8 = 38;
+/// Target got blocks that differ from their checksums; as [`NOT_TAKEN`].
+pub(super) const CORRUPT: u8 = 39;
 /// A notification: number; payload: tag.
 pub(super) const NOTIFY: u8 = 40;
 /// A number whose transfer failed: number.
 pub(super) const VOID: u8 = 41;
 /// Receiver has all numbers before one, its user has taken all before another.
 pub(super) const NOTED: u8 = 42;
+/// Source has checksums of the next blocks of a transfer: transfer; payload: list.
+pub(super) const SUMS: u8 = 43;
 /// Consumer selects blocks of a handoff: handoff, generation, first, end.
 pub(super) const SELECT: u8 = 48;
 /// Producer announces blocks: handoff, generation; payload: list.
@@ -50,6 +54,8 @@ pub(super) const NEIGHBOUR: u8 = 3;
 pub(super) const BLOCKS_CAP: usize = 1 << 22;
 /// Most regions of an agent.
 pub(super) const REGIONS_CAP: usize = 4096;
+/// Most checksums of one message.
+pub(super) const SUMS_CAP: usize = 4096;
 /// Longest reason.
 pub(super) const REASON_CAP: usize = 4096;
 
@@ -74,6 +80,40 @@ impl RemoteRegions {
     }
 }
 
+/// What a destination asks of a source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Wanted {
+    /// The bytes, as messages.
+    Bytes = 0,
+    /// The bytes, as messages with checksums.
+    SummedBytes = 1,
+    /// The checksums of the blocks, whose bytes the destination reads.
+    Sums = 2,
+}
+
+impl Wanted {
+    pub(super) fn read(reader: &mut Reader<'_>) -> Result<Self> {
+        match reader.u8()? {
+            0 => Ok(Self::Bytes),
+            1 => Ok(Self::SummedBytes),
+            2 => Ok(Self::Sums),
+            other => Err(Error::protocol(format_args!("{other} wanted of blocks"))),
+        }
+    }
+}
+
+pub(super) fn sums(sums: &[u64]) -> Vec<u8> {
+    Writer::default().list(sums, |w, sum| w.u64(*sum)).finish()
+}
+
+pub(super) fn read_sums(payload: &[u8]) -> Result<Vec<u64>> {
+    let mut reader = Reader::new(payload);
+    let sums = reader.list(SUMS_CAP, Reader::u64)?;
+    reader.end()?;
+    Ok(sums)
+}
+
 /// Blocks that a writer offers.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Offered {
@@ -84,6 +124,7 @@ pub(super) struct Offered {
     pub(super) from: RegionId,
     pub(super) to_ids: Vec<u32>,
     pub(super) from_ids: Vec<u32>,
+    pub(super) is_summed: bool,
     /// Number and content of its notification.
     pub(super) notice: Option<(u64, Vec<u8>)>,
 }
@@ -94,9 +135,10 @@ impl Offered {
         header: Writer,
         (offer, to, from): (u64, RegionId, RegionId),
         pieces: &Pieces,
+        is_summed: bool,
         notice: Option<(u64, &[u8])>,
     ) -> (Writer, Vec<u8>) {
-        let header = header.u64(offer).u32(to).u32(from);
+        let header = header.u64(offer).u32(to).u32(from).u8(is_summed.into());
         let (header, tag) = match notice {
             Some((number, tag)) => (header.u8(1).u64(number), tag),
             None => (header.u8(0), &[][..]),
@@ -110,6 +152,7 @@ impl Offered {
 
     pub(super) fn read(mut header: Reader<'_>, payload: &[u8]) -> Result<Self> {
         let (offer, to, from) = (header.u64()?, header.u32()?, header.u32()?);
+        let is_summed = header.u8()? != 0;
         let number = (header.u8()? != 0).then(|| header.u64()).transpose()?;
         header.end()?;
         let mut reader = Reader::new(payload);
@@ -123,6 +166,7 @@ impl Offered {
             from,
             to_ids,
             from_ids,
+            is_summed,
             notice: number.map(|number| (number, tag)),
         })
     }
@@ -183,24 +227,28 @@ mod tests {
                 .iter()
                 .map(|&(region, position, block_id, checksum)| FinalBlock { region, position, block_id, checksum })
                 .collect();
-            prop_assert_eq!(read_final_blocks(&final_blocks(&blocks)).unwrap(), blocks);
             let numbers: Vec<u32> = numbers.iter().map(|numbers| numbers.1).collect();
             prop_assert_eq!(read_ids(&ids(&numbers)).unwrap(), numbers);
+            let checksums: Vec<u64> = blocks.iter().map(|block| block.checksum).collect();
+            prop_assert_eq!(read_sums(&sums(&checksums)).unwrap(), checksums);
+            prop_assert_eq!(read_final_blocks(&final_blocks(&blocks)).unwrap(), blocks);
         }
 
         #[test]
         fn any_payload_gives_a_value_or_an_error(payload: Vec<u8>) {
             let _ = read_final_blocks(&payload);
             let _ = read_ids(&payload);
+            let _ = read_sums(&payload);
+            let _ = Wanted::read(&mut Reader::new(&payload));
             let _ = reason(&payload);
             let _ = Offered::read(Reader::new(&payload), &payload);
             let _ = RemoteRegions::read(Reader::new(&payload));
         }
 
         #[test]
-        fn an_offer_is_read_back(ids: Vec<(u32, u32)>, notice: Option<(u64, Vec<u8>)>) {
+        fn an_offer_is_read_back(ids: Vec<(u32, u32)>, is_summed: bool, notice: Option<(u64, Vec<u8>)>) {
             let (to_ids, from_ids): (Vec<u32>, Vec<u32>) = ids.into_iter().unzip();
-            let offered = Offered { offer: 1, to: 2, from: 3, to_ids, from_ids, notice };
+            let offered = Offered { offer: 1, to: 2, from: 3, to_ids, from_ids, is_summed, notice };
             let pieces = Pieces {
                 runs: Vec::new(),
                 to_ids: offered.to_ids.clone(),
@@ -208,7 +256,7 @@ mod tests {
                 num_bytes: 0,
             };
             let notice = offered.notice.as_ref().map(|(number, tag)| (*number, &tag[..]));
-            let (header, payload) = Offered::write(Writer::default(), (1, 2, 3), &pieces, notice);
+            let (header, payload) = Offered::write(Writer::default(), (1, 2, 3), &pieces, is_summed, notice);
             prop_assert_eq!(Offered::read(Reader::new(&header.finish()), &payload).unwrap(), offered);
         }
 

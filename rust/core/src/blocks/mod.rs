@@ -12,11 +12,13 @@ mod offers;
 mod peer;
 mod peers;
 mod plan;
+mod proof;
 mod regions;
 mod serve;
 mod service;
 mod transfer;
 mod transfers;
+mod turns;
 
 use std::collections::{BTreeMap, HashSet};
 use std::net::SocketAddr;
@@ -136,6 +138,7 @@ pub struct Agent {
     incarnation: Incarnation,
     board: Arc<Board>,
     ended: Ended,
+    is_summed: bool,
 }
 
 impl Agent {
@@ -176,7 +179,15 @@ impl Agent {
             incarnation,
             board,
             ended,
+            is_summed: true,
         })
+    }
+
+    /// The same without checksums of the blocks that it reads and writes. Handoffs have them all the same.
+    #[must_use]
+    pub fn without_checksums(mut self) -> Self {
+        self.is_summed = false;
+        self
     }
 
     /// Where peers connect.

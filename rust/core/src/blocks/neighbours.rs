@@ -22,9 +22,9 @@ const PIECES: usize = 256;
 const BYTES: u64 = 4 << 20;
 
 /// Random bytes in this process's memory, by which a neighbour knows that it reads the right one.
-pub(super) struct Proof(Option<Buffer>);
+pub(super) struct Secret(Option<Buffer>);
 
-impl Proof {
+impl Secret {
     pub(super) fn new() -> Self {
         Self(
             random::<16>()
@@ -53,7 +53,7 @@ impl Blocks {
     /// Tells a peer on this machine how it can read our memory itself.
     pub(super) fn meet_neighbour(&self, io: &mut Io, link: LinkId) {
         if is_cma(io, link)
-            && let Some(frame) = self.proof.frame()
+            && let Some(frame) = self.secret.frame()
         {
             io.send(link, &frame);
         }
@@ -79,29 +79,6 @@ impl Blocks {
         }
         Ok(())
     }
-
-    /// Reads the next pieces of the transfer whose turn it is; whether there was one.
-    pub(super) fn call_on(&mut self, io: &mut Io) -> bool {
-        let Some(id) = self.calls.pop_front() else {
-            return false;
-        };
-        let Some(transfer) = self.transfers.get_mut(&id) else {
-            return true; // over
-        };
-        let link = transfer.link;
-        // A link that has failed: its end, which is about to be reported, is that of its transfers.
-        if io.has_failed(link) {
-            return true;
-        }
-        if let Err(error) = transfer.call() {
-            let error = Error::lost(&io.peer(link), error);
-            transfer.failure.get_or_insert(error.clone());
-            io.fail(link, error);
-        }
-        self.calls.push_back(id);
-        self.settle(io, link, id);
-        true
-    }
 }
 
 impl Connection {
@@ -114,14 +91,16 @@ impl Connection {
 }
 
 impl Transfer {
-    fn call(&mut self) -> std::io::Result<()> {
+    /// Reads the next pieces, if calls of our own read it.
+    pub(super) fn call(&mut self) -> std::io::Result<()> {
         let (Some((base, _)), Some(neighbour)) = (&self.remote, self.neighbour.clone()) else {
             return Ok(());
         };
         let base = *base;
         let (mut pieces, mut num_bytes) = (Vec::with_capacity(PIECES), 0);
         while let Some(run) = self
-            .piece(BYTES)
+            .cursor
+            .piece(&self.pieces.runs, BYTES)
             .filter(|_| pieces.len() < PIECES && num_bytes < BYTES)
         {
             pieces.push(Piece {
@@ -130,10 +109,10 @@ impl Transfer {
                 len: run.len as usize,
             });
             num_bytes += run.len;
-            self.advance(run.len);
+            self.cursor.advance(&self.pieces.runs, run.len);
         }
         neighbour.read(self.memory.buffer(), &pieces)?;
-        self.num_placed += num_bytes;
+        self.num_read += num_bytes;
         Ok(())
     }
 }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::messages::{NOT_TAKEN, OFFER, Offered, REASON_CAP, TAKEN, reason};
+use super::messages::{CORRUPT, NOT_TAKEN, OFFER, Offered, REASON_CAP, TAKEN, reason};
 use super::notices::Notice;
 use super::peer::{Counters, Peer};
 use super::plan::{not_writable, region_gone};
@@ -30,6 +30,7 @@ pub(super) struct Offer {
     /// The peer's, the destination.
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
+    pub(super) is_summed: bool,
     pub(super) notify: Option<Notify>,
     pub(super) deadline: Option<Instant>,
     pub(super) completer: Completer<u64>,
@@ -84,7 +85,8 @@ impl Blocks {
             let notice = offer.notify.as_ref();
             let notice = notice.and_then(|notify| Some((notify.number?, &notify.tag[..])));
             let header = io.header(link, OFFER);
-            let (header, payload) = Offered::write(header, names, &offer.pieces, notice);
+            let (header, payload) =
+                Offered::write(header, names, &offer.pieces, offer.is_summed, notice);
             offer.is_sent = true;
             peer.num_offers_sent += 1;
             io.message(link, header, Payload::Bytes(payload));
@@ -92,13 +94,7 @@ impl Blocks {
     }
 
     /// The target's answer.
-    fn answered(
-        &mut self,
-        io: &mut Io,
-        link: LinkId,
-        id: u64,
-        outcome: std::result::Result<(), String>,
-    ) -> Result<()> {
+    fn answered(&mut self, io: &mut Io, link: LinkId, id: u64, outcome: Result<()>) -> Result<()> {
         let is_theirs = |offer: &Offer| offer.link == link && offer.is_sent;
         if !self.offers.get(&id).is_some_and(is_theirs) {
             let text = format_args!("an answer to offer {id}, which was not made");
@@ -107,8 +103,7 @@ impl Blocks {
         if let Some(peer) = self.peers.get_mut(&link) {
             peer.num_offers_sent -= 1;
         }
-        let refused = |text| Error::Config(format!("the peer did not take the blocks: {text}"));
-        self.end_offer(id, outcome.map_err(refused));
+        self.end_offer(id, outcome);
         self.send_offers(io, link);
         Ok(())
     }
@@ -214,6 +209,7 @@ impl Blocks {
                     region: offered.to,
                     remote_region: offered.from,
                     pieces: Arc::new(pieces),
+                    is_summed: offered.is_summed,
                     deadline: None,
                     owner: Owner::Offer {
                         offer: offered.offer,
@@ -262,7 +258,9 @@ impl Blocks {
             Ok(()) => (TAKEN, Payload::None),
             Err(error) => {
                 let text = Writer::default().text(&error.to_string(), REASON_CAP);
-                (NOT_TAKEN, Payload::Bytes(text.finish()))
+                let is_corrupt = matches!(error, Error::Corrupt(_));
+                let kind = if is_corrupt { CORRUPT } else { NOT_TAKEN };
+                (kind, Payload::Bytes(text.finish()))
             }
         };
         let header = io.header(link, kind).u64(offer);
@@ -286,7 +284,12 @@ impl Blocks {
         header.end()?;
         let outcome = match kind {
             TAKEN => Ok(()),
-            _ => Err(reason(data)?),
+            CORRUPT => Err(Error::Corrupt(reason(data)?)),
+            _ => {
+                let text = reason(data)?;
+                let text = format!("the peer did not take the blocks: {text}");
+                Err(Error::Config(text))
+            }
         };
         self.answered(io, link, id, outcome)
     }

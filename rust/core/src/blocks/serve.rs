@@ -1,83 +1,43 @@
-//! Transfers at their source, on the message road: blocks of a region as a sequence of bytes, sent as far as the
-//! destination's credit goes.
+//! Transfers at their source: blocks of a region as a stream of messages, or the checksums of blocks that the
+//! destination reads.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::messages::{CREDIT, DATA, READ, REASON_CAP, REFUSED, read_ids, reason};
+use kvpipe_ucx::AmData;
+
+use super::messages::{CREDIT, DATA, READ, REASON_CAP, REFUSED, SUMS, Wanted, read_ids, reason};
 use super::plan::region_gone;
+use super::proof::Summing;
 use super::service::Blocks;
-use super::transfer::WINDOW;
 use super::transfers::TRANSFERS_IN_FLIGHT;
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
 use crate::node::{Io, LinkId};
-use crate::region::{Layout, RegionId, Run, sequence};
-use crate::transport::{Memory, Payload};
+use crate::region::{RegionId, sequence};
+use crate::stream::Outgoing;
+use crate::transport::Payload;
 
-/// One message: under UCX's TCP segment (256 KiB), so that it is never reassembled from fragments.
-const PIECE: u64 = 128 << 10;
-
+/// What a peer has asked for.
 #[derive(Debug)]
-pub(super) struct Serving {
-    memory: Arc<Memory>,
-    runs: VecDeque<Run>,
-    sent: u64,
-    credit: u64,
+pub(super) enum Serving {
+    Bytes(Outgoing),
+    Sums(Summing),
 }
 
-impl Serving {
-    /// Checks the ids that a peer asks for.
-    pub(super) fn new(memory: Arc<Memory>, layout: &Layout, ids: &[u32]) -> Result<Self> {
-        let runs = sequence(layout, ids)?.into();
-        Ok(Self {
-            memory,
-            runs,
-            sent: 0,
-            credit: WINDOW,
-        })
-    }
-
-    pub(super) fn grant(&mut self, credit: u64) {
-        self.credit = self.credit.saturating_add(credit).min(WINDOW);
-    }
-
-    /// Sends what the credit allows; whether everything has been sent.
-    pub(super) fn send(&mut self, io: &mut Io, link: LinkId, transfer: u64) -> bool {
-        while let Some(run) = self.runs.front_mut() {
-            let len = run.len.min(PIECE);
-            if self.credit < len {
-                return false;
-            }
-            let header = io.header(link, DATA).u64(transfer).u64(self.sent);
-            let memory = Arc::clone(&self.memory);
-            let payload = Payload::Memory {
-                memory,
-                offset: run.from as usize,
-                len: len as usize,
-            };
-            if !io.message(link, header, payload) {
-                return false;
-            }
-            self.sent += len;
-            self.credit -= len;
-            run.from += len;
-            run.len -= len;
-            if run.len == 0 {
-                self.runs.pop_front();
-            }
-        }
-        true
-    }
+/// Tells a destination that a transfer cannot be served.
+pub(super) fn refuse(io: &mut Io, link: LinkId, id: u64, error: &Error) {
+    let header = io.header(link, REFUSED).u64(id);
+    let text = Writer::default().text(&error.to_string(), REASON_CAP);
+    io.message(link, header, Payload::Bytes(text.finish()));
 }
 
 impl Blocks {
     fn serve(
         &mut self,
         io: &mut Io,
-        link: LinkId,
-        id: u64,
+        (link, id): (LinkId, u64),
         region: RegionId,
+        wanted: Wanted,
         payload: &[u8],
     ) -> Result<()> {
         let ids = read_ids(payload)?;
@@ -87,29 +47,49 @@ impl Blocks {
                 "more than {TRANSFERS_IN_FLIGHT} transfers at once"
             )));
         }
-        let region = self.regions.get(&region);
-        let serving = region
-            .ok_or_else(region_gone)
-            .and_then(|region| Serving::new(Arc::clone(&region.memory), &region.layout, &ids));
-        match serving {
+        match self.serving_of(region, wanted, ids) {
             Ok(serving) => {
+                if matches!(serving, Serving::Sums(_)) {
+                    self.summing.push_back((link, id));
+                }
                 self.serving.insert((link, id), serving);
                 self.serve_on(io, link, id);
             }
-            Err(error) => {
-                let header = io.header(link, REFUSED).u64(id);
-                let text = Writer::default().text(&error.to_string(), REASON_CAP);
-                io.message(link, header, Payload::Bytes(text.finish()));
-            }
+            Err(error) => refuse(io, link, id, &error),
         }
         Ok(())
     }
 
+    fn serving_of(&self, region: RegionId, wanted: Wanted, ids: Vec<u32>) -> Result<Serving> {
+        let region = self.regions.get(&region).ok_or_else(region_gone)?;
+        let memory = Arc::clone(&region.memory);
+        if wanted == Wanted::Sums {
+            return Summing::new(memory, region.layout.clone(), ids).map(Serving::Sums);
+        }
+        let runs = sequence(&region.layout, &ids)?;
+        let is_summed = wanted == Wanted::SummedBytes;
+        Ok(Serving::Bytes(Outgoing::new(memory, runs, is_summed)))
+    }
+
+    /// What a peer wants checksums of.
+    pub(super) fn summing_of(&mut self, link: LinkId, id: u64) -> Option<&mut Summing> {
+        match self.serving.get_mut(&(link, id)) {
+            Some(Serving::Sums(summing)) => Some(summing),
+            _ => None,
+        }
+    }
+
+    fn stream_of(&mut self, link: LinkId, id: u64) -> Option<&mut Outgoing> {
+        match self.serving.get_mut(&(link, id)) {
+            Some(Serving::Bytes(stream)) => Some(stream),
+            _ => None,
+        }
+    }
+
     fn serve_on(&mut self, io: &mut Io, link: LinkId, id: u64) {
-        let Some(serving) = self.serving.get_mut(&(link, id)) else {
-            return;
-        };
-        if serving.send(io, link, id) {
+        if let Some(stream) = self.stream_of(link, id)
+            && stream.send(io, link, (DATA, id))
+        {
             self.serving.remove(&(link, id));
         }
     }
@@ -120,28 +100,28 @@ impl Blocks {
         link: LinkId,
         kind: u8,
         mut header: Reader<'_>,
-        data: &[u8],
+        data: &AmData,
     ) -> Result<()> {
         let id = header.u64()?;
         match kind {
             READ => {
-                let region = header.u32()?;
+                let (region, wanted) = (header.u32()?, Wanted::read(&mut header)?);
                 header.end()?;
-                self.serve(io, link, id, region, data)
+                self.serve(io, (link, id), region, wanted, data)
             }
-            DATA => {
-                let offset = header.u64()?;
-                header.end()?;
-                self.placed(io, link, id, offset, data)
-            }
+            DATA => self.arrived(io, link, id, header, data),
             CREDIT => {
                 let credit = header.u64()?;
                 header.end()?;
-                if let Some(serving) = self.serving.get_mut(&(link, id)) {
-                    serving.grant(credit);
+                if let Some(stream) = self.stream_of(link, id) {
+                    stream.grant(credit);
                 }
                 self.serve_on(io, link, id);
                 Ok(())
+            }
+            SUMS => {
+                header.end()?;
+                self.take_sums(link, id, data)
             }
             _ => {
                 header.end()?;

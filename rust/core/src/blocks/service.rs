@@ -8,10 +8,10 @@ use kvpipe_ucx::{AmData, Status};
 
 use super::handoffs::Finalizing;
 use super::messages::{
-    CREDIT, DATA, DONE, FINAL, GONE, NEIGHBOUR, NOT_TAKEN, NOTED, NOTIFY, OFFER, READ, REFUSED,
-    REGIONS, RELEASED, RemoteRegions, SELECT, TAKEN, VOID,
+    CORRUPT, CREDIT, DATA, DONE, FINAL, GONE, NEIGHBOUR, NOT_TAKEN, NOTED, NOTIFY, OFFER, READ,
+    REFUSED, REGIONS, RELEASED, RemoteRegions, SELECT, SUMS, TAKEN, VOID,
 };
-use super::neighbours::Proof;
+use super::neighbours::Secret;
 use super::offers::Offer;
 use super::peer::Peer;
 use super::peers::Connection;
@@ -99,9 +99,11 @@ pub(super) struct Blocks {
     pub(super) serving: HashMap<(LinkId, u64), Serving>,
     /// Peers that may have to be told which notifications have come.
     pub(super) to_note: BTreeSet<LinkId>,
-    /// Transfers by calls of our own, in the order of their turns.
-    pub(super) calls: VecDeque<u64>,
-    pub(super) proof: Proof,
+    /// Transfers with work for this thread, in the order of their turns.
+    pub(super) turns: VecDeque<u64>,
+    /// What peers want checksums of, in the order of its turns.
+    pub(super) summing: VecDeque<(LinkId, u64)>,
+    pub(super) secret: Secret,
     pub(super) finalizing: VecDeque<Finalizing>,
     pub(super) producer: Producer,
     pub(super) consumer: Consumer,
@@ -125,8 +127,9 @@ impl Blocks {
             deadlines: Earliest::default(),
             serving: HashMap::new(),
             to_note: BTreeSet::new(),
-            calls: VecDeque::new(),
-            proof: Proof::new(),
+            turns: VecDeque::new(),
+            summing: VecDeque::new(),
+            secret: Secret::new(),
             finalizing: VecDeque::new(),
             producer: Producer::default(),
             consumer: Consumer::default(),
@@ -219,13 +222,15 @@ impl Service for Blocks {
     fn message(&mut self, io: &mut Io, link: LinkId, header: &[u8], data: AmData) -> Result<()> {
         let mut reader = Reader::new(header);
         match reader.u8()? {
-            kind @ (READ | DATA | CREDIT | REFUSED) => {
+            kind @ (READ | DATA | CREDIT | REFUSED | SUMS) => {
                 self.transfer_message(io, link, kind, reader, &data)
             }
             kind @ (SELECT | FINAL | GONE | DONE) => {
                 self.handoff_message(io, link, kind, reader, &data)
             }
-            kind @ (OFFER | TAKEN | NOT_TAKEN) => self.offer_message(io, link, kind, reader, &data),
+            kind @ (OFFER | TAKEN | NOT_TAKEN | CORRUPT) => {
+                self.offer_message(io, link, kind, reader, &data)
+            }
             kind @ (NOTIFY | VOID | NOTED) => self.notice_message(io, link, kind, reader, &data),
             other => Err(Error::protocol(format_args!("message {other} to an agent"))),
         }
@@ -237,7 +242,8 @@ impl Service for Blocks {
 
     fn work(&mut self, io: &mut Io) -> bool {
         let has_finalized = self.finalize_on(io);
-        self.call_on(io) || has_finalized
+        let has_summed = self.sum_on(io);
+        self.turn(io) || has_finalized || has_summed
     }
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {

@@ -7,11 +7,14 @@ use std::time::Instant;
 use kvpipe_ucx::Neighbour;
 
 use super::peer::Peer;
-use crate::error::{Error, Result};
+use super::proof::Proof;
+use crate::cursor::Cursor;
+use crate::error::Error;
 use crate::handoff::HandoffId;
 use crate::handoff::consumer::Batch;
 use crate::node::LinkId;
 use crate::region::{Layout, Pieces, RegionId, Run};
+use crate::stream::Incoming;
 use crate::transport::{Memory, RemoteKey};
 use crate::work::Completer;
 
@@ -19,8 +22,6 @@ use crate::work::Completer;
 const GET_PIECE: u64 = 1 << 20;
 /// Bits of a get's token that hold its length; the rest is the transfer.
 const LEN_BITS: u32 = 21;
-/// Bytes a source may send before the destination's next credit.
-pub(super) const WINDOW: u64 = 4 << 20;
 
 /// The token of a get: which transfer it is of, and its bytes.
 pub(super) fn get_token(id: u64, len: u64) -> u64 {
@@ -66,6 +67,7 @@ pub(super) struct Take {
     pub(super) region: RegionId,
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
+    pub(super) is_summed: bool,
     pub(super) deadline: Option<Instant>,
     pub(super) owner: Owner,
 }
@@ -87,16 +89,19 @@ pub(super) struct Transfer {
     pub(super) pieces: Arc<Pieces>,
     /// Get road: where the peer's region begins and the key to it, from the start on.
     pub(super) remote: Option<(u64, Rc<RemoteKey>)>,
-    /// The run that comes next, and what of it is behind.
-    next_run: usize,
-    within: u64,
+    /// Get road: what has been asked for.
+    pub(super) cursor: Cursor,
     pub(super) in_flight: usize,
-    /// Message road: bytes placed; get road: bytes read.
-    pub(super) num_placed: u64,
-    uncredited: u64,
+    /// Get road: bytes read.
+    pub(super) num_read: u64,
+    /// Get road: what proves the bytes, if anything does.
+    pub(super) proof: Option<Proof>,
+    /// Whether it waits for its turn to work, see `turns.rs`.
+    pub(super) has_turn: bool,
+    pub(super) is_summed: bool,
     pub(super) is_started: bool,
-    /// Whether the source has been asked to send it.
-    pub(super) is_by_message: bool,
+    /// Message road, once the source has been asked to send it.
+    pub(super) incoming: Option<Incoming>,
     /// Whom calls of our own read it from, see `neighbours.rs`.
     pub(super) neighbour: Option<Rc<Neighbour>>,
     pub(super) failure: Option<Error>,
@@ -115,13 +120,14 @@ impl Transfer {
             remote_region: take.remote_region,
             pieces: take.pieces,
             remote: None,
-            next_run: 0,
-            within: 0,
+            cursor: Cursor::default(),
             in_flight: 0,
-            num_placed: 0,
-            uncredited: 0,
+            num_read: 0,
+            proof: None,
+            has_turn: false,
+            is_summed: take.is_summed,
             is_started: false,
-            is_by_message: false,
+            incoming: None,
             neighbour: None,
             failure: None,
             deadline: take.deadline,
@@ -129,64 +135,44 @@ impl Transfer {
         }
     }
 
-    /// What of the blocks comes next, at most `cap` bytes of it.
-    pub(super) fn piece(&self, cap: u64) -> Option<Run> {
-        let run = self.pieces.runs.get(self.next_run)?;
-        Some(Run {
-            to: run.to + self.within,
-            from: run.from + self.within,
-            len: (run.len - self.within).min(cap),
-        })
-    }
-
     /// Get road: what to ask for next.
     pub(super) fn next_get(&self) -> Option<Run> {
-        let is_going = self.failure.is_none() && !self.is_by_message && self.neighbour.is_none();
-        is_going.then(|| self.piece(GET_PIECE)).flatten()
+        let is_going =
+            self.failure.is_none() && self.incoming.is_none() && self.neighbour.is_none();
+        is_going
+            .then(|| self.cursor.piece(&self.pieces.runs, GET_PIECE))
+            .flatten()
     }
 
-    /// The next `len` bytes of the current run are behind.
-    pub(super) fn advance(&mut self, len: u64) {
-        self.within += len;
-        let run = self.pieces.runs.get(self.next_run);
-        if run.is_some_and(|run| run.len == self.within) {
-            (self.next_run, self.within) = (self.next_run + 1, 0);
-        }
-    }
-
-    /// Message road: writes a piece to the blocks it belongs to. Pieces come in order, so that any other offset is
-    /// an error of the peer.
-    pub(super) fn place(&mut self, offset: u64, mut data: &[u8]) -> Result<()> {
-        let (len, num_bytes) = (data.len() as u64, self.pieces.num_bytes);
-        if offset != self.num_placed || len == 0 || len > num_bytes - offset {
-            return Err(Error::protocol(format_args!(
-                "{len} bytes at {offset} of a transfer of {num_bytes}, {} expected next",
-                self.num_placed
-            )));
-        }
-        while let Some(run) = self.piece(data.len() as u64).filter(|run| run.len > 0) {
-            let (piece, rest) = data.split_at(run.len as usize);
-            if !self.memory.buffer().write(run.to as usize, piece) {
-                return Err(Error::Unavailable(
-                    "blocks outside host memory cannot be received over TCP".to_owned(),
-                ));
-            }
-            self.advance(run.len);
-            data = rest;
-        }
-        self.num_placed += len;
-        self.uncredited += len;
-        Ok(())
-    }
-
-    /// Credit that is due to the source.
-    pub(super) fn take_credit(&mut self) -> Option<u64> {
-        let is_due = self.uncredited >= WINDOW / 4 && self.num_placed < self.pieces.num_bytes;
-        is_due.then(|| std::mem::take(&mut self.uncredited))
-    }
-
-    /// Whether nothing more will happen: all is here, or it failed and no get can write any more.
+    /// Whether nothing more will happen: all is here and compared, or it failed and no get can write any more.
     pub(super) fn is_over(&self) -> bool {
-        self.in_flight == 0 && (self.failure.is_some() || self.num_placed == self.pieces.num_bytes)
+        self.in_flight == 0 && (self.failure.is_some() || self.is_here())
+    }
+
+    fn is_here(&self) -> bool {
+        if let Some(incoming) = &self.incoming {
+            return incoming.is_here();
+        }
+        let num_blocks = self.pieces.to_ids.len();
+        let proof = self.proof.as_ref();
+        self.num_read == self.pieces.num_bytes
+            && proof.is_none_or(|proof| proof.num_compared == num_blocks)
+    }
+
+    /// The error of a transfer of which a part differs from its checksum.
+    pub(super) fn corruption(&self) -> Option<Error> {
+        let what = if let Some(incoming) = &self.incoming {
+            format!("byte {} of the blocks", incoming.corrupt()?)
+        } else {
+            let index = self.proof.as_ref()?.corrupt?;
+            let (to, from) = (
+                self.pieces.to_ids.get(index)?,
+                self.pieces.from_ids.get(index)?,
+            );
+            format!("block {to}, from block {from},")
+        };
+        Some(Error::Corrupt(format!(
+            "{what} differs from its checksum: it changed while it was moved, or on its way; move the blocks again"
+        )))
     }
 }

@@ -3,19 +3,22 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::Status;
+use kvpipe_ucx::{AmData, Status};
 
-use super::messages::{CREDIT, READ, ids};
+use super::messages::{CREDIT, DATA, READ, Wanted, ids};
 use super::notices::Notice;
 use super::peer::{Counters, Peer};
 use super::plan::region_gone;
+use super::proof::Proof;
 use super::service::Blocks;
 use super::transfer::{Arrived, Notify, Owner, Take, Transfer, get_token, split_token};
+use crate::codec::Reader;
 use crate::data::Road;
 use crate::error::{Error, Result};
 use crate::handoff::HandoffId;
 use crate::node::{Io, LinkId};
 use crate::region::{Layout, Pieces, RegionId};
+use crate::stream::Incoming;
 use crate::transport::{Memory, Payload};
 use crate::work::Completer;
 
@@ -40,6 +43,7 @@ pub(super) struct ReadCommand {
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
     pub(super) notify: Option<Vec<u8>>,
+    pub(super) is_summed: bool,
     pub(super) deadline: Option<Instant>,
     pub(super) completer: Completer<u64>,
 }
@@ -53,6 +57,7 @@ impl Blocks {
             region: command.region,
             remote_region: command.remote_region,
             pieces: command.pieces,
+            is_summed: command.is_summed,
             deadline: command.deadline,
             owner: Owner::Caller(command.completer, notify),
         };
@@ -130,6 +135,11 @@ impl Blocks {
             return;
         };
         transfer.is_started = true;
+        let mut wanted = if transfer.is_summed {
+            Wanted::SummedBytes
+        } else {
+            Wanted::Bytes
+        };
         if let Some(Road::Get(transport)) = io.road(link) {
             let Some(peer) = self.peers.get_mut(&link) else {
                 return;
@@ -144,18 +154,26 @@ impl Blocks {
                 Ok(remote) => {
                     transfer.remote = Some(remote);
                     transfer.neighbour = peer.neighbour_for(transfer);
-                    if transfer.neighbour.is_some() {
-                        self.calls.push_back(id);
-                    }
                 }
                 Err(error) => transfer.failure = Some(error),
             }
-            return;
+            if transfer.is_summed && !transfer.is_over() {
+                // Over CMA each get is over when the next begins, so that they end in order.
+                transfer.proof = Some(Proof::new(transport == "cma"));
+                wanted = Wanted::Sums;
+            }
+        } else {
+            let (memory, pieces) = (Arc::clone(&transfer.memory), Arc::clone(&transfer.pieces));
+            let is_summed = transfer.is_summed;
+            let incoming = Incoming::begin(io, link, (DATA, id), memory, pieces, is_summed);
+            transfer.incoming = Some(incoming);
         }
-        transfer.is_by_message = true;
-        let header = io.header(link, READ).u64(id).u32(transfer.remote_region);
-        let from_ids = ids(&transfer.pieces.from_ids);
-        io.message(link, header, Payload::Bytes(from_ids));
+        if transfer.incoming.is_some() || transfer.proof.is_some() {
+            let header = io.header(link, READ).u64(id).u32(transfer.remote_region);
+            let from_ids = ids(&transfer.pieces.from_ids);
+            io.message(link, header.u8(wanted as u8), Payload::Bytes(from_ids));
+        }
+        self.give_turn(id);
     }
 
     /// Ends a transfer if nothing more will happen to it, and lets the next begin.
@@ -172,6 +190,9 @@ impl Blocks {
         let Some(mut transfer) = self.transfers.remove(&id) else {
             return false;
         };
+        if transfer.failure.is_none() {
+            transfer.failure = transfer.corruption();
+        }
         if transfer.failure.is_none() && transfer.remote.is_some() {
             transfer.failure = io.check_lender(transfer.link).err();
         }
@@ -255,7 +276,7 @@ impl Blocks {
                 if !io.get(link, memory, at, len, base + run.from, &key, token) {
                     return;
                 }
-                transfer.advance(run.len);
+                transfer.cursor.advance(&transfer.pieces.runs, run.len);
                 transfer.in_flight += 1;
                 peer.bytes_in_flight += run.len;
                 peer.gets_in_flight += 1;
@@ -272,7 +293,7 @@ impl Blocks {
         let link = transfer.link;
         transfer.in_flight -= 1;
         match result {
-            Ok(()) => transfer.num_placed += len,
+            Ok(()) => transfer.num_read += len,
             Err(status) => {
                 let error = Error::lost(&io.peer(link), status);
                 transfer.failure.get_or_insert(error.clone());
@@ -286,6 +307,7 @@ impl Blocks {
             peer.gets_in_flight -= 1;
             is_low = peer.bytes_in_flight <= BYTES_IN_FLIGHT / 2;
         }
+        self.give_turn(id);
         if is_over {
             self.settle(io, link, id);
         } else if is_low {
@@ -296,26 +318,23 @@ impl Blocks {
 
 /// By messages.
 impl Blocks {
-    pub(super) fn placed(
+    pub(super) fn arrived(
         &mut self,
         io: &mut Io,
         link: LinkId,
         id: u64,
-        offset: u64,
-        data: &[u8],
+        header: Reader<'_>,
+        data: &AmData,
     ) -> Result<()> {
         // Of a transfer that has ended meanwhile: dropped, its memory is not ours to write any more.
-        let is_open = |transfer: &&mut Transfer| {
-            transfer.link == link && transfer.is_by_message && transfer.failure.is_none()
-        };
-        let Some(transfer) = self.transfers.get_mut(&id).filter(is_open) else {
+        let is_open =
+            |transfer: &&mut Transfer| transfer.link == link && transfer.failure.is_none();
+        let transfer = self.transfers.get_mut(&id).filter(is_open);
+        let Some(incoming) = transfer.and_then(|transfer| transfer.incoming.as_mut()) else {
             return Ok(());
         };
-        transfer.place(offset, data)?;
-        if let Some(credit) = transfer.take_credit() {
-            let header = io.header(link, CREDIT).u64(id).u64(credit);
-            io.message(link, header, Payload::None);
-        }
+        incoming.take(header, data)?;
+        incoming.credit(io, link, (CREDIT, id));
         self.settle(io, link, id);
         Ok(())
     }
@@ -324,7 +343,7 @@ impl Blocks {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
-        if transfer.link != link || !transfer.is_by_message {
+        if transfer.link != link || !transfer.is_started {
             return;
         }
         let error = Error::Config(format!("the peer refused: {text}"));
@@ -363,7 +382,7 @@ impl Blocks {
             if !is_theirs(&transfer.owner) {
                 continue;
             }
-            if transfer.is_by_message {
+            if transfer.incoming.is_some() {
                 // A source cannot be stopped once it sends; one that does not send is not waited for.
                 transfer.deadline.get_or_insert(io.now + REST_WITHIN);
                 self.deadlines.add(transfer.deadline);

@@ -2,14 +2,16 @@
 
 use std::sync::Arc;
 
-use kvpipe_ucx::Status;
+use kvpipe_ucx::{AmData, Status};
 
-use super::{ACCEPT, CREDIT, GET_PIECE, GETS_IN_FLIGHT, Offer, Proof, WINDOW, num_pieces, piece};
+use super::{ACCEPT, CREDIT, DATA, GET_PIECE, GETS_IN_FLIGHT, Offer, Proof, num_pieces, piece};
 use crate::checksum;
 use crate::codec::Reader;
 use crate::data::Road;
 use crate::error::{Error, Result};
 use crate::node::{Io, LinkId};
+use crate::region::Pieces;
+use crate::stream::Incoming;
 use crate::transport::{Memory, Payload, RemoteKey};
 
 /// A buffer that is being fetched.
@@ -21,18 +23,12 @@ pub(crate) struct Fetch {
     offer: Offer,
     road: By,
     failure: Option<Error>,
-    /// Pieces that differ from their checksum.
-    corrupt: Option<usize>,
 }
 
 #[derive(Debug)]
 enum By {
     Reads(Reads),
-    /// Bytes placed, and those of them that the source has no credit for yet.
-    Messages {
-        placed: usize,
-        uncredited: usize,
-    },
+    Messages(Incoming),
 }
 
 #[derive(Debug)]
@@ -45,6 +41,8 @@ struct Reads {
     /// The checksum of each piece that is here; empty where there is nothing to compare with.
     sums: Vec<Option<u64>>,
     num_compared: usize,
+    /// Where a piece begins that differs from its checksum.
+    corrupt: Option<usize>,
 }
 
 impl Fetch {
@@ -69,12 +67,19 @@ impl Fetch {
                 under_way: Vec::new(),
                 sums: vec![None; num_sums],
                 num_compared: 0,
+                corrupt: None,
             })
         } else {
-            By::Messages {
-                placed: 0,
-                uncredited: 0,
-            }
+            let pieces = Arc::new(Pieces::whole(offer.len as u64));
+            let (memory, is_summed) = (Arc::clone(&memory), offer.proof != Proof::None);
+            By::Messages(Incoming::begin(
+                io,
+                link,
+                (DATA, id),
+                memory,
+                pieces,
+                is_summed,
+            ))
         };
         let mut fetch = Self {
             memory,
@@ -82,11 +87,10 @@ impl Fetch {
             offer,
             road,
             failure: None,
-            corrupt: None,
         };
         match fetch.road {
             By::Reads(_) => fetch.read_on(io, link),
-            By::Messages { .. } => {
+            By::Messages(_) => {
                 let header = io.header(link, ACCEPT).u64(id);
                 io.message(link, header, Payload::None);
             }
@@ -108,7 +112,7 @@ impl Fetch {
     pub(crate) fn left(&self) -> usize {
         match &self.road {
             By::Reads(reads) => self.offer.len.saturating_sub(reads.next * GET_PIECE),
-            By::Messages { placed, .. } => self.offer.len - placed,
+            By::Messages(incoming) => self.offer.len - incoming.num_taken() as usize,
         }
     }
 
@@ -217,49 +221,27 @@ impl Fetch {
         if let (Some(theirs), Some(ours)) = (theirs, ours) {
             reads.num_compared += 1;
             if theirs != ours {
-                self.corrupt.get_or_insert(piece(self.offer.len, index).0);
+                reads.corrupt.get_or_insert(piece(self.offer.len, index).0);
             }
         }
     }
 
-    /// Message road: puts a piece where it belongs, after checking that it does.
-    pub(crate) fn place(
+    /// Message road: takes a message, whose piece may be in place already.
+    pub(crate) fn take(
         &mut self,
         io: &mut Io,
         link: LinkId,
-        mut header: Reader<'_>,
-        data: &[u8],
+        header: Reader<'_>,
+        data: &AmData,
     ) -> Result<()> {
-        let (offset, sum) = (header.u64()?, header.u64()?);
-        header.end()?;
-        let By::Messages { placed, uncredited } = &mut self.road else {
+        let By::Messages(incoming) = &mut self.road else {
             return Err(Error::protocol(format_args!(
                 "a message with data of buffer {}, which is read",
                 self.id
             )));
         };
-        if offset != *placed as u64
-            || data.is_empty()
-            || data.len() > self.offer.len - *placed
-            || !self.memory.buffer().write(*placed, data)
-        {
-            return Err(Error::protocol(format_args!(
-                "{} bytes at {offset} of buffer {} of {} bytes, {placed} expected next",
-                data.len(),
-                self.id,
-                self.offer.len
-            )));
-        }
-        if self.offer.proof != Proof::None && checksum::of(data) != sum {
-            self.corrupt.get_or_insert(*placed);
-        }
-        *placed += data.len();
-        *uncredited += data.len();
-        if *placed < self.offer.len && *uncredited >= WINDOW / 4 {
-            let credit = std::mem::take(uncredited) as u64;
-            let header = io.header(link, CREDIT).u64(self.id).u64(credit);
-            io.message(link, header, Payload::None);
-        }
+        incoming.take(header, data)?;
+        incoming.credit(io, link, (CREDIT, self.id));
         Ok(())
     }
 
@@ -272,7 +254,7 @@ impl Fetch {
                 reads.under_way.is_empty(),
                 reads.next == num_pieces(self.offer.len) && reads.num_compared == reads.sums.len(),
             ),
-            By::Messages { placed, .. } => (true, *placed == self.offer.len),
+            By::Messages(incoming) => (true, incoming.is_here()),
         };
         if !is_quiet || !(is_here || self.failure.is_some()) {
             return None;
@@ -280,12 +262,19 @@ impl Fetch {
         if let Some(error) = &self.failure {
             return Some(Err(error.clone()));
         }
-        Some(self.corrupt.map_or(Ok(()), |at| {
+        Some(self.corrupt().map_or(Ok(()), |at| {
             Err(Error::Corrupt(format!(
                 "what came differs from its checksum at byte {at} of {}; nothing was delivered, send it again",
                 self.offer.len
             )))
         }))
+    }
+
+    fn corrupt(&self) -> Option<usize> {
+        match &self.road {
+            By::Reads(reads) => reads.corrupt,
+            By::Messages(incoming) => incoming.corrupt().map(|at| at as usize),
+        }
     }
 
     /// The memory, once it is here.

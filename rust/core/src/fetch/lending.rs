@@ -1,15 +1,17 @@
-//! The source: memory that a peer may fetch, its checksums, and the stream of the message road.
+//! The source: memory that a peer may fetch, and its checksums.
 
 use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use super::{DATA, MESSAGE_PIECE, Offer, Proof, SUMS, WINDOW, num_pieces, piece};
+use super::{DATA, Offer, Proof, SUMS, num_pieces, piece};
 use crate::checksum;
 use crate::codec::Writer;
 use crate::data::Road;
 use crate::error::{Error, Result};
 use crate::node::{Io, LinkId};
+use crate::region::Pieces;
+use crate::stream::Outgoing;
 use crate::transport::{Memory, Payload};
 
 /// Pieces whose checksums are computed in one go, and told in one message.
@@ -23,14 +25,8 @@ pub(crate) struct Lending {
     id: u64,
     proof: Proof,
     num_summed: usize,
-    /// Message road: what has been sent, and what may be. None before the peer has asked for it.
-    stream: Option<Stream>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Stream {
-    sent: usize,
-    credit: usize,
+    /// Message road, once the peer has asked for it.
+    stream: Option<Outgoing>,
 }
 
 impl Lending {
@@ -75,51 +71,22 @@ impl Lending {
                 self.id
             )));
         }
-        self.stream = Some(Stream {
-            sent: 0,
-            credit: WINDOW,
-        });
-        self.send_on(io, link);
+        let memory = Arc::clone(&self.memory);
+        let whole = Pieces::whole(self.len() as u64);
+        let stream = Outgoing::new(memory, whole.runs, self.proof != Proof::None);
+        self.stream.insert(stream).send(io, link, (DATA, self.id));
         Ok(())
     }
 
     /// The peer has placed so many bytes.
     pub(crate) fn credit(&mut self, io: &mut Io, link: LinkId, credit: u64) {
         if let Some(stream) = &mut self.stream {
-            let credit = usize::try_from(credit).unwrap_or(WINDOW);
-            stream.credit = stream.credit.saturating_add(credit).min(WINDOW);
-            self.send_on(io, link);
-        }
-    }
-
-    fn send_on(&mut self, io: &mut Io, link: LinkId) {
-        let total = self.len();
-        while let Some(stream) = &mut self.stream {
-            let (offset, len) = (stream.sent, MESSAGE_PIECE.min(total - stream.sent));
-            if len == 0 || stream.credit < len {
-                return;
-            }
-            stream.sent += len;
-            stream.credit -= len;
-            let sum = self.sum(offset, len);
-            let header = io.header(link, DATA).u64(self.id);
-            let header = header.u64(offset as u64).u64(sum);
-            let memory = Arc::clone(&self.memory);
-            let payload = Payload::Memory {
-                memory,
-                offset,
-                len,
-            };
-            if !io.message(link, header, payload) {
-                return;
-            }
+            stream.grant(credit);
+            stream.send(io, link, (DATA, self.id));
         }
     }
 
     fn sum(&self, offset: usize, len: usize) -> u64 {
-        if self.proof == Proof::None {
-            return 0;
-        }
         let bytes = self.memory.buffer().bytes(offset, len);
         bytes.map_or(0, checksum::of)
     }

@@ -24,10 +24,6 @@ pub(crate) const CREDIT: u8 = 5;
 /// Source to destination: checksums of pieces. Get road only.
 pub(crate) const SUMS: u8 = 9;
 
-/// Bytes on the way over the message road, before the destination's next credit.
-const WINDOW: usize = 4 << 20;
-/// One message of the message road: under UCX's TCP segment (256 KiB), so that it is never reassembled.
-const MESSAGE_PIECE: usize = 128 << 10;
 /// One read of the get road, and what one of its checksums covers: it is computed while the piece is in the cache.
 const GET_PIECE: usize = 1 << 20;
 /// Reads of the get road under way at once.

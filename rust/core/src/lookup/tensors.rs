@@ -1,5 +1,7 @@
 //! Tensors on their way over one link, both ways.
 
+use kvpipe_ucx::AmData;
+
 use super::transfer::{Incoming, Outgoing};
 use crate::codec::Reader;
 use crate::error::Result;
@@ -28,7 +30,7 @@ impl Tensors {
         link: LinkId,
         (kind, id): (u8, u64),
         mut reader: Reader<'_>,
-        data: &[u8],
+        data: &AmData,
     ) -> Result<bool> {
         match kind {
             DATA => self.incoming.place(io, id, reader, data)?,

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use kvpipe_ucx::{Buffer, Status};
+use kvpipe_ucx::{AmData, Buffer, Status};
 
 use super::{HUGE, Items, NUM_ITEMS};
 use crate::checksum;
@@ -353,11 +353,11 @@ impl Incoming {
         io: &mut Io,
         id: u64,
         header: Reader<'_>,
-        data: &[u8],
+        data: &AmData,
     ) -> Result<()> {
         let link = self.link;
         match self.fetch(id) {
-            Some(fetch) => fetch.place(io, link, header, data),
+            Some(fetch) => fetch.take(io, link, header, data),
             // Of a fetch that has failed here.
             None => Ok(()),
         }

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use kvpipe_ucx::AmData;
+
 use super::receiver::{Arrived, Content, Received, Receiver, Wanted};
 use super::{CORRUPT, Deadline, MESSAGES_IN_FLIGHT, Meta, WITHDRAWN};
 use crate::codec::Reader;
@@ -92,10 +94,10 @@ impl Receiver {
         link: LinkId,
         sequence: u64,
         header: Reader<'_>,
-        data: &[u8],
+        data: &AmData,
     ) -> Result<()> {
         if let Some(receiving) = self.fetch(sequence) {
-            return receiving.fetch.place(io, link, header, data);
+            return receiving.fetch.take(io, link, header, data);
         }
         if self.withdrawn.contains(&sequence) {
             // Sent before the sender knew that its withdrawal had been taken.

@@ -2,7 +2,8 @@
 //! operation that was posted ends with exactly one `Done`; closing an endpoint by force ends those under way with
 //! errors, and nothing is written for them afterwards; the other side's end is reported as `EndpointFailed`.
 //!
-//! Reads are done in `progress`, one a call and not as they are posted, so that there are operations under way.
+//! Reads are done in `progress`, one a call and not as they are posted, so that there are operations under way; the
+//! last first, as no order is promised.
 //! Stricter than CMA: memory that is not registered any more cannot be read.
 
 mod regions;
@@ -134,7 +135,7 @@ pub(crate) struct Worker {
     road: MemoryRoad,
     /// The other sides, as long as they live.
     endpoints: RefCell<BTreeMap<EndpointId, Option<Arc<Port>>>>,
-    gets: RefCell<VecDeque<Get>>,
+    gets: RefCell<Vec<Get>>,
     events: RefCell<VecDeque<Event>>,
 }
 
@@ -243,7 +244,7 @@ impl Worker {
             .buffer()
             .bytes(get.offset, get.len)
             .ok_or(OUT_OF_RANGE)?;
-        self.gets.borrow_mut().push_back(Get {
+        self.gets.borrow_mut().push(Get {
             endpoint,
             local: local.buffer().clone(),
             offset: get.offset,
@@ -278,12 +279,12 @@ impl Worker {
             match arrived {
                 Arrived::Message { header, body } => self.report(Event::Message {
                     header,
-                    data: AmData::from(body),
+                    data: AmData::Bytes(body),
                 }),
                 Arrived::PeerEnded(endpoint) => self.fail(endpoint),
             }
         }
-        let get = self.gets.borrow_mut().pop_front();
+        let get = self.gets.borrow_mut().pop();
         if let Some(get) = get {
             let (token, result) = (get.token, get.run());
             self.report(Event::Done { token, result });

@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use kvpipe_ucx::{Buffer, EndpointId, Event, Lane, Search, Status};
+use kvpipe_ucx::{Buffer, EndpointId, Event, Lane, Placer, Search, Status};
 
 use crate::error::{Error, Result};
 
@@ -215,6 +215,14 @@ impl Worker {
         match self {
             Self::Ucx(worker) => worker.am_send(endpoint, &header, ucx::payload(payload)?, token),
             Self::Twin(worker) => worker.am_send(endpoint, header, payload, token),
+        }
+    }
+
+    /// Has payloads offered to `placer`. In memory they become events all the same, and are placed then.
+    pub(crate) fn place_with(&self, placer: Placer) {
+        match self {
+            Self::Ucx(worker) => worker.place_with(placer),
+            Self::Twin(_) => {}
         }
     }
 

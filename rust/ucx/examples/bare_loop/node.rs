@@ -142,6 +142,16 @@ impl Node {
         Err(format!("message {found:?} instead of {header:?}").into())
     }
 
+    /// Has messages whose header is an offset put there as UCX hands them over.
+    pub(crate) fn place_by_offset(&self) {
+        let memory = Arc::clone(&self.region);
+        let place = move |header: &[u8], data: &[u8]| {
+            let start = header.try_into().map(u64::from_le_bytes);
+            start.is_ok_and(|start| memory.buffer().write(start as usize, data))
+        };
+        self.worker.place_with(Box::new(place));
+    }
+
     /// Waits for the next message.
     pub(crate) fn message(&mut self) -> Result<(Vec<u8>, AmData)> {
         loop {

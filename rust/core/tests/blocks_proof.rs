@@ -1,0 +1,245 @@
+//! Checksums of blocks that are read and written.
+
+mod agents;
+mod common;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use agents::{BLOCK, COUNT, agent, pair, register, register_writable};
+use common::{PATIENCE, Raw, TOKEN, bytes, eventually, on_both_roads, on_every_road, pattern};
+use kvpipe_core::blocks::{Agent, Options};
+use kvpipe_core::codec::{Reader, Writer};
+use kvpipe_core::identity::Service;
+use kvpipe_core::link::Timing;
+use kvpipe_core::work::Work;
+use kvpipe_core::{Error, Result, checksum};
+use kvpipe_ucx::{Buffer, Memory, Search};
+
+const READ: u8 = 32;
+const DATA: u8 = 33;
+const OFFER: u8 = 36;
+const CORRUPT: u8 = 39;
+const SUMS: u8 = 43;
+
+/// A peer with a region of its own, which answers what it likes.
+struct Source {
+    raw: Raw,
+    memory: std::sync::Arc<Memory>,
+}
+
+impl Source {
+    fn connect(search: &Search, agent: &Agent) -> Self {
+        let address = agent.address().expect("address");
+        let mut raw = Raw::connect(search, address, Service::Blocks);
+        let memory = raw
+            .context
+            .register(Buffer::from_vec(pattern(COUNT * BLOCK, 1)));
+        let memory = memory.expect("memory");
+        let (base, key) = (memory.buffer().address() as u64, memory.pack_rkey());
+        let regions = Writer::new(33).u8(1).list(&[0u32], |w, id| {
+            let layout = w.u32(*id).str("kv").u64(COUNT as u64);
+            let layout = layout.u64(BLOCK as u64).u64(BLOCK as u64).str("cpu");
+            layout.u8(1).u64(base).bytes(key.as_ref().expect("key"))
+        });
+        common::send_frame(&mut raw.stream, &regions.finish());
+        Self { raw, memory }
+    }
+
+    fn block(&self, id: usize) -> &[u8] {
+        let block = self.memory.buffer().bytes(id * BLOCK, BLOCK);
+        block.expect("host memory")
+    }
+
+    /// Answers the next READ with these checksums of the blocks 3 and 4.
+    fn answer(&self, sums: [u64; 2]) {
+        let (header, _) = self.raw.message(READ);
+        let mut header = Reader::new(&header);
+        let transfer = header.u64().expect("a transfer");
+        let wanted = header.fixed::<5>().expect("a region and what is wanted")[4];
+        assert_eq!(wanted, if common::is_tcp() { 1 } else { 2 });
+        if common::is_tcp() {
+            for (id, sum) in [3, 4].into_iter().zip(sums) {
+                let offset = (id - 3) * BLOCK;
+                let header = Writer::new(DATA).u64(transfer).u64(offset as u64);
+                self.raw.send(&header.u64(sum).finish(), self.block(id));
+            }
+        } else {
+            let sums = Writer::default().list(&sums, |w, sum| w.u64(*sum));
+            let header = Writer::new(SUMS).u64(transfer).finish();
+            self.raw.send(&header, &sums.finish());
+        }
+    }
+
+    fn sums(&self) -> [u64; 2] {
+        [3, 4].map(|id| checksum::of(self.block(id)))
+    }
+}
+
+/// The end of a work of ours, for which the raw peer has to work too.
+fn end_of(work: &Work<u64>, raw: &Raw) -> Result<u64> {
+    eventually("the end", || {
+        raw.worker.progress();
+        work.is_completed().then_some(())
+    });
+    work.wait_for(PATIENCE)
+}
+
+#[test]
+fn blocks_that_differ_from_their_checksums_end_the_read_and_the_peer_stays_usable() {
+    on_both_roads(
+        "blocks_that_differ_from_their_checksums_end_the_read_and_the_peer_stays_usable",
+        |search| {
+            let (reader, to) = (agent(search), Buffer::zeroed(COUNT * BLOCK));
+            let region = register(&reader, "own", &to, BLOCK, BLOCK);
+            let source = Source::connect(search, &reader);
+            let plan = eventually("its region", || {
+                let peer = reader.peers().pop()?;
+                let remote = ("kv", vec![3, 4]);
+                reader.prepare(&peer, (&region, vec![7, 9]), remote).ok()
+            });
+            let [first, second] = source.sums();
+            for (sums, named) in [
+                ([first ^ 1, second], "block 7"),
+                ([first, second ^ 1], "block 9"),
+            ] {
+                let work = reader.read(&plan, Options::default()).expect("read");
+                source.answer(sums);
+                let error = end_of(&work, &source.raw).expect_err("corrupt");
+                let is_named = |text: &str| common::is_tcp() || text.contains(named);
+                assert!(
+                    matches!(&error, Error::Corrupt(text) if is_named(text)),
+                    "{error}"
+                );
+            }
+            let work = reader.read(&plan, Options::default()).expect("read");
+            source.answer([first, second]);
+            assert_eq!(end_of(&work, &source.raw), Ok(2 * BLOCK as u64));
+            assert!(bytes(&to)[7 * BLOCK..8 * BLOCK] == *source.block(3));
+            assert!(bytes(&to)[9 * BLOCK..10 * BLOCK] == *source.block(4));
+        },
+    );
+}
+
+#[test]
+fn offered_blocks_that_differ_from_their_checksums_are_not_taken() {
+    on_both_roads(
+        "offered_blocks_that_differ_from_their_checksums_are_not_taken",
+        |search| {
+            let target = agent(search);
+            register_writable(&target, "own", &Buffer::zeroed(COUNT * BLOCK));
+            let source = Source::connect(search, &target);
+            let header = Writer::new(OFFER).u64(5).u32(0).u32(0).u8(1).u8(1).u64(0);
+            let list = |w: Writer, ids: [u32; 2]| w.list(&ids, |w, id| w.u32(*id));
+            let payload = list(list(Writer::default(), [7, 9]), [3, 4]).bytes(b"tag");
+            source.raw.send(&header.finish(), &payload.finish());
+            let [first, second] = source.sums();
+            source.answer([first, second ^ 1]);
+            assert_eq!(source.raw.message(CORRUPT).0, 5u64.to_le_bytes());
+            assert!(target.notifications().expect("open").is_empty());
+        },
+    );
+}
+
+#[test]
+fn a_writer_learns_that_its_blocks_came_corrupt() {
+    let Some(search) = common::ucx() else { return };
+    let writer = agent(&search);
+    let region = register(&writer, "own", &Buffer::zeroed(COUNT * BLOCK), BLOCK, BLOCK);
+    let target = Source::connect(&search, &writer);
+    let plan = eventually("its region", || {
+        let peer = writer.peers().pop()?;
+        writer
+            .prepare(&peer, (&region, vec![0]), ("kv", vec![0]))
+            .ok()
+    });
+    let work = writer.write(&plan, Options::default()).expect("write");
+    let (header, _) = target.raw.message(OFFER);
+    let offer = Reader::new(&header).u64().expect("an offer");
+    let reason = Writer::default().str("block 0 differs").finish();
+    target
+        .raw
+        .send(&Writer::new(CORRUPT).u64(offer).finish(), &reason);
+    let error = end_of(&work, &target.raw).expect_err("corrupt");
+    assert_eq!(error, Error::Corrupt("block 0 differs".to_owned()));
+}
+
+#[test]
+fn more_checksums_than_blocks_are_cut_off() {
+    let Some(search) = common::ucx() else { return };
+    if common::is_tcp() {
+        return;
+    }
+    let reader = agent(&search);
+    let region = register(&reader, "own", &Buffer::zeroed(COUNT * BLOCK), BLOCK, BLOCK);
+    let mut source = Source::connect(&search, &reader);
+    let plan = eventually("its region", || {
+        let peer = reader.peers().pop()?;
+        reader
+            .prepare(&peer, (&region, vec![0]), ("kv", vec![3]))
+            .ok()
+    });
+    let work = reader.read(&plan, Options::default()).expect("read");
+    source.answer(source.sums());
+    assert!(source.raw.is_closed());
+    let error = work.wait_for(PATIENCE).expect_err("cut off");
+    assert!(
+        matches!(error, Error::Protocol(_) | Error::PeerLost { .. }),
+        "{error}"
+    );
+}
+
+/// Whoever reads memory that its owner changes at the same time gets parts of two states.
+#[test]
+fn blocks_that_change_while_they_are_read_are_not_delivered() {
+    on_every_road(
+        "blocks_that_change_while_they_are_read_are_not_delivered",
+        |transport| {
+            let pair = pair(transport, BLOCK, BLOCK);
+            let ids: Vec<u32> = (0..COUNT as u32).collect();
+            let is_over = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    for seed in 0u64.. {
+                        if is_over.load(Ordering::Relaxed) {
+                            return;
+                        }
+                        let at = (seed as usize * 8) % pair.from.len();
+                        pair.from.write(at, &seed.to_le_bytes());
+                    }
+                });
+                let error = eventually("a difference", || pair.read(&ids, &ids).err());
+                is_over.store(true, Ordering::Relaxed);
+                assert!(matches!(error, Error::Corrupt(_)), "{error}");
+            });
+            pair.read_and_check(&ids, &ids, (BLOCK, BLOCK));
+        },
+    );
+}
+
+#[test]
+fn without_checksums_the_source_is_asked_for_none() {
+    on_both_roads("without_checksums_the_source_is_asked_for_none", |search| {
+        let timing = Timing::default();
+        let transport = search.clone().into();
+        let reader = Agent::new(&common::local(), TOKEN, transport, "", vec![], timing);
+        let reader = reader.expect("agent").without_checksums();
+        let to = Buffer::zeroed(COUNT * BLOCK);
+        let region = register(&reader, "own", &to, BLOCK, BLOCK);
+        let source = Source::connect(search, &reader);
+        let plan = eventually("its region", || {
+            let peer = reader.peers().pop()?;
+            reader
+                .prepare(&peer, (&region, vec![0]), ("kv", vec![3]))
+                .ok()
+        });
+        let work = reader.read(&plan, Options::default()).expect("read");
+        if common::is_tcp() {
+            let (header, _) = source.raw.message(READ);
+            assert_eq!(header.last(), Some(&0));
+            let header = [&[DATA], &header[..8], &[0; 16]].concat();
+            source.raw.send(&header, source.block(3));
+        }
+        assert_eq!(end_of(&work, &source.raw), Ok(BLOCK as u64));
+        assert!(bytes(&to)[..BLOCK] == *source.block(3));
+    });
+}
