@@ -124,22 +124,25 @@ def _describe_torch(torch: Any, tensor: Any, *, must_be_in_place: bool) -> Descr
 
 
 def _describe_numpy(numpy: Any, array: Any, *, must_be_in_place: bool) -> Described:
-    dtype = array.dtype
-    if dtype.hasobject:
-        message = f"dtype={dtype}: Python objects cannot be sent"
-        raise ConfigError(message)
-    masked = sys.modules.get("numpy.ma")
-    if masked is not None and isinstance(array, masked.MaskedArray):
+    is_plain = type(array) is numpy.ndarray
+    if not is_plain and _is_masked(array):
         message = "a masked array cannot be sent, its mask would be lost; send its data and mask apart"
         raise ConfigError(message)
-    if must_be_in_place and (isinstance(array, numpy.generic) or not array.flags.c_contiguous):
+    is_contiguous = array.flags.c_contiguous
+    if must_be_in_place and not (is_contiguous and (is_plain or not isinstance(array, numpy.generic))):
         message = "memory that is written in place must be a contiguous array"
         raise ConfigError(message)
-    meta = (NUMPY, _numpy_dtype_name(dtype), array.shape)
+    meta = (NUMPY, _numpy_dtype_name(array.dtype), array.shape)
     if array.nbytes == 0:
         return Described(meta, b"" if not must_be_in_place else bytearray())
-    plain = numpy.ascontiguousarray(array)
-    return Described(meta, plain.reshape(-1).view(numpy.uint8))
+    if not (is_plain and is_contiguous and array.ndim):
+        array = numpy.ascontiguousarray(array).reshape(-1)
+    return Described(meta, array.view(numpy.uint8))
+
+
+def _is_masked(array: Any) -> bool:
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(array, masked.MaskedArray)
 
 
 def _describe_dlpack(tensor: Any, *, must_be_in_place: bool) -> Described:
@@ -193,6 +196,9 @@ def _imported_numpy() -> Any:
 @lru_cache(maxsize=256)
 def _numpy_dtype_name(dtype: Any) -> str:
     """A text from which `_numpy_dtype` makes the same dtype: plain, structured, or of ml_dtypes."""
+    if dtype.hasobject:
+        message = f"dtype={dtype}: Python objects cannot be sent"
+        raise ConfigError(message)
     if dtype.type.__module__ == "ml_dtypes":
         return f"ml_dtypes.{dtype.name}"
     if dtype.type.__module__.partition(".")[0] != "numpy":

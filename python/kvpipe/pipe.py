@@ -133,7 +133,9 @@ class Pipe:
             ClosedError: The pipe was closed here.
             ConfigError, TransportUnavailableError: This tensor cannot be sent; the pipe is usable.
         """
-        self._send(tensor, timeout, is_waited=True).wait()
+        native = self._send(tensor, timeout, is_waited=True)
+        native.wait()
+        native.result()
 
     def isend_tensor(self, tensor: Any) -> Work[None]:
         """Begins to send a tensor, which must not be changed until the work is done.
@@ -144,14 +146,14 @@ class Pipe:
         Raises:
             As `send_tensor` for what is wrong with the tensor; the rest comes from the work.
         """
-        return self._send(tensor, None, is_waited=False)
+        return Work(self._send(tensor, None, is_waited=False), lambda _: None)
 
-    def _send(self, tensor: Any, timeout: float | None, *, is_waited: bool) -> Work[None]:
+    def _send(self, tensor: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work:
         if not self._is_sender:
             message = "this is the receiving end of the pipe; it cannot send"
             raise ConfigError(message)
         described = describe(tensor)
-        return Work(self._end.send(described.meta, described.data, timeout, is_waited), lambda _: None)
+        return self._end.send(described.meta, described.data, timeout, is_waited)
 
     def recv_tensor(self, out: Any = None, device: str | None = None, timeout: float | None = None) -> Any:
         """Receives the next tensor. Several threads may receive at once; each tensor goes to one of them.
@@ -178,13 +180,14 @@ class Pipe:
         """
         native = self._receive(out, device, timeout, is_waited=True)
         try:
-            received = self._received(native, out).wait()
+            native.wait()
         except BaseException:
             if not native.is_completed():  # Ctrl-C, or what else a signal handler raises
                 self._end.withdraw(native)
             raise
+        received = native.result()
         self._tell_opened()
-        return received
+        return _rebuild(received) if out is None else out
 
     def irecv_tensor(self, out: Any = None, device: str | None = None) -> Work[Any]:
         """Begins to receive the next tensor.
@@ -195,7 +198,7 @@ class Pipe:
         Raises:
             As `recv_tensor` for what is wrong with `out` or `device`; the rest comes from the work.
         """
-        return self._received(self._receive(out, device, None, is_waited=False), out)
+        return Work(self._receive(out, device, None, is_waited=False), _rebuild if out is None else lambda _: out)
 
     def _receive(self, out: Any, device: str | None, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work:
         if self._is_sender:
@@ -207,10 +210,6 @@ class Pipe:
             return self._end.receive(None, timeout, is_waited)
         described = describe(out, must_be_in_place=True)
         return self._end.receive((described.meta, described.data), timeout, is_waited)
-
-    @staticmethod
-    def _received(native: _kvpipe.Work, out: Any) -> Work[Any]:
-        return Work(native, _rebuild if out is None else lambda _: out)
 
     def _tell_opened(self) -> None:
         """Logs once which way the tensors take, as soon as the two ends have met."""
