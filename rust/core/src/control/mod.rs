@@ -1,7 +1,9 @@
 //! The control plane: handoffs between the schedulers of prefill and decode instances, and the proxy's questions.
 //! One authenticated TCP port per engine, no UCX.
 
+mod consumer;
 mod messages;
+mod producer;
 mod service;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};

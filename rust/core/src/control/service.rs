@@ -14,7 +14,7 @@ use crate::recent::Recent;
 use crate::work::Completer;
 
 /// Watches that may wait for handoffs that are not open.
-const PARKED_CAP: usize = 1024;
+pub(super) const PARKED_CAP: usize = 1024;
 
 #[derive(Debug)]
 pub(super) enum Command {
@@ -56,41 +56,41 @@ pub(super) enum Command {
     },
 }
 
-struct Lent {
-    opening: Opening,
-    state: Option<SequenceState>,
+pub(super) struct Lent {
+    pub(super) opening: Opening,
+    pub(super) state: Option<SequenceState>,
     /// When it ends unless somebody watches it; set once finished.
-    lease_ends: Option<Instant>,
-    watchers: HashSet<LinkId>,
+    pub(super) lease_ends: Option<Instant>,
+    pub(super) watchers: HashSet<LinkId>,
     /// The last consumer left before prefill had finished.
-    is_abandoned: bool,
+    pub(super) is_abandoned: bool,
 }
 
-struct Watched {
-    link: LinkId,
-    until: Instant,
+pub(super) struct Watched {
+    pub(super) link: LinkId,
+    pub(super) until: Instant,
 }
 
-struct Asked {
-    link: LinkId,
-    question: Question,
-    deadline: Instant,
-    completer: Completer<String>,
+pub(super) struct Asked {
+    pub(super) link: LinkId,
+    pub(super) question: Question,
+    pub(super) deadline: Instant,
+    pub(super) completer: Completer<String>,
 }
 
 pub(super) struct Schedulers {
-    events: Events<Event>,
-    patience: Patience,
-    description: String,
-    lent: HashMap<HandoffId, Lent>,
-    ended: Recent<String>,
-    results: Recent<String>,
+    pub(super) events: Events<Event>,
+    pub(super) patience: Patience,
+    pub(super) description: String,
+    pub(super) lent: HashMap<HandoffId, Lent>,
+    pub(super) ended: Recent<String>,
+    pub(super) results: Recent<String>,
     /// Requests that have come but are not scheduled: their watches wait as long as it takes.
-    expected: HashSet<HandoffId>,
-    parked: Vec<(HandoffId, LinkId, Instant)>,
-    watched: HashMap<HandoffId, Watched>,
-    asked: HashMap<u64, Asked>,
-    by_address: HashMap<String, LinkId>,
+    pub(super) expected: HashSet<HandoffId>,
+    pub(super) parked: Vec<(HandoffId, LinkId, Instant)>,
+    pub(super) watched: HashMap<HandoffId, Watched>,
+    pub(super) asked: HashMap<u64, Asked>,
+    pub(super) by_address: HashMap<String, LinkId>,
 }
 
 impl Schedulers {
@@ -110,255 +110,8 @@ impl Schedulers {
         }
     }
 
-    fn say(io: &mut Io, link: LinkId, message: &Message) {
+    pub(super) fn say(io: &mut Io, link: LinkId, message: &Message) {
         io.send(link, &message.encode());
-    }
-
-    // --- producer
-
-    fn open(&mut self, io: &mut Io, handoff: HandoffId, opening: Opening) {
-        self.expected.remove(&handoff);
-        if let Some(reason) = self.ended.get(&handoff) {
-            // Released or withdrawn before it was opened.
-            return self.events.push(Event::Released {
-                handoff,
-                reason: reason.clone(),
-            });
-        }
-        // Opened again, in a new generation, it keeps those who watch it.
-        let watchers = self.lent.remove(&handoff).map(|lent| lent.watchers);
-        let watchers = watchers.unwrap_or_default();
-        for &link in &watchers {
-            let opening = opening.clone();
-            Self::say(io, link, &Message::Opened { handoff, opening });
-        }
-        let lent = Lent {
-            opening,
-            state: None,
-            lease_ends: None,
-            watchers,
-            is_abandoned: false,
-        };
-        self.lent.insert(handoff, lent);
-        let parked = std::mem::take(&mut self.parked);
-        for (id, link, until) in parked {
-            if id == handoff {
-                self.watch_here(io, link, handoff);
-            } else {
-                self.parked.push((id, link, until));
-            }
-        }
-    }
-
-    fn finish(&mut self, io: &mut Io, handoff: HandoffId, state: SequenceState) {
-        let lease_ends = io.now + self.patience.lease;
-        let Some(lent) = self.lent.get_mut(&handoff) else {
-            let reason = self
-                .ended
-                .get(&handoff)
-                .map_or("it was never opened", String::as_str)
-                .to_owned();
-            return self.events.push(Event::Released { handoff, reason });
-        };
-        lent.lease_ends = Some(lease_ends);
-        for &link in &lent.watchers {
-            Self::say(
-                io,
-                link,
-                &Message::Finished {
-                    handoff,
-                    state: state.clone(),
-                },
-            );
-        }
-        lent.state = Some(state);
-        if lent.is_abandoned {
-            self.release(io, handoff, "its consumer is gone");
-        }
-    }
-
-    /// Ends a lent handoff and tells whoever watches it. `None`: it was not lent.
-    fn end(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) -> Option<Lent> {
-        self.expected.remove(&handoff);
-        self.ended.insert(handoff, reason.to_owned());
-        let lent = self.lent.remove(&handoff);
-        let waiting = self.parked.extract_if(.., |(id, ..)| *id == handoff);
-        let mut told: Vec<LinkId> = waiting.map(|(_, link, _)| link).collect();
-        told.extend(lent.iter().flat_map(|lent| &lent.watchers));
-        for link in told {
-            let reason = reason.to_owned();
-            Self::say(io, link, &Message::Gone { handoff, reason });
-        }
-        lent
-    }
-
-    /// Ends a lent handoff from outside: the scheduler is told to free its blocks.
-    fn release(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) -> bool {
-        let was_lent = self.end(io, handoff, reason).is_some();
-        if was_lent {
-            self.events.push(Event::Released {
-                handoff,
-                reason: reason.to_owned(),
-            });
-        }
-        was_lent
-    }
-
-    fn watch_here(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId) {
-        if let Some(lent) = self.lent.get_mut(&handoff) {
-            lent.watchers.insert(link);
-            lent.is_abandoned = false;
-            Self::say(
-                io,
-                link,
-                &Message::Opened {
-                    handoff,
-                    opening: lent.opening.clone(),
-                },
-            );
-            if let Some(state) = lent.state.clone() {
-                Self::say(io, link, &Message::Finished { handoff, state });
-            }
-        } else if let Some(reason) = self.ended.get(&handoff) {
-            Self::say(
-                io,
-                link,
-                &Message::Gone {
-                    handoff,
-                    reason: reason.clone(),
-                },
-            );
-        } else if self.parked.len() >= PARKED_CAP {
-            let reason = "too many watches wait for handoffs that are not open".to_owned();
-            Self::say(io, link, &Message::Gone { handoff, reason });
-        } else {
-            self.parked
-                .push((handoff, link, io.now + self.patience.open));
-        }
-    }
-
-    fn unwatch_here(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId, is_taken: bool) {
-        let num_parked = self.parked.len();
-        self.parked
-            .retain(|(id, other, _)| (*id, *other) != (handoff, link));
-        if self.parked.len() < num_parked && !is_taken {
-            // Nobody is left to read it: once opened, it is given back at once.
-            self.ended
-                .insert(handoff, "its consumer gave up".to_owned());
-        }
-        let Some(lent) = self
-            .lent
-            .get_mut(&handoff)
-            .filter(|lent| lent.watchers.contains(&link))
-        else {
-            return;
-        };
-        lent.watchers.remove(&link);
-        if is_taken {
-            // Its workers have told ours, if no message was lost; this frees the blocks in any case.
-            self.release(io, handoff, "it has been taken");
-        } else {
-            self.abandon(io, handoff, "its consumer gave up");
-        }
-    }
-
-    fn abandon(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
-        let Some(lent) = self
-            .lent
-            .get_mut(&handoff)
-            .filter(|lent| lent.watchers.is_empty())
-        else {
-            return;
-        };
-        if lent.state.is_some() {
-            self.release(io, handoff, reason);
-        } else {
-            lent.is_abandoned = true;
-        }
-    }
-
-    fn answer(&mut self, io: &mut Io, question: &Question) -> String {
-        match question {
-            Question::Describe => self.description.clone(),
-            Question::Release(handoff) => {
-                let was_lent = self.release(io, *handoff, "it was released");
-                was_lent.to_string()
-            }
-            Question::Result(handoff) => self
-                .results
-                .get(handoff)
-                .map_or("null".to_owned(), Clone::clone),
-        }
-    }
-
-    // --- consumer and asker
-
-    /// The link to an address: the one there is, unless its end is about to be reported, or a new one.
-    fn link_to(&mut self, io: &mut Io, address: &str) -> LinkId {
-        let known = self.by_address.get(address);
-        if let Some(&link) = known.filter(|link| !io.has_failed(**link)) {
-            return link;
-        }
-        let link = io.connect(address);
-        self.by_address.insert(address.to_owned(), link);
-        link
-    }
-
-    fn watch(&mut self, io: &mut Io, handoff: HandoffId, producer: &str) {
-        let link = self.link_to(io, producer);
-        self.watched.insert(
-            handoff,
-            Watched {
-                link,
-                until: io.now + self.patience.handoff,
-            },
-        );
-        if io.is_up(link) {
-            Self::say(io, link, &Message::Watch(handoff));
-        }
-    }
-
-    fn ask(
-        &mut self,
-        io: &mut Io,
-        address: &str,
-        question: Question,
-        deadline: Instant,
-        completer: Completer<String>,
-    ) {
-        let link = self.link_to(io, address);
-        let id = io.token();
-        if io.is_up(link) {
-            Self::say(
-                io,
-                link,
-                &Message::Ask {
-                    id,
-                    question: question.clone(),
-                },
-            );
-        }
-        self.asked.insert(
-            id,
-            Asked {
-                link,
-                question,
-                deadline,
-                completer,
-            },
-        );
-    }
-
-    fn watches(&self, handoff: &HandoffId, link: LinkId) -> bool {
-        self.watched
-            .get(handoff)
-            .is_some_and(|watched| watched.link == link)
-    }
-
-    fn unwatch(&mut self, io: &mut Io, handoff: HandoffId, is_taken: bool) {
-        if let Some(watched) = self.watched.remove(&handoff) {
-            Self::say(io, watched.link, &Message::Unwatch { handoff, is_taken });
-        }
     }
 
     fn told(&mut self, io: &mut Io, link: LinkId, message: Message) {
@@ -392,71 +145,18 @@ impl Schedulers {
         }
     }
 
-    fn expire_leases(&mut self, io: &mut Io) -> Option<Instant> {
-        let now = io.now;
-        let is_late =
-            |lent: &Lent| lent.watchers.is_empty() && lent.lease_ends.is_some_and(|at| at <= now);
-        let late: Vec<HandoffId> = self
-            .lent
-            .iter()
-            .filter(|(_, lent)| is_late(lent))
-            .map(|(id, _)| *id)
-            .collect();
-        for handoff in late {
-            self.release(io, handoff, "its lease ended before a consumer came");
+    fn answer(&mut self, io: &mut Io, question: &Question) -> String {
+        match question {
+            Question::Describe => self.description.clone(),
+            Question::Release(handoff) => {
+                let was_lent = self.release(io, *handoff, "it was released");
+                was_lent.to_string()
+            }
+            Question::Result(handoff) => self
+                .results
+                .get(handoff)
+                .map_or("null".to_owned(), Clone::clone),
         }
-        self.lent
-            .values()
-            .filter(|lent| lent.watchers.is_empty())
-            .filter_map(|lent| lent.lease_ends)
-            .min()
-    }
-
-    fn expire_parked(&mut self, io: &mut Io) -> Option<Instant> {
-        let (late, kept): (Vec<_>, Vec<_>) = std::mem::take(&mut self.parked)
-            .into_iter()
-            .partition(|(id, _, until)| *until <= io.now && !self.expected.contains(id));
-        self.parked = kept;
-        for (handoff, link, _) in late {
-            let reason = "the handoff is not known to its producer".to_owned();
-            Self::say(io, link, &Message::Gone { handoff, reason });
-        }
-        let unknown = |(id, ..): &&(HandoffId, LinkId, Instant)| !self.expected.contains(id);
-        let parked = self.parked.iter().filter(unknown);
-        parked.map(|(_, _, until)| *until).min()
-    }
-
-    fn expire_watches(&mut self, io: &mut Io) -> Option<Instant> {
-        let is_late = |watched: &Watched| watched.until <= io.now;
-        let late: Vec<HandoffId> = self
-            .watched
-            .iter()
-            .filter(|(_, watched)| is_late(watched))
-            .map(|(id, _)| *id)
-            .collect();
-        for handoff in late {
-            self.unwatch(io, handoff, false);
-            let reason = format!(
-                "nothing came within {:?} (handoff_timeout_s)",
-                self.patience.handoff
-            );
-            self.events.push(Event::Gone { handoff, reason });
-        }
-        self.watched.values().map(|watched| watched.until).min()
-    }
-
-    fn expire_questions(&mut self, io: &Io) -> Option<Instant> {
-        let late: Vec<u64> = self
-            .asked
-            .iter()
-            .filter(|(_, asked)| asked.deadline <= io.now)
-            .map(|(id, _)| *id)
-            .collect();
-        for asked in late.iter().filter_map(|id| self.asked.remove(id)) {
-            let text = format!("{} did not answer in time", io.peer(asked.link));
-            asked.completer.complete(Err(Error::Timeout(text)));
-        }
-        self.asked.values().map(|asked| asked.deadline).min()
     }
 }
 

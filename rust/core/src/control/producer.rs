@@ -1,0 +1,212 @@
+//! What is lent here: handoffs that were opened, who watches them, and when they end.
+
+use std::time::Instant;
+
+use super::messages::Message;
+use super::service::{Lent, PARKED_CAP, Schedulers};
+use super::{Event, Opening, SequenceState};
+use crate::handoff::HandoffId;
+use crate::node::{Io, LinkId};
+
+impl Schedulers {
+    pub(super) fn open(&mut self, io: &mut Io, handoff: HandoffId, opening: Opening) {
+        self.expected.remove(&handoff);
+        if let Some(reason) = self.ended.get(&handoff) {
+            // Released or withdrawn before it was opened.
+            return self.events.push(Event::Released {
+                handoff,
+                reason: reason.clone(),
+            });
+        }
+        // Opened again, in a new generation, it keeps those who watch it.
+        let watchers = self.lent.remove(&handoff).map(|lent| lent.watchers);
+        let watchers = watchers.unwrap_or_default();
+        for &link in &watchers {
+            let opening = opening.clone();
+            Self::say(io, link, &Message::Opened { handoff, opening });
+        }
+        let lent = Lent {
+            opening,
+            state: None,
+            lease_ends: None,
+            watchers,
+            is_abandoned: false,
+        };
+        self.lent.insert(handoff, lent);
+        let parked = std::mem::take(&mut self.parked);
+        for (id, link, until) in parked {
+            if id == handoff {
+                self.watch_here(io, link, handoff);
+            } else {
+                self.parked.push((id, link, until));
+            }
+        }
+    }
+
+    pub(super) fn finish(&mut self, io: &mut Io, handoff: HandoffId, state: SequenceState) {
+        let lease_ends = io.now + self.patience.lease;
+        let Some(lent) = self.lent.get_mut(&handoff) else {
+            let reason = self
+                .ended
+                .get(&handoff)
+                .map_or("it was never opened", String::as_str)
+                .to_owned();
+            return self.events.push(Event::Released { handoff, reason });
+        };
+        lent.lease_ends = Some(lease_ends);
+        for &link in &lent.watchers {
+            Self::say(
+                io,
+                link,
+                &Message::Finished {
+                    handoff,
+                    state: state.clone(),
+                },
+            );
+        }
+        lent.state = Some(state);
+        if lent.is_abandoned {
+            self.release(io, handoff, "its consumer is gone");
+        }
+    }
+
+    /// Ends a lent handoff and tells whoever watches it. `None`: it was not lent.
+    pub(super) fn end(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) -> Option<Lent> {
+        self.expected.remove(&handoff);
+        self.ended.insert(handoff, reason.to_owned());
+        let lent = self.lent.remove(&handoff);
+        let waiting = self.parked.extract_if(.., |(id, ..)| *id == handoff);
+        let mut told: Vec<LinkId> = waiting.map(|(_, link, _)| link).collect();
+        told.extend(lent.iter().flat_map(|lent| &lent.watchers));
+        for link in told {
+            let reason = reason.to_owned();
+            Self::say(io, link, &Message::Gone { handoff, reason });
+        }
+        lent
+    }
+
+    /// Ends a lent handoff from outside: the scheduler is told to free its blocks.
+    pub(super) fn release(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) -> bool {
+        let was_lent = self.end(io, handoff, reason).is_some();
+        if was_lent {
+            self.events.push(Event::Released {
+                handoff,
+                reason: reason.to_owned(),
+            });
+        }
+        was_lent
+    }
+
+    pub(super) fn watch_here(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId) {
+        if let Some(lent) = self.lent.get_mut(&handoff) {
+            lent.watchers.insert(link);
+            lent.is_abandoned = false;
+            Self::say(
+                io,
+                link,
+                &Message::Opened {
+                    handoff,
+                    opening: lent.opening.clone(),
+                },
+            );
+            if let Some(state) = lent.state.clone() {
+                Self::say(io, link, &Message::Finished { handoff, state });
+            }
+        } else if let Some(reason) = self.ended.get(&handoff) {
+            Self::say(
+                io,
+                link,
+                &Message::Gone {
+                    handoff,
+                    reason: reason.clone(),
+                },
+            );
+        } else if self.parked.len() >= PARKED_CAP {
+            let reason = "too many watches wait for handoffs that are not open".to_owned();
+            Self::say(io, link, &Message::Gone { handoff, reason });
+        } else {
+            self.parked
+                .push((handoff, link, io.now + self.patience.open));
+        }
+    }
+
+    pub(super) fn unwatch_here(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        handoff: HandoffId,
+        is_taken: bool,
+    ) {
+        let num_parked = self.parked.len();
+        self.parked
+            .retain(|(id, other, _)| (*id, *other) != (handoff, link));
+        if self.parked.len() < num_parked && !is_taken {
+            // Nobody is left to read it: once opened, it is given back at once.
+            self.ended
+                .insert(handoff, "its consumer gave up".to_owned());
+        }
+        let Some(lent) = self
+            .lent
+            .get_mut(&handoff)
+            .filter(|lent| lent.watchers.contains(&link))
+        else {
+            return;
+        };
+        lent.watchers.remove(&link);
+        if is_taken {
+            // Its workers have told ours, if no message was lost; this frees the blocks in any case.
+            self.release(io, handoff, "it has been taken");
+        } else {
+            self.abandon(io, handoff, "its consumer gave up");
+        }
+    }
+
+    pub(super) fn abandon(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
+        let Some(lent) = self
+            .lent
+            .get_mut(&handoff)
+            .filter(|lent| lent.watchers.is_empty())
+        else {
+            return;
+        };
+        if lent.state.is_some() {
+            self.release(io, handoff, reason);
+        } else {
+            lent.is_abandoned = true;
+        }
+    }
+
+    pub(super) fn expire_leases(&mut self, io: &mut Io) -> Option<Instant> {
+        let now = io.now;
+        let is_late =
+            |lent: &Lent| lent.watchers.is_empty() && lent.lease_ends.is_some_and(|at| at <= now);
+        let late: Vec<HandoffId> = self
+            .lent
+            .iter()
+            .filter(|(_, lent)| is_late(lent))
+            .map(|(id, _)| *id)
+            .collect();
+        for handoff in late {
+            self.release(io, handoff, "its lease ended before a consumer came");
+        }
+        self.lent
+            .values()
+            .filter(|lent| lent.watchers.is_empty())
+            .filter_map(|lent| lent.lease_ends)
+            .min()
+    }
+
+    pub(super) fn expire_parked(&mut self, io: &mut Io) -> Option<Instant> {
+        let (late, kept): (Vec<_>, Vec<_>) = std::mem::take(&mut self.parked)
+            .into_iter()
+            .partition(|(id, _, until)| *until <= io.now && !self.expected.contains(id));
+        self.parked = kept;
+        for (handoff, link, _) in late {
+            let reason = "the handoff is not known to its producer".to_owned();
+            Self::say(io, link, &Message::Gone { handoff, reason });
+        }
+        let unknown = |(id, ..): &&(HandoffId, LinkId, Instant)| !self.expected.contains(id);
+        let parked = self.parked.iter().filter(unknown);
+        parked.map(|(_, _, until)| *until).min()
+    }
+}
