@@ -51,7 +51,7 @@ class TransferTimeoutError(KVPipeError, TimeoutError):
 
 
 class CorruptDataError(KVPipeError):
-    """A checksum differs; nothing was delivered."""
+    """A checksum differs: a tensor was not delivered, blocks must not be used."""
 
 
 class EndOfPipeError(KVPipeError, EOFError):

@@ -113,8 +113,8 @@ class Peer:
             ConfigError: Ids out of range, repeated or of different number, block sizes that differ, a region that is
                 unknown, closed or another agent's, too long a tag. From the work: a region that was closed meanwhile.
             PeerLostError: The peer is gone (also from the work).
-            CorruptDataError: (from the work) blocks differ from their checksums, which names one; they changed while
-                they were moved, or on their way. The destination has what came; the peer is usable.
+            CorruptDataError: (from the work) blocks differ from their checksums; it names the first (over TCP about).
+                They changed while they were moved, or on their way. The destination has what came; the peer is usable.
             TransferTimeoutError: (from the work) not done in time.
             ClosedError: The agent was closed.
         """

@@ -19,6 +19,26 @@ pub(crate) fn bound(place: &[u8], bytes: &[u8]) -> u64 {
     digest.finalize()
 }
 
+/// A checksum that is computed piece by piece.
+#[derive(Debug)]
+pub(crate) struct Running(Digest);
+
+impl Default for Running {
+    fn default() -> Self {
+        Self(Digest::new(ALGORITHM))
+    }
+}
+
+impl Running {
+    pub(crate) fn add(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    pub(crate) fn get(&self) -> u64 {
+        self.0.finalize()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

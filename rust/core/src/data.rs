@@ -30,11 +30,13 @@ impl Road {
         }
     }
 
+    /// Whether a lane can read the other side's memory, or part of it.
+    fn reads(lane: &Lane) -> bool {
+        lane.is_rma && !["tcp", "self", "posix", "sysv"].contains(&lane.transport.as_str())
+    }
+
     fn choose(lanes: &[Lane]) -> Self {
-        let is_direct = |lane: &&Lane| {
-            lane.is_rma && !["tcp", "self", "posix", "sysv"].contains(&lane.transport.as_str())
-        };
-        if let Some(lane) = lanes.iter().find(is_direct) {
+        if let Some(lane) = lanes.iter().find(|lane| Self::reads(lane)) {
             return Self::Get(lane.transport.clone());
         }
         let message = lanes.iter().find(|lane| lane.is_am).or(lanes.first());
@@ -59,6 +61,8 @@ struct Peer {
     endpoint: Option<EndpointId>,
     session: SessionId,
     road: Road,
+    /// Whether every lane that reads is CMA's, whose reads are over when they are posted.
+    reads_at_once: bool,
     /// Bytes of messages that have not left.
     unsent: Cell<usize>,
     is_open: bool,
@@ -102,6 +106,7 @@ impl DataPlane {
             endpoint: None,
             session,
             road: Road::Messages(String::new()),
+            reads_at_once: false,
             unsent: Cell::default(),
             is_open: true,
             greeted: Greeted::default(),
@@ -188,7 +193,10 @@ impl DataPlane {
         if let Some(peer) = self.peers.get_mut(&link)
             && let Some(endpoint) = peer.endpoint
         {
-            peer.road = Road::choose(&self.worker.lanes(endpoint));
+            let lanes = self.worker.lanes(endpoint);
+            let mut reading = lanes.iter().filter(|lane| Road::reads(lane));
+            peer.reads_at_once = reading.all(|lane| lane.transport == "cma");
+            peer.road = Road::choose(&lanes);
         }
     }
 
@@ -320,6 +328,13 @@ impl Io {
             .peers
             .get(&link)
             .map(|peer| peer.road.clone())
+    }
+
+    /// Whether a read on this link is over when it is posted, so that reads end in order.
+    pub fn reads_at_once(&self, link: LinkId) -> bool {
+        let peers = self.data.as_ref().map(|data| &data.peers);
+        let peer = peers.and_then(|peers| peers.get(&link));
+        peer.is_some_and(|peer| peer.reads_at_once)
     }
 
     /// Where the streams of this node land.

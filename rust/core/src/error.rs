@@ -42,7 +42,7 @@ pub enum Error {
     /// Not done in time; the message says whether the object is still usable.
     #[error("{0}")]
     Timeout(String),
-    /// A checksum differs; nothing was delivered.
+    /// A checksum differs: what came must not be used.
     #[error("{0}")]
     Corrupt(String),
     /// The sender closed in order and everything was taken.

@@ -206,11 +206,17 @@ impl Incoming {
 
     /// Takes a message of the stream: what follows its kind and id, and its payload, which may be in place already.
     pub(crate) fn take(&mut self, header: Reader<'_>, data: &AmData) -> Result<()> {
+        let mut landing = self.landing.borrow_mut();
         if let AmData::Bytes(bytes) = data {
-            self.landing.borrow_mut().place(header, bytes)?;
+            landing.place(header, bytes)?;
         }
-        self.num_taken += data.num_bytes() as u64;
-        self.uncredited += data.num_bytes() as u64;
+        let num_taken = self.num_taken + data.num_bytes() as u64;
+        if num_taken > landing.num_placed {
+            let text = "a message of a stream that ended before this one";
+            return Err(Error::protocol(text));
+        }
+        self.uncredited += num_taken - self.num_taken;
+        self.num_taken = num_taken;
         Ok(())
     }
 

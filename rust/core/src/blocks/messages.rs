@@ -30,7 +30,7 @@ pub(super) const NOTIFY: u8 = 40;
 pub(super) const VOID: u8 = 41;
 /// Receiver has all numbers before one, its user has taken all before another.
 pub(super) const NOTED: u8 = 42;
-/// Source has checksums of the next blocks of a transfer: transfer; payload: list.
+/// Source has checksums of blocks of a transfer: transfer, index of the first of them; payload: list.
 pub(super) const SUMS: u8 = 43;
 /// Consumer selects blocks of a handoff: handoff, generation, first, end.
 pub(super) const SELECT: u8 = 48;

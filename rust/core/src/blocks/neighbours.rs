@@ -19,7 +19,7 @@ use crate::node::{Io, LinkId};
 const SMALL: u64 = 512 << 10;
 /// Of one call, which sockets and other transfers wait for: less than a millisecond.
 const PIECES: usize = 256;
-const BYTES: u64 = 4 << 20;
+pub(super) const BYTES: u64 = 4 << 20;
 
 /// Random bytes in this process's memory, by which a neighbour knows that it reads the right one.
 pub(super) struct Secret(Option<Buffer>);

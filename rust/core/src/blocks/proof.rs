@@ -1,27 +1,46 @@
 //! Checksums of blocks that the destination reads: the source computes them on request, while the destination reads;
-//! the destination compares each block when it is here, as close behind the read as it gets.
+//! the destination compares each block when it is here, as close behind the read as it gets: over CMA, where reads end
+//! in order, each slice while it is in the cache, otherwise when all is here.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::handoffs::block_bytes;
 use super::messages::{SUMS, SUMS_CAP, read_sums, sums};
+use super::neighbours::BYTES;
 use super::serve::refuse;
 use super::service::Blocks;
 use super::transfer::Transfer;
-use crate::checksum;
+use crate::checksum::{self, Running};
 use crate::error::{Error, Result};
 use crate::node::{Io, LinkId};
 use crate::region::Layout;
 use crate::transport::{Memory, Payload};
 
-/// Bytes that are summed or compared in one go, which sockets and other transfers wait for: less than a millisecond.
+/// Bytes that are summed in one go, which sockets and other transfers wait for: less than a millisecond.
 const SLICE: u64 = 2 << 20;
 
-fn blocks_of_slice(layout: &Layout) -> usize {
-    usize::try_from(SLICE / layout.block_bytes)
-        .unwrap_or(SUMS_CAP)
-        .clamp(1, SUMS_CAP)
+/// The checksum of one block after the other, each as far as a slice goes.
+#[derive(Debug, Default)]
+struct Hashing {
+    /// Bytes of the current block that are behind.
+    at: u64,
+    sum: Running,
+}
+
+impl Hashing {
+    /// Goes on with a block for at most `budget` bytes, which are taken from it; its checksum at its end.
+    fn go_on(&mut self, block: &[u8], budget: &mut u64) -> Option<u64> {
+        let rest = block.get(self.at as usize..).unwrap_or_default();
+        let len = (rest.len() as u64).min(*budget);
+        *budget -= len;
+        if self.at == 0 && len == block.len() as u64 {
+            return Some(checksum::of(block));
+        }
+        self.sum.add(rest.get(..len as usize).unwrap_or_default());
+        self.at += len;
+        (self.at == block.len() as u64).then(|| std::mem::take(self).sum.get())
+    }
 }
 
 /// Blocks whose checksums a destination wants, at their source.
@@ -31,6 +50,7 @@ pub(super) struct Summing {
     layout: Layout,
     ids: Vec<u32>,
     num_summed: usize,
+    hashing: Hashing,
 }
 
 impl Summing {
@@ -43,22 +63,25 @@ impl Summing {
             layout,
             ids,
             num_summed: 0,
+            hashing: Hashing::default(),
         })
     }
 
-    /// The next checksums; none after the last.
+    /// The checksums of the next slice, which may lie within one block.
     fn next(&mut self) -> Result<Vec<u64>> {
-        let ids = self.ids.iter().skip(self.num_summed);
-        let ids = ids.take(blocks_of_slice(&self.layout));
-        let sum = |id: &u32| {
-            let bytes = block_bytes(&self.memory, &self.layout, *id);
-            bytes.map(checksum::of).ok_or_else(|| {
+        let (mut sums, mut budget) = (Vec::new(), SLICE);
+        while let Some(&id) = self.ids.get(self.num_summed)
+            && budget > 0
+            && sums.len() < SUMS_CAP
+        {
+            let block = block_bytes(&self.memory, &self.layout, id).ok_or_else(|| {
                 let text = format!("block {id} is not in memory that this process can read");
                 Error::Unavailable(text)
-            })
-        };
-        let sums: Vec<u64> = ids.map(sum).collect::<Result<_>>()?;
-        self.num_summed += sums.len();
+            })?;
+            let sum = self.hashing.go_on(block, &mut budget);
+            self.num_summed += usize::from(sum.is_some());
+            sums.extend(sum);
+        }
         Ok(sums)
     }
 
@@ -75,6 +98,7 @@ pub(super) struct Proof {
     pub(super) num_compared: usize,
     /// The first block that differs from its checksum.
     pub(super) corrupt: Option<usize>,
+    hashing: Hashing,
     /// Whether blocks come in order.
     is_in_order: bool,
 }
@@ -85,6 +109,7 @@ impl Proof {
             theirs: Vec::new(),
             num_compared: 0,
             corrupt: None,
+            hashing: Hashing::default(),
             is_in_order,
         }
     }
@@ -104,16 +129,20 @@ impl Transfer {
         proof.num_compared..num_here.min(proof.theirs.len())
     }
 
-    /// Compares the next slice.
+    /// Compares the next slice: as much as a call of our own reads.
     pub(super) fn compare(&mut self) {
-        let range = self.comparable();
+        let (range, mut budget) = (self.comparable(), BYTES);
         let Some(proof) = &mut self.proof else {
             return;
         };
-        for index in range.take(blocks_of_slice(&self.layout)) {
+        for index in range {
             let id = self.pieces.to_ids.get(index);
-            let bytes = id.and_then(|id| block_bytes(&self.memory, &self.layout, *id));
-            if bytes.map(checksum::of).as_ref() != proof.theirs.get(index) {
+            let block = id.and_then(|id| block_bytes(&self.memory, &self.layout, *id));
+            let sum = block.map(|block| proof.hashing.go_on(block, &mut budget));
+            if sum == Some(None) {
+                return; // the slice ends within the block
+            }
+            if sum.flatten().as_ref() != proof.theirs.get(index) {
                 proof.corrupt.get_or_insert(index);
             }
             proof.num_compared = index + 1;
@@ -130,11 +159,14 @@ impl Blocks {
         let Some(summing) = self.summing_of(link, id) else {
             return true; // of a link that has ended
         };
+        let first = summing.num_summed as u64;
         match summing.next() {
             Ok(next) => {
                 let is_over = summing.is_over();
-                let header = io.header(link, SUMS).u64(id);
-                io.message(link, header, Payload::Bytes(sums(&next)));
+                if !next.is_empty() {
+                    let header = io.header(link, SUMS).u64(id).u64(first);
+                    io.message(link, header, Payload::Bytes(sums(&next)));
+                }
                 if is_over {
                     self.serving.remove(&(link, id));
                 } else {
@@ -150,7 +182,13 @@ impl Blocks {
     }
 
     /// The source's checksums of the next blocks of a transfer.
-    pub(super) fn take_sums(&mut self, link: LinkId, id: u64, payload: &[u8]) -> Result<()> {
+    pub(super) fn take_sums(
+        &mut self,
+        link: LinkId,
+        id: u64,
+        first: u64,
+        payload: &[u8],
+    ) -> Result<()> {
         let sums = read_sums(payload)?;
         let is_its = |transfer: &&mut Transfer| transfer.link == link;
         // Of a transfer that has ended meanwhile: nothing.
@@ -158,11 +196,14 @@ impl Blocks {
             return Ok(());
         };
         let num_blocks = transfer.pieces.to_ids.len();
-        let proof = transfer.proof.as_mut();
-        let Some(proof) = proof.filter(|proof| proof.theirs.len() + sums.len() <= num_blocks)
-        else {
+        let num_known = transfer
+            .proof
+            .as_ref()
+            .map_or(0, |proof| proof.theirs.len());
+        let is_next = first == num_known as u64 && num_known + sums.len() <= num_blocks;
+        let Some(proof) = transfer.proof.as_mut().filter(|_| is_next) else {
             return Err(Error::protocol(format_args!(
-                "{} checksums more of a transfer of {num_blocks} blocks",
+                "{} checksums from block {first} on of a transfer of {num_blocks} blocks, {num_known} known",
                 sums.len()
             )));
         };

@@ -46,6 +46,7 @@ pub(super) struct Registration {
 pub(super) struct Closing {
     id: RegionId,
     name: String,
+    layout: Layout,
     /// Keeps the memory registered.
     memory: Arc<Memory>,
     /// Peers that have not said that they read nothing of it any more.
@@ -142,11 +143,22 @@ impl Blocks {
         self.closing.push(Closing {
             id,
             name: region.name,
+            layout: region.layout,
             memory: region.memory,
             waiting_for: up.collect(),
             until,
             completer: Some(completer),
         });
+    }
+
+    /// What a peer may read of: a region, or one that was closed and that it has not let go.
+    pub(super) fn lent_to(&self, link: LinkId, id: RegionId) -> Option<(&Arc<Memory>, &Layout)> {
+        if let Some(region) = self.regions.get(&id) {
+            return Some((&region.memory, &region.layout));
+        }
+        let is_it = |closing: &&Closing| closing.id == id && closing.waiting_for.contains(&link);
+        let closing = self.closing.iter().find(is_it)?;
+        Some((&closing.memory, &closing.layout))
     }
 
     /// A peer reads nothing of a closed region any more.

@@ -21,7 +21,7 @@ use crate::transport::Payload;
 #[derive(Debug)]
 pub(super) enum Serving {
     Bytes(Outgoing),
-    Sums(Summing),
+    Sums(Box<Summing>),
 }
 
 /// Tells a destination that a transfer cannot be served.
@@ -41,13 +41,18 @@ impl Blocks {
         payload: &[u8],
     ) -> Result<()> {
         let ids = read_ids(payload)?;
+        if self.serving.contains_key(&(link, id)) {
+            return Err(Error::protocol(format_args!(
+                "transfer {id} was asked for twice"
+            )));
+        }
         let under_way = self.serving.keys().filter(|(other, _)| *other == link);
         if under_way.count() >= TRANSFERS_IN_FLIGHT {
             return Err(Error::protocol(format_args!(
                 "more than {TRANSFERS_IN_FLIGHT} transfers at once"
             )));
         }
-        match self.serving_of(region, wanted, ids) {
+        match self.serving_of(link, region, wanted, ids) {
             Ok(serving) => {
                 if matches!(serving, Serving::Sums(_)) {
                     self.summing.push_back((link, id));
@@ -60,13 +65,20 @@ impl Blocks {
         Ok(())
     }
 
-    fn serving_of(&self, region: RegionId, wanted: Wanted, ids: Vec<u32>) -> Result<Serving> {
-        let region = self.regions.get(&region).ok_or_else(region_gone)?;
-        let memory = Arc::clone(&region.memory);
+    fn serving_of(
+        &self,
+        link: LinkId,
+        region: RegionId,
+        wanted: Wanted,
+        ids: Vec<u32>,
+    ) -> Result<Serving> {
+        let (memory, layout) = self.lent_to(link, region).ok_or_else(region_gone)?;
+        let memory = Arc::clone(memory);
         if wanted == Wanted::Sums {
-            return Summing::new(memory, region.layout.clone(), ids).map(Serving::Sums);
+            return Summing::new(memory, layout.clone(), ids)
+                .map(|summing| Serving::Sums(Box::new(summing)));
         }
-        let runs = sequence(&region.layout, &ids)?;
+        let runs = sequence(layout, &ids)?;
         let is_summed = wanted == Wanted::SummedBytes;
         Ok(Serving::Bytes(Outgoing::new(memory, runs, is_summed)))
     }
@@ -120,8 +132,9 @@ impl Blocks {
                 Ok(())
             }
             SUMS => {
+                let first = header.u64()?;
                 header.end()?;
-                self.take_sums(link, id, data)
+                self.take_sums(link, id, first, data)
             }
             _ => {
                 header.end()?;

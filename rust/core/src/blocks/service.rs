@@ -195,6 +195,7 @@ impl Service for Blocks {
             .push_minor(Event::Log(format!("session.closed {error}")));
         self.producer.link_down(link);
         self.serving.retain(|(other, _), _| *other != link);
+        self.summing.retain(|(other, _)| *other != link);
         self.peer_down(link, &error);
         self.transfers_down(io, link, &error);
         self.offers_down(link, &error);
@@ -244,6 +245,10 @@ impl Service for Blocks {
         let has_finalized = self.finalize_on(io);
         let has_summed = self.sum_on(io);
         self.turn(io) || has_finalized || has_summed
+    }
+
+    fn has_work(&self) -> bool {
+        !(self.turns.is_empty() && self.summing.is_empty() && self.finalizing.is_empty())
     }
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {

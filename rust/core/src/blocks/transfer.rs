@@ -161,18 +161,24 @@ impl Transfer {
 
     /// The error of a transfer of which a part differs from its checksum.
     pub(super) fn corruption(&self) -> Option<Error> {
-        let what = if let Some(incoming) = &self.incoming {
-            format!("byte {} of the blocks", incoming.corrupt()?)
+        let index = if let Some(incoming) = &self.incoming {
+            (incoming.corrupt()? / self.layout.block_bytes) as usize
         } else {
-            let index = self.proof.as_ref()?.corrupt?;
-            let (to, from) = (
-                self.pieces.to_ids.get(index)?,
-                self.pieces.from_ids.get(index)?,
-            );
-            format!("block {to}, from block {from},")
+            self.proof.as_ref()?.corrupt?
+        };
+        let (to, from) = (
+            self.pieces.to_ids.get(index)?,
+            self.pieces.from_ids.get(index)?,
+        );
+        // A piece of the message road can have many small blocks.
+        let or_later = if self.incoming.is_some() {
+            " or a later one"
+        } else {
+            ""
         };
         Some(Error::Corrupt(format!(
-            "{what} differs from its checksum: it changed while it was moved, or on its way; move the blocks again"
+            "block {to}, from block {from},{or_later} differs from its checksum: it changed while it was moved, or on its \
+             way; move the blocks again"
         )))
     }
 }

@@ -140,12 +140,12 @@ impl Blocks {
         } else {
             Wanted::Bytes
         };
-        if let Some(Road::Get(transport)) = io.road(link) {
+        if let Some(Road::Get(_)) = io.road(link) {
             let Some(peer) = self.peers.get_mut(&link) else {
                 return;
             };
-            // A read over CMA is over when it is posted.
-            peer.gets_cap = if transport == "cma" {
+            let is_in_order = io.reads_at_once(link);
+            peer.gets_cap = if is_in_order {
                 usize::MAX
             } else {
                 GETS_IN_FLIGHT
@@ -158,8 +158,8 @@ impl Blocks {
                 Err(error) => transfer.failure = Some(error),
             }
             if transfer.is_summed && !transfer.is_over() {
-                // Over CMA each get is over when the next begins, so that they end in order.
-                transfer.proof = Some(Proof::new(transport == "cma"));
+                let is_in_order = is_in_order || transfer.neighbour.is_some();
+                transfer.proof = Some(Proof::new(is_in_order));
                 wanted = Wanted::Sums;
             }
         } else {
@@ -191,11 +191,10 @@ impl Blocks {
             return false;
         };
         if transfer.failure.is_none() {
-            transfer.failure = transfer.corruption();
+            transfer.failure = judge(io, &transfer).err();
         }
-        if transfer.failure.is_none() && transfer.remote.is_some() {
-            transfer.failure = io.check_lender(transfer.link).err();
-        }
+        // Nothing is placed any more when the work ends.
+        transfer.incoming = None;
         if let Some(peer) = self.peers.get_mut(&transfer.link)
             && let Some(at) = peer.transfers.iter().position(|other| *other == id)
         {
@@ -251,6 +250,17 @@ impl Blocks {
             }
         }
     }
+}
+
+/// Whether what has come is what was lent. Without checksums that is so if the lender still lends it; what differs from
+/// them is not the lender's fault if it does not.
+fn judge(io: &Io, transfer: &Transfer) -> Result<()> {
+    let corruption = transfer.corruption();
+    let is_proved = transfer.proof.is_some() && corruption.is_none();
+    if transfer.remote.is_some() && !is_proved {
+        io.check_lender(transfer.link)?;
+    }
+    corruption.map_or(Ok(()), Err)
 }
 
 /// By gets.

@@ -40,12 +40,14 @@ impl Blocks {
         if io.has_failed(link) {
             return true;
         }
-        if let Err(error) = transfer.call() {
-            let error = Error::lost(&io.peer(link), error);
-            transfer.failure.get_or_insert(error.clone());
-            io.fail(link, error);
+        match transfer.call() {
+            Ok(()) => transfer.compare(),
+            Err(error) => {
+                let error = Error::lost(&io.peer(link), error);
+                transfer.failure.get_or_insert(error.clone());
+                io.fail(link, error);
+            }
         }
-        transfer.compare();
         self.give_turn(id);
         self.settle(io, link, id);
         true

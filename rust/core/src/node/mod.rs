@@ -75,6 +75,10 @@ pub trait Service {
     fn work(&mut self, _io: &mut Io) -> bool {
         false
     }
+    /// Whether there is work that has come since.
+    fn has_work(&self) -> bool {
+        false
+    }
     /// Looks at deadlines; tells when to come back.
     fn timer(&mut self, _io: &mut Io) -> Option<Instant> {
         None
@@ -146,8 +150,8 @@ impl<C: Send + 'static> Node<C> {
         let io = Io::new(config, listener, context, Arc::clone(&wake))?;
         let epoll = Arc::clone(&io.epoll);
         #[expect(unsafe_code, reason = "the one promise that the compiler cannot check")]
-        // SAFETY: the worker, its keys and received data are reachable through the loop only: `io` was made here, and
-        // `make`, being Send, brings nothing that shares without atomics. Services keep to what `Service` demands.
+        // SAFETY: the worker, its keys, its placer and where that places are reachable through the loop only: `io` was made
+        // here, and `make`, being Send, brings nothing that shares without atomics. Services keep to what `Service` demands.
         let node = unsafe { Together::new(Loop::new(io, make(), receiver)) };
         let wheel = Arc::new(Wheel::new(node, epoll, wake, eventfd()?));
         let in_thread = Arc::clone(&wheel);

@@ -150,6 +150,7 @@ impl<S: Service> Loop<S> {
         !(is_waiting
             || self.is_stopping
             || self.has_work
+            || self.service.has_work()
             || self.is_backlogged
             || !self.io.failed.is_empty())
     }
