@@ -336,13 +336,15 @@ fn who_asks_twice_for_one_transfer_or_for_something_unknown_is_cut_off() {
 #[test]
 fn a_read_that_began_before_its_region_was_closed_gets_its_checksums() {
     let Some(search) = common::ucx() else { return };
-    let (raw, source, region) = asked(&search);
+    let (mut raw, source, region) = asked(&search);
+    let none = Writer::new(33).u8(1).list(&[0u8; 0], |w, _| w);
+    common::send_frame(&mut raw.stream, &none.finish());
+    eventually("the peer", || source.peers().pop());
     let closed = source.close_region(&region, None).expect("close");
     ask(&raw, 5, 2, &[3]);
     raw.message(SUMS);
     assert!(!closed.is_completed());
     let released = Writer::new(33).u8(2).u32(0).finish();
-    let mut raw = raw;
     common::send_frame(&mut raw.stream, &released);
     assert_eq!(closed.wait_for(PATIENCE), Ok(()));
     ask(&raw, 6, 2, &[3]);
