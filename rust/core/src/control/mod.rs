@@ -1,6 +1,8 @@
 //! The control plane: handoffs between the schedulers of prefill and decode instances, and the proxy's questions.
 //! One authenticated TCP port per engine, no UCX.
 
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod messages;
 mod service;
 
