@@ -2,7 +2,8 @@
 
 use super::Agent;
 use super::messages::{
-    Offered, RemoteRegions, final_blocks, ids, read_final_blocks, read_ids, reason, regions,
+    Offered, RemoteRegions, final_blocks, ids, read_final_blocks, read_ids, read_sums, reason,
+    regions, sums,
 };
 use super::metadata::Metadata;
 use crate::codec::{Reader, Writer};
@@ -28,6 +29,10 @@ pub(crate) fn final_payload(blocks: &[FinalBlock]) -> Vec<u8> {
     final_blocks(blocks)
 }
 
+pub(crate) fn sums_payload(all: &[u64]) -> Vec<u8> {
+    sums(all)
+}
+
 /// What can be read is written as it was.
 pub(crate) fn decode(kind: u8, bytes: &[u8]) {
     match kind {
@@ -50,6 +55,11 @@ pub(crate) fn decode(kind: u8, bytes: &[u8]) {
         4 => {
             if let Ok(read) = reason(bytes) {
                 assert_eq!(Writer::default().str(&read).finish(), bytes);
+            }
+        }
+        5 => {
+            if let Ok(read) = read_sums(bytes) {
+                assert_eq!(sums(&read), bytes);
             }
         }
         _ => {
@@ -81,7 +91,7 @@ fn offered(bytes: &[u8]) {
         .as_ref()
         .map(|(number, tag)| (*number, &tag[..]));
     let who = (read.offer, read.to, read.from);
-    let written = Offered::write(Writer::default(), who, &pieces, notice);
+    let written = Offered::write(Writer::default(), who, &pieces, read.is_summed, notice);
     assert_eq!(
         (written.0.finish(), written.1),
         (header.to_vec(), payload.to_vec())

@@ -177,7 +177,10 @@ pub(super) fn agent(bytes: &[u8]) {
             timing,
         )
     };
-    let agent = without_threads(agent).expect("agent");
+    let mut agent = without_threads(agent).expect("agent");
+    if flags.is_unsummed() {
+        agent = agent.without_checksums();
+    }
     let (hostile, address) = if flags.is_server() {
         let (hostile, address) = Hostile::listen(Service::Blocks, Some(&transport));
         drop(agent.connect(&address).expect("connecting"));

@@ -25,14 +25,14 @@ pub fn decoders(bytes: &[u8]) {
         return;
     };
     let writer = Writer::default;
-    match kind % 15 {
+    match kind % 16 {
         0 => again(bytes, |r| Ok(Identity::read(r)?.write(writer()))),
         1 => again(bytes, |r| Ok(Meta::read(r)?.write(writer()))),
         2 => again(bytes, |r| Ok(Offer::read(r)?.write(writer()))),
         3 => again(bytes, |r| Ok(RemoteRegion::read(r)?.write(writer()))),
         4 => control::fuzzing::decode(bytes),
-        kind @ 5..=10 => blocks::fuzzing::decode(kind - 5, bytes),
-        kind @ 11..=13 => lookup::fuzzing::decode(kind - 11, bytes),
+        kind @ 5..=11 => blocks::fuzzing::decode(kind - 5, bytes),
+        kind @ 12..=14 => lookup::fuzzing::decode(kind - 12, bytes),
         _ => sums(bytes),
     }
 }

@@ -14,6 +14,7 @@ use crate::{blocks, control};
 
 const GET: u8 = 1;
 const SERVER: u8 = 2;
+const UNSUMMED: u8 = 16;
 const BLOCK: u64 = 1 << 10;
 
 /// Seeds of every target, by its name.
@@ -114,9 +115,11 @@ fn agent() -> Vec<Vec<u8>> {
     let met = |flags| Script::new(flags).frame(&regions);
     let ids = blocks::fuzzing::ids_payload(&[0, 2, 4]);
     let blocks = |count: usize| vec![0; count << 10];
-    let (wanted, piece) = (head(32, 1).u32(0), head(33, 1).u64(0).finish());
+    let wanted = |what| head(32, 1).u32(0).u8(what).finish();
+    let piece = head(33, 1).u64(0).finish();
+    let sums = blocks::fuzzing::sums_payload(&[checksum::of(&[0; BLOCK as usize]); 3]);
     let offer = |number: Option<u64>| {
-        let header = head(36, 1).u32(1).u32(0);
+        let header = head(36, 1).u32(1).u32(0).u8(1);
         match number {
             Some(number) => header.u8(1).u64(number).finish(),
             None => header.u8(0).finish(),
@@ -135,30 +138,34 @@ fn agent() -> Vec<Vec<u8>> {
     let writing = |flags| met(flags).user(1, 3).user(1, 64 + 3);
     let loading = |flags| met(flags).user(5, 8 + 1).message(&is_final, &final_blocks);
     vec![
-        goodbye(reading(GET)),
+        goodbye(reading(GET | UNSUMMED)),
         goodbye(
-            reading(0)
-                .message(&piece, &blocks(3))
-                .sealed(&piece, &blocks(3)),
+            reading(GET)
+                .message(&head(43, 1).finish(), &sums)
+                .message(&head(43, 2).finish(), &sums),
         ),
+        goodbye(reading(0).sealed(&piece, &blocks(3))),
         goodbye(reading(0).message(&head(35, 1).finish(), &text)),
         goodbye(
             met(0)
-                .message(&wanted.finish(), &ids)
+                .message(&wanted(0), &ids)
                 .message(&head(34, 1).u64(64).finish(), &[]),
         ),
-        goodbye(met(0).message(&head(32, 1).u32(0).u8(1).finish(), &ids)),
+        goodbye(met(0).message(&wanted(1), &ids)),
+        goodbye(met(GET).message(&wanted(2), &ids)),
         goodbye(writing(GET).message(&head(37, 1).finish(), &[])),
+        goodbye(writing(0).message(&head(39, 1).finish(), &text)),
         goodbye(writing(GET | SERVER).message(&head(38, 1).finish(), &text)),
         goodbye(
             met(GET)
                 .message(&offer(Some(0)), &offered(b"tag"))
+                .message(&head(43, 1).finish(), &sums)
                 .user(3, 0),
         ),
         goodbye(
             met(0)
                 .message(&offer(None), &offered(b""))
-                .message(&piece, &blocks(3)),
+                .sealed(&piece, &blocks(3)),
         ),
         goodbye(
             met(0)
@@ -176,7 +183,7 @@ fn agent() -> Vec<Vec<u8>> {
         ),
         goodbye(met(GET).message(&select, &[]).user(6, 5).user(7, 0)),
         goodbye(loading(GET | SERVER)),
-        goodbye(loading(SERVER).message(&piece, &blocks(1))),
+        goodbye(loading(SERVER).sealed(&piece, &blocks(1))),
         goodbye(
             met(GET)
                 .user(5, 1)
@@ -314,7 +321,8 @@ fn decoders() -> Vec<Vec<u8>> {
     let (tokens, tensors) = entry();
     let select = [&tokens[..8], &[1], &tokens[8..]].concat();
     let ids = blocks::fuzzing::ids_payload(&[1, 2]);
-    let offered = Writer::default().bytes(&head(36, 1).u32(1).u32(0).u8(1).u64(0).finish()[1..]);
+    let offered =
+        Writer::default().bytes(&head(36, 1).u32(1).u32(0).u8(1).u8(1).u64(0).finish()[1..]);
     let offered = offered.raw(&ids).raw(&ids).bytes(b"tag").finish();
     let regions = blocks::fuzzing::regions_frame(&[region(0, THEIRS)]);
     let sums = Writer::default()
@@ -338,6 +346,7 @@ fn decoders() -> Vec<Vec<u8>> {
         ids,
         blocks::fuzzing::final_payload(&[final_block(0, 1)]),
         Writer::default().str("a reason").finish(),
+        sums.clone(),
         metadata.to_bytes(),
         select,
         Writer::new(2).str("no place").finish(),
