@@ -1,6 +1,6 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-rdma check faults bench bench-peers clean
+.PHONY: help setup demo test test-rust test-python test-rdma fuzz asan check faults bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +22,12 @@ test-python: setup ## pytest
 
 test-rdma: setup ## a named part of the tests over RDMA verbs, on Debian's UCX, in QEMU
 	@tests/rdma/run
+
+fuzz: ## what reads bytes of peers, with libFuzzer and AddressSanitizer: each target for SECONDS=60
+	@scripts/fuzz $(or $(SECONDS),60)
+
+asan: setup ## cargo test of UCX's wrapper and of the core under AddressSanitizer
+	@scripts/asan
 
 check: setup ## formatting, lints, types, stubs, dependency direction
 	@scripts/check

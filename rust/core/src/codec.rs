@@ -109,6 +109,15 @@ impl<'a> Reader<'a> {
         Ok(u8::from_le_bytes(self.array()?))
     }
 
+    /// Takes a flag: a byte that is 0 or 1, so that nothing can be said in two ways.
+    pub fn flag(&mut self) -> Result<bool> {
+        match self.u8()? {
+            0 => Ok(false),
+            1 => Ok(true),
+            other => Err(Error::protocol(format_args!("flag {other}, not 0 or 1"))),
+        }
+    }
+
     /// Takes a 16-bit integer.
     pub fn u16(&mut self) -> Result<u16> {
         Ok(u16::from_le_bytes(self.array()?))
@@ -223,6 +232,13 @@ mod tests {
     fn a_long_text_is_cut_between_characters() {
         let message = Writer::default().text("abcé", 4).finish();
         assert_eq!(Reader::new(&message).str(4).unwrap(), "abc");
+    }
+
+    #[test]
+    fn a_flag_is_0_or_1() {
+        assert_eq!(Reader::new(&[0]).flag(), Ok(false));
+        assert_eq!(Reader::new(&[1]).flag(), Ok(true));
+        assert!(Reader::new(&[2]).flag().is_err());
     }
 
     #[test]

@@ -17,6 +17,8 @@ mod earliest;
 mod error;
 pub mod events;
 mod fetch;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 pub mod handoff;
 pub mod handshake;
 pub mod identity;

@@ -115,7 +115,7 @@ impl RemoteRegion {
             block_bytes: reader.u64()?,
             stride: reader.u64()?,
         };
-        let (device, is_writable) = (reader.str(DEVICE_CAP)?, reader.u8()? != 0);
+        let (device, is_writable) = (reader.str(DEVICE_CAP)?, reader.flag()?);
         let (base, rkey) = (reader.u64()?, reader.bytes(RKEY_CAP)?.to_vec());
         let end = layout
             .num_blocks

@@ -281,7 +281,9 @@ fn a_handoff_that_ends_fails_its_load_with_what_is_missing() {
                 consumer.failed(),
                 (vec![2], "aborted by the test".to_owned())
             );
-            assert_eq!(producer.agent.num_lent(), 0);
+            eventually("its blocks are lent no more", || {
+                (producer.agent.num_lent() == 0).then_some(())
+            });
             // And for good.
             producer.finalize(2, &[6]);
             let again = worker(transport, 900);

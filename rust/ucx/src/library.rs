@@ -2,6 +2,7 @@
 //! come from the host, and its absence has to be an ordinary error.
 
 use std::ffi::{CStr, OsStr, c_uint};
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -90,14 +91,13 @@ impl Library {
     /// Takes possession of a loaded library, once its version and symbols are found sufficient.
     fn adopt(handle: Handle, candidate: &Candidate) -> Result<Self, LoadError> {
         // UCM patches libc on the first use of UCX, by anybody: never dlclose.
-        let handle: &'static libloading::Library =
-            Box::leak(Box::new(libloading::Library::from(handle)));
+        let handle = ManuallyDrop::new(libloading::Library::from(handle));
         let missing = |symbol| LoadError::MissingSymbol {
             symbol,
             path: candidate.path().into(),
         };
-        // SAFETY: the handle answered to the name of UCP and was leaked above, so it stays loaded.
-        let api = unsafe { EntryPoints::resolve(handle) }.map_err(missing)?;
+        // SAFETY: the handle answered to the name of UCP and is never dropped, so it stays loaded.
+        let api = unsafe { EntryPoints::resolve(&handle) }.map_err(missing)?;
         let path = origin(&api).unwrap_or_else(|| candidate.path().into());
         let version = version_of(&api);
         if version.0 != FLOOR.0 || version.1 < FLOOR.1 {

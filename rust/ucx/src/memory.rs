@@ -48,7 +48,8 @@ impl Buffer {
     /// # Safety
     /// `address .. address + len` must not wrap around, and must be valid for reads and writes from
     /// any thread until `owner` is dropped with the last clone; nobody may hold a Rust reference
-    /// into it meanwhile.
+    /// into it meanwhile. Memory that is valid for reads only must never come to be a destination:
+    /// of [`write`](Self::write), of a read, or of a peer that has a key to it.
     pub unsafe fn from_raw_parts(
         address: usize,
         len: usize,
@@ -131,7 +132,7 @@ impl Buffer {
             return false;
         };
         // SAFETY: the range is in bounds, and valid for writes while the owner lives, by the
-        // contract of from_raw_parts; `data` cannot overlap it, as nobody may hold a reference.
+        // contract of from_raw_parts; `copy` allows that `data` overlaps it.
         unsafe { std::ptr::copy(data.as_ptr(), target, data.len()) };
         true
     }

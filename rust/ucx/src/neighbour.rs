@@ -107,7 +107,7 @@ impl Neighbour {
         }
         let expected: usize = pieces.iter().map(|piece| piece.len).sum();
         // SAFETY: each local range lies in `into`, which is host memory, valid for writes while it is borrowed; the
-        // kernel checks the remote ones, which are no addresses of this process.
+        // remote ones are only read, and checked by the kernel, also where a peer has named this process as its own.
         let read = unsafe {
             libc::process_vm_readv(
                 self.pid,

@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::ptr::{NonNull, null, null_mut};
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::am::{self, Placer};
@@ -201,10 +201,17 @@ impl Drop for Worker {
         let (outstanding, leaving) = (self.outstanding(), self.inner.state.leaving.get());
         if outstanding != 0 || leaving != 0 {
             // UCX may still call back, and an endpoint that is not connected must not be closed: nothing is freed.
-            std::mem::forget(Rc::clone(&self.inner));
+            leave_alive(Rc::clone(&self.inner));
             tracing::error!(outstanding, leaving, "worker.leaked");
         }
     }
+}
+
+/// Never drops it, and keeps its address, by which leak checkers see that this is meant.
+fn leave_alive(inner: Rc<Inner>) {
+    static ADDRESSES: Mutex<Vec<usize>> = Mutex::new(Vec::new());
+    let mut addresses = ADDRESSES.lock().unwrap_or_else(PoisonError::into_inner);
+    addresses.push(Rc::into_raw(inner).addr());
 }
 
 impl std::fmt::Debug for Worker {

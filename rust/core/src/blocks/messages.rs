@@ -152,14 +152,17 @@ impl Offered {
 
     pub(super) fn read(mut header: Reader<'_>, payload: &[u8]) -> Result<Self> {
         let (offer, to, from) = (header.u64()?, header.u32()?, header.u32()?);
-        let is_summed = header.u8()? != 0;
-        let number = (header.u8()? != 0).then(|| header.u64()).transpose()?;
+        let is_summed = header.flag()?;
+        let number = header.flag()?.then(|| header.u64()).transpose()?;
         header.end()?;
         let mut reader = Reader::new(payload);
         let to_ids = reader.list(BLOCKS_CAP, Reader::u32)?;
         let from_ids = reader.list(BLOCKS_CAP, Reader::u32)?;
         let tag = reader.bytes(TAG_CAP)?.to_vec();
         reader.end()?;
+        if number.is_none() && !tag.is_empty() {
+            return Err(Error::protocol("an offer with a tag that has no number"));
+        }
         Ok(Self {
             offer,
             to,
@@ -258,6 +261,13 @@ mod tests {
             let notice = offered.notice.as_ref().map(|(number, tag)| (*number, &tag[..]));
             let (header, payload) = Offered::write(Writer::default(), (1, 2, 3), &pieces, is_summed, notice);
             prop_assert_eq!(Offered::read(Reader::new(&header.finish()), &payload).unwrap(), offered);
+        }
+
+        #[test]
+        fn a_tag_without_a_number_is_an_error(tag: u8) {
+            let header = Writer::default().u64(1).u32(2).u32(3).u8(1).u8(0).finish();
+            let payload = Writer::default().u32(0).u32(0).bytes(&[tag]).finish();
+            prop_assert!(Offered::read(Reader::new(&header), &payload).is_err());
         }
 
         #[test]

@@ -1,6 +1,8 @@
 //! Blocks between processes: registered regions, reads of a peer's blocks into our own, and handoffs on top.
 
 mod api;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod handoffs;
 mod inbox;
 mod messages;

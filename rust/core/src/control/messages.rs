@@ -96,7 +96,7 @@ impl Message {
             WATCH => Self::Watch(reader.fixed()?),
             UNWATCH => Self::Unwatch {
                 handoff: reader.fixed()?,
-                is_taken: reader.u8()? != 0,
+                is_taken: reader.flag()?,
             },
             OPENED => Self::Opened {
                 handoff: reader.fixed()?,

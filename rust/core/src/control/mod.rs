@@ -2,6 +2,8 @@
 //! One authenticated TCP port per engine, no UCX.
 
 mod consumer;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod messages;
 mod producer;
 mod service;

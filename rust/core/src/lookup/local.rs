@@ -123,3 +123,11 @@ impl Local {
         }
     }
 }
+
+#[cfg(feature = "fuzzing")]
+impl Local {
+    pub(crate) fn round_by_hand(&self) -> crate::node::by_hand::Round {
+        let over = crate::node::by_hand::Round::Over;
+        self.node().as_ref().map_or(over, Node::round)
+    }
+}

@@ -3,6 +3,8 @@
 
 mod client;
 mod desk;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod index;
 mod inserts;
 mod local;

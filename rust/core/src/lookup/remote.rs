@@ -161,3 +161,10 @@ impl Remote {
         self.node.stop();
     }
 }
+
+#[cfg(feature = "fuzzing")]
+impl Remote {
+    pub(crate) fn round_by_hand(&self) -> crate::node::by_hand::Round {
+        self.node.round()
+    }
+}

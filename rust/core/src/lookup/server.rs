@@ -349,7 +349,7 @@ impl Service for Server {
             INSERT => self.insert(io, link, id, reader, &data)?,
             SELECT => self.select(link, id, &data)?,
             TAKE => self.take(io, link, id)?,
-            SETTLE => self.settle(link, id, reader.u8()? != 0)?,
+            SETTLE => self.settle(link, id, reader.flag()?)?,
             WITHDRAW => self.withdraw(io, link, id)?,
             other => {
                 let tensors = &mut self.client(link)?.tensors;

@@ -121,18 +121,24 @@ impl Io {
             .insert(link, (peer.clone(), begun + timeout));
         let (sender, wake) = (self.connected.0.clone(), Arc::clone(&self.wake));
         let stopped = Arc::clone(&self.stopped);
+        let attempt = move || {
+            let stream = connect::open(&peer, timeout, &stopped);
+            let _ = sender.send(Connected {
+                link,
+                peer,
+                begun,
+                stream,
+            });
+            signal(&wake);
+        };
+        #[cfg(feature = "fuzzing")]
+        if super::by_hand::is_on() {
+            attempt();
+            return link;
+        }
         let spawned = std::thread::Builder::new()
             .name("kvpipe-connect".to_owned())
-            .spawn(move || {
-                let stream = connect::open(&peer, timeout, &stopped);
-                let _ = sender.send(Connected {
-                    link,
-                    peer,
-                    begun,
-                    stream,
-                });
-                signal(&wake);
-            });
+            .spawn(attempt);
         if let Err(error) = spawned {
             self.fail(link, Error::Exhausted(format!("no thread: {error}")));
         }

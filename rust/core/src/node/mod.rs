@@ -6,6 +6,8 @@
 
 #[cfg(test)]
 mod alone;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod by_hand;
 mod connect;
 mod io;
 mod run;
@@ -154,6 +156,16 @@ impl<C: Send + 'static> Node<C> {
         // here, and `make`, being Send, brings nothing that shares without atomics. Services keep to what `Service` demands.
         let node = unsafe { Together::new(Loop::new(io, make(), receiver)) };
         let wheel = Arc::new(Wheel::new(node, epoll, wake, eventfd()?));
+        #[cfg(feature = "fuzzing")]
+        if by_hand::is_on() {
+            return Ok(Self {
+                commands: Mutex::new(commands),
+                wheel,
+                thread: Mutex::default(),
+                address,
+                process: Process::this(),
+            });
+        }
         let in_thread = Arc::clone(&wheel);
         let thread = std::thread::Builder::new()
             .name("kvpipe".to_owned())

@@ -155,6 +155,12 @@ impl<S: Service> Loop<S> {
             || !self.io.failed.is_empty())
     }
 
+    /// Connections, whatever has become of them.
+    #[cfg(feature = "fuzzing")]
+    pub(super) fn num_links(&self) -> usize {
+        self.io.links.len()
+    }
+
     /// The last round. Works that nobody has ended end with it.
     pub(super) fn end(mut self) {
         self.service.closing(&mut self.io);

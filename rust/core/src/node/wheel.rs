@@ -43,6 +43,9 @@ pub(crate) trait Drive: Send + Sync + fmt::Debug {
     fn drive(&self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven;
     /// There is something to do: whoever runs the node takes notice.
     fn nudge(&self);
+    /// One round of a node that has no thread.
+    #[cfg(feature = "fuzzing")]
+    fn round(&self) -> super::by_hand::Round;
 }
 
 type Held<S> = Box<Together<Loop<S>>>;
@@ -260,6 +263,30 @@ impl<S: Service> Wheel<S> {
     }
 }
 
+#[cfg(feature = "fuzzing")]
+impl<S: Service> Wheel<S> {
+    /// A round on a thread of the caller's, whatever is to hurry: nobody else runs the node.
+    fn run_by_hand(&self) -> super::by_hand::Round {
+        use super::by_hand::Round;
+        let Some(mut node) = self.lock().take(Place::WithCaller) else {
+            return Round::Over;
+        };
+        node.get_mut().look_at_sockets(Instant::now());
+        let next = node.get_mut().turn();
+        if matches!(next, Next::End) {
+            node.into_inner().end();
+            self.ended();
+            return Round::Over;
+        }
+        let num_links = node.get_mut().num_links();
+        self.lock().node = Place::Here(node);
+        match next {
+            Next::Sleep(_) => Round::AtRest { num_links },
+            _ => Round::Busy,
+        }
+    }
+}
+
 impl<S: Service> Drive for Wheel<S> {
     fn drive(&self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven {
         if let Err(error) = self.process.check() {
@@ -291,6 +318,11 @@ impl<S: Service> Drive for Wheel<S> {
         drop(state);
         signal(&self.wake);
         self.for_thread.notify_one();
+    }
+
+    #[cfg(feature = "fuzzing")]
+    fn round(&self) -> super::by_hand::Round {
+        self.run_by_hand()
     }
 }
 

@@ -308,7 +308,7 @@ impl Receiver {
 
 /// Whether a payload, bytes and what is said of them, is what the rest of its header says.
 fn is_whole(mut header: Reader<'_>, payload: &[u8]) -> Result<bool> {
-    let (is_summed, sum) = (header.u8()? != 0, header.u64()?);
+    let (is_summed, sum) = (header.flag()?, header.u64()?);
     header.end()?;
     Ok(!is_summed || checksum::of(payload) == sum)
 }

@@ -19,8 +19,8 @@ use kvpipe_core::transport::{MemoryRoad, Transport};
 use kvpipe_ucx::{Buffer, Config, Context, EndpointId, Event, Library, Payload, Search, Worker};
 
 pub const TOKEN: &[u8] = b"token of the tests";
-/// Longer than anything takes on a busy machine with two cores.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+/// Longer than anything takes on a busy machine with two cores, also where a sanitizer slows it.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Within this, the loss of a peer is known.
 pub const PROMPT: Duration = Duration::from_secs(2);
 

@@ -1,0 +1,148 @@
+//! A control port against a peer that holds the token: another scheduler, or a proxy.
+
+use std::time::Duration;
+
+use super::hostile::{Hostile, TOKEN};
+use super::script::{Victim, perform, read};
+use crate::control::{Control, Event, Opening, Patience, Question, Rank, SequenceState};
+use crate::identity::Service;
+use crate::link::Timing;
+use crate::node::by_hand::{Round, without_threads};
+use crate::work::Work;
+
+const PATIENCE: Duration = Duration::from_secs(600);
+/// What both sides speak of.
+pub(super) const HANDOFFS: [[u8; 16]; 2] = [[1; 16], [2; 16]];
+
+pub(super) fn opening() -> Opening {
+    Opening {
+        prompt_hash: [3; 32],
+        num_tokens: 5,
+        generation: 0,
+        ranks: vec![Rank {
+            address: "127.0.0.1:1".to_owned(),
+            incarnation: [4; 16],
+        }],
+    }
+}
+
+pub(super) fn sequence_state() -> SequenceState {
+    SequenceState {
+        output_ids: vec![6],
+        finish_reason: "length".to_owned(),
+        num_cached_tokens: 0,
+    }
+}
+
+struct Side {
+    control: Control,
+    /// Of the peer, if it is connected to.
+    address: String,
+    asked: Vec<Work<String>>,
+    num_ended: [usize; 2],
+    num_watches: [usize; 2],
+}
+
+impl Side {
+    fn ask(&mut self, question: Question) {
+        if !self.address.is_empty() {
+            let asked = self.control.ask(&self.address, question, PATIENCE);
+            self.asked.extend(asked);
+        }
+    }
+
+    fn watch(&mut self, index: usize) {
+        if !self.address.is_empty() {
+            let watched = self.control.watch(HANDOFFS[index], &self.address);
+            self.num_watches[index] += usize::from(watched.is_ok());
+        }
+    }
+
+    fn drain(&mut self) {
+        for event in self.control.drain() {
+            if let Event::Gone { handoff, .. } = event
+                && let Some(index) = HANDOFFS.iter().position(|other| *other == handoff)
+            {
+                self.num_ended[index] += 1;
+            }
+        }
+    }
+}
+
+impl Victim for Side {
+    fn round(&self) -> Round {
+        self.control.round()
+    }
+
+    fn act(&mut self, what: u8, argument: u8) {
+        let index = usize::from(argument & 1);
+        let handoff = HANDOFFS[index];
+        let control = &self.control;
+        let told = match what % 9 {
+            0 => control.expect(handoff),
+            1 => control.open(handoff, opening()),
+            2 => control.finish(handoff, sequence_state()),
+            3 => control.withdraw(handoff, "aborted"),
+            4 => control.unwatch(handoff, argument & 2 != 0),
+            5 => control.set_result(handoff, "{}".to_owned()),
+            6 => {
+                self.watch(index);
+                Ok(())
+            }
+            7 => {
+                self.ask(Question::Release(handoff));
+                Ok(())
+            }
+            _ => {
+                self.ask(Question::Describe);
+                Ok(())
+            }
+        };
+        assert!(told.is_ok());
+        self.drain();
+    }
+
+    fn close(&mut self) {
+        self.control.close();
+    }
+
+    fn check(&mut self) {
+        self.drain();
+        assert!(self.asked.iter().all(Work::is_completed), "a question");
+        for (ended, watches) in self.num_ended.iter().zip(self.num_watches) {
+            assert!(*ended <= watches, "a watch that ended twice");
+        }
+    }
+}
+
+/// A control port that listens, or that asks.
+///
+/// # Panics
+/// It does not keep its promises.
+pub(super) fn control(bytes: &[u8]) {
+    let (flags, steps) = read(bytes);
+    let patience = Patience {
+        timing: Timing::default(),
+        lease: PATIENCE,
+        open: PATIENCE,
+        handoff: PATIENCE,
+    };
+    let listen = Some("127.0.0.1:0");
+    let control = without_threads(|| Control::new(listen, TOKEN, "engine", Vec::new(), patience));
+    let control = control.expect("control");
+    let (hostile, address) = if flags.is_server() {
+        Hostile::listen(Service::Control, None)
+    } else {
+        let hostile = Hostile::connect(Service::Control, None, control.address());
+        (hostile, String::new())
+    };
+    let mut side = Side {
+        control,
+        address,
+        asked: Vec::new(),
+        num_ended: [0; 2],
+        num_watches: [0; 2],
+    };
+    side.ask(Question::Describe);
+    perform(side, hostile, flags, steps);
+}

@@ -1,0 +1,169 @@
+//! Both sides of a lookup buffer against a peer that holds the token.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvpipe_ucx::Buffer;
+
+use super::hostile::{Hostile, TOKEN, transport};
+use super::pipe::meta;
+use super::script::{Victim, perform, read};
+use crate::identity::Service;
+use crate::lookup::{Items, Local, NUM_ITEMS, Operation, Query, Remote, Selected};
+use crate::node::by_hand::{Round, without_threads};
+use crate::pipe::Received;
+use crate::work::{Then, Work};
+
+const TIMEOUT: Duration = Duration::from_secs(600);
+/// Of the buffer.
+const CAPACITY: u64 = 1 << 20;
+
+/// The two kinds of buffer, as their users see them.
+trait Buffered {
+    fn insert(&self, items: Items) -> Option<Operation<()>>;
+    fn select(&self, query: Query) -> Option<Operation<Selected>>;
+    fn round(&self) -> Round;
+    fn close(&self);
+}
+
+impl Buffered for Local {
+    fn insert(&self, items: Items) -> Option<Operation<()>> {
+        self.insert(vec![1, 2], items, None).ok()
+    }
+    fn select(&self, query: Query) -> Option<Operation<Selected>> {
+        self.select(query, None).ok()
+    }
+    fn round(&self) -> Round {
+        self.round_by_hand()
+    }
+    fn close(&self) {
+        self.close();
+    }
+}
+
+impl Buffered for Remote {
+    fn insert(&self, items: Items) -> Option<Operation<()>> {
+        self.insert(vec![1, 2], items, None, Then::GoOn).ok()
+    }
+    fn select(&self, query: Query) -> Option<Operation<Selected>> {
+        self.select(query, None, Then::GoOn).ok()
+    }
+    fn round(&self) -> Round {
+        self.round_by_hand()
+    }
+    fn close(&self) {
+        self.close();
+    }
+}
+
+struct Side<B> {
+    buffer: B,
+    inserts: Vec<Operation<()>>,
+    selects: Vec<Operation<Selected>>,
+    /// Shared by all tensors: at the end nobody else has it.
+    owner: Arc<()>,
+    connected: Option<Work<()>>,
+}
+
+impl<B> Side<B> {
+    fn new(buffer: B, connected: Option<Work<()>>) -> Self {
+        Self {
+            buffer,
+            inserts: Vec::new(),
+            selects: Vec::new(),
+            owner: Arc::new(()),
+            connected,
+        }
+    }
+
+    fn items(&self, argument: u8) -> Items {
+        let len = usize::from(argument) << 10;
+        let tensor = |index: usize| {
+            let owner = Box::new(Arc::clone(&self.owner));
+            let buffer = Buffer::zeroed(len).first(len, owner);
+            Arc::new(Received {
+                meta: meta(len as u64),
+                buffer: buffer.filter(|_| index.is_multiple_of(2) && len > 0),
+            })
+        };
+        let tensors: [usize; NUM_ITEMS] = std::array::from_fn(|index| index);
+        Items(tensors.map(tensor))
+    }
+}
+
+impl<B: Buffered> Victim for Side<B> {
+    fn round(&self) -> Round {
+        self.buffer.round()
+    }
+
+    fn act(&mut self, what: u8, argument: u8) {
+        match what % 6 {
+            0 => {
+                let items = self.items(argument);
+                self.inserts.extend(self.buffer.insert(items));
+            }
+            1 => self.selects.extend(self.buffer.select(Query::Any)),
+            2 => {
+                let tokens = Query::Tokens(vec![argument.into()]);
+                self.selects.extend(self.buffer.select(tokens));
+            }
+            3 => drop(self.selects.pop()),
+            4 => {
+                let select = self.selects.last();
+                if let Some(Ok(Some(delivery))) = select.and_then(Operation::result) {
+                    delivery.take();
+                }
+            }
+            _ => {
+                if let Some(insert) = self.inserts.last() {
+                    insert.withdraw();
+                }
+            }
+        }
+    }
+
+    fn close(&mut self) {
+        self.buffer.close();
+    }
+
+    fn check(&mut self) {
+        assert!(self.connected.as_ref().is_none_or(Work::is_completed));
+        assert!(self.inserts.iter().all(Operation::is_completed), "insert");
+        assert!(self.selects.iter().all(Operation::is_completed), "select");
+        self.inserts.clear();
+        self.selects.clear();
+        assert_eq!(Arc::strong_count(&self.owner), 1, "a tensor is kept");
+    }
+}
+
+/// A buffer that is served.
+///
+/// # Panics
+/// It does not keep its promises.
+pub(super) fn server(bytes: &[u8]) {
+    let (flags, steps) = read(bytes);
+    let transport = transport(flags);
+    let buffer = Local::new(CAPACITY);
+    let is_summed = !flags.is_unsummed();
+    let serve = || buffer.serve("127.0.0.1:0", TOKEN, transport.clone(), is_summed);
+    without_threads(serve).expect("served");
+    let hostile = Hostile::connect(Service::Lookup, Some(&transport), buffer.address());
+    perform(Side::new(buffer, None), hostile, flags, steps);
+}
+
+/// A client of a buffer.
+///
+/// # Panics
+/// It does not keep its promises.
+pub(super) fn client(bytes: &[u8]) {
+    let (flags, steps) = read(bytes);
+    let transport = transport(flags);
+    let (hostile, address) = Hostile::listen(Service::Lookup, Some(&transport));
+    let is_summed = !flags.is_unsummed();
+    let connect = || {
+        let addresses = vec![address];
+        Remote::connect(addresses, TOKEN, transport.clone(), is_summed, TIMEOUT)
+    };
+    let (buffer, connected) = without_threads(connect).expect("buffer");
+    perform(Side::new(buffer, Some(connected)), hostile, flags, steps);
+}
