@@ -141,8 +141,8 @@ fn agent() -> Vec<Vec<u8>> {
         goodbye(reading(GET | UNSUMMED)),
         goodbye(
             reading(GET)
-                .message(&head(43, 1).finish(), &sums)
-                .message(&head(43, 2).finish(), &sums),
+                .message(&head(43, 1).u64(0).finish(), &sums)
+                .message(&head(43, 2).u64(0).finish(), &sums),
         ),
         goodbye(reading(0).sealed(&piece, &blocks(3))),
         goodbye(reading(0).message(&head(35, 1).finish(), &text)),
@@ -159,7 +159,7 @@ fn agent() -> Vec<Vec<u8>> {
         goodbye(
             met(GET)
                 .message(&offer(Some(0)), &offered(b"tag"))
-                .message(&head(43, 1).finish(), &sums)
+                .message(&head(43, 1).u64(0).finish(), &sums)
                 .user(3, 0),
         ),
         goodbye(
