@@ -8,6 +8,7 @@
 mod alone;
 mod connect;
 mod io;
+mod patience;
 mod run;
 mod wheel;
 
@@ -31,6 +32,7 @@ use run::{Control, Loop};
 use wheel::Wheel;
 
 pub use io::Io;
+pub(crate) use patience::{Patience, Stage};
 pub(crate) use wheel::{Drive, Driven};
 
 /// Names a link of a node; never reused.
