@@ -12,7 +12,7 @@ const ASK_AFTER: Duration = Duration::from_millis(20);
 /// What a peer that gave a sign of life may be late.
 const AWAKE: Duration = Duration::from_millis(500);
 /// What a silent one may be late: a caller knows within 100 ms.
-const SILENT: Duration = Duration::from_millis(80);
+const SILENT: Duration = Duration::from_millis(50);
 
 /// Where an operation stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +47,9 @@ impl Patience {
     /// Looks where it stands. Asks the peers for a sign of life when it is time for that.
     pub(crate) fn look(&mut self, io: &mut Io, links: &[LinkId]) -> Stage {
         if self.is_time_to_ask(io.now) {
-            links.iter().for_each(|link| io.ask(*link));
+            for link in links {
+                io.ask(*link);
+            }
         }
         self.stage(io.now, heard(io, links))
     }
@@ -123,7 +125,7 @@ mod tests {
                 heard = heard.max(Some(now));
             }
             if let Stage::Over { is_awake } = patience.stage(now, heard) {
-                return (now - begun - timeout, is_awake);
+                return (now.duration_since(begun + timeout), is_awake);
             }
         }
         panic!("never over");

@@ -292,13 +292,12 @@ impl Sender {
                 continue;
             };
             match patience.look(io, &[link]) {
-                Stage::InTime => {}
                 Stage::Late | Stage::Over { .. } if !large.is_withdrawn => {
                     large.is_withdrawn = true;
                     patience.due_from(io.now);
                     withdraw.push(posted.sequence);
                 }
-                Stage::Late => {}
+                Stage::InTime | Stage::Late => {}
                 Stage::Over { .. } => {
                     let text = "the tensor was not received in time, and the receiver does not say that it will not read it any more; the pipe is closed";
                     return io.fail(link, Error::Timeout(text.to_owned()));
