@@ -28,7 +28,10 @@ def is_stopped(pid):
     return set(states) == {"T"}
 
 
-@pytest.mark.parametrize("end", [lambda agents: agents[0].close(), lambda agents: agents.clear()], ids=["closed", "dropped"])
+ENDS = {"closed": lambda agents: agents[0].close(), "dropped": lambda agents: agents.clear()}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_an_agent_that_is_closed_or_dropped_gives_its_memory_back_at_once(agent, end):
     memory = bytearray(2 * BLOCK_BYTES)
     agents = [Agent()]

@@ -8,6 +8,7 @@ import random
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 from tests.faults.rounds import FAULTS, LOCAL, Holdings
 from tests.faults.stages import Place
@@ -51,11 +52,12 @@ def _strike(fault, names, options, rng):
         print(f"{names[0]:10}skipped: {why_no_hosts()}")
         return True
     is_fine = True
-    _take(road)
+    take(road)
     with _place(fault) as place:
         fault.strike(fault.stages[-1], rng, place)  # opens what stays open
         for stage in fault.stages:
-            is_fine &= _repeat(fault, stage, place, names, options, rng)
+            label = f"{names[0]:10}{stage.__name__:28}{names[1]:9}"
+            is_fine &= _repeat(label, fault, partial(fault.strike, stage, rng, place), options)
     return is_fine
 
 
@@ -66,7 +68,7 @@ def _place(fault):
         return
     with Host() as host:
         cable = host.cable()
-        os.environ["KVPIPE_TOKEN"] = "of the tests"  # noqa: S105 - nobody else can get at the cable
+        os.environ["KVPIPE_TOKEN"] = "of the tests"
         try:
             start = lambda *arguments: Child(*arguments, host=host)  # noqa: E731
             yield Abroad(f"{cable.near}:0", f"{cable.far}:0", start, cable)
@@ -74,16 +76,16 @@ def _place(fault):
             del os.environ["KVPIPE_TOKEN"]
 
 
-def _repeat(fault, stage, place, names, options, rng):
-    times = [fault.strike(stage, rng, place) for _ in range(options.warm_up)]
+def _repeat(label, fault, strike, options):
+    times = [strike() for _ in range(options.warm_up)]
     before = Holdings.now()
-    times += [fault.strike(stage, rng, place) for _ in range(options.rounds)]
-    leaked = _leaked(before, Holdings.settled(before))
+    times += [strike() for _ in range(options.rounds)]
+    lost = leaked(before, Holdings.settled(before))
     median, most, worst = statistics.median(times), _p99(times), max(times)
     figures = "".join(f"{each * 1e3:{width}.1f}" for each, width in ((median, 10), (most, 9), (worst, 9)))
-    print(f"{names[0]:10}{stage.__name__:28}{names[1]:9}{figures}  {leaked}", flush=True)
+    print(f"{label}{figures}  {lost}", flush=True)
     is_prompt = worst < fault.all_s and (most < fault.most_s or len(times) < ENOUGH)
-    return is_prompt and leaked == "nothing"
+    return is_prompt and lost == "nothing"
 
 
 def _p99(times):
@@ -91,13 +93,14 @@ def _p99(times):
     return sorted(times)[max(0, len(times) - 1 - max(1, len(times) // 100))]
 
 
-def _leaked(before, after):
+def leaked(before, after, more_bytes=MORE_BYTES):
+    """What is held now and was not, beyond what Python and the allocator keep; or "nothing"."""
     more = [
         f"{after.num_descriptors - before.num_descriptors} descriptors"
         if after.num_descriptors > before.num_descriptors + MORE_DESCRIPTORS
         else "",
         f"{after.num_threads - before.num_threads} threads" if after.num_threads > before.num_threads else "",
-        f"{(after.num_bytes - before.num_bytes) >> 20} MiB" if after.num_bytes > before.num_bytes + MORE_BYTES else "",
+        f"{(after.num_bytes - before.num_bytes) >> 20} MiB" if after.num_bytes > before.num_bytes + more_bytes else "",
         f"{after.num_pinned_bytes - before.num_pinned_bytes} pinned bytes"
         if after.num_pinned_bytes > before.num_pinned_bytes
         else "",
@@ -105,7 +108,8 @@ def _leaked(before, after):
     return ", ".join(filter(None, more)) or "nothing"
 
 
-def _take(road):
+def take(road):
+    """What is opened from now on goes by this road."""
     os.environ.pop("UCX_TLS", None)
     if ROADS[road]:
         os.environ["UCX_TLS"] = ROADS[road]
@@ -114,7 +118,9 @@ def _take(road):
 def _parse(argv):
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="of each fault, stage and road; default 20")
-    parser.add_argument("--warm-up", type=int, default=3, help="more rounds of each, before leaks are counted; default 3")
+    parser.add_argument(
+        "--warm-up", type=int, default=3, help="more rounds of each, before leaks are counted; default 3"
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="of the moments")
     parser.add_argument("--roads", nargs="+", choices=ROADS, default=list(ROADS))
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))

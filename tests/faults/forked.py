@@ -32,13 +32,15 @@ class _Process:
         self._process.start()
         for end in ends:
             end.close()
-        self.stdin, self.stdout = (open(os.dup(end.fileno()), mode) for end, mode in ((told, "w"), (said, "r")))
+        self.stdin, self.stdout = (os.fdopen(os.dup(end.fileno()), mode) for end, mode in ((told, "w"), (said, "r")))
         told.close()
         said.close()
         self.pid = self._process.pid
 
     def send_signal(self, number):
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
     def kill(self):
         self._process.kill()
@@ -61,6 +63,6 @@ def _run(program, arguments, environment, stdin, stdout):
     os.dup2(stdout.fileno(), 1)
     stdin.close()
     stdout.close()
-    sys.stdin, sys.stdout = open(0), open(1, "w", buffering=1)
+    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w", buffering=1)
     with contextlib.suppress(BrokenPipeError):
         peers.PROGRAMS[program](*arguments)

@@ -219,7 +219,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this process holds. Memory that is registered for RDMA is pinned; for other transports that costs nothing."""
+    """What this process holds. Memory registered for RDMA is pinned; for other transports that costs nothing."""
 
     num_descriptors: int
     num_threads: int

@@ -194,10 +194,12 @@ def serving_entries(place):
         with LookupBuffer.connect(address, timeout=1) as again:
             pass_through(again, 5)
 
-    with _serving(place, "serve_entries", 4 * ENTRY_BYTES) as (child, address, start):
-        with LookupBuffer.connect(address) as client:
-            pass_through(client, 60)
-            yield Situation(child, lambda timeout: pass_through(client, timeout), Server(address, start, reach))
+    with (
+        _serving(place, "serve_entries", 4 * ENTRY_BYTES) as (child, address, start),
+        LookupBuffer.connect(address) as client,
+    ):
+        pass_through(client, 60)
+        yield Situation(child, lambda timeout: pass_through(client, timeout), Server(address, start, reach))
 
 
 # Those whose failure is nothing to the survivor, who serves others as before.

@@ -1,11 +1,11 @@
-"""Other hosts, as far as one kernel can be several: namespaces of their own for network, names, processes and shared
-memory, joined to this one by cables. UCX sees no neighbour there, but somebody whom it reaches over TCP.
+"""Other hosts, as far as one kernel can be several: namespaces of their own for network, names, processes and
+shared memory, joined to this one by cables. UCX sees no neighbour there, but somebody whom it reaches over TCP.
 
-Cables come before UCX is first used on a network: it reads the routes once a process, and 1.22 crashes where a peer that
-it has no route to connects.
+Cables come before UCX is first used on a network: it reads the routes once a process, and 1.22 crashes where a peer
+connects that it has no route to.
 
-Nothing is left when a host is closed, or when the process that made it dies: its namespaces live as long as `cat`, their
-first process, which ends with its stdin.
+Nothing is left when a host is closed, or when the process that made it dies: its namespaces live as long as `cat`,
+their first process, which ends with its stdin.
 """
 
 import contextlib
@@ -88,7 +88,8 @@ class Cable:
     def __init__(self, host, pid):
         # Of the range for benchmarks between networks, which nobody routes (RFC 2544).
         subnet = random.SystemRandom().randrange(1 << 15) * 4
-        self.near, self.far = (f"198.{18 + (subnet >> 16)}.{subnet >> 8 & 255}.{(subnet & 255) + end}" for end in (1, 2))
+        network = f"198.{18 + (subnet >> 16)}.{subnet >> 8 & 255}"
+        self.near, self.far = (f"{network}.{(subnet & 255) + end}" for end in (1, 2))
         self.name = name = f"kv{os.getpid()}x{next(_numbers)}"
         self._ends = [(_run, f"{name}a", self.near), (host.run, f"{name}b", self.far)]
         _run("ip", "link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", str(pid))
