@@ -10,7 +10,7 @@ import sys
 from tests import peers
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.faults.preloaded"])
+_context.set_forkserver_preload(["tests.faults.preloaded", __name__])
 
 
 class Forked(peers.Child):

@@ -89,6 +89,7 @@ def restart(stage, rng, place=LOCAL):
         with contextlib.suppress(PeerLostError):
             while True:
                 situation.operate(None)
+        situation.child.process.wait()  # it may still listen
         again = situation.server.start(situation.server.address)
         try:
             assert again.read() == situation.server.address
