@@ -84,6 +84,12 @@ class Child:
         threading.Thread(target=kill, name="killer").start()
         return killed_at
 
+    def stop(self):
+        """Stops it, and returns when every thread has stopped."""
+        self.process.send_signal(signal.SIGSTOP)
+        stats = Path(f"/proc/{self.process.pid}/task")
+        wait_until(lambda: {stat.read_text().rpartition(")")[2].split()[0] for stat in stats.glob("*/stat")} == {"T"})
+
     def end(self):
         self._limit.cancel()
         for pid in children(self.process.pid):  # of what enters a host

@@ -35,7 +35,7 @@ def is_in_time(late):
 def test_a_lookup_at_a_stopped_server_ends_with_nothing_and_goes_on_when_it_does(start):
     child = start("serve_entries", MIB)
     with LookupBuffer.connect(child.read()) as client:
-        child.process.send_signal(signal.SIGSTOP)
+        child.stop()
         late = [lateness(lambda timeout: client.drop_select(None, None, timeout=timeout)) for _ in range(TRIES)]
         assert is_in_time(late), late
         child.process.send_signal(signal.SIGCONT)
@@ -48,7 +48,7 @@ def test_an_insert_at_a_stopped_server_ends_in_time_and_says_that_its_fate_is_no
     child = start("serve_entries", MIB)
     tensor = np.ones(size, np.uint8)
     with LookupBuffer.connect(child.read()) as client:
-        child.process.send_signal(signal.SIGSTOP)
+        child.stop()
         begun = time.monotonic()
         with pytest.raises(TransferTimeoutError, match="is not known"):
             client.insert(np.array([1]), None, tensor, None, None, timeout=DEADLINE_S)

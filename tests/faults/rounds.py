@@ -40,7 +40,7 @@ def stop(stage, rng, place=LOCAL):
     with stage(place) as situation:
         time.sleep(rng.uniform(0, KILL_WITHIN_S))
         process = situation.child.process
-        process.send_signal(signal.SIGSTOP)
+        situation.child.stop()
         late_s = _lateness(situation, is_harmless=stage in HARMLESS)
         process.send_signal(signal.SIGCONT)
         if situation.server:
