@@ -1,6 +1,6 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-rdma fuzz asan check faults bench bench-peers clean
+.PHONY: help setup demo test test-rust test-python test-rdma fuzz asan check faults soak bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,8 +32,11 @@ asan: setup ## cargo test of UCX's wrapper and of the core under AddressSanitize
 check: setup ## formatting, lints, types, stubs, dependency direction
 	@scripts/check
 
-faults: setup ## peers killed and stopped at every stage, ROUNDS=20 of each, with a table of how soon that is known
+faults: setup ## peers killed, stopped, cut off, slow ... at every stage, ROUNDS=20 of each, and how soon that is known
 	@.venv/bin/python -m tests.faults --rounds $(or $(ROUNDS),20)
+
+soak: setup ## random tensors, blocks, lookups and faults for MINUTES=30, all content verified, from a printed SEED
+	@.venv/bin/python -m tests.soak --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED))
 
 bench: setup ## tensors, blocks, latency and lookups beside bare UCX and memcpy
 	@cargo build --quiet --release --locked --example bare_loop -p kvpipe-ucx

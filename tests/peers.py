@@ -7,6 +7,9 @@ a real SIGKILL, or a real SIGINT.
 import contextlib
 import gc
 import json
+import logging
+import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,21 +26,31 @@ ROOT = Path(__file__).parents[1]
 LIMIT_S = 120.0
 MIB = 1 << 20
 LARGE = 64 * MIB
+LOOPBACK = "127.0.0.1:0"
+HELLO = (39).to_bytes(4, "little") + b"\x01KVPP" + bytes(34)
+
+
+class Limit(threading.Timer):
+    """Calls something unless it is cancelled in time."""
+
+    def __init__(self, call, limit_s=LIMIT_S):
+        super().__init__(limit_s, call)
+        self.daemon = True
+        self.start()
 
 
 class Child:
     """A program in another process. It is killed after `limit_s`: a test that would hang fails instead."""
 
-    def __init__(self, program, *arguments, limit_s=LIMIT_S, module="tests.peers"):
+    def __init__(self, program, *arguments, limit_s=LIMIT_S, module="tests.peers", host=None):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, program, *map(str, arguments)],
+            [*(host.enter if host else ()), sys.executable, "-m", module, program, *map(str, arguments)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._limit = threading.Timer(limit_s, self.process.kill)
-        self._limit.start()
+        self._limit = Limit(self.process.kill, limit_s)
 
     def read(self):
         """The next line that it prints."""
@@ -71,13 +84,29 @@ class Child:
         threading.Thread(target=kill, name="killer").start()
         return killed_at
 
+    def stop(self):
+        """Stops it, and returns when every thread has stopped."""
+        self.process.send_signal(signal.SIGSTOP)
+        stats = Path(f"/proc/{self.process.pid}/task")
+        wait_until(lambda: {stat.read_text().rpartition(")")[2].split()[0] for stat in stats.glob("*/stat")} == {"T"})
+
     def end(self):
         self._limit.cancel()
+        for pid in children(self.process.pid):  # of what enters a host
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.stdout.close()
+
+
+def children(pid):
+    """The processes that a process has started."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def say(line):
@@ -88,9 +117,9 @@ def wait_for_the_end():
     sys.stdin.read()
 
 
-def echo():
+def echo(address=LOOPBACK):
     """Sends back whatever it receives."""
-    receiver = Pipe.listen()
+    receiver = Pipe.listen(address)
     say(receiver.address)
     sender = Pipe.connect(sys.stdin.readline().strip())
     with contextlib.suppress(EndOfPipeError):
@@ -100,16 +129,32 @@ def echo():
     receiver.close()
 
 
-def receive_for_ever():
-    receiver = Pipe.listen()
-    say(receiver.address)
+def receive_for_ever(address=LOOPBACK):
+    """Receives from one sender after the other, at one address."""
     out = np.empty(LARGE, np.uint8)
     while True:
-        receiver.recv_tensor(out=out)
+        with contextlib.suppress(KVPipeError), Pipe.listen(address) as receiver:
+            address = receiver.address
+            say(address)
+            while True:
+                receiver.recv_tensor(out=out)
 
 
-def receive_nothing():
-    receiver = Pipe.listen()
+def receive_in_order(address=LOOPBACK):
+    """Receives tensors that hold their number; says how many came."""
+    receiver = Pipe.listen(address)
+    say(receiver.address)
+    count = 0
+    with contextlib.suppress(EndOfPipeError):
+        while True:
+            received = receiver.recv_tensor()
+            assert (received == count).all(), f"tensor {received[0]} instead of {count}"
+            count += 1
+    say(count)
+
+
+def receive_nothing(address=LOOPBACK):
+    receiver = Pipe.listen(address)
     say(receiver.address)
     wait_for_the_end()
 
@@ -117,8 +162,9 @@ def receive_nothing():
 def send_for_ever(address):
     sender = Pipe.connect(address)
     tensor = np.ones(LARGE, np.uint8)
-    while True:
-        sender.send_tensor(tensor)
+    with contextlib.suppress(KVPipeError):
+        while True:
+            sender.send_tensor(tensor)
 
 
 def send_nothing(address):
@@ -131,10 +177,22 @@ def say_half_a_hello(address, num_bytes):
     """Connects, says the first bytes of a hello, and no more."""
     host, port = address.rsplit(":", 1)
     with socket.create_connection((host, int(port))) as connection:
-        hello = (39).to_bytes(4, "little") + b"\x01KVPP" + bytes(34)
-        connection.sendall(hello[: int(num_bytes)])
+        connection.sendall(HELLO[: int(num_bytes)])
         say("said")
         wait_for_the_end()
+
+
+def say_garbage(address, seed):
+    """Says anything, whole beginnings of hellos among it, until it is cut off, again and again."""
+    rng = random.Random(int(seed))
+    host, port = address.rsplit(":", 1)
+    say("said")
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port))) as connection:
+            start = rng.choice((b"", HELLO[: rng.randrange(len(HELLO))], HELLO))
+            connection.sendall(start + rng.randbytes(rng.randrange(4096)))
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(MIB)
 
 
 def interrupted(end):
@@ -183,30 +241,35 @@ def receive_and_weigh(num_tensors):
 def resident_bytes():
     """The memory of this process that is in RAM."""
     gc.collect()
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024
+    return status_bytes("VmRSS")
+
+
+def status_bytes(*fields):
+    """The sum of some sizes that the kernel tells of this process."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(status[field].split()[0]) for field in fields) * 1024
 
 
 @contextlib.contextmanager
-def serving(num_blocks, block_bytes):
+def serving(num_blocks, block_bytes, address=LOOPBACK):
     """An agent with two regions: `kv` dense, and `strided` with a gap after each block."""
-    with Agent() as agent:
+    with Agent(listen=address) as agent:
         agent.register(pattern(num_blocks, block_bytes), "kv", block_bytes, writable=True)
         agent.register(pattern(num_blocks, 2 * block_bytes), "strided", block_bytes, stride=2 * block_bytes)
         yield agent
 
 
-def serve_blocks(num_blocks, block_bytes):
-    with serving(int(num_blocks), int(block_bytes)) as agent:
+def serve_blocks(num_blocks, block_bytes, address=LOOPBACK):
+    with serving(int(num_blocks), int(block_bytes), address) as agent:
         say(agent.address)
         wait_for_the_end()
 
 
-def take_notifications(num_blocks, block_bytes):
+def take_notifications(num_blocks, block_bytes, address=LOOPBACK):
     """An agent whose region `kv` may be written; says each notification, and 4 bytes of the block that it names."""
     num_blocks, block_bytes = int(num_blocks), int(block_bytes)
     memory = np.zeros((num_blocks, block_bytes // 4), np.uint32)
-    with Agent() as agent:
+    with Agent(address) as agent:
         agent.register(memory, "kv", block_bytes, writable=True)
         say(agent.address)
         while True:
@@ -237,8 +300,6 @@ def pattern(num_blocks, block_bytes):
 
 def forked():
     """What a child of fork() gets from the objects of its parent, and that the parent goes on."""
-    import os  # noqa: PLC0415 - fork() is this program's alone
-
     receiver = Pipe.listen()
     sender = Pipe.connect(receiver.address)
     agent = Agent()
@@ -261,10 +322,10 @@ def forked():
     say(receiving.wait().tolist())
 
 
-def serve_entries(capacity_bytes):
+def serve_entries(capacity_bytes, address=LOOPBACK):
     """A lookup buffer for others; answers each line of its stdin with its counters."""
     with LookupBuffer(int(capacity_bytes)) as buffer:
-        buffer.serve()
+        buffer.serve(address)
         say(buffer.address)
         for _ in sys.stdin:
             say(json.dumps(vars(buffer.stats())))
@@ -337,8 +398,6 @@ def interrupted_entries(what, is_remote):
 
 def forked_entries():
     """What a child of fork() gets from the lookup buffers of its parent, and that the parent goes on."""
-    import os  # noqa: PLC0415 - fork() is for such programs alone
-
     server = LookupBuffer()
     server.serve()
     client = LookupBuffer.connect(server.address)
@@ -382,8 +441,10 @@ PROGRAMS = {
         never_take_notifications,
         receive_and_weigh,
         receive_for_ever,
+        receive_in_order,
         receive_nothing,
         send_for_ever,
+        say_garbage,
         say_half_a_hello,
         send_nothing,
         serve_blocks,
@@ -396,4 +457,5 @@ PROGRAMS = {
 }
 
 if __name__ == "__main__":
+    logging.getLogger("kvpipe").setLevel(logging.ERROR)  # that TCP is slower than CMA is known
     PROGRAMS[sys.argv[1]](*sys.argv[2:])

@@ -28,6 +28,22 @@ def is_stopped(pid):
     return set(states) == {"T"}
 
 
+ENDS = {"closed": lambda agents: agents[0].close(), "dropped": lambda agents: agents.clear()}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_an_agent_that_is_closed_or_dropped_gives_its_memory_back_at_once(agent, end):
+    memory = bytearray(2 * BLOCK_BYTES)
+    agents = [Agent()]
+    region = agents[0].register(memory, "kv", BLOCK_BYTES)
+    own = agent.register(bytearray(BLOCK_BYTES), "own", BLOCK_BYTES)
+    agent.connect(agents[0].address).read_blocks(own, [0], "kv", [1]).wait(20)
+    assert is_pinned(memory)
+    del region
+    end(agents)
+    assert not is_pinned(memory)
+
+
 def test_a_region_is_a_context_manager_that_gives_its_memory_back(agent, other):
     memory = bytearray(2 * BLOCK_BYTES)
     peer = other.connect(agent.address)

@@ -144,6 +144,8 @@ class LookupBuffer(Closing):
                 usable.
             TransportUnavailableError: A tensor in memory that this version cannot read; the buffer is usable.
             PeerLostError: A server is gone; whether the entry was inserted is not known.
+            TransferTimeoutError: The server, another process, gave no sign of life by the deadline; whether the entry
+                was inserted is not known, and the buffer is closed.
             ClosedError: The buffer was closed here.
         """
         _wait(self._insert(input_tokens, roi, (key, value, hidden), timeout, is_waited=True))
@@ -169,7 +171,7 @@ class LookupBuffer(Closing):
 
         Returns:
             `[input_tokens, roi, key, value, hidden]` as they were inserted, in memory of their own; five times `None`
-            when there was nothing in time.
+            when there was nothing in time, which includes servers that give no sign of life by then.
 
         Raises:
             ConfigError: No token of the query counts; the buffer is usable.

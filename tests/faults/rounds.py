@@ -3,29 +3,27 @@
 import contextlib
 import gc
 import signal
+import statistics
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvpipe import PeerLostError, TransferTimeoutError
-from tests.faults.stages import HARMLESS
-from tests.peers import resident_bytes
+import numpy as np
+
+from kvpipe import CapacityError, LookupBuffer, PeerLostError, Pipe, TransferTimeoutError
+from tests.faults.stages import FATAL, HARMLESS, SERVERS, Place, _open, saying_garbage
+from tests.peers import MIB, status_bytes
 
 KILL_WITHIN_S = 0.03
 DEADLINE_S = 0.5
+LOCAL = Place()
 
 
-@dataclass(frozen=True)
-class Bound:
-    """How long an answer may take: after the loss of a peer, and after a deadline."""
-
-    lost_s: float = 2.0
-    late_s: float = 1.0
-
-
-def kill(stage, rng):
+def kill(stage, rng, place=LOCAL):
     """Kills the peer at a random moment; seconds until the survivor knew, or had served another."""
-    with stage() as situation:
+    with stage(place) as situation:
         killed_at = situation.child.kill_after(rng.uniform(0, KILL_WITHIN_S))
         if stage in HARMLESS:
             begun = time.monotonic()
@@ -37,24 +35,43 @@ def kill(stage, rng):
         return time.monotonic() - killed_at[0]
 
 
-def stop(stage, rng):
+def stop(stage, rng, place=LOCAL):
     """Stops the peer until after the survivor's deadline; seconds by which that was late, or to serve another."""
-    with stage() as situation:
+    with stage(place) as situation:
         time.sleep(rng.uniform(0, KILL_WITHIN_S))
         process = situation.child.process
-        process.send_signal(signal.SIGSTOP)
-        begun = time.monotonic()
-        if stage in HARMLESS:
-            situation.operate(None)
-        else:
-            # What the peer has offered, a reader of its memory (CMA) can still get.
-            with contextlib.suppress(TransferTimeoutError, PeerLostError):
-                situation.operate(DEADLINE_S)
-            begun += DEADLINE_S
-        late_s = max(0.0, time.monotonic() - begun)
+        situation.child.stop()
+        late_s = _lateness(situation, is_harmless=stage in HARMLESS)
         process.send_signal(signal.SIGCONT)
+        if situation.server:
+            situation.reach_again()
         _goes_on(process)
         return late_s
+
+
+def partition(stage, rng, place):
+    """Cuts the network until after the survivor's deadline; seconds by which that was late."""
+    with stage(place) as situation:
+        time.sleep(rng.uniform(0, KILL_WITHIN_S))
+        place.cable.cut(rng.choice((0, 1)))
+        try:
+            late_s = _lateness(situation, is_harmless=False)
+        finally:
+            place.cable.join()
+        if situation.server:
+            situation.reach_again()
+        return late_s
+
+
+def _lateness(situation, *, is_harmless):
+    begun = time.monotonic()
+    if is_harmless:
+        situation.operate(None)
+        return time.monotonic() - begun
+    # What the peer has offered, a reader of its memory (CMA) can still get.
+    with contextlib.suppress(TransferTimeoutError, PeerLostError):
+        situation.operate(DEADLINE_S)
+    return max(0.0, time.monotonic() - begun - DEADLINE_S)
 
 
 def _goes_on(process):
@@ -65,16 +82,150 @@ def _goes_on(process):
     assert process.poll() is None or process.poll() >= 0, f"ended by signal {-process.poll()}"
 
 
-FAULTS = {"kill": kill, "stop": stop}
+def restart(stage, rng, place=LOCAL):
+    """Kills a server and starts another at its address; seconds until it is reached from the same process."""
+    with stage(place) as situation:
+        situation.child.kill_after(rng.uniform(0, KILL_WITHIN_S))
+        with contextlib.suppress(PeerLostError):
+            while True:
+                situation.operate(None)
+        situation.child.process.wait()  # it may still listen
+        again = situation.server.start(situation.server.address)
+        try:
+            assert again.read() == situation.server.address
+            return situation.reach_again()
+        finally:
+            again.end()
+
+
+def garbage(_stage, rng, place=LOCAL):
+    """A peer says anything to a port; seconds until another has been served there."""
+    with saying_garbage(place, rng.getrandbits(32)) as situation:
+        time.sleep(rng.uniform(0, KILL_WITHIN_S))
+        begun = time.monotonic()
+        situation.operate(None)
+        return time.monotonic() - begun
+
+
+NUM_SLOW, NUM_SMALL_BETWEEN, SLOW_BYTES = 12, 20, 8 * MIB
+AWAKE_S, ASLEEP_S = 0.02, 0.2
+
+
+def slow(_stage, rng, place=LOCAL):
+    """A receiver sleeps most of the time. All arrives, in order, nothing piles up; the longest that a send took."""
+    child = place.start("receive_in_order")
+    over = threading.Event()
+    pulses = threading.Thread(target=_pulse, args=(child.process, over))
+    took = []
+    try:
+        with _open(Pipe.connect(child.read())) as sender:
+            pulses.start()
+            before = status_bytes("RssAnon")
+            for number in range(NUM_SLOW * (1 + NUM_SMALL_BETWEEN)):
+                size = SLOW_BYTES if number % (1 + NUM_SMALL_BETWEEN) == 0 else rng.randrange(1, 1000)
+                begun = time.monotonic()
+                sender.send_tensor(np.full(size // 8 + 1, number), timeout=20)
+                took.append(time.monotonic() - begun)
+            grown = status_bytes("RssAnon") - before
+            assert grown < 4 * SLOW_BYTES, f"{grown >> 20} MiB more for a receiver that is slow"
+            sender.close(timeout=20)
+        over.set()
+        pulses.join()
+        assert int(child.read()) == len(took)
+        return max(took)
+    finally:
+        over.set()
+        child.end()
+
+
+def _pulse(process, over):
+    while not over.is_set():
+        process.send_signal(signal.SIGSTOP)
+        over.wait(ASLEEP_S)
+        process.send_signal(signal.SIGCONT)
+        over.wait(AWAKE_S)
+
+
+CAPACITY_BYTES, FULL_AFTER = 4 * MIB, 8
+
+
+def consumer_killed(child):
+    """The consumer of a full buffer is gone."""
+    child.process.kill()
+
+
+def consumer_stopped(child):
+    """The consumer of a full buffer takes nothing any more."""
+    child.process.send_signal(signal.SIGSTOP)
+
+
+def full(stage, _rng, place=LOCAL):
+    """Fills a buffer whose consumer fails, until an insert is refused; by how much that was late."""
+    with LookupBuffer(CAPACITY_BYTES) as server:
+        server.serve(place.near)
+        child = place.start("take_numbered", server.address)
+        try:
+            assert child.read() == "ready"
+            with LookupBuffer.connect(server.address) as producer:
+                _insert(producer, 0)
+                assert child.read() == "0"
+                stage(child)
+                return statistics.mean(_fill(server, buffer) for buffer in (server, producer))
+        finally:
+            child.end()
+
+
+def _fill(server, buffer):
+    """Seconds by which the refusal was late. Once there is place, it goes on."""
+    for _ in range(FULL_AFTER):
+        begun = time.monotonic()
+        try:
+            _insert(buffer, 1)
+        except CapacityError:
+            late_s = time.monotonic() - begun - DEADLINE_S
+            while server.drop_select(None, None, timeout=0)[0] is not None:
+                pass
+            _insert(buffer, 2)
+            return max(0.0, late_s)
+    message = "a full buffer took everything"
+    raise AssertionError(message)
+
+
+def _insert(buffer, number):
+    tensor = np.full(MIB // 8, number)
+    buffer.insert(np.array([number]), None, tensor, None, None, timeout=DEADLINE_S)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a peer, when, and how soon the survivor has to know: in most rounds, and in all."""
+
+    strike: Callable
+    stages: tuple
+    most_s: float
+    all_s: float
+    needs_cable: bool = False
+
+
+FAULTS = {
+    "kill": Fault(kill, (*HARMLESS, *FATAL), 2.0, 2.0),
+    "stop": Fault(stop, (*HARMLESS, *FATAL), 0.1, 1.0),
+    "partition": Fault(partition, FATAL, 0.1, 1.0, needs_cable=True),
+    "restart": Fault(restart, SERVERS, 2.0, 5.0),
+    "garbage": Fault(garbage, (saying_garbage,), 1.0, 5.0),
+    "slow": Fault(slow, (slow,), 5.0, 20.0),
+    "full": Fault(full, (consumer_killed, consumer_stopped), 0.1, 1.0),
+}
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this process holds."""
+    """What this process holds. Memory registered for RDMA is pinned; for other transports that costs nothing."""
 
     num_descriptors: int
     num_threads: int
     num_bytes: int
+    num_pinned_bytes: int
 
     @classmethod
     def settled(cls, before):
@@ -89,4 +240,4 @@ class Holdings:
         """Counts them."""
         gc.collect()
         counts = (len(list(Path("/proc/self", what).iterdir())) for what in ("fd", "task"))
-        return cls(*counts, resident_bytes())
+        return cls(*counts, status_bytes("RssAnon"), status_bytes("VmPin", "VmLck"))

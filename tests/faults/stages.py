@@ -1,17 +1,40 @@
 """At which stage a peer fails, and what the survivor waits for then."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvpipe import Agent, Pipe
-from tests.peers import LARGE, MIB, Child
+from kvpipe import Agent, KVPipeError, LookupBuffer, Pipe
+from tests.faults.forked import Forked
+from tests.peers import LARGE, LOOPBACK, MIB, Child
 
 BLOCK_BYTES = MIB
 NUM_BLOCKS = 64
+ENTRY_BYTES = 4 * MIB
+PATIENCE_S = 15.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a peer is: what the survivor listens on for it, what it listens on, and how it is started."""
+
+    near: str = LOOPBACK
+    far: str = LOOPBACK
+    start: Callable[..., Child] = Forked
+
+
+@dataclass(frozen=True)
+class Server:
+    """A peer that can be reached again: its address, how it is started there, and what shows that it is reached."""
+
+    address: str
+    start: Callable[[str], Child]
+    reach: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -20,86 +43,35 @@ class Situation:
 
     child: Child
     operate: Callable[[float | None], Any]
+    server: Server | None = None
+
+    def reach_again(self):
+        """Reaches it once it is back. It may have to notice first that it was gone: seconds until then."""
+        begun = time.monotonic()
+        while True:
+            try:
+                self.server.reach()
+            except KVPipeError:
+                assert time.monotonic() - begun < PATIENCE_S, "the peer that is back was not reached again"
+                time.sleep(0.01)
+            else:
+                return time.monotonic() - begun
 
 
 @contextlib.contextmanager
-def _child(program, *arguments):
-    child = Child(program, *arguments)
+def _child(place, program, *arguments):
+    child = place.start(program, *arguments)
     try:
         yield child
     finally:
         child.end()
 
 
-def _newcomer(receiver):
-    """What must work although another peer fails: to connect, and to send."""
-    with Pipe.connect(receiver.address, timeout=5) as sender:
-        sender.send_tensor(np.ones(4))
-        receiver.recv_tensor(timeout=5)
-
-
 @contextlib.contextmanager
-def _half_a_handshake(num_bytes):
-    with Pipe.listen() as receiver, _child("say_half_a_hello", receiver.address, num_bytes) as child:
-        assert child.read() == "said"
-        yield Situation(child, lambda _timeout: _newcomer(receiver))
-
-
-def before_the_hello():
-    """It has connected and said nothing."""
-    return _half_a_handshake(0)
-
-
-def mid_handshake():
-    """It has said half of its hello."""
-    return _half_a_handshake(20)
-
-
-@contextlib.contextmanager
-def offer_out():
-    """It has offered a large tensor that nobody fetches yet."""
-    with _open(Pipe.listen()) as receiver, _child("send_for_ever", receiver.address) as child:
-        receiver.recv_tensor(timeout=60)
-        out = np.empty(LARGE, np.uint8)
-        yield Situation(child, lambda timeout: receiver.recv_tensor(out=out, timeout=timeout))
-
-
-@contextlib.contextmanager
-def sending():
-    """It sends one large tensor after the other, and the survivor receives them."""
-    with _open(Pipe.listen()) as receiver, _child("send_for_ever", receiver.address) as child:
-        out = np.empty(LARGE, np.uint8)
-        receiver.recv_tensor(out=out, timeout=60)
-        yield Situation(child, lambda timeout: receiver.recv_tensor(out=out, timeout=timeout))
-
-
-@contextlib.contextmanager
-def before_the_acknowledgement():
-    """It has been offered a tensor that it does not take."""
-    with _child("receive_nothing") as child, _open(Pipe.connect(child.read())) as sender:
-        tensor = np.ones(LARGE, np.uint8)
-        yield Situation(child, lambda timeout: sender.send_tensor(tensor, timeout=timeout))
-
-
-@contextlib.contextmanager
-def receiving():
-    """It receives one large tensor after the other."""
-    with _child("receive_for_ever") as child, _open(Pipe.connect(child.read())) as sender:
-        tensor = np.ones(LARGE, np.uint8)
-        sender.send_tensor(tensor, timeout=60)
-        yield Situation(child, lambda timeout: sender.send_tensor(tensor, timeout=timeout))
-
-
-@contextlib.contextmanager
-def serving_blocks():
-    """Its blocks are being read."""
-    memory = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
-    with _child("serve_blocks", NUM_BLOCKS, BLOCK_BYTES) as child, Agent() as agent:
-        region = agent.register(memory, "own", BLOCK_BYTES)
-        peer = agent.connect(child.read())
-        plan = peer.prepare(region, range(NUM_BLOCKS), "kv", range(NUM_BLOCKS))
-        plan.read().wait(60)
-        yield Situation(child, lambda timeout: plan.read(timeout=timeout).wait())
+def _serving(place, program, *arguments):
+    """A peer that listens: the child, its address, and how to start it there again."""
+    with _child(place, program, *arguments, place.far) as child:
+        yield child, child.read(), partial(place.start, program, *arguments)
 
 
 @contextlib.contextmanager
@@ -112,6 +84,133 @@ def _open(pipe):
             pipe.close(timeout=0)
 
 
+def _newcomer(receiver):
+    """What must work although another peer fails: to connect, and to send."""
+    with Pipe.connect(receiver.address, timeout=5) as sender:
+        sender.send_tensor(np.ones(4))
+        receiver.recv_tensor(timeout=5)
+
+
+@contextlib.contextmanager
+def _half_a_handshake(place, program, argument):
+    with Pipe.listen(place.near) as receiver, _child(place, program, receiver.address, argument) as child:
+        assert child.read() == "said"
+        yield Situation(child, lambda _timeout: _newcomer(receiver))
+
+
+def before_the_hello(place):
+    """It has connected and said nothing."""
+    return _half_a_handshake(place, "say_half_a_hello", 0)
+
+
+def mid_handshake(place):
+    """It has said half of its hello."""
+    return _half_a_handshake(place, "say_half_a_hello", 20)
+
+
+def saying_garbage(place, seed):
+    """It says anything, again and again."""
+    return _half_a_handshake(place, "say_garbage", seed)
+
+
+@contextlib.contextmanager
+def offer_out(place):
+    """It has offered a large tensor that nobody fetches yet."""
+    with _open(Pipe.listen(place.near)) as receiver, _child(place, "send_for_ever", receiver.address) as child:
+        receiver.recv_tensor(timeout=60)
+        out = np.empty(LARGE, np.uint8)
+        yield Situation(child, lambda timeout: receiver.recv_tensor(out=out, timeout=timeout))
+
+
+@contextlib.contextmanager
+def sending(place):
+    """It sends one large tensor after the other, and the survivor receives them."""
+    with _open(Pipe.listen(place.near)) as receiver, _child(place, "send_for_ever", receiver.address) as child:
+        out = np.empty(LARGE, np.uint8)
+        receiver.recv_tensor(out=out, timeout=60)
+        yield Situation(child, lambda timeout: receiver.recv_tensor(out=out, timeout=timeout))
+
+
+@contextlib.contextmanager
+def before_the_acknowledgement(place):
+    """It has been offered a tensor that it does not take."""
+    tensor = np.ones(LARGE, np.uint8)
+    with _serving(place, "receive_nothing") as (child, address, _), _open(Pipe.connect(address)) as sender:
+        yield Situation(child, lambda timeout: sender.send_tensor(tensor, timeout=timeout))
+
+
+@contextlib.contextmanager
+def receiving(place):
+    """It receives one large tensor after the other."""
+    tensor = np.ones(LARGE, np.uint8)
+
+    def reach():
+        with _open(Pipe.connect(address, timeout=1)) as again:
+            again.send_tensor(tensor, timeout=5)
+
+    with _serving(place, "receive_for_ever") as (child, address, start), _open(Pipe.connect(address)) as sender:
+        sender.send_tensor(tensor, timeout=60)
+        server = Server(address, start, reach)
+        yield Situation(child, lambda timeout: sender.send_tensor(tensor, timeout=timeout), server)
+
+
+@contextlib.contextmanager
+def _blocks(place, program, operate):
+    memory = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
+    ids = range(NUM_BLOCKS)
+
+    def plan(timeout):
+        peer = agent.connect(address, timeout=timeout)
+        return peer.prepare(region, ids, "kv", ids)
+
+    with _serving(place, program, NUM_BLOCKS, BLOCK_BYTES) as (child, address, start), Agent(place.near) as agent:
+        region = agent.register(memory, "own", BLOCK_BYTES)
+        first = plan(10)
+        operate(first)(timeout=60).wait()
+        server = Server(address, start, lambda: operate(plan(1))(timeout=5).wait())
+        yield Situation(child, lambda timeout: operate(first)(timeout=timeout).wait(), server)
+
+
+def serving_blocks(place):
+    """Its blocks are being read."""
+    return _blocks(place, "serve_blocks", lambda plan: plan.read)
+
+
+def taking_blocks(place):
+    """Its blocks are being written."""
+    return _blocks(place, "serve_blocks", lambda plan: plan.write)
+
+
+@contextlib.contextmanager
+def serving_entries(place):
+    """Entries are inserted into its lookup buffer and taken out."""
+    tensor = np.ones(ENTRY_BYTES, np.uint8)
+
+    def pass_through(buffer, timeout):
+        buffer.insert(np.array([1]), None, tensor, None, None, timeout=timeout)
+        buffer.drop_select(None, None, timeout=timeout)
+
+    def reach():
+        with LookupBuffer.connect(address, timeout=1) as again:
+            pass_through(again, 5)
+
+    with (
+        _serving(place, "serve_entries", 4 * ENTRY_BYTES) as (child, address, start),
+        LookupBuffer.connect(address) as client,
+    ):
+        pass_through(client, 60)
+        yield Situation(child, lambda timeout: pass_through(client, timeout), Server(address, start, reach))
+
+
 # Those whose failure is nothing to the survivor, who serves others as before.
 HARMLESS = (before_the_hello, mid_handshake)
-FATAL = (offer_out, sending, before_the_acknowledgement, receiving, serving_blocks)
+FATAL = (
+    offer_out,
+    sending,
+    before_the_acknowledgement,
+    receiving,
+    serving_blocks,
+    taking_blocks,
+    serving_entries,
+)
+SERVERS = (receiving, serving_blocks, serving_entries)

@@ -27,6 +27,7 @@ const REASON_CAP: usize = 4096;
 const HEARTBEAT: u8 = 32;
 const APPLICATION: u8 = 33;
 const GOODBYE: u8 = 34;
+const ASK: u8 = 35;
 
 /// How long things may take on a link.
 #[derive(Debug, Clone, Copy)]
@@ -81,7 +82,8 @@ pub(crate) struct Link {
     is_broken: bool,
     timing: Timing,
     opened: Instant,
-    heard: Instant,
+    /// When something of the peer came last.
+    pub(crate) heard: Instant,
     beat: Instant,
 }
 
@@ -142,6 +144,11 @@ impl Link {
     /// Sends an application frame; what the socket does not take now waits.
     pub(crate) fn send(&mut self, frame: &[u8]) -> Result<()> {
         self.send_raw(&Writer::new(APPLICATION).raw(frame).finish())
+    }
+
+    /// Asks the peer for a heartbeat now.
+    pub(crate) fn ask(&mut self) -> Result<()> {
+        self.send_raw(&[ASK])
     }
 
     /// Tells the peer why this side closes, as far as the socket takes it, and that nothing follows.
@@ -296,9 +303,10 @@ impl Link {
         }
     }
 
-    fn take_up(&self, frame: &[u8]) -> Result<Option<Incoming>> {
+    fn take_up(&mut self, frame: &[u8]) -> Result<Option<Incoming>> {
         match frame.first() {
             Some(&HEARTBEAT) => Ok(None),
+            Some(&ASK) => self.send_raw(&[HEARTBEAT]).map(|()| None),
             Some(&APPLICATION) => Ok(Some(Incoming::Frame(frame[1..].to_vec()))),
             Some(&GOODBYE) => {
                 let reason = Reader::new(&frame[1..]).str(REASON_CAP)?;

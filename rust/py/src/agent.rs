@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::blocks::{Counts, Peer, Plan, Region, counts};
-use crate::buffer::from_python;
+use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
 use crate::ids::ids;
 use crate::transport::Transport;
@@ -268,6 +268,7 @@ impl Agent {
 
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.0.close());
+        release_let_go(py);
     }
 }
 
@@ -321,6 +322,9 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
 impl Drop for Agent {
     /// Waits for the end of the thread without the GIL, so that other Python threads go on.
     fn drop(&mut self) {
-        Python::try_attach(|py| py.detach(|| self.0.close()));
+        Python::try_attach(|py| {
+            py.detach(|| self.0.close());
+            release_let_go(py);
+        });
     }
 }

@@ -136,6 +136,9 @@ impl LookupBuffer {
 impl Drop for LookupBuffer {
     /// Waits for the end of the thread without the GIL, so that other Python threads go on.
     fn drop(&mut self) {
-        Python::try_attach(|py| py.detach(|| self.0.close()));
+        Python::try_attach(|py| {
+            py.detach(|| self.0.close());
+            release_let_go(py);
+        });
     }
 }

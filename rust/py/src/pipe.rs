@@ -143,7 +143,10 @@ impl PipeEnd {
 impl Drop for PipeEnd {
     /// Waits for the end of the thread without the GIL, so that other Python threads go on.
     fn drop(&mut self) {
-        Python::try_attach(|py| py.detach(|| self.0.stop()));
+        Python::try_attach(|py| {
+            py.detach(|| self.0.stop());
+            release_let_go(py);
+        });
     }
 }
 

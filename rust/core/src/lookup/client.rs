@@ -18,15 +18,19 @@ use super::tensors::Tensors;
 use super::transfer::{Arrived, Parcel, check_seal};
 use super::{Items, SELECTS_CAP};
 use crate::codec::Reader;
+use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::identity::Identity;
-use crate::node::{Io, LinkId, Service};
+use crate::node::{Io, LinkId, Patience, Service, Stage};
 use crate::pool::Pool;
 use crate::transport::Payload;
 use crate::work::Completer;
 
 struct Select {
-    completer: Completer<Selected>,
+    /// None once the caller was told.
+    completer: Option<Completer<Selected>>,
+    /// For answers: the servers see to the deadline themselves, as long as they are awake.
+    patience: Option<Patience>,
     /// Servers that have not answered.
     asked: HashSet<LinkId>,
     /// What has come, from which server; nothing more is asked of others then.
@@ -50,6 +54,8 @@ pub(super) struct Client {
     connecting: Option<Completer<()>>,
     inserts: Inserts,
     selects: HashMap<u64, Select>,
+    /// When the selects have to be looked at.
+    looks: Earliest,
     /// Entries that callers have not looked at, by the server that keeps them.
     delivered: HashMap<u64, LinkId>,
     pool: Pool,
@@ -76,6 +82,7 @@ impl Client {
             connecting: None,
             inserts: Inserts::default(),
             selects: HashMap::new(),
+            looks: Earliest::default(),
             delivered: HashMap::new(),
             pool: Pool::default(),
             failure: None,
@@ -96,7 +103,8 @@ impl Client {
                 completer,
             } => {
                 let payload = write_select(&query, timeout);
-                self.select(io, operation, &payload, completer);
+                let patience = timeout.map(|timeout| Patience::new(io.now, io.now + timeout));
+                self.select(io, operation, &payload, patience, completer);
             }
             Command::Withdraw(operation) => self.withdraw(io, operation),
             Command::Settle {
@@ -172,6 +180,7 @@ impl Client {
         io: &mut Io,
         operation: u64,
         payload: &[u8],
+        patience: Option<Patience>,
         completer: Completer<Selected>,
     ) {
         if let Some(error) = self.obstacle() {
@@ -185,8 +194,11 @@ impl Client {
             let header = io.header(link, SELECT).u64(operation);
             io.message(link, header, Payload::Bytes(payload.to_vec()));
         }
+        self.looks
+            .add(patience.map(|patience| patience.next(io, &self.links)));
         let select = Select {
-            completer,
+            completer: Some(completer),
+            patience,
             asked: self.links.iter().copied().collect(),
             from: None,
             items: None,
@@ -338,15 +350,57 @@ impl Client {
             server.tensors.outgoing.clear();
         }
         self.inserts.fail(error);
-        for (_, select) in self.selects.drain() {
-            select.completer.complete(Err(error.clone()));
+        let selects = self.selects.drain();
+        for completer in selects.filter_map(|(_, select)| select.completer) {
+            completer.complete(Err(error.clone()));
         }
     }
 
+    /// Ends selects whose servers are late with an answer and silent. What is on its way, goes back.
+    fn expire_selects(&mut self, io: &mut Io) {
+        if !self.looks.take_if_past(io.now) {
+            return;
+        }
+        let mut ended = Vec::new();
+        for (&operation, select) in &mut self.selects {
+            let Some(patience) = &mut select.patience else {
+                continue;
+            };
+            let links = match select.from {
+                Some(link) => vec![link],
+                None => select.asked.iter().copied().collect(),
+            };
+            match patience.look(io, &links) {
+                Stage::Over { is_awake: false } => {
+                    ended.push(operation);
+                    continue;
+                }
+                Stage::Over { is_awake: true } => *patience = Patience::new(io.now, io.now),
+                Stage::InTime | Stage::Late => {}
+            }
+            self.looks.add(Some(patience.next(io, &links)));
+        }
+        for operation in ended {
+            self.end_unanswered(io, operation);
+        }
+    }
+
+    fn end_unanswered(&mut self, io: &mut Io, operation: u64) {
+        let Some(select) = self.selects.get_mut(&operation) else {
+            return;
+        };
+        select.patience = None;
+        let completer = select.completer.take();
+        self.withdraw(io, operation);
+        self.end(completer, Ok(None));
+    }
+
     /// Tells the caller, who may look at the counters then.
-    fn end<T>(&self, completer: Completer<T>, result: Result<T>) {
+    fn end<T>(&self, completer: impl Into<Option<Completer<T>>>, result: Result<T>) {
         self.count_waiting();
-        completer.complete(result);
+        if let Some(completer) = completer.into() {
+            completer.complete(result);
+        }
     }
 
     fn count_waiting(&self) {
@@ -453,8 +507,12 @@ impl Service for Client {
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {
         let next = self.inserts.expire(io.now);
         self.tell_failed();
+        let first = self.links.first().copied();
+        let unanswered = first.and_then(|link| self.inserts.watch(io, link));
+        self.expire_selects(io);
         let idle = self.pool.expire(io.now);
-        next.into_iter().chain(idle).min()
+        let looks = self.looks.at().into_iter().chain(unanswered);
+        next.into_iter().chain(idle).chain(looks).min()
     }
 
     fn stop(&mut self, _io: &mut Io) {

@@ -9,7 +9,7 @@ use super::{INSERTS_IN_FLIGHT, Items};
 use crate::codec::Writer;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::node::{Io, LinkId};
+use crate::node::{Io, LinkId, Patience, Stage};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -23,11 +23,18 @@ pub(super) struct Insert {
     pub(super) completer: Completer<()>,
 }
 
+/// One that the server has not answered. It sees to the deadline itself, as long as it is awake.
+#[derive(Debug)]
+struct Sent {
+    completer: Completer<()>,
+    patience: Option<Patience>,
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Inserts {
     queue: VecDeque<Insert>,
     deadlines: Earliest,
-    sent: HashMap<u64, Completer<()>>,
+    sent: HashMap<u64, Sent>,
     /// Those that have failed, until their callers are told.
     failed: Vec<(Completer<()>, Error)>,
 }
@@ -46,7 +53,13 @@ impl Inserts {
             };
             match send(io, link, outgoing, &insert) {
                 Ok(()) => {
-                    self.sent.insert(insert.operation, insert.completer);
+                    let patience = insert.deadline.map(|at| Patience::new(io.now, at));
+                    let completer = insert.completer;
+                    let sent = Sent {
+                        completer,
+                        patience,
+                    };
+                    self.sent.insert(insert.operation, sent);
                 }
                 Err(error) => {
                     outgoing.release(insert.operation);
@@ -63,7 +76,7 @@ impl Inserts {
 
     /// Who waits for an insert that has just been answered.
     pub(super) fn answered(&mut self, operation: u64) -> Option<Completer<()>> {
-        self.sent.remove(&operation)
+        self.sent.remove(&operation).map(|sent| sent.completer)
     }
 
     pub(super) fn is_sent(&self, operation: u64) -> bool {
@@ -96,12 +109,34 @@ impl Inserts {
         self.deadlines.at()
     }
 
+    /// Ends the link to a server that is late with an answer and silent: it may be reading what was inserted. Tells when
+    /// to come back.
+    pub(super) fn watch(&mut self, io: &mut Io, link: LinkId) -> Option<Instant> {
+        let waits = self
+            .sent
+            .values_mut()
+            .filter_map(|sent| sent.patience.as_mut());
+        let mut next: Option<Instant> = None;
+        for patience in waits {
+            match patience.look(io, &[link]) {
+                Stage::Over { is_awake: false } if !io.has_failed(link) => {
+                    io.fail(link, unanswered());
+                }
+                Stage::Over { is_awake: true } => *patience = Patience::new(io.now, io.now),
+                _ => {}
+            }
+            let at = patience.next(io, &[link]);
+            next = Some(next.map_or(at, |next| next.min(at)));
+        }
+        next
+    }
+
     pub(super) fn fail(&mut self, error: &Error) {
         for insert in self.queue.drain(..) {
             insert.completer.complete(Err(error.clone()));
         }
-        for (_, completer) in self.sent.drain() {
-            completer.complete(Err(error.clone()));
+        for (_, sent) in self.sent.drain() {
+            sent.completer.complete(Err(error.clone()));
         }
     }
 }
@@ -110,6 +145,12 @@ fn crowded() -> Error {
     Error::Exhausted(format!(
         "{INSERTS_IN_FLIGHT} earlier inserts of this buffer wait for place; nothing was inserted, the buffer is usable"
     ))
+}
+
+fn unanswered() -> Error {
+    Error::Timeout(
+        "the server did not answer an insert in time; whether it was inserted is not known; the buffer is closed, connect again".to_owned(),
+    )
 }
 
 fn send(io: &mut Io, link: LinkId, outgoing: &mut Outgoing, insert: &Insert) -> Result<()> {

@@ -172,6 +172,22 @@ impl Io {
         }
     }
 
+    /// Asks the peer of an established session for a sign of life.
+    pub(crate) fn ask(&mut self, link: LinkId) {
+        let Some(connection) = self.links.get_mut(&link) else {
+            return;
+        };
+        match connection.ask() {
+            Ok(()) => self.watch_writes(link),
+            Err(error) => self.fail(link, error),
+        }
+    }
+
+    /// When something of the peer came last over its connection.
+    pub(crate) fn heard(&self, link: LinkId) -> Option<Instant> {
+        self.links.get(&link).map(|link| link.heard)
+    }
+
     /// Closes a link on purpose; `link_down` follows with this reason on both sides.
     pub fn close(&mut self, link: LinkId, reason: &str) {
         self.fail(link, Error::Closed(reason.to_owned()));

@@ -10,6 +10,7 @@ mod alone;
 pub(crate) mod by_hand;
 mod connect;
 mod io;
+mod patience;
 mod run;
 mod wheel;
 
@@ -33,6 +34,7 @@ use run::{Control, Loop};
 use wheel::Wheel;
 
 pub use io::Io;
+pub(crate) use patience::{Patience, Stage};
 pub(crate) use wheel::{Drive, Driven};
 
 /// Names a link of a node; never reused.

@@ -30,10 +30,6 @@ pub use receiver::Received;
 const EAGER_CAP: usize = 32 << 10;
 /// Messages that may be sent before the receiver has taken the first of them.
 const MESSAGES_IN_FLIGHT: usize = 64;
-/// A withdrawn or closing operation waits this long for the peer's answer.
-/// Long enough for a receiver that is alive on a busy machine, else its pipe would be closed although the two sides
-/// have not met.
-const ANSWER_WITHIN: Duration = Duration::from_millis(500);
 /// Longest text of a dtype, structured ones included.
 const DTYPE_CAP: usize = 4096;
 /// Most dimensions of a tensor.

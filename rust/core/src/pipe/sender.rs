@@ -6,8 +6,8 @@ use std::time::Instant;
 use kvpipe_ucx::{AmData, Buffer};
 
 use super::{
-    ANSWER_WITHIN, CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared,
-    TAKEN, WITHDRAW, WITHDRAWN,
+    CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW,
+    WITHDRAWN,
 };
 use crate::checksum;
 use crate::codec::{Reader, Writer};
@@ -15,7 +15,7 @@ use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::fetch::{ACCEPT, CREDIT, Lending};
 use crate::identity::Identity;
-use crate::node::{Io, LinkId, Service};
+use crate::node::{Io, LinkId, Patience, Service, Stage};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -53,9 +53,9 @@ struct Posted {
 
 struct Large {
     lending: Lending,
-    deadline: Deadline,
     completer: Completer<()>,
-    withdrawn_at: Option<Instant>,
+    patience: Option<Patience>,
+    is_withdrawn: bool,
 }
 
 impl Large {
@@ -163,9 +163,9 @@ impl Sender {
         }
         self.remember(Some(Large {
             lending,
-            deadline: queued.deadline,
             completer: queued.completer,
-            withdrawn_at: None,
+            patience: queued.deadline.meet_by.map(|at| Patience::new(io.now, at)),
+            is_withdrawn: false,
         }));
         None
     }
@@ -280,25 +280,28 @@ impl Sender {
         self.queue = kept;
     }
 
-    /// Withdraws offers that nobody asked for in time; closes the pipe under one that had begun.
+    /// Withdraws offers that nobody asked for in time; closes the pipe under one whose withdrawal is not answered: the
+    /// receiver may be reading, and the memory must go back to the caller now.
     fn expire_posted(&mut self, io: &mut Io, link: LinkId) {
-        let now = io.now;
         let mut withdraw = Vec::new();
         for posted in &mut self.posted {
             let Some(large) = &mut posted.large else {
                 continue;
             };
-            let is_late = large.deadline.meet_by.is_some_and(|at| at <= now);
-            match large.withdrawn_at {
-                None if is_late => {
-                    large.withdrawn_at = Some(now);
+            let Some(patience) = &mut large.patience else {
+                continue;
+            };
+            match patience.look(io, &[link]) {
+                Stage::Late | Stage::Over { .. } if !large.is_withdrawn => {
+                    large.is_withdrawn = true;
+                    patience.due_from(io.now);
                     withdraw.push(posted.sequence);
                 }
-                Some(at) if at + ANSWER_WITHIN <= now => {
-                    let text = "the tensor was not received in time after its transfer had begun; the pipe is closed";
+                Stage::InTime | Stage::Late => {}
+                Stage::Over { .. } => {
+                    let text = "the tensor was not received in time, and the receiver does not say that it will not read it any more; the pipe is closed";
                     return io.fail(link, Error::Timeout(text.to_owned()));
                 }
-                _ => {}
             }
         }
         for sequence in withdraw {
@@ -307,17 +310,14 @@ impl Sender {
         }
     }
 
-    fn next_deadline(&self) -> Option<Instant> {
-        let posted = self
+    fn next_deadline(&self, io: &Io) -> Option<Instant> {
+        let larges = self
             .posted
             .iter()
-            .filter_map(|posted| posted.large.as_ref())
-            .filter_map(|large| {
-                large
-                    .withdrawn_at
-                    .map(|at| at + ANSWER_WITHIN)
-                    .or(large.deadline.meet_by)
-            });
+            .filter_map(|posted| posted.large.as_ref());
+        let posted = larges
+            .filter_map(|large| large.patience.as_ref().zip(self.link))
+            .map(|(patience, link)| patience.next(io, &[link]));
         let closing = self
             .closing
             .iter()
@@ -464,7 +464,7 @@ impl Service for Sender {
                 None => self.fail(&Error::Timeout(text)),
             }
         }
-        self.next_deadline()
+        self.next_deadline(io)
     }
 
     fn stop(&mut self, _io: &mut Io) {

@@ -1,0 +1,134 @@
+"""Other hosts, as far as one kernel can be several: namespaces of their own for network, names, processes and
+shared memory, joined to this one by cables. UCX sees no neighbour there, but somebody whom it reaches over TCP.
+
+Cables come before UCX is first used on a network: it reads the routes once a process, and 1.22 crashes where a peer
+connects that it has no route to.
+
+Nothing is left when a host is closed, or when the process that made it dies: its namespaces live as long as `cat`,
+their first process, which ends with its stdin.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+from tests.peers import ROOT, children
+
+_KINDS = ("--net", "--uts", "--ipc", "--pid", "--mount")
+_numbers = itertools.count()
+
+
+class Host:
+    """Another host, until it is closed."""
+
+    def __init__(self):
+        self._first = subprocess.Popen(
+            ["unshare", *_KINDS, "--fork", "--kill-child", "--mount-proc", "cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self):
+        with contextlib.suppress(BrokenPipeError):
+            self._first.stdin.write("ready\n")
+            self._first.stdin.flush()
+        if self._first.stdout.readline() != "ready\n":
+            raise OSError(self._first.stderr.read().strip())
+        (pid,) = children(self._first.pid)
+        self.enter = ["nsenter", f"--target={pid}", *_KINDS, "env", f"--chdir={ROOT}"]
+        self._pid = pid
+        # It shows the devices of the network that it was mounted in, and there UCX looks for them.
+        self.run("mount", "-t", "sysfs", "sysfs", "/sys")
+        self.run("ip", "link", "set", "lo", "up")
+
+    def run(self, *command):
+        """What a command prints there."""
+        return _run(*self.enter, *command)
+
+    def kill(self, entered):
+        """Kills a process that was started with `enter`, and waits for its end."""
+        for pid in children(entered.pid):
+            os.kill(pid, signal.SIGKILL)
+        entered.wait()
+
+    def close(self):
+        """Ends everything that runs there."""
+        for stream in (self._first.stdin, self._first.stdout, self._first.stderr):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        self._first.kill()
+        self._first.wait()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def cable(self):
+        """One more connection between here and there."""
+        return Cable(self, self._pid)
+
+
+class Cable:
+    """A network of two: `near` and `far` are the addresses of its ends. It goes with its host."""
+
+    def __init__(self, host, pid):
+        # Of the range for benchmarks between networks, which nobody routes (RFC 2544).
+        subnet = random.SystemRandom().randrange(1 << 15) * 4
+        network = f"198.{18 + (subnet >> 16)}.{subnet >> 8 & 255}"
+        self.near, self.far = (f"{network}.{(subnet & 255) + end}" for end in (1, 2))
+        self.name = name = f"kv{os.getpid()}x{next(_numbers)}"
+        self._ends = [(_run, f"{name}a", self.near), (host.run, f"{name}b", self.far)]
+        _run("ip", "link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", str(pid))
+        for run, device, address in self._ends:
+            run("ip", "address", "add", f"{address}/30", "dev", device)
+        self.join()
+
+    def cut(self, end=0):
+        """Nothing gets through any more. The side at the other end is not told."""
+        run, device, _ = self._ends[end]
+        run("ip", "link", "set", device, "down")
+
+    def join(self):
+        """It works again."""
+        for run, device, _ in self._ends:
+            run("ip", "link", "set", device, "up")
+
+    def disturb(self, *discipline):
+        """Makes both ends worse by `tc`."""
+        for run, device, _ in self._ends:
+            run("tc", "qdisc", "replace", "dev", device, "root", *discipline)
+
+
+def _run(*command):
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        message = f"{' '.join(command)}: {done.stderr.strip()}"
+        raise OSError(message)
+    return done.stdout
+
+
+@functools.cache
+def why_no_hosts():
+    """Why there are no other hosts on this machine; empty when there are."""
+    if not Path("/proc/self/ns/net").exists():
+        return "no network namespaces"
+    try:
+        with Host() as host:
+            host.cable()
+    except OSError as error:
+        return f"no network namespaces joined by a cable: {error}"
+    return ""

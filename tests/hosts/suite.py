@@ -1,0 +1,238 @@
+"""Two hosts: nothing but the network is common to them. Run by tests/test_hosts.py, in a process of its own."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvpipe import Agent, LookupBuffer, PeerLostError, Pipe, TransferTimeoutError
+from tests.faults.rounds import Holdings
+from tests.hosts.namespaces import Host, why_no_hosts
+from tests.peers import LARGE, MIB, Child, pattern, wait_until
+
+pytestmark = [pytest.mark.ucx, pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())]
+
+TOKEN = "shared by both hosts"
+NUM_BLOCKS, BLOCK_BYTES = 16, 64 << 10
+
+
+@pytest.fixture(scope="module")
+def host():
+    with Host() as host:
+        yield host
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cables(host):
+    """All that there are: UCX reads the routes of a process once."""
+    return [host.cable() for _ in range(4)]
+
+
+@pytest.fixture
+def cable(cables):
+    return cables[0]
+
+
+@pytest.fixture
+def other(cables):
+    return cables[1]
+
+
+@pytest.fixture
+def thin(cables):
+    return cables[2]
+
+
+@pytest.fixture
+def disturbed(cables):
+    return cables[3]
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("KVPIPE_TOKEN", TOKEN)
+
+
+@pytest.fixture
+def start(host):
+    """Starts a program of `tests.peers` on the other host."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(program, *arguments):
+            child = Child(program, *arguments, host=host)
+            stack.callback(child.end)
+            return child
+
+        yield begin
+
+
+@pytest.fixture
+def agent(cable):
+    with Agent(f"{cable.near}:0") as agent:
+        yield agent
+
+
+def there(cable):
+    return f"{cable.far}:0"
+
+
+def test_tensors_of_all_sizes_go_there_and_back(cable, start):
+    child = start("echo", there(cable))
+    with Pipe.connect(child.read()) as sender, Pipe.listen(f"{cable.near}:0") as receiver:
+        child.tell(receiver.address)
+        for size in (0, 1, 1000, MIB, 20 * MIB):
+            tensor = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+            sent = sender.isend_tensor(tensor)
+            assert np.array_equal(receiver.recv_tensor(timeout=20), tensor)
+            sent.wait(20)
+        assert sender.transport == receiver.transport == "tcp"
+
+
+def test_blocks_are_read_and_written_and_notified(cable, start, agent):
+    child = start("take_notifications", NUM_BLOCKS, BLOCK_BYTES, there(cable))
+    memory = pattern(NUM_BLOCKS, BLOCK_BYTES)
+    region = agent.register(memory, "own", BLOCK_BYTES)
+    peer = agent.connect(child.read())
+    ids = np.arange(NUM_BLOCKS)
+    peer.write_blocks(region, ids, "kv", ids[::-1], notify=b"3").wait(20)
+    first = memory[NUM_BLOCKS - 1 - 3, 0]
+    assert child.read() == f"3 {first} tcp"
+    memory[:] = 0
+    peer.read_blocks(region, ids, "kv", ids[::-1]).wait(20)
+    assert np.array_equal(memory, pattern(NUM_BLOCKS, BLOCK_BYTES))
+    peer.notify(b"5")
+    assert child.read().startswith("5 ")
+
+
+def test_entries_go_through_a_lookup_buffer(cable, start):
+    child = start("serve_entries", 64 * MIB, there(cable))
+    with LookupBuffer.connect(child.read()) as buffer:
+        key = np.random.default_rng(1).integers(0, 256, 5 * MIB, dtype=np.uint8)
+        buffer.insert(np.arange(9), None, key, None, None, timeout=20)
+        tokens, _, found, _, _ = buffer.drop_select(np.arange(4), None, timeout=20)
+        assert tokens.tolist() == list(range(9))
+        assert np.array_equal(found, key)
+
+
+def test_a_benchmark_measures_to_the_other_host(host, cable, tmp_path):
+    kvpipe = [sys.executable, "-m", "kvpipe"]
+    command = [*host.enter, *kvpipe, "bench", "serve", "--listen", there(cable)]
+    figures = tmp_path / "figures.json"
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as server:
+        address = server.stdout.readline().removeprefix("listening on ").strip()
+        arguments = ["pipe", "--sizes", "64K", "--rounds", "5", "--working-set", "8M", "--peer", address]
+        done = subprocess.run(
+            [*kvpipe, "bench", *arguments, "--json", figures], capture_output=True, text=True, timeout=60, check=False
+        )
+        host.kill(server)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(figures.read_text())["rows"]
+    assert rows
+    assert {row["transport"] for row in rows} == {"tcp"}
+
+
+def test_a_cut_in_the_middle_of_a_transfer_ends_it_at_its_deadline_and_the_peer_is_reached_again(cable, start, agent):
+    child = start("serve_blocks", LARGE // MIB, MIB, there(cable))
+    address = child.read()
+    region = agent.register(np.zeros(LARGE, np.uint8), "own", MIB)
+    ids = range(LARGE // MIB)
+
+    def read(peer, timeout):
+        peer.read_blocks(region, ids, "kv", ids, timeout=timeout).wait()
+
+    peer = agent.connect(address)
+    read(peer, 20)
+    before = Holdings.now()
+    cutter = threading.Timer(0.02, cable.cut)
+    cutter.start()
+    try:
+        begun = time.monotonic()
+        with pytest.raises(TransferTimeoutError):
+            read_for_ever(read, peer)
+        assert time.monotonic() - begun < 3
+    finally:
+        cutter.join()
+        cable.join()
+    wait_until(lambda: read_again(agent, address, read))
+    assert Holdings.settled(before).num_descriptors <= before.num_descriptors + 1
+
+
+def read_for_ever(read, peer):
+    while True:
+        read(peer, 0.5)
+
+
+def read_again(agent, address, read):
+    with contextlib.suppress(PeerLostError, OSError, TimeoutError):
+        read(agent.connect(address, timeout=1), 5)
+        return True
+    return False
+
+
+def listeners(host):
+    """The addresses at which somebody on a host listens, loopback and all, by what the kernel says."""
+    lines = host.run("ss", "--listening", "--tcp", "--numeric", "--no-header").splitlines()
+    return {line.split()[3].rpartition(":")[0] for line in lines}
+
+
+@pytest.mark.parametrize("program", [("receive_nothing",), ("serve_blocks", 4, 4096), ("serve_entries", MIB)])
+def test_on_a_host_with_several_interfaces_only_the_chosen_one_is_listened_on(host, cable, other, start, program):
+    for chosen in (cable, other):
+        child = start(*program, there(chosen))
+        child.read()
+        assert listeners(host) == {chosen.far}
+        child.end()
+        wait_until(lambda: not listeners(host))
+
+
+def test_a_peer_is_reached_by_the_interface_that_leads_to_it(host, cable, other, start):
+    """This host has several too, and the other one sends from an address that it has not said."""
+    for chosen in (cable, other):
+        with Pipe.listen(f"{chosen.near}:0") as receiver:
+            child = start("send_nothing", receiver.address)
+            assert child.read() == "tcp"
+            wait_until(lambda: receiver.peer)  # the sender may know first
+            assert receiver.peer.rpartition(":")[0] == chosen.far
+            assert listeners(host) == {chosen.far}
+            child.end()
+            wait_until(lambda: not listeners(host))
+
+
+DELAY = ("netem", "delay", "20ms", "loss", "1%")
+
+
+def test_tensors_arrive_although_packets_are_late_and_lost(disturbed, start):
+    try:
+        disturbed.disturb(*DELAY)
+    except OSError as error:
+        pytest.skip(f"no delay and no loss: {error}")
+    send_through(disturbed, start)
+
+
+def test_tensors_arrive_although_the_cable_is_thin(thin, start):
+    thin.disturb("tbf", "rate", "200mbit", "burst", "64kb", "latency", "50ms")
+    send_through(thin, start)
+
+
+def send_through(cable, start):
+    child = start("receive_in_order", there(cable))
+    with Pipe.connect(child.read()) as sender:
+        for number in range(8):
+            sender.send_tensor(np.full(MIB // 8 if number % 2 else 100, number), timeout=60)
+    assert child.read() == "8"
+
+
+def devices():
+    return subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_host_leaves_nothing_behind():
+    with Host() as host:
+        cable = host.cable()
+        assert cable.name in devices()
+    wait_until(lambda: cable.name not in devices())  # the kernel takes a moment

@@ -1,0 +1,1 @@
+"""Random tensors, blocks, lookups and faults for as long as one likes, all content verified: `make soak`."""

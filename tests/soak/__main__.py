@@ -1,0 +1,99 @@
+"""`python -m tests.soak`: rounds of everything at once. Ends with counts; fails on a hang, a leak or a wrong byte."""
+
+import argparse
+import ctypes
+import faulthandler
+import logging
+import os
+import random
+import statistics
+import sys
+import time
+import traceback
+from collections import Counter
+
+from kvpipe.bench.progress import Progress
+from tests.faults.__main__ import ROADS, leaked, take
+from tests.faults.rounds import Holdings
+from tests.soak.actors import ACTORS, Round, begin
+
+ROUND_S = 10.0
+# Nothing that an actor does takes as long.
+HANG_S = 90.0
+# Until every actor has opened what stays open, and the allocator has what it keeps.
+WARM_UP = 2
+MORE_BYTES = 64 << 20
+# Of glibc: from this size on, memory that is freed goes back to the kernel, so that what is held can be counted.
+M_MMAP_THRESHOLD, KEPT_BYTES = -3, 64 << 10
+
+
+def main(argv=None):
+    options = _parse(argv)
+    logging.getLogger("kvpipe").setLevel(logging.ERROR)  # that TCP is slower is known
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+    num_rounds = max(WARM_UP + 1, round(options.minutes * 60 / ROUND_S))
+    print(f"seed {options.seed}, {num_rounds} rounds of {ROUND_S:.0f} s", flush=True)
+    progress, counts, times, before, failures = Progress(), Counter(), {}, None, []
+    progress.expect(num_rounds)
+    for number in range(num_rounds):
+        road = list(ROADS)[number % len(ROADS)]
+        take(road)
+        failures = _round(f"{options.seed} {number}", counts, times)
+        done = (f"{counts[what]} {what}" for what in ("tensors", "blocks", "entries", "faults"))
+        label = f"{road}: {', '.join(done)}"
+        progress.step(label)
+        progress.line(f"round {number + 1} of {num_rounds}, {label}, {_held().num_bytes >> 20} MiB held")
+        if failures:
+            break
+        if number + 1 == WARM_UP:
+            before = _held()
+    progress.end()
+    lost = leaked(before, _held(before), MORE_BYTES) if before else "unknown"
+    return _tell(counts, times, failures, lost)
+
+
+def _held(before=None):
+    ctypes.CDLL(None).malloc_trim(0)
+    return Holdings.settled(before) if before else Holdings.now()
+
+
+def _round(seed, counts, times):
+    shared, failures = Round(time.monotonic() + ROUND_S, counts, times), []
+    threads = {actor.__name__: begin(actor, f"{seed} {actor.__name__}", shared, failures) for actor in ACTORS}
+    begun = time.monotonic()
+    while any(thread.is_alive() for thread in threads.values()):
+        for name, thread in threads.items():
+            thread.join(0.2)
+            if thread.is_alive() and time.monotonic() - shared.done_at.get(name, begun) > HANG_S:
+                _hang(name)
+    return failures
+
+
+def _hang(name):
+    print(f"hang: {name} did nothing for {HANG_S:.0f} s", flush=True)
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(2)
+
+
+def _tell(counts, times, failures, lost):
+    for name, error in failures:
+        print(f"{name} failed:")
+        traceback.print_exception(error)
+    print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
+    for fault, seconds in sorted(times.items()):
+        median, worst = statistics.median(seconds) * 1e3, max(seconds) * 1e3
+        figures = f", median {median:.1f} ms, max {worst:.1f} ms" if worst else ""
+        print(f"{fault:24}{len(seconds):6} times{figures}")
+    print(f"hangs 0, failures {len(failures)}, leaked {lost}")
+    return 1 if failures or lost != "nothing" else 0
+
+
+def _parse(argv):
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0, help="default 30")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="of everything")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

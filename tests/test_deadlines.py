@@ -1,0 +1,68 @@
+"""A caller gets its answer when its deadline has passed, although the peer is stopped and says nothing.
+
+Pipes and agents: tests/test_faults.py.
+"""
+
+import contextlib
+import signal
+import statistics
+import time
+
+import numpy as np
+import pytest
+
+from kvpipe import KVPipeError, LookupBuffer, Pipe, TransferTimeoutError
+from tests.peers import LARGE, MIB
+
+pytestmark = [pytest.mark.ucx, pytest.mark.usefixtures("road")]
+
+TRIES = 5
+DEADLINE_S = 0.3
+LATE_S, LATEST_S = 0.1, 1.0  # of most and of all
+
+
+def lateness(attempt):
+    begun = time.monotonic()
+    with contextlib.suppress(KVPipeError):
+        attempt(DEADLINE_S)
+    return time.monotonic() - begun - DEADLINE_S
+
+
+def is_in_time(late):
+    return statistics.median(late) < LATE_S and max(late) < LATEST_S
+
+
+def test_a_lookup_at_a_stopped_server_ends_with_nothing_and_goes_on_when_it_does(start):
+    child = start("serve_entries", MIB)
+    with LookupBuffer.connect(child.read()) as client:
+        child.stop()
+        late = [lateness(lambda timeout: client.drop_select(None, None, timeout=timeout)) for _ in range(TRIES)]
+        assert is_in_time(late), late
+        child.process.send_signal(signal.SIGCONT)
+        client.insert(np.array([1]), None, np.arange(3), None, None, timeout=20)
+        assert client.drop_select(np.array([1]), None, timeout=20)[2].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("size", [8, MIB // 2])
+def test_an_insert_at_a_stopped_server_ends_in_time_and_says_that_its_fate_is_not_known(start, size):
+    child = start("serve_entries", MIB)
+    tensor = np.ones(size, np.uint8)
+    with LookupBuffer.connect(child.read()) as client:
+        child.stop()
+        begun = time.monotonic()
+        with pytest.raises(TransferTimeoutError, match="is not known"):
+            client.insert(np.array([1]), None, tensor, None, None, timeout=DEADLINE_S)
+        assert time.monotonic() - begun < DEADLINE_S + LATEST_S
+
+
+def test_a_receiver_that_is_stopped_for_a_moment_loses_no_pipe(start):
+    """A deadline that passes although the receiver is awake withdraws the tensor, and the pipe goes on."""
+    child = start("receive_nothing")
+    with Pipe.connect(child.read()) as sender:
+        tensor = np.ones(LARGE, np.uint8)
+        for _ in range(TRIES):
+            with pytest.raises(TransferTimeoutError, match="usable"):
+                sender.send_tensor(tensor, timeout=DEADLINE_S)
+        child.process.kill()
+        with contextlib.suppress(KVPipeError):
+            sender.close(timeout=0)
