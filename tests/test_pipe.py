@@ -293,6 +293,22 @@ def test_closing_twice_is_fine_and_later_calls_raise_closed_error(pair):
             attempt()
 
 
+def test_threads_that_close_at_the_same_time_all_wait_until_everything_was_taken(pair):
+    sender, receiver = pair
+    work = sender.isend_tensor(MEDIUM)
+    outcomes = []
+    closers = [threading.Thread(target=lambda: outcomes.append(sender.close(30))) for _ in range(3)]
+    for closer in closers:
+        closer.start()
+    time.sleep(0.2)
+    assert all(closer.is_alive() for closer in closers)
+    assert np.array_equal(receiver.recv_tensor(timeout=20), MEDIUM)
+    for closer in closers:
+        closer.join(20)
+    assert outcomes == [None] * 3
+    work.wait(20)
+
+
 def test_close_ends_waits_of_other_threads(pair):
     _, receiver = pair
     work = receiver.irecv_tensor()

@@ -84,6 +84,8 @@ pub(crate) struct Link {
     opened: Instant,
     /// When something of the peer came last.
     pub(crate) heard: Instant,
+    /// How often the peer has asked for a heartbeat since the last one.
+    num_asked: u32,
     beat: Instant,
 }
 
@@ -121,6 +123,7 @@ impl Link {
             timing,
             opened: begun,
             heard: begun,
+            num_asked: 0,
             beat: begun + timing.heartbeat,
         };
         if let Some(hello) = hello {
@@ -224,6 +227,11 @@ impl Link {
         let taken = inbox.len() - rest.len();
         inbox.drain(..taken);
         self.inbox = inbox;
+        if std::mem::take(&mut self.num_asked) > 0
+            && let Err(error) = self.send_raw(&[HEARTBEAT])
+        {
+            return (incoming, Some(ended.unwrap_or(error)));
+        }
         (incoming, ended)
     }
 
@@ -306,7 +314,10 @@ impl Link {
     fn take_up(&mut self, frame: &[u8]) -> Result<Option<Incoming>> {
         match frame.first() {
             Some(&HEARTBEAT) => Ok(None),
-            Some(&ASK) => self.send_raw(&[HEARTBEAT]).map(|()| None),
+            Some(&ASK) => {
+                self.num_asked = self.num_asked.saturating_add(1);
+                Ok(None)
+            }
             Some(&APPLICATION) => Ok(Some(Incoming::Frame(frame[1..].to_vec()))),
             Some(&GOODBYE) => {
                 let reason = Reader::new(&frame[1..]).str(REASON_CAP)?;

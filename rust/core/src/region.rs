@@ -122,6 +122,7 @@ impl RemoteRegion {
             .checked_mul(layout.stride)
             .and_then(|len| base.checked_add(len));
         if end.is_none()
+            || id == RegionId::MAX
             || layout.num_blocks > u64::from(u32::MAX)
             || layout.block_bytes > layout.stride
             || layout.block_bytes == 0

@@ -21,6 +21,8 @@ use crate::transport::{Memory, Payload};
 const WINDOW: u64 = 4 << 20;
 /// One message: under UCX's TCP segment (256 KiB), so that it is never reassembled from fragments.
 const PIECE: u64 = 64 << 10;
+/// Runs that are smaller go together.
+const GATHERED: u64 = 32 << 10;
 /// What begins the header of a message with data: session, kind, id of the stream.
 const NAME_LEN: usize = 16 + 1 + 8;
 
@@ -67,28 +69,69 @@ impl Outgoing {
     /// Sends what the credit allows, as messages of this kind and id; whether everything has been sent.
     pub(crate) fn send(&mut self, io: &mut Io, link: LinkId, (kind, id): (u8, u64)) -> bool {
         while let Some(run) = self.cursor.piece(&self.runs, PIECE) {
-            if self.credit < run.len || !self.send_piece(io, link, (kind, id), run) {
+            if self.credit < run.len {
                 return false;
             }
-            self.sent += run.len;
-            self.credit -= run.len;
-            self.cursor.advance(&self.runs, run.len);
+            let before = self.cursor;
+            let (payload, len, sum) = self.next_piece(run);
+            let header = io.header(link, kind).u64(id).u64(self.sent).u64(sum);
+            if !io.message(link, header, payload) {
+                self.cursor = before;
+                return false;
+            }
+            self.sent += len;
+            self.credit -= len;
         }
         true
     }
 
-    fn send_piece(&self, io: &mut Io, link: LinkId, (kind, id): (u8, u64), run: Run) -> bool {
+    /// What the next message carries: a large run as it lies in memory, small ones together in a copy, which costs less
+    /// than a message each.
+    fn next_piece(&mut self, run: Run) -> (Payload, u64, u64) {
+        if run.len < GATHERED
+            && let Some(bytes) = self.gather()
+        {
+            let sum = if self.is_summed {
+                checksum::of(&bytes)
+            } else {
+                0
+            };
+            let len = bytes.len() as u64;
+            return (Payload::Bytes(bytes), len, sum);
+        }
+        self.cursor.advance(&self.runs, run.len);
         let (offset, len) = (run.from as usize, run.len as usize);
         let bytes = self.memory.buffer().bytes(offset, len);
         let sum = bytes.filter(|_| self.is_summed).map_or(0, checksum::of);
-        let header = io.header(link, kind).u64(id).u64(self.sent).u64(sum);
         let memory = Arc::clone(&self.memory);
         let payload = Payload::Memory {
             memory,
             offset,
             len,
         };
-        io.message(link, header, payload)
+        (payload, run.len, sum)
+    }
+
+    /// The next small runs, as many as fit into a message and the credit; none of memory that is not the host's.
+    fn gather(&mut self) -> Option<Vec<u8>> {
+        let (start, room) = (self.cursor, PIECE.min(self.credit));
+        let mut gathered = Vec::with_capacity(room as usize);
+        while let Some(run) = self.cursor.piece(&self.runs, PIECE)
+            && run.len < GATHERED
+            && gathered.len() as u64 + run.len <= room
+        {
+            let Some(bytes) = self
+                .memory
+                .buffer()
+                .bytes(run.from as usize, run.len as usize)
+            else {
+                self.cursor = start;
+                return None;
+            };
+            gathered.extend_from_slice(bytes);
+            self.cursor.advance(&self.runs, run.len);
+        }
+        Some(gathered)
     }
 }
 

@@ -17,6 +17,29 @@ const REGIONS: u8 = 1;
 const RELEASED: u8 = 2;
 const NEIGHBOUR: u8 = 3;
 
+/// A first close has given up.
+#[test]
+fn a_second_close_waits_for_the_same_peers_as_the_first() {
+    let Some(search) = common::ucx() else { return };
+    let owner = agent(&search);
+    let region = register(&owner, "kv", &Buffer::zeroed(COUNT * BLOCK), BLOCK, BLOCK);
+    let address = owner.address().expect("address");
+    let mut reader = Raw::connect(&search, address, Service::Blocks);
+    let none = Writer::new(33).u8(1).list(&[0u8; 0], |w, _| w);
+    send_frame(&mut reader.stream, &none.finish());
+    eventually("the peer", || owner.peers().pop());
+    let close = |timeout| owner.close_region(&region, timeout).expect("close");
+    let first = close(Some(Duration::from_millis(50)));
+    assert!(matches!(first.wait_for(PATIENCE), Err(Error::Timeout(_))));
+    let (second, third) = (close(None), close(Some(Duration::ZERO)));
+    assert!(matches!(third.wait_for(PATIENCE), Err(Error::Timeout(_))));
+    assert!(!second.is_completed());
+    let released = Writer::new(33).u8(2).u32(0).finish();
+    send_frame(&mut reader.stream, &released);
+    assert_eq!(second.wait_for(PATIENCE), Ok(()));
+    assert_eq!(close(None).wait_for(PATIENCE), Ok(()));
+}
+
 #[test]
 fn a_closed_region_is_refused_by_name_on_both_sides_and_its_name_is_free_again() {
     on_every_road(

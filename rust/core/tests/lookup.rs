@@ -123,6 +123,8 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
                 (about(TAKE, 7), vec![]),
                 (settle(7, 1), vec![]),
                 (about(OFFER, 7), vec![]),
+                an_insert(u64::MAX / 5, &[0; 5]),
+                a_select(u64::MAX),
                 (about(99, 7), vec![]),
             ];
             for (header, payload) in nonsense {
@@ -196,6 +198,41 @@ fn an_offer_that_is_never_fetched_holds_its_place_only_as_long_as_its_client() {
             });
         },
     );
+}
+
+#[test]
+fn a_client_that_settles_what_it_did_not_take_is_cut_off_and_the_entry_goes_back() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search);
+    insert(&local, &[1], vec![7; 100]);
+    let mut client = raw(&search, &local);
+    let (header, payload) = a_select(1);
+    client.send(&header, &payload);
+    client.message(OFFER);
+    client.send(&settle(1, 1), &[]);
+    assert!(client.is_closed());
+    let held = || {
+        let info = local.info();
+        (info.num_entries, info.num_leased)
+    };
+    eventually("it goes back", || {
+        (held() == (Some(1), Some(0))).then_some(())
+    });
+}
+
+#[test]
+fn a_client_that_settles_a_select_that_waits_is_cut_off_and_the_select_ends() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search);
+    let mut client = raw(&search, &local);
+    let (header, payload) = a_select(1);
+    client.send(&header, &payload);
+    client.send(&settle(1, 0), &[]);
+    assert!(client.is_closed());
+    insert(&local, &[1], vec![7; 100]);
+    eventually("it is there for others", || {
+        (local.info().num_entries == Some(1)).then_some(())
+    });
 }
 
 #[test]

@@ -196,11 +196,12 @@ fn very_many_small_frames_are_taken_in_good_time() {
     let server = agent(&search);
     let address = server.address().expect("address");
     let mut busy = Raw::connect(&search, address, Service::Blocks);
-    let heartbeats: Vec<u8> = std::iter::repeat_n([1, 0, 0, 0, 32], 2_000_000)
+    // Heartbeats, and questions for some.
+    let frames: Vec<u8> = std::iter::repeat_n([1, 0, 0, 0, 32, 1, 0, 0, 0, 35], 1_000_000)
         .flatten()
         .collect();
     let begun = Instant::now();
-    busy.stream.write_all(&heartbeats).expect("write");
+    busy.stream.write_all(&frames).expect("write");
     let friend = agent(&search);
     friend
         .connect(&address.to_string())

@@ -70,24 +70,28 @@ impl Agent {
     }
 
     /// Takes a region back. The work ends when nothing reads or writes its memory any more, or with `Timeout`: then the
-    /// memory is kept until that is so. Closing twice is fine.
+    /// memory is kept until that is so, for which a second call waits again.
     ///
     /// # Errors
     /// The region belongs to another agent.
     pub fn close_region(&self, region: &Region, timeout: Option<Duration>) -> Result<Work<()>> {
+        region.check_agent(self.incarnation)?;
         let (done, completer) = self.node.work();
-        if region.is_closed() {
-            completer.complete(Ok(()));
-            return Ok(done);
-        }
-        region.check(self.incarnation)?;
-        region.close();
-        self.node.send(Command::Close {
+        let was_open = region.close();
+        let sent = self.node.send(Command::Close {
             region: region.id(),
             until: timeout.map(|timeout| Instant::now() + timeout),
             completer,
-        })?;
-        Ok(done)
+        });
+        match sent {
+            // The agent has ended, and its regions with it.
+            Err(Error::Closed(_)) if !was_open => {
+                let (done, completer) = self.node.work();
+                completer.complete(Ok(()));
+                Ok(done)
+            }
+            sent => sent.map(|()| done),
+        }
     }
 
     /// Connects to a peer; the work ends once its regions are known.

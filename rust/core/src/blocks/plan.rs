@@ -61,14 +61,22 @@ impl Region {
     }
 
     /// # Errors
+    /// It belongs to another agent.
+    pub(super) fn check_agent(&self, agent: Incarnation) -> Result<()> {
+        if self.0.agent == agent {
+            return Ok(());
+        }
+        let name = self.name();
+        Err(Error::Config(format!(
+            "region {name:?} is registered with another agent; register its memory with this one too"
+        )))
+    }
+
+    /// # Errors
     /// It belongs to another agent, or was closed.
     pub(super) fn check(&self, agent: Incarnation) -> Result<()> {
+        self.check_agent(agent)?;
         let name = self.name();
-        if self.0.agent != agent {
-            return Err(Error::Config(format!(
-                "region {name:?} is registered with another agent; register its memory with this one too"
-            )));
-        }
         if self.is_closed() {
             return Err(closed_region(name));
         }

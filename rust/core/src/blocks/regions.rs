@@ -51,8 +51,8 @@ pub(super) struct Closing {
     memory: Arc<Memory>,
     /// Peers that have not said that they read nothing of it any more.
     waiting_for: HashSet<LinkId>,
-    until: Option<Instant>,
-    completer: Option<Completer<()>>,
+    /// Who waits for its end, and until when.
+    waiting: Vec<(Option<Instant>, Completer<()>)>,
 }
 
 /// Ours.
@@ -133,7 +133,10 @@ impl Blocks {
         completer: Completer<()>,
     ) {
         let Some(region) = self.regions.remove(&id) else {
-            return completer.complete(Ok(()));
+            return match self.closing.iter_mut().find(|closing| closing.id == id) {
+                Some(closing) => closing.waiting.push((until, completer)),
+                None => completer.complete(Ok(())),
+            };
         };
         let error = closed_region(&region.name);
         self.withdraw_takes(io, |take: &Transfer| take.region == id, &error);
@@ -146,8 +149,7 @@ impl Blocks {
             layout: region.layout,
             memory: region.memory,
             waiting_for: up.collect(),
-            until,
-            completer: Some(completer),
+            waiting: vec![(until, completer)],
         });
     }
 
@@ -181,23 +183,25 @@ impl Blocks {
                 || self.offers.values().any(|offer| offer.region == closing.id);
             if closing.waiting_for.is_empty() && !is_used {
                 drop(closing.memory);
-                if let Some(completer) = closing.completer {
+                for (_, completer) in closing.waiting {
                     completer.complete(Ok(()));
                 }
                 continue;
             }
-            if closing.until.take_if(|until| *until <= now).is_some() {
-                self.give_up(&mut closing);
-            }
+            self.give_up(&mut closing, now);
             self.closing.push(closing);
         }
-        self.closing
-            .iter()
-            .filter_map(|closing| closing.until)
-            .min()
+        let waiting = self.closing.iter().flat_map(|closing| &closing.waiting);
+        waiting.filter_map(|(until, _)| *until).min()
     }
 
-    fn give_up(&self, closing: &mut Closing) {
+    /// Answers those who have waited long enough.
+    fn give_up(&self, closing: &mut Closing, now: Instant) {
+        let is_late = |(until, _): &mut (Option<Instant>, _)| until.is_some_and(|at| at <= now);
+        let late: Vec<_> = closing.waiting.extract_if(.., is_late).collect();
+        if late.is_empty() {
+            return;
+        }
         let peers = closing.waiting_for.iter();
         let peers: Vec<&str> = peers
             .filter_map(|link| Some(self.peers.get(link)?.handle.address()))
@@ -207,8 +211,8 @@ impl Blocks {
              memory is kept until they are done",
             closing.name
         );
-        if let Some(completer) = closing.completer.take() {
-            completer.complete(Err(Error::Timeout(text)));
+        for (_, completer) in late {
+            completer.complete(Err(Error::Timeout(text.clone())));
         }
     }
 }

@@ -320,8 +320,9 @@ impl Client {
     /// It is ours alone now.
     fn taken(&mut self, io: &mut Io, link: LinkId, operation: u64) -> Result<()> {
         let is_asked = |select: &Select| select.from == Some(link) && select.items.is_some();
-        let known = self.selects.get(&operation).is_some_and(is_asked);
-        let Some(select) = self.selects.remove(&operation).filter(|_| known) else {
+        let is_known = self.selects.get(&operation).is_some_and(is_asked);
+        let known = is_known.then(|| self.selects.remove(&operation)).flatten();
+        let Some(select) = known else {
             return Err(Error::protocol(format_args!(
                 "select {operation} was not asked for"
             )));
@@ -371,14 +372,9 @@ impl Client {
                 None => select.asked.iter().copied().collect(),
             };
             match patience.look(io, &links) {
-                Stage::Over { is_awake: false } => {
-                    ended.push(operation);
-                    continue;
-                }
-                Stage::Over { is_awake: true } => *patience = Patience::new(io.now, io.now),
-                Stage::InTime | Stage::Late => {}
+                Stage::Over => ended.push(operation),
+                Stage::InTime | Stage::Late => self.looks.add(Some(patience.next(io, &links))),
             }
-            self.looks.add(Some(patience.next(io, &links)));
         }
         for operation in ended {
             self.end_unanswered(io, operation);

@@ -109,7 +109,7 @@ impl Inserts {
         self.deadlines.at()
     }
 
-    /// Ends the link to a server that is late with an answer and silent: it may be reading what was inserted. Tells when
+    /// Ends the link to a server that is too late with an answer: it may be reading what was inserted. Tells when
     /// to come back.
     pub(super) fn watch(&mut self, io: &mut Io, link: LinkId) -> Option<Instant> {
         let waits = self
@@ -119,10 +119,7 @@ impl Inserts {
         let mut next: Option<Instant> = None;
         for patience in waits {
             match patience.look(io, &[link]) {
-                Stage::Over { is_awake: false } if !io.has_failed(link) => {
-                    io.fail(link, unanswered());
-                }
-                Stage::Over { is_awake: true } => *patience = Patience::new(io.now, io.now),
+                Stage::Over if !io.has_failed(link) => io.fail(link, unanswered()),
                 _ => {}
             }
             let at = patience.next(io, &[link]);

@@ -16,7 +16,7 @@ use super::operation::Origin;
 use super::shared::Shared;
 use super::store::{Action, Ticket};
 use super::tensors::Tensors;
-use super::transfer::{Arrived, Parcel, check_seal, seal};
+use super::transfer::{Arrived, Parcel, check_operation, check_seal, seal};
 use super::{INSERTS_IN_FLIGHT, Items, SELECTS_CAP};
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
@@ -267,15 +267,20 @@ impl Server {
 
     fn settle(&mut self, link: LinkId, operation: u64, is_taken: bool) -> Result<()> {
         let client = self.client(link)?;
+        // One that breaks the rules ends with the link, which puts its entry back.
+        let may_settle = |select: &Select| match select {
+            Select::Taken(_) => true,
+            Select::Leased(_) => !is_taken,
+            Select::Waiting(_) => false,
+        };
+        if !client.selects.get(&operation).is_some_and(may_settle) {
+            return Err(Error::protocol(format_args!(
+                "select {operation} has no lease"
+            )));
+        }
         client.tensors.outgoing.release(operation);
-        match client.selects.remove(&operation) {
-            Some(Select::Taken(entry)) => self.shared.conclude(entry, is_taken),
-            Some(Select::Leased(entry)) if !is_taken => self.origin.settle(entry, false),
-            _ => {
-                return Err(Error::protocol(format_args!(
-                    "select {operation} has no lease"
-                )));
-            }
+        if let Some(select) = client.selects.remove(&operation) {
+            self.abandon(select, is_taken);
         }
         Ok(())
     }
@@ -346,8 +351,14 @@ impl Service for Server {
         let mut reader = Reader::new(header);
         let (kind, id) = (reader.u8()?, reader.u64()?);
         match kind {
-            INSERT => self.insert(io, link, id, reader, &data)?,
-            SELECT => self.select(link, id, &data)?,
+            INSERT => {
+                check_operation(id)?;
+                self.insert(io, link, id, reader, &data)?;
+            }
+            SELECT => {
+                check_operation(id)?;
+                self.select(link, id, &data)?;
+            }
             TAKE => self.take(io, link, id)?,
             SETTLE => self.settle(link, id, reader.flag()?)?,
             WITHDRAW => self.withdraw(io, link, id)?,

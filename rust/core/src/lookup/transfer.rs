@@ -22,6 +22,17 @@ const NOTHING: u8 = 0;
 const INLINE: u8 = 1;
 const OFFERED: u8 = 2;
 
+/// # Errors
+/// An operation whose tensors would bear the names of another's.
+pub(super) fn check_operation(operation: u64) -> Result<()> {
+    if operation < u64::MAX / NUM_ITEMS as u64 {
+        return Ok(());
+    }
+    Err(Error::protocol(format_args!(
+        "operation {operation} is out of range"
+    )))
+}
+
 /// Names a tensor on its link: the operation, and which of its tensors.
 fn fetch_id(operation: u64, index: usize) -> u64 {
     operation

@@ -9,10 +9,12 @@ use super::{Io, LinkId};
 const ASK_BEFORE: Duration = Duration::from_millis(500);
 /// Whoever answers within this is asked for nothing.
 const ASK_AFTER: Duration = Duration::from_millis(20);
-/// What a peer that gave a sign of life may be late.
-const AWAKE: Duration = Duration::from_millis(500);
-/// What a silent one may be late: a caller knows within 100 ms.
+/// What a peer that gives signs of life may be late: a caller knows within a second.
+const AWAKE: Duration = Duration::from_millis(900);
+/// What a silent one may be late: a caller knows within 100 ms. A late one is asked again that often.
 const SILENT: Duration = Duration::from_millis(50);
+/// What an answer to the question may take: a far peer, or one that was kept from its CPU, is not silent.
+const SILENCE: Duration = Duration::from_millis(250);
 
 /// Where an operation stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,16 +23,25 @@ pub(crate) enum Stage {
     InTime,
     /// It has; the answer may still come.
     Late,
-    /// No answer is waited for any more. The peer is awake, or has been silent since it was asked.
-    Over { is_awake: bool },
+    /// No answer is waited for any more.
+    Over,
 }
 
 /// The wait for a peer's answer to one operation.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Patience {
     deadline: Instant,
+    /// When it is asked next.
     ask_at: Instant,
-    asked_at: Option<Instant>,
+    asked: Option<Asked>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Asked {
+    /// When first.
+    first: Instant,
+    /// When first since it was heard.
+    unanswered: Instant,
 }
 
 impl Patience {
@@ -40,18 +51,19 @@ impl Patience {
         Self {
             deadline,
             ask_at: before.max(now + ASK_AFTER),
-            asked_at: None,
+            asked: None,
         }
     }
 
     /// Looks where it stands. Asks the peers for a sign of life when it is time for that.
     pub(crate) fn look(&mut self, io: &mut Io, links: &[LinkId]) -> Stage {
-        if self.is_time_to_ask(io.now) {
+        let stage = self.stage(io.now, heard(io, links));
+        if stage != Stage::Over && self.is_time_to_ask(io.now, heard(io, links)) {
             for link in links {
                 io.ask(*link);
             }
         }
-        self.stage(io.now, heard(io, links))
+        stage
     }
 
     /// The answer has been due since now only: this side was late to ask for it.
@@ -61,17 +73,25 @@ impl Patience {
 
     /// When to look again.
     pub(crate) fn next(&self, io: &Io, links: &[LinkId]) -> Instant {
-        let next = self.over_at(heard(io, links)).unwrap_or(self.ask_at);
+        let over_at = self.over_at(heard(io, links));
+        let next = over_at.map_or(self.ask_at, |at| at.min(self.ask_at));
         if self.deadline > io.now {
             return next.min(self.deadline);
         }
         next
     }
 
-    fn is_time_to_ask(&mut self, now: Instant) -> bool {
-        let is_time = self.asked_at.is_none() && now >= self.ask_at;
+    fn is_time_to_ask(&mut self, now: Instant, heard: Option<Instant>) -> bool {
+        let is_time = now >= self.ask_at;
         if is_time {
-            self.asked_at = Some(now);
+            let asked = self.asked.get_or_insert(Asked {
+                first: now,
+                unanswered: now,
+            });
+            if heard > Some(asked.unanswered) {
+                asked.unanswered = now;
+            }
+            self.ask_at = self.deadline.max(now + SILENT);
         }
         is_time
     }
@@ -80,21 +100,21 @@ impl Patience {
         if now < self.deadline {
             return Stage::InTime;
         }
-        let is_awake = self.is_awake(heard);
         match self.over_at(heard) {
-            Some(at) if at <= now => Stage::Over { is_awake },
+            Some(at) if at <= now => Stage::Over,
             _ => Stage::Late,
         }
     }
 
     /// This side may be late too: what the peer is asked it has time to answer.
     fn over_at(&self, heard: Option<Instant>) -> Option<Instant> {
-        let late = if self.is_awake(heard) { AWAKE } else { SILENT };
-        Some(self.deadline.max(self.asked_at?) + late)
-    }
-
-    fn is_awake(&self, heard: Option<Instant>) -> bool {
-        self.asked_at.is_some_and(|asked_at| heard > Some(asked_at))
+        let Asked { first, unanswered } = self.asked?;
+        let awake = self.deadline.max(first) + AWAKE;
+        if heard > Some(unanswered) {
+            return Some(awake);
+        }
+        let silent = (self.deadline + SILENT).max(unanswered + SILENCE);
+        Some(silent.min(awake))
     }
 }
 
@@ -109,47 +129,76 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(2);
 
-    fn ms(count: u64) -> Duration {
+    const fn ms(count: u64) -> Duration {
         Duration::from_millis(count)
     }
 
-    /// When an operation is over whose peer is heard that long after it was asked, and whether it counts as awake.
-    fn over(timeout: Duration, answers_after: Option<Duration>) -> (Duration, bool) {
+    /// How late an operation is over whose peer answers each question after so long, as far as it answers.
+    fn over(timeout: Duration, answer: impl Fn(Duration) -> Option<Duration>) -> Duration {
         let begun = Instant::now();
         let mut patience = Patience::new(begun, begun + timeout);
-        let mut heard = Some(begun);
+        let (mut heard, mut answers) = (Some(begun), Vec::new());
         for now in (0..5000).map(|count| begun + ms(count)) {
-            patience.is_time_to_ask(now);
-            let answers_at = patience.asked_at.zip(answers_after);
-            if answers_at.is_some_and(|(asked, after)| now >= asked + after) {
-                heard = heard.max(Some(now));
+            answers.retain(|at| {
+                heard = heard.max(Some(*at).filter(|at| *at <= now));
+                *at > now
+            });
+            if patience.stage(now, heard) == Stage::Over {
+                return now.duration_since(begun + timeout);
             }
-            if let Stage::Over { is_awake } = patience.stage(now, heard) {
-                return (now.duration_since(begun + timeout), is_awake);
+            if patience.is_time_to_ask(now, heard) {
+                answers.extend(answer(now - begun).map(|after| now + after));
             }
         }
         panic!("never over");
     }
 
+    const TIMEOUTS: [Duration; 4] = [Duration::ZERO, ms(10), ms(100), TIMEOUT];
+
     #[test]
     fn a_caller_is_answered_within_100_ms_of_the_deadline_when_the_peer_is_silent() {
-        for timeout in [Duration::ZERO, ms(10), ms(100), TIMEOUT] {
-            let (late, is_awake) = over(timeout, None);
+        for timeout in [ms(200), ms(500), TIMEOUT] {
+            let late = over(timeout, |_| None);
             assert!(late <= ms(100), "{late:?} after {timeout:?}");
-            assert!(!is_awake);
+        }
+    }
+
+    #[test]
+    fn a_caller_with_hardly_a_deadline_waits_as_long_as_an_answer_may_take() {
+        for timeout in [Duration::ZERO, ms(10), ms(100)] {
+            let late = over(timeout, |_| None);
+            assert!(
+                late >= ms(170) && late <= ms(270),
+                "{late:?} after {timeout:?}"
+            );
         }
     }
 
     #[test]
     fn a_peer_that_is_awake_gets_time_for_its_answer_though_not_a_second() {
-        for timeout in [Duration::ZERO, ms(10), ms(100), TIMEOUT] {
-            let (late, is_awake) = over(timeout, Some(ms(50)));
-            assert!(
-                late >= ms(400) && late < ms(1000),
-                "{late:?} after {timeout:?}"
-            );
-            assert!(is_awake);
+        for timeout in TIMEOUTS {
+            for after in [ms(1), ms(30), ms(200)] {
+                let late = over(timeout, |_| Some(after));
+                assert!(
+                    late >= ms(800) && late < ms(1000),
+                    "{late:?} after {timeout:?}"
+                );
+            }
         }
+    }
+
+    #[test]
+    fn a_peer_that_stops_after_it_was_asked_first_is_known_at_the_next_question() {
+        let stopped_at = TIMEOUT.checked_sub(ms(400)).unwrap();
+        let late = over(TIMEOUT, |at| (at < stopped_at).then_some(ms(1)));
+        assert!(late <= ms(300), "{late:?}");
+    }
+
+    #[test]
+    fn a_peer_that_stops_when_it_is_late_is_known_at_the_next_question() {
+        let stopped_at = TIMEOUT + ms(300);
+        let late = over(TIMEOUT, |at| (at < stopped_at).then_some(ms(1)));
+        assert!(late >= ms(500) && late <= ms(600), "{late:?}");
     }
 
     #[test]
@@ -157,7 +206,8 @@ mod tests {
         let begun = Instant::now();
         let mut patience = Patience::new(begun, begun + ms(100));
         let woken = begun + TIMEOUT;
-        assert!(patience.is_time_to_ask(woken));
+        assert_eq!(patience.stage(woken, Some(begun)), Stage::Late);
+        assert!(patience.is_time_to_ask(woken, Some(begun)));
         assert_eq!(patience.stage(woken, Some(begun)), Stage::Late);
     }
 }

@@ -77,7 +77,8 @@ pub(super) struct Sender {
     deadlines: Earliest,
     posted: VecDeque<Posted>,
     next_sequence: u64,
-    closing: Option<(Deadline, Completer<()>)>,
+    /// Who waits for the end.
+    closing: Vec<(Deadline, Completer<()>)>,
     failure: Option<Error>,
     /// Whether there were tensors that had not been taken when it failed.
     has_lost: bool,
@@ -95,7 +96,7 @@ impl Sender {
             deadlines: Earliest::default(),
             posted: VecDeque::new(),
             next_sequence: 0,
-            closing: None,
+            closing: Vec::new(),
             failure: None,
             has_lost: false,
         }
@@ -220,14 +221,14 @@ impl Sender {
 
     /// Ends the pipe when a close has been asked for and everything has been taken.
     fn finish_closing(&mut self, io: &mut Io) {
-        if self.closing.is_none() || !self.queue.is_empty() || !self.posted.is_empty() {
+        if self.closing.is_empty() || !self.queue.is_empty() || !self.posted.is_empty() {
             return;
         }
         if let Some(link) = self.link {
             io.send(link, super::receiver::END);
             io.close(link, "the sender closed the pipe");
         }
-        if let Some((_, completer)) = self.closing.take() {
+        for (_, completer) in self.closing.drain(..) {
             completer.complete(Ok(()));
         }
         self.fail(&Error::Closed("the pipe is closed".to_owned()));
@@ -246,7 +247,7 @@ impl Sender {
         if let Some(completer) = self.connecting.take() {
             completer.complete(Err(error.clone()));
         }
-        if let Some((_, completer)) = self.closing.take() {
+        for (_, completer) in self.closing.drain(..) {
             completer.complete(Err(error.clone()));
         }
         self.is_up = false;
@@ -292,13 +293,13 @@ impl Sender {
                 continue;
             };
             match patience.look(io, &[link]) {
-                Stage::Late | Stage::Over { .. } if !large.is_withdrawn => {
+                Stage::Late | Stage::Over if !large.is_withdrawn => {
                     large.is_withdrawn = true;
                     patience.due_from(io.now);
                     withdraw.push(posted.sequence);
                 }
                 Stage::InTime | Stage::Late => {}
-                Stage::Over { .. } => {
+                Stage::Over => {
                     let text = "the tensor was not received in time, and the receiver does not say that it will not read it any more; the pipe is closed";
                     return io.fail(link, Error::Timeout(text.to_owned()));
                 }
@@ -344,7 +345,7 @@ impl Service for Sender {
                 if let Some(error) = &self.failure {
                     return completer.complete(Err(error.clone()));
                 }
-                if self.closing.is_some() {
+                if !self.closing.is_empty() {
                     return completer
                         .complete(Err(Error::Closed("the pipe is closing".to_owned())));
                 }
@@ -367,7 +368,7 @@ impl Service for Sender {
                     let ended = if has_lost { Err(error.clone()) } else { Ok(()) };
                     return completer.complete(ended);
                 }
-                self.closing = Some((deadline, completer));
+                self.closing.push((deadline, completer));
                 self.post(io);
             }
         }
@@ -454,7 +455,7 @@ impl Service for Sender {
         }
         let now = io.now;
         let is_late = |(deadline, _): &(Deadline, _)| deadline.meet_by.is_some_and(|at| at <= now);
-        if self.closing.as_ref().is_some_and(is_late) {
+        if self.closing.iter().any(is_late) {
             let left = self.queue.len() + self.posted.len();
             let text = format!("{left} tensors had not been taken in time; the pipe is closed");
             match self.link {
