@@ -37,6 +37,7 @@ mod lane;
 mod library;
 mod memory;
 mod neighbour;
+mod parked;
 mod request;
 mod rma;
 mod status;

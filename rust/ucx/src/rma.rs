@@ -50,6 +50,8 @@ impl Key {
 impl Drop for Key {
     fn drop(&mut self) {
         self.destroy();
+        let keys = &self.worker.state.keys;
+        keys.set(keys.get().saturating_sub(1));
     }
 }
 
@@ -281,6 +283,8 @@ impl Worker {
             uses: Cell::new(0),
             is_revoked: Cell::new(false),
         });
+        let keys = &self.inner.state.keys;
+        keys.set(keys.get() + 1);
         endpoint.adopt_key(&key);
         Ok(RemoteKey { key })
     }

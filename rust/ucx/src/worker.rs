@@ -3,10 +3,11 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::mem::ManuallyDrop;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::ptr::{NonNull, null, null_mut};
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::am::{self, Placer};
@@ -14,6 +15,7 @@ use crate::context::Context;
 use crate::endpoint::{Endpoint, EndpointId};
 use crate::event::{Event, Queue, Raw};
 use crate::memory::Memory;
+use crate::parked;
 use crate::request::Attributes;
 use crate::status::{Status, check};
 use crate::sys::{self, EntryPoints};
@@ -27,9 +29,9 @@ const LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
 /// from it (see [`Together`](crate::Together)).
 ///
 /// Dropping it closes its endpoints by force and waits for every operation, at most 5 s. Should
-/// one not end, worker and memory are leaked on purpose: UCX may still write to that memory.
+/// one not end, worker and memory stay until it has: UCX may still write to that memory.
 pub struct Worker {
-    pub(crate) inner: Rc<Inner>,
+    pub(crate) inner: ManuallyDrop<Rc<Inner>>,
 }
 
 /// The UCX worker, destroyed when the `Worker` and all that was made from it are gone: operations
@@ -54,6 +56,8 @@ pub(crate) struct State {
     pub(crate) leaving: Cell<usize>,
     /// An endpoint that is to be closed can be.
     pub(crate) may_leave: Cell<bool>,
+    /// Keys that are not gone.
+    pub(crate) keys: Cell<usize>,
     /// The `Worker` is gone: nobody takes events any more.
     pub(crate) stopped: Cell<bool>,
 }
@@ -72,6 +76,7 @@ impl Worker {
     /// # Errors
     /// UCX's answer.
     pub fn new(context: &Arc<Context>) -> Result<Self, Status> {
+        parked::work_on();
         let mut inner = Inner {
             handle: create(context)?,
             event_fd: -1,
@@ -85,7 +90,7 @@ impl Worker {
             .max_am_header;
         am::install_handler(&inner)?;
         Ok(Self {
-            inner: Rc::new(inner),
+            inner: ManuallyDrop::new(Rc::new(inner)),
         })
     }
 
@@ -159,14 +164,19 @@ impl Worker {
         self.inner.state.outstanding.get()
     }
 
-    fn discard_events(&self) {
+    /// Whether UCX is done with all that was asked of it.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.outstanding() == 0 && self.inner.state.leaving.get() == 0
+    }
+
+    pub(crate) fn discard_events(&self) {
         while self.next_event().is_some() {}
     }
 
     fn drain(&self) {
         let begun = Instant::now();
         let is_over = || match self.outstanding() {
-            0 if self.inner.state.leaving.get() == 0 => true,
+            _ if self.is_settled() => true,
             0 => begun.elapsed() > LEAVE_TIMEOUT,
             _ => begun.elapsed() > DROP_TIMEOUT,
         };
@@ -198,20 +208,26 @@ impl Drop for Worker {
         if let Err(status) = am::remove_handler(&self.inner) {
             tracing::warn!(%status, "worker.handler_kept");
         }
-        let (outstanding, leaving) = (self.outstanding(), self.inner.state.leaving.get());
-        if outstanding != 0 || leaving != 0 {
-            // UCX may still call back, and an endpoint that is not connected must not be closed: nothing is freed.
-            leave_alive(Rc::clone(&self.inner));
-            tracing::error!(outstanding, leaving, "worker.leaked");
+        // What it shares with the rest of its thread, but for keys.
+        self.inner.state.placer.take();
+        let (is_settled, keys) = (self.is_settled(), self.inner.state.keys.get());
+        // SAFETY: `self` is being dropped, and nothing below uses the field.
+        let inner = unsafe { ManuallyDrop::take(&mut self.inner) };
+        if is_settled {
+            return;
+        }
+        // UCX may still call back, and an endpoint that is not connected must not be closed: nothing is freed.
+        let (outstanding, leaving) = (inner.state.outstanding.get(), inner.state.leaving.get());
+        tracing::warn!(outstanding, leaving, "worker.left_alive");
+        let worker = Self {
+            inner: ManuallyDrop::new(inner),
+        };
+        if keys == 0 {
+            parked::park(worker);
+        } else {
+            parked::leave_alive(worker);
         }
     }
-}
-
-/// Never drops it, and keeps its address, by which leak checkers see that this is meant.
-fn leave_alive(inner: Rc<Inner>) {
-    static ADDRESSES: Mutex<Vec<usize>> = Mutex::new(Vec::new());
-    let mut addresses = ADDRESSES.lock().unwrap_or_else(PoisonError::into_inner);
-    addresses.push(Rc::into_raw(inner).addr());
 }
 
 impl std::fmt::Debug for Worker {

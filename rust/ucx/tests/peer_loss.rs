@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{REGION_BYTES, TRANSPORTS, Visitor, visit_process};
+use common::{REGION_BYTES, TRANSPORTS, Visitor, stop, visit_process};
 use kvpipe_ucx::{Event, Payload, RemoteKey, Status, Token};
 
 const IN_FLIGHT: usize = 4;
@@ -106,25 +106,6 @@ fn closing_ends_every_read_of_a_killed_peer_however_long_it_has_been_dead() {
             assert_eq!(Arc::strong_count(&visitor.node.region), 1, "memory let go");
         }
     }
-}
-
-/// Stops a process. The signal is on its way when `kill` is done: it goes on for as long as that takes.
-fn stop(peer: &common::Peer) {
-    let pid = peer.0.id().to_string();
-    let sent = std::process::Command::new("kill")
-        .args(["-STOP", &pid])
-        .status();
-    assert!(sent.expect("kill").success());
-    while !is_stopped(&pid) {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-fn is_stopped(pid: &str) -> bool {
-    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("its threads");
-    threads.flatten().all(|thread| {
-        std::fs::read_to_string(thread.path().join("stat")).is_ok_and(|stat| stat.contains(") T "))
-    })
 }
 
 fn kill_during(operation: Operation) {

@@ -266,6 +266,23 @@ impl Drop for Peer {
     }
 }
 
+/// Stops a process. The signal is on its way when `kill` is done: it goes on for as long as that takes.
+pub fn stop(peer: &Peer) {
+    let pid = peer.0.id().to_string();
+    let sent = Command::new("kill").args(["-STOP", &pid]).status();
+    assert!(sent.expect("kill").success());
+    while !is_stopped(&pid) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn is_stopped(pid: &str) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("its threads");
+    threads.flatten().all(|thread| {
+        std::fs::read_to_string(thread.path().join("stat")).is_ok_and(|stat| stat.contains(") T "))
+    })
+}
+
 /// Starts the test `name` of this binary, alone, in a process of its own.
 pub fn child(name: &str, env: &[(&str, &str)]) -> Peer {
     let program = std::env::current_exe().expect("own path");
