@@ -21,6 +21,8 @@ IN_MEMORY = {"memory": "get", "messages in memory": "messages"}
 
 def pytest_collection_modifyitems(items):
     missing = {"ucx": _why_no_ucx(), "vllm": _why_no_vllm()}
+    if any(item.get_closest_marker("gpu") for item in items):
+        missing["gpu"] = _why_no_gpu()
     for item in items:
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
@@ -34,6 +36,16 @@ def _why_no_ucx():
     except KVPipeError as error:
         return str(error)
     return None
+
+
+def _why_no_gpu():
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch  # noqa: PLC0415 - the tests that ask have imported it
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return None if info()["ucx_has_cuda"] else "this UCX has no CUDA: pip install 'kvpipe[ucx-cu12]'"
 
 
 def _why_no_vllm():

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias, final
 __all__ = [
     "Agent",
     "Control",
+    "CudaEvent",
+    "CudaMemory",
     "LookupBuffer",
     "Peer",
     "PipeEnd",
@@ -21,6 +23,8 @@ __all__ = [
     "Transport",
     "Work",
     "checksums",
+    "cuda_device_of",
+    "cuda_is_exportable",
     "ucx_info",
 ]
 
@@ -34,12 +38,57 @@ def checksums(memory: object, starts: Sequence[int], num_bytes: int) -> list[int
         ConfigError: The memory is not contiguous, or ends before.
     """
 
+def cuda_device_of(address: int) -> int:
+    """The GPU, as the CUDA driver counts them, that an address belongs to.
+
+    Raises:
+        TransportUnavailableError: There is no CUDA driver, or the address is none of a GPU's.
+    """
+
+def cuda_is_exportable(address: int) -> bool:
+    """Whether other processes can open this CUDA memory by IPC handles, as that of cudaMalloc."""
+
 def ucx_info(wheel_dir: str | Path | None = None) -> dict[str, Any]:
     """Loads UCX and tells `version`, `path`, `has_cuda`, `has_rdma_devices`.
 
     Raises:
         TransportUnavailableError: There is no UCX, or it is too old; the message names what was tried.
     """
+
+@final
+class CudaMemory:
+    """Bytes on a GPU, an operand in place of a buffer. It keeps `owner` alive, and operations do too."""
+
+    def __new__(cls, address: int, num_bytes: int, device: int, owner: object) -> CudaMemory: ...
+    @property
+    def address(self) -> int:
+        """Where they begin."""
+
+    @property
+    def device(self) -> int:
+        """The GPU, as the CUDA driver counts them."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+@final
+class CudaEvent:
+    """What a stream had been given to do when this was made."""
+
+    @staticmethod
+    def record(device: int, stream: int) -> CudaEvent:
+        """Does not wait. The stream is a handle of the driver's, or 0, 1, 2 for the default ones.
+
+        Raises:
+            TransportUnavailableError: There is no CUDA driver, or it refused.
+        """
+
+    def wait(self) -> None:
+        """Sleeps until the stream has done it; releases the GIL.
+
+        Raises:
+            TransportUnavailableError: The driver's answer, with the errors of the stream's own work.
+        """
 
 @final
 class Transport:

@@ -8,10 +8,13 @@ import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvpipe import _cuda
 from kvpipe.exceptions import ConfigError, ProtocolError, TransportUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kvpipe import _kvpipe
 
 NOTHING, TORCH, NUMPY = 0, 1, 2
 
@@ -24,7 +27,7 @@ _KINDS = {
     **dict.fromkeys("efd", "f"),
 }
 
-_DLPACK_CPU = 1
+_DLPACK_CPU, _DLPACK_CUDA = 1, 2
 _DLPACK_DEVICES = {
     2: "cuda",
     3: "cuda_host",
@@ -50,24 +53,28 @@ class Described(NamedTuple):
 
     Attributes:
         meta: `(family, dtype, shape)`.
-        data: An object with a contiguous buffer of the tensor's bytes; it keeps them alive.
+        data: An object with a contiguous buffer of the tensor's bytes, or a `_kvpipe.CudaMemory`; it keeps them alive.
+        ready: What has to be waited for before the bytes may be read or written; `None`, as always on the host, if
+            nothing.
     """
 
     meta: Meta
     data: Any
+    ready: _kvpipe.CudaEvent | None = None
 
 
 def describe(tensor: object, *, must_be_in_place: bool = False) -> Described:
     """Describes a tensor without copying it, unless it is not contiguous.
 
     Args:
-        tensor: A torch tensor on the CPU, a numpy array, `None`, or what else speaks DLPack or the buffer protocol,
-            which is described as a numpy array.
+        tensor: A torch tensor, a numpy array, `None`, or what else speaks DLPack, the buffer protocol or
+            `__cuda_array_interface__`, which is described as a numpy array. On a GPU, what is to be waited for is what
+            the tensor's stream has been given to do until now.
         must_be_in_place: The bytes will be written: a tensor that would have to be copied is an error.
 
     Raises:
         ConfigError: Not a tensor, or one that has no plain bytes.
-        TransportUnavailableError: On a device from which this version cannot send.
+        TransportUnavailableError: On a device from which this version, or this machine, cannot send.
     """
     if tensor is None:
         return Described((NOTHING, "", ()), b"")
@@ -77,6 +84,8 @@ def describe(tensor: object, *, must_be_in_place: bool = False) -> Described:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(tensor, (numpy.ndarray, numpy.generic)):
         return _bounded(_describe_numpy(numpy, tensor, must_be_in_place=must_be_in_place))
+    if (interface := getattr(tensor, "__cuda_array_interface__", None)) is not None:
+        return _bounded(_describe_cuda_array(tensor, interface, must_be_in_place=must_be_in_place))
     if hasattr(tensor, "__dlpack__") and hasattr(tensor, "__dlpack_device__"):
         return _bounded(_describe_dlpack(tensor, must_be_in_place=must_be_in_place))
     try:
@@ -84,7 +93,7 @@ def describe(tensor: object, *, must_be_in_place: bool = False) -> Described:
     except TypeError as error:
         message = (
             f"{type(tensor).__name__} is no tensor: expected a torch tensor, a numpy array, None, "
-            "or an object that speaks DLPack or the buffer protocol"
+            "or an object that speaks DLPack, the buffer protocol or __cuda_array_interface__"
         )
         raise ConfigError(message) from error
     return _bounded(_describe_buffer(view, must_be_in_place=must_be_in_place))
@@ -102,11 +111,8 @@ def _bounded(described: Described) -> Described:
 
 
 def _describe_torch(torch: Any, tensor: Any, *, must_be_in_place: bool) -> Described:
-    if tensor.device.type != "cpu":
-        message = (
-            f"a tensor on device {tensor.device} cannot be sent or received in this version; "
-            "use tensor.cpu(), CUDA tensors in place come with a later release"
-        )
+    if tensor.device.type not in {"cpu", "cuda"}:
+        message = f"a tensor on device {tensor.device} cannot be sent or received; use tensor.cpu()"
         raise TransportUnavailableError(message)
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else str(tensor.layout)
@@ -120,6 +126,8 @@ def _describe_torch(torch: Any, tensor: Any, *, must_be_in_place: bool) -> Descr
     meta = (TORCH, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
     if plain.numel() == 0:
         return Described(meta, b"" if not must_be_in_place else bytearray())
+    if tensor.device.type == "cuda":
+        return Described(meta, *_cuda.of_torch(torch, plain))
     return Described(meta, plain.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -145,10 +153,22 @@ def _is_masked(array: Any) -> bool:
     return masked is not None and isinstance(array, masked.MaskedArray)
 
 
+def _describe_cuda_array(tensor: Any, interface: Any, *, must_be_in_place: bool) -> Described:
+    dtype, on_gpu = _cuda.of_array(tensor, interface, must_be_in_place=must_be_in_place)
+    meta = (NUMPY, dtype, tuple(interface["shape"]))
+    if on_gpu is None:
+        return Described(meta, b"" if not must_be_in_place else bytearray())
+    return Described(meta, *on_gpu)
+
+
 def _describe_dlpack(tensor: Any, *, must_be_in_place: bool) -> Described:
     kind, index = tensor.__dlpack_device__()
     if kind != _DLPACK_CPU:
         device = f"{_DLPACK_DEVICES.get(int(kind), f'DLPack type {int(kind)}')}:{index}"
+        if kind == _DLPACK_CUDA:
+            dtype, plain = _cuda.of_dlpack(tensor, device)
+            described = _describe_torch(sys.modules["torch"], plain, must_be_in_place=must_be_in_place)
+            return described._replace(meta=(NUMPY, dtype, described.meta[2]))
         message = (
             f"a {type(tensor).__name__} on device {device} cannot be sent or received in this version; "
             "copy it to the CPU first"

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvpipe import _kvpipe
 from kvpipe._closing import Closing
+from kvpipe._following import Follower
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.exceptions import ConfigError
@@ -58,6 +59,7 @@ class Agent(Closing):
 
     def __init__(self, listen: str = "127.0.0.1:0", token: str | None = None, *, checksum: bool = True) -> None:
         self._native = _kvpipe.Agent(listen, resolve_token(token), transport(), checksum=checksum)
+        self._follower = Follower()
         self._is_closed = False
 
     @property
@@ -68,7 +70,7 @@ class Agent(Closing):
     @property
     def peers(self) -> list[Peer]:
         """The peers that are connected now, whichever side began."""
-        return [Peer(self._native, peer) for peer in self._native.peers()]
+        return [Peer(self._native, peer, self._follower) for peer in self._native.peers()]
 
     def register(
         self,
@@ -82,8 +84,9 @@ class Agent(Closing):
         """Registers memory as blocks that peers may read, until the region or the agent is closed.
 
         Args:
-            memory: A contiguous torch tensor on the CPU, numpy array, or what else is in host memory and speaks DLPack
-                or the buffer protocol, writable. It is kept alive.
+            memory: A contiguous torch tensor on the CPU or an NVIDIA GPU, numpy array, or what else speaks DLPack, the
+                buffer protocol or `__cuda_array_interface__`, writable. It is kept alive. Blocks on a GPU have no
+                checksums.
             name: Under which peers know it.
             block_bytes: Bytes of a block.
             stride: Bytes from the start of a block to the start of the next; by default `block_bytes`.
@@ -92,6 +95,7 @@ class Agent(Closing):
 
         Raises:
             ConfigError: The name is taken or too long, or the memory holds no block of this size.
+            TransportUnavailableError: Memory on a device that cannot be reached, as a GPU where UCX has no CUDA.
             ClosedError: The agent was closed.
         """
         if not 0 < len(name.encode()) <= _NAME_CAP:
@@ -101,10 +105,12 @@ class Agent(Closing):
         if block_bytes <= 0 or stride < block_bytes:
             message = f"block_bytes={block_bytes} with stride={stride}: expected 1 or more, and stride not smaller"
             raise ConfigError(message)
-        registered = self._native.register(name, writable_bytes(memory), block_bytes, stride, writable)
+        data = writable_bytes(memory)
+        gpu = data.device if isinstance(data, _kvpipe.CudaMemory) else None
+        registered = self._native.register(name, data, block_bytes, stride, writable)
         return Work(
             registered,
-            lambda native: Region(self._native, native, (name, block_bytes, stride, writable)),
+            lambda native: Region(self._native, native, (name, block_bytes, stride, writable), gpu),
         ).wait()
 
     def connect(self, address: str, timeout: float | None = 10) -> Peer:
@@ -137,7 +143,7 @@ class Agent(Closing):
         return self._peer(self._native.add_peer(metadata), timeout)
 
     def _peer(self, connected: _kvpipe.Work, timeout: float | None) -> Peer:
-        return Work(connected, lambda native: Peer(self._native, native)).wait(timeout)
+        return Work(connected, lambda native: Peer(self._native, native, self._follower)).wait(timeout)
 
     def notifications(self, timeout: float | None = None) -> list[tuple[Peer, bytes]]:
         """Takes the notifications of peers, and waits for at least one.
@@ -154,7 +160,7 @@ class Agent(Closing):
         Raises:
             ClosedError: The agent was closed and nothing is left to take.
         """
-        return [(Peer(self._native, peer), tag) for peer, tag in self._native.notifications(timeout)]
+        return [(Peer(self._native, peer, self._follower), tag) for peer, tag in self._native.notifications(timeout)]
 
     async def anotifications(self) -> list[tuple[Peer, bytes]]:
         """As `notifications`, in an asyncio loop: no thread waits. Cancelling it, as a time-out does, loses none."""
@@ -169,6 +175,7 @@ class Agent(Closing):
     def close(self) -> None:
         """Ends all sessions; what is under way ends with an error. Closing twice is fine."""
         self._is_closed = True
+        self._follower.close()
         self._native.close()
 
     def __repr__(self) -> str:

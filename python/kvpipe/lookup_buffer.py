@@ -131,7 +131,8 @@ class LookupBuffer(Closing):
         an insert, unless its bytes are on their way to another process already.
 
         Args:
-            input_tokens: `[num_tokens]`, any integer dtype, torch on the CPU or numpy like all tensors here.
+            input_tokens: `[num_tokens]`, any integer dtype, torch or numpy like all tensors here. The copy is made in
+                host memory; of a torch tensor on a GPU once its current stream is done, which the caller waits for.
             roi: `[num_tokens]`, bool: which tokens count. `None`: all.
             key: Any shape and dtype, or `None`.
             value: As `key`.
@@ -157,7 +158,7 @@ class LookupBuffer(Closing):
     def _insert(
         self, input_tokens: Any, roi: Any, rest: tuple[Any, Any, Any], timeout: float | None, *, is_waited: bool
     ) -> _kvpipe.Work:
-        described = [describe(tensor) for tensor in (input_tokens, roi, *rest)]
+        described = [describe(_in_host_memory(tensor)) for tensor in (input_tokens, roi, *rest)]
         tokens = _counted(input_tokens, roi)
         return self._native.insert(tokens, [(tensor.meta, tensor.data) for tensor in described], timeout, is_waited)
 
@@ -233,6 +234,11 @@ def _take(native: _kvpipe.Work, entry: list[tuple[int, str, list[int], Any]] | N
     # Not before: an entry from which no tensors can be made here is left to others.
     native.take()
     return tensors
+
+
+def _in_host_memory(tensor: Any) -> Any:
+    """A copy of a torch tensor on a GPU; all else as it is."""
+    return tensor.cpu() if getattr(tensor, "is_cuda", False) else tensor
 
 
 def _counted(input_tokens: Any, roi: Any) -> Any:

@@ -11,10 +11,13 @@ from kvpipe.region import RegionInfo
 from kvpipe.work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from kvpipe import _kvpipe
+    from kvpipe._following import Follower
     from kvpipe.region import Region
+
+    Ready = Callable[[], _kvpipe.CudaEvent | None]
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,30 @@ class PeerStats:
 class Plan:
     """A transfer that was checked, ordered and joined once, to be made many times; see `Peer.prepare`."""
 
-    def __init__(self, agent: _kvpipe.Agent, native: _kvpipe.Plan, about: str) -> None:
+    def __init__(
+        self, agent: _kvpipe.Agent, native: _kvpipe.Plan, ready: Ready, follower: Follower, about: str
+    ) -> None:
         self._agent = agent
         self._native = native
+        self._ready = ready
+        self._follower = follower
         self._about = about
 
     def read(self, *, notify: bytes | None = None, timeout: float | None = None) -> Work[int]:
         """As `Peer.read_blocks`."""
-        return Work(self._agent.read(self._native, _tag(notify), timeout), int)
+        tag, ready = _tag(notify), self._ready()
+        if ready is None and self._follower.is_idle:
+            return Work(self._agent.read(self._native, tag, timeout), int)
+        native = self._follower.post(ready, lambda left: self._agent.read(self._native, tag, left), timeout)
+        return Work(native, int)
 
     def write(self, *, notify: bytes | None = None, timeout: float | None = None) -> Work[int]:
         """As `Peer.write_blocks`."""
-        return Work(self._agent.write(self._native, _tag(notify), timeout), int)
+        tag, ready = _tag(notify), self._ready()
+        if ready is None and self._follower.is_idle:
+            return Work(self._agent.write(self._native, tag, timeout), int)
+        native = self._follower.post(ready, lambda left: self._agent.write(self._native, tag, left), timeout)
+        return Work(native, int)
 
     def __repr__(self) -> str:
         return f"<Plan {self._about}>"
@@ -62,11 +77,16 @@ class Peer:
     """A connected agent. A lost peer stays lost; connecting again returns a new one.
 
     Peers of one agent are equal when they are the same connection.
+
+    A transfer of ours between GPU blocks begins when the current stream of the GPU (torch's) has done what it had been
+    given at the call, which no caller waits for; what is called later on this agent begins after it. What a peer moves
+    out of or into our GPU blocks waits for no stream of ours: tell it of blocks when they are there.
     """
 
-    def __init__(self, agent: _kvpipe.Agent, native: _kvpipe.Peer) -> None:
+    def __init__(self, agent: _kvpipe.Agent, native: _kvpipe.Peer, follower: Follower) -> None:
         self._agent = agent
         self._native = native
+        self._follower = follower
 
     @property
     def address(self) -> str:
@@ -164,7 +184,8 @@ class Peer:
         """
         local, remote = _without_torch(local_ids), _without_torch(remote_ids)
         native = self._agent.prepare(self._native, region._native, local, remote_region, remote)  # noqa: SLF001 - one package
-        return Plan(self._agent, native, f"of {region.name!r} here and {remote_region!r} at {self.address}")
+        about = f"of {region.name!r} here and {remote_region!r} at {self.address}"
+        return Plan(self._agent, native, region._ready, self._follower, about)  # noqa: SLF001 - one package
 
     def notify(self, tag: bytes) -> Work[None]:
         """Sends a tag to this peer, whose `Agent.notifications` returns it, at most 64 KiB.
@@ -180,7 +201,11 @@ class Peer:
             PeerLostError: The peer is gone (also from the work).
             ClosedError: The agent was closed.
         """
-        return Work(self._agent.notify(self._native, _tag(tag) or b""), lambda _: None)
+        tag = _tag(tag) or b""
+        if self._follower.is_idle:
+            return Work(self._agent.notify(self._native, tag), lambda _: None)
+        native = self._follower.post(None, lambda _: self._agent.notify(self._native, tag))
+        return Work(native, lambda _: None)
 
     def stats(self) -> PeerStats:
         """Counters of this peer."""

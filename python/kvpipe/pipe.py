@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import re
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from kvpipe import _kvpipe
-from kvpipe._tensor import describe, rebuild
+from kvpipe._following import Follower, Following
+from kvpipe._tensor import NOTHING, NUMPY, describe, rebuild
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
-from kvpipe.exceptions import ClosedError, ConfigError, TransportUnavailableError
+from kvpipe.exceptions import ClosedError, ConfigError, TransferTimeoutError, TransportUnavailableError
 from kvpipe.work import Work
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_BUSY_POLL_US = 1_000_000
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,18 @@ class Pipe:
     What is sent is kept alive until it has left, and what is received is the caller's alone. Torch tensors arrive as
     torch tensors, `None` as `None`, and all else as numpy arrays: numpy's own, and what speaks DLPack or the buffer
     protocol (`bytes` as a one-dimensional array of uint8).
+
+    Tensors on an NVIDIA GPU are moved in place, without checksums, where UCX has CUDA. What their stream (torch's
+    current one) has been given to do when a method is called is done before their memory is read or written, which no
+    caller waits for. A work on one is done when its bytes are there for all streams. None of this has run on a GPU yet
+    (docs/gpu.md).
     """
 
     def __init__(self, end: _kvpipe.PipeEnd, *, is_sender: bool) -> None:
         self._end = end
         self._is_sender = is_sender
         self._is_told = False
+        self._follower = Follower()
 
     @classmethod
     def listen(cls, address: str = "127.0.0.1:0", token: str | None = None, *, busy_poll_us: int | None = None) -> Pipe:
@@ -122,8 +134,9 @@ class Pipe:
         goes on being sent.
 
         Args:
-            tensor: A torch tensor on the CPU, a numpy array, `None`, or what else is in host memory and speaks DLPack
-                or the buffer protocol; any shape and dtype. One that is not contiguous is copied first.
+            tensor: A torch tensor on the CPU or an NVIDIA GPU, a numpy array, `None`, or what else speaks DLPack, the
+                buffer protocol or `__cuda_array_interface__`; any shape and dtype. One that is not contiguous is
+                copied first.
             timeout: Seconds; see the class.
 
         Raises:
@@ -131,7 +144,8 @@ class Pipe:
             CorruptDataError: (above 32 KiB) it arrived with another checksum; the pipe is usable.
             PeerLostError: The receiver is gone; the pipe is closed.
             ClosedError: The pipe was closed here.
-            ConfigError, TransportUnavailableError: This tensor cannot be sent; the pipe is usable.
+            ConfigError, TransportUnavailableError: This tensor cannot be sent, as one on a GPU where UCX has no CUDA;
+                the pipe is usable.
         """
         native = self._send(tensor, timeout, is_waited=True)
         native.wait()
@@ -148,12 +162,18 @@ class Pipe:
         """
         return Work(self._send(tensor, None, is_waited=False), lambda _: None)
 
-    def _send(self, tensor: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work:
+    def _send(self, tensor: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work | Following:
         if not self._is_sender:
             message = "this is the receiving end of the pipe; it cannot send"
             raise ConfigError(message)
         described = describe(tensor)
-        return self._end.send(described.meta, described.data, timeout, is_waited)
+        if described.ready is None and self._follower.is_idle:
+            return self._end.send(described.meta, described.data, timeout, is_waited)
+
+        def begin(left: float | None) -> _kvpipe.Work:
+            return self._end.send(described.meta, described.data, left, is_waited=False)
+
+        return self._follower.post(described.ready, begin, timeout)
 
     def recv_tensor(self, out: Any = None, device: str | None = None, timeout: float | None = None) -> Any:
         """Receives the next tensor. Several threads may receive at once; each tensor goes to one of them.
@@ -161,10 +181,13 @@ class Pipe:
         Interrupted by Ctrl-C, it takes no tensor; one that was being moved at that moment is lost.
 
         Args:
-            out: A contiguous, writable torch tensor, numpy array, DLPack object or buffer in host memory to receive
-                into. It must be of the kind (torch, or numpy for all others), dtype and shape of what comes.
-                Without it the returned tensor owns memory that the pipe uses again once the tensor is let go.
-            device: Only `"cpu"` (or `None`) in this version.
+            out: A contiguous, writable torch tensor, numpy array, DLPack object, buffer or object with
+                `__cuda_array_interface__` to receive into, on the host or on an NVIDIA GPU. It must be of the kind
+                (torch, or numpy for all others), dtype and shape of what comes. Without it the returned tensor owns
+                memory that the pipe uses again once the tensor is let go.
+            device: Where the tensor is to be, without `out`: `"cpu"` (or `None`), or a GPU such as `"cuda:0"`, which
+                takes torch. The latter is received into host memory and copied, on the current stream of whoever takes
+                the result, into a torch tensor: `out` saves that copy.
             timeout: Seconds; see the class.
 
         Returns:
@@ -173,21 +196,23 @@ class Pipe:
         Raises:
             EndOfPipeError: The sender has closed and everything was received.
             ConfigError: `out` does not match; nothing was consumed, the pipe is usable.
-            TransportUnavailableError: `out` or `device` is not in host memory; nothing was consumed.
+            TransportUnavailableError: `out` or `device` cannot be reached from here, as a GPU where UCX has no CUDA;
+                nothing was consumed.
             CorruptDataError: What came differs from its checksum; it is consumed, the pipe is usable.
             TransferTimeoutError: Not done in time; the message says whether the pipe is usable.
             PeerLostError: The sender is gone; the pipe is closed.
         """
-        native = self._receive(out, device, timeout, is_waited=True)
+        convert = _rebuild if out is None and device is None else _conversion(out, device)
+        native = self._receive(out, timeout, is_waited=True)
         try:
             native.wait()
         except BaseException:
             if not native.is_completed():  # Ctrl-C, or what else a signal handler raises
-                self._end.withdraw(native)
+                self._withdraw(native)
             raise
         received = native.result()
         self._tell_opened()
-        return _rebuild(received) if out is None else out
+        return convert(received)
 
     def irecv_tensor(self, out: Any = None, device: str | None = None) -> Work[Any]:
         """Begins to receive the next tensor.
@@ -198,18 +223,31 @@ class Pipe:
         Raises:
             As `recv_tensor` for what is wrong with `out` or `device`; the rest comes from the work.
         """
-        return Work(self._receive(out, device, None, is_waited=False), _rebuild if out is None else lambda _: out)
+        convert = _rebuild if out is None and device is None else _conversion(out, device)
+        return Work(self._receive(out, None, is_waited=False), convert)
 
-    def _receive(self, out: Any, device: str | None, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work:
+    def _receive(self, out: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work | Following:
         if self._is_sender:
             message = "this is the sending end of the pipe; it cannot receive"
             raise ConfigError(message)
-        _check_device(device)
         self._tell_opened()
-        if out is None:
-            return self._end.receive(None, timeout, is_waited)
-        described = describe(out, must_be_in_place=True)
-        return self._end.receive((described.meta, described.data), timeout, is_waited)
+        described = None if out is None else describe(out, must_be_in_place=True)
+        place = None if described is None else (described.meta, described.data)
+        ready = None if described is None else described.ready
+        if ready is None and self._follower.is_idle:
+            return self._end.receive(place, timeout, is_waited)
+
+        def begin(left: float | None) -> _kvpipe.Work:
+            return self._end.receive(place, left, is_waited=False)
+
+        return self._follower.post(ready, begin, timeout)
+
+    def _withdraw(self, native: _kvpipe.Work | Following) -> None:
+        if isinstance(native, Following):
+            native.withdraw(ClosedError("the receive was withdrawn; the pipe is usable"))
+            native = native.begun
+        if native is not None:
+            self._end.withdraw(native)
 
     def _tell_opened(self) -> None:
         """Logs once which way the tensors take, as soon as the two ends have met."""
@@ -231,8 +269,9 @@ class Pipe:
             TransferTimeoutError: The receiver did not take everything in time; the pipe is closed all the same.
             PeerLostError: The receiver is gone, and with it what it had not received.
         """
+        is_drained, left = self._drain(timeout)
         try:
-            closed = self._end.close(timeout)
+            closed = self._end.close(left)
         except ClosedError:
             return  # closed before, or made before fork(): the parent's to close
         try:
@@ -240,6 +279,19 @@ class Pipe:
                 Work(closed, lambda _: None).wait()
         finally:
             self._end.stop()
+        if not is_drained:
+            message = "the stream of a tensor was not done in time; the pipe is closed, the tensor was not sent"
+            raise TransferTimeoutError(message)
+
+    def _drain(self, timeout: float | None) -> tuple[bool, float | None]:
+        """Has the sender's streams done first: whether they are, and what is left of the time."""
+        is_drained, left = True, timeout
+        if self._is_sender and not self._follower.is_idle:
+            begun = time.monotonic()
+            is_drained = self._follower.drain(timeout)
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
+        self._follower.close()
+        return is_drained, left
 
     @property
     def address(self) -> str | None:
@@ -273,6 +325,7 @@ class Pipe:
         if kind is None:
             self.close()
         else:
+            self._follower.close()
             self._end.stop()
 
     def __repr__(self) -> str:
@@ -290,15 +343,38 @@ def _microseconds(busy_poll_us: int | None) -> int | None:
     return busy_poll_us
 
 
-def _check_device(device: object) -> None:
-    if device is None or str(device) == "cpu":
-        return
-    name = repr(str(device))
-    if name.startswith("'cuda"):
-        message = f"device={name}: this version receives into host memory; receive, then use tensor.to({name})"
+def _conversion(out: Any, device: object) -> Callable[[Any], Any]:
+    """What makes the result of a receive into `out`, or else on `device`."""
+    name = "cpu" if device is None else str(device)
+    if not _DEVICE.fullmatch(name):
+        message = f"device={name!r}: expected None, 'cpu', or a GPU such as 'cuda:0'"
+        raise ConfigError(message)
+    if name == "cpu":
+        return _rebuild if out is None else lambda _: out
+    if out is not None:
+        message = f"device={name!r} with out=: the tensor is received into out, wherever that is"
+        raise ConfigError(message)
+    torch = _torch_for(name)
+    return lambda received: _on_gpu(torch, received, name)
+
+
+def _torch_for(device: str) -> Any:
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        message = f"device={device!r} needs torch, which allocates there; install it, or receive into out="
+        raise TransportUnavailableError(message) from error
+    if not torch.cuda.is_available():
+        message = f"device={device!r}: torch sees no CUDA device; receive to the CPU, or install torch for CUDA"
         raise TransportUnavailableError(message)
-    message = f"device={name}: expected None or 'cpu'"
-    raise ConfigError(message)
+    return torch
+
+
+def _on_gpu(torch: Any, received: tuple[int, str, list[int], Any], device: str) -> Any:
+    tensor = _rebuild(received)
+    if received[0] == NOTHING:
+        return None
+    return (torch.from_numpy(tensor) if received[0] == NUMPY else tensor).to(device)
 
 
 def _rebuild(received: tuple[int, str, list[int], Any]) -> Any:

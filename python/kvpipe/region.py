@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvpipe import _cuda
+from kvpipe._closing import Closing
 from kvpipe._tensor import describe
 from kvpipe.exceptions import ClosedError, ConfigError
 from kvpipe.work import Work
 
 if TYPE_CHECKING:
     from kvpipe import _kvpipe
-from kvpipe._closing import Closing
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class RegionInfo:
     Attributes:
         num_blocks: Number of blocks; ids go from 0 to one less.
         block_bytes: Bytes of a block.
-        device: Where its memory is: `cpu`.
+        device: Where its memory is: `cpu`, or `cuda:0` and so on, as its owner counts.
         is_writable: Whether its owner takes blocks into it, see `Peer.write_blocks`.
     """
 
@@ -39,16 +40,27 @@ class Region(Closing):
         num_blocks: Number of blocks.
         block_bytes: Bytes of a block.
         stride: Bytes from the start of a block to the start of the next.
-        device: Where the memory is: `cpu`.
+        device: Where the memory is: `cpu`, or `cuda:0` and so on.
         is_writable: Whether blocks that peers write are taken into it.
     """
 
-    def __init__(self, agent: _kvpipe.Agent, native: _kvpipe.Region, info: tuple[str, int, int, bool]) -> None:
+    def __init__(
+        self,
+        agent: _kvpipe.Agent,
+        native: _kvpipe.Region,
+        info: tuple[str, int, int, bool],
+        gpu: int | None = None,
+    ) -> None:
         self._agent = agent
         self._native = native
         self.name, self.block_bytes, self.stride, self.is_writable = info
         self.num_blocks = native.num_blocks
-        self.device = "cpu"
+        self._gpu = gpu
+        self.device = "cpu" if gpu is None else f"cuda:{gpu}"
+
+    def _ready(self) -> _kvpipe.CudaEvent | None:
+        """What the blocks' stream has to do now; `None` for blocks of the host."""
+        return None if self._gpu is None else _cuda.record(self._gpu)
 
     def close(self, timeout: float | None = 10) -> None:
         """Takes the memory back. Closing twice is fine, as is closing after the agent.
@@ -83,13 +95,13 @@ class Region(Closing):
 
 
 def writable_bytes(memory: Any) -> Any:
-    """The bytes of a tensor, or of another object that speaks DLPack or the buffer protocol, in place.
+    """The bytes of a tensor, or of another object that `Agent.register` takes, in place.
 
     Raises:
         ConfigError: Not contiguous, or no memory at all.
         TransportUnavailableError: On a device that this version cannot register.
     """
-    if hasattr(memory, "dtype") or hasattr(memory, "__dlpack__"):
+    if any(hasattr(memory, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__")):
         return describe(memory, must_be_in_place=True).data
     try:
         return memoryview(memory).cast("B")

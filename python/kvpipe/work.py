@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from kvpipe._following import Following
 from kvpipe.exceptions import TransferTimeoutError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Work(Generic[T]):
     the operation alive.
     """
 
-    def __init__(self, native: _kvpipe.Work, convert: Callable[[Any], T]) -> None:
+    def __init__(self, native: _kvpipe.Work | Following, convert: Callable[[Any], T]) -> None:
         self._native = native
         self._convert = convert
         self._converted: tuple[T] | None = None
@@ -61,8 +62,12 @@ class Work(Generic[T]):
         return self._wait_in_loop().__await__()
 
     async def _wait_in_loop(self) -> T:
-        if not self._native.is_completed():
-            await readable(self._native.fileno())
+        native = self._native
+        if isinstance(native, Following):
+            await native.settled()
+            native = native.begun
+        if native is not None and not native.is_completed():
+            await readable(native.fileno())
         return self.result()
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 use kvpipe_ucx::has_rdma_devices;
 
-use crate::data::Road;
+use crate::road::Road;
 
 /// Why the road is slow, and what to do; none when it is as fast as this machine allows.
 pub(crate) fn advice(road: &Road, is_same_host: bool) -> Option<&'static str> {

@@ -4,45 +4,15 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvpipe_ucx::{Buffer, EndpointId, Lane, Status};
+use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Status};
 
 use crate::codec::Writer;
 use crate::error::{Error, Result};
 use crate::handshake::SessionId;
 use crate::node::{Io, LinkId};
+use crate::road::{Road, is_direct, reads_host};
 use crate::stream::Landings;
 use crate::transport::{Context, Get, Memory, Payload, RemoteKey, Worker};
-
-/// How bytes get to where they belong. Whoever owns the destination writes it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Road {
-    /// The destination's side reads the source's memory; names the transport (`cma`, `rc_mlx5`, …).
-    Get(String),
-    /// The source sends messages that the destination's own code places: TCP, where UCX checks no remote key.
-    Messages(String),
-}
-
-impl Road {
-    /// The transport that carries the bytes.
-    pub fn transport(&self) -> &str {
-        match self {
-            Self::Get(name) | Self::Messages(name) => name,
-        }
-    }
-
-    /// Whether a lane can read the other side's memory, or part of it.
-    fn reads(lane: &Lane) -> bool {
-        lane.is_rma && !["tcp", "self", "posix", "sysv"].contains(&lane.transport.as_str())
-    }
-
-    fn choose(lanes: &[Lane]) -> Self {
-        if let Some(lane) = lanes.iter().find(|lane| Self::reads(lane)) {
-            return Self::Get(lane.transport.clone());
-        }
-        let message = lanes.iter().find(|lane| lane.is_am).or(lanes.first());
-        Self::Messages(message.map_or_else(|| "unknown".to_owned(), |lane| lane.transport.clone()))
-    }
-}
 
 /// The first message of each side of a session: it says nothing, and has UCX connect.
 pub(crate) const HELLO: u8 = 0;
@@ -61,8 +31,10 @@ struct Peer {
     endpoint: Option<EndpointId>,
     session: SessionId,
     road: Road,
-    /// Whether every lane that reads is CMA's, whose reads are over when they are posted.
+    /// Whether every lane that reads memory of the host is CMA's, whose reads are over when they are posted.
     reads_at_once: bool,
+    /// Lanes that may reach CUDA memory.
+    lanes: Vec<Lane>,
     /// Bytes of messages that have not left.
     unsent: Cell<usize>,
     is_open: bool,
@@ -107,6 +79,7 @@ impl DataPlane {
             session,
             road: Road::Messages(String::new()),
             reads_at_once: false,
+            lanes: Vec::new(),
             unsent: Cell::default(),
             is_open: true,
             greeted: Greeted::default(),
@@ -193,10 +166,12 @@ impl DataPlane {
         if let Some(peer) = self.peers.get_mut(&link)
             && let Some(endpoint) = peer.endpoint
         {
-            let lanes = self.worker.lanes(endpoint);
-            let mut reading = lanes.iter().filter(|lane| Road::reads(lane));
+            let mut lanes = self.worker.lanes(endpoint);
+            let mut reading = lanes.iter().filter(|lane| reads_host(lane));
             peer.reads_at_once = reading.all(|lane| lane.transport == "cma");
             peer.road = Road::choose(&lanes);
+            lanes.retain(is_direct);
+            peer.lanes = lanes;
         }
     }
 
@@ -297,18 +272,30 @@ impl Io {
         self.post(link, |data| data.worker.get(data.endpoint(link)?, get))
     }
 
-    /// Makes a peer's remote key usable on its endpoint.
-    pub fn unpack_rkey(&mut self, link: LinkId, packed: &[u8]) -> Result<RemoteKey> {
+    /// Makes a peer's remote key usable on its endpoint, to read into memory of kind `local`.
+    pub fn unpack_rkey(
+        &mut self,
+        link: LinkId,
+        packed: &[u8],
+        local: MemoryKind,
+    ) -> Result<RemoteKey> {
         let Some(data) = &self.data else {
             return Err(Error::Closed("no data plane".to_owned()));
         };
         let endpoint = data.endpoint(link)?;
         data.worker
-            .unpack_rkey(endpoint, packed)
+            .unpack_rkey(endpoint, packed, local)
             .map_err(|status| match status {
                 lost if lost.is_disconnect() => Error::lost(&self.peer(link), lost),
                 other => Error::protocol(format_args!("a remote key cannot be used: {other}")),
             })
+    }
+
+    /// Whether a read from CUDA memory of a peer into CUDA memory of ours goes over one of the link's lanes.
+    pub(crate) fn reaches(&self, link: LinkId, to: &Memory, from: (u64, &RemoteKey)) -> bool {
+        let Some(data) = &self.data else { return false };
+        let lanes = data.peers.get(&link).map_or(&[][..], |peer| &peer.lanes);
+        !lanes.is_empty() && data.worker.reaches(lanes, to, from)
     }
 
     /// Registers memory, so that it can be read or sent from.
@@ -316,9 +303,18 @@ impl Io {
         let Some(data) = &self.data else {
             return Err(Error::Closed("no data plane".to_owned()));
         };
-        data.context
-            .register(buffer)
-            .map_err(|status| Error::Unavailable(format!("cannot register memory: {status}")))
+        let kind = buffer.kind();
+        data.context.register(buffer).map_err(|status| {
+            Error::Unavailable(match kind {
+                MemoryKind::Host => format!("cannot register memory: {status}"),
+                MemoryKind::Cuda { .. } => format!(
+                    "CUDA memory cannot be registered with UCX {} ({status}): it needs a UCX with CUDA, which \
+                     pip install 'kvpipe[ucx-cu12]' brings, and UCX_TLS, if set, must allow cuda; or copy the tensor \
+                     to the CPU",
+                    data.context.describe()
+                ),
+            })
+        })
     }
 
     /// How bytes move on this link.

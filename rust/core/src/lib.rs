@@ -30,9 +30,10 @@ mod pool;
 mod process;
 mod recent;
 pub mod region;
+mod road;
 mod stream;
 pub mod transport;
 pub mod work;
 
-pub use data::Road;
 pub use error::{Error, Result};
+pub use road::Road;

@@ -79,7 +79,7 @@ pub struct RemoteRegion {
     pub name: String,
     /// How it is cut.
     pub layout: Layout,
-    /// Where its memory is: `cpu`.
+    /// Where its memory is: `cpu`, or `cuda:0` and so on.
     pub device: String,
     /// Whether peers may have their blocks taken into it.
     pub is_writable: bool,
@@ -90,6 +90,11 @@ pub struct RemoteRegion {
 }
 
 impl RemoteRegion {
+    /// Whether its memory is a GPU's.
+    pub(crate) fn is_cuda(&self) -> bool {
+        self.device.starts_with("cuda")
+    }
+
     pub(crate) fn write(&self, writer: Writer) -> Writer {
         let Layout {
             num_blocks,

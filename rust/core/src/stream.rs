@@ -174,7 +174,7 @@ impl Landing {
             && !piece.is_empty()
         {
             if !self.memory.buffer().write(run.to as usize, piece) {
-                let text = "memory that is not the host's cannot be received into over TCP";
+                let text = "the CUDA driver could not write into the destination";
                 return Err(Error::Unavailable(text.to_owned()));
             }
             self.cursor.advance(runs, run.len);

@@ -18,8 +18,8 @@ use kvpipe_core::blocks::{Agent, Options, Peer, Region};
 use kvpipe_core::codec::{Reader, Writer};
 use kvpipe_core::handshake::SessionId;
 use kvpipe_ucx::{
-    Buffer, Config, Context, EndpointId, Event, Library, Memory, Payload, RemoteKey, Search,
-    Status, Worker,
+    Buffer, Config, Context, EndpointId, Event, Library, Memory, MemoryKind, Payload, RemoteKey,
+    Search, Status, Worker,
 };
 
 /// What the stranger reads and writes at once. UCX serves it in software.
@@ -138,7 +138,9 @@ impl Stranger {
         let endpoint = worker.connect(&forged).expect("endpoint");
         let memory = context.register(Buffer::zeroed(LARGE)).expect("memory");
         let key = memory.pack_rkey().expect("key");
-        let key = worker.unpack_rkey(endpoint, &key).expect("key");
+        let key = worker
+            .unpack_rkey(endpoint, &key, MemoryKind::Host)
+            .expect("key");
         Self {
             worker,
             endpoint,

@@ -23,6 +23,10 @@ const SUMS: u8 = 9;
 const CORRUPT: u8 = 10;
 const TAKEN: u8 = 6;
 
+/// Where offered memory is.
+const HOST: u8 = 0;
+const CUDA: u8 = 1;
+
 fn eager(sequence: u64, content: &[u8]) -> (Vec<u8>, Vec<u8>) {
     let payload = described(content.len()).bytes(content).finish();
     (unsummed(EAGER, sequence), payload)
@@ -44,7 +48,7 @@ fn sum(payload: &[u8]) -> u64 {
 /// The payload of an offer: length, address, how it is proved, key.
 fn offer(len: u64, address: u64, proof: u8, key: &[u8]) -> Vec<u8> {
     let offer = described(len as usize).u64(len).u64(address);
-    offer.u8(proof).bytes(key).finish()
+    offer.u8(HOST).u8(proof).bytes(key).finish()
 }
 
 fn described(len: usize) -> Writer {
@@ -114,6 +118,25 @@ fn an_offer_that_no_memory_can_hold_is_an_error_and_not_the_end() {
         "{error}"
     );
     assert_eq!(rx.info().state, "open");
+}
+
+/// Without a GPU at this end: whatever the road, nobody reads across.
+#[test]
+fn an_offer_of_cuda_memory_comes_to_the_host_as_messages_however_small() {
+    on_both_roads(
+        "an_offer_of_cuda_memory_comes_to_the_host_as_messages_however_small",
+        |search| {
+            let (raw, rx) = raw(search);
+            let offer = described(5).u64(5).u64(1 << 40).u8(CUDA).u8(0).bytes(&[]);
+            raw.send(&unsummed(OFFER, 0), &offer.finish());
+            let received = receive(&rx);
+            raw.message(ACCEPT);
+            let header = Writer::new(DATA).u64(0).u64(0).u64(0).finish();
+            raw.send(&header, b"on it");
+            raw.message(TAKEN);
+            assert_eq!(content(&received), b"on it");
+        },
+    );
 }
 
 fn is_corrupt(received: &Work<Arc<Received>>) -> bool {

@@ -3,6 +3,7 @@
 use std::ffi::c_int;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use kvpipe_core::Error;
 use kvpipe_core::pipe::Received;
 use kvpipe_ucx::{Buffer, MemoryKind};
 use pyo3::buffer::PyBuffer;
@@ -10,35 +11,48 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use crate::error::bad;
+use crate::error::{bad, to_py};
 
-/// Python buffers that our threads have let go. Releasing one takes the GIL, which only Python's threads may do: the
-/// next call from Python releases them.
-static LET_GO: Mutex<Vec<PyBuffer<u8>>> = Mutex::new(Vec::new());
+/// What keeps the memory of a Python object alive.
+#[allow(dead_code, reason = "held for what their drop does")]
+enum Kept {
+    Buffer(PyBuffer<u8>),
+    Object(Py<PyAny>),
+}
+
+/// What our threads have let go. Releasing it takes the GIL, which only Python's threads may do: the next call from
+/// Python releases it.
+static LET_GO: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 
 /// Keeps a Python object's memory alive until UCX is done with it.
-struct Owner(Option<PyBuffer<u8>>);
+struct Owner(Option<Kept>);
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        if let Some(buffer) = self.0.take() {
+        if let Some(kept) = self.0.take() {
             LET_GO
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
-                .push(buffer);
+                .push(kept);
         }
     }
 }
 
 /// Releases what our threads have let go; called with the GIL, at the end of waits and at the start of sends.
 pub(crate) fn release_let_go(_py: Python<'_>) {
-    let buffers = std::mem::take(&mut *LET_GO.lock().unwrap_or_else(PoisonError::into_inner));
-    drop(buffers);
+    let kept = std::mem::take(&mut *LET_GO.lock().unwrap_or_else(PoisonError::into_inner));
+    drop(kept);
 }
 
-/// The memory of anything that speaks the buffer protocol with bytes.
+/// The memory of anything that speaks the buffer protocol with bytes, or of a [`CudaMemory`].
 pub(crate) fn from_python(object: &Bound<'_, PyAny>, must_be_writable: bool) -> PyResult<Buffer> {
-    let buffer = PyBuffer::<u8>::get(object)?;
+    let buffer = match PyBuffer::<u8>::get(object) {
+        Ok(buffer) => buffer,
+        Err(error) => {
+            let cuda = object.cast::<CudaMemory>().map_err(|_| error)?;
+            return Ok(cuda.get().buffer(object.py()));
+        }
+    };
     if !buffer.is_c_contiguous() {
         return Err(bad("the memory is not contiguous"));
     }
@@ -46,11 +60,101 @@ pub(crate) fn from_python(object: &Bound<'_, PyAny>, must_be_writable: bool) -> 
         return Err(bad("the memory is read-only, but has to be written"));
     }
     let (address, len) = (buffer.buf_ptr() as usize, buffer.len_bytes());
-    let owner = Box::new(Owner(Some(buffer)));
+    let owner = Box::new(Owner(Some(Kept::Buffer(buffer))));
     #[allow(unsafe_code)]
     // SAFETY: the exporter keeps `len` bytes at `address` allocated while the PyBuffer, which `owner` holds, is not
     // released. Read-only memory is never a destination: that was checked above for those that are.
     Ok(unsafe { Buffer::from_raw_parts(address, len, MemoryKind::Host, owner) })
+}
+
+/// Bytes on a GPU, as Python describes them.
+#[pyclass(frozen)]
+pub(crate) struct CudaMemory {
+    address: usize,
+    num_bytes: usize,
+    device: u32,
+    owner: Py<PyAny>,
+}
+
+#[pymethods]
+impl CudaMemory {
+    #[new]
+    fn new(address: usize, num_bytes: usize, device: u32, owner: Py<PyAny>) -> PyResult<Self> {
+        if address.checked_add(num_bytes).is_none() {
+            return Err(bad("the memory does not fit the address space"));
+        }
+        Ok(Self {
+            address,
+            num_bytes,
+            device,
+            owner,
+        })
+    }
+
+    #[getter]
+    fn address(&self) -> usize {
+        self.address
+    }
+
+    #[getter]
+    fn device(&self) -> u32 {
+        self.device
+    }
+
+    fn __len__(&self) -> usize {
+        self.num_bytes
+    }
+}
+
+impl CudaMemory {
+    fn buffer(&self, py: Python<'_>) -> Buffer {
+        let owner = Box::new(Owner(Some(Kept::Object(self.owner.clone_ref(py)))));
+        let kind = MemoryKind::Cuda {
+            device: self.device,
+        };
+        #[allow(unsafe_code)]
+        // SAFETY: `kvpipe._cuda`, the only maker, takes address, length and device from what the tensor in `owner` says
+        // of itself, which keeps that memory allocated. A tensor that lies is the caller's fault, as of any buffer.
+        unsafe {
+            Buffer::from_raw_parts(self.address, self.num_bytes, kind, owner)
+        }
+    }
+}
+
+/// What a stream had been given to do when this was made.
+#[pyclass(frozen)]
+pub(crate) struct CudaEvent(kvpipe_ucx::CudaEvent);
+
+#[pymethods]
+impl CudaEvent {
+    #[staticmethod]
+    fn record(device: u32, stream: usize) -> PyResult<Self> {
+        #[allow(unsafe_code)]
+        // SAFETY: `kvpipe._cuda` takes the stream from torch or from the tensor's own protocol, whose word it is that
+        // it lives and is the device's.
+        let event = unsafe { kvpipe_ucx::CudaEvent::record(device, stream) };
+        event.map(Self).map_err(no_cuda)
+    }
+
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.wait()).map_err(no_cuda)
+    }
+}
+
+/// The GPU that an address belongs to.
+#[pyfunction]
+pub(crate) fn cuda_device_of(address: usize) -> PyResult<u32> {
+    kvpipe_ucx::device_of(address).map_err(no_cuda)
+}
+
+/// Whether other processes can open this CUDA memory by handles that every UCX knows.
+#[pyfunction]
+pub(crate) fn cuda_is_exportable(address: usize) -> bool {
+    kvpipe_ucx::is_exportable(address)
+}
+
+fn no_cuda(error: kvpipe_ucx::CudaError) -> PyErr {
+    to_py(Error::Unavailable(error.to_string()))
 }
 
 /// The bytes of a received tensor; exports them as a writable buffer.

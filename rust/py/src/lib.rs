@@ -45,7 +45,9 @@ mod _kvpipe {
     #[pymodule_export]
     use super::blocks::{Peer, Plan, Region};
     #[pymodule_export]
-    use super::buffer::ReceivedBuffer;
+    use super::buffer::{
+        CudaEvent, CudaMemory, ReceivedBuffer, cuda_device_of, cuda_is_exportable,
+    };
     #[pymodule_export]
     use super::control::Control;
     #[pymodule_export]

@@ -123,6 +123,7 @@ impl Worker {
             return Err(Status::new(sys::UCS_ERR_EXCEEDS_LIMIT, CALL));
         }
         let (start, len, attributes) = payload.describe(&self.inner)?;
+        let _current = self.inner.enter();
         let header = header.to_vec();
         let (header_start, header_len) = (header.as_ptr(), header.len());
         let keep = Keep::Message {

@@ -2,6 +2,7 @@
 //! the user's own `UCX_*` variables stay in charge of all but the pinned ones.
 
 use std::ffi::CString;
+use std::path::Path;
 use std::ptr::{null, null_mut};
 
 use crate::library::{Library, has_rdma_devices};
@@ -25,9 +26,11 @@ type Version = (u32, u32);
 
 /// Keys that only some UCX versions take, or need: `(key, since, before)`. Older versions do not
 /// refuse an unknown key but print a warning for each worker (seen: 1.13 to 1.19).
-const VERSIONS: [(&str, Version, Version); 8] = [
+const VERSIONS: [(&str, Version, Version); 9] = [
     // Before, CMA is not used: it has no PEER error mode.
     ("CMA_TX_QUOTA", (1, 20), NEVER),
+    // Before, kvpipe has nothing read over it.
+    ("CUDA_IPC_ENABLE_GET_ZCOPY", (1, 22), NEVER),
     ("IB_PCI_RELAXED_ORDERING", PREFIXES_WORK, NEVER),
     // Later, the cache is not the transport's.
     ("IB_REG_METHODS", (1, 13), (1, 16)),
@@ -38,6 +41,8 @@ const VERSIONS: [(&str, Version, Version); 8] = [
     ("TCP_CM_USER_TIMEOUT", (1, 22), NEVER),
     ("TCP_USER_TIMEOUT", (1, 22), NEVER),
 ];
+/// What the driver of NVIDIA's GPUs makes.
+const NVIDIA: &str = "/dev/nvidiactl";
 const NEVER: Version = (u32::MAX, 0);
 /// The first version seen whose configuration call knows a transport's keys by the names they
 /// have in the environment. Before (1.13, 1.15), it wants them without the transport's prefix.
@@ -73,6 +78,10 @@ impl Config {
         config
             .set("RCACHE_MAX_UNRELEASED", "1024")
             .set("WARN_UNUSED_ENV_VARS", "n");
+        if Path::new(NVIDIA).exists() {
+            // By default UCX has no gets over it where there is no NVLink, and would serve them in software, over TCP.
+            config.pin("CUDA_IPC_ENABLE_GET_ZCOPY", "on");
+        }
         if has_rdma_devices() {
             config.set("IB_PCI_RELAXED_ORDERING", "try");
             // By default UCX only puts what is deregistered into a cache (seen: 1.13): pinned, and open to whoever has its key.
@@ -248,6 +257,16 @@ mod tests {
         assert_eq!(value(&config, (1, 20), &[], "MAX_HCA_PER_GPU"), None);
         assert_eq!(value(&config, (1, 21), &[], "TCP_USER_TIMEOUT"), None);
         assert_eq!(value(&config, (1, 22), &[], "TCP_USER_TIMEOUT"), Some("5s"));
+    }
+
+    #[test]
+    fn gets_over_cuda_ipc_are_not_left_to_ucx_to_be_served_in_software() {
+        let mut config = Config::new();
+        config.pin("CUDA_IPC_ENABLE_GET_ZCOPY", "on");
+        let env = ["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"];
+        let gets = |version| value(&config, version, &env, "CUDA_IPC_ENABLE_GET_ZCOPY");
+        assert_eq!(gets((1, 22)), Some("on"));
+        assert_eq!(gets((1, 21)), None);
     }
 
     #[test]

@@ -18,6 +18,10 @@ pub struct Lane {
     pub is_rma: bool,
     /// Whether active messages go over it.
     pub is_am: bool,
+    /// Its memory domain here, by the number that it has in the keys of this process.
+    pub domain: Option<u32>,
+    /// Its memory domain at the peer, by the number that it has in the peer's keys.
+    pub remote_domain: Option<u32>,
 }
 
 impl Worker {
@@ -72,6 +76,7 @@ fn parse(text: &str) -> Option<Lane> {
         .rsplit_once('.')
         .map_or(device, |(device, _path)| device);
     let uses: Vec<&str> = words.collect();
+    let (here, there) = lane.split_once("->").unwrap_or((lane, ""));
     Some(Lane {
         transport: transport.to_owned(),
         device: device.to_owned(),
@@ -79,19 +84,29 @@ fn parse(text: &str) -> Option<Lane> {
             .iter()
             .any(|word| *word == "rma" || word.starts_with("rma_bw")),
         is_am: uses.contains(&"am"),
+        domain: domain(here),
+        remote_domain: domain(there),
     })
+}
+
+/// The number in `md[4]`.
+fn domain(text: &str) -> Option<u32> {
+    let (number, _) = text.split_once("md[")?.1.split_once(']')?;
+    number.parse().ok()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn lane(transport: &str, device: &str, is_rma: bool, is_am: bool) -> Lane {
+    fn lane(name: (&str, &str), is_rma: bool, is_am: bool, domains: (u32, u32)) -> Lane {
         Lane {
-            transport: transport.to_owned(),
-            device: device.to_owned(),
+            transport: name.0.to_owned(),
+            device: name.1.to_owned(),
             is_rma,
             is_am,
+            domain: Some(domains.0),
+            remote_domain: Some(domains.1),
         }
     }
 
@@ -99,14 +114,14 @@ mod tests {
     fn lanes_of_ucx_1_22_and_1_13_are_read() {
         let text = "#               peer: <no debug data>
 #                 lane[0]:  2:tcp/lo.0 md[1]   -> md[1]/tcp/sysdev[255] seg 42 am keepalive wireup
-#                 lane[1]:  5:cma/memory.0 md[4]   -> md[4]/cma/sysdev[255] seg 42 rma_bw#0
+#                 lane[1]:  5:cma/memory.0 md[4]   -> md[3]/cma/sysdev[255] seg 42 rma_bw#0
 #                 lane[2]:  1:rc_mlx5/mlx5_0:1.0 md[1]   -> md[1]/ib/sysdev[0] rma am am_bw#0
 # |    Range    |    Description     |            Config             |";
         let lanes: Vec<Lane> = text.lines().filter_map(parse).collect();
         let expected = [
-            lane("tcp", "lo", false, true),
-            lane("cma", "memory", true, false),
-            lane("rc_mlx5", "mlx5_0:1", true, true),
+            lane(("tcp", "lo"), false, true, (1, 1)),
+            lane(("cma", "memory"), true, false, (4, 3)),
+            lane(("rc_mlx5", "mlx5_0:1"), true, true, (1, 1)),
         ];
         assert_eq!(lanes, expected);
     }

@@ -1,6 +1,8 @@
 //! UCX for kvpipe: loaded at run time, one owning type per UCX object. This crate holds all of
 //! kvpipe's foreign function calls; what it exports is safe to call, but for
-//! [`Buffer::from_raw_parts`] and [`Together::new`].
+//! [`Buffer::from_raw_parts`], [`CudaEvent::record`] and [`Together::new`].
+//!
+//! What it does with CUDA memory is written by the documentation and has not run on a GPU: docs/gpu.md.
 //!
 //! # Ownership
 //! ```text
@@ -31,6 +33,7 @@
 mod am;
 mod config;
 mod context;
+mod cuda;
 mod endpoint;
 mod event;
 mod lane;
@@ -48,6 +51,7 @@ mod worker;
 pub use am::{AmData, Payload, Placer};
 pub use config::Config;
 pub use context::Context;
+pub use cuda::{CudaError, CudaEvent, device_of, is_exportable};
 pub use endpoint::EndpointId;
 pub use event::Event;
 pub use lane::Lane;
@@ -55,7 +59,7 @@ pub use library::{Library, LoadError, Search, has_rdma_devices};
 pub use memory::{Buffer, Memory, MemoryKind};
 pub use neighbour::{Neighbour, PIECES_CAP, Piece};
 pub use request::Token;
-pub use rma::RemoteKey;
+pub use rma::{Domains, RemoteKey};
 pub use status::Status;
 pub use together::Together;
 pub use worker::Worker;

@@ -8,6 +8,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::Arc;
 
 use crate::context::Context;
+use crate::cuda::{self, Current};
 use crate::status::{Status, check};
 use crate::sys;
 
@@ -17,14 +18,25 @@ pub enum MemoryKind {
     /// The CPU's.
     Host,
     /// An NVIDIA GPU's.
-    Cuda,
+    Cuda {
+        /// Which one, as the CUDA driver counts those that this process sees.
+        device: u32,
+    },
 }
 
 impl MemoryKind {
     pub(crate) fn as_ucs(self) -> i32 {
         match self {
             Self::Host => sys::UCS_MEMORY_TYPE_HOST,
-            Self::Cuda => sys::UCS_MEMORY_TYPE_CUDA,
+            Self::Cuda { .. } => sys::UCS_MEMORY_TYPE_CUDA,
+        }
+    }
+
+    /// What UCX needs to be current in the thread that calls it about such memory.
+    pub(crate) fn enter(self) -> Option<Current<'static>> {
+        match self {
+            Self::Host => None,
+            Self::Cuda { device } => cuda::enter_or_log(device),
         }
     }
 }
@@ -50,6 +62,8 @@ impl Buffer {
     /// any thread until `owner` is dropped with the last clone; nobody may hold a Rust reference
     /// into it meanwhile. Memory that is valid for reads only must never come to be a destination:
     /// of [`write`](Self::write), of a read, or of a peer that has a key to it.
+    /// Memory of kind CUDA must be of the device that the kind names, and valid
+    /// so for that device.
     pub unsafe fn from_raw_parts(
         address: usize,
         len: usize,
@@ -125,9 +139,30 @@ impl Buffer {
         self.kind
     }
 
-    /// Copies `data` to `offset`; false, and nothing written, when it does not fit or the memory
-    /// is not the CPU's.
+    /// Copies `data` to `offset`; false when it does not fit, or the CUDA driver could not copy it.
+    ///
+    /// In CUDA memory, too, the bytes are there when this returns, for any stream to see. It waits for no stream: what
+    /// the caller's own still does there, this overtakes.
     pub fn write(&self, offset: usize, data: &[u8]) -> bool {
+        match self.kind {
+            MemoryKind::Host => self.write_host(offset, data),
+            MemoryKind::Cuda { device } => self.write_cuda(device, offset, data),
+        }
+    }
+
+    fn write_cuda(&self, device: u32, offset: usize, data: &[u8]) -> bool {
+        let Some(to) = self.range(offset, data.len()) else {
+            return false;
+        };
+        // SAFETY: the range is in bounds, and memory of this device while the owner lives, by the contract of
+        // from_raw_parts.
+        let copied = unsafe { cuda::copy(device, to.addr() as u64, data) };
+        copied
+            .inspect_err(|error| tracing::error!(%error, device, "cuda.copy_failed"))
+            .is_ok()
+    }
+
+    fn write_host(&self, offset: usize, data: &[u8]) -> bool {
         let Some(target) = self.host_range(offset, data.len()) else {
             return false;
         };
@@ -228,7 +263,7 @@ impl Memory {
         if buffer.is_empty() {
             return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, CALL));
         }
-        if buffer.kind() == MemoryKind::Cuda && !context.has_cuda() {
+        if buffer.kind() != MemoryKind::Host && !context.has_cuda() {
             return Err(Status::new(sys::UCS_ERR_UNSUPPORTED, CALL));
         }
         let params = sys::ucp_mem_map_params_t {
@@ -244,6 +279,7 @@ impl Memory {
         };
         let mut handle = null_mut();
         let map = context.library().api.ucp_mem_map;
+        let _current = buffer.kind().enter();
         // SAFETY: the context is live; the range is allocated, and stays so until `drop` unmaps.
         let code = unsafe { map(context.as_ptr(), &raw const params, &raw mut handle) };
         check(code, CALL)?;
@@ -269,6 +305,7 @@ impl Memory {
         let api = &self.context.library().api;
         let (mut packed, mut len) = (null_mut(), 0);
         let context = self.context.as_ptr();
+        let _current = self.buffer.kind().enter();
         // SAFETY: context and handle are live and belong together.
         let code =
             unsafe { (api.ucp_rkey_pack)(context, self.as_ptr(), &raw mut packed, &raw mut len) };
@@ -292,6 +329,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let unmap = self.context.library().api.ucp_mem_unmap;
+        let _current = self.buffer.kind().enter();
         // SAFETY: mapped in this context; operations hold an Arc of self, so none is in flight.
         let code = unsafe { unmap(self.context.as_ptr(), self.as_ptr()) };
         if let Err(status) = check(code, "ucp_mem_unmap") {
@@ -363,9 +401,10 @@ mod tests {
 
     #[test]
     fn cuda_memory_is_not_touched_by_the_cpu() {
+        let kind = MemoryKind::Cuda { device: 0 };
         // SAFETY: never dereferenced: the kind forbids it, which is what this test is about.
-        let buffer = unsafe { Buffer::from_raw_parts(4096, 64, MemoryKind::Cuda, Box::new(())) };
-        assert!(!buffer.write(0, b"x"));
+        let buffer = unsafe { Buffer::from_raw_parts(4096, 64, kind, Box::new(())) };
+        assert!(!buffer.write(64, b"x"));
         assert_eq!(buffer.bytes(0, 1), None);
         assert!(buffer.range(0, 64).is_some());
     }

@@ -6,7 +6,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use crate::endpoint::EndpointId;
-use crate::memory::Memory;
+use crate::lane::Lane;
+use crate::memory::{Memory, MemoryKind};
 use crate::request::{self, Attributes, Keep, Token};
 use crate::status::{Status, check};
 use crate::sys;
@@ -17,6 +18,37 @@ use crate::worker::{Inner, Worker};
 #[derive(Debug)]
 pub struct RemoteKey {
     key: Rc<Key>,
+    /// The peer's memory domains that its owner has registered the memory with.
+    domains: Domains,
+}
+
+/// Memory domains as the head of a packed key lists them, one bit each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Domains(u64);
+
+impl Domains {
+    /// Those of a packed key; none if it is too short to be one.
+    pub fn of(packed: &[u8]) -> Self {
+        let head = packed.first_chunk();
+        Self(head.map_or(0, |domains| u64::from_le_bytes(*domains)))
+    }
+
+    fn has(self, domain: Option<u32>) -> bool {
+        domain.is_some_and(|domain| self.0.checked_shr(domain).is_some_and(|bits| bits & 1 == 1))
+    }
+}
+
+/// Whether a lane moves bytes from CUDA memory into CUDA memory by itself. Without such a lane, UCX serves a get in
+/// software, over TCP too.
+fn is_direct(lane: &Lane, here: Domains, there: Domains, is_mapped: bool) -> bool {
+    let is_rdma = ["rc_", "dc_"]
+        .iter()
+        .any(|kind| lane.transport.starts_with(kind));
+    let is_reached = match &lane.transport[..] {
+        "cuda_ipc" => is_mapped,
+        _ => is_rdma && here.has(lane.domain),
+    };
+    lane.is_rma && is_reached && there.has(lane.remote_domain)
 }
 
 /// The unpacked key, shared by its `RemoteKey` and the operations that use it.
@@ -40,6 +72,7 @@ impl Key {
 
     fn destroy(&self) {
         if let Some(handle) = self.handle.take() {
+            let _current = self.worker.enter();
             // SAFETY: taken out, so destroyed once; no operation uses it: this runs at use count
             // zero, or on the last reference, and each use holds one. The Rc keeps the worker.
             unsafe { (self.worker.api().ucp_rkey_destroy)(handle.as_ptr()) };
@@ -200,6 +233,7 @@ impl Worker {
             return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, call));
         };
         let (start, attributes) = self.inner.local(local, offset, len, call)?;
+        let _current = self.inner.enter();
         if len == 0 {
             request::complete_empty(&self.inner, &endpoint, (token, call));
             return Ok(());
@@ -254,20 +288,50 @@ impl Worker {
         )
     }
 
-    /// Makes a key that a peer packed usable on the endpoint to that peer.
+    /// Whether a get by `key` from CUDA memory at `remote` into CUDA memory of ours, whose domains are `here`, goes
+    /// over one of the endpoint's lanes. If not, UCX would serve it in software.
+    ///
+    /// Of `cuda_ipc` only a mapping of the peer's memory proves it: a key whose memory cannot be opened here is
+    /// unpacked all the same. UCX tells of one from the version on that has `ucp_rkey_ptr` for it (1.22).
+    pub fn reaches(&self, lanes: &[Lane], here: Domains, key: &RemoteKey, remote: u64) -> bool {
+        let is_mapped = self.is_mapped(key, remote);
+        let is_direct = |lane| is_direct(lane, here, key.domains, is_mapped);
+        lanes.iter().any(is_direct)
+    }
+
+    fn is_mapped(&self, key: &RemoteKey, remote: u64) -> bool {
+        let Some(handle) = key.key.handle.get() else {
+            return false;
+        };
+        let _current = self.inner.enter();
+        let mut address = null_mut();
+        let find = self.inner.api().ucp_rkey_ptr;
+        // SAFETY: the key is live, on its thread, and `address` is a valid place; what it then points to is not used.
+        let code = unsafe { find(handle.as_ptr(), remote, &raw mut address) };
+        code == sys::UCS_OK
+    }
+
+    /// Makes a key that a peer packed usable on the endpoint to that peer, for gets and puts of memory of kind `local`.
     ///
     /// UCX parses it with few checks: take it from authenticated peers only.
     ///
     /// # Errors
     /// `UCS_ERR_INVALID_PARAM` for bytes that cannot be a key, `UCS_ERR_NOT_CONNECTED` or the
     /// endpoint's failure, else UCX's answer.
-    pub fn unpack_rkey(&self, endpoint: EndpointId, packed: &[u8]) -> Result<RemoteKey, Status> {
+    pub fn unpack_rkey(
+        &self,
+        endpoint: EndpointId,
+        packed: &[u8],
+        local: MemoryKind,
+    ) -> Result<RemoteKey, Status> {
         const CALL: &str = "ucp_ep_rkey_unpack";
         let endpoint = self.inner.endpoint(endpoint, CALL)?;
         let ep = endpoint.usable(CALL)?;
         if !is_plausible(packed) {
             return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, CALL));
         }
+        self.inner.meet(local);
+        let _current = self.inner.enter();
         let padded = [packed, &KEY_TAIL].concat();
         let mut handle = null_mut();
         let unpack = self.inner.api().ucp_ep_rkey_unpack;
@@ -286,7 +350,8 @@ impl Worker {
         let keys = &self.inner.state.keys;
         keys.set(keys.get() + 1);
         endpoint.adopt_key(&key);
-        Ok(RemoteKey { key })
+        let domains = Domains::of(packed);
+        Ok(RemoteKey { key, domains })
     }
 }
 
@@ -319,7 +384,53 @@ fn is_plausible(packed: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::is_plausible;
+    use super::*;
+
+    /// Of UCX 1.22 on one machine with a GPU and an RDMA device: the key's domains at the peer, the lane's both.
+    fn lane(transport: &str, domains: (u32, u32)) -> Lane {
+        Lane {
+            transport: transport.to_owned(),
+            device: "any".to_owned(),
+            is_rma: true,
+            is_am: false,
+            domain: Some(domains.0),
+            remote_domain: Some(domains.1),
+        }
+    }
+
+    #[test]
+    fn cuda_memory_is_read_over_cuda_ipc_only_when_it_is_mapped_here() {
+        let (lane, there) = (lane("cuda_ipc", (7, 5)), Domains(1 << 5));
+        let here = Domains::default();
+        assert!(is_direct(&lane, here, there, true));
+        assert!(!is_direct(&lane, here, there, false));
+        assert!(!is_direct(&lane, here, Domains(1 << 7), true));
+    }
+
+    #[test]
+    fn cuda_memory_is_read_over_rdma_only_when_both_ends_are_registered_for_it() {
+        let (lane, here, there) = (lane("rc_mlx5", (2, 3)), Domains(1 << 2), Domains(1 << 3));
+        assert!(is_direct(&lane, here, there, false));
+        assert!(!is_direct(&lane, Domains(1 << 3), there, false));
+        assert!(!is_direct(&lane, here, Domains(1 << 2), false));
+    }
+
+    #[test]
+    fn cuda_memory_is_never_read_over_lanes_of_the_host() {
+        for transport in ["tcp", "cma", "posix", "sysv", "self", "cuda_copy"] {
+            let (all, lane) = (Domains(u64::MAX), lane(transport, (1, 1)));
+            assert!(!is_direct(&lane, all, all, true), "{transport}");
+        }
+    }
+
+    #[test]
+    fn domains_are_the_head_of_a_key() {
+        let key = [0b100_1000, 0, 0, 0, 0, 0, 0, 0, 1];
+        let domains = Domains::of(&key);
+        assert!(domains.has(Some(3)) && domains.has(Some(6)));
+        assert!(!domains.has(Some(2)) && !domains.has(Some(64)) && !domains.has(None));
+        assert_eq!(Domains::of(&key[..7]), Domains::default());
+    }
 
     #[test]
     fn truncated_and_foreign_keys_are_refused() {

@@ -211,23 +211,27 @@ pub(crate) struct ucp_request_param_t {
     pub(crate) remote_count: usize,
 }
 
+/// A table of a C library's functions, resolved once when the library is loaded.
 macro_rules! entry_points {
-    ($(fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)?;)*) => {
-        /// UCP's functions, resolved once when the library is loaded.
-        pub(crate) struct EntryPoints {
+    ($(#[$about:meta])* $table:ident {
+        $(fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)?;)*
+    }) => {
+        $(#[$about])*
+        #[allow(clippy::struct_field_names, reason = "names are those of the C headers")]
+        pub(crate) struct $table {
             $(pub(crate) $name: unsafe extern "C" fn($($arg: $ty),*) $(-> $ret)?,)*
         }
 
-        impl EntryPoints {
+        impl $table {
             /// Resolves every function, or names the first one that is missing.
             ///
             /// # Safety
-            /// `library` must be UCP, and must stay loaded for as long as the result is used.
+            /// `library` must be the one that the table is of, and must stay loaded for as long as the result is used.
             pub(crate) unsafe fn resolve(
                 library: &libloading::Library,
             ) -> Result<Self, &'static str> {
                 Ok(Self {$(
-                    // SAFETY: the type is the prototype of this symbol in the UCX headers.
+                    // SAFETY: the type is the prototype of this symbol in the library's headers.
                     $name: *unsafe { library.get(concat!(stringify!($name), "\0").as_bytes()) }
                         .map_err(|_| stringify!($name))?,
                 )*})
@@ -236,90 +240,96 @@ macro_rules! entry_points {
     };
 }
 
+pub(crate) use entry_points;
+
 entry_points! {
-    fn ucp_get_version(major: *mut c_uint, minor: *mut c_uint, release: *mut c_uint);
-    fn ucp_config_read(prefix: *const c_char, file: *const c_char, config: *mut *mut ucp_config)
-        -> ucs_status_t;
-    fn ucp_config_modify(config: *mut ucp_config, name: *const c_char, value: *const c_char)
-        -> ucs_status_t;
-    fn ucp_config_release(config: *mut ucp_config);
-    fn ucp_init_version(
-        major: c_uint,
-        minor: c_uint,
-        params: *const ucp_params_t,
-        config: *const ucp_config,
-        context: *mut *mut ucp_context,
-    ) -> ucs_status_t;
-    fn ucp_cleanup(context: *mut ucp_context);
-    fn ucp_context_query(context: *mut ucp_context, attr: *mut ucp_context_attr_t) -> ucs_status_t;
-    fn ucp_mem_map(
-        context: *mut ucp_context,
-        params: *const ucp_mem_map_params_t,
-        memh: *mut *mut ucp_mem,
-    ) -> ucs_status_t;
-    fn ucp_mem_unmap(context: *mut ucp_context, memh: *mut ucp_mem) -> ucs_status_t;
-    fn ucp_rkey_pack(
-        context: *mut ucp_context,
-        memh: *mut ucp_mem,
-        buffer: *mut *mut c_void,
-        size: *mut usize,
-    ) -> ucs_status_t;
-    fn ucp_rkey_buffer_release(buffer: *mut c_void);
-    fn ucp_worker_create(
-        context: *mut ucp_context,
-        params: *const ucp_worker_params_t,
-        worker: *mut *mut ucp_worker,
-    ) -> ucs_status_t;
-    fn ucp_worker_destroy(worker: *mut ucp_worker);
-    fn ucp_worker_query(worker: *mut ucp_worker, attr: *mut ucp_worker_attr_t) -> ucs_status_t;
-    fn ucp_worker_release_address(worker: *mut ucp_worker, address: *mut ucp_address);
-    fn ucp_worker_get_efd(worker: *mut ucp_worker, fd: *mut c_int) -> ucs_status_t;
-    fn ucp_worker_arm(worker: *mut ucp_worker) -> ucs_status_t;
-    fn ucp_worker_progress(worker: *mut ucp_worker) -> c_uint;
-    fn ucp_worker_set_am_recv_handler(
-        worker: *mut ucp_worker,
-        param: *const ucp_am_handler_param_t,
-    ) -> ucs_status_t;
-    fn ucp_ep_create(
-        worker: *mut ucp_worker,
-        params: *const ucp_ep_params_t,
-        ep: *mut *mut ucp_ep,
-    ) -> ucs_status_t;
-    fn ucp_ep_close_nbx(ep: *mut ucp_ep, param: *const ucp_request_param_t) -> ucs_status_ptr_t;
-    fn ucp_ep_print_info(ep: *mut ucp_ep, stream: *mut libc::FILE);
-    fn ucp_ep_flush_nbx(ep: *mut ucp_ep, param: *const ucp_request_param_t) -> ucs_status_ptr_t;
-    fn ucp_ep_rkey_unpack(
-        ep: *mut ucp_ep,
-        buffer: *const c_void,
-        rkey: *mut *mut ucp_rkey,
-    ) -> ucs_status_t;
-    fn ucp_rkey_destroy(rkey: *mut ucp_rkey);
-    fn ucp_am_send_nbx(
-        ep: *mut ucp_ep,
-        id: c_uint,
-        header: *const c_void,
-        header_length: usize,
-        buffer: *const c_void,
-        count: usize,
-        param: *const ucp_request_param_t,
-    ) -> ucs_status_ptr_t;
-    fn ucp_put_nbx(
-        ep: *mut ucp_ep,
-        buffer: *const c_void,
-        count: usize,
-        remote_addr: u64,
-        rkey: *mut ucp_rkey,
-        param: *const ucp_request_param_t,
-    ) -> ucs_status_ptr_t;
-    fn ucp_get_nbx(
-        ep: *mut ucp_ep,
-        buffer: *mut c_void,
-        count: usize,
-        remote_addr: u64,
-        rkey: *mut ucp_rkey,
-        param: *const ucp_request_param_t,
-    ) -> ucs_status_ptr_t;
-    fn ucp_request_free(request: *mut c_void);
+    /// UCP's functions.
+    EntryPoints {
+        fn ucp_get_version(major: *mut c_uint, minor: *mut c_uint, release: *mut c_uint);
+        fn ucp_config_read(prefix: *const c_char, file: *const c_char, config: *mut *mut ucp_config)
+            -> ucs_status_t;
+        fn ucp_config_modify(config: *mut ucp_config, name: *const c_char, value: *const c_char)
+            -> ucs_status_t;
+        fn ucp_config_release(config: *mut ucp_config);
+        fn ucp_init_version(
+            major: c_uint,
+            minor: c_uint,
+            params: *const ucp_params_t,
+            config: *const ucp_config,
+            context: *mut *mut ucp_context,
+        ) -> ucs_status_t;
+        fn ucp_cleanup(context: *mut ucp_context);
+        fn ucp_context_query(context: *mut ucp_context, attr: *mut ucp_context_attr_t) -> ucs_status_t;
+        fn ucp_mem_map(
+            context: *mut ucp_context,
+            params: *const ucp_mem_map_params_t,
+            memh: *mut *mut ucp_mem,
+        ) -> ucs_status_t;
+        fn ucp_mem_unmap(context: *mut ucp_context, memh: *mut ucp_mem) -> ucs_status_t;
+        fn ucp_rkey_pack(
+            context: *mut ucp_context,
+            memh: *mut ucp_mem,
+            buffer: *mut *mut c_void,
+            size: *mut usize,
+        ) -> ucs_status_t;
+        fn ucp_rkey_buffer_release(buffer: *mut c_void);
+        fn ucp_worker_create(
+            context: *mut ucp_context,
+            params: *const ucp_worker_params_t,
+            worker: *mut *mut ucp_worker,
+        ) -> ucs_status_t;
+        fn ucp_worker_destroy(worker: *mut ucp_worker);
+        fn ucp_worker_query(worker: *mut ucp_worker, attr: *mut ucp_worker_attr_t) -> ucs_status_t;
+        fn ucp_worker_release_address(worker: *mut ucp_worker, address: *mut ucp_address);
+        fn ucp_worker_get_efd(worker: *mut ucp_worker, fd: *mut c_int) -> ucs_status_t;
+        fn ucp_worker_arm(worker: *mut ucp_worker) -> ucs_status_t;
+        fn ucp_worker_progress(worker: *mut ucp_worker) -> c_uint;
+        fn ucp_worker_set_am_recv_handler(
+            worker: *mut ucp_worker,
+            param: *const ucp_am_handler_param_t,
+        ) -> ucs_status_t;
+        fn ucp_ep_create(
+            worker: *mut ucp_worker,
+            params: *const ucp_ep_params_t,
+            ep: *mut *mut ucp_ep,
+        ) -> ucs_status_t;
+        fn ucp_ep_close_nbx(ep: *mut ucp_ep, param: *const ucp_request_param_t) -> ucs_status_ptr_t;
+        fn ucp_ep_print_info(ep: *mut ucp_ep, stream: *mut libc::FILE);
+        fn ucp_ep_flush_nbx(ep: *mut ucp_ep, param: *const ucp_request_param_t) -> ucs_status_ptr_t;
+        fn ucp_ep_rkey_unpack(
+            ep: *mut ucp_ep,
+            buffer: *const c_void,
+            rkey: *mut *mut ucp_rkey,
+        ) -> ucs_status_t;
+        fn ucp_rkey_ptr(rkey: *mut ucp_rkey, raddr: u64, addr: *mut *mut c_void) -> ucs_status_t;
+        fn ucp_rkey_destroy(rkey: *mut ucp_rkey);
+        fn ucp_am_send_nbx(
+            ep: *mut ucp_ep,
+            id: c_uint,
+            header: *const c_void,
+            header_length: usize,
+            buffer: *const c_void,
+            count: usize,
+            param: *const ucp_request_param_t,
+        ) -> ucs_status_ptr_t;
+        fn ucp_put_nbx(
+            ep: *mut ucp_ep,
+            buffer: *const c_void,
+            count: usize,
+            remote_addr: u64,
+            rkey: *mut ucp_rkey,
+            param: *const ucp_request_param_t,
+        ) -> ucs_status_ptr_t;
+        fn ucp_get_nbx(
+            ep: *mut ucp_ep,
+            buffer: *mut c_void,
+            count: usize,
+            remote_addr: u64,
+            rkey: *mut ucp_rkey,
+            param: *const ucp_request_param_t,
+        ) -> ucs_status_ptr_t;
+        fn ucp_request_free(request: *mut c_void);
+    }
 }
 
 /// Layouts as printed by a C program compiled against the 1.22 headers (x86-64 and aarch64, LP64).

@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 
 use crate::am::{self, Placer};
 use crate::context::Context;
+use crate::cuda::{self, Current};
 use crate::endpoint::{Endpoint, EndpointId};
 use crate::event::{Event, Queue, Raw};
-use crate::memory::Memory;
+use crate::memory::{Memory, MemoryKind};
 use crate::parked;
 use crate::request::Attributes;
 use crate::status::{Status, check};
@@ -41,6 +42,8 @@ pub(crate) struct Inner {
     event_fd: RawFd,
     pub(crate) max_header_bytes: usize,
     context: Arc<Context>,
+    /// The GPU of the CUDA memory that was used last, if any ever was.
+    gpu: Cell<Option<u32>>,
     /// What callbacks reach, in an allocation of its own that outlives the handle: fields are
     /// dropped after `Drop::drop`, which destroys the worker.
     pub(crate) state: Rc<State>,
@@ -82,6 +85,7 @@ impl Worker {
             event_fd: -1,
             max_header_bytes: 0,
             context: Arc::clone(context),
+            gpu: Cell::new(None),
             state: Rc::default(),
         };
         inner.event_fd = inner.query_event_fd()?;
@@ -121,6 +125,7 @@ impl Worker {
     /// # Errors
     /// UCX's answer.
     pub fn arm(&self) -> Result<bool, Status> {
+        let _current = self.inner.enter();
         // SAFETY: the worker is live and on its thread, being neither Send nor Sync.
         match unsafe { (self.inner.api().ucp_worker_arm)(self.inner.as_ptr()) } {
             sys::UCS_ERR_BUSY => Ok(false),
@@ -130,6 +135,7 @@ impl Worker {
 
     /// Lets UCX work; 0 when there was nothing to do. Take the events afterwards.
     pub fn progress(&self) -> u32 {
+        let _current = self.inner.enter();
         // SAFETY: the worker is live and on its thread; callbacks touch only its State, of which
         // nothing is borrowed here.
         let progressed = unsafe { (self.inner.api().ucp_worker_progress)(self.inner.as_ptr()) };
@@ -274,6 +280,7 @@ impl Inner {
             return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, call));
         }
         let buffer = memory.buffer();
+        self.meet(buffer.kind());
         let start = buffer
             .range(offset, len)
             .ok_or(Status::new(sys::UCS_ERR_OUT_OF_RANGE, call))?;
@@ -283,6 +290,18 @@ impl Inner {
             memory: Some(memory.as_ptr()),
         };
         Ok((start, attributes))
+    }
+
+    /// Such memory is about to be used.
+    pub(crate) fn meet(&self, kind: MemoryKind) {
+        if let MemoryKind::Cuda { device } = kind {
+            self.gpu.set(Some(device));
+        }
+    }
+
+    /// What UCX needs to be current in the thread that calls it, once the worker has met CUDA memory.
+    pub(crate) fn enter(&self) -> Option<Current<'static>> {
+        self.gpu.get().and_then(cuda::enter_or_log)
     }
 
     fn query(&self, field_mask: u64) -> Result<sys::ucp_worker_attr_t, Status> {
@@ -315,6 +334,7 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        let _current = self.enter();
         // SAFETY: operations, closes and keys each hold an Rc of self, so none is
         // left; called once, on the thread that has the worker, as Rc does not leave it.
         unsafe { (self.api().ucp_worker_destroy)(self.as_ptr()) };

@@ -5,7 +5,7 @@
 mod common;
 
 use common::{Visitor, pattern, visit_thread};
-use kvpipe_ucx::Payload;
+use kvpipe_ucx::{MemoryKind, Payload};
 
 const DAMAGED: &str = "KVPIPE_TEST_DAMAGED";
 
@@ -35,7 +35,10 @@ fn unpack_damaged_keys(visitor: &Visitor) {
         let mut tail_replaced = valid[..at].to_vec();
         tail_replaced.extend_from_slice(&noise);
         for bytes in [&flipped, &tail_replaced, &noise, &valid[..at].to_vec()] {
-            let _ = visitor.node.worker.unpack_rkey(visitor.endpoint, bytes);
+            let _ = visitor
+                .node
+                .worker
+                .unpack_rkey(visitor.endpoint, bytes, MemoryKind::Host);
         }
     }
 }

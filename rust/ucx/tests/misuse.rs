@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Node, REGION_BYTES, Visitor, visit_thread};
-use kvpipe_ucx::{Buffer, Event, Payload, Status};
+use kvpipe_ucx::{Buffer, Event, MemoryKind, Payload, Status};
 
 /// UCX's codes, for the errors that callers tell apart.
 const INVALID_PARAM: i32 = -5;
@@ -118,11 +118,11 @@ fn short_addresses_and_truncated_keys_are_errors() {
     assert_eq!(code(worker.connect(&card.worker[..9])), INVALID_ADDR);
     assert_eq!(code(worker.connect(&vec![0; 1 << 20])), INVALID_ADDR);
     for len in 0..9 {
-        let unpacked = worker.unpack_rkey(visitor.endpoint, &card.rkey[..len]);
+        let unpacked = worker.unpack_rkey(visitor.endpoint, &card.rkey[..len], MemoryKind::Host);
         assert_eq!(code(unpacked), INVALID_PARAM);
     }
     assert_eq!(
-        code(worker.unpack_rkey(visitor.endpoint, &[0xff; 64])),
+        code(worker.unpack_rkey(visitor.endpoint, &[0xff; 64], MemoryKind::Host)),
         INVALID_PARAM
     );
 }

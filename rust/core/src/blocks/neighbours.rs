@@ -10,10 +10,10 @@ use super::peers::Connection;
 use super::service::Blocks;
 use super::transfer::Transfer;
 use crate::codec::{Reader, Writer};
-use crate::data::Road;
 use crate::error::{Error, Result};
 use crate::identity::random;
 use crate::node::{Io, LinkId};
+use crate::road::Road;
 
 /// From this size on a call for each piece costs no more than one for many (docs/benchmarks.md).
 const SMALL: u64 = 512 << 10;

@@ -5,18 +5,20 @@ use std::rc::Rc;
 use std::sync::PoisonError;
 use std::time::Instant;
 
-use kvpipe_ucx::Neighbour;
+use kvpipe_ucx::{MemoryKind, Neighbour};
 
 use super::Event;
 use super::messages::Offered;
 use super::notices::{Arrivals, Outbox};
 use super::peer::{Counters, Peer};
 use super::service::Blocks;
+use super::transfer::Transfer;
 use crate::advice::advice;
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Incarnation};
 use crate::node::{Io, LinkId};
 use crate::region::{RegionId, RemoteRegion};
+use crate::road::is_read;
 use crate::transport::RemoteKey;
 use crate::work::Completer;
 
@@ -28,7 +30,8 @@ pub(super) struct Connection {
     pub(super) next_region: RegionId,
     /// When its regions have to be here, from the moment the session is established.
     pub(super) regions_by: Option<Instant>,
-    keys: HashMap<RegionId, Rc<RemoteKey>>,
+    /// By region, and by what they read into.
+    keys: HashMap<(RegionId, MemoryKind), Rc<RemoteKey>>,
     /// Who wants to know of it, and in which life.
     waiting: Vec<(Option<Incarnation>, Completer<Peer>)>,
     /// Transfers from it that are not over, in the order in which they may begin.
@@ -78,27 +81,61 @@ impl Connection {
         }
     }
 
-    /// Base address and usable key of a region.
-    pub(super) fn remote(
+    /// Where to read a transfer from, and the key to it, unless it is to come as messages.
+    pub(super) fn source(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        transfer: &Transfer,
+    ) -> Result<Option<(u64, Rc<RemoteKey>)>> {
+        let (region, to) = (transfer.remote_region, transfer.memory.buffer().kind());
+        let (is_cuda, road) = (self.is_cuda(region), io.road(link));
+        let mut source = None;
+        if is_cuda && to != MemoryKind::Host {
+            // A key that cannot be used here is no fault of the peer's: CUDA opens not all memory everywhere.
+            source = self.remote(io, link, region, to).ok();
+        }
+        let reaches = || {
+            let source = source.as_ref();
+            source.is_some_and(|(base, key)| io.reaches(link, &transfer.memory, (*base, key)))
+        };
+        if !is_read(road.as_ref(), is_cuda, to, reaches) {
+            return Ok(None);
+        }
+        source.map_or_else(
+            || self.remote(io, link, region, to).map(Some),
+            |source| Ok(Some(source)),
+        )
+    }
+
+    /// Whether a region is a GPU's.
+    pub(super) fn is_cuda(&self, region: RegionId) -> bool {
+        let described = self.regions.as_ref().and_then(|all| all.get(&region));
+        described.is_some_and(RemoteRegion::is_cuda)
+    }
+
+    /// Base address of a region, and its key for reads into memory of kind `to`.
+    fn remote(
         &mut self,
         io: &mut Io,
         link: LinkId,
         region: RegionId,
+        to: MemoryKind,
     ) -> Result<(u64, Rc<RemoteKey>)> {
         let regions = self.regions.as_ref();
         let described = regions
             .and_then(|all| all.get(&region))
             .ok_or_else(super::plan::region_gone)?;
-        if let Some(key) = self.keys.get(&region) {
+        if let Some(key) = self.keys.get(&(region, to)) {
             return Ok((described.base, Rc::clone(key)));
         }
-        let key = Rc::new(io.unpack_rkey(link, &described.rkey)?);
-        self.keys.insert(region, Rc::clone(&key));
+        let key = Rc::new(io.unpack_rkey(link, &described.rkey, to)?);
+        self.keys.insert((region, to), Rc::clone(&key));
         Ok((described.base, key))
     }
 
     pub(super) fn forget_key(&mut self, region: RegionId) {
-        self.keys.remove(&region);
+        self.keys.retain(|(of, _), _| *of != region);
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use kvpipe_ucx::Buffer;
+use kvpipe_ucx::{Buffer, MemoryKind};
 
 use super::messages::{REGIONS_CAP, RELEASED, RemoteRegions, regions};
 use super::offers::Offer;
@@ -15,13 +15,22 @@ use super::service::Blocks;
 use super::transfer::Transfer;
 use crate::codec::Writer;
 use crate::error::{Error, Result};
+use crate::fetch::key;
 use crate::node::{Io, LinkId};
 use crate::region::{Layout, RegionId, RemoteRegion};
 use crate::transport::Memory;
 use crate::work::Completer;
 
-/// Memory of this device is all that this version registers.
-const DEVICE: &str = "cpu";
+/// Memory of the host.
+const HOST: &str = "cpu";
+
+/// The name of the device that has the memory.
+fn device(kind: MemoryKind) -> String {
+    match kind {
+        MemoryKind::Host => HOST.to_owned(),
+        MemoryKind::Cuda { device } => format!("cuda:{device}"),
+    }
+}
 
 pub(super) struct LocalRegion {
     pub(super) name: String,
@@ -87,7 +96,7 @@ impl Blocks {
             )));
         }
         let memory = io.register(buffer)?;
-        let rkey = memory.pack_rkey()?;
+        let rkey = key(memory.buffer().kind().into(), memory.pack_rkey())?;
         let id = self.next_region;
         self.next_region += 1;
         let region = LocalRegion {
@@ -116,7 +125,7 @@ impl Blocks {
             id,
             name: region.name.clone(),
             layout: region.layout.clone(),
-            device: DEVICE.to_owned(),
+            device: device(region.memory.buffer().kind()),
             is_writable: region.is_writable,
             base: region.memory.buffer().address() as u64,
             rkey: region.rkey.clone(),

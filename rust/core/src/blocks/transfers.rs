@@ -13,7 +13,6 @@ use super::proof::Proof;
 use super::service::Blocks;
 use super::transfer::{Arrived, Notify, Owner, Take, Transfer, get_token, split_token};
 use crate::codec::Reader;
-use crate::data::Road;
 use crate::error::{Error, Result};
 use crate::handoff::HandoffId;
 use crate::node::{Io, LinkId};
@@ -135,28 +134,29 @@ impl Blocks {
             return;
         };
         transfer.is_started = true;
+        let Some(peer) = self.peers.get_mut(&link) else {
+            return;
+        };
+        let is_cuda = peer.is_cuda(transfer.remote_region);
+        // Nobody sums what is on a GPU.
+        transfer.is_summed &= !is_cuda;
         let mut wanted = if transfer.is_summed {
             Wanted::SummedBytes
         } else {
             Wanted::Bytes
         };
-        if let Some(Road::Get(_)) = io.road(link) {
-            let Some(peer) = self.peers.get_mut(&link) else {
-                return;
-            };
-            let is_in_order = io.reads_at_once(link);
+        match peer.source(io, link, transfer) {
+            Ok(remote) => transfer.remote = remote,
+            Err(error) => transfer.failure = Some(error),
+        }
+        if transfer.remote.is_some() || transfer.failure.is_some() {
+            let is_in_order = !is_cuda && io.reads_at_once(link);
             peer.gets_cap = if is_in_order {
                 usize::MAX
             } else {
                 GETS_IN_FLIGHT
             };
-            match peer.remote(io, link, transfer.remote_region) {
-                Ok(remote) => {
-                    transfer.remote = Some(remote);
-                    transfer.neighbour = peer.neighbour_for(transfer);
-                }
-                Err(error) => transfer.failure = Some(error),
-            }
+            transfer.neighbour = peer.neighbour_for(transfer).filter(|_| !is_cuda);
             if transfer.is_summed && !transfer.is_over() {
                 let is_in_order = is_in_order || transfer.neighbour.is_some();
                 transfer.proof = Some(Proof::new(is_in_order));

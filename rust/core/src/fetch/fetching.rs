@@ -2,15 +2,17 @@
 
 use std::sync::Arc;
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::{AmData, MemoryKind, Status};
 
-use super::{ACCEPT, CREDIT, DATA, GET_PIECE, GETS_IN_FLIGHT, Offer, Proof, num_pieces, piece};
+use super::{
+    ACCEPT, CREDIT, DATA, GET_PIECE, GETS_IN_FLIGHT, Held, Offer, Proof, num_pieces, piece,
+};
 use crate::checksum;
 use crate::codec::Reader;
-use crate::data::Road;
 use crate::error::{Error, Result};
 use crate::node::{Io, LinkId};
 use crate::region::Pieces;
+use crate::road::is_read;
 use crate::stream::Incoming;
 use crate::transport::{Memory, Payload, RemoteKey};
 
@@ -45,6 +47,35 @@ struct Reads {
     corrupt: Option<usize>,
 }
 
+/// The key by which the buffer is read, unless it is to come as messages.
+fn usable_key(
+    io: &mut Io,
+    link: LinkId,
+    offer: &Offer,
+    memory: &Memory,
+) -> Result<Option<RemoteKey>> {
+    if offer.proof == Proof::Messages {
+        return Ok(None);
+    }
+    let (to, road) = (memory.buffer().kind(), io.road(link));
+    let mut key = None;
+    if offer.held == Held::Cuda && !offer.key.is_empty() && to != MemoryKind::Host {
+        // A key that cannot be used here is no fault of the peer's: CUDA opens not all memory everywhere.
+        key = io.unpack_rkey(link, &offer.key, to).ok();
+    }
+    let reaches = || {
+        let key = key.as_ref();
+        key.is_some_and(|key| io.reaches(link, memory, (offer.address, key)))
+    };
+    if !is_read(road.as_ref(), offer.held == Held::Cuda, to, reaches) {
+        return Ok(None);
+    }
+    key.map_or_else(
+        || io.unpack_rkey(link, &offer.key, to).map(Some),
+        |key| Ok(Some(key)),
+    )
+}
+
 impl Fetch {
     /// Begins to fetch an offered buffer into the first bytes of `memory`.
     pub(crate) fn begin(
@@ -54,15 +85,14 @@ impl Fetch {
         offer: Offer,
         memory: Arc<Memory>,
     ) -> Result<Self> {
-        let is_get = matches!(io.road(link), Some(Road::Get(_)));
-        let road = if is_get && offer.proof != Proof::Messages {
+        let road = if let Some(key) = usable_key(io, link, &offer, &memory)? {
             let num_sums = if offer.proof == Proof::None {
                 0
             } else {
                 num_pieces(offer.len)
             };
             By::Reads(Reads {
-                key: io.unpack_rkey(link, &offer.key)?,
+                key,
                 next: 0,
                 under_way: Vec::new(),
                 sums: vec![None; num_sums],

@@ -2,20 +2,29 @@
 
 use std::sync::Arc;
 
-use kvpipe_ucx::Buffer;
+use kvpipe_ucx::{Buffer, Status};
 
-use super::{DATA, Offer, Proof, SUMS, num_pieces, piece};
+use super::{DATA, Held, Offer, Proof, SUMS, num_pieces, piece};
 use crate::checksum;
 use crate::codec::Writer;
-use crate::data::Road;
 use crate::error::{Error, Result};
 use crate::node::{Io, LinkId};
 use crate::region::Pieces;
+use crate::road::Road;
 use crate::stream::Outgoing;
 use crate::transport::{Memory, Payload};
 
 /// Pieces whose checksums are computed in one go, and told in one message.
 const PIECES_AT_ONCE: usize = 4;
+
+/// The key of a buffer; an empty one if it can go as messages only. UCX may be unable to pack one for memory that CUDA
+/// cannot share between processes.
+pub(crate) fn key(held: Held, packed: std::result::Result<Vec<u8>, Status>) -> Result<Vec<u8>> {
+    match (held, packed) {
+        (Held::Cuda, Err(_)) => Ok(Vec::new()),
+        (_, packed) => Ok(packed?),
+    }
+}
 
 /// A buffer that a peer may fetch, until this is dropped.
 #[derive(Debug)]
@@ -30,7 +39,7 @@ pub(crate) struct Lending {
 }
 
 impl Lending {
-    /// Registers a buffer for a peer to fetch.
+    /// Registers a buffer for a peer to fetch. What is on a GPU has no checksums: nobody computes any there.
     pub(crate) fn new(
         io: &Io,
         link: LinkId,
@@ -39,15 +48,16 @@ impl Lending {
         is_summed: bool,
     ) -> Result<(Self, Offer)> {
         let is_get = matches!(io.road(link), Some(Road::Get(_)));
-        let proof = match (is_summed, is_get) {
+        let held = Held::from(buffer.kind());
+        let proof = match (is_summed && held == Held::Host, is_get) {
             (false, _) => Proof::None,
             (true, true) => Proof::Any,
             (true, false) => Proof::Messages,
         };
         let (len, address) = (buffer.len(), buffer.address() as u64);
         let memory = io.register(buffer)?;
-        let key = memory.pack_rkey()?;
-        let offer = Offer::new(len, address, proof, key);
+        let key = key(held, memory.pack_rkey())?;
+        let offer = Offer::new((len, address), held, proof, key);
         let lending = Self {
             memory,
             id,

@@ -8,9 +8,11 @@ mod fetching;
 mod lending;
 
 pub(crate) use fetching::Fetch;
-pub(crate) use lending::Lending;
+pub(crate) use lending::{Lending, key};
 
 use std::ops::Range;
+
+use kvpipe_ucx::MemoryKind;
 
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
@@ -47,12 +49,30 @@ pub(crate) enum Proof {
     Messages = 2,
 }
 
+/// Which memory a buffer is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Held {
+    Host = 0,
+    Cuda = 1,
+}
+
+impl From<MemoryKind> for Held {
+    fn from(kind: MemoryKind) -> Self {
+        match kind {
+            MemoryKind::Host => Self::Host,
+            MemoryKind::Cuda { .. } => Self::Cuda,
+        }
+    }
+}
+
 /// What a peer has to know to fetch a buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Offer {
     /// Its length, over 0.
     pub(crate) len: usize,
     address: u64,
+    pub(crate) held: Held,
     proof: Proof,
     key: Vec<u8>,
     /// Checksums of its first pieces, as far as they are known.
@@ -60,10 +80,11 @@ pub(crate) struct Offer {
 }
 
 impl Offer {
-    fn new(len: usize, address: u64, proof: Proof, key: Vec<u8>) -> Self {
+    fn new((len, address): (usize, u64), held: Held, proof: Proof, key: Vec<u8>) -> Self {
         Self {
             len,
             address,
+            held,
             proof,
             key,
             sums: Vec::new(),
@@ -74,12 +95,18 @@ impl Offer {
         writer
             .u64(self.len as u64)
             .u64(self.address)
+            .u8(self.held as u8)
             .u8(self.proof as u8)
             .bytes(&self.key)
     }
 
     pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
         let (len, address) = (reader.u64()?, reader.u64()?);
+        let held = match reader.u8()? {
+            0 => Held::Host,
+            1 => Held::Cuda,
+            other => return Err(Error::protocol(format_args!("memory {other} of an offer"))),
+        };
         let proof = match reader.u8()? {
             0 => Proof::None,
             1 => Proof::Any,
@@ -94,7 +121,11 @@ impl Offer {
                 "an offer of {len} bytes at {address:#x}"
             )));
         }
-        Ok(Self::new(len as usize, address, proof, key))
+        // Nobody sums what is on a GPU.
+        if held == Held::Cuda && proof != Proof::None {
+            return Err(Error::protocol("checksums of CUDA memory in an offer"));
+        }
+        Ok(Self::new((len as usize, address), held, proof, key))
     }
 
     /// The owner's checksums of the next pieces; which.
@@ -133,9 +164,14 @@ mod tests {
     use proptest::prelude::*;
 
     fn offer(len: u64, address: u64, proof: u8) -> Result<Offer> {
+        offer_of(0, len, address, proof)
+    }
+
+    fn offer_of(held: u8, len: u64, address: u64, proof: u8) -> Result<Offer> {
         let message = Writer::default()
             .u64(len)
             .u64(address)
+            .u8(held)
             .u8(proof)
             .bytes(&[1])
             .finish();
@@ -147,6 +183,17 @@ mod tests {
         let read = offer(1 << 20, 4096, 1).unwrap();
         let message = read.write(Writer::default()).finish();
         assert_eq!(Offer::read(&mut Reader::new(&message)).unwrap(), read);
+    }
+
+    #[test]
+    fn an_offer_of_cuda_memory_has_no_checksums() {
+        let read = offer_of(1, 1 << 20, 4096, 0).unwrap();
+        assert_eq!(read.held, Held::Cuda);
+        let message = read.write(Writer::default()).finish();
+        assert_eq!(Offer::read(&mut Reader::new(&message)).unwrap(), read);
+        assert!(offer_of(1, 1 << 20, 4096, 1).is_err());
+        assert!(offer_of(1, 1 << 20, 4096, 2).is_err());
+        assert!(offer_of(2, 1 << 20, 4096, 0).is_err());
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::checksum;
 use crate::codec::{Reader, Writer};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::fetch::{DATA, Offer, SUMS};
+use crate::fetch::{DATA, Held, Offer, SUMS};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
 use crate::pool::Pool;
@@ -160,7 +160,7 @@ impl Receiver {
         self.take(io, sequence, bytes.len());
         let buffer = match wanted.out {
             Some((_, out)) if !out.write(0, &bytes) => {
-                let text = "out= is not in host memory; this version receives nowhere else";
+                let text = "the CUDA driver could not write into out=; the tensor is lost, the pipe is usable";
                 let error = Error::Unavailable(text.to_owned());
                 return wanted.completer.complete(Err(error));
             }
@@ -226,7 +226,7 @@ impl Receiver {
         let meta = Meta::read(&mut reader)?;
         let offer = Offer::read(&mut reader)?;
         reader.end()?;
-        if offer.len <= EAGER_CAP {
+        if offer.len <= EAGER_CAP && offer.held == Held::Host {
             let len = offer.len;
             return Err(Error::protocol(format_args!("an offer of {len} bytes")));
         }

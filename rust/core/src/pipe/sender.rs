@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Buffer};
+use kvpipe_ucx::{AmData, Buffer, MemoryKind};
 
 use super::{
     CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW,
@@ -110,7 +110,8 @@ impl Sender {
             let Some(queued) = self.queue.pop_front() else {
                 break;
             };
-            let unsent = if queued.buffer.len() <= EAGER_CAP {
+            let is_host = queued.buffer.kind() == MemoryKind::Host;
+            let unsent = if is_host && queued.buffer.len() <= EAGER_CAP {
                 self.post_eager(io, link, queued)
             } else {
                 self.post_offer(io, link, queued)
@@ -129,7 +130,7 @@ impl Sender {
         let len = queued.buffer.len();
         let Some(bytes) = queued.buffer.bytes(0, len) else {
             let text =
-                "only host memory can be sent in this version; copy the tensor to the CPU first";
+                "only host memory travels inside a message; copy the tensor to the CPU first";
             let error = Error::Unavailable(text.to_owned());
             queued.completer.complete(Err(error));
             return None;

@@ -197,6 +197,8 @@ impl Worker {
             device: NAME.to_owned(),
             is_rma: self.road == MemoryRoad::Get,
             is_am: true,
+            domain: None,
+            remote_domain: None,
         }]
     }
 

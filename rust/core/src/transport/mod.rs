@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use kvpipe_ucx::{Buffer, EndpointId, Event, Lane, Placer, Search, Status};
+use kvpipe_ucx::{Buffer, Domains, EndpointId, Event, Lane, MemoryKind, Placer, Search, Status};
 
 use crate::error::{Error, Result};
 
@@ -233,11 +233,27 @@ impl Worker {
         }
     }
 
-    pub(crate) fn unpack_rkey(&self, endpoint: EndpointId, packed: &[u8]) -> Answer<RemoteKey> {
+    pub(crate) fn unpack_rkey(
+        &self,
+        endpoint: EndpointId,
+        packed: &[u8],
+        local: MemoryKind,
+    ) -> Answer<RemoteKey> {
         match self {
-            Self::Ucx(worker) => worker.unpack_rkey(endpoint, packed).map(RemoteKey::Ucx),
+            Self::Ucx(worker) => worker
+                .unpack_rkey(endpoint, packed, local)
+                .map(RemoteKey::Ucx),
             Self::Twin(_) => memory::Key::unpack(packed).map(RemoteKey::Twin),
         }
+    }
+
+    /// Whether one of the lanes reaches from CUDA memory of a peer into CUDA memory of ours.
+    pub(crate) fn reaches(&self, lanes: &[Lane], to: &Memory, from: (u64, &RemoteKey)) -> bool {
+        let (Self::Ucx(worker), (remote, RemoteKey::Ucx(key))) = (self, from) else {
+            return false;
+        };
+        let here = to.pack_rkey().map(|key| Domains::of(&key));
+        worker.reaches(lanes, here.unwrap_or_default(), key, remote)
     }
 
     pub(crate) fn event_fd(&self) -> BorrowedFd<'_> {

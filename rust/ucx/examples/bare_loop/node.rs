@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvpipe_ucx::{
-    AmData, Buffer, Config, Context, EndpointId, Event, Library, Memory, Payload, RemoteKey,
-    Search, Token, Worker,
+    AmData, Buffer, Config, Context, EndpointId, Event, Library, Memory, MemoryKind, Payload,
+    RemoteKey, Search, Token, Worker,
 };
 
 use crate::Result;
@@ -66,9 +66,9 @@ impl Node {
     /// Connects to the process that said this hello, and waits until both are connected.
     pub(crate) fn meet(&mut self, request: &Request) -> Result<String> {
         let endpoint = self.worker.connect(&unhex(request.text("worker")?)?)?;
-        let key = self
-            .worker
-            .unpack_rkey(endpoint, &unhex(request.text("rkey")?)?)?;
+        let key =
+            self.worker
+                .unpack_rkey(endpoint, &unhex(request.text("rkey")?)?, MemoryKind::Host)?;
         let region = request.number("region")? as u64;
         self.peer = Some(Peer {
             endpoint,

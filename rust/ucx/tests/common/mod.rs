@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{
-    Buffer, Config, Context, EndpointId, Event, Library, Memory, Payload, RemoteKey, Search, Token,
-    Worker,
+    Buffer, Config, Context, EndpointId, Event, Library, Memory, MemoryKind, Payload, RemoteKey,
+    Search, Token, Worker,
 };
 
 /// Size of the memory that a peer opens to its visitors.
@@ -199,7 +199,7 @@ impl Visitor {
     pub fn key(&self) -> RemoteKey {
         self.node
             .worker
-            .unpack_rkey(self.endpoint, &self.card.rkey)
+            .unpack_rkey(self.endpoint, &self.card.rkey, MemoryKind::Host)
             .expect("unpack")
     }
 

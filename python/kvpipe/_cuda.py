@@ -1,0 +1,153 @@
+"""Tensors on a GPU: where their bytes are, and what their streams still have to do.
+
+Written by the documentation of CUDA, torch and the two protocols; it has not run on a GPU (docs/gpu.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import re
+import sys
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvpipe import _kvpipe
+from kvpipe.exceptions import ConfigError, TransportUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+# Of the dtypes that torch and numpy share, as numpy spells them; hosts of GPUs are little-endian.
+_NUMPY = {
+    "bool": "|b1",
+    "int8": "|i1",
+    "uint8": "|u1",
+    **{f"{name}{8 * size}": f"<{kind}{size}" for name, kind in (("int", "i"), ("uint", "u")) for size in (2, 4, 8)},
+    **{f"float{8 * size}": f"<f{size}" for size in (2, 4, 8)},
+    "complex64": "<c8",
+    "complex128": "<c16",
+}
+_TYPESTR = re.compile(r"[<>|][biufc]\d+")
+_LEGACY_DEFAULT_STREAM = 1
+
+_is_told = False
+
+
+class OnGpu(NamedTuple):
+    """Bytes on a GPU.
+
+    Attributes:
+        memory: Where they are; it keeps the tensor alive.
+        ready: What the tensor's stream had to do when it was described; `None` when nothing is to be waited for.
+    """
+
+    memory: _kvpipe.CudaMemory
+    ready: _kvpipe.CudaEvent | None
+
+
+def of_torch(torch: Any, tensor: Any) -> OnGpu:
+    """The bytes of a contiguous torch tensor on a GPU, ready when the current stream of that GPU is.
+
+    Raises:
+        TransportUnavailableError: The GPU is not NVIDIA's, or there is no driver.
+    """
+    if torch.version.cuda is None:
+        raise _unusable(tensor, str(tensor.device), "this torch is not built for CUDA")
+    device = tensor.device.index
+    memory = _kvpipe.CudaMemory(tensor.data_ptr(), tensor.nbytes, device, tensor)
+    _tell_if_not_exportable(memory.address)
+    return OnGpu(memory, record(device))
+
+
+def record(device: int) -> _kvpipe.CudaEvent:
+    """What the caller's current stream has to do now: torch's, and without torch the legacy default stream."""
+    torch = sys.modules.get("torch")
+    stream = _LEGACY_DEFAULT_STREAM if torch is None else torch.cuda.current_stream(device).cuda_stream
+    return _kvpipe.CudaEvent.record(device, stream)
+
+
+def of_array(tensor: Any, interface: Mapping[str, Any], *, must_be_in_place: bool) -> tuple[str, OnGpu | None]:
+    """The numpy dtype and the bytes of what speaks `__cuda_array_interface__`; no bytes if it is empty.
+
+    Raises:
+        ConfigError: Not contiguous, masked, read-only where it is to be written, or of a dtype that is no plain one.
+        TransportUnavailableError: There is no driver, or the memory is not one GPU's.
+    """
+    (address, is_read_only), typestr, shape = interface["data"], interface["typestr"], interface["shape"]
+    if not _TYPESTR.fullmatch(typestr) or interface.get("mask") is not None:
+        message = f"{type(tensor).__name__} of typestr {typestr!r}: expected plain elements and no mask"
+        raise ConfigError(message)
+    itemsize = int(typestr[2:])
+    if not _is_contiguous(shape, interface.get("strides"), itemsize):
+        message = f"{type(tensor).__name__}: memory on a GPU must be contiguous; copy it first"
+        raise ConfigError(message)
+    if must_be_in_place and is_read_only:
+        message = "the memory is read-only, but has to be written"
+        raise ConfigError(message)
+    num_bytes = math.prod(shape) * itemsize
+    if num_bytes == 0:
+        return repr(typestr), None
+    try:
+        device = _kvpipe.cuda_device_of(address)
+    except TransportUnavailableError as error:
+        raise _unusable(tensor, "cuda", str(error)) from error
+    stream = interface.get("stream")
+    ready = None if stream is None else _kvpipe.CudaEvent.record(device, stream)
+    _tell_if_not_exportable(address)
+    return repr(typestr), OnGpu(_kvpipe.CudaMemory(address, num_bytes, device, tensor), ready)
+
+
+def of_dlpack(tensor: Any, device: str) -> tuple[str, Any]:
+    """The numpy dtype of what speaks DLPack on a GPU, and a torch tensor of its memory.
+
+    Torch has its current stream wait for the tensor's own, as the protocol says.
+
+    Raises:
+        ConfigError: A dtype that numpy does not have.
+        TransportUnavailableError: There is no torch that sees the GPU.
+    """
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError as error:
+        raise _unusable(tensor, device, "torch is not installed, which reads DLPack on GPUs") from error
+    if not torch.cuda.is_available():
+        raise _unusable(tensor, device, "torch sees no CUDA device")
+    plain = torch.from_dlpack(tensor)
+    name = str(plain.dtype).removeprefix("torch.")
+    if name not in _NUMPY:
+        message = f"{type(tensor).__name__}: numpy has no {name}; convert it with torch.from_dlpack"
+        raise ConfigError(message)
+    return repr(_NUMPY[name]), plain
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int] | None, itemsize: int) -> bool:
+    if strides is None or 0 in shape:
+        return True
+    # The stride of a dimension with one element says nothing.
+    steps = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size > 1]
+    if not steps:
+        return True
+    return steps[-1][1] == itemsize and all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(steps))
+
+
+def _tell_if_not_exportable(address: int) -> None:
+    """Says once why tensors go slower than they could."""
+    global _is_told  # noqa: PLW0603 - once in a process
+    if _is_told or _kvpipe.cuda_is_exportable(address):
+        return
+    _is_told = True
+    logger.warning(
+        "cuda.not_shared memory of this allocator cannot be opened by every other process; unless UCX can, its bytes "
+        "go through the host: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+    )
+
+
+def _unusable(tensor: Any, device: str, reason: str) -> TransportUnavailableError:
+    return TransportUnavailableError(
+        f"a {type(tensor).__name__} on device {device} cannot be sent or received here: {reason}; "
+        "copy it to the CPU first"
+    )
