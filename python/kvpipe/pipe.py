@@ -245,9 +245,9 @@ class Pipe:
     def _withdraw(self, native: _kvpipe.Work | Following) -> None:
         if isinstance(native, Following):
             native.withdraw(ClosedError("the receive was withdrawn; the pipe is usable"))
-            native = native.begun
-        if native is not None:
-            self._end.withdraw(native)
+        begun = native.begun if isinstance(native, Following) else native
+        if begun is not None:
+            self._end.withdraw(begun)
 
     def _tell_opened(self) -> None:
         """Logs once which way the tensors take, as soon as the two ends have met."""

@@ -62,12 +62,12 @@ class Work(Generic[T]):
         return self._wait_in_loop().__await__()
 
     async def _wait_in_loop(self) -> T:
-        native = self._native
-        if isinstance(native, Following):
-            await native.settled()
-            native = native.begun
-        if native is not None and not native.is_completed():
-            await readable(native.fileno())
+        following = self._native
+        if isinstance(following, Following):
+            await following.settled()
+        begun = following.begun if isinstance(following, Following) else following
+        if begun is not None and not begun.is_completed():
+            await readable(begun.fileno())
         return self.result()
 
     def __repr__(self) -> str:

@@ -1,5 +1,7 @@
 //! With stand-ins for the driver's functions, which write down what they are called with. None of it runs on a GPU.
 
+#![allow(clippy::print_stderr, reason = "says why a test is skipped")]
+
 use std::cell::RefCell;
 
 use super::*;
@@ -157,6 +159,54 @@ fn a_copy_that_is_refused_names_the_call_and_leaves_no_context_current() {
 fn a_gpu_that_is_not_there_is_an_error_that_counts_those_that_are() {
     let error = copy_with(&stand_in(), 2, 0x1000).unwrap_err();
     assert!(error.to_string().contains("no cuda:2; this process sees 2"));
+}
+
+/// Memory on a GPU, for as long as the process lives.
+fn on_gpu(len: usize) -> Result<(Library, CUdeviceptr), CudaError> {
+    type Allocate = unsafe extern "C" fn(*mut CUdeviceptr, usize) -> CUresult;
+    let (_current, _) = driver()?.enter(0)?;
+    // SAFETY: the driver is loaded already.
+    let library = unsafe { Library::new(SONAME) }.unwrap();
+    let mut address = 0;
+    // SAFETY: the prototype in cuda.h.
+    let allocate = unsafe { library.get::<Allocate>(b"cuMemAlloc_v2\0") }.unwrap();
+    // SAFETY: a context is current, and `address` is a valid place.
+    let code = unsafe { allocate(&raw mut address, len) };
+    assert_eq!(code, CUDA_SUCCESS);
+    Ok((library, address))
+}
+
+/// Has not run: no machine with a GPU was there.
+#[test]
+fn on_a_gpu_bytes_are_where_they_belong_when_the_copy_returns() {
+    type Read = unsafe extern "C" fn(*mut c_void, CUdeviceptr, usize) -> CUresult;
+    let (library, address) = match on_gpu(4096) {
+        Ok(allocated) => allocated,
+        Err(error) => return eprintln!("skipped: {error}"),
+    };
+    assert_eq!(device_of(address as usize), Ok(0));
+    assert!(is_exportable(address as usize));
+    let bytes: Vec<u8> = (0..4096u32).map(|at| at as u8).collect();
+    // SAFETY: allocated above with this length, and never freed.
+    unsafe { copy(0, address, &bytes) }.unwrap();
+    let (_current, _) = driver().unwrap().enter(0).unwrap();
+    let mut back = vec![0; 4096];
+    let to = back.as_mut_ptr().cast();
+    // SAFETY: the prototype in cuda.h.
+    let read = unsafe { library.get::<Read>(b"cuMemcpyDtoH_v2\0") }.unwrap();
+    // SAFETY: both ranges have this length.
+    let code = unsafe { read(to, address, 4096) };
+    assert_eq!((code, back), (CUDA_SUCCESS, bytes));
+}
+
+/// Has not run, as above.
+#[test]
+fn on_a_gpu_an_event_is_over_when_its_stream_is() {
+    // SAFETY: the legacy default stream is always there.
+    match unsafe { CudaEvent::record(0, 1) } {
+        Ok(event) => event.wait().unwrap(),
+        Err(error) => eprintln!("skipped: {error}"),
+    }
 }
 
 #[test]
