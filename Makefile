@@ -1,6 +1,6 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-rdma fuzz asan check faults soak bench bench-peers clean
+.PHONY: help setup demo test test-rust test-python test-gpu test-rdma fuzz asan check faults soak bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +19,10 @@ test-rust: setup ## cargo test
 
 test-python: setup ## pytest
 	@scripts/test python
+
+test-gpu: setup ## the tests that need a CUDA device; skipped with the reason where there is none
+	@scripts/test rust -p kvpipe-ucx --lib on_a_gpu -- --nocapture
+	@scripts/test python -m gpu tests/test_cuda.py
 
 test-rdma: setup ## a named part of the tests over RDMA verbs, on Debian's UCX, in QEMU
 	@tests/rdma/run

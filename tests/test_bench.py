@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpipe import ConfigError, _kvpipe
+from kvpipe import ConfigError, TransportUnavailableError, _kvpipe
 from kvpipe.bench import bounds, command, contestants, machine, measure, perftest, report, subjects
 from kvpipe.bench.contest import Contestant, Group, Program, Sample
 from kvpipe.bench.measure import Case, Summary
@@ -37,6 +37,14 @@ def run_bench(*arguments, **env):
 
 
 # --- figures ----------------------------------------------------------------------------------------------------
+
+
+def test_a_benchmark_on_a_gpu_is_refused_with_the_remedy_where_there_is_none():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("torch sees a GPU")
+    with pytest.raises(TransportUnavailableError, match="torch sees no CUDA device; run this where there is one"):
+        command.main(["gpu", "--rounds", "5"])
 
 
 def test_a_summary_is_the_median_between_its_percentiles():

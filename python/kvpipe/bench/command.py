@@ -33,6 +33,7 @@ _HELP = {
     "layout": "contiguous, scattered or both",
     "kinds": "of cases: tensors, blocks, latency",
     "latency_sizes": "bytes of the messages for latency",
+    "device": "the GPU of both processes, such as cuda:0",
 }
 _EPILOG = (
     "Each cell is the median of the rounds and, in brackets, the 10th and the 90th percentile. ratio: to the baseline "

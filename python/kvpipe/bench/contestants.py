@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvpipe._info import info
 from kvpipe.bench.contest import Contestant, Pairs, Program, Startable
 from kvpipe.bench.perftest import Perftest
 from kvpipe.config import ucx_wheel_dir
+from kvpipe.exceptions import TransportUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +44,10 @@ _BUSY_POLL_US = "1000"
 def road_env(road: str) -> Pairs:
     """The variables that put UCX on a road."""
     return (("UCX_TLS", "tcp"),) if road == "tcp" else ()
+
+
+def _gpu_road_env(road: str) -> Pairs:
+    return (("UCX_TLS", "tcp,cuda_copy"),) if road == "tcp" else ()
 
 
 def kvpipe_pipe(road: str, program: Startable | None = None) -> list[Contestant]:
@@ -135,6 +142,40 @@ def ucx_perftest(road: str) -> list[Contestant]:
 def _is_large(case: Case) -> bool:
     """Smaller tensors travel in messages; reading them one by one would be another thing."""
     return case.num_bytes > _EAGER_CAP
+
+
+def require_gpu(device: str) -> None:
+    """Finds out whether tensors can be there.
+
+    Raises:
+        TransportUnavailableError: No.
+    """
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        message = "kvpipe bench gpu needs torch, which makes the tensors: pip install torch"
+        raise TransportUnavailableError(message) from error
+    if not torch.cuda.is_available():
+        message = f"there is no {device}: torch sees no CUDA device; run this where there is one, with torch for CUDA"
+        raise TransportUnavailableError(message)
+    if not info()["ucx_has_cuda"]:
+        message = "this UCX has no CUDA: pip install 'kvpipe[ucx-cu12]', and let UCX_TLS, if set, allow cuda"
+        raise TransportUnavailableError(message)
+
+
+def kvpipe_gpu(road: str, device: str) -> list[Contestant]:
+    """A Pipe between tensors on a GPU, in place."""
+    program = ours("gpu_tensors", (("device", device),), _gpu_road_env(road))
+    return [Contestant("kvpipe out= on the GPU", road, program, TENSORS, IN_FLIGHT, is_ours=True)]
+
+
+def ucx_perftest_gpu(road: str) -> list[Contestant]:
+    """UCX's own tool between buffers on a GPU, read as kvpipe reads them; without gets over TCP."""
+    if road == "tcp":
+        return []
+    tool = Perftest((*_LOOPBACK, *_ONE_SIDED, ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")))
+    reads = (("test", "ucp_get"), ("in_flight", "4"), ("memory", "cuda"))
+    return [Contestant("ucx_perftest -m cuda (hot)", road, tool, TENSORS, reads)]
 
 
 def nixl(road: str) -> list[Contestant]:

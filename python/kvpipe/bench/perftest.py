@@ -75,6 +75,8 @@ class PerftestField:
         chosen = dict(options)
         arguments = ["-e", "-f", "-t", chosen["test"], "-s", str(case.num_bytes)]
         arguments += ["-n", str(count), "-w", _WARM_UP, "-E", chosen.get("wait", "poll")]
+        if "memory" in chosen:
+            arguments += ["-m", chosen["memory"]]
         if "in_flight" in chosen:
             arguments += ["-O", chosen["in_flight"]]
         columns = self._run(arguments)

@@ -89,6 +89,11 @@ def _everybody(road: str, args: argparse.Namespace) -> list[Contestant]:
     return [*ours, *of.bare(road), *of.peers(road)]
 
 
+def _gpu_field(road: str, args: argparse.Namespace) -> list[Contestant]:
+    of.require_gpu(args.device)
+    return [*of.kvpipe_gpu(road, args.device), *of.ucx_perftest_gpu(road)]
+
+
 SUBJECTS: dict[str, Subject] = {
     "pipe": Subject(
         "GB/s of tensors through a Pipe, beside bare UCX, ucx_perftest and memcpy",
@@ -107,6 +112,14 @@ SUBJECTS: dict[str, Subject] = {
         ("memcpy",),
         {"blocks": _BLOCKS, "layout": "both"},
         lambda args: of.kvpipe_blocks("default", (), _remote(args, "agent_blocks", _sizes(args))),
+    ),
+    "gpu": Subject(
+        "GB/s of tensors on a GPU through a Pipe into another process, beside ucx_perftest -m cuda",
+        _tensors,
+        _gpu_field,
+        list,
+        ("ucx_perftest -m cuda (hot)",),
+        {"sizes": "64K,1M,16M,64M", "device": "cuda:0"},
     ),
     "latency": Subject(
         "half a round trip through two Pipes, beside bare UCX and ucx_perftest",

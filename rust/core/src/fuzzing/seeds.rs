@@ -17,6 +17,9 @@ const SERVER: u8 = 2;
 const UNSUMMED: u8 = 16;
 const BLOCK: u64 = 1 << 10;
 
+/// Where offered memory is.
+const HOST: u8 = 0;
+
 /// Seeds of every target, by its name.
 pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let with_name = |name, scripts: Vec<Vec<u8>>| scripts.into_iter().map(move |it| (name, it));
@@ -42,7 +45,7 @@ fn head(kind: u8, id: u64) -> Writer {
 
 /// An offer of the peer's memory, by a proof of kind `proof`.
 fn offer(writer: Writer, len: u64, proof: u8) -> Writer {
-    let writer = writer.u64(len).u64(ADDRESS).u8(proof);
+    let writer = writer.u64(len).u64(ADDRESS).u8(HOST).u8(proof);
     writer.bytes(&KEY.to_le_bytes())
 }
 

@@ -1,0 +1,88 @@
+"""A Pipe of kvpipe between tensors on a GPU, one way, in place. It has not run: no machine with a GPU was there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kvpipe
+
+from .request import pattern
+from .side import Quiet, Setup, Words, keep_in_flight, seconds
+from .tensors import Receiving
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .request import Task
+
+_PATIENCE_S = 60.0
+
+
+class Active(Quiet):
+    """Sends, and is told when all has been received."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._source: Any = torch.from_numpy(pattern(setup.total)).to(setup.options["device"])
+        self._back = kvpipe.Pipe.listen(f"{setup.host}:0")
+
+    def hello(self) -> Words:
+        """Where the way back begins."""
+        return {"address": self._back.address}
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects the way there."""
+        self._there = kvpipe.Pipe.connect(words["there"], timeout=_PATIENCE_S)
+        return {"transport": self._there.transport}
+
+    def run(self, task: Task) -> Words:
+        """Sends."""
+        return seconds(lambda: self._send(task))
+
+    def _send(self, task: Task) -> None:
+        size = task.num_bytes
+        offsets = task.offsets(len(self._source))
+        begun = (self._there.isend_tensor(self._source[at : at + size]) for at in offsets)
+        keep_in_flight(int(task.options["in_flight"]), begun)
+        self._back.recv_tensor(timeout=_PATIENCE_S)
+
+
+class Passive(Receiving):
+    """Receives into memory of the GPU that is there."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._on_gpu: Any = torch.zeros(setup.total, dtype=torch.uint8, device=setup.options["device"])
+        self._there = kvpipe.Pipe.listen(f"{setup.host}:0")
+
+    def hello(self) -> Words:
+        """Where the way there begins."""
+        return {"there": self._there.address}
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects the way back."""
+        self._back = kvpipe.Pipe.connect(words["address"], timeout=_PATIENCE_S)
+        return {}
+
+    def run(self, task: Task) -> Words:
+        """Receives."""
+        size = task.num_bytes
+        offsets = task.offsets(len(self._on_gpu))
+        begun = (self._there.irecv_tensor(out=self._on_gpu[at : at + size]) for at in offsets)
+        keep_in_flight(int(task.options["in_flight"]), begun)
+        self._back.send_tensor(None, timeout=_PATIENCE_S)
+        return {}
+
+    def clear(self, task: Task) -> None:
+        """Forgets what arrived."""
+        super().clear(task)
+        self._on_gpu.zero_()
+
+    def verify(self, task: Task) -> None:
+        """Whether all has arrived."""
+        self._room.data[:] = self._on_gpu.cpu().numpy()
+        super().verify(task)
+
+
+ROLES = {"active": Active, "passive": Passive}
