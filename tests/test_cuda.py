@@ -21,6 +21,7 @@ from kvpipe import (
 )
 from kvpipe._following import Follower
 from kvpipe._tensor import describe
+from kvpipe.pipe import _moved
 
 torch = pytest.importorskip("torch")
 
@@ -194,6 +195,21 @@ def test_memory_that_other_processes_cannot_open_is_told_once_with_the_remedy(dr
     assert [record.getMessage().partition("PYTORCH")[2] for record in caplog.records] == [
         "_CUDA_ALLOC_CONF=expandable_segments:False"
     ]
+
+
+def test_a_cuda_array_is_not_inserted_into_a_lookup_buffer_and_the_remedy_named(driver):
+    buffer, tokens = LookupBuffer(), np.arange(4)
+    with pytest.raises(TransportUnavailableError, match="CudaArray on a GPU cannot be inserted; copy it"):
+        buffer.insert(tokens, None, CudaArray(), None, None)
+    assert buffer.stats().num_inserted == 0
+
+
+@pytest.mark.parametrize("values", [np.arange(3), torch.arange(3), None])
+def test_what_is_received_for_a_device_becomes_a_torch_tensor_there_whatever_it_was(values):
+    """With the CPU in place of a GPU."""
+    described = describe(values)
+    moved = _moved(torch, (*described.meta, bytearray(described.data)), "cpu")
+    assert moved is None if values is None else torch.equal(moved, torch.arange(3))
 
 
 # --- streams ----------------------------------------------------------------------------------------------------

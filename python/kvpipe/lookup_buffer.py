@@ -8,10 +8,10 @@ from typing import Any
 
 from kvpipe import _kvpipe
 from kvpipe._closing import Closing
-from kvpipe._tensor import describe, rebuild
+from kvpipe._tensor import Described, describe, rebuild
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
-from kvpipe.exceptions import ConfigError
+from kvpipe.exceptions import ConfigError, TransportUnavailableError
 from kvpipe.work import Work
 
 _NUM_TENSORS = 5
@@ -158,7 +158,7 @@ class LookupBuffer(Closing):
     def _insert(
         self, input_tokens: Any, roi: Any, rest: tuple[Any, Any, Any], timeout: float | None, *, is_waited: bool
     ) -> _kvpipe.Work:
-        described = [describe(_in_host_memory(tensor)) for tensor in (input_tokens, roi, *rest)]
+        described = [_described(tensor) for tensor in (input_tokens, roi, *rest)]
         tokens = _counted(input_tokens, roi)
         return self._native.insert(tokens, [(tensor.meta, tensor.data) for tensor in described], timeout, is_waited)
 
@@ -236,9 +236,13 @@ def _take(native: _kvpipe.Work, entry: list[tuple[int, str, list[int], Any]] | N
     return tensors
 
 
-def _in_host_memory(tensor: Any) -> Any:
-    """A copy of a torch tensor on a GPU; all else as it is."""
-    return tensor.cpu() if getattr(tensor, "is_cuda", False) else tensor
+def _described(tensor: Any) -> Described:
+    """A tensor in host memory; of a torch tensor on a GPU its copy there."""
+    described = describe(tensor.cpu() if getattr(tensor, "is_cuda", False) else tensor)
+    if isinstance(described.data, _kvpipe.CudaMemory):
+        message = f"a {type(tensor).__name__} on a GPU cannot be inserted; copy it to the CPU first"
+        raise TransportUnavailableError(message)
+    return described
 
 
 def _counted(input_tokens: Any, roi: Any) -> Any:

@@ -202,7 +202,7 @@ class Pipe:
             TransferTimeoutError: Not done in time; the message says whether the pipe is usable.
             PeerLostError: The sender is gone; the pipe is closed.
         """
-        convert = _rebuild if out is None and device is None else _conversion(out, device)
+        bring = None if device is None else _bringing(out, device)
         native = self._receive(out, timeout, is_waited=True)
         try:
             native.wait()
@@ -212,7 +212,9 @@ class Pipe:
             raise
         received = native.result()
         self._tell_opened()
-        return convert(received)
+        if bring is not None:
+            return bring(received)
+        return _rebuild(received) if out is None else out
 
     def irecv_tensor(self, out: Any = None, device: str | None = None) -> Work[Any]:
         """Begins to receive the next tensor.
@@ -223,7 +225,8 @@ class Pipe:
         Raises:
             As `recv_tensor` for what is wrong with `out` or `device`; the rest comes from the work.
         """
-        convert = _rebuild if out is None and device is None else _conversion(out, device)
+        bring = None if device is None else _bringing(out, device)
+        convert = bring or (_rebuild if out is None else lambda _: out)
         return Work(self._receive(out, None, is_waited=False), convert)
 
     def _receive(self, out: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work | Following:
@@ -231,9 +234,10 @@ class Pipe:
             message = "this is the sending end of the pipe; it cannot receive"
             raise ConfigError(message)
         self._tell_opened()
-        described = None if out is None else describe(out, must_be_in_place=True)
-        place = None if described is None else (described.meta, described.data)
-        ready = None if described is None else described.ready
+        place, ready = None, None
+        if out is not None:
+            described = describe(out, must_be_in_place=True)
+            place, ready = (described.meta, described.data), described.ready
         if ready is None and self._follower.is_idle:
             return self._end.receive(place, timeout, is_waited)
 
@@ -343,19 +347,19 @@ def _microseconds(busy_poll_us: int | None) -> int | None:
     return busy_poll_us
 
 
-def _conversion(out: Any, device: object) -> Callable[[Any], Any]:
-    """What makes the result of a receive into `out`, or else on `device`."""
-    name = "cpu" if device is None else str(device)
+def _bringing(out: Any, device: object) -> Callable[[Any], Any] | None:
+    """What brings to a device what was received; `None` if that is the CPU."""
+    name = str(device)
     if not _DEVICE.fullmatch(name):
         message = f"device={name!r}: expected None, 'cpu', or a GPU such as 'cuda:0'"
         raise ConfigError(message)
     if name == "cpu":
-        return _rebuild if out is None else lambda _: out
+        return None
     if out is not None:
         message = f"device={name!r} with out=: the tensor is received into out, wherever that is"
         raise ConfigError(message)
     torch = _torch_for(name)
-    return lambda received: _on_gpu(torch, received, name)
+    return lambda received: _moved(torch, received, name)
 
 
 def _torch_for(device: str) -> Any:
@@ -370,7 +374,7 @@ def _torch_for(device: str) -> Any:
     return torch
 
 
-def _on_gpu(torch: Any, received: tuple[int, str, list[int], Any], device: str) -> Any:
+def _moved(torch: Any, received: tuple[int, str, list[int], Any], device: str) -> Any:
     tensor = _rebuild(received)
     if received[0] == NOTHING:
         return None

@@ -30,6 +30,11 @@ struct Source {
 
 impl Source {
     fn connect(search: &Search, agent: &Agent) -> Self {
+        Self::on("cpu", search, agent)
+    }
+
+    /// Says that its region is on a device, whose blocks it sends as they are: the host's memory stands in for a GPU's.
+    fn on(device: &str, search: &Search, agent: &Agent) -> Self {
         let address = agent.address().expect("address");
         let mut raw = Raw::connect(search, address, Service::Blocks);
         let memory = raw
@@ -39,7 +44,7 @@ impl Source {
         let (base, key) = (memory.buffer().address() as u64, memory.pack_rkey());
         let regions = Writer::new(33).u8(1).list(&[0u32], |w, id| {
             let layout = w.u32(*id).str("kv").u64(COUNT as u64);
-            let layout = layout.u64(BLOCK as u64).u64(BLOCK as u64).str("cpu");
+            let layout = layout.u64(BLOCK as u64).u64(BLOCK as u64).str(device);
             layout.u8(1).u64(base).bytes(key.as_ref().expect("key"))
         });
         common::send_frame(&mut raw.stream, &regions.finish());
@@ -117,6 +122,33 @@ fn blocks_that_differ_from_their_checksums_end_the_read_and_the_peer_stays_usabl
             assert_eq!(end_of(&work, &source.raw), Ok(2 * BLOCK as u64));
             assert!(bytes(&to)[7 * BLOCK..8 * BLOCK] == *source.block(3));
             assert!(bytes(&to)[9 * BLOCK..10 * BLOCK] == *source.block(4));
+        },
+    );
+}
+
+#[test]
+fn blocks_of_a_gpu_come_to_the_host_as_messages_without_checksums_whatever_the_road() {
+    on_both_roads(
+        "blocks_of_a_gpu_come_to_the_host_as_messages_without_checksums_whatever_the_road",
+        |search| {
+            let (reader, to) = (agent(search), Buffer::zeroed(COUNT * BLOCK));
+            let region = register(&reader, "own", &to, BLOCK, BLOCK);
+            let source = Source::on("cuda:0", search, &reader);
+            let plan = eventually("its region", || {
+                let peer = reader.peers().pop()?;
+                let remote = ("kv", vec![3]);
+                reader.prepare(&peer, (&region, vec![7]), remote).ok()
+            });
+            let work = reader.read(&plan, Options::default()).expect("read");
+            let (header, _) = source.raw.message(READ);
+            let mut header = Reader::new(&header);
+            let transfer = header.u64().expect("a transfer");
+            let wanted = header.fixed::<5>().expect("a region and what is wanted")[4];
+            assert_eq!(wanted, 0);
+            let header = Writer::new(DATA).u64(transfer).u64(0).u64(0).finish();
+            source.raw.send(&header, source.block(3));
+            assert_eq!(end_of(&work, &source.raw), Ok(BLOCK as u64));
+            assert!(bytes(&to)[7 * BLOCK..8 * BLOCK] == *source.block(3));
         },
     );
 }

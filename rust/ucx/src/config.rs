@@ -26,7 +26,7 @@ type Version = (u32, u32);
 
 /// Keys that only some UCX versions take, or need: `(key, since, before)`. Older versions do not
 /// refuse an unknown key but print a warning for each worker (seen: 1.13 to 1.19).
-const VERSIONS: [(&str, Version, Version); 9] = [
+const VERSIONS: [(&str, Version, Version); 10] = [
     // Before, CMA is not used: it has no PEER error mode.
     ("CMA_TX_QUOTA", (1, 20), NEVER),
     // Before, kvpipe has nothing read over it.
@@ -36,6 +36,8 @@ const VERSIONS: [(&str, Version, Version); 9] = [
     ("IB_REG_METHODS", (1, 13), (1, 16)),
     ("MAX_HCA_PER_GPU", (1, 21), NEVER),
     ("MAX_RMA_RAILS", (1, 15), NEVER),
+    // Gets and puts that would be served in software fail instead.
+    ("PROTO_EMULATION_ENABLE", (1, 22), NEVER),
     // A leak, mended in 1.22.
     ("RCACHE_MAX_UNRELEASED", (1, 17), (1, 22)),
     ("TCP_CM_USER_TIMEOUT", (1, 22), NEVER),
@@ -81,6 +83,7 @@ impl Config {
         if Path::new(NVIDIA).exists() {
             // By default UCX has no gets over it where there is no NVLink, and would serve them in software, over TCP.
             config.pin("CUDA_IPC_ENABLE_GET_ZCOPY", "on");
+            config.pin("PROTO_EMULATION_ENABLE", "n");
         }
         if has_rdma_devices() {
             config.set("IB_PCI_RELAXED_ORDERING", "try");

@@ -308,7 +308,8 @@ impl CudaEvent {
     /// # Errors
     /// The driver's answer; errors of the stream's own work come out here too.
     pub fn wait(&self) -> Result<(), CudaError> {
-        // SAFETY: the event lives as long as `self`. No context need be current.
+        let _current = enter_or_log(self.device);
+        // SAFETY: the event lives as long as `self`.
         let code = unsafe { (self.calls.cuEventSynchronize)(self.event) };
         self.calls.check(code, "cuEventSynchronize")
     }
