@@ -59,7 +59,7 @@ class Follower:
             if ready is None and not self._waiting:
                 return begin(timeout)
             if self._is_closed:
-                message = "it was closed"
+                message = "the pipe or agent was closed"
                 raise ClosedError(message)
             following = Following(ready, begin, timeout)
             self._waiting.append(following)
@@ -75,13 +75,20 @@ class Follower:
         threading.Thread(target=self._run, name="kvpipe-follower", daemon=True).start()
 
     def _run(self) -> None:
-        while (following := self._next()) is not None:
-            following.follow()
-            with self._changed:
-                if self._waiting:  # else closed meanwhile
-                    self._waiting.popleft()
-                self.is_idle = not self._waiting
-                self._changed.notify_all()
+        while self._follow_next():
+            pass  # and keeps nothing of it alive
+
+    def _follow_next(self) -> bool:
+        following = self._next()
+        if following is None:
+            return False
+        following.follow()
+        with self._changed:
+            if self._waiting:  # else closed meanwhile
+                self._waiting.popleft()
+            self.is_idle = not self._waiting
+            self._changed.notify_all()
+        return True
 
     def _next(self) -> Following | None:
         with self._changed:
