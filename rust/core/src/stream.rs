@@ -20,9 +20,9 @@ use crate::transport::{Memory, Payload};
 /// Bytes a source may send before the destination's next credit.
 const WINDOW: u64 = 4 << 20;
 /// One message: under UCX's TCP segment (256 KiB), so that it is never reassembled from fragments.
-const PIECE: u64 = 64 << 10;
+const PIECE: u64 = 32 << 10;
 /// Runs that are smaller go together.
-const GATHERED: u64 = 32 << 10;
+const GATHERED: u64 = PIECE / 2;
 /// What begins the header of a message with data: session, kind, id of the stream.
 const NAME_LEN: usize = 16 + 1 + 8;
 
