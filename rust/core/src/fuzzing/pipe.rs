@@ -115,8 +115,11 @@ impl Victim for Sender {
         self.pipe.stop();
     }
 
-    fn check(&mut self) {
+    fn check_without_peer(&self) {
         assert!(self.sends.iter().all(Work::is_completed), "a send goes on");
+    }
+
+    fn check(&mut self) {
         assert_eq!(Arc::strong_count(&self.owner), 1, "a tensor is kept");
     }
 }

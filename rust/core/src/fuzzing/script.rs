@@ -172,7 +172,10 @@ pub(super) trait Victim {
     fn act(&mut self, what: u8, argument: u8);
     /// Its user ends it.
     fn close(&mut self);
-    /// What its user has asked for has ended, one way or the other; called after the end of the node.
+    /// What needed the peer has ended, one way or the other; called when that is gone and the node goes on, whose end
+    /// would end everything.
+    fn check_without_peer(&self) {}
+    /// What its user has asked for has ended; called after the end of the node.
     fn check(&mut self);
 }
 
@@ -228,6 +231,7 @@ pub(super) fn confront(
     }
     let heard = hostile.into_heard();
     forget_peer(&victim);
+    victim.check_without_peer();
     victim.close();
     for _ in 0..ROUNDS {
         if victim.round() == Round::Over {
