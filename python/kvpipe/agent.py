@@ -49,8 +49,8 @@ class Agent(Closing):
         listen: `host:port` where peers connect; loopback by default.
         token: The shared secret; by default `KVPIPE_TOKEN`. Needed for addresses other than loopback.
         checksum: Whether blocks that this agent reads and writes are compared with checksums that their owner
-            computes (CRC-64/NVME). A read then asks the peer, which takes about 50 µs more on one machine. Over CMA
-            and RDMA it also fails where blocks change while they are moved.
+            computes (CRC-64/NVME). A read then asks the peer, which takes a round trip more. Over CMA and RDMA it
+            also fails where blocks change while they are moved.
 
     Raises:
         ConfigError: The address cannot be bound.
