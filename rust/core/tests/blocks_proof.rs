@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use agents::{BLOCK, COUNT, agent, pair, register, register_writable};
 use common::{PATIENCE, Raw, TOKEN, bytes, eventually, on_both_roads, on_every_road, pattern};
-use kvpipe_core::blocks::{Agent, Options, Region};
+use kvpipe_core::blocks::{Agent, Options, Plan, Region};
 use kvpipe_core::codec::{Reader, Writer};
 use kvpipe_core::identity::Service;
 use kvpipe_core::link::Timing;
@@ -49,6 +49,24 @@ impl Source {
         });
         common::send_frame(&mut raw.stream, &regions.finish());
         Self { raw, memory }
+    }
+
+    /// The same; and a plan between blocks of the agent, in the returned memory, and these of its own.
+    fn meet(
+        device: &str,
+        search: &Search,
+        agent: &Agent,
+        ours: &[u32],
+        theirs: &[u32],
+    ) -> (Self, Plan, Buffer) {
+        let memory = Buffer::zeroed(COUNT * BLOCK);
+        let region = register(agent, "own", &memory, BLOCK, BLOCK);
+        let source = Self::on(device, search, agent);
+        let plan = eventually("its region", || {
+            let (peer, remote) = (agent.peers().pop()?, ("kv", theirs.to_vec()));
+            agent.prepare(&peer, (&region, ours.to_vec()), remote).ok()
+        });
+        (source, plan, memory)
     }
 
     fn block(&self, id: usize) -> &[u8] {
@@ -95,14 +113,8 @@ fn blocks_that_differ_from_their_checksums_end_the_read_and_the_peer_stays_usabl
     on_both_roads(
         "blocks_that_differ_from_their_checksums_end_the_read_and_the_peer_stays_usable",
         |search| {
-            let (reader, to) = (agent(search), Buffer::zeroed(COUNT * BLOCK));
-            let region = register(&reader, "own", &to, BLOCK, BLOCK);
-            let source = Source::connect(search, &reader);
-            let plan = eventually("its region", || {
-                let peer = reader.peers().pop()?;
-                let remote = ("kv", vec![3, 4]);
-                reader.prepare(&peer, (&region, vec![7, 9]), remote).ok()
-            });
+            let reader = agent(search);
+            let (source, plan, to) = Source::meet("cpu", search, &reader, &[7, 9], &[3, 4]);
             let [first, second] = source.sums();
             for (sums, named) in [
                 ([first ^ 1, second], "block 7"),
@@ -131,14 +143,8 @@ fn blocks_of_a_gpu_come_to_the_host_as_messages_without_checksums_whatever_the_r
     on_both_roads(
         "blocks_of_a_gpu_come_to_the_host_as_messages_without_checksums_whatever_the_road",
         |search| {
-            let (reader, to) = (agent(search), Buffer::zeroed(COUNT * BLOCK));
-            let region = register(&reader, "own", &to, BLOCK, BLOCK);
-            let source = Source::on("cuda:0", search, &reader);
-            let plan = eventually("its region", || {
-                let peer = reader.peers().pop()?;
-                let remote = ("kv", vec![3]);
-                reader.prepare(&peer, (&region, vec![7]), remote).ok()
-            });
+            let reader = agent(search);
+            let (source, plan, to) = Source::meet("cuda:0", search, &reader, &[7], &[3]);
             let work = reader.read(&plan, Options::default()).expect("read");
             let (header, _) = source.raw.message(READ);
             let mut header = Reader::new(&header);
@@ -177,14 +183,7 @@ fn offered_blocks_that_differ_from_their_checksums_are_not_taken() {
 fn a_writer_learns_that_its_blocks_came_corrupt() {
     let Some(search) = common::ucx() else { return };
     let writer = agent(&search);
-    let region = register(&writer, "own", &Buffer::zeroed(COUNT * BLOCK), BLOCK, BLOCK);
-    let target = Source::connect(&search, &writer);
-    let plan = eventually("its region", || {
-        let peer = writer.peers().pop()?;
-        writer
-            .prepare(&peer, (&region, vec![0]), ("kv", vec![0]))
-            .ok()
-    });
+    let (target, plan, _memory) = Source::meet("cpu", &search, &writer, &[0], &[0]);
     let work = writer.write(&plan, Options::default()).expect("write");
     let (header, _) = target.raw.message(OFFER);
     let offer = Reader::new(&header).u64().expect("an offer");
@@ -203,14 +202,7 @@ fn more_checksums_than_blocks_are_cut_off() {
         return;
     }
     let reader = agent(&search);
-    let region = register(&reader, "own", &Buffer::zeroed(COUNT * BLOCK), BLOCK, BLOCK);
-    let mut source = Source::connect(&search, &reader);
-    let plan = eventually("its region", || {
-        let peer = reader.peers().pop()?;
-        reader
-            .prepare(&peer, (&region, vec![0]), ("kv", vec![3]))
-            .ok()
-    });
+    let (mut source, plan, _memory) = Source::meet("cpu", &search, &reader, &[0], &[3]);
     let work = reader.read(&plan, Options::default()).expect("read");
     source.answer(source.sums());
     assert!(source.raw.is_closed());
@@ -265,15 +257,7 @@ fn without_checksums_the_source_is_asked_for_none() {
         let transport = search.clone().into();
         let reader = Agent::new(&common::local(), TOKEN, transport, "", vec![], timing);
         let reader = reader.expect("agent").without_checksums();
-        let to = Buffer::zeroed(COUNT * BLOCK);
-        let region = register(&reader, "own", &to, BLOCK, BLOCK);
-        let source = Source::connect(search, &reader);
-        let plan = eventually("its region", || {
-            let peer = reader.peers().pop()?;
-            reader
-                .prepare(&peer, (&region, vec![0]), ("kv", vec![3]))
-                .ok()
-        });
+        let (source, plan, to) = Source::meet("cpu", search, &reader, &[0], &[3]);
         let work = reader.read(&plan, Options::default()).expect("read");
         if common::is_tcp() {
             let (header, _) = source.raw.message(READ);
@@ -390,14 +374,7 @@ fn a_source_that_never_tells_its_checksums_and_goes_is_lost() {
         return;
     }
     let reader = agent(&search);
-    let region = register(&reader, "own", &Buffer::zeroed(COUNT * BLOCK), BLOCK, BLOCK);
-    let source = Source::connect(&search, &reader);
-    let plan = eventually("its region", || {
-        let peer = reader.peers().pop()?;
-        reader
-            .prepare(&peer, (&region, vec![0]), ("kv", vec![3]))
-            .ok()
-    });
+    let (source, plan, _memory) = Source::meet("cpu", &search, &reader, &[0], &[3]);
     let work = reader.read(&plan, Options::default()).expect("read");
     source.raw.message(READ);
     assert!(!work.is_completed());
