@@ -14,6 +14,11 @@ impl Writer {
         Self(vec![kind])
     }
 
+    /// Starts a message of about `len` bytes.
+    pub fn with_capacity(len: usize) -> Self {
+        Self(Vec::with_capacity(len))
+    }
+
     /// Appends one byte.
     pub fn u8(mut self, value: u8) -> Self {
         self.0.push(value);

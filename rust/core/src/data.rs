@@ -1,7 +1,7 @@
 //! The data plane of a node: its worker, the endpoint of each session, and which road the bytes take.
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Status};
@@ -26,6 +26,9 @@ const LEN_MASK: u64 = (1 << LEN_BITS) - 1;
 /// Most bytes of messages that wait for a peer that does not read; more and it counts as lost. What peers may have
 /// asked for and offered at once has 448 MiB: 4 reads and 8 writes of 4 Mi blocks, and the checksums of 4 more.
 const UNSENT_CAP: usize = 512 << 20;
+
+/// Of the header of a message; longer ones grow.
+const HEADER_LEN: usize = 64;
 
 struct Peer {
     endpoint: Option<EndpointId>,
@@ -52,7 +55,8 @@ struct Greeted {
 pub(crate) struct DataPlane {
     context: Context,
     pub(crate) worker: Worker,
-    peers: HashMap<LinkId, Peer>,
+    // Few, and looked up for every message.
+    peers: BTreeMap<LinkId, Peer>,
     sessions: HashMap<SessionId, LinkId>,
     endpoints: HashMap<EndpointId, LinkId>,
     landings: Landings,
@@ -66,7 +70,7 @@ impl DataPlane {
             context,
             worker,
             landings,
-            peers: HashMap::new(),
+            peers: BTreeMap::new(),
             sessions: HashMap::new(),
             endpoints: HashMap::new(),
         })
@@ -213,7 +217,7 @@ impl Io {
             .as_ref()
             .and_then(|data| data.peers.get(&link))
             .map_or([0; 16], |peer| peer.session);
-        Writer::default().raw(&session).u8(kind)
+        Writer::with_capacity(HEADER_LEN).raw(&session).u8(kind)
     }
 
     /// Sends an active message. Nobody waits for its end, so that the node bounds how much waits to leave.

@@ -19,10 +19,13 @@ use crate::transport::{Memory, Payload};
 
 /// Bytes a source may send before the destination's next credit.
 const WINDOW: u64 = 4 << 20;
-/// One message: under UCX's TCP segment (256 KiB), so that it is never reassembled from fragments.
-const PIECE: u64 = 32 << 10;
-/// Runs that are smaller go together.
-const GATHERED: u64 = PIECE / 2;
+/// Most bytes of one message: with its headers it fits into one packet of 64 KiB, which is the most that Linux makes of
+/// a write; a rest of a few bytes would be a packet of its own.
+const PIECE: u64 = 60 << 10;
+/// Most bytes of a message of several runs, which are copied together.
+const GATHERED: u64 = 32 << 10;
+/// Runs that are not longer go together.
+const SMALL: u64 = 16 << 10;
 /// What begins the header of a message with data: session, kind, id of the stream.
 const NAME_LEN: usize = 16 + 1 + 8;
 
@@ -35,6 +38,12 @@ fn name(io: &Io, link: LinkId, (kind, id): (u8, u64)) -> Name {
         *to = from;
     }
     name
+}
+
+/// What goes into one message of a run with so much left: all its messages are of about one length.
+fn message_len(left: u64) -> u64 {
+    let num_messages = left.div_ceil(PIECE).max(1);
+    left.div_ceil(num_messages).next_multiple_of(64).min(left)
 }
 
 /// A stream at its source.
@@ -68,7 +77,11 @@ impl Outgoing {
 
     /// Sends what the credit allows, as messages of this kind and id; whether everything has been sent.
     pub(crate) fn send(&mut self, io: &mut Io, link: LinkId, (kind, id): (u8, u64)) -> bool {
-        while let Some(run) = self.cursor.piece(&self.runs, PIECE) {
+        while let Some(rest) = self.cursor.piece(&self.runs, u64::MAX) {
+            let run = Run {
+                len: message_len(rest.len),
+                ..rest
+            };
             if self.credit < run.len {
                 return false;
             }
@@ -88,7 +101,7 @@ impl Outgoing {
     /// What the next message carries: a large run as it lies in memory, small ones together in a copy, which costs less
     /// than a message each.
     fn next_piece(&mut self, run: Run) -> (Payload, u64, u64) {
-        if run.len < GATHERED
+        if run.len <= SMALL
             && let Some(bytes) = self.gather()
         {
             let sum = if self.is_summed {
@@ -114,10 +127,10 @@ impl Outgoing {
 
     /// The next small runs, as many as fit into a message and the credit; none of memory that is not the host's.
     fn gather(&mut self) -> Option<Vec<u8>> {
-        let (start, room) = (self.cursor, PIECE.min(self.credit));
+        let (start, room) = (self.cursor, GATHERED.min(self.credit));
         let mut gathered = Vec::with_capacity(room as usize);
         while let Some(run) = self.cursor.piece(&self.runs, PIECE)
-            && run.len < GATHERED
+            && run.len <= SMALL
             && gathered.len() as u64 + run.len <= room
         {
             let Some(bytes) = self
@@ -366,6 +379,23 @@ mod tests {
         }
         assert!(incoming.is_here());
         assert_eq!(incoming.corrupt(), None);
+    }
+
+    #[test]
+    fn a_run_goes_in_messages_of_about_one_length() {
+        for run in [1, 63, PIECE, PIECE + 1, 64 << 10, 1 << 20, (16 << 20) + 7] {
+            let mut left = run;
+            let lens: Vec<u64> = std::iter::from_fn(|| {
+                let len = message_len(left);
+                left -= len;
+                (len > 0).then_some(len)
+            })
+            .collect();
+            assert_eq!((left, lens.len() as u64), (0, run.div_ceil(PIECE)), "{run}");
+            assert!(lens.iter().all(|len| *len <= PIECE), "{run}");
+            let shortest = lens.iter().min().unwrap();
+            assert!(shortest * 2 > lens[0], "{run}: {lens:?}");
+        }
     }
 
     #[test]

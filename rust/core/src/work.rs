@@ -1,11 +1,14 @@
 //! Completion of an operation: its node completes it once, any thread waits for it. A thread that waits runs the node
-//! meanwhile; where another does, and in asyncio, it sleeps on an eventfd that is made when somebody first needs it.
+//! meanwhile; where another does, it sleeps on a futex, in asyncio on an eventfd that is made when somebody needs it.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::thread::futex;
 
 use crate::error::{Error, Result};
 use crate::node::{Drive, Driven};
@@ -16,13 +19,26 @@ const SIGNAL_SLICE: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 struct State<T> {
     result: Option<Result<T>>,
-    eventfd: Option<Arc<OwnedFd>>,
+    eventfd: Option<OwnedFd>,
 }
+
+/// What a work and its completer share.
+#[derive(Debug)]
+struct Shared<T> {
+    state: Mutex<State<T>>,
+    /// [`UNDER_WAY`], [`WAITED_FOR`] or [`ENDED`].
+    progress: AtomicU32,
+}
+
+const UNDER_WAY: u32 = 0;
+/// As before, and threads sleep until it has ended.
+const WAITED_FOR: u32 = 1;
+const ENDED: u32 = 2;
 
 /// An operation that is under way or done. Clones share it; dropping all of them cancels nothing.
 #[derive(Debug)]
 pub struct Work<T> {
-    state: Arc<Mutex<State<T>>>,
+    shared: Arc<Shared<T>>,
     /// The node that completes it: who waits may run it.
     driver: Option<Arc<dyn Drive>>,
 }
@@ -30,7 +46,7 @@ pub struct Work<T> {
 impl<T> Clone for Work<T> {
     fn clone(&self) -> Self {
         Self {
-            state: Arc::clone(&self.state),
+            shared: Arc::clone(&self.shared),
             driver: self.driver.clone(),
         }
     }
@@ -58,30 +74,77 @@ pub enum Then {
 
 /// The other end of a [`Work`]: completes it once. Dropped without that, the work ends as closed.
 #[derive(Debug)]
-pub struct Completer<T>(Option<Arc<Mutex<State<T>>>>);
+pub struct Completer<T>(Option<Arc<Shared<T>>>);
 
 /// Makes a work and its completer.
 pub fn work<T>() -> (Work<T>, Completer<T>) {
-    let state = Arc::new(Mutex::new(State {
+    let state = State {
         result: None,
         eventfd: None,
-    }));
+    };
+    let shared = Arc::new(Shared {
+        state: Mutex::new(state),
+        progress: AtomicU32::new(UNDER_WAY),
+    });
     let work = Work {
-        state: Arc::clone(&state),
+        shared: Arc::clone(&shared),
         driver: None,
     };
-    (work, Completer(Some(state)))
+    (work, Completer(Some(shared)))
 }
 
-fn lock<T>(state: &Mutex<State<T>>) -> MutexGuard<'_, State<T>> {
-    state.lock().unwrap_or_else(PoisonError::into_inner)
+impl<T> Shared<T> {
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn has_ended(&self) -> bool {
+        self.progress.load(Ordering::Acquire) == ENDED
+    }
+
+    fn end(&self, result: Result<T>) {
+        let mut state = self.lock();
+        state.result = Some(result);
+        let before = self.progress.swap(ENDED, Ordering::AcqRel);
+        if let Some(fd) = &state.eventfd {
+            // An eventfd that counts to 1 never blocks; a failure could only mean that nobody can wait on it.
+            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+        }
+        drop(state);
+        if before == WAITED_FOR {
+            // Cannot fail: the address is that of an integer of ours.
+            let _ = futex::wake(&self.progress, futex::Flags::PRIVATE, i32::MAX as u32);
+        }
+    }
+
+    /// Sleeps until it has ended, `deadline` has passed, or a signal arrived.
+    fn sleep(&self, deadline: Option<Instant>) -> Result<Waited> {
+        let (relaxed, acquire) = (Ordering::Relaxed, Ordering::Acquire);
+        let _ = self
+            .progress
+            .compare_exchange(UNDER_WAY, WAITED_FOR, relaxed, acquire);
+        let sleep = |slice: &Timespec| {
+            let slept = futex::wait(
+                &self.progress,
+                futex::Flags::PRIVATE,
+                WAITED_FOR,
+                Some(slice),
+            );
+            match slept {
+                Ok(()) | Err(Errno::AGAIN) => Ok(true),
+                Err(Errno::TIMEDOUT) => Ok(false),
+                Err(error) => Err(error),
+            }
+        };
+        wait(deadline, || self.has_ended(), sleep)
+    }
 }
 
 impl<T> Completer<T> {
     /// Whether this completes that work.
     pub fn completes(&self, work: &Work<T>) -> bool {
-        let state = self.0.as_ref();
-        state.is_some_and(|state| Arc::ptr_eq(state, &work.state))
+        let shared = self.0.as_ref();
+        shared.is_some_and(|shared| Arc::ptr_eq(shared, &work.shared))
     }
 
     /// Ends the operation.
@@ -90,12 +153,8 @@ impl<T> Completer<T> {
     }
 
     fn finish(&mut self, result: Result<T>) {
-        let Some(state) = self.0.take() else { return };
-        let mut state = lock(&state);
-        state.result = Some(result);
-        if let Some(fd) = &state.eventfd {
-            // An eventfd that counts to 1 never blocks; a failure could only mean that nobody can wait on it.
-            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+        if let Some(shared) = self.0.take() {
+            shared.end(result);
         }
     }
 }
@@ -111,27 +170,21 @@ impl<T> Drop for Completer<T> {
 impl<T> Work<T> {
     /// Whether the operation has ended, well or not.
     pub fn is_completed(&self) -> bool {
-        lock(&self.state).result.is_some()
+        self.shared.has_ended()
     }
 
     /// A file descriptor that is readable once the operation has ended. It belongs to the work.
     pub fn event_fd(&self) -> Result<RawFd> {
-        self.eventfd().map(|fd| fd.as_raw_fd())
-    }
-
-    fn eventfd(&self) -> Result<Arc<OwnedFd>> {
-        let mut state = lock(&self.state);
+        let mut state = self.shared.lock();
         if let Some(fd) = &state.eventfd {
-            return Ok(Arc::clone(fd));
+            return Ok(fd.as_raw_fd());
         }
         let count = u32::from(state.result.is_some());
         let fd = rustix::event::eventfd(count, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| {
                 Error::Exhausted(format!("no file descriptor to wait with: {error}"))
             })?;
-        let fd = Arc::new(fd);
-        state.eventfd = Some(Arc::clone(&fd));
-        Ok(fd)
+        Ok(state.eventfd.insert(fd).as_raw_fd())
     }
 
     /// Names the node that completes it.
@@ -157,7 +210,7 @@ impl<T> Work<T> {
                 Driven::Forked(error) => return Err(error),
             }
         }
-        wait_readable(&*self.eventfd()?, deadline, || self.is_completed())
+        self.shared.sleep(deadline)
     }
 }
 
@@ -167,26 +220,37 @@ pub(crate) fn wait_readable(
     deadline: Option<Instant>,
     is_done: impl Fn() -> bool,
 ) -> Result<Waited> {
+    let poll = |slice: &Timespec| {
+        let polled = rustix::event::poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(slice));
+        polled.map(|ready| ready > 0)
+    };
+    wait(deadline, is_done, poll)
+}
+
+/// One sleep of a slice at most, which tells whether it was woken.
+fn wait(
+    deadline: Option<Instant>,
+    is_done: impl Fn() -> bool,
+    sleep: impl FnOnce(&Timespec) -> rustix::io::Result<bool>,
+) -> Result<Waited> {
     let left = deadline.map_or(SIGNAL_SLICE, |at| {
         at.saturating_duration_since(Instant::now())
     });
-    let slice = timespec(left.min(SIGNAL_SLICE));
-    let polled = rustix::event::poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&slice));
+    let slept = sleep(&timespec(left.min(SIGNAL_SLICE)));
     if is_done() {
         return Ok(Waited::Done);
     }
-    match polled {
-        Err(rustix::io::Errno::INTR) => Ok(Waited::Interrupted),
+    match slept {
+        Ok(false) if left <= SIGNAL_SLICE && deadline.is_some() => Ok(Waited::TimedOut),
+        Ok(_) | Err(Errno::INTR) => Ok(Waited::Interrupted),
         Err(error) => Err(Error::Exhausted(format!("cannot wait: {error}"))),
-        Ok(0) if left <= SIGNAL_SLICE && deadline.is_some() => Ok(Waited::TimedOut),
-        Ok(_) => Ok(Waited::Interrupted),
     }
 }
 
 impl<T: Clone> Work<T> {
     /// The outcome, once there is one.
     pub fn result(&self) -> Option<Result<T>> {
-        lock(&self.state).result.clone()
+        self.shared.lock().result.clone()
     }
 
     /// Waits without looking for signals; for Rust callers.

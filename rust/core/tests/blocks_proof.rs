@@ -337,8 +337,8 @@ fn checksums_of_blocks_that_it_does_not_have_are_refused() {
 #[test]
 fn who_asks_twice_for_one_transfer_or_for_something_unknown_is_cut_off() {
     let Some(search) = common::ucx() else { return };
-    // 16 MiB, which are not sent or summed before the next message is looked at.
-    let ids: Vec<u32> = (0..4096).map(|i| i % COUNT as u32).collect();
+    // 256 MiB, which are not sent or summed before the next message is looked at.
+    let ids: Vec<u32> = (0..1 << 16).map(|i| i % COUNT as u32).collect();
     for asked_for in [&[2, 2][..], &[1, 1], &[3]] {
         let (mut raw, _source, _region) = asked(&search);
         for &wanted in asked_for {

@@ -113,10 +113,11 @@ impl Worker {
     pub fn am_send(
         &self,
         endpoint: EndpointId,
-        header: &[u8],
+        header: impl Into<Vec<u8>>,
         payload: Payload,
         token: Token,
     ) -> Result<(), Status> {
+        let header = header.into();
         let endpoint = self.inner.endpoint(endpoint, CALL)?;
         let handle = endpoint.usable(CALL)?;
         if header.len() > self.max_header_bytes() {
@@ -124,7 +125,6 @@ impl Worker {
         }
         let (start, len, attributes) = payload.describe(&self.inner)?;
         let _current = self.inner.enter();
-        let header = header.to_vec();
         let (header_start, header_len) = (header.as_ptr(), header.len());
         let keep = Keep::Message {
             _header: header,

@@ -47,7 +47,7 @@ fn echo_all_sizes(visitor: &Visitor) {
             }
         };
         node.worker
-            .am_send(visitor.endpoint, &token.to_le_bytes(), payload, token)
+            .am_send(visitor.endpoint, token.to_le_bytes(), payload, token)
             .expect("send");
     }
     let mut echoes = Vec::new();
@@ -232,7 +232,7 @@ fn longest_header_goes_through() {
     visitor
         .node
         .worker
-        .am_send(visitor.endpoint, &header, payload, 1)
+        .am_send(visitor.endpoint, header.as_slice(), payload, 1)
         .expect("send");
     let (echoed, data) = visitor.node.message();
     assert!(echoed == header && data == pattern(3 << 20, 6));

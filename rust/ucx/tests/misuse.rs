@@ -47,7 +47,7 @@ fn impossible_operands_are_refused_without_a_done() {
     assert_eq!(code(worker.am_send(*ep, b"h", outside, 1)), OUT_OF_RANGE);
     let header = vec![0; worker.max_header_bytes() + 1];
     assert_eq!(
-        code(worker.am_send(*ep, &header, Payload::None, 1)),
+        code(worker.am_send(*ep, header.as_slice(), Payload::None, 1)),
         EXCEEDS_LIMIT
     );
     let foreign = Node::new(common::context(&library, None)).region;

@@ -213,7 +213,7 @@ impl Worker {
         token: u64,
     ) -> Answer<()> {
         match self {
-            Self::Ucx(worker) => worker.am_send(endpoint, &header, ucx::payload(payload)?, token),
+            Self::Ucx(worker) => worker.am_send(endpoint, header, ucx::payload(payload)?, token),
             Self::Twin(worker) => worker.am_send(endpoint, header, payload, token),
         }
     }

@@ -307,7 +307,7 @@ impl Raw {
         let header = [&self.session[..], header].concat();
         let payload = Payload::Bytes(payload.to_vec());
         self.worker
-            .am_send(self.endpoint, &header, payload, 0)
+            .am_send(self.endpoint, header, payload, 0)
             .expect("send");
     }
 

@@ -239,7 +239,7 @@ fn serve(context: Arc<Context>, mut stream: UnixStream) {
             if let Event::Message { header, data } = event {
                 let payload = Payload::Bytes(data.to_vec());
                 node.worker
-                    .am_send(endpoint, &header, payload, 0)
+                    .am_send(endpoint, header, payload, 0)
                     .expect("echo");
             }
             None::<()>
