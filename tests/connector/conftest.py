@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvpipe import _kvpipe
+
 REPOSITORY = Path(__file__).parents[2]
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 if HAS_VLLM:
@@ -33,6 +35,12 @@ def tiny_model() -> str:
     return str(module.make_tiny_model())
 
 
+@pytest.fixture(scope="session")
+def config(tiny_model: str) -> Any:
+    """A real configuration of vLLM."""
+    return tests.connector.engine.engine_config(tiny_model)
+
+
 @pytest.fixture
 def new_engine(tiny_model: str) -> Iterator[Callable[..., Any]]:
     """Makes engines; arguments are settings of the connector."""
@@ -45,3 +53,17 @@ def new_engine(tiny_model: str) -> Iterator[Callable[..., Any]]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def engine(new_engine: Callable[..., Any]) -> Any:
+    """An engine with the connector's default settings."""
+    return new_engine()
+
+
+@pytest.fixture
+def producer() -> Iterator[_kvpipe.Control]:
+    """The control plane of a producer, without an engine behind it."""
+    control = _kvpipe.Control("127.0.0.1:0", b"", "producer", lease=60.0)
+    yield control
+    control.close()

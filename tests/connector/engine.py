@@ -57,7 +57,7 @@ class Engine:
             hash_block_size=BLOCK,
         )
         self.role = self.scheduler.connector._scheduler
-        self.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16))})
+        self.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=True)})
         self._numbers = itertools.count()
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)

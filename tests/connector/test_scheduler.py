@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,19 +17,6 @@ pytestmark = pytest.mark.vllm
 
 FREE = NUM_BLOCKS - 1  # block 0 is vLLM's null block
 RANKS = [("127.0.0.1:1", bytes(16))]
-
-
-@pytest.fixture
-def engine(new_engine: Callable[..., Engine]) -> Engine:
-    return new_engine()
-
-
-@pytest.fixture
-def producer() -> Iterator[_kvpipe.Control]:
-    """The control plane of a producer, without an engine behind it."""
-    control = _kvpipe.Control("127.0.0.1:0", b"", "producer", lease=60.0)
-    yield control
-    control.close()
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:

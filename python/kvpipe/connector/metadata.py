@@ -46,6 +46,7 @@ class StepMetadata(KVConnectorMetadata):
         ended: Producer: `(handoff, reason)` of handoffs whose blocks may change from this step on.
         finals: Producer: `(handoff, generation, first, block_ids)`; final when this step's forward pass is done.
         held: Producer: `(handoff, request_id)` of finished requests whose blocks are held.
+        first_tokens: Consumer: token id by handoff, of the requests in this step that have no output yet.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -54,14 +55,22 @@ class StepMetadata(KVConnectorMetadata):
     ended: list[tuple[bytes, str]] = field(default_factory=list)
     finals: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
     held: list[tuple[bytes, str]] = field(default_factory=list)
+    first_tokens: dict[bytes, int] = field(default_factory=dict)
 
 
 @dataclass
 class HandshakeMetadata(KVConnectorHandshakeMetadata):
-    """Worker role to scheduler role, once: where this rank's agent listens, and its life."""
+    """Worker role to scheduler role, once.
+
+    Attributes:
+        address: Where this rank's agent listens.
+        incarnation: Its life.
+        forces_first_tokens: Whether this rank's sampler heeds `StepMetadata.first_tokens`.
+    """
 
     address: str
     incarnation: bytes
+    forces_first_tokens: bool = False
 
 
 @dataclass

@@ -53,7 +53,11 @@ class Consumed:
         num_prompt_tokens: Length of the prompt.
         opening: What the producer said when it opened the handoff.
         is_same_prompt: Whether it computes the same prompt; compared once.
+        request: vLLM's.
         has_state: Whether the sequence state has come.
+        first_token: The token that the producer sampled, once it is known.
+        obstacle: Why it cannot be forced here; empty if it can.
+        is_forced: Whether it was forced when the prompt was done.
         num_local_tokens: Tokens found in the own prefix cache when the load was claimed.
         block_ids: Destination of the load.
         num_computed: Prompt tokens that this engine computed itself.
@@ -66,8 +70,12 @@ class Consumed:
     handoff: bytes
     producer: str
     num_prompt_tokens: int
+    request: Request
     arrived_at: float = field(default_factory=time.monotonic)
     phase: str = "waiting"
+    first_token: int | None = None
+    obstacle: str = ""
+    is_forced: bool = False
     opening: dict[str, Any] | None = None
     is_same_prompt: bool | None = None
     has_state: bool = False
@@ -78,6 +86,10 @@ class Consumed:
     reason: str = ""
     is_reported: bool = False
     is_finished: bool = False
+
+    def awaits_first_token(self) -> bool:
+        """Whether the producer may still say which token comes first."""
+        return not self.has_state and self.first_token is None and not self.obstacle
 
     def report(self) -> dict[str, Any]:
         """The handoff's result, for the control port and the log."""
@@ -94,6 +106,8 @@ class Consumed:
             "transfer_ms": round(outcome.get("elapsed_s", 0.0) * 1000, 3),
             "handover_ms": round((time.monotonic() - self.arrived_at) * 1000, 3),
             "reason": outcome.get("reason") or self.reason,
+            "first_token": "exact" if self.is_forced else "sampled",
+            "first_token_reason": "" if self.is_forced else self.obstacle or "the producer's is not known",
         }
 
     def _result(self, *, is_loaded: bool) -> str:
@@ -178,7 +192,11 @@ def parse(request: Request) -> Produced | Consumed | None:
             raise ConfigError(message)
         return Produced(handoff, request.num_prompt_tokens)
     if role == "consume" and isinstance(producer, str):
-        return Consumed(handoff, producer, request.num_prompt_tokens)
+        first_token = params.get("first_token")
+        if first_token is not None and type(first_token) is not int:
+            message = f"first_token={first_token!r}: expected a token id"
+            raise ConfigError(message)
+        return Consumed(handoff, producer, request.num_prompt_tokens, request, first_token=first_token)
     message = f"kvpipe parameters {params!r}: expected role produce, or consume with a producer"
     raise ConfigError(message)
 

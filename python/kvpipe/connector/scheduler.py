@@ -16,6 +16,7 @@ from kvpipe import _kvpipe
 from kvpipe.config import resolve_token
 from kvpipe.connector.fingerprint import fingerprint
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, merge
+from kvpipe.connector.obstacles import Obstacles
 from kvpipe.connector.requests import Consumed, Handoffs, Produced, parse, prompt_hash
 from kvpipe.exceptions import ConfigError
 
@@ -47,7 +48,9 @@ class SchedulerRole:
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._role = str(vllm_config.kv_transfer_config.kv_role)
         self._manager: KVCacheManager | None = None
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._ranks: list[tuple[str, bytes]] = []
+        self._obstacles = Obstacles(vllm_config)
         self._produced: Handoffs[Produced] = Handoffs()
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._step = StepMetadata()
@@ -88,6 +91,7 @@ class SchedulerRole:
     def set_workers(self, workers: dict[int, HandshakeMetadata]) -> None:
         """Takes the addresses of this engine's workers, by tensor-parallel rank."""
         self._ranks = [(workers[rank].address, workers[rank].incarnation) for rank in sorted(workers)]
+        self._obstacles.are_workers_ready = all(worker.forces_first_tokens for worker in workers.values())
         if not self._ranks:
             # MultiConnector hands over one connector's metadata only.
             logger.error("this engine lends nothing: its workers' addresses are unknown; list kvpipe first")
@@ -117,11 +121,19 @@ class SchedulerRole:
             self._produced.add(request.request_id, wanted)
             self._control.expect(wanted.handoff)
         elif isinstance(wanted, Consumed):
+            wanted.obstacle = self._obstacles.of(request)
+            self._check_first_token(wanted)
             self._consumed.add(request.request_id, wanted)
             # At once, and not when the request is scheduled: a watch keeps the producer's lease while it queues here.
             self._control.watch(wanted.handoff, wanted.producer)
 
     # --- consumer
+
+    def _check_first_token(self, consumed: Consumed) -> None:
+        token = consumed.first_token
+        if token is not None and not 0 <= token < self._vocab_size:
+            # The sampler would die of it, and the engine with it.
+            consumed.obstacle = f"first token {token} is outside the vocabulary of {self._vocab_size}"
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens come from the producer: `(None, False)` as long as it has not opened the handoff."""
@@ -135,7 +147,10 @@ class SchedulerRole:
             return 0, False
         # vLLM computes the last prompt token itself in any case: alone, it is nothing to move.
         wanted = request.num_prompt_tokens - num_local_tokens
-        if wanted <= 1 or request.num_tokens != request.num_prompt_tokens:
+        has_output = request.num_tokens != request.num_prompt_tokens
+        if wanted <= 1 and not has_output and consumed.awaits_first_token():
+            return None, False
+        if wanted <= 1 or has_output:
             self._give_up(consumed, "everything was in the own prefix cache")
             return 0, False
         consumed.num_local_tokens = num_local_tokens
@@ -192,6 +207,7 @@ class SchedulerRole:
             self._preempted(request_id)
         for request_id, num_before, num_new in _scheduled(output):
             self._produce(request_id, num_before, num_new)
+            self._force(request_id)
             self._count(request_id, num_before, num_new)
         step, self._step = self._step, StepMetadata()
         return step
@@ -223,6 +239,15 @@ class SchedulerRole:
         """Before blocks may change: consumers are told, and the worker stops announcing them."""
         self._control.withdraw(produced.handoff, reason)
         self._step.ended.append((produced.handoff, reason))
+
+    def _force(self, request_id: str) -> None:
+        """Has the producer's token come first; said until there is an output, for the step may be preempted."""
+        consumed = self._consumed.get(request_id)
+        if consumed is None or consumed.first_token is None or consumed.obstacle:
+            return
+        if consumed.request.num_output_tokens == 0:
+            self._step.first_tokens[consumed.handoff] = consumed.first_token
+            consumed.is_forced = True
 
     def _count(self, request_id: str, num_before: int, num_new: int) -> None:
         """Counts the prompt tokens that a consuming request computes itself; reports when its prompt is done."""
@@ -330,6 +355,9 @@ class SchedulerRole:
         if consumed is None:
             return
         consumed.has_state = True
+        if consumed.first_token is None and event["output_ids"]:
+            consumed.first_token = event["output_ids"][0]
+            self._check_first_token(consumed)
         if consumed.phase == "loading":
             self._step.commits.append(consumed.handoff)
 

@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
+from kvpipe.connector.first_token import DUE
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
 from kvpipe.exceptions import ConfigError
 
@@ -80,7 +81,7 @@ class WorkerRole:
         """Where this rank's agent listens."""
         if self._agent is None or self._agent.address is None:
             return None
-        return HandshakeMetadata(self._agent.address, bytes(self._agent.incarnation))
+        return HandshakeMetadata(self._agent.address, bytes(self._agent.incarnation), DUE.is_heeded)
 
     # --- every step
 
@@ -106,6 +107,7 @@ class WorkerRole:
         for handoff, request_id in step.held:
             self._held[handoff] = request_id
         self._finals = step.finals
+        DUE.tokens = step.first_tokens
 
     def _load(self, agent: _kvpipe.Agent, load: Load) -> None:
         if load.handoff in self._loading:

@@ -1,0 +1,145 @@
+"""Which first tokens the scheduler role has its workers force, under vLLM's real scheduler."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from kvpipe import _kvpipe
+from kvpipe.connector.metadata import HandshakeMetadata
+from kvpipe.connector.scheduler import prompt_hash
+from tests.connector.engine import BLOCK, Engine, outcome
+from tests.connector.test_scheduler import consuming, loading, opened, prompt, reported, until
+
+pytestmark = pytest.mark.vllm
+
+THEIRS = 7  # what `opened` says that the producer has sampled
+
+
+def forced(engine: Engine, request: Request, handoff: bytes) -> int | None:
+    """The first token that goes along with the step in which the prompt of a request is done."""
+
+    def done() -> Any:
+        output, metadata = engine.step()
+        return metadata if request.num_output_tokens and output.num_scheduled_tokens.get(request.request_id) else None
+
+    return until(done).first_tokens.get(handoff)
+
+
+def loaded(engine: Engine, request: Request) -> None:
+    loading(engine, request)
+    engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
+
+
+def test_the_producers_token_goes_along_until_there_is_an_output(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(100))
+    opened(producer, request, handoff)
+    loaded(engine, request)
+    assert forced(engine, request, handoff) == THEIRS
+    assert engine.step()[1].first_tokens == {}
+    assert reported(engine, handoff.hex())["first_token"] == "exact"
+
+
+def test_it_is_forced_when_blocks_are_missing_too(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(500))
+    opened(producer, request, handoff)
+    load = loading(engine, request)
+    engine.step(
+        finished_recving={request.request_id},
+        invalid_block_ids=set(load.block_ids),
+        kv_connector_worker_meta=outcome(request, is_loaded=False),
+    )
+    assert forced(engine, request, handoff) == THEIRS
+    result = reported(engine, handoff.hex())
+    assert (result["result"], result["first_token"]) == ("missing", "exact")
+
+
+def test_a_request_that_is_preempted_before_its_output_is_forced_again(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    request, handoff = consuming(engine, producer, prompt(400))
+    opened(producer, request, handoff)
+    load = loading(engine, request)
+    engine.step(
+        finished_recving={request.request_id},
+        invalid_block_ids=set(load.block_ids),
+        kv_connector_worker_meta=outcome(request, is_loaded=False),
+    )
+    until(lambda: handoff in engine.step()[1].first_tokens)  # the first of two chunks
+    assert request.num_output_tokens == 0
+    engine.scheduler._preempt_request(request, 0.0)
+    engine.scheduler.running.remove(request)
+    assert forced(engine, request, handoff) == THEIRS
+
+
+def test_a_request_whose_kv_is_all_cached_waits_for_the_producers_token(
+    engine: Engine, producer: _kvpipe.Control
+) -> None:
+    tokens = prompt(2 * BLOCK + 1)
+    first = engine.add(tokens)
+    until(lambda: engine.step() and first.is_finished())
+    request, handoff = consuming(engine, producer, tokens)
+    producer.open(handoff, prompt_hash(request), request.num_prompt_tokens, 0, [("127.0.0.1:1", bytes(16))])
+    until(lambda: engine.step() and engine.role._consumed.of(handoff).phase == "opened")
+    for _ in range(20):
+        assert not engine.step()[0].num_scheduled_tokens
+    producer.finish(handoff, [THEIRS], "length", 0)
+    assert forced(engine, request, handoff) == THEIRS
+
+
+def test_a_token_given_with_the_request_is_forced_though_there_is_no_producer(engine: Engine) -> None:
+    handoff = "0a" * 16
+    request = engine.add(prompt(40), handoff=handoff, role="consume", producer="127.0.0.1:1", first_token=9)
+    assert forced(engine, request, bytes.fromhex(handoff)) == 9
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 31])
+def test_a_token_outside_the_vocabulary_never_reaches_the_sampler(
+    engine: Engine, producer: _kvpipe.Control, token: int
+) -> None:
+    request, handoff = consuming(engine, producer, prompt(40), first_token=token)
+    opened(producer, request, handoff)
+    loaded(engine, request)
+    assert forced(engine, request, handoff) is None
+    result = reported(engine, handoff.hex())
+    assert result["first_token"] == "sampled"
+    assert "outside the vocabulary" in result["first_token_reason"]
+
+
+def test_without_the_processor_decode_samples_and_says_why(engine: Engine, producer: _kvpipe.Control) -> None:
+    engine.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=False)})
+    request, handoff = consuming(engine, producer, prompt(40))
+    opened(producer, request, handoff)
+    loaded(engine, request)
+    assert forced(engine, request, handoff) is None
+    assert "logits processor" in reported(engine, handoff.hex())["first_token_reason"]
+
+
+def test_without_a_producer_decode_samples_and_says_why(engine: Engine, producer: _kvpipe.Control) -> None:
+    request, handoff = consuming(engine, producer, prompt(40))
+    producer.withdraw(handoff, "aborted")
+    assert forced(engine, request, handoff) is None
+    assert reported(engine, handoff.hex())["first_token_reason"] == "the producer's is not known"
+
+
+@pytest.mark.parametrize(
+    ("params", "mode", "reason"),
+    [
+        (SamplingParams(prompt_logprobs=1), "raw_logprobs", "prompt logprobs"),
+        (SamplingParams(logprobs=1), "processed_logprobs", "masked distribution"),
+        (SamplingParams(logprobs=1), "raw_logprobs", ""),
+        (SamplingParams(), "processed_logits", ""),
+    ],
+)
+def test_what_cannot_be_exact_is_named(
+    new_engine: Callable[..., Engine], params: SamplingParams, mode: str, reason: str
+) -> None:
+    engine = new_engine()
+    request = engine.add(prompt(10))
+    request.sampling_params = params
+    engine.role._obstacles._logprobs_mode = mode
+    found = engine.role._obstacles.of(request)
+    assert reason in found
+    assert bool(found) == bool(reason)
