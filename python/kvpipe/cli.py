@@ -98,7 +98,12 @@ def _add_proxy(commands: Commands) -> None:
 def _add_endpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="where the proxy listens, default loopback")
     parser.add_argument("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
-    parser.add_argument("--dispatch", choices=("sequential", "concurrent"), default="sequential")
+    parser.add_argument(
+        "--dispatch",
+        choices=("just-in-time", "sequential", "concurrent"),
+        default="sequential",
+        help="when decode gets a request: as prefill is predicted to end, when it has ended, or at once",
+    )
     parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, where other users do not see it")
 
 

@@ -17,6 +17,7 @@ import orjson
 import uvloop
 from aiohttp import web
 
+from kvpipe.control import Moment
 from kvpipe.proxy import Instance, ProxyConfig
 from kvpipe.proxy.server import create_runner
 
@@ -50,6 +51,7 @@ class RecordingControl:
         self.released = []
         self.results = {}
         self.asked = []
+        self.moment = Moment("due", 0.1)
         self._changed = asyncio.Event()
 
     async def release(self, address, handoff, timeout=5.0):  # noqa: ASYNC109 - the real one has it
@@ -64,6 +66,12 @@ class RecordingControl:
             raise result
         return result
 
+    async def subscribe(self, address, handoff, lead_s, timeout=300.0):  # noqa: ASYNC109 - the real one has it
+        return self.moment
+
+    async def watched(self, address, handoff, timeout=300.0):  # noqa: ASYNC109 - the real one has it
+        return Moment("watched")
+
     async def until_released(self, num=1):
         while len(self.released) < num:
             self._changed.clear()
@@ -77,6 +85,7 @@ class StandIn:
     name: str
     behaviour: Behaviour
     url: str = ""
+    port: str = ""
     bodies: list = field(default_factory=list)
     headers: list = field(default_factory=list)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,7 +93,7 @@ class StandIn:
 
     @property
     def control(self):
-        return f"{self.name}.control:7100"
+        return self.port or f"{self.name}.control:7100"
 
     @property
     def handoffs(self):
@@ -170,13 +179,16 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(prefill=None, decode=None, **settings) -> AsyncIterator[Stage]:
-    """A proxy before instances with these behaviours; `DEAD` is one that nobody listens at."""
-    control = RecordingControl()
+async def stage(prefill=None, decode=None, control=None, ports=("", ""), **settings) -> AsyncIterator[Stage]:
+    """A proxy before instances with these behaviours; `DEAD` is one that nobody listens at.
+
+    `control` is a real client and `ports` are the addresses of all P's and of all D's, where there are real ones.
+    """
+    control = control or RecordingControl()
     async with AsyncExitStack() as stack:
         pools = []
-        for role, behaviours in (("p", prefill), ("d", decode)):
-            pools.append(await _pool(stack, role, behaviours or [answers()]))
+        for role, behaviours, port in (("p", prefill, ports[0]), ("d", decode, ports[1])):
+            pools.append(await _pool(stack, role, behaviours or [answers()], port))
         config = ProxyConfig(
             prefill=tuple(Instance(i.url, i.control) for i in pools[0]),
             decode=tuple(Instance(i.url, i.control) for i in pools[1]),
@@ -192,10 +204,10 @@ async def stage(prefill=None, decode=None, **settings) -> AsyncIterator[Stage]:
         yield Stage(url, *pools, control, await stack.enter_async_context(client))
 
 
-async def _pool(stack, role, behaviours):
+async def _pool(stack, role, behaviours, port):
     pool = []
     for index, behaviour in enumerate(behaviours):
-        instance = StandIn(f"{role}{index}", behaviour)
+        instance = StandIn(f"{role}{index}", behaviour, port=port)
         if behaviour is DEAD:
             instance.url = f"http://127.0.0.1:{free_port()}"
         else:

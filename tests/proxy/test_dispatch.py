@@ -17,7 +17,7 @@ from .harness import (
     streams,
 )
 
-DISPATCHES = ["sequential", "concurrent"]
+DISPATCHES = ["just-in-time", "sequential", "concurrent"]
 BAD_REQUEST = (422, b'{"error":"no"}', "application/problem+json")
 
 

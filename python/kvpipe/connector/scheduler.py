@@ -7,6 +7,7 @@ commands to it and drains its events.
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -17,6 +18,7 @@ from kvpipe.config import resolve_token
 from kvpipe.connector.fingerprint import fingerprint
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, merge
 from kvpipe.connector.obstacles import Obstacles
+from kvpipe.connector.prediction import PrefillClock
 from kvpipe.connector.requests import Consumed, Handoffs, Produced, parse, prompt_hash
 from kvpipe.exceptions import ConfigError
 
@@ -54,6 +56,7 @@ class SchedulerRole:
         self._produced: Handoffs[Produced] = Handoffs()
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._step = StepMetadata()
+        self._clock = PrefillClock()
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
             "log": self._on_log,
             "released": self._on_released,
@@ -205,7 +208,10 @@ class SchedulerRole:
         self._take_events()
         for request_id in output.preempted_req_ids or ():
             self._preempted(request_id)
+        now_s = time.monotonic()
+        self._clock.scheduled(output.total_num_scheduled_tokens, now_s)
         for request_id, num_before, num_new in _scheduled(output):
+            self._predict(request_id, num_before, num_new, now_s)
             self._produce(request_id, num_before, num_new)
             self._force(request_id)
             self._count(request_id, num_before, num_new)
@@ -229,6 +235,15 @@ class SchedulerRole:
             self._step.finals.append((produced.handoff, 0, produced.num_announced, list(block_ids)))
             produced.num_announced = num_final
             produced.announced_ids.update(block_ids)
+
+    def _predict(self, request_id: str, num_before: int, num_new: int, now_s: float) -> None:
+        """Says when a producing request's prefill will end, if its engine's speed is known."""
+        produced = self._produced.get(request_id)
+        if produced is None or not produced.is_open or num_new < 1 or num_before >= produced.num_prompt_tokens:
+            return
+        remaining_s = self._clock.remaining_s(produced.num_prompt_tokens - num_before, num_new, now_s)
+        if remaining_s is not None:
+            self._control.progress(produced.handoff, remaining_s)
 
     def _preempted(self, request_id: str) -> None:
         produced = self._produced.pop(request_id)
@@ -266,7 +281,8 @@ class SchedulerRole:
         logger.info("handoff.end %s", fields)
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Takes the worker role's word on the loads that ended in this step."""
+        """Takes the worker role's word on the loads that ended in this step, and that it has ended."""
+        self._clock.ended(time.monotonic())
         for request_id, outcome in getattr(output.kv_connector_worker_meta, "outcomes", {}).items():
             consumed = self._consumed.get(request_id)
             if consumed is not None:

@@ -82,10 +82,14 @@ class _Proxy:
                 failures.append(f"{address}: {error or type(error).__name__}")
             else:
                 if result is not None:
-                    return _json(HTTPStatus.OK, result)
+                    return _json(HTTPStatus.OK, result | self._dispatch_of(handoff))
         if failures:
             return _error(HTTPStatus.BAD_GATEWAY, f"result of {handoff}: {'; '.join(failures)}")
         return _error(HTTPStatus.NOT_FOUND, f"no instance knows handoff {handoff}")
+
+    def _dispatch_of(self, handoff: str) -> dict[str, Any]:
+        timing = self._dispatcher.recent.timing(handoff)
+        return {} if timing is None else {"dispatch": timing.report()}
 
     async def _result(self, address: str, handoff: str) -> dict[str, Any] | None:
         timeout_s = self._config.control_timeout_s

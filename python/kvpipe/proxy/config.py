@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from kvpipe.exceptions import ConfigError
 from kvpipe.proxy.instances import Instance
 
-Dispatch = Literal["sequential", "concurrent"]
+Dispatch = Literal["just-in-time", "sequential", "concurrent"]
 
 _MAX_PORT = 65535
 _TIMES = (
@@ -28,7 +28,9 @@ class ProxyConfig:
         host: interface to listen on. Default: loopback only.
         port: TCP port to listen on; 0 takes a free one, which is logged.
         dispatch: `sequential` asks D when P has answered; `concurrent` asks both at once, so that
-            D's admission overlaps the prefill at the price of D's CPU while it waits.
+            D's admission overlaps the prefill at the price of D's CPU while it waits;
+            `just-in-time` asks D so long before the end of the prefill, as P predicts it, as D
+            takes to admit a request.
         token: shared secret for the control ports; None leaves the choice to the control client.
         max_body_bytes: largest request body that is read; each one in work costs about three times
             its size in memory.

@@ -1,7 +1,23 @@
 """What the proxy asks of control ports."""
 
 from collections.abc import Awaitable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+
+class Moment(Protocol):
+    """What ended a subscription; `kvpipe.control.Moment` is one."""
+
+    @property
+    def kind(self) -> Literal["due", "finished", "watched", "gone"]:
+        """What has come about."""
+
+    @property
+    def remaining_s(self) -> float | None:
+        """With `due`: seconds to the predicted end."""
+
+    @property
+    def reason(self) -> str:
+        """With `gone`: why."""
 
 
 class Control(Protocol):
@@ -15,3 +31,9 @@ class Control(Protocol):
 
     def result(self, address: str, handoff: str, timeout: float = ...) -> Awaitable[dict[str, Any] | None]:
         """What became of a handoff, as `address` sees it; None when it does not know it."""
+
+    def subscribe(self, address: str, handoff: str, lead_s: float, timeout: float = ...) -> Awaitable[Moment]:
+        """Wait until a prefill at `address` is predicted to end within `lead_s`, has ended, or never will."""
+
+    def watched(self, address: str, handoff: str, timeout: float = ...) -> Awaitable[Moment]:
+        """Wait until a consumer watches a handoff at `address`, or none will."""

@@ -2,7 +2,8 @@
 
 Ownership: every task here is in `Dispatcher._tasks` until it has ended, the requests' own tasks
 included, and `Dispatcher.close` waits for all of them. Every wait is bounded by a setting of
-`ProxyConfig`: HTTP by `connect_timeout_s` and `silence_timeout_s`, control by `control_timeout_s`.
+`ProxyConfig`: HTTP by `connect_timeout_s` and `silence_timeout_s`, control by `control_timeout_s`,
+subscriptions by what they are about: P's answer.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from kvpipe.proxy.failures import FailureLog
 from kvpipe.proxy.handoffs import RecentHandoffs
 from kvpipe.proxy.headers import HANDOFF
 from kvpipe.proxy.instances import Instance
+from kvpipe.proxy.just_in_time import JustInTime, Timing
 from kvpipe.proxy.routing import RoundRobin, goes_to_decode_alone
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Answer, InstanceError, Upstream
@@ -50,6 +52,9 @@ class Attempt:
     Attributes:
         may_hold_kv: P may hold blocks for this handoff, so that it has to be told if it fails.
         prefilling: P's exchange, when it runs beside D's.
+        timing: how D's part is timed, with just-in-time dispatch.
+        measuring: waits for D's admission.
+        is_settled: it has ended, and its timing has been logged.
     """
 
     prefill: Instance
@@ -57,6 +62,9 @@ class Attempt:
     handoff: str = field(default_factory=lambda: secrets.token_hex(16))
     may_hold_kv: bool = False
     prefilling: asyncio.Task[Answer | None] | None = None
+    timing: Timing | None = None
+    measuring: asyncio.Task[None] | None = None
+    is_settled: bool = False
 
 
 class Dispatcher:
@@ -74,10 +82,17 @@ class Dispatcher:
         self._control_timeout_s = config.control_timeout_s
         self._prefill = RoundRobin(config.prefill)
         self._decode = RoundRobin(config.decode)
-        self._exchange = self._concurrent if config.dispatch == "concurrent" else self._sequential
+        exchanges = {
+            "sequential": self._sequential,
+            "concurrent": self._concurrent,
+            "just-in-time": self._just_in_time,
+        }
+        self._exchange = exchanges[config.dispatch]
         everyone = [i.control for i in (*config.decode, *config.prefill) if i.control]
         self.recent = RecentHandoffs(tuple(dict.fromkeys(everyone)))
         self._failures = FailureLog()
+        self._timer = JustInTime(control, self._failures, config.silence_timeout_s)
+        self._is_timed = config.dispatch == "just-in-time"
         self._tasks = OwnedTasks()
 
     def __repr__(self) -> str:
@@ -142,7 +157,9 @@ class Dispatcher:
                     return _last_word(error)
 
     async def _attempt(self, call: Call, attempt: Attempt) -> Answer:
-        self.recent.remember(attempt.handoff, attempt.decode.control, attempt.prefill.control)
+        attempt.timing = self._timer.begin(attempt.decode.url) if self._is_timed else None
+        addresses = attempt.decode.control, attempt.prefill.control
+        self.recent.remember(attempt.handoff, *addresses, timing=attempt.timing)
         logger.debug(
             "handoff.start handoff=%s prefill=%s decode=%s",
             attempt.handoff,
@@ -162,13 +179,36 @@ class Dispatcher:
         return await self._ask_prefill(call, attempt) or await self._ask_decode(call, attempt)
 
     async def _concurrent(self, call: Call, attempt: Attempt) -> Answer:
-        """Ask both. D's answer counts as soon as it is there; before that, P's refusal does."""
         attempt.prefilling = self._tasks.spawn(self._ask_prefill(call, attempt))
+        return await self._beside(attempt.prefilling, call, attempt)
+
+    async def _just_in_time(self, call: Call, attempt: Attempt) -> Answer:
+        """Ask P, and D when P is said to be almost ready, or has answered."""
+        attempt.prefilling = self._tasks.spawn(self._ask_prefill(call, attempt))
+        await self._until_due(attempt.prefilling, attempt)
+        if attempt.prefilling.done():
+            return attempt.prefilling.result() or await self._ask_decode(call, attempt)
+        return await self._beside(attempt.prefilling, call, attempt)
+
+    async def _until_due(self, prefilling: asyncio.Task[Answer | None], attempt: Attempt) -> None:
+        if attempt.timing is None:
+            return
+        due = self._timer.is_due(attempt.timing, attempt.prefill.control, attempt.handoff)
+        waiting = self._tasks.spawn(due)
+        try:
+            await asyncio.wait({prefilling, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not prefilling.done() and not waiting.result():
+                await asyncio.wait({prefilling})
+        finally:
+            waiting.cancel()
+
+    async def _beside(self, prefilling: asyncio.Task[Answer | None], call: Call, attempt: Attempt) -> Answer:
+        """Ask D while P is at work. D's answer counts as soon as it is there; before that, P's refusal does."""
         decoding = self._tasks.spawn(self._ask_decode(call, attempt))
         try:
-            await asyncio.wait({attempt.prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
-            if not _has_answer(decoding) and attempt.prefilling.done():
-                refusal = attempt.prefilling.result()
+            await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
+            if not _has_answer(decoding) and prefilling.done():
+                refusal = prefilling.result()
                 if refusal is not None:
                     _discard(decoding)
                     return refusal
@@ -187,12 +227,17 @@ class Dispatcher:
             attempt.may_hold_kv = error.reached
             raise
         if answer.status == HTTPStatus.OK:
+            if attempt.timing is not None:
+                attempt.timing.answered_at_s = asyncio.get_running_loop().time()
             return None
         attempt.may_hold_kv = False
         return answer
 
     async def _ask_decode(self, call: Call, attempt: Attempt) -> Answer:
         body = decode_body(call.body, attempt.handoff, attempt.prefill.control)
+        if attempt.timing is not None:
+            whom = attempt.decode.url, attempt.prefill.control, attempt.handoff
+            attempt.measuring = self._tasks.spawn(self._timer.measure(attempt.timing, *whom))
         answer = await self._checked(self._upstream.post("decode", attempt.decode, call.path, call.headers, body))
         answer.headers[HANDOFF] = attempt.handoff
         return answer
@@ -211,6 +256,8 @@ class Dispatcher:
 
     def _settle(self, attempt: Attempt, *, is_delivered: bool) -> None:
         """End an attempt: P's request is aborted and its KV released unless D has answered."""
+        _end_timing(attempt)
+        attempt.is_settled = True
         prefilling, attempt.prefilling = attempt.prefilling, None
         if is_delivered:
             if prefilling is not None and not prefilling.done():
@@ -238,6 +285,14 @@ class Dispatcher:
             self._failures.note("control", address, reason, asyncio.get_running_loop().time())
         else:
             logger.debug("handoff.released handoff=%s known=%s", handoff, is_known)
+
+
+def _end_timing(attempt: Attempt) -> None:
+    if attempt.measuring is not None:
+        attempt.measuring.cancel()
+    if attempt.timing is not None and not attempt.is_settled:
+        fields = " ".join(f"{name}={value}" for name, value in attempt.timing.report().items())
+        logger.debug("handoff.dispatch handoff=%s %s", attempt.handoff, fields)
 
 
 def _has_answer(task: asyncio.Task[Answer]) -> bool:

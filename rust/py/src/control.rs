@@ -90,6 +90,11 @@ impl Control {
             .map_err(to_py)
     }
 
+    fn progress(&self, handoff: &[u8], remaining: f64) -> PyResult<()> {
+        let remaining = duration(Some(remaining))?.unwrap_or(FOREVER);
+        self.0.progress(id(handoff)?, remaining).map_err(to_py)
+    }
+
     fn finish(
         &self,
         handoff: &[u8],
@@ -131,6 +136,21 @@ impl Control {
 
     fn ask_result(&self, address: &str, handoff: &[u8], timeout: f64) -> PyResult<Work> {
         self.ask(address, Question::Result(id(handoff)?), timeout)
+    }
+
+    fn ask_subscription(
+        &self,
+        address: &str,
+        handoff: &[u8],
+        lead: f64,
+        timeout: f64,
+    ) -> PyResult<Work> {
+        let (handoff, lead) = (id(handoff)?, duration(Some(lead))?.unwrap_or(FOREVER));
+        self.ask(address, Question::Subscribe { handoff, lead }, timeout)
+    }
+
+    fn ask_watched(&self, address: &str, handoff: &[u8], timeout: f64) -> PyResult<Work> {
+        self.ask(address, Question::Watched(id(handoff)?), timeout)
     }
 
     fn drain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {

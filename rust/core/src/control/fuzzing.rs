@@ -1,5 +1,7 @@
 //! What fuzz targets reach of a control port: its rounds, and its messages.
 
+use std::time::Duration;
+
 use super::messages::Message;
 use super::{Control, Opening, Question, SequenceState};
 use crate::handoff::HandoffId;
@@ -36,6 +38,11 @@ pub(crate) fn messages(handoff: HandoffId, opening: Opening, state: SequenceStat
         ask(Question::Describe),
         ask(Question::Release(handoff)),
         ask(Question::Result(handoff)),
+        ask(Question::Subscribe {
+            handoff,
+            lead: Duration::from_millis(200),
+        }),
+        ask(Question::Watched(handoff)),
         Message::Answer {
             id: 1,
             json: "{}".to_owned(),

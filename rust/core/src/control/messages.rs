@@ -1,5 +1,7 @@
 //! Frames of the control plane; see docs/wire-format.md.
 
+use std::time::Duration;
+
 use super::{Opening, Question, Rank, SequenceState};
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
@@ -51,6 +53,8 @@ const DESCRIBE: u8 = 6;
 const RELEASE: u8 = 7;
 const RESULT: u8 = 8;
 const ANSWER: u8 = 9;
+const SUBSCRIBE: u8 = 10;
+const WATCHED: u8 = 11;
 
 impl Message {
     pub(super) fn encode(&self) -> Vec<u8> {
@@ -85,6 +89,17 @@ impl Message {
                 id,
                 question: Question::Result(handoff),
             } => Writer::new(RESULT).u64(*id).raw(handoff),
+            Self::Ask {
+                id,
+                question: Question::Subscribe { handoff, lead },
+            } => Writer::new(SUBSCRIBE)
+                .u64(*id)
+                .raw(handoff)
+                .u64(u64::try_from(lead.as_micros()).unwrap_or(u64::MAX)),
+            Self::Ask {
+                id,
+                question: Question::Watched(handoff),
+            } => Writer::new(WATCHED).u64(*id).raw(handoff),
             Self::Answer { id, json } => Writer::new(ANSWER).u64(*id).str(json),
         }
         .finish()
@@ -121,6 +136,17 @@ impl Message {
             RESULT => Self::Ask {
                 id: reader.u64()?,
                 question: Question::Result(reader.fixed()?),
+            },
+            SUBSCRIBE => Self::Ask {
+                id: reader.u64()?,
+                question: Question::Subscribe {
+                    handoff: reader.fixed()?,
+                    lead: Duration::from_micros(reader.u64()?),
+                },
+            },
+            WATCHED => Self::Ask {
+                id: reader.u64()?,
+                question: Question::Watched(reader.fixed()?),
             },
             ANSWER => Self::Answer {
                 id: reader.u64()?,
@@ -205,6 +231,17 @@ mod tests {
             Message::Ask {
                 id: 3,
                 question: Question::Result(handoff),
+            },
+            Message::Ask {
+                id: 5,
+                question: Question::Subscribe {
+                    handoff,
+                    lead: Duration::from_millis(200),
+                },
+            },
+            Message::Ask {
+                id: 6,
+                question: Question::Watched(handoff),
             },
             Message::Answer {
                 id: 4,

@@ -7,6 +7,7 @@ pub(crate) mod fuzzing;
 mod messages;
 mod producer;
 mod service;
+mod subscriptions;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -99,6 +100,16 @@ pub enum Question {
     Release(HandoffId),
     /// How did a handoff end? Answered with JSON, `null` when it is not known.
     Result(HandoffId),
+    /// When does a handoff's prefill end? Answered once, with JSON, when the predicted end is no further away than
+    /// `lead`, or when it has finished or will not.
+    Subscribe {
+        /// Which handoff.
+        handoff: HandoffId,
+        /// How long before the end to be told; whole microseconds count.
+        lead: Duration,
+    },
+    /// Has a consumer come? Answered once, with JSON, when one watches the handoff, or when none will.
+    Watched(HandoffId),
 }
 
 /// How long things may take on the control plane.
@@ -108,7 +119,7 @@ pub struct Patience {
     pub timing: Timing,
     /// How long finished blocks wait for a first consumer.
     pub lease: Duration,
-    /// How long a watch waits for a handoff that is not open.
+    /// How long a watch or a subscription waits for a handoff that is not open.
     pub open: Duration,
     /// How long a consumer waits for its handoff as long as the producer lives.
     pub handoff: Duration,
@@ -167,6 +178,12 @@ impl Control {
     /// Producer: a request of this handoff is scheduled.
     pub fn open(&self, handoff: HandoffId, opening: Opening) -> Result<()> {
         self.node.send(Command::Open { handoff, opening })
+    }
+
+    /// Producer: its prefill is predicted to end when `remaining` has passed. Counts while it is open.
+    pub fn progress(&self, handoff: HandoffId, remaining: Duration) -> Result<()> {
+        let ends_at = Instant::now() + remaining;
+        self.node.send(Command::Progress { handoff, ends_at })
     }
 
     /// Producer: it has finished; its blocks are lent until they are taken, released, or the lease ends.

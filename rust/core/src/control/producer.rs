@@ -28,6 +28,7 @@ impl Schedulers {
         let lent = Lent {
             opening,
             state: None,
+            ends_at: None,
             lease_ends: None,
             watchers,
             is_abandoned: false,

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use super::messages::Message;
+use super::subscriptions::{Awaited, Subscription};
 use super::{Event, Opening, Patience, Question, SequenceState};
 use crate::error::{Error, Result};
 use crate::events::Events;
@@ -13,7 +14,7 @@ use crate::node::{Io, LinkId, Service};
 use crate::recent::Recent;
 use crate::work::Completer;
 
-/// Watches that may wait for handoffs that are not open.
+/// Watches that may wait for handoffs that are not open; as many subscriptions may wait.
 pub(super) const PARKED_CAP: usize = 1024;
 
 #[derive(Debug)]
@@ -27,6 +28,10 @@ pub(super) enum Command {
     Open {
         handoff: HandoffId,
         opening: Opening,
+    },
+    Progress {
+        handoff: HandoffId,
+        ends_at: Instant,
     },
     Finish {
         handoff: HandoffId,
@@ -59,6 +64,8 @@ pub(super) enum Command {
 pub(super) struct Lent {
     pub(super) opening: Opening,
     pub(super) state: Option<SequenceState>,
+    /// When its prefill is predicted to end.
+    pub(super) ends_at: Option<Instant>,
     /// When it ends unless somebody watches it; set once finished.
     pub(super) lease_ends: Option<Instant>,
     pub(super) watchers: HashSet<LinkId>,
@@ -88,6 +95,7 @@ pub(super) struct Schedulers {
     /// Requests that have come but are not scheduled: their watches wait as long as it takes.
     pub(super) expected: HashSet<HandoffId>,
     pub(super) parked: Vec<(HandoffId, LinkId, Instant)>,
+    pub(super) subscriptions: Vec<Subscription>,
     pub(super) watched: HashMap<HandoffId, Watched>,
     pub(super) asked: HashMap<u64, Asked>,
     pub(super) by_address: HashMap<String, LinkId>,
@@ -104,6 +112,7 @@ impl Schedulers {
             results: Recent::default(),
             expected: HashSet::new(),
             parked: Vec::new(),
+            subscriptions: Vec::new(),
             watched: HashMap::new(),
             asked: HashMap::new(),
             by_address: HashMap::new(),
@@ -120,10 +129,7 @@ impl Schedulers {
             Message::Unwatch { handoff, is_taken } => {
                 self.unwatch_here(io, link, handoff, is_taken);
             }
-            Message::Ask { id, question } => {
-                let json = self.answer(io, &question);
-                Self::say(io, link, &Message::Answer { id, json });
-            }
+            Message::Ask { id, question } => self.asked_here(io, link, id, &question),
             Message::Opened { handoff, opening } if self.watches(&handoff, link) => {
                 self.events.push(Event::Opened { handoff, opening });
             }
@@ -145,18 +151,34 @@ impl Schedulers {
         }
     }
 
-    fn answer(&mut self, io: &mut Io, question: &Question) -> String {
-        match question {
+    /// Answers a question, or keeps it until it can be answered.
+    fn asked_here(&mut self, io: &mut Io, link: LinkId, id: u64, question: &Question) {
+        let until = io.now + self.patience.open;
+        let later = |handoff, awaited| Subscription {
+            handoff,
+            link,
+            id,
+            awaited,
+            until,
+        };
+        let json = match *question {
             Question::Describe => self.description.clone(),
             Question::Release(handoff) => {
-                let was_lent = self.release(io, *handoff, "it was released");
+                let was_lent = self.release(io, handoff, "it was released");
                 was_lent.to_string()
             }
             Question::Result(handoff) => self
                 .results
-                .get(handoff)
+                .get(&handoff)
                 .map_or("null".to_owned(), Clone::clone),
-        }
+            Question::Subscribe { handoff, lead } => {
+                return self.subscribe_here(io, later(handoff, Awaited::End { lead }));
+            }
+            Question::Watched(handoff) => {
+                return self.subscribe_here(io, later(handoff, Awaited::Consumer));
+            }
+        };
+        Self::say(io, link, &Message::Answer { id, json });
     }
 }
 
@@ -170,6 +192,7 @@ impl Service for Schedulers {
                 self.expected.insert(handoff);
             }
             Command::Open { handoff, opening } => self.open(io, handoff, opening),
+            Command::Progress { handoff, ends_at } => self.progress(&handoff, ends_at),
             Command::Finish { handoff, state } => self.finish(io, handoff, state),
             Command::Withdraw { handoff, reason } => {
                 self.end(io, handoff, &reason);
@@ -217,6 +240,7 @@ impl Service for Schedulers {
             .push_minor(Event::Log(format!("control.closed {error}")));
         self.by_address.retain(|_, other| *other != link);
         self.parked.retain(|(_, other, _)| *other != link);
+        self.subscriptions.retain(|it| it.link != link);
         let watching: Vec<HandoffId> = self
             .lent
             .iter()
@@ -264,6 +288,8 @@ impl Service for Schedulers {
             self.expire_parked(io),
             self.expire_watches(io),
             self.expire_questions(io),
+            // Last: what the others have ended is told too.
+            self.expire_subscriptions(io),
         ];
         deadlines.into_iter().flatten().min()
     }

@@ -78,7 +78,7 @@ impl Victim for Side {
         let index = usize::from(argument & 1);
         let handoff = HANDOFFS[index];
         let control = &self.control;
-        let told = match what % 9 {
+        let told = match what % 12 {
             0 => control.expect(handoff),
             1 => control.open(handoff, opening()),
             2 => control.finish(handoff, sequence_state()),
@@ -93,8 +93,18 @@ impl Victim for Side {
                 self.ask(Question::Release(handoff));
                 Ok(())
             }
-            _ => {
+            8 => {
                 self.ask(Question::Describe);
+                Ok(())
+            }
+            9 => control.progress(handoff, Duration::from_millis(u64::from(argument))),
+            10 => {
+                let lead = Duration::from_millis(u64::from(argument));
+                self.ask(Question::Subscribe { handoff, lead });
+                Ok(())
+            }
+            _ => {
+                self.ask(Question::Watched(handoff));
                 Ok(())
             }
         };

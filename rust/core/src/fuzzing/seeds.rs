@@ -213,7 +213,11 @@ fn schedulers() -> Vec<Vec<u8>> {
     let messages =
         control::fuzzing::messages(super::control::HANDOFFS[0], opening(), sequence_state());
     let lent = Script::new(0).user(0, 0).user(1, 0).user(2, 0).user(5, 0);
-    let watching = Script::new(SERVER).user(6, 0).user(7, 0);
+    let watching = Script::new(SERVER)
+        .user(6, 0)
+        .user(7, 0)
+        .user(10, 9)
+        .user(11, 0);
     let one = |message: &Vec<u8>| Script::new(0).user(1, 0).frame(message).user(2, 0);
     let all = |script| {
         messages
@@ -223,6 +227,11 @@ fn schedulers() -> Vec<Vec<u8>> {
     let alone = messages.iter().map(|message| one(message).finish());
     let ends = [
         goodbye(all(lent)),
+        goodbye(
+            all(Script::new(0).user(0, 0).user(1, 0))
+                .user(9, 0)
+                .user(2, 0),
+        ),
         goodbye(all(watching).user(4, 2).user(3, 0)),
     ];
     alone.chain(ends).collect()

@@ -1,5 +1,6 @@
 use std::time::Duration;
 
+use super::super::subscriptions::Moment;
 use super::*;
 use crate::link::Timing;
 
@@ -23,4 +24,120 @@ fn an_address_whose_link_has_failed_is_connected_to_again() {
     assert_ne!(again, link);
     schedulers.link_down(&mut io, link, lost);
     assert_eq!(schedulers.link_to(&mut io, "127.0.0.1:9"), again);
+}
+
+const ID: HandoffId = [1; 16];
+const LEAD: Duration = Duration::from_secs(2);
+
+fn schedulers() -> Schedulers {
+    let patience = Patience {
+        timing: Timing::default(),
+        lease: Duration::from_secs(60),
+        open: Duration::from_secs(60),
+        handoff: Duration::from_secs(60),
+    };
+    Schedulers::new(Events::default(), patience)
+}
+
+fn opened(io: &mut Io) -> Schedulers {
+    let mut schedulers = schedulers();
+    let opening = Opening {
+        prompt_hash: [0; 32],
+        num_tokens: 1,
+        generation: 0,
+        ranks: Vec::new(),
+    };
+    schedulers.open(io, ID, opening);
+    schedulers
+}
+
+fn subscription(io: &Io, awaited: Awaited) -> Subscription {
+    Subscription {
+        handoff: ID,
+        link: 0,
+        id: 0,
+        awaited,
+        until: io.now + Duration::from_secs(60),
+    }
+}
+
+#[test]
+fn a_subscription_is_due_when_the_predicted_end_is_its_lead_away_and_not_before() {
+    let mut io = Io::alone(None);
+    let mut schedulers = opened(&mut io);
+    let it = subscription(&io, Awaited::End { lead: LEAD });
+    let begun = io.now;
+    assert_eq!(schedulers.look_again_at(&it), None, "no prediction");
+    schedulers.progress(&ID, begun + Duration::from_secs(5));
+    let due = begun + Duration::from_secs(3);
+    assert_eq!(schedulers.look_again_at(&it), Some(due));
+    let before = due.checked_sub(Duration::from_micros(1)).unwrap();
+    assert_eq!(schedulers.moment(&it, before), None);
+    assert_eq!(schedulers.moment(&it, due), Some(Moment::Due(LEAD)));
+    let late = begun + Duration::from_secs(9);
+    assert_eq!(
+        schedulers.moment(&it, late),
+        Some(Moment::Due(Duration::ZERO))
+    );
+}
+
+#[test]
+fn a_later_prediction_moves_the_moment() {
+    let mut io = Io::alone(None);
+    let mut schedulers = opened(&mut io);
+    let it = subscription(&io, Awaited::End { lead: LEAD });
+    let begun = io.now;
+    for seconds in [5, 8, 4] {
+        let ends_at = begun + Duration::from_secs(seconds);
+        schedulers.progress(&ID, ends_at);
+        assert_eq!(schedulers.look_again_at(&it), ends_at.checked_sub(LEAD));
+    }
+}
+
+#[test]
+fn a_handoff_opened_again_has_no_prediction_until_one_is_made() {
+    let mut io = Io::alone(None);
+    let mut schedulers = opened(&mut io);
+    schedulers.progress(&ID, io.now);
+    let opening = schedulers.lent[&ID].opening.clone();
+    schedulers.open(&mut io, ID, opening);
+    let it = subscription(&io, Awaited::End { lead: LEAD });
+    assert_eq!(schedulers.moment(&it, io.now), None);
+}
+
+#[test]
+fn a_subscription_to_an_expected_handoff_has_no_deadline() {
+    let io = Io::alone(None);
+    let mut schedulers = schedulers();
+    let it = subscription(&io, Awaited::Consumer);
+    let late = it.until + Duration::from_secs(1);
+    assert_eq!(schedulers.look_again_at(&it), Some(it.until));
+    assert!(matches!(
+        schedulers.moment(&it, late),
+        Some(Moment::Gone(_))
+    ));
+    schedulers.expected.insert(ID);
+    assert_eq!(schedulers.look_again_at(&it), None);
+    assert_eq!(schedulers.moment(&it, late), None);
+}
+
+#[test]
+fn no_more_subscriptions_wait_than_the_cap() {
+    let mut io = Io::alone(None);
+    let mut schedulers = schedulers();
+    for _ in 0..=PARKED_CAP {
+        let it = subscription(&io, Awaited::Consumer);
+        schedulers.subscribe_here(&mut io, it);
+    }
+    assert_eq!(schedulers.subscriptions.len(), PARKED_CAP);
+}
+
+#[test]
+fn the_subscriptions_of_a_link_end_with_it() {
+    let mut io = Io::alone(None);
+    let mut schedulers = schedulers();
+    let it = subscription(&io, Awaited::Consumer);
+    schedulers.subscribe_here(&mut io, it);
+    schedulers.link_down(&mut io, 0, Error::Closed(String::new()));
+    assert!(schedulers.subscriptions.is_empty());
 }

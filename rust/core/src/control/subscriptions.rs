@@ -1,0 +1,145 @@
+//! Who is to be told once of a handoff here: that its prefill ends soon, or that a consumer has come. Whatever changes
+//! a handoff says nothing of it: each round of the node ends with a look at those who wait.
+
+use std::time::{Duration, Instant};
+
+use super::messages::Message;
+use super::service::{PARKED_CAP, Schedulers};
+use crate::handoff::HandoffId;
+use crate::node::{Io, LinkId};
+
+/// What a subscription waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Awaited {
+    /// That the predicted end of the prefill is no further away than this.
+    End { lead: Duration },
+    /// That somebody watches it.
+    Consumer,
+}
+
+/// A question that is answered later.
+#[derive(Debug)]
+pub(super) struct Subscription {
+    pub(super) handoff: HandoffId,
+    pub(super) link: LinkId,
+    /// Of the question.
+    pub(super) id: u64,
+    pub(super) awaited: Awaited,
+    /// When it ends if the handoff is not known by then.
+    pub(super) until: Instant,
+}
+
+/// How a subscription ends.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Moment {
+    /// Prefill is predicted to end after this time.
+    Due(Duration),
+    Finished,
+    Watched,
+    Gone(String),
+}
+
+impl Moment {
+    fn to_json(&self) -> String {
+        match self {
+            Self::Due(remaining) => {
+                let remaining = remaining.as_secs_f64();
+                format!(r#"{{"moment": "due", "remaining_s": {remaining}}}"#)
+            }
+            Self::Finished => r#"{"moment": "finished"}"#.to_owned(),
+            Self::Watched => r#"{"moment": "watched"}"#.to_owned(),
+            Self::Gone(reason) => {
+                let reason = quoted(reason);
+                format!(r#"{{"moment": "gone", "reason": {reason}}}"#)
+            }
+        }
+    }
+}
+
+/// A string of JSON.
+fn quoted(text: &str) -> String {
+    let quoted = text.chars().map(|char| match char {
+        '"' | '\\' => format!("\\{char}"),
+        '\0'..='\x1f' => format!("\\u{:04x}", u32::from(char)),
+        _ => char.to_string(),
+    });
+    format!("\"{}\"", quoted.collect::<String>())
+}
+
+impl Schedulers {
+    pub(super) fn subscribe_here(&mut self, io: &mut Io, subscription: Subscription) {
+        if self.subscriptions.len() < PARKED_CAP {
+            return self.subscriptions.push(subscription);
+        }
+        let reason = "too many subscriptions wait here".to_owned();
+        tell(io, &subscription, &Moment::Gone(reason));
+    }
+
+    /// Producer: a prefill is predicted to end then.
+    pub(super) fn progress(&mut self, handoff: &HandoffId, ends_at: Instant) {
+        if let Some(lent) = self.lent.get_mut(handoff) {
+            lent.ends_at = Some(ends_at);
+        }
+    }
+
+    pub(super) fn expire_subscriptions(&mut self, io: &mut Io) -> Option<Instant> {
+        for subscription in std::mem::take(&mut self.subscriptions) {
+            match self.moment(&subscription, io.now) {
+                Some(moment) => tell(io, &subscription, &moment),
+                None => self.subscriptions.push(subscription),
+            }
+        }
+        let waiting = self.subscriptions.iter();
+        waiting.filter_map(|it| self.look_again_at(it)).min()
+    }
+
+    /// What is to be said to a subscriber, once there is something.
+    pub(super) fn moment(&self, it: &Subscription, now: Instant) -> Option<Moment> {
+        let Some(lent) = self.lent.get(&it.handoff) else {
+            return self.moment_of_what_is_not_lent(it, now);
+        };
+        match it.awaited {
+            Awaited::Consumer => (!lent.watchers.is_empty()).then_some(Moment::Watched),
+            Awaited::End { .. } if lent.state.is_some() => Some(Moment::Finished),
+            Awaited::End { lead } => {
+                let remaining = lent.ends_at?.saturating_duration_since(now);
+                (remaining <= lead).then_some(Moment::Due(remaining))
+            }
+        }
+    }
+
+    fn moment_of_what_is_not_lent(&self, it: &Subscription, now: Instant) -> Option<Moment> {
+        if let Some(reason) = self.ended.get(&it.handoff) {
+            return Some(Moment::Gone(reason.clone()));
+        }
+        let is_late = it.until <= now && !self.expected.contains(&it.handoff);
+        is_late.then(|| Moment::Gone("the handoff is not known to its producer".to_owned()))
+    }
+
+    /// When there is something to say to a subscriber if nothing happens until then.
+    pub(super) fn look_again_at(&self, it: &Subscription) -> Option<Instant> {
+        match (self.lent.get(&it.handoff), it.awaited) {
+            (Some(lent), Awaited::End { lead }) => lent.ends_at?.checked_sub(lead),
+            (Some(_), Awaited::Consumer) => None,
+            (None, _) => (!self.expected.contains(&it.handoff)).then_some(it.until),
+        }
+    }
+}
+
+fn tell(io: &mut Io, subscription: &Subscription, moment: &Moment) {
+    let answer = Message::Answer {
+        id: subscription.id,
+        json: moment.to_json(),
+    };
+    Schedulers::say(io, subscription.link, &answer);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reason_of_any_characters_stays_json() {
+        assert_eq!(quoted("a \"b\"\\\n\u{1}é"), r#""a \"b\"\\\u000a\u0001é""#);
+    }
+}

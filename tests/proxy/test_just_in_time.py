@@ -1,0 +1,272 @@
+"""Just-in-time dispatch over real control ports; vLLM's part is played by the instances of the harness."""
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+
+import orjson
+import pytest
+
+from kvpipe import _kvpipe
+from kvpipe.control import ControlClient
+from kvpipe.proxy.just_in_time import Leads, Timing
+
+from .harness import answers, free_port, never_ends, run, stage
+
+# Over any lead, and under any: the proxy has to wait, or not.
+FAR_S, NEAR_S = 1000.0, 0.0
+
+
+class Scene:
+    """P's and D's control ports, and P's answer in the test's hands."""
+
+    def __init__(self):
+        self.producer = _kvpipe.Control("127.0.0.1:0", b"", "p")
+        self.consumer = _kvpipe.Control("127.0.0.1:0", b"", "d")
+        self.client = ControlClient("")
+        self.may_answer = asyncio.Event()
+
+    async def prefill(self, request):
+        self.open(await handoff_of(request))
+        await self.may_answer.wait()
+        return await answers()(request)
+
+    async def decode(self, request):
+        handoff = await handoff_of(request)
+        self.consumer.watch(handoff, self.producer.address)
+        self.consumer.set_result(handoff, '{"result": "full"}')
+        await self.client.watched(self.producer.address, handoff.hex())
+        return await answers(body=b"decoded")(request)
+
+    def open(self, handoff):
+        self.producer.open(handoff, bytes(32), 100, 0, [])
+
+    def finish(self, handoff):
+        self.producer.finish(handoff, [7], "length", 0)
+
+    async def is_heard(self):
+        """What was said before has been taken by P's port, and its answers by the proxy's loop."""
+        await self.client.describe(self.producer.address)
+
+    def close(self):
+        for end in (self.client, self.consumer, self.producer):
+            end.close()
+
+
+async def handoff_of(request):
+    body = orjson.loads(await request.read())
+    return bytes.fromhex(body["kv_transfer_params"]["kvpipe"]["handoff"])
+
+
+@asynccontextmanager
+async def timed(prefill=None, decode=None, producer=None, control=None):
+    scene = Scene()
+    control = control or ControlClient("")
+    ports = (producer or scene.producer.address, scene.consumer.address)
+    behaviours = prefill or [scene.prefill], decode or [scene.decode]
+    try:
+        async with stage(*behaviours, control=control, ports=ports, dispatch="just-in-time") as s:
+            yield scene, s
+    finally:
+        control.close()
+        scene.close()
+
+
+@asynccontextmanager
+async def prefilling(**options):
+    """A request that P works on: the ports, the proxy, the posting task, the handoff."""
+    async with timed(**options) as (scene, s):
+        posting = asyncio.create_task(s.post())
+        await s.prefill[0].asked.wait()
+        yield scene, s, posting, bytes.fromhex(s.prefill[0].handoffs[0])
+
+
+async def is_not_asked(scene, instance):
+    for _ in range(5):
+        await scene.is_heard()
+        await asyncio.sleep(0.02)
+    assert not instance.asked.is_set()
+
+
+async def status_of(s, handoff):
+    async with s.client.get(f"{s.url}/status/{handoff}") as response:
+        return orjson.loads(await response.read())
+
+
+def test_decode_is_asked_while_prefill_works_once_its_end_is_predicted_near():
+    async def scene():
+        async with prefilling() as (scene, s, posting, handoff):
+            await is_not_asked(scene, s.decode[0])
+            scene.producer.progress(handoff, FAR_S)
+            await is_not_asked(scene, s.decode[0])
+            scene.producer.progress(handoff, NEAR_S)
+            await s.decode[0].asked.wait()
+            assert not scene.may_answer.is_set()
+            scene.may_answer.set()
+            assert (await posting)[:2] == (200, b"decoded")
+
+    run(scene)
+
+
+def test_decode_is_asked_at_a_predicted_time_of_which_nothing_more_is_said():
+    async def scene():
+        async with prefilling() as (scene, s, posting, handoff):
+            scene.producer.progress(handoff, 0.5)
+            await s.decode[0].asked.wait()
+            scene.may_answer.set()
+            assert (await posting)[0] == 200
+
+    run(scene)
+
+
+def test_status_tells_lead_admission_and_error_of_the_prediction():
+    async def scene():
+        async with prefilling() as (scene, s, posting, handoff):
+            scene.producer.progress(handoff, NEAR_S)
+            await s.decode[0].asked.wait()
+            await asyncio.sleep(0.02)
+            scene.may_answer.set()
+            await posting
+            # This D answers without P's KV, perhaps before P does.
+            while "prediction_error_ms" not in (told := (await status_of(s, handoff.hex()))["dispatch"]):
+                await asyncio.sleep(0.01)
+            assert (await status_of(s, handoff.hex()))["result"] == "full"
+            assert (told["trigger"], told["lead_ms"]) == ("due", 200.0)
+            assert told["admission_ms"] > 0
+            assert told["prediction_error_ms"] < 0  # P answered after the end that was predicted
+
+    run(scene)
+
+
+def test_the_log_tells_how_a_handoff_was_timed(caplog):
+    async def scene():
+        async with prefilling() as (scene, _, posting, handoff):
+            scene.producer.progress(handoff, NEAR_S)
+            scene.may_answer.set()
+            await posting
+
+    with caplog.at_level(logging.DEBUG, "kvpipe.proxy"):
+        run(scene)
+    assert "handoff.dispatch handoff=" in caplog.text
+    assert "lead_ms=200.0" in caplog.text
+
+
+def test_the_lead_follows_the_admission_of_that_decode():
+    async def scene():
+        async with timed() as (scene, s):
+            scene.may_answer.set()
+            told = []
+            for _ in range(2):
+                _, _, headers = await s.post()
+                told.append((await status_of(s, headers["x-kvpipe-handoff"]))["dispatch"])
+            assert told[1]["lead_ms"] == pytest.approx(told[0]["admission_ms"] + 50, abs=0.01)
+
+    run(scene)
+
+
+def test_decode_is_asked_when_prefill_has_finished_before_it_answers():
+    async def scene():
+        async with prefilling() as (scene, s, posting, handoff):
+            await scene.is_heard()
+            scene.finish(handoff)
+            await s.decode[0].asked.wait()
+            scene.may_answer.set()
+            assert (await posting)[0] == 200
+            assert (await status_of(s, handoff.hex()))["dispatch"]["trigger"] == "finished"
+
+    run(scene)
+
+
+def test_without_a_prediction_decode_is_asked_when_prefill_has_answered():
+    async def scene():
+        async with prefilling() as (scene, s, posting, handoff):
+            await is_not_asked(scene, s.decode[0])
+            scene.may_answer.set()
+            assert (await posting)[:2] == (200, b"decoded")
+            assert (await status_of(s, handoff.hex()))["dispatch"]["trigger"] == "answer"
+
+    run(scene)
+
+
+def test_a_handoff_that_prefill_withdraws_is_dispatched_sequentially_and_logged(caplog):
+    async def scene():
+        async with prefilling(decode=[answers(body=b"decoded")]) as (scene, s, posting, handoff):
+            scene.producer.withdraw(handoff, "preempted")
+            await is_not_asked(scene, s.decode[0])
+            scene.may_answer.set()
+            assert (await posting)[:2] == (200, b"decoded")
+
+    run(scene)
+    assert "subscribe: preempted; sequential dispatch instead" in caplog.text
+
+
+@pytest.mark.parametrize("token", ["", "another"])
+def test_a_port_that_refuses_or_is_not_there_means_sequential_dispatch_and_a_line_in_the_log(token, caplog):
+    async def scene():
+        producer = None if token else f"127.0.0.1:{free_port()}"
+        control = ControlClient(token)
+        decode = [answers(body=b"decoded")]
+        async with prefilling(producer=producer, control=control, decode=decode) as (scene, s, posting, _):
+            await is_not_asked(scene, s.decode[0])
+            scene.may_answer.set()
+            assert (await posting)[:2] == (200, b"decoded")
+
+    run(scene)
+    assert "sequential dispatch instead" in caplog.text
+
+
+def test_leaving_before_decode_is_due_aborts_prefill_and_releases_the_handoff():
+    async def scene():
+        async with prefilling() as (scene, s, posting, handoff):
+            await scene.is_heard()
+            subscribed = scene.client.subscribe(scene.producer.address, handoff.hex(), NEAR_S)
+            posting.cancel()
+            await s.prefill[0].aborted.wait()
+            told = await subscribed
+            assert (told.kind, told.reason) == ("gone", "it was released")
+            assert s.decode[0].bodies == []
+
+    run(scene)
+
+
+def test_leaving_after_decode_was_asked_aborts_both_and_releases_the_handoff():
+    async def scene():
+        async with prefilling(decode=[never_ends]) as (scene, s, posting, handoff):
+            scene.producer.progress(handoff, NEAR_S)
+            await s.decode[0].asked.wait()
+            awaited = scene.client.watched(scene.producer.address, handoff.hex())
+            posting.cancel()
+            await s.prefill[0].aborted.wait()
+            await s.decode[0].aborted.wait()
+            assert (await awaited).kind == "gone"
+
+    run(scene)
+
+
+def test_a_prefill_that_fails_before_decode_is_due_is_followed_by_the_next():
+    async def scene():
+        async with timed(prefill=[answers(500), answers()], decode=[answers(body=b"decoded")]) as (_, s):
+            status, body, headers = await s.post()
+            assert (status, body) == (200, b"decoded")
+            assert s.decode[0].handoffs == s.prefill[1].handoffs == [headers["x-kvpipe-handoff"]]
+
+    run(scene)
+
+
+def test_a_lead_is_the_average_admission_and_a_margin_within_bounds():
+    leads = Leads()
+    assert leads.lead_s("d") == pytest.approx(0.2)
+    leads.measured("d", 0.1)
+    assert leads.lead_s("d") == pytest.approx(0.15)
+    leads.measured("d", 0.2)
+    assert leads.lead_s("d") == pytest.approx(0.17)
+    assert leads.lead_s("another") == pytest.approx(0.2)
+    for _ in range(100):
+        leads.measured("d", 1e9)
+    assert leads.lead_s("d") == 5.0
+
+
+def test_a_report_says_only_what_is_known():
+    assert Timing(0.2).report() == {"trigger": "answer", "lead_ms": 200.0}
+    known = Timing(0.2, "due", admission_s=0.1, predicted_at_s=5.0, answered_at_s=4.0)
+    assert known.report()["prediction_error_ms"] == 1000.0
