@@ -21,6 +21,7 @@ from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.bodies import decode_body, plain_body, prefill_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control
+from kvpipe.proxy.early import FirstToken, may_show
 from kvpipe.proxy.failures import FailureLog
 from kvpipe.proxy.handoffs import RecentHandoffs
 from kvpipe.proxy.headers import HANDOFF
@@ -28,7 +29,7 @@ from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.just_in_time import JustInTime, Timing
 from kvpipe.proxy.routing import RoundRobin, goes_to_decode_alone
 from kvpipe.proxy.tasks import OwnedTasks
-from kvpipe.proxy.upstream import Answer, InstanceError, Upstream
+from kvpipe.proxy.upstream import Answer, Early, InstanceError, Upstream
 
 # With concurrent dispatch D's answer can be complete while P's is still on its way.
 _PREFILL_GRACE_S = 2.0
@@ -52,6 +53,7 @@ class Attempt:
     Attributes:
         may_hold_kv: P may hold blocks for this handoff, so that it has to be told if it fails.
         prefilling: P's exchange, when it runs beside D's.
+        first_token: what P has sampled, where that can be shown before D says it.
         timing: how D's part is timed, with just-in-time dispatch.
         measuring: waits for D's admission.
         is_settled: it has ended, and its timing has been logged.
@@ -62,6 +64,7 @@ class Attempt:
     handoff: str = field(default_factory=lambda: secrets.token_hex(16))
     may_hold_kv: bool = False
     prefilling: asyncio.Task[Answer | None] | None = None
+    first_token: asyncio.Future[FirstToken | None] | None = None
     timing: Timing | None = None
     measuring: asyncio.Task[None] | None = None
     is_settled: bool = False
@@ -158,6 +161,8 @@ class Dispatcher:
 
     async def _attempt(self, call: Call, attempt: Attempt) -> Answer:
         attempt.timing = self._timer.begin(attempt.decode.url) if self._is_timed else None
+        if may_show(call.body):
+            attempt.first_token = asyncio.get_running_loop().create_future()
         addresses = attempt.decode.control, attempt.prefill.control
         self.recent.remember(attempt.handoff, *addresses, timing=attempt.timing)
         logger.debug(
@@ -203,11 +208,14 @@ class Dispatcher:
             waiting.cancel()
 
     async def _beside(self, prefilling: asyncio.Task[Answer | None], call: Call, attempt: Attempt) -> Answer:
-        """Ask D while P is at work. D's answer counts as soon as it is there; before that, P's refusal does."""
+        """Ask D while P is at work. D's answer counts as soon as it begins; before that, P's refusal does."""
         decoding = self._tasks.spawn(self._ask_decode(call, attempt))
         try:
             await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
-            if not _has_answer(decoding) and prefilling.done():
+            if _has_answer(decoding) and (early := decoding.result().early) is not None:
+                either: set[asyncio.Task[Any]] = {prefilling, early.begun}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not _has_begun(decoding) and prefilling.done():
                 refusal = prefilling.result()
                 if refusal is not None:
                     _discard(decoding)
@@ -219,13 +227,15 @@ class Dispatcher:
 
     async def _ask_prefill(self, call: Call, attempt: Attempt) -> Answer | None:
         """Ask P; None when it has done its part, its answer when the request itself is bad."""
-        body = prefill_body(call.body, call.path, attempt.handoff)
+        body = prefill_body(call.body, call.path, attempt.handoff, names_token=attempt.first_token is not None)
         attempt.may_hold_kv = True
         try:
             answer = await self._checked(self._upstream.post("prefill", attempt.prefill, call.path, call.headers, body))
         except InstanceError as error:
             attempt.may_hold_kv = error.reached
+            _tell_first_token(attempt, None)
             raise
+        _tell_first_token(attempt, FirstToken.of(call.path, answer.body))
         if answer.status == HTTPStatus.OK:
             if attempt.timing is not None:
                 attempt.timing.answered_at_s = asyncio.get_running_loop().time()
@@ -238,9 +248,29 @@ class Dispatcher:
         if attempt.timing is not None:
             whom = attempt.decode.url, attempt.prefill.control, attempt.handoff
             attempt.measuring = self._tasks.spawn(self._timer.measure(attempt.timing, *whom))
-        answer = await self._checked(self._upstream.post("decode", attempt.decode, call.path, call.headers, body))
+        answer = await self._post_to_decode(call, attempt.decode, body, awaits_first_byte=attempt.first_token is None)
         answer.headers[HANDOFF] = attempt.handoff
+        if attempt.first_token is not None and not answer.is_complete:
+            begun = self._tasks.spawn(answer.piece())
+            answer.early = Early(attempt.first_token, begun, lambda shown: self._ask_again(call, attempt, shown))
         return answer
+
+    async def _ask_again(self, call: Call, attempt: Attempt, shown: FirstToken) -> Answer:
+        """A stream that begins with the token that was shown; of another D, if there is one."""
+        others = [instance for instance in self._decode.order() if instance != attempt.decode]
+        attempt.decode = others[0] if others else attempt.decode
+        self.recent.remember(attempt.handoff, attempt.decode.control, attempt.prefill.control, timing=attempt.timing)
+        body = decode_body(call.body, attempt.handoff, attempt.prefill.control, shown.token)
+        answer = await self._post_to_decode(call, attempt.decode, body, awaits_first_byte=True)
+        if answer.is_complete:
+            raise _failed(answer)
+        return answer
+
+    async def _post_to_decode(self, call: Call, instance: Instance, body: bytes, *, awaits_first_byte: bool) -> Answer:
+        asked = self._upstream.post(
+            "decode", instance, call.path, call.headers, body, awaits_first_byte=awaits_first_byte
+        )
+        return await self._checked(asked)
 
     async def _checked(self, exchange: Awaitable[Answer]) -> Answer:
         """An answer that is no server error; else the instance's failure, logged."""
@@ -287,6 +317,11 @@ class Dispatcher:
             logger.debug("handoff.released handoff=%s known=%s", handoff, is_known)
 
 
+def _tell_first_token(attempt: Attempt, token: FirstToken | None) -> None:
+    if attempt.first_token is not None and not attempt.first_token.done():
+        attempt.first_token.set_result(token)
+
+
 def _end_timing(attempt: Attempt) -> None:
     if attempt.measuring is not None:
         attempt.measuring.cancel()
@@ -297,6 +332,18 @@ def _end_timing(attempt: Attempt) -> None:
 
 def _has_answer(task: asyncio.Task[Answer]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _has_begun(decoding: asyncio.Task[Answer]) -> bool:
+    """Whether D's answer is there, a stream's first bytes included; raises what ended it before those."""
+    if not _has_answer(decoding):
+        return False
+    early = decoding.result().early
+    if early is None:
+        return True
+    if early.begun.done():
+        early.begun.result()
+    return early.begun.done()
 
 
 def _discard(decoding: asyncio.Task[Answer]) -> None:

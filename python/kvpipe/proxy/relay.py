@@ -1,15 +1,20 @@
-"""Writes an answer to the client: at once and unchanged.
+"""Writes an answer to the client: at once and unchanged, but for a first token that is shown early.
 
 A client that takes nothing for `client_timeout_s` loses its connection, which cancels the handler.
 """
 
 import asyncio
-from collections.abc import Awaitable
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
 
 from aiohttp import web
 
 from kvpipe.proxy.bodies import error_body
-from kvpipe.proxy.upstream import Answer, InstanceError
+from kvpipe.proxy.early import ContradictionError, FirstToken, Reconciled
+from kvpipe.proxy.upstream import Answer, Early, InstanceError
+
+logger = logging.getLogger(__name__)
 
 
 class StalledClientError(ConnectionError):
@@ -36,14 +41,67 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float) -> web.S
 
 
 async def _relay_stream(client: "_Client", response: web.StreamResponse, answer: Answer) -> None:
-    last = answer.body
-    await client.takes(response.write(last))
+    last = b"\n\n"
     try:
-        async for piece in answer.rest():
+        async for piece in _pieces(answer) if answer.early is None else _with_first_token(answer, answer.early):
             await client.takes(response.write(piece))
             last = piece
     except InstanceError as error:
         await client.takes(response.write(_error_event(error, last)))
+
+
+async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
+    if answer.body:
+        yield answer.body
+    async for piece in answer.rest():
+        yield piece
+
+
+async def _with_first_token(answer: Answer, early: Early) -> AsyncIterator[bytes]:
+    """D's stream, and before it P's token, if that is there first.
+
+    Raises:
+        InstanceError: the stream broke off, or no instance's begins as it was shown.
+    """
+    either: set[asyncio.Future[Any]] = {early.begun, early.token}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    shown = None if early.begun.done() else early.token.result()
+    if shown is None or not (events := shown.events()):
+        answer.body = await early.begun
+        async for piece in _pieces(answer):
+            yield piece
+        return
+    yield events
+    async for event in _after(shown, answer, early):
+        yield event
+
+
+async def _after(shown: FirstToken, answer: Answer, early: Early) -> AsyncIterator[bytes]:
+    reconciled = Reconciled(shown)
+    try:
+        answer.body = await early.begun
+        async for event in _reconciled(reconciled, answer):
+            yield event
+    except (ContradictionError, InstanceError) as error:
+        if reconciled.has_passed:
+            raise
+        logger.warning("first_token.again url=%s: %s", answer.instance.url, error)
+    else:
+        return
+    answer.replace_stream(await early.again(shown))
+    try:
+        async for event in _reconciled(Reconciled(shown), answer):
+            yield event
+    except ContradictionError as error:
+        raise InstanceError(answer.role, answer.instance, str(error)) from error
+
+
+async def _reconciled(reconciled: Reconciled, answer: Answer) -> AsyncIterator[bytes]:
+    async for piece in _pieces(answer):
+        for event in reconciled.feed(piece):
+            yield event
+    if rest := reconciled.end():
+        yield rest
 
 
 def _error_event(error: InstanceError, last: bytes) -> bytes:

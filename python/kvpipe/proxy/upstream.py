@@ -1,7 +1,7 @@
 """HTTP to the instances: one exchange, every failure of it as one exception."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from io import BytesIO
@@ -12,6 +12,7 @@ from multidict import CIMultiDict
 
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.config import ProxyConfig
+from kvpipe.proxy.early import FirstToken
 from kvpipe.proxy.headers import response_headers
 from kvpipe.proxy.instances import Instance
 
@@ -50,6 +51,21 @@ class InstanceError(KVPipeError):
         self.answer = answer
 
 
+@dataclass(frozen=True, slots=True)
+class Early:
+    """What a client can be told before the stream has begun.
+
+    Attributes:
+        token: P's, or None when it cannot be shown.
+        begun: the first bytes of the stream.
+        again: asks for a stream that begins with that token, instead of the one that did not.
+    """
+
+    token: asyncio.Future[FirstToken | None]
+    begun: asyncio.Task[bytes]
+    again: "Callable[[FirstToken], Awaitable[Answer]]"
+
+
 @dataclass(slots=True)
 class Answer:
     """What an instance answered: complete, or a stream of which the first bytes are here.
@@ -57,9 +73,10 @@ class Answer:
     Attributes:
         status: HTTP status.
         headers: those that pass through.
-        body: all bytes, or the first ones of a stream.
+        body: all bytes, or the first ones of a stream; none of a stream that has not begun.
         stream: the open response when more is to come; `close` ends it.
         is_complete: whether the last byte has come in.
+        early: what can be told before the stream has begun.
     """
 
     role: Role
@@ -69,6 +86,12 @@ class Answer:
     body: bytes
     stream: aiohttp.ClientResponse | None = None
     is_complete: bool = True
+    early: Early | None = None
+
+    def replace_stream(self, other: "Answer") -> None:
+        """Go on with another answer's stream; this one's is aborted."""
+        self.close()
+        self.role, self.instance, self.body, self.stream = other.role, other.instance, other.body, other.stream
 
     async def rest(self) -> AsyncIterator[bytes]:
         """The bytes after the first, as they come.
@@ -76,18 +99,25 @@ class Answer:
         Raises:
             InstanceError: the instance died, or said nothing for the silence timeout.
         """
+        while self.stream is not None and (piece := await self.piece()):
+            yield piece
+
+    async def piece(self) -> bytes:
+        """The next bytes of a stream, none at its end; raises as `rest`."""
         if self.stream is None:
-            return
+            return b""
         try:
-            async for piece in self.stream.content.iter_any():
-                yield piece
+            piece = await self.stream.content.readany()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = f"failed in mid-stream: {_describe(error)}"
             raise InstanceError(self.role, self.instance, reason) from error
-        self.is_complete = True
+        self.is_complete = not piece
+        return piece
 
     def close(self) -> None:
         """Close the connection of an unfinished stream, which aborts the request in vLLM."""
+        if self.early is not None:
+            self.early.begun.cancel()
         if self.stream is not None:
             self.stream.close()
 
@@ -105,25 +135,43 @@ class Upstream:
         self._session = session
         self._silence_timeout_s = silence_timeout_s
 
-    async def post(self, role: Role, instance: Instance, path: str, headers: CIMultiDict[str], body: bytes) -> Answer:
+    async def post(
+        self,
+        role: Role,
+        instance: Instance,
+        path: str,
+        headers: CIMultiDict[str],
+        body: bytes,
+        *,
+        awaits_first_byte: bool = True,
+    ) -> Answer:
         """Post a body; any status is an answer. Cancelling closes the connection.
+
+        Without `awaits_first_byte` the answer is a stream's as soon as its headers are here.
 
         Raises:
             InstanceError: not reached, broken off, or silent for too long.
         """
         data = body if len(body) <= _MAX_ONE_PIECE_BYTES else BytesIO(body)
         request = self._session.post(instance.url + path, headers=headers, data=data, allow_redirects=False)
-        return await self._exchange(role, instance, request)
+        return await self._exchange(role, instance, request, awaits_first_byte=awaits_first_byte)
 
     async def get(self, role: Role, instance: Instance, path: str, headers: CIMultiDict[str]) -> Answer:
         """As `post`, without a body."""
         request = self._session.get(instance.url + path, headers=headers, allow_redirects=False)
         return await self._exchange(role, instance, request)
 
-    async def _exchange(self, role: Role, instance: Instance, request: Awaitable[aiohttp.ClientResponse]) -> Answer:
+    async def _exchange(
+        self,
+        role: Role,
+        instance: Instance,
+        request: Awaitable[aiohttp.ClientResponse],
+        *,
+        awaits_first_byte: bool = True,
+    ) -> Answer:
         try:
             async with asyncio.timeout(self._silence_timeout_s):
-                return await _read(role, instance, await request)
+                return await _read(role, instance, await request, awaits_first_byte=awaits_first_byte)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             is_unreached = isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
             raise InstanceError(role, instance, _describe(error), reached=not is_unreached) from error
@@ -145,12 +193,12 @@ def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
     )
 
 
-async def _read(role: Role, instance: Instance, response: aiohttp.ClientResponse) -> Answer:
+async def _read(role: Role, instance: Instance, response: aiohttp.ClientResponse, *, awaits_first_byte: bool) -> Answer:
     """Read all of a response, or the first bytes of a stream; close it when interrupted."""
     headers = response_headers(response.headers)
     try:
         if response.status == HTTPStatus.OK and response.content_type == "text/event-stream":
-            first = await response.content.readany()
+            first = await response.content.readany() if awaits_first_byte else b""
             return Answer(role, instance, response.status, headers, first, response, is_complete=False)
         return Answer(role, instance, response.status, headers, await response.read())
     except BaseException:
