@@ -51,6 +51,7 @@ class Active(Quiet):
         """Sends, or sends and receives."""
         if task.kind == "latency":
             return self._latency(task)
+        self._back.recv_tensor(timeout=_PATIENCE_S)  # ready: as the bare loop, whose clock starts then
         return seconds(lambda: self._send(task))
 
     def _send(self, task: Task) -> None:
@@ -95,6 +96,7 @@ class Passive(Receiving):
         if task.kind == "latency":
             self._echo(task)
         else:
+            self._back.send_tensor(None, timeout=_PATIENCE_S)
             keep_in_flight(int(task.options["in_flight"]), self._received(task))
             self._back.send_tensor(None, timeout=_PATIENCE_S)
         return {}
