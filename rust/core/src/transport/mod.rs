@@ -3,6 +3,7 @@
 //! Both are the same to `data.rs`: an engine for one thread with endpoints, messages, reads of remote memory, and a
 //! file descriptor to sleep on. The types here choose between the two by one branch a call.
 
+mod devices;
 mod memory;
 mod ucx;
 
