@@ -43,6 +43,8 @@ pub struct Io {
     pub(super) connected: (Sender<Connected>, Receiver<Connected>),
     pub(crate) data: Option<DataPlane>,
     pub(super) failed: VecDeque<(LinkId, Error)>,
+    /// Reads that UCX had not ended when the data plane ended.
+    pub(super) unended_reads: usize,
     next_token: u64,
 }
 
@@ -93,6 +95,7 @@ impl Io {
             connected: channel(),
             data,
             failed: VecDeque::new(),
+            unended_reads: 0,
             next_token: 0,
         })
     }
@@ -210,6 +213,17 @@ impl Io {
         }
         let reason = "it closed while its memory was read";
         Err(Error::lost(&self.peer(link), reason))
+    }
+
+    /// The error of what the node's end has ended: `reason`, and what is to be known of memory that was read into.
+    pub(crate) fn closed(&self, reason: &str) -> Error {
+        Error::Closed(match self.unended_reads {
+            0 => reason.to_owned(),
+            reads => format!(
+                "{reason}, but {reads} reads have not ended: memory that they were given may still be written to, \
+                 kvpipe keeps it alive; do not use it again, take other memory"
+            ),
+        })
     }
 
     /// The address of a link's peer.

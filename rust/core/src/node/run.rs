@@ -168,8 +168,9 @@ impl<S: Service> Loop<S> {
         for link in self.io.links.values_mut() {
             link.end("the process closed it");
         }
-        // Waits for every operation: nothing may write into memory whose operation is reported as ended.
-        self.io.data = None;
+        // Waits for every operation: nothing may write into memory whose operation is reported as ended. Where UCX does not
+        // end one in time, its memory is kept, and the report says so.
+        self.io.unended_reads = self.io.data.take().map_or(0, DataPlane::end);
         self.service.stop(&mut self.io);
     }
 

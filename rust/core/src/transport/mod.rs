@@ -287,6 +287,17 @@ impl Worker {
         }
     }
 
+    /// Ends the worker, and tells how many gets have not ended even so: their memory is kept, and may still be written to.
+    pub(crate) fn end(self) -> usize {
+        match self {
+            Self::Ucx(worker) => worker.end(),
+            Self::Twin(worker) => {
+                drop(worker);
+                0
+            }
+        }
+    }
+
     /// Operations that have not ended.
     pub(crate) fn outstanding(&self) -> usize {
         match self {
