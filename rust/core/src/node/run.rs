@@ -355,8 +355,8 @@ impl<S: Service> Loop<S> {
     }
 
     fn report_failure(&mut self, link: LinkId, error: Error) {
-        let connection = self.io.links.remove(&link);
-        if connection.is_none() && self.io.connecting.remove(&link).is_none() {
+        let connection = self.io.take_link(link);
+        if connection.is_none() && !self.io.end_attempt(link) {
             return;
         }
         if let Some(data) = &mut self.io.data {

@@ -3,6 +3,7 @@ use std::time::Duration;
 use super::super::subscriptions::Moment;
 use super::*;
 use crate::link::Timing;
+use crate::work::work;
 
 #[test]
 fn an_address_whose_link_has_failed_is_connected_to_again() {
@@ -168,4 +169,21 @@ fn one_that_gives_up_before_the_opening_takes_the_handoff_from_nobody_else() {
     schedulers.open(&mut io, ID, opening());
     let lent = schedulers.lent.get(&ID).expect("it is lent");
     assert_eq!(lent.watchers, HashSet::from([21]));
+}
+
+#[test]
+fn a_question_to_an_address_that_is_still_connected_to_ends_with_its_name() {
+    let (mut io, mut schedulers) = (Io::alone(None), schedulers());
+    let (answer, completer) = work();
+    let deadline = io.now;
+    schedulers.ask(
+        &mut io,
+        "127.0.0.1:9",
+        Question::Describe,
+        deadline,
+        completer,
+    );
+    schedulers.expire_questions(&io);
+    let error = answer.result().expect("an end").expect_err("no answer");
+    assert_eq!(error.to_string(), "127.0.0.1:9 did not answer in time");
 }
