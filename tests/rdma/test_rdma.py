@@ -99,6 +99,15 @@ def test_rdma_is_what_is_taken_when_nobody_says_what_to_take(start, monkeypatch)
     assert np.array_equal(back[0], np.arange(MIB))
 
 
+@pytest.mark.parametrize(("devices", "transport"), [("rxe0:1", "rc_verbs"), ("rdma0", "tcp")])
+def test_the_users_environment_says_which_rdma_devices_are_used(start, monkeypatch, devices, transport):
+    monkeypatch.delenv("UCX_TLS")
+    monkeypatch.setenv("UCX_NET_DEVICES", devices)
+    back, taken = echoed(start("echo"), [np.arange(MIB)])
+    assert taken == transport
+    assert np.array_equal(back[0], np.arange(MIB))
+
+
 def test_scattered_blocks_are_read_with_the_keys_of_the_peer_and_nothing_else_is_written(agent, peer, blocks):
     region = agent.register(blocks, "own", BLOCK_BYTES)
     local, remote = [7, 0, 1, 2, 250, 9], [255, 10, 11, 12, 0, 10]

@@ -15,7 +15,7 @@ pub(crate) fn advice(road: &Road, is_same_host: bool) -> Option<&'static str> {
         );
     }
     (transport == "tcp" && has_rdma_devices()).then_some(
-        "this machine has RDMA devices, but bytes move over tcp: the libucx wheel has no RDMA; install the system's UCX, or name one with KVPIPE_UCX_LIB",
+        "this machine has RDMA devices, but bytes move over tcp: the libucx wheel has no RDMA (install the system's UCX, or name one with KVPIPE_UCX_LIB), or UCX_NET_DEVICES or UCX_TLS leaves it out",
     )
 }
 

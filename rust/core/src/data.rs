@@ -76,6 +76,11 @@ impl DataPlane {
         })
     }
 
+    /// Ends it, and tells how many reads have not ended even so.
+    pub(crate) fn end(self) -> usize {
+        self.worker.end()
+    }
+
     /// Messages of this session are the link's from now on.
     pub(crate) fn admit(&mut self, link: LinkId, session: SessionId) {
         let peer = Peer {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::am::Payload;
 use crate::endpoint::Endpoint;
 use crate::memory::Memory;
-use crate::rma::KeyUse;
+use crate::rma::{KeyUse, Write};
 use crate::status::{Posted, Status};
 use crate::sys::{self, ucp_request_param_t, ucs_status_ptr_t, ucs_status_t};
 use crate::worker::Inner;
@@ -29,8 +29,15 @@ pub(crate) struct Op {
 /// What UCX reads or writes during an operation.
 pub(crate) enum Keep {
     Nothing,
-    Message { _header: Vec<u8>, _payload: Payload },
-    Rma { _memory: Arc<Memory>, _key: KeyUse },
+    Message {
+        _header: Vec<u8>,
+        _payload: Payload,
+    },
+    Rma {
+        _memory: Arc<Memory>,
+        _key: KeyUse,
+        _write: Option<Write>,
+    },
 }
 
 /// The parameters that differ between operations.

@@ -11,13 +11,13 @@ use crate::memory::{Memory, MemoryKind};
 use crate::request::{self, Attributes, Keep, Token};
 use crate::status::{Status, check};
 use crate::sys;
-use crate::worker::{Inner, Worker};
+use crate::worker::{Inner, State, Worker};
 
 /// Access to a peer's memory over one endpoint. Closing the endpoint voids it; to use it later is
 /// an error.
 #[derive(Debug)]
 pub struct RemoteKey {
-    key: Rc<Key>,
+    pub(crate) key: Rc<Key>,
     /// The peer's memory domains that its owner has registered the memory with.
     domains: Domains,
 }
@@ -101,7 +101,7 @@ impl std::fmt::Debug for Key {
 pub(crate) struct KeyUse(Rc<Key>);
 
 impl KeyUse {
-    fn new(key: &Rc<Key>) -> Self {
+    pub(crate) fn new(key: &Rc<Key>) -> Self {
         key.uses.set(key.uses.get() + 1);
         Self(Rc::clone(key))
     }
@@ -113,6 +113,22 @@ impl Drop for KeyUse {
         if self.0.is_revoked.get() {
             self.0.revoke();
         }
+    }
+}
+
+/// UCX may write to memory of ours.
+pub(crate) struct Write(Rc<State>);
+
+impl Write {
+    pub(crate) fn new(state: &Rc<State>) -> Self {
+        state.writes.set(state.writes.get() + 1);
+        Self(Rc::clone(state))
+    }
+}
+
+impl Drop for Write {
+    fn drop(&mut self) {
+        self.0.writes.set(self.0.writes.get().saturating_sub(1));
     }
 }
 
@@ -238,9 +254,11 @@ impl Worker {
             request::complete_empty(&self.inner, &endpoint, (token, call));
             return Ok(());
         }
+        let is_get = matches!(direction, Direction::Get);
         let keep = Keep::Rma {
             _memory: Arc::clone(local),
             _key: KeyUse::new(key),
+            _write: is_get.then(|| Write::new(&self.inner.state)),
         };
         let (api, rkey) = (self.inner.api(), rkey.as_ptr());
         request::post(

@@ -59,6 +59,8 @@ pub(crate) struct State {
     pub(crate) leaving: Cell<usize>,
     /// An endpoint that is to be closed can be.
     pub(crate) may_leave: Cell<bool>,
+    /// Gets that have not ended.
+    pub(crate) writes: Cell<usize>,
     /// Keys that are not gone.
     pub(crate) keys: Cell<usize>,
     /// The `Worker` is gone: nobody takes events any more.
@@ -168,6 +170,14 @@ impl Worker {
     /// wait for their connection only to be closed.
     pub fn outstanding(&self) -> usize {
         self.inner.state.outstanding.get()
+    }
+
+    /// Drops the worker, and tells how many gets UCX has not ended even so: it may still write to their memory, which is
+    /// kept.
+    pub fn end(self) -> usize {
+        let state = Rc::clone(&self.inner.state);
+        drop(self);
+        state.writes.get()
     }
 
     /// Whether UCX is done with all that was asked of it.

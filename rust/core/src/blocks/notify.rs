@@ -3,10 +3,11 @@
 use super::inbox::Notification;
 use super::messages::{NOTED, NOTIFY, VOID};
 use super::notices::Notice;
+use super::plan::peer_gone;
 use super::service::Blocks;
 use super::transfer::{Notify, Owner};
 use crate::codec::Reader;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::node::{Io, LinkId};
 use crate::transport::Payload;
 use crate::work::Completer;
@@ -23,8 +24,7 @@ impl Blocks {
         if self.peers.contains_key(&link) {
             self.notice(io, link, Notice::Tag(tag, completer));
         } else {
-            let lost = Error::lost("unknown", "the peer is gone; connect again");
-            completer.complete(Err(lost));
+            completer.complete(Err(peer_gone(io, link)));
         }
     }
 

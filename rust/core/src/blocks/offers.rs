@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::messages::{CORRUPT, NOT_TAKEN, OFFER, Offered, REASON_CAP, TAKEN, reason};
 use super::notices::Notice;
 use super::peer::{Counters, Peer};
-use super::plan::{not_writable, region_gone};
+use super::plan::{not_writable, peer_gone, region_gone};
 use super::service::Blocks;
 use super::transfer::{Notify, Owner, Take};
 use crate::codec::{Reader, Writer};
@@ -46,7 +46,7 @@ impl Blocks {
         if target.is_none() || !self.regions.contains_key(&offer.region) {
             let gone = match peer {
                 Some(_) => region_gone(),
-                None => Error::lost("unknown", "the peer is gone; connect again"),
+                None => peer_gone(io, link),
             };
             return offer.completer.complete(Err(gone));
         }

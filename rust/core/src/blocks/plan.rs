@@ -10,6 +10,7 @@ use super::notices::check_tag;
 use super::peer::{Peer, RegionInfo};
 use crate::error::{Error, Result};
 use crate::identity::Incarnation;
+use crate::node::{Io, LinkId};
 use crate::region::{Layout, Pieces, RegionId, check_sizes, coalesce};
 
 #[derive(Debug)]
@@ -93,6 +94,11 @@ pub(super) fn closed_region(name: &str) -> Error {
 /// It was there when the transfer was asked for.
 pub(super) fn region_gone() -> Error {
     Error::Config("a region of the transfer has been closed meanwhile".to_owned())
+}
+
+/// It was there when the transfer was asked for, or the notification.
+pub(super) fn peer_gone(io: &Io, link: LinkId) -> Error {
+    Error::lost(&io.peer(link), "it is gone; connect again for a new peer")
 }
 
 /// How one run of a transfer goes.

@@ -275,17 +275,17 @@ impl Service for Blocks {
     fn stop(&mut self, io: &mut Io) {
         let reason = "the agent was closed";
         for (_, transfer) in std::mem::take(&mut self.transfers) {
-            let closed = Err(Error::Closed(reason.to_owned()));
+            let closed = Err(io.closed(reason));
             self.end_owner(io, transfer.link, transfer.owner, closed);
         }
-        let closed = Error::Closed(reason.to_owned());
+        let closed = io.closed(reason);
         for link in self.peers.keys().copied().collect::<Vec<_>>() {
             self.offers_down(link, &closed);
             self.peer_down(link, &closed);
         }
         self.board.inbox.close();
         for handoff in self.consumer.handoffs() {
-            self.fail_load(io, handoff, reason);
+            self.fail_load(io, handoff, &closed.to_string());
         }
     }
 }

@@ -8,7 +8,7 @@ use kvpipe_ucx::{AmData, Status};
 use super::messages::{CREDIT, DATA, READ, Wanted, ids};
 use super::notices::Notice;
 use super::peer::{Counters, Peer};
-use super::plan::region_gone;
+use super::plan::{peer_gone, region_gone};
 use super::proof::Proof;
 use super::service::Blocks;
 use super::transfer::{Arrived, Notify, Owner, Take, Transfer, get_token, split_token};
@@ -66,7 +66,7 @@ impl Blocks {
     /// Begins a transfer, or ends it at once with what is wrong with it.
     pub(super) fn take(&mut self, io: &mut Io, take: Take) {
         let link = take.link;
-        let (peer, memory, layout) = match self.check_take(&take) {
+        let (peer, memory, layout) = match self.check_take(io, &take) {
             Ok(both) => both,
             Err(error) => return self.end_owner(io, link, take.owner, Err(error)),
         };
@@ -88,11 +88,11 @@ impl Blocks {
         }
     }
 
-    fn check_take(&self, take: &Take) -> Result<(Peer, Arc<Memory>, Layout)> {
+    fn check_take(&self, io: &Io, take: &Take) -> Result<(Peer, Arc<Memory>, Layout)> {
         let local = self.regions.get(&take.region);
         let local = local.ok_or_else(region_gone)?;
         let peer = self.peers.get(&take.link);
-        let peer = peer.ok_or_else(|| Error::lost("unknown", "the peer is gone; connect again"))?;
+        let peer = peer.ok_or_else(|| peer_gone(io, take.link))?;
         let regions = peer.regions.as_ref();
         regions
             .and_then(|regions| regions.get(&take.remote_region))

@@ -122,6 +122,8 @@ impl Schedulers {
                     reason: reason.clone(),
                 },
             );
+        } else if self.is_parked(link, handoff) {
+            // Said again, it waits no longer, and takes no more of the room of others.
         } else if self.parked.len() >= PARKED_CAP {
             let reason = "too many watches wait for handoffs that are not open".to_owned();
             Self::say(io, link, &Message::Gone { handoff, reason });
@@ -129,6 +131,11 @@ impl Schedulers {
             self.parked
                 .push((handoff, link, io.now + self.patience.open));
         }
+    }
+
+    fn is_parked(&self, link: LinkId, handoff: HandoffId) -> bool {
+        let mut parked = self.parked.iter();
+        parked.any(|(id, other, _)| (*id, *other) == (handoff, link))
     }
 
     pub(super) fn unwatch_here(
@@ -141,7 +148,8 @@ impl Schedulers {
         let num_parked = self.parked.len();
         self.parked
             .retain(|(id, other, _)| (*id, *other) != (handoff, link));
-        if self.parked.len() < num_parked && !is_taken {
+        let waits = self.parked.iter().any(|(id, ..)| *id == handoff);
+        if self.parked.len() < num_parked && !is_taken && !waits {
             // Nobody is left to read it: once opened, it is given back at once.
             self.ended
                 .insert(handoff, "its consumer gave up".to_owned());

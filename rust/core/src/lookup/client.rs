@@ -511,8 +511,8 @@ impl Service for Client {
         next.into_iter().chain(idle).chain(looks).min()
     }
 
-    fn stop(&mut self, _io: &mut Io) {
+    fn stop(&mut self, io: &mut Io) {
         self.desk.close();
-        self.fail(&Error::Closed("the lookup buffer is closed".to_owned()));
+        self.fail(&io.closed("the lookup buffer is closed"));
     }
 }

@@ -24,4 +24,11 @@ impl Io {
         let wake = Arc::new(eventfd().expect("eventfd"));
         Self::new(config, None, context, wake).expect("io")
     }
+
+    /// That of a node whose data plane has ended, but not so many of its reads.
+    pub(crate) fn with_unended_reads(reads: usize) -> Self {
+        let mut io = Self::alone(None);
+        io.unended_reads = reads;
+        io
+    }
 }

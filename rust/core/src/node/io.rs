@@ -1,6 +1,6 @@
 //! What a service may do with its node: connect, send, close. The data plane's part is in `data.rs`.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -22,6 +22,8 @@ pub(super) const WAKE: u64 = 0;
 pub(super) const LISTENER: u64 = 1;
 pub(super) const UCX: u64 = 2;
 const FIRST_LINK: u64 = 16;
+/// Links that are gone whose peers are remembered.
+const GONE_CAP: usize = 256;
 
 /// What the welcome adds to an identity: type, HMAC, session id.
 const WELCOME_OVERHEAD: usize = 1 + 32 + 16;
@@ -39,10 +41,14 @@ pub struct Io {
     pub(super) links: HashMap<LinkId, Link>,
     /// Asked for, without a stream yet: to whom, and until when.
     pub(super) connecting: HashMap<LinkId, (String, Instant)>,
+    /// To whom the latest links were that are gone: what was under way may end after its link.
+    gone: BTreeMap<LinkId, String>,
     next_link: LinkId,
     pub(super) connected: (Sender<Connected>, Receiver<Connected>),
     pub(crate) data: Option<DataPlane>,
     pub(super) failed: VecDeque<(LinkId, Error)>,
+    /// Reads that UCX had not ended when the data plane ended.
+    pub(super) unended_reads: usize,
     next_token: u64,
 }
 
@@ -89,10 +95,12 @@ impl Io {
             listener,
             links: HashMap::new(),
             connecting: HashMap::new(),
+            gone: BTreeMap::new(),
             next_link: FIRST_LINK,
             connected: channel(),
             data,
             failed: VecDeque::new(),
+            unended_reads: 0,
             next_token: 0,
         })
     }
@@ -212,11 +220,45 @@ impl Io {
         Err(Error::lost(&self.peer(link), reason))
     }
 
-    /// The address of a link's peer.
+    /// The error of what the node's end has ended: `reason`, and what is to be known of memory that was read into.
+    pub(crate) fn closed(&self, reason: &str) -> Error {
+        Error::Closed(match self.unended_reads {
+            0 => reason.to_owned(),
+            reads => format!(
+                "{reason}, but {reads} reads have not ended: memory that they were given may still be written to, \
+                 kvpipe keeps it alive; do not use it again, take other memory"
+            ),
+        })
+    }
+
+    /// The address of a link's peer, also before the link is made, and when it is gone.
     pub fn peer(&self, link: LinkId) -> String {
-        self.links
-            .get(&link)
-            .map_or_else(|| "unknown".to_owned(), |link| link.peer.clone())
+        let linked = self.links.get(&link).map(|link| &link.peer);
+        let connecting = || self.connecting.get(&link).map(|(peer, _)| peer);
+        let peer = linked.or_else(connecting).or_else(|| self.gone.get(&link));
+        peer.map_or_else(|| "unknown".to_owned(), Clone::clone)
+    }
+
+    /// The connection of a link, which is gone with it.
+    pub(super) fn take_link(&mut self, link: LinkId) -> Option<Link> {
+        let connection = self.links.remove(&link)?;
+        if connection.is_announced || !connection.is_accepted {
+            self.remember(link, connection.peer.clone());
+        }
+        Some(connection)
+    }
+
+    /// Ends the attempt to make a link; whether there was one.
+    pub(super) fn end_attempt(&mut self, link: LinkId) -> bool {
+        let attempt = self.connecting.remove(&link);
+        attempt.map(|(peer, _)| self.remember(link, peer)).is_some()
+    }
+
+    fn remember(&mut self, link: LinkId, peer: String) {
+        self.gone.insert(link, peer);
+        if self.gone.len() > GONE_CAP {
+            self.gone.pop_first();
+        }
     }
 
     /// Whether a session is established on this link.
@@ -307,3 +349,6 @@ fn watch(
         flags(wants_write),
     )
 }
+
+#[cfg(test)]
+mod tests;

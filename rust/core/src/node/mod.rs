@@ -91,7 +91,8 @@ pub trait Service {
     fn log(&mut self, _text: String) {}
     /// The node is about to stop: what is said now still leaves.
     fn closing(&mut self, _io: &mut Io) {}
-    /// The node stops. Its data plane has ended before this call: nothing reads or writes registered memory.
+    /// The node stops. Its data plane has ended before this call: nothing reads or writes registered memory, but for what
+    /// [`Io::closed`] tells.
     fn stop(&mut self, _io: &mut Io) {}
 }
 

@@ -168,8 +168,9 @@ impl<S: Service> Loop<S> {
         for link in self.io.links.values_mut() {
             link.end("the process closed it");
         }
-        // Waits for every operation: nothing may write into memory whose operation is reported as ended.
-        self.io.data = None;
+        // Waits for every operation: nothing may write into memory whose operation is reported as ended. Where UCX does not
+        // end one in time, its memory is kept, and the report says so.
+        self.io.unended_reads = self.io.data.take().map_or(0, DataPlane::end);
         self.service.stop(&mut self.io);
     }
 
@@ -354,8 +355,8 @@ impl<S: Service> Loop<S> {
     }
 
     fn report_failure(&mut self, link: LinkId, error: Error) {
-        let connection = self.io.links.remove(&link);
-        if connection.is_none() && self.io.connecting.remove(&link).is_none() {
+        let connection = self.io.take_link(link);
+        if connection.is_none() && !self.io.end_attempt(link) {
             return;
         }
         if let Some(data) = &mut self.io.data {

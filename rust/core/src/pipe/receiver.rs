@@ -464,8 +464,8 @@ impl Service for Receiver {
             .min()
     }
 
-    fn stop(&mut self, _io: &mut Io) {
-        let closed = || Error::Closed("the pipe is closed".to_owned());
+    fn stop(&mut self, io: &mut Io) {
+        let closed = || io.closed("the pipe is closed");
         for wanted in self.wanted.drain(..) {
             wanted.completer.complete(Err(closed()));
         }
@@ -474,3 +474,6 @@ impl Service for Receiver {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

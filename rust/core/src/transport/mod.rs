@@ -3,6 +3,7 @@
 //! Both are the same to `data.rs`: an engine for one thread with endpoints, messages, reads of remote memory, and a
 //! file descriptor to sleep on. The types here choose between the two by one branch a call.
 
+mod devices;
 mod memory;
 mod ucx;
 
@@ -283,6 +284,17 @@ impl Worker {
         match self {
             Self::Ucx(worker) => worker.next_event(),
             Self::Twin(worker) => worker.next_event(),
+        }
+    }
+
+    /// Ends the worker, and tells how many gets have not ended even so: their memory is kept, and may still be written to.
+    pub(crate) fn end(self) -> usize {
+        match self {
+            Self::Ucx(worker) => worker.end(),
+            Self::Twin(worker) => {
+                drop(worker);
+                0
+            }
         }
     }
 

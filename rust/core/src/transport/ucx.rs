@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use kvpipe_ucx::{Config, Context, EndpointId, Library, Search, Worker};
 
+use super::devices::devices;
 use super::{Answer, FOREIGN, Get, Memory, Payload, RemoteKey};
 use crate::error::{Error, Result};
 
@@ -56,58 +57,4 @@ pub(super) fn get(worker: &Worker, endpoint: EndpointId, get: Get<'_>) -> Answer
     worker.get(
         endpoint, local, get.offset, get.len, get.remote, key, get.token,
     )
-}
-
-/// The UCX devices that belong to a local address: `lo` for loopback, else its interface and the RDMA devices.
-fn devices(local: IpAddr) -> Result<String> {
-    if local.is_loopback() {
-        return Ok("lo".to_owned());
-    }
-    let mut devices = vec![interface(local)?];
-    let rdma = std::fs::read_dir("/sys/class/infiniband")
-        .into_iter()
-        .flatten()
-        .flatten();
-    devices.extend(rdma.map(|device| format!("{}:1", device.file_name().to_string_lossy())));
-    Ok(devices.join(","))
-}
-
-/// The name of the interface that has an address. Without one, UCX would listen on all.
-fn interface(local: IpAddr) -> Result<String> {
-    let interfaces = if_addrs::get_if_addrs().map_err(|error| {
-        Error::Unavailable(format!("cannot tell the interface of {local}: {error}"))
-    })?;
-    let its = interfaces
-        .into_iter()
-        .find(|interface| interface.ip() == local);
-    its.map(|interface| interface.name).ok_or_else(|| {
-        Error::Config(format!(
-            "no interface has the address {local}, so that UCX cannot be kept to one: listen on an address of this machine"
-        ))
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_first_device_is_the_interface_that_has_the_address() {
-        let interfaces = if_addrs::get_if_addrs().unwrap();
-        for of in &interfaces {
-            let devices = devices(of.ip()).unwrap();
-            let first = devices.split(',').next().unwrap();
-            let has_it = |one: &if_addrs::Interface| one.name == first && one.ip() == of.ip();
-            assert!(interfaces.iter().any(has_it), "{} by {devices}", of.ip());
-        }
-    }
-
-    #[test]
-    fn an_address_of_no_interface_is_an_error_and_not_every_interface() {
-        let error = devices("203.0.113.1".parse().unwrap()).unwrap_err();
-        assert!(
-            matches!(&error, Error::Config(text) if text.contains("203.0.113.1")),
-            "{error}"
-        );
-    }
 }

@@ -3,6 +3,7 @@ use std::time::Duration;
 use super::super::subscriptions::Moment;
 use super::*;
 use crate::link::Timing;
+use crate::work::work;
 
 #[test]
 fn an_address_whose_link_has_failed_is_connected_to_again() {
@@ -41,14 +42,17 @@ fn schedulers() -> Schedulers {
 
 fn opened(io: &mut Io) -> Schedulers {
     let mut schedulers = schedulers();
-    let opening = Opening {
+    schedulers.open(io, ID, opening());
+    schedulers
+}
+
+fn opening() -> Opening {
+    Opening {
         prompt_hash: [0; 32],
         num_tokens: 1,
         generation: 0,
         ranks: Vec::new(),
-    };
-    schedulers.open(io, ID, opening);
-    schedulers
+    }
 }
 
 fn subscription(io: &Io, awaited: Awaited) -> Subscription {
@@ -140,4 +144,46 @@ fn the_subscriptions_of_a_link_end_with_it() {
     schedulers.subscribe_here(&mut io, it);
     schedulers.link_down(&mut io, 0, Error::Closed(String::new()));
     assert!(schedulers.subscriptions.is_empty());
+}
+
+#[test]
+fn a_watch_that_is_said_again_is_parked_once_for_each_link_and_handoff() {
+    let (mut io, mut schedulers) = (Io::alone(None), schedulers());
+    for _ in 0..=PARKED_CAP {
+        schedulers.watch_here(&mut io, 20, ID);
+    }
+    schedulers.watch_here(&mut io, 21, ID);
+    schedulers.watch_here(&mut io, 20, [2; 16]);
+    let parked = schedulers.parked.iter().map(|(id, link, _)| (*link, *id));
+    let expected = [(20, ID), (21, ID), (20, [2; 16])];
+    assert_eq!(parked.collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn one_that_gives_up_before_the_opening_takes_the_handoff_from_nobody_else() {
+    let (mut io, mut schedulers) = (Io::alone(None), schedulers());
+    for link in [20, 21] {
+        schedulers.watch_here(&mut io, link, ID);
+    }
+    schedulers.unwatch_here(&mut io, 20, ID, false);
+    schedulers.open(&mut io, ID, opening());
+    let lent = schedulers.lent.get(&ID).expect("it is lent");
+    assert_eq!(lent.watchers, HashSet::from([21]));
+}
+
+#[test]
+fn a_question_to_an_address_that_is_still_connected_to_ends_with_its_name() {
+    let (mut io, mut schedulers) = (Io::alone(None), schedulers());
+    let (answer, completer) = work();
+    let deadline = io.now;
+    schedulers.ask(
+        &mut io,
+        "127.0.0.1:9",
+        Question::Describe,
+        deadline,
+        completer,
+    );
+    schedulers.expire_questions(&io);
+    let error = answer.result().expect("an end").expect_err("no answer");
+    assert_eq!(error.to_string(), "127.0.0.1:9 did not answer in time");
 }
