@@ -188,13 +188,13 @@ def test_a_step_whose_layers_were_all_saved_announces_nothing_at_its_end(pair: P
 
 def test_a_step_without_final_blocks_sends_nothing(pair: Pair) -> None:
     recorded = Recorded(pair.producer)
-    pair.announce([2])
-    for _ in range(3):
-        pair.producer.begin_step(StepMetadata())
+    for finals in ([], [(pair.handoff, 0, 0, [2])], [], []):
+        pair.producer.begin_step(StepMetadata(finals=finals))
         for layer in range(LAYERS):
             pair.producer.save_layer(f"layer.{layer}")
         pair.producer.end_forward()
-    assert recorded.num_layers == [LAYERS]
+        assert recorded.num_layers == ([1] * LAYERS if finals else []), finals
+        recorded.num_layers.clear()
 
 
 def test_a_layer_that_is_computed_twice_in_a_step_is_never_used(pair: Pair) -> None:

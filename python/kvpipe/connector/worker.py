@@ -45,7 +45,6 @@ class WorkerRole:
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._outcomes: dict[str, dict[str, Any]] = {}
-        self._finals: list[tuple[bytes, int, int, list[int]]] = []
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Starts the agent and registers each layer's cache, `[num_blocks, …]`, as a region.
