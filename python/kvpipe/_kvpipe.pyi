@@ -14,6 +14,7 @@ __all__ = [
     "Control",
     "CudaEvent",
     "CudaMemory",
+    "Finals",
     "LookupBuffer",
     "Peer",
     "PipeEnd",
