@@ -14,6 +14,7 @@ __all__ = [
     "Control",
     "CudaEvent",
     "CudaMemory",
+    "Finals",
     "LookupBuffer",
     "Peer",
     "PipeEnd",
@@ -222,6 +223,13 @@ class Plan:
     """Blocks of a region beside blocks of a peer's."""
 
 @final
+class Finals:
+    """What one step makes final, in each region at a time of its own."""
+
+    def __new__(cls, parts: Sequence[tuple[bytes, int, int, Sequence[int]]]) -> Finals:
+        """Parts are `(handoff, generation, first, block_ids)`."""
+
+@final
 class Agent:
     """Block transfers, and the worker role's side of handoffs."""
 
@@ -274,7 +282,9 @@ class Agent:
     def notifications_fileno(self) -> int:
         """A descriptor that is readable while there are notifications. It belongs to this object."""
 
-    def finalize(self, handoff: bytes, generation: int, first: int, block_ids: Sequence[int]) -> None: ...
+    def finalize(self, finals: Finals, regions: Sequence[Region]) -> None:
+        """The step is final in these regions, each of which is named once for a step. Does not wait."""
+
     def end(self, handoff: bytes, reason: str) -> None: ...
     def load(
         self,

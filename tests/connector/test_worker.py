@@ -19,11 +19,12 @@ pytestmark = pytest.mark.vllm
 LAYERS, BLOCKS, SHAPE = 3, 16, (4, 32, 64)
 
 
-def role() -> WorkerRole:
-    """A worker role; of vLLM's configuration it reads the rank and the engine's id only."""
+def role(*, speculative: object = None, use_ubatching: bool = False) -> WorkerRole:
+    """A worker role; of vLLM's configuration it reads no more than this."""
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, use_ubatching=use_ubatching),
         kv_transfer_config=SimpleNamespace(engine_id="engine"),
+        speculative_config=speculative,
     )
     return WorkerRole(config, ConnectorConfig(silence_s=5))
 
@@ -51,8 +52,11 @@ class Pair:
         self.consumer.begin_step(StepMetadata(loads=[load]))
         return load
 
-    def announce(self, block_ids: list[int], first: int = 0) -> None:
+    def begin_step(self, block_ids: list[int], first: int = 0) -> None:
         self.producer.begin_step(StepMetadata(finals=[(self.handoff, 0, first, block_ids)]))
+
+    def announce(self, block_ids: list[int], first: int = 0) -> None:
+        self.begin_step(block_ids, first)
         self.producer.end_forward()
 
     def end(self, reason: str) -> None:
@@ -61,8 +65,24 @@ class Pair:
     def hold(self) -> None:
         self.producer.begin_step(StepMetadata(held=[(self.handoff, "producing")]))
 
-    def arrived(self, source: list[int], target: list[int]) -> bool:
-        return all(torch.equal(self.source[name][source], self.target[name][target]) for name in self.source)
+    def arrived(self, source: list[int], target: list[int], layers: range = range(LAYERS)) -> bool:
+        names = [f"layer.{index}" for index in layers]
+        return all(torch.equal(self.source[name][source], self.target[name][target]) for name in names)
+
+
+class Recorded:
+    """A producer's agent, which does what it is told, and the numbers of layers that it was told of."""
+
+    def __init__(self, worker: WorkerRole) -> None:
+        self.num_layers: list[int] = []
+        self._agent, worker._agent = worker._agent, self
+
+    def finalize(self, finals: Any, regions: list[Any]) -> None:
+        self.num_layers.append(len(regions))
+        self._agent.finalize(finals, regions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
 
 
 @pytest.fixture
@@ -122,6 +142,112 @@ def test_blocks_move_while_prefill_goes_on(pair: Pair) -> None:
     pair.announce([3, 9], first=1)
     assert received(pair.consumer) == {"consuming"}
     assert pair.arrived([2, 3, 9], [5, 4, 1])
+
+
+def test_a_layer_moves_while_the_next_ones_are_computed(pair: Pair) -> None:
+    pair.load([5, 4])
+    pair.begin_step([2, 3])
+    for layer in range(LAYERS):
+        for later in range(layer, LAYERS):
+            pair.source[f"layer.{later}"][[2, 3]] = float(LAYERS * layer + later)
+        assert pair.consumer.finished() == (set(), set())
+        pair.producer.save_layer(f"layer.{layer}")
+        until(lambda done=layer + 1: pair.arrived([2, 3], [5, 4], range(done)))
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.consumer.take_outcomes().outcomes["consuming"]["is_loaded"]
+    pair.producer.end_forward()
+
+
+def test_the_end_of_a_step_announces_the_layers_that_were_not_saved_and_no_others(pair: Pair) -> None:
+    recorded = Recorded(pair.producer)
+    pair.load([5, 4])
+    pair.begin_step([2, 3])
+    pair.producer.save_layer("layer.1")
+    pair.producer.save_layer("a layer without a cache")
+    until(lambda: pair.arrived([2, 3], [5, 4], range(1, 2)))
+    assert pair.consumer.finished() == (set(), set())
+    pair.producer.end_forward()
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.arrived([2, 3], [5, 4])
+    pair.producer.end_forward()
+    assert recorded.num_layers == [1, LAYERS - 1]
+
+
+def test_a_step_whose_layers_were_all_saved_announces_nothing_at_its_end(pair: Pair) -> None:
+    recorded = Recorded(pair.producer)
+    for first, block in enumerate([2, 3]):
+        pair.begin_step([block], first)
+        for layer in range(LAYERS):
+            pair.producer.save_layer(f"layer.{layer}")
+        pair.producer.end_forward()
+    assert recorded.num_layers == [1] * (2 * LAYERS)
+    pair.load([5, 4])
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.arrived([2, 3], [5, 4])
+
+
+def test_a_step_without_final_blocks_sends_nothing(pair: Pair) -> None:
+    recorded = Recorded(pair.producer)
+    for finals in ([], [(pair.handoff, 0, 0, [2])], [], []):
+        pair.producer.begin_step(StepMetadata(finals=finals))
+        for layer in range(LAYERS):
+            pair.producer.save_layer(f"layer.{layer}")
+        pair.producer.end_forward()
+        assert recorded.num_layers == ([1] * LAYERS if finals else []), finals
+        recorded.num_layers.clear()
+
+
+def test_a_layer_that_is_computed_twice_in_a_step_is_never_used(pair: Pair) -> None:
+    recorded = Recorded(pair.producer)
+    pair.load([5])
+    pair.begin_step([2])
+    pair.producer.save_layer("layer.0")
+    pair.producer.save_layer("layer.1")
+    pair.producer.save_layer("layer.0")
+    pair.producer.save_layer("layer.2")
+    pair.producer.end_forward()
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.consumer.take_invalid_block_ids() == {5}
+    assert "layer.0 was computed twice" in pair.consumer.take_outcomes().outcomes["consuming"]["reason"]
+    assert recorded.num_layers == [1, 1]
+    # From then on at the end of steps, when it has been computed for the last time.
+    pair.handoff = bytes.fromhex(new_id())
+    pair.load([5])
+    pair.begin_step([2])
+    for _ in range(2):
+        pair.producer.save_layer("layer.0")
+    pair.producer.end_forward()
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.consumer.take_outcomes().outcomes["consuming"]["is_loaded"]
+    assert recorded.num_layers == [1, 1, LAYERS]
+
+
+@pytest.mark.parametrize("setting", [{"speculative": object()}, {"use_ubatching": True}])
+def test_layers_that_are_called_before_all_is_written_are_announced_at_the_end(setting: dict[str, Any]) -> None:
+    worker = role(**setting)
+    worker.register(caches())
+    recorded = Recorded(worker)
+    worker.begin_step(StepMetadata(finals=[(bytes.fromhex(new_id()), 0, 0, [2])]))
+    for _ in range(2):
+        worker.save_layer("layer.0")
+    assert recorded.num_layers == []
+    worker.end_forward()
+    assert recorded.num_layers == [LAYERS]
+    worker.close()
+
+
+def test_a_handoff_that_ends_between_steps_is_announced_no_further(pair: Pair) -> None:
+    pair.load([5, 4])
+    pair.begin_step([2])
+    pair.producer.save_layer("layer.0")
+    pair.producer.end_forward()
+    until(lambda: pair.arrived([2], [5]))
+    pair.end("preempted")
+    before = pair.target["layer.0"][4].clone()
+    pair.announce([3], first=1)
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.consumer.take_invalid_block_ids() == {4}
+    assert torch.equal(pair.target["layer.0"][4], before)
 
 
 def test_a_load_ends_only_with_the_sequence_state(pair: Pair) -> None:

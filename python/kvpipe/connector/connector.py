@@ -110,10 +110,11 @@ class KVPipeConnector(KVConnectorBase_V1):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Nothing yet: blocks are announced step by step."""
+        """After a layer's attention: this step's blocks are final in it."""
+        self._of_worker().save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """After the forward pass: this step's blocks are final."""
+        """After the forward pass: this step's blocks are final in the layers that are left."""
         self._of_worker().end_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -34,13 +34,17 @@ class WorkerRole:
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._config = config
         self._agent: _kvpipe.Agent | None = None
+        self._regions: dict[str, _kvpipe.Region] = {}
+        self._is_by_layer = _calls_each_layer_once(vllm_config)
+        self._step = StepMetadata()
+        self._finals: _kvpipe.Finals | None = None
+        self._unsaved: dict[str, _kvpipe.Region] = {}
         self._loading: dict[bytes, Load] = {}
         self._held: dict[bytes, str] = {}
         self._released: set[bytes] = set()
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._outcomes: dict[str, dict[str, Any]] = {}
-        self._finals: list[tuple[bytes, int, int, list[int]]] = []
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Starts the agent and registers each layer's cache, `[num_blocks, …]`, as a region.
@@ -58,10 +62,10 @@ class WorkerRole:
             silence=self._config.silence_s,
         )
         for name, cache in kv_caches.items():
-            self._register_layer(self._agent, name, cache)
+            self._regions[name] = self._register_layer(self._agent, name, cache)
         logger.info("agent.listen address=%s regions=%d", self._agent.address, len(kv_caches))
 
-    def _register_layer(self, agent: _kvpipe.Agent, name: str, cache: torch.Tensor) -> None:
+    def _register_layer(self, agent: _kvpipe.Agent, name: str, cache: torch.Tensor) -> _kvpipe.Region:
         if cache.device.type != "cpu":
             message = f"the KV cache is on {cache.device}; this version moves KV in host memory only"
             raise ConfigError(message)
@@ -75,7 +79,8 @@ class WorkerRole:
         plain = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage(), offset, (span,))
         registered = agent.register(name, plain.numpy(), block_bytes, stride)
         registered.wait(None)
-        registered.result()
+        region: _kvpipe.Region = registered.result()
+        return region
 
     def handshake(self) -> HandshakeMetadata | None:
         """Where this rank's agent listens."""
@@ -106,7 +111,8 @@ class WorkerRole:
             agent.cancel(handoff, reason)
         for handoff, request_id in step.held:
             self._held[handoff] = request_id
-        self._finals = step.finals
+        if step.finals:
+            self._step, self._finals, self._unsaved = step, _kvpipe.Finals(step.finals), dict(self._regions)
         DUE.tokens = step.first_tokens
 
     def _load(self, agent: _kvpipe.Agent, load: Load) -> None:
@@ -130,12 +136,31 @@ class WorkerRole:
             load.is_committed,
         )
 
+    def save_layer(self, layer_name: str) -> None:
+        """After a layer's attention: this step's blocks are final in it. Most steps have none."""
+        if self._finals is None or self._agent is None or not self._is_by_layer:
+            return
+        if (region := self._unsaved.pop(layer_name, None)) is not None:
+            self._agent.finalize(self._finals, [region])
+        elif layer_name in self._regions:
+            self._withdraw_step(self._agent, layer_name)
+
+    def _withdraw_step(self, agent: _kvpipe.Agent, layer_name: str) -> None:
+        """What was announced of the layer may have changed: nobody may use it, and no step is announced so again."""
+        logger.error("layer.twice name=%s: blocks are announced once a step from now on", layer_name)
+        self._is_by_layer = False
+        for handoff, *_ in self._step.finals:
+            agent.end(handoff, f"layer {layer_name} was computed twice in a step")
+        self._forget_finals()
+
     def end_forward(self) -> None:
-        """After the forward pass: this step's blocks are final."""
-        finals, self._finals = self._finals, []
-        if self._agent is not None:
-            for handoff, generation, first, block_ids in finals:
-                self._agent.finalize(handoff, generation, first, block_ids)
+        """After the forward pass: this step's blocks are final in the layers that are left."""
+        if self._finals is not None and self._agent is not None and self._unsaved:
+            self._agent.finalize(self._finals, list(self._unsaved.values()))
+        self._forget_finals()
+
+    def _forget_finals(self) -> None:
+        self._step, self._finals, self._unsaved = StepMetadata(), None, {}
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Requests whose blocks nobody reads any more, and requests whose load has ended; each exactly once."""
@@ -182,3 +207,8 @@ class WorkerRole:
         """Ends the agent; peers are told."""
         if self._agent is not None:
             self._agent.close()
+
+
+def _calls_each_layer_once(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM calls each layer once a step, when all its blocks are written: not with micro-batches or drafts."""
+    return vllm_config.speculative_config is None and not vllm_config.parallel_config.use_ubatching

@@ -1,134 +1,14 @@
 //! Handoffs between two agents, over every road: proved, or failed with exactly what is missing.
 
 mod common;
+mod workers;
 
 use std::time::Instant;
 
-use common::{
-    PATIENCE, PROMPT, Process, TOKEN, bytes, eventually, on_both_roads, on_every_road, pattern, say,
-};
-use kvpipe_core::blocks::{Agent, Event, LoadRequest};
-use kvpipe_core::handoff::HandoffId;
-use kvpipe_core::link::Timing;
-use kvpipe_core::transport::Transport;
+use common::{PATIENCE, PROMPT, Process, eventually, on_both_roads, on_every_road, say};
+use kvpipe_core::blocks::Event;
 use kvpipe_ucx::Buffer;
-
-const BLOCK: usize = 8192;
-const COUNT: usize = 32;
-const LAYERS: usize = 3;
-const ID: HandoffId = [9; 16];
-
-struct Worker {
-    agent: Agent,
-    layers: Vec<Buffer>,
-    seen: std::cell::RefCell<Vec<Event>>,
-}
-
-/// A worker whose layers hold patterns from `seed` on.
-fn worker(transport: &Transport, seed: u64) -> Worker {
-    let timing = Timing::default();
-    let agent = Agent::new(
-        &common::local(),
-        TOKEN,
-        transport.clone(),
-        "",
-        vec![],
-        timing,
-    )
-    .expect("agent");
-    let layers: Vec<Buffer> = (0..LAYERS as u64)
-        .map(|layer| Buffer::from_vec(pattern(COUNT * BLOCK, seed + layer)))
-        .collect();
-    for (index, layer) in layers.iter().enumerate() {
-        let name = format!("layer.{index}");
-        agent
-            .register(&name, layer.clone(), BLOCK as u64, BLOCK as u64)
-            .expect("register")
-            .wait_for(PATIENCE)
-            .expect("registered");
-    }
-    Worker {
-        agent,
-        layers,
-        seen: std::cell::RefCell::default(),
-    }
-}
-
-impl Worker {
-    fn request(&self, block_ids: &[u32]) -> LoadRequest {
-        LoadRequest {
-            handoff: ID,
-            producer: self.agent.address().expect("address").to_string(),
-            incarnation: self.agent.incarnation(),
-            generation: 1,
-            first: 0,
-            block_ids: block_ids.to_vec(),
-            is_committed: true,
-        }
-    }
-
-    fn finalize(&self, first: u32, block_ids: &[u32]) {
-        self.agent
-            .finalize(ID, 1, first, block_ids.to_vec())
-            .expect("finalize");
-    }
-
-    fn load(&self, request: LoadRequest) {
-        self.agent.load(request).expect("load");
-    }
-
-    fn events(&self) -> Vec<Event> {
-        let mut seen = self.seen.borrow_mut();
-        let is_log = |event: &Event| matches!(event, Event::Log(_));
-        seen.extend(
-            self.agent
-                .drain()
-                .into_iter()
-                .filter(|event| !is_log(event)),
-        );
-        seen.clone()
-    }
-
-    /// How the load ended, which it did once.
-    fn ended(&self) -> Event {
-        eventually("the end of the load", || self.events().first().cloned())
-    }
-
-    fn loaded(&self) -> u64 {
-        match self.ended() {
-            Event::Loaded { num_bytes, .. } => num_bytes,
-            other => panic!("{other:?}"),
-        }
-    }
-
-    fn failed(&self) -> (Vec<u32>, String) {
-        match self.ended() {
-            Event::Failed {
-                missing, reason, ..
-            } => (missing, reason),
-            other => panic!("{other:?}"),
-        }
-    }
-
-    fn block(&self, layer: usize, id: u32) -> Vec<u8> {
-        let at = id as usize * BLOCK;
-        bytes(&self.layers[layer])[at..at + BLOCK].to_vec()
-    }
-
-    fn has(&self, ids: &[u32], producer: &Self, from: &[u32]) -> bool {
-        let same = |layer| {
-            let pairs = ids.iter().zip(from);
-            pairs
-                .into_iter()
-                .all(|(&id, &from)| self.block(layer, id) == producer.block(layer, from))
-        };
-        (0..LAYERS).all(same)
-    }
-}
-
-fn pair(transport: &Transport) -> (Worker, Worker) {
-    (worker(transport, 100), worker(transport, 900))
-}
+use workers::{BLOCK, COUNT, ID, LAYERS, pair, step, worker};
 
 #[test]
 fn peer_process() {
@@ -252,10 +132,7 @@ fn blocks_of_another_generation_are_never_taken() {
         "blocks_of_another_generation_are_never_taken",
         |transport| {
             let (producer, consumer) = pair(transport);
-            producer
-                .agent
-                .finalize(ID, 2, 0, vec![4])
-                .expect("finalize");
+            producer.save(&step(2, 0, &[4]).expect("a step"), 0..LAYERS);
             consumer.load(producer.request(&[1]));
             std::thread::sleep(std::time::Duration::from_millis(200));
             assert_eq!(consumer.events(), []);
@@ -414,12 +291,7 @@ fn a_producer_that_nobody_is_fails_the_load() {
 fn positions_beyond_32_bits_are_refused() {
     on_every_road("positions_beyond_32_bits_are_refused", |transport| {
         let (producer, consumer) = pair(transport);
-        assert!(
-            producer
-                .agent
-                .finalize(ID, 1, u32::MAX - 1, vec![1, 2])
-                .is_err()
-        );
+        assert!(step(1, u32::MAX - 1, &[1, 2]).is_err());
         let mut request = producer.request(&[1, 2]);
         request.first = u32::MAX - 1;
         assert!(consumer.agent.load(request).is_err());

@@ -10,7 +10,7 @@ use kvpipe_core::work::Waited;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::blocks::{Counts, Peer, Plan, Region, counts};
+use crate::blocks::{Counts, Finals, Peer, Plan, Region, counts};
 use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
 use crate::ids::ids;
@@ -206,16 +206,9 @@ impl Agent {
         self.0.notifications_fd()
     }
 
-    fn finalize(
-        &self,
-        handoff: &[u8],
-        generation: u32,
-        first: u32,
-        block_ids: Vec<u32>,
-    ) -> PyResult<()> {
-        self.0
-            .finalize(id(handoff)?, generation, first, block_ids)
-            .map_err(to_py)
+    fn finalize(&self, finals: &Finals, regions: Vec<PyRef<'_, Region>>) -> PyResult<()> {
+        let regions: Vec<_> = regions.iter().map(|region| region.0.clone()).collect();
+        self.0.finalize(&finals.0, &regions).map_err(to_py)
     }
 
     fn end(&self, handoff: &[u8], reason: &str) -> PyResult<()> {

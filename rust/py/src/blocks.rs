@@ -3,6 +3,9 @@
 use kvpipe_core::blocks;
 use pyo3::prelude::*;
 
+use crate::agent::id;
+use crate::error::to_py;
+
 /// `(bytes_read, bytes_written, num_reads, num_writes, in_flight)`.
 pub(crate) type Counts = (u64, u64, u64, u64, u64);
 
@@ -76,6 +79,26 @@ impl Peer {
 
     fn stats(&self) -> Counts {
         counts(self.0.stats())
+    }
+}
+
+#[pyclass(frozen)]
+pub(crate) struct Finals(pub(crate) blocks::Finals);
+
+#[pymethods]
+impl Finals {
+    #[new]
+    fn new(parts: Vec<(Vec<u8>, u32, u32, Vec<u32>)>) -> PyResult<Self> {
+        let part = |(handoff, generation, first, block_ids): (Vec<u8>, _, _, _)| {
+            Ok(blocks::Final {
+                handoff: id(&handoff)?,
+                generation,
+                first,
+                block_ids,
+            })
+        };
+        let parts = parts.into_iter().map(part).collect::<PyResult<_>>()?;
+        blocks::Finals::new(parts).map(Self).map_err(to_py)
     }
 }
 

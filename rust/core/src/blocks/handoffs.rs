@@ -1,10 +1,11 @@
 //! Both roles of handoffs: what the two state machines say becomes messages and reads, and the other way round.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use super::finals::Final;
 use super::messages::{
     DONE, FINAL, GONE, REASON_CAP, SELECT, final_blocks, read_final_blocks, reason,
 };
@@ -26,59 +27,45 @@ use crate::transport::{Memory, Payload};
 /// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.
 const SLICE: u64 = 8 << 20;
 
-/// Blocks of a handoff that are final and have no checksums yet.
-#[derive(Debug)]
-pub(super) struct Finalizing {
-    pub(super) handoff: HandoffId,
-    pub(super) generation: u32,
-    /// The position of the first of them.
-    pub(super) first: u32,
-    pub(super) block_ids: VecDeque<u32>,
-}
-
 /// The producer.
 impl Blocks {
-    /// Takes the next slice of blocks that are final, in all regions, and tells who has selected them; whether more
-    /// are left.
+    /// Takes the next slice of blocks that are final, in the regions in which they are, and tells who has selected
+    /// them; whether more are left.
     pub(super) fn finalize_on(&mut self, io: &mut Io) -> bool {
-        let block_bytes = self
-            .regions
-            .values()
-            .map(|region| region.layout.block_bytes);
-        let num_blocks = slice_of(block_bytes.sum());
-        let Some(finalizing) = self.finalizing.front_mut() else {
+        let known = &self.regions;
+        let num_blocks = |regions: &[RegionId]| {
+            let known = regions.iter().filter_map(|region| known.get(region));
+            slice_of(known.map(|region| region.layout.block_bytes).sum())
+        };
+        let Some((part, regions)) = self.finals.slice(num_blocks) else {
             return false;
         };
-        let (handoff, generation) = (finalizing.handoff, finalizing.generation);
-        let first = finalizing.first;
-        let count = finalizing.block_ids.len().min(num_blocks);
-        let block_ids: Vec<u32> = finalizing.block_ids.drain(..count).collect();
-        finalizing.first += count as u32;
-        if finalizing.block_ids.is_empty() {
-            self.finalizing.pop_front();
-        }
-        match self.checksums(&handoff, generation, first, &block_ids) {
+        match self.checksums(&part, &regions) {
             // Marked before the blocks could change: unmarked now, they did not change while they were read.
-            Ok(_) if self.ended.is_marked(&handoff) => {}
+            Ok(_) if self.ended.is_marked(&part.handoff) => {}
             Ok(blocks) => {
-                let actions = self.producer.finalize(handoff, generation, &blocks);
+                let actions = self
+                    .producer
+                    .finalize(part.handoff, part.generation, &blocks);
                 self.act(io, actions);
             }
-            Err(reason) => self.end(io, handoff, &reason),
+            Err(reason) => self.end(io, part.handoff, &reason),
         }
-        !self.finalizing.is_empty()
+        !self.finals.is_empty()
     }
 
     fn checksums(
         &self,
-        handoff: &HandoffId,
-        generation: u32,
-        first: u32,
-        block_ids: &[u32],
+        part: &Final,
+        regions: &[RegionId],
     ) -> std::result::Result<Vec<FinalBlock>, String> {
-        let mut blocks = Vec::with_capacity(block_ids.len() * self.regions.len());
-        for (local, region) in self.regions.values().zip(0..) {
-            for (&block_id, position) in block_ids.iter().zip(first..) {
+        let mut blocks = Vec::with_capacity(part.block_ids.len() * regions.len());
+        for id in regions {
+            let Some(local) = self.regions.get(id) else {
+                return Err("blocks of a region that was closed cannot be lent".to_owned());
+            };
+            let region = self.regions.range(..id).count() as u16;
+            for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
                 let Some(bytes) = block_bytes(&local.memory, &local.layout, block_id) else {
                     return Err(format!(
                         "block {block_id} cannot be lent: it is not in region {:?}",
@@ -89,7 +76,7 @@ impl Blocks {
                     region,
                     position,
                     block_id,
-                    checksum: checksum(handoff, generation, region, position, bytes),
+                    checksum: checksum(&part.handoff, part.generation, region, position, bytes),
                 });
             }
         }
@@ -97,8 +84,7 @@ impl Blocks {
     }
 
     pub(super) fn end(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
-        self.finalizing
-            .retain(|finalizing| finalizing.handoff != handoff);
+        self.finals.forget(&handoff);
         let actions = self.producer.end(handoff, reason);
         self.act(io, actions);
     }

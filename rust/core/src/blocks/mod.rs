@@ -1,6 +1,7 @@
 //! Blocks between processes: registered regions, reads of a peer's blocks into our own, and handoffs on top.
 
 mod api;
+mod finals;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod handoffs;
@@ -37,6 +38,7 @@ use crate::node::{LinkId, Node, NodeConfig, default_busy_poll};
 use crate::pipe::listen_address;
 use crate::transport::Transport;
 
+pub use finals::{Final, Finals};
 pub use inbox::Notification;
 pub use metadata::Metadata;
 pub use notices::TAG_CAP;
@@ -202,21 +204,16 @@ impl Agent {
         self.incarnation
     }
 
-    /// Producer: these blocks of a handoff, from position `first` on, will not change any more, in any region.
-    pub fn finalize(
-        &self,
-        handoff: HandoffId,
-        generation: u32,
-        first: u32,
-        block_ids: Vec<u32>,
-    ) -> Result<()> {
-        check_positions(first, block_ids.len())?;
-        self.node.send(Command::Finalize {
-            handoff,
-            generation,
-            first,
-            block_ids,
-        })
+    /// Producer: what a step makes final is final in these regions, each of which is named once for a step.
+    ///
+    /// # Errors
+    /// A region is another agent's, or was closed.
+    pub fn finalize(&self, finals: &Finals, regions: &[Region]) -> Result<()> {
+        for region in regions {
+            region.check(self.incarnation)?;
+        }
+        let regions = regions.iter().map(Region::id).collect();
+        self.node.send(Command::Finalize(finals.clone(), regions))
     }
 
     /// Producer: the blocks of a handoff may change from now on.

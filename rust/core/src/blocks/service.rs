@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::handoffs::Finalizing;
+use super::finals::{Finals, Queue};
 use super::messages::{
     CORRUPT, CREDIT, DATA, DONE, FINAL, GONE, NEIGHBOUR, NOT_TAKEN, NOTED, NOTIFY, OFFER, READ,
     REFUSED, REGIONS, RELEASED, RemoteRegions, SELECT, SUMS, TAKEN, VOID,
@@ -54,12 +54,8 @@ pub(super) enum Command {
     },
     /// Notifications that the user has taken.
     Taken(Vec<(LinkId, u64)>),
-    Finalize {
-        handoff: HandoffId,
-        generation: u32,
-        first: u32,
-        block_ids: Vec<u32>,
-    },
+    /// A step is final in these regions.
+    Finalize(Finals, Vec<RegionId>),
     End {
         handoff: HandoffId,
         reason: String,
@@ -104,7 +100,8 @@ pub(super) struct Blocks {
     /// What peers want checksums of, in the order of its turns.
     pub(super) summing: VecDeque<(LinkId, u64)>,
     pub(super) secret: Secret,
-    pub(super) finalizing: VecDeque<Finalizing>,
+    /// What has become final and has no checksums yet.
+    pub(super) finals: Queue,
     pub(super) producer: Producer,
     pub(super) consumer: Consumer,
     pub(super) loading: HashMap<HandoffId, Loading>,
@@ -130,7 +127,7 @@ impl Blocks {
             turns: VecDeque::new(),
             summing: VecDeque::new(),
             secret: Secret::new(),
-            finalizing: VecDeque::new(),
+            finals: Queue::default(),
             producer: Producer::default(),
             consumer: Consumer::default(),
             loading: HashMap::new(),
@@ -162,17 +159,7 @@ impl Service for Blocks {
                 completer,
             } => self.notify_command(io, link, tag, completer),
             Command::Taken(taken) => self.taken(taken),
-            Command::Finalize {
-                handoff,
-                generation,
-                first,
-                block_ids,
-            } => self.finalizing.push_back(Finalizing {
-                handoff,
-                generation,
-                first,
-                block_ids: block_ids.into(),
-            }),
+            Command::Finalize(finals, regions) => self.finals.push(finals, regions),
             Command::End { handoff, reason } => {
                 self.end(io, handoff, &reason);
                 self.ended.unmark(&handoff);
@@ -248,7 +235,7 @@ impl Service for Blocks {
     }
 
     fn has_work(&self) -> bool {
-        !(self.turns.is_empty() && self.summing.is_empty() && self.finalizing.is_empty())
+        !(self.turns.is_empty() && self.summing.is_empty() && self.finals.is_empty())
     }
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {

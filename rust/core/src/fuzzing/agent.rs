@@ -7,7 +7,8 @@ use kvpipe_ucx::Buffer;
 
 use super::hostile::{Hostile, TOKEN, transport};
 use super::script::{Victim, perform, read};
-use crate::blocks::{Agent, Event, LoadRequest, Options, Peer, Region};
+use crate::blocks::{Agent, Event, Final, Finals, LoadRequest, Options, Peer, Region};
+use crate::error::Result;
 use crate::identity::Service;
 use crate::link::Timing;
 use crate::node::by_hand::{Round, without_threads};
@@ -104,11 +105,25 @@ impl Side {
         self.num_loads += usize::from(self.agent.load(request).is_ok());
     }
 
+    /// Blocks become final in one region after the other.
+    fn finalize(&self, generation: u32, block_ids: Vec<u32>) -> Result<()> {
+        let part = Final {
+            handoff: HANDOFFS[0],
+            generation,
+            first: 0,
+            block_ids,
+        };
+        let (finals, regions) = (Finals::new(vec![part])?, self.regions.iter());
+        let open: Vec<Region> = regions.filter(|it| !it.is_closed()).cloned().collect();
+        open.chunks(1)
+            .try_for_each(|region| self.agent.finalize(&finals, region))
+    }
+
     fn handoff(&mut self, what: u8, argument: u8) {
         let ids = (0..u32::from(argument % 8)).collect();
         let generation = u32::from(argument >> 6);
         let told = match what {
-            0 => self.agent.finalize(HANDOFFS[0], generation, 0, ids),
+            0 => self.finalize(generation, ids),
             1 => self.agent.end(HANDOFFS[0], "withdrawn"),
             2 => self.agent.commit(HANDOFFS[1]),
             _ => self.agent.cancel(HANDOFFS[1], "the client left"),

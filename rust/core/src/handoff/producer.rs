@@ -224,8 +224,12 @@ mod tests {
     const ID: HandoffId = [7; 16];
 
     fn block(position: u32) -> FinalBlock {
+        in_layer(0, position)
+    }
+
+    fn in_layer(region: u16, position: u32) -> FinalBlock {
         FinalBlock {
-            region: 0,
+            region,
             position,
             block_id: position + 100,
             checksum: 0,
@@ -244,6 +248,14 @@ mod tests {
         actions.iter().flat_map(of).collect()
     }
 
+    fn layers(actions: &[Action]) -> Vec<u16> {
+        let of = |action: &Action| match action {
+            Action::Announce { blocks, .. } => blocks.iter().map(|block| block.region).collect(),
+            Action::Gone { .. } => vec![],
+        };
+        actions.iter().flat_map(of).collect()
+    }
+
     #[test]
     fn a_select_gets_what_is_final_and_then_the_rest_as_it_comes() {
         let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
@@ -256,6 +268,44 @@ mod tests {
             positions(&producer.finalize(ID, 0, &[block(2), block(3)])),
             [2]
         );
+    }
+
+    #[test]
+    fn what_becomes_final_at_once_in_several_layers_is_one_announcement() {
+        let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
+        producer.select(select(20, 0, 2), ID, later);
+        let both: Vec<FinalBlock> = (0..3)
+            .flat_map(|region| [in_layer(region, 0), in_layer(region, 1)])
+            .collect();
+        let actions = producer.finalize(ID, 0, &both);
+        assert!(
+            matches!(&actions[..], [Action::Announce { blocks, .. }] if *blocks == both),
+            "{actions:?}"
+        );
+    }
+
+    #[test]
+    fn each_layer_is_told_once_to_who_has_selected_and_all_to_who_comes_later() {
+        let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
+        producer.finalize(ID, 0, &[in_layer(0, 0)]);
+        assert_eq!(layers(&producer.select(select(20, 0, 1), ID, later)), [0]);
+        assert_eq!(layers(&producer.finalize(ID, 0, &[in_layer(1, 0)])), [1]);
+        assert_eq!(
+            layers(&producer.select(select(21, 0, 1), ID, later)),
+            [0, 1]
+        );
+        let actions = producer.finalize(ID, 0, &[in_layer(2, 0)]);
+        assert_eq!(layers(&actions), [2, 2]);
+    }
+
+    #[test]
+    fn a_handoff_that_ends_between_two_layers_is_announced_no_further() {
+        let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
+        producer.select(select(20, 0, 1), ID, later);
+        producer.finalize(ID, 0, &[in_layer(0, 0)]);
+        producer.end(ID, "preempted");
+        assert_eq!(producer.finalize(ID, 0, &[in_layer(1, 0)]), []);
+        assert_eq!(layers(&producer.select(select(21, 0, 1), ID, later)), []);
     }
 
     #[test]
