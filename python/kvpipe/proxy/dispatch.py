@@ -9,6 +9,7 @@ subscriptions by what they are about: P's answer.
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -228,7 +229,7 @@ class Dispatcher:
             raise
         if answer.status == HTTPStatus.OK:
             if attempt.timing is not None:
-                attempt.timing.answered_at_s = asyncio.get_running_loop().time()
+                attempt.timing.answered_at_s = time.monotonic()
             return None
         attempt.may_hold_kv = False
         return answer
