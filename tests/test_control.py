@@ -3,11 +3,12 @@
 import asyncio
 import json
 import os
+import threading
 
 import pytest
 
 from kvpipe import AuthenticationError, ClosedError, ConfigError, ConnectError, TransferTimeoutError, _kvpipe
-from kvpipe.control import ControlClient, parse_handoff
+from kvpipe.control import ControlClient, Moment, parse_handoff
 
 HANDOFF = os.urandom(16)
 
@@ -121,3 +122,64 @@ def test_after_close_there_are_no_answers(port, client):
     client.close()
     with pytest.raises(ClosedError):
         client.describe(port.address)
+
+
+def test_a_subscriber_is_told_when_the_predicted_end_is_its_lead_away(port, client):
+    subscribed = client.subscribe(port.address, HANDOFF.hex(), 5.0)
+    open_handoff(port, HANDOFF)
+    port.progress(HANDOFF, 1000.0)
+    client.describe(port.address).wait(10)
+    assert not subscribed.is_completed()
+    port.progress(HANDOFF, 4.0)
+    moment = subscribed.wait(10)
+    assert moment.kind == "due"
+    assert 0 < moment.remaining_s <= 4
+
+
+def test_a_subscriber_is_told_of_the_end_and_of_its_reason(port, client):
+    subscribed = client.subscribe(port.address, HANDOFF.hex(), 5.0)
+    awaited = client.watched(port.address, HANDOFF.hex())
+    open_handoff(port, HANDOFF)
+    port.finish(HANDOFF, [7], "length", 0)
+    assert subscribed.wait(10) == Moment("finished")
+    reason = 'a "reason"\n\twith \\ and é'
+    port.withdraw(HANDOFF, reason)
+    assert awaited.wait(10) == Moment("gone", reason=reason)
+
+
+def test_who_waits_for_a_consumer_is_told_of_it_in_a_loop_without_a_thread(port, client):
+    consumer = _kvpipe.Control(None, b"", "consumer")
+    open_handoff(port, HANDOFF)
+
+    async def scene():
+        threads = threading.active_count()
+        awaited = client.watched(port.address, HANDOFF.hex())
+        consumer.watch(HANDOFF, port.address)
+        assert await awaited == Moment("watched")
+        assert threading.active_count() == threads
+
+    asyncio.run(scene())
+    consumer.close()
+
+
+def test_many_may_await_one_port_at_once(port, client):
+    async def scene():
+        handoffs = [os.urandom(16) for _ in range(50)]
+        awaited = [client.subscribe(port.address, handoff.hex(), 1.0) for handoff in handoffs]
+        for handoff in handoffs:
+            open_handoff(port, handoff)
+            port.finish(handoff, [7], "length", 0)
+        assert [(await work).kind for work in awaited] == ["finished"] * 50
+
+    asyncio.run(scene())
+
+
+def test_a_subscription_has_a_deadline_at_the_client_too(port, client):
+    with pytest.raises(TransferTimeoutError):
+        client.subscribe(port.address, HANDOFF.hex(), 1.0, timeout=0.1).wait(10)
+
+
+@pytest.mark.parametrize("lead_s", [-1.0, float("nan")])
+def test_a_lead_that_is_no_duration_is_refused(port, client, lead_s):
+    with pytest.raises(ConfigError):
+        client.subscribe(port.address, HANDOFF.hex(), lead_s)

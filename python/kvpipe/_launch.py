@@ -46,7 +46,7 @@ class DeploymentSpec:
     """Address of the proxy. The instances always listen on loopback."""
     port: int = 0
     """Port of the proxy; 0 takes a free one."""
-    dispatch: Literal["just-in-time", "sequential", "concurrent"] = "sequential"
+    dispatch: Literal["just-in-time", "sequential", "concurrent"] = "just-in-time"
     block_size: int | None = None
     """Tokens in a KV block; None leaves it to vLLM."""
     token: str | None = None

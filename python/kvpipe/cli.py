@@ -101,8 +101,8 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dispatch",
         choices=("just-in-time", "sequential", "concurrent"),
-        default="sequential",
-        help="when decode gets a request: as prefill is predicted to end, when it has ended, or at once",
+        default="just-in-time",
+        help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once",
     )
     parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, where other users do not see it")
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -454,3 +454,83 @@ def test_a_watch_of_an_unknown_handoff_ends_in_time(new_engine: Callable[..., En
     consumer.watch(bytes(16), engine.role.address)
     until(lambda: [event for event in consumer.drain() if event["event"] == "gone"])
     consumer.close()
+
+
+# --- prediction
+
+
+@pytest.fixture
+def client() -> Iterator[ControlClient]:
+    client = ControlClient("")
+    yield client
+    client.close()
+
+
+def subscribed(client: ControlClient, engine: Engine, handoff: bytes, lead_s: float = 1e6) -> Any:
+    """A subscription that the engine's control port has seen."""
+    work = client.subscribe(engine.role.address, handoff.hex(), lead_s)
+    client.describe(engine.role.address).wait(5)
+    return work
+
+
+def test_the_end_of_a_prefill_is_predicted_once_a_step_has_been_measured(engine: Engine, client: ControlClient) -> None:
+    request, handoff = produced(engine, prompt(600))
+    work = subscribed(client, engine, handoff)
+    engine.step()
+    client.describe(engine.role.address).wait(5)
+    assert not work.is_completed()
+    engine.step()
+    assert not request.is_finished()
+    moment = work.wait(5)
+    assert moment.kind == "due"
+    assert moment.remaining_s is not None
+
+
+def test_a_later_request_is_predicted_from_its_first_step(engine: Engine, client: ControlClient) -> None:
+    first = engine.add(prompt(600), max_tokens=1)
+    until(lambda: engine.step() and first.is_finished())
+    request, handoff = produced(engine, prompt(600, seed=2))
+    work = subscribed(client, engine, handoff)
+    engine.step()
+    assert work.wait(5).kind == "due"
+    assert not request.is_finished()
+
+
+def test_a_prefill_of_one_step_without_a_known_speed_is_told_as_finished(engine: Engine, client: ControlClient) -> None:
+    _, handoff = produced(engine, prompt(100))
+    work = subscribed(client, engine, handoff)
+    engine.step()
+    assert work.wait(5).kind == "finished"
+
+
+def test_the_prediction_follows_the_measured_speed_and_the_tokens_left(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, told = [0.0], []
+    monkeypatch.setattr("kvpipe.connector.scheduler.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(engine.role, "_control", Told(engine.role._control, told))
+    update = engine.role.update
+
+    def slowly(output: Any) -> None:
+        now[0] += 2.0
+        update(output)
+
+    monkeypatch.setattr(engine.role, "update", slowly)
+    _, handoff = produced(engine, prompt(3 * 256 + 64))
+    for _ in range(4):
+        engine.step()
+    assert told == [(handoff, pytest.approx(seconds)) for seconds in (4.5, 2.5, 0.5)]
+
+
+class Told:
+    """A control port that notes predictions."""
+
+    def __init__(self, control: _kvpipe.Control, told: list[tuple[bytes, float]]) -> None:
+        self._control = control
+        self._told = told
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._control, name)
+
+    def progress(self, handoff: bytes, remaining: float) -> None:
+        self._told.append((handoff, remaining))

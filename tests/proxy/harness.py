@@ -193,7 +193,7 @@ async def stage(prefill=None, decode=None, control=None, ports=("", ""), **setti
             prefill=tuple(Instance(i.url, i.control) for i in pools[0]),
             decode=tuple(Instance(i.url, i.control) for i in pools[1]),
             port=0,
-            **{"drain_timeout_s": 0.2, **settings},
+            **{"drain_timeout_s": 0.2, "dispatch": "sequential", **settings},
         )
         runner = create_runner(config, control)
         await runner.setup()

@@ -27,7 +27,7 @@ class NoControl:
 logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
 config = ProxyConfig(
     prefill=(Instance(sys.argv[1], "p:1"),), decode=(Instance(sys.argv[2]),),
-    port=0, drain_timeout_s=float(sys.argv[3]),
+    port=0, drain_timeout_s=float(sys.argv[3]), dispatch="sequential",
 )
 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
     runner.run(serve(config, NoControl()))

@@ -48,7 +48,7 @@ class ProxyConfig:
     decode: tuple[Instance, ...]
     host: str = "127.0.0.1"
     port: int = 8000
-    dispatch: Dispatch = "sequential"
+    dispatch: Dispatch = "just-in-time"
     token: str | None = field(default=None, repr=False)
     max_body_bytes: int = 64 << 20
     connect_timeout_s: float = 5.0

@@ -9,6 +9,7 @@ subscriptions by what they are about: P's answer.
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -238,7 +239,7 @@ class Dispatcher:
         _tell_first_token(attempt, FirstToken.of(call.path, answer.body))
         if answer.status == HTTPStatus.OK:
             if attempt.timing is not None:
-                attempt.timing.answered_at_s = asyncio.get_running_loop().time()
+                attempt.timing.answered_at_s = time.monotonic()
             return None
         attempt.may_hold_kv = False
         return answer

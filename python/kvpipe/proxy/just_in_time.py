@@ -3,7 +3,7 @@
 A prediction that is wrong, late or missing costs time only: at the latest D is asked when P has answered.
 """
 
-import asyncio
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,10 +12,9 @@ from kvpipe.proxy.control import Control
 from kvpipe.proxy.failures import FailureLog
 
 # What is assumed of an instance that has not been measured.
-_FIRST_ADMISSION_S = 0.15
+_FIRST_ADMISSION_S = 0.18
 # For the steps between admission and select, and for what prefill has ready to be moved.
-_MARGIN_S = 0.05
-_SHORTEST_S = 0.02
+_MARGIN_S = 0.02
 _LONGEST_S = 5.0
 # Of a new measurement in the average.
 _WEIGHT = 0.2
@@ -30,9 +29,9 @@ class Leads:
         self._admission_s: dict[str, float] = {}
 
     def lead_s(self, url: str) -> float:
-        """The average admission time of a D and a margin, within bounds."""
+        """The average admission time of a D and a margin, 5 s at most."""
         admission_s = self._admission_s.get(url, _FIRST_ADMISSION_S)
-        return min(max(admission_s + _MARGIN_S, _SHORTEST_S), _LONGEST_S)
+        return min(admission_s + _MARGIN_S, _LONGEST_S)
 
     def measured(self, url: str, admission_s: float) -> None:
         """Take one more measurement, 0 or more seconds; the first one counts as it is."""
@@ -43,7 +42,7 @@ class Leads:
 
 @dataclass(slots=True)
 class Timing:
-    """How one handoff was timed. Instants are those of the loop's clock, in seconds.
+    """How one handoff was timed. Instants are those of `time.monotonic`, in seconds.
 
     Attributes:
         lead_s: how long before the predicted end D was to be asked.
@@ -101,7 +100,7 @@ class JustInTime:
         except (KVPipeError, OSError) as error:
             return self._falls_back(timing, address, str(error) or type(error).__name__)
         if moment.kind == "due":
-            timing.predicted_at_s = _now_s() + (moment.remaining_s or 0.0)
+            timing.predicted_at_s = time.monotonic() + (moment.remaining_s or 0.0)
             timing.trigger = "due"
         elif moment.kind == "finished":
             timing.trigger = "finished"
@@ -111,21 +110,17 @@ class JustInTime:
 
     def _falls_back(self, timing: Timing, address: str, reason: str) -> bool:
         timing.reason = reason
-        self._failures.note("control", address, f"subscribe: {reason}; sequential dispatch instead", _now_s())
+        self._failures.note("control", address, f"subscribe: {reason}; sequential dispatch instead", time.monotonic())
         return False
 
     async def measure(self, timing: Timing, decode_url: str, address: str, handoff: str) -> None:
         """From now, when D is asked, until it watches the handoff at P's control port."""
-        asked_at_s = _now_s()
+        asked_at_s = time.monotonic()
         try:
             moment = await self._control.watched(address, handoff, self._timeout_s)
         except (KVPipeError, OSError) as error:
-            self._failures.note("control", address, f"watched: {error or type(error).__name__}", _now_s())
+            self._failures.note("control", address, f"watched: {error or type(error).__name__}", time.monotonic())
             return
         if moment.kind == "watched":
-            timing.admission_s = _now_s() - asked_at_s
+            timing.admission_s = time.monotonic() - asked_at_s
             self.leads.measured(decode_url, timing.admission_s)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
