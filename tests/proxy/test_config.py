@@ -32,3 +32,7 @@ def test_settings_are_frozen_and_do_not_show_the_token():
     assert "secret" not in repr(config)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.port = 1
+
+
+def test_dispatch_is_just_in_time_unless_said_otherwise():
+    assert ProxyConfig(**GOOD).dispatch == "just-in-time"
