@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvpipe import _kvpipe
 from kvpipe.connector.metadata import HandshakeMetadata
 from kvpipe.connector.scheduler import prompt_hash
+from kvpipe.control import ControlClient
 from tests.connector.engine import BLOCK, Engine, outcome
 from tests.connector.test_scheduler import consuming, loading, opened, prompt, reported, until
 
@@ -26,6 +27,11 @@ def forced(engine: Engine, request: Request, handoff: bytes) -> int | None:
         return metadata if request.num_output_tokens and output.num_scheduled_tokens.get(request.request_id) else None
 
     return until(done).first_tokens.get(handoff)
+
+
+def told(engine: Engine, handoff: bytes) -> None:
+    """The producer's word on the sequence may come after that on its opening."""
+    until(lambda: engine.step() and engine.role._consumed.of(handoff).has_state)
 
 
 def loaded(engine: Engine, request: Request) -> None:
@@ -46,6 +52,7 @@ def test_it_is_forced_when_blocks_are_missing_too(engine: Engine, producer: _kvp
     request, handoff = consuming(engine, producer, prompt(500))
     opened(producer, request, handoff)
     load = loading(engine, request)
+    told(engine, handoff)
     engine.step(
         finished_recving={request.request_id},
         invalid_block_ids=set(load.block_ids),
@@ -62,6 +69,7 @@ def test_a_request_that_is_preempted_before_its_output_is_forced_again(
     request, handoff = consuming(engine, producer, prompt(400))
     opened(producer, request, handoff)
     load = loading(engine, request)
+    told(engine, handoff)
     engine.step(
         finished_recving={request.request_id},
         invalid_block_ids=set(load.block_ids),
@@ -93,6 +101,38 @@ def test_a_token_given_with_the_request_is_forced_though_there_is_no_producer(en
     handoff = "0a" * 16
     request = engine.add(prompt(40), handoff=handoff, role="consume", producer="127.0.0.1:1", first_token=9)
     assert forced(engine, request, bytes.fromhex(handoff)) == 9
+
+
+def test_a_token_without_a_producer_is_forced_and_nobody_is_waited_for(engine: Engine) -> None:
+    handoff = "0b" * 16
+    request = engine.add(prompt(40), handoff=handoff, role="consume", first_token=9)
+    assert engine.step()[1].first_tokens == {bytes.fromhex(handoff): 9}
+    assert request.num_output_tokens == 1
+
+
+def test_the_producers_answer_names_the_token_unless_the_handoff_was_withdrawn(engine: Engine) -> None:
+    for is_withdrawn in (False, True):
+        request = engine.add(prompt(40), max_tokens=1, handoff=("0c" if is_withdrawn else "0d") * 16, role="produce")
+        request.append_output_token_ids(5)
+        produced = engine.role._produced.get(request.request_id)
+        produced.is_open, produced.is_withdrawn = True, is_withdrawn
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        _, params = engine.role.finished(request)
+        assert (params is None) if is_withdrawn else (params["kvpipe"]["first_token"] == 5)
+        engine.scheduler.requests.pop(request.request_id)
+        engine.scheduler.waiting.remove_requests([request])
+
+
+def test_an_engine_says_whether_it_forces_tokens(engine: Engine) -> None:
+    client = ControlClient("")
+    try:
+        for forces in (True, False):
+            engine.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=forces)})
+            assert client.describe(engine.role.address).wait(5)["forces_first_tokens"] is forces
+        engine.role.set_workers({})
+        assert client.describe(engine.role.address).wait(5)["forces_first_tokens"] is False
+    finally:
+        client.close()
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 31])

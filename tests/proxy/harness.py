@@ -51,6 +51,7 @@ class RecordingControl:
         self.released = []
         self.results = {}
         self.asked = []
+        self.description = {"forces_first_tokens": True, "reasoning_parser": ""}
         self.moment = Moment("due", 0.1)
         self._changed = asyncio.Event()
 
@@ -71,6 +72,11 @@ class RecordingControl:
 
     async def watched(self, address, handoff, timeout=300.0):  # noqa: ASYNC109 - the real one has it
         return Moment("watched")
+
+    async def describe(self, address, timeout=5.0):  # noqa: ASYNC109 - the real one has it
+        if isinstance(self.description, Exception):
+            raise self.description
+        return self.description
 
     async def until_released(self, num=1):
         while len(self.released) < num:

@@ -8,10 +8,11 @@ from .harness import CHAT, COMPLETIONS, REQUEST
 HEAD = {"id": "cmpl-1", "created": 5, "model": "m"}
 
 
-def prefilled(path=COMPLETIONS, text="ab", token_ids=(7,), finish_reason="length", **message):
+def prefilled(path=COMPLETIONS, text="ab", token=7, finish_reason="length", **message):
     said = {"message": {"content": text, **message}} if path == CHAT else {"text": text}
-    choice = {"index": 0, "token_ids": list(token_ids), "finish_reason": finish_reason, **said}
-    return FirstToken.of(path, orjson.dumps(HEAD | {"choices": [choice]}))
+    choice = {"index": 0, "finish_reason": finish_reason, **said}
+    params = {"kvpipe": {"first_token": token}}
+    return FirstToken.of(path, orjson.dumps(HEAD | {"choices": [choice], "kv_transfer_params": params}))
 
 
 def chunk(text, path=COMPLETIONS, finish_reason=None, **more):
@@ -56,7 +57,19 @@ def test_the_client_gets_each_character_once_however_the_stream_is_cut(path, cut
     assert [finish for finish in finishes if finish] == ["length"]
 
 
-@pytest.mark.parametrize("said", [[chunk("xb")], [chunk("a"), chunk("x")], [chunk("a"), DONE], [DONE]])
+@pytest.mark.parametrize(
+    "said",
+    [
+        [chunk("xb")],
+        [chunk("a"), chunk("x")],
+        [chunk("a"), DONE],
+        [DONE],
+        [b'data: {"error":{"code":500}}\n\n', DONE],
+        [chunk("", finish_reason="stop"), DONE],
+        [b'data: {"choices":[],"usage":{}}\n\n'],
+        [chunk("", reasoning="so")],
+    ],
+)
 def test_a_stream_that_contradicts_what_was_shown_is_no_answer(said):
     reconciled = Reconciled(prefilled())
     with pytest.raises(ContradictionError):
@@ -87,12 +100,13 @@ def test_usage_and_errors_pass():
     [
         prefilled(text="a\ufffd"),
         prefilled(finish_reason="stop"),
-        prefilled(token_ids=()),
-        prefilled(token_ids=(1, 2)),
-        prefilled(token_ids=("1",)),
+        prefilled(token=None),
+        prefilled(token="1"),
+        prefilled(text=""),
         prefilled(text=None),
         prefilled(CHAT, reasoning="so"),
         prefilled(CHAT, tool_calls=[{}]),
+        FirstToken.of(COMPLETIONS, b'{"choices":[{"text":"a"}],"kv_transfer_params":null}'),
         FirstToken.of(COMPLETIONS, b"no JSON"),
         FirstToken.of(COMPLETIONS, b"[]"),
         FirstToken.of(COMPLETIONS, b'{"choices":[]}'),
@@ -109,6 +123,8 @@ def test_a_token_that_is_not_whole_or_ends_the_request_is_not_shown(answer):
         ({"stream": False}, False),
         ({"stop": ["x"]}, False),
         ({"logprobs": 1}, False),
+        ({"logprobs": 0}, False),
+        ({"logprobs": False}, True),
         ({"tools": [{}]}, False),
         ({"return_token_ids": True}, False),
         ({"stream_options": {"include_usage": True}}, True),
@@ -121,6 +137,5 @@ def test_only_plain_streams_are_shown_a_token(more, is_shown):
 
 
 def test_a_token_without_text_shows_the_role_alone():
-    assert prefilled(text="").events() == b""
     (event,) = parsed(prefilled(CHAT, text="").events())
     assert event["choices"][0]["delta"] == {"role": "assistant", "content": ""}

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor as V1LogitsProcessor
-from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
 
 from kvpipe.control import parse_handoff
 from kvpipe.exceptions import ConfigError
+
+try:
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
+except ImportError:  # another vLLM: its loader would end every engine, also those without kvpipe
+    V2LogitsProcessor = object
 
 if TYPE_CHECKING:
     import torch

@@ -21,6 +21,10 @@ class Obstacles:
         self._logprobs_mode = str(vllm_config.model_config.logprobs_mode)
         self.are_workers_ready = False
 
+    def are_none(self) -> bool:
+        """Whether this engine forces tokens at all."""
+        return self.are_workers_ready and not self._is_speculative
+
     def of(self, request: Request) -> str:
         """Why the first token of a request is sampled here; empty if it need not be."""
         params = request.sampling_params

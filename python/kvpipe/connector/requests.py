@@ -191,13 +191,18 @@ def parse(request: Request) -> Produced | Consumed | None:
             message = f"max_tokens={request.max_tokens}: a producing request has max_tokens=1"
             raise ConfigError(message)
         return Produced(handoff, request.num_prompt_tokens)
+    if role == "consume" and producer is None and params.get("first_token") is not None:
+        producer = ""
     if role == "consume" and isinstance(producer, str):
         first_token = params.get("first_token")
         if first_token is not None and type(first_token) is not int:
             message = f"first_token={first_token!r}: expected a token id"
             raise ConfigError(message)
-        return Consumed(handoff, producer, request.num_prompt_tokens, request, first_token=first_token)
-    message = f"kvpipe parameters {params!r}: expected role produce, or consume with a producer"
+        consumed = Consumed(handoff, producer, request.num_prompt_tokens, request, first_token=first_token)
+        if not producer:
+            consumed.phase, consumed.reason = "gone", "no producer was named"
+        return consumed
+    message = f"kvpipe parameters {params!r}: expected role produce, or consume with a producer or a first token"
     raise ConfigError(message)
 
 

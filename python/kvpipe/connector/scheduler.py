@@ -53,6 +53,7 @@ class SchedulerRole:
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._ranks: list[tuple[str, bytes]] = []
         self._obstacles = Obstacles(vllm_config)
+        self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
         self._produced: Handoffs[Produced] = Handoffs()
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._step = StepMetadata()
@@ -94,7 +95,9 @@ class SchedulerRole:
     def set_workers(self, workers: dict[int, HandshakeMetadata]) -> None:
         """Takes the addresses of this engine's workers, by tensor-parallel rank."""
         self._ranks = [(workers[rank].address, workers[rank].incarnation) for rank in sorted(workers)]
-        self._obstacles.are_workers_ready = all(worker.forces_first_tokens for worker in workers.values())
+        self._obstacles.are_workers_ready = bool(workers) and all(
+            worker.forces_first_tokens for worker in workers.values()
+        )
         if not self._ranks:
             # MultiConnector hands over one connector's metadata only.
             logger.error("this engine lends nothing: its workers' addresses are unknown; list kvpipe first")
@@ -103,6 +106,8 @@ class SchedulerRole:
             "role": self._role,
             "ranks": [address for address, _ in self._ranks],
             "fingerprint": dict(self._fingerprint),
+            "forces_first_tokens": self._obstacles.are_none(),
+            "reasoning_parser": self._reasoning_parser,
         }
         self._control.describe_as(json.dumps(description))
 
@@ -127,8 +132,9 @@ class SchedulerRole:
             wanted.obstacle = self._obstacles.of(request)
             self._check_first_token(wanted)
             self._consumed.add(request.request_id, wanted)
-            # At once, and not when the request is scheduled: a watch keeps the producer's lease while it queues here.
-            self._control.watch(wanted.handoff, wanted.producer)
+            if wanted.phase == "waiting":
+                # At once, not when the request is scheduled: a watch keeps the producer's lease while it queues here.
+                self._control.watch(wanted.handoff, wanted.producer)
 
     # --- consumer
 
@@ -328,7 +334,12 @@ class SchedulerRole:
         produced.is_held = True
         self._step.held.append((produced.handoff, request.request_id))
         self._control.finish(produced.handoff, list(request.output_token_ids), reason, produced.num_cached_tokens or 0)
-        return True, {"kvpipe": {"handoff": produced.handoff.hex(), "num_tokens": produced.num_prompt_tokens}}
+        facts = {
+            "handoff": produced.handoff.hex(),
+            "num_tokens": produced.num_prompt_tokens,
+            "first_token": request.output_token_ids[0],
+        }
+        return True, {"kvpipe": facts}
 
     def _consumed_finished(self, request_id: str, consumed: Consumed) -> None:
         consumed.is_finished = True

@@ -35,31 +35,27 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def prefill_body(body: dict[str, Any], path: str, handoff: str, *, names_token: bool = False) -> bytes:
-    """P's body: the client's request cut to its first token, not streamed, producing `handoff`.
-
-    With `names_token` the answer has the token's id beside its text.
-    """
+def prefill_body(body: dict[str, Any], path: str, handoff: str) -> bytes:
+    """P's body: the client's request cut to its first token, not streamed, producing `handoff`."""
     changed = {key: value for key, value in body.items() if key != "stream_options"}
     changed |= {"max_tokens": 1, "n": 1, "stream": False}
     if path == CHAT_PATH:  # vLLM's completions protocol has no such field
         changed["max_completion_tokens"] = 1
     if isinstance(min_tokens := body.get("min_tokens"), int):
         changed["min_tokens"] = min(1, min_tokens)
-    if names_token:
-        changed["return_token_ids"] = True
     changed[_PARAMS] = {"kvpipe": {"handoff": handoff, "role": "produce"}}
     return orjson.dumps(changed)
 
 
-def decode_body(body: dict[str, Any], handoff: str, producer: str, first_token: int | None = None) -> bytes:
-    """D's body: the client's request, consuming `handoff` from the control port `producer`.
+def decode_body(body: dict[str, Any], handoff: str, producer: str) -> bytes:
+    """D's body: the client's request, consuming `handoff` from the control port `producer`."""
+    params = {"handoff": handoff, "role": "consume", "producer": producer}
+    return orjson.dumps(body | {_PARAMS: {"kvpipe": params}})
 
-    With `first_token` the answer begins with that token, whatever has become of the handoff.
-    """
-    params: dict[str, Any] = {"handoff": handoff, "role": "consume", "producer": producer}
-    if first_token is not None:
-        params["first_token"] = first_token
+
+def resumed_body(body: dict[str, Any], handoff: str, first_token: int) -> bytes:
+    """D's body when it works alone from a first token that the client has been shown; `handoff` is a new id."""
+    params = {"handoff": handoff, "role": "consume", "first_token": first_token}
     return orjson.dumps(body | {_PARAMS: {"kvpipe": params}})
 
 

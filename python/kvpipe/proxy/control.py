@@ -32,6 +32,9 @@ class Control(Protocol):
     def result(self, address: str, handoff: str, timeout: float = ...) -> Awaitable[dict[str, Any] | None]:
         """What became of a handoff, as `address` sees it; None when it does not know it."""
 
+    def describe(self, address: str, timeout: float = ...) -> Awaitable[dict[str, Any]]:
+        """What an engine says of itself."""
+
     def subscribe(self, address: str, handoff: str, lead_s: float, timeout: float = ...) -> Awaitable[Moment]:
         """Wait until a prefill at `address` is predicted to end within `lead_s`, has ended, or never will."""
 

@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from multidict import CIMultiDict
 
 from kvpipe.exceptions import KVPipeError
-from kvpipe.proxy.bodies import decode_body, plain_body, prefill_body
+from kvpipe.proxy.bodies import CHAT_PATH, decode_body, plain_body, prefill_body, resumed_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.early import FirstToken, may_show
@@ -36,6 +36,8 @@ from kvpipe.proxy.upstream import Answer, Early, InstanceError, Upstream
 _PREFILL_GRACE_S = 2.0
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Attempt:
         may_hold_kv: P may hold blocks for this handoff, so that it has to be told if it fails.
         prefilling: P's exchange, when it runs beside D's.
         first_token: what P has sampled, where that can be shown before D says it.
+        begins_with_it: whether D's stream will begin with that.
         timing: how D's part is timed, with just-in-time dispatch.
         measuring: waits for D's admission.
         is_settled: it has ended, and its timing has been logged.
@@ -66,6 +69,7 @@ class Attempt:
     may_hold_kv: bool = False
     prefilling: asyncio.Task[Answer | None] | None = None
     first_token: asyncio.Future[FirstToken | None] | None = None
+    begins_with_it: asyncio.Task[bool] | None = None
     timing: Timing | None = None
     measuring: asyncio.Task[None] | None = None
     is_settled: bool = False
@@ -162,8 +166,9 @@ class Dispatcher:
 
     async def _attempt(self, call: Call, attempt: Attempt) -> Answer:
         attempt.timing = self._timer.begin(attempt.decode.url) if self._is_timed else None
-        if may_show(call.body):
+        if may_show(call.body) and attempt.decode.control:
             attempt.first_token = asyncio.get_running_loop().create_future()
+            attempt.begins_with_it = self._tasks.spawn(self._begins_with_it(attempt.decode, call.path))
         addresses = attempt.decode.control, attempt.prefill.control
         self.recent.remember(attempt.handoff, *addresses, timing=attempt.timing)
         logger.debug(
@@ -221,14 +226,22 @@ class Dispatcher:
                 if refusal is not None:
                     _discard(decoding)
                     return refusal
-            return await decoding
+            return await self._unless_shown(await decoding)
         except BaseException:
             _discard(decoding)
             raise
 
+    async def _unless_shown(self, answer: Answer) -> Answer:
+        """A stream of which nothing is shown early, with its first bytes: until then another D can be asked."""
+        early = answer.early
+        if early is not None and (early.begun.done() or _has_nothing_to_show(early)):
+            answer.body = await self._noted(early.begun)
+            answer.early = None
+        return answer
+
     async def _ask_prefill(self, call: Call, attempt: Attempt) -> Answer | None:
         """Ask P; None when it has done its part, its answer when the request itself is bad."""
-        body = prefill_body(call.body, call.path, attempt.handoff, names_token=attempt.first_token is not None)
+        body = prefill_body(call.body, call.path, attempt.handoff)
         attempt.may_hold_kv = True
         try:
             answer = await self._checked(self._upstream.post("prefill", attempt.prefill, call.path, call.headers, body))
@@ -236,7 +249,10 @@ class Dispatcher:
             attempt.may_hold_kv = error.reached
             _tell_first_token(attempt, None)
             raise
-        _tell_first_token(attempt, FirstToken.of(call.path, answer.body))
+        first_token = FirstToken.of(call.path, answer.body)
+        if attempt.begins_with_it is not None and not await attempt.begins_with_it:
+            first_token = None
+        _tell_first_token(attempt, first_token)
         if answer.status == HTTPStatus.OK:
             if attempt.timing is not None:
                 attempt.timing.answered_at_s = time.monotonic()
@@ -249,19 +265,23 @@ class Dispatcher:
         if attempt.timing is not None:
             whom = attempt.decode.url, attempt.prefill.control, attempt.handoff
             attempt.measuring = self._tasks.spawn(self._timer.measure(attempt.timing, *whom))
-        answer = await self._post_to_decode(call, attempt.decode, body, awaits_first_byte=attempt.first_token is None)
+        first_token = attempt.first_token
+        is_shown = first_token is not None and (not first_token.done() or first_token.result() is not None)
+        answer = await self._post_to_decode(call, attempt.decode, body, awaits_first_byte=not is_shown)
         answer.headers[HANDOFF] = attempt.handoff
-        if attempt.first_token is not None and not answer.is_complete:
+        if first_token is not None and is_shown and not answer.is_complete:
             begun = self._tasks.spawn(answer.piece())
-            answer.early = Early(attempt.first_token, begun, lambda shown: self._ask_again(call, attempt, shown))
+            answer.early = Early(first_token, begun, lambda shown: self._ask_again(call, attempt, shown))
         return answer
 
     async def _ask_again(self, call: Call, attempt: Attempt, shown: FirstToken) -> Answer:
-        """A stream that begins with the token that was shown; of another D, if there is one."""
+        """A stream that begins with the token that was shown; of another D, if there is one, and without P's KV.
+
+        The handoff is a new one: a D that is asked again may not have ended the first request yet.
+        """
         others = [instance for instance in self._decode.order() if instance != attempt.decode]
         attempt.decode = others[0] if others else attempt.decode
-        self.recent.remember(attempt.handoff, attempt.decode.control, attempt.prefill.control, timing=attempt.timing)
-        body = decode_body(call.body, attempt.handoff, attempt.prefill.control, shown.token)
+        body = resumed_body(call.body, secrets.token_hex(16), shown.token)
         answer = await self._post_to_decode(call, attempt.decode, body, awaits_first_byte=True)
         if answer.is_complete:
             raise _failed(answer)
@@ -273,17 +293,29 @@ class Dispatcher:
         )
         return await self._checked(asked)
 
+    async def _begins_with_it(self, decode: Instance, path: str) -> bool:
+        """Whether a D's stream begins with P's token as it is; a parser of D's may take it apart."""
+        try:
+            async with asyncio.timeout(self._control_timeout_s):
+                described = await self._control.describe(decode.control, self._control_timeout_s)
+        except (KVPipeError, OSError) as error:
+            reason = f"describe: {error or type(error).__name__}"
+            self._failures.note("control", decode.control, reason, asyncio.get_running_loop().time())
+            return False
+        has_parser = path == CHAT_PATH and bool(described.get("reasoning_parser"))
+        return described.get("forces_first_tokens") is True and not has_parser
+
     async def _checked(self, exchange: Awaitable[Answer]) -> Answer:
         """An answer that is no server error; else the instance's failure, logged."""
+        return await self._noted(_without_server_error(exchange))
+
+    async def _noted(self, exchange: Awaitable[T]) -> T:
         try:
-            answer = await exchange
-            if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                raise _failed(answer)
+            return await exchange
         except InstanceError as error:
             now_s = asyncio.get_running_loop().time()
             self._failures.note(error.role, error.instance.url, error.reason, now_s)
             raise
-        return answer
 
     def _settle(self, attempt: Attempt, *, is_delivered: bool) -> None:
         """End an attempt: P's request is aborted and its KV released unless D has answered."""
@@ -335,16 +367,23 @@ def _has_answer(task: asyncio.Task[Answer]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
+async def _without_server_error(exchange: Awaitable[Answer]) -> Answer:
+    answer = await exchange
+    if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise _failed(answer)
+    return answer
+
+
+def _has_nothing_to_show(early: Early) -> bool:
+    return early.token.done() and early.token.result() is None
+
+
 def _has_begun(decoding: asyncio.Task[Answer]) -> bool:
-    """Whether D's answer is there, a stream's first bytes included; raises what ended it before those."""
+    """Whether D's answer is there, a stream's first bytes or early end included."""
     if not _has_answer(decoding):
         return False
     early = decoding.result().early
-    if early is None:
-        return True
-    if early.begun.done():
-        early.begun.result()
-    return early.begun.done()
+    return early is None or early.begun.done()
 
 
 def _discard(decoding: asyncio.Task[Answer]) -> None:

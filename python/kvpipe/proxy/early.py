@@ -12,7 +12,6 @@ import orjson
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.bodies import CHAT_PATH
 
-_DONE = b"[DONE]"
 # They change what the chunk of a token says, or when it is said: only the instance knows how.
 _FIELDS_OF_ITS_OWN = (
     "stop",
@@ -33,7 +32,13 @@ def may_show(body: dict[str, Any]) -> bool:
     """Whether P's token can be shown to the client of this request before D has said it."""
     options = body.get("stream_options")
     has_usage_in_chunks = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
-    return body.get("stream") is True and not has_usage_in_chunks and not any(map(body.get, _FIELDS_OF_ITS_OWN))
+    is_plain = not any(_is_set(body.get(field)) for field in _FIELDS_OF_ITS_OWN)
+    return body.get("stream") is True and not has_usage_in_chunks and is_plain
+
+
+def _is_set(value: Any) -> bool:
+    """Whether a field asks for something; `logprobs: 0` does."""
+    return value is not None and value is not False and value not in ("", [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +47,27 @@ class FirstToken:
 
     Attributes:
         token: its id.
-        text: its text, which may be empty.
+        text: its text, which may be empty in a chat.
+        role: of a chat's message.
         head: the fields that every chunk of the response has: id, created, model, object.
     """
 
     token: int
     text: str
+    role: str
     head: dict[str, Any]
 
     @classmethod
     def of(cls, path: str, answer: bytes) -> Self | None:
         """Read P's answer; None if its token must not be shown alone.
 
-        That is: a text that ends within a character, one that a parser has taken apart, a token that ends the request.
+        That is: a text that ends within a character, one that a parser has taken apart, a token that ends the request,
+        and one that P does not name, because it has withdrawn the handoff.
         """
         try:
             parsed = orjson.loads(answer)
             choice = parsed["choices"][0]
-            (token,) = choice["token_ids"]
+            token = parsed["kv_transfer_params"]["kvpipe"]["first_token"]
             said = choice["message"] if path == CHAT_PATH else choice
             text = said["content"] if path == CHAT_PATH else said["text"]
             kind = "chat.completion.chunk" if path == CHAT_PATH else "text_completion"
@@ -71,13 +79,15 @@ class FirstToken:
             return None
         if choice.get("finish_reason") != "length" or text.endswith("\ufffd"):
             return None
-        return cls(token, text, head)
+        if path != CHAT_PATH and not text:
+            return None
+        return cls(token, text, str(said.get("role") or "assistant"), head)
 
     def events(self) -> bytes:
         """What the client is shown."""
         if self.head["object"] == "text_completion":
-            return self._event({"text": self.text}) if self.text else b""
-        role = self._event({"delta": {"role": "assistant", "content": ""}})
+            return self._event({"text": self.text})
+        role = self._event({"delta": {"role": self.role, "content": ""}})
         return role + (self._event({"delta": {"content": self.text}}) if self.text else b"")
 
     def _event(self, said: dict[str, Any]) -> bytes:
@@ -119,21 +129,15 @@ class Reconciled:
 
     def _reconciled(self, event: bytes) -> bytes | None:
         data = event.strip().removeprefix(b"data:").strip()
-        if data == _DONE:
-            if self._missing:
-                raise ContradictionError(f"decode never said {self._missing!r}, which prefill had sampled")
-            return event + b"\n\n"
-        try:
-            chunk = orjson.loads(data)
-            choices = chunk.get("choices")
-        except (orjson.JSONDecodeError, AttributeError):
-            return event + b"\n\n"
-        if choices is None:  # an error of D's
-            return event + b"\n\n"
-        says_something = not choices
-        for choice in choices:
+        chunk = _parsed(data)
+        says_something = not chunk.get("choices")
+        for choice in chunk.get("choices") or ():
             says_something |= self._take(choice)
-        return _written(chunk | self._head) if says_something else None
+        if not says_something:
+            return None
+        if self._missing:
+            raise ContradictionError(f"decode said {data[:200]!r} before {self._missing!r}, which prefill had sampled")
+        return _written(chunk | self._head) if "choices" in chunk else event + b"\n\n"
 
     def _take(self, choice: dict[str, Any]) -> bool:
         """Take from a choice what was shown; whether it says anything more."""
@@ -149,6 +153,15 @@ class Reconciled:
             said[field] = text
         others = {key for key, value in said.items() if value and key not in (field, "index", "logprobs")}
         return bool(text or others or choice.get("finish_reason"))
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """A chunk; empty for what is none, such as the end's mark."""
+    try:
+        chunk = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return {}
+    return chunk if isinstance(chunk, dict) else {}
 
 
 def _written(chunk: dict[str, Any]) -> bytes:

@@ -66,12 +66,12 @@ async def _with_first_token(answer: Answer, early: Early) -> AsyncIterator[bytes
     either: set[asyncio.Future[Any]] = {early.begun, early.token}
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     shown = None if early.begun.done() else early.token.result()
-    if shown is None or not (events := shown.events()):
+    if shown is None:
         answer.body = await early.begun
         async for piece in _pieces(answer):
             yield piece
         return
-    yield events
+    yield shown.events()
     async for event in _after(shown, answer, early):
         yield event
 
@@ -88,6 +88,7 @@ async def _after(shown: FirstToken, answer: Answer, early: Early) -> AsyncIterat
         logger.warning("first_token.again url=%s: %s", answer.instance.url, error)
     else:
         return
+    answer.close()
     answer.replace_stream(await early.again(shown))
     try:
         async for event in _reconciled(Reconciled(shown), answer):

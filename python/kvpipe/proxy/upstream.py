@@ -89,9 +89,9 @@ class Answer:
     early: Early | None = None
 
     def replace_stream(self, other: "Answer") -> None:
-        """Go on with another answer's stream; this one's is aborted."""
-        self.close()
-        self.role, self.instance, self.body, self.stream = other.role, other.instance, other.body, other.stream
+        """Go on with another answer's stream."""
+        self.instance, self.body, self.stream = other.instance, other.body, other.stream
+        self.is_complete = other.is_complete
 
     async def rest(self) -> AsyncIterator[bytes]:
         """The bytes after the first, as they come.
