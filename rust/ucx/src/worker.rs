@@ -175,9 +175,9 @@ impl Worker {
     /// Drops the worker, and tells how many gets UCX has not ended even so: it may still write to their memory, which is
     /// kept.
     pub fn end(self) -> usize {
-        let state = Rc::clone(&self.inner.state);
-        drop(self);
-        state.writes.get()
+        let mut worker = ManuallyDrop::new(self);
+        // SAFETY: the worker is ours and never dropped.
+        unsafe { worker.finish() }
     }
 
     /// Whether UCX is done with all that was asked of it.
@@ -204,10 +204,12 @@ impl Worker {
         }
         self.discard_events();
     }
-}
 
-impl Drop for Worker {
-    fn drop(&mut self) {
+    /// Ends it, and tells how many gets have not ended even so.
+    ///
+    /// # Safety
+    /// Called once; the worker is not used afterwards.
+    unsafe fn finish(&mut self) -> usize {
         let endpoints: Vec<_> = self
             .inner
             .state
@@ -227,13 +229,15 @@ impl Drop for Worker {
         // What it shares with the rest of its thread, but for keys.
         self.inner.state.placer.take();
         let (is_settled, keys) = (self.is_settled(), self.inner.state.keys.get());
-        // SAFETY: `self` is being dropped, and nothing below uses the field.
+        // SAFETY: called once, and neither what is below nor the caller uses the field.
         let inner = unsafe { ManuallyDrop::take(&mut self.inner) };
         if is_settled {
-            return;
+            return 0;
         }
         // UCX may still call back, and an endpoint that is not connected must not be closed: nothing is freed.
         let (outstanding, leaving) = (inner.state.outstanding.get(), inner.state.leaving.get());
+        // Once parked, it may be another thread's.
+        let writes = inner.state.writes.get();
         tracing::warn!(outstanding, leaving, "worker.left_alive");
         let worker = Self {
             inner: ManuallyDrop::new(inner),
@@ -243,6 +247,14 @@ impl Drop for Worker {
         } else {
             parked::leave_alive(worker);
         }
+        writes
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // SAFETY: it is being dropped.
+        unsafe { self.finish() };
     }
 }
 
