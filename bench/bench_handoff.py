@@ -20,6 +20,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
@@ -76,8 +77,11 @@ def ask(url: str, prompt: list[int]) -> Sample:
     body = {"model": "m", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True}
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=LIMIT_S)
     began = time.perf_counter()
-    connection.request("POST", "/v1/completions", json.dumps(body | {"ignore_eos": True}))
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body | {"ignore_eos": True}), headers)
     response = connection.getresponse()
+    if response.status != HTTPStatus.OK:
+        raise SystemExit(f"error: {url} answered {response.status}: {response.read()[:500]!r}")
     events = (json.loads(line[6:]) for line in response if line.startswith(b"data: {"))
     texts = (event for event in events if any(choice["text"] for choice in event["choices"]))
     times = [(time.perf_counter() - began) * 1e3 for _ in texts]

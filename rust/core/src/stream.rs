@@ -19,9 +19,11 @@ use crate::transport::{Memory, Payload};
 
 /// Bytes a source may send before the destination's next credit.
 const WINDOW: u64 = 4 << 20;
-/// Most bytes of one message: with its headers it fits into one packet of 64 KiB, which is the most that Linux makes of
-/// a write; a rest of a few bytes would be a packet of its own.
-const PIECE: u64 = 60 << 10;
+/// What fits with its headers into one packet of 64 KiB, the most that Linux makes of a write: a message of a little more
+/// has a second packet of a few bytes.
+const PACKET: u64 = 60 << 10;
+/// Most bytes of one message.
+const PIECE: u64 = 2 * PACKET;
 /// Most bytes of a message of several runs, which are copied together.
 const GATHERED: u64 = 32 << 10;
 /// Runs that are not longer go together.
@@ -40,10 +42,12 @@ fn name(io: &Io, link: LinkId, (kind, id): (u8, u64)) -> Name {
     name
 }
 
-/// What goes into one message of a run with so much left: all its messages are of about one length.
+/// What goes into one message of a run with so much left. None is of about 64 KiB.
 fn message_len(left: u64) -> u64 {
-    let num_messages = left.div_ceil(PIECE).max(1);
-    left.div_ceil(num_messages).next_multiple_of(64).min(left)
+    if left > PACKET && left <= PIECE {
+        return left.div_ceil(2).next_multiple_of(64);
+    }
+    left.min(PIECE)
 }
 
 /// A stream at its source.
@@ -382,19 +386,19 @@ mod tests {
     }
 
     #[test]
-    fn a_run_goes_in_messages_of_about_one_length() {
-        for run in [1, 63, PIECE, PIECE + 1, 64 << 10, 1 << 20, (16 << 20) + 7] {
-            let mut left = run;
-            let lens: Vec<u64> = std::iter::from_fn(|| {
-                let len = message_len(left);
-                left -= len;
-                (len > 0).then_some(len)
-            })
-            .collect();
-            assert_eq!((left, lens.len() as u64), (0, run.div_ceil(PIECE)), "{run}");
-            assert!(lens.iter().all(|len| *len <= PIECE), "{run}");
-            let shortest = lens.iter().min().unwrap();
-            assert!(shortest * 2 > lens[0], "{run}: {lens:?}");
+    fn no_message_is_a_packet_and_a_few_bytes() {
+        for run in (1..200)
+            .chain([256, 1 << 10, 16 << 10])
+            .map(|kib| kib << 10)
+        {
+            for run in [run - 1, run, run + 1] {
+                let mut left = run;
+                while left > 0 {
+                    let len = message_len(left);
+                    assert!(len > 0 && (len <= PACKET || len == PIECE), "{len} of {run}");
+                    left -= len;
+                }
+            }
         }
     }
 

@@ -11,10 +11,10 @@ use crate::request::{Case, Request, Role, half_median_us, pattern};
 
 /// As a Pipe: smaller tensors travel inside their message, larger ones are read.
 const EAGER_CAP: usize = 32 << 10;
-/// As a Pipe: reads in pieces of 4 MiB, 4 in flight; messages in pieces of 60 KiB, 4 MiB ahead.
+/// As a Pipe: reads in pieces of 4 MiB, 4 in flight; messages in pieces of 120 KiB, 4 MiB ahead.
 const GET_PIECE: usize = 4 << 20;
 const GETS_IN_FLIGHT: usize = 4;
-const PIECE: usize = 60 << 10;
+const PIECE: usize = 120 << 10;
 const PIECES_IN_FLIGHT: usize = (4 << 20) / PIECE;
 /// Blocks are small: so many reads at once that UCX is never without one.
 const BLOCKS_IN_FLIGHT: usize = 64;
