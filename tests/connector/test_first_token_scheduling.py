@@ -157,6 +157,19 @@ def test_without_the_processor_decode_samples_and_says_why(engine: Engine, produ
     assert "logits processor" in reported(engine, handoff.hex())["first_token_reason"]
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_token_of_another_prompt_is_never_forced(
+    engine: Engine, producer: _kvpipe.Control, *, is_late: bool
+) -> None:
+    request, handoff = consuming(engine, producer, prompt(40))
+    producer.open(handoff, bytes(32), 40, 0, [("127.0.0.1:1", bytes(16))])
+    if is_late:
+        engine.step()
+    producer.finish(handoff, [THEIRS], "length", 0)
+    assert forced(engine, request, handoff) is None
+    assert reported(engine, handoff.hex())["first_token"] == "sampled"
+
+
 def test_without_a_producer_decode_samples_and_says_why(engine: Engine, producer: _kvpipe.Control) -> None:
     request, handoff = consuming(engine, producer, prompt(40))
     producer.withdraw(handoff, "aborted")

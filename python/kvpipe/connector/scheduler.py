@@ -382,7 +382,7 @@ class SchedulerRole:
         if consumed is None:
             return
         consumed.has_state = True
-        if consumed.first_token is None and event["output_ids"]:
+        if consumed.first_token is None and event["output_ids"] and self._is_same_prompt(consumed, consumed.request):
             consumed.first_token = event["output_ids"][0]
             self._check_first_token(consumed)
         if consumed.phase == "loading":
