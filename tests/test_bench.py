@@ -22,6 +22,7 @@ from kvpipe.bench.processes import ContestantError, Process
 from kvpipe.bench.programs import blocks, checksum_tensors, lookup_inserts, lookup_wakes, request, side, tensors
 from kvpipe.bench.progress import Progress
 from kvpipe.bench.results import Entry, rows_of
+from kvpipe.bench.run import Contest
 
 SMALL = ("--rounds", "5", "--working-set", "8M", "--road", "default")
 
@@ -452,9 +453,14 @@ def test_a_peer_that_cannot_be_reached_is_named(server):
 
 
 @pytest.fixture
-def running():
+def options():
+    return ()
+
+
+@pytest.fixture
+def running(options):
     process = subprocess.Popen(
-        bench("pipe", "--sizes", "1M", "--rounds", "1000", "--working-set", "8M", "--only", "kvpipe out="),
+        bench("pipe", "--sizes", "1M", "--rounds", "1000", "--working-set", "8M", "--only", "kvpipe out=", *options),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -468,6 +474,26 @@ def running():
 
 def children_of(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("options", [("--pin", "--road", "tcp")])
+def test_pinned_processes_of_a_contestant_have_a_cpu_of_their_own_each(running):
+    places = [os.sched_getaffinity(child) for child in children_of(running.pid)]
+    cpus = sorted(os.sched_getaffinity(0))
+    assert places == [{cpus[0]}, {cpus[1 % len(cpus)]}]
+    assert os.sched_getaffinity(running.pid) == set(cpus)
+
+
+def test_each_round_has_an_order_of_its_own_and_each_run_the_same():
+    case, program = Case("tensors", 8), Program("", ())
+    field = [Contestant(str(n), "default", program, frozenset({"tensors"})) for n in range(6)]
+    contests = [Contest(field, [case], Progress()) for _ in range(2)]
+    orders = [[[entry.contestant.name for entry in contest._order(n)] for n in range(5)] for contest in contests]
+    assert orders[0] == orders[1]
+    assert all(sorted(order) == list("012345") for order in orders[0])
+    before = [{(a, b) for a, b in zip(order, order[1:], strict=False)} for order in orders[0]]
+    assert not set.intersection(*before)
 
 
 @pytest.mark.ucx
@@ -503,6 +529,7 @@ def test_ctrl_c_ends_all_processes(running):
         (["pipe", "--compare", "/nowhere.json"], "/nowhere.json cannot be read"),
         (["pipe", "--compare", __file__], "holds no figures"),
         (["pipe", "--peer", "5"], "address '5'"),
+        (["pipe", "--peer", "localhost:5", "--pin"], "--pin with --peer"),
         (["pipe", "--peer", "nohost.invalid:5"], "there is no way to nohost.invalid"),
         (["blocks", "--blocks", "64K"], "blocks '64K'"),
         (["blocks", "--layout", "round"], "--layout round"),

@@ -99,6 +99,9 @@ def _add_subject(parser: argparse.ArgumentParser, subject: Subject) -> None:
     )
     parser.add_argument("--baseline", metavar="NAME", help=f"ratios to this one, default {subject.baselines[0]}")
     parser.add_argument("--working-set", metavar="SIZE", help="bytes of each buffer; default 1.25 of the largest cache")
+    parser.add_argument(
+        "--pin", action="store_true", help="each process of a contestant on a CPU of its own, as numactl would"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them; needs matplotlib")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="print ratios to an older run")
@@ -130,6 +133,8 @@ def _check(args: argparse.Namespace) -> None:
         plot.require()
     if args.peer:
         remote.split_address(args.peer)
+    if args.peer and args.pin:
+        _refuse("--pin", "with --peer", "start both commands with taskset instead")
 
 
 def _refuse(name: str, value: object, expected: str) -> None:
@@ -144,7 +149,8 @@ def _measure(subject: Subject, args: argparse.Namespace) -> Findings:
     facts = machine.machine()
     cases = subject.cases(args)
     total = _working_set(args, facts["cache_bytes"], cases)
-    facts |= {"working_set_bytes": total, "rounds": args.rounds, "peer": args.peer}
+    pinned: dict[str, object] = {"is_pinned": 1} if args.pin else {}
+    facts |= pinned | {"working_set_bytes": total, "rounds": args.rounds, "peer": args.peer}
     field = contestants(subject, _roads(args), args)
     if not any(one.can(case) for one in field for case in cases):
         _refuse("--only", args.only, "nobody of that name takes part")
@@ -157,7 +163,7 @@ def _measure(subject: Subject, args: argparse.Namespace) -> Findings:
     for kind in dict.fromkeys(case.kind for case in cases):
         chosen = [case for case in cases if case.kind == kind]
         with Contest(field, chosen, progress) as contest:
-            contest.start(_words(contest, total, kind))
+            contest.start(_words(contest, total, kind) | pinned)
             contest.run(args.rounds)
         rows += rows_of(contest.entries, baselines)
         bounds += bounds_of(contest.entries)

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from kvpipe.bench.processes import Process, Side
+from kvpipe.bench.processes import Process, Side, on_cpu
 from kvpipe.bench.programs.request import compose
 
 if TYPE_CHECKING:
@@ -76,10 +76,12 @@ class Program:
         return Process([*self.command, *line], dict(self.env))
 
     def open(self, words: Mapping[str, object]) -> Field:
-        """Starts all its processes and lets them meet."""
+        """Starts all its processes and lets them meet; with `is_pinned` each on a CPU of its own."""
         started: list[Process] = []
         try:
-            started.extend(self.start(role, words) for role in self.roles)
+            for place, role in enumerate(self.roles):
+                with on_cpu(place if words.get("is_pinned") else None):
+                    started.append(self.start(role, words))
             return PausedGroup(started) if self.is_paused else Group(started)
         except BaseException:
             for side in started:

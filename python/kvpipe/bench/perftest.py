@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpipe.bench.contest import Sample
-from kvpipe.bench.processes import ANSWER_WITHIN_S, ContestantError
+from kvpipe.bench.processes import ANSWER_WITHIN_S, ContestantError, on_cpu
 from kvpipe.config import ucx_wheel_dir
 
 if TYPE_CHECKING:
@@ -44,21 +44,22 @@ class Perftest:
         Raises:
             ContestantError: It is not there.
         """
-        del words
-        wheel = Path(ucx_wheel_dir() or "")
+        wheel, is_pinned = Path(ucx_wheel_dir() or ""), bool(words.get("is_pinned"))
         if (wheel / "bin/ucx_perftest").exists():
-            return PerftestField(wheel / "bin/ucx_perftest", {**dict(self.env), "LD_LIBRARY_PATH": f"{wheel}/lib"})
+            env = {**dict(self.env), "LD_LIBRARY_PATH": f"{wheel}/lib"}
+            return PerftestField(wheel / "bin/ucx_perftest", env, is_pinned=is_pinned)
         found = shutil.which("ucx_perftest")
         if found is None:
             message = "ucx_perftest is neither in the libucx wheel nor on PATH"
             raise ContestantError(message)
-        return PerftestField(Path(found), dict(self.env))
+        return PerftestField(Path(found), dict(self.env), is_pinned=is_pinned)
 
 
 class PerftestField:
     """The tool as a contestant runs it."""
 
-    def __init__(self, path: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, env: Mapping[str, str], *, is_pinned: bool = False) -> None:
+        self._places = (0, 1) if is_pinned else (None, None)
         self._path = str(path)
         self._env = {**os.environ, **env}
         self.transport = ""
@@ -87,17 +88,19 @@ class PerftestField:
 
     def _run(self, arguments: Sequence[str]) -> list[float]:
         port = str(_free_port())
-        server, terminal = self._serve(port)
+        with on_cpu(self._places[1]):
+            server, terminal = self._serve(port)
         try:
-            client = subprocess.run(  # noqa: S603 - UCX's own tool
-                [self._path, "127.0.0.1", "-p", port, *arguments],
-                env=self._env,
-                capture_output=True,
-                text=True,
-                timeout=ANSWER_WITHIN_S,
-                check=False,
-                start_new_session=True,
-            )
+            with on_cpu(self._places[0]):
+                client = subprocess.run(  # noqa: S603 - UCX's own tool
+                    [self._path, "127.0.0.1", "-p", port, *arguments],
+                    env=self._env,
+                    capture_output=True,
+                    text=True,
+                    timeout=ANSWER_WITHIN_S,
+                    check=False,
+                    start_new_session=True,
+                )
         except subprocess.TimeoutExpired as error:
             message = f"did not end within {ANSWER_WITHIN_S:.0f} s"
             raise ContestantError(message) from error

@@ -7,13 +7,14 @@ import select
 import subprocess
 import tempfile
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from kvpipe.bench.programs import request
 from kvpipe.exceptions import KVPipeError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 # The slowest answers: torch is imported, a round of 64 MiB tensors on a machine that has other things to do.
 ANSWER_WITHIN_S = 60.0
@@ -55,6 +56,20 @@ def understand(line: str) -> dict[str, str]:
     if verb not in ("hello", "ok"):
         raise ContestantError(text[:_TOLD_CHARACTERS] or line)
     return request.parse(line)[1]
+
+
+@contextmanager
+def on_cpu(place: int | None) -> Iterator[None]:
+    """Processes that are started meanwhile stay on one CPU, another for each place; `None` leaves them to Linux."""
+    cpus = os.sched_getaffinity(0)
+    if place is None:
+        yield
+        return
+    os.sched_setaffinity(0, {sorted(cpus)[place % len(cpus)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cpus)
 
 
 class Process:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _DIGITS = 3
 # Facts that make figures comparable
-_SAME = ("system", "cpu", "num_cpus", "ucx", "ucx_settings", "working_set_bytes")
+_SAME = ("system", "cpu", "num_cpus", "ucx", "ucx_settings", "working_set_bytes", "is_pinned")
 
 
 def describe(facts: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -81,9 +82,8 @@ class Contest:
         self._progress.end()
 
     def _order(self, number: int) -> list[Entry]:
-        """Another one begins in each round: nobody always follows the same one."""
-        first = number % max(1, len(self.entries))
-        return [*self.entries[first:], *self.entries[:first]]
+        """Another one for each round, the same in each run: nobody always follows the same one."""
+        return random.Random(number).sample(self.entries, len(self.entries))  # noqa: S311 - no secret
 
     def _check(self, entry: Entry) -> None:
         took_s = self._field(entry).check(entry.case, entry.contestant.options)
