@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -492,7 +493,7 @@ def test_each_round_has_an_order_of_its_own_and_each_run_the_same():
     orders = [[[entry.contestant.name for entry in contest._order(n)] for n in range(5)] for contest in contests]
     assert orders[0] == orders[1]
     assert all(sorted(order) == list("012345") for order in orders[0])
-    before = [{(a, b) for a, b in zip(order, order[1:], strict=False)} for order in orders[0]]
+    before = [set(itertools.pairwise(order)) for order in orders[0]]
     assert not set.intersection(*before)
 
 

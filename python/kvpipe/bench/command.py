@@ -132,8 +132,12 @@ def _check(args: argparse.Namespace) -> None:
     if args.plot:
         plot.require()
     if args.peer:
-        remote.split_address(args.peer)
-    if args.peer and args.pin:
+        _check_peer(args)
+
+
+def _check_peer(args: argparse.Namespace) -> None:
+    remote.split_address(args.peer)
+    if args.pin:
         _refuse("--pin", "with --peer", "start both commands with taskset instead")
 
 

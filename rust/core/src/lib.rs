@@ -6,6 +6,7 @@
 //! `kvpipe-ucx`.
 #![deny(unsafe_code)]
 
+mod address;
 mod advice;
 pub mod blocks;
 pub mod checksum;

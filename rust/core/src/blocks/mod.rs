@@ -29,13 +29,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::address::listen_address;
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::handoff::HandoffId;
 use crate::identity::{Identity, Incarnation, Service};
 use crate::link::Timing;
 use crate::node::{LinkId, Node, NodeConfig, default_busy_poll};
-use crate::pipe::listen_address;
 use crate::transport::Transport;
 
 pub use finals::{Final, Finals};

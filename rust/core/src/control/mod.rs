@@ -12,13 +12,13 @@ mod subscriptions;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
+use crate::address::listen_address;
 use crate::error::Result;
 use crate::events::Events;
 use crate::handoff::HandoffId;
 use crate::identity::{Identity, Incarnation, Service};
 use crate::link::Timing;
 use crate::node::{Node, NodeConfig};
-use crate::pipe::listen_address;
 use crate::work::Work;
 
 use service::{Command, Schedulers};

@@ -1,6 +1,8 @@
 //! The client's side: operations that are asked of one or more servers.
 
-use std::collections::{HashMap, HashSet};
+mod selects;
+
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
@@ -10,35 +12,18 @@ use kvpipe_ucx::{AmData, Status};
 use super::desk::{Command, Desk};
 use super::inserts::{Insert, Inserts};
 use super::messages::{
-    INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, TAKE, TAKEN, WITHDRAW, read_refusal,
-    write_select,
+    INSERTED, NOTHING, OFFER, REFUSED, SETTLE, TAKEN, WITHDRAW, read_refusal, write_select,
 };
-use super::operation::{Delivery, Origin, Selected};
 use super::tensors::Tensors;
-use super::transfer::{Arrived, Parcel, check_seal};
-use super::{Items, SELECTS_CAP};
 use crate::codec::Reader;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::identity::Identity;
-use crate::node::{Io, LinkId, Patience, Service, Stage};
+use crate::node::{Io, LinkId, Patience, Service};
 use crate::pool::Pool;
 use crate::transport::Payload;
 use crate::work::Completer;
-
-struct Select {
-    /// None once the caller was told.
-    completer: Option<Completer<Selected>>,
-    /// For answers: the servers see to the deadline themselves, as long as they are awake.
-    patience: Option<Patience>,
-    /// Servers that have not answered.
-    asked: HashSet<LinkId>,
-    /// What has come, from which server; nothing more is asked of others then.
-    from: Option<LinkId>,
-    items: Option<Items>,
-    /// Nobody waits for it any more: what has come goes back.
-    is_withdrawn: bool,
-}
+use selects::Select;
 
 struct Server {
     is_up: bool,
@@ -175,104 +160,6 @@ impl Client {
         self.post(io);
     }
 
-    fn select(
-        &mut self,
-        io: &mut Io,
-        operation: u64,
-        payload: &[u8],
-        patience: Option<Patience>,
-        completer: Completer<Selected>,
-    ) {
-        if let Some(error) = self.obstacle() {
-            return completer.complete(Err(error));
-        }
-        if self.selects.len() + self.delivered.len() >= SELECTS_CAP {
-            let text = format!("{SELECTS_CAP} selects wait already, more are not possible");
-            return completer.complete(Err(Error::Exhausted(text)));
-        }
-        for &link in &self.links {
-            let header = io.header(link, SELECT).u64(operation);
-            io.message(link, header, Payload::Bytes(payload.to_vec()));
-        }
-        self.looks
-            .add(patience.map(|patience| patience.next(io, &self.links)));
-        let select = Select {
-            completer: Some(completer),
-            patience,
-            asked: self.links.iter().copied().collect(),
-            from: None,
-            items: None,
-            is_withdrawn: false,
-        };
-        self.selects.insert(operation, select);
-    }
-
-    fn withdraw(&mut self, io: &mut Io, operation: u64) {
-        if self.inserts.withdraw(operation)
-            && let Some(&link) = self.links.first()
-        {
-            say(io, link, WITHDRAW, operation);
-        }
-        let Some(select) = self.selects.get_mut(&operation) else {
-            return;
-        };
-        if select.from.is_some() {
-            // Reads are under way, or the answer is: then it goes back.
-            select.is_withdrawn = true;
-            return;
-        }
-        for link in select.asked.drain() {
-            say(io, link, WITHDRAW, operation);
-        }
-        self.selects.remove(&operation);
-    }
-
-    /// The first server that offers is the one; an offer that nobody waits for was withdrawn before it came.
-    fn offer(
-        &mut self,
-        io: &mut Io,
-        link: LinkId,
-        operation: u64,
-        mut header: Reader<'_>,
-        payload: &[u8],
-    ) -> Result<()> {
-        let sum = header.u64()?;
-        header.end()?;
-        let Some(select) = self.selects.get_mut(&operation) else {
-            return Ok(());
-        };
-        if !select.asked.remove(&link) {
-            return Ok(());
-        }
-        for other in select.asked.drain() {
-            say(io, other, WITHDRAW, operation);
-        }
-        if let Err(error) = check_seal(sum, payload) {
-            self.give_back(io, link, operation, Err(error));
-            return Ok(());
-        }
-        select.from = Some(link);
-        let parcel = Parcel::read(Reader::new(payload))?;
-        if let Some(server) = self.servers.get_mut(&link) {
-            server.tensors.incoming.add(operation, parcel);
-            server.tensors.incoming.begin(operation);
-        }
-        Ok(())
-    }
-
-    fn nothing(&mut self, link: LinkId, operation: u64) {
-        let Some(select) = self.selects.get_mut(&operation) else {
-            return;
-        };
-        select.asked.remove(&link);
-        if select.asked.is_empty()
-            && select.from.is_none()
-            && let Some(select) = self.selects.remove(&operation)
-        {
-            self.end(select.completer, Ok(None));
-        }
-    }
-
     fn refused(&mut self, io: &mut Io, link: LinkId, operation: u64, error: Error) {
         if self.inserts.is_sent(operation) {
             return self.inserted(io, link, operation, Err(error));
@@ -296,48 +183,6 @@ impl Client {
         }
     }
 
-    fn arrived(&mut self, io: &mut Io, link: LinkId, (operation, items): Arrived) {
-        let Some(select) = self.selects.get_mut(&operation) else {
-            return;
-        };
-        match items {
-            Ok(items) if !select.is_withdrawn => {
-                select.items = Some(items);
-                say(io, link, TAKE, operation);
-            }
-            Ok(_) => self.give_back(io, link, operation, Ok(None)),
-            Err(error) => self.give_back(io, link, operation, Err(error)),
-        }
-    }
-
-    fn give_back(&mut self, io: &mut Io, link: LinkId, operation: u64, result: Result<Selected>) {
-        settle(io, link, operation, false);
-        if let Some(select) = self.selects.remove(&operation) {
-            self.end(select.completer, result);
-        }
-    }
-
-    /// It is ours alone now.
-    fn taken(&mut self, io: &mut Io, link: LinkId, operation: u64) -> Result<()> {
-        let is_asked = |select: &Select| select.from == Some(link) && select.items.is_some();
-        let is_known = self.selects.get(&operation).is_some_and(is_asked);
-        let known = is_known.then(|| self.selects.remove(&operation)).flatten();
-        let Some(select) = known else {
-            return Err(Error::protocol(format_args!(
-                "select {operation} was not asked for"
-            )));
-        };
-        let Some(items) = select.items.filter(|_| !select.is_withdrawn) else {
-            settle(io, link, operation, false);
-            return Ok(());
-        };
-        self.delivered.insert(operation, link);
-        let origin: Arc<dyn Origin> = Arc::<Desk>::clone(&self.desk);
-        let delivery = Arc::new(Delivery::new(items, operation, origin));
-        self.end(select.completer, Ok(Some(delivery)));
-        Ok(())
-    }
-
     fn fail(&mut self, error: &Error) {
         self.failure.get_or_insert_with(|| error.clone());
         self.desk.count(|info| {
@@ -355,40 +200,6 @@ impl Client {
         for completer in selects.filter_map(|(_, select)| select.completer) {
             completer.complete(Err(error.clone()));
         }
-    }
-
-    /// Ends selects whose servers are late with an answer and silent. What is on its way, goes back.
-    fn expire_selects(&mut self, io: &mut Io) {
-        if !self.looks.take_if_past(io.now) {
-            return;
-        }
-        let mut ended = Vec::new();
-        for (&operation, select) in &mut self.selects {
-            let Some(patience) = &mut select.patience else {
-                continue;
-            };
-            let links = match select.from {
-                Some(link) => vec![link],
-                None => select.asked.iter().copied().collect(),
-            };
-            match patience.look(io, &links) {
-                Stage::Over => ended.push(operation),
-                Stage::InTime | Stage::Late => self.looks.add(Some(patience.next(io, &links))),
-            }
-        }
-        for operation in ended {
-            self.end_unanswered(io, operation);
-        }
-    }
-
-    fn end_unanswered(&mut self, io: &mut Io, operation: u64) {
-        let Some(select) = self.selects.get_mut(&operation) else {
-            return;
-        };
-        select.patience = None;
-        let completer = select.completer.take();
-        self.withdraw(io, operation);
-        self.end(completer, Ok(None));
     }
 
     /// Tells the caller, who may look at the counters then.

@@ -9,11 +9,11 @@ use super::operation::{Operation, Origin, Selected};
 use super::server::Server;
 use super::shared::{Handle, Shared};
 use super::{Items, LookupInfo, Query, check_entry};
+use crate::address::listen_address;
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Service};
 use crate::link::Timing;
 use crate::node::{Node, NodeConfig, default_busy_poll};
-use crate::pipe::listen_address;
 use crate::transport::Transport;
 use crate::work::work;
 

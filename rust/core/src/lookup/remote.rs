@@ -10,11 +10,11 @@ use super::inserts::Insert;
 use super::messages::TOKENS_CAP;
 use super::operation::{Operation, Origin, Selected};
 use super::{Items, LookupInfo, Query, check_entry};
+use crate::address::local_towards;
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Service};
 use crate::link::Timing;
 use crate::node::{Node, NodeConfig, default_busy_poll};
-use crate::pipe::local_towards;
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 
