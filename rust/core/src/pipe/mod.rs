@@ -4,6 +4,7 @@
 
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
+mod posted;
 mod receiver;
 mod receiving;
 mod sender;

@@ -5,9 +5,9 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Buffer, MemoryKind};
 
+use super::posted::{Large, OnTheirWay};
 use super::{
-    CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW,
-    WITHDRAWN,
+    CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAWN,
 };
 use crate::checksum;
 use crate::codec::{Reader, Writer};
@@ -15,7 +15,7 @@ use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::fetch::{ACCEPT, CREDIT, Lending};
 use crate::identity::Identity;
-use crate::node::{Io, LinkId, Patience, Service, Stage};
+use crate::node::{Io, LinkId, Patience, Service};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -45,27 +45,6 @@ struct Queued {
     completer: Completer<()>,
 }
 
-/// A tensor that the receiver has not taken. Small ones have completed already and wait for their credit only.
-struct Posted {
-    sequence: u64,
-    large: Option<Large>,
-}
-
-struct Large {
-    lending: Lending,
-    completer: Completer<()>,
-    patience: Option<Patience>,
-    is_withdrawn: bool,
-}
-
-impl Large {
-    /// First deregistered and let go, then reported: the caller may free the tensor at once.
-    fn complete(self, result: Result<()>) {
-        drop(self.lending);
-        self.completer.complete(result);
-    }
-}
-
 pub(super) struct Sender {
     shared: Shared,
     /// Whether what is sent has checksums.
@@ -75,8 +54,7 @@ pub(super) struct Sender {
     connecting: Option<Completer<()>>,
     queue: VecDeque<Queued>,
     deadlines: Earliest,
-    posted: VecDeque<Posted>,
-    next_sequence: u64,
+    posted: OnTheirWay,
     /// Who waits for the end.
     closing: Vec<(Deadline, Completer<()>)>,
     failure: Option<Error>,
@@ -94,8 +72,7 @@ impl Sender {
             connecting: None,
             queue: VecDeque::new(),
             deadlines: Earliest::default(),
-            posted: VecDeque::new(),
-            next_sequence: 0,
+            posted: OnTheirWay::default(),
             closing: Vec::new(),
             failure: None,
             has_lost: false,
@@ -136,20 +113,20 @@ impl Sender {
             return None;
         };
         let payload = queued.meta.write(Writer::default()).bytes(bytes).finish();
-        let header = io.header(link, EAGER).u64(self.next_sequence);
+        let header = io.header(link, EAGER).u64(self.posted.next_sequence());
         let header = self.seal(header, &payload);
         if !io.message(link, header, Payload::Bytes(payload)) {
             return Some(queued);
         }
         self.count(len);
-        self.remember(None);
+        self.posted.add(None);
         queued.completer.complete(Ok(()));
         None
     }
 
     /// As [`post_eager`](Self::post_eager).
     fn post_offer(&mut self, io: &mut Io, link: LinkId, queued: Queued) -> Option<Queued> {
-        let sequence = self.next_sequence;
+        let sequence = self.posted.next_sequence();
         let lent = Lending::new(io, link, queued.buffer.clone(), sequence, self.is_summed);
         let (lending, offer) = match lent {
             Ok(lent) => lent,
@@ -163,12 +140,9 @@ impl Sender {
         if !io.message(link, header, Payload::Bytes(payload)) {
             return Some(queued);
         }
-        self.remember(Some(Large {
-            lending,
-            completer: queued.completer,
-            patience: queued.deadline.meet_by.map(|at| Patience::new(io.now, at)),
-            is_withdrawn: false,
-        }));
+        let patience = queued.deadline.meet_by.map(|at| Patience::new(io.now, at));
+        self.posted
+            .add(Some(Large::new(lending, queued.completer, patience)));
         None
     }
 
@@ -178,28 +152,8 @@ impl Sender {
         header.u8(self.is_summed.into()).u64(sum.unwrap_or(0))
     }
 
-    fn remember(&mut self, large: Option<Large>) {
-        let sequence = self.next_sequence;
-        self.next_sequence += 1;
-        self.posted.push_back(Posted { sequence, large });
-    }
-
-    fn large(&mut self, sequence: u64) -> Option<&mut Large> {
-        self.posted
-            .iter_mut()
-            .find(|posted| posted.sequence == sequence)?
-            .large
-            .as_mut()
-    }
-
-    fn remove(&mut self, sequence: u64) -> Option<Posted> {
-        let is_it = |posted: &Posted| posted.sequence == sequence;
-        let at = self.posted.iter().position(is_it)?;
-        self.posted.remove(at)
-    }
-
     fn taken(&mut self, io: &mut Io, sequence: u64) -> Result<()> {
-        let Some(posted) = self.remove(sequence) else {
+        let Some(posted) = self.posted.remove(sequence) else {
             return Err(Error::protocol(format_args!(
                 "tensor {sequence} was taken, but is not on its way"
             )));
@@ -214,7 +168,7 @@ impl Sender {
 
     /// The receiver will not take a large tensor.
     fn refused(&mut self, io: &mut Io, sequence: u64, error: Error) {
-        if let Some(large) = self.remove(sequence).and_then(|posted| posted.large) {
+        if let Some(large) = self.posted.remove(sequence).and_then(|posted| posted.large) {
             large.complete(Err(error));
         }
         self.post(io);
@@ -242,7 +196,7 @@ impl Sender {
         for queued in self.queue.drain(..) {
             queued.completer.complete(Err(error.clone()));
         }
-        for large in self.posted.drain(..).filter_map(|posted| posted.large) {
+        for large in self.posted.drain() {
             large.complete(Err(error.clone()));
         }
         if let Some(completer) = self.connecting.take() {
@@ -282,49 +236,13 @@ impl Sender {
         self.queue = kept;
     }
 
-    /// Withdraws offers that nobody asked for in time; closes the pipe under one whose withdrawal is not answered: the
-    /// receiver may be reading, and the memory must go back to the caller now.
-    fn expire_posted(&mut self, io: &mut Io, link: LinkId) {
-        let mut withdraw = Vec::new();
-        for posted in &mut self.posted {
-            let Some(large) = &mut posted.large else {
-                continue;
-            };
-            let Some(patience) = &mut large.patience else {
-                continue;
-            };
-            match patience.look(io, &[link]) {
-                Stage::Late | Stage::Over if !large.is_withdrawn => {
-                    large.is_withdrawn = true;
-                    patience.due_from(io.now);
-                    withdraw.push(posted.sequence);
-                }
-                Stage::InTime | Stage::Late => {}
-                Stage::Over => {
-                    let text = "the tensor was not received in time, and the receiver does not say that it will not read it any more; the pipe is closed";
-                    return io.fail(link, Error::Timeout(text.to_owned()));
-                }
-            }
-        }
-        for sequence in withdraw {
-            let header = io.header(link, WITHDRAW).u64(sequence);
-            io.message(link, header, Payload::None);
-        }
-    }
-
     fn next_deadline(&self, io: &Io) -> Option<Instant> {
-        let larges = self
-            .posted
-            .iter()
-            .filter_map(|posted| posted.large.as_ref());
-        let posted = larges
-            .filter_map(|large| large.patience.as_ref().zip(self.link))
-            .map(|(patience, link)| patience.next(io, &[link]));
+        let posted = self.link.and_then(|link| self.posted.next(io, link));
         let closing = self
             .closing
             .iter()
             .filter_map(|(deadline, _)| deadline.meet_by);
-        posted.chain(closing).chain(self.deadlines.at()).min()
+        closing.chain(posted).chain(self.deadlines.at()).min()
     }
 }
 
@@ -399,13 +317,13 @@ impl Service for Sender {
         let sequence = reader.u64()?;
         match kind {
             ACCEPT => {
-                if let Some(large) = self.large(sequence) {
+                if let Some(large) = self.posted.large(sequence) {
                     large.lending.accept(io, link)?;
                 }
             }
             CREDIT => {
                 let credit = reader.u64()?;
-                if let Some(large) = self.large(sequence) {
+                if let Some(large) = self.posted.large(sequence) {
                     large.lending.credit(io, link, credit);
                 }
             }
@@ -437,22 +355,13 @@ impl Service for Sender {
 
     fn work(&mut self, io: &mut Io) -> bool {
         let Some(link) = self.link else { return false };
-        let larges = self
-            .posted
-            .iter_mut()
-            .filter_map(|posted| posted.large.as_mut());
-        for large in larges {
-            if large.lending.sum_on(io, link) {
-                return true;
-            }
-        }
-        false
+        self.posted.sum_on(io, link)
     }
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {
         self.expire_queued(io.now);
         if let Some(link) = self.link {
-            self.expire_posted(io, link);
+            self.posted.expire(io, link);
         }
         let now = io.now;
         let is_late = |(deadline, _): &(Deadline, _)| deadline.meet_by.is_some_and(|at| at <= now);

@@ -1,0 +1,138 @@
+//! What has left the sending end and was not taken yet.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use super::WITHDRAW;
+use crate::error::{Error, Result};
+use crate::fetch::Lending;
+use crate::node::{Io, LinkId, Patience, Stage};
+use crate::transport::Payload;
+use crate::work::Completer;
+
+/// A tensor that the receiver has not taken. Small ones have completed already and wait for their credit only.
+pub(super) struct Posted {
+    sequence: u64,
+    pub(super) large: Option<Large>,
+}
+
+pub(super) struct Large {
+    pub(super) lending: Lending,
+    completer: Completer<()>,
+    patience: Option<Patience>,
+    is_withdrawn: bool,
+}
+
+impl Large {
+    pub(super) fn new(
+        lending: Lending,
+        completer: Completer<()>,
+        patience: Option<Patience>,
+    ) -> Self {
+        Self {
+            lending,
+            completer,
+            patience,
+            is_withdrawn: false,
+        }
+    }
+
+    /// First deregistered and let go, then reported: the caller may free the tensor at once.
+    pub(super) fn complete(self, result: Result<()>) {
+        drop(self.lending);
+        self.completer.complete(result);
+    }
+}
+
+/// All of them, in the order in which they left.
+#[derive(Default)]
+pub(super) struct OnTheirWay {
+    tensors: VecDeque<Posted>,
+    next_sequence: u64,
+}
+
+impl OnTheirWay {
+    /// The number of the tensor that is added next.
+    pub(super) fn next_sequence(&self) -> u64 {
+        self.next_sequence
+    }
+
+    pub(super) fn add(&mut self, large: Option<Large>) {
+        let sequence = self.next_sequence;
+        self.next_sequence += 1;
+        self.tensors.push_back(Posted { sequence, large });
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    pub(super) fn large(&mut self, sequence: u64) -> Option<&mut Large> {
+        let mut tensors = self.tensors.iter_mut();
+        let posted = tensors.find(|posted| posted.sequence == sequence)?;
+        posted.large.as_mut()
+    }
+
+    pub(super) fn remove(&mut self, sequence: u64) -> Option<Posted> {
+        let is_it = |posted: &Posted| posted.sequence == sequence;
+        let at = self.tensors.iter().position(is_it)?;
+        self.tensors.remove(at)
+    }
+
+    pub(super) fn drain(&mut self) -> impl Iterator<Item = Large> {
+        self.tensors.drain(..).filter_map(|posted| posted.large)
+    }
+
+    /// Hashes a slice of what has not been hashed; whether there was any.
+    pub(super) fn sum_on(&mut self, io: &mut Io, link: LinkId) -> bool {
+        let mut larges = self
+            .tensors
+            .iter_mut()
+            .filter_map(|posted| posted.large.as_mut());
+        larges.any(|large| large.lending.sum_on(io, link))
+    }
+
+    /// When one of them has to be looked at.
+    pub(super) fn next(&self, io: &Io, link: LinkId) -> Option<Instant> {
+        let larges = self
+            .tensors
+            .iter()
+            .filter_map(|posted| posted.large.as_ref());
+        let patiences = larges.filter_map(|large| large.patience.as_ref());
+        patiences.map(|patience| patience.next(io, &[link])).min()
+    }
+
+    /// Withdraws offers that nobody asked for in time; closes the pipe under one whose withdrawal is not answered: the
+    /// receiver may be reading, and the memory must go back to the caller now.
+    pub(super) fn expire(&mut self, io: &mut Io, link: LinkId) {
+        let mut withdraw = Vec::new();
+        for posted in &mut self.tensors {
+            let Some(large) = &mut posted.large else {
+                continue;
+            };
+            let Some(patience) = &mut large.patience else {
+                continue;
+            };
+            match patience.look(io, &[link]) {
+                Stage::Late | Stage::Over if !large.is_withdrawn => {
+                    large.is_withdrawn = true;
+                    patience.due_from(io.now);
+                    withdraw.push(posted.sequence);
+                }
+                Stage::InTime | Stage::Late => {}
+                Stage::Over => {
+                    let text = "the tensor was not received in time, and the receiver does not say that it will not read it any more; the pipe is closed";
+                    return io.fail(link, Error::Timeout(text.to_owned()));
+                }
+            }
+        }
+        for sequence in withdraw {
+            let header = io.header(link, WITHDRAW).u64(sequence);
+            io.message(link, header, Payload::None);
+        }
+    }
+}
