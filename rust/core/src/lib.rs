@@ -17,6 +17,7 @@ mod data;
 mod earliest;
 mod error;
 pub mod events;
+mod fair;
 mod fetch;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;

@@ -5,6 +5,7 @@ use std::time::Instant;
 use super::messages::Message;
 use super::service::{Lent, PARKED_CAP, Schedulers};
 use super::{Event, Opening, SequenceState};
+use crate::fair::{admit, crowded};
 use crate::handoff::HandoffId;
 use crate::node::{Io, LinkId};
 
@@ -124,12 +125,17 @@ impl Schedulers {
             );
         } else if self.is_parked(link, handoff) {
             // Said again, it waits no longer, and takes no more of the room of others.
-        } else if self.parked.len() >= PARKED_CAP {
-            let reason = "too many watches wait for handoffs that are not open".to_owned();
-            Self::say(io, link, &Message::Gone { handoff, reason });
         } else {
-            self.parked
-                .push((handoff, link, io.now + self.patience.open));
+            self.park(io, link, handoff);
+        }
+    }
+
+    fn park(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId) {
+        let one = (handoff, link, io.now + self.patience.open);
+        let refused = admit(&mut self.parked, PARKED_CAP, one, |(_, link, _)| *link);
+        if let Some((handoff, link, _)) = refused {
+            let reason = crowded("watches of handoffs that are not open", PARKED_CAP);
+            Self::say(io, link, &Message::Gone { handoff, reason });
         }
     }
 

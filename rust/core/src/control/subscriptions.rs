@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::messages::Message;
 use super::service::{PARKED_CAP, Schedulers};
+use crate::fair::{admit, crowded};
 use crate::handoff::HandoffId;
 use crate::node::{Io, LinkId};
 
@@ -68,11 +69,11 @@ fn quoted(text: &str) -> String {
 
 impl Schedulers {
     pub(super) fn subscribe_here(&mut self, io: &mut Io, subscription: Subscription) {
-        if self.subscriptions.len() < PARKED_CAP {
-            return self.subscriptions.push(subscription);
+        let waiting = &mut self.subscriptions;
+        if let Some(refused) = admit(waiting, PARKED_CAP, subscription, |it| it.link) {
+            let reason = crowded("subscriptions", PARKED_CAP);
+            tell(io, &refused, &Moment::Gone(reason));
         }
-        let reason = "too many subscriptions wait here".to_owned();
-        tell(io, &subscription, &Moment::Gone(reason));
     }
 
     /// Producer: a prefill is predicted to end then.

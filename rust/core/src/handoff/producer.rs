@@ -1,9 +1,10 @@
 //! The lending side: which blocks are final, who has selected them, and what is to be told to whom.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::{FinalBlock, HandoffId};
+use crate::fair::{admit, crowded};
 use crate::node::LinkId;
 use crate::recent::Recent;
 
@@ -53,11 +54,14 @@ struct Lent {
     selects: Vec<Select>,
 }
 
+/// A select of a handoff that is not known, and until when it waits.
+type Parked = (HandoffId, Select, Instant);
+
 /// All handoffs that this worker lends.
 #[derive(Debug, Default)]
 pub struct Producer {
     lent: HashMap<HandoffId, Lent>,
-    parked: VecDeque<(HandoffId, Select, Instant)>,
+    parked: Vec<Parked>,
     /// Why handoffs have ended, so that a late select is answered at once.
     ended: Recent<String>,
 }
@@ -89,7 +93,7 @@ impl Producer {
             if id == handoff {
                 actions.extend(self.select(select, handoff, until));
             } else {
-                self.parked.push_back((id, select, until));
+                self.parked.push((id, select, until));
             }
         }
         actions
@@ -115,13 +119,21 @@ impl Producer {
                 .into_iter()
                 .collect();
         }
-        if self.parked.len() >= PARKED_CAP {
-            return gone("too many selects wait for handoffs that are not open");
-        }
         self.parked
             .retain(|(id, other, _)| (*id, other.link) != (handoff, select.link));
-        self.parked.push_back((handoff, select, until));
-        Vec::new()
+        self.park((handoff, select, until))
+    }
+
+    fn park(&mut self, one: Parked) -> Vec<Action> {
+        let refused = admit(&mut self.parked, PARKED_CAP, one, |(_, select, _)| {
+            select.link
+        });
+        let gone = |(handoff, select, _): Parked| Action::Gone {
+            link: select.link,
+            handoff,
+            reason: crowded("selects of handoffs that are not open", PARKED_CAP),
+        };
+        refused.map(gone).into_iter().collect()
     }
 
     /// Forgets a handoff: its blocks may change from now on.
@@ -173,14 +185,14 @@ impl Producer {
 
     /// Refuses selects whose handoff was not opened in time, and tells when to come back.
     pub fn expire(&mut self, now: Instant) -> (Vec<Action>, Option<Instant>) {
-        let late = |(_, _, until): &(HandoffId, Select, Instant)| *until <= now;
+        let late = |(_, _, until): &Parked| *until <= now;
         if !self.parked.iter().any(late) {
             return (Vec::new(), self.parked.iter().map(|(_, _, at)| *at).min());
         }
-        let (expired, kept): (VecDeque<_>, VecDeque<_>) =
+        let (expired, kept): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.parked).into_iter().partition(late);
         self.parked = kept;
-        let gone = |(handoff, select, _): (HandoffId, Select, Instant)| Action::Gone {
+        let gone = |(handoff, select, _): Parked| Action::Gone {
             link: select.link,
             handoff,
             reason: "the handoff is not known here".to_owned(),
@@ -323,6 +335,24 @@ mod tests {
         let (actions, _) = producer.expire(now + OPEN_TIMEOUT);
         assert!(
             matches!(&actions[..], [Action::Gone { link: 20, .. }]),
+            "{actions:?}"
+        );
+    }
+
+    #[test]
+    fn a_consumer_that_selects_what_nobody_opens_shuts_out_no_other() {
+        let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
+        for n in 0..PARKED_CAP as u128 + 1 {
+            producer.select(select(20, 0, 1), n.to_le_bytes(), later);
+        }
+        let told = producer.select(select(21, 0, 1), ID, later);
+        assert!(
+            matches!(&told[..], [Action::Gone { link: 20, .. }]),
+            "{told:?}"
+        );
+        let actions = producer.finalize(ID, 0, &[block(0)]);
+        assert!(
+            matches!(&actions[..], [Action::Announce { link: 21, .. }]),
             "{actions:?}"
         );
     }

@@ -159,6 +159,39 @@ fn a_watch_that_is_said_again_is_parked_once_for_each_link_and_handoff() {
     assert_eq!(parked.collect::<Vec<_>>(), expected);
 }
 
+fn handoffs() -> impl Iterator<Item = HandoffId> {
+    (2u128..).map(u128::to_le_bytes)
+}
+
+#[test]
+fn a_consumer_that_watches_what_nobody_opens_shuts_out_no_other() {
+    let (mut io, mut schedulers) = (Io::alone(None), schedulers());
+    for handoff in handoffs().take(PARKED_CAP + 1) {
+        schedulers.watch_here(&mut io, 20, handoff);
+    }
+    schedulers.watch_here(&mut io, 21, ID);
+    assert_eq!(schedulers.parked.len(), PARKED_CAP);
+    schedulers.open(&mut io, ID, opening());
+    assert_eq!(schedulers.lent[&ID].watchers, HashSet::from([21]));
+}
+
+#[test]
+fn one_that_subscribes_to_all_the_room_shuts_out_no_other() {
+    let (mut io, mut schedulers) = (Io::alone(None), schedulers());
+    for _ in 0..=PARKED_CAP {
+        let it = subscription(&io, Awaited::Consumer);
+        schedulers.subscribe_here(&mut io, it);
+    }
+    let other = Subscription {
+        link: 21,
+        ..subscription(&io, Awaited::Consumer)
+    };
+    schedulers.subscribe_here(&mut io, other);
+    let of_other = schedulers.subscriptions.iter().filter(|it| it.link == 21);
+    assert_eq!(of_other.count(), 1);
+    assert_eq!(schedulers.subscriptions.len(), PARKED_CAP);
+}
+
 #[test]
 fn one_that_gives_up_before_the_opening_takes_the_handoff_from_nobody_else() {
     let (mut io, mut schedulers) = (Io::alone(None), schedulers());
