@@ -173,7 +173,13 @@ class Agent(Closing):
         return AgentStats(*self._native.stats(), len(self._native.peers()), self._native.num_regions)
 
     def close(self) -> None:
-        """Ends all sessions; what is under way ends with an error. Closing twice is fine."""
+        """Ends all sessions; what is under way ends with an error. Closing twice is fine.
+
+        Raises:
+            TransferTimeoutError: UCX has not ended reads into memory of regions in time, as of a peer whose machine is gone.
+                The agent is closed all the same. Their memory is kept alive and may still be written to: do not use it
+                until closing again, the agent or the region, raises no error any more.
+        """
         self._is_closed = True
         self._follower.close()
         self._native.close()

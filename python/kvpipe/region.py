@@ -73,7 +73,8 @@ class Region(Closing):
 
         Raises:
             TransferTimeoutError: Somebody may still be reading. The region is closed all the same; its memory stays
-                registered and alive until that peer has answered or is lost.
+                registered and alive until that peer has answered or is lost. After its agent was closed: reads have not
+                ended, see `Agent.close`.
         """
         try:
             closing = self._agent.close_region(self._native, timeout)

@@ -16,7 +16,7 @@ from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.connector.first_token import DUE
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
-from kvpipe.exceptions import ConfigError
+from kvpipe.exceptions import ConfigError, TransferTimeoutError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -205,8 +205,12 @@ class WorkerRole:
 
     def close(self) -> None:
         """Ends the agent; peers are told."""
-        if self._agent is not None:
+        if self._agent is None:
+            return
+        try:
             self._agent.close()
+        except TransferTimeoutError as error:  # the engine ends, and the caches' memory with its process
+            logger.warning("agent.unended %s", error)
 
 
 def _calls_each_layer_once(vllm_config: VllmConfig) -> bool:

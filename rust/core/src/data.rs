@@ -3,8 +3,9 @@
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
-use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Status};
+use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Rest, Status};
 
 use crate::codec::Writer;
 use crate::error::{Error, Result};
@@ -76,9 +77,9 @@ impl DataPlane {
         })
     }
 
-    /// Ends it, and tells how many reads have not ended even so.
-    pub(crate) fn end(self) -> usize {
-        self.worker.end()
+    /// Ends it; see [`Worker::end`].
+    pub(crate) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Rest> {
+        self.worker.end(num_reads)
     }
 
     /// Messages of this session are the link's from now on.

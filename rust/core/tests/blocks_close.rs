@@ -169,6 +169,24 @@ fn a_peer_that_does_not_let_go_is_waited_for_until_the_deadline_and_no_longer() 
 }
 
 #[test]
+fn who_waits_for_a_peer_to_let_go_is_answered_when_the_agent_is_closed() {
+    let Some(search) = common::ucx() else { return };
+    let owner = agent(&search);
+    let region = register(&owner, "kv", &Buffer::zeroed(BLOCK), BLOCK, BLOCK);
+    let address = owner.address().expect("address");
+    let mut raw = Raw::connect(&search, address, Service::Blocks);
+    send_frame(
+        &mut raw.stream,
+        &Writer::new(33).u8(REGIONS).u32(0).finish(),
+    );
+    eventually("the peer", || (owner.peers().len() == 1).then_some(()));
+    let closing = owner.close_region(&region, None).expect("close");
+    assert!(closing.wait_for(Duration::from_millis(100)).is_err());
+    owner.close();
+    assert_eq!(closing.wait_for(PATIENCE), Ok(()));
+}
+
+#[test]
 fn a_peer_that_is_lost_is_not_waited_for() {
     let Some(search) = common::ucx() else { return };
     let owner = agent(&search);

@@ -259,9 +259,10 @@ impl Agent {
             .collect()
     }
 
-    fn close(&self, py: Python<'_>) {
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.close());
         release_let_go(py);
+        self.0.check_reads_ended().map_err(to_py)
     }
 }
 

@@ -22,6 +22,13 @@ pub struct RemoteKey {
     domains: Domains,
 }
 
+impl Drop for RemoteKey {
+    fn drop(&mut self) {
+        let keys = &self.key.worker.state.keys;
+        keys.set(keys.get().saturating_sub(1));
+    }
+}
+
 /// Memory domains as the head of a packed key lists them, one bit each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Domains(u64);
@@ -83,8 +90,6 @@ impl Key {
 impl Drop for Key {
     fn drop(&mut self) {
         self.destroy();
-        let keys = &self.worker.state.keys;
-        keys.set(keys.get().saturating_sub(1));
     }
 }
 

@@ -8,6 +8,7 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::ptr::{NonNull, null, null_mut};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::am::{self, Placer};
@@ -16,8 +17,8 @@ use crate::cuda::{self, Current};
 use crate::endpoint::{Endpoint, EndpointId};
 use crate::event::{Event, Queue, Raw};
 use crate::memory::{Memory, MemoryKind};
-use crate::parked;
 use crate::request::Attributes;
+use crate::rest::Rest;
 use crate::status::{Status, check};
 use crate::sys::{self, EntryPoints};
 
@@ -30,7 +31,7 @@ const LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
 /// from it (see [`Together`](crate::Together)).
 ///
 /// Dropping it closes its endpoints by force and waits for every operation, at most 5 s. Should
-/// one not end, worker and memory stay until it has: UCX may still write to that memory.
+/// one not end, worker and memory stay until it has, see [`Rest`]: UCX may still write to that memory.
 pub struct Worker {
     pub(crate) inner: ManuallyDrop<Rc<Inner>>,
 }
@@ -61,7 +62,7 @@ pub(crate) struct State {
     pub(crate) may_leave: Cell<bool>,
     /// Gets that have not ended.
     pub(crate) writes: Cell<usize>,
-    /// Keys that are not gone.
+    /// Keys that somebody has.
     pub(crate) keys: Cell<usize>,
     /// The `Worker` is gone: nobody takes events any more.
     pub(crate) stopped: Cell<bool>,
@@ -81,7 +82,6 @@ impl Worker {
     /// # Errors
     /// UCX's answer.
     pub fn new(context: &Arc<Context>) -> Result<Self, Status> {
-        parked::work_on();
         let mut inner = Inner {
             handle: create(context)?,
             event_fd: -1,
@@ -172,12 +172,12 @@ impl Worker {
         self.inner.state.outstanding.get()
     }
 
-    /// Drops the worker, and tells how many gets UCX has not ended even so: it may still write to their memory, which is
-    /// kept.
-    pub fn end(self) -> usize {
+    /// Drops the worker. `num_reads` says from now on how many gets UCX has not ended even so: it may still write to their
+    /// memory, which is kept.
+    pub fn end(self, num_reads: Arc<AtomicUsize>) -> Rest {
         let mut worker = ManuallyDrop::new(self);
         // SAFETY: the worker is ours and never dropped.
-        unsafe { worker.finish() }
+        unsafe { worker.finish(num_reads) }
     }
 
     /// Whether UCX is done with all that was asked of it.
@@ -205,11 +205,11 @@ impl Worker {
         self.discard_events();
     }
 
-    /// Ends it, and tells how many gets have not ended even so.
+    /// Ends it.
     ///
     /// # Safety
     /// Called once; the worker is not used afterwards.
-    unsafe fn finish(&mut self) -> usize {
+    unsafe fn finish(&mut self, num_reads: Arc<AtomicUsize>) -> Rest {
         let endpoints: Vec<_> = self
             .inner
             .state
@@ -228,33 +228,18 @@ impl Worker {
         }
         // What it shares with the rest of its thread, but for keys.
         self.inner.state.placer.take();
-        let (is_settled, keys) = (self.is_settled(), self.inner.state.keys.get());
+        num_reads.store(self.inner.state.writes.get(), Ordering::Release);
+        let is_settled = self.is_settled();
         // SAFETY: called once, and neither what is below nor the caller uses the field.
         let inner = unsafe { ManuallyDrop::take(&mut self.inner) };
-        if is_settled {
-            return 0;
-        }
-        // UCX may still call back, and an endpoint that is not connected must not be closed: nothing is freed.
-        let (outstanding, leaving) = (inner.state.outstanding.get(), inner.state.leaving.get());
-        // Once parked, it may be another thread's.
-        let writes = inner.state.writes.get();
-        tracing::warn!(outstanding, leaving, "worker.left_alive");
-        let worker = Self {
-            inner: ManuallyDrop::new(inner),
-        };
-        if keys == 0 {
-            parked::park(worker);
-        } else {
-            parked::leave_alive(worker);
-        }
-        writes
+        Rest::new((!is_settled).then_some(inner), num_reads)
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
         // SAFETY: it is being dropped.
-        unsafe { self.finish() };
+        drop(unsafe { self.finish(Arc::default()) });
     }
 }
 

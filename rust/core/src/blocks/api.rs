@@ -73,7 +73,7 @@ impl Agent {
     /// memory is kept until that is so, for which a second call waits again.
     ///
     /// # Errors
-    /// The region belongs to another agent.
+    /// The region belongs to another agent; its agent was closed, `Timeout` if that did not end all reads.
     pub fn close_region(&self, region: &Region, timeout: Option<Duration>) -> Result<Work<()>> {
         region.check_agent(self.incarnation)?;
         let (done, completer) = self.node.work();
@@ -85,7 +85,11 @@ impl Agent {
         });
         match sent {
             // The agent has ended, and its regions with it.
-            Err(Error::Closed(_)) if !was_open => {
+            Err(Error::Closed(text)) => {
+                self.check_reads_ended()?;
+                if was_open {
+                    return Err(Error::Closed(text));
+                }
                 let (done, completer) = self.node.work();
                 completer.complete(Ok(()));
                 Ok(done)

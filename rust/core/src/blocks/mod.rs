@@ -256,9 +256,18 @@ impl Agent {
         self.board.num_lent.load(Ordering::Relaxed)
     }
 
-    /// Ends the agent: peers are told, its thread ends.
+    /// Ends the agent: peers are told, its thread ends. See [`check_reads_ended`](Self::check_reads_ended).
     pub fn close(&self) {
         self.node.stop();
+    }
+
+    /// Whether nothing is read into the memory of an agent that was closed: UCX may take longer to end reads than `close`
+    /// waits for them.
+    ///
+    /// # Errors
+    /// `Timeout` says how many reads have not ended. Their memory is kept until they have.
+    pub fn check_reads_ended(&self) -> Result<()> {
+        self.node.unended_reads().check()
     }
 }
 
@@ -279,3 +288,6 @@ fn check_positions(first: u32, len: usize) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

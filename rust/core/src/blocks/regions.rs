@@ -16,7 +16,7 @@ use super::transfer::Transfer;
 use crate::codec::Writer;
 use crate::error::{Error, Result};
 use crate::fetch::key;
-use crate::node::{Io, LinkId};
+use crate::node::{Io, LinkId, UnendedReads};
 use crate::region::{Layout, RegionId, RemoteRegion};
 use crate::transport::Memory;
 use crate::work::Completer;
@@ -202,6 +202,15 @@ impl Blocks {
         }
         let waiting = self.closing.iter().flat_map(|closing| &closing.waiting);
         waiting.filter_map(|(until, _)| *until).min()
+    }
+
+    /// Answers all who wait: the agent has ended, and with it all uses of its regions but those reads.
+    pub(super) fn end_all_closing(&mut self, unended: &UnendedReads) {
+        for closing in std::mem::take(&mut self.closing) {
+            for (_, completer) in closing.waiting {
+                completer.complete(unended.check());
+            }
+        }
     }
 
     /// Answers those who have waited long enough.

@@ -270,6 +270,7 @@ impl Service for Blocks {
             self.offers_down(link, &closed);
             self.peer_down(link, &closed);
         }
+        self.end_all_closing(&io.unended_reads);
         self.board.inbox.close();
         for handoff in self.consumer.handoffs() {
             self.fail_load(io, handoff, &closed.to_string());

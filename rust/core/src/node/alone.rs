@@ -27,8 +27,8 @@ impl Io {
 
     /// That of a node whose data plane has ended, but not so many of its reads.
     pub(crate) fn with_unended_reads(reads: usize) -> Self {
-        let mut io = Self::alone(None);
-        io.unended_reads = reads;
+        let io = Self::alone(None);
+        io.unended_reads.pretend(reads);
         io
     }
 }

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use rustix::event::{EventfdFlags, epoll};
 
+use super::unended::UnendedReads;
 use super::{LinkId, NodeConfig, connect, signal};
 use crate::codec::Writer;
 use crate::data::DataPlane;
@@ -47,8 +48,8 @@ pub struct Io {
     pub(super) connected: (Sender<Connected>, Receiver<Connected>),
     pub(crate) data: Option<DataPlane>,
     pub(super) failed: VecDeque<(LinkId, Error)>,
-    /// Reads that UCX had not ended when the data plane ended.
-    pub(super) unended_reads: usize,
+    /// Reads that UCX has not ended although the data plane has.
+    pub(crate) unended_reads: UnendedReads,
     next_token: u64,
 }
 
@@ -100,7 +101,7 @@ impl Io {
             connected: channel(),
             data,
             failed: VecDeque::new(),
-            unended_reads: 0,
+            unended_reads: UnendedReads::default(),
             next_token: 0,
         })
     }
@@ -222,13 +223,7 @@ impl Io {
 
     /// The error of what the node's end has ended: `reason`, and what is to be known of memory that was read into.
     pub(crate) fn closed(&self, reason: &str) -> Error {
-        Error::Closed(match self.unended_reads {
-            0 => reason.to_owned(),
-            reads => format!(
-                "{reason}, but {reads} reads have not ended: memory that they were given may still be written to, \
-                 kvpipe keeps it alive; do not use it again, take other memory"
-            ),
-        })
+        self.unended_reads.closed(reason)
     }
 
     /// The address of a link's peer, also before the link is made, and when it is gone.

@@ -12,6 +12,7 @@ mod connect;
 mod io;
 mod patience;
 mod run;
+mod unended;
 mod wheel;
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
@@ -35,6 +36,7 @@ use wheel::Wheel;
 
 pub use io::Io;
 pub(crate) use patience::{Patience, Stage};
+pub(crate) use unended::UnendedReads;
 pub(crate) use wheel::{Drive, Driven};
 
 /// Names a link of a node; never reused.
@@ -129,6 +131,7 @@ pub struct Node<C> {
     wheel: Arc<dyn Drive>,
     thread: Mutex<Option<JoinHandle<()>>>,
     address: Option<SocketAddr>,
+    unended_reads: UnendedReads,
     process: Process,
 }
 
@@ -153,7 +156,7 @@ impl<C: Send + 'static> Node<C> {
         let (commands, receiver) = channel();
         let wake = Arc::new(eventfd()?);
         let io = Io::new(config, listener, context, Arc::clone(&wake))?;
-        let epoll = Arc::clone(&io.epoll);
+        let (epoll, unended_reads) = (Arc::clone(&io.epoll), io.unended_reads.clone());
         #[expect(unsafe_code, reason = "the one promise that the compiler cannot check")]
         // SAFETY: the worker, its keys, its placer and where that places are reachable through the loop only: `io` was made
         // here, and `make`, being Send, brings nothing that shares without atomics. Services keep to what `Service` demands.
@@ -166,6 +169,7 @@ impl<C: Send + 'static> Node<C> {
                 wheel,
                 thread: Mutex::default(),
                 address,
+                unended_reads,
                 process: Process::this(),
             });
         }
@@ -179,6 +183,7 @@ impl<C: Send + 'static> Node<C> {
             wheel,
             thread: Mutex::new(Some(thread)),
             address,
+            unended_reads,
             process: Process::this(),
         })
     }
@@ -230,6 +235,11 @@ impl Waker {
 impl<C> Node<C> {
     pub(crate) fn waker(&self) -> Waker {
         Waker(Arc::clone(&self.wheel))
+    }
+
+    /// Reads that UCX has not ended although this node has.
+    pub(crate) fn unended_reads(&self) -> &UnendedReads {
+        &self.unended_reads
     }
 
     /// Stops the thread and waits for its end; what is under way ends as closed. Idempotent.

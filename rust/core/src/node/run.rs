@@ -170,8 +170,11 @@ impl<S: Service> Loop<S> {
         }
         // Waits for every operation: nothing may write into memory whose operation is reported as ended. Where UCX does not
         // end one in time, its memory is kept, and the report says so.
-        self.io.unended_reads = self.io.data.take().map_or(0, DataPlane::end);
+        let unended = self.io.unended_reads.counter();
+        let rest = self.io.data.take().and_then(|data| data.end(unended));
         self.service.stop(&mut self.io);
+        drop(self); // and with the service its keys: from then on UCX is worked on until it has ended
+        drop(rest);
     }
 
     /// Lets the last messages leave, a pipe's acknowledgement or a handoff's, before the endpoints are closed by force.

@@ -10,8 +10,11 @@ mod ucx;
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 
-use kvpipe_ucx::{Buffer, Domains, EndpointId, Event, Lane, MemoryKind, Placer, Search, Status};
+use kvpipe_ucx::{
+    Buffer, Domains, EndpointId, Event, Lane, MemoryKind, Placer, Rest, Search, Status,
+};
 
 use crate::error::{Error, Result};
 
@@ -287,13 +290,14 @@ impl Worker {
         }
     }
 
-    /// Ends the worker, and tells how many gets have not ended even so: their memory is kept, and may still be written to.
-    pub(crate) fn end(self) -> usize {
+    /// Ends the worker. `num_reads` says from now on how many gets have not ended even so: their memory is kept, and may
+    /// still be written to. What is returned is to be dropped once nobody has keys any more, for them to be worked on.
+    pub(crate) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Rest> {
         match self {
-            Self::Ucx(worker) => worker.end(),
+            Self::Ucx(worker) => Some(worker.end(num_reads)),
             Self::Twin(worker) => {
                 drop(worker);
-                0
+                None
             }
         }
     }

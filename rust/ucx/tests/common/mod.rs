@@ -276,6 +276,13 @@ pub fn stop(peer: &Peer) {
     }
 }
 
+/// Lets a stopped process go on.
+pub fn go_on(peer: &Peer) {
+    let pid = peer.0.id().to_string();
+    let sent = Command::new("kill").args(["-CONT", &pid]).status();
+    assert!(sent.expect("kill").success());
+}
+
 fn is_stopped(pid: &str) -> bool {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("its threads");
     threads.flatten().all(|thread| {

@@ -1,8 +1,13 @@
 use std::net::{TcpListener, TcpStream};
-use std::sync::mpsc::channel;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+
+use kvpipe_ucx::{Buffer, Config, Library, MemoryKind, Search};
 
 use super::*;
 use crate::identity::Identity;
+use crate::transport::{Context, Get, Memory, RemoteKey, Worker};
 
 /// Notes at each command whether the link had failed.
 #[derive(Default)]
@@ -37,5 +42,119 @@ fn what_is_asked_for_while_the_end_of_a_link_is_seen_knows_of_it() {
         node.serve(link, epoll::EventFlags::empty());
         let has_failed = node.io.has_failed(link);
         assert_eq!(node.service.0.last(), Some(&has_failed));
+    }
+}
+
+/// Over TCP, where a read waits for the peer. `None` after saying why there is no UCX.
+#[allow(clippy::print_stderr, reason = "a skipped test says why")]
+fn ucx_over_tcp() -> Option<Context> {
+    let search = Search {
+        explicit: std::env::var_os("KVPIPE_UCX_LIB").map(PathBuf::from),
+        wheel_dir: None,
+    };
+    let library = Library::load(&search).map_err(|error| eprintln!("skipped: {error}"));
+    let mut config = Config::new();
+    config.pin("TLS", "tcp");
+    config.pin("NET_DEVICES", "lo");
+    let context = kvpipe_ucx::Context::new(library.ok()?, &config);
+    Some(Context::Ucx(context.expect("context")))
+}
+
+/// A peer that does nothing: as if it was stopped, until it is worked on.
+struct Still {
+    worker: Worker,
+    memory: Arc<Memory>,
+}
+
+/// Reads from a peer, and tells what it says of its end.
+struct Reading {
+    peer: (Vec<u8>, u64, Vec<u8>),
+    into: Arc<Memory>,
+    key: Option<RemoteKey>,
+    told: Sender<String>,
+}
+
+impl Service for Reading {
+    type Command = ();
+
+    fn command(&mut self, io: &mut Io, _command: ()) {
+        let (address, remote, packed) = &self.peer;
+        let worker = &io.data.as_ref().expect("data plane").worker;
+        let endpoint = worker.connect(address).expect("connect");
+        let key = worker.unpack_rkey(endpoint, packed, MemoryKind::Host);
+        let key = self.key.insert(key.expect("unpack"));
+        let get = Get {
+            local: &self.into,
+            offset: 0,
+            len: 64,
+            remote: *remote,
+            key,
+            token: 1,
+        };
+        worker.get(endpoint, get).expect("get");
+    }
+    fn link_up(&mut self, _io: &mut Io, _link: LinkId, _peer: &Identity) {}
+    fn link_down(&mut self, _io: &mut Io, _link: LinkId, _error: Error) {}
+    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+        Ok(())
+    }
+    fn stop(&mut self, io: &mut Io) {
+        let _ = self.told.send(io.closed("closed").to_string());
+    }
+}
+
+#[test]
+fn a_read_of_a_stopped_peer_outlives_its_node_with_its_memory_until_the_peer_goes_on() {
+    let (Some(context), Some(theirs)) = (ucx_over_tcp(), ucx_over_tcp()) else {
+        return;
+    };
+    let register = |context: &Context| context.register(Buffer::zeroed(64)).expect("register");
+    let peer = Still {
+        worker: theirs.worker().expect("worker"),
+        memory: register(&theirs),
+    };
+    let into = register(&context);
+    let (told, hears) = channel();
+    let card = (
+        peer.worker.address().expect("address"),
+        peer.memory.buffer().address() as u64,
+        peer.memory.pack_rkey().expect("key"),
+    );
+    let reading = Reading {
+        peer: card,
+        into: Arc::clone(&into),
+        key: None,
+        told,
+    };
+    let (commands, receiver) = channel();
+    let io = Io::alone(Some(context));
+    let unended = io.unended_reads.clone();
+    let mut node = Loop::new(io, reading, receiver);
+    commands.send(Control::Command(())).unwrap();
+    node.turn();
+    assert_eq!(unended.check(), Ok(()), "it has not been closed");
+    node.end();
+    let said = hears.recv().expect("it has ended");
+    assert!(said.contains("1 reads have not ended"), "{said}");
+    assert!(matches!(unended.check(), Err(Error::Timeout(_))));
+    let kept = ucx(&into);
+    drop(into);
+    assert_eq!(Arc::strong_count(&kept), 2, "ours and the read's");
+    let give_up = Instant::now() + Duration::from_secs(20);
+    while unended.check().is_err() && Instant::now() < give_up {
+        if peer.worker.progress() == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        while peer.worker.next_event().is_some() {}
+    }
+    assert_eq!(unended.check(), Ok(()));
+    assert_eq!(Arc::strong_count(&kept), 1);
+}
+
+/// UCX's own, which its operations hold.
+fn ucx(memory: &Memory) -> Arc<kvpipe_ucx::Memory> {
+    match memory {
+        Memory::Ucx(memory) => Arc::clone(memory),
+        Memory::Twin(_) => panic!("of UCX"),
     }
 }

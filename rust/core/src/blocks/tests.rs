@@ -1,0 +1,60 @@
+//! What an agent that was closed says of reads that UCX has not ended. That it hears of them is a test of nodes.
+
+use kvpipe_ucx::Buffer;
+
+use super::*;
+use crate::transport::MemoryRoad;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn agent_with_region() -> (Agent, Region) {
+    let transport = Transport::Memory(MemoryRoad::Get);
+    let agent = Agent::new(
+        "127.0.0.1:0",
+        b"",
+        transport,
+        "",
+        Vec::new(),
+        Timing::default(),
+    );
+    let agent = agent.expect("agent");
+    let region = agent.register("kv", Buffer::zeroed(64), 64, 64);
+    let region = region.expect("open").wait_for(PATIENCE).expect("region");
+    (agent, region)
+}
+
+fn assert_told(result: Result<()>) {
+    let Err(Error::Timeout(text)) = result else {
+        panic!("{result:?}")
+    };
+    for part in [
+        "2 reads have not ended",
+        "kvpipe keeps it alive",
+        "take other memory",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[test]
+fn an_agent_that_was_closed_says_that_reads_have_not_ended_as_long_as_that_is_so() {
+    let (agent, _region) = agent_with_region();
+    agent.close();
+    assert_eq!(agent.check_reads_ended(), Ok(()));
+    agent.node.unended_reads().pretend(2);
+    assert_told(agent.check_reads_ended());
+    agent.node.unended_reads().pretend(0);
+    assert_eq!(agent.check_reads_ended(), Ok(()));
+}
+
+#[test]
+fn a_region_that_is_closed_after_its_agent_says_that_reads_have_not_ended() {
+    let (agent, region) = agent_with_region();
+    agent.close();
+    agent.node.unended_reads().pretend(2);
+    let close = || agent.close_region(&region, None)?.wait_for(PATIENCE);
+    assert_told(close());
+    assert_told(close());
+    agent.node.unended_reads().pretend(0);
+    assert_eq!(close(), Ok(()), "they have ended since");
+}

@@ -1,0 +1,175 @@
+//! Workers that were dropped before UCX was done with what they were asked for: what they hold is given back once it is.
+
+mod common;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use common::{Node, PATIENCE, Peer, Visitor, context, visit_process};
+use kvpipe_ucx::{Library, Memory, MemoryKind, Payload, RemoteKey};
+
+/// One test at a time: they count what the process holds.
+static TURN: Mutex<()> = Mutex::new(());
+
+#[test]
+fn peer_process() {
+    common::serve_if_child();
+}
+
+fn num_descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").expect("fds").count()
+}
+
+/// Threads that work on what is left of a worker.
+fn num_threads() -> usize {
+    let threads = std::fs::read_dir("/proc/self/task").expect("threads");
+    let name = |thread: std::fs::DirEntry| std::fs::read_to_string(thread.path().join("comm"));
+    let names = threads.flatten().filter_map(|thread| name(thread).ok());
+    names.filter(|name| name.trim() == "kvpipe-rest").count()
+}
+
+fn eventually(what: &str, is_so: impl Fn() -> bool) {
+    let give_up = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(
+            Instant::now() < give_up,
+            "{what}: not so within {PATIENCE:?}"
+        );
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Makes a worker and lets it go.
+fn come_and_go(library: &Arc<Library>) {
+    drop(Node::new(context(library, None)));
+}
+
+/// A visitor of a process that was stopped before the two were connected. Over TCP: CMA reads of a stopped process, too.
+fn visit_stopped(library: &Arc<Library>) -> (Visitor, Peer) {
+    let (visitor, peer) = visit_process(library, Some("tcp"));
+    common::stop(&peer);
+    (visitor, peer)
+}
+
+#[test]
+fn what_workers_hold_that_could_not_end_is_given_back_once_their_peers_have_ended() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(library) = common::library() else {
+        return;
+    };
+    come_and_go(&library);
+    let (before, mut peers) = (num_descriptors(), Vec::new());
+    for _ in 0..4 {
+        let (visitor, peer) = visit_stopped(&library);
+        let worker = &visitor.node.worker;
+        let hello = worker.am_send(visitor.endpoint, b"hello", Payload::None, 1);
+        hello.expect("send");
+        drop(visitor);
+        peers.push(peer);
+    }
+    assert!(num_descriptors() > before + 8, "nothing is held");
+    eventually("each has a thread", || num_threads() == 4);
+    for peer in &mut peers {
+        peer.0.kill().expect("kill");
+    }
+    drop(peers);
+    eventually("descriptors are given back", || num_descriptors() <= before);
+    eventually("the threads end", || num_threads() == 0);
+}
+
+/// Drops a worker that reads from a stopped process. Returns the count of its reads, the memory that they are to fill, and
+/// what somebody may still have of the worker: keys.
+fn drop_reading(
+    visitor: Visitor,
+    num_held_keys: usize,
+) -> (Arc<AtomicUsize>, Arc<Memory>, Vec<RemoteKey>) {
+    let Visitor {
+        node,
+        endpoint,
+        card,
+        ..
+    } = visitor;
+    let key = || {
+        let key = node
+            .worker
+            .unpack_rkey(endpoint, &card.rkey, MemoryKind::Host);
+        key.expect("unpack")
+    };
+    let (used, held) = (key(), (0..num_held_keys).map(|_| key()).collect());
+    for token in 0..2 {
+        let got = node
+            .worker
+            .get(endpoint, &node.region, 0, 4096, card.region, &used, token);
+        got.expect("get");
+    }
+    drop(used);
+    let num_reads = Arc::default();
+    drop(node.worker.end(Arc::clone(&num_reads)));
+    (num_reads, node.region, held)
+}
+
+#[test]
+fn memory_of_reads_is_kept_until_they_have_ended_which_a_stopped_peer_that_goes_on_ends() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(library) = common::library() else {
+        return;
+    };
+    let (visitor, peer) = visit_stopped(&library);
+    let (num_reads, memory, _) = drop_reading(visitor, 0);
+    assert_eq!(num_reads.load(Ordering::Acquire), 2);
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(Arc::strong_count(&memory), 3, "ours, and one for each read");
+    common::go_on(&peer);
+    eventually("reads end", || num_reads.load(Ordering::Acquire) == 0);
+    assert_eq!(Arc::strong_count(&memory), 1);
+    eventually("the thread ends", || num_threads() == 0);
+}
+
+#[test]
+fn a_worker_that_waits_for_its_peer_takes_no_cpu() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(library) = common::library() else {
+        return;
+    };
+    let (visitor, peer) = visit_stopped(&library);
+    let (num_reads, ..) = drop_reading(visitor, 0);
+    let begun = cpu_time();
+    std::thread::sleep(Duration::from_secs(1));
+    let taken = cpu_time() - begun;
+    assert!(taken < Duration::from_millis(200), "{taken:?} of a second");
+    assert_eq!(num_reads.load(Ordering::Acquire), 2);
+    drop(peer);
+    eventually("the thread ends", || num_threads() == 0);
+}
+
+/// What this process has taken of its CPUs.
+fn cpu_time() -> Duration {
+    let mut usage = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: a valid place for the answer.
+    let code = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut usage) };
+    assert_eq!(code, 0);
+    Duration::new(
+        usage.tv_sec.unsigned_abs(),
+        u32::try_from(usage.tv_nsec).expect("below a second"),
+    )
+}
+
+#[test]
+fn a_worker_whose_keys_somebody_has_is_left_alone() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(library) = common::library() else {
+        return;
+    };
+    let (visitor, peer) = visit_stopped(&library);
+    let (num_reads, memory, keys) = drop_reading(visitor, 1);
+    common::go_on(&peer);
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(num_threads(), 0);
+    assert_eq!(num_reads.load(Ordering::Acquire), 2);
+    assert_eq!(Arc::strong_count(&memory), 3);
+    drop(keys);
+}
