@@ -1,9 +1,9 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-gpu test-rdma fuzz asan check faults soak bench bench-peers clean
+.PHONY: help setup demo test test-rust test-python test-gpu test-rdma test-ucx-1.13 fuzz asan check faults soak bench bench-peers clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## create .venv with vLLM's CPU build, UCX and kvpipe in release mode
 	@scripts/setup
@@ -26,6 +26,9 @@ test-gpu: setup ## the tests that need a CUDA device; skipped with the reason wh
 
 test-rdma: setup ## a named part of the tests over RDMA verbs, on Debian's UCX, in QEMU
 	@tests/rdma/run
+
+test-ucx-1.13: setup ## the transport's tests on the oldest UCX that is accepted, Debian 12's, over TCP
+	@scripts/test-ucx-1.13
 
 fuzz: ## what reads bytes of peers, with libFuzzer and AddressSanitizer: each target for SECONDS=60
 	@scripts/fuzz $(or $(SECONDS),60)

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -16,9 +17,10 @@ PROXY = """
 import asyncio, logging, sys
 import uvloop
 from kvpipe.proxy import Instance, ProxyConfig, serve
+from tests.proxy.harness import RecordingControl
 
-class NoControl:
-    '''Fake: releases take a while and are printed; the real client is tested end to end.'''
+class SlowControl(RecordingControl):
+    '''Releases take a while and are printed.'''
     async def release(self, address, handoff, timeout=5.0):
         await asyncio.sleep(0.1)
         print("released", handoff, flush=True)
@@ -30,7 +32,7 @@ config = ProxyConfig(
     port=0, drain_timeout_s=float(sys.argv[3]), dispatch="sequential",
 )
 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-    runner.run(serve(config, NoControl()))
+    runner.run(serve(config, SlowControl()))
 """
 
 
@@ -43,11 +45,20 @@ async def start_proxy(stack, decode, drain_timeout_s):
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", PROXY, *urls, str(drain_timeout_s)),
         stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
     )
+    stack.push_async_callback(end, process)
     line = (await process.stdout.readline()).decode()
     assert line.startswith("proxy.listening"), line
     port = line.split("port=")[1].split()[0]
     return process, f"http://127.0.0.1:{port}"
+
+
+async def end(process):
+    """Ends a proxy that a failed test has left behind: the loop would wait for it for ever."""
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
 
 
 @asynccontextmanager

@@ -54,7 +54,7 @@ struct Greeted {
 }
 
 pub(crate) struct DataPlane {
-    context: Context,
+    context: Arc<Context>,
     pub(crate) worker: Worker,
     // Few, and looked up for every message.
     peers: BTreeMap<LinkId, Peer>,
@@ -64,7 +64,7 @@ pub(crate) struct DataPlane {
 }
 
 impl DataPlane {
-    pub(crate) fn new(context: Context) -> Result<Self> {
+    pub(crate) fn new(context: Arc<Context>) -> Result<Self> {
         let (worker, landings) = (context.worker()?, Landings::default());
         worker.place_with(landings.placer());
         Ok(Self {
@@ -313,18 +313,7 @@ impl Io {
         let Some(data) = &self.data else {
             return Err(Error::Closed("no data plane".to_owned()));
         };
-        let kind = buffer.kind();
-        data.context.register(buffer).map_err(|status| {
-            Error::Unavailable(match kind {
-                MemoryKind::Host => format!("cannot register memory: {status}"),
-                MemoryKind::Cuda { .. } => format!(
-                    "CUDA memory cannot be registered with UCX {} ({status}): it needs a UCX with CUDA, which \
-                     pip install 'kvpipe[ucx-cu12]' brings, and UCX_TLS, if set, must allow cuda; or copy the tensor \
-                     to the CPU",
-                    data.context.describe()
-                ),
-            })
-        })
+        data.context.register(buffer)
     }
 
     /// How bytes move on this link.

@@ -83,6 +83,7 @@ impl Agent {
     #[pyo3(signature = (name, data, block_bytes, stride, is_writable=false))]
     fn register(
         &self,
+        py: Python<'_>,
         name: &str,
         data: &Bound<'_, PyAny>,
         block_bytes: u64,
@@ -90,11 +91,13 @@ impl Agent {
         is_writable: bool,
     ) -> PyResult<Work> {
         let buffer = from_python(data, true)?;
-        let registered = if is_writable {
-            self.0.register_writable(name, buffer, block_bytes, stride)
-        } else {
-            self.0.register(name, buffer, block_bytes, stride)
-        };
+        let registered = py.detach(|| {
+            if is_writable {
+                self.0.register_writable(name, buffer, block_bytes, stride)
+            } else {
+                self.0.register(name, buffer, block_bytes, stride)
+            }
+        });
         let work = registered.map_err(to_py)?;
         Ok(Work::new(Kind::Region(work)))
     }

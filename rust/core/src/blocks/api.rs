@@ -10,7 +10,7 @@ use kvpipe_ucx::Buffer;
 use super::metadata::Metadata;
 use super::notices::check_tag;
 use super::offers::Offer;
-use super::regions::Registration;
+use super::regions::LocalRegion;
 use super::service::Command;
 use super::transfer::Notify;
 use super::transfers::ReadCommand;
@@ -22,7 +22,8 @@ use crate::region::{Layout, NAME_CAP};
 use crate::work::{Waited, Work};
 
 impl Agent {
-    /// Registers memory as blocks that peers may read; peers learn of it.
+    /// Registers memory as blocks that peers may read; peers learn of it. Where a device pins the memory, this takes its
+    /// time, on the caller's thread: sessions go on meanwhile.
     pub fn register(
         &self,
         name: &str,
@@ -58,14 +59,10 @@ impl Agent {
             )));
         }
         let layout = Layout::new(buffer.len() as u64, block_bytes, stride)?;
+        let memory = self.node.register(buffer)?;
+        let region = LocalRegion::new(name, layout, is_writable, memory)?;
         let (done, completer) = self.node.work();
-        self.node.send(Command::Register(Registration {
-            name: name.to_owned(),
-            layout,
-            is_writable,
-            buffer,
-            completer,
-        }))?;
+        self.node.send(Command::Register { region, completer })?;
         Ok(done)
     }
 

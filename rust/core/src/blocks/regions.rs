@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use kvpipe_ucx::{Buffer, MemoryKind};
+use kvpipe_ucx::MemoryKind;
 
 use super::messages::{REGIONS_CAP, RELEASED, RemoteRegions, regions};
 use super::offers::Offer;
@@ -32,6 +32,7 @@ fn device(kind: MemoryKind) -> String {
     }
 }
 
+#[derive(Debug)]
 pub(super) struct LocalRegion {
     pub(super) name: String,
     pub(super) layout: Layout,
@@ -41,14 +42,24 @@ pub(super) struct LocalRegion {
     rkey: Vec<u8>,
 }
 
-/// What a user registers.
-#[derive(Debug)]
-pub(super) struct Registration {
-    pub(super) name: String,
-    pub(super) layout: Layout,
-    pub(super) is_writable: bool,
-    pub(super) buffer: Buffer,
-    pub(super) completer: Completer<Region>,
+impl LocalRegion {
+    /// # Errors
+    /// Peers could not reach such memory.
+    pub(super) fn new(
+        name: &str,
+        layout: Layout,
+        is_writable: bool,
+        memory: Arc<Memory>,
+    ) -> Result<Self> {
+        let rkey = key(memory.buffer().kind().into(), memory.pack_rkey())?;
+        Ok(Self {
+            name: name.to_owned(),
+            layout,
+            is_writable,
+            memory,
+            rkey,
+        })
+    }
 }
 
 /// A region that was closed and that somebody may still be reading.
@@ -66,26 +77,21 @@ pub(super) struct Closing {
 
 /// Ours.
 impl Blocks {
-    pub(super) fn register_command(&mut self, io: &mut Io, registration: Registration) {
-        let Registration {
-            name,
-            layout,
-            is_writable,
-            buffer,
-            completer,
-        } = registration;
+    pub(super) fn register_command(
+        &mut self,
+        io: &mut Io,
+        region: LocalRegion,
+        completer: Completer<Region>,
+    ) {
+        let (name, layout) = (region.name.clone(), region.layout.clone());
         let agent = io.identity().incarnation;
-        let registered = self.register(io, (&name, &layout, is_writable), buffer);
+        let registered = self.register(io, region);
         completer.complete(registered.map(|id| Region::new(id, &name, layout, agent)));
     }
 
-    fn register(
-        &mut self,
-        io: &mut Io,
-        (name, layout, is_writable): (&str, &Layout, bool),
-        buffer: Buffer,
-    ) -> Result<RegionId> {
-        if self.regions.values().any(|region| region.name == name) {
+    fn register(&mut self, io: &mut Io, region: LocalRegion) -> Result<RegionId> {
+        let name = &region.name;
+        if self.regions.values().any(|other| other.name == *name) {
             return Err(Error::Config(format!(
                 "there is a region {name:?} already; close it first or give another name"
             )));
@@ -95,17 +101,8 @@ impl Blocks {
                 "an agent has at most {REGIONS_CAP} regions; close one first"
             )));
         }
-        let memory = io.register(buffer)?;
-        let rkey = key(memory.buffer().kind().into(), memory.pack_rkey())?;
         let id = self.next_region;
         self.next_region += 1;
-        let region = LocalRegion {
-            name: name.to_owned(),
-            layout: layout.clone(),
-            is_writable,
-            memory,
-            rkey,
-        };
         self.regions.insert(id, region);
         self.announce_regions(io);
         Ok(id)

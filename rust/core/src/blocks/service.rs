@@ -15,7 +15,8 @@ use super::neighbours::Secret;
 use super::offers::Offer;
 use super::peer::Peer;
 use super::peers::Connection;
-use super::regions::{Closing, LocalRegion, Registration};
+use super::plan::Region;
+use super::regions::{Closing, LocalRegion};
 use super::serve::Serving;
 use super::transfer::Transfer;
 use super::transfers::ReadCommand;
@@ -34,7 +35,10 @@ use crate::work::Completer;
 
 #[derive(Debug)]
 pub(super) enum Command {
-    Register(Registration),
+    Register {
+        region: LocalRegion,
+        completer: Completer<Region>,
+    },
     Close {
         region: RegionId,
         until: Option<Instant>,
@@ -140,7 +144,9 @@ impl Service for Blocks {
 
     fn command(&mut self, io: &mut Io, command: Command) {
         match command {
-            Command::Register(registration) => self.register_command(io, registration),
+            Command::Register { region, completer } => {
+                self.register_command(io, region, completer);
+            }
             Command::Close {
                 region,
                 until,

@@ -22,7 +22,7 @@ impl Io {
             busy_poll: Duration::ZERO,
         };
         let wake = Arc::new(eventfd().expect("eventfd"));
-        Self::new(config, None, context, wake).expect("io")
+        Self::new(config, None, context.map(Arc::new), wake).expect("io")
     }
 
     /// That of a node whose data plane has ended, but not so many of its reads.

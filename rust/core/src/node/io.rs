@@ -65,7 +65,7 @@ impl Io {
     pub(super) fn new(
         mut config: NodeConfig,
         listener: Option<TcpListener>,
-        context: Option<Context>,
+        context: Option<Arc<Context>>,
         wake: Arc<OwnedFd>,
     ) -> Result<Self> {
         let no_epoll = |error| Error::Exhausted(format!("no epoll: {error}"));

@@ -18,18 +18,18 @@ mod wheel;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Status, Together};
+use kvpipe_ucx::{AmData, Buffer, Status, Together};
 use rustix::event::EventfdFlags;
 
 use crate::error::{Error, Result};
 use crate::identity::Identity;
 use crate::link::Timing;
 use crate::process::Process;
-use crate::transport::Transport;
+use crate::transport::{Context, Memory, Transport};
 use crate::work::{Completer, Then, Work, work};
 use run::{Control, Loop};
 use wheel::Wheel;
@@ -38,6 +38,9 @@ pub use io::Io;
 pub(crate) use patience::{Patience, Stage};
 pub(crate) use unended::UnendedReads;
 pub(crate) use wheel::{Drive, Driven};
+
+/// What is said to who asks for something once the node has ended.
+const ENDED: &str = "already closed";
 
 /// Names a link of a node; never reused.
 pub type LinkId = u64;
@@ -131,6 +134,8 @@ pub struct Node<C> {
     wheel: Arc<dyn Drive>,
     thread: Mutex<Option<JoinHandle<()>>>,
     address: Option<SocketAddr>,
+    /// Where its data plane registers memory; it ends with the data plane.
+    registrar: Weak<Context>,
     unended_reads: UnendedReads,
     process: Process,
 }
@@ -151,8 +156,9 @@ impl<C: Send + 'static> Node<C> {
         let context = config
             .transport
             .as_ref()
-            .map(|transport| transport.open(config.local))
+            .map(|transport| transport.open(config.local).map(Arc::new))
             .transpose()?;
+        let registrar = context.as_ref().map(Arc::downgrade).unwrap_or_default();
         let (commands, receiver) = channel();
         let wake = Arc::new(eventfd()?);
         let io = Io::new(config, listener, context, Arc::clone(&wake))?;
@@ -169,6 +175,7 @@ impl<C: Send + 'static> Node<C> {
                 wheel,
                 thread: Mutex::default(),
                 address,
+                registrar,
                 unended_reads,
                 process: Process::this(),
             });
@@ -183,6 +190,7 @@ impl<C: Send + 'static> Node<C> {
             wheel,
             thread: Mutex::new(Some(thread)),
             address,
+            registrar,
             unended_reads,
             process: Process::this(),
         })
@@ -191,6 +199,16 @@ impl<C: Send + 'static> Node<C> {
     /// The address that peers connect to.
     pub fn address(&self) -> Option<SocketAddr> {
         self.address
+    }
+
+    /// Registers memory with the data plane, on the caller's thread: where a device pins it, the node goes on meanwhile.
+    ///
+    /// # Errors
+    /// `Unavailable`: UCX cannot reach such memory. `Closed`: the node has ended, or this process is a fork.
+    pub(crate) fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
+        self.process.check()?;
+        let ended = || Error::Closed(ENDED.to_owned());
+        self.registrar.upgrade().ok_or_else(ended)?.register(buffer)
     }
 
     /// A work of this node: who waits for it runs the node.
@@ -213,7 +231,7 @@ impl<C: Send + 'static> Node<C> {
         let commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
         commands
             .send(Control::Command(command))
-            .map_err(|_| Error::Closed("already closed".to_owned()))?;
+            .map_err(|_| Error::Closed(ENDED.to_owned()))?;
         drop(commands);
         if then == Then::GoOn {
             self.wheel.nudge();
@@ -286,3 +304,6 @@ fn bind(address: SocketAddr) -> Result<TcpListener> {
     listener.set_nonblocking(true).map_err(cannot)?;
     Ok(listener)
 }
+
+#[cfg(test)]
+mod tests;

@@ -69,12 +69,28 @@ impl Context {
         }
     }
 
-    pub(crate) fn register(&self, buffer: Buffer) -> Answer<Arc<Memory>> {
+    /// Registers memory, so that it can be read or sent from. Any thread may call; where a device pins the memory, that
+    /// takes its time.
+    pub(crate) fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
+        let kind = buffer.kind();
         let memory = match self {
-            Self::Ucx(context) => Memory::Ucx(context.register(buffer)?),
-            Self::Twin(_) => Memory::Twin(memory::Registered::new(buffer)?),
+            Self::Ucx(context) => context.register(buffer).map(Memory::Ucx),
+            Self::Twin(_) => memory::Registered::new(buffer).map(Memory::Twin),
         };
-        Ok(Arc::new(memory))
+        let refused = |status| self.not_registered(kind, status);
+        memory.map(Arc::new).map_err(refused)
+    }
+
+    fn not_registered(&self, kind: MemoryKind, status: Status) -> Error {
+        Error::Unavailable(match kind {
+            MemoryKind::Host => format!("cannot register memory: {status}"),
+            MemoryKind::Cuda { .. } => format!(
+                "CUDA memory cannot be registered with UCX {} ({status}): it needs a UCX with CUDA, which \
+                 pip install 'kvpipe[ucx-cu12]' brings, and UCX_TLS, if set, must allow cuda; or copy the tensor \
+                 to the CPU",
+                self.describe()
+            ),
+        })
     }
 
     /// Version and path of UCX, for people.

@@ -1,0 +1,19 @@
+"""What stands in for others has to follow them."""
+
+import inspect
+
+from kvpipe.control import ControlClient
+
+from .harness import RecordingControl
+
+
+def _questions(kind):
+    """What can be asked: the methods and their parameters, by name."""
+    methods = inspect.getmembers(kind, inspect.isfunction)
+    return {name: list(inspect.signature(method).parameters) for name, method in methods if not name.startswith("_")}
+
+
+def test_the_fake_of_the_control_client_can_be_asked_whatever_the_real_one_can():
+    real, fake = _questions(ControlClient), _questions(RecordingControl)
+    del real["close"]
+    assert {name: fake.get(name) for name in real} == real
