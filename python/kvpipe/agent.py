@@ -176,9 +176,9 @@ class Agent(Closing):
         """Ends all sessions; what is under way ends with an error. Closing twice is fine.
 
         Raises:
-            TransferTimeoutError: UCX has not ended reads into memory of regions in time, as of a peer whose machine is gone.
-                The agent is closed all the same. Their memory is kept alive and may still be written to: do not use it
-                until closing again, the agent or the region, raises no error any more.
+            TransferTimeoutError: UCX has not ended reads into memory of regions, as of a peer whose machine is gone. The
+                agent is closed all the same. Their memory is kept alive and may still be written to: do not use it
+                until closing again, the agent or the region, raises nothing any more.
         """
         self._is_closed = True
         self._follower.close()
