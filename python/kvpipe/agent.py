@@ -176,7 +176,7 @@ class Agent(Closing):
         """Ends all sessions; what is under way ends with an error. Closing twice is fine.
 
         Raises:
-            TransferTimeoutError: UCX has not ended reads into memory of regions, as of a peer whose machine is gone. The
+            TransferTimeoutError: UCX has not ended reads into memory of regions, as of a machine that is gone. The
                 agent is closed all the same. Their memory is kept alive and may still be written to: do not use it
                 until closing again, the agent or the region, raises nothing any more.
         """
