@@ -342,7 +342,7 @@ mod tests {
     #[test]
     fn a_consumer_that_selects_what_nobody_opens_shuts_out_no_other() {
         let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
-        for n in 0..PARKED_CAP as u128 + 1 {
+        for n in 0..=PARKED_CAP as u128 {
             producer.select(select(20, 0, 1), n.to_le_bytes(), later);
         }
         let told = producer.select(select(21, 0, 1), ID, later);
