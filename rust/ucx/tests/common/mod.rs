@@ -49,6 +49,10 @@ pub fn context(library: &Arc<Library>, tls: Option<&str>) -> Arc<Context> {
     if let Some(tls) = tls {
         config.pin("TLS", tls);
     }
+    if std::env::var_os("UCX_TLS").is_none() {
+        // Others come and go with other tests of this machine (tests/hosts), and a worker needs all that its context saw.
+        config.pin("NET_DEVICES", "lo");
+    }
     Context::new(Arc::clone(library), &config).expect("context")
 }
 
