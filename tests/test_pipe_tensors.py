@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvpipe import ConfigError, Pipe, TransportUnavailableError
+from tests.conftest import is_tcp
 
 torch = pytest.importorskip("torch")
 
@@ -53,7 +54,7 @@ class Echo:
 def echo(road, start_for_module):
     there_and_back = Echo(start_for_module("echo"))
     there_and_back(torch.zeros(1))  # the other process imports torch
-    assert (there_and_back.receiver.transport == "tcp") == (road == "tcp")
+    assert (there_and_back.receiver.transport == "tcp") == is_tcp(road)
     return there_and_back
 
 
