@@ -2,6 +2,9 @@
 //!
 //! A load whose session is lost gets one fresh session; a block whose read has failed is read once more, by messages.
 
+#[cfg(all(test, feature = "fuzzing"))]
+mod tests;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -146,7 +149,6 @@ impl Blocks {
                     pieces: Arc::new(pieces),
                     // Their checksums have come with the announcement, and cover more.
                     is_summed: false,
-                    by_messages: batch.is_again,
                     deadline: None,
                     owner: Owner::Handoff(handoff, batch),
                 };

@@ -210,7 +210,6 @@ impl Blocks {
                     remote_region: offered.from,
                     pieces: Arc::new(pieces),
                     is_summed: offered.is_summed,
-                    by_messages: false,
                     deadline: None,
                     owner: Owner::Offer {
                         offer: offered.offer,

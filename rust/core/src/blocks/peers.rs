@@ -88,7 +88,7 @@ impl Connection {
         link: LinkId,
         transfer: &Transfer,
     ) -> Result<Option<(u64, Rc<RemoteKey>)>> {
-        if transfer.by_messages {
+        if transfer.is_by_messages() {
             return Ok(None);
         }
         let (region, to) = (transfer.remote_region, transfer.memory.buffer().kind());

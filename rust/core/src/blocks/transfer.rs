@@ -68,8 +68,6 @@ pub(super) struct Take {
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
     pub(super) is_summed: bool,
-    /// Whatever the road of the session is.
-    pub(super) by_messages: bool,
     pub(super) deadline: Option<Instant>,
     pub(super) owner: Owner,
 }
@@ -101,7 +99,6 @@ pub(super) struct Transfer {
     /// Whether it waits for its turn to work, see `turns.rs`.
     pub(super) has_turn: bool,
     pub(super) is_summed: bool,
-    pub(super) by_messages: bool,
     pub(super) is_started: bool,
     /// Message road, once the source has been asked to send it.
     pub(super) incoming: Option<Incoming>,
@@ -129,7 +126,6 @@ impl Transfer {
             proof: None,
             has_turn: false,
             is_summed: take.is_summed,
-            by_messages: take.by_messages,
             is_started: false,
             incoming: None,
             neighbour: None,
@@ -137,6 +133,11 @@ impl Transfer {
             deadline: take.deadline,
             owner: take.owner,
         }
+    }
+
+    /// Whether it goes by messages whatever the road of the session is: the other road has failed.
+    pub(super) fn is_by_messages(&self) -> bool {
+        matches!(&self.owner, Owner::Handoff(_, batch) if batch.is_again)
     }
 
     /// Get road: what to ask for next.

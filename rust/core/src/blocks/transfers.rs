@@ -57,7 +57,6 @@ impl Blocks {
             remote_region: command.remote_region,
             pieces: command.pieces,
             is_summed: command.is_summed,
-            by_messages: false,
             deadline: command.deadline,
             owner: Owner::Caller(command.completer, notify),
         };

@@ -45,11 +45,11 @@ fn spoil(consumer: &mut Consumer, batches: &[Batch]) {
     }
 }
 
-fn failure(missing: &[u32], reason: &str) -> Option<Failure> {
-    Some(Failure {
+fn failure(missing: &[u32], reason: &str) -> Failure {
+    Failure {
         missing: missing.to_vec(),
         reason: reason.to_owned(),
-    })
+    }
 }
 
 #[test]
@@ -82,7 +82,7 @@ fn a_failed_load_ends_after_its_last_read() {
     consumer.read_failed(&ID, &batches[1], "late");
     assert_eq!(consumer.again(&ID), []);
     let outcome = consumer.take_outcome(&ID).unwrap();
-    assert_eq!(outcome.failure, failure(&[0, 1], "lost"));
+    assert_eq!(outcome.failure, Some(failure(&[0, 1], "lost")));
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn a_block_that_is_corrupt_twice_is_missing_and_the_others_are_not() {
     assert_eq!(consumer.again(&ID), []);
     let outcome = consumer.take_outcome(&ID).unwrap();
     let reason = "block 2 of region 0 differs from its checksum";
-    assert_eq!(outcome.failure, failure(&[0], reason));
+    assert_eq!(outcome.failure, Some(failure(&[0], reason)));
     let (received, missing) = (outcome.counts.num_received, outcome.counts.num_missing);
     assert_eq!((received, missing, outcome.counts.num_retried), (1, 1, 1));
 }
@@ -143,7 +143,7 @@ fn a_read_that_failed_is_asked_for_once_more_and_no_oftener() {
         }
     }
     let outcome = consumer.take_outcome(&ID).unwrap();
-    assert_eq!(outcome.failure, failure(&[0, 1], "refused"));
+    assert_eq!(outcome.failure, Some(failure(&[0, 1], "refused")));
 }
 
 #[test]
