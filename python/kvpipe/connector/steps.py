@@ -24,7 +24,7 @@ def scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int, int]]:
 def written_blocks(
     output: SchedulerOutput, manager: KVCacheManager, num_local_tokens: Mapping[str, int], block_size: int
 ) -> set[int]:
-    """Blocks that this step writes. vLLM shares them by their hash already: they count as cached once they are scheduled.
+    """Blocks that this step writes, which vLLM shares by their hash already: they count as cached once scheduled.
 
     Args:
         output: The step.
