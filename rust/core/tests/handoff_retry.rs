@@ -181,7 +181,9 @@ fn a_load_that_has_all_blocks_needs_no_session_to_wait_for_the_sequence_state() 
                 consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
             });
             cable.cut(None);
-            std::thread::sleep(Duration::from_millis(100));
+            // Longer than a fresh session would be waited for.
+            std::thread::sleep(Duration::from_millis(2500));
+            assert_eq!(consumer.events(), []);
             consumer.agent.commit(ID).expect("commit");
             consumer.loaded();
         },
