@@ -41,7 +41,7 @@ impl Side {
         let events = self.agent.drain().into_iter();
         events
             .filter(|event| !matches!(event, Event::Log(_)))
-            .last()
+            .next_back()
     }
 }
 
