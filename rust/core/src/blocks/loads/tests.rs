@@ -38,10 +38,8 @@ impl Side {
     }
 
     fn ended(&self) -> Option<Event> {
-        let events = self.agent.drain().into_iter();
-        events
-            .filter(|event| !matches!(event, Event::Log(_)))
-            .next_back()
+        let mut events = self.agent.drain().into_iter();
+        events.find(|event| !matches!(event, Event::Log(_)))
     }
 }
 
