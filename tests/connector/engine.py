@@ -17,7 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata, WorkerOutcomes
+from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
 
 BLOCK = 32
 STEP_TOKENS = 256
@@ -111,10 +111,11 @@ class Engine:
         self.scheduler.connector.shutdown()
 
 
-def outcome(request: Request, *, is_loaded: bool = True) -> WorkerOutcomes:
-    """The worker's word on one load."""
-    facts = {"num_bytes": 1, "transport": "cma", "elapsed_s": 0.1, "reason": ""}
-    return WorkerOutcomes({request.request_id: facts | {"is_loaded": is_loaded}})
+def outcome(request: Request | Load, *, is_loaded: bool = True, **facts: Any) -> WorkerOutcomes:
+    """The worker's word on one load. `facts`: what it is to say beside that."""
+    known = {"is_loaded": is_loaded, "num_bytes": 1, "transport": "cma", "elapsed_s": 0.1, "reason": ""}
+    counts = dict.fromkeys(("num_received", "num_missing", "num_retried", "num_compared", "num_corrupt"), 0)
+    return WorkerOutcomes({request.request_id: known | counts | facts})
 
 
 def new_id() -> str:

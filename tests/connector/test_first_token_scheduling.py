@@ -79,6 +79,7 @@ def test_a_request_that_is_preempted_before_its_output_is_forced_again(
     assert request.num_output_tokens == 0
     engine.scheduler._preempt_request(request, 0.0)
     engine.scheduler.running.remove(request)
+    loaded(engine, request)
     assert forced(engine, request, handoff) == THEIRS
 
 

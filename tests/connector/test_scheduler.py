@@ -323,14 +323,6 @@ def test_blocks_are_announced_in_the_step_that_completes_them(engine: Engine) ->
     assert request.is_finished()
 
 
-def test_cached_blocks_are_announced_in_the_first_step(engine: Engine) -> None:
-    first = engine.add(prompt(300), max_tokens=1)
-    until(lambda: engine.step() and first.is_finished())
-    produced(engine, prompt(300))
-    _, metadata = engine.step()
-    assert [(final[2], len(final[3])) for final in metadata.finals] == [(0, 10)]
-
-
 def test_blocks_are_held_until_the_worker_has_sent_them(engine: Engine) -> None:
     request, handoff = produced(engine, prompt(100))
     engine.step()

@@ -1,7 +1,9 @@
-"""KVPipeConnector with one fault that a test can order: a bit of the KV that has arrived is flipped.
+"""KVPipeConnector with two faults that a test can order: a block is spoilt before or after its checksum is compared.
 
-It proves that the tests could see wrong KV at all. The fault comes after the checksum, where only a test would put it.
-The order is the existence of the file that `KVPIPE_TEST_FLIP` names.
+Before: at the producer, which has computed the checksum already, so that other bytes arrive than were announced. After:
+at the consumer, where only a test would put it: it proves that the tests could see wrong KV at all. The order is the
+content of the file that `KVPIPE_TEST_FLIP` names: `source`, or nothing for the consumer's side. The file goes when the
+order has been carried out at the source.
 """
 
 import os
@@ -12,27 +14,41 @@ import torch
 
 from kvpipe import connector
 
+# Neither the first nor the last of a prompt of some blocks.
+SPOILT = 2
+
 
 class KVPipeConnector(connector.KVPipeConnector):
-    """Flips the values of one received block in one layer, when ordered."""
+    """Flips the values of one block in one layer, when ordered."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Keeps the first layer's cache."""
         super().register_kv_caches(kv_caches)
+        self._order = Path(os.environ["KVPIPE_TEST_FLIP"])
         self._first_layer = next(iter(kv_caches.values()))
+        self._sources: list[int] = []
         self._destinations: dict[str, int] = {}
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Notes the first block of each load."""
+        """Notes the blocks of each load, and of the last prompt that was computed here in one step."""
         for load in connector_metadata.loads:
             self._destinations[load.request_id] = load.block_ids[0]
+        for _, _, first, block_ids in connector_metadata.finals:
+            self._sources = block_ids if first == 0 else []
         super().bind_connector_metadata(connector_metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Spoils the first block of what has just arrived."""
+        """Spoils the first block of what has just arrived, or one of what is lent."""
         sent, received = super().get_finished(finished_req_ids)
+        if self._sources and self._is_ordered("source"):
+            self._first_layer[self._sources[SPOILT]].neg_()
+            self._sources = []
+            self._order.unlink()
         for request_id in received or ():
             block_id = self._destinations.pop(request_id, None)
-            if block_id is not None and Path(os.environ["KVPIPE_TEST_FLIP"]).exists():
+            if block_id is not None and self._is_ordered(""):
                 self._first_layer[block_id].neg_()
         return sent, received
+
+    def _is_ordered(self, order: str) -> bool:
+        return self._order.exists() and self._order.read_text() == order

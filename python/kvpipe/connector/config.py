@@ -21,8 +21,8 @@ class ConnectorConfig:
     Attributes:
         listen: `host:port` of the control port, as other instances reach it (no wildcard). Port 0 picks a free one,
             which the log names. The workers' agents listen on free ports of the same host.
-        on_load_failure: What becomes of a request whose KV did not arrive: `recompute` (decode computes what is
-            missing) or `fail` (HTTP 500). For the whole engine.
+        on_load_failure: What becomes of a request whose KV did not arrive, or cannot come: `recompute` (decode computes
+            what is missing) or `fail` (HTTP 500; the handoff's result says why). For the whole engine.
         lease_s: Seconds that finished blocks wait for a first consumer before they are freed.
         open_timeout_s: Seconds that a consumer may wait for a handoff that its producer does not know.
         handoff_timeout_s: Seconds from a consumer's request to its KV; only reached when a producer lives and

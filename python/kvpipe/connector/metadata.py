@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Load:
         block_ids: Destination blocks, one a position.
         ranks: `(address, incarnation)` of the producer's workers, by tensor-parallel rank.
         is_committed: Whether the sequence state is here.
+        refusal: Why none of them can come; empty if they can.
     """
 
     request_id: str
@@ -33,6 +38,7 @@ class Load:
     block_ids: list[int]
     ranks: list[tuple[str, bytes]]
     is_committed: bool
+    refusal: str = ""
 
 
 @dataclass
@@ -44,6 +50,7 @@ class StepMetadata(KVConnectorMetadata):
         commits: Consumer: handoffs whose sequence state has come.
         cancels: Consumer: `(handoff, reason)` of loads to end.
         ended: Producer: `(handoff, reason)` of handoffs whose blocks may change from this step on.
+        cached: Producer: as `finals`; final before this step's forward pass.
         finals: Producer: `(handoff, generation, first, block_ids)`; final when this step's forward pass is done.
         held: Producer: `(handoff, request_id)` of finished requests whose blocks are held.
         first_tokens: Consumer: token id by handoff, of the requests in this step that have no output yet.
@@ -53,6 +60,7 @@ class StepMetadata(KVConnectorMetadata):
     commits: list[bytes] = field(default_factory=list)
     cancels: list[tuple[bytes, str]] = field(default_factory=list)
     ended: list[tuple[bytes, str]] = field(default_factory=list)
+    cached: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
     finals: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
     held: list[tuple[bytes, str]] = field(default_factory=list)
     first_tokens: dict[bytes, int] = field(default_factory=dict)
@@ -77,13 +85,14 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 class WorkerOutcomes(KVConnectorWorkerMetadata):
     """Worker role to scheduler role: how loads ended, by request id.
 
-    Each outcome has `is_loaded`, `num_bytes`, `transport`, `elapsed_s` and `reason`.
+    Each outcome has `is_loaded`, `transport`, `elapsed_s`, `reason`, `num_bytes`; of the blocks `num_received`,
+    `num_missing` and `num_retried`; of their checksums in each region `num_compared` and `num_corrupt`.
     """
 
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerOutcomes:
-        """Merges two ranks: loaded if both are, bytes added, the longer time."""
+        """Merges two ranks: loaded if both are, a block received if it is on both, bytes added, the longer time."""
         merged = dict(self.outcomes)
         for request_id, theirs in getattr(other, "outcomes", {}).items():
             ours = merged.get(request_id)
@@ -91,12 +100,22 @@ class WorkerOutcomes(KVConnectorWorkerMetadata):
         return WorkerOutcomes(merged)
 
 
+_MERGED: dict[str, Callable[[Any, Any], Any]] = {
+    "num_bytes": operator.add,
+    "num_compared": operator.add,
+    "num_corrupt": operator.add,
+    "num_received": min,
+    "num_missing": max,
+    "num_retried": max,
+    "elapsed_s": max,
+}
+
+
 def merge(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """Two ranks' words on one load."""
     return {
         "is_loaded": ours["is_loaded"] and theirs["is_loaded"],
-        "num_bytes": ours["num_bytes"] + theirs["num_bytes"],
+        **{name: how(ours[name], theirs[name]) for name, how in _MERGED.items()},
         "transport": ours["transport"] or theirs["transport"],
-        "elapsed_s": max(ours["elapsed_s"], theirs["elapsed_s"]),
         "reason": ours["reason"] or theirs["reason"],
     }

@@ -39,13 +39,26 @@ class Produced:
     is_held: bool = False
     is_withdrawn: bool = False
 
+    def num_final(self, num_tokens: int, block_size: int) -> int:
+        """Blocks that are final when so many tokens are computed: full ones, and with the prompt the last one too."""
+        if num_tokens >= self.num_prompt_tokens:
+            return -(-self.num_prompt_tokens // block_size)
+        return num_tokens // block_size
+
+    def announce(self, block_ids: list[int]) -> list[tuple[bytes, int, int, list[int]]]:
+        """What the worker has to say of the next blocks: `(handoff, generation, first, block_ids)`, or nothing."""
+        first = self.num_announced
+        self.num_announced += len(block_ids)
+        self.announced_ids.update(block_ids)
+        return [(self.handoff, 0, first, block_ids)] if block_ids else []
+
 
 @dataclass
 class Consumed:
     """A request whose KV comes from another engine.
 
     `phase`: `waiting` (for the producer to open) → `opened` → `loading` → `done`; `gone` from the first
-    two. In `gone` and `done` decode computes whatever it lacks.
+    two. In `gone` and `done` decode computes whatever it lacks, unless loads that fail are to fail their requests.
 
     Attributes:
         handoff: The handoff's id.
@@ -59,12 +72,14 @@ class Consumed:
         obstacle: Why it cannot be forced here; empty if it can.
         is_forced: Whether it was forced when the prompt was done.
         num_local_tokens: Tokens found in the own prefix cache when the load was claimed.
-        block_ids: Destination of the load.
-        num_computed: Prompt tokens that this engine computed itself.
+        num_computed: Prompt tokens that this engine computed itself, since it was preempted if it was.
+        num_preemptions: How often it was preempted, as far as it has been noted.
         outcome: The worker's word on the load.
         reason: Why nothing, or not everything, came.
+        is_held: Whether the producer holds its blocks for us.
+        is_lost: Whether nothing can come of what was to be loaded.
         is_reported: Whether the result has been reported.
-        is_finished: Whether the request ended before its prompt was computed.
+        ending: How the request ended before its prompt was computed: `aborted` or `failed`; empty if it did not.
     """
 
     handoff: bytes
@@ -81,11 +96,24 @@ class Consumed:
     has_state: bool = False
     num_local_tokens: int = 0
     num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
     outcome: dict[str, Any] | None = None
     reason: str = ""
+    is_held: bool = False
+    is_lost: bool = False
     is_reported: bool = False
-    is_finished: bool = False
+    ending: str = ""
+
+    def note_preemptions(self) -> None:
+        """Loads again what a preemption has taken, if the producer still holds it.
+
+        A load that was whole is not repeated: the producer was told, and most of it is in the own prefix cache.
+        """
+        if self.request.num_preemptions == self.num_preemptions:
+            return
+        self.num_preemptions, self.num_computed = self.request.num_preemptions, 0
+        if self.phase == "done" and self.is_held:
+            self.phase = "opened"
 
     def awaits_first_token(self) -> bool:
         """Whether the producer may still say which token comes first."""
@@ -94,13 +122,19 @@ class Consumed:
     def report(self) -> dict[str, Any]:
         """The handoff's result, for the control port and the log."""
         outcome = self.outcome or {}
-        is_loaded = bool(outcome.get("is_loaded"))
         return {
             "handoff": self.handoff.hex(),
-            "result": self._result(is_loaded=is_loaded),
+            "result": self._result(is_loaded=bool(outcome.get("is_loaded"))),
             "prompt_tokens": self.num_prompt_tokens,
             "local_tokens": self.num_local_tokens,
             "computed_tokens": self.num_computed,
+            # The last token of a prompt is computed for its logits whether its KV is here or not.
+            "recomputed_tokens": max(0, self.num_computed - 1),
+            "blocks_received": outcome.get("num_received", 0),
+            "blocks_missing": outcome.get("num_missing", 0),
+            "blocks_retried": outcome.get("num_retried", 0),
+            "checksums_compared": outcome.get("num_compared", 0),
+            "checksums_differed": outcome.get("num_corrupt", 0),
             "bytes": outcome.get("num_bytes", 0),
             "transport": outcome.get("transport", ""),
             "transfer_ms": round(outcome.get("elapsed_s", 0.0) * 1000, 3),
@@ -113,8 +147,8 @@ class Consumed:
     def _result(self, *, is_loaded: bool) -> str:
         if is_loaded:
             return "full"
-        if self.is_finished:
-            return "aborted"
+        if self.ending:
+            return self.ending
         if self.num_computed >= self.num_prompt_tokens:
             return "missing"
         return "partial" if self.outcome else "local"

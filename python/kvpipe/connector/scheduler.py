@@ -6,6 +6,7 @@ commands to it and drains its events.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,11 @@ from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, mer
 from kvpipe.connector.obstacles import Obstacles
 from kvpipe.connector.prediction import PrefillClock
 from kvpipe.connector.requests import Consumed, Handoffs, Produced, parse, prompt_hash
+from kvpipe.connector.steps import scheduled, written_blocks
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -49,6 +51,7 @@ class SchedulerRole:
         self._block_size = vllm_config.cache_config.block_size
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._role = str(vllm_config.kv_transfer_config.kv_role)
+        self._is_recomputed = config.on_load_failure == "recompute"
         self._manager: KVCacheManager | None = None
         self._vocab_size = vllm_config.model_config.get_vocab_size()
         self._ranks: list[tuple[str, bytes]] = []
@@ -57,6 +60,7 @@ class SchedulerRole:
         self._produced: Handoffs[Produced] = Handoffs()
         self._consumed: Handoffs[Consumed] = Handoffs()
         self._step = StepMetadata()
+        self._num_local_tokens: dict[str, int] = {}
         self._clock = PrefillClock()
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
             "log": self._on_log,
@@ -146,24 +150,31 @@ class SchedulerRole:
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens come from the producer: `(None, False)` as long as it has not opened the handoff."""
+        self._num_local_tokens[request.request_id] = num_local_tokens
         consumed = self._consumed.get(request.request_id)
         if consumed is None:
             return 0, False
         self._take_events()
+        consumed.note_preemptions()
         if consumed.phase == "waiting":
             return None, False
-        if consumed.phase != "opened" or not self._is_same_prompt(consumed, request):
-            return 0, False
         # vLLM computes the last prompt token itself in any case: alone, it is nothing to move.
         wanted = request.num_prompt_tokens - num_local_tokens
         has_output = request.num_tokens != request.num_prompt_tokens
-        if wanted <= 1 and not has_output and consumed.awaits_first_token():
-            return None, False
-        if wanted <= 1 or has_output:
-            self._give_up(consumed, "everything was in the own prefix cache")
-            return 0, False
-        consumed.num_local_tokens = num_local_tokens
-        return wanted, True
+        is_wanted = wanted > 1 and not has_output
+        if consumed.phase == "opened" and self._is_same_prompt(consumed, request):
+            if not is_wanted and not has_output and consumed.awaits_first_token():
+                return None, False
+            if not is_wanted:
+                self._give_up(consumed, "everything was in the own prefix cache")
+        if is_wanted and (consumed.phase == "opened" or self._fails(consumed)):
+            consumed.num_local_tokens = num_local_tokens
+            return wanted, True
+        return 0, False
+
+    def _fails(self, consumed: Consumed) -> bool:
+        """Whether a request fails whose KV cannot come. vLLM lets it fail by a load, so one is claimed, and refused."""
+        return consumed.phase == "gone" and consumed.is_lost and not self._is_recomputed
 
     def _is_same_prompt(self, consumed: Consumed, request: Request) -> bool:
         """Compares prompts once: a full engine asks for its first request in every step."""
@@ -172,6 +183,7 @@ class SchedulerRole:
             consumed.is_same_prompt = theirs == (prompt_hash(request), request.num_prompt_tokens)
             if not consumed.is_same_prompt:
                 self._give_up(consumed, "the producer computed another prompt")
+                consumed.is_lost = True
         return bool(consumed.is_same_prompt)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -182,24 +194,29 @@ class SchedulerRole:
             hashed = prompt_hash(request)
             self._control.open(produced.handoff, hashed, request.num_prompt_tokens, 0, self._ranks)
         consumed = self._consumed.get(request.request_id)
-        if consumed is None or consumed.phase not in ("waiting", "opened"):
+        if consumed is None or num_external_tokens == 0:
+            if consumed is not None and consumed.phase in ("waiting", "opened"):
+                self._give_up(consumed, "the scheduler did not want it")
             return
-        if num_external_tokens == 0 or consumed.opening is None:
-            self._give_up(consumed, "the scheduler did not want it")
-            return
-        first = consumed.num_local_tokens // self._block_size
-        end = -(-(consumed.num_local_tokens + num_external_tokens) // self._block_size)
-        consumed.block_ids = list(blocks.get_block_ids()[0][first:end])
-        consumed.phase = "loading"
+        if consumed.phase == "opened" or self._fails(consumed):
+            first = consumed.num_local_tokens // self._block_size
+            end = -(-(consumed.num_local_tokens + num_external_tokens) // self._block_size)
+            self._begin_load(consumed, first, list(blocks.get_block_ids()[0][first:end]))
+
+    def _begin_load(self, consumed: Consumed, first: int, block_ids: list[int]) -> None:
+        refusal = consumed.reason if consumed.phase == "gone" else ""
+        opening = {} if refusal or consumed.opening is None else consumed.opening
+        consumed.phase, consumed.outcome = "loading", None
         self._step.loads.append(
             Load(
-                request_id=request.request_id,
+                request_id=consumed.request.request_id,
                 handoff=consumed.handoff,
-                generation=consumed.opening["generation"],
+                generation=opening.get("generation", 0),
                 first=first,
-                block_ids=consumed.block_ids,
-                ranks=consumed.opening["ranks"],
+                block_ids=block_ids,
+                ranks=opening.get("ranks", []),
                 is_committed=consumed.has_state,
+                refusal=refusal,
             )
         )
 
@@ -216,31 +233,30 @@ class SchedulerRole:
             self._preempted(request_id)
         now_s = time.monotonic()
         self._clock.scheduled(output.total_num_scheduled_tokens, now_s)
-        for request_id, num_before, num_new in _scheduled(output):
+        for request_id, num_before, num_new in scheduled(output):
             self._predict(request_id, num_before, num_new, now_s)
-            self._produce(request_id, num_before, num_new)
+            self._produce(output, request_id, num_before, num_new)
             self._force(request_id)
             self._count(request_id, num_before, num_new)
+        self._num_local_tokens.clear()
         step, self._step = self._step, StepMetadata()
         return step
 
-    def _produce(self, request_id: str, num_before: int, num_new: int) -> None:
-        """Announces the blocks that are final after this step."""
+    def _produce(self, output: SchedulerOutput, request_id: str, num_before: int, num_new: int) -> None:
+        """Announces the blocks that are final before this step, and those that are after it."""
         produced = self._produced.get(request_id)
         if produced is None or not produced.is_open or produced.is_withdrawn or self._manager is None:
             return
+        block_ids = self._manager.get_block_ids(request_id)[0]
         if produced.num_cached_tokens is None:
             produced.num_cached_tokens = num_before
-        num_tokens = num_before + num_new
-        is_complete = num_tokens >= produced.num_prompt_tokens
-        num_final = (
-            -(-produced.num_prompt_tokens // self._block_size) if is_complete else num_tokens // self._block_size
-        )
-        if num_final > produced.num_announced:
-            block_ids = self._manager.get_block_ids(request_id)[0][produced.num_announced : num_final]
-            self._step.finals.append((produced.handoff, 0, produced.num_announced, list(block_ids)))
-            produced.num_announced = num_final
-            produced.announced_ids.update(block_ids)
+            written = written_blocks(output, self._manager, self._num_local_tokens, self._block_size)
+            cached = itertools.takewhile(
+                lambda block: block not in written, block_ids[: num_before // self._block_size]
+            )
+            self._step.cached.extend(produced.announce(list(cached)))
+        num_final = produced.num_final(num_before + num_new, self._block_size)
+        self._step.finals.extend(produced.announce(list(block_ids[produced.num_announced : num_final])))
 
     def _predict(self, request_id: str, num_before: int, num_new: int, now_s: float) -> None:
         """Says when a producing request's prefill will end, if its engine's speed is known."""
@@ -280,7 +296,8 @@ class SchedulerRole:
             self._report(consumed)
 
     def _report(self, consumed: Consumed) -> None:
-        consumed.is_reported = True
+        consumed.is_reported, consumed.is_held = True, False
+        self._control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
         report = consumed.report()
         self._control.set_result(consumed.handoff, json.dumps(report))
         fields = " ".join(f"{name}={value}" for name, value in report.items() if value != "")
@@ -307,8 +324,11 @@ class SchedulerRole:
             return
         is_loaded = consumed.outcome is not None and consumed.outcome["is_loaded"]
         consumed.phase = "done"
-        self._control.unwatch(consumed.handoff, is_loaded)
-        if consumed.is_finished:
+        if is_loaded:
+            consumed.is_held = False
+            self._control.unwatch(consumed.handoff, True)  # noqa: FBT003 - a native method
+        # Of one that is not, the producer keeps the blocks until the prompt is computed: see `note_preemptions`.
+        if consumed.ending:
             self._forget(request_id, consumed)
 
     def _withdraw_invalid(self, invalid_block_ids: set[int]) -> None:
@@ -322,7 +342,8 @@ class SchedulerRole:
         """A request has finished: whether its blocks are held for a consumer, and what its answer says about it."""
         consumed = self._consumed.get(request.request_id)
         if consumed is not None:
-            self._consumed_finished(request.request_id, consumed)
+            is_failed = request.status == RequestStatus.FINISHED_ERROR
+            self._consumed_finished(request.request_id, consumed, "failed" if is_failed else "aborted")
         produced = self._produced.get(request.request_id)
         if produced is None:
             return False, None
@@ -341,8 +362,8 @@ class SchedulerRole:
         }
         return True, {"kvpipe": facts}
 
-    def _consumed_finished(self, request_id: str, consumed: Consumed) -> None:
-        consumed.is_finished = True
+    def _consumed_finished(self, request_id: str, consumed: Consumed, ending: str) -> None:
+        consumed.ending = ending
         if consumed.phase == "loading":
             # The worker still writes into the blocks: vLLM frees them when it reports the end of the load.
             self._step.cancels.append((consumed.handoff, "the request was aborted"))
@@ -375,7 +396,7 @@ class SchedulerRole:
     def _on_opened(self, event: dict[str, Any]) -> None:
         consumed = self._consumed.of(event["handoff"])
         if consumed is not None and consumed.phase == "waiting":
-            consumed.phase, consumed.opening = "opened", event
+            consumed.phase, consumed.opening, consumed.is_held = "opened", event, True
 
     def _on_finished(self, event: dict[str, Any]) -> None:
         consumed = self._consumed.of(event["handoff"])
@@ -392,21 +413,12 @@ class SchedulerRole:
         consumed = self._consumed.of(event["handoff"])
         if consumed is None:
             return
+        consumed.is_held = False
         if consumed.phase == "loading":
             self._step.cancels.append((consumed.handoff, event["reason"]))
         elif consumed.phase in ("waiting", "opened"):
-            consumed.phase, consumed.reason = "gone", event["reason"]
+            consumed.phase, consumed.reason, consumed.is_lost = "gone", event["reason"], True
 
     def close(self) -> None:
         """Ends the control plane; consumers are told."""
         self._control.close()
-
-
-def _scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int, int]]:
-    """`(request_id, computed before, computed in this step)` of every scheduled request."""
-    counts = output.num_scheduled_tokens
-    for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens, counts.get(new.req_id, 0)
-    cached = output.scheduled_cached_reqs
-    for request_id, num_before in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield request_id, num_before, counts.get(request_id, 0)

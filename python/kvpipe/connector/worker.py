@@ -26,6 +26,20 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpipe.worker")
 
 
+# What the agent says of a load that has ended, and what stands for it where the load never began.
+_FACTS: dict[str, Any] = {
+    "num_bytes": 0,
+    "num_received": 0,
+    "num_missing": 0,
+    "num_retried": 0,
+    "num_compared": 0,
+    "num_corrupt": 0,
+    "transport": "",
+    "elapsed_s": 0.0,
+    "reason": "",
+}
+
+
 class WorkerRole:
     """Loads and lends the KV blocks of one rank."""
 
@@ -103,6 +117,8 @@ class WorkerRole:
         agent = self._agent
         if agent is None:
             return
+        if step.cached:
+            agent.finalize(_kvpipe.Finals(step.cached), list(self._regions.values()))
         for load in step.loads:
             self._load(agent, load)
         for handoff in step.commits:
@@ -116,15 +132,11 @@ class WorkerRole:
         DUE.tokens = step.first_tokens
 
     def _load(self, agent: _kvpipe.Agent, load: Load) -> None:
-        if load.handoff in self._loading:
-            self._end_load(load, {"missing": range(len(load.block_ids)), "reason": "its handoff is being loaded"})
+        if refusal := self._refusal(load):
+            num_blocks = len(load.block_ids)
+            self._end_load(load, {"missing": range(num_blocks), "num_missing": num_blocks, "reason": refusal})
             return
         self._loading[load.handoff] = load
-        if self._rank >= len(load.ranks):
-            self._loading.pop(load.handoff)
-            reason = f"the producer has {len(load.ranks)} workers, this is rank {self._rank}"
-            self._end_load(load, {"missing": range(len(load.block_ids)), "reason": reason})
-            return
         address, incarnation = load.ranks[self._rank]
         agent.load(
             load.handoff,
@@ -135,6 +147,16 @@ class WorkerRole:
             load.block_ids,
             load.is_committed,
         )
+
+    def _refusal(self, load: Load) -> str:
+        """Why a load cannot begin; empty if it can."""
+        if load.refusal:
+            return load.refusal
+        if load.handoff in self._loading:
+            return "its handoff is being loaded"
+        if self._rank >= len(load.ranks):
+            return f"the producer has {len(load.ranks)} workers, this is rank {self._rank}"
+        return ""
 
     def save_layer(self, layer_name: str) -> None:
         """After a layer's attention: this step's blocks are final in it. Most steps have none."""
@@ -183,13 +205,8 @@ class WorkerRole:
         missing = [load.block_ids[index] for index in event.get("missing", ())]
         self._invalid_block_ids.update(missing)
         self._received.add(load.request_id)
-        self._outcomes[load.request_id] = {
-            "is_loaded": "reason" not in event,
-            "num_bytes": event.get("num_bytes", 0),
-            "transport": event.get("transport", ""),
-            "elapsed_s": event.get("elapsed_s", 0.0),
-            "reason": event.get("reason", ""),
-        }
+        facts = {name: event.get(name, default) for name, default in _FACTS.items()}
+        self._outcomes[load.request_id] = {"is_loaded": "reason" not in event, **facts}
 
     def take_invalid_block_ids(self) -> set[int]:
         """Blocks that did not arrive, of the loads that `finished` has just reported."""

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::blocks::{self, Event, LoadRequest, Notification, Options};
 use kvpipe_core::handoff::HandoffId;
+use kvpipe_core::handoff::consumer::Counts as LoadCounts;
 use kvpipe_core::link::Timing;
 use kvpipe_core::work::Waited;
 use pyo3::prelude::*;
@@ -289,21 +290,23 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
     match event {
         Event::Loaded {
             handoff,
-            num_bytes,
+            counts,
             transport,
             elapsed,
         } => {
             set("loaded", handoff)?;
-            dict.set_item("num_bytes", num_bytes)?;
-            dict.set_item("transport", transport)?;
-            dict.set_item("elapsed_s", Duration::as_secs_f64(elapsed))?;
+            set_facts(&dict, counts, transport, *elapsed)?;
         }
         Event::Failed {
             handoff,
+            counts,
+            transport,
+            elapsed,
             missing,
             reason,
         } => {
             set("failed", handoff)?;
+            set_facts(&dict, counts, transport, *elapsed)?;
             dict.set_item("missing", missing)?;
             dict.set_item("reason", reason)?;
         }
@@ -314,6 +317,23 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
         }
     }
     Ok(dict)
+}
+
+/// What is known of a load however it has ended.
+fn set_facts(
+    dict: &Bound<'_, PyDict>,
+    counts: &LoadCounts,
+    transport: &str,
+    elapsed: Duration,
+) -> PyResult<()> {
+    dict.set_item("transport", transport)?;
+    dict.set_item("elapsed_s", elapsed.as_secs_f64())?;
+    dict.set_item("num_bytes", counts.num_bytes)?;
+    dict.set_item("num_received", counts.num_received)?;
+    dict.set_item("num_missing", counts.num_missing)?;
+    dict.set_item("num_retried", counts.num_retried)?;
+    dict.set_item("num_compared", counts.num_compared)?;
+    dict.set_item("num_corrupt", counts.num_corrupt)
 }
 
 impl Drop for Agent {

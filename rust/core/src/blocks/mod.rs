@@ -6,6 +6,7 @@ mod finals;
 pub(crate) mod fuzzing;
 mod handoffs;
 mod inbox;
+mod loads;
 mod messages;
 mod metadata;
 mod neighbours;
@@ -33,6 +34,7 @@ use crate::address::listen_address;
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::handoff::HandoffId;
+use crate::handoff::consumer::Counts;
 use crate::identity::{Identity, Incarnation, Service};
 use crate::link::Timing;
 use crate::node::{LinkId, Node, NodeConfig, default_busy_poll};
@@ -57,8 +59,8 @@ pub enum Event {
     Loaded {
         /// Which.
         handoff: HandoffId,
-        /// Bytes moved.
-        num_bytes: u64,
+        /// In numbers.
+        counts: Counts,
         /// By which transport.
         transport: String,
         /// From the start of the load to its end.
@@ -68,6 +70,12 @@ pub enum Event {
     Failed {
         /// Which.
         handoff: HandoffId,
+        /// In numbers.
+        counts: Counts,
+        /// By which transport; empty if no session is left.
+        transport: String,
+        /// From the start of the load to its end.
+        elapsed: Duration,
         /// Indices into the `block_ids` of the load.
         missing: Vec<u32>,
         /// Why.

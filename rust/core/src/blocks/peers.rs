@@ -88,6 +88,9 @@ impl Connection {
         link: LinkId,
         transfer: &Transfer,
     ) -> Result<Option<(u64, Rc<RemoteKey>)>> {
+        if transfer.is_by_messages() {
+            return Ok(None);
+        }
         let (region, to) = (transfer.remote_region, transfer.memory.buffer().kind());
         let (is_cuda, road) = (self.is_cuda(region), io.road(link));
         let mut source = None;
@@ -157,11 +160,8 @@ impl Blocks {
     /// The link to an address: the one there is, or a new one. One whose loss its users have been told of already is
     /// not there any more, although its end is still to be reported.
     pub(super) fn link_to(&mut self, io: &mut Io, address: &str) -> LinkId {
-        let is_lost = |link: &LinkId| {
-            let peer = self.peers.get(link);
-            io.has_failed(*link) || peer.is_none_or(|peer| peer.handle.lost().is_some())
-        };
-        if let Some(&link) = self.by_address.get(address).filter(|link| !is_lost(link)) {
+        let known = self.by_address.get(address);
+        if let Some(&link) = known.filter(|link| !self.is_lost(io, **link)) {
             return link;
         }
         let link = io.connect(address);
@@ -169,6 +169,12 @@ impl Blocks {
         let handle = Peer::new(link, address, io.identity().incarnation);
         self.peers.insert(link, Connection::new(handle));
         link
+    }
+
+    /// Whether a link has ended, be its end reported or not.
+    pub(super) fn is_lost(&self, io: &Io, link: LinkId) -> bool {
+        let peer = self.peers.get(&link);
+        io.has_failed(link) || peer.is_none_or(|peer| peer.handle.lost().is_some())
     }
 
     /// Hands out a peer whose regions are known.
@@ -206,7 +212,7 @@ impl Blocks {
             self.take_offer(io, link, offered);
         }
         for handoff in self.consumer.handoffs() {
-            self.select(io, handoff);
+            self.go_on(io, handoff);
         }
     }
 

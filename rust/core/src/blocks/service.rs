@@ -76,9 +76,22 @@ pub(super) enum Command {
 
 pub(super) struct Loading {
     pub(super) link: LinkId,
+    /// Where the producer listens.
+    pub(super) producer: String,
     pub(super) incarnation: Incarnation,
     pub(super) started: Instant,
+    /// Whether the producer was asked on this link.
     pub(super) has_selected: bool,
+    /// Why a session was lost, and when a fresh one has to be here.
+    pub(super) lost: Option<(String, Instant)>,
+}
+
+impl Loading {
+    /// When the fresh session that it waits for has to be here.
+    pub(super) fn fresh_by(&self) -> Option<Instant> {
+        let lost = self.lost.as_ref().filter(|_| !self.has_selected);
+        lost.map(|(_, by)| *by)
+    }
 }
 
 pub(super) struct Blocks {
@@ -173,7 +186,7 @@ impl Service for Blocks {
             Command::Load(request) => self.load(io, request),
             Command::Commit { handoff } => {
                 self.consumer.commit(&handoff);
-                self.end_load_if_over(io, handoff);
+                self.go_on(io, handoff);
             }
             Command::Cancel { handoff, reason } => self.fail_load(io, handoff, &reason),
         }
@@ -251,10 +264,11 @@ impl Service for Blocks {
         }
         self.expire_transfers(io);
         let described = self.expire_peers(io);
+        let fresh = self.expire_loads(io);
         self.note(io);
         self.release(io);
         let closed = self.end_closing(io.now);
-        [self.deadlines.at(), parked, described, closed]
+        [self.deadlines.at(), parked, described, fresh, closed]
             .into_iter()
             .flatten()
             .min()
@@ -267,6 +281,9 @@ impl Service for Blocks {
 
     fn stop(&mut self, io: &mut Io) {
         let reason = "the agent was closed";
+        for handoff in self.consumer.handoffs() {
+            self.consumer.fail(&handoff, reason);
+        }
         for (_, transfer) in std::mem::take(&mut self.transfers) {
             let closed = Err(io.closed(reason));
             self.end_owner(io, transfer.link, transfer.owner, closed);

@@ -135,6 +135,11 @@ impl Transfer {
         }
     }
 
+    /// Whether it goes by messages whatever the road of the session is: the other road has failed.
+    pub(super) fn is_by_messages(&self) -> bool {
+        matches!(&self.owner, Owner::Handoff(_, batch) if batch.is_again)
+    }
+
     /// Get road: what to ask for next.
     pub(super) fn next_get(&self) -> Option<Run> {
         let is_going =

@@ -237,17 +237,7 @@ impl Blocks {
                 let outcome = outcome.map(|_| ());
                 self.answer(io, link, (offer, notice), outcome);
             }
-            Owner::Handoff(handoff, batch) => {
-                match outcome {
-                    Ok(arrived) => {
-                        let whole = self.verify(&handoff, &batch, &arrived.memory, &arrived.layout);
-                        self.consumer
-                            .read(&handoff, &batch, &whole, arrived.num_bytes);
-                    }
-                    Err(error) => self.consumer.read_failed(&handoff, &error.to_string()),
-                }
-                self.end_load_if_over(io, handoff);
-            }
+            Owner::Handoff(handoff, batch) => self.batch_ended(io, handoff, &batch, outcome),
         }
     }
 }

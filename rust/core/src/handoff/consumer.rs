@@ -1,9 +1,15 @@
-//! The receiving side: what has been announced, what is being read, what has arrived whole.
+//! The receiving side: what has been announced, what is being read, what has arrived whole, what is asked for again.
+
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::{FinalBlock, HandoffId};
 use crate::error::{Error, Result};
+
+/// How often a block of one region is read at most: by the session's road, then once more by messages.
+const READS: u8 = 2;
 
 /// Where the blocks of a request go.
 #[derive(Debug, Clone)]
@@ -27,50 +33,212 @@ pub struct Load {
 pub struct Batch {
     /// The region on both sides.
     pub region: u16,
+    /// Whether a read of them has failed before.
+    pub is_again: bool,
     /// What is read, and its checksums.
     pub blocks: Vec<FinalBlock>,
     /// Destination ids, in the same order.
     pub local_ids: Vec<u32>,
 }
 
+/// What a load has come to, in numbers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Bytes that were moved.
+    pub num_bytes: u64,
+    /// Blocks of the request that are here whole, in every region.
+    pub num_received: u64,
+    /// Blocks that are not.
+    pub num_missing: u64,
+    /// Blocks of which a region was asked for again.
+    pub num_retried: u64,
+    /// Comparisons with the producer's checksums, one for each block and region that was read.
+    pub num_compared: u64,
+    /// Those that differed.
+    pub num_corrupt: u64,
+}
+
 /// How a load ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
-    /// Everything is here and proved.
-    Loaded {
-        /// Bytes that were moved.
-        num_bytes: u64,
-    },
-    /// Something is missing.
-    Failed {
-        /// Indices into `block_ids` of the blocks that are not here whole.
-        missing: Vec<u32>,
-        /// Why.
-        reason: String,
-    },
+pub struct Outcome {
+    /// In numbers.
+    pub counts: Counts,
+    /// What is missing, unless everything is here and proved.
+    pub failure: Option<Failure>,
+}
+
+/// What is missing of a load.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// Indices into `block_ids` of the blocks that are not here whole.
+    pub missing: Vec<u32>,
+    /// Why.
+    pub reason: String,
+}
+
+/// A wanted block in one region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Stage {
+    /// To be announced, or to be asked for again.
+    #[default]
+    Awaited,
+    Reading,
+    Here,
+    /// No read of it has brought what was announced.
+    Lost,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Cell {
+    stage: Stage,
+    num_reads: u8,
 }
 
 #[derive(Debug)]
 struct State {
     load: Load,
-    /// For each wanted block and region (`[block][region]`), whether it was announced.
-    announced: Vec<bool>,
+    /// For each wanted block and region: `[block][region]`.
+    cells: Vec<Cell>,
     /// For each wanted block, the regions in which it has arrived.
     arrived: Vec<u16>,
+    /// Blocks from here on are not wanted any more: the one at this index is lost, and without it they are of no use.
+    end: usize,
+    /// Blocks of the session that is there whose read has failed.
+    again: Vec<FinalBlock>,
     num_reading: usize,
-    num_bytes: u64,
+    counts: Counts,
     is_selected: bool,
-    failure: Option<String>,
+    /// Why something is lost.
+    reason: Option<String>,
+    /// Whether nothing more will come.
+    is_ended: bool,
 }
 
 impl State {
-    /// Where a block goes, when it is wanted and comes for the first time.
-    fn want(&mut self, block: &FinalBlock) -> Option<u32> {
-        let index = block.position.checked_sub(self.load.first)? as usize;
+    fn new(load: Load) -> Self {
+        let count = load.block_ids.len();
+        Self {
+            cells: vec![Cell::default(); count * usize::from(load.num_regions)],
+            load,
+            arrived: vec![0; count],
+            end: count,
+            again: Vec::new(),
+            num_reading: 0,
+            counts: Counts::default(),
+            is_selected: false,
+            reason: None,
+            is_ended: false,
+        }
+    }
+
+    fn index(&self, block: &FinalBlock) -> Option<usize> {
+        Some(block.position.checked_sub(self.load.first)? as usize)
+    }
+
+    fn cell(&mut self, block: &FinalBlock) -> Option<&mut Cell> {
+        let regions = usize::from(self.load.num_regions);
+        let at = self.index(block)? * regions + usize::from(block.region);
+        self.cells.get_mut(at)
+    }
+
+    /// Where a block goes, when it is wanted and not being read, and whether it was read before.
+    fn want(&mut self, block: &FinalBlock) -> Option<(u32, bool)> {
+        let index = self.index(block).filter(|index| *index < self.end)?;
         let local = *self.load.block_ids.get(index)?;
-        let at = index * usize::from(self.load.num_regions) + usize::from(block.region);
-        let is_new = !std::mem::replace(self.announced.get_mut(at)?, true);
-        is_new.then_some(local)
+        let cell = self.cell(block)?;
+        if cell.stage != Stage::Awaited {
+            return None;
+        }
+        cell.stage = Stage::Reading;
+        cell.num_reads += 1;
+        Some((local, cell.num_reads > 1))
+    }
+
+    /// Batches of those that are wanted.
+    fn batches(&mut self, blocks: impl Iterator<Item = FinalBlock>) -> Vec<Batch> {
+        let mut wanted: BTreeMap<(u16, bool), Vec<(FinalBlock, u32)>> = BTreeMap::new();
+        for block in blocks {
+            if let Some((local, is_again)) = self.want(&block) {
+                let of_region = wanted.entry((block.region, is_again)).or_default();
+                of_region.push((block, local));
+            }
+        }
+        let batch = |(region, is_again), part: &[(FinalBlock, u32)]| {
+            let (blocks, local_ids) = part.iter().copied().unzip();
+            Batch {
+                region,
+                is_again,
+                blocks,
+                local_ids,
+            }
+        };
+        let max_batch = self.load.max_batch.max(1);
+        let batches: Vec<Batch> = wanted
+            .iter()
+            .flat_map(|(&key, all)| all.chunks(max_batch).map(move |part| batch(key, part)))
+            .collect();
+        self.num_reading += batches.len();
+        batches
+    }
+
+    fn arrive(&mut self, block: &FinalBlock) {
+        if let Some(cell) = self.cell(block) {
+            cell.stage = Stage::Here;
+        }
+        if let Some(index) = self.index(block) {
+            self.arrived[index] += 1;
+        }
+    }
+
+    /// A read of a block has failed: it is wanted again, or lost.
+    fn miss(&mut self, block: &FinalBlock, reason: impl FnOnce() -> String) {
+        let (Some(index), Some(cell)) = (self.index(block), self.cell(block)) else {
+            return;
+        };
+        if cell.num_reads < READS {
+            cell.stage = Stage::Awaited;
+            self.again.push(*block);
+            return;
+        }
+        cell.stage = Stage::Lost;
+        self.reason.get_or_insert_with(reason);
+        self.end = self.end.min(index);
+    }
+
+    fn is_whole(&self, index: usize) -> bool {
+        self.arrived[index] == self.load.num_regions
+    }
+
+    /// Whether all that is still wanted is here.
+    fn is_complete(&self) -> bool {
+        self.is_selected && (0..self.end).all(|index| self.is_whole(index))
+    }
+
+    fn is_over(&self) -> bool {
+        let is_enough = self.load.is_committed || self.reason.is_some();
+        self.num_reading == 0 && (self.is_ended || is_enough && self.is_complete())
+    }
+
+    fn num_retried(&self) -> u64 {
+        let blocks = self.cells.chunks(self.load.num_regions.max(1).into());
+        let is_retried = |cells: &&[Cell]| cells.iter().any(|cell| cell.num_reads > 1);
+        blocks.filter(is_retried).count() as u64
+    }
+
+    fn outcome(self) -> Outcome {
+        let count = self.load.block_ids.len();
+        let missing: Vec<u32> = (0..count)
+            .filter(|&index| !self.is_whole(index))
+            .map(|index| index as u32)
+            .collect();
+        let counts = Counts {
+            num_received: (count - missing.len()) as u64,
+            num_missing: missing.len() as u64,
+            num_retried: self.num_retried(),
+            ..self.counts
+        };
+        let failure = self.reason.map(|reason| Failure { missing, reason });
+        Outcome { counts, failure }
     }
 }
 
@@ -91,24 +259,16 @@ impl Consumer {
                 "this handoff is being loaded already".to_owned(),
             ));
         }
-        let count = load.block_ids.len();
-        let state = State {
-            announced: vec![false; count * usize::from(load.num_regions)],
-            load,
-            arrived: vec![0; count],
-            num_reading: 0,
-            num_bytes: 0,
-            is_selected: false,
-            failure: None,
-        };
-        self.loads.insert(handoff, state);
+        self.loads.insert(handoff, State::new(load));
         Ok(())
     }
 
-    /// What the producer is now asked for: the first position, and the one after the last.
+    /// What the producer is now asked for: the first position, and the one after the last. Of a session before, it is
+    /// not asked for anything any more.
     pub fn select(&mut self, handoff: &HandoffId) -> Option<(u32, u32)> {
         let state = self.loads.get_mut(handoff)?;
         state.is_selected = true;
+        state.again.clear();
         let load = &state.load;
         let end = load.first.saturating_add(load.block_ids.len() as u32);
         Some((load.first, end))
@@ -119,10 +279,21 @@ impl Consumer {
         Some(self.loads.get(handoff)?.load.generation)
     }
 
+    /// Whether every block is here, and only the sequence state is not.
+    pub fn has_all(&self, handoff: &HandoffId) -> bool {
+        self.loads.get(handoff).is_some_and(State::is_complete)
+    }
+
+    /// Whether a read may still write into a load's blocks.
+    pub fn is_reading(&self, handoff: &HandoffId) -> bool {
+        let state = self.loads.get(handoff);
+        state.is_some_and(|state| state.num_reading > 0)
+    }
+
     /// The producer says that blocks are final; what to read now, region by region.
     ///
-    /// Blocks that are not wanted, or were announced before, are passed over: they may answer an earlier select of the
-    /// same handoff.
+    /// Blocks that are not wanted, are here, or are being read, are passed over: they may answer an earlier select of
+    /// the same handoff.
     ///
     /// # Errors
     /// A region that this side does not have.
@@ -136,7 +307,7 @@ impl Consumer {
         let Some(state) = self.loads.get_mut(handoff) else {
             return Ok(Vec::new());
         };
-        if state.failure.is_some() || state.load.generation != generation {
+        if state.is_ended || state.load.generation != generation {
             return Ok(Vec::new());
         }
         let num_regions = state.load.num_regions;
@@ -146,32 +317,17 @@ impl Consumer {
                 block.region
             )));
         }
-        let mut wanted: BTreeMap<u16, Vec<(FinalBlock, u32)>> = BTreeMap::new();
-        for block in blocks {
-            if let Some(local) = state.want(block) {
-                wanted
-                    .entry(block.region)
-                    .or_default()
-                    .push((*block, local));
-            }
-        }
-        let batch = |region, part: &[(FinalBlock, u32)]| {
-            let (blocks, local_ids) = part.iter().copied().unzip();
-            Batch {
-                region,
-                blocks,
-                local_ids,
-            }
+        Ok(state.batches(blocks.iter().copied()))
+    }
+
+    /// What to read once more, by another road, from the session that is there.
+    pub fn again(&mut self, handoff: &HandoffId) -> Vec<Batch> {
+        let state = self.loads.get_mut(handoff);
+        let Some(state) = state.filter(|state| !state.is_ended) else {
+            return Vec::new();
         };
-        let batches: Vec<Batch> = wanted
-            .iter()
-            .flat_map(|(&region, of_region)| {
-                let parts = of_region.chunks(state.load.max_batch.max(1));
-                parts.map(move |part| batch(region, part))
-            })
-            .collect();
-        state.num_reading += batches.len();
-        Ok(batches)
+        let again = std::mem::take(&mut state.again);
+        state.batches(again.into_iter())
     }
 
     /// A read has ended. `whole` tells for each of its blocks whether it is here with the right checksum.
@@ -180,26 +336,28 @@ impl Consumer {
             return;
         };
         state.num_reading -= 1;
-        state.num_bytes += num_bytes;
+        state.counts.num_bytes += num_bytes;
+        state.counts.num_compared += whole.len() as u64;
         for (block, is_whole) in batch.blocks.iter().zip(whole) {
-            let index = (block.position - state.load.first) as usize;
             if *is_whole {
-                state.arrived[index] += 1;
-            } else {
-                let text = format!(
-                    "block {} of region {} differs from its checksum",
-                    block.position, block.region
-                );
-                state.failure.get_or_insert(text);
+                state.arrive(block);
+                continue;
             }
+            state.counts.num_corrupt += 1;
+            let (position, region) = (block.position, block.region);
+            state.miss(block, || {
+                format!("block {position} of region {region} differs from its checksum")
+            });
         }
     }
 
     /// A read has ended without its data.
-    pub fn read_failed(&mut self, handoff: &HandoffId, reason: &str) {
+    pub fn read_failed(&mut self, handoff: &HandoffId, batch: &Batch, reason: &str) {
         if let Some(state) = self.loads.get_mut(handoff) {
             state.num_reading -= 1;
-            state.failure.get_or_insert(reason.to_owned());
+            for block in &batch.blocks {
+                state.miss(block, || reason.to_owned());
+            }
         }
     }
 
@@ -213,211 +371,19 @@ impl Consumer {
     /// Nothing more will come.
     pub fn fail(&mut self, handoff: &HandoffId, reason: &str) {
         if let Some(state) = self.loads.get_mut(handoff) {
-            state.failure.get_or_insert(reason.to_owned());
+            state.reason.get_or_insert(reason.to_owned());
+            state.is_ended = true;
         }
     }
 
     /// How the load ended, once: only after the last read that could still write into its blocks.
     pub fn take_outcome(&mut self, handoff: &HandoffId) -> Option<Outcome> {
-        let state = self.loads.get(handoff)?;
-        if state.num_reading > 0 {
-            return None;
-        }
-        let is_whole = |count: &u16| *count == state.load.num_regions;
-        let is_complete = state.is_selected && state.arrived.iter().all(is_whole);
-        if state.failure.is_none() && !(is_complete && state.load.is_committed) {
-            return None;
-        }
-        let state = self.loads.remove(handoff)?;
-        let Some(reason) = state.failure else {
-            return Some(Outcome::Loaded {
-                num_bytes: state.num_bytes,
-            });
-        };
-        let missing = |(index, count): (usize, &u16)| {
-            (*count != state.load.num_regions).then_some(index as u32)
-        };
-        let missing = state
-            .arrived
-            .iter()
-            .enumerate()
-            .filter_map(missing)
-            .collect();
-        Some(Outcome::Failed { missing, reason })
+        self.loads.get(handoff).filter(|state| state.is_over())?;
+        Some(self.loads.remove(handoff)?.outcome())
     }
 
     /// Handoffs under way.
     pub fn handoffs(&self) -> Vec<HandoffId> {
         self.loads.keys().copied().collect()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const ID: HandoffId = [7; 16];
-
-    fn consumer(is_committed: bool) -> Consumer {
-        let mut consumer = Consumer::default();
-        let load = Load {
-            generation: 3,
-            max_batch: 2,
-            first: 2,
-            block_ids: vec![50, 51],
-            num_regions: 2,
-            is_committed,
-        };
-        consumer.begin(ID, load).unwrap();
-        assert_eq!(consumer.select(&ID), Some((2, 4)));
-        consumer
-    }
-
-    fn block(region: u16, position: u32) -> FinalBlock {
-        FinalBlock {
-            region,
-            position,
-            block_id: 9,
-            checksum: 1,
-        }
-    }
-
-    fn all() -> Vec<FinalBlock> {
-        vec![block(0, 2), block(0, 3), block(1, 2), block(1, 3)]
-    }
-
-    fn read_all(consumer: &mut Consumer, whole: bool) {
-        for batch in consumer.announced(&ID, 3, &all()).unwrap() {
-            consumer.read(&ID, &batch, &[whole, true], 10);
-        }
-    }
-
-    #[test]
-    fn all_blocks_and_the_sequence_state_end_a_load_once() {
-        let mut consumer = consumer(false);
-        read_all(&mut consumer, true);
-        assert_eq!(consumer.take_outcome(&ID), None);
-        consumer.commit(&ID);
-        assert_eq!(
-            consumer.take_outcome(&ID),
-            Some(Outcome::Loaded { num_bytes: 20 })
-        );
-        assert_eq!(consumer.take_outcome(&ID), None);
-    }
-
-    #[test]
-    fn a_failed_load_ends_after_its_last_read() {
-        let mut consumer = consumer(true);
-        let batches = consumer.announced(&ID, 3, &all()).unwrap();
-        consumer.read(&ID, &batches[0], &[true, true], 10);
-        consumer.fail(&ID, "lost");
-        assert_eq!(consumer.take_outcome(&ID), None);
-        consumer.read_failed(&ID, "late");
-        let outcome = consumer.take_outcome(&ID);
-        assert_eq!(
-            outcome,
-            Some(Outcome::Failed {
-                missing: vec![0, 1],
-                reason: "lost".to_owned()
-            })
-        );
-    }
-
-    #[test]
-    fn a_corrupt_block_is_missing_and_the_others_are_not() {
-        let mut consumer = consumer(true);
-        read_all(&mut consumer, false);
-        let Some(Outcome::Failed { missing, reason }) = consumer.take_outcome(&ID) else {
-            panic!()
-        };
-        assert_eq!(missing, [0]);
-        assert!(reason.contains("checksum"), "{reason}");
-    }
-
-    #[test]
-    fn blocks_of_another_generation_are_not_read() {
-        assert_eq!(consumer(true).announced(&ID, 2, &all()).unwrap(), []);
-    }
-
-    #[test]
-    fn blocks_that_were_not_asked_for_are_not_read() {
-        let blocks = [block(0, 4), block(0, 1), block(0, 3)];
-        let batches = consumer(true).announced(&ID, 3, &blocks).unwrap();
-        assert_eq!(batches.len(), 1);
-        assert_eq!(batches[0].blocks, [block(0, 3)]);
-        assert_eq!(batches[0].local_ids, [51]);
-    }
-
-    #[test]
-    fn many_blocks_are_read_in_batches_of_bounded_size() {
-        let mut consumer = Consumer::default();
-        let load = Load {
-            generation: 0,
-            max_batch: 2,
-            first: 0,
-            block_ids: (0..5).collect(),
-            num_regions: 1,
-            is_committed: true,
-        };
-        consumer.begin(ID, load).unwrap();
-        consumer.select(&ID);
-        let blocks: Vec<FinalBlock> = (0..5).map(|position| block(0, position)).collect();
-        let batches = consumer.announced(&ID, 0, &blocks).unwrap();
-        assert_eq!(
-            batches
-                .iter()
-                .map(|batch| &batch.local_ids[..])
-                .collect::<Vec<_>>(),
-            [&[0, 1][..], &[2, 3], &[4]]
-        );
-        for batch in &batches {
-            assert_eq!(consumer.take_outcome(&ID), None);
-            consumer.read(&ID, batch, &vec![true; batch.blocks.len()], 1);
-        }
-        let outcome = consumer.take_outcome(&ID);
-        assert_eq!(outcome, Some(Outcome::Loaded { num_bytes: 3 }));
-    }
-
-    #[test]
-    fn a_region_that_is_not_there_is_an_error() {
-        assert!(consumer(true).announced(&ID, 3, &[block(2, 2)]).is_err());
-    }
-
-    #[test]
-    fn a_block_announced_twice_is_read_once() {
-        let mut consumer = consumer(true);
-        consumer.announced(&ID, 3, &all()).unwrap();
-        assert_eq!(consumer.announced(&ID, 3, &[block(0, 2)]).unwrap(), []);
-    }
-
-    #[test]
-    fn a_block_announced_twice_in_one_region_does_not_stand_for_another_region() {
-        let mut consumer = consumer(true);
-        let twice = [block(0, 2), block(0, 2), block(0, 3), block(0, 3)];
-        for batch in consumer.announced(&ID, 3, &twice).unwrap() {
-            let whole = vec![true; batch.blocks.len()];
-            consumer.read(&ID, &batch, &whole, 10);
-        }
-        assert_eq!(consumer.take_outcome(&ID), None);
-    }
-
-    #[test]
-    fn a_load_of_nothing_ends_only_after_its_select() {
-        let mut consumer = Consumer::default();
-        let load = Load {
-            generation: 0,
-            max_batch: 2,
-            first: 0,
-            block_ids: vec![],
-            num_regions: 1,
-            is_committed: true,
-        };
-        consumer.begin(ID, load).unwrap();
-        assert_eq!(consumer.take_outcome(&ID), None);
-        consumer.select(&ID);
-        assert_eq!(
-            consumer.take_outcome(&ID),
-            Some(Outcome::Loaded { num_bytes: 0 })
-        );
     }
 }

@@ -98,7 +98,7 @@ impl Worker {
 
     pub fn loaded(&self) -> u64 {
         match self.ended() {
-            Event::Loaded { num_bytes, .. } => num_bytes,
+            Event::Loaded { counts, .. } => counts.num_bytes,
             other => panic!("{other:?}"),
         }
     }

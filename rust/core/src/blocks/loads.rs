@@ -1,0 +1,327 @@
+//! Handoffs at their consumer: what the state machine says becomes sessions, selects and reads, and the other way round.
+//!
+//! A load whose session is lost gets one fresh session; a block whose read has failed is read once more, by messages.
+
+#[cfg(all(test, feature = "fuzzing"))]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::handoffs::{block_bytes, slice_of};
+use super::messages::{DONE, SELECT};
+use super::peers::transport;
+use super::plan::region_gone;
+use super::regions::LocalRegion;
+use super::service::{Blocks, Loading};
+use super::transfer::{Arrived, Owner, Take};
+use super::{Event, LoadRequest};
+use crate::error::{Error, Result};
+use crate::handoff::consumer::{Batch, Load};
+use crate::handoff::{FinalBlock, HandoffId, checksum};
+use crate::node::{Io, LinkId};
+use crate::region::{Layout, Pieces, RegionId, RemoteRegion, coalesce};
+use crate::transport::{Memory, Payload};
+
+/// What a fresh session may take, that of a peer that lives takes milliseconds. A dead one's load is not to be held up.
+const FRESH_WITHIN: Duration = Duration::from_secs(2);
+
+impl Blocks {
+    pub(super) fn load(&mut self, io: &mut Io, request: LoadRequest) {
+        let handoff = request.handoff;
+        let block_bytes = self
+            .regions
+            .values()
+            .map(|region| region.layout.block_bytes);
+        let load = Load {
+            generation: request.generation,
+            max_batch: slice_of(block_bytes.max().unwrap_or_default()),
+            first: request.first,
+            block_ids: request.block_ids,
+            num_regions: self.regions.len() as u16,
+            is_committed: request.is_committed,
+        };
+        if let Err(error) = self.consumer.begin(handoff, load) {
+            let text = format!("load refused: {error}");
+            return self.events.push_minor(Event::Log(text));
+        }
+        let link = self.link_to(io, &request.producer);
+        let loading = Loading {
+            link,
+            producer: request.producer,
+            incarnation: request.incarnation,
+            started: io.now,
+            has_selected: false,
+            lost: None,
+        };
+        self.loading.insert(handoff, loading);
+        if self.regions.is_empty() {
+            return self.fail_load(io, handoff, "no region is registered here");
+        }
+        self.go_on(io, handoff);
+    }
+
+    /// Does for a load what can be done now, and ends it if it is over.
+    pub(super) fn go_on(&mut self, io: &mut Io, handoff: HandoffId) {
+        self.select(io, handoff);
+        self.read_again(io, handoff);
+        self.end_load_if_over(io, handoff);
+    }
+
+    /// Asks the producer for a load's blocks once its regions are known, and nothing of a session before is under way.
+    fn select(&mut self, io: &mut Io, handoff: HandoffId) {
+        let Some(loading) = self.loading.get_mut(&handoff) else {
+            return;
+        };
+        if self.consumer.is_reading(&handoff) {
+            return;
+        }
+        let Some(peer) = self.peers.get(&loading.link) else {
+            return;
+        };
+        let Some(theirs) = peer.regions.as_ref().filter(|_| !loading.has_selected) else {
+            return;
+        };
+        loading.has_selected = true;
+        if peer.handle.incarnation() != loading.incarnation {
+            let reason = "the producer has been restarted";
+            self.consumer.fail(&handoff, reason);
+        } else if let Some(difference) = region_difference(&self.regions, theirs) {
+            self.consumer.fail(&handoff, &difference);
+        } else if let Some((first, end)) = self.consumer.select(&handoff) {
+            let generation = self.consumer.generation(&handoff).unwrap_or_default();
+            let header = io
+                .header(loading.link, SELECT)
+                .raw(&handoff)
+                .u32(generation)
+                .u32(first)
+                .u32(end);
+            io.message(loading.link, header, Payload::None);
+        }
+    }
+
+    /// Reads once more, from the session that is there, what it has not brought.
+    fn read_again(&mut self, io: &mut Io, handoff: HandoffId) {
+        let loading = self.loading.get(&handoff);
+        let selected = loading.filter(|loading| loading.has_selected);
+        let Some(link) = selected.map(|loading| loading.link) else {
+            return;
+        };
+        if self.is_lost(io, link) {
+            return; // its end, which is about to be reported, leads to a fresh one
+        }
+        for batch in self.consumer.again(&handoff) {
+            self.read_batch(io, link, handoff, batch);
+        }
+    }
+
+    pub(super) fn is_loading_from(&self, link: LinkId, handoff: &HandoffId) -> bool {
+        self.loading
+            .get(handoff)
+            .is_some_and(|loading| loading.link == link)
+    }
+
+    pub(super) fn announced(
+        &mut self,
+        io: &mut Io,
+        link: LinkId,
+        handoff: HandoffId,
+        generation: u32,
+        blocks: &[FinalBlock],
+    ) -> Result<()> {
+        if !self.is_loading_from(link, &handoff) {
+            return Ok(());
+        }
+        for batch in self.consumer.announced(&handoff, generation, blocks)? {
+            self.read_batch(io, link, handoff, batch);
+        }
+        Ok(())
+    }
+
+    fn read_batch(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId, batch: Batch) {
+        match self.plan_batch(link, &batch) {
+            Ok((region, remote_region, pieces)) => {
+                let take = Take {
+                    link,
+                    region,
+                    remote_region,
+                    pieces: Arc::new(pieces),
+                    // Their checksums have come with the announcement, and cover more.
+                    is_summed: false,
+                    deadline: None,
+                    owner: Owner::Handoff(handoff, batch),
+                };
+                self.take(io, take);
+            }
+            Err(error) => self.batch_ended(io, handoff, &batch, Err(error)),
+        }
+    }
+
+    /// A read of blocks has ended.
+    pub(super) fn batch_ended(
+        &mut self,
+        io: &mut Io,
+        handoff: HandoffId,
+        batch: &Batch,
+        outcome: Result<Arrived>,
+    ) {
+        match outcome {
+            Ok(arrived) => {
+                let whole = self.verify(&handoff, batch, &arrived.memory, &arrived.layout);
+                let num_bytes = arrived.num_bytes;
+                self.consumer.read(&handoff, batch, &whole, num_bytes);
+            }
+            Err(error) => {
+                let reason = error.to_string();
+                self.consumer.read_failed(&handoff, batch, &reason);
+            }
+        }
+        self.go_on(io, handoff);
+    }
+
+    /// Handoffs name regions by their place among all of an agent.
+    fn plan_batch(&self, link: LinkId, batch: &Batch) -> Result<(RegionId, RegionId, Pieces)> {
+        let place = usize::from(batch.region);
+        let peer = self.peers.get(&link);
+        let theirs = peer.and_then(|peer| peer.regions.as_ref()?.values().nth(place));
+        let (Some((&id, ours)), Some(theirs)) = (self.regions.iter().nth(place), theirs) else {
+            return Err(region_gone());
+        };
+        let from_ids: Vec<u32> = batch.blocks.iter().map(|block| block.block_id).collect();
+        let pieces = coalesce(
+            (&ours.layout, &batch.local_ids),
+            (&theirs.layout, &from_ids),
+        )?;
+        Ok((id, theirs.id, pieces))
+    }
+
+    /// For each block of a batch, whether it is here with the checksum that the producer computed.
+    fn verify(
+        &self,
+        handoff: &HandoffId,
+        batch: &Batch,
+        memory: &Memory,
+        layout: &Layout,
+    ) -> Vec<bool> {
+        let generation = self.consumer.generation(handoff).unwrap_or_default();
+        let is_whole = |(block, &local): (&FinalBlock, &u32)| {
+            block_bytes(memory, layout, local).is_some_and(|bytes| {
+                checksum(handoff, generation, block.region, block.position, bytes) == block.checksum
+            })
+        };
+        let blocks = batch.blocks.iter().zip(&batch.local_ids);
+        blocks.map(is_whole).collect()
+    }
+
+    pub(super) fn fail_load(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
+        self.consumer.fail(&handoff, reason);
+        self.abandon_reads(io, &handoff, reason);
+        self.end_load_if_over(io, handoff);
+    }
+
+    fn end_load_if_over(&mut self, io: &mut Io, handoff: HandoffId) {
+        let Some(outcome) = self.consumer.take_outcome(&handoff) else {
+            return;
+        };
+        let Some(loading) = self.loading.remove(&handoff) else {
+            return;
+        };
+        let (counts, link) = (outcome.counts, loading.link);
+        let transport = transport(io, link);
+        let elapsed = Instant::now().saturating_duration_since(loading.started);
+        self.events.push(match outcome.failure {
+            None => {
+                let header = io.header(link, DONE).raw(&handoff);
+                io.message(link, header, Payload::None);
+                Event::Loaded {
+                    handoff,
+                    counts,
+                    transport,
+                    elapsed,
+                }
+            }
+            Some(failure) => Event::Failed {
+                handoff,
+                counts,
+                transport,
+                elapsed,
+                missing: failure.missing,
+                reason: failure.reason,
+            },
+        });
+    }
+
+    pub(super) fn loads_down(&mut self, io: &mut Io, link: LinkId, error: &Error) {
+        let lost = self
+            .loading
+            .iter()
+            .filter(|(_, loading)| loading.link == link);
+        let lost: Vec<HandoffId> = lost.map(|(handoff, _)| *handoff).collect();
+        for handoff in lost {
+            self.session_lost(io, handoff, error);
+        }
+    }
+
+    /// A load that had selected gets one fresh session, unless nothing but the sequence state is to come.
+    fn session_lost(&mut self, io: &mut Io, handoff: HandoffId, error: &Error) {
+        let Some(loading) = self.loading.get_mut(&handoff) else {
+            return;
+        };
+        let is_lost = matches!(error, Error::PeerLost { .. } | Error::Timeout(_));
+        if let Some((first, _)) = &loading.lost {
+            let reason = format!("{first}; asked again: {error}");
+            return self.fail_load(io, handoff, &reason);
+        }
+        if !is_lost || !loading.has_selected {
+            return self.fail_load(io, handoff, &error.to_string());
+        }
+        if self.consumer.has_all(&handoff) {
+            return;
+        }
+        loading.lost = Some((error.to_string(), io.now + FRESH_WITHIN));
+        loading.has_selected = false;
+        let producer = loading.producer.clone();
+        let link = self.link_to(io, &producer);
+        if let Some(loading) = self.loading.get_mut(&handoff) {
+            loading.link = link;
+        }
+        self.go_on(io, handoff);
+    }
+
+    /// Gives up loads whose fresh session does not come, and tells when to come back.
+    pub(super) fn expire_loads(&mut self, io: &mut Io) -> Option<Instant> {
+        let late = self.loading.iter().filter_map(|(handoff, loading)| {
+            let reason = &loading.lost.as_ref()?.0;
+            (loading.fresh_by()? <= io.now).then(|| (*handoff, reason.clone()))
+        });
+        for (handoff, first) in late.collect::<Vec<_>>() {
+            let reason = format!("{first}; no fresh session within {FRESH_WITHIN:?}");
+            self.fail_load(io, handoff, &reason);
+        }
+        self.loading.values().filter_map(Loading::fresh_by).min()
+    }
+}
+
+fn region_difference(
+    ours: &BTreeMap<RegionId, LocalRegion>,
+    theirs: &BTreeMap<RegionId, RemoteRegion>,
+) -> Option<String> {
+    if ours.len() != theirs.len() {
+        return Some(format!(
+            "{} regions here, {} there",
+            ours.len(),
+            theirs.len()
+        ));
+    }
+    let differs = |(ours, theirs): (&LocalRegion, &RemoteRegion)| {
+        let (here, there) = (ours.layout.block_bytes, theirs.layout.block_bytes);
+        (ours.name != theirs.name || here != there).then(|| {
+            format!(
+                "region {:?} of {here}-byte blocks here, {:?} of {there} there",
+                ours.name, theirs.name
+            )
+        })
+    };
+    ours.values().zip(theirs.values()).find_map(differs)
+}

@@ -1,0 +1,273 @@
+use super::*;
+
+const ID: HandoffId = [7; 16];
+
+fn consumer(is_committed: bool) -> Consumer {
+    let mut consumer = Consumer::default();
+    let load = Load {
+        generation: 3,
+        max_batch: 2,
+        first: 2,
+        block_ids: vec![50, 51],
+        num_regions: 2,
+        is_committed,
+    };
+    consumer.begin(ID, load).unwrap();
+    assert_eq!(consumer.select(&ID), Some((2, 4)));
+    consumer
+}
+
+fn block(region: u16, position: u32) -> FinalBlock {
+    FinalBlock {
+        region,
+        position,
+        block_id: 9,
+        checksum: 1,
+    }
+}
+
+fn all() -> Vec<FinalBlock> {
+    vec![block(0, 2), block(0, 3), block(1, 2), block(1, 3)]
+}
+
+fn read_all(consumer: &mut Consumer) {
+    for batch in consumer.announced(&ID, 3, &all()).unwrap() {
+        consumer.read(&ID, &batch, &[true, true], 10);
+    }
+}
+
+/// The first block of each batch differs from its checksum.
+fn spoil(consumer: &mut Consumer, batches: &[Batch]) {
+    for batch in batches {
+        let mut whole = vec![true; batch.blocks.len()];
+        whole[0] = false;
+        consumer.read(&ID, batch, &whole, 10);
+    }
+}
+
+fn failure(missing: &[u32], reason: &str) -> Failure {
+    Failure {
+        missing: missing.to_vec(),
+        reason: reason.to_owned(),
+    }
+}
+
+#[test]
+fn all_blocks_and_the_sequence_state_end_a_load_once() {
+    let mut consumer = consumer(false);
+    read_all(&mut consumer);
+    assert_eq!(consumer.take_outcome(&ID), None);
+    consumer.commit(&ID);
+    let counts = Counts {
+        num_bytes: 20,
+        num_received: 2,
+        num_compared: 4,
+        ..Counts::default()
+    };
+    let failure = None;
+    assert_eq!(
+        consumer.take_outcome(&ID),
+        Some(Outcome { counts, failure })
+    );
+    assert_eq!(consumer.take_outcome(&ID), None);
+}
+
+#[test]
+fn a_failed_load_ends_after_its_last_read() {
+    let mut consumer = consumer(true);
+    let batches = consumer.announced(&ID, 3, &all()).unwrap();
+    consumer.read(&ID, &batches[0], &[true, true], 10);
+    consumer.fail(&ID, "lost");
+    assert_eq!(consumer.take_outcome(&ID), None);
+    consumer.read_failed(&ID, &batches[1], "late");
+    assert_eq!(consumer.again(&ID), []);
+    let outcome = consumer.take_outcome(&ID).unwrap();
+    assert_eq!(outcome.failure, Some(failure(&[0, 1], "lost")));
+}
+
+#[test]
+fn a_corrupt_block_is_asked_for_once_more_and_arrives() {
+    let mut consumer = consumer(true);
+    let batches = consumer.announced(&ID, 3, &all()).unwrap();
+    spoil(&mut consumer, &batches);
+    assert_eq!(consumer.take_outcome(&ID), None);
+    let again = consumer.again(&ID);
+    assert_eq!(again.len(), 2);
+    for batch in &again {
+        assert!(batch.is_again && !consumer.is_reading(&[8; 16]));
+        assert_eq!(
+            (batch.blocks[0].position, &batch.local_ids[..]),
+            (2, &[50][..])
+        );
+        consumer.read(&ID, batch, &[true], 5);
+    }
+    let outcome = consumer.take_outcome(&ID).unwrap();
+    assert_eq!(outcome.failure, None);
+    let counts = Counts {
+        num_bytes: 30,
+        num_received: 2,
+        num_missing: 0,
+        num_retried: 1,
+        num_compared: 6,
+        num_corrupt: 2,
+    };
+    assert_eq!(outcome.counts, counts);
+}
+
+#[test]
+fn a_block_that_is_corrupt_twice_is_missing_and_the_others_are_not() {
+    let mut consumer = consumer(true);
+    let batches = consumer.announced(&ID, 3, &all()).unwrap();
+    spoil(&mut consumer, &batches);
+    let again = consumer.again(&ID);
+    spoil(&mut consumer, &again);
+    assert_eq!(consumer.again(&ID), []);
+    let outcome = consumer.take_outcome(&ID).unwrap();
+    let reason = "block 2 of region 0 differs from its checksum";
+    assert_eq!(outcome.failure, Some(failure(&[0], reason)));
+    let (received, missing) = (outcome.counts.num_received, outcome.counts.num_missing);
+    assert_eq!((received, missing, outcome.counts.num_retried), (1, 1, 1));
+}
+
+#[test]
+fn a_read_that_failed_is_asked_for_once_more_and_no_oftener() {
+    let mut consumer = consumer(true);
+    for is_again in [false, true] {
+        let mut batches = consumer.announced(&ID, 3, &all()).unwrap();
+        batches.extend(consumer.again(&ID));
+        assert_eq!(batches.len(), 2);
+        for batch in &batches {
+            assert_eq!(batch.is_again, is_again);
+            assert_eq!(consumer.take_outcome(&ID), None);
+            consumer.read_failed(&ID, batch, "refused");
+        }
+    }
+    let outcome = consumer.take_outcome(&ID).unwrap();
+    assert_eq!(outcome.failure, Some(failure(&[0, 1], "refused")));
+}
+
+#[test]
+fn a_lost_block_ends_the_load_when_all_before_it_are_here() {
+    let mut consumer = consumer(false);
+    for _ in 0..2 {
+        let mut batches = consumer.announced(&ID, 3, &[block(0, 3)]).unwrap();
+        batches.extend(consumer.again(&ID));
+        spoil(&mut consumer, &batches);
+    }
+    // The first block may still come: without it none before the hole could be used.
+    assert_eq!(consumer.take_outcome(&ID), None);
+    let wanted = consumer.announced(&ID, 3, &all()).unwrap();
+    let positions = wanted.iter().flat_map(|batch| &batch.blocks);
+    assert!(positions.into_iter().all(|block| block.position == 2));
+    for batch in &wanted {
+        consumer.read(&ID, batch, &[true], 5);
+    }
+    let outcome = consumer.take_outcome(&ID).unwrap();
+    assert_eq!(outcome.failure.unwrap().missing, [1]);
+}
+
+#[test]
+fn a_fresh_session_is_asked_for_what_is_not_here_and_reads_again_what_was_read() {
+    let mut consumer = consumer(true);
+    let first = [block(0, 2), block(1, 2)];
+    let batches = consumer.announced(&ID, 3, &first).unwrap();
+    consumer.read(&ID, &batches[0], &[true], 5);
+    assert!(consumer.is_reading(&ID));
+    consumer.read_failed(&ID, &batches[1], "lost peer");
+    assert!(!consumer.is_reading(&ID));
+    assert_eq!(consumer.select(&ID), Some((2, 4)));
+    assert_eq!(consumer.again(&ID), []);
+    let batches = consumer.announced(&ID, 3, &all()).unwrap();
+    let wanted = |batch: &Batch| (batch.region, batch.is_again, batch.blocks[0].position);
+    let wanted: Vec<_> = batches.iter().map(wanted).collect();
+    assert_eq!(wanted, [(0, false, 3), (1, false, 3), (1, true, 2)]);
+    for batch in &batches {
+        consumer.read(&ID, batch, &[true], 5);
+    }
+    let outcome = consumer.take_outcome(&ID).unwrap();
+    assert_eq!((outcome.failure, outcome.counts.num_retried), (None, 1));
+}
+
+#[test]
+fn blocks_of_another_generation_are_not_read() {
+    assert_eq!(consumer(true).announced(&ID, 2, &all()).unwrap(), []);
+}
+
+#[test]
+fn blocks_that_were_not_asked_for_are_not_read() {
+    let blocks = [block(0, 4), block(0, 1), block(0, 3)];
+    let batches = consumer(true).announced(&ID, 3, &blocks).unwrap();
+    assert_eq!(batches.len(), 1);
+    assert_eq!(batches[0].blocks, [block(0, 3)]);
+    assert_eq!(batches[0].local_ids, [51]);
+}
+
+#[test]
+fn many_blocks_are_read_in_batches_of_bounded_size() {
+    let mut consumer = Consumer::default();
+    let load = Load {
+        generation: 0,
+        max_batch: 2,
+        first: 0,
+        block_ids: (0..5).collect(),
+        num_regions: 1,
+        is_committed: true,
+    };
+    consumer.begin(ID, load).unwrap();
+    consumer.select(&ID);
+    let blocks: Vec<FinalBlock> = (0..5).map(|position| block(0, position)).collect();
+    let batches = consumer.announced(&ID, 0, &blocks).unwrap();
+    assert_eq!(
+        batches
+            .iter()
+            .map(|batch| &batch.local_ids[..])
+            .collect::<Vec<_>>(),
+        [&[0, 1][..], &[2, 3], &[4]]
+    );
+    for batch in &batches {
+        assert_eq!(consumer.take_outcome(&ID), None);
+        consumer.read(&ID, batch, &vec![true; batch.blocks.len()], 1);
+    }
+    let outcome = consumer.take_outcome(&ID).unwrap();
+    assert_eq!((outcome.counts.num_bytes, outcome.failure), (3, None));
+}
+
+#[test]
+fn a_region_that_is_not_there_is_an_error() {
+    assert!(consumer(true).announced(&ID, 3, &[block(2, 2)]).is_err());
+}
+
+#[test]
+fn a_block_announced_twice_is_read_once() {
+    let mut consumer = consumer(true);
+    consumer.announced(&ID, 3, &all()).unwrap();
+    assert_eq!(consumer.announced(&ID, 3, &[block(0, 2)]).unwrap(), []);
+}
+
+#[test]
+fn a_block_announced_twice_in_one_region_does_not_stand_for_another_region() {
+    let mut consumer = consumer(true);
+    let twice = [block(0, 2), block(0, 2), block(0, 3), block(0, 3)];
+    for batch in consumer.announced(&ID, 3, &twice).unwrap() {
+        let whole = vec![true; batch.blocks.len()];
+        consumer.read(&ID, &batch, &whole, 10);
+    }
+    assert_eq!(consumer.take_outcome(&ID), None);
+}
+
+#[test]
+fn a_load_of_nothing_ends_only_after_its_select() {
+    let mut consumer = Consumer::default();
+    let load = Load {
+        generation: 0,
+        max_batch: 2,
+        first: 0,
+        block_ids: vec![],
+        num_regions: 1,
+        is_committed: true,
+    };
+    consumer.begin(ID, load).unwrap();
+    assert_eq!(consumer.take_outcome(&ID), None);
+    consumer.select(&ID);
+    assert_eq!(consumer.take_outcome(&ID).unwrap().failure, None);
+}
