@@ -2,6 +2,7 @@
 
 import itertools
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,34 +25,33 @@ STEP_TOKENS = 256
 NUM_BLOCKS = 100
 
 
-def engine_config(model: str, **extra: Any) -> VllmConfig:
-    """A real configuration of an engine with the connector."""
+def engine_config(model: str, arguments: Mapping[str, Any] | None = None, **extra: Any) -> VllmConfig:
+    """A real configuration of an engine with the connector. `arguments` are vLLM's, `extra` is the connector's."""
+    plain = {"max_model_len": 2048, "block_size": BLOCK, "max_num_batched_tokens": STEP_TOKENS}
     return EngineArgs(
         model=model,
         dtype="float32",
-        max_model_len=2048,
         enforce_eager=True,
-        block_size=BLOCK,
-        max_num_batched_tokens=STEP_TOKENS,
         kv_transfer_config=KVTransferConfig(
             kv_connector="KVPipeConnector",
             kv_connector_module_path="kvpipe.connector",
             kv_role="kv_both",
             kv_connector_extra_config={"listen": "127.0.0.1:0", **extra},
         ),
+        **plain | dict(arguments or {}),
     ).create_engine_config()
 
 
 class Engine:
     """A scheduler, and what its workers would answer."""
 
-    def __init__(self, config: VllmConfig) -> None:
+    def __init__(self, config: VllmConfig, num_blocks: int = NUM_BLOCKS) -> None:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
         groups = [KVCacheGroupSpec(["layer"], spec)]
-        config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        config.cache_config.num_gpu_blocks = num_blocks
         self.scheduler = Scheduler(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups),
+            kv_cache_config=KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
             hash_block_size=BLOCK,

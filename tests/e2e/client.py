@@ -62,6 +62,15 @@ def get(url: str, path: str) -> bytes:
         connection.close()
 
 
+def is_healthy(url: str) -> bool:
+    """Whether a server answers there."""
+    try:
+        get(url, "/health")
+    except OSError:
+        return False
+    return True
+
+
 def text_of(answer: dict[str, Any]) -> str:
     """The text of a completion or chat answer."""
     choice = answer["choices"][0]
@@ -88,12 +97,21 @@ def until(condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
 class Servers:
     """The deployment, and the questions that tests ask of it."""
 
-    def __init__(self, running: DeploymentThread) -> None:
+    def __init__(self, running: DeploymentThread, start_proxy: Callable[[str, bool], str]) -> None:
         self.running = running
+        self._start_proxy = start_proxy
+        self._proxies: dict[tuple[str, bool], str] = {}
         deployment = running.deployment
         self.url = deployment.url
         self.prefill, self.decode = deployment.prefill[0], deployment.decode[0]
         self.undivided = deployment.undivided[0]
+
+    def through(self, dispatch: str, *, is_reversed: bool = False) -> str:
+        """A proxy with another dispatch; reversed, prefill and decode change places."""
+        key = dispatch, is_reversed
+        if key not in self._proxies:
+            self._proxies[key] = self._start_proxy(*key)
+        return self._proxies[key]
 
     def answer(self, url: str, path: str, body: dict[str, Any]) -> tuple[str, str | None]:
         """The text of an answer, and the id of its handoff."""

@@ -1,0 +1,297 @@
+"""Any order of requests, steps, aborts, failures and reports: vLLM's invariants hold, and all KV is its request's own.
+
+A run is repeated by its seed, and longer runs are made by `KVPIPE_SEED=7 KVPIPE_EXAMPLES=2000`.
+"""
+
+import os
+from collections import Counter
+from contextlib import suppress
+from functools import cache
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from vllm.v1.request import Request
+
+from kvpipe.connector.scheduler import prompt_hash
+from tests.connector.engine import BLOCK, engine_config
+from tests.connector.world import THEIRS, World
+
+pytestmark = pytest.mark.vllm
+
+SEED = int(os.environ.get("KVPIPE_SEED", "6"))
+NUM_EXAMPLES = int(os.environ.get("KVPIPE_EXAMPLES", "200"))
+NUM_STEPS = 60
+MAX_LENGTH = 256
+# What the runs must have met for their silence to mean anything.
+MUST_BE_SEEN = (
+    "load",
+    "load beyond the own cache",
+    "load whole",
+    "load without some blocks",
+    "load without any block",
+    "load cancelled",
+    "loan",
+    "abort while a load runs",
+    "abort while it waits for its producer",
+    "abort of a prefill",
+    "another prompt's handoff",
+    "plain request preempted in decode",
+    "producing request preempted in prefill",
+    "consuming request preempted in prefill",
+    "consuming request preempted in decode",
+)
+
+lengths = st.builds(
+    lambda blocks, more: max(1, blocks * BLOCK + more), st.integers(0, 5), st.sampled_from([-1, 0, 1, 2, 7])
+)
+prompts = st.builds(
+    lambda family, shared, length: prompt(family, min(shared, length), length),
+    st.integers(0, 2),
+    st.sampled_from([0, BLOCK, 3 * BLOCK, MAX_LENGTH]),
+    lengths,
+)
+picks = st.integers(0, 1 << 16)
+rarely = st.sampled_from([False] * 3 + [True])
+
+
+def prompt(family: int, num_shared: int, length: int) -> list[int]:
+    """A prompt whose first tokens are those of its family."""
+    return [10 + family] * num_shared + [100 + family + length] * (length - num_shared)
+
+
+@cache
+def config(model: str, *, is_chunked: bool, is_cached: bool, on_load_failure: str) -> Any:
+    """vLLM's configuration; without chunks a step must hold the longest prompt."""
+    arguments = {
+        "max_model_len": MAX_LENGTH,
+        "max_num_batched_tokens": 64 if is_chunked else MAX_LENGTH,
+        "enable_chunked_prefill": is_chunked,
+        "enable_prefix_caching": is_cached,
+        "scheduler_reserve_full_isl": False,
+    }
+    return engine_config(model, arguments, on_load_failure=on_load_failure)
+
+
+class Engines(RuleBasedStateMachine):
+    """One engine that produces for others, consumes from others and serves plain requests."""
+
+    model: ClassVar[str]
+    seen: ClassVar[Counter[str]] = Counter()
+
+    @initialize(
+        is_chunked=st.booleans(), is_cached=st.booleans(), on_load_failure=st.sampled_from(["recompute", "fail"])
+    )
+    def start(self, *, is_chunked: bool, is_cached: bool, on_load_failure: str) -> None:
+        self.world = World(
+            config(self.model, is_chunked=is_chunked, is_cached=is_cached, on_load_failure=on_load_failure)
+        )
+        self.num_handoffs = 0
+
+    def _handoff(self) -> str:
+        self.num_handoffs += 1
+        return f"{self.num_handoffs:032x}"
+
+    # --- requests come and go
+
+    @rule(tokens=prompts, max_tokens=st.sampled_from([1, 4, 40]))
+    def a_plain_request_comes(self, tokens: list[int], max_tokens: int) -> None:
+        self.world.add(tokens, max_tokens)
+
+    @rule(tokens=prompts)
+    def a_producing_request_comes(self, tokens: list[int]) -> None:
+        self.world.add(tokens, 1, handoff=self._handoff(), role="produce")
+
+    @rule(
+        tokens=prompts,
+        max_tokens=st.sampled_from([1, 4, 40]),
+        first_token=st.sampled_from([None, None, 9]),
+        told=st.sampled_from(["nothing", "opened", "finished"]),
+    )
+    def a_consuming_request_comes(self, tokens: list[int], max_tokens: int, first_token: int | None, told: str) -> None:
+        more = {} if first_token is None else {"first_token": first_token}
+        handoff = self._handoff()
+        request = self.world.add(tokens, max_tokens, handoff=handoff, role="consume", producer="127.0.0.1:1", **more)
+        if told != "nothing":
+            self.world.wire.say_opened(bytes.fromhex(handoff), prompt_hash(request), len(tokens))
+        if told == "finished":
+            self.world.wire.say_finished(bytes.fromhex(handoff), [THEIRS])
+
+    @precondition(lambda self: self.world.unfinished())
+    @rule(pick=picks, is_meant=rarely)
+    def a_client_leaves(self, pick: int, *, is_meant: bool) -> None:
+        if not is_meant:
+            return
+        requests = self.world.unfinished()
+        self._abort(requests[pick % len(requests)])
+
+    @precondition(lambda self: self._prefilling())
+    @rule(pick=picks)
+    def a_client_leaves_during_prefill(self, pick: int) -> None:
+        requests = self._prefilling()
+        self._abort(requests[pick % len(requests)])
+
+    def _prefilling(self) -> list[Request]:
+        """Producing requests of which some chunks are computed."""
+        return [
+            request
+            for request in self.world.unfinished()
+            if request.num_computed_tokens and self.world.handoffs.get(request.request_id) in self.world.wire.lent
+        ]
+
+    def _abort(self, request: Request) -> None:
+        self._count_abort(request)
+        self.world.engine.abort(request)
+        self.world.check()
+
+    def _count_abort(self, request: Request) -> None:
+        handoff = self.world.handoffs.get(request.request_id)
+        if request.request_id in self.world.transfers:
+            self.world.seen["abort while a load runs"] += 1
+        elif handoff in self._waiting():
+            self.world.seen["abort while it waits for its producer"] += 1
+        elif handoff in self.world.wire.lent and request.num_computed_tokens:
+            self.world.seen["abort of a prefill"] += 1
+
+    # --- other engines
+
+    def _waiting(self) -> list[bytes]:
+        """Handoffs whose producer has not opened them."""
+        return [
+            handoff
+            for handoff, watched in self.world.wire.watched.items()
+            if not (watched.is_opened or watched.is_over)
+        ]
+
+    def _opened(self) -> list[bytes]:
+        """Handoffs whose producer computes."""
+        return [
+            handoff
+            for handoff, watched in self.world.wire.watched.items()
+            if watched.is_opened and not (watched.is_finished or watched.is_over)
+        ]
+
+    def _request_of(self, handoff: bytes) -> Request:
+        return next(
+            request for request in self.world.requests if self.world.handoffs.get(request.request_id) == handoff
+        )
+
+    @precondition(lambda self: self._waiting())
+    @rule(pick=picks, is_other_prompt=rarely)
+    def a_producer_opens(self, pick: int, *, is_other_prompt: bool) -> None:
+        handoffs = self._waiting()
+        handoff = handoffs[pick % len(handoffs)]
+        request = self._request_of(handoff)
+        self.world.seen["another prompt's handoff"] += is_other_prompt
+        if is_other_prompt:
+            self.world.foreign.add(handoff)
+        hashed = bytes(32) if is_other_prompt else prompt_hash(request)
+        self.world.wire.say_opened(handoff, hashed, request.num_prompt_tokens)
+
+    @precondition(lambda self: self._opened())
+    @rule(pick=picks)
+    def a_producer_finishes(self, pick: int) -> None:
+        handoffs = self._opened()
+        self.world.wire.say_finished(handoffs[pick % len(handoffs)], [THEIRS])
+
+    @precondition(lambda self: any(not watched.is_over for watched in self.world.wire.watched.values()))
+    @rule(pick=picks, is_meant=rarely)
+    def a_producer_is_gone(self, pick: int, *, is_meant: bool) -> None:
+        if not is_meant:
+            return
+        handoffs = [handoff for handoff, watched in self.world.wire.watched.items() if not watched.is_over]
+        self.world.wire.say_gone(handoffs[pick % len(handoffs)])
+
+    @precondition(lambda self: any(lent.state != "ended" for lent in self.world.wire.lent.values()))
+    @rule(pick=picks)
+    def a_handoff_is_taken_or_given_back(self, pick: int) -> None:
+        handoffs = [handoff for handoff, lent in self.world.wire.lent.items() if lent.state != "ended"]
+        self.world.wire.release(handoffs[pick % len(handoffs)])
+
+    @precondition(lambda self: self.world.held)
+    @rule(pick=picks)
+    def a_consumers_worker_says_done(self, pick: int) -> None:
+        handoffs = sorted(self.world.held)
+        self.world.released.add(handoffs[pick % len(handoffs)])
+
+    # --- this engine's workers
+
+    @precondition(lambda self: any(transfer.ending is None for transfer in self.world.transfers.values()))
+    @rule(pick=picks, missing=st.sets(st.integers(0, 5)), is_whole=st.booleans())
+    def a_load_ends(self, pick: int, missing: set[int], *, is_whole: bool) -> None:
+        transfers = [transfer for transfer in self.world.transfers.values() if transfer.ending is None]
+        transfer = transfers[pick % len(transfers)]
+        num_blocks = len(transfer.load.block_ids)
+        if transfer.is_committed and is_whole:
+            transfer.ending = (True, [])
+            self.world.seen["load whole"] += 1
+            return
+        kept = sorted(index for index in missing if index < num_blocks)
+        transfer.ending = (False, kept)
+        self.world.seen["load cancelled"] += transfer.is_cancelled
+        self.world.seen["load without some blocks"] += 0 < len(kept) < num_blocks
+        self.world.seen["load without any block"] += len(kept) == num_blocks
+
+    # --- steps
+
+    @rule(is_prompt=rarely)
+    def a_step(self, *, is_prompt: bool) -> None:
+        self.world.step(is_prompt=is_prompt)
+
+    @rule(count=st.integers(2, 12))
+    def some_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @rule()
+    def everything_is_preempted(self) -> None:
+        # What waits for its KV or is lent keeps its blocks: vLLM then says so, having preempted all the same.
+        with suppress(RuntimeError):
+            self.world.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.world.check()
+
+    # --- the end
+
+    def teardown(self) -> None:
+        """Whatever happened, what is left comes to its end by itself, and then nothing is held."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for _ in range(5000):
+            self._everybody_else_ends()
+            if not world.engine.scheduler.requests and not world.transfers and not world.lent:
+                break
+            world.step()
+        type(self).seen += world.seen
+        world.check_rest()
+
+    def _everybody_else_ends(self) -> None:
+        wire = self.world.wire
+        for handoff, watched in wire.watched.items():
+            if not watched.is_over:
+                wire.say_gone(handoff)
+        for handoff, lent in wire.lent.items():
+            if lent.state == "finished":
+                wire.release(handoff)
+        for transfer in self.world.transfers.values():
+            transfer.ending = transfer.ending or (False, [0])
+
+
+def test_vllms_invariants_hold_in_any_order_of_events(tiny_model: str) -> None:
+    Engines.model, Engines.seen = tiny_model, Counter()
+    run = seed(SEED)(Engines)
+    run_state_machine_as_test(
+        run,
+        settings=settings(
+            max_examples=NUM_EXAMPLES,
+            stateful_step_count=NUM_STEPS,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+        ),
+    )
+    unseen = [what for what in MUST_BE_SEEN if not Engines.seen[what]]
+    assert not unseen, Engines.seen

@@ -1,0 +1,124 @@
+"""The control plane as a script: notes what the scheduler role commands, says what the test has happened elsewhere.
+
+It stands for the thread and the network behind `_kvpipe.Control`, so that a random run can be repeated. What it says is
+what that thread could say: docs/design.md, state machines; that the thread does so is what `test_scheduler.py` and the
+tests of the core show.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Lent:
+    """A handoff that this engine produces: `expected`, `open`, `finished` or `ended`."""
+
+    state: str = "expected"
+    output_ids: Sequence[int] = ()
+
+
+@dataclass
+class Watched:
+    """A handoff of another engine: what was said of it."""
+
+    is_opened: bool = False
+    is_finished: bool = False
+    is_gone: bool = False
+    is_over: bool = False
+
+
+class Wire:
+    """In place of `_kvpipe.Control`."""
+
+    address = "127.0.0.1:0"
+
+    def __init__(self) -> None:
+        self.lent: dict[bytes, Lent] = {}
+        self.watched: dict[bytes, Watched] = {}
+        self.results: dict[bytes, list[str]] = {}
+        self._events: list[dict[str, Any]] = []
+
+    def drain(self) -> list[dict[str, Any]]:
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    # --- this engine produces
+
+    def expect(self, handoff: bytes) -> None:
+        self.lent[handoff] = Lent()
+
+    def open(self, handoff: bytes, prompt_hash: bytes, num_tokens: int, generation: int, ranks: Any) -> None:
+        lent = self.lent[handoff]
+        assert lent.state in ("expected", "ended"), "a handoff is opened once"
+        if lent.state == "ended":
+            self._say_released(handoff)
+        else:
+            lent.state = "open"
+
+    def progress(self, handoff: bytes, remaining: float) -> None:
+        assert remaining >= 0
+
+    def finish(self, handoff: bytes, output_ids: Sequence[int], finish_reason: str, num_cached_tokens: int) -> None:
+        lent = self.lent[handoff]
+        assert lent.state in ("open", "ended"), "a handoff that is not open cannot finish"
+        assert len(output_ids) == 1
+        if lent.state == "ended":
+            self._say_released(handoff)
+        else:
+            lent.state, lent.output_ids = "finished", output_ids
+
+    def withdraw(self, handoff: bytes, reason: str) -> None:
+        self.lent[handoff].state = "ended"
+
+    def release(self, handoff: bytes) -> None:
+        """It was taken or given back, the proxy released it, its lease ended, its consumer died."""
+        lent = self.lent[handoff]
+        if lent.state in ("open", "finished"):
+            self._say_released(handoff)
+        lent.state = "ended"
+
+    def _say_released(self, handoff: bytes) -> None:
+        self._events.append({"event": "released", "handoff": handoff, "reason": "it was released"})
+
+    # --- this engine consumes
+
+    def watch(self, handoff: bytes, producer: str) -> None:
+        assert handoff not in self.watched, "a handoff is watched once"
+        self.watched[handoff] = Watched()
+
+    def unwatch(self, handoff: bytes, is_taken: bool) -> None:  # noqa: FBT001 - the native method's
+        watched = self.watched[handoff]
+        assert not is_taken or watched.is_finished, "only what is whole is taken"
+        watched.is_over = True
+
+    def set_result(self, handoff: bytes, json: str) -> None:
+        self.results.setdefault(handoff, []).append(json)
+
+    def say_opened(self, handoff: bytes, prompt_hash: bytes, num_tokens: int) -> None:
+        """The producer has scheduled its request."""
+        self.watched[handoff].is_opened = True
+        self._say(
+            handoff,
+            "opened",
+            prompt_hash=prompt_hash,
+            num_tokens=num_tokens,
+            generation=0,
+            ranks=[("127.0.0.1:1", bytes(16))],
+        )
+
+    def say_finished(self, handoff: bytes, output_ids: list[int]) -> None:
+        """The producer has sampled its token."""
+        self.watched[handoff].is_finished = True
+        self._say(handoff, "finished", output_ids=output_ids, finish_reason="length", num_cached_tokens=0)
+
+    def say_gone(self, handoff: bytes) -> None:
+        """The producer died, aborted or preempted its request, its lease ended, or nothing came in time."""
+        self.watched[handoff].is_gone = self.watched[handoff].is_over = True
+        self._say(handoff, "gone", reason="it is gone")
+
+    def _say(self, handoff: bytes, event: str, **fields: Any) -> None:
+        self._events.append({"event": event, "handoff": handoff, **fields})

@@ -1,0 +1,322 @@
+"""An engine whose KV is kept as what it was computed from, so that a forward pass on another's KV is seen.
+
+vLLM's scheduler and the scheduler role are real. The model runner is played here: it writes and reads the cache, begins
+loads, ends them as it is told, and reports as `kvpipe.connector.worker` does, each load and each loan exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from kvpipe.connector.metadata import WorkerOutcomes
+from tests.connector.engine import BLOCK, Engine, outcome
+from tests.connector.wire import Wire
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvpipe.connector.metadata import Load, StepMetadata
+
+NUM_BLOCKS = 13  # block 0 is vLLM's null block
+NUM_FREE = NUM_BLOCKS - 1
+THEIRS = 8  # what producers sample
+
+
+@dataclass
+class Cache:
+    """Each slot holds a number that stands for all tokens up to its own; None is garbage."""
+
+    slots: list[list[int | None]] = field(default_factory=lambda: [[None] * BLOCK for _ in range(NUM_BLOCKS)])
+    _names: dict[tuple[int | None, int], int] = field(default_factory=dict)
+
+    def history(self, tokens: list[int]) -> list[int]:
+        """The number of each position of a sequence."""
+        names: list[int] = []
+        for token in tokens:
+            key = (names[-1] if names else None, token)
+            names.append(self._names.setdefault(key, len(self._names)))
+        return names
+
+    def write(self, table: list[int], history: list[int], first: int, end: int) -> None:
+        for position in range(first, end):
+            self.slots[table[position // BLOCK]][position % BLOCK] = history[position]
+
+    def holds(self, table: list[int], history: list[int], first: int, end: int) -> bool:
+        return all(self.slots[table[at // BLOCK]][at % BLOCK] == history[at] for at in range(first, end))
+
+    def spoil(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self.slots[block_id] = [None] * BLOCK
+
+
+@dataclass
+class Transfer:
+    """A load that the worker was told to do, until it is reported."""
+
+    load: Load
+    is_committed: bool
+    is_cancelled: bool = False
+    ending: tuple[bool, list[int]] | None = None
+
+
+@dataclass
+class Lending:
+    """Blocks that consumers have been told are final."""
+
+    request: Request
+    block_ids: list[int] = field(default_factory=list)
+
+
+class World:
+    """One engine, what its workers do, and the promises that are looked at in every step."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.engine = Engine(config, NUM_BLOCKS)
+        self.engine.role._control.close()
+        self.wire = self.engine.role._control = Wire()
+        self.cache = Cache()
+        self.transfers: dict[str, Transfer] = {}
+        self.lent: dict[bytes, Lending] = {}
+        self.held: dict[bytes, str] = {}
+        self.released: set[bytes] = set()
+        self.requests: list[Request] = []
+        self.handoffs: dict[str, bytes] = {}
+        self.foreign: set[bytes] = set()
+        self.given: dict[bytes, int] = {}
+        self.seen: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+        match = self.engine.role.match
+        self.engine.role.match = lambda request, num_local: self._claimed(request, num_local, match(request, num_local))
+
+    @property
+    def pool(self) -> Any:
+        return self.engine.scheduler.kv_cache_manager.block_pool
+
+    def table(self, request_id: str) -> list[int]:
+        return self.engine.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+
+    # --- requests
+
+    def add(self, prompt: list[int], max_tokens: int, **kvpipe: Any) -> Request:
+        request = self.engine.add(prompt, max_tokens, **kvpipe)
+        self.requests.append(request)
+        if kvpipe:
+            handoff = self.handoffs[request.request_id] = bytes.fromhex(kvpipe["handoff"])
+            if "first_token" in kvpipe:
+                self.given[handoff] = kvpipe["first_token"]
+        return request
+
+    def unfinished(self) -> list[Request]:
+        return [request for request in self.requests if not request.is_finished()]
+
+    def _claimed(self, request: Request, num_local: int, answer: tuple[int | None, bool]) -> tuple[int | None, bool]:
+        """A claim is all of the prompt that is not here, never nothing, never twice at a time."""
+        num_claimed, is_async = answer
+        assert request.request_id not in self.transfers, "a request is asked about its KV while it is loaded"
+        if num_claimed is None or num_claimed == 0:
+            assert not is_async, "(0, True) ends the engine"
+            return answer
+        assert is_async, "a load never holds up a step"
+        assert num_local + num_claimed == request.num_prompt_tokens == request.num_tokens, (
+            "a claim ends with the prompt"
+        )
+        return answer
+
+    # --- a step
+
+    def step(self, *, is_prompt: bool = False) -> None:
+        """Schedules, computes, reports. `is_prompt`: loads that begin in this step fail in it too."""
+        output = self.engine.scheduler.schedule()
+        step = output.kv_connector_metadata
+        self._note_preemptions(output)
+        self._begin(step)
+        self._loads_are_told_what_is_known()
+        if is_prompt:
+            for load in step.loads:
+                self.transfers[load.request_id].ending = (False, list(range(len(load.block_ids))))
+        self._compute(output)
+        self._lend(step)
+        self._what_is_lent_is_kept()
+        sampled = [self._sample(request_id, step) for request_id in output.num_scheduled_tokens]
+        report = self._report()
+        result = ModelRunnerOutput(
+            req_ids=list(output.num_scheduled_tokens),
+            req_id_to_index={request_id: index for index, request_id in enumerate(output.num_scheduled_tokens)},
+            sampled_token_ids=sampled,
+            kv_connector_output=report,
+        )
+        self.engine.scheduler.update_from_output(output, result)
+        self.check()
+
+    def _note_preemptions(self, output: SchedulerOutput) -> None:
+        for request_id in output.preempted_req_ids or ():
+            request = self.engine.scheduler.requests.get(request_id)
+            role = "plain"
+            if (handoff := self.handoffs.get(request_id)) is not None:
+                role = "producing" if handoff in self.wire.lent else "consuming"
+            when = "decode" if request is not None and request.num_output_tokens else "prefill"
+            self.seen[f"{role} request preempted in {when}"] += 1
+
+    def _begin(self, step: StepMetadata) -> None:
+        """`handle_preemptions` and `bind_connector_metadata`."""
+        for handoff, _ in step.ended:
+            self.lent.pop(handoff, None)
+            self.released.add(handoff)
+        for load in step.loads:
+            self._begin_load(load)
+        by_handoff = {transfer.load.handoff: transfer for transfer in self.transfers.values()}
+        for handoff in step.commits:
+            if handoff in by_handoff:
+                by_handoff[handoff].is_committed = True
+        for handoff, _ in step.cancels:
+            if handoff in by_handoff:
+                by_handoff[handoff].is_cancelled = True
+        for handoff, request_id in step.held:
+            assert handoff not in self.held, "a request is held once"
+            self.held[handoff] = request_id
+            self.seen["loan"] += 1
+
+    def _begin_load(self, load: Load) -> None:
+        assert load.request_id not in self.transfers, "one load at a time for each request"
+        request = self.engine.scheduler.requests[load.request_id]
+        end = -(-request.num_prompt_tokens // BLOCK)
+        assert load.block_ids == self.table(load.request_id)[load.first : end], "a load goes to its request's blocks"
+        assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id in load.block_ids), "and to nobody else's"
+        self.cache.spoil(load.block_ids)
+        self.transfers[load.request_id] = Transfer(load, load.is_committed)
+        self.seen["load"] += 1
+        self.seen["load beyond the own cache"] += bool(load.first)
+
+    def _compute(self, output: SchedulerOutput) -> None:
+        """The forward pass: all requests of a step write, then read."""
+        spans = []
+        for request_id, num_before, num_new in _scheduled(output):
+            assert request_id not in self.transfers, "no request is computed while it is loaded"
+            request = self.engine.scheduler.requests[request_id]
+            history = self.cache.history(request.all_token_ids[: num_before + num_new])
+            spans.append((request_id, self.table(request_id), history, num_before, num_before + num_new))
+        for _, table, history, first, end in spans:
+            self.cache.write(table, history, first, end)
+        for request_id, table, history, _, end in spans:
+            assert self.cache.holds(table, history, 0, end), f"{request_id} was computed on KV that is not its own"
+
+    def _lend(self, step: StepMetadata) -> None:
+        """What is final after this forward pass can be read by others from now on."""
+        for handoff, generation, first, block_ids in step.finals:
+            if handoff not in self.lent:
+                request_id = next(key for key, value in self.handoffs.items() if value == handoff)
+                self.lent[handoff] = Lending(self.engine.scheduler.requests[request_id])
+            lending = self.lent[handoff]
+            assert first == len(lending.block_ids), "blocks become final in the order of the prompt, each once"
+            assert generation == 0
+            lending.block_ids += block_ids
+
+    def _sample(self, request_id: str, step: StepMetadata) -> list[int]:
+        request = self.engine.scheduler.requests[request_id]
+        if request.num_computed_tokens < request.num_tokens:
+            return []
+        handoff = self.handoffs.get(request_id, b"")
+        token = step.first_tokens.get(handoff)
+        if request.num_output_tokens:
+            assert token is None, "a token is forced at the first output only"
+        else:
+            assert token == self._known_token(handoff), "what the producer has sampled comes first"
+        return [7 if token is None else token]
+
+    def _known_token(self, handoff: bytes) -> int | None:
+        """The first token of a consuming request, as far as this engine was told."""
+        watched = self.wire.watched.get(handoff)
+        if watched is None or handoff in self.given:
+            return self.given.get(handoff)
+        return THEIRS if watched.is_finished and handoff not in self.foreign else None
+
+    def _report(self) -> KVConnectorOutput:
+        """`get_finished` and what goes with it."""
+        ended = [transfer for transfer in self.transfers.values() if transfer.ending is not None]
+        outcomes, invalid = {}, set()
+        for transfer in ended:
+            is_loaded, missing = transfer.ending
+            load = transfer.load
+            del self.transfers[load.request_id]
+            invalid |= {load.block_ids[index] for index in missing}
+            outcomes |= outcome(load, is_loaded=is_loaded).outcomes
+            self._arrive(load, missing)
+        sending = {self.held.pop(handoff) for handoff in self.released & self.held.keys()}
+        self.released &= self.held.keys()
+        for request_id in sending:
+            self.lent.pop(self.handoffs[request_id], None)
+            self.sent[request_id] += 1
+        for request_id in {*outcomes, *sending}:
+            assert request_id in self.engine.scheduler.requests, "vLLM knows no request of this report"
+        return KVConnectorOutput(
+            finished_recving=set(outcomes),
+            finished_sending=sending,
+            invalid_block_ids=invalid,
+            kv_connector_worker_meta=WorkerOutcomes(outcomes) if outcomes else None,
+        )
+
+    def _arrive(self, load: Load, missing: list[int]) -> None:
+        """The other blocks hold the KV that the producer computed."""
+        if load.handoff in self.foreign:
+            return
+        request = self.engine.scheduler.requests[load.request_id]
+        history = self.cache.history(request.prompt_token_ids)
+        table = self.table(load.request_id)
+        for index in set(range(len(load.block_ids))) - set(missing):
+            first = (load.first + index) * BLOCK
+            self.cache.write(table, history, first, min(first + BLOCK, len(history)))
+
+    # --- promises
+
+    def check(self) -> None:
+        """Between any two hooks no block that others write or read can be given to another request."""
+        written = [block_id for transfer in self.transfers.values() for block_id in transfer.load.block_ids]
+        assert len(written) == len(set(written)), "two loads write into one block"
+        assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id in written), "a block is free during its load"
+        held = [block_id for handoff in self.held for block_id in self.lent[handoff].block_ids]
+        assert all(self.pool.blocks[block_id].ref_cnt > 0 for block_id in held), "a block is free while it is held"
+        assert all(count == 1 for count in self.sent.values()), "finished_sending comes once for each request"
+        ended = [request.request_id for request in self.requests if request.is_finished()]
+        waited_for = [self.wire.watched.get(self.handoffs.get(who, b"")) for who in ended if who not in self.transfers]
+        assert all(watched is None or watched.is_over for watched in waited_for), "a watch outlives its request"
+
+    def _what_is_lent_is_kept(self) -> None:
+        """In each step consumers find the KV of the prompt, or the worker was told that the handoff ended."""
+        for lending in self.lent.values():
+            assert all(self.pool.blocks[block_id].ref_cnt > 0 for block_id in lending.block_ids), "a lent block is free"
+            history = self.cache.history(lending.request.prompt_token_ids)
+            end = min(len(lending.block_ids) * BLOCK, len(history))
+            assert self.cache.holds(lending.block_ids, history, 0, end), "a lent block has changed"
+
+    def _loads_are_told_what_is_known(self) -> None:
+        """A load that nobody needs or serves is ended in the next step; one that may be committed is."""
+        for transfer in self.transfers.values():
+            watched = self.wire.watched[transfer.load.handoff]
+            is_aborted = self.engine.scheduler.requests[transfer.load.request_id].is_finished()
+            assert transfer.is_cancelled == (is_aborted or watched.is_gone), "a load is cancelled if it has to be"
+            assert transfer.is_committed == watched.is_finished, "a load is committed with the sequence state"
+
+    def check_rest(self) -> None:
+        """When all has ended, all blocks are free and nothing is remembered."""
+        assert not self.engine.scheduler.requests
+        assert not self.transfers
+        assert not self.held
+        assert not self.lent, "consumers were not told that blocks are not lent any more"
+        assert self.engine.num_free_blocks == NUM_FREE
+        assert len(self.engine.role._produced) == len(self.engine.role._consumed) == 0
+        assert all(lent.state == "ended" for lent in self.wire.lent.values()), "a handoff outlives its request"
+        assert all(len(results) == 1 for results in self.wire.results.values()), "a handoff has one result"
+        assert self.wire.results.keys() == self.wire.watched.keys(), "each consumed handoff has a result"
+
+
+def _scheduled(output: SchedulerOutput) -> list[tuple[str, int, int]]:
+    cached = output.scheduled_cached_reqs
+    before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return [(request_id, before[request_id], count) for request_id, count in output.num_scheduled_tokens.items()]

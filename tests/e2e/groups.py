@@ -1,0 +1,114 @@
+"""The groups of servers that the tests share, one at a time: three processes of vLLM are what a small machine holds."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvpipe._launch import _free_ports
+from kvpipe.deployment import Deployment, DeploymentSpec, DeploymentThread
+from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
+
+REPOSITORY = Path(__file__).parents[2]
+LOGS = REPOSITORY / ".cache" / "test-logs"
+COMMON = ("--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny")
+
+# Long prompts take several steps of 256 tokens, so that blocks are announced while prefill computes.
+ROOMY = ("--max-model-len", "4096", "--max-num-batched-tokens", "256")
+
+# 39 blocks of 32 tokens, where requests of 1024 tokens are allowed: what runs at once grows until some is preempted.
+# vLLM on CPU dies of a seeded request that is computed in several chunks: a step holds all that a test sends at once.
+TIGHT = ("--max-model-len", "1024", "--num-gpu-blocks-override", "40", "--no-scheduler-reserve-full-isl")
+TIGHT_BY_ROLE = {
+    "prefill": (*TIGHT, "--max-num-batched-tokens", "512"),
+    "decode": (
+        *TIGHT,
+        *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "1024", "--no-enable-prefix-caching"),
+    ),
+    "undivided": ("--max-model-len", "1024", "--max-num-batched-tokens", "1024"),
+}
+
+
+class Groups:
+    """Starts a group when it is first asked for, and ends the one before."""
+
+    def __init__(self, flip: Path) -> None:
+        self._flip = flip
+        self._name = ""
+        self._servers: Servers | None = None
+        self._running = ExitStack()
+        shutil.rmtree(LOGS, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._running.close()
+
+    def show(self, name: str) -> Servers:
+        """The servers of a group: `roomy`, all alike with large caches, or `tight`, see above."""
+        if self._servers is None or name != self._name:
+            self._running.close()
+            self._name, self._servers = name, self._running.enter_context(self._started(name))
+        return self._servers
+
+    @contextmanager
+    def _started(self, name: str) -> Iterator[Servers]:
+        running = DeploymentThread(self._spec(name), report=print)
+        if name == "tight":
+            for instance in running.deployment.instances:
+                instance.child._command += TIGHT_BY_ROLE[instance.role]
+        with running, ExitStack() as proxies:
+            yield Servers(
+                running,
+                lambda dispatch, is_reversed: proxies.enter_context(
+                    proxy(running.deployment, dispatch, is_reversed=is_reversed)
+                ),
+            )
+
+    def _spec(self, name: str) -> DeploymentSpec:
+        return DeploymentSpec(
+            model=tiny_model(),
+            num_undivided=1,
+            token=TOKEN,
+            block_size=32,
+            connector_module="tests.e2e.faulty_connector",
+            connector_config={"lease_s": LEASE_S},
+            env={"KVPIPE_TEST_FLIP": str(self._flip), "PYTHONPATH": str(REPOSITORY), "VLLM_SERVER_DEV_MODE": "1"},
+            vllm_args=COMMON + (ROOMY if name == "roomy" else ()),
+            log_dir=LOGS / name,
+        )
+
+
+@contextmanager
+def proxy(deployment: Deployment, dispatch: str, *, is_reversed: bool = False) -> Iterator[str]:
+    """One more proxy before the same instances; reversed, the decode instance prefills and the other decodes."""
+    prefill, decode = deployment.prefill[0], deployment.decode[0]
+    roles = {"--prefill": decode, "--decode": prefill} if is_reversed else {"--prefill": prefill, "--decode": decode}
+    port = _free_ports(1)[0]
+    engines = [part for flag, who in roles.items() for part in (flag, f"{who.url},{who.control}")]
+    command = [sys.executable, "-m", "kvpipe", "proxy", "--port", str(port), "--dispatch", dispatch, *engines]
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command, env=os.environ | {"KVPIPE_TOKEN": TOKEN}) as process:
+        try:
+            until(lambda: is_healthy(url))
+            yield url
+        finally:
+            process.terminate()
+
+
+def tiny_model() -> str:
+    """The folder of the tiny model."""
+    path = REPOSITORY / "examples" / "disagg_prefill" / "tiny_model.py"
+    spec = importlib.util.spec_from_file_location("tiny_model", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.make_tiny_model())

@@ -1,0 +1,90 @@
+"""Whatever is asked and however it is dispatched, the answer is that of one instance, token by token."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import COMPLETIONS, Servers, completion, post, prompt
+from tests.e2e.identity import BY_ID, Said, ask, differences
+from tests.e2e.test_answers import BLOCK, REQUESTS
+from tests.e2e.test_first_token import HOT, SAMPLED, hot, said
+
+# Just-in-time, the default, is that of test_answers.py and test_first_token.py.
+OTHERS = ("sequential", "concurrent")
+KINDS = REQUESTS | SAMPLED
+CHARACTERS = "é日本🙂"
+TOLERANCE = 1e-3
+
+
+@pytest.mark.parametrize("dispatch", OTHERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_answer_is_that_of_one_instance_by_every_dispatch(servers: Servers, kind: str, dispatch: str) -> None:
+    path, body = KINDS[kind]
+    url = servers.through(dispatch)
+    if body.get("stream"):
+        text, handoff = servers.answer(url, path, body)
+        assert text == servers.expected(path, body)
+    else:
+        found, handoff = ask(url, path, body)
+        assert said(found) == said(ask(servers.undivided.url, path, body)[0])
+    result = servers.result(handoff)
+    assert (result["first_token"], result["computed_tokens"]) == ("exact", 1)
+
+
+@pytest.mark.parametrize("body", [completion(prompt(80, seed=41)), hot(42)], ids=["greedy", "hot"])
+def test_log_probabilities_are_those_of_one_instance(servers: Servers, body: dict[str, Any]) -> None:
+    body = body | BY_ID
+    found = ask(servers.url, COMPLETIONS, body)[0]["choices"][0]["logprobs"]
+    expected = ask(servers.undivided.url, COMPLETIONS, body)[0]["choices"][0]["logprobs"]
+    assert found["tokens"] == expected["tokens"]
+    assert found["token_logprobs"] == pytest.approx(expected["token_logprobs"], abs=TOLERANCE)
+    for theirs, ours in zip(expected["top_logprobs"], found["top_logprobs"], strict=True):
+        assert ours == pytest.approx(theirs, abs=TOLERANCE)
+
+
+@pytest.fixture
+def pieces(servers: Servers) -> list[int]:
+    """Tokens each of which is a piece of a character."""
+    with post(servers.undivided.url, "/tokenize", {"model": "tiny", "prompt": CHARACTERS}) as response:
+        ids = json.loads(response.read())["tokens"]
+    assert len(ids) == len(CHARACTERS.encode())
+    return ids
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("dispatch", ["just-in-time", *OTHERS])
+def test_tokens_that_are_pieces_of_characters_come_as_from_one_instance(
+    servers: Servers, pieces: list[int], dispatch: str, *, is_streamed: bool
+) -> None:
+    for seed in range(44, 50):
+        # The prompt ends inside a character, and every token of the answer is a piece, the first one too.
+        ids = prompt(BLOCK - 3 + seed % 5, seed=seed) + pieces[: 1 + seed % 3]
+        body = completion(ids, seed=seed, allowed_token_ids=pieces, stream=is_streamed, **HOT)
+        url = servers.url if dispatch == "just-in-time" else servers.through(dispatch)
+        text, handoff = servers.answer(url, COMPLETIONS, body)
+        assert text == servers.expected(COMPLETIONS, body)
+        assert servers.result(handoff)["first_token"] == "exact"
+
+
+def test_thirty_two_requests_at_once_are_answered_as_by_one_instance(servers: Servers) -> None:
+    lengths = [BLOCK * (1 + number % 6) + (-1, 0, 1, 9)[number % 4] for number in range(32)]
+    bodies = [completion(prompt(length, seed=60 + seed), **BY_ID) for seed, length in enumerate(lengths)]
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        answers = list(threads.map(lambda body: ask(servers.url, COMPLETIONS, body), bodies))
+    expected = [Said.of(ask(servers.undivided.url, COMPLETIONS, body)[0]) for body in bodies]
+    assert not differences(expected, [Said.of(answer) for answer, _ in answers])
+    results = [servers.result(handoff) for _, handoff in answers]
+    assert {(result["result"], result["first_token"], result["computed_tokens"]) for result in results} == {
+        ("full", "exact", 1)
+    }
+
+
+def test_a_margin_is_that_of_the_token_where_answers_part() -> None:
+    alternatives = [{"token_id:5": -0.1, "token_id:6": -2.5}, {"token_id:7": -0.5, "token_id:8": -0.75}]
+    mine = Said([5, 7], alternatives, "", "length")
+    assert mine.margin(mine) is None
+    assert mine.margin(Said([5, 8], [], "", "length")) == 0.25
+    assert mine.margin(Said([9, 8], [], "", "length")) == float("inf")
+    assert mine.margin(Said([5], [], "", "stop")) == float("inf")
