@@ -22,6 +22,7 @@ use crate::handoff::producer::{Action, OPEN_TIMEOUT, Select};
 use crate::handoff::{FinalBlock, HandoffId, checksum};
 use crate::node::{Io, LinkId};
 use crate::region::{Layout, Pieces, RegionId, RemoteRegion, coalesce};
+use crate::trace::Track;
 use crate::transport::{Memory, Payload};
 
 /// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.
@@ -40,6 +41,7 @@ impl Blocks {
         let Some((part, regions)) = self.finals.slice(num_blocks) else {
             return false;
         };
+        let began = self.trace.now();
         match self.checksums(&part, &regions) {
             // Marked before the blocks could change: unmarked now, they did not change while they were read.
             Ok(_) if self.ended.is_marked(&part.handoff) => {}
@@ -48,6 +50,13 @@ impl Blocks {
                     .producer
                     .finalize(part.handoff, part.generation, &blocks);
                 self.act(io, actions);
+                let facts = [
+                    ("first", u64::from(part.first)),
+                    ("blocks", part.block_ids.len() as u64),
+                    ("layers", regions.len() as u64),
+                ];
+                self.trace
+                    .span(Track::Node, "announced", &part.handoff, began, &facts);
             }
             Err(reason) => self.end(io, part.handoff, &reason),
         }
@@ -84,6 +93,7 @@ impl Blocks {
     }
 
     pub(super) fn end(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
+        self.trace.instant(Track::Node, "ended", &handoff, &[]);
         self.finals.forget(&handoff);
         let actions = self.producer.end(handoff, reason);
         self.act(io, actions);
@@ -121,6 +131,7 @@ impl Blocks {
 impl Blocks {
     pub(super) fn load(&mut self, io: &mut Io, request: LoadRequest) {
         let handoff = request.handoff;
+        self.trace.instant(Track::Node, "load", &handoff, &[]);
         let block_bytes = self
             .regions
             .values()
@@ -177,6 +188,9 @@ impl Blocks {
                 .u32(first)
                 .u32(end);
             io.message(loading.link, header, Payload::None);
+            let facts = [("first", u64::from(first)), ("end", u64::from(end))];
+            self.trace
+                .instant(Track::Node, "selected", &handoff, &facts);
         }
         self.end_load_if_over(io, handoff);
     }
@@ -269,6 +283,11 @@ impl Blocks {
         let Some(loading) = self.loading.remove(&handoff) else {
             return;
         };
+        let how = match &outcome {
+            Outcome::Loaded { .. } => "loaded",
+            Outcome::Failed { .. } => "failed",
+        };
+        self.trace.instant(Track::Node, how, &handoff, &[]);
         self.events.push(match outcome {
             Outcome::Loaded { num_bytes } => {
                 let header = io.header(loading.link, DONE).raw(&handoff);
@@ -335,6 +354,7 @@ impl Blocks {
             _ => {
                 header.end()?;
                 if self.producer.done(link, handoff) {
+                    self.trace.instant(Track::Node, "taken", &handoff, &[]);
                     self.events.push(Event::Taken { handoff });
                     self.act(io, Vec::new());
                 }

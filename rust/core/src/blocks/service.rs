@@ -30,6 +30,7 @@ use crate::handoff::producer::Producer;
 use crate::identity::{Identity, Incarnation};
 use crate::node::{Io, LinkId, Service};
 use crate::region::RegionId;
+use crate::trace::{Trace, Track};
 use crate::work::Completer;
 
 #[derive(Debug)]
@@ -68,6 +69,7 @@ pub(super) enum Command {
         handoff: HandoffId,
         reason: String,
     },
+    Trace(Trace),
 }
 
 pub(super) struct Loading {
@@ -79,6 +81,7 @@ pub(super) struct Loading {
 
 pub(super) struct Blocks {
     pub(super) events: Events<Event>,
+    pub(super) trace: Trace,
     pub(super) board: Arc<Board>,
     pub(super) ended: Ended,
     pub(super) regions: BTreeMap<RegionId, LocalRegion>,
@@ -111,6 +114,7 @@ impl Blocks {
     pub(super) fn new(events: Events<Event>, board: Arc<Board>, ended: Ended) -> Self {
         Self {
             events,
+            trace: Trace::default(),
             board,
             ended,
             regions: BTreeMap::new(),
@@ -166,10 +170,12 @@ impl Service for Blocks {
             }
             Command::Load(request) => self.load(io, request),
             Command::Commit { handoff } => {
+                self.trace.instant(Track::Node, "committed", &handoff, &[]);
                 self.consumer.commit(&handoff);
                 self.end_load_if_over(io, handoff);
             }
             Command::Cancel { handoff, reason } => self.fail_load(io, handoff, &reason),
+            Command::Trace(trace) => self.trace = trace,
         }
     }
 

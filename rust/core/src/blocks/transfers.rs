@@ -134,6 +134,7 @@ impl Blocks {
             return;
         };
         transfer.is_started = true;
+        transfer.began = self.trace.now();
         let Some(peer) = self.peers.get_mut(&link) else {
             return;
         };
@@ -215,6 +216,7 @@ impl Blocks {
                 num_bytes: transfer.pieces.num_bytes,
                 memory: transfer.memory,
                 layout: transfer.layout,
+                began: transfer.began,
             }),
         };
         self.end_owner(io, transfer.link, transfer.owner, outcome);
@@ -241,6 +243,17 @@ impl Blocks {
                 match outcome {
                     Ok(arrived) => {
                         let whole = self.verify(&handoff, &batch, &arrived.memory, &arrived.layout);
+                        let facts = [
+                            ("layer", u64::from(batch.region)),
+                            ("blocks", whole.len() as u64),
+                            (
+                                "whole",
+                                whole.iter().filter(|is_whole| **is_whole).count() as u64,
+                            ),
+                            ("bytes", arrived.num_bytes),
+                        ];
+                        self.trace
+                            .overlapping("arrived", &handoff, arrived.began, &facts);
                         self.consumer
                             .read(&handoff, &batch, &whole, arrived.num_bytes);
                     }
