@@ -1,8 +1,10 @@
 """The same requests to a prefill/decode pair and to one undivided instance: the same answers?
 
 Makes a tiny model, starts one prefill and one decode instance, the proxy and an undivided instance
-of the same settings, sends each request to both at temperature 0, and prints what each handoff did.
-The exit status is 1 unless all answers are identical and every handoff is full.
+of the same settings, sends each request to both, and prints what each handoff did. Two requests sample at temperature
+1.2 with a seed: decode goes on from the very token that prefill drew. One long prompt is computed in several steps, and
+its blocks move while prefill computes: the trace of that is drawn as a picture.
+The exit status is 1 unless all answers are identical, every handoff is full and every first token was prefill's.
 
     make demo
 """
@@ -23,17 +25,24 @@ import aiohttp
 from tiny_model import make_tiny_model
 from tokenizers import Tokenizer
 
+from kvpipe.bench import timeline, trace
 from kvpipe.deployment import Deployment, DeploymentSpec
-from kvpipe.exceptions import KVPipeError
+from kvpipe.exceptions import ConfigError, KVPipeError
 
 REPOSITORY = Path(__file__).parents[2]
 LOG_DIR = REPOSITORY / ".cache" / "demo-logs"
+TRACE = LOG_DIR / "trace.json"
+TIMELINE = REPOSITORY / ".cache" / "demo-timeline.png"
 MODEL = "tiny"
 BLOCK_SIZE = 32
 MAX_TOKENS = 24
 
 # float32: in bfloat16 a near tie may fall the other way between a batch of one token and a long one
-VLLM_ARGS = ("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager")
+# 512 tokens a step: a longer prompt takes several, and its first blocks move while the next step computes
+VLLM_ARGS = ("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--max-num-batched-tokens", "512")
+
+LONG = "long, in 3 steps"
+SAMPLED = {"temperature": 1.2, "top_p": 0.95, "seed": 7, "presence_penalty": 0.5}
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -73,8 +82,9 @@ class Row:
 
     @property
     def is_good(self) -> bool:
-        """Whether the answer is right and all of the prompt came from the prefill instance."""
-        return self.is_identical and self.status.get("result") == "full"
+        """Whether the answer is right, and the prompt's KV and the first token came from the prefill instance."""
+        from_prefill = (self.status.get("result"), self.status.get("first_token"))
+        return self.is_identical and from_prefill == ("full", "exact")
 
     def cells(self) -> list[str]:
         """The columns, as text."""
@@ -87,11 +97,12 @@ class Row:
             str(status.get("transport", "?")),
             f"{status['handover_ms']:.1f}" if "handover_ms" in status else "?",
             str(status.get("result", "?")),
+            str(status.get("first_token", "?")),
             "yes" if self.is_identical else "NO",
         ]
 
 
-HEADINGS = ["request", "prompt", "D computed", "bytes", "transport", "ms", "handoff", "identical"]
+HEADINGS = ["request", "prompt", "D computed", "bytes", "transport", "ms", "handoff", "first token", "identical"]
 NUMBERS = {"prompt", "D computed", "bytes", "ms"}
 
 
@@ -112,11 +123,14 @@ def requests(tokenizer: Tokenizer) -> Iterator[Request]:
     yield tokens("exactly 4 blocks", 4 * block, start=600)
     yield tokens("4 blocks and one token", 4 * block + 1, start=900)
     yield tokens("4 blocks less one token", 4 * block - 1, start=1200)
-    yield tokens("long", 1500, start=1500)
+    yield tokens(LONG, 1500, start=1500)
     yield _completion("text", "import asyncio\n\nasync def main():\n    reader, writer = ")
     yield tokens("streamed", 3 * block + 5, start=3100, stream=True)
     yield _chat("chat", "What does a prefill instance do, and what a decode instance?")
     yield _chat("chat, streamed", "Tell me about blocks, regions and sessions.", stream=True)
+    # A seed and a prompt of one step: vLLM on CPUs cannot seed a prompt that it computes in several
+    yield tokens("temperature 1.2", 3 * block + 9, start=2200, **SAMPLED)
+    yield tokens("temperature 1.2, streamed", 2 * block + 3, start=2500, stream=True, **SAMPLED)
     shared = ids[3400 : 3400 + 3 * block]
     yield _completion("shared prefix, first", shared + ids[4000 : 4000 + block + 3])
     yield _completion("shared prefix, second", shared + ids[4200 : 4200 + block + 9])
@@ -211,14 +225,15 @@ def table(rows: list[Row]) -> str:
 async def demo(*, verbose: bool) -> int:
     """Runs the whole comparison and returns the exit status."""
     model = make_tiny_model()
-    for log in LOG_DIR.glob("*.log"):
-        log.unlink()
+    for log in (*LOG_DIR.glob("*.log"), TRACE):
+        log.unlink(missing_ok=True)
+    LOG_DIR.mkdir(parents=True, exist_ok=True)
     spec = DeploymentSpec(
         model=str(model),
         num_undivided=1,
         block_size=BLOCK_SIZE,
         vllm_args=(*VLLM_ARGS, "--served-model-name", MODEL),
-        env={"VLLM_NO_USAGE_STATS": "1"},
+        env={"VLLM_NO_USAGE_STATS": "1", "KVPIPE_TRACE": str(TRACE)},
         log_dir=LOG_DIR,
     )
     say(f"starting 1 prefill, 1 decode and 1 undivided instance (minutes); logs in {LOG_DIR}")
@@ -229,8 +244,27 @@ async def demo(*, verbose: bool) -> int:
         rows = await compare(deployment, model)
     print(table(rows))
     num_good = sum(row.is_good for row in rows)
-    print(f"{num_good} of {len(rows)} requests: identical answer over a full handoff")
+    print(f"{num_good} of {len(rows)} requests: identical answer over a full handoff, from prefill's first token on")
+    show_streaming(rows)
     return 0 if num_good == len(rows) else 1
+
+
+def show_streaming(rows: list[Row]) -> None:
+    """Says how much of the long prompt was moved before prefill had its first token, and draws it."""
+    handoff = next(row.status["handoff"] for row in rows if row.kind == LONG)
+    life = trace.lives(trace.read(TRACE))[handoff]
+    sampled_s = next(event.ended_s for event in life if event.name == "sampled")
+    moved = [event for event in life if event.name == "arrived"]
+    early = sum(event.facts["bytes"] for event in moved if event.ended_s < sampled_s)
+    total = sum(event.facts["bytes"] for event in moved)
+    rest_ms = 1e3 * max(0.0, max(event.ended_s for event in moved) - sampled_s)
+    print(f"{LONG}: {early:,} of {total:,} bytes came before prefill's first token, the last {rest_ms:.1f} ms after it")
+    try:
+        timeline.draw(TIMELINE, life, "one handoff of 1500 tokens, layer by layer")
+    except ConfigError as error:
+        print(f"no picture: {error}")
+    else:
+        print(f"timeline: {TIMELINE}")
 
 
 def say(text: str) -> None:

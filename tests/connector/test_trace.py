@@ -43,7 +43,7 @@ def test_schedulers_trace_the_life_of_a_handoff(new_engine: Callable[..., Engine
     assert order(events, "admitted", "received", "scheduled") == ["admitted", "received", "scheduled"]
     assert order(events, "opened", "sampled", "finished")[0] == "opened"
     assert Counter(event.name for event in events) >= Counter(
-        arrived=2, watched=1, opened=2, sampled=1, finished=1, admitted=1, received=1, scheduled=1
+        queued=2, watched=1, opened=2, sampled=1, finished=1, admitted=1, received=1, scheduled=1
     )
 
 
@@ -88,11 +88,12 @@ def test_a_trace_is_a_list_that_lacks_its_end(tmp_path: Path) -> None:
 
 def test_without_a_file_nothing_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    before = threads().count("kvpipe-trace")
     pair = test_worker.Pair()
     pair.load([5, 4])
     pair.announce([2, 3])
     assert test_worker.received(pair.consumer) == {"consuming"}
-    assert "kvpipe-trace" not in threads()
+    assert threads().count("kvpipe-trace") <= before
     pair.producer.close()
     pair.consumer.close()
     assert list(tmp_path.iterdir()) == []

@@ -125,7 +125,7 @@ class SchedulerRole:
     def _note(self, request: Request) -> None:
         wanted = parse(request)
         if wanted is not None:
-            self._trace.instant("arrived", wanted.handoff, tokens=wanted.num_prompt_tokens)
+            self._trace.instant("queued", wanted.handoff, tokens=wanted.num_prompt_tokens)
         if isinstance(wanted, Produced):
             if not self._ranks:
                 message = "this engine cannot lend: its workers' addresses are unknown"

@@ -1,4 +1,4 @@
-"""What the worker role tells of its steps to a trace; the rest of a handoff's life is told where it happens, in Rust."""
+"""What the worker role tells a trace of its steps; the rest of a handoff's life is told where it happens, in Rust."""
 
 from __future__ import annotations
 
@@ -23,19 +23,23 @@ class WorkerTrace:
         self.lines = _kvpipe.Trace(config.trace, process)
         self._step = StepMetadata()
         self._began_s = self._since_s = 0.0
+        self._num_layers = 0
 
     def begin_step(self, step: StepMetadata) -> None:
         """Before the forward pass."""
         if self.lines.is_on:
             self._step = step
             self._began_s = self._since_s = time.monotonic()
+            self._num_layers = 0
 
     def layers_computed(self) -> None:
         """All since the last call, for each handoff of this step."""
         if self.lines.is_on:
             for handoff, _, first, block_ids in self._step.finals:
-                self.lines.span("computed", handoff, self._since_s, first=first, blocks=len(block_ids))
+                facts = {"layer": self._num_layers, "first": first, "blocks": len(block_ids)}
+                self.lines.span("computed", handoff, self._since_s, **facts)
             self._since_s = time.monotonic()
+            self._num_layers += 1
 
     def end_forward(self) -> None:
         """After the forward pass."""
