@@ -146,8 +146,8 @@ class WorkerRole:
         if self._finals is None or self._agent is None or not self._is_by_layer:
             return
         if (region := self._unsaved.pop(layer_name, None)) is not None:
-            self._agent.finalize(self._finals, [region])
             self._trace.layers_computed()
+            self._agent.finalize(self._finals, [region])
         elif layer_name in self._regions:
             self._withdraw_step(self._agent, layer_name)
 
@@ -162,8 +162,8 @@ class WorkerRole:
     def end_forward(self) -> None:
         """After the forward pass: this step's blocks are final in the layers that are left."""
         if self._finals is not None and self._agent is not None and self._unsaved:
-            self._agent.finalize(self._finals, list(self._unsaved.values()))
             self._trace.layers_computed()
+            self._agent.finalize(self._finals, list(self._unsaved.values()))
         self._trace.end_forward()
         self._forget_finals()
 

@@ -65,6 +65,8 @@ def main(args: argparse.Namespace) -> int:
         running.idle_workers(args.idle_s)
         for index, (num_tokens, num_rounds) in enumerate(lengths):
             running.rounds(num_tokens, num_rounds, end_at, times_prefill=index == 0)
+        for num_tokens, num_rounds in lengths:
+            running.rounds_apart(num_tokens, num_rounds, end_at)
         taken = running.samples(setting)
     facts |= {"load_average_after": machine.load_average(), "minutes": round((time.monotonic() - began_s) / 60, 1)}
     rows = samples.rows(taken, model.kv_bytes_per_token())

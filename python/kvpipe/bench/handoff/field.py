@@ -58,6 +58,7 @@ class Group:
         prefill: The instance that computes prompts.
         decode: The one that goes on; `None` of an undivided instance.
         contestants: Ways to ask them.
+        apart: More ways, measured after all others: they change what the instances know of their speed.
         prefill_once: Has the prompt computed by `prefill` alone, and gives its blocks back; seconds.
         others: More processes of it.
     """
@@ -68,6 +69,7 @@ class Group:
     contestants: Sequence[Contestant]
     prefill_once: Callable[[list[int]], float]
     others: Sequence[Server] = field(default_factory=list)
+    apart: Sequence[Contestant] = field(default_factory=list)
 
     @property
     def servers(self) -> list[Server]:
@@ -180,7 +182,9 @@ def kvpipe(park: Park, setting: Setting) -> Group:
         server.until_healthy()
     ways: tuple[str, ...] = get_args(Dispatch)
     proxies = [_proxy(park, setting, way, servers, controls) for way in ways]
-    contestants = [Direct(f"kvpipe {way}", proxy.url) for way, proxy in zip(ways, proxies, strict=True)]
+    found = {way: Direct(f"kvpipe {way}", proxy.url) for way, proxy in zip(ways, proxies, strict=True)}
+    # Decode that waits takes prefill's CPU: prefill would predict by that speed for the others too.
+    apart = [found.pop("concurrent")]
     asker = ControlClient(TOKEN)
 
     def once(tokens: list[int]) -> float:
@@ -190,7 +194,7 @@ def kvpipe(park: Park, setting: Setting) -> Group:
         asker.release(controls[0], handoff).wait()
         return took_s
 
-    return Group("kvpipe", servers[0], servers[1], contestants, once, proxies)
+    return Group("kvpipe", servers[0], servers[1], list(found.values()), once, proxies, apart)
 
 
 def _proxy(park: Park, setting: Setting, way: str, servers: Sequence[Server], controls: Sequence[str]) -> Server:

@@ -24,7 +24,8 @@ hand-over: ms from P's scheduler learning its first token to the beginning of D'
 D's CPU: per cent of one CPU, from the request to 200 ms before P's first token, all processes of D.
 CPU s/GiB: CPU of all processes of P and D for a request, less the undivided instance's, for each GiB of KV.
 While a group is measured all others are frozen (SIGSTOP): an idle worker with NIXL spins. After it is let go it has
-0.5 s and one short request of each contestant before what is measured. NIXL is asked without a proxy between."""
+0.5 s; before each measured request its contestant is asked a short one, and has 0.5 s again. NIXL is asked without a
+proxy between. kvpipe concurrent is measured after all others: what P learns of its speed then would mislead them."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvpipe.bench import trace
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Until processes that were frozen have done what has become due.
 _SETTLE_S = 0.5
-_WARM_UP_TOKENS = 48
+_WARM_UP_TOKENS = 128
 # The first requests of a length are slower: memory is touched for the first time.
 _FIRST_ROUND = 0
 _LEAST_ROUNDS = 3
@@ -53,6 +53,13 @@ class Run:
     prefill_s: dict[str, list[float]] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
 
+    def rounds_apart(self, num_tokens: int, num_rounds: int, end_at: float) -> None:
+        """The same with those that are measured apart."""
+        groups = [replace(group, contestants=group.apart) for group in self.groups if group.apart]
+        if groups:
+            apart = replace(self, groups=groups)
+            apart.rounds(num_tokens, num_rounds, end_at, times_prefill=False)
+
     def rounds(self, num_tokens: int, num_rounds: int, end_at: float, *, times_prefill: bool) -> None:
         """Every round asks all contestants, another group first; only the first 3 may begin after `end_at`."""
         for number in range(num_rounds + 1):
@@ -71,6 +78,7 @@ class Run:
             seed = f"{number} {contestant.name} {num_tokens}"
             # Sessions that broke in the frost are made again, for everybody alike.
             contestant.ask(client.prompt(_WARM_UP_TOKENS, f"warm {seed}"))
+            time.sleep(_SETTLE_S)
             taken = _take(group, contestant, client.prompt(num_tokens, seed))
             if number != _FIRST_ROUND:
                 self.taken.append(taken)
@@ -129,7 +137,7 @@ def start(park: Park, setting: Setting, names: Sequence[str]) -> Run:
         say(f"starting {name}")
         group = GROUPS[name](park, setting)
         with thawed(group.servers):
-            for contestant in group.contestants:
+            for contestant in (*group.contestants, *group.apart):
                 contestant.ask(client.prompt(_WARM_UP_TOKENS, f"first {contestant.name}"))
         groups.append(group)
     return Run(groups)
