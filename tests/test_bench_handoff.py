@@ -198,6 +198,12 @@ def test_nixl_is_left_out_with_the_reason_where_it_is_not_installed(monkeypatch:
     assert "pip install --no-deps nixl" in skipped["nixl pull"]
 
 
+def test_the_other_benchmarks_need_neither_vllm_nor_the_proxy() -> None:
+    absent = ("aiohttp", "orjson", "torch", "vllm", "transformers", "matplotlib")
+    program = f"import sys; sys.modules.update(dict.fromkeys({absent})); import kvpipe.bench.command"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 # --- turns
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import argparse
 
 SUMMARY = "real vLLM through prefill and decode: hand-over, first token and CPU, beside NixlConnector and one instance"
-_BYTES_PER_INSTANCE = 3 << 30
+# Weights 0.7 GB, KV up to 0.7 GB, and what three processes with torch take.
+_BYTES_PER_INSTANCE = 2_800_000_000
 _DRAWN = "kvpipe just-in-time"
 
 
@@ -53,9 +54,9 @@ def main(args: argparse.Namespace) -> int:
     names, skipped = _names(args)
     if args.plot or args.timeline:
         require()
-    setting = Setting(
-        args.work.absolute(), args.work.absolute() / "model", args.omp_threads, args.step_tokens, args.nixl_threads
-    )
+    longest = max(num_tokens for num_tokens, _ in lengths)
+    work = args.work.absolute()
+    setting = Setting(work, work / "model", args.omp_threads, args.step_tokens, args.nixl_threads, longest)
     model.write_model(setting.model)
     setting.trace.unlink(missing_ok=True)
     facts = _facts(args)

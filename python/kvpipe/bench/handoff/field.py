@@ -8,13 +8,12 @@ import secrets
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpipe._launch import LOOPBACK, VLLM_COMMAND, _free_ports
 from kvpipe.bench.handoff import client
-from kvpipe.bench.handoff.model import MAX_TOKENS, dtype
+from kvpipe.bench.handoff.model import dtype
 from kvpipe.control import ControlClient
-from kvpipe.proxy.config import Dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +24,11 @@ if TYPE_CHECKING:
 TOKEN = "the token of the benchmark"  # noqa: S105 - of processes on loopback that end with this one
 # UCX's default segments of 8 KiB make TCP four times slower; where CMA carries the bytes they change nothing
 NIXL_ENV = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "1m"}
+# vLLM's default on CPUs
+_BLOCK_SIZE = 128
+# Held by prefill for a consumer that never comes, and the short requests before what is measured.
+_SPARE_TOKENS = 1024
+_WAYS = ("just-in-time", "sequential", "concurrent")
 _NO_REMOTE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 
 
@@ -91,6 +95,7 @@ class Setting:
         omp_threads: Of each worker.
         step_tokens: Most tokens of one step.
         nixl_threads: `num_threads` of NixlConnector.
+        max_tokens: Longest prompt; the KV cache of each instance has room for it and a little more.
     """
 
     work: Path
@@ -98,6 +103,7 @@ class Setting:
     omp_threads: int
     step_tokens: int
     nixl_threads: int
+    max_tokens: int
 
     @property
     def trace(self) -> Path:
@@ -109,13 +115,15 @@ class Setting:
         (port,) = _free_ports(1)
         command = [*VLLM_COMMAND, "--model", str(self.model), "--host", LOOPBACK, "--port", str(port)]
         command += ["--served-model-name", client.MODEL, "--load-format", "dummy", "--dtype", dtype()]
-        command += ["--max-model-len", str(MAX_TOKENS), "--max-num-batched-tokens", str(self.step_tokens)]
-        command += ["--enforce-eager"]
+        command += ["--max-num-batched-tokens", str(self.step_tokens), "--max-model-len", str(self.max_tokens + 64)]
+        # All instances are in memory at once, and a KV cache takes all of its own from the start.
+        num_blocks = -(-(self.max_tokens + _SPARE_TOKENS) // _BLOCK_SIZE)
+        command += ["--block-size", str(_BLOCK_SIZE), "--num-gpu-blocks-override", str(num_blocks), "--enforce-eager"]
         if transfer:
             command += ["--kv-transfer-config", json.dumps(transfer)]
         common = {
             "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(self.omp_threads),
             "HF_HUB_OFFLINE": "1",
@@ -180,9 +188,8 @@ def kvpipe(park: Park, setting: Setting) -> Group:
     ]
     for server in servers:
         server.until_healthy()
-    ways: tuple[str, ...] = get_args(Dispatch)
-    proxies = [_proxy(park, setting, way, servers, controls) for way in ways]
-    found = {way: Direct(f"kvpipe {way}", proxy.url) for way, proxy in zip(ways, proxies, strict=True)}
+    proxies = [_proxy(park, setting, way, servers, controls) for way in _WAYS]
+    found = {way: Direct(f"kvpipe {way}", proxy.url) for way, proxy in zip(_WAYS, proxies, strict=True)}
     # Decode that waits takes prefill's CPU: prefill would predict by that speed for the others too.
     apart = [found.pop("concurrent")]
     asker = ControlClient(TOKEN)
