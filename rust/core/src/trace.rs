@@ -178,7 +178,8 @@ fn write(mut file: File, queue: &Receiver<String>) {
 
 fn now() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
-    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
+    Duration::from_secs(time.tv_sec.unsigned_abs())
+        + Duration::from_nanos(time.tv_nsec.unsigned_abs())
 }
 
 fn micros(time: Duration) -> String {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-_START_WITHIN_S = 300.0
+_START_WITHIN_S = 600.0
 _END_WITHIN_S = 10.0
 _TAIL_LINES = 12
 

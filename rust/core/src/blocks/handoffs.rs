@@ -50,7 +50,9 @@ impl Blocks {
                     .producer
                     .finalize(part.handoff, part.generation, &blocks);
                 self.act(io, actions);
-                let before = regions.first().map_or(0, |id| self.regions.range(..id).count());
+                let before = regions
+                    .first()
+                    .map_or(0, |id| self.regions.range(..id).count());
                 let facts = [
                     ("layer", before as u64),
                     ("first", u64::from(part.first)),
