@@ -2,8 +2,8 @@
 
 Makes a tiny model, starts one prefill and one decode instance, the proxy and an undivided instance
 of the same settings, sends each request to both, and prints what each handoff did. Two requests sample at temperature
-1.2 with a seed: decode goes on from the very token that prefill drew. One long prompt is computed in several steps, and
-its blocks move while prefill computes: the trace of that is drawn as a picture.
+1.2 with a seed: decode goes on from the very token that prefill drew. For one long prompt decode is asked together with
+prefill, so that all blocks move while prefill computes: the trace of that is drawn as a picture.
 The exit status is 1 unless all answers are identical, every handoff is full and every first token was prefill's.
 
     make demo
@@ -15,6 +15,7 @@ import dataclasses
 import http
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ MAX_TOKENS = 24
 # 512 tokens a step: a longer prompt takes several, and its first blocks move while the next step computes
 VLLM_ARGS = ("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--max-num-batched-tokens", "512")
 
-LONG = "long, in 3 steps"
+LONG = "long, decode asked at once"
 SAMPLED = {"temperature": 1.2, "top_p": 0.95, "seed": 7, "presence_penalty": 0.5}
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -57,6 +58,8 @@ class Request:
     kind: str
     path: str
     body: dict[str, Any]
+    is_at_once: bool = False
+    """Whether decode is asked together with prefill, so that all blocks move while prefill computes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +126,7 @@ def requests(tokenizer: Tokenizer) -> Iterator[Request]:
     yield tokens("exactly 4 blocks", 4 * block, start=600)
     yield tokens("4 blocks and one token", 4 * block + 1, start=900)
     yield tokens("4 blocks less one token", 4 * block - 1, start=1200)
-    yield tokens(LONG, 1500, start=1500)
+    yield dataclasses.replace(tokens(LONG, 2500, start=1500), is_at_once=True)
     yield _completion("text", "import asyncio\n\nasync def main():\n    reader, writer = ")
     yield tokens("streamed", 3 * block + 5, start=3100, stream=True)
     yield _chat("chat", "What does a prefill instance do, and what a decode instance?")
@@ -152,6 +155,19 @@ def _chat(kind: str, content: str, **more: Any) -> Request:
 def _common() -> dict[str, Any]:
     limits = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
     return {"model": MODEL, "temperature": 0, "return_token_ids": True, **limits}
+
+
+async def ask_at_once(session: aiohttp.ClientSession, deployment: Deployment, request: Request) -> Answer:
+    """Asks prefill and decode together, with what the proxy would write into their requests."""
+    handoff = secrets.token_hex(16)
+    produce = {"handoff": handoff, "role": "produce"}
+    consume = {"handoff": handoff, "role": "consume", "producer": deployment.prefill[0].control}
+    parts = ((deployment.prefill[0], produce, {"max_tokens": 1}), (deployment.decode[0], consume, {}))
+    bodies = [request.body | more | {"kv_transfer_params": {"kvpipe": params}} for _, params, more in parts]
+    requests = [dataclasses.replace(request, body=body) for body in bodies]
+    urls = [instance.url for instance, _, _ in parts]
+    _, answer = await asyncio.gather(*map(ask, (session, session), urls, requests))
+    return dataclasses.replace(answer, handoff=handoff)
 
 
 async def ask(session: aiohttp.ClientSession, url: str, request: Request) -> Answer:
@@ -201,7 +217,10 @@ async def compare(deployment: Deployment, model: Path) -> list[Row]:
     rows = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         for request in requests(tokenizer):
-            divided_answer = await ask(session, deployment.url, request)
+            if request.is_at_once:
+                divided_answer = await ask_at_once(session, deployment, request)
+            else:
+                divided_answer = await ask(session, deployment.url, request)
             undivided_answer = await ask(session, undivided, request)
             status = await handoff_status(session, deployment.url, divided_answer.handoff)
             rows.append(Row(request.kind, divided_answer.same_as(undivided_answer), status))
@@ -260,7 +279,7 @@ def show_streaming(rows: list[Row]) -> None:
     rest_ms = 1e3 * max(0.0, max(event.ended_s for event in moved) - sampled_s)
     print(f"{LONG}: {early:,} of {total:,} bytes came before prefill's first token, the last {rest_ms:.1f} ms after it")
     try:
-        timeline.draw(TIMELINE, life, "one handoff of 1500 tokens, layer by layer")
+        timeline.draw(TIMELINE, life, "one handoff of 2500 tokens, decode asked at once")
     except ConfigError as error:
         print(f"no picture: {error}")
     else:

@@ -54,6 +54,7 @@ def _fill(axis: Any, life: Sequence[Event], zero_s: float, marks: Mapping[str, f
     for name, at_ms in marks.items():
         axis.axvline(at_ms, color="black", linewidth=0.9, linestyle=_MARKS[name], label=f"{name}: {at_ms:.1f} ms")
     axis.set_ylim(max(event.facts["layer"] for event in life if event.name in _SPANS) + 1, -0.2)
+    axis.yaxis.get_major_locator().set_params(integer=True)
     axis.set_ylabel("layer")
 
 
