@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 SUMMARY = "real vLLM through prefill and decode: hand-over, first token and CPU, beside NixlConnector and one instance"
 # Weights 0.7 GB, KV up to 0.7 GB, and what three processes with torch take.
 _BYTES_PER_INSTANCE = 2_800_000_000
+_LONGEST_PREFILL_S = 15.0
+# What is measured apart at the end has a tenth of the time.
+_FOR_APART = 1.1
 _DRAWN = "kvpipe just-in-time"
 
 
@@ -30,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", default="512,2048,4096", help="lengths of prompts; default 512,2048,4096")
     add("--rounds", default="20,10,10", help="requests of each contestant at these lengths; default 20,10,10")
-    add("--minutes", type=float, default=24, help="no round begins later, but the first three of a length; default 24")
+    add("--minutes", type=float, default=24, help="lengths share this time; three rounds of each at least; default 24")
     add("--only", metavar="NAMES", help=f"groups whose names hold one of these: {', '.join(GROUPS)}")
     add("--omp-threads", type=int, default=os.cpu_count(), metavar="N", help="of each worker; default: all CPUs")
     add("--step-tokens", type=int, default=512, metavar="N", help="most tokens of one step of vLLM; default 512")
@@ -66,9 +69,8 @@ def main(args: argparse.Namespace) -> int:
     with Park() as park:
         running = run.start(park, setting, names)
         running.idle_workers(args.idle_s)
-        for index, (num_tokens, num_rounds) in enumerate(lengths):
-            running.rounds(num_tokens, num_rounds, end_at, times_prefill=index == 0)
-        for num_tokens, num_rounds in lengths:
+        measured = _measure(running, lengths, end_at)
+        for num_tokens, num_rounds in measured:
             running.rounds_apart(num_tokens, num_rounds, end_at)
         taken = running.samples(setting)
     facts |= {"load_average_after": machine.load_average(), "minutes": round((time.monotonic() - began_s) / 60, 1)}
@@ -77,6 +79,21 @@ def main(args: argparse.Namespace) -> int:
     sys.stdout.write(f"{report.text(found)}\n")
     _write(args, found, setting)
     return 0
+
+
+def _measure(running: run.Run, lengths: list[tuple[int, int]], end_at: float) -> list[tuple[int, int]]:
+    """Measures each length in its share of the time; leaves out those whose prefill alone takes too long."""
+    measured = []
+    for index, (num_tokens, num_rounds) in enumerate(lengths):
+        if index and running.seconds_of_prefill(num_tokens) > _LONGEST_PREFILL_S:
+            run.say(f"{num_tokens} tokens: left out, prefill alone takes over {_LONGEST_PREFILL_S:.0f} s")
+            continue
+        left = sum(rounds for _, rounds in lengths[index:])
+        now = time.monotonic()
+        share_s = (end_at - now) * num_rounds / (left * _FOR_APART)
+        running.rounds(num_tokens, num_rounds, now + share_s, times_prefill=index == 0)
+        measured.append((num_tokens, num_rounds))
+    return measured
 
 
 def _lengths(args: argparse.Namespace) -> list[tuple[int, int]]:

@@ -53,6 +53,12 @@ class Run:
     prefill_s: dict[str, list[float]] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
 
+    def seconds_of_prefill(self, num_tokens: int) -> float:
+        """How long the first group's prefill takes for a prompt of this length."""
+        group = self.groups[0]
+        with thawed(group.servers):
+            return group.prefill_once(client.prompt(num_tokens, f"probe {num_tokens}"))
+
     def rounds_apart(self, num_tokens: int, num_rounds: int, end_at: float) -> None:
         """The same with those that are measured apart."""
         groups = [replace(group, contestants=group.apart) for group in self.groups if group.apart]
