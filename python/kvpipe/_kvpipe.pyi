@@ -21,6 +21,7 @@ __all__ = [
     "Plan",
     "ReceivedBuffer",
     "Region",
+    "Trace",
     "Transport",
     "Work",
     "checksums",
