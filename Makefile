@@ -1,6 +1,6 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-gpu test-rdma test-ucx-1.13 fuzz asan check faults soak bench bench-peers clean
+.PHONY: help setup demo test test-rust test-python test-gpu test-rdma test-ucx-1.13 fuzz asan check faults soak bench bench-peers bench-handoff clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,10 @@ bench-peers: setup ## kvpipe beside NIXL, ucxx, Mooncake, gloo, ZeroMQ and ucx_p
 	@cargo build --quiet --release --locked --example bare_loop -p kvpipe-ucx
 	@scripts/bench-peers
 	@.venv/bin/kvpipe bench peers
+
+bench-handoff: setup ## real vLLM through prefill and decode, beside NixlConnector and one instance; 25 minutes, 22 GB
+	@.venv/bin/uv pip install --quiet --python .venv/bin/python --target .cache/nixl --no-deps nixl nixl-cu12 || echo 'bench-handoff: without NIXL' >&2
+	@.venv/bin/kvpipe bench handoff
 
 clean: ## remove everything that the other targets made
 	rm -rf target .venv .venv-peers .cache .mypy_cache .pytest_cache .ruff_cache

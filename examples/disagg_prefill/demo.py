@@ -1,8 +1,10 @@
 """The same requests to a prefill/decode pair and to one undivided instance: the same answers?
 
 Makes a tiny model, starts one prefill and one decode instance, the proxy and an undivided instance
-of the same settings, sends each request to both at temperature 0, and prints what each handoff did.
-The exit status is 1 unless all answers are identical and every handoff is full.
+of the same settings, sends each request to both, and prints what each handoff did. Two requests sample at temperature
+1.2 with a seed: decode goes on from the very token that prefill drew. For one long prompt decode is asked together with
+prefill, so that all blocks move while prefill computes: the trace of that is drawn as a picture.
+The exit status is 1 unless all answers are identical, every handoff is full and every first token was prefill's.
 
     make demo
 """
@@ -13,6 +15,7 @@ import dataclasses
 import http
 import json
 import os
+import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -23,17 +26,24 @@ import aiohttp
 from tiny_model import make_tiny_model
 from tokenizers import Tokenizer
 
+from kvpipe.bench import timeline, trace
 from kvpipe.deployment import Deployment, DeploymentSpec
-from kvpipe.exceptions import KVPipeError
+from kvpipe.exceptions import ConfigError, KVPipeError
 
 REPOSITORY = Path(__file__).parents[2]
 LOG_DIR = REPOSITORY / ".cache" / "demo-logs"
+TRACE = LOG_DIR / "trace.json"
+TIMELINE = REPOSITORY / ".cache" / "demo-timeline.png"
 MODEL = "tiny"
 BLOCK_SIZE = 32
 MAX_TOKENS = 24
 
 # float32: in bfloat16 a near tie may fall the other way between a batch of one token and a long one
-VLLM_ARGS = ("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager")
+# 512 tokens a step: a longer prompt takes several, and its first blocks move while the next step computes
+VLLM_ARGS = ("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager", "--max-num-batched-tokens", "512")
+
+LONG = "long, decode asked at once"
+SAMPLED = {"temperature": 1.2, "top_p": 0.95, "seed": 7, "presence_penalty": 0.5}
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -48,6 +58,8 @@ class Request:
     kind: str
     path: str
     body: dict[str, Any]
+    is_at_once: bool = False
+    """Whether decode is asked together with prefill, so that all blocks move while prefill computes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +85,9 @@ class Row:
 
     @property
     def is_good(self) -> bool:
-        """Whether the answer is right and all of the prompt came from the prefill instance."""
-        return self.is_identical and self.status.get("result") == "full"
+        """Whether the answer is right, and the prompt's KV and the first token came from the prefill instance."""
+        from_prefill = (self.status.get("result"), self.status.get("first_token"))
+        return self.is_identical and from_prefill == ("full", "exact")
 
     def cells(self) -> list[str]:
         """The columns, as text."""
@@ -87,11 +100,12 @@ class Row:
             str(status.get("transport", "?")),
             f"{status['handover_ms']:.1f}" if "handover_ms" in status else "?",
             str(status.get("result", "?")),
+            str(status.get("first_token", "?")),
             "yes" if self.is_identical else "NO",
         ]
 
 
-HEADINGS = ["request", "prompt", "D computed", "bytes", "transport", "ms", "handoff", "identical"]
+HEADINGS = ["request", "prompt", "D computed", "bytes", "transport", "ms", "handoff", "first token", "identical"]
 NUMBERS = {"prompt", "D computed", "bytes", "ms"}
 
 
@@ -112,11 +126,14 @@ def requests(tokenizer: Tokenizer) -> Iterator[Request]:
     yield tokens("exactly 4 blocks", 4 * block, start=600)
     yield tokens("4 blocks and one token", 4 * block + 1, start=900)
     yield tokens("4 blocks less one token", 4 * block - 1, start=1200)
-    yield tokens("long", 1500, start=1500)
+    yield dataclasses.replace(tokens(LONG, 2500, start=1500), is_at_once=True)
     yield _completion("text", "import asyncio\n\nasync def main():\n    reader, writer = ")
     yield tokens("streamed", 3 * block + 5, start=3100, stream=True)
     yield _chat("chat", "What does a prefill instance do, and what a decode instance?")
     yield _chat("chat, streamed", "Tell me about blocks, regions and sessions.", stream=True)
+    # A seed and a prompt of one step: vLLM on CPUs cannot seed a prompt that it computes in several
+    yield tokens("temperature 1.2", 3 * block + 9, start=2200, **SAMPLED)
+    yield tokens("temperature 1.2, streamed", 2 * block + 3, start=2500, stream=True, **SAMPLED)
     shared = ids[3400 : 3400 + 3 * block]
     yield _completion("shared prefix, first", shared + ids[4000 : 4000 + block + 3])
     yield _completion("shared prefix, second", shared + ids[4200 : 4200 + block + 9])
@@ -138,6 +155,19 @@ def _chat(kind: str, content: str, **more: Any) -> Request:
 def _common() -> dict[str, Any]:
     limits = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
     return {"model": MODEL, "temperature": 0, "return_token_ids": True, **limits}
+
+
+async def ask_at_once(session: aiohttp.ClientSession, deployment: Deployment, request: Request) -> Answer:
+    """Asks prefill and decode together, with what the proxy would write into their requests."""
+    handoff = secrets.token_hex(16)
+    produce = {"handoff": handoff, "role": "produce"}
+    consume = {"handoff": handoff, "role": "consume", "producer": deployment.prefill[0].control}
+    parts = ((deployment.prefill[0], produce, {"max_tokens": 1}), (deployment.decode[0], consume, {}))
+    bodies = [request.body | more | {"kv_transfer_params": {"kvpipe": params}} for _, params, more in parts]
+    requests = [dataclasses.replace(request, body=body) for body in bodies]
+    urls = [instance.url for instance, _, _ in parts]
+    _, answer = await asyncio.gather(*map(ask, (session, session), urls, requests))
+    return dataclasses.replace(answer, handoff=handoff)
 
 
 async def ask(session: aiohttp.ClientSession, url: str, request: Request) -> Answer:
@@ -187,7 +217,10 @@ async def compare(deployment: Deployment, model: Path) -> list[Row]:
     rows = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         for request in requests(tokenizer):
-            divided_answer = await ask(session, deployment.url, request)
+            if request.is_at_once:
+                divided_answer = await ask_at_once(session, deployment, request)
+            else:
+                divided_answer = await ask(session, deployment.url, request)
             undivided_answer = await ask(session, undivided, request)
             status = await handoff_status(session, deployment.url, divided_answer.handoff)
             rows.append(Row(request.kind, divided_answer.same_as(undivided_answer), status))
@@ -211,14 +244,15 @@ def table(rows: list[Row]) -> str:
 async def demo(*, verbose: bool) -> int:
     """Runs the whole comparison and returns the exit status."""
     model = make_tiny_model()
-    for log in LOG_DIR.glob("*.log"):
-        log.unlink()
+    for log in (*LOG_DIR.glob("*.log"), TRACE):
+        log.unlink(missing_ok=True)
+    LOG_DIR.mkdir(parents=True, exist_ok=True)
     spec = DeploymentSpec(
         model=str(model),
         num_undivided=1,
         block_size=BLOCK_SIZE,
         vllm_args=(*VLLM_ARGS, "--served-model-name", MODEL),
-        env={"VLLM_NO_USAGE_STATS": "1"},
+        env={"VLLM_NO_USAGE_STATS": "1", "KVPIPE_TRACE": str(TRACE)},
         log_dir=LOG_DIR,
     )
     say(f"starting 1 prefill, 1 decode and 1 undivided instance (minutes); logs in {LOG_DIR}")
@@ -229,8 +263,27 @@ async def demo(*, verbose: bool) -> int:
         rows = await compare(deployment, model)
     print(table(rows))
     num_good = sum(row.is_good for row in rows)
-    print(f"{num_good} of {len(rows)} requests: identical answer over a full handoff")
+    print(f"{num_good} of {len(rows)} requests: identical answer over a full handoff, from prefill's first token on")
+    show_streaming(rows)
     return 0 if num_good == len(rows) else 1
+
+
+def show_streaming(rows: list[Row]) -> None:
+    """Says how much of the long prompt was moved before prefill had its first token, and draws it."""
+    handoff = next(row.status["handoff"] for row in rows if row.kind == LONG)
+    life = trace.lives(trace.read(TRACE))[handoff]
+    sampled_s = next(event.ended_s for event in life if event.name == "sampled")
+    moved = [event for event in life if event.name == "arrived"]
+    early = sum(event.facts["bytes"] for event in moved if event.ended_s < sampled_s)
+    total = sum(event.facts["bytes"] for event in moved)
+    rest_ms = 1e3 * max(0.0, max(event.ended_s for event in moved) - sampled_s)
+    print(f"{LONG}: {early:,} of {total:,} bytes came before prefill's first token, the last {rest_ms:.1f} ms after it")
+    try:
+        timeline.draw(TIMELINE, life, "one handoff of 2500 tokens, decode asked at once")
+    except ConfigError as error:
+        print(f"no picture: {error}")
+    else:
+        print(f"timeline: {TIMELINE}")
 
 
 def say(text: str) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "Plan",
     "ReceivedBuffer",
     "Region",
+    "Trace",
     "Transport",
     "Work",
     "checksums",
@@ -90,6 +91,26 @@ class CudaEvent:
         Raises:
             TransportUnavailableError: The driver's answer, with the errors of the stream's own work.
         """
+
+@final
+class Trace:
+    """Lines in Chrome's trace format, appended by a thread of its own to a file that several processes share.
+
+    With an empty path nothing is written, and no thread is there. `facts` are numbers of 0 or more.
+    """
+
+    def __new__(cls, path: str = "", process: str = "") -> Trace:
+        """Names this process in the trace. Raises `ConfigError` when the file cannot be written."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether lines go anywhere."""
+
+    def instant(self, name: str, handoff: bytes, **facts: int) -> None:
+        """Something has happened to a handoff."""
+
+    def span(self, name: str, handoff: bytes, began_s: float, **facts: int) -> None:
+        """Something has just ended that began at `began_s` of `time.monotonic()`."""
 
 @final
 class Transport:
@@ -247,6 +268,9 @@ class Agent:
     def address(self) -> str | None: ...
     @property
     def incarnation(self) -> bytes: ...
+    def trace_to(self, trace: Trace) -> None:
+        """Traces handoffs from now on."""
+
     @property
     def num_lent(self) -> int:
         """Number of handoffs whose blocks are lent."""
@@ -319,6 +343,9 @@ class Control:
     ) -> Control: ...
     @property
     def address(self) -> str | None: ...
+    def trace_to(self, trace: Trace) -> None:
+        """Traces handoffs from now on."""
+
     def describe_as(self, json: str) -> None: ...
     def expect(self, handoff: bytes) -> None: ...
     def open(

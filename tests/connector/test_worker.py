@@ -19,14 +19,14 @@ pytestmark = pytest.mark.vllm
 LAYERS, BLOCKS, SHAPE = 3, 16, (4, 32, 64)
 
 
-def role(*, speculative: object = None, use_ubatching: bool = False) -> WorkerRole:
+def role(*, speculative: object = None, use_ubatching: bool = False, trace: str = "") -> WorkerRole:
     """A worker role; of vLLM's configuration it reads no more than this."""
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, use_ubatching=use_ubatching),
-        kv_transfer_config=SimpleNamespace(engine_id="engine"),
+        kv_transfer_config=SimpleNamespace(engine_id="engine", kv_role="kv_both"),
         speculative_config=speculative,
     )
-    return WorkerRole(config, ConnectorConfig(silence_s=5))
+    return WorkerRole(config, ConnectorConfig(silence_s=5, trace=trace))
 
 
 def caches() -> dict[str, torch.Tensor]:
@@ -38,8 +38,8 @@ def caches() -> dict[str, torch.Tensor]:
 class Pair:
     """A producer's and a consumer's worker."""
 
-    def __init__(self) -> None:
-        self.producer, self.consumer = role(), role()
+    def __init__(self, trace: str = "") -> None:
+        self.producer, self.consumer = role(trace=trace), role(trace=trace)
         self.source, self.target = caches(), caches()
         self.producer.register(self.source)
         self.consumer.register(self.target)

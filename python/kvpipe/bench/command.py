@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvpipe.bench import machine, measure, plot, remote, report
 from kvpipe.bench.bounds import Bound, bounds_of
 from kvpipe.bench.contestants import ROADS
+from kvpipe.bench.handoff import command as handoff
 from kvpipe.bench.measure import UNITS
 from kvpipe.bench.progress import Progress
 from kvpipe.bench.results import Findings, Row, rows_of
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     if args.subject == "serve":
         remote.serve(args.listen, args.token)
         return 0
+    if args.subject == "handoff":
+        return handoff.main(args)
     _check(args)
     old = report.read_json(args.compare) if args.compare else None
     found = _measure(SUBJECTS[args.subject], args)
@@ -82,6 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         _add_subject(
             subjects.add_parser(name, help=subject.summary, description=subject.summary, epilog=_EPILOG), subject
         )
+    handoff.add_arguments(subjects.add_parser("handoff", help=handoff.SUMMARY, description=handoff.SUMMARY))
     server = subjects.add_parser("serve", help="the other side of a benchmark between two hosts")
     server.add_argument("--listen", required=True, metavar="HOST:PORT", help="where the other host connects to")
     _add_token(server)

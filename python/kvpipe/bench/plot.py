@@ -27,10 +27,15 @@ def require() -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    _matplotlib()
+    matplotlib()
 
 
-def _matplotlib() -> Any:
+def matplotlib() -> Any:
+    """Matplotlib and its figures, imported when they are needed.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
     try:
         import matplotlib as mpl  # noqa: PLC0415 - an extra
         from matplotlib import figure  # noqa: PLC0415
@@ -46,7 +51,7 @@ def write(path: Path, rows: Sequence[Row], title: str) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    mpl, figure = _matplotlib()
+    mpl, figure = matplotlib()
     roads = list(dict.fromkeys(row.road for row in rows if row.road)) or [""]
     subjects = list(dict.fromkeys((row.case.kind, row.case.layout) for row in rows))
     drawing = figure.Figure(figsize=(_WIDTH * len(roads), _HEIGHT * len(subjects)), layout="constrained")
@@ -60,6 +65,15 @@ def write(path: Path, rows: Sequence[Row], title: str) -> None:
             over = f"{road} road" if any(row.road for row in here) else ""
             axis.set_title(", ".join(filter(None, [*subject, over])), fontsize=11)
     drawing.suptitle(title, fontsize=9, color="dimgray")
+    save(drawing, path)
+
+
+def save(drawing: Any, path: Path) -> None:
+    """Writes a figure as PNG.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     try:
         drawing.savefig(path, format="png", dpi=130)
     except OSError as error:

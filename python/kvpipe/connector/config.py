@@ -28,6 +28,8 @@ class ConnectorConfig:
         handoff_timeout_s: Seconds from a consumer's request to its KV; only reached when a producer lives and
             computes for that long.
         silence_s: Seconds without any sign of life after which a peer counts as lost.
+        trace: File to which the lives of handoffs are appended, in Chrome's trace format; all processes of a host may
+            share it. Empty: none.
     """
 
     listen: str = "127.0.0.1:0"
@@ -36,6 +38,7 @@ class ConnectorConfig:
     open_timeout_s: float = 30.0
     handoff_timeout_s: float = 300.0
     silence_s: float = 10.0
+    trace: str = ""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> ConnectorConfig:

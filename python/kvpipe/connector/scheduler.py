@@ -62,6 +62,7 @@ class SchedulerRole:
         self._step = StepMetadata()
         self._num_local_tokens: dict[str, int] = {}
         self._clock = PrefillClock()
+        self._trace = _kvpipe.Trace(config.trace, f"{self._role} scheduler {self._engine_id}")
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {
             "log": self._on_log,
             "released": self._on_released,
@@ -80,6 +81,7 @@ class SchedulerRole:
             open_timeout=config.open_timeout_s,
             handoff_timeout=config.handoff_timeout_s,
         )
+        self._control.trace_to(self._trace)
         logger.info(
             "control.listen address=%s engine_id=%s role=%s",
             self.address,
@@ -126,6 +128,8 @@ class SchedulerRole:
 
     def _note(self, request: Request) -> None:
         wanted = parse(request)
+        if wanted is not None:
+            self._trace.instant("queued", wanted.handoff, tokens=wanted.num_prompt_tokens)
         if isinstance(wanted, Produced):
             if not self._ranks:
                 message = "this engine cannot lend: its workers' addresses are unknown"
@@ -191,6 +195,7 @@ class SchedulerRole:
         produced = self._produced.get(request.request_id)
         if produced is not None and not produced.is_open:
             produced.is_open = True
+            self._trace.instant("opened", produced.handoff)
             hashed = prompt_hash(request)
             self._control.open(produced.handoff, hashed, request.num_prompt_tokens, 0, self._ranks)
         consumed = self._consumed.get(request.request_id)
@@ -207,6 +212,7 @@ class SchedulerRole:
         refusal = consumed.reason if consumed.phase == "gone" else ""
         opening = {} if refusal or consumed.opening is None else consumed.opening
         consumed.phase, consumed.outcome = "loading", None
+        self._trace.instant("admitted", consumed.handoff, blocks=len(block_ids))
         self._step.loads.append(
             Load(
                 request_id=consumed.request.request_id,
@@ -293,6 +299,7 @@ class SchedulerRole:
             return
         consumed.num_computed += max(0, min(num_before + num_new, consumed.num_prompt_tokens) - num_before)
         if num_before + num_new >= consumed.num_prompt_tokens:
+            self._trace.instant("scheduled", consumed.handoff)
             self._report(consumed)
 
     def _report(self, consumed: Consumed) -> None:
@@ -324,6 +331,7 @@ class SchedulerRole:
             return
         is_loaded = consumed.outcome is not None and consumed.outcome["is_loaded"]
         consumed.phase = "done"
+        self._trace.instant("received", consumed.handoff)
         if is_loaded:
             consumed.is_held = False
             self._control.unwatch(consumed.handoff, True)  # noqa: FBT003 - a native method
@@ -353,6 +361,7 @@ class SchedulerRole:
             self._withdraw(produced, f"the producer ended the request: {request.status.name}")
             return False, None
         produced.is_held = True
+        self._trace.instant("sampled", produced.handoff)
         self._step.held.append((produced.handoff, request.request_id))
         self._control.finish(produced.handoff, list(request.output_token_ids), reason, produced.num_cached_tokens or 0)
         facts = {

@@ -16,6 +16,7 @@ from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.connector.first_token import DUE
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
+from kvpipe.connector.trace import WorkerTrace
 from kvpipe.exceptions import ConfigError, TransferTimeoutError
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class WorkerRole:
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._config = config
+        role = vllm_config.kv_transfer_config.kv_role
+        self._trace = WorkerTrace(config, f"{role} worker {self._rank} {self._engine_id}")
         self._agent: _kvpipe.Agent | None = None
         self._regions: dict[str, _kvpipe.Region] = {}
         self._is_by_layer = _calls_each_layer_once(vllm_config)
@@ -75,6 +78,7 @@ class WorkerRole:
             self._engine_id,
             silence=self._config.silence_s,
         )
+        self._agent.trace_to(self._trace.lines)
         for name, cache in kv_caches.items():
             self._regions[name] = self._register_layer(self._agent, name, cache)
         logger.info("agent.listen address=%s regions=%d", self._agent.address, len(kv_caches))
@@ -130,6 +134,7 @@ class WorkerRole:
         if step.finals:
             self._step, self._finals, self._unsaved = step, _kvpipe.Finals(step.finals), dict(self._regions)
         DUE.tokens = step.first_tokens
+        self._trace.begin_step(step)
 
     def _load(self, agent: _kvpipe.Agent, load: Load) -> None:
         if refusal := self._refusal(load):
@@ -163,6 +168,7 @@ class WorkerRole:
         if self._finals is None or self._agent is None or not self._is_by_layer:
             return
         if (region := self._unsaved.pop(layer_name, None)) is not None:
+            self._trace.layers_computed()
             self._agent.finalize(self._finals, [region])
         elif layer_name in self._regions:
             self._withdraw_step(self._agent, layer_name)
@@ -178,7 +184,9 @@ class WorkerRole:
     def end_forward(self) -> None:
         """After the forward pass: this step's blocks are final in the layers that are left."""
         if self._finals is not None and self._agent is not None and self._unsaved:
+            self._trace.layers_computed()
             self._agent.finalize(self._finals, list(self._unsaved.values()))
+        self._trace.end_forward()
         self._forget_finals()
 
     def _forget_finals(self) -> None:

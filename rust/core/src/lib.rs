@@ -34,6 +34,7 @@ mod recent;
 pub mod region;
 mod road;
 mod stream;
+pub mod trace;
 pub mod transport;
 pub mod work;
 

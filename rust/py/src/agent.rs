@@ -15,6 +15,7 @@ use crate::blocks::{Counts, Finals, Peer, Plan, Region, counts};
 use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
 use crate::ids::ids;
+use crate::trace::Trace;
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration};
 
@@ -248,6 +249,10 @@ impl Agent {
 
     fn cancel(&self, handoff: &[u8], reason: &str) -> PyResult<()> {
         self.0.cancel(id(handoff)?, reason).map_err(to_py)
+    }
+
+    fn trace_to(&self, trace: &Trace) -> PyResult<()> {
+        self.0.trace_to(trace.core()).map_err(to_py)
     }
 
     #[getter]

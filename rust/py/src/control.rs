@@ -9,6 +9,7 @@ use pyo3::types::PyDict;
 
 use crate::agent::{id, timing};
 use crate::error::{bad, to_py};
+use crate::trace::Trace;
 use crate::work::{Kind, Work, duration};
 
 /// Infinity, as a duration that can be added to the present.
@@ -49,6 +50,10 @@ impl Control {
     #[getter]
     fn address(&self) -> Option<String> {
         self.0.address().map(|address| address.to_string())
+    }
+
+    fn trace_to(&self, trace: &Trace) -> PyResult<()> {
+        self.0.trace_to(trace.core()).map_err(to_py)
     }
 
     fn describe_as(&self, json: String) -> PyResult<()> {

@@ -16,6 +16,7 @@ mod error;
 mod ids;
 mod lookup;
 mod pipe;
+mod trace;
 mod transport;
 mod work;
 
@@ -54,6 +55,8 @@ mod _kvpipe {
     use super::lookup::LookupBuffer;
     #[pymodule_export]
     use super::pipe::PipeEnd;
+    #[pymodule_export]
+    use super::trace::Trace;
     #[pymodule_export]
     use super::transport::Transport;
     #[pymodule_export]

@@ -13,6 +13,7 @@ use crate::handoff::producer::{Action, OPEN_TIMEOUT, Select};
 use crate::handoff::{FinalBlock, HandoffId, checksum};
 use crate::node::{Io, LinkId};
 use crate::region::{Layout, RegionId};
+use crate::trace::Track;
 use crate::transport::{Memory, Payload};
 
 /// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.
@@ -31,6 +32,7 @@ impl Blocks {
         let Some((part, regions)) = self.finals.slice(num_blocks) else {
             return false;
         };
+        let began = self.trace.now();
         match self.checksums(&part, &regions) {
             // Marked before the blocks could change: unmarked now, they did not change while they were read.
             Ok(_) if self.ended.is_marked(&part.handoff) => {}
@@ -39,6 +41,17 @@ impl Blocks {
                     .producer
                     .finalize(part.handoff, part.generation, &blocks);
                 self.act(io, actions);
+                let before = regions
+                    .first()
+                    .map_or(0, |id| self.regions.range(..id).count());
+                let facts = [
+                    ("layer", before as u64),
+                    ("first", u64::from(part.first)),
+                    ("blocks", part.block_ids.len() as u64),
+                    ("layers", regions.len() as u64),
+                ];
+                self.trace
+                    .span(Track::Node, "announced", &part.handoff, began, &facts);
             }
             Err(reason) => self.end(io, part.handoff, &reason),
         }
@@ -75,6 +88,7 @@ impl Blocks {
     }
 
     pub(super) fn end(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
+        self.trace.instant(Track::Node, "ended", &handoff, &[]);
         self.finals.forget(&handoff);
         let actions = self.producer.end(handoff, reason);
         self.act(io, actions);
@@ -143,6 +157,7 @@ impl Blocks {
             _ => {
                 header.end()?;
                 if self.producer.done(link, handoff) {
+                    self.trace.instant(Track::Node, "taken", &handoff, &[]);
                     self.events.push(Event::Taken { handoff });
                     self.act(io, Vec::new());
                 }

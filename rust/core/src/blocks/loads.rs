@@ -22,6 +22,7 @@ use crate::handoff::consumer::{Batch, Load};
 use crate::handoff::{FinalBlock, HandoffId, checksum};
 use crate::node::{Io, LinkId};
 use crate::region::{Layout, Pieces, RegionId, RemoteRegion, coalesce};
+use crate::trace::Track;
 use crate::transport::{Memory, Payload};
 
 /// What a fresh session may take, that of a peer that lives takes milliseconds. A dead one's load is not to be held up.
@@ -30,6 +31,7 @@ const FRESH_WITHIN: Duration = Duration::from_secs(2);
 impl Blocks {
     pub(super) fn load(&mut self, io: &mut Io, request: LoadRequest) {
         let handoff = request.handoff;
+        self.trace.instant(Track::Node, "load", &handoff, &[]);
         let block_bytes = self
             .regions
             .values()
@@ -98,6 +100,9 @@ impl Blocks {
                 .u32(first)
                 .u32(end);
             io.message(loading.link, header, Payload::None);
+            let facts = [("first", u64::from(first)), ("end", u64::from(end))];
+            self.trace
+                .instant(Track::Node, "selected", &handoff, &facts);
         }
     }
 
@@ -169,6 +174,7 @@ impl Blocks {
         match outcome {
             Ok(arrived) => {
                 let whole = self.verify(&handoff, batch, &arrived.memory, &arrived.layout);
+                self.trace_arrival(&handoff, batch, &whole, &arrived);
                 let num_bytes = arrived.num_bytes;
                 self.consumer.read(&handoff, batch, &whole, num_bytes);
             }
@@ -178,6 +184,18 @@ impl Blocks {
             }
         }
         self.go_on(io, handoff);
+    }
+
+    fn trace_arrival(&self, handoff: &HandoffId, batch: &Batch, whole: &[bool], arrived: &Arrived) {
+        let num_whole = whole.iter().filter(|is_whole| **is_whole).count();
+        let facts = [
+            ("layer", u64::from(batch.region)),
+            ("blocks", whole.len() as u64),
+            ("whole", num_whole as u64),
+            ("bytes", arrived.num_bytes),
+        ];
+        self.trace
+            .overlapping("arrived", handoff, arrived.began, &facts);
     }
 
     /// Handoffs name regions by their place among all of an agent.
@@ -227,6 +245,12 @@ impl Blocks {
         let Some(loading) = self.loading.remove(&handoff) else {
             return;
         };
+        let how = if outcome.failure.is_none() {
+            "loaded"
+        } else {
+            "failed"
+        };
+        self.trace.instant(Track::Node, how, &handoff, &[]);
         let (counts, link) = (outcome.counts, loading.link);
         let transport = transport(io, link);
         let elapsed = Instant::now().saturating_duration_since(loading.started);

@@ -38,6 +38,7 @@ use crate::handoff::consumer::Counts;
 use crate::identity::{Identity, Incarnation, Service};
 use crate::link::Timing;
 use crate::node::{LinkId, Node, NodeConfig, default_busy_poll};
+use crate::trace::Trace;
 use crate::transport::Transport;
 
 pub use finals::{Final, Finals};
@@ -252,6 +253,11 @@ impl Agent {
             handoff,
             reason: reason.to_owned(),
         })
+    }
+
+    /// Traces handoffs from now on.
+    pub fn trace_to(&self, trace: Trace) -> Result<()> {
+        self.node.send(Command::Trace(trace))
     }
 
     /// What has happened since the last call.

@@ -31,6 +31,7 @@ use crate::handoff::producer::Producer;
 use crate::identity::{Identity, Incarnation};
 use crate::node::{Io, LinkId, Service};
 use crate::region::RegionId;
+use crate::trace::{Trace, Track};
 use crate::work::Completer;
 
 #[derive(Debug)]
@@ -72,6 +73,7 @@ pub(super) enum Command {
         handoff: HandoffId,
         reason: String,
     },
+    Trace(Trace),
 }
 
 pub(super) struct Loading {
@@ -96,6 +98,7 @@ impl Loading {
 
 pub(super) struct Blocks {
     pub(super) events: Events<Event>,
+    pub(super) trace: Trace,
     pub(super) board: Arc<Board>,
     pub(super) ended: Ended,
     pub(super) regions: BTreeMap<RegionId, LocalRegion>,
@@ -128,6 +131,7 @@ impl Blocks {
     pub(super) fn new(events: Events<Event>, board: Arc<Board>, ended: Ended) -> Self {
         Self {
             events,
+            trace: Trace::default(),
             board,
             ended,
             regions: BTreeMap::new(),
@@ -185,10 +189,12 @@ impl Service for Blocks {
             }
             Command::Load(request) => self.load(io, request),
             Command::Commit { handoff } => {
+                self.trace.instant(Track::Node, "committed", &handoff, &[]);
                 self.consumer.commit(&handoff);
                 self.go_on(io, handoff);
             }
             Command::Cancel { handoff, reason } => self.fail_load(io, handoff, &reason),
+            Command::Trace(trace) => self.trace = trace,
         }
     }
 

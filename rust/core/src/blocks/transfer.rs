@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Neighbour;
 
@@ -77,6 +77,7 @@ pub(super) struct Arrived {
     pub(super) num_bytes: u64,
     pub(super) memory: Arc<Memory>,
     pub(super) layout: Layout,
+    pub(super) began: Duration,
 }
 
 pub(super) struct Transfer {
@@ -106,6 +107,8 @@ pub(super) struct Transfer {
     pub(super) neighbour: Option<Rc<Neighbour>>,
     pub(super) failure: Option<Error>,
     pub(super) deadline: Option<Instant>,
+    /// When it was started, if that is traced.
+    pub(super) began: Duration,
     pub(super) owner: Owner,
 }
 
@@ -131,6 +134,7 @@ impl Transfer {
             neighbour: None,
             failure: None,
             deadline: take.deadline,
+            began: Duration::ZERO,
             owner: take.owner,
         }
     }

@@ -134,6 +134,7 @@ impl Blocks {
             return;
         };
         transfer.is_started = true;
+        transfer.began = self.trace.now();
         let Some(peer) = self.peers.get_mut(&link) else {
             return;
         };
@@ -215,6 +216,7 @@ impl Blocks {
                 num_bytes: transfer.pieces.num_bytes,
                 memory: transfer.memory,
                 layout: transfer.layout,
+                began: transfer.began,
             }),
         };
         self.end_owner(io, transfer.link, transfer.owner, outcome);

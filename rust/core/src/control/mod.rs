@@ -19,6 +19,7 @@ use crate::handoff::HandoffId;
 use crate::identity::{Identity, Incarnation, Service};
 use crate::link::Timing;
 use crate::node::{Node, NodeConfig};
+use crate::trace::Trace;
 use crate::work::Work;
 
 use service::{Command, Schedulers};
@@ -233,6 +234,11 @@ impl Control {
             completer,
         })?;
         Ok(done)
+    }
+
+    /// Traces handoffs from now on.
+    pub fn trace_to(&self, trace: Trace) -> Result<()> {
+        self.node.send(Command::Trace(trace))
     }
 
     /// What has happened since the last call.

@@ -12,6 +12,7 @@ use crate::handoff::HandoffId;
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
 use crate::recent::Recent;
+use crate::trace::{Trace, Track};
 use crate::work::Completer;
 
 /// Watches that may wait for handoffs that are not open; as many subscriptions may wait.
@@ -59,6 +60,7 @@ pub(super) enum Command {
         deadline: Instant,
         completer: Completer<String>,
     },
+    Trace(Trace),
 }
 
 pub(super) struct Lent {
@@ -87,6 +89,7 @@ pub(super) struct Asked {
 
 pub(super) struct Schedulers {
     pub(super) events: Events<Event>,
+    pub(super) trace: Trace,
     pub(super) patience: Patience,
     pub(super) description: String,
     pub(super) lent: HashMap<HandoffId, Lent>,
@@ -105,6 +108,7 @@ impl Schedulers {
     pub(super) fn new(events: Events<Event>, patience: Patience) -> Self {
         Self {
             events,
+            trace: Trace::default(),
             patience,
             description: "{}".to_owned(),
             lent: HashMap::new(),
@@ -125,19 +129,25 @@ impl Schedulers {
 
     fn told(&mut self, io: &mut Io, link: LinkId, message: Message) {
         match message {
-            Message::Watch(handoff) => self.watch_here(io, link, handoff),
+            Message::Watch(handoff) => {
+                self.trace.instant(Track::Node, "watched", &handoff, &[]);
+                self.watch_here(io, link, handoff);
+            }
             Message::Unwatch { handoff, is_taken } => {
                 self.unwatch_here(io, link, handoff, is_taken);
             }
             Message::Ask { id, question } => self.asked_here(io, link, id, &question),
             Message::Opened { handoff, opening } if self.watches(&handoff, link) => {
+                self.trace.instant(Track::Node, "opened", &handoff, &[]);
                 self.events.push(Event::Opened { handoff, opening });
             }
             Message::Finished { handoff, state } if self.watches(&handoff, link) => {
+                self.trace.instant(Track::Node, "finished", &handoff, &[]);
                 self.events.push(Event::Finished { handoff, state });
             }
             Message::Gone { handoff, reason } if self.watches(&handoff, link) => {
                 self.watched.remove(&handoff);
+                self.trace.instant(Track::Node, "gone", &handoff, &[]);
                 self.events.push(Event::Gone { handoff, reason });
             }
             Message::Answer { id, json } => {
@@ -208,6 +218,7 @@ impl Service for Schedulers {
             } => {
                 self.ask(io, &address, question, deadline, completer);
             }
+            Command::Trace(trace) => self.trace = trace,
         }
     }
 

@@ -1,0 +1,114 @@
+"""The client of the benchmark: one request at a time, its times by the clock of the trace."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
+
+from kvpipe.bench.handoff.model import VOCAB_SIZE
+from kvpipe.bench.processes import ContestantError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvpipe.bench.handoff.servers import Server
+
+MODEL = "m"
+OUTPUT_TOKENS = 4
+_LIMIT_S = 180
+_RESERVED_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Times of a streamed answer, seconds of `time.monotonic`: when asked, and when each piece of text came."""
+
+    asked_s: float
+    texts_s: list[float]
+    headers: Mapping[str, str]
+
+
+def prompt(num_tokens: int, seed: str) -> list[int]:
+    """Token ids that nobody has cached."""
+    draw = random.Random(seed)  # noqa: S311 - a prompt, no secret
+    return draw.choices(range(_RESERVED_TOKENS, VOCAB_SIZE), k=num_tokens)
+
+
+def _body(tokens: list[int], more: Mapping[str, Any]) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": tokens, "temperature": 0, "ignore_eos": True, **more}
+
+
+def _post(url: str, body: dict[str, Any], headers: Mapping[str, str]) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_LIMIT_S)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json", **headers})
+    response = connection.getresponse()
+    if response.status != http.HTTPStatus.OK:
+        message = f"{url} answered {response.status}: {response.read()[:300]!r}"
+        raise ContestantError(message)
+    return response
+
+
+def stream(url: str, tokens: list[int], headers: Mapping[str, str] | None = None, **more: Any) -> Streamed:
+    """Streams a completion to its end.
+
+    Raises:
+        ContestantError: The answer is an error, or has fewer than two pieces of text.
+    """
+    asked_s = time.monotonic()
+    body = _body(tokens, {"max_tokens": OUTPUT_TOKENS, "stream": True, **more})
+    response = _post(url, body, headers or {})
+    texts_s = []
+    for line in response:
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if any(choice["text"] for choice in event.get("choices", ())):
+                texts_s.append(time.monotonic())
+    if len(texts_s) < 2:  # noqa: PLR2004 - first and second token
+        message = f"{url}: a stream of {len(texts_s)} pieces of text"
+        raise ContestantError(message)
+    return Streamed(asked_s, texts_s, dict(response.headers))
+
+
+def prefill(url: str, tokens: list[int], headers: Mapping[str, str] | None = None, **more: Any) -> dict[str, Any]:
+    """Asks for one token and returns the answer."""
+    answer: dict[str, Any] = json.loads(_post(url, _body(tokens, {"max_tokens": 1, **more}), headers or {}).read())
+    return answer
+
+
+@dataclass
+class CpuClock:
+    """Follows the CPU time of a server while a request runs; a context manager with a thread of its own."""
+
+    server: Server
+    readings: list[tuple[float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Starts nothing."""
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def _follow(self) -> None:
+        while not self._is_over.wait(0.02):
+            self.readings.append((time.monotonic(), self.server.cpu_s()))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def share(self, from_s: float, to_s: float) -> float | None:
+        """Per cent of a CPU between two times; `None` if they are too close to each other."""
+        inside = [reading for reading in self.readings if from_s <= reading[0] <= to_s]
+        if len(inside) < 2:  # noqa: PLR2004 - a difference
+            return None
+        (first_s, first), (last_s, last) = inside[0], inside[-1]
+        return 100 * (last - first) / (last_s - first_s)

@@ -1,0 +1,57 @@
+"""The model of the benchmark: 16 layers, 16 KV heads of 64, weights that vLLM draws itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+VOCAB_SIZE = 2048
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 16, 16, 64
+MAX_TOKENS = 8192
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
+_SHOWN_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+
+
+def write_model(folder: Path) -> None:
+    """Writes configuration and tokenizer; needs no weights: vLLM's `--load-format dummy` draws them from a seed."""
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - they come with vLLM
+    from transformers import LlamaConfig, PreTrainedTokenizerFast  # noqa: PLC0415
+
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = {f"w{number}": number for number in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))  # noqa: S106 - not a password
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", bos_token="w1", eos_token="w2")  # noqa: S106
+    wrapped.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=NUM_KV_HEADS * HEAD_DIM,
+        intermediate_size=2 * NUM_KV_HEADS * HEAD_DIM,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=NUM_KV_HEADS,
+        num_key_value_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_TOKENS,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """The CPU's flags that matter to a matrix product."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    return [flag for flag in _SHOWN_FLAGS if flag in flags]
+
+
+def dtype() -> str:
+    """bfloat16 where the CPU has instructions for it; elsewhere it is several times slower than float32."""
+    return "bfloat16" if _BF16_FLAGS.intersection(cpu_flags()) else "float32"
+
+
+def kv_bytes_per_token() -> int:
+    """Bytes of KV, keys and values of all layers."""
+    return 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * (2 if dtype() == "bfloat16" else 4)

@@ -1,0 +1,155 @@
+"""The rounds of the benchmark: groups take turns, the others are frozen meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from kvpipe.bench import trace
+from kvpipe.bench.handoff import client, samples
+from kvpipe.bench.handoff.field import GROUPS
+from kvpipe.bench.handoff.servers import thawed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvpipe.bench.handoff.field import Asked, Contestant, Group, Setting
+    from kvpipe.bench.handoff.servers import Park
+
+# Until processes that were frozen have done what has become due.
+_SETTLE_S = 0.5
+_WARM_UP_TOKENS = 128
+# The first requests of a length are slower: memory is touched for the first time.
+_FIRST_ROUND = 0
+_LEAST_ROUNDS = 3
+
+
+@dataclass
+class Taken:
+    """A request before the trace has been read."""
+
+    contestant: str
+    num_tokens: int
+    asked: Asked
+    cpu_s: float
+    clock: client.CpuClock | None
+
+
+@dataclass
+class Run:
+    """Groups that are up, and what they did.
+
+    Attributes:
+        groups: Those that take part.
+        taken: Requests.
+        prefill_s: Seconds of one prompt computed by a group's prefill instance alone, by group.
+        idle: Per cent of a CPU that each idle worker took, by server.
+    """
+
+    groups: list[Group]
+    taken: list[Taken] = field(default_factory=list)
+    prefill_s: dict[str, list[float]] = field(default_factory=dict)
+    idle: dict[str, float] = field(default_factory=dict)
+
+    def seconds_of_prefill(self, num_tokens: int) -> float:
+        """How long the first group's prefill takes for a prompt of this length."""
+        group = self.groups[0]
+        with thawed(group.servers):
+            return group.prefill_once(client.prompt(num_tokens, f"probe {num_tokens}"))
+
+    def rounds_apart(self, num_tokens: int, num_rounds: int, end_at: float) -> None:
+        """The same with those that are measured apart."""
+        groups = [replace(group, contestants=group.apart) for group in self.groups if group.apart]
+        if groups:
+            apart = replace(self, groups=groups)
+            apart.rounds(num_tokens, num_rounds, end_at, times_prefill=False)
+
+    def rounds(self, num_tokens: int, num_rounds: int, end_at: float, *, times_prefill: bool) -> None:
+        """Every round asks all contestants, another group first; only the first 3 may begin after `end_at`."""
+        for number in range(num_rounds + 1):
+            if number > _LEAST_ROUNDS and time.monotonic() > end_at:
+                say(f"{num_tokens} tokens: time is over after {number - 1} rounds")
+                return
+            first = number % len(self.groups)
+            for group in [*self.groups[first:], *self.groups[:first]]:
+                with thawed(group.servers):
+                    time.sleep(_SETTLE_S)
+                    self._turn(group, num_tokens, number, times_prefill=times_prefill)
+            say(f"{num_tokens} tokens: round {number} of {num_rounds}")
+
+    def _turn(self, group: Group, num_tokens: int, number: int, *, times_prefill: bool) -> None:
+        for contestant in group.contestants:
+            seed = f"{number} {contestant.name} {num_tokens}"
+            # Sessions that broke in the frost are made again, for everybody alike.
+            contestant.ask(client.prompt(_WARM_UP_TOKENS, f"warm {seed}"))
+            time.sleep(_SETTLE_S)
+            taken = _take(group, contestant, client.prompt(num_tokens, seed))
+            if number != _FIRST_ROUND:
+                self.taken.append(taken)
+        if times_prefill:
+            took_s = group.prefill_once(client.prompt(num_tokens, f"{number} {group.name} prefill"))
+            if number != _FIRST_ROUND:
+                self.prefill_s.setdefault(group.name, []).append(took_s)
+
+    def idle_workers(self, seconds: float) -> None:
+        """Measures each group's workers while nobody asks anything."""
+        for group in self.groups:
+            with thawed(group.servers):
+                instances = [group.prefill, *([group.decode] if group.decode else [])]
+                # What a request leaves behind is over: vLLM's reader spins for a second after each message.
+                time.sleep(2.0)
+                before = [server.worker_cpu_s() for server in instances]
+                time.sleep(seconds)
+                for server, cpu_s in zip(instances, before, strict=True):
+                    self.idle[server.name] = 100 * (server.worker_cpu_s() - cpu_s) / seconds
+
+    def samples(self, setting: Setting) -> list[samples.Sample]:
+        """All requests, with what the trace says of them."""
+        lives = trace.lives(trace.read(setting.trace))
+        return [_sample(taken, lives.get(taken.asked.handoff, [])) for taken in self.taken]
+
+
+def _take(group: Group, contestant: Contestant, tokens: list[int]) -> Taken:
+    before_s = group.cpu_s()
+    if group.decode is None:
+        asked, clock = contestant.ask(tokens), None
+    else:
+        with client.CpuClock(group.decode) as clock:
+            asked = contestant.ask(tokens)
+    return Taken(contestant.name, len(tokens), asked, group.cpu_s() - before_s, clock)
+
+
+def _sample(taken: Taken, life: list[trace.Event]) -> samples.Sample:
+    asked = taken.asked
+    share = taken.clock.share(*samples.prefill_span(asked.asked_s, life)) if taken.clock else None
+    return samples.Sample(
+        contestant=taken.contestant,
+        num_tokens=taken.num_tokens,
+        first_ms=1e3 * (asked.first_s - asked.asked_s),
+        second_ms=1e3 * (asked.second_s - asked.asked_s),
+        cpu_s=taken.cpu_s,
+        decode_share=share,
+        exposed=samples.exposed(life),
+        handoff=asked.handoff,
+    )
+
+
+def start(park: Park, setting: Setting, names: Sequence[str]) -> Run:
+    """Starts groups, one after the other; each is frozen when it is up."""
+    groups = []
+    for name in names:
+        say(f"starting {name}")
+        group = GROUPS[name](park, setting)
+        with thawed(group.servers):
+            for contestant in (*group.contestants, *group.apart):
+                contestant.ask(client.prompt(_WARM_UP_TOKENS, f"first {contestant.name}"))
+        groups.append(group)
+    return Run(groups)
+
+
+def say(text: str) -> None:
+    """Progress goes to stderr."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,142 @@
+"""The processes of the benchmark: started, frozen while others are measured, their CPU counted, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import os
+import signal
+import subprocess
+import time
+from typing import TYPE_CHECKING, Self
+from urllib.parse import urlsplit
+
+from kvpipe._groups import Watchdog, group_members, kill_members
+from kvpipe.bench.processes import ContestantError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+_START_WITHIN_S = 600.0
+_END_WITHIN_S = 10.0
+_TAIL_LINES = 12
+
+
+class Server:
+    """One HTTP server and all processes that it starts.
+
+    Attributes:
+        name: Such as `nixl pull decode`.
+        url: Where it is reached.
+    """
+
+    def __init__(self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self.name = name
+        self.url = url
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(  # noqa: S603 - our own commands
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+                process_group=0,
+            )
+        self._members: list[int] = []
+
+    @property
+    def group(self) -> int:
+        """The id of its process group."""
+        return self._process.pid
+
+    def until_healthy(self) -> None:
+        """Waits until `/health` answers with 200.
+
+        Raises:
+            ContestantError: It has ended, or takes too long.
+        """
+        give_up_at = time.monotonic() + _START_WITHIN_S
+        while not self._is_healthy():
+            if self._process.poll() is not None or time.monotonic() > give_up_at:
+                lines = self._log.read_text(errors="replace").splitlines()
+                message = "\n".join([f"{self.name} did not start; {self._log} ends with", *lines[-_TAIL_LINES:]])
+                raise ContestantError(message)
+            time.sleep(0.5)
+        self._members = group_members(self.group)
+
+    def _is_healthy(self) -> bool:
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU that its processes have used, all threads."""
+        # Linux's clock of another process: its id inverted, and CPUCLOCK_SCHED (2)
+        return sum(time.clock_gettime((~pid << 3) | 2) for pid in self._members)
+
+    def worker_cpu_s(self) -> float:
+        """The same of its worker alone."""
+        return max(time.clock_gettime((~pid << 3) | 2) for pid in self._members if _is_worker(pid))
+
+    def signal(self, number: int) -> None:
+        """To all its processes."""
+        os.killpg(self.group, number)
+
+    def end(self) -> None:
+        """Ends all its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self._process.wait()
+        give_up_at = time.monotonic() + _END_WITHIN_S
+        while kill_members(self.group) and time.monotonic() < give_up_at:
+            time.sleep(0.05)
+
+
+def _is_worker(pid: int) -> bool:
+    with open(f"/proc/{pid}/comm") as name:  # noqa: PTH123 - no path of ours
+        return "Worker" in name.read()
+
+
+class Park:
+    """All servers; a context manager that ends them, as does a watchdog should this process die."""
+
+    def __init__(self) -> None:
+        self._watchdog = Watchdog()
+        self._servers: list[Server] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.end()
+            self._watchdog.forget(server.group)
+        asyncio.run(self._watchdog.close())
+
+    def start(self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> Server:
+        """Starts a server; the caller waits for its health."""
+        server = Server(name, url, command, env, log)
+        self._servers.append(server)
+        self._watchdog.watch(server.group)
+        return server
+
+
+@contextlib.contextmanager
+def thawed(servers: Iterable[Server]) -> Iterator[None]:
+    """Lets frozen servers run inside, and freezes them again."""
+    servers = list(servers)
+    for server in servers:
+        server.signal(signal.SIGCONT)
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.signal(signal.SIGSTOP)

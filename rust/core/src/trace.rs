@@ -1,0 +1,277 @@
+//! A trace of handoffs in Chrome's trace format, which Perfetto and `chrome://tracing` load. All processes of a host may
+//! write to one file: each line is one write to its end, and the format lets the closing bracket be missing. Times are
+//! those of `CLOCK_MONOTONIC`, which they share. Who traces only queues a line; a thread writes.
+
+use std::fmt::Write as _;
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::error::{Error, Result};
+use crate::handoff::HandoffId;
+
+/// Whose time a line is about: they are shown as threads of the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Track {
+    /// vLLM's, in which the connector's hooks run.
+    Engine = 1,
+    /// The node's.
+    Node = 2,
+}
+
+/// Where a process traces to; nowhere by default. Clones share the file.
+#[derive(Debug, Clone, Default)]
+pub struct Trace(Option<Arc<Writer>>);
+
+#[derive(Debug)]
+struct Writer {
+    lines: Option<Sender<String>>,
+    thread: Option<JoinHandle<()>>,
+    num_overlapping: AtomicU64,
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        drop(self.lines.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Trace {
+    /// Appends to a file, which others may write to. `process` is this process's name in the trace.
+    ///
+    /// # Errors
+    /// The file cannot be written, or there is no thread to be had.
+    pub fn to_file(path: &Path, process: &str) -> Result<Self> {
+        let failed = |error: std::io::Error| {
+            Error::Config(format!(
+                "trace {} cannot be written: {error}",
+                path.display()
+            ))
+        };
+        let file = open(path).map_err(failed)?;
+        let (lines, queue) = channel();
+        let thread = std::thread::Builder::new()
+            .name("kvpipe-trace".to_owned())
+            .spawn(move || write(file, &queue))
+            .map_err(failed)?;
+        let trace = Self(Some(Arc::new(Writer {
+            lines: Some(lines),
+            thread: Some(thread),
+            num_overlapping: AtomicU64::new(0),
+        })));
+        trace.introduce("process_name", Track::Engine, process);
+        trace.introduce("thread_name", Track::Engine, "vLLM");
+        trace.introduce("thread_name", Track::Node, "kvpipe");
+        Ok(trace)
+    }
+
+    /// Whether lines go anywhere.
+    pub fn is_on(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// The present, for the beginning of a span; zero when nothing is traced.
+    pub fn now(&self) -> Duration {
+        if self.is_on() { now() } else { Duration::ZERO }
+    }
+
+    /// Something has happened to a handoff.
+    pub fn instant(&self, track: Track, name: &str, handoff: &HandoffId, facts: &[(&str, u64)]) {
+        if self.is_on() {
+            let rest = format!(r#""ph":"i","s":"t",{}"#, at(track, now()));
+            self.event(name, &rest, handoff, facts);
+        }
+    }
+
+    /// Something that has just ended, and overlaps with no other span of its track.
+    pub fn span(
+        &self,
+        track: Track,
+        name: &str,
+        handoff: &HandoffId,
+        began: Duration,
+        facts: &[(&str, u64)],
+    ) {
+        if self.is_on() {
+            let took = micros(now().saturating_sub(began));
+            let rest = format!(r#""ph":"X","dur":{took},{}"#, at(track, began));
+            self.event(name, &rest, handoff, facts);
+        }
+    }
+
+    /// Something that has just ended, while others of its name may be under way.
+    pub fn overlapping(
+        &self,
+        name: &str,
+        handoff: &HandoffId,
+        began: Duration,
+        facts: &[(&str, u64)],
+    ) {
+        let Some(writer) = &self.0 else { return };
+        let id = writer.num_overlapping.fetch_add(1, Ordering::Relaxed);
+        for (phase, time) in [("b", began), ("e", now())] {
+            let rest = format!(r#""ph":"{phase}","id":{id},{}"#, at(Track::Node, time));
+            self.event(name, &rest, handoff, facts);
+        }
+    }
+
+    fn event(&self, name: &str, rest: &str, handoff: &HandoffId, facts: &[(&str, u64)]) {
+        let mut line = format!(r#"{{"name":"{name}","cat":"handoff",{rest},"args":{{"handoff":""#);
+        for byte in handoff {
+            let _ = write!(line, "{byte:02x}");
+        }
+        line.push('"');
+        for (fact, value) in facts {
+            let _ = write!(line, r#","{fact}":{value}"#);
+        }
+        line.push_str("}},\n");
+        self.queue(line);
+    }
+
+    fn introduce(&self, what: &str, track: Track, name: &str) {
+        let plain = |c: char| !c.is_control() && c != '"' && c != '\\';
+        let name: String = name.chars().filter(|c| plain(*c)).collect();
+        let at = at(track, now());
+        self.queue(format!(
+            r#"{{"name":"{what}","ph":"M",{at},"args":{{"name":"{name}"}}}},{}"#,
+            '\n'
+        ));
+    }
+
+    fn queue(&self, line: String) {
+        if let Some(lines) = self.0.as_ref().and_then(|writer| writer.lines.as_ref()) {
+            // Nobody listens any more: the file could not be written, and a trace is not worth a failure.
+            let _ = lines.send(line);
+        }
+    }
+}
+
+/// Opens the file; the first one begins the list.
+fn open(path: &Path) -> std::io::Result<File> {
+    let mut file = OpenOptions::new().create(true).append(true).open(path)?;
+    file.lock()?;
+    if file.metadata()?.len() == 0 {
+        file.write_all(b"[\n")?;
+    }
+    file.unlock()?;
+    Ok(file)
+}
+
+/// Ends with its queue, or where a line cannot be written.
+fn write(mut file: File, queue: &Receiver<String>) {
+    for line in queue {
+        if file.write_all(line.as_bytes()).is_err() {
+            return;
+        }
+    }
+}
+
+fn now() -> Duration {
+    let time = clock_gettime(ClockId::Monotonic);
+    Duration::from_secs(time.tv_sec.unsigned_abs())
+        + Duration::from_nanos(time.tv_nsec.unsigned_abs())
+}
+
+fn micros(time: Duration) -> String {
+    format!("{}.{:03}", time.as_micros(), time.subsec_nanos() % 1000)
+}
+
+fn at(track: Track, time: Duration) -> String {
+    let (pid, tid, ts) = (std::process::id(), track as u8, micros(time));
+    format!(r#""pid":{pid},"tid":{tid},"ts":{ts}"#)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    const ID: HandoffId = [0xab; 16];
+
+    fn file(name: &str) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("kvpipe-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        path
+    }
+
+    fn lines(path: &Path) -> Vec<String> {
+        let text = std::fs::read_to_string(path).unwrap();
+        std::fs::remove_file(path).unwrap();
+        text.lines().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn several_processes_write_whole_lines_to_one_list() {
+        let path = file("shared-trace");
+        let writers: Vec<_> = (0..4)
+            .map(|number| {
+                let trace = Trace::to_file(&path, "worker").unwrap();
+                std::thread::spawn(move || {
+                    for _ in 0..200 {
+                        trace.instant(Track::Node, "arrived", &ID, &[("writer", number)]);
+                    }
+                })
+            })
+            .collect();
+        for writer in writers {
+            writer.join().unwrap();
+        }
+        let lines = lines(&path);
+        assert_eq!(lines.len(), 1 + 4 * (3 + 200));
+        assert_eq!(lines[0], "[");
+        let is_whole = |line: &String| line.starts_with(r#"{"name":""#) && line.ends_with("}},");
+        assert!(lines[1..].iter().all(is_whole));
+    }
+
+    #[test]
+    fn a_span_says_when_it_began_and_how_long_it_took() {
+        let path = file("span-trace");
+        let trace = Trace::to_file(&path, "worker").unwrap();
+        let began = trace.now();
+        std::thread::sleep(Duration::from_millis(20));
+        trace.span(Track::Engine, "computed", &ID, began, &[("layer", 3)]);
+        drop(trace);
+        let line = lines(&path).pop().unwrap();
+        let number = |name: &str| -> f64 {
+            let (_, rest) = line.split_once(&format!(r#""{name}":"#)).unwrap();
+            rest.split(',').next().unwrap().parse().unwrap()
+        };
+        assert!((number("ts") - began.as_secs_f64() * 1e6).abs() < 1.0);
+        assert!(number("dur") >= 20_000.0);
+        assert!(
+            line.contains(r#""args":{"handoff":"abababababababababababababababab","layer":3}"#)
+        );
+    }
+
+    #[test]
+    fn a_name_cannot_break_the_line() {
+        let path = file("name-trace");
+        drop(Trace::to_file(&path, "a\"b\\c\nd").unwrap());
+        assert!(lines(&path)[1].contains(r#""args":{"name":"abcd"}"#));
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_is_an_error() {
+        let error = Trace::to_file(Path::new("/nowhere/trace"), "worker").unwrap_err();
+        assert!(error.to_string().contains("/nowhere/trace"), "{error}");
+    }
+
+    #[test]
+    fn nothing_is_traced_by_default() {
+        let trace = Trace::default();
+        trace.instant(Track::Node, "arrived", &ID, &[]);
+        assert!(!trace.is_on());
+        assert_eq!(trace.now(), Duration::ZERO);
+    }
+}
