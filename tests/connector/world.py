@@ -140,8 +140,10 @@ class World:
         if is_prompt:
             for load in step.loads:
                 self.transfers[load.request_id].ending = (False, list(range(len(load.block_ids))))
+        self._lend(step.cached)
+        self._what_is_lent_is_kept()
         self._compute(output)
-        self._lend(step)
+        self._lend(step.finals)
         self._what_is_lent_is_kept()
         sampled = [self._sample(request_id, step) for request_id in output.num_scheduled_tokens]
         report = self._report()
@@ -190,6 +192,9 @@ class World:
         assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id in load.block_ids), "and to nobody else's"
         self.cache.spoil(load.block_ids)
         self.transfers[load.request_id] = Transfer(load, load.is_committed)
+        if load.refusal:
+            self.transfers[load.request_id].ending = (False, list(range(len(load.block_ids))))
+            self.seen["load refused"] += 1
         self.seen["load"] += 1
         self.seen["load beyond the own cache"] += bool(load.first)
 
@@ -206,9 +211,9 @@ class World:
         for request_id, table, history, _, end in spans:
             assert self.cache.holds(table, history, 0, end), f"{request_id} was computed on KV that is not its own"
 
-    def _lend(self, step: StepMetadata) -> None:
-        """What is final after this forward pass can be read by others from now on."""
-        for handoff, generation, first, block_ids in step.finals:
+    def _lend(self, parts: list[tuple[bytes, int, int, list[int]]]) -> None:
+        """What is final can be read by others from now on."""
+        for handoff, generation, first, block_ids in parts:
             if handoff not in self.lent:
                 request_id = next(key for key, value in self.handoffs.items() if value == handoff)
                 self.lent[handoff] = Lending(self.engine.scheduler.requests[request_id])
@@ -297,6 +302,8 @@ class World:
     def _loads_are_told_what_is_known(self) -> None:
         """A load that nobody needs or serves is ended in the next step; one that may be committed is."""
         for transfer in self.transfers.values():
+            if transfer.load.refusal:
+                continue
             watched = self.wire.watched[transfer.load.handoff]
             is_aborted = self.engine.scheduler.requests[transfer.load.request_id].is_finished()
             assert transfer.is_cancelled == (is_aborted or watched.is_gone), "a load is cancelled if it has to be"

@@ -17,7 +17,10 @@ from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
 
 REPOSITORY = Path(__file__).parents[2]
 LOGS = REPOSITORY / ".cache" / "test-logs"
-COMMON = ("--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny")
+COMMON = (
+    *("--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+)
 
 # Long prompts take several steps of 256 tokens, so that blocks are announced while prefill computes.
 ROOMY = ("--max-model-len", "4096", "--max-num-batched-tokens", "256")

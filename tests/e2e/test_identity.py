@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client import COMPLETIONS, Servers, completion, post, prompt
+from tests.e2e.client import CHAT, COMPLETIONS, Servers, completion, post, prompt
 from tests.e2e.identity import BY_ID, Said, ask, differences
 from tests.e2e.test_answers import BLOCK, REQUESTS
-from tests.e2e.test_first_token import HOT, SAMPLED, hot, said
+from tests.e2e.test_first_token import HOT, SAMPLED, SCHEMA, hot, hot_chat, said
 
 # Just-in-time, the default, is that of test_answers.py and test_first_token.py.
 OTHERS = ("sequential", "concurrent")
 KINDS = REQUESTS | SAMPLED
+TOOL = {"type": "function", "function": {"name": "remember", "parameters": SCHEMA}}
 CHARACTERS = "é日本🙂"
 TOLERANCE = 1e-3
 
@@ -42,6 +43,31 @@ def test_log_probabilities_are_those_of_one_instance(servers: Servers, body: dic
     assert found["token_logprobs"] == pytest.approx(expected["token_logprobs"], abs=TOLERANCE)
     for theirs, ours in zip(expected["top_logprobs"], found["top_logprobs"], strict=True):
         assert ours == pytest.approx(theirs, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_tool_call_is_that_of_one_instance(servers: Servers, *, is_streamed: bool) -> None:
+    choice = {"type": "function", "function": {"name": "remember"}}
+    body = hot_chat("Who was it?", 43, max_tokens=48, tools=[TOOL], tool_choice=choice, stream=is_streamed)
+    found, handoff = called(servers.url, body)
+    assert found == called(servers.undivided.url, body)[0]
+    assert found["name"] == "remember"
+    assert found["arguments"]
+    assert servers.result(handoff)["first_token"] == "exact"
+
+
+def called(url: str, body: dict[str, Any]) -> tuple[dict[str, str], str | None]:
+    """Name and arguments of the one tool call of an answer, whole or streamed."""
+    with post(url, CHAT, body) as response:
+        payload, handoff = response.read(), response.headers["x-kvpipe-handoff"]
+    if body["stream"]:
+        events = [line.removeprefix(b"data: ") for line in payload.splitlines() if line.startswith(b"data: {")]
+        choices = [choice for event in events for choice in json.loads(event)["choices"]]
+        calls = [call for choice in choices for call in choice["delta"].get("tool_calls") or ()]
+    else:
+        calls = json.loads(payload)["choices"][0]["message"]["tool_calls"]
+    parts = [call["function"] for call in calls]
+    return {key: "".join(part.get(key) or "" for part in parts) for key in ("name", "arguments")}, handoff
 
 
 @pytest.fixture
