@@ -3,14 +3,16 @@
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
 import pytest
 
-from kvpipe import PeerLostError, Pipe, TransportUnavailableError
+from kvpipe import ConnectError, PeerLostError, Pipe, TransportUnavailableError
 from tests.conftest import is_tcp
 from tests.peers import LARGE, MIB, resident_bytes
 
@@ -27,6 +29,46 @@ def test_without_ucx_the_error_names_what_was_tried_and_the_remedy():
     )
     assert f"{TransportUnavailableError.__name__}: no UCX library could be loaded (tried /nonexistent" in done.stderr
     assert "pip install 'kvpipe[ucx-cu12]', or set KVPIPE_UCX_LIB" in done.stderr
+
+
+@pytest.mark.usefixtures("road")
+def test_a_receiver_that_stops_while_it_is_connected_to_costs_no_cpu(start):
+    """It has said where UCX reaches it and never answers there: the descriptor of UCX is then readable all the time."""
+    with stopped_after_its_welcome(start("receive_nothing")) as address:
+        before = time.process_time()
+        with pytest.raises(ConnectError, match=r"the UCX of .* was not reached"):
+            Pipe.connect(address, timeout=2)
+        burnt_s = time.process_time() - before
+    assert burnt_s < 0.3
+
+
+@contextlib.contextmanager
+def stopped_after_its_welcome(receiver):
+    """The address of a relay to a receiver, which stops when it has said the third thing, its welcome."""
+    host, _, port = receiver.read().rpartition(":")
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        relay = threading.Thread(target=relay_until_welcome, args=(between, (host, int(port)), receiver))
+        relay.start()
+        yield "{}:{}".format(*between.getsockname())
+        relay.join()
+
+
+def relay_until_welcome(between, address, receiver):
+    with between.accept()[0] as near, socket.create_connection(address) as far:
+        back = threading.Thread(target=hand_on, args=(near, far))
+        back.start()
+        for said in range(3):
+            chunk = far.recv(1 << 16)
+            if said == 2:
+                receiver.stop()
+            near.sendall(chunk)
+        back.join()  # until the other side gives up
+
+
+def hand_on(source, sink):
+    with contextlib.suppress(OSError):
+        while chunk := source.recv(1 << 16):
+            sink.sendall(chunk)
 
 
 def run_python(code, env=None):

@@ -277,6 +277,20 @@ impl Io {
         let _ = epoll::modify(&self.epoll, connection.fd(), data, flags);
     }
 
+    /// Wakes while UCX's descriptor is readable, or only when it becomes so.
+    pub(super) fn watch_worker(&self, only_changes: bool) {
+        let Some(data) = &self.data else {
+            return;
+        };
+        let flags = if only_changes {
+            epoll::EventFlags::IN | epoll::EventFlags::ET
+        } else {
+            epoll::EventFlags::IN
+        };
+        let key = epoll::EventData::new_u64(UCX);
+        let _ = epoll::modify(&self.epoll, data.worker.event_fd(), key, flags);
+    }
+
     /// Takes connections, or leaves them in the backlog: the listener would otherwise be reported as readable again
     /// and again.
     pub(super) fn listen(&self, is_listening: bool) {

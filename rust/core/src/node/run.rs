@@ -1,19 +1,15 @@
 //! What a node does in a round, and in which order.
 
-use std::io::ErrorKind;
+mod sockets;
+mod ucx;
+
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Event, Status};
 use rustix::event::epoll;
-use rustix::io::Errno;
 
-use super::io::{Connected, LISTENER, UCX, WAKE};
 use super::{Driven, Io, LinkId, Service};
-use crate::data::{DataPlane, HELLO};
-use crate::error::{Error, Result};
-use crate::link::Incoming;
-use crate::work::timespec;
+use crate::error::Error;
 
 /// Longest sleep. UCX has lost wake-ups in the past (NIXL keeps a finite poll for the same reason).
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
@@ -23,10 +19,6 @@ const LOOK_AT_SOCKETS: Duration = Duration::from_millis(1);
 const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(100);
 /// UCX events of one round. A CMA read completes as it is posted, so that a chain of them would never end the round.
 const EVENTS_PER_ROUND: usize = 32;
-/// Handshakes of peers under way at once; one more ends the oldest, so that silent connections keep nobody out.
-const HANDSHAKES_CAP: usize = 64;
-/// Without file descriptors, the next attempt to accept.
-const ACCEPT_AGAIN: Duration = Duration::from_secs(1);
 /// How long a node that stops waits for its last messages to leave.
 const LINGER: Duration = Duration::from_millis(500);
 
@@ -59,6 +51,8 @@ pub(super) struct Loop<S: Service> {
     is_backlogged: bool,
     /// The last round left work of the service undone.
     has_work: bool,
+    /// Wakes by UCX's descriptor since it has worked.
+    num_fruitless: u32,
 }
 
 impl<S: Service> Loop<S> {
@@ -74,6 +68,7 @@ impl<S: Service> Loop<S> {
             accept_at: None,
             is_backlogged: false,
             has_work: false,
+            num_fruitless: 0,
         }
     }
 
@@ -204,134 +199,6 @@ impl<S: Service> Loop<S> {
         }
     }
 
-    fn take_connected(&mut self, connected: Connected) {
-        let Connected {
-            link,
-            peer,
-            begun,
-            stream,
-        } = connected;
-        // Given up meanwhile, and reported as such.
-        if !self.io.connecting.contains_key(&link) {
-            return;
-        }
-        let added = match stream {
-            Ok(stream) => self.io.add(link, stream, peer, false, begun),
-            Err(reason) => Err(Error::Connect(format!(
-                "cannot reach {peer}: {reason}; is a kvpipe peer listening there?"
-            ))),
-        };
-        match added {
-            Ok(()) => {
-                self.io.connecting.remove(&link);
-            }
-            Err(error) => self.io.fail(link, error),
-        }
-    }
-
-    /// Lets UCX work; whether anything happened.
-    fn progress(&mut self) -> bool {
-        let Some(data) = &self.io.data else {
-            return false;
-        };
-        let progressed = data.worker.progress() > 0;
-        self.take_commands();
-        self.take_events() || progressed
-    }
-
-    fn take_events(&mut self) -> bool {
-        for taken in 0..EVENTS_PER_ROUND {
-            let Some(event) = self
-                .io
-                .data
-                .as_ref()
-                .and_then(|data| data.worker.next_event())
-            else {
-                self.is_backlogged = false;
-                return taken > 0;
-            };
-            self.take_event(event);
-        }
-        self.is_backlogged = true;
-        true
-    }
-
-    fn take_event(&mut self, event: Event) {
-        match event {
-            Event::Message { header, data } => self.take_message(&header, data),
-            Event::Done { token, result } => self.take_done(token, result),
-            Event::EndpointFailed { endpoint, status } => {
-                let data = self.io.data.as_ref();
-                if let Some(link) = data.and_then(|data| data.link_of(endpoint)) {
-                    self.endpoint_failed(link, status);
-                }
-            }
-            Event::Closed { endpoint } => {
-                if let Some(data) = &mut self.io.data {
-                    data.forget(endpoint);
-                }
-            }
-        }
-    }
-
-    fn take_done(&mut self, token: u64, result: std::result::Result<(), Status>) {
-        let data = self.io.data.as_ref();
-        if let Some(link) = DataPlane::hello_of(token) {
-            self.hello_ended(link, result);
-        } else if !data.is_some_and(|data| data.end_message(token)) {
-            self.service.done(&mut self.io, token, result);
-        }
-    }
-
-    fn endpoint_failed(&mut self, link: LinkId, status: Status) {
-        // A peer that leaves in order says so before its endpoint ends, but over another connection: seen first, that
-        // end would hide what it said.
-        self.serve(link, epoll::EventFlags::empty());
-        let peer = self.io.peer(link);
-        self.io.fail(link, Error::lost(&peer, status));
-    }
-
-    fn hello_ended(&mut self, link: LinkId, result: std::result::Result<(), Status>) {
-        if let Err(status) = result {
-            let peer = self.io.peer(link);
-            return self.io.fail(link, Error::lost(&peer, status));
-        }
-        let data = self.io.data.as_mut();
-        if data.is_some_and(|data| data.hello_left(link)) {
-            self.announce(link);
-        }
-    }
-
-    fn take_message(&mut self, header: &[u8], data: AmData) {
-        let Some((session, header)) = header.split_first_chunk::<16>() else {
-            return;
-        };
-        // Without a live session nothing is said about the message, not even that it was wrong.
-        let Some(plane) = &mut self.io.data else {
-            return;
-        };
-        let Some(link) = plane.link_of_session(session) else {
-            return;
-        };
-        if header == [HELLO] {
-            if plane.hello_came(link) {
-                self.announce(link);
-            }
-            return;
-        }
-        if !plane.is_open(link) {
-            return self.cut(
-                link,
-                Error::protocol("a message before the session was ready"),
-            );
-        }
-        // Who says more has got our hello.
-        self.announce(link);
-        if let Err(error) = self.service.message(&mut self.io, link, header, data) {
-            self.cut(link, error);
-        }
-    }
-
     /// Ends a link whose peer misbehaved: nothing more of it is taken.
     fn cut(&mut self, link: LinkId, error: Error) {
         if let Some(data) = &mut self.io.data {
@@ -416,149 +283,6 @@ impl<S: Service> Loop<S> {
                 tracing::error!("ucp_worker_arm: {status}");
                 true
             }
-        }
-    }
-
-    /// Serves the sockets, and until then sleeps at most until `until`; whether a signal ended that.
-    pub(super) fn look_at_sockets(&mut self, until: Instant) -> bool {
-        let mut ready = [epoll::Event {
-            flags: epoll::EventFlags::empty(),
-            data: epoll::EventData::new_u64(0),
-        }; 64];
-        let timeout = timespec(until.saturating_duration_since(Instant::now()));
-        let mut waited = epoll::wait(&self.io.epoll, &mut ready[..], Some(&timeout));
-        let is_interrupted = waited == Err(Errno::INTR);
-        if is_interrupted {
-            // As after a SIGCONT: nobody was silent before it has been seen what they sent meanwhile.
-            waited = epoll::wait(
-                &self.io.epoll,
-                &mut ready[..],
-                Some(&timespec(Duration::ZERO)),
-            );
-        }
-        self.io.now = Instant::now();
-        self.looked_at_sockets = self.io.now;
-        for event in &ready[..waited.unwrap_or(0)] {
-            match event.data.u64() {
-                WAKE => {
-                    let _ = rustix::io::read(&*self.io.wake, &mut [0u8; 8]);
-                    self.take_commands();
-                }
-                LISTENER => self.accept(),
-                UCX => {}
-                link => self.serve(link, event.flags),
-            }
-        }
-        self.report_failures();
-        is_interrupted
-    }
-
-    fn accept(&mut self) {
-        for _ in 0..HANDSHAKES_CAP {
-            let Some(accepted) = self.io.listener.as_ref().map(std::net::TcpListener::accept)
-            else {
-                return;
-            };
-            match accepted {
-                Ok((stream, peer)) => {
-                    self.make_room();
-                    let (link, now) = (self.io.new_link(), self.io.now);
-                    if let Err(error) = self.io.add(link, stream, peer.to_string(), true, now) {
-                        self.service.log(format!("refused {peer}: {error}"));
-                    }
-                }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                Err(error)
-                    if matches!(
-                        error.kind(),
-                        ErrorKind::Interrupted | ErrorKind::ConnectionAborted
-                    ) => {}
-                Err(error) => {
-                    self.service
-                        .log(format!("cannot accept connections: {error}"));
-                    self.accept_at = Some(self.io.now + ACCEPT_AGAIN);
-                    return self.io.listen(false);
-                }
-            }
-        }
-    }
-
-    fn make_room(&mut self) {
-        let is_under_way =
-            |(_, link): &(&LinkId, &crate::link::Link)| link.is_accepted && !link.is_up();
-        let under_way = self.io.links.iter().filter(is_under_way);
-        let (count, oldest) = under_way.fold((0, None), |(count, oldest), (&id, _)| {
-            (count + 1, oldest.into_iter().chain([id]).min())
-        });
-        if let Some(oldest) = oldest.filter(|_| count >= HANDSHAKES_CAP) {
-            let text = "it had not completed its handshake when many others connected";
-            self.report_failure(oldest, Error::Connect(text.to_owned()));
-        }
-    }
-
-    fn serve(&mut self, id: LinkId, flags: epoll::EventFlags) {
-        let Some(link) = self.io.links.get_mut(&id) else {
-            return;
-        };
-        if flags.contains(epoll::EventFlags::OUT) {
-            link.flush();
-        }
-        let (incoming, ended) = link.receive(&self.io.config.identity, self.io.now, |peer| {
-            self.service.accept(id, peer)
-        });
-        // Before the commands: one that needs the peer knows then that it has to connect again.
-        if let Some(error) = ended {
-            self.io.fail(id, error);
-        }
-        self.take_commands();
-        for item in incoming {
-            if let Err(error) = self.take_incoming(id, item) {
-                return self.cut(id, error);
-            }
-        }
-        self.io.watch_writes(id);
-    }
-
-    fn take_incoming(&mut self, link: LinkId, item: Incoming) -> Result<()> {
-        match item {
-            Incoming::Admitted(session) => {
-                if let Some(data) = &mut self.io.data {
-                    data.admit(link, session);
-                }
-                Ok(())
-            }
-            Incoming::Ready => self.ready(link),
-            Incoming::Frame(frame) => {
-                self.announce(link);
-                self.service.frame(&mut self.io, link, &frame)
-            }
-        }
-    }
-
-    /// Both sides know the session. With a data plane, it is established when both hellos have come through that too.
-    fn ready(&mut self, link: LinkId) -> Result<()> {
-        let Some(data) = &mut self.io.data else {
-            self.announce(link);
-            return Ok(());
-        };
-        let known = self.io.links.get(&link);
-        match known.and_then(|link| link.identity.as_ref()) {
-            Some(peer) => data.open(link, &peer.ucx_address),
-            None => Ok(()),
-        }
-    }
-
-    /// Tells the service of an established session, once.
-    fn announce(&mut self, link: LinkId) {
-        let Some(connection) = self.io.links.get_mut(&link) else {
-            return;
-        };
-        if let Some(peer) = connection.identity.take() {
-            connection.is_announced = true;
-            if let Some(data) = &mut self.io.data {
-                data.choose_road(link);
-            }
-            self.service.link_up(&mut self.io, link, &peer);
         }
     }
 }

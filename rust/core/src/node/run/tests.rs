@@ -6,6 +6,7 @@ use std::sync::mpsc::{Sender, channel};
 use kvpipe_ucx::{Buffer, Config, Library, MemoryKind, Search};
 
 use super::*;
+use crate::error::Result;
 use crate::identity::Identity;
 use crate::transport::{Context, Get, Memory, RemoteKey, Worker};
 
