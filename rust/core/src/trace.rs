@@ -170,7 +170,8 @@ fn open(path: &Path) -> std::io::Result<File> {
 /// Ends with its queue, or where a line cannot be written.
 fn write(mut file: File, queue: &Receiver<String>) {
     for line in queue {
-        if file.write_all(line.as_bytes()).is_err() {
+        if let Err(error) = file.write_all(line.as_bytes()) {
+            tracing::warn!(%error, "trace.ended");
             return;
         }
     }

@@ -234,18 +234,30 @@ class Nixl:
         """Asks for a few tokens; all of them are decode's, which computes the last prompt token again."""
         handoff = secrets.token_hex(16)
         asked_s = time.monotonic()
-        params = self.prefill(tokens, handoff)["kv_transfer_params"]
-        if self.is_push:
-            # prefill writes where decode tells it to
-            params.pop("remote_block_ids")
-        found = client.stream(self.decode_url, tokens, {"X-Request-Id": handoff}, kv_transfer_params=params)
+        found = self._decode(tokens, handoff, self._prefill(tokens, handoff))
         first_s, second_s = found.texts_s[:2]
         return Asked(asked_s, first_s, second_s, handoff)
 
-    def prefill(self, tokens: list[int], handoff: str) -> dict[str, Any]:
-        """Has prefill compute a prompt and hold its blocks."""
+    def prefill_s(self, tokens: list[int]) -> float:
+        """Seconds in which prefill computes a prompt. Decode then fetches it, or its blocks would stay held."""
+        handoff = secrets.token_hex(16)
+        held: list[dict[str, Any]] = []
+        took_s = _timed(lambda: held.append(self._prefill(tokens, handoff)))
+        self._decode(tokens, handoff, held[0])
+        return took_s
+
+    def _prefill(self, tokens: list[int], handoff: str) -> dict[str, Any]:
+        """Has prefill compute a prompt and hold its blocks: where they are."""
         params = {"do_remote_decode": True, "do_remote_prefill": False, **_NO_REMOTE}
-        return client.prefill(self.prefill_url, tokens, {"X-Request-Id": handoff}, kv_transfer_params=params)
+        done = client.prefill(self.prefill_url, tokens, {"X-Request-Id": handoff}, kv_transfer_params=params)
+        held: dict[str, Any] = done["kv_transfer_params"]
+        return held
+
+    def _decode(self, tokens: list[int], handoff: str, held: dict[str, Any]) -> client.Streamed:
+        if self.is_push:
+            # prefill writes where decode tells it to
+            held = {key: value for key, value in held.items() if key != "remote_block_ids"}
+        return client.stream(self.decode_url, tokens, {"X-Request-Id": handoff}, kv_transfer_params=held)
 
 
 def nixl(mode: str) -> Callable[[Park, Setting], Group]:
@@ -275,8 +287,7 @@ def nixl(mode: str) -> Callable[[Park, Setting], Group]:
         for server in servers:
             server.until_healthy()
         contestant = Nixl(name, servers[0].url, servers[1].url, mode == "Push")
-        once = lambda tokens: _timed(lambda: contestant.prefill(tokens, secrets.token_hex(16)))  # noqa: E731
-        return Group(name, servers[0], servers[1], [contestant], once)
+        return Group(name, servers[0], servers[1], [contestant], contestant.prefill_s)
 
     return group
 

@@ -56,6 +56,7 @@ impl Blocks {
             started: io.now,
             has_selected: false,
             lost: None,
+            has_failed: false,
         };
         self.loading.insert(handoff, loading);
         if self.regions.is_empty() {
@@ -76,7 +77,7 @@ impl Blocks {
         let Some(loading) = self.loading.get_mut(&handoff) else {
             return;
         };
-        if self.consumer.is_reading(&handoff) {
+        if loading.has_failed || self.consumer.is_reading(&handoff) {
             return;
         }
         let Some(peer) = self.peers.get(&loading.link) else {
@@ -233,6 +234,9 @@ impl Blocks {
     }
 
     pub(super) fn fail_load(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
+        if let Some(loading) = self.loading.get_mut(&handoff) {
+            loading.has_failed = true;
+        }
         self.consumer.fail(&handoff, reason);
         self.abandon_reads(io, &handoff, reason);
         self.end_load_if_over(io, handoff);
@@ -297,7 +301,7 @@ impl Blocks {
             let reason = format!("{first}; asked again: {error}");
             return self.fail_load(io, handoff, &reason);
         }
-        if !is_lost || !loading.has_selected {
+        if !is_lost || !loading.has_selected || loading.has_failed {
             return self.fail_load(io, handoff, &error.to_string());
         }
         if self.consumer.has_all(&handoff) {

@@ -86,12 +86,15 @@ pub(super) struct Loading {
     pub(super) has_selected: bool,
     /// Why a session was lost, and when a fresh one has to be here.
     pub(super) lost: Option<(String, Instant)>,
+    /// It has failed, and waits for reads to end only.
+    pub(super) has_failed: bool,
 }
 
 impl Loading {
     /// When the fresh session that it waits for has to be here.
     pub(super) fn fresh_by(&self) -> Option<Instant> {
-        let lost = self.lost.as_ref().filter(|_| !self.has_selected);
+        let is_waiting = !self.has_selected && !self.has_failed;
+        let lost = self.lost.as_ref().filter(|_| is_waiting);
         lost.map(|(_, by)| *by)
     }
 }
