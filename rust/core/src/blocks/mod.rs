@@ -1,6 +1,7 @@
 //! Blocks between processes: registered regions, reads of a peer's blocks into our own, and handoffs on top.
 
 mod api;
+mod ends;
 mod finals;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;

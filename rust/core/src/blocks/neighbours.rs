@@ -1,12 +1,11 @@
-//! Small blocks of a process on this machine: many of them in one call to the kernel, where UCX makes one for each
-//! (CMA either way). A call returns when the blocks are here, so that nothing is ever under way.
+//! Blocks of a process on this machine: many of them, or much of a large one, in one call to the kernel, where UCX makes
+//! one for each 512 KiB of each (CMA either way). A call returns when the bytes are here, so that nothing is ever under way.
 
 use std::rc::Rc;
 
 use kvpipe_ucx::{Buffer, Neighbour, Piece};
 
 use super::messages::NEIGHBOUR;
-use super::peers::Connection;
 use super::service::Blocks;
 use super::transfer::Transfer;
 use crate::codec::{Reader, Writer};
@@ -15,11 +14,11 @@ use crate::identity::random;
 use crate::node::{Io, LinkId};
 use crate::road::Road;
 
-/// From this size on a call for each piece costs no more than one for many (docs/benchmarks.md).
-const SMALL: u64 = 512 << 10;
 /// Of one call, which sockets and other transfers wait for: less than a millisecond.
 const PIECES: usize = 256;
-pub(super) const BYTES: u64 = 4 << 20;
+const BYTES: u64 = 4 << 20;
+/// The same where it is compared with checksums right after: what a core's own cache still has then.
+pub(super) const SUMMED_BYTES: u64 = 1 << 20;
 
 /// Random bytes in this process's memory, by which a neighbour knows that it reads the right one.
 pub(super) struct Secret(Option<Buffer>);
@@ -81,15 +80,6 @@ impl Blocks {
     }
 }
 
-impl Connection {
-    /// The source of a transfer, when it is so near and the blocks so small that calls of our own are faster.
-    pub(super) fn neighbour_for(&self, transfer: &Transfer) -> Option<Rc<Neighbour>> {
-        let num_runs = transfer.pieces.runs.len() as u64;
-        let is_small = transfer.pieces.num_bytes < num_runs * SMALL;
-        self.neighbour.clone().filter(|_| is_small)
-    }
-}
-
 impl Transfer {
     /// Reads the next pieces, if calls of our own read it.
     pub(super) fn call(&mut self) -> std::io::Result<()> {
@@ -97,11 +87,15 @@ impl Transfer {
             return Ok(());
         };
         let base = *base;
+        let bytes = if self.proof.is_some() {
+            SUMMED_BYTES
+        } else {
+            BYTES
+        };
         let (mut pieces, mut num_bytes) = (Vec::with_capacity(PIECES), 0);
-        while let Some(run) = self
-            .cursor
-            .piece(&self.pieces.runs, BYTES)
-            .filter(|_| pieces.len() < PIECES && num_bytes < BYTES)
+        while pieces.len() < PIECES
+            && num_bytes < bytes
+            && let Some(run) = self.cursor.piece(&self.pieces.runs, bytes - num_bytes)
         {
             pieces.push(Piece {
                 to: run.to as usize,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::handoffs::block_bytes;
 use super::messages::{SUMS, SUMS_CAP, read_sums, sums};
-use super::neighbours::BYTES;
+use super::neighbours::SUMMED_BYTES;
 use super::serve::refuse;
 use super::service::Blocks;
 use super::transfer::Transfer;
@@ -131,7 +131,7 @@ impl Transfer {
 
     /// Compares the next slice: as much as a call of our own reads.
     pub(super) fn compare(&mut self) {
-        let (range, mut budget) = (self.comparable(), BYTES);
+        let (range, mut budget) = (self.comparable(), SUMMED_BYTES);
         let Some(proof) = &mut self.proof else {
             return;
         };

@@ -1,7 +1,7 @@
 //! Blocks on their way into this process, by either road: those that were asked for, and those that were offered.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
@@ -14,7 +14,6 @@ use super::service::Blocks;
 use super::transfer::{Arrived, Notify, Owner, Take, Transfer, get_token, split_token};
 use crate::codec::Reader;
 use crate::error::{Error, Result};
-use crate::handoff::HandoffId;
 use crate::node::{Io, LinkId};
 use crate::region::{Layout, Pieces, RegionId};
 use crate::stream::Incoming;
@@ -30,9 +29,6 @@ const BYTES_IN_FLIGHT: u64 = 8 << 20;
 /// Gets from one peer under way at once where they wait in a device. A queue pair takes 256: when a dead peer leaves it
 /// full, UCX (1.13) has no room for what begins a close by force, and the gets end when the device gives up, if ever.
 const GETS_IN_FLIGHT: usize = 128;
-
-/// What is on its way to a load that has ended has to be here within this time.
-const REST_WITHIN: Duration = Duration::from_secs(2);
 
 /// What a user asks to be read.
 #[derive(Debug)]
@@ -157,7 +153,7 @@ impl Blocks {
             } else {
                 GETS_IN_FLIGHT
             };
-            transfer.neighbour = peer.neighbour_for(transfer).filter(|_| !is_cuda);
+            transfer.neighbour = peer.neighbour.clone().filter(|_| !is_cuda);
             if transfer.is_summed && !transfer.is_over() {
                 let is_in_order = is_in_order || transfer.neighbour.is_some();
                 transfer.proof = Some(Proof::new(is_in_order));
@@ -184,7 +180,7 @@ impl Blocks {
         }
     }
 
-    fn finish_if_over(&mut self, io: &mut Io, id: u64) -> bool {
+    pub(super) fn finish_if_over(&mut self, io: &mut Io, id: u64) -> bool {
         if !self.transfers.get(&id).is_some_and(Transfer::is_over) {
             return false;
         }
@@ -351,92 +347,5 @@ impl Blocks {
         let error = Error::Config(format!("the peer refused: {text}"));
         transfer.failure.get_or_insert(error);
         self.settle(io, link, id);
-    }
-}
-
-/// Ends that come from elsewhere.
-impl Blocks {
-    /// Fails transfers that have not begun.
-    pub(super) fn withdraw_takes(
-        &mut self,
-        io: &mut Io,
-        is_affected: impl Fn(&Transfer) -> bool,
-        error: &Error,
-    ) {
-        let mut affected = Vec::new();
-        for (id, transfer) in &mut self.transfers {
-            if !transfer.is_started && is_affected(transfer) {
-                transfer.failure.get_or_insert(error.clone());
-                affected.push((transfer.link, *id));
-            }
-        }
-        for (link, id) in affected {
-            self.settle(io, link, id);
-        }
-    }
-
-    /// Ends what a load need not wait for: reads that have not begun, and gets that are not posted.
-    pub(super) fn abandon_reads(&mut self, io: &mut Io, handoff: &HandoffId, reason: &str) {
-        let is_theirs =
-            |owner: &Owner| matches!(owner, Owner::Handoff(other, _) if other == handoff);
-        let mut affected = Vec::new();
-        for (id, transfer) in &mut self.transfers {
-            if !is_theirs(&transfer.owner) {
-                continue;
-            }
-            if transfer.incoming.is_some() {
-                // A source cannot be stopped once it sends; one that does not send is not waited for.
-                transfer.deadline.get_or_insert(io.now + REST_WITHIN);
-                self.deadlines.add(transfer.deadline);
-            } else {
-                let error = Error::Closed(reason.to_owned());
-                transfer.failure.get_or_insert(error);
-                affected.push((transfer.link, *id));
-            }
-        }
-        for (link, id) in affected {
-            self.settle(io, link, id);
-        }
-    }
-
-    pub(super) fn transfers_down(&mut self, io: &mut Io, link: LinkId, error: &Error) {
-        let mut affected = Vec::new();
-        for (id, transfer) in &mut self.transfers {
-            if transfer.link == link {
-                transfer.failure.get_or_insert(error.clone());
-                affected.push(*id);
-            }
-        }
-        for id in affected {
-            self.finish_if_over(io, id);
-        }
-    }
-
-    pub(super) fn expire_transfers(&mut self, io: &mut Io) {
-        let now = io.now;
-        if !self.deadlines.take_if_past(now) {
-            return;
-        }
-        let text = "the blocks were not read in time; the peer is closed, connect again";
-        let mut withdrawn = Vec::new();
-        for (&id, transfer) in &mut self.transfers {
-            if transfer.failure.is_some() {
-                continue;
-            }
-            if transfer.deadline.is_none_or(|deadline| deadline > now) {
-                self.deadlines.add(transfer.deadline);
-            } else if transfer.is_started {
-                transfer.failure = Some(Error::Timeout(text.to_owned()));
-                io.fail(transfer.link, Error::Timeout(text.to_owned()));
-            } else {
-                let text = "the read did not begin in time; the peer is usable";
-                transfer.failure = Some(Error::Timeout(text.to_owned()));
-                withdrawn.push((transfer.link, id));
-            }
-        }
-        for (link, id) in withdrawn {
-            self.settle(io, link, id);
-        }
-        self.expire_offers(io);
     }
 }
