@@ -15,6 +15,7 @@ mod operation;
 mod remote;
 mod server;
 mod shared;
+mod state;
 mod store;
 mod tensors;
 mod transfer;

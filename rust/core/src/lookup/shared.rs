@@ -1,53 +1,21 @@
 //! The buffer itself: the store behind one lock. Whoever calls does the work, the server's thread for its clients; bytes
 //! are copied and callers woken outside of the lock.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use kvpipe_ucx::Buffer;
 
 use super::operation::{Delivery, Origin, Selected};
-use super::store::{Action, Store, Ticket};
+use super::state::{Effect, State, Waiting};
+use super::store::{Action, Ticket};
 use super::{Items, LookupInfo, Query};
 use crate::error::{Error, Result};
 use crate::node::Waker;
 use crate::pool::Pool;
 use crate::process::Process;
 use crate::work::Completer;
-
-/// Who waits in this process.
-enum Waiting {
-    Insert {
-        tokens: Vec<i64>,
-        items: Items,
-        completer: Completer<()>,
-    },
-    Select(Completer<Selected>),
-}
-
-struct State {
-    store: Store<Items>,
-    capacity_bytes: u64,
-    waiting: HashMap<Ticket, Waiting>,
-    /// Actions for others' clients, until the server's thread fetches them.
-    outbox: VecDeque<Action<Items>>,
-    num_inserted: u64,
-    num_taken: u64,
-    is_closed: bool,
-}
-
-/// What is done without the lock.
-enum Effect {
-    Copy {
-        ticket: Ticket,
-        tokens: Vec<i64>,
-        items: Items,
-        completer: Completer<()>,
-    },
-    Inserted(Completer<()>, Result<()>),
-    Selected(Completer<Selected>, Result<Option<(Ticket, Items)>>),
-}
 
 /// The state that callers, deliveries and the server's thread share.
 pub(super) struct Shared {
@@ -68,102 +36,10 @@ fn closed() -> Error {
     Error::Closed("the lookup buffer is closed".to_owned())
 }
 
-impl State {
-    /// Sorts the store's actions by who does them.
-    fn effects(&mut self) -> Vec<Effect> {
-        let mut effects = Vec::new();
-        while let Some(action) = self.store.next_action() {
-            match self.effect(action) {
-                Ok(effect) => effects.push(effect),
-                Err(action) => self.outbox.push_back(action),
-            }
-        }
-        effects
-    }
-
-    fn effect(&mut self, action: Action<Items>) -> std::result::Result<Effect, Action<Items>> {
-        let (Action::Grant(ticket)
-        | Action::Full(ticket)
-        | Action::Nothing(ticket)
-        | Action::Deliver { select: ticket, .. }) = &action;
-        let Some(waiting) = self.waiting.remove(ticket) else {
-            return Err(action);
-        };
-        Ok(match (waiting, action) {
-            (
-                Waiting::Insert {
-                    tokens,
-                    items,
-                    completer,
-                },
-                Action::Grant(ticket),
-            ) => Effect::Copy {
-                ticket,
-                tokens,
-                items,
-                completer,
-            },
-            (
-                Waiting::Insert {
-                    completer, items, ..
-                },
-                _,
-            ) => Effect::Inserted(completer, Err(self.full(items.num_bytes()))),
-            (Waiting::Select(completer), Action::Deliver { entry, content, .. }) => {
-                Effect::Selected(completer, Ok(Some((entry, content))))
-            }
-            (Waiting::Select(completer), _) => Effect::Selected(completer, Ok(None)),
-        })
-    }
-
-    fn commit(&mut self, ticket: Ticket, tokens: Vec<i64>, items: Items) {
-        self.num_inserted += 1;
-        self.store.commit(ticket, tokens.into(), items);
-    }
-
-    /// Forgets who waits, who then ends as closed.
-    fn withdraw(&mut self, ticket: Ticket) {
-        if self.waiting.remove(&ticket).is_some() {
-            self.forget(ticket);
-        }
-    }
-
-    fn forget(&mut self, ticket: Ticket) {
-        if !self.store.cancel(ticket) {
-            self.store.abandon(ticket);
-        }
-    }
-
-    fn settle(&mut self, entry: Ticket, is_taken: bool) {
-        if is_taken {
-            self.num_taken += 1;
-            self.store.drop_entry(entry);
-        } else {
-            self.store.put_back(entry);
-        }
-    }
-
-    fn full(&self, num_bytes: u64) -> Error {
-        Error::Exhausted(format!(
-            "no place for {num_bytes} bytes in time: {} of {} are taken; nothing was inserted, the buffer is usable",
-            self.store.counts().num_bytes,
-            self.capacity_bytes
-        ))
-    }
-}
-
 impl Shared {
     pub(super) fn new(capacity_bytes: u64) -> Self {
         Self {
-            state: Mutex::new(State {
-                store: Store::new(capacity_bytes),
-                capacity_bytes,
-                waiting: HashMap::new(),
-                outbox: VecDeque::new(),
-                num_inserted: 0,
-                num_taken: 0,
-                is_closed: false,
-            }),
+            state: Mutex::new(State::new(capacity_bytes)),
             waker: OnceLock::new(),
             pool: Pool::default(),
             process: Process::this(),
@@ -293,18 +169,7 @@ impl Shared {
                 ..LookupInfo::default()
             };
         };
-        let counts = state.store.counts();
-        LookupInfo {
-            state: if state.is_closed { "closed" } else { "open" },
-            num_inserted: state.num_inserted,
-            num_taken: state.num_taken,
-            num_waiting: counts.num_waiting_inserts + counts.num_waiting_selects,
-            num_entries: Some(counts.num_entries),
-            num_leased: Some(counts.num_leased),
-            num_bytes: Some(counts.num_bytes),
-            capacity_bytes: Some(state.capacity_bytes),
-            transport: String::new(),
-        }
+        state.info()
     }
 
     /// Asks for the place of an entry of a client.
@@ -383,16 +248,10 @@ impl Shared {
     /// Drops all entries; what waits ends as closed.
     pub(super) fn close(&self) {
         let Ok(mut state) = self.lock() else { return };
-        state.is_closed = true;
-        let waiting = std::mem::take(&mut state.waiting);
-        state.outbox.clear();
-        state.store = Store::new(0);
+        let waiting = state.close();
         drop(state);
-        for waiting in waiting.into_values() {
-            match waiting {
-                Waiting::Insert { completer, .. } => completer.complete(Err(closed())),
-                Waiting::Select(completer) => completer.complete(Err(closed())),
-            }
+        for waiting in waiting {
+            waiting.end(closed());
         }
     }
 }

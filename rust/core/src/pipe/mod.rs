@@ -2,6 +2,7 @@
 //! connects. Small tensors travel inside their message; large ones are offered, and the receiver fetches them
 //! into their destination by the road of the session.
 
+mod arrivals;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod posted;

@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Buffer, Status};
 
+use super::arrivals::{Arrivals, Arrived, Content};
 use super::receiving::Receiving;
 use super::{
     CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW,
 };
-use crate::checksum;
 use crate::codec::{Reader, Writer};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::fetch::{DATA, Held, Offer, SUMS};
+use crate::fetch::{DATA, SUMS};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
 use crate::pool::Pool;
@@ -53,29 +53,13 @@ pub(super) struct Wanted {
     pub(super) completer: Completer<Arc<Received>>,
 }
 
-pub(super) struct Arrived {
-    pub(super) sequence: u64,
-    pub(super) meta: Meta,
-    pub(super) content: Content,
-}
-
-pub(super) enum Content {
-    Eager(Vec<u8>),
-    /// It differs from its checksum.
-    Corrupt {
-        /// Its sender waits to hear what has become of it.
-        was_offered: bool,
-    },
-    Offer(Offer),
-}
-
 pub(super) struct Receiver {
     pub(super) shared: Shared,
     /// The one sender, from the moment it was let in.
     pub(super) sender: Option<LinkId>,
     /// The same, while its session is established.
     pub(super) link: Option<LinkId>,
-    pub(super) arrived: VecDeque<Arrived>,
+    pub(super) arrived: Arrivals,
     pub(super) wanted: VecDeque<Wanted>,
     pub(super) deadlines: Earliest,
     /// In the order in which they are delivered.
@@ -86,7 +70,6 @@ pub(super) struct Receiver {
     pub(super) pool: Pool,
     /// The last tensors that were withdrawn while they were fetched; messages of them may still come.
     pub(super) withdrawn: VecDeque<u64>,
-    pub(super) next_sequence: u64,
     pub(super) has_ended: bool,
     pub(super) failure: Option<Error>,
 }
@@ -97,7 +80,7 @@ impl Receiver {
             shared,
             sender: None,
             link: None,
-            arrived: VecDeque::new(),
+            arrived: Arrivals::default(),
             wanted: VecDeque::new(),
             deadlines: Earliest::default(),
             receiving: VecDeque::new(),
@@ -105,7 +88,6 @@ impl Receiver {
             tell_at: None,
             pool: Pool::default(),
             withdrawn: VecDeque::new(),
-            next_sequence: 0,
             has_ended: false,
             failure: None,
         }
@@ -117,12 +99,12 @@ impl Receiver {
             let Some(wanted) = self.wanted.pop_front() else {
                 return;
             };
-            let Some(arrived) = self.arrived.pop_front() else {
+            let Some(arrived) = self.arrived.take_next() else {
                 return;
             };
             self.count_waiting();
             if let Some(error) = mismatch(&wanted, &arrived) {
-                self.arrived.push_front(arrived);
+                self.arrived.put_back(arrived);
                 wanted.completer.complete(Err(error));
                 continue;
             }
@@ -203,63 +185,6 @@ impl Receiver {
         }
     }
 
-    fn eager(&mut self, sequence: u64, header: Reader<'_>, data: &[u8]) -> Result<()> {
-        if !is_whole(header, data)? {
-            return self.corrupt(sequence, false);
-        }
-        let mut reader = Reader::new(data);
-        let meta = Meta::read(&mut reader)?;
-        let bytes = reader.bytes(EAGER_CAP)?.to_vec();
-        reader.end()?;
-        self.arrive(Arrived {
-            sequence,
-            meta,
-            content: Content::Eager(bytes),
-        })
-    }
-
-    fn offer(&mut self, sequence: u64, header: Reader<'_>, data: &[u8]) -> Result<()> {
-        if !is_whole(header, data)? {
-            return self.corrupt(sequence, true);
-        }
-        let mut reader = Reader::new(data);
-        let meta = Meta::read(&mut reader)?;
-        let offer = Offer::read(&mut reader)?;
-        reader.end()?;
-        if offer.len <= EAGER_CAP && offer.held == Held::Host {
-            let len = offer.len;
-            return Err(Error::protocol(format_args!("an offer of {len} bytes")));
-        }
-        self.arrive(Arrived {
-            sequence,
-            meta,
-            content: Content::Offer(offer),
-        })
-    }
-
-    /// Nothing that was said of it can be believed.
-    fn corrupt(&mut self, sequence: u64, was_offered: bool) -> Result<()> {
-        self.arrive(Arrived {
-            sequence,
-            meta: Meta::default(),
-            content: Content::Corrupt { was_offered },
-        })
-    }
-
-    fn arrive(&mut self, arrived: Arrived) -> Result<()> {
-        if arrived.sequence != self.next_sequence || self.arrived.len() >= MESSAGES_IN_FLIGHT {
-            return Err(Error::protocol(format_args!(
-                "tensor {} came, {} was next and {} wait",
-                arrived.sequence,
-                self.next_sequence,
-                self.arrived.len()
-            )));
-        }
-        self.next_sequence += 1;
-        self.arrived.push_back(arrived);
-        Ok(())
-    }
-
     fn withdraw_receive(&mut self, receive: &Work<Arc<Received>>) {
         let is_it = |wanted: &Wanted| wanted.completer.completes(receive);
         let at = self.wanted.iter().position(is_it);
@@ -304,13 +229,6 @@ impl Receiver {
             io.fail(link, Error::Timeout(text));
         }
     }
-}
-
-/// Whether a payload, bytes and what is said of them, is what the rest of its header says.
-fn is_whole(mut header: Reader<'_>, payload: &[u8]) -> Result<bool> {
-    let (is_summed, sum) = (header.flag()?, header.u64()?);
-    header.end()?;
-    Ok(!is_summed || checksum::of(payload) == sum)
 }
 
 fn mismatch(wanted: &Wanted, arrived: &Arrived) -> Option<Error> {
@@ -385,8 +303,7 @@ impl Service for Receiver {
         self.failure.get_or_insert(error.clone());
         self.link = None;
         // What came whole can still be received; an offer cannot, its memory is gone with the sender.
-        self.arrived
-            .retain(|arrived| !matches!(arrived.content, Content::Offer(_)));
+        self.arrived.lose_offers();
         for receiving in &mut self.receiving {
             receiving.fetch.fail(error.clone());
         }
@@ -410,8 +327,8 @@ impl Service for Receiver {
         let kind = reader.u8()?;
         let sequence = reader.u64()?;
         match kind {
-            EAGER => self.eager(sequence, reader, &data)?,
-            OFFER => self.offer(sequence, reader, &data)?,
+            EAGER => self.arrived.eager(sequence, reader, &data)?,
+            OFFER => self.arrived.offer(sequence, reader, &data)?,
             DATA => {
                 self.place(io, link, sequence, reader, &data)?;
                 self.finish(io);

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use kvpipe_ucx::AmData;
 
-use super::receiver::{Arrived, Content, Received, Receiver, Wanted};
+use super::arrivals::{Arrived, Content};
+use super::receiver::{Received, Receiver, Wanted};
 use super::{CORRUPT, Deadline, MESSAGES_IN_FLIGHT, Meta, WITHDRAWN};
 use crate::codec::Reader;
 use crate::error::{Error, Result};
@@ -16,6 +17,7 @@ use crate::work::Completer;
 /// Large tensors that are fetched at once, while less than this is left of those under way.
 const FETCHES: usize = 8;
 const BYTES_AHEAD: usize = 4 << 20;
+
 /// A large tensor under way. Its fetch bears its sequence number.
 pub(super) struct Receiving {
     pub(super) meta: Meta,
@@ -30,7 +32,7 @@ impl Receiver {
     /// Whether the next that has come can be looked at. A large tensor is fetched while others still are, as long as
     /// little of them is left: the wire has no pause between two.
     pub(super) fn may_begin(&self) -> bool {
-        let Some(next) = self.arrived.front() else {
+        let Some(next) = self.arrived.next() else {
             return false;
         };
         let left: usize = self.receiving.iter().map(|each| each.fetch.left()).sum();
@@ -56,7 +58,7 @@ impl Receiver {
             Ok(memory) => memory,
             Err(error) => {
                 // A caller with other memory can still take it.
-                self.arrived.push_front(Arrived {
+                self.arrived.put_back(Arrived {
                     sequence,
                     meta,
                     content: Content::Offer(offer),
@@ -112,15 +114,11 @@ impl Receiver {
         if let Some(receiving) = self.fetch(sequence) {
             return receiving.fetch.take_sums(data);
         }
-        let is_it = |arrived: &&mut Arrived| arrived.sequence == sequence;
-        match self.arrived.iter_mut().find(is_it) {
-            Some(Arrived {
-                content: Content::Offer(offer),
-                ..
-            }) => offer.take_sums(data).map(|_| ()),
-            // Of a tensor that was withdrawn, or has failed here.
-            _ => Ok(()),
-        }
+        // One of which nothing is known was withdrawn, or has failed here.
+        let Some(offer) = self.arrived.offer_of(sequence) else {
+            return Ok(());
+        };
+        offer.take_sums(data).map(|_| ())
     }
 
     /// Delivers what is complete, in order; a sender that waits for its withdrawal is answered out of turn.
@@ -171,9 +169,7 @@ impl Receiver {
             self.withdrawn.push_front(sequence);
             return self.finish(io);
         }
-        let is_it = |arrived: &Arrived| arrived.sequence == sequence;
-        if let Some(at) = self.arrived.iter().position(is_it) {
-            self.arrived.remove(at);
+        if self.arrived.withdraw(sequence) {
             self.say(io, WITHDRAWN, sequence);
         }
     }

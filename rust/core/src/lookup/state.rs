@@ -1,0 +1,171 @@
+//! What the lock of a buffer guards: the store, who waits in this process, and what is to be done once it is let go.
+
+use std::collections::{HashMap, VecDeque};
+
+use super::operation::Selected;
+use super::store::{Action, Store, Ticket};
+use super::{Items, LookupInfo};
+use crate::error::{Error, Result};
+use crate::work::Completer;
+
+/// Who waits in this process.
+pub(super) enum Waiting {
+    Insert {
+        tokens: Vec<i64>,
+        items: Items,
+        completer: Completer<()>,
+    },
+    Select(Completer<Selected>),
+}
+
+/// All that the lock guards.
+pub(super) struct State {
+    pub(super) store: Store<Items>,
+    capacity_bytes: u64,
+    pub(super) waiting: HashMap<Ticket, Waiting>,
+    /// Actions for others' clients, until the server's thread fetches them.
+    pub(super) outbox: VecDeque<Action<Items>>,
+    num_inserted: u64,
+    pub(super) num_taken: u64,
+    pub(super) is_closed: bool,
+}
+
+/// What is done without the lock.
+pub(super) enum Effect {
+    Copy {
+        ticket: Ticket,
+        tokens: Vec<i64>,
+        items: Items,
+        completer: Completer<()>,
+    },
+    Inserted(Completer<()>, Result<()>),
+    Selected(Completer<Selected>, Result<Option<(Ticket, Items)>>),
+}
+
+impl Waiting {
+    pub(super) fn end(self, error: Error) {
+        match self {
+            Self::Insert { completer, .. } => completer.complete(Err(error)),
+            Self::Select(completer) => completer.complete(Err(error)),
+        }
+    }
+}
+
+impl State {
+    pub(super) fn new(capacity_bytes: u64) -> Self {
+        Self {
+            store: Store::new(capacity_bytes),
+            capacity_bytes,
+            waiting: HashMap::new(),
+            outbox: VecDeque::new(),
+            num_inserted: 0,
+            num_taken: 0,
+            is_closed: false,
+        }
+    }
+
+    pub(super) fn info(&self) -> LookupInfo {
+        let counts = self.store.counts();
+        LookupInfo {
+            state: if self.is_closed { "closed" } else { "open" },
+            num_inserted: self.num_inserted,
+            num_taken: self.num_taken,
+            num_waiting: counts.num_waiting_inserts + counts.num_waiting_selects,
+            num_entries: Some(counts.num_entries),
+            num_leased: Some(counts.num_leased),
+            num_bytes: Some(counts.num_bytes),
+            capacity_bytes: Some(self.capacity_bytes),
+            transport: String::new(),
+        }
+    }
+
+    /// Drops all entries; returns who waits still.
+    pub(super) fn close(&mut self) -> impl Iterator<Item = Waiting> + use<> {
+        self.is_closed = true;
+        self.outbox.clear();
+        self.store = Store::new(0);
+        std::mem::take(&mut self.waiting).into_values()
+    }
+
+    /// Sorts the store's actions by who does them.
+    pub(super) fn effects(&mut self) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        while let Some(action) = self.store.next_action() {
+            match self.effect(action) {
+                Ok(effect) => effects.push(effect),
+                Err(action) => self.outbox.push_back(action),
+            }
+        }
+        effects
+    }
+
+    fn effect(&mut self, action: Action<Items>) -> std::result::Result<Effect, Action<Items>> {
+        let (Action::Grant(ticket)
+        | Action::Full(ticket)
+        | Action::Nothing(ticket)
+        | Action::Deliver { select: ticket, .. }) = &action;
+        let Some(waiting) = self.waiting.remove(ticket) else {
+            return Err(action);
+        };
+        Ok(match (waiting, action) {
+            (
+                Waiting::Insert {
+                    tokens,
+                    items,
+                    completer,
+                },
+                Action::Grant(ticket),
+            ) => Effect::Copy {
+                ticket,
+                tokens,
+                items,
+                completer,
+            },
+            (
+                Waiting::Insert {
+                    completer, items, ..
+                },
+                _,
+            ) => Effect::Inserted(completer, Err(self.full(items.num_bytes()))),
+            (Waiting::Select(completer), Action::Deliver { entry, content, .. }) => {
+                Effect::Selected(completer, Ok(Some((entry, content))))
+            }
+            (Waiting::Select(completer), _) => Effect::Selected(completer, Ok(None)),
+        })
+    }
+
+    pub(super) fn commit(&mut self, ticket: Ticket, tokens: Vec<i64>, items: Items) {
+        self.num_inserted += 1;
+        self.store.commit(ticket, tokens.into(), items);
+    }
+
+    /// Forgets who waits, who then ends as closed.
+    pub(super) fn withdraw(&mut self, ticket: Ticket) {
+        if self.waiting.remove(&ticket).is_some() {
+            self.forget(ticket);
+        }
+    }
+
+    pub(super) fn forget(&mut self, ticket: Ticket) {
+        if !self.store.cancel(ticket) {
+            self.store.abandon(ticket);
+        }
+    }
+
+    pub(super) fn settle(&mut self, entry: Ticket, is_taken: bool) {
+        if is_taken {
+            self.num_taken += 1;
+            self.store.drop_entry(entry);
+        } else {
+            self.store.put_back(entry);
+        }
+    }
+
+    pub(super) fn full(&self, num_bytes: u64) -> Error {
+        Error::Exhausted(format!(
+            "no place for {num_bytes} bytes in time: {} of {} are taken; nothing was inserted, the buffer is usable",
+            self.store.counts().num_bytes,
+            self.capacity_bytes
+        ))
+    }
+}
