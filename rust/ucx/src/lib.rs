@@ -36,6 +36,7 @@ mod context;
 mod cuda;
 mod endpoint;
 mod event;
+mod exit;
 mod lane;
 mod library;
 mod memory;

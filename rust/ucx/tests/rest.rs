@@ -143,6 +143,60 @@ fn a_worker_that_waits_for_its_peer_takes_no_cpu() {
     eventually("the thread ends", || num_threads() == 0);
 }
 
+/// By which a process knows that it is to exit.
+const EXITING: &str = "KVPIPE_TEST_EXIT";
+/// How a process ends that has a thread in UCX when UCX's libraries are about to end.
+const NOT_LEFT: i32 = 71;
+
+/// Runs after what kvpipe does at the exit of a process, having been asked for before.
+extern "C" fn look_who_is_left() {
+    let give_up = Instant::now() + Duration::from_secs(5);
+    // One that has left UCX takes a moment to end.
+    while num_threads() > 0 {
+        if Instant::now() > give_up {
+            // SAFETY: it only ends the process.
+            unsafe { libc::_exit(NOT_LEFT) };
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn exiting_process() {
+    if std::env::var_os(EXITING).is_none() {
+        return;
+    }
+    // SAFETY: the function can be called at any time.
+    assert_eq!(unsafe { libc::atexit(look_who_is_left) }, 0);
+    let library = common::library().expect("the parent found UCX");
+    let node = || Node::new(context(&library, Some("tcp")));
+    let (node, silent) = (node(), node());
+    let address = silent.worker.address().expect("address");
+    let endpoint = node.worker.connect(&address).expect("connect");
+    let sent = node.worker.am_send(endpoint, b"hello", Payload::None, 1);
+    sent.expect("send");
+    drop(node);
+    eventually("its rest has a thread", || num_threads() == 1);
+    std::process::exit(0);
+}
+
+#[test]
+fn a_process_exits_although_a_worker_is_still_worked_on_and_no_thread_is_in_ucx_then() {
+    const ROUNDS: usize = 50;
+    if common::library().is_none() {
+        return;
+    }
+    for round in 0..ROUNDS {
+        let (begun, mut process) = (
+            Instant::now(),
+            common::child("exiting_process", &[(EXITING, "1")]),
+        );
+        let status = process.0.wait().expect("its end");
+        assert_eq!(status.code(), Some(0), "round {round}: {status}");
+        assert!(begun.elapsed() < PATIENCE, "round {round}");
+    }
+}
+
 /// What this process has taken of its CPUs.
 fn cpu_time() -> Duration {
     let mut usage = libc::timespec {

@@ -65,11 +65,19 @@ impl Blocks {
         self.go_on(io, handoff);
     }
 
-    /// Does for a load what can be done now, and ends it if it is over.
+    /// Does for a load what can be done now, and ends it if it is over. What fails as it begins leads here again: then the
+    /// call that is under way goes on with it, because calls within calls would be as many as transfers wait.
     pub(super) fn go_on(&mut self, io: &mut Io, handoff: HandoffId) {
-        self.select(io, handoff);
-        self.read_again(io, handoff);
-        self.end_load_if_over(io, handoff);
+        self.to_go_on.insert(handoff);
+        if std::mem::replace(&mut self.is_going_on, true) {
+            return;
+        }
+        while let Some(handoff) = self.to_go_on.pop_first() {
+            self.select(io, handoff);
+            self.read_again(io, handoff);
+            self.end_load_if_over(io, handoff);
+        }
+        self.is_going_on = false;
     }
 
     /// Asks the producer for a load's blocks once its regions are known, and nothing of a session before is under way.

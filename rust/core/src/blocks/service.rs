@@ -128,6 +128,9 @@ pub(super) struct Blocks {
     pub(super) producer: Producer,
     pub(super) consumer: Consumer,
     pub(super) loading: HashMap<HandoffId, Loading>,
+    /// Loads for which something can be done, see [`go_on`](Self::go_on), and whether that is under way.
+    pub(super) to_go_on: BTreeSet<HandoffId>,
+    pub(super) is_going_on: bool,
 }
 
 impl Blocks {
@@ -155,6 +158,8 @@ impl Blocks {
             producer: Producer::default(),
             consumer: Consumer::default(),
             loading: HashMap::new(),
+            to_go_on: BTreeSet::new(),
+            is_going_on: false,
         }
     }
 }

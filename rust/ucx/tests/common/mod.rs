@@ -59,8 +59,9 @@ pub fn context(library: &Arc<Library>, tls: Option<&str>) -> Arc<Context> {
 /// A worker with one region, and what it knows of its peer.
 pub struct Node {
     pub context: Arc<Context>,
-    pub region: Arc<Memory>,
+    // Dropped before the region: over TCP it serves reads in software, also while it ends.
     pub worker: Worker,
+    pub region: Arc<Memory>,
 }
 
 impl Node {
@@ -71,8 +72,8 @@ impl Node {
             .expect("region");
         Self {
             context,
-            region,
             worker,
+            region,
         }
     }
 

@@ -21,16 +21,39 @@ impl Side {
         let agent = || Agent::new("127.0.0.1:0", b"token", transport, "", Vec::new(), timing);
         let agent = without_threads(agent).expect("agent");
         let memory = Buffer::from_vec(vec![content; BLOCK]);
-        let size = BLOCK as u64;
-        let registered = agent.register("kv", memory.clone(), size, size);
-        let registered = registered.expect("register");
-        settle(&[&agent]);
-        let region = registered.result().expect("registered").expect("a region");
+        let region = register(&agent, "kv", memory.clone());
         Self {
             agent,
             region,
             memory,
         }
+    }
+
+    /// Its only block is final for each of these.
+    fn finalize(&self, handoffs: impl Iterator<Item = [u8; 16]>) {
+        let part = |handoff| Final {
+            handoff,
+            generation: 0,
+            first: 0,
+            block_ids: vec![0],
+        };
+        let finals = Finals::new(handoffs.map(part).collect()).expect("finals");
+        let regions = [self.region.clone()];
+        self.agent.finalize(&finals, &regions).expect("finalize");
+        settle(&[&self.agent]);
+    }
+
+    fn load(&self, handoff: [u8; 16], producer: &Self) {
+        let request = LoadRequest {
+            handoff,
+            producer: producer.agent.address().expect("address").to_string(),
+            incarnation: producer.agent.incarnation(),
+            generation: 0,
+            first: 0,
+            block_ids: vec![0],
+            is_committed: true,
+        };
+        self.agent.load(request).expect("load");
     }
 
     fn content(&self) -> &[u8] {
@@ -43,6 +66,14 @@ impl Side {
     }
 }
 
+fn register(agent: &Agent, name: &str, memory: Buffer) -> Region {
+    let size = BLOCK as u64;
+    let registered = agent.register(name, memory, size, size);
+    let registered = registered.expect("register");
+    settle(&[agent]);
+    registered.result().expect("registered").expect("a region")
+}
+
 /// Runs nodes until they have nothing more to do.
 fn settle(agents: &[&Agent]) {
     let is_at_rest = |agent: &&Agent| matches!(agent.round(), Round::AtRest { .. });
@@ -52,30 +83,9 @@ fn settle(agents: &[&Agent]) {
 #[test]
 fn a_block_whose_get_has_failed_is_read_again_by_messages() {
     let (producer, consumer) = (Side::new(1), Side::new(0));
-    let part = Final {
-        handoff: ID,
-        generation: 0,
-        first: 0,
-        block_ids: vec![0],
-    };
-    let finals = Finals::new(vec![part]).expect("finals");
-    let regions = [producer.region.clone()];
-    producer
-        .agent
-        .finalize(&finals, &regions)
-        .expect("finalize");
-    settle(&[&producer.agent]);
+    producer.finalize([ID].into_iter());
     assert!(producer.memory.write(17, &[9]));
-    let request = LoadRequest {
-        handoff: ID,
-        producer: producer.agent.address().expect("address").to_string(),
-        incarnation: producer.agent.incarnation(),
-        generation: 0,
-        first: 0,
-        block_ids: vec![0],
-        is_committed: true,
-    };
-    consumer.agent.load(request).expect("load");
+    consumer.load(ID, &producer);
     while consumer.content() != producer.content() {
         producer.agent.round();
         settle(&[&consumer.agent]);
@@ -90,4 +100,31 @@ fn a_block_whose_get_has_failed_is_read_again_by_messages() {
     };
     assert_eq!((counts.num_retried, counts.num_corrupt), (1, 1));
     assert_eq!(consumer.content(), [1; BLOCK]);
+}
+
+#[test]
+fn any_number_of_reads_that_wait_can_fail_at_once() {
+    const NUM_LOADS: u32 = 4000;
+    let handoff = |number| u128::from(number).to_le_bytes();
+    let (producer, consumer) = (Side::new(1), Side::new(0));
+    for side in [&producer, &consumer] {
+        register(&side.agent, "other", Buffer::zeroed(BLOCK));
+    }
+    producer.finalize((0..NUM_LOADS).map(handoff));
+    for number in 0..NUM_LOADS {
+        consumer.load(handoff(number), &producer);
+    }
+    // A round takes many announcements, and does few reads.
+    while consumer.agent.stats().in_flight < u64::from(NUM_LOADS / 2) {
+        producer.agent.round();
+        consumer.agent.round();
+    }
+    let waiting = consumer.agent.stats().in_flight - 4;
+    let closing = producer.agent.close_region(&producer.region, None);
+    settle(&[&producer.agent, &consumer.agent]);
+    assert!(closing.expect("close").is_completed());
+    let ended = consumer.agent.drain().into_iter();
+    let failed = ended.filter(|event| matches!(event, Event::Failed { .. }));
+    assert!(failed.count() >= waiting as usize, "of {waiting}");
+    assert_eq!(consumer.agent.stats().in_flight, 0);
 }
