@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -51,6 +52,7 @@ class Child:
             text=True,
         )
         self._limit = Limit(self.process.kill, limit_s)
+        self.killed_at = []
 
     def read(self):
         """The next line that it prints."""
@@ -73,13 +75,20 @@ class Child:
         assert time.monotonic() - sent_at < 1.5
 
     def kill_after(self, delay_s):
-        """Kills it with SIGKILL in the background; the returned list then holds when, as time.monotonic()."""
-        killed_at = []
+        """Kills it with SIGKILL in the background.
+
+        The returned list, and `killed_at`, then hold when, as time.monotonic(), and when the kernel was done with it:
+        what was open is closed by then.
+        """
+        killed_at, ended = self.killed_at, os.pidfd_open(self.process.pid)
 
         def kill():
             time.sleep(delay_s)
             killed_at.append(time.monotonic())
             self.process.kill()
+            select.select([ended], [], [])
+            killed_at.append(time.monotonic())
+            os.close(ended)
 
         threading.Thread(target=kill, name="killer").start()
         return killed_at

@@ -19,6 +19,7 @@ class Forked(peers.Child):
     def __init__(self, program, *arguments):
         self.process = _Process(program, *map(str, arguments))
         self._limit = peers.Limit(self.process.kill)
+        self.killed_at = []
 
 
 class _Process:

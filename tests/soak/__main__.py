@@ -16,6 +16,7 @@ from kvpipe.bench.progress import Progress
 from tests.faults.__main__ import ROADS, leaked, take
 from tests.faults.rounds import Holdings
 from tests.soak.actors import ACTORS, Round, begin
+from tests.soak.clock import Clock
 
 ROUND_S = 10.0
 # Nothing that an actor does takes as long.
@@ -23,6 +24,8 @@ HANG_S = 90.0
 # Until every actor has opened what stays open, and the allocator has what it keeps.
 WARM_UP = 2
 MORE_BYTES = 64 << 20
+# Of late detections, the latest.
+NUM_TOLD = 20
 # Of glibc: from this size on, memory that is freed goes back to the kernel, so that what is held can be counted.
 M_MMAP_THRESHOLD, KEPT_BYTES = -3, 64 << 10
 
@@ -33,13 +36,14 @@ def main(argv=None):
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
     num_rounds = max(WARM_UP + 1, round(options.minutes * 60 / ROUND_S))
     print(f"seed {options.seed}, {num_rounds} rounds of {ROUND_S:.0f} s", flush=True)
-    progress, counts, times, before, failures = Progress(), Counter(), {}, None, []
+    progress, before, failures = Progress(), None, []
+    shared = {"counts": Counter(), "times": {}, "clock": Clock(), "late": []}
     progress.expect(num_rounds)
     for number in range(num_rounds):
         road = list(ROADS)[number % len(ROADS)]
         take(road)
-        failures = _round(f"{options.seed} {number}", counts, times)
-        done = (f"{counts[what]} {what}" for what in ("tensors", "blocks", "entries", "faults"))
+        failures = _round(f"{options.seed} {number}", shared)
+        done = (f"{shared['counts'][what]} {what}" for what in ("tensors", "blocks", "entries", "faults"))
         label = f"{road}: {', '.join(done)}"
         progress.step(label)
         progress.line(f"round {number + 1} of {num_rounds}, {label}, {_held().num_bytes >> 20} MiB held")
@@ -49,7 +53,7 @@ def main(argv=None):
             before = _held()
     progress.end()
     lost = leaked(before, _held(before), MORE_BYTES) if before else "unknown"
-    return _tell(counts, times, failures, lost)
+    return _tell(shared, failures, lost)
 
 
 def _held(before=None):
@@ -57,8 +61,8 @@ def _held(before=None):
     return Holdings.settled(before) if before else Holdings.now()
 
 
-def _round(seed, counts, times):
-    shared, failures = Round(time.monotonic() + ROUND_S, counts, times), []
+def _round(seed, shared):
+    shared, failures = Round(time.monotonic() + ROUND_S, **shared), []
     threads = {actor.__name__: begin(actor, f"{seed} {actor.__name__}", shared, failures) for actor in ACTORS}
     begun = time.monotonic()
     while any(thread.is_alive() for thread in threads.values()):
@@ -75,12 +79,14 @@ def _hang(name):
     os._exit(2)
 
 
-def _tell(counts, times, failures, lost):
+def _tell(shared, failures, lost):
     for name, error in failures:
         print(f"{name} failed:")
         traceback.print_exception(error)
-    print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())))
-    for fault, seconds in sorted(times.items()):
+    print(", ".join(f"{count} {what}" for what, count in sorted(shared["counts"].items())))
+    for late in sorted(shared["late"], key=lambda late: -late.seconds)[:NUM_TOLD]:
+        print(f"late: {late}")
+    for fault, seconds in sorted(shared["times"].items()):
         median, worst = statistics.median(seconds) * 1e3, max(seconds) * 1e3
         figures = f", median {median:.1f} ms, max {worst:.1f} ms" if worst else ""
         print(f"{fault:24}{len(seconds):6} times{figures}")

@@ -13,7 +13,9 @@ import numpy as np
 from kvpipe import Agent, LookupBuffer, PeerLostError, Pipe, TransferTimeoutError
 from tests.faults.forked import Forked
 from tests.faults.rounds import FAULTS
+from tests.faults.stages import Place
 from tests.peers import MIB
+from tests.soak.clock import Clock, Waits
 
 DTYPES = ("uint8", "int16", "float32", "complex128")
 LARGEST_BYTES = 16 * MIB
@@ -23,8 +25,24 @@ PATIENCE_S = 30.0
 FAULT_EVERY = 12
 PAUSE_S = 0.3
 LOST_WITHIN_S = 2.0
+# A detection that took longer is told of, with what the machine was late meanwhile.
+LATE_S = 0.25
 # In a process that does other things too, how much memory a sender takes says nothing.
 STRUCK = [name for name, fault in FAULTS.items() if not fault.needs_cable and name != "slow"]
+
+
+@dataclass(frozen=True)
+class Late:
+    """A fault of which the survivor knew late, and what the machine had to do with it."""
+
+    what: str
+    seconds: float
+    waits: Waits
+    gone_after_s: float | None
+
+    def __str__(self):
+        gone = "" if self.gone_after_s is None else f", the peer was gone after {self.gone_after_s * 1e3:.0f} ms"
+        return f"{self.what}: {self.seconds * 1e3:.0f} ms{gone}; a thread that only looks at the clock {self.waits}"
 
 
 @dataclass
@@ -34,6 +52,8 @@ class Round:
     ends_at: float
     counts: Counter
     times: dict
+    clock: Clock
+    late: list
     lock: threading.Lock = field(default_factory=threading.Lock)
     done_at: dict = field(default_factory=dict)
 
@@ -213,13 +233,32 @@ def _die_while_taking(rng, server, shared):
 
 
 def faults(rng, shared):
-    """One fault after the other, each with peers of its own."""
+    """One fault after the other, each with peers of its own. A machine that let a thread wait is no fault of ours."""
     while shared.goes_on("faults"):
         name = rng.choice(STRUCK)
         fault = FAULTS[name]
-        seconds = fault.strike(rng.choice(fault.stages), rng)
-        assert seconds < fault.all_s, f"{name}: known after {seconds:.1f} s"
+        stage = rng.choice(fault.stages)
+        children = []
+        seconds = fault.strike(stage, rng, Place(start=_remembered(children)))
         shared.took(name, seconds)
+        if seconds > LATE_S:
+            late = _late(f"{name} {stage.__name__}", seconds, children, shared.clock)
+            shared.late.append(late)
+            assert seconds - late.waits.total_s < fault.all_s, f"known late: {late}"
+
+
+def _remembered(children):
+    def start(*arguments):
+        children.append(Forked(*arguments))
+        return children[-1]
+
+    return start
+
+
+def _late(what, seconds, children, clock):
+    now = time.monotonic()
+    killed = next((child.killed_at for child in children if len(child.killed_at) > 1), None)
+    return Late(what, seconds, clock.waits(now - seconds, now), killed and killed[1] - killed[0])
 
 
 ACTORS = (tensors, blocks, lookups, faults)

@@ -7,17 +7,14 @@ use crate::transport::MemoryRoad;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
+fn agent() -> Agent {
+    let (transport, timing) = (Transport::Memory(MemoryRoad::Get), Timing::default());
+    let agent = Agent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timing);
+    agent.expect("agent")
+}
+
 fn agent_with_region() -> (Agent, Region) {
-    let transport = Transport::Memory(MemoryRoad::Get);
-    let agent = Agent::new(
-        "127.0.0.1:0",
-        b"",
-        transport,
-        "",
-        Vec::new(),
-        Timing::default(),
-    );
-    let agent = agent.expect("agent");
+    let agent = agent();
     let region = agent.register("kv", Buffer::zeroed(64), 64, 64);
     let region = region.expect("open").wait_for(PATIENCE).expect("region");
     (agent, region)
@@ -57,4 +54,28 @@ fn a_region_that_is_closed_after_its_agent_says_that_reads_have_not_ended() {
     assert_told(close());
     agent.node.unended_reads().pretend(0);
     assert_eq!(close(), Ok(()), "they have ended since");
+}
+
+#[cfg(feature = "fuzzing")]
+#[test]
+fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not_ended() {
+    use crate::node::by_hand::{Round, without_threads};
+
+    let (ours, theirs) = (without_threads(agent), without_threads(agent));
+    let registered = ours.register("kv", Buffer::zeroed(64), 64, 64);
+    let registered = registered.expect("open");
+    let address = ours.address().expect("address").to_string();
+    let connected = theirs.connect(&address).expect("open");
+    while !(registered.is_completed() && connected.is_completed()) {
+        ours.round();
+        theirs.round();
+    }
+    let region = registered.result().expect("registered").expect("region");
+    let closed = ours.close_region(&region, None).expect("open");
+    ours.round();
+    assert!(!closed.is_completed(), "the peer has not let it go");
+    ours.node.unended_reads().pretend(2);
+    ours.close();
+    while ours.round() != Round::Over {}
+    assert_told(closed.result().expect("the agent has ended").map(drop));
 }

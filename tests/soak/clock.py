@@ -1,0 +1,62 @@
+"""How late the machine itself was, to read a late detection beside: threads wait for a CPU, and for Python."""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+TICK_S = 0.002
+# Ticks that are remembered: more than one fault takes.
+NUM_TICKS = 50_000
+
+
+@dataclass(frozen=True)
+class Tick:
+    """When the clock should have ticked, by how much it was late, and how much of that it waited for a CPU."""
+
+    due: float
+    late_s: float
+    queued_s: float
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What a thread had to wait that had next to nothing to do: once at most, in all, and of that for a CPU."""
+
+    longest_s: float
+    total_s: float
+    queued_s: float
+
+    def __str__(self):
+        longest, total, queued = (f"{each * 1e3:.0f}" for each in (self.longest_s, self.total_s, self.queued_s))
+        return f"waited {total} ms ({longest} at once, {queued} for a CPU)"
+
+
+class Clock:
+    """A thread that does nothing but note how late it is woken. What it had to wait, others had to as well."""
+
+    def __init__(self):
+        self._ticks = deque(maxlen=NUM_TICKS)
+        threading.Thread(target=self._tick, name="clock", daemon=True).start()
+
+    def waits(self, since, until):
+        """What it had to wait in this time. Work of several threads waits more often than one does."""
+        ticks = [tick for tick in tuple(self._ticks) if tick.due <= until and tick.due + tick.late_s >= since]
+        late = [tick.late_s for tick in ticks]
+        return Waits(max(late, default=0.0), sum(late), sum(tick.queued_s for tick in ticks))
+
+    def _tick(self):
+        schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        queued_s = _queued_s(schedstat)
+        while True:
+            due = time.monotonic() + TICK_S
+            time.sleep(TICK_S)
+            late_s = time.monotonic() - due
+            before, queued_s = queued_s, _queued_s(schedstat)
+            self._ticks.append(Tick(due, late_s, queued_s - before))
+
+
+def _queued_s(schedstat):
+    """For how long a thread has been ready to run and had no CPU."""
+    return int(schedstat.read_text().split()[1]) / 1e9
