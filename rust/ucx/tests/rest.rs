@@ -52,6 +52,14 @@ fn visit_stopped(library: &Arc<Library>) -> (Visitor, Peer) {
     (visitor, peer)
 }
 
+/// Drops a worker that says something to a stopped process.
+fn drop_greeting(visitor: Visitor) {
+    let worker = &visitor.node.worker;
+    let hello = worker.am_send(visitor.endpoint, b"hello", Payload::None, 1);
+    hello.expect("send");
+    drop(visitor);
+}
+
 #[test]
 fn what_workers_hold_that_could_not_end_is_given_back_once_their_peers_have_ended() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -62,10 +70,7 @@ fn what_workers_hold_that_could_not_end_is_given_back_once_their_peers_have_ende
     let (before, mut peers) = (num_descriptors(), Vec::new());
     for _ in 0..4 {
         let (visitor, peer) = visit_stopped(&library);
-        let worker = &visitor.node.worker;
-        let hello = worker.am_send(visitor.endpoint, b"hello", Payload::None, 1);
-        hello.expect("send");
-        drop(visitor);
+        drop_greeting(visitor);
         peers.push(peer);
     }
     assert!(num_descriptors() > before + 8, "nothing is held");
@@ -134,13 +139,32 @@ fn a_worker_that_waits_for_its_peer_takes_no_cpu() {
     };
     let (visitor, peer) = visit_stopped(&library);
     let (num_reads, ..) = drop_reading(visitor, 0);
+    assert_takes_no_cpu();
+    assert_eq!(num_reads.load(Ordering::Acquire), 2);
+    drop(peer);
+    eventually("the thread ends", || num_threads() == 0);
+}
+
+/// Its descriptor is readable all the time.
+#[test]
+fn a_worker_that_waits_for_its_connection_takes_no_cpu() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(library) = common::library() else {
+        return;
+    };
+    let (visitor, peer) = visit_stopped(&library);
+    drop_greeting(visitor);
+    eventually("it has a thread", || num_threads() == 1);
+    assert_takes_no_cpu();
+    drop(peer);
+    eventually("the thread ends", || num_threads() == 0);
+}
+
+fn assert_takes_no_cpu() {
     let begun = cpu_time();
     std::thread::sleep(Duration::from_secs(1));
     let taken = cpu_time().saturating_sub(begun);
     assert!(taken < Duration::from_millis(200), "{taken:?} of a second");
-    assert_eq!(num_reads.load(Ordering::Acquire), 2);
-    drop(peer);
-    eventually("the thread ends", || num_threads() == 0);
 }
 
 /// By which a process knows that it is to exit.

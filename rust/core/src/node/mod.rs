@@ -120,6 +120,10 @@ pub struct NodeConfig {
     pub busy_poll: Duration,
 }
 
+/// Connections that may wait to be taken, as far as the system allows. Whoever finds no room asks again after a second, then
+/// after two more.
+const BACKLOG: i32 = 4096;
+
 /// The default of [`NodeConfig::busy_poll`]: a hop through epoll costs about 25 us, but on two cores a thread that
 /// looks for more keeps the others from making it.
 pub fn default_busy_poll() -> Duration {
@@ -302,6 +306,7 @@ fn bind(address: SocketAddr) -> Result<TcpListener> {
     let cannot = |error| Error::Config(format!("cannot listen on {address}: {error}"));
     let listener = TcpListener::bind(address).map_err(cannot)?;
     listener.set_nonblocking(true).map_err(cannot)?;
+    rustix::net::listen(&listener, BACKLOG).map_err(|error| cannot(error.into()))?;
     Ok(listener)
 }
 

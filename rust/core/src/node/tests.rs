@@ -57,3 +57,14 @@ fn nothing_is_registered_with_a_node_that_has_ended() {
     let refused = node.register(Buffer::zeroed(64)).expect_err("it has ended");
     assert!(matches!(refused, Error::Closed(_)), "{refused}");
 }
+
+#[test]
+fn five_hundred_peers_may_come_while_the_node_is_busy_and_none_has_to_come_again() {
+    let listener = bind("127.0.0.1:0".parse().expect("address")).expect("listen");
+    let address = listener.local_addr().expect("address");
+    // Asked again by the kernel after a second.
+    let at_once = Duration::from_millis(900);
+    let connect = || std::net::TcpStream::connect_timeout(&address, at_once);
+    let streams: Vec<_> = (0..500).map(|_| connect().expect("room")).collect();
+    drop(streams);
+}
