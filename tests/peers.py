@@ -80,15 +80,15 @@ class Child:
         The returned list, and `killed_at`, then hold when, as time.monotonic(), and when the kernel was done with it:
         what was open is closed by then.
         """
-        killed_at, ended = self.killed_at, os.pidfd_open(self.process.pid)
+        killed_at = self.killed_at
 
         def kill():
             time.sleep(delay_s)
             killed_at.append(time.monotonic())
-            self.process.kill()
-            select.select([ended], [], [])
+            with end_of(self.process.pid) as ended:
+                self.process.kill()
+                select.select([ended] if ended else [], [], [])
             killed_at.append(time.monotonic())
-            os.close(ended)
 
         threading.Thread(target=kill, name="killer").start()
         return killed_at
@@ -109,6 +109,18 @@ class Child:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def end_of(pid):
+    """A file that is readable once the kernel is done with a process; None if it is already."""
+    try:
+        ended = os.fdopen(os.pidfd_open(pid))
+    except ProcessLookupError:
+        yield None
+    else:
+        with ended:
+            yield ended
 
 
 def children(pid):

@@ -52,6 +52,16 @@ fn visit_stopped(library: &Arc<Library>) -> (Visitor, Peer) {
     (visitor, peer)
 }
 
+/// A node that connects to a worker and says something. If that has stopped before, the descriptor of UCX is readable all the
+/// time.
+fn greeting(library: &Arc<Library>, worker: &[u8]) -> Node {
+    let node = Node::new(context(library, Some("tcp")));
+    let endpoint = node.worker.connect(worker).expect("connect");
+    let hello = node.worker.am_send(endpoint, b"hello", Payload::None, 1);
+    hello.expect("send");
+    node
+}
+
 /// Drops a worker that says something to a stopped process.
 fn drop_greeting(visitor: Visitor) {
     let worker = &visitor.node.worker;
@@ -145,7 +155,6 @@ fn a_worker_that_waits_for_its_peer_takes_no_cpu() {
     eventually("the thread ends", || num_threads() == 0);
 }
 
-/// Its descriptor is readable all the time.
 #[test]
 fn a_worker_that_waits_for_its_connection_takes_no_cpu() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -153,7 +162,7 @@ fn a_worker_that_waits_for_its_connection_takes_no_cpu() {
         return;
     };
     let (visitor, peer) = visit_stopped(&library);
-    drop_greeting(visitor);
+    drop(greeting(&library, &visitor.card.worker));
     eventually("it has a thread", || num_threads() == 1);
     assert_takes_no_cpu();
     drop(peer);
@@ -167,7 +176,7 @@ fn assert_takes_no_cpu() {
     assert!(taken < Duration::from_millis(200), "{taken:?} of a second");
 }
 
-/// By which a process knows that it is to exit.
+/// By which a process knows that it is to exit, and which worker is to keep it from that.
 const EXITING: &str = "KVPIPE_TEST_EXIT";
 /// How a process ends that has a thread in UCX when UCX's libraries are about to end.
 const NOT_LEFT: i32 = 71;
@@ -187,19 +196,14 @@ extern "C" fn look_who_is_left() {
 
 #[test]
 fn exiting_process() {
-    if std::env::var_os(EXITING).is_none() {
+    let Ok(address) = std::env::var(EXITING) else {
         return;
-    }
+    };
     // SAFETY: the function can be called at any time.
     assert_eq!(unsafe { libc::atexit(look_who_is_left) }, 0);
     let library = common::library().expect("the parent found UCX");
-    let node = || Node::new(context(&library, Some("tcp")));
-    let (node, silent) = (node(), node());
-    let address = silent.worker.address().expect("address");
-    let endpoint = node.worker.connect(&address).expect("connect");
-    let sent = node.worker.am_send(endpoint, b"hello", Payload::None, 1);
-    sent.expect("send");
-    drop(node);
+    let bytes = address.split(' ').map(|byte| byte.parse().expect("a byte"));
+    drop(greeting(&library, &bytes.collect::<Vec<u8>>()));
     eventually("its rest has a thread", || num_threads() == 1);
     std::process::exit(0);
 }
@@ -207,14 +211,16 @@ fn exiting_process() {
 #[test]
 fn a_process_exits_although_a_worker_is_still_worked_on_and_no_thread_is_in_ucx_then() {
     const ROUNDS: usize = 50;
-    if common::library().is_none() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(library) = common::library() else {
         return;
-    }
+    };
+    let (visitor, _peer) = visit_stopped(&library);
+    let bytes = visitor.card.worker.iter().map(u8::to_string);
+    let address = bytes.collect::<Vec<_>>().join(" ");
     for round in 0..ROUNDS {
-        let (begun, mut process) = (
-            Instant::now(),
-            common::child("exiting_process", &[(EXITING, "1")]),
-        );
+        let begun = Instant::now();
+        let mut process = common::child("exiting_process", &[(EXITING, &address)]);
         let status = process.0.wait().expect("its end");
         assert_eq!(status.code(), Some(0), "round {round}: {status}");
         assert!(begun.elapsed() < PATIENCE, "round {round}");

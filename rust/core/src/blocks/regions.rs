@@ -39,7 +39,7 @@ pub(super) struct LocalRegion {
     pub(super) is_writable: bool,
     pub(super) memory: Arc<Memory>,
     /// The packed key.
-    rkey: Vec<u8>,
+    pub(super) rkey: Vec<u8>,
 }
 
 impl LocalRegion {
