@@ -87,7 +87,8 @@ class Child:
             killed_at.append(time.monotonic())
             with end_of(self.process.pid) as ended:
                 self.process.kill()
-                select.select([ended] if ended else [], [], [])
+                if ended:
+                    select.select([ended], [], [])
             killed_at.append(time.monotonic())
 
         threading.Thread(target=kill, name="killer").start()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 TICK_S = 0.002
 # Ticks that are remembered: more than one fault takes.
-NUM_TICKS = 50_000
+NUM_TICKS = 10_000
 
 
 @dataclass(frozen=True)
