@@ -120,8 +120,12 @@ fn a_failed_transfer_sends_no_tag_and_holds_up_no_other() {
                 .expect("close");
             let is_moved = |work: &Option<kvpipe_core::work::Work<u64>>| {
                 let outcome = work.as_ref().map(|work| work.wait_for(PATIENCE));
+                // Both ways at once, the blocks of one may change under another.
                 assert!(
-                    matches!(outcome, None | Some(Ok(_) | Err(Error::Config(_)))),
+                    matches!(
+                        outcome,
+                        None | Some(Ok(_) | Err(Error::Config(_) | Error::Corrupt(_)))
+                    ),
                     "{outcome:?}"
                 );
                 matches!(outcome, Some(Ok(_)))
@@ -273,7 +277,7 @@ fn a_flood_is_cut_off_and_what_was_allowed_of_it_is_kept() {
 #[test]
 fn peers_that_come_again_fill_an_inbox_to_its_cap_and_what_was_acknowledged_is_kept() {
     let Some(search) = common::ucx() else { return };
-    let (first, agent) = raw(&search);
+    let (_, agent) = raw(&search);
     let address = agent.address().expect("address");
     let send_window = |raw: &Raw| {
         for number in 0..16 {
@@ -291,6 +295,7 @@ fn peers_that_come_again_fill_an_inbox_to_its_cap_and_what_was_acknowledged_is_k
         send_window(&raw);
         wait_for_queued(&raw);
     }
+    let first = Raw::connect(&search, address, Service::Blocks);
     send_window(&first);
     // Answered, so that all before it has been seen.
     let read = Writer::new(READ).u64(0).u32(9).u8(0).finish();
