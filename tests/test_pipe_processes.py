@@ -42,6 +42,27 @@ def test_a_receiver_that_stops_while_it_is_connected_to_costs_no_cpu(start):
     assert burnt_s < 0.3
 
 
+@pytest.mark.slow
+def test_receivers_that_are_killed_while_they_are_connected_to_end_nobody_else():
+    """Over TCP, at any moment of the connection: UCX must neither crash nor hang."""
+    code = (
+        "import random\n"
+        "from kvpipe import KVPipeError, Pipe\n"
+        "from tests.faults.forked import Forked\n"
+        "for _ in range(300):\n"
+        "    child = Forked('receive_nothing')\n"
+        "    address = child.read()\n"
+        "    child.kill_after(random.uniform(0, 0.04))\n"
+        "    try:\n"
+        "        Pipe.connect(address, timeout=5).close(timeout=0)\n"
+        "    except KVPipeError:\n"
+        "        pass\n"
+        "    child.end()\n"
+    )
+    done = run_python(code, {**os.environ, "UCX_TLS": "tcp"})
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @contextlib.contextmanager
 def stopped_after_its_welcome(receiver):
     """The address of a relay to a receiver, which stops when it has said the third thing, its welcome."""

@@ -69,6 +69,9 @@ impl Config {
         config
             .set("TCP_RX_SEG_SIZE", "1m")
             .set("TCP_TX_SEG_SIZE", "256k");
+        // Else whoever lets UCX work waits within it for each connection, seconds if the network or the peer is slow; and UCX
+        // 1.22 ends the process if the peer is killed meanwhile (`uct_tcp_ep_t_cleanup` finds pending requests).
+        config.set("TCP_CONN_NB", "y");
         // Reads of one progress call. With 8, UCX's own, looking at its sockets in between takes 0.15 us of each read.
         config.set("CMA_TX_QUOTA", "32");
         config
@@ -149,6 +152,7 @@ fn call_name(key: &str, version: Version) -> &str {
         _ if version >= PREFIXES_WORK => key,
         "TCP_RX_SEG_SIZE" => "RX_SEG_SIZE",
         "TCP_TX_SEG_SIZE" => "TX_SEG_SIZE",
+        "TCP_CONN_NB" => "CONN_NB",
         "IB_REG_METHODS" => "REG_METHODS",
         _ => key,
     }
