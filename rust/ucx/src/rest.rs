@@ -80,6 +80,15 @@ impl Parked {
     }
 
     fn work_on(self, num_reads: Arc<AtomicUsize>) {
+        // Here and not in the thread: from now on an exit waits for it.
+        let shift = match Shift::begin() {
+            Ok(Some(shift)) => shift,
+            Ok(None) => return self.leave(),
+            Err(error) => {
+                tracing::warn!(%error, "worker.has_no_end");
+                return self.leave();
+            }
+        };
         // In a place that outlives a thread that cannot be made.
         let place = Arc::new(Mutex::new(Some(self)));
         let in_thread = Arc::clone(&place);
@@ -90,7 +99,7 @@ impl Parked {
             .name("kvpipe-rest".to_owned())
             .spawn(move || {
                 if let Some(parked) = take(&in_thread) {
-                    parked.run(&num_reads);
+                    parked.run(&num_reads, &shift);
                 }
             });
         if let Err(error) = spawned {
@@ -102,16 +111,8 @@ impl Parked {
     }
 
     /// Works until UCX is done, or the process exits.
-    fn run(self, num_reads: &AtomicUsize) {
-        let shift = match Shift::begin() {
-            Ok(Some(shift)) => shift,
-            Ok(None) => return self.leave(),
-            Err(error) => {
-                tracing::warn!(%error, "worker.has_no_end");
-                return self.leave();
-            }
-        };
-        let bell = match Bell::new(&self.0, &shift) {
+    fn run(self, num_reads: &AtomicUsize, shift: &Shift) {
+        let bell = match Bell::new(&self.0, shift) {
             Ok(bell) => bell,
             Err(error) => {
                 tracing::warn!(%error, "worker.has_no_bell");
