@@ -79,6 +79,11 @@ class Engine:
     def step(self, **worker: Any) -> tuple[SchedulerOutput, StepMetadata]:
         """One step: schedule, sample where a prompt is complete, report. `worker`: fields of its connector output."""
         output = self.scheduler.schedule()
+        self.end(output, **worker)
+        return output, output.kv_connector_metadata
+
+    def end(self, output: SchedulerOutput, **worker: Any) -> None:
+        """The second half of a step."""
         sampled = [self._sample(request_id) for request_id in output.num_scheduled_tokens]
         result = ModelRunnerOutput(
             req_ids=list(output.num_scheduled_tokens),
@@ -87,7 +92,6 @@ class Engine:
             kv_connector_output=KVConnectorOutput(**worker),
         )
         self.scheduler.update_from_output(output, result)
-        return output, output.kv_connector_metadata
 
     def _sample(self, request_id: str) -> list[int]:
         request = self.scheduler.requests[request_id]

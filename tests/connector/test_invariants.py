@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from kvpipe.connector.scheduler import prompt_hash
 from tests.connector.engine import BLOCK, engine_config
-from tests.connector.world import THEIRS, World
+from tests.connector.world import THEIRS, Transfer, World
 
 pytestmark = pytest.mark.vllm
 
@@ -33,6 +33,8 @@ MUST_BE_SEEN = (
     "load without some blocks",
     "load without any block",
     "load cancelled",
+    "load whole before its sequence state",
+    "load committed by the scheduler",
     "loan",
     "abort while a load runs",
     "abort while it waits for its producer",
@@ -224,15 +226,40 @@ class Engines(RuleBasedStateMachine):
         transfers = [transfer for transfer in self.world.transfers.values() if transfer.ending is None]
         transfer = transfers[pick % len(transfers)]
         num_blocks = len(transfer.load.block_ids)
-        if transfer.is_committed and is_whole:
+        if transfer.is_committed and (is_whole or transfer.is_whole):
             transfer.ending = (True, [])
             self.world.seen["load whole"] += 1
             return
+        if transfer.is_whole and not transfer.is_cancelled:
+            return
+        if transfer.is_whole:
+            missing = set()
         kept = sorted(index for index in missing if index < num_blocks)
         transfer.ending = (False, kept)
         self.world.seen["load cancelled"] += transfer.is_cancelled
         self.world.seen["load without some blocks"] += 0 < len(kept) < num_blocks
         self.world.seen["load without any block"] += len(kept) == num_blocks
+
+    @precondition(lambda self: self._incomplete())
+    @rule(pick=picks)
+    def all_blocks_of_a_load_arrive(self, pick: int) -> None:
+        transfers = self._incomplete()
+        self.world.blocks_are_here(transfers[pick % len(transfers)])
+
+    @precondition(lambda self: self._incomplete())
+    @rule(pick=picks, is_at_once=st.booleans())
+    def a_producer_finishes_after_its_blocks(self, pick: int, *, is_at_once: bool) -> None:
+        transfers = self._incomplete()
+        transfer = transfers[pick % len(transfers)]
+        self.world.blocks_are_here(transfer)
+        if not is_at_once:
+            self.world.step()
+        if transfer.load.handoff in self._opened():
+            self.world.wire.say_finished(transfer.load.handoff, [THEIRS])
+
+    def _incomplete(self) -> list[Transfer]:
+        transfers = self.world.transfers.values()
+        return [it for it in transfers if it.ending is None and not (it.is_whole or it.is_cancelled)]
 
     # --- steps
 
@@ -276,7 +303,7 @@ class Engines(RuleBasedStateMachine):
             if lent.state == "finished":
                 wire.release(handoff)
         for transfer in self.world.transfers.values():
-            transfer.ending = transfer.ending or (False, [0])
+            transfer.ending = transfer.ending or (False, [] if transfer.is_whole else [0])
 
 
 def test_vllms_invariants_hold_in_any_order_of_events(tiny_model: str) -> None:

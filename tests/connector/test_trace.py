@@ -66,7 +66,7 @@ def test_workers_trace_layers_blocks_and_the_first_step(tmp_path: Path) -> None:
     events = read(trace)
     counted = Counter(event.name for event in events)
     assert counted["computed"] == test_worker.LAYERS
-    assert [counted[name] for name in ("load", "committed", "loaded", "taken", "first step")] == [1] * 5
+    assert [counted[name] for name in ("load", "whole", "committed", "loaded", "taken", "first step")] == [1] * 6
     arrived = [event for event in events if event.name == "arrived"]
     assert sum(event.facts["blocks"] for event in arrived) == 2 * test_worker.LAYERS
     assert {event.facts["layer"] for event in arrived} == set(range(test_worker.LAYERS))

@@ -260,6 +260,47 @@ def test_a_load_ends_only_with_the_sequence_state(pair: Pair) -> None:
     assert received(pair.consumer) == {"consuming"}
 
 
+def whole(worker: WorkerRole) -> dict[str, Any]:
+    """What a worker says of loads that lack the sequence state only."""
+    words = until(lambda: worker.finished() and worker.take_outcomes())
+    assert words.outcomes == {}
+    return words.whole
+
+
+def test_blocks_that_are_all_here_are_told_before_the_sequence_state_comes(pair: Pair) -> None:
+    pair.announce([2, 3])
+    pair.load([5, 4], is_committed=False)
+    (facts,) = whole(pair.consumer)["consuming"]
+    assert (facts["is_loaded"], facts["num_received"], facts["num_missing"]) == (True, 2, 0)
+    assert pair.arrived([2, 3], [5, 4])
+    assert pair.consumer.take_outcomes() is None
+
+
+def test_a_load_that_the_scheduler_has_committed_is_taken_and_reported_no_more(pair: Pair) -> None:
+    pair.hold()
+    pair.announce([2])
+    pair.load([5], is_committed=False)
+    assert whole(pair.consumer).keys() == {"consuming"}
+    pair.consumer.begin_step(StepMetadata(committed=[pair.handoff]))
+    assert pair.consumer.take_outcomes() is not None, "vLLM asks for a report only if there is something to say"
+    assert sent(pair.producer) == {"producing"}
+    assert pair.consumer.finished() == (set(), set())
+    pair.consumer.begin_step(StepMetadata())
+    assert pair.consumer.take_outcomes() is None
+
+
+def test_a_load_that_fails_after_its_blocks_came_is_reported_as_failed_only(pair: Pair) -> None:
+    pair.announce([2])
+    pair.load([5], is_committed=False)
+    until(lambda: pair.arrived([2], [5]))
+    time.sleep(0.05)
+    pair.consumer.begin_step(StepMetadata(cancels=[(pair.handoff, "the request was aborted")]))
+    time.sleep(0.05)
+    assert received(pair.consumer) == {"consuming"}
+    words = pair.consumer.take_outcomes()
+    assert (words.whole, words.outcomes["consuming"]["is_loaded"]) == ({}, False)
+
+
 def test_a_block_that_changes_after_its_checksum_is_reported_as_invalid(pair: Pair) -> None:
     pair.announce([2, 3])
     until(lambda: pair.producer._agent.num_lent == 1)

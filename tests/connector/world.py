@@ -62,6 +62,8 @@ class Transfer:
     load: Load
     is_committed: bool
     is_cancelled: bool = False
+    is_whole: bool = False
+    is_told: bool = False
     ending: tuple[bool, list[int]] | None = None
 
 
@@ -170,6 +172,8 @@ class World:
         for handoff, _ in step.ended:
             self.lent.pop(handoff, None)
             self.released.add(handoff)
+        for handoff in step.committed:
+            self._end_committed(handoff)
         for load in step.loads:
             self._begin_load(load)
         by_handoff = {transfer.load.handoff: transfer for transfer in self.transfers.values()}
@@ -183,6 +187,21 @@ class World:
             assert handoff not in self.held, "a request is held once"
             self.held[handoff] = request_id
             self.seen["loan"] += 1
+
+    def _end_committed(self, handoff: bytes) -> None:
+        """The scheduler role has ended a load by itself, which nobody reports any more."""
+        transfer = next(transfer for transfer in self.transfers.values() if transfer.load.handoff == handoff)
+        assert transfer.is_told, "blocks that are not here are not committed"
+        assert not (transfer.is_committed or transfer.is_cancelled), "a load ends in one way"
+        assert self.wire.watched[handoff].is_finished, "without the sequence state nothing is committed"
+        del self.transfers[transfer.load.request_id]
+        self.seen["load committed by the scheduler"] += 1
+
+    def blocks_are_here(self, transfer: Transfer) -> None:
+        """All blocks of a load have arrived; nothing writes into them any more."""
+        transfer.is_whole = True
+        self._arrive(transfer.load, [])
+        self.seen["load whole before its sequence state"] += not transfer.is_committed
 
     def _begin_load(self, load: Load) -> None:
         assert load.request_id not in self.transfers, "one load at a time for each request"
@@ -251,7 +270,9 @@ class World:
             del self.transfers[load.request_id]
             invalid |= {load.block_ids[index] for index in missing}
             outcomes |= outcome(load, is_loaded=is_loaded).outcomes
-            self._arrive(load, missing)
+            if not transfer.is_whole:
+                self._arrive(load, missing)
+        whole = self._whole()
         sending = {self.held.pop(handoff) for handoff in self.released & self.held.keys()}
         self.released &= self.held.keys()
         for request_id in sending:
@@ -263,8 +284,15 @@ class World:
             finished_recving=set(outcomes),
             finished_sending=sending,
             invalid_block_ids=invalid,
-            kv_connector_worker_meta=WorkerOutcomes(outcomes) if outcomes else None,
+            kv_connector_worker_meta=WorkerOutcomes(outcomes, whole) if outcomes or whole else None,
         )
+
+    def _whole(self) -> dict[str, list[dict[str, Any]]]:
+        """Loads that are whole, each once; what the scheduler role has said meanwhile is known at the next step only."""
+        told = [transfer for transfer in self.transfers.values() if transfer.is_whole and not transfer.is_told]
+        for transfer in told:
+            transfer.is_told = True
+        return {who.load.request_id: [outcome(who.load).outcomes[who.load.request_id]] for who in told}
 
     def _arrive(self, load: Load, missing: list[int]) -> None:
         """The other blocks hold the KV that the producer computed."""
@@ -281,7 +309,8 @@ class World:
 
     def check(self) -> None:
         """Between any two hooks no block that others write or read can be given to another request."""
-        written = [block_id for transfer in self.transfers.values() for block_id in transfer.load.block_ids]
+        writing = [transfer for transfer in self.transfers.values() if not transfer.is_whole]
+        written = [block_id for transfer in writing for block_id in transfer.load.block_ids]
         assert len(written) == len(set(written)), "two loads write into one block"
         assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id in written), "a block is free during its load"
         held = [block_id for handoff in self.held for block_id in self.lent[handoff].block_ids]

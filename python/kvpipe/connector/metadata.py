@@ -47,7 +47,10 @@ class StepMetadata(KVConnectorMetadata):
 
     Attributes:
         loads: Consumer: loads to begin.
-        commits: Consumer: handoffs whose sequence state has come.
+        commits: Consumer: handoffs whose sequence state has come, before all blocks were known to be here: the worker
+            role reports when they are.
+        committed: Consumer: handoffs of which the scheduler role knows both to be here. The producer is to be told,
+            and vLLM not: the scheduler role does that.
         cancels: Consumer: `(handoff, reason)` of loads to end.
         ended: Producer: `(handoff, reason)` of handoffs whose blocks may change from this step on.
         cached: Producer: as `finals`; final before this step's forward pass.
@@ -58,6 +61,7 @@ class StepMetadata(KVConnectorMetadata):
 
     loads: list[Load] = field(default_factory=list)
     commits: list[bytes] = field(default_factory=list)
+    committed: list[bytes] = field(default_factory=list)
     cancels: list[tuple[bytes, str]] = field(default_factory=list)
     ended: list[tuple[bytes, str]] = field(default_factory=list)
     cached: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
@@ -83,13 +87,14 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class WorkerOutcomes(KVConnectorWorkerMetadata):
-    """Worker role to scheduler role: how loads ended, by request id.
+    """Worker role to scheduler role: how loads ended, and which lack the sequence state only, by request id.
 
-    Each outcome has `is_loaded`, `transport`, `elapsed_s`, `reason`, `num_bytes`; of the blocks `num_received`,
+    Each outcome, and what each rank says of one that is `whole`, has `is_loaded`, `transport`, `elapsed_s`, `reason`, `num_bytes`; of the blocks `num_received`,
     `num_missing` and `num_retried`; of their checksums in each region `num_compared` and `num_corrupt`.
     """
 
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    whole: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerOutcomes:
         """Merges two ranks: loaded if both are, a block received if it is on both, bytes added, the longer time."""
@@ -97,7 +102,10 @@ class WorkerOutcomes(KVConnectorWorkerMetadata):
         for request_id, theirs in getattr(other, "outcomes", {}).items():
             ours = merged.get(request_id)
             merged[request_id] = theirs if ours is None else merge(ours, theirs)
-        return WorkerOutcomes(merged)
+        whole = dict(self.whole)
+        for request_id, ranks in getattr(other, "whole", {}).items():
+            whole[request_id] = [*whole.get(request_id, []), *ranks]
+        return WorkerOutcomes(merged, whole)
 
 
 _MERGED: dict[str, Callable[[Any, Any], Any]] = {

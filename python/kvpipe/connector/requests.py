@@ -74,7 +74,8 @@ class Consumed:
         num_local_tokens: Tokens found in the own prefix cache when the load was claimed.
         num_computed: Prompt tokens that this engine computed itself, since it was preempted if it was.
         num_preemptions: How often it was preempted, as far as it has been noted.
-        outcome: The worker's word on the load.
+        whole: What each rank has said of a load that lacks the sequence state only.
+        outcome: The workers' word on the load.
         reason: Why nothing, or not everything, came.
         is_held: Whether the producer holds its blocks for us.
         is_lost: Whether nothing can come of what was to be loaded.
@@ -97,6 +98,7 @@ class Consumed:
     num_local_tokens: int = 0
     num_computed: int = 0
     num_preemptions: int = 0
+    whole: list[dict[str, Any]] = field(default_factory=list)
     outcome: dict[str, Any] | None = None
     reason: str = ""
     is_held: bool = False

@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from kvpipe import _kvpipe
 from kvpipe.config import resolve_token
+from kvpipe.connector.commits import Commits
 from kvpipe.connector.fingerprint import fingerprint
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, merge
 from kvpipe.connector.obstacles import Obstacles
@@ -59,6 +60,7 @@ class SchedulerRole:
         self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
         self._produced: Handoffs[Produced] = Handoffs()
         self._consumed: Handoffs[Consumed] = Handoffs()
+        self._commits = Commits(vllm_config.parallel_config.world_size)
         self._step = StepMetadata()
         self._num_local_tokens: dict[str, int] = {}
         self._clock = PrefillClock()
@@ -211,7 +213,7 @@ class SchedulerRole:
     def _begin_load(self, consumed: Consumed, first: int, block_ids: list[int]) -> None:
         refusal = consumed.reason if consumed.phase == "gone" else ""
         opening = {} if refusal or consumed.opening is None else consumed.opening
-        consumed.phase, consumed.outcome = "loading", None
+        consumed.phase, consumed.outcome, consumed.whole = "loading", None, []
         self._trace.instant("admitted", consumed.handoff, blocks=len(block_ids))
         self._step.loads.append(
             Load(
@@ -313,7 +315,14 @@ class SchedulerRole:
     def update(self, output: KVConnectorOutput) -> None:
         """Takes the worker role's word on the loads that ended in this step, and that it has ended."""
         self._clock.ended(time.monotonic())
-        for request_id, outcome in getattr(output.kv_connector_worker_meta, "outcomes", {}).items():
+        words = output.kv_connector_worker_meta
+        for request_id, ranks in getattr(words, "whole", {}).items():
+            if (consumed := self._consumed.get(request_id)) is not None:
+                self._commits.blocks_are_here(request_id, consumed, ranks)
+        # The sequence state may have come during the step.
+        self._take_events()
+        self._commits.tell(output)
+        for request_id, outcome in getattr(words, "outcomes", {}).items():
             consumed = self._consumed.get(request_id)
             if consumed is not None:
                 # One rank's word may come steps before the last one's.
@@ -326,6 +335,7 @@ class SchedulerRole:
             self._withdraw_invalid(output.invalid_block_ids)
 
     def _received(self, request_id: str) -> None:
+        self._commits.is_over(request_id)
         consumed = self._consumed.get(request_id)
         if consumed is None:
             return
@@ -374,6 +384,7 @@ class SchedulerRole:
     def _consumed_finished(self, request_id: str, consumed: Consumed, ending: str) -> None:
         consumed.ending = ending
         if consumed.phase == "loading":
+            self._commits.is_over(request_id)
             # The worker still writes into the blocks: vLLM frees them when it reports the end of the load.
             self._step.cancels.append((consumed.handoff, "the request was aborted"))
             return
@@ -415,7 +426,9 @@ class SchedulerRole:
         if consumed.first_token is None and event["output_ids"] and self._is_same_prompt(consumed, consumed.request):
             consumed.first_token = event["output_ids"][0]
             self._check_first_token(consumed)
-        if consumed.phase == "loading":
+        if self._commits.state_is_here(consumed.request.request_id, consumed):
+            self._step.committed.append(consumed.handoff)
+        elif consumed.phase == "loading":
             self._step.commits.append(consumed.handoff)
 
     def _on_gone(self, event: dict[str, Any]) -> None:
@@ -424,6 +437,7 @@ class SchedulerRole:
             return
         consumed.is_held = False
         if consumed.phase == "loading":
+            self._commits.is_over(consumed.request.request_id)
             self._step.cancels.append((consumed.handoff, event["reason"]))
         elif consumed.phase in ("waiting", "opened"):
             consumed.phase, consumed.reason, consumed.is_lost = "gone", event["reason"], True

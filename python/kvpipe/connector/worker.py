@@ -62,6 +62,8 @@ class WorkerRole:
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._outcomes: dict[str, dict[str, Any]] = {}
+        self._whole: dict[str, list[dict[str, Any]]] = {}
+        self._is_answer_due = False
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Starts the agent and registers each layer's cache, `[num_blocks, …]`, as a region.
@@ -127,6 +129,10 @@ class WorkerRole:
             self._load(agent, load)
         for handoff in step.commits:
             agent.commit(handoff)
+        for handoff in step.committed:
+            self._loading.pop(handoff, None)
+            agent.commit(handoff)
+        self._is_answer_due = bool(step.committed)
         for handoff, reason in step.cancels:
             agent.cancel(handoff, reason)
         for handoff, request_id in step.held:
@@ -200,6 +206,8 @@ class WorkerRole:
                 logger.info("%s", event["text"])
             elif event["event"] == "taken":
                 self._released.add(event["handoff"])
+            elif event["event"] == "whole":
+                self._note_whole(event)
             elif (load := self._loading.pop(event["handoff"], None)) is not None:
                 self._end_load(load, event)
         received, self._received = self._received, set()
@@ -209,12 +217,16 @@ class WorkerRole:
         self._released.intersection_update(self._held)
         return sent, received
 
+    def _note_whole(self, event: dict[str, Any]) -> None:
+        if (load := self._loading.get(event["handoff"])) is not None:
+            self._whole[load.request_id] = [_facts(event, is_loaded=True)]
+
     def _end_load(self, load: Load, event: dict[str, Any]) -> None:
         missing = [load.block_ids[index] for index in event.get("missing", ())]
         self._invalid_block_ids.update(missing)
         self._received.add(load.request_id)
-        facts = {name: event.get(name, default) for name, default in _FACTS.items()}
-        self._outcomes[load.request_id] = {"is_loaded": "reason" not in event, **facts}
+        self._whole.pop(load.request_id, None)
+        self._outcomes[load.request_id] = _facts(event, is_loaded="reason" not in event)
 
     def take_invalid_block_ids(self) -> set[int]:
         """Blocks that did not arrive, of the loads that `finished` has just reported."""
@@ -222,11 +234,15 @@ class WorkerRole:
         return invalid
 
     def take_outcomes(self) -> WorkerOutcomes | None:
-        """How those loads ended, for the scheduler role."""
-        if not self._outcomes:
+        """How those loads ended, and which need nothing but the sequence state, for the scheduler role.
+
+        Something is said whenever it has committed a load: with nothing to say, vLLM may not ask its role to report.
+        """
+        if not (self._outcomes or self._whole or self._is_answer_due):
             return None
         outcomes, self._outcomes = self._outcomes, {}
-        return WorkerOutcomes(outcomes)
+        whole, self._whole = self._whole, {}
+        return WorkerOutcomes(outcomes, whole)
 
     def close(self) -> None:
         """Ends the agent; peers are told."""
@@ -236,6 +252,11 @@ class WorkerRole:
             self._agent.close()
         except TransferTimeoutError as error:  # the engine ends, and the caches' memory with its process
             logger.warning("agent.unended %s", error)
+
+
+def _facts(event: dict[str, Any], *, is_loaded: bool) -> dict[str, Any]:
+    facts = {name: event.get(name, default) for name, default in _FACTS.items()}
+    return {"is_loaded": is_loaded, **facts}
 
 
 def _calls_each_layer_once(vllm_config: VllmConfig) -> bool:

@@ -293,6 +293,15 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
         dict.set_item("handoff", handoff.as_slice())
     };
     match event {
+        Event::Whole {
+            handoff,
+            counts,
+            transport,
+            elapsed,
+        } => {
+            set("whole", handoff)?;
+            set_facts(&dict, counts, transport, *elapsed)?;
+        }
         Event::Loaded {
             handoff,
             counts,

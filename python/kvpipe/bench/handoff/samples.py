@@ -23,7 +23,7 @@ class Exposed:
     Attributes:
         total_ms: All of it.
         phases_ms: Until D's scheduler has the request; until its worker begins to load; until all KV is there and
-            proved; until the forward pass. What was over before P sampled is 0.
+            proved, and the token too; until the forward pass. What was over before P sampled is 0.
         last_block_ms: From P's sampling to the last block's arrival, 0 if it was there; `None` where no trace tells.
     """
 
@@ -41,11 +41,18 @@ def exposed(life: Sequence[Event]) -> Exposed | None:
         return None
     asked = next(event.ended_s for event in life if (event.name, event.process) == ("queued", admitted[0]))
     phases_ms, until_s = [], ends["sampled"]
-    for mark_s in (asked, ends["load"], ends["loaded"], steps[0]):
+    for mark_s in (asked, ends["load"], _both_here_s(ends), steps[0]):
         phases_ms.append(1e3 * max(0.0, mark_s - until_s))
         until_s = max(until_s, mark_s)
     last = 1e3 * max(0.0, ends["arrived"] - ends["sampled"]) if "arrived" in ends else None
     return Exposed(1e3 * (until_s - ends["sampled"]), tuple(phases_ms), last)
+
+
+def _both_here_s(ends: dict[str, float]) -> float:
+    """When D had blocks and token; of NIXL, which moves no token, the blocks."""
+    if "whole" in ends and "finished" in ends:
+        return max(ends["whole"], ends["finished"])
+    return ends["loaded"]
 
 
 @dataclass(frozen=True)

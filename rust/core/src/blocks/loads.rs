@@ -75,6 +75,7 @@ impl Blocks {
         while let Some(handoff) = self.to_go_on.pop_first() {
             self.select(io, handoff);
             self.read_again(io, handoff);
+            self.tell_if_whole(io, handoff);
             self.end_load_if_over(io, handoff);
         }
         self.is_going_on = false;
@@ -248,6 +249,22 @@ impl Blocks {
         self.consumer.fail(&handoff, reason);
         self.abandon_reads(io, &handoff, reason);
         self.end_load_if_over(io, handoff);
+    }
+
+    /// Tells the scheduler, which knows of the sequence state first, that it need not wait for this thread.
+    fn tell_if_whole(&mut self, io: &Io, handoff: HandoffId) {
+        let Some(whole) = self.consumer.take_whole(&handoff) else {
+            return;
+        };
+        self.trace.instant(Track::Node, "whole", &handoff, &[]);
+        if let Some(loading) = self.loading.get(&handoff).filter(|_| !whole.is_committed) {
+            self.events.push(Event::Whole {
+                handoff,
+                counts: whole.counts,
+                transport: transport(io, loading.link),
+                elapsed: Instant::now().saturating_duration_since(loading.started),
+            });
+        }
     }
 
     fn end_load_if_over(&mut self, io: &mut Io, handoff: HandoffId) {

@@ -57,6 +57,17 @@ use service::{Blocks, Command};
 /// What happened on the blocks' thread, for whoever drains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
+    /// Every block of a load is here and proved; the sequence state is not, as far as this thread knows.
+    Whole {
+        /// Which.
+        handoff: HandoffId,
+        /// In numbers.
+        counts: Counts,
+        /// By which transport.
+        transport: String,
+        /// From the start of the load to its last block.
+        elapsed: Duration,
+    },
     /// A load is complete: every block is here and proved. The producer has been told.
     Loaded {
         /// Which.

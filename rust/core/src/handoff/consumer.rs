@@ -58,6 +58,15 @@ pub struct Counts {
     pub num_corrupt: u64,
 }
 
+/// A load of which every block is here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Whole {
+    /// In numbers.
+    pub counts: Counts,
+    /// Whether the sequence state is here too, which ends it.
+    pub is_committed: bool,
+}
+
 /// How a load ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
@@ -108,6 +117,8 @@ struct State {
     num_reading: usize,
     counts: Counts,
     is_selected: bool,
+    /// Whether it has been told that every block is here.
+    is_told: bool,
     /// Why something is lost.
     reason: Option<String>,
     /// Whether nothing more will come.
@@ -126,6 +137,7 @@ impl State {
             num_reading: 0,
             counts: Counts::default(),
             is_selected: false,
+            is_told: false,
             reason: None,
             is_ended: false,
         }
@@ -225,18 +237,25 @@ impl State {
         blocks.filter(is_retried).count() as u64
     }
 
-    fn outcome(self) -> Outcome {
-        let count = self.load.block_ids.len();
-        let missing: Vec<u32> = (0..count)
+    fn missing(&self) -> Vec<u32> {
+        (0..self.load.block_ids.len())
             .filter(|&index| !self.is_whole(index))
             .map(|index| index as u32)
-            .collect();
-        let counts = Counts {
-            num_received: (count - missing.len()) as u64,
-            num_missing: missing.len() as u64,
+            .collect()
+    }
+
+    fn counts(&self, num_missing: usize) -> Counts {
+        Counts {
+            num_received: (self.load.block_ids.len() - num_missing) as u64,
+            num_missing: num_missing as u64,
             num_retried: self.num_retried(),
             ..self.counts
-        };
+        }
+    }
+
+    fn outcome(self) -> Outcome {
+        let missing = self.missing();
+        let counts = self.counts(missing.len());
         let failure = self.reason.map(|reason| Failure { missing, reason });
         Outcome { counts, failure }
     }
@@ -282,6 +301,21 @@ impl Consumer {
     /// Whether every block is here, and only the sequence state is not.
     pub fn has_all(&self, handoff: &HandoffId) -> bool {
         self.loads.get(handoff).is_some_and(State::is_complete)
+    }
+
+    /// What a load has come to when every block is here and nothing can write into them any more; told once, and not of
+    /// one that has failed.
+    pub fn take_whole(&mut self, handoff: &HandoffId) -> Option<Whole> {
+        let state = self.loads.get_mut(handoff)?;
+        let is_proper = state.reason.is_none() && !state.is_ended && !state.is_told;
+        if !is_proper || state.num_reading > 0 || !state.is_complete() {
+            return None;
+        }
+        state.is_told = true;
+        Some(Whole {
+            counts: state.counts(0),
+            is_committed: state.load.is_committed,
+        })
     }
 
     /// Whether a read may still write into a load's blocks.

@@ -93,7 +93,10 @@ impl Worker {
 
     /// How the load ended, which it did once.
     pub fn ended(&self) -> Event {
-        eventually("the end of the load", || self.events().first().cloned())
+        let is_end = |event: &Event| !matches!(event, Event::Whole { .. });
+        eventually("the end of the load", || {
+            self.events().into_iter().find(is_end)
+        })
     }
 
     pub fn loaded(&self) -> u64 {

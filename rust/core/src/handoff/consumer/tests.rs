@@ -73,6 +73,34 @@ fn all_blocks_and_the_sequence_state_end_a_load_once() {
 }
 
 #[test]
+fn a_load_whose_blocks_are_all_here_is_told_once_and_not_over() {
+    let mut consumer = consumer(false);
+    let batches = consumer.announced(&ID, 3, &all()).unwrap();
+    consumer.read(&ID, &batches[0], &[true, true], 10);
+    assert_eq!(consumer.take_whole(&ID), None);
+    consumer.read(&ID, &batches[1], &[true, true], 10);
+    let whole = consumer.take_whole(&ID).unwrap();
+    assert_eq!((whole.counts.num_received, whole.is_committed), (2, false));
+    assert_eq!(consumer.take_whole(&ID), None);
+    assert_eq!(consumer.take_outcome(&ID), None);
+}
+
+#[test]
+fn a_load_that_lacks_a_block_or_has_failed_is_never_told_as_whole() {
+    let mut lacking = consumer(true);
+    let batches = lacking.announced(&ID, 3, &all()).unwrap();
+    spoil(&mut lacking, &batches);
+    assert_eq!(lacking.take_whole(&ID), None);
+    let again = lacking.again(&ID);
+    spoil(&mut lacking, &again);
+    assert_eq!(lacking.take_whole(&ID), None);
+    let mut failed = consumer(false);
+    read_all(&mut failed);
+    failed.fail(&ID, "the request was aborted");
+    assert_eq!(failed.take_whole(&ID), None);
+}
+
+#[test]
 fn a_failed_load_ends_after_its_last_read() {
     let mut consumer = consumer(true);
     let batches = consumer.announced(&ID, 3, &all()).unwrap();

@@ -1,0 +1,56 @@
+"""Loads that end here, because this role is the first to know that their blocks and their sequence state are both here."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from kvpipe.connector.metadata import merge
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from kvpipe.connector.requests import Consumed
+
+
+class Commits:
+    """Which requests lack the sequence state only, and which do not any more though vLLM has not been told.
+
+    What is whole before its sequence state comes is committed here. In the other order the workers end the load: they
+    are told of the state, and report when they have the blocks. A load takes one way or the other, never both.
+
+    Args:
+        num_ranks: Of this engine; each of them says that it has all blocks.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._whole: set[str] = set()
+        self._committed: set[str] = set()
+
+    def blocks_are_here(self, request_id: str, consumed: Consumed, ranks: list[dict[str, Any]]) -> None:
+        """Some ranks, perhaps all, have all blocks of a load, proved."""
+        if consumed.phase != "loading" or consumed.ending or consumed.has_state:
+            return
+        consumed.whole += ranks
+        if len(consumed.whole) == self._num_ranks:
+            self._whole.add(request_id)
+
+    def state_is_here(self, request_id: str, consumed: Consumed) -> bool:
+        """The sequence state has come: whether that commits the load."""
+        if request_id not in self._whole:
+            return False
+        self._whole.remove(request_id)
+        self._committed.add(request_id)
+        consumed.outcome = functools.reduce(merge, consumed.whole)
+        return True
+
+    def is_over(self, request_id: str) -> None:
+        """The load ends by the workers' word."""
+        self._whole.discard(request_id)
+
+    def tell(self, output: KVConnectorOutput) -> None:
+        """Adds what was committed to what vLLM may schedule from its next step on; it looks at that after our hook."""
+        if self._committed:
+            output.finished_recving = (output.finished_recving or set()) | self._committed
+            self._committed = set()

@@ -1,0 +1,130 @@
+"""A load ends as soon as the scheduler role knows both parts of it: blocks on all ranks, and the sequence state."""
+
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request
+
+from kvpipe.connector.commits import Commits
+from kvpipe.connector.metadata import StepMetadata, WorkerOutcomes
+from kvpipe.connector.scheduler import prompt_hash
+from tests.connector.engine import NUM_BLOCKS, Engine, new_id, outcome
+from tests.connector.wire import Wire
+
+pytestmark = pytest.mark.vllm
+
+TOKENS = list(range(10, 110))
+
+
+class Scene:
+    """A request that is being loaded; what is said elsewhere is in the test's hands."""
+
+    def __init__(self, engine: Engine, num_ranks: int = 1) -> None:
+        engine.role._control.close()
+        self.engine, self.wire = engine, Wire()
+        engine.role._control = self.wire
+        engine.role._commits = Commits(num_ranks)
+        handoff = new_id()
+        self.handoff = bytes.fromhex(handoff)
+        self.request: Request = engine.add(TOKENS, handoff=handoff, role="consume", producer="127.0.0.1:1")
+        self.wire.say_opened(self.handoff, prompt_hash(self.request), len(TOKENS))
+        assert self.step()[1].loads
+
+    def step(self, **worker: Any) -> tuple[int, StepMetadata]:
+        """A step: the tokens of the request that it computes, and what the workers were told."""
+        output, metadata = self.engine.step(**worker)
+        return output.num_scheduled_tokens.get(self.request.request_id, 0), metadata
+
+    def blocks_are_here(self, num_ranks: int = 1) -> tuple[int, StepMetadata]:
+        """A step in which so many ranks say that they have all blocks."""
+        facts = outcome(self.request, num_received=4).outcomes[self.request.request_id]
+        whole = WorkerOutcomes(whole={self.request.request_id: [facts] * num_ranks})
+        return self.step(kv_connector_worker_meta=whole)
+
+    def say_finished(self) -> None:
+        self.wire.say_finished(self.handoff, [7])
+
+
+@pytest.fixture
+def scene(engine: Engine) -> Scene:
+    return Scene(engine)
+
+
+def test_a_state_that_comes_during_a_step_has_the_next_one_compute(scene: Scene) -> None:
+    scene.blocks_are_here()
+    output = scene.engine.scheduler.schedule()
+    scene.say_finished()
+    scene.engine.end(output)
+    num_tokens, metadata = scene.step()
+    assert (num_tokens, metadata.committed, metadata.commits) == (1, [scene.handoff], [])
+    assert metadata.first_tokens == {scene.handoff: 7}
+
+
+def test_a_state_that_comes_between_steps_has_the_step_after_the_next_compute(scene: Scene) -> None:
+    scene.blocks_are_here()
+    scene.say_finished()
+    assert scene.step()[1].committed == [scene.handoff]
+    assert scene.step()[0] == 1
+    assert scene.wire.watched[scene.handoff].is_over
+
+
+def test_nothing_is_committed_before_the_last_rank_has_all_blocks(engine: Engine) -> None:
+    scene = Scene(engine, num_ranks=2)
+    scene.blocks_are_here(1)
+    scene.say_finished()
+    num_tokens, metadata = scene.step()
+    assert (num_tokens, metadata.committed, metadata.commits) == (0, [], [scene.handoff])
+    assert scene.blocks_are_here(1)[0] == 0
+    assert scene.step()[0] == 0, "the workers end it, for they were told of the state"
+    done = outcome(scene.request)
+    scene.step(finished_recving={scene.request.request_id}, kv_connector_worker_meta=done)
+    assert scene.step()[0] == 1
+
+
+def test_ranks_that_have_all_blocks_in_one_step_count_together(engine: Engine) -> None:
+    scene = Scene(engine, num_ranks=2)
+    facts = WorkerOutcomes(
+        whole={scene.request.request_id: [outcome(scene.request).outcomes[scene.request.request_id]]}
+    )
+    scene.step(kv_connector_worker_meta=facts.aggregate(facts))
+    scene.say_finished()
+    scene.step()
+    assert scene.step()[0] == 1
+
+
+def test_nothing_is_committed_without_the_sequence_state(scene: Scene) -> None:
+    scene.blocks_are_here()
+    for _ in range(5):
+        num_tokens, metadata = scene.step()
+        assert (num_tokens, metadata.committed) == (0, [])
+
+
+def test_a_handoff_that_is_gone_is_cancelled_and_not_committed(scene: Scene) -> None:
+    scene.blocks_are_here()
+    scene.wire.say_gone(scene.handoff)
+    num_tokens, metadata = scene.step()
+    assert (num_tokens, metadata.committed) == (0, [])
+    assert metadata.cancels[0][0] == scene.handoff
+
+
+def test_the_result_of_a_committed_load_counts_its_blocks(scene: Scene) -> None:
+    scene.blocks_are_here()
+    scene.say_finished()
+    while not scene.request.is_finished():
+        scene.step()
+    (result,) = scene.wire.results[scene.handoff]
+    assert '"result": "full"' in result
+    assert '"blocks_received": 4' in result
+
+
+def test_an_abort_after_the_commit_gives_the_blocks_back_once(scene: Scene) -> None:
+    scene.blocks_are_here()
+    output = scene.engine.scheduler.schedule()
+    scene.say_finished()
+    scene.engine.role._take_events()
+    scene.engine.abort(scene.request)
+    scene.engine.end(output)
+    assert scene.engine.num_free_blocks == NUM_BLOCKS - 1
+    scene.step()
+    assert not scene.engine.scheduler.requests
+    assert len(scene.wire.results[scene.handoff]) == 1
