@@ -117,3 +117,16 @@ def test_whatever_is_told_the_speed_and_the_prediction_are_sane(seed):
         remaining_s = clock.remaining_s(rng.randint(1, 9000), 1, now_s)
         assert remaining_s is None or 0 <= remaining_s < float("inf")
         assert clock.tokens_per_s is None or clock.tokens_per_s > 0
+
+
+def test_a_prefill_that_ends_with_its_step_takes_nothing_beyond_it():
+    assert PrefillClock().beyond_s(100, 256) == 0.0
+
+
+def test_beyond_a_step_a_prefill_takes_the_tokens_left_by_the_speed():
+    clock = PrefillClock()
+    assert clock.beyond_s(600, 256) is None
+    now_s = steps(clock, (256, 0.5))
+    clock.scheduled(256, now_s)
+    assert clock.beyond_s(512, 256) == pytest.approx(0.5)
+    assert clock.beyond_s(512, 128) == pytest.approx(1.5)

@@ -117,9 +117,16 @@ class Engine:
 
 def outcome(request: Request | Load, *, is_loaded: bool = True, **facts: Any) -> WorkerOutcomes:
     """The worker's word on one load. `facts`: what it is to say beside that."""
-    known = {"is_loaded": is_loaded, "num_bytes": 1, "transport": "cma", "elapsed_s": 0.1, "reason": ""}
+    known = {
+        "is_loaded": is_loaded,
+        "num_bytes": 1,
+        "transport": "cma",
+        "elapsed_s": 0.1,
+        "backlog_s": 0.0,
+        "reason": "",
+    }
     counts = dict.fromkeys(("num_received", "num_missing", "num_retried", "num_compared", "num_corrupt"), 0)
-    return WorkerOutcomes({request.request_id: known | counts | facts})
+    return WorkerOutcomes({request.request_id: known | {"backlog_s": 0.0} | counts | facts})
 
 
 def new_id() -> str:

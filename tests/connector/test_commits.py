@@ -1,15 +1,17 @@
 """A load ends as soon as the scheduler role knows both parts of it: blocks on all ranks, and the sequence state."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm.v1.request import Request
 
 from kvpipe.connector.commits import Commits
 from kvpipe.connector.metadata import StepMetadata, WorkerOutcomes
 from kvpipe.connector.scheduler import prompt_hash
 from tests.connector.engine import NUM_BLOCKS, Engine, new_id, outcome
 from tests.connector.wire import Wire
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 pytestmark = pytest.mark.vllm
 

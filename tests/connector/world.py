@@ -192,7 +192,8 @@ class World:
         """The scheduler role has ended a load by itself, which nobody reports any more."""
         transfer = next(transfer for transfer in self.transfers.values() if transfer.load.handoff == handoff)
         assert transfer.is_told, "blocks that are not here are not committed"
-        assert not (transfer.is_committed or transfer.is_cancelled), "a load ends in one way"
+        assert not transfer.is_committed, "a load is committed once"
+        assert not transfer.is_cancelled, "a load that is cancelled is not committed"
         assert self.wire.watched[handoff].is_finished, "without the sequence state nothing is committed"
         del self.transfers[transfer.load.request_id]
         self.seen["load committed by the scheduler"] += 1
@@ -288,7 +289,7 @@ class World:
         )
 
     def _whole(self) -> dict[str, list[dict[str, Any]]]:
-        """Loads that are whole, each once; what the scheduler role has said meanwhile is known at the next step only."""
+        """Loads that are whole, each once; what the scheduler role says meanwhile is known a step later."""
         told = [transfer for transfer in self.transfers.values() if transfer.is_whole and not transfer.is_told]
         for transfer in told:
             transfer.is_told = True

@@ -9,7 +9,7 @@ import pytest
 
 from kvpipe import _kvpipe
 from kvpipe.control import ControlClient
-from kvpipe.proxy.just_in_time import Leads, Timing
+from kvpipe.proxy.just_in_time import Leads, Timing, Usual
 
 from .harness import answers, free_port, never_ends, run, stage
 
@@ -254,17 +254,95 @@ def test_a_prefill_that_fails_before_decode_is_due_is_followed_by_the_next():
     run(scene)
 
 
-def test_a_lead_is_the_average_admission_and_a_margin_within_bounds():
+def measured(*seconds):
+    usual = Usual()
+    for each in seconds:
+        usual.measured(each)
+    return usual
+
+
+def test_a_lead_is_the_average_admission_and_a_margin():
     leads = Leads()
-    assert leads.lead_s("d") == pytest.approx(0.2)
-    leads.measured("d", 0.1)
-    assert leads.lead_s("d") == pytest.approx(0.12)
-    leads.measured("d", 0.2)
-    assert leads.lead_s("d") == pytest.approx(0.14)
-    assert leads.lead_s("another") == pytest.approx(0.2)
-    for _ in range(100):
-        leads.measured("d", 1e9)
-    assert leads.lead_s("d") == 5.0
+    assert leads.lead_s("p", "d") == pytest.approx(0.2)
+    leads.admitted("d", 0.03)
+    assert leads.lead_s("p", "d") == pytest.approx(0.05)
+    assert leads.lead_s("p", "another") == pytest.approx(0.2)
+
+
+def test_a_lead_grows_with_the_error_of_that_prefills_predictions_and_shrinks_again():
+    leads = Leads()
+    leads.admitted("d", 0.02)
+    leads.answered("p", 0.0)
+    before_s = leads.lead_s("p", "d")
+    for error_s in (0.08, -0.02, 0.08, -0.02):
+        leads.answered("p", error_s)
+    grown_s = leads.lead_s("p", "d")
+    assert before_s + 0.05 < grown_s < 0.2
+    assert leads.lead_s("another", "d") == before_s
+    for _ in range(50):
+        leads.answered("p", 0.0)
+    assert leads.lead_s("p", "d") == pytest.approx(before_s, abs=0.001)
+
+
+def test_a_lead_covers_what_that_decode_has_to_read_first():
+    leads = Leads()
+    leads.admitted("d", 0.02)
+    leads.moved("d", 0.1)
+    assert leads.lead_s("p", "d") == pytest.approx(0.14)
+
+
+def test_errors_and_backlogs_never_bring_a_lead_over_200_ms():
+    leads = Leads()
+    leads.admitted("d", 0.05)
+    for _ in range(50):
+        leads.answered("p", 3.0)
+        leads.moved("d", 3.0)
+    assert leads.lead_s("p", "d") == 0.2
+
+
+def test_an_admission_that_takes_longer_is_covered_up_to_5_s():
+    leads = Leads()
+    leads.admitted("d", 0.4)
+    assert leads.lead_s("p", "d") == pytest.approx(0.42)
+    leads.answered("p", 1.0)
+    assert leads.lead_s("p", "d") == pytest.approx(0.42)
+    leads.admitted("slow", 1e9)
+    assert leads.lead_s("p", "slow") == 5.0
+
+
+def test_predictions_that_are_too_early_never_make_a_lead_negative():
+    leads = Leads()
+    leads.admitted("d", 0.01)
+    leads.answered("p", -1.0)
+    assert leads.lead_s("p", "d") == 0.0
+
+
+def test_one_time_that_is_far_out_counts_as_less():
+    assert measured(*[0.1] * 20, 60.0).most_s < 0.2
+    assert measured(*[0.1, 0.3] * 20).most_s == pytest.approx(0.4, abs=0.05)
+
+
+def test_a_prediction_that_comes_too_late_lengthens_the_next_lead():
+    async def scene():
+        async with timed() as (scene, s):
+            leads = []
+            for _ in range(2):
+                scene.may_answer.clear()
+                s.prefill[0].asked.clear()
+                posting = asyncio.create_task(s.post())
+                await s.prefill[0].asked.wait()
+                handoff = bytes.fromhex(s.prefill[0].handoffs[-1])
+                scene.producer.progress(handoff, 100.0)
+                scene.finish(handoff)
+                s.decode[0].asked.clear()
+                await s.decode[0].asked.wait()
+                scene.may_answer.set()
+                await posting
+                leads.append((await status_of(s, handoff.hex()))["dispatch"])
+            assert leads[0]["prediction_error_ms"] > 50_000
+            assert leads[1]["lead_ms"] == 200.0
+
+    run(scene)
 
 
 def test_a_report_says_only_what_is_known():

@@ -1,4 +1,4 @@
-"""Loads that end here, because this role is the first to know that their blocks and their sequence state are both here."""
+"""Loads that end here, because this role knows first that their blocks and their sequence state are both here."""
 
 from __future__ import annotations
 

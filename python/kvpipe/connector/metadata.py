@@ -56,6 +56,9 @@ class StepMetadata(KVConnectorMetadata):
         cached: Producer: as `finals`; final before this step's forward pass.
         finals: Producer: `(handoff, generation, first, block_ids)`; final when this step's forward pass is done.
         held: Producer: `(handoff, request_id)` of finished requests whose blocks are held.
+        progress: Producer: `(handoff, seconds)` of prefills whose end the worker role can foresee: how long they take
+            beyond this step.
+        control: Where it tells that: this engine's control port; empty without `progress`.
         first_tokens: Consumer: token id by handoff, of the requests in this step that have no output yet.
     """
 
@@ -67,6 +70,8 @@ class StepMetadata(KVConnectorMetadata):
     cached: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
     finals: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
     held: list[tuple[bytes, str]] = field(default_factory=list)
+    progress: list[tuple[bytes, float]] = field(default_factory=list)
+    control: str = ""
     first_tokens: dict[bytes, int] = field(default_factory=dict)
 
 
@@ -89,8 +94,9 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 class WorkerOutcomes(KVConnectorWorkerMetadata):
     """Worker role to scheduler role: how loads ended, and which lack the sequence state only, by request id.
 
-    Each outcome, and what each rank says of one that is `whole`, has `is_loaded`, `transport`, `elapsed_s`, `reason`, `num_bytes`; of the blocks `num_received`,
-    `num_missing` and `num_retried`; of their checksums in each region `num_compared` and `num_corrupt`.
+    Each outcome, and what each rank says of one that is `whole`, has `is_loaded`, `transport`, `elapsed_s`,
+    `backlog_s`, `reason`, `num_bytes`; of the blocks `num_received`, `num_missing` and `num_retried`; of their
+    checksums in each region `num_compared` and `num_corrupt`.
     """
 
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -116,6 +122,7 @@ _MERGED: dict[str, Callable[[Any, Any], Any]] = {
     "num_missing": max,
     "num_retried": max,
     "elapsed_s": max,
+    "backlog_s": max,
 }
 
 

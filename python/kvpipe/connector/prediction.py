@@ -72,8 +72,21 @@ class PrefillClock:
         speed = self.tokens_per_s
         if speed is None or not self._under_way:
             return None
-        # Others share the steps: later ones are taken to give it what this one does.
         num_share = self._under_way[-1].num_tokens / num_in_step
         num_ahead = sum(step.num_tokens for step in self._under_way) - self._under_way[-1].num_tokens
         begun_s = now_s - max(self._under_way[0].scheduled_at_s, self._ended_at_s)
+        # Others share the steps: later ones are taken to give it what this one does.
         return max(0.0, (num_ahead + num_left * num_share) / speed - begun_s)
+
+    def beyond_s(self, num_left: int, num_in_step: int) -> float | None:
+        """How long such a prefill takes beyond the step scheduled last.
+
+        Returns:
+            Seconds, 0 if it ends with that step; `None` if it does not and no speed is known, or without a step.
+        """
+        if num_left <= num_in_step:
+            return 0.0
+        speed = self.tokens_per_s
+        if speed is None or not self._under_way:
+            return None
+        return (num_left - num_in_step) * (self._under_way[-1].num_tokens / num_in_step) / speed

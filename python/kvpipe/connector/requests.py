@@ -139,6 +139,7 @@ class Consumed:
             "checksums_differed": outcome.get("num_corrupt", 0),
             "bytes": outcome.get("num_bytes", 0),
             "transport": outcome.get("transport", ""),
+            "backlog_ms": round(outcome.get("backlog_s", 0.0) * 1000, 3),
             "transfer_ms": round(outcome.get("elapsed_s", 0.0) * 1000, 3),
             "handover_ms": round((time.monotonic() - self.arrived_at) * 1000, 3),
             "reason": outcome.get("reason") or self.reason,

@@ -274,6 +274,10 @@ class SchedulerRole:
         remaining_s = self._clock.remaining_s(produced.num_prompt_tokens - num_before, num_new, now_s)
         if remaining_s is not None:
             self._control.progress(produced.handoff, remaining_s)
+        beyond_s = self._clock.beyond_s(produced.num_prompt_tokens - num_before, num_new)
+        if beyond_s is not None:
+            self._step.progress.append((produced.handoff, beyond_s))
+            self._step.control = self.address
 
     def _preempted(self, request_id: str) -> None:
         produced = self._produced.pop(request_id)

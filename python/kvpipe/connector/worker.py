@@ -6,6 +6,7 @@ for the registration at the start.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.connector.first_token import DUE
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
+from kvpipe.connector.progress import Progress
 from kvpipe.connector.trace import WorkerTrace
 from kvpipe.exceptions import ConfigError, TransferTimeoutError
 
@@ -37,6 +39,7 @@ _FACTS: dict[str, Any] = {
     "num_corrupt": 0,
     "transport": "",
     "elapsed_s": 0.0,
+    "backlog_s": 0.0,
     "reason": "",
 }
 
@@ -62,6 +65,7 @@ class WorkerRole:
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._outcomes: dict[str, dict[str, Any]] = {}
+        self._progress = Progress(self._rank, self._engine_id)
         self._whole: dict[str, list[dict[str, Any]]] = {}
         self._is_answer_due = False
 
@@ -139,6 +143,7 @@ class WorkerRole:
             self._held[handoff] = request_id
         if step.finals:
             self._step, self._finals, self._unsaved = step, _kvpipe.Finals(step.finals), dict(self._regions)
+            self._progress.begin_step(step, len(self._regions))
         DUE.tokens = step.first_tokens
         self._trace.begin_step(step)
 
@@ -176,6 +181,7 @@ class WorkerRole:
         if (region := self._unsaved.pop(layer_name, None)) is not None:
             self._trace.layers_computed()
             self._agent.finalize(self._finals, [region])
+            self._progress.layer_saved(time.monotonic())
         elif layer_name in self._regions:
             self._withdraw_step(self._agent, layer_name)
 
@@ -246,6 +252,7 @@ class WorkerRole:
 
     def close(self) -> None:
         """Ends the agent; peers are told."""
+        self._progress.close()
         if self._agent is None:
             return
         try:

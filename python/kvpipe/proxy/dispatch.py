@@ -9,7 +9,6 @@ subscriptions by what they are about: P's answer.
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -165,7 +164,7 @@ class Dispatcher:
                     return _last_word(error)
 
     async def _attempt(self, call: Call, attempt: Attempt) -> Answer:
-        attempt.timing = self._timer.begin(attempt.decode.url) if self._is_timed else None
+        attempt.timing = self._begin_timing(attempt)
         if may_show(call.body) and attempt.decode.control:
             attempt.first_token = asyncio.get_running_loop().create_future()
             attempt.begins_with_it = self._tasks.spawn(self._begins_with_it(attempt.decode, call.path))
@@ -185,6 +184,9 @@ class Dispatcher:
         if answer.status >= HTTPStatus.BAD_REQUEST:
             self._settle(attempt, is_delivered=False)
         return answer
+
+    def _begin_timing(self, attempt: Attempt) -> Timing | None:
+        return self._timer.begin(attempt.prefill.url, attempt.decode.url) if self._is_timed else None
 
     async def _sequential(self, call: Call, attempt: Attempt) -> Answer:
         return await self._ask_prefill(call, attempt) or await self._ask_decode(call, attempt)
@@ -255,7 +257,7 @@ class Dispatcher:
         _tell_first_token(attempt, first_token)
         if answer.status == HTTPStatus.OK:
             if attempt.timing is not None:
-                attempt.timing.answered_at_s = time.monotonic()
+                self._timer.answered(attempt.timing, attempt.prefill.url)
             return None
         attempt.may_hold_kv = False
         return answer
@@ -320,6 +322,9 @@ class Dispatcher:
     def _settle(self, attempt: Attempt, *, is_delivered: bool) -> None:
         """End an attempt: P's request is aborted and its KV released unless D has answered."""
         _end_timing(attempt)
+        if is_delivered and attempt.timing is not None and attempt.decode.control and not attempt.is_settled:
+            whom = attempt.decode.url, attempt.decode.control, attempt.handoff
+            self._tasks.spawn(self._timer.learn_backlog(*whom, self._control_timeout_s))
         attempt.is_settled = True
         prefilling, attempt.prefilling = attempt.prefilling, None
         if is_delivered:

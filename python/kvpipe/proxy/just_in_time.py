@@ -3,6 +3,7 @@
 A prediction that is wrong, late or missing costs time only: at the latest D is asked when P has answered.
 """
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -13,31 +14,79 @@ from kvpipe.proxy.failures import FailureLog
 
 # What is assumed of an instance that has not been measured.
 _FIRST_ADMISSION_S = 0.18
-# For the steps between admission and select, and for what prefill has ready to be moved.
+# For D's steps between its watch and its load.
 _MARGIN_S = 0.02
+# Errors of prediction and backlogs never have D asked earlier than this: until then its CPU is P's.
+_BOUND_S = 0.2
 _LONGEST_S = 5.0
-# Of a new measurement in the average.
+# Of a new measurement in an average.
 _WEIGHT = 0.2
+# How many mean deviations a time is expected to stray; further than twice that, and this, counts as that much.
+_NUM_DEVIATIONS = 2
+_LEAST_STRAY_S = 0.05
 
 Trigger = Literal["due", "finished", "answer"]
 
 
+@dataclass(slots=True)
+class Usual:
+    """What a time usually is, and how far it strays: moving averages, in which one that is far out counts as less.
+
+    Attributes:
+        mean_s: the average; None before a measurement.
+        deviation_s: the average distance from it.
+    """
+
+    mean_s: float | None = None
+    deviation_s: float = 0.0
+
+    @property
+    def most_s(self) -> float:
+        """What few go beyond; 0 before a measurement."""
+        return (self.mean_s or 0.0) + _NUM_DEVIATIONS * self.deviation_s
+
+    def measured(self, seconds: float) -> None:
+        """Take one more measurement; the first one counts as it is."""
+        if self.mean_s is None:
+            self.mean_s = seconds
+            return
+        furthest_s = 2 * _NUM_DEVIATIONS * self.deviation_s + _LEAST_STRAY_S
+        strayed_s = max(-furthest_s, min(furthest_s, seconds - self.mean_s))
+        self.mean_s += _WEIGHT * strayed_s
+        self.deviation_s += _WEIGHT * (abs(strayed_s) - self.deviation_s)
+
+
 class Leads:
-    """How long before the end of prefill each D is asked, from its admission times: post to watch."""
+    """How long before the end of prefill each D is asked.
+
+    It covers the time until D watches the handoff (admission) and has what was final by then (backlog), both D's, and
+    how much too late P's prediction of its end is, with twice the mean deviation of each.
+    """
 
     def __init__(self) -> None:
-        self._admission_s: dict[str, float] = {}
+        self._admissions: dict[str, Usual] = {}
+        self._backlogs: dict[str, Usual] = {}
+        self._errors: dict[str, Usual] = {}
 
-    def lead_s(self, url: str) -> float:
-        """The average admission time of a D and a margin, 5 s at most."""
-        admission_s = self._admission_s.get(url, _FIRST_ADMISSION_S)
-        return min(admission_s + _MARGIN_S, _LONGEST_S)
+    def lead_s(self, prefill_url: str, decode_url: str) -> float:
+        """Within 200 ms, unless D's admission alone takes longer on average; 5 s at most, 0 at least."""
+        admission = self._admissions.get(decode_url, Usual(_FIRST_ADMISSION_S))
+        others = (self._backlogs.get(decode_url, Usual()), self._errors.get(prefill_url, Usual()))
+        wanted_s = _MARGIN_S + admission.most_s + sum(usual.most_s for usual in others)
+        bound_s = max(_BOUND_S, _MARGIN_S + (admission.mean_s or 0.0))
+        return max(0.0, min(wanted_s, bound_s, _LONGEST_S))
 
-    def measured(self, url: str, admission_s: float) -> None:
-        """Take one more measurement, 0 or more seconds; the first one counts as it is."""
-        bounded_s = min(admission_s, _LONGEST_S)
-        average_s = self._admission_s.get(url, bounded_s)
-        self._admission_s[url] = average_s + _WEIGHT * (bounded_s - average_s)
+    def admitted(self, decode_url: str, admission_s: float) -> None:
+        """Take one more time from a D's request to its watch, 0 or more seconds."""
+        self._admissions.setdefault(decode_url, Usual()).measured(min(admission_s, _LONGEST_S))
+
+    def moved(self, decode_url: str, backlog_s: float) -> None:
+        """Take one more time in which a D read what was final before, 0 or more seconds."""
+        self._backlogs.setdefault(decode_url, Usual()).measured(min(backlog_s, _LONGEST_S))
+
+    def answered(self, prefill_url: str, error_s: float) -> None:
+        """Take one more error of a P's prediction, in seconds: above 0 when it ended earlier than was predicted."""
+        self._errors.setdefault(prefill_url, Usual()).measured(max(-_LONGEST_S, min(error_s, _LONGEST_S)))
 
 
 @dataclass(slots=True)
@@ -89,9 +138,9 @@ class JustInTime:
         self._timeout_s = timeout_s
         self.leads = Leads()
 
-    def begin(self, decode_url: str) -> Timing:
-        """The timing of a handoff to that D."""
-        return Timing(self.leads.lead_s(decode_url))
+    def begin(self, prefill_url: str, decode_url: str) -> Timing:
+        """The timing of a handoff from that P to that D."""
+        return Timing(self.leads.lead_s(prefill_url, decode_url))
 
     async def is_due(self, timing: Timing, address: str, handoff: str) -> bool:
         """Wait until D is to be asked; False when only P's answer will tell."""
@@ -104,6 +153,8 @@ class JustInTime:
             timing.trigger = "due"
         elif moment.kind == "finished":
             timing.trigger = "finished"
+            if moment.remaining_s is not None:
+                timing.predicted_at_s = time.monotonic() + moment.remaining_s
         else:
             return self._falls_back(timing, address, moment.reason)
         return True
@@ -123,4 +174,22 @@ class JustInTime:
             return
         if moment.kind == "watched":
             timing.admission_s = time.monotonic() - asked_at_s
-            self.leads.measured(decode_url, timing.admission_s)
+            self.leads.admitted(decode_url, timing.admission_s)
+
+    def answered(self, timing: Timing, prefill_url: str) -> None:
+        """P has answered: how far off its prediction was."""
+        timing.answered_at_s = time.monotonic()
+        if timing.error_s is not None:
+            self.leads.answered(prefill_url, timing.error_s)
+
+    async def learn_backlog(self, decode_url: str, address: str, handoff: str, timeout_s: float) -> None:
+        """Ask D, which has answered, how long it read what was final when it came."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await self._control.result(address, handoff, timeout_s)
+        except (KVPipeError, OSError) as error:
+            self._failures.note("control", address, f"result: {error or type(error).__name__}", time.monotonic())
+            return
+        # Of a load that failed it is no measure.
+        if result is not None and result.get("result") == "full" and "backlog_ms" in result:
+            self.leads.moved(decode_url, result["backlog_ms"] / 1000)

@@ -342,6 +342,7 @@ fn set_facts(
 ) -> PyResult<()> {
     dict.set_item("transport", transport)?;
     dict.set_item("elapsed_s", elapsed.as_secs_f64())?;
+    dict.set_item("backlog_s", counts.backlog.as_secs_f64())?;
     dict.set_item("num_bytes", counts.num_bytes)?;
     dict.set_item("num_received", counts.num_received)?;
     dict.set_item("num_missing", counts.num_missing)?;

@@ -154,6 +154,17 @@ impl Control {
         self.ask(address, Question::Subscribe { handoff, lead }, timeout)
     }
 
+    fn report_progress(
+        &self,
+        address: &str,
+        handoff: &[u8],
+        remaining: f64,
+        timeout: f64,
+    ) -> PyResult<Work> {
+        let (handoff, remaining) = (id(handoff)?, duration(Some(remaining))?.unwrap_or(FOREVER));
+        self.ask(address, Question::Progress { handoff, remaining }, timeout)
+    }
+
     fn ask_watched(&self, address: &str, handoff: &[u8], timeout: f64) -> PyResult<Work> {
         self.ask(address, Question::Watched(id(handoff)?), timeout)
     }

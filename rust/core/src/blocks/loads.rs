@@ -193,6 +193,10 @@ impl Blocks {
                 self.consumer.read_failed(&handoff, batch, &reason);
             }
         }
+        if let Some(loading) = self.loading.get(&handoff) {
+            let after = Instant::now().saturating_duration_since(loading.started);
+            self.consumer.caught_up(&handoff, after);
+        }
         self.go_on(io, handoff);
     }
 

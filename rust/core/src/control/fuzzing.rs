@@ -43,6 +43,10 @@ pub(crate) fn messages(handoff: HandoffId, opening: Opening, state: SequenceStat
             lead: Duration::from_millis(200),
         }),
         ask(Question::Watched(handoff)),
+        ask(Question::Progress {
+            handoff,
+            remaining: Duration::from_millis(70),
+        }),
         Message::Answer {
             id: 1,
             json: "{}".to_owned(),

@@ -55,6 +55,7 @@ const RESULT: u8 = 8;
 const ANSWER: u8 = 9;
 const SUBSCRIBE: u8 = 10;
 const WATCHED: u8 = 11;
+const PROGRESS: u8 = 12;
 
 impl Message {
     pub(super) fn encode(&self) -> Vec<u8> {
@@ -95,7 +96,14 @@ impl Message {
             } => Writer::new(SUBSCRIBE)
                 .u64(*id)
                 .raw(handoff)
-                .u64(u64::try_from(lead.as_micros()).unwrap_or(u64::MAX)),
+                .u64(micros(*lead)),
+            Self::Ask {
+                id,
+                question: Question::Progress { handoff, remaining },
+            } => Writer::new(PROGRESS)
+                .u64(*id)
+                .raw(handoff)
+                .u64(micros(*remaining)),
             Self::Ask {
                 id,
                 question: Question::Watched(handoff),
@@ -144,6 +152,13 @@ impl Message {
                     lead: Duration::from_micros(reader.u64()?),
                 },
             },
+            PROGRESS => Self::Ask {
+                id: reader.u64()?,
+                question: Question::Progress {
+                    handoff: reader.fixed()?,
+                    remaining: Duration::from_micros(reader.u64()?),
+                },
+            },
             WATCHED => Self::Ask {
                 id: reader.u64()?,
                 question: Question::Watched(reader.fixed()?),
@@ -161,6 +176,10 @@ impl Message {
         reader.end()?;
         Ok(message)
     }
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 fn opening(reader: &mut Reader<'_>) -> Result<Opening> {
@@ -242,6 +261,13 @@ mod tests {
             Message::Ask {
                 id: 6,
                 question: Question::Watched(handoff),
+            },
+            Message::Ask {
+                id: 7,
+                question: Question::Progress {
+                    handoff,
+                    remaining: Duration::from_millis(70),
+                },
             },
             Message::Answer {
                 id: 4,

@@ -109,6 +109,14 @@ pub enum Question {
         /// How long before the end to be told; whole microseconds count.
         lead: Duration,
     },
+    /// Not a question: a worker of this producer knows by its layers when a prefill will end. Answered with `true` when
+    /// the handoff is open.
+    Progress {
+        /// Which handoff.
+        handoff: HandoffId,
+        /// From now; whole microseconds count.
+        remaining: Duration,
+    },
     /// Has a consumer come? Answered once, with JSON, when one watches the handoff, or when none will.
     Watched(HandoffId),
 }

@@ -181,6 +181,10 @@ impl Schedulers {
                 .results
                 .get(&handoff)
                 .map_or("null".to_owned(), Clone::clone),
+            // Of a time that no clock knows nothing is noted.
+            Question::Progress { handoff, remaining } => (io.now.checked_add(remaining))
+                .is_some_and(|ends_at| self.progress(&handoff, ends_at))
+                .to_string(),
             Question::Subscribe { handoff, lead } => {
                 return self.subscribe_here(io, later(handoff, Awaited::End { lead }));
             }
@@ -202,7 +206,9 @@ impl Service for Schedulers {
                 self.expected.insert(handoff);
             }
             Command::Open { handoff, opening } => self.open(io, handoff, opening),
-            Command::Progress { handoff, ends_at } => self.progress(&handoff, ends_at),
+            Command::Progress { handoff, ends_at } => {
+                self.progress(&handoff, ends_at);
+            }
             Command::Finish { handoff, state } => self.finish(io, handoff, state),
             Command::Withdraw { handoff, reason } => {
                 self.end(io, handoff, &reason);

@@ -35,7 +35,8 @@ pub(super) struct Subscription {
 pub(super) enum Moment {
     /// Prefill is predicted to end after this time.
     Due(Duration),
-    Finished,
+    /// What was left of it by the prediction, if there was one.
+    Finished(Option<Duration>),
     Watched,
     Gone(String),
 }
@@ -47,7 +48,11 @@ impl Moment {
                 let remaining = remaining.as_secs_f64();
                 format!(r#"{{"moment": "due", "remaining_s": {remaining}}}"#)
             }
-            Self::Finished => r#"{"moment": "finished"}"#.to_owned(),
+            Self::Finished(None) => r#"{"moment": "finished"}"#.to_owned(),
+            Self::Finished(Some(remaining)) => {
+                let remaining = remaining.as_secs_f64();
+                format!(r#"{{"moment": "finished", "remaining_s": {remaining}}}"#)
+            }
             Self::Watched => r#"{"moment": "watched"}"#.to_owned(),
             Self::Gone(reason) => {
                 let reason = quoted(reason);
@@ -76,11 +81,10 @@ impl Schedulers {
         }
     }
 
-    /// Producer: a prefill is predicted to end then.
-    pub(super) fn progress(&mut self, handoff: &HandoffId, ends_at: Instant) {
-        if let Some(lent) = self.lent.get_mut(handoff) {
-            lent.ends_at = Some(ends_at);
-        }
+    /// Producer: a prefill is predicted to end then; whether it is under way.
+    pub(super) fn progress(&mut self, handoff: &HandoffId, ends_at: Instant) -> bool {
+        let open = self.lent.get_mut(handoff).filter(|it| it.state.is_none());
+        open.map(|lent| lent.ends_at = Some(ends_at)).is_some()
     }
 
     pub(super) fn expire_subscriptions(&mut self, io: &mut Io) -> Option<Instant> {
@@ -101,7 +105,9 @@ impl Schedulers {
         };
         match it.awaited {
             Awaited::Consumer => (!lent.watchers.is_empty()).then_some(Moment::Watched),
-            Awaited::End { .. } if lent.state.is_some() => Some(Moment::Finished),
+            Awaited::End { .. } if lent.state.is_some() => Some(Moment::Finished(
+                lent.ends_at.map(|end| end.saturating_duration_since(now)),
+            )),
             Awaited::End { lead } => {
                 let remaining = lent.ends_at?.saturating_duration_since(now);
                 (remaining <= lead).then_some(Moment::Due(remaining))

@@ -78,7 +78,7 @@ impl Victim for Side {
         let index = usize::from(argument & 1);
         let handoff = HANDOFFS[index];
         let control = &self.control;
-        let told = match what % 12 {
+        let told = match what % 13 {
             0 => control.expect(handoff),
             1 => control.open(handoff, opening()),
             2 => control.finish(handoff, sequence_state()),
@@ -101,6 +101,11 @@ impl Victim for Side {
             10 => {
                 let lead = Duration::from_millis(u64::from(argument));
                 self.ask(Question::Subscribe { handoff, lead });
+                Ok(())
+            }
+            11 => {
+                let remaining = Duration::from_millis(u64::from(argument));
+                self.ask(Question::Progress { handoff, remaining });
                 Ok(())
             }
             _ => {

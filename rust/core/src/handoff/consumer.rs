@@ -4,6 +4,7 @@
 mod tests;
 
 use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
 
 use super::{FinalBlock, HandoffId};
 use crate::error::{Error, Result};
@@ -56,6 +57,8 @@ pub struct Counts {
     pub num_compared: u64,
     /// Those that differed.
     pub num_corrupt: u64,
+    /// From the start of the load until what was final by then was here: what comes later comes while prefill computes.
+    pub backlog: Duration,
 }
 
 /// A load of which every block is here.
@@ -392,6 +395,16 @@ impl Consumer {
             for block in &batch.blocks {
                 state.miss(block, || reason.to_owned());
             }
+        }
+    }
+
+    /// Nothing that was announced is on its way any more; counts the first time.
+    pub fn caught_up(&mut self, handoff: &HandoffId, after: Duration) {
+        if let Some(state) = self.loads.get_mut(handoff)
+            && state.num_reading == 0
+            && state.counts.backlog.is_zero()
+        {
+            state.counts.backlog = after;
         }
     }
 

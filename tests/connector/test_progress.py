@@ -1,0 +1,109 @@
+"""Predictions from the layers of the step that is under way."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvpipe import _kvpipe
+from kvpipe.connector.metadata import StepMetadata
+from kvpipe.connector.progress import Progress, StepPace
+from kvpipe.control import ControlClient
+from tests.connector.engine import new_id
+
+pytestmark = pytest.mark.vllm
+
+
+def saved(pace: StepPace, *times_s: float) -> float | None:
+    left_s = None
+    for now_s in times_s:
+        left_s = pace.layer_saved(now_s)
+    return left_s
+
+
+def test_what_is_left_of_a_step_is_its_layers_at_the_pace_of_the_last_ones() -> None:
+    pace = StepPace(16)
+    assert saved(pace, 0.1, 0.3, 0.4) is None
+    assert saved(pace, 0.44) == pytest.approx(13 * 0.1)
+    assert saved(pace, 0.48, 0.52) == pytest.approx(11 * 0.04)
+
+
+def test_a_layer_that_was_held_up_does_not_change_the_pace() -> None:
+    pace = StepPace(16)
+    assert saved(pace, 0.0, 0.04, 0.08, 0.12) == pytest.approx(13 * 0.04)
+    assert saved(pace, 0.5) == pytest.approx(12 * 0.04)
+
+
+def test_after_the_last_layer_one_more_is_left_and_never_less_than_nothing() -> None:
+    pace = StepPace(4)
+    assert saved(pace, 0.0, 0.1, 0.2, 0.3) == pytest.approx(0.1)
+    assert saved(pace, 0.4, 0.5) == 0
+
+
+class Scene:
+    """An engine's control port with an open handoff, and somebody who asks when its prefill ends."""
+
+    def __init__(self) -> None:
+        self.port = _kvpipe.Control("127.0.0.1:0", b"", "p")
+        self.client = ControlClient("")
+        self.handoff = bytes.fromhex(new_id())
+        self.port.open(self.handoff, bytes(32), 100, 0, [])
+
+    def subscribed(self, lead_s: float) -> Any:
+        work = self.client.subscribe(self.port.address, self.handoff.hex(), lead_s)
+        self.client.describe(self.port.address).wait(5)
+        return work
+
+    def step(self, beyond_s: float = 0.0) -> StepMetadata:
+        return StepMetadata(progress=[(self.handoff, beyond_s)], control=str(self.port.address))
+
+    def close(self) -> None:
+        self.client.close()
+        self.port.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.close()
+
+
+def layers(progress: Progress, step: StepMetadata, pace_s: float = 100.0) -> None:
+    progress.begin_step(step, 16)
+    for index in range(8):
+        progress.layer_saved(index * pace_s)
+
+
+def test_the_control_port_is_told_during_the_step_when_it_will_end(scene: Scene) -> None:
+    progress = Progress(0, "p")
+    work = scene.subscribed(950.0)
+    layers(progress, scene.step())
+    moment = work.wait(5)
+    assert moment.kind == "due"
+    assert moment.remaining_s == pytest.approx(900.0, abs=5)
+    progress.close()
+
+
+def test_what_a_prefill_takes_beyond_the_step_is_added(scene: Scene) -> None:
+    progress = Progress(0, "p")
+    work = scene.subscribed(2000.0)
+    layers(progress, scene.step(1500.0), pace_s=20.0)
+    assert work.wait(5).remaining_s == pytest.approx(1500 + 9 * 20, abs=90)
+    progress.close()
+
+
+def test_only_the_first_rank_tells_and_nothing_of_steps_without_prefills(scene: Scene) -> None:
+    silent, idle = Progress(1, "p"), Progress(0, "p")
+    layers(silent, scene.step())
+    layers(idle, StepMetadata())
+    assert (silent._client, idle._client) == (None, None)
+
+
+def test_nothing_is_predicted_of_a_handoff_that_is_not_open(scene: Scene) -> None:
+    asker = _kvpipe.Control(None, b"", "p")
+    for handoff, answer in ((scene.handoff, "true"), (bytes.fromhex(new_id()), "false")):
+        work = asker.report_progress(str(scene.port.address), handoff, 1.0, 5.0)
+        work.wait(5.0)
+        assert work.result() == answer
+    asker.close()
