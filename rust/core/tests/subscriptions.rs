@@ -56,6 +56,39 @@ fn a_subscriber_whose_lead_is_longer_than_what_remains_is_told_at_once() {
 }
 
 #[test]
+fn a_worker_that_foresees_the_end_of_its_step_corrects_the_prediction() {
+    let (producer, worker, proxy) = (engine(), engine(), engine());
+    let foresees = |handoff, remaining| {
+        let question = Question::Progress { handoff, remaining };
+        told(&worker.subscribe(&producer, question))
+    };
+    assert_eq!(foresees(ID, LEAD), "false");
+    producer.open();
+    producer.control.progress(ID, PATIENCE).expect("progress");
+    let subscribed = proxy.subscribe_to_the_end(&producer, LEAD);
+    proxy.is_heard_by(&producer);
+    assert!(!subscribed.is_completed());
+    assert_eq!(foresees(OTHER, Duration::ZERO), "false");
+    assert_eq!(foresees(ID, LEAD / 2), "true");
+    assert!(told(&subscribed).contains("due"));
+    producer.finish();
+    assert_eq!(foresees(ID, LEAD), "false");
+}
+
+#[test]
+fn a_subscriber_that_is_told_of_the_end_is_told_how_far_off_the_prediction_was() {
+    let (producer, proxy) = (engine(), engine());
+    producer.open();
+    producer.control.progress(ID, PATIENCE).expect("progress");
+    producer.finish();
+    let told = told(&proxy.subscribe_to_the_end(&producer, LEAD));
+    assert!(
+        told.starts_with(r#"{"moment": "finished", "remaining_s": "#),
+        "{told}"
+    );
+}
+
+#[test]
 fn a_subscriber_hears_nothing_without_a_prediction_and_is_told_of_the_end() {
     let (producer, proxy) = (engine(), engine());
     let subscribed = proxy.subscribe_to_the_end(&producer, PATIENCE);
