@@ -34,8 +34,15 @@ class Scene:
 
     def step(self, **worker: Any) -> tuple[int, StepMetadata]:
         """A step: the tokens of the request that it computes, and what the workers were told."""
-        output, metadata = self.engine.step(**worker)
-        return output.num_scheduled_tokens.get(self.request.request_id, 0), metadata
+        output = self.engine.scheduler.schedule()
+        self.end(output, **worker)
+        return output.num_scheduled_tokens.get(self.request.request_id, 0), output.kv_connector_metadata
+
+    def end(self, output: Any, **worker: Any) -> None:
+        """The second half of a step, in which workers answer what they were told."""
+        words = worker.setdefault("kv_connector_worker_meta", WorkerOutcomes())
+        words.taken = output.kv_connector_metadata.committed
+        self.engine.end(output, **worker)
 
     def blocks_are_here(self, num_ranks: int = 1) -> tuple[int, StepMetadata]:
         """A step in which so many ranks say that they have all blocks."""
@@ -56,7 +63,7 @@ def test_a_state_that_comes_during_a_step_has_the_next_one_compute(scene: Scene)
     scene.blocks_are_here()
     output = scene.engine.scheduler.schedule()
     scene.say_finished()
-    scene.engine.end(output)
+    scene.end(output)
     num_tokens, metadata = scene.step()
     assert (num_tokens, metadata.committed, metadata.commits) == (1, [scene.handoff], [])
     assert metadata.first_tokens == {scene.handoff: 7}
@@ -125,8 +132,40 @@ def test_an_abort_after_the_commit_gives_the_blocks_back_once(scene: Scene) -> N
     scene.say_finished()
     scene.engine.role._take_events()
     scene.engine.abort(scene.request)
-    scene.engine.end(output)
+    scene.end(output)
     assert scene.engine.num_free_blocks == NUM_BLOCKS - 1
     scene.step()
     assert not scene.engine.scheduler.requests
     assert len(scene.wire.results[scene.handoff]) == 1
+
+
+def test_a_producer_is_told_that_all_was_taken_when_the_workers_know_and_not_before(scene: Scene) -> None:
+    scene.blocks_are_here()
+    output = scene.engine.scheduler.schedule()
+    scene.say_finished()
+    scene.end(output)
+    output = scene.engine.scheduler.schedule()
+    assert output.num_scheduled_tokens
+    assert not scene.wire.watched[scene.handoff].is_over, "it would end the load that the workers still have"
+    scene.end(output)
+    assert scene.wire.watched[scene.handoff].is_over
+
+
+def test_a_second_end_of_a_committed_load_never_reaches_vllm(scene: Scene) -> None:
+    scene.blocks_are_here()
+    output = scene.engine.scheduler.schedule()
+    scene.say_finished()
+    scene.end(output)
+    output = scene.engine.scheduler.schedule()
+    failed = outcome(scene.request, is_loaded=False)
+    scene.engine.end(output, finished_recving={scene.request.request_id}, kv_connector_worker_meta=failed)
+    assert scene.request.num_output_tokens == 1
+
+
+def test_a_load_that_fails_in_the_step_in_which_its_state_comes_is_not_committed(scene: Scene) -> None:
+    scene.blocks_are_here()
+    output = scene.engine.scheduler.schedule()
+    scene.say_finished()
+    failed = outcome(scene.request, is_loaded=False)
+    scene.engine.end(output, finished_recving={scene.request.request_id}, kv_connector_worker_meta=failed)
+    assert scene.step()[1].committed == []

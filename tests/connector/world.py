@@ -90,6 +90,7 @@ class World:
         self.requests: list[Request] = []
         self.handoffs: dict[str, bytes] = {}
         self.foreign: set[bytes] = set()
+        self.taken: list[bytes] = []
         self.given: dict[bytes, int] = {}
         self.seen: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
@@ -137,6 +138,7 @@ class World:
         output = self.engine.scheduler.schedule()
         step = output.kv_connector_metadata
         self._note_preemptions(output)
+        self.taken = step.committed
         self._begin(step)
         self._loads_are_told_what_is_known()
         if is_prompt:
@@ -285,7 +287,7 @@ class World:
             finished_recving=set(outcomes),
             finished_sending=sending,
             invalid_block_ids=invalid,
-            kv_connector_worker_meta=WorkerOutcomes(outcomes, whole) if outcomes or whole else None,
+            kv_connector_worker_meta=WorkerOutcomes(outcomes, whole, self.taken),
         )
 
     def _whole(self) -> dict[str, list[dict[str, Any]]]:

@@ -27,6 +27,8 @@ class Commits:
         self._num_ranks = num_ranks
         self._whole: set[str] = set()
         self._committed: set[str] = set()
+        # Until the workers have said that they report nothing of them any more.
+        self._untaken: dict[bytes, str] = {}
 
     def blocks_are_here(self, request_id: str, consumed: Consumed, ranks: list[dict[str, Any]]) -> None:
         """Some ranks, perhaps all, have all blocks of a load, proved."""
@@ -42,12 +44,27 @@ class Commits:
             return False
         self._whole.remove(request_id)
         self._committed.add(request_id)
+        self._untaken[consumed.handoff] = request_id
         consumed.outcome = functools.reduce(merge, consumed.whole)
         return True
 
     def is_over(self, request_id: str) -> None:
         """The load ends by the workers' word."""
         self._whole.discard(request_id)
+
+    def ended(self, output: KVConnectorOutput) -> None:
+        """Loads that the workers report as ended; never a second time what was committed: vLLM would die of it."""
+        if output.finished_recving:
+            output.finished_recving = output.finished_recving - set(self._untaken.values())
+            self._whole -= output.finished_recving
+
+    def is_untaken(self, handoff: bytes) -> bool:
+        """Whether a load was committed, and the workers may not know yet."""
+        return handoff in self._untaken
+
+    def taken(self, handoff: bytes) -> None:
+        """The workers know, and have told the producer."""
+        self._untaken.pop(handoff, None)
 
     def tell(self, output: KVConnectorOutput) -> None:
         """Adds what was committed to what vLLM may schedule from its next step on; it looks at that after our hook."""

@@ -96,11 +96,13 @@ class WorkerOutcomes(KVConnectorWorkerMetadata):
 
     Each outcome, and what each rank says of one that is `whole`, has `is_loaded`, `transport`, `elapsed_s`,
     `backlog_s`, `reason`, `num_bytes`; of the blocks `num_received`, `num_missing` and `num_retried`; of their
-    checksums in each region `num_compared` and `num_corrupt`.
+    checksums in each region `num_compared` and `num_corrupt`. Of handoffs that are `taken` nothing
+    more will be said.
     """
 
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
     whole: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    taken: list[bytes] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerOutcomes:
         """Merges two ranks: loaded if both are, a block received if it is on both, bytes added, the longer time."""
@@ -111,7 +113,8 @@ class WorkerOutcomes(KVConnectorWorkerMetadata):
         whole = dict(self.whole)
         for request_id, ranks in getattr(other, "whole", {}).items():
             whole[request_id] = [*whole.get(request_id, []), *ranks]
-        return WorkerOutcomes(merged, whole)
+        # All ranks are told in the same step.
+        return WorkerOutcomes(merged, whole, self.taken)
 
 
 _MERGED: dict[str, Callable[[Any, Any], Any]] = {

@@ -310,7 +310,9 @@ class SchedulerRole:
 
     def _report(self, consumed: Consumed) -> None:
         consumed.is_reported, consumed.is_held = True, False
-        self._control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
+        # The producer must not be told before our workers know of a commit: it would end the load that they have.
+        if not self._commits.is_untaken(consumed.handoff):
+            self._control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
         report = consumed.report()
         self._control.set_result(consumed.handoff, json.dumps(report))
         fields = " ".join(f"{name}={value}" for name, value in report.items() if value != "")
@@ -323,6 +325,10 @@ class SchedulerRole:
         for request_id, ranks in getattr(words, "whole", {}).items():
             if (consumed := self._consumed.get(request_id)) is not None:
                 self._commits.blocks_are_here(request_id, consumed, ranks)
+        for handoff in getattr(words, "taken", ()):
+            self._commits.taken(handoff)
+            self._control.unwatch(handoff, True)  # noqa: FBT003 - a native method
+        self._commits.ended(output)
         # The sequence state may have come during the step.
         self._take_events()
         self._commits.tell(output)
@@ -348,6 +354,7 @@ class SchedulerRole:
         self._trace.instant("received", consumed.handoff)
         if is_loaded:
             consumed.is_held = False
+        if is_loaded and not self._commits.is_untaken(consumed.handoff):
             self._control.unwatch(consumed.handoff, True)  # noqa: FBT003 - a native method
         # Of one that is not, the producer keeps the blocks until the prompt is computed: see `note_preemptions`.
         if consumed.ending:

@@ -67,7 +67,7 @@ class WorkerRole:
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._progress = Progress(self._rank, self._engine_id)
         self._whole: dict[str, list[dict[str, Any]]] = {}
-        self._is_answer_due = False
+        self._taken: list[bytes] = []
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Starts the agent and registers each layer's cache, `[num_blocks, …]`, as a region.
@@ -136,7 +136,7 @@ class WorkerRole:
         for handoff in step.committed:
             self._loading.pop(handoff, None)
             agent.commit(handoff)
-        self._is_answer_due = bool(step.committed)
+        self._taken = step.committed
         for handoff, reason in step.cancels:
             agent.cancel(handoff, reason)
         for handoff, request_id in step.held:
@@ -242,13 +242,14 @@ class WorkerRole:
     def take_outcomes(self) -> WorkerOutcomes | None:
         """How those loads ended, and which need nothing but the sequence state, for the scheduler role.
 
-        Something is said whenever it has committed a load: with nothing to say, vLLM may not ask its role to report.
+        With nothing to say, vLLM may not call the scheduler role: a committed load is always answered.
         """
-        if not (self._outcomes or self._whole or self._is_answer_due):
+        if not (self._outcomes or self._whole or self._taken):
             return None
+        taken, self._taken = self._taken, []
         outcomes, self._outcomes = self._outcomes, {}
         whole, self._whole = self._whole, {}
-        return WorkerOutcomes(outcomes, whole)
+        return WorkerOutcomes(outcomes, whole, taken)
 
     def close(self) -> None:
         """Ends the agent; peers are told."""

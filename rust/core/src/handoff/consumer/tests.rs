@@ -138,6 +138,7 @@ fn a_corrupt_block_is_asked_for_once_more_and_arrives() {
         num_retried: 1,
         num_compared: 6,
         num_corrupt: 2,
+        ..Counts::default()
     };
     assert_eq!(outcome.counts, counts);
 }
