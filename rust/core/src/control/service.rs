@@ -240,15 +240,13 @@ impl Service for Schedulers {
         {
             Self::say(io, link, &Message::Watch(handoff));
         }
-        for (&id, asked) in self.asked.iter().filter(|(_, asked)| asked.link == link) {
-            Self::say(
-                io,
-                link,
-                &Message::Ask {
-                    id,
-                    question: asked.question.clone(),
-                },
-            );
+        let here = self.asked.iter().filter(|(_, asked)| asked.link == link);
+        let mut waiting: Vec<_> = here.map(|(&id, asked)| (id, &asked.question)).collect();
+        // In the order in which they were asked: a later word on a prefill's end replaces an earlier one.
+        waiting.sort_unstable_by_key(|(id, _)| *id);
+        for (id, question) in waiting {
+            let question = question.clone();
+            Self::say(io, link, &Message::Ask { id, question });
         }
     }
 
