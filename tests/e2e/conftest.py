@@ -21,15 +21,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def flip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file whose existence orders faulty_connector to spoil what arrives."""
+def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that faulty_connector looks for."""
     return tmp_path_factory.mktemp("flip") / "order"
 
 
+@pytest.fixture
+def flip(order: Path) -> Iterator[Path]:
+    """The file whose existence orders faulty_connector to spoil a block; gone after the test."""
+    yield order
+    order.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="session")
-def groups(flip: Path) -> Iterator[Groups]:
+def groups(order: Path) -> Iterator[Groups]:
     """What starts the servers; only one group runs at a time, so the tests of a group stand together."""
-    with Groups(flip) as groups:
+    with Groups(order) as groups:
         yield groups
 
 

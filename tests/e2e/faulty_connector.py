@@ -3,10 +3,11 @@
 Before: at the producer, which has computed the checksum already, so that other bytes arrive than were announced. After:
 at the consumer, where only a test would put it: it proves that the tests could see wrong KV at all. The order is the
 content of the file that `KVPIPE_TEST_FLIP` names: `source`, or nothing for the consumer's side. The file goes when the
-order has been carried out at the source.
+order has been carried out at the source, which is before the producer has answered.
 """
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from kvpipe import connector
 
 # Neither the first nor the last of a prompt of some blocks.
 SPOILT = 2
+# The checksums of a step's blocks take less than a millisecond, in a thread of their own.
+SUMMED_AFTER_S = 1.0
 
 
 class KVPipeConnector(connector.KVPipeConnector):
@@ -30,20 +33,20 @@ class KVPipeConnector(connector.KVPipeConnector):
         self._destinations: dict[str, int] = {}
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Notes the blocks of each load, and of the last prompt that was computed here in one step."""
+        """Notes the blocks of each load, and of a prompt of several blocks that is computed in this step alone."""
         for load in connector_metadata.loads:
             self._destinations[load.request_id] = load.block_ids[0]
-        for _, _, first, block_ids in connector_metadata.finals:
-            self._sources = block_ids if first == 0 else []
+        whole = [ids for _, _, first, ids in connector_metadata.finals if first == 0 and len(ids) > SPOILT]
+        self._sources = whole[-1] if whole else []
         super().bind_connector_metadata(connector_metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Spoils the first block of what has just arrived, or one of what is lent."""
-        sent, received = super().get_finished(finished_req_ids)
+        """Spoils one of the blocks that this step has lent, or the first block of what has just arrived."""
         if self._sources and self._is_ordered("source"):
+            time.sleep(SUMMED_AFTER_S)
             self._first_layer[self._sources[SPOILT]].neg_()
-            self._sources = []
             self._order.unlink()
+        sent, received = super().get_finished(finished_req_ids)
         for request_id in received or ():
             block_id = self._destinations.pop(request_id, None)
             if block_id is not None and self._is_ordered(""):

@@ -1,6 +1,7 @@
 """The groups of servers that the tests share, one at a time: three processes of vLLM are what a small machine holds."""
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from kvpipe._launch import _free_ports
-from kvpipe.deployment import Deployment, DeploymentSpec, DeploymentThread
+from kvpipe.deployment import Deployment, DeploymentSpec, DeploymentThread, Instance
 from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -22,7 +23,8 @@ COMMON = (
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 )
 
-# Long prompts take several steps of 256 tokens, so that blocks are announced while prefill computes.
+# Long prompts take several steps of 256 tokens, so that blocks are announced while prefill computes. The instance that
+# is called prefill fails requests whose KV does not come; that matters where it decodes.
 ROOMY = ("--max-model-len", "4096", "--max-num-batched-tokens", "256")
 
 # 39 blocks of 32 tokens, where requests of 1024 tokens are allowed: what runs at once grows until some is preempted.
@@ -57,7 +59,7 @@ class Groups:
         self._running.close()
 
     def show(self, name: str) -> Servers:
-        """The servers of a group: `roomy`, all alike with large caches, or `tight`, see above."""
+        """The servers of a group: `roomy`, with large caches, or `tight`; see above."""
         if self._servers is None or name != self._name:
             self._running.close()
             self._name, self._servers = name, self._running.enter_context(self._started(name))
@@ -66,7 +68,9 @@ class Groups:
     @contextmanager
     def _started(self, name: str) -> Iterator[Servers]:
         running = DeploymentThread(self._spec(name), report=print)
-        if name == "tight":
+        if name == "roomy":
+            make_strict(running.deployment.prefill[0])
+        else:
             for instance in running.deployment.instances:
                 instance.child._command += TIGHT_BY_ROLE[instance.role]
         with running, ExitStack() as proxies:
@@ -89,6 +93,16 @@ class Groups:
             vllm_args=COMMON + (ROOMY if name == "roomy" else ()),
             log_dir=LOGS / name,
         )
+
+
+def make_strict(instance: Instance) -> None:
+    """Has an instance fail the requests whose KV does not come."""
+    command = list(instance.child._command)
+    place = command.index("--kv-transfer-config") + 1
+    config = json.loads(command[place])
+    config["kv_connector_extra_config"]["on_load_failure"] = "fail"
+    command[place] = json.dumps(config)
+    instance.child._command = tuple(command)
 
 
 @contextmanager

@@ -249,11 +249,13 @@ def test_a_decode_failing_before_its_first_byte_is_replaced_and_its_handoff_rele
     run(scene)
 
 
-def test_the_last_decodes_5xx_reaches_the_client_as_it_is():
+def test_the_last_decodes_5xx_reaches_the_client_as_it_is_with_the_handoffs_id():
     async def scene():
         failure = (503, b'{"error":"later"}', "application/json")
         async with stage(decode=[DEAD, answers(*failure)]) as s:
-            assert is_same(await s.post(), failure)
+            answer = await s.post()
+            assert is_same(answer, failure)
+            assert answer[2]["x-kvpipe-handoff"] == s.decode[1].handoffs[0]
             await s.control.until_released(2)
 
     run(scene)

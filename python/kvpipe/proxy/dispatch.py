@@ -144,6 +144,8 @@ class Dispatcher:
             try:
                 return await self._attempt(call, attempt), attempt
             except InstanceError as error:
+                if error.answer is not None:
+                    error.answer.headers[HANDOFF] = attempt.handoff  # its result says why
                 del left[error.role][0]
                 if not left[error.role]:
                     return _last_word(error), None
