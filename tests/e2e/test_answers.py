@@ -92,6 +92,16 @@ def test_decode_may_be_asked_before_prefill_has_begun(servers: Servers) -> None:
     assert (result["result"], result["computed_tokens"]) == ("full", 1)
 
 
+def test_just_in_time_dispatch_asks_decode_before_prefill_has_answered(servers: Servers) -> None:
+    servers.answer(servers.url, COMPLETIONS, completion(prompt(1200, seed=32)))  # whose steps prefill measures
+    body = completion(prompt(3500, seed=33))
+    text, handoff = servers.answer(servers.url, COMPLETIONS, body)
+    assert text == servers.expected(COMPLETIONS, body)
+    dispatch = servers.result(handoff)["dispatch"]
+    assert dispatch["trigger"] == "due"
+    assert dispatch.keys() >= {"lead_ms", "admission_ms", "prediction_error_ms"}
+
+
 def test_both_block_pools_are_whole_after_the_answers(servers: Servers) -> None:
     servers.answer(servers.url, COMPLETIONS, completion(prompt(300, seed=9)))
     until(lambda: servers.holds_no_block(servers.prefill) and servers.holds_no_block(servers.decode))

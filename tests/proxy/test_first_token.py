@@ -200,7 +200,11 @@ def test_a_prefill_that_fails_beside_a_waiting_decode_is_replaced():
             is_first = len(s.decode[0].bodies) == 1
             return await (streams(then=waits) if is_first else streams(chunk("abcd"), DONE))(request)
 
-        async with stage(prefill=[answers(500), prefilled()], decode=[waits_first], dispatch="concurrent") as s:
+        async def fails(request):
+            await s.decode[0].asked.wait()
+            return await answers(500)(request)
+
+        async with stage(prefill=[fails, prefilled()], decode=[waits_first], dispatch="concurrent") as s:
             _, body, _ = await s.post(body=STREAMED)
             assert text_of(body) == "abcd"
             await s.decode[0].aborted.wait()

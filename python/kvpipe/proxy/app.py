@@ -10,13 +10,13 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.bodies import CHAT_PATH, BodyError, error_body, parse_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.dispatch import Call, Dispatcher
 from kvpipe.proxy.headers import request_headers
 from kvpipe.proxy.health import report_health
+from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.relay import relay
 from kvpipe.proxy.upstream import InstanceError, Upstream, open_session
 
@@ -37,6 +37,7 @@ def create_app(config: ProxyConfig, control: Control) -> web.Application:
     app.router.add_post(CHAT_PATH, proxy.generate)
     app.router.add_get("/v1/models", proxy.models)
     app.router.add_get("/health", proxy.health)
+    app.router.add_get("/metrics", proxy.metrics)
     app.router.add_get("/status/{handoff:[0-9a-f]{32}}", proxy.status)
     return app
 
@@ -50,18 +51,22 @@ class _Proxy:
     def __init__(self, config: ProxyConfig, control: Control) -> None:
         self._config = config
         self._control = control
+        self._metrics = Metrics()
 
     async def lifespan(self, _: web.Application) -> AsyncIterator[None]:
         async with open_session(self._config) as session:
             self._upstream = Upstream(session, self._config.silence_timeout_s)
-            async with Dispatcher(self._config, self._upstream, self._control) as self._dispatcher:
+            async with Dispatcher(self._config, self._upstream, self._control, self._metrics) as self._dispatcher:
                 yield
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = parse_body(await self._read(request))
-        call = Call(request.path, body, request_headers(request.headers))
-        async with self._dispatcher.answer(call) as answer:
-            return await relay(request, answer, self._config.client_timeout_s)
+        with self._metrics.request() as outcome:
+            body = parse_body(await self._read(request))
+            call = Call(request.path, body, request_headers(request.headers))
+            async with self._dispatcher.answer(call) as answer:
+                response = await relay(request, answer, self._config.client_timeout_s)
+                outcome.is_of(answer)
+            return response
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         headers = request_headers(request.headers)
@@ -72,17 +77,14 @@ class _Proxy:
         is_up, report = await report_health(self._config, self._upstream)
         return _json(HTTPStatus.OK if is_up else HTTPStatus.SERVICE_UNAVAILABLE, report)
 
+    async def metrics(self, _: web.Request) -> web.Response:
+        return self._metrics.response()
+
     async def status(self, request: web.Request) -> web.Response:
         handoff = request.match_info["handoff"]
-        failures = []
-        for address in self._dispatcher.recent.addresses(handoff):
-            try:
-                result = await self._result(address, handoff)
-            except (KVPipeError, OSError) as error:
-                failures.append(f"{address}: {error or type(error).__name__}")
-            else:
-                if result is not None:
-                    return _json(HTTPStatus.OK, result | self._dispatch_of(handoff))
+        result, failures = await self._dispatcher.results.ask(handoff)
+        if result is not None:
+            return _json(HTTPStatus.OK, result | self._dispatch_of(handoff))
         if failures:
             return _error(HTTPStatus.BAD_GATEWAY, f"result of {handoff}: {'; '.join(failures)}")
         return _error(HTTPStatus.NOT_FOUND, f"no instance knows handoff {handoff}")
@@ -90,11 +92,6 @@ class _Proxy:
     def _dispatch_of(self, handoff: str) -> dict[str, Any]:
         timing = self._dispatcher.recent.timing(handoff)
         return {} if timing is None else {"dispatch": timing.report()}
-
-    async def _result(self, address: str, handoff: str) -> dict[str, Any] | None:
-        timeout_s = self._config.control_timeout_s
-        async with asyncio.timeout(timeout_s):
-            return await self._control.result(address, handoff, timeout_s)
 
     async def _read(self, request: web.Request) -> bytes:
         try:

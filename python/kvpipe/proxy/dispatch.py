@@ -27,6 +27,8 @@ from kvpipe.proxy.handoffs import RecentHandoffs
 from kvpipe.proxy.headers import HANDOFF
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.just_in_time import JustInTime, Timing
+from kvpipe.proxy.metrics import Metrics
+from kvpipe.proxy.results import Results
 from kvpipe.proxy.routing import RoundRobin, goes_to_decode_alone
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Answer, Early, InstanceError, Upstream
@@ -81,9 +83,11 @@ class Dispatcher:
         config: the proxy's settings.
         upstream: HTTP to the instances.
         control: control ports; the caller closes it, after this.
+        metrics: where attempts are counted.
     """
 
-    def __init__(self, config: ProxyConfig, upstream: Upstream, control: Control) -> None:
+    def __init__(self, config: ProxyConfig, upstream: Upstream, control: Control, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._upstream = upstream
         self._control = control
         self._control_timeout_s = config.control_timeout_s
@@ -97,6 +101,7 @@ class Dispatcher:
         self._exchange = exchanges[config.dispatch]
         everyone = [i.control for i in (*config.decode, *config.prefill) if i.control]
         self.recent = RecentHandoffs(tuple(dict.fromkeys(everyone)))
+        self.results = Results(control, self.recent, config.control_timeout_s)
         self._failures = FailureLog()
         self._timer = JustInTime(control, self._failures, config.silence_timeout_s)
         self._is_timed = config.dispatch == "just-in-time"
@@ -149,6 +154,7 @@ class Dispatcher:
                 del left[error.role][0]
                 if not left[error.role]:
                     return _last_word(error), None
+                self._metrics.replaced(error.role, "failed")
 
     async def _decode_alone(self, call: Call) -> Answer:
         body = plain_body(call.body)
@@ -275,7 +281,9 @@ class Dispatcher:
         answer.headers[HANDOFF] = attempt.handoff
         if first_token is not None and is_shown and not answer.is_complete:
             begun = self._tasks.spawn(answer.piece())
-            answer.early = Early(first_token, begun, lambda shown: self._ask_again(call, attempt, shown))
+            answer.early = Early(
+                first_token, begun, self._metrics.first_token_shown, lambda shown: self._ask_again(call, attempt, shown)
+            )
         return answer
 
     async def _ask_again(self, call: Call, attempt: Attempt, shown: FirstToken) -> Answer:
@@ -283,6 +291,7 @@ class Dispatcher:
 
         The handoff is a new one: a D that is asked again may not have ended the first request yet.
         """
+        self._metrics.replaced("decode", "contradicted")
         others = [instance for instance in self._decode.order() if instance != attempt.decode]
         attempt.decode = others[0] if others else attempt.decode
         body = resumed_body(call.body, secrets.token_hex(16), shown.token)
@@ -324,9 +333,11 @@ class Dispatcher:
     def _settle(self, attempt: Attempt, *, is_delivered: bool) -> None:
         """End an attempt: P's request is aborted and its KV released unless D has answered."""
         _end_timing(attempt)
-        if is_delivered and attempt.timing is not None and attempt.decode.control and not attempt.is_settled:
-            whom = attempt.decode.url, attempt.decode.control, attempt.handoff
-            self._tasks.spawn(self._timer.learn_backlog(*whom, self._control_timeout_s))
+        if not attempt.is_settled:
+            self._tasks.spawn(self._count(attempt))
+            if is_delivered and attempt.timing is not None and attempt.decode.control:
+                whom = attempt.decode.url, attempt.decode.control, attempt.handoff
+                self._tasks.spawn(self._timer.learn_backlog(*whom, self._control_timeout_s))
         attempt.is_settled = True
         prefilling, attempt.prefilling = attempt.prefilling, None
         if is_delivered:
@@ -338,6 +349,12 @@ class Dispatcher:
         if attempt.may_hold_kv:
             attempt.may_hold_kv = False
             self._tasks.spawn(self._release(attempt))
+
+    async def _count(self, attempt: Attempt) -> None:
+        if attempt.timing is not None:
+            self._metrics.timed(attempt.timing)
+        result, _ = await self.results.ask(attempt.handoff)
+        self._metrics.handoff_ended(result)
 
     async def _let_end(self, attempt: Attempt, prefilling: asyncio.Task[Answer | None]) -> None:
         _, pending = await asyncio.wait({prefilling}, timeout=_PREFILL_GRACE_S)

@@ -71,6 +71,7 @@ async def _with_first_token(answer: Answer, early: Early) -> AsyncIterator[bytes
         async for piece in _pieces(answer):
             yield piece
         return
+    early.shown()
     yield shown.events()
     async for event in _after(shown, answer, early):
         yield event

@@ -58,11 +58,13 @@ class Early:
     Attributes:
         token: P's, or None when it cannot be shown.
         begun: the first bytes of the stream.
+        shown: to be called when the token is shown.
         again: asks for a stream that begins with that token, instead of the one that did not.
     """
 
     token: asyncio.Future[FirstToken | None]
     begun: asyncio.Task[bytes]
+    shown: Callable[[], None]
     again: "Callable[[FirstToken], Awaitable[Answer]]"
 
 

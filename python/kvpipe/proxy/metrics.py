@@ -1,0 +1,106 @@
+"""What the proxy counts, in Prometheus' text format. One handoff at a time `/status/ID` tells the same."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+
+from kvpipe.proxy.bodies import BodyError
+from kvpipe.proxy.just_in_time import Timing
+from kvpipe.proxy.upstream import Answer
+
+# From one step of an engine to the longest lead.
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_REFUSALS = (BodyError, web.HTTPClientError, web.RequestPayloadError)
+
+
+class Outcome:
+    """How a client's request ends; until that is said, its client has left."""
+
+    def __init__(self) -> None:
+        self.name = "client_left"
+
+    def is_of(self, answer: Answer) -> None:
+        """Take it from an answer that has been relayed."""
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self.name = "failed"
+        elif answer.status >= HTTPStatus.BAD_REQUEST:
+            self.name = "refused"
+        else:
+            self.name = "answered" if answer.is_complete else "broken_off"
+
+
+class Metrics:
+    """The metrics of one application, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = self._counter("requests", "Requests of clients for completions, by how they ended.", "outcome")
+        self._handoffs = self._counter("handoffs", "Attempts at a handoff that have ended, by their result.", "result")
+        self._bytes = self._counter("handoff_received_bytes", "KV that decode has received.")
+        self._recomputed = self._counter(
+            "handoff_recomputed_tokens", "Prompt tokens that decode computed all the same."
+        )
+        self._triggers = self._counter("dispatches", "Just-in-time dispatches, by what decode was asked on.", "trigger")
+        self._lead = self._histogram(
+            "dispatch_lead_seconds", "How long before the predicted end decode was to be asked."
+        )
+        about = "Between the predicted end of a prefill and its answer: early, the prediction lay before it."
+        self._error = self._histogram("prediction_error_seconds", about, "was")
+        self._shown = self._counter("first_tokens_shown", "Tokens of prefill that were shown before decode had spoken.")
+        about = (
+            "Instances in whose place another one was asked for a handoff: they failed, or contradicted a shown token."
+        )
+        self._replaced = self._counter("replaced_instances", about, "role", "reason")
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"kvpipe_{name}", about, labels, registry=self._registry)
+
+    def _histogram(self, name: str, about: str, *labels: str) -> Histogram:
+        return Histogram(f"kvpipe_{name}", about, labels, registry=self._registry, buckets=_SECONDS)
+
+    @contextmanager
+    def request(self) -> Iterator[Outcome]:
+        """Count one request of a client when it ends."""
+        outcome = Outcome()
+        try:
+            yield outcome
+        except _REFUSALS:
+            outcome.name = "refused"
+            raise
+        except ConnectionError:
+            raise
+        except Exception:
+            outcome.name = "failed"
+            raise
+        finally:
+            self._requests.labels(outcome.name).inc()
+
+    def handoff_ended(self, result: dict[str, Any] | None) -> None:
+        """Count a handoff by what `/status/ID` tells of it; None if nobody knows."""
+        known = result or {}
+        self._handoffs.labels(known.get("result", "unknown")).inc()
+        self._bytes.inc(known.get("bytes", 0))
+        self._recomputed.inc(known.get("recomputed_tokens", 0))
+
+    def timed(self, timing: Timing) -> None:
+        """Count a dispatch by prediction."""
+        self._triggers.labels(timing.trigger).inc()
+        self._lead.observe(timing.lead_s)
+        if timing.error_s is not None:
+            self._error.labels("early" if timing.error_s < 0 else "late").observe(abs(timing.error_s))
+
+    def first_token_shown(self) -> None:
+        """Count a token that a client has before decode has said anything."""
+        self._shown.inc()
+
+    def replaced(self, role: str, reason: str) -> None:
+        """Count an instance in whose place another one is asked."""
+        self._replaced.labels(role, reason).inc()
+
+    def response(self) -> web.Response:
+        """All of them."""
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
