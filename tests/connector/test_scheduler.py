@@ -242,11 +242,13 @@ def test_an_abort_after_a_load_frees_its_blocks(engine: Engine, producer: _kvpip
         {"handoff": "00" * 16, "role": "neither"},
         {"handoff": "00" * 16, "role": "consume"},
         {"handoff": "00" * 16, "role": "consume", "producer": 7},
+        {"handoff": "00" * 16, "role": "consume", "producer": "x" * 10_000},
         {"handoff": 7},
     ],
 )
 def test_bad_parameters_are_ignored(engine: Engine, params: dict[str, Any]) -> None:
     request = engine.add(prompt(40), **params)
+    assert len(engine.role._consumed) == len(engine.role._produced) == 0
     assert scheduled(engine, request) == 40
 
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+# A name of the DNS and a port. Addresses that are not reached are named in results, which are remembered.
+_LONGEST_ADDRESS = 253 + len(":65535")
+
+
 @dataclass
 class Produced:
     """A request whose KV another engine will read.
@@ -231,16 +235,22 @@ def parse(request: Request) -> Produced | Consumed | None:
     if role == "consume" and producer is None and params.get("first_token") is not None:
         producer = ""
     if role == "consume" and isinstance(producer, str):
-        first_token = params.get("first_token")
-        if first_token is not None and type(first_token) is not int:
-            message = f"first_token={first_token!r}: expected a token id"
-            raise ConfigError(message)
-        consumed = Consumed(handoff, producer, request.num_prompt_tokens, request, first_token=first_token)
-        if not producer:
-            consumed.phase, consumed.reason = "gone", "no producer was named"
-        return consumed
+        return _consumed(request, handoff, producer, params.get("first_token"))
     message = f"kvpipe parameters {params!r}: expected role produce, or consume with a producer or a first token"
     raise ConfigError(message)
+
+
+def _consumed(request: Request, handoff: bytes, producer: str, first_token: Any) -> Consumed:
+    if len(producer) > _LONGEST_ADDRESS:
+        message = f"producer of {len(producer)} characters: an address has {_LONGEST_ADDRESS} at most"
+        raise ConfigError(message)
+    if first_token is not None and type(first_token) is not int:
+        message = f"first_token={first_token!r}: expected a token id"
+        raise ConfigError(message)
+    consumed = Consumed(handoff, producer, request.num_prompt_tokens, request, first_token=first_token)
+    if not producer:
+        consumed.phase, consumed.reason = "gone", "no producer was named"
+    return consumed
 
 
 def prompt_hash(request: Request) -> bytes:
