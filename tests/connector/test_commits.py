@@ -116,6 +116,32 @@ def test_a_handoff_that_is_gone_is_cancelled_and_not_committed(scene: Scene) -> 
     assert metadata.cancels[0][0] == scene.handoff
 
 
+@pytest.mark.parametrize("is_withdrawn", [True, False])
+def test_the_workers_hear_whether_the_producer_has_withdrawn_what_it_announced(
+    scene: Scene, *, is_withdrawn: bool
+) -> None:
+    scene.blocks_are_here()
+    scene.wire.say_gone(scene.handoff, is_withdrawn=is_withdrawn)
+    assert scene.step()[1].cancels == [(scene.handoff, "it is gone", is_withdrawn)]
+
+
+def test_a_rank_that_fails_after_it_had_all_blocks_is_not_committed(engine: Engine) -> None:
+    scene = Scene(engine, num_ranks=2)
+    scene.blocks_are_here(2)
+    scene.step(kv_connector_worker_meta=outcome(scene.request, is_loaded=False))
+    scene.say_finished()
+    num_tokens, metadata = scene.step()
+    assert (num_tokens, metadata.committed, metadata.commits) == (0, [], [scene.handoff])
+
+
+def test_a_rank_that_has_failed_counts_as_whole_no_more(engine: Engine) -> None:
+    scene = Scene(engine, num_ranks=2)
+    scene.step(kv_connector_worker_meta=outcome(scene.request, is_loaded=False))
+    scene.blocks_are_here(2)
+    scene.say_finished()
+    assert scene.step()[1].committed == []
+
+
 def test_the_result_of_a_committed_load_counts_its_blocks(scene: Scene) -> None:
     scene.blocks_are_here()
     scene.say_finished()
@@ -160,6 +186,8 @@ def test_a_second_end_of_a_committed_load_never_reaches_vllm(scene: Scene) -> No
     failed = outcome(scene.request, is_loaded=False)
     scene.engine.end(output, finished_recving={scene.request.request_id}, kv_connector_worker_meta=failed)
     assert scene.request.num_output_tokens == 1
+    (result,) = scene.wire.results[scene.handoff]
+    assert '"result": "full"' in result
 
 
 def test_a_load_that_fails_in_the_step_in_which_its_state_comes_is_not_committed(scene: Scene) -> None:

@@ -22,7 +22,7 @@ from tests.connector.world import THEIRS, Transfer, World
 pytestmark = pytest.mark.vllm
 
 SEED = int(os.environ.get("KVPIPE_SEED", "6"))
-NUM_EXAMPLES = int(os.environ.get("KVPIPE_EXAMPLES", "200"))
+NUM_EXAMPLES = int(os.environ.get("KVPIPE_EXAMPLES", "300"))
 NUM_STEPS = 60
 MAX_LENGTH = 256
 # What the runs must have met for their silence to mean anything.
@@ -33,6 +33,7 @@ MUST_BE_SEEN = (
     "load without some blocks",
     "load without any block",
     "load cancelled",
+    "load withdrawn by its producer",
     "load whole before its sequence state",
     "load committed by the scheduler",
     "loan",
@@ -199,11 +200,16 @@ class Engines(RuleBasedStateMachine):
         self.world.wire.say_finished(handoffs[pick % len(handoffs)], [THEIRS])
 
     @precondition(lambda self: any(not watched.is_over for watched in self.world.wire.watched.values()))
-    @rule(pick=picks, is_meant=rarely)
-    def a_producer_is_gone(self, pick: int, *, is_meant: bool) -> None:
+    @rule(pick=picks, is_meant=rarely, is_withdrawn=st.booleans())
+    def a_producer_is_gone(self, pick: int, *, is_meant: bool, is_withdrawn: bool) -> None:
         if not is_meant:
             return
-        handoffs = [handoff for handoff, watched in self.world.wire.watched.items() if not watched.is_over]
+        watched = self.world.wire.watched
+        loading = [transfer.load.handoff for transfer in self.world.transfers.values()]
+        if handoffs := [it for it in loading if not (watched[it].is_over or watched[it].is_finished)]:
+            self.world.wire.say_gone(handoffs[pick % len(handoffs)], is_withdrawn=is_withdrawn)
+            return
+        handoffs = [handoff for handoff, watched in watched.items() if not watched.is_over]
         self.world.wire.say_gone(handoffs[pick % len(handoffs)])
 
     @precondition(lambda self: any(lent.state != "ended" for lent in self.world.wire.lent.values()))
@@ -226,6 +232,9 @@ class Engines(RuleBasedStateMachine):
         transfers = [transfer for transfer in self.world.transfers.values() if transfer.ending is None]
         transfer = transfers[pick % len(transfers)]
         num_blocks = len(transfer.load.block_ids)
+        if transfer.is_withdrawn:
+            transfer.ending = (False, list(range(num_blocks)))
+            return
         if transfer.is_committed and (is_whole or transfer.is_whole):
             transfer.ending = (True, [])
             self.world.seen["load whole"] += 1
@@ -303,7 +312,9 @@ class Engines(RuleBasedStateMachine):
             if lent.state == "finished":
                 wire.release(handoff)
         for transfer in self.world.transfers.values():
-            transfer.ending = transfer.ending or (False, [] if transfer.is_whole else [0])
+            is_kept = transfer.is_whole and not transfer.is_withdrawn
+            missing = range(len(transfer.load.block_ids)) if transfer.is_withdrawn else [0]
+            transfer.ending = transfer.ending or (False, [] if is_kept else list(missing))
 
 
 def test_vllms_invariants_hold_in_any_order_of_events(tiny_model: str) -> None:

@@ -1,6 +1,7 @@
 """Predictions from the layers of the step that is under way."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,17 @@ def test_only_the_first_rank_tells_and_nothing_of_steps_without_prefills(scene: 
     layers(silent, scene.step())
     layers(idle, StepMetadata())
     assert (silent._client, idle._client) == (None, None)
+
+
+def test_a_prediction_that_cannot_be_told_does_not_end_the_forward_pass(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVPIPE_TOKEN_FILE", str(tmp_path / "removed"))
+    progress = Progress(0, "p")
+    layers(progress, scene.step())
+    monkeypatch.delenv("KVPIPE_TOKEN_FILE")
+    layers(progress, scene.step())
+    assert progress._client is None, "it was tried again in the middle of a step"
 
 
 def test_nothing_is_predicted_of_a_handoff_that_is_not_open(scene: Scene) -> None:

@@ -217,7 +217,7 @@ def test_an_abort_during_a_load_frees_its_blocks_only_when_the_worker_has_ended_
     loading(engine, request)
     engine.abort(request)
     _, metadata = engine.step()
-    assert metadata.cancels == [(handoff, "the request was aborted")]
+    assert metadata.cancels == [(handoff, "the request was aborted", False)]
     assert engine.num_free_blocks == FREE - 4
     engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request, is_loaded=False))
     assert engine.num_free_blocks == FREE
@@ -376,6 +376,7 @@ def test_an_aborted_prefill_holds_nothing_and_its_consumer_is_told(engine: Engin
     assert engine.num_free_blocks == FREE
     gone = until(lambda: [event for event in consumer.drain() if event["event"] == "gone"])
     assert "FINISHED_ABORTED" in gone[0]["reason"]
+    assert gone[0]["is_withdrawn"]
     consumer.close()
 
 

@@ -294,7 +294,7 @@ def test_a_load_that_fails_after_its_blocks_came_is_reported_as_failed_only(pair
     pair.load([5], is_committed=False)
     until(lambda: pair.arrived([2], [5]))
     time.sleep(0.05)
-    pair.consumer.begin_step(StepMetadata(cancels=[(pair.handoff, "the request was aborted")]))
+    pair.consumer.begin_step(StepMetadata(cancels=[(pair.handoff, "the request was aborted", False)]))
     time.sleep(0.05)
     assert received(pair.consumer) == {"consuming"}
     words = pair.consumer.take_outcomes()
@@ -314,19 +314,21 @@ def test_a_block_that_changes_after_its_checksum_is_reported_as_invalid(pair: Pa
     assert pair.consumer.take_invalid_block_ids() == set()
 
 
-def test_an_ended_handoff_gives_the_blocks_that_had_arrived(pair: Pair) -> None:
+@pytest.mark.parametrize("block_ids", [[5, 4], [5]])
+def test_of_a_handoff_that_its_producer_takes_back_no_block_is_used(pair: Pair, block_ids: list[int]) -> None:
+    # With one block it is whole, and lacks the sequence state only.
     pair.announce([2])
-    pair.load([5, 4])
+    pair.load(block_ids, is_committed=len(block_ids) > 1)
     until(lambda: pair.arrived([2], [5]))
     pair.end("aborted")
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {4}
+    assert pair.consumer.take_invalid_block_ids() == set(block_ids)
     assert pair.consumer.take_outcomes().outcomes["consuming"]["reason"] == "aborted"
 
 
 def test_a_cancelled_load_is_reported_once_with_its_missing_blocks(pair: Pair) -> None:
     pair.load([5, 4])
-    pair.consumer.begin_step(StepMetadata(cancels=[(pair.handoff, "the request was aborted")]))
+    pair.consumer.begin_step(StepMetadata(cancels=[(pair.handoff, "the request was aborted", False)]))
     assert received(pair.consumer) == {"consuming"}
     assert pair.consumer.take_invalid_block_ids() == {4, 5}
     pair.announce([2, 3])
@@ -334,10 +336,22 @@ def test_a_cancelled_load_is_reported_once_with_its_missing_blocks(pair: Pair) -
     assert not pair.arrived([2], [5])
 
 
+@pytest.mark.parametrize(("is_withdrawn", "invalid"), [(True, {4, 5}), (False, {4})])
+def test_of_a_cancelled_load_blocks_that_are_here_count_unless_they_were_withdrawn(
+    pair: Pair, is_withdrawn: bool, invalid: set[int]
+) -> None:
+    pair.announce([2])
+    pair.load([5, 4])
+    until(lambda: pair.arrived([2], [5]))
+    pair.consumer.begin_step(StepMetadata(cancels=[(pair.handoff, "gone", is_withdrawn)]))
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.consumer.take_invalid_block_ids() == invalid
+
+
 def test_a_load_and_its_cancel_in_one_step_end_it(pair: Pair) -> None:
     address = pair.producer.handshake()
     load = Load("consuming", pair.handoff, 0, 0, [5], [(address.address, address.incarnation)], is_committed=True)
-    pair.consumer.begin_step(StepMetadata(loads=[load], cancels=[(pair.handoff, "aborted")]))
+    pair.consumer.begin_step(StepMetadata(loads=[load], cancels=[(pair.handoff, "aborted", False)]))
     assert received(pair.consumer) == {"consuming"}
 
 

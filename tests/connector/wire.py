@@ -115,10 +115,10 @@ class Wire:
         self.watched[handoff].is_finished = True
         self._say(handoff, "finished", output_ids=output_ids, finish_reason="length", num_cached_tokens=0)
 
-    def say_gone(self, handoff: bytes) -> None:
-        """The producer died, aborted or preempted its request, its lease ended, or nothing came in time."""
+    def say_gone(self, handoff: bytes, *, is_withdrawn: bool = False) -> None:
+        """The producer died or nothing came in time; or it has withdrawn what it announced."""
         self.watched[handoff].is_gone = self.watched[handoff].is_over = True
-        self._say(handoff, "gone", reason="it is gone")
+        self._say(handoff, "gone", reason="it is gone", is_withdrawn=is_withdrawn)
 
     def _say(self, handoff: bytes, event: str, **fields: Any) -> None:
         self._events.append({"event": event, "handoff": handoff, **fields})

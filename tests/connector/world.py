@@ -62,6 +62,7 @@ class Transfer:
     load: Load
     is_committed: bool
     is_cancelled: bool = False
+    is_withdrawn: bool = False
     is_whole: bool = False
     is_told: bool = False
     ending: tuple[bool, list[int]] | None = None
@@ -182,9 +183,13 @@ class World:
         for handoff in step.commits:
             if handoff in by_handoff:
                 by_handoff[handoff].is_committed = True
-        for handoff, _ in step.cancels:
-            if handoff in by_handoff:
-                by_handoff[handoff].is_cancelled = True
+        for handoff, _, is_withdrawn in step.cancels:
+            if (transfer := by_handoff.get(handoff)) is not None:
+                transfer.is_cancelled = True
+                transfer.is_withdrawn = is_withdrawn and transfer.ending is None
+                if transfer.is_withdrawn:
+                    self.cache.spoil(transfer.load.block_ids)
+                    self.seen["load withdrawn by its producer"] += 1
         for handoff, request_id in step.held:
             assert handoff not in self.held, "a request is held once"
             self.held[handoff] = request_id

@@ -31,11 +31,18 @@ class KVPipeConnector(connector.KVPipeConnector):
         self._first_layer = next(iter(kv_caches.values()))
         self._sources: list[int] = []
         self._destinations: dict[str, int] = {}
+        self._requests: dict[bytes, str] = {}
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Notes the blocks of each load, and of a prompt of several blocks that is computed in this step alone."""
+        """Notes the blocks of each load, and of a prompt of several blocks that is computed in this step alone.
+
+        What the scheduler role has committed is spoiled here, before it is used; nobody reports its end.
+        """
         for load in connector_metadata.loads:
             self._destinations[load.request_id] = load.block_ids[0]
+            self._requests[load.handoff] = load.request_id
+        for handoff in connector_metadata.committed:
+            self._spoil_loaded(self._requests.pop(handoff, ""))
         whole = [ids for _, _, first, ids in connector_metadata.finals if first == 0 and len(ids) > SPOILT]
         self._sources = whole[-1] if whole else []
         super().bind_connector_metadata(connector_metadata)
@@ -48,10 +55,13 @@ class KVPipeConnector(connector.KVPipeConnector):
             self._order.unlink()
         sent, received = super().get_finished(finished_req_ids)
         for request_id in received or ():
-            block_id = self._destinations.pop(request_id, None)
-            if block_id is not None and self._is_ordered(""):
-                self._first_layer[block_id].neg_()
+            self._spoil_loaded(request_id)
         return sent, received
+
+    def _spoil_loaded(self, request_id: str) -> None:
+        block_id = self._destinations.pop(request_id, None)
+        if block_id is not None and self._is_ordered(""):
+            self._first_layer[block_id].neg_()
 
     def _is_ordered(self, order: str) -> bool:
         return self._order.exists() and self._order.read_text() == order

@@ -32,7 +32,8 @@ class Commits:
 
     def blocks_are_here(self, request_id: str, consumed: Consumed, ranks: list[dict[str, Any]]) -> None:
         """Some ranks, perhaps all, have all blocks of a load, proved."""
-        if consumed.phase != "loading" or consumed.ending or consumed.has_state:
+        if consumed.phase != "loading" or consumed.ending or consumed.has_state or consumed.outcome is not None:
+            # With an outcome, a rank has ended it: the others do too.
             return
         consumed.whole += ranks
         if len(consumed.whole) == self._num_ranks:
@@ -49,7 +50,7 @@ class Commits:
         return True
 
     def is_over(self, request_id: str) -> None:
-        """The load ends by the workers' word."""
+        """The load ends by the workers' word, or has on one of them."""
         self._whole.discard(request_id)
 
     def ended(self, output: KVConnectorOutput) -> None:

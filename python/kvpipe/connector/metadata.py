@@ -51,7 +51,8 @@ class StepMetadata(KVConnectorMetadata):
             role reports when they are.
         committed: Consumer: handoffs of which the scheduler role knows both to be here. The producer is to be told,
             and vLLM not: the scheduler role does that.
-        cancels: Consumer: `(handoff, reason)` of loads to end.
+        cancels: Consumer: `(handoff, reason, is_withdrawn)` of loads to end. Of what its producer has withdrawn nothing
+            counts that is here.
         ended: Producer: `(handoff, reason)` of handoffs whose blocks may change from this step on.
         cached: Producer: as `finals`; final before this step's forward pass.
         finals: Producer: `(handoff, generation, first, block_ids)`; final when this step's forward pass is done.
@@ -65,7 +66,7 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     commits: list[bytes] = field(default_factory=list)
     committed: list[bytes] = field(default_factory=list)
-    cancels: list[tuple[bytes, str]] = field(default_factory=list)
+    cancels: list[tuple[bytes, str, bool]] = field(default_factory=list)
     ended: list[tuple[bytes, str]] = field(default_factory=list)
     cached: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
     finals: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)

@@ -10,11 +10,16 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
+
 from kvpipe import _kvpipe
 from kvpipe.config import resolve_token
+from kvpipe.exceptions import KVPipeError
 
 if TYPE_CHECKING:
     from kvpipe.connector.metadata import StepMetadata
+
+logger = init_logger("vllm.kvpipe.worker")
 
 # Layers whose median counts: one that was held up does not.
 _NUM_RECENT = 3
@@ -75,11 +80,19 @@ class Progress:
         if left_s is None or now_s - self._told_at_s < _APART_S:
             return
         self._told_at_s = now_s
+        try:
+            self._report(self._step, left_s)
+        except KVPipeError as error:
+            # Never into the forward pass: a request without a prediction is as right, and later.
+            logger.warning("progress.end predictions are made by steps from now on, not by layers: %s", error)
+            self._is_silent, self._step = True, None
+
+    def _report(self, step: StepMetadata, left_s: float) -> None:
         if self._client is None:
             # Not before it is needed: an instance that only decodes has no thread for it.
             self._client = _kvpipe.Control(None, resolve_token(), self._engine_id)
-        for handoff, beyond_s in self._step.progress:
-            self._client.report_progress(self._step.control, handoff, left_s + beyond_s, _TIMEOUT_S)
+        for handoff, beyond_s in step.progress:
+            self._client.report_progress(step.control, handoff, left_s + beyond_s, _TIMEOUT_S)
 
     def close(self) -> None:
         """Ends the session with the control port."""

@@ -322,6 +322,8 @@ class SchedulerRole:
         """Takes the worker role's word on the loads that ended in this step, and that it has ended."""
         self._clock.ended(time.monotonic())
         words = output.kv_connector_worker_meta
+        for request_id, outcome in getattr(words, "outcomes", {}).items():
+            self._note_outcome(request_id, outcome)
         for request_id, ranks in getattr(words, "whole", {}).items():
             if (consumed := self._consumed.get(request_id)) is not None:
                 self._commits.blocks_are_here(request_id, consumed, ranks)
@@ -332,17 +334,20 @@ class SchedulerRole:
         # The sequence state may have come during the step.
         self._take_events()
         self._commits.tell(output)
-        for request_id, outcome in getattr(words, "outcomes", {}).items():
-            consumed = self._consumed.get(request_id)
-            if consumed is not None:
-                # One rank's word may come steps before the last one's.
-                consumed.outcome = outcome if consumed.outcome is None else merge(consumed.outcome, outcome)
         for request_id in output.finished_recving or ():
             self._received(request_id)
         for request_id in output.finished_sending or ():
             self._produced.pop(request_id)
         if output.invalid_block_ids:
             self._withdraw_invalid(output.invalid_block_ids)
+
+    def _note_outcome(self, request_id: str, outcome: dict[str, Any]) -> None:
+        consumed = self._consumed.get(request_id)
+        # What was committed stays as it was then, whatever ends the producer's handoff afterwards.
+        if consumed is not None and not self._commits.is_untaken(consumed.handoff):
+            # One rank's word may come steps before the last one's.
+            consumed.outcome = outcome if consumed.outcome is None else merge(consumed.outcome, outcome)
+            self._commits.is_over(request_id)
 
     def _received(self, request_id: str) -> None:
         self._commits.is_over(request_id)
@@ -397,7 +402,7 @@ class SchedulerRole:
         if consumed.phase == "loading":
             self._commits.is_over(request_id)
             # The worker still writes into the blocks: vLLM frees them when it reports the end of the load.
-            self._step.cancels.append((consumed.handoff, "the request was aborted"))
+            self._step.cancels.append((consumed.handoff, "the request was aborted", False))
             return
         if consumed.phase in ("waiting", "opened"):
             self._give_up(consumed, "the request was aborted")
@@ -449,7 +454,7 @@ class SchedulerRole:
         consumed.is_held = False
         if consumed.phase == "loading":
             self._commits.is_over(consumed.request.request_id)
-            self._step.cancels.append((consumed.handoff, event["reason"]))
+            self._step.cancels.append((consumed.handoff, event["reason"], event["is_withdrawn"]))
         elif consumed.phase in ("waiting", "opened"):
             consumed.phase, consumed.reason, consumed.is_lost = "gone", event["reason"], True
 

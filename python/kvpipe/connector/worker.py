@@ -137,8 +137,8 @@ class WorkerRole:
             self._loading.pop(handoff, None)
             agent.commit(handoff)
         self._taken = step.committed
-        for handoff, reason in step.cancels:
-            agent.cancel(handoff, reason)
+        for handoff, reason, is_withdrawn in step.cancels:
+            agent.cancel(handoff, reason, is_withdrawn)
         for handoff, request_id in step.held:
             self._held[handoff] = request_id
         if step.finals:

@@ -136,16 +136,16 @@ fn blocks_of_another_generation_are_never_taken() {
             consumer.load(producer.request(&[1]));
             std::thread::sleep(std::time::Duration::from_millis(200));
             assert_eq!(consumer.events(), []);
-            consumer.agent.cancel(ID, "enough").expect("cancel");
+            consumer.agent.cancel(ID, "enough", false).expect("cancel");
             assert_eq!(consumer.failed(), (vec![0], "enough".to_owned()));
         },
     );
 }
 
 #[test]
-fn a_handoff_that_ends_fails_its_load_with_what_is_missing() {
+fn of_a_handoff_that_its_producer_ends_nothing_may_be_used() {
     on_every_road(
-        "a_handoff_that_ends_fails_its_load_with_what_is_missing",
+        "of_a_handoff_that_its_producer_ends_nothing_may_be_used",
         |transport| {
             let (producer, consumer) = pair(transport);
             producer.finalize(0, &[4, 5]);
@@ -156,7 +156,7 @@ fn a_handoff_that_ends_fails_its_load_with_what_is_missing() {
             producer.agent.end(ID, "aborted by the test").expect("end");
             assert_eq!(
                 consumer.failed(),
-                (vec![2], "aborted by the test".to_owned())
+                (vec![0, 1, 2], "aborted by the test".to_owned())
             );
             eventually("its blocks are lent no more", || {
                 (producer.agent.num_lent() == 0).then_some(())
@@ -202,7 +202,7 @@ fn a_consumer_may_try_again() {
         eventually("the first blocks", || {
             consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
         });
-        consumer.agent.cancel(ID, "once").expect("cancel");
+        consumer.agent.cancel(ID, "once", false).expect("cancel");
         assert_eq!(consumer.failed().0, [2]);
         consumer.seen.borrow_mut().clear();
         consumer.load(producer.request(&[21, 22, 23]));

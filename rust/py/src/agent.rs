@@ -247,8 +247,9 @@ impl Agent {
         self.0.commit(id(handoff)?).map_err(to_py)
     }
 
-    fn cancel(&self, handoff: &[u8], reason: &str) -> PyResult<()> {
-        self.0.cancel(id(handoff)?, reason).map_err(to_py)
+    fn cancel(&self, handoff: &[u8], reason: &str, is_withdrawn: bool) -> PyResult<()> {
+        let handoff = id(handoff)?;
+        self.0.cancel(handoff, reason, is_withdrawn).map_err(to_py)
     }
 
     fn trace_to(&self, trace: &Trace) -> PyResult<()> {

@@ -221,9 +221,14 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             dict.set_item("finish_reason", &state.finish_reason)?;
             dict.set_item("num_cached_tokens", state.num_cached_tokens)?;
         }
-        Event::Gone { handoff, reason } => {
+        Event::Gone {
+            handoff,
+            reason,
+            is_withdrawn,
+        } => {
             set("gone", handoff)?;
             dict.set_item("reason", reason)?;
+            dict.set_item("is_withdrawn", is_withdrawn)?;
         }
         Event::Log(text) => {
             dict.set_item("event", "log")?;

@@ -151,6 +151,7 @@ impl Blocks {
                 header.end()?;
                 let text = reason(data)?;
                 if self.is_loading_from(link, &handoff) {
+                    self.consumer.withdraw(&handoff);
                     self.fail_load(io, handoff, &text);
                 }
             }

@@ -55,6 +55,7 @@ impl Blocks {
             incarnation: request.incarnation,
             started: io.now,
             has_selected: false,
+            announced: None,
             lost: None,
             has_failed: false,
         };
@@ -145,9 +146,11 @@ impl Blocks {
         generation: u32,
         blocks: &[FinalBlock],
     ) -> Result<()> {
-        if !self.is_loading_from(link, &handoff) {
+        let loading = self.loading.get_mut(&handoff);
+        let Some(loading) = loading.filter(|loading| loading.link == link) else {
             return Ok(());
-        }
+        };
+        loading.announced.get_or_insert(io.now);
         for batch in self.consumer.announced(&handoff, generation, blocks)? {
             self.read_batch(io, link, handoff, batch);
         }
@@ -194,7 +197,8 @@ impl Blocks {
             }
         }
         if let Some(loading) = self.loading.get(&handoff) {
-            let after = Instant::now().saturating_duration_since(loading.started);
+            let since = loading.announced.unwrap_or(loading.started);
+            let after = Instant::now().saturating_duration_since(since);
             self.consumer.caught_up(&handoff, after);
         }
         self.go_on(io, handoff);

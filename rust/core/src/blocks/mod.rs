@@ -259,11 +259,13 @@ impl Agent {
         self.node.send(Command::Commit { handoff })
     }
 
-    /// Consumer: ends a load; `Failed` follows once nothing writes into its blocks any more.
-    pub fn cancel(&self, handoff: HandoffId, reason: &str) -> Result<()> {
+    /// Consumer: ends a load; `Failed` follows once nothing writes into its blocks any more. `is_withdrawn`: the producer
+    /// has taken back what it had announced, so that every block is missing.
+    pub fn cancel(&self, handoff: HandoffId, reason: &str, is_withdrawn: bool) -> Result<()> {
         self.node.send(Command::Cancel {
             handoff,
             reason: reason.to_owned(),
+            is_withdrawn,
         })
     }
 

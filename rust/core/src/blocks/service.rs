@@ -72,6 +72,7 @@ pub(super) enum Command {
     Cancel {
         handoff: HandoffId,
         reason: String,
+        is_withdrawn: bool,
     },
     Trace(Trace),
 }
@@ -84,6 +85,8 @@ pub(super) struct Loading {
     pub(super) started: Instant,
     /// Whether the producer was asked on this link.
     pub(super) has_selected: bool,
+    /// When it first told of final blocks.
+    pub(super) announced: Option<Instant>,
     /// Why a session was lost, and when a fresh one has to be here.
     pub(super) lost: Option<(String, Instant)>,
     /// It has failed, and waits for reads to end only.
@@ -201,7 +204,16 @@ impl Service for Blocks {
                 self.consumer.commit(&handoff);
                 self.go_on(io, handoff);
             }
-            Command::Cancel { handoff, reason } => self.fail_load(io, handoff, &reason),
+            Command::Cancel {
+                handoff,
+                reason,
+                is_withdrawn,
+            } => {
+                if is_withdrawn {
+                    self.consumer.withdraw(&handoff);
+                }
+                self.fail_load(io, handoff, &reason);
+            }
             Command::Trace(trace) => self.trace = trace,
         }
     }

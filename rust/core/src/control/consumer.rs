@@ -93,7 +93,11 @@ impl Schedulers {
                 "nothing came within {:?} (handoff_timeout_s)",
                 self.patience.handoff
             );
-            self.events.push(Event::Gone { handoff, reason });
+            self.events.push(Event::Gone {
+                handoff,
+                reason,
+                is_withdrawn: false,
+            });
         }
         self.watched.values().map(|watched| watched.until).min()
     }

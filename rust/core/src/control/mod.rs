@@ -87,6 +87,8 @@ pub enum Event {
         handoff: HandoffId,
         /// Why.
         reason: String,
+        /// Whether its producer says so, and what it announced does not stand any more: else it is lost or late.
+        is_withdrawn: bool,
     },
     /// One line for people.
     Log(String),

@@ -148,7 +148,11 @@ impl Schedulers {
             Message::Gone { handoff, reason } if self.watches(&handoff, link) => {
                 self.watched.remove(&handoff);
                 self.trace.instant(Track::Node, "gone", &handoff, &[]);
-                self.events.push(Event::Gone { handoff, reason });
+                self.events.push(Event::Gone {
+                    handoff,
+                    reason,
+                    is_withdrawn: true,
+                });
             }
             Message::Answer { id, json } => {
                 let is_asked = self.asked.get(&id).is_some_and(|asked| asked.link == link);
@@ -279,6 +283,7 @@ impl Service for Schedulers {
             self.events.push(Event::Gone {
                 handoff,
                 reason: error.to_string(),
+                is_withdrawn: false,
             });
         }
         let unanswered: Vec<u64> = self

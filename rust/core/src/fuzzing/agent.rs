@@ -126,7 +126,9 @@ impl Side {
             0 => self.finalize(generation, ids),
             1 => self.agent.end(HANDOFFS[0], "withdrawn"),
             2 => self.agent.commit(HANDOFFS[1]),
-            _ => self.agent.cancel(HANDOFFS[1], "the client left"),
+            _ => self
+                .agent
+                .cancel(HANDOFFS[1], "the client left", argument & 32 != 0),
         };
         assert!(told.is_ok());
     }

@@ -57,7 +57,8 @@ pub struct Counts {
     pub num_compared: u64,
     /// Those that differed.
     pub num_corrupt: u64,
-    /// From the start of the load until what was final by then was here: what comes later comes while prefill computes.
+    /// From the first word of what is final until all that had been told of was here: what comes later comes while
+    /// prefill computes.
     pub backlog: Duration,
 }
 
@@ -106,6 +107,15 @@ struct Cell {
     num_reads: u8,
 }
 
+/// What counts of a load of which nothing more will come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    /// What is here and proved.
+    Kept,
+    /// Nothing: the producer has taken back what it had announced.
+    Withdrawn,
+}
+
 #[derive(Debug)]
 struct State {
     load: Load,
@@ -124,8 +134,8 @@ struct State {
     is_told: bool,
     /// Why something is lost.
     reason: Option<String>,
-    /// Whether nothing more will come.
-    is_ended: bool,
+    /// Once nothing more will come.
+    ended: Option<Ending>,
 }
 
 impl State {
@@ -142,7 +152,7 @@ impl State {
             is_selected: false,
             is_told: false,
             reason: None,
-            is_ended: false,
+            ended: None,
         }
     }
 
@@ -231,7 +241,7 @@ impl State {
 
     fn is_over(&self) -> bool {
         let is_enough = self.load.is_committed || self.reason.is_some();
-        self.num_reading == 0 && (self.is_ended || is_enough && self.is_complete())
+        self.num_reading == 0 && (self.ended.is_some() || is_enough && self.is_complete())
     }
 
     fn num_retried(&self) -> u64 {
@@ -241,8 +251,9 @@ impl State {
     }
 
     fn missing(&self) -> Vec<u32> {
+        let is_withdrawn = self.ended == Some(Ending::Withdrawn);
         (0..self.load.block_ids.len())
-            .filter(|&index| !self.is_whole(index))
+            .filter(|&index| is_withdrawn || !self.is_whole(index))
             .map(|index| index as u32)
             .collect()
     }
@@ -310,7 +321,7 @@ impl Consumer {
     /// one that has failed.
     pub fn take_whole(&mut self, handoff: &HandoffId) -> Option<Whole> {
         let state = self.loads.get_mut(handoff)?;
-        let is_proper = state.reason.is_none() && !state.is_ended && !state.is_told;
+        let is_proper = state.reason.is_none() && state.ended.is_none() && !state.is_told;
         if !is_proper || state.num_reading > 0 || !state.is_complete() {
             return None;
         }
@@ -344,7 +355,7 @@ impl Consumer {
         let Some(state) = self.loads.get_mut(handoff) else {
             return Ok(Vec::new());
         };
-        if state.is_ended || state.load.generation != generation {
+        if state.ended.is_some() || state.load.generation != generation {
             return Ok(Vec::new());
         }
         let num_regions = state.load.num_regions;
@@ -360,7 +371,7 @@ impl Consumer {
     /// What to read once more, by another road, from the session that is there.
     pub fn again(&mut self, handoff: &HandoffId) -> Vec<Batch> {
         let state = self.loads.get_mut(handoff);
-        let Some(state) = state.filter(|state| !state.is_ended) else {
+        let Some(state) = state.filter(|state| state.ended.is_none()) else {
             return Vec::new();
         };
         let again = std::mem::take(&mut state.again);
@@ -419,7 +430,14 @@ impl Consumer {
     pub fn fail(&mut self, handoff: &HandoffId, reason: &str) {
         if let Some(state) = self.loads.get_mut(handoff) {
             state.reason.get_or_insert(reason.to_owned());
-            state.is_ended = true;
+            state.ended.get_or_insert(Ending::Kept);
+        }
+    }
+
+    /// Nothing more will come, and what has come may not be used: the producer says that it does not stand any more.
+    pub fn withdraw(&mut self, handoff: &HandoffId) {
+        if let Some(state) = self.loads.get_mut(handoff) {
+            state.ended = Some(Ending::Withdrawn);
         }
     }
 

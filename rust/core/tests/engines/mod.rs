@@ -141,6 +141,7 @@ impl Engine {
             Some(Event::Gone {
                 handoff: ID,
                 reason,
+                ..
             }) => Some(reason.clone()),
             _ => None,
         })

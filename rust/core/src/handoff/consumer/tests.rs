@@ -101,6 +101,17 @@ fn a_load_that_lacks_a_block_or_has_failed_is_never_told_as_whole() {
 }
 
 #[test]
+fn of_what_is_withdrawn_every_block_is_missing() {
+    let mut consumer = consumer(false);
+    read_all(&mut consumer);
+    consumer.withdraw(&ID);
+    consumer.fail(&ID, "preempted");
+    let outcome = consumer.take_outcome(&ID).unwrap();
+    assert_eq!(outcome.failure, Some(failure(&[0, 1], "preempted")));
+    assert_eq!(outcome.counts.num_received, 0);
+}
+
+#[test]
 fn a_failed_load_ends_after_its_last_read() {
     let mut consumer = consumer(true);
     let batches = consumer.announced(&ID, 3, &all()).unwrap();
