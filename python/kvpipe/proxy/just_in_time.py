@@ -3,7 +3,6 @@
 A prediction that is wrong, late or missing costs time only: at the latest D is asked when P has answered.
 """
 
-import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -187,15 +186,3 @@ class JustInTime:
         timing.answered_at_s = time.monotonic()
         if timing.error_s is not None:
             self.leads.answered(prefill_url, timing.error_s)
-
-    async def learn_backlog(self, decode_url: str, address: str, handoff: str, timeout_s: float) -> None:
-        """Ask D, which has answered, how long it read what was final when it came."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                result = await self._control.result(address, handoff, timeout_s)
-        except (KVPipeError, OSError) as error:
-            self._failures.note("control", address, f"result: {error or type(error).__name__}", time.monotonic())
-            return
-        # Of a load that failed it is no measure.
-        if result is not None and result.get("result") == "full" and "backlog_ms" in result:
-            self.leads.moved(decode_url, result["backlog_ms"] / 1000)
