@@ -37,7 +37,8 @@ class Moment:
     Attributes:
         kind: `due`: the predicted end of the prefill is no further away than was asked. `finished`: the prefill has
             ended. `watched`: a consumer has come. `gone`: nothing of that will come.
-        remaining_s: With `due`, seconds from the instance's answer to the predicted end, 0 when it has passed.
+        remaining_s: Seconds from the instance's answer to the predicted end, 0 when it has passed: with `due`, and
+            with `finished` if there was a prediction; otherwise `None`.
         reason: With `gone`, why.
     """
 

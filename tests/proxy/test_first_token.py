@@ -20,8 +20,8 @@ def prefilled(path=COMPLETIONS, text="ab", token=7):
     return answers(body=orjson.dumps(head | {"choices": [choice], "kv_transfer_params": params}))
 
 
-def held(*pieces):
-    """Streams its headers at once, the rest when `go` is set."""
+def held(*pieces, then=None):
+    """Streams its headers at once, the rest when `go` is set; `then` as in `streams`."""
     go = asyncio.Event()
 
     async def behaviour(request):
@@ -29,6 +29,8 @@ def held(*pieces):
         await go.wait()
         for piece in pieces:
             await response.write(piece)
+        if then is not None:
+            await then(request)
         return response
 
     return behaviour, go

@@ -154,7 +154,13 @@ def test_the_log_tells_how_a_handoff_was_timed(caplog):
 
 def test_the_lead_follows_the_admission_of_that_decode():
     async def scene():
-        async with timed() as (scene, s):
+        async def answers_once_measured(request):
+            answer = await scene.decode(request)
+            while "admission_ms" not in (await status_of(s, s.decode[0].handoffs[-1]))["dispatch"]:  # noqa: ASYNC110 - what is awaited is the proxy's
+                await asyncio.sleep(0.01)
+            return answer
+
+        async with timed(decode=[answers_once_measured]) as (scene, s):
             scene.may_answer.set()
             told = []
             for _ in range(2):
@@ -261,7 +267,7 @@ def measured(*seconds):
     return usual
 
 
-def test_a_lead_is_the_average_admission_and_a_margin():
+def test_a_lead_is_the_usual_admission_and_a_margin():
     leads = Leads()
     assert leads.lead_s("p", "d") == pytest.approx(0.2)
     leads.admitted("d", 0.03)
@@ -317,9 +323,44 @@ def test_predictions_that_are_too_early_never_make_a_lead_negative():
     assert leads.lead_s("p", "d") == 0.0
 
 
-def test_one_time_that_is_far_out_counts_as_less():
-    assert measured(*[0.1] * 20, 60.0).most_s < 0.2
+def test_one_time_that_is_far_out_hardly_counts():
+    assert measured(*[0.1] * 20, 60.0).most_s == pytest.approx(0.1)
+    around = [0.09, 0.1, 0.11, 0.1] * 5
+    assert measured(*around, 60.0).most_s == pytest.approx(measured(*around).most_s, abs=0.02)
+
+
+def test_times_that_vary_are_expected_within_twice_their_mean_deviation():
     assert measured(*[0.1, 0.3] * 20).most_s == pytest.approx(0.4, abs=0.05)
+
+
+def test_what_has_changed_is_what_is_usual_after_eight_measurements():
+    assert measured(*[0.1] * 20, *[0.4] * 8).most_s == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("first_s", [3.0, 1e9])
+def test_a_cold_first_admission_is_out_of_the_lead_after_two_more_requests(first_s):
+    leads = Leads()
+    for admission_s in (first_s, 0.1, 0.1):
+        leads.admitted("d", admission_s)
+    assert leads.lead_s("p", "d") == pytest.approx(0.12)
+
+
+@pytest.mark.parametrize("first_s", [-2.0, 3.0])
+def test_a_first_prediction_that_was_far_off_is_out_of_the_lead_after_two_more_requests(first_s):
+    leads = Leads()
+    leads.admitted("d", 0.1)
+    for error_s in (first_s, 0.0, 0.0):
+        leads.answered("p", error_s)
+    assert leads.lead_s("p", "d") == pytest.approx(0.12)
+
+
+def test_one_admission_of_3_s_among_steady_ones_hardly_moves_the_lead():
+    leads = Leads()
+    for admission_s in [0.1] * 20:
+        leads.admitted("d", admission_s)
+    for admission_s in (3.0, 0.1, 0.1):
+        leads.admitted("d", admission_s)
+        assert leads.lead_s("p", "d") == pytest.approx(0.12)
 
 
 def test_a_prediction_that_comes_too_late_lengthens_the_next_lead():

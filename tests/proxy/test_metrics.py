@@ -6,6 +6,8 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvpipe.control import Moment
+
 from .harness import (
     COMPLETIONS,
     EVENTS,
@@ -30,6 +32,11 @@ async def metrics(s):
         text = await response.text()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
+
+
+async def dispatch_of(s, handoff):
+    async with s.client.get(f"{s.url}/status/{handoff}") as response:
+        return orjson.loads(await response.read())["dispatch"]
 
 
 async def counted(s, *key, value=1):
@@ -97,13 +104,104 @@ def test_a_handoff_is_counted_by_the_result_that_status_tells():
     run(scene)
 
 
-def test_attempts_that_nobody_knows_are_counted_and_so_are_the_instances_that_were_replaced():
+def test_the_result_of_a_handoff_is_asked_for_once_for_metrics_and_leads():
+    async def scene():
+        control = RecordingControl()
+        control.results = {"d0.control:7100": {"result": "full", "bytes": 4096, "backlog_ms": 50.0}}
+        control.moment = Moment("finished")
+        async with stage(control=control, dispatch="just-in-time") as s:
+            handoffs = []
+            for num in (1, 2):
+                handoffs.append((await s.post())[2]["x-kvpipe-handoff"])
+                await counted(s, "kvpipe_handoffs_total", "full", value=num)
+                await asyncio.sleep(0.05)
+                assert control.asked == ["d0.control:7100"] * num
+            first, second = [await dispatch_of(s, handoff) for handoff in handoffs]
+            assert second["lead_ms"] == pytest.approx(first["admission_ms"] + 20 + 50, abs=0.01)
+
+    run(scene)
+
+
+class AnswersLater(RecordingControl):
+    """D's port, which knows a result only when it is asked for the second time."""
+
+    def __init__(self, result):
+        super().__init__()
+        self._later = result
+
+    async def result(self, address, handoff, timeout=5.0):  # noqa: ASYNC109 - the real one has it
+        self.asked.append(address)
+        return self._later if self.asked.count("d0.control:7100") > 1 else None
+
+
+@pytest.mark.parametrize(("told", "result"), [({"result": "aborted"}, "aborted"), (None, "unknown")])
+def test_a_decode_that_knows_no_result_yet_is_asked_once_more_after_a_while(monkeypatch, told, result):
+    monkeypatch.setattr("kvpipe.proxy.endings._ABORTED_AFTER_S", 0.05)
+
+    async def scene():
+        async with stage(decode=[never_ends], control=AnswersLater(told)) as s:
+            posting = asyncio.create_task(s.post())
+            await s.decode[0].asked.wait()
+            posting.cancel()
+            found = await counted(s, "kvpipe_handoffs_total", result)
+            assert [key for key in found if key[0] == "kvpipe_handoffs_total"] == [("kvpipe_handoffs_total", result)]
+            await asyncio.sleep(0.2)
+            assert s.control.asked.count("d0.control:7100") == 2
+
+    run(scene)
+
+
+def test_a_result_is_asked_for_once_where_decode_was_not_asked():
+    async def scene():
+        async with stage(prefill=[answers(404)]) as s:
+            await s.post()
+            await counted(s, "kvpipe_handoffs_total", "unknown")
+            assert s.control.asked == ["d0.control:7100", "p0.control:7100"]
+
+    run(scene)
+
+
+def test_a_proxy_that_stops_does_not_wait_before_it_asks_once_more(monkeypatch):
+    monkeypatch.setattr("kvpipe.proxy.endings._ABORTED_AFTER_S", 1000.0)
+
+    async def scene():
+        async with stage(control=AnswersLater({"result": "aborted"})) as s:
+            await s.post()
+            while len(s.control.asked) < 2:  # noqa: ASYNC110 - what is awaited is the proxy's
+                await asyncio.sleep(0.01)
+            assert s.control.asked.count("d0.control:7100") == 1
+        # It waits for what is under way for some seconds, and then cancels it.
+        assert s.control.asked.count("d0.control:7100") == 2
+
+    run(scene)
+
+
+def test_attempts_that_nobody_knows_are_counted_and_so_are_the_instances_that_were_replaced(monkeypatch):
+    monkeypatch.setattr("kvpipe.proxy.endings._ABORTED_AFTER_S", 0.0)
+
     async def scene():
         async with stage(prefill=[answers(500), answers()], decode=[answers(500), answers()]) as s:
             assert (await s.post())[0] == 200
             found = await counted(s, "kvpipe_handoffs_total", "unknown", value=3)
             assert found["kvpipe_replaced_instances_total", "failed", "prefill"] == 1
             assert found["kvpipe_replaced_instances_total", "failed", "decode"] == 1
+
+    run(scene)
+
+
+@pytest.mark.parametrize(("prefill", "asked"), [([answers(404)], 0), ([answers(500), answers()], 1)])
+def test_a_dispatch_is_counted_only_where_decode_is_asked(monkeypatch, prefill, asked):
+    monkeypatch.setattr("kvpipe.proxy.endings._ABORTED_AFTER_S", 0.0)
+
+    async def scene():
+        control = RecordingControl()
+        control.moment = Moment("gone", reason="preempted")
+        async with stage(prefill=prefill, control=control, dispatch="just-in-time") as s:
+            await s.post()
+            found = await counted(s, "kvpipe_handoffs_total", "unknown", value=len(prefill))
+            assert len(s.decode[0].bodies) == asked
+            assert found.get(("kvpipe_dispatches_total", "answer"), 0) == asked
+            assert found["kvpipe_dispatch_lead_seconds_count",] == asked
 
     run(scene)
 
@@ -115,9 +213,10 @@ def test_lead_and_error_of_a_prediction_are_those_that_status_tells():
             await s.decode[0].asked.wait()
             scene.may_answer.set()
             await posting
-            found = await counted(s, "kvpipe_dispatches_total", "due")
-            async with s.client.get(f"{s.url}/status/{handoff.hex()}") as response:
-                told = orjson.loads(await response.read())["dispatch"]
+            # Decode answers without prefill's KV, perhaps before prefill does.
+            found = await counted(s, "kvpipe_prediction_error_seconds_count", "early")
+            told = await dispatch_of(s, handoff.hex())
+            assert found["kvpipe_dispatches_total", "due"] == 1
             assert found["kvpipe_dispatch_lead_seconds_count",] == 1
             assert found["kvpipe_dispatch_lead_seconds_sum",] == pytest.approx(told["lead_ms"] / 1000, abs=1e-5)
             assert told["prediction_error_ms"] < 0
@@ -127,20 +226,42 @@ def test_lead_and_error_of_a_prediction_are_those_that_status_tells():
     run(scene)
 
 
-def test_a_token_that_is_shown_and_a_decode_that_contradicts_it_are_counted():
+@pytest.mark.parametrize(
+    ("pieces", "then", "reason"),
+    [((chunk("xb"), DONE), None, "contradicted"), ((), breaks_off, "failed")],
+)
+def test_a_token_that_is_shown_and_a_decode_that_is_replaced_for_it_are_counted(pieces, then, reason):
     async def scene():
-        first, go = held(chunk("xb"), DONE)
         second = streams(chunk("abcd", finish_reason="length"), DONE)
-        async with stage(prefill=[prefilled()], decode=[first, second]) as s:
-            async with s.client.post(s.url + COMPLETIONS, json=STREAMED) as response:
-                await response.content.readany()
-                go.set()
-                await response.content.read()
-            found = await counted(s, "kvpipe_requests_total", "answered")
-            assert found["kvpipe_first_tokens_shown_total",] == 1
-            assert found["kvpipe_replaced_instances_total", "contradicted", "decode"] == 1
+        found = await after_a_shown_token([second], *pieces, then=then)
+        assert found["kvpipe_first_tokens_shown_total",] == 1
+        assert replaced(found) == {("kvpipe_replaced_instances_total", reason, "decode"): 1}
 
     run(scene)
+
+
+def test_a_lone_decode_that_is_asked_again_is_not_counted_as_replaced():
+    async def scene():
+        found = await after_a_shown_token([], chunk("xb"), DONE, outcome="broken_off")
+        assert found["kvpipe_first_tokens_shown_total",] == 1
+        assert replaced(found) == {}
+
+    run(scene)
+
+
+async def after_a_shown_token(others, *pieces, then=None, outcome="answered"):
+    """The metrics after a stream in which the first decode has gone on so after the token was shown."""
+    first, go = held(*pieces, then=then)
+    async with stage(prefill=[prefilled()], decode=[first, *others]) as s:
+        async with s.client.post(s.url + COMPLETIONS, json=STREAMED) as response:
+            await response.content.readany()
+            go.set()
+            await response.content.read()
+        return await counted(s, "kvpipe_requests_total", outcome)
+
+
+def replaced(found):
+    return {key: value for key, value in found.items() if key[0] == "kvpipe_replaced_instances_total"}
 
 
 def test_a_token_that_is_not_shown_is_not_counted():

@@ -86,7 +86,8 @@ class _Proxy:
         if result is not None:
             return _json(HTTPStatus.OK, result | self._dispatch_of(handoff))
         if failures:
-            return _error(HTTPStatus.BAD_GATEWAY, f"result of {handoff}: {'; '.join(failures)}")
+            reasons = "; ".join(f"{address}: {reason}" for address, reason in failures.items())
+            return _error(HTTPStatus.BAD_GATEWAY, f"result of {handoff}: {reasons}")
         return _error(HTTPStatus.NOT_FOUND, f"no instance knows handoff {handoff}")
 
     def _dispatch_of(self, handoff: str) -> dict[str, Any]:

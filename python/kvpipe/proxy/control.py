@@ -13,7 +13,7 @@ class Moment(Protocol):
 
     @property
     def remaining_s(self) -> float | None:
-        """With `due`: seconds to the predicted end."""
+        """With `due`, and with `finished` if there was a prediction: seconds to the predicted end; else None."""
 
     @property
     def reason(self) -> str:

@@ -22,6 +22,7 @@ from kvpipe.proxy.bodies import CHAT_PATH, decode_body, plain_body, prefill_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.early import FirstToken, may_show
+from kvpipe.proxy.endings import Endings
 from kvpipe.proxy.failures import FailureLog
 from kvpipe.proxy.handoffs import RecentHandoffs
 from kvpipe.proxy.headers import HANDOFF
@@ -31,7 +32,7 @@ from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.results import Results
 from kvpipe.proxy.routing import RoundRobin, goes_to_decode_alone
 from kvpipe.proxy.tasks import OwnedTasks
-from kvpipe.proxy.upstream import Answer, Early, InstanceError, Upstream
+from kvpipe.proxy.upstream import Answer, Early, Fault, InstanceError, Upstream
 
 # With concurrent dispatch D's answer can be complete while P's is still on its way.
 _PREFILL_GRACE_S = 2.0
@@ -60,6 +61,7 @@ class Attempt:
         first_token: what P has sampled, where that can be shown before D says it.
         begins_with_it: whether D's stream will begin with that.
         timing: how D's part is timed, with just-in-time dispatch.
+        is_decode_asked: D has been asked, whether it answered or not.
         measuring: waits for D's admission.
         is_settled: it has ended, and its timing has been logged.
     """
@@ -72,6 +74,7 @@ class Attempt:
     first_token: asyncio.Future[FirstToken | None] | None = None
     begins_with_it: asyncio.Task[bool] | None = None
     timing: Timing | None = None
+    is_decode_asked: bool = False
     measuring: asyncio.Task[None] | None = None
     is_settled: bool = False
 
@@ -104,6 +107,7 @@ class Dispatcher:
         self.results = Results(control, self.recent, config.control_timeout_s)
         self._failures = FailureLog()
         self._timer = JustInTime(control, self._failures, config.silence_timeout_s)
+        self._endings = Endings(self.results, metrics, self._timer.leads, self._failures)
         self._is_timed = config.dispatch == "just-in-time"
         self._tasks = OwnedTasks()
 
@@ -118,6 +122,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Wait for what is still running, releases above all; cancel what takes too long."""
+        self._endings.close()
         await self._tasks.close(self._control_timeout_s + _PREFILL_GRACE_S)
 
     @asynccontextmanager
@@ -266,13 +271,16 @@ class Dispatcher:
         if answer.status == HTTPStatus.OK:
             if attempt.timing is not None:
                 self._timer.answered(attempt.timing, attempt.prefill.url)
+                self._metrics.prefill_answered(attempt.timing)
             return None
         attempt.may_hold_kv = False
         return answer
 
     async def _ask_decode(self, call: Call, attempt: Attempt) -> Answer:
         body = decode_body(call.body, attempt.handoff, attempt.prefill.control)
+        attempt.is_decode_asked = True
         if attempt.timing is not None:
+            self._metrics.dispatched(attempt.timing)
             whom = attempt.decode.url, attempt.prefill.control, attempt.handoff
             attempt.measuring = self._tasks.spawn(self._timer.measure(attempt.timing, *whom))
         first_token = attempt.first_token
@@ -282,20 +290,24 @@ class Dispatcher:
         if first_token is not None and is_shown and not answer.is_complete:
             begun = self._tasks.spawn(answer.piece())
             answer.early = Early(
-                first_token, begun, self._metrics.first_token_shown, lambda shown: self._ask_again(call, attempt, shown)
+                first_token,
+                begun,
+                self._metrics.first_token_shown,
+                lambda shown, fault: self._ask_again(call, attempt.decode, shown, fault),
             )
         return answer
 
-    async def _ask_again(self, call: Call, attempt: Attempt, shown: FirstToken) -> Answer:
+    async def _ask_again(self, call: Call, decode: Instance, shown: FirstToken, fault: Fault) -> Answer:
         """A stream that begins with the token that was shown; of another D, if there is one, and without P's KV.
 
         The handoff is a new one: a D that is asked again may not have ended the first request yet.
         """
-        self._metrics.replaced("decode", "contradicted")
-        others = [instance for instance in self._decode.order() if instance != attempt.decode]
-        attempt.decode = others[0] if others else attempt.decode
+        others = [instance for instance in self._decode.order() if instance != decode]
+        if others:
+            self._metrics.replaced("decode", fault)
+            decode = others[0]
         body = resumed_body(call.body, secrets.token_hex(16), shown.token)
-        answer = await self._post_to_decode(call, attempt.decode, body, awaits_first_byte=True)
+        answer = await self._post_to_decode(call, decode, body, awaits_first_byte=True)
         if answer.is_complete:
             raise _failed(answer)
         return answer
@@ -334,10 +346,8 @@ class Dispatcher:
         """End an attempt: P's request is aborted and its KV released unless D has answered."""
         _end_timing(attempt)
         if not attempt.is_settled:
-            self._tasks.spawn(self._count(attempt))
-            if is_delivered and attempt.timing is not None and attempt.decode.control:
-                whom = attempt.decode.url, attempt.decode.control, attempt.handoff
-                self._tasks.spawn(self._timer.learn_backlog(*whom, self._control_timeout_s))
+            ending = self._endings.take(attempt.handoff, attempt.decode, is_decode_asked=attempt.is_decode_asked)
+            self._tasks.spawn(ending)
         attempt.is_settled = True
         prefilling, attempt.prefilling = attempt.prefilling, None
         if is_delivered:
@@ -349,12 +359,6 @@ class Dispatcher:
         if attempt.may_hold_kv:
             attempt.may_hold_kv = False
             self._tasks.spawn(self._release(attempt))
-
-    async def _count(self, attempt: Attempt) -> None:
-        if attempt.timing is not None:
-            self._metrics.timed(attempt.timing)
-        result, _ = await self.results.ask(attempt.handoff)
-        self._metrics.handoff_ended(result)
 
     async def _let_end(self, attempt: Attempt, prefilling: asyncio.Task[Answer | None]) -> None:
         _, pending = await asyncio.wait({prefilling}, timeout=_PREFILL_GRACE_S)

@@ -3,9 +3,10 @@
 A prediction that is wrong, late or missing costs time only: at the latest D is asked when P has answered.
 """
 
-import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Literal
 
 from kvpipe.exceptions import KVPipeError
@@ -19,41 +20,45 @@ _MARGIN_S = 0.02
 # Errors of prediction and backlogs never have D asked earlier than this: until then its CPU is P's.
 _BOUND_S = 0.2
 _LONGEST_S = 5.0
-# Of a new measurement in an average.
-_WEIGHT = 0.2
-# How many mean deviations a time is expected to stray; further than twice that, and this, counts as that much.
+# Of these the median is taken: two after a first one that is far out, it is forgotten; five make a change usual.
+_NUM_REMEMBERED = 8
+# How many mean deviations a time is expected to stray.
 _NUM_DEVIATIONS = 2
-_LEAST_STRAY_S = 0.05
 
 Trigger = Literal["due", "finished", "answer"]
 
 
-@dataclass(slots=True)
 class Usual:
-    """What a time usually is, and how far it strays: moving averages, in which one that is far out counts as less.
+    """What a time usually is, and how far it strays, by the last 8 measurements; a single one far out hardly counts.
 
-    Attributes:
-        mean_s: the average; None before a measurement.
-        deviation_s: the average distance from it.
+    Args:
+        assumed_s: what it is before the first measurement, which replaces that.
     """
 
-    mean_s: float | None = None
-    deviation_s: float = 0.0
+    def __init__(self, assumed_s: float = 0.0) -> None:
+        self._assumed_s = assumed_s
+        self._latest_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
+
+    @property
+    def median_s(self) -> float:
+        """The middle of the measurements."""
+        return median(self._latest_s) if self._latest_s else self._assumed_s
+
+    @property
+    def deviation_s(self) -> float:
+        """The average distance from the median, the furthest measurement left out; 0 before the second one."""
+        around_s = self.median_s
+        *distances_s, _ = sorted(abs(each - around_s) for each in self._latest_s) or [0.0]
+        return fmean(distances_s) if distances_s else 0.0
 
     @property
     def most_s(self) -> float:
-        """What few go beyond; 0 before a measurement."""
-        return (self.mean_s or 0.0) + _NUM_DEVIATIONS * self.deviation_s
+        """What few go beyond."""
+        return self.median_s + _NUM_DEVIATIONS * self.deviation_s
 
     def measured(self, seconds: float) -> None:
-        """Take one more measurement; the first one counts as it is."""
-        if self.mean_s is None:
-            self.mean_s = seconds
-            return
-        furthest_s = 2 * _NUM_DEVIATIONS * self.deviation_s + _LEAST_STRAY_S
-        strayed_s = max(-furthest_s, min(furthest_s, seconds - self.mean_s))
-        self.mean_s += _WEIGHT * strayed_s
-        self.deviation_s += _WEIGHT * (abs(strayed_s) - self.deviation_s)
+        """Take one more measurement."""
+        self._latest_s.append(seconds)
 
 
 class Leads:
@@ -69,11 +74,11 @@ class Leads:
         self._errors: dict[str, Usual] = {}
 
     def lead_s(self, prefill_url: str, decode_url: str) -> float:
-        """Within 200 ms, unless D's admission alone takes longer on average; 5 s at most, 0 at least."""
+        """Within 200 ms, unless D's admission alone usually takes longer; 5 s at most, 0 at least."""
         admission = self._admissions.get(decode_url, Usual(_FIRST_ADMISSION_S))
         others = (self._backlogs.get(decode_url, Usual()), self._errors.get(prefill_url, Usual()))
         wanted_s = _MARGIN_S + admission.most_s + sum(usual.most_s for usual in others)
-        bound_s = max(_BOUND_S, _MARGIN_S + (admission.mean_s or 0.0))
+        bound_s = max(_BOUND_S, _MARGIN_S + admission.median_s)
         return max(0.0, min(wanted_s, bound_s, _LONGEST_S))
 
     def admitted(self, decode_url: str, admission_s: float) -> None:
@@ -181,15 +186,3 @@ class JustInTime:
         timing.answered_at_s = time.monotonic()
         if timing.error_s is not None:
             self.leads.answered(prefill_url, timing.error_s)
-
-    async def learn_backlog(self, decode_url: str, address: str, handoff: str, timeout_s: float) -> None:
-        """Ask D, which has answered, how long it read what was final when it came."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                result = await self._control.result(address, handoff, timeout_s)
-        except (KVPipeError, OSError) as error:
-            self._failures.note("control", address, f"result: {error or type(error).__name__}", time.monotonic())
-            return
-        # Of a load that failed it is no measure.
-        if result is not None and result.get("result") == "full" and "backlog_ms" in result:
-            self.leads.moved(decode_url, result["backlog_ms"] / 1000)

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 
 from kvpipe.proxy.bodies import BodyError
 from kvpipe.proxy.just_in_time import Timing
-from kvpipe.proxy.upstream import Answer
+from kvpipe.proxy.upstream import Answer, Fault, Role
 
 # From one step of an engine to the longest lead.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -86,10 +86,13 @@ class Metrics:
         self._bytes.inc(known.get("bytes", 0))
         self._recomputed.inc(known.get("recomputed_tokens", 0))
 
-    def timed(self, timing: Timing) -> None:
-        """Count a dispatch by prediction."""
+    def dispatched(self, timing: Timing) -> None:
+        """Count a just-in-time dispatch: decode is asked."""
         self._triggers.labels(timing.trigger).inc()
         self._lead.observe(timing.lead_s)
+
+    def prefill_answered(self, timing: Timing) -> None:
+        """Count the error of the prediction by which decode was asked, if there was one."""
         if timing.error_s is not None:
             self._error.labels("early" if timing.error_s < 0 else "late").observe(abs(timing.error_s))
 
@@ -97,7 +100,7 @@ class Metrics:
         """Count a token that a client has before decode has said anything."""
         self._shown.inc()
 
-    def replaced(self, role: str, reason: str) -> None:
+    def replaced(self, role: Role, reason: Fault) -> None:
         """Count an instance in whose place another one is asked."""
         self._replaced.labels(role, reason).inc()
 

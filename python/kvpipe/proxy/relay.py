@@ -12,7 +12,7 @@ from aiohttp import web
 
 from kvpipe.proxy.bodies import error_body
 from kvpipe.proxy.early import ContradictionError, FirstToken, Reconciled
-from kvpipe.proxy.upstream import Answer, Early, InstanceError
+from kvpipe.proxy.upstream import Answer, Early, Fault, InstanceError
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +87,11 @@ async def _after(shown: FirstToken, answer: Answer, early: Early) -> AsyncIterat
         if reconciled.has_passed:
             raise
         logger.warning("first_token.again url=%s: %s", answer.instance.url, error)
+        fault: Fault = "contradicted" if isinstance(error, ContradictionError) else "failed"
     else:
         return
     answer.close()
-    answer.replace_stream(await early.again(shown))
+    answer.replace_stream(await early.again(shown, fault))
     try:
         async for event in _reconciled(Reconciled(shown), answer):
             yield event

@@ -22,15 +22,15 @@ class Results:
         self._recent = recent
         self._timeout_s = timeout_s
 
-    async def ask(self, handoff: str) -> tuple[dict[str, Any] | None, list[str]]:
-        """The first result that is told, and who could not be asked before that."""
-        failures = []
+    async def ask(self, handoff: str) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """The first result that is told, and who could not be asked before that, with the reason."""
+        failures = {}
         for address in self._recent.addresses(handoff):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     result = await self._control.result(address, handoff, self._timeout_s)
             except (KVPipeError, OSError) as error:
-                failures.append(f"{address}: {error or type(error).__name__}")
+                failures[address] = str(error) or type(error).__name__
             else:
                 if result is not None:
                     return result, failures

@@ -17,6 +17,8 @@ from kvpipe.proxy.headers import response_headers
 from kvpipe.proxy.instances import Instance
 
 Role = Literal["prefill", "decode"]
+# What another instance is asked for: this one failed, or said something else than the token that was shown.
+Fault = Literal["failed", "contradicted"]
 
 # vLLM's uvicorn closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A POST
 # that meets that close fails and cannot safely be repeated, so ours are given up well before.
@@ -59,13 +61,13 @@ class Early:
         token: P's, or None when it cannot be shown.
         begun: the first bytes of the stream.
         shown: to be called when the token is shown.
-        again: asks for a stream that begins with that token, instead of the one that did not.
+        again: asks for a stream that begins with that token, instead of the one that did not, and why it did not.
     """
 
     token: asyncio.Future[FirstToken | None]
     begun: asyncio.Task[bytes]
     shown: Callable[[], None]
-    again: "Callable[[FirstToken], Awaitable[Answer]]"
+    again: "Callable[[FirstToken, Fault], Awaitable[Answer]]"
 
 
 @dataclass(slots=True)
