@@ -321,11 +321,11 @@ class Agent:
         is_committed: bool,
     ) -> None: ...
     def commit(self, handoff: bytes) -> None: ...
-    def cancel(self, handoff: bytes, reason: str, is_withdrawn: bool) -> None:  # noqa: FBT001 - a native method
-        """Ends a load. `is_withdrawn`: the producer has taken back what it announced, so that every block is missing."""
+    def cancel(self, handoff: bytes, reason: str, is_withdrawn: bool) -> None:
+        """Ends a load. `is_withdrawn`: its producer took back what it announced, so that every block is missing."""
 
     def drain(self) -> list[dict[str, Any]]:
-        """Events of handoffs: `whole` (all blocks are here, the sequence state is not), `loaded`, `failed`, `taken`, `log`."""
+        """Events of handoffs: `whole` (all blocks are here, the state is not), `loaded`, `failed`, `taken`, `log`."""
 
     def close(self) -> None:
         """Raises `TransferTimeoutError`, once closed, as long as UCX has not ended reads into memory of regions."""

@@ -246,7 +246,7 @@ def test_a_handoff_that_ends_between_steps_is_announced_no_further(pair: Pair) -
     before = pair.target["layer.0"][4].clone()
     pair.announce([3], first=1)
     assert received(pair.consumer) == {"consuming"}
-    assert pair.consumer.take_invalid_block_ids() == {4}
+    assert pair.consumer.take_invalid_block_ids() == {4, 5}
     assert torch.equal(pair.target["layer.0"][4], before)
 
 
@@ -338,7 +338,7 @@ def test_a_cancelled_load_is_reported_once_with_its_missing_blocks(pair: Pair) -
 
 @pytest.mark.parametrize(("is_withdrawn", "invalid"), [(True, {4, 5}), (False, {4})])
 def test_of_a_cancelled_load_blocks_that_are_here_count_unless_they_were_withdrawn(
-    pair: Pair, is_withdrawn: bool, invalid: set[int]
+    pair: Pair, *, is_withdrawn: bool, invalid: set[int]
 ) -> None:
     pair.announce([2])
     pair.load([5, 4])
