@@ -142,6 +142,13 @@ def test_a_rank_that_has_failed_counts_as_whole_no_more(engine: Engine) -> None:
     assert scene.step()[1].committed == []
 
 
+def test_an_aborted_request_whose_blocks_come_is_not_committed(scene: Scene) -> None:
+    scene.engine.abort(scene.request)
+    scene.blocks_are_here()
+    scene.say_finished()
+    assert scene.step()[1].committed == []
+
+
 def test_the_result_of_a_committed_load_counts_its_blocks(scene: Scene) -> None:
     scene.blocks_are_here()
     scene.say_finished()
