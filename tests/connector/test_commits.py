@@ -142,9 +142,13 @@ def test_a_rank_that_has_failed_counts_as_whole_no_more(engine: Engine) -> None:
     assert scene.step()[1].committed == []
 
 
-def test_an_aborted_request_whose_blocks_come_is_not_committed(scene: Scene) -> None:
+@pytest.mark.parametrize("is_whole_before", [True, False])
+def test_an_aborted_request_is_not_committed(scene: Scene, *, is_whole_before: bool) -> None:
+    if is_whole_before:
+        scene.blocks_are_here()
     scene.engine.abort(scene.request)
-    scene.blocks_are_here()
+    if not is_whole_before:
+        scene.blocks_are_here()
     scene.say_finished()
     assert scene.step()[1].committed == []
 
@@ -181,7 +185,7 @@ def test_a_producer_is_told_that_all_was_taken_when_the_workers_know_and_not_bef
     assert output.num_scheduled_tokens
     assert not scene.wire.watched[scene.handoff].is_over, "it would end the load that the workers still have"
     scene.end(output)
-    assert scene.wire.watched[scene.handoff].is_over
+    assert scene.wire.watched[scene.handoff].is_taken
 
 
 def test_a_second_end_of_a_committed_load_never_reaches_vllm(scene: Scene) -> None:

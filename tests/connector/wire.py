@@ -26,6 +26,7 @@ class Watched:
     is_finished: bool = False
     is_gone: bool = False
     is_over: bool = False
+    is_taken: bool = False
 
 
 class Wire:
@@ -93,7 +94,7 @@ class Wire:
     def unwatch(self, handoff: bytes, is_taken: bool) -> None:  # noqa: FBT001 - the native method's
         watched = self.watched[handoff]
         assert not is_taken or watched.is_finished, "only what is whole is taken"
-        watched.is_over = True
+        watched.is_over, watched.is_taken = True, is_taken
 
     def set_result(self, handoff: bytes, json: str) -> None:
         self.results.setdefault(handoff, []).append(json)

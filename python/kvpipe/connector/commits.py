@@ -57,7 +57,6 @@ class Commits:
         """Loads that the workers report as ended; never a second time what was committed: vLLM would die of it."""
         if output.finished_recving:
             output.finished_recving = output.finished_recving - set(self._untaken.values())
-            self._whole -= output.finished_recving
 
     def is_untaken(self, handoff: bytes) -> bool:
         """Whether a load was committed, and the workers may not know yet."""

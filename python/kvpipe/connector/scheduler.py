@@ -453,7 +453,6 @@ class SchedulerRole:
             return
         consumed.is_held = False
         if consumed.phase == "loading":
-            self._commits.is_over(consumed.request.request_id)
             self._step.cancels.append((consumed.handoff, event["reason"], event["is_withdrawn"]))
         elif consumed.phase in ("waiting", "opened"):
             consumed.phase, consumed.reason, consumed.is_lost = "gone", event["reason"], True
