@@ -248,7 +248,8 @@ impl Agent {
         })
     }
 
-    /// Consumer: begins to load; `Loaded` or `Failed` follows exactly once.
+    /// Consumer: begins to load; `Loaded` or `Failed` follows exactly once. A handoff that is being loaded is refused: `Log`
+    /// says so.
     pub fn load(&self, request: LoadRequest) -> Result<()> {
         check_positions(request.first, request.block_ids.len())?;
         self.node.send(Command::Load(request))
