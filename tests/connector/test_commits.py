@@ -6,7 +6,7 @@ import pytest
 
 from kvpipe.connector.commits import Commits
 from kvpipe.connector.metadata import StepMetadata, WorkerOutcomes
-from kvpipe.connector.scheduler import prompt_hash
+from kvpipe.connector.requests import prompt_hash
 from tests.connector.engine import NUM_BLOCKS, Engine, new_id, outcome
 from tests.connector.wire import Wire
 
@@ -22,10 +22,10 @@ class Scene:
     """A request that is being loaded; what is said elsewhere is in the test's hands."""
 
     def __init__(self, engine: Engine, num_ranks: int = 1) -> None:
-        engine.role._control.close()
+        engine.role._out.control.close()
         self.engine, self.wire = engine, Wire()
-        engine.role._control = self.wire
-        engine.role._commits = Commits(num_ranks)
+        engine.role._out.control = self.wire
+        engine.role._consuming._commits = Commits(num_ranks)
         handoff = new_id()
         self.handoff = bytes.fromhex(handoff)
         self.request: Request = engine.add(TOKENS, handoff=handoff, role="consume", producer="127.0.0.1:1")

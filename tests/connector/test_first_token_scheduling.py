@@ -9,7 +9,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvpipe import _kvpipe
 from kvpipe.connector.metadata import HandshakeMetadata
-from kvpipe.connector.scheduler import prompt_hash
+from kvpipe.connector.requests import prompt_hash
 from kvpipe.control import ControlClient
 from tests.connector.engine import BLOCK, Engine, outcome
 from tests.connector.test_scheduler import consuming, loading, opened, prompt, reported, until
@@ -31,7 +31,7 @@ def forced(engine: Engine, request: Request, handoff: bytes) -> int | None:
 
 def told(engine: Engine, handoff: bytes) -> None:
     """The producer's word on the sequence may come after that on its opening."""
-    until(lambda: engine.step() and engine.role._consumed.of(handoff).has_state)
+    until(lambda: engine.step() and engine.role._consuming._consumed.of(handoff).has_state)
 
 
 def loaded(engine: Engine, request: Request) -> None:
@@ -91,7 +91,7 @@ def test_a_request_whose_kv_is_all_cached_waits_for_the_producers_token(
     until(lambda: engine.step() and first.is_finished())
     request, handoff = consuming(engine, producer, tokens)
     producer.open(handoff, prompt_hash(request), request.num_prompt_tokens, 0, [("127.0.0.1:1", bytes(16))])
-    until(lambda: engine.step() and engine.role._consumed.of(handoff).phase == "opened")
+    until(lambda: engine.step() and engine.role._consuming._consumed.of(handoff).phase == "opened")
     for _ in range(20):
         assert not engine.step()[0].num_scheduled_tokens
     producer.finish(handoff, [THEIRS], "length", 0)
@@ -115,7 +115,7 @@ def test_the_producers_answer_names_the_token_unless_the_handoff_was_withdrawn(e
     for is_withdrawn in (False, True):
         request = engine.add(prompt(40), max_tokens=1, handoff=("0c" if is_withdrawn else "0d") * 16, role="produce")
         request.append_output_token_ids(5)
-        produced = engine.role._produced.get(request.request_id)
+        produced = engine.role._producing._produced.get(request.request_id)
         produced.is_open, produced.is_withdrawn = True, is_withdrawn
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         _, params = engine.role.finished(request)

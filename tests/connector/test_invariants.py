@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from vllm.v1.request import Request
 
-from kvpipe.connector.scheduler import prompt_hash
+from kvpipe.connector.requests import prompt_hash
 from tests.connector.engine import BLOCK, engine_config
 from tests.connector.world import THEIRS, Transfer, World
 

@@ -164,7 +164,7 @@ def failed(engine: Engine, request: Request, handoff: bytes) -> dict[str, Any]:
     assert request.num_output_tokens == 0
     engine.step()
     assert engine.num_free_blocks == FREE
-    assert len(engine.role._consumed) == 0
+    assert len(engine.role._consuming) == 0
     result = reported(engine, handoff.hex())
     assert (result["result"], result["computed_tokens"]) == ("failed", 0)
     return result
@@ -264,7 +264,7 @@ def test_a_preempted_request_whose_producer_is_gone_is_computed(engine: Engine, 
     engine.step(**lost(loading(engine, request), [1]))
     assert scheduled(engine, request) == STEP_TOKENS
     producer.withdraw(handoff, "its lease ended")
-    until(lambda: engine.role._take_events() or not engine.role._consumed.of(handoff).is_held)
+    until(lambda: engine.role._take_events() or not engine.role._consuming._consumed.of(handoff).is_held)
     preempt_all(engine)
     output, metadata = engine.step()
     assert (output.num_scheduled_tokens, metadata.loads) == ({request.request_id: STEP_TOKENS}, [])

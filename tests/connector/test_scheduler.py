@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.request import Request
 
 from kvpipe import _kvpipe
-from kvpipe.connector.scheduler import prompt_hash
+from kvpipe.connector.requests import prompt_hash
 from kvpipe.control import ControlClient
 from tests.connector.engine import BLOCK, NUM_BLOCKS, Engine, new_id, outcome
 
@@ -221,7 +221,7 @@ def test_an_abort_during_a_load_frees_its_blocks_only_when_the_worker_has_ended_
     assert engine.num_free_blocks == FREE - 4
     engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request, is_loaded=False))
     assert engine.num_free_blocks == FREE
-    assert len(engine.role._consumed) == 0
+    assert len(engine.role._consuming) == 0
 
 
 def test_an_abort_after_a_load_frees_its_blocks(engine: Engine, producer: _kvpipe.Control) -> None:
@@ -232,7 +232,7 @@ def test_an_abort_after_a_load_frees_its_blocks(engine: Engine, producer: _kvpip
     engine.abort(request)
     engine.step()
     assert engine.num_free_blocks == FREE
-    assert len(engine.role._consumed) == 0
+    assert len(engine.role._consuming) == 0
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_an_abort_after_a_load_frees_its_blocks(engine: Engine, producer: _kvpip
 )
 def test_bad_parameters_are_ignored(engine: Engine, params: dict[str, Any]) -> None:
     request = engine.add(prompt(40), **params)
-    assert len(engine.role._consumed) == len(engine.role._produced) == 0
+    assert len(engine.role._consuming) == len(engine.role._producing) == 0
     assert scheduled(engine, request) == 40
 
 
@@ -334,7 +334,7 @@ def test_blocks_are_held_until_the_worker_has_sent_them(engine: Engine) -> None:
     assert metadata.held == [(handoff, request.request_id)]
     engine.step(finished_sending={request.request_id})
     assert engine.num_free_blocks == FREE
-    assert len(engine.role._produced) == 0
+    assert len(engine.role._producing) == 0
 
 
 def test_a_release_ends_the_loan(engine: Engine) -> None:
@@ -503,7 +503,7 @@ def test_the_prediction_follows_the_measured_speed_and_the_tokens_left(
 ) -> None:
     now, told = [0.0], []
     monkeypatch.setattr("kvpipe.connector.scheduler.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(engine.role, "_control", Told(engine.role._control, told))
+    monkeypatch.setattr(engine.role._out, "control", Told(engine.role._out.control, told))
     update = engine.role.update
 
     def slowly(output: Any) -> None:

@@ -81,8 +81,8 @@ class World:
 
     def __init__(self, config: VllmConfig) -> None:
         self.engine = Engine(config, NUM_BLOCKS)
-        self.engine.role._control.close()
-        self.wire = self.engine.role._control = Wire()
+        self.engine.role._out.control.close()
+        self.wire = self.engine.role._out.control = Wire()
         self.cache = Cache()
         self.transfers: dict[str, Transfer] = {}
         self.lent: dict[bytes, Lending] = {}
@@ -353,7 +353,7 @@ class World:
         assert not self.held
         assert not self.lent, "consumers were not told that blocks are not lent any more"
         assert self.engine.num_free_blocks == NUM_FREE
-        assert len(self.engine.role._produced) == len(self.engine.role._consumed) == 0
+        assert len(self.engine.role._producing) == len(self.engine.role._consuming) == 0
         assert all(lent.state == "ended" for lent in self.wire.lent.values()), "a handoff outlives its request"
         assert all(len(results) == 1 for results in self.wire.results.values()), "a handoff has one result"
         assert self.wire.results.keys() == self.wire.watched.keys(), "each consumed handoff has a result"

@@ -1,0 +1,272 @@
+"""The scheduler role as a consumer: requests whose KV another engine computes, from their arrival to their result."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+from kvpipe.connector.commits import Commits
+from kvpipe.connector.metadata import Load, merge
+from kvpipe.connector.requests import Consumed, Handoffs, prompt_hash
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvpipe.connector.obstacles import Obstacles
+    from kvpipe.connector.outbox import Outbox
+
+logger = init_logger("vllm.kvpipe.scheduler")
+
+
+class Consuming:
+    """Handoffs that this engine takes.
+
+    Args:
+        outbox: Where producers and workers are told.
+        obstacles: What speaks against the producer's first token.
+        block_size: Tokens of a block.
+        vocab_size: Tokens that the sampler knows.
+        num_ranks: Workers of this engine.
+        is_recomputed: Whether KV that is lost is computed here, instead of failing its request.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        obstacles: Obstacles,
+        *,
+        block_size: int,
+        vocab_size: int,
+        num_ranks: int,
+        is_recomputed: bool,
+    ) -> None:
+        self._out = outbox
+        self._obstacles = obstacles
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._is_recomputed = is_recomputed
+        self._consumed: Handoffs[Consumed] = Handoffs()
+        self._commits = Commits(num_ranks)
+
+    def __contains__(self, request_id: str) -> bool:
+        return self._consumed.get(request_id) is not None
+
+    def __len__(self) -> int:
+        return len(self._consumed)
+
+    def add(self, request: Request, consumed: Consumed) -> None:
+        """Takes a new request; unless it needs nothing from the producer, its handoff is watched from now on."""
+        consumed.obstacle = self._obstacles.of(request)
+        self._check_first_token(consumed)
+        self._consumed.add(request.request_id, consumed)
+        if consumed.phase == "waiting":
+            # At once, not when the request is scheduled: a watch keeps the producer's lease while it queues here.
+            self._out.control.watch(consumed.handoff, consumed.producer)
+
+    def _check_first_token(self, consumed: Consumed) -> None:
+        token = consumed.first_token
+        if token is not None and not 0 <= token < self._vocab_size:
+            # The sampler would die of it, and the engine with it.
+            consumed.obstacle = f"first token {token} is outside the vocabulary of {self._vocab_size}"
+
+    def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens come from the producer: `(None, False)` as long as it has not opened the handoff."""
+        consumed = self._consumed.get(request.request_id)
+        if consumed is None:
+            return 0, False
+        consumed.note_preemptions()
+        if consumed.phase == "waiting":
+            return None, False
+        # vLLM computes the last prompt token itself in any case: alone, it is nothing to move.
+        wanted = request.num_prompt_tokens - num_local_tokens
+        has_output = request.num_tokens != request.num_prompt_tokens
+        is_wanted = wanted > 1 and not has_output
+        if consumed.phase == "opened" and self._is_same_prompt(consumed, request):
+            if not is_wanted and not has_output and consumed.awaits_first_token():
+                return None, False
+            if not is_wanted:
+                self._give_up(consumed, "everything was in the own prefix cache")
+        if is_wanted and (consumed.phase == "opened" or self._fails(consumed)):
+            consumed.num_local_tokens = num_local_tokens
+            return wanted, True
+        return 0, False
+
+    def _fails(self, consumed: Consumed) -> bool:
+        """Whether a request fails whose KV cannot come. vLLM lets it fail by a load, so one is claimed, and refused."""
+        return consumed.phase == "gone" and consumed.is_lost and not self._is_recomputed
+
+    def _is_same_prompt(self, consumed: Consumed, request: Request) -> bool:
+        """Compares prompts once: a full engine asks for its first request in every step."""
+        if consumed.is_same_prompt is None and consumed.opening is not None:
+            theirs = consumed.opening["prompt_hash"], consumed.opening["num_tokens"]
+            consumed.is_same_prompt = theirs == (prompt_hash(request), request.num_prompt_tokens)
+            if not consumed.is_same_prompt:
+                self._give_up(consumed, "the producer computed another prompt")
+                consumed.is_lost = True
+        return bool(consumed.is_same_prompt)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks have been allocated: begins the load that goes there."""
+        consumed = self._consumed.get(request.request_id)
+        if consumed is None or num_external_tokens == 0:
+            if consumed is not None and consumed.phase in ("waiting", "opened"):
+                self._give_up(consumed, "the scheduler did not want it")
+            return
+        if consumed.phase == "opened" or self._fails(consumed):
+            first = consumed.num_local_tokens // self._block_size
+            end = -(-(consumed.num_local_tokens + num_external_tokens) // self._block_size)
+            self._begin_load(consumed, first, list(blocks.get_block_ids()[0][first:end]))
+
+    def _begin_load(self, consumed: Consumed, first: int, block_ids: list[int]) -> None:
+        refusal = consumed.reason if consumed.phase == "gone" else ""
+        opening = {} if refusal or consumed.opening is None else consumed.opening
+        consumed.phase, consumed.outcome, consumed.whole = "loading", None, []
+        self._out.trace.instant("admitted", consumed.handoff, blocks=len(block_ids))
+        self._out.step.loads.append(
+            Load(
+                request_id=consumed.request.request_id,
+                handoff=consumed.handoff,
+                generation=opening.get("generation", 0),
+                first=first,
+                block_ids=block_ids,
+                ranks=opening.get("ranks", []),
+                is_committed=consumed.has_state,
+                refusal=refusal,
+            )
+        )
+
+    def _give_up(self, consumed: Consumed, reason: str) -> None:
+        consumed.phase, consumed.reason = "gone", reason
+        self._out.control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
+
+    def scheduled(self, request_id: str, num_before: int, num_new: int) -> None:
+        """A request takes part in the step: its first token may have to be forced, its prompt may be done."""
+        self._force(request_id)
+        self._count(request_id, num_before, num_new)
+
+    def _force(self, request_id: str) -> None:
+        """Has the producer's token come first; said until there is an output, for the step may be preempted."""
+        consumed = self._consumed.get(request_id)
+        if consumed is None or consumed.first_token is None or consumed.obstacle:
+            return
+        if consumed.request.num_output_tokens == 0:
+            self._out.step.first_tokens[consumed.handoff] = consumed.first_token
+            consumed.is_forced = True
+
+    def _count(self, request_id: str, num_before: int, num_new: int) -> None:
+        """Counts the prompt tokens that a consuming request computes itself; reports when its prompt is done."""
+        consumed = self._consumed.get(request_id)
+        if consumed is None or consumed.is_reported:
+            return
+        consumed.num_computed += max(0, min(num_before + num_new, consumed.num_prompt_tokens) - num_before)
+        if num_before + num_new >= consumed.num_prompt_tokens:
+            self._out.trace.instant("scheduled", consumed.handoff)
+            self._report(consumed)
+
+    def _report(self, consumed: Consumed) -> None:
+        consumed.is_reported, consumed.is_held = True, False
+        # The producer must not be told before our workers know of a commit: it would end the load that they have.
+        if not self._commits.is_untaken(consumed.handoff):
+            self._out.control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
+        report = consumed.report()
+        self._out.control.set_result(consumed.handoff, json.dumps(report))
+        fields = " ".join(f"{name}={value}" for name, value in report.items() if value != "")
+        logger.info("handoff.end %s", fields)
+
+    def hear(self, words: Any, output: KVConnectorOutput) -> None:
+        """Takes the workers' word: how loads ended, which have all blocks, and which commits they know of."""
+        for request_id, outcome in getattr(words, "outcomes", {}).items():
+            self._note_outcome(request_id, outcome)
+        for request_id, ranks in getattr(words, "whole", {}).items():
+            if (consumed := self._consumed.get(request_id)) is not None:
+                self._commits.blocks_are_here(request_id, consumed, ranks)
+        for handoff in getattr(words, "taken", ()):
+            self._commits.taken(handoff)
+            self._out.control.unwatch(handoff, True)  # noqa: FBT003 - a native method
+        self._commits.ended(output)
+
+    def end(self, output: KVConnectorOutput) -> None:
+        """Adds to the ended loads what was committed here, and takes leave of all of them."""
+        self._commits.tell(output)
+        for request_id in output.finished_recving or ():
+            self._received(request_id)
+
+    def _note_outcome(self, request_id: str, outcome: dict[str, Any]) -> None:
+        consumed = self._consumed.get(request_id)
+        # What was committed stays as it was then, whatever ends the producer's handoff afterwards.
+        if consumed is not None and not self._commits.is_untaken(consumed.handoff):
+            # One rank's word may come steps before the last one's.
+            consumed.outcome = outcome if consumed.outcome is None else merge(consumed.outcome, outcome)
+            self._commits.is_over(request_id)
+
+    def _received(self, request_id: str) -> None:
+        self._commits.is_over(request_id)
+        consumed = self._consumed.get(request_id)
+        if consumed is None:
+            return
+        is_loaded = consumed.outcome is not None and consumed.outcome["is_loaded"]
+        consumed.phase = "done"
+        self._out.trace.instant("received", consumed.handoff)
+        if is_loaded:
+            consumed.is_held = False
+        if is_loaded and not self._commits.is_untaken(consumed.handoff):
+            self._out.control.unwatch(consumed.handoff, True)  # noqa: FBT003 - a native method
+        # Of one that is not, the producer keeps the blocks until the prompt is computed: see `note_preemptions`.
+        if consumed.ending:
+            self._forget(request_id, consumed)
+
+    def finished(self, request: Request) -> None:
+        """A request has finished: a load that still runs is cancelled, else its result is written."""
+        consumed = self._consumed.get(request.request_id)
+        if consumed is None:
+            return
+        consumed.ending = "failed" if request.status == RequestStatus.FINISHED_ERROR else "aborted"
+        if consumed.phase == "loading":
+            self._commits.is_over(request.request_id)
+            # The worker still writes into the blocks: vLLM frees them when it reports the end of the load.
+            self._out.step.cancels.append((consumed.handoff, "the request was aborted", False))
+            return
+        if consumed.phase in ("waiting", "opened"):
+            self._give_up(consumed, "the request was aborted")
+        self._forget(request.request_id, consumed)
+
+    def _forget(self, request_id: str, consumed: Consumed) -> None:
+        self._consumed.pop(request_id)
+        if not consumed.is_reported:
+            self._report(consumed)
+
+    def on_opened(self, event: dict[str, Any]) -> None:
+        """The producer has scheduled the request."""
+        consumed = self._consumed.of(event["handoff"])
+        if consumed is not None and consumed.phase == "waiting":
+            consumed.phase, consumed.opening, consumed.is_held = "opened", event, True
+
+    def on_finished(self, event: dict[str, Any]) -> None:
+        """The sequence state is here."""
+        consumed = self._consumed.of(event["handoff"])
+        if consumed is None:
+            return
+        consumed.has_state = True
+        if consumed.first_token is None and event["output_ids"] and self._is_same_prompt(consumed, consumed.request):
+            consumed.first_token = event["output_ids"][0]
+            self._check_first_token(consumed)
+        if self._commits.state_is_here(consumed.request.request_id, consumed):
+            self._out.step.committed.append(consumed.handoff)
+        elif consumed.phase == "loading":
+            self._out.step.commits.append(consumed.handoff)
+
+    def on_gone(self, event: dict[str, Any]) -> None:
+        """Nothing (more) will come."""
+        consumed = self._consumed.of(event["handoff"])
+        if consumed is None:
+            return
+        consumed.is_held = False
+        if consumed.phase == "loading":
+            self._out.step.cancels.append((consumed.handoff, event["reason"], event["is_withdrawn"]))
+        elif consumed.phase in ("waiting", "opened"):
+            consumed.phase, consumed.reason, consumed.is_lost = "gone", event["reason"], True

@@ -1,0 +1,173 @@
+"""The scheduler role as a producer: requests whose KV another engine takes, until the loan ends."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from kvpipe.connector.prediction import PrefillClock
+from kvpipe.connector.requests import Handoffs, Produced, prompt_hash
+from kvpipe.connector.steps import written_blocks
+from kvpipe.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvpipe.connector.outbox import Outbox
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_STOPPED: "stop",
+}
+
+
+class Producing:
+    """Handoffs that this engine lends.
+
+    Args:
+        outbox: Where consumers and workers are told.
+        block_size: Tokens of a block.
+
+    Attributes:
+        ranks: Address and incarnation of each of this engine's workers, once known.
+        manager: Knows the blocks of each request; `None` before vLLM gives it.
+    """
+
+    def __init__(self, outbox: Outbox, block_size: int) -> None:
+        self.ranks: list[tuple[str, bytes]] = []
+        self.manager: KVCacheManager | None = None
+        self._out = outbox
+        self._block_size = block_size
+        self._produced: Handoffs[Produced] = Handoffs()
+        self._num_local_tokens: dict[str, int] = {}
+        self._clock = PrefillClock()
+
+    def __len__(self) -> int:
+        return len(self._produced)
+
+    def add(self, request: Request, produced: Produced) -> None:
+        """Takes a new request.
+
+        Raises:
+            ConfigError: The workers' addresses are unknown.
+        """
+        if not self.ranks:
+            message = "this engine cannot lend: its workers' addresses are unknown"
+            raise ConfigError(message)
+        self._produced.add(request.request_id, produced)
+        self._out.control.expect(produced.handoff)
+
+    def allocated(self, request: Request) -> None:
+        """Blocks have been allocated: opens the handoff."""
+        produced = self._produced.get(request.request_id)
+        if produced is not None and not produced.is_open:
+            produced.is_open = True
+            self._out.trace.instant("opened", produced.handoff)
+            hashed = prompt_hash(request)
+            self._out.control.open(produced.handoff, hashed, request.num_prompt_tokens, 0, self.ranks)
+
+    def matched(self, request_id: str, num_local_tokens: int) -> None:
+        """So many tokens of a request were in this engine's own cache."""
+        self._num_local_tokens[request_id] = num_local_tokens
+
+    def begin_step(self, num_tokens: int, now_s: float) -> None:
+        """A step of so many tokens, of all requests together, is scheduled."""
+        self._clock.scheduled(num_tokens, now_s)
+
+    def scheduled(self, output: SchedulerOutput, request_id: str, num_before: int, num_new: int, now_s: float) -> None:
+        """A request takes part in the step: predicts when its prefill ends, and announces its final blocks."""
+        self._predict(request_id, num_before, num_new, now_s)
+        self._announce(output, request_id, num_before, num_new)
+
+    def end_step(self) -> None:
+        """All of the step's requests have been said."""
+        self._num_local_tokens.clear()
+
+    def _announce(self, output: SchedulerOutput, request_id: str, num_before: int, num_new: int) -> None:
+        """Announces the blocks that are final before this step, and those that are after it."""
+        produced = self._produced.get(request_id)
+        if produced is None or not produced.is_open or produced.is_withdrawn or self.manager is None:
+            return
+        block_ids = self.manager.get_block_ids(request_id)[0]
+        if produced.num_cached_tokens is None:
+            produced.num_cached_tokens = num_before
+            written = written_blocks(output, self.manager, self._num_local_tokens, self._block_size)
+            cached = itertools.takewhile(
+                lambda block: block not in written, block_ids[: num_before // self._block_size]
+            )
+            self._out.step.cached.extend(produced.announce(list(cached)))
+        num_final = produced.num_final(num_before + num_new, self._block_size)
+        self._out.step.finals.extend(produced.announce(list(block_ids[produced.num_announced : num_final])))
+
+    def _predict(self, request_id: str, num_before: int, num_new: int, now_s: float) -> None:
+        """Says when a producing request's prefill will end, if its engine's speed is known."""
+        produced = self._produced.get(request_id)
+        if produced is None or not produced.is_open or num_new < 1 or num_before >= produced.num_prompt_tokens:
+            return
+        remaining_s = self._clock.remaining_s(produced.num_prompt_tokens - num_before, num_new, now_s)
+        if remaining_s is not None:
+            self._out.control.progress(produced.handoff, remaining_s)
+        beyond_s = self._clock.beyond_s(produced.num_prompt_tokens - num_before, num_new)
+        if beyond_s is not None:
+            self._out.step.progress.append((produced.handoff, beyond_s))
+            self._out.step.control = self._out.control.address or ""
+
+    def preempted(self, request_id: str) -> None:
+        """Its blocks may change: consumers are told."""
+        produced = self._produced.pop(request_id)
+        if produced is not None:
+            self._withdraw(produced, "the producer preempted the request")
+
+    def _withdraw(self, produced: Produced, reason: str) -> None:
+        """Before blocks may change: consumers are told, and the worker stops announcing them."""
+        self._out.control.withdraw(produced.handoff, reason)
+        self._out.step.ended.append((produced.handoff, reason))
+
+    def step_ended(self, now_s: float) -> None:
+        """The oldest step under way has ended."""
+        self._clock.ended(now_s)
+
+    def sent(self, request_id: str) -> None:
+        """Nobody reads a held request's blocks any more."""
+        self._produced.pop(request_id)
+
+    def withdraw_invalid(self, invalid_block_ids: set[int]) -> None:
+        """Another connector of a MultiConnector could not load what this one has announced as final."""
+        for produced in self._produced.values():
+            if not invalid_block_ids.isdisjoint(produced.announced_ids):
+                self._withdraw(produced, "the producer has to compute its blocks again")
+                produced.is_withdrawn = True
+
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """A request has finished: whether its blocks are held for a consumer, and what its answer says about it."""
+        produced = self._produced.get(request.request_id)
+        if produced is None:
+            return False, None
+        reason = _FINISH_REASONS.get(request.status)
+        if reason is None or not produced.is_open or produced.is_withdrawn:
+            self._produced.pop(request.request_id)
+            self._withdraw(produced, f"the producer ended the request: {request.status.name}")
+            return False, None
+        produced.is_held = True
+        self._out.trace.instant("sampled", produced.handoff)
+        self._out.step.held.append((produced.handoff, request.request_id))
+        self._out.control.finish(
+            produced.handoff, list(request.output_token_ids), reason, produced.num_cached_tokens or 0
+        )
+        facts = {
+            "handoff": produced.handoff.hex(),
+            "num_tokens": produced.num_prompt_tokens,
+            "first_token": request.output_token_ids[0],
+        }
+        return True, {"kvpipe": facts}
+
+    def on_released(self, event: dict[str, Any]) -> None:
+        """Nobody will read a produced request's blocks (any more)."""
+        produced = self._produced.of(event["handoff"])
+        if produced is not None:
+            self._out.step.ended.append((produced.handoff, event["reason"]))
+            produced.is_withdrawn = True
