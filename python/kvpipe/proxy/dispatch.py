@@ -23,6 +23,15 @@ from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.early import FirstToken, may_show
 from kvpipe.proxy.endings import Endings
+from kvpipe.proxy.exchanges import (
+    discard,
+    failed,
+    has_answer,
+    has_begun,
+    has_nothing_to_show,
+    last_word,
+    without_server_error,
+)
 from kvpipe.proxy.failures import FailureLog
 from kvpipe.proxy.handoffs import RecentHandoffs
 from kvpipe.proxy.headers import HANDOFF
@@ -158,7 +167,7 @@ class Dispatcher:
                     error.answer.headers[HANDOFF] = attempt.handoff  # its result says why
                 del left[error.role][0]
                 if not left[error.role]:
-                    return _last_word(error), None
+                    return last_word(error), None
                 self._metrics.replaced(error.role, "failed")
 
     async def _decode_alone(self, call: Call) -> Answer:
@@ -174,7 +183,7 @@ class Dispatcher:
                 return await self._checked(ask(instances.pop(0)))
             except InstanceError as error:
                 if not instances:
-                    return _last_word(error)
+                    return last_word(error)
 
     async def _attempt(self, call: Call, attempt: Attempt) -> Answer:
         attempt.timing = self._begin_timing(attempt)
@@ -233,23 +242,23 @@ class Dispatcher:
         decoding = self._tasks.spawn(self._ask_decode(call, attempt))
         try:
             await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
-            if _has_answer(decoding) and (early := decoding.result().early) is not None:
+            if has_answer(decoding) and (early := decoding.result().early) is not None:
                 either: set[asyncio.Task[Any]] = {prefilling, early.begun}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not _has_begun(decoding) and prefilling.done():
+            if not has_begun(decoding) and prefilling.done():
                 refusal = prefilling.result()
                 if refusal is not None:
-                    _discard(decoding)
+                    discard(decoding)
                     return refusal
             return await self._unless_shown(await decoding)
         except BaseException:
-            _discard(decoding)
+            discard(decoding)
             raise
 
     async def _unless_shown(self, answer: Answer) -> Answer:
         """A stream of which nothing is shown early, with its first bytes: until then another D can be asked."""
         early = answer.early
-        if early is not None and (early.begun.done() or _has_nothing_to_show(early)):
+        if early is not None and (early.begun.done() or has_nothing_to_show(early)):
             answer.body = await self._noted(early.begun)
             answer.early = None
         return answer
@@ -309,7 +318,7 @@ class Dispatcher:
         body = resumed_body(call.body, secrets.token_hex(16), shown.token)
         answer = await self._post_to_decode(call, decode, body, awaits_first_byte=True)
         if answer.is_complete:
-            raise _failed(answer)
+            raise failed(answer)
         return answer
 
     async def _post_to_decode(self, call: Call, instance: Instance, body: bytes, *, awaits_first_byte: bool) -> Answer:
@@ -332,7 +341,7 @@ class Dispatcher:
 
     async def _checked(self, exchange: Awaitable[Answer]) -> Answer:
         """An answer that is no server error; else the instance's failure, logged."""
-        return await self._noted(_without_server_error(exchange))
+        return await self._noted(without_server_error(exchange))
 
     async def _noted(self, exchange: Awaitable[T]) -> T:
         try:
@@ -389,47 +398,3 @@ def _end_timing(attempt: Attempt) -> None:
     if attempt.timing is not None and not attempt.is_settled:
         fields = " ".join(f"{name}={value}" for name, value in attempt.timing.report().items())
         logger.debug("handoff.dispatch handoff=%s %s", attempt.handoff, fields)
-
-
-def _has_answer(task: asyncio.Task[Answer]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
-
-
-async def _without_server_error(exchange: Awaitable[Answer]) -> Answer:
-    answer = await exchange
-    if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise _failed(answer)
-    return answer
-
-
-def _has_nothing_to_show(early: Early) -> bool:
-    return early.token.done() and early.token.result() is None
-
-
-def _has_begun(decoding: asyncio.Task[Answer]) -> bool:
-    """Whether D's answer is there, a stream's first bytes or early end included."""
-    if not _has_answer(decoding):
-        return False
-    early = decoding.result().early
-    return early is None or early.begun.done()
-
-
-def _discard(decoding: asyncio.Task[Answer]) -> None:
-    """Abort D's exchange at whatever point it is."""
-    if _has_answer(decoding):
-        decoding.result().close()
-    else:
-        decoding.cancel()
-
-
-def _failed(answer: Answer) -> InstanceError:
-    excerpt = answer.body[:200].decode(errors="replace")
-    reason = f"answered {answer.status}: {excerpt}"
-    return InstanceError(answer.role, answer.instance, reason, answer=answer)
-
-
-def _last_word(error: InstanceError) -> Answer:
-    """What the client gets when nobody is left to ask: D's own error, else the exception."""
-    if error.role == "decode" and error.answer is not None:
-        return error.answer
-    raise error
