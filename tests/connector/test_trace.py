@@ -36,6 +36,7 @@ def test_schedulers_trace_the_life_of_a_handoff(new_engine: Callable[..., Engine
     for _ in range(2):
         prefill.step()
     loading(decode, request)
+    until(lambda: order(read(trace), "finished"))
     decode.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
     assert scheduled(decode, request) == 1
     events = read(trace)
