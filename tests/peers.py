@@ -217,34 +217,56 @@ def say_garbage(address, seed):
             connection.recv(MIB)
 
 
-def interrupted(end):
-    """Waits without end in Python's main thread; says how that ended, and what is received afterwards."""
-    receiver = Pipe.listen()
-    sender = Pipe.connect(receiver.address)
-    silent = socket.create_server(("127.0.0.1", 0))
-    address = "{}:{}".format(*silent.getsockname())
-    agent = Agent()
+def endless_waits(receiver, sender):
+    """What waits for something that never comes, by name."""
+    silent, agent = socket.create_server(("127.0.0.1", 0)), Agent()
+
+    def address():
+        return "{}:{}".format(*silent.getsockname())
 
     def close():
         sender.send_tensor(np.zeros(1))
         sender.close(timeout=None)
 
-    waits = {
+    return {
         "recv": receiver.recv_tensor,
         "send": lambda: sender.send_tensor(np.ones(LARGE, np.uint8)),
         "wait": lambda: sender.isend_tensor(np.ones(LARGE, np.uint8)).wait(),
         "close": close,
-        "connect": lambda: Pipe.connect(address, timeout=100),
-        "agent": lambda: agent.connect(address, timeout=None),
+        "connect": lambda: Pipe.connect(address(), timeout=100),
+        "agent": lambda: agent.connect(address(), timeout=None),
     }
+
+
+def interrupted(end):
+    """Waits without end in Python's main thread; says how that ended, and what is received afterwards."""
+    receiver = Pipe.listen()
+    sender = Pipe.connect(receiver.address)
+    wait = endless_waits(receiver, sender)[end]
     say("waiting")
     try:
-        waits[end]()
+        wait()
     except KeyboardInterrupt:
         say("KeyboardInterrupt")
     if end == "recv":
         works = [sender.isend_tensor(np.full(size, size)) for size in (1, MIB)]
         say([int(receiver.recv_tensor(timeout=20)[0]) for _ in works])
+
+
+def exits_while_others_wait(end):
+    """Ends its main thread while daemon threads wait, or send and receive."""
+    receiver = Pipe.listen()
+    sender = Pipe.connect(receiver.address)
+    waits = endless_waits(receiver, sender)
+    ends = ["send", "recv"] if end == "both" else [end]
+    for name in ends:
+        threading.Thread(target=again_and_again, args=(waits[name],), daemon=True).start()
+    time.sleep(0.2)
+
+
+def again_and_again(call):
+    while True:
+        call()
 
 
 def receive_and_weigh(num_tensors):
@@ -454,6 +476,7 @@ PROGRAMS = {
     program.__name__: program
     for program in (
         echo,
+        exits_while_others_wait,
         forked,
         forked_entries,
         insert_for_ever,

@@ -205,6 +205,12 @@ def test_ctrl_c_interrupts_every_wait_and_a_receive_then_takes_no_tensor(start, 
     assert child.process.wait(10) == 0
 
 
+@pytest.mark.usefixtures("road")
+@pytest.mark.parametrize("end", ["recv", "send", "both", "close", "connect", "agent"])
+def test_a_process_exits_in_order_while_daemon_threads_wait(start, end):
+    assert start("exits_while_others_wait", end).process.wait(20) == 0
+
+
 def test_a_forked_child_gets_closed_error_and_the_parent_goes_on(start):
     child = start("forked")
     assert json.loads(child.read()) == ["ClosedError"] * 4 + ["fine"] * 3
