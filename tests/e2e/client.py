@@ -144,6 +144,11 @@ class Servers:
         running = self.metric(instance, "vllm:num_requests_running")
         return running + self.metric(instance, "vllm:num_requests_waiting") == 0
 
+    def come_to_rest(self) -> None:
+        """Waits until both instances are idle and their block pools as large as when they were new."""
+        for instance in (self.prefill, self.decode):
+            until(lambda instance=instance: self.is_idle(instance) and self.holds_no_block(instance))
+
     def kill(self, instance: Instance) -> None:
         """Ends an instance with SIGKILL, all its processes."""
         self.running.call(instance.child.stop(0))

@@ -104,4 +104,4 @@ def test_just_in_time_dispatch_asks_decode_before_prefill_has_answered(servers: 
 
 def test_both_block_pools_are_whole_after_the_answers(servers: Servers) -> None:
     servers.answer(servers.url, COMPLETIONS, completion(prompt(300, seed=9)))
-    until(lambda: servers.holds_no_block(servers.prefill) and servers.holds_no_block(servers.decode))
+    servers.come_to_rest()

@@ -24,8 +24,7 @@ from tests.e2e.client import (
 
 def stays_whole(servers: Servers) -> None:
     """Both instances come to rest with all their blocks, and go on working."""
-    for instance in (servers.prefill, servers.decode):
-        until(lambda instance=instance: servers.is_idle(instance) and servers.holds_no_block(instance))
+    servers.come_to_rest()
     body = completion(prompt(90, seed=time.monotonic_ns()))
     assert servers.answer(servers.url, COMPLETIONS, body)[0] == servers.expected(COMPLETIONS, body)
 

@@ -43,8 +43,7 @@ def strict(servers: Servers) -> Iterator[Servers]:
     text, handoff = servers.answer(through(servers), COMPLETIONS, body)
     assert text == servers.expected(COMPLETIONS, body)
     assert result_of(servers, handoff)["result"] in ("full", "local")
-    for instance in (servers.prefill, servers.decode):
-        until(lambda instance=instance: servers.is_idle(instance) and servers.holds_no_block(instance))
+    servers.come_to_rest()
 
 
 def through(servers: Servers) -> str:

@@ -97,5 +97,4 @@ def test_a_request_that_prefill_preempts_is_answered_as_by_one_instance(tight: S
 
 
 def test_every_block_is_free_again(tight: Servers) -> None:
-    for instance in (tight.prefill, tight.decode):
-        until(lambda instance=instance: tight.is_idle(instance) and tight.holds_no_block(instance))
+    tight.come_to_rest()

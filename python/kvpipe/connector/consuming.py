@@ -178,8 +178,9 @@ class Consuming:
         fields = " ".join(f"{name}={value}" for name, value in report.items() if value != "")
         logger.info("handoff.end %s", fields)
 
-    def hear(self, words: Any, output: KVConnectorOutput) -> None:
+    def hear(self, output: KVConnectorOutput) -> None:
         """Takes the workers' word: how loads ended, which have all blocks, and which commits they know of."""
+        words = output.kv_connector_worker_meta
         for request_id, outcome in getattr(words, "outcomes", {}).items():
             self._note_outcome(request_id, outcome)
         for request_id, ranks in getattr(words, "whole", {}).items():

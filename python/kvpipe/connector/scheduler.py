@@ -135,9 +135,8 @@ class SchedulerRole:
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens come from the producer: `(None, False)` as long as it has not opened the handoff."""
         self._producing.matched(request.request_id, num_local_tokens)
-        if request.request_id not in self._consuming:
-            return 0, False
-        self._take_events()
+        if request.request_id in self._consuming:
+            self._take_events()
         return self._consuming.match(request, num_local_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -168,7 +167,7 @@ class SchedulerRole:
     def update(self, output: KVConnectorOutput) -> None:
         """Takes the worker role's word on the loads that ended in this step, and that it has ended."""
         self._producing.step_ended(time.monotonic())
-        self._consuming.hear(output.kv_connector_worker_meta, output)
+        self._consuming.hear(output)
         # The sequence state may have come during the step.
         self._take_events()
         self._consuming.end(output)
