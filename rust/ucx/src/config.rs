@@ -26,7 +26,7 @@ type Version = (u32, u32);
 
 /// Keys that only some UCX versions take, or need: `(key, since, before)`. Older versions do not
 /// refuse an unknown key but print a warning for each worker (seen: 1.13 to 1.19).
-const VERSIONS: [(&str, Version, Version); 10] = [
+const VERSIONS: [(&str, Version, Version); 11] = [
     // Before, CMA is not used: it has no PEER error mode.
     ("CMA_TX_QUOTA", (1, 20), NEVER),
     // Before, kvpipe has nothing read over it.
@@ -38,6 +38,8 @@ const VERSIONS: [(&str, Version, Version); 10] = [
     ("MAX_RMA_RAILS", (1, 15), NEVER),
     // Gets and puts that would be served in software fail instead.
     ("PROTO_EMULATION_ENABLE", (1, 22), NEVER),
+    // Before, the cache is the transport's.
+    ("RCACHE_ENABLE", (1, 15), NEVER),
     // A leak, mended in 1.22.
     ("RCACHE_MAX_UNRELEASED", (1, 17), (1, 22)),
     ("TCP_CM_USER_TIMEOUT", (1, 22), NEVER),
@@ -90,8 +92,9 @@ impl Config {
         }
         if has_rdma_devices() {
             config.set("IB_PCI_RELAXED_ORDERING", "try");
-            // By default UCX only puts what is deregistered into a cache (seen: 1.13): pinned, and open to whoever has its key.
+            // By default UCX only puts what is deregistered into a cache (seen: 1.13, 1.23): pinned, and open to whoever has its key.
             config.set("IB_REG_METHODS", "direct");
+            config.set("RCACHE_ENABLE", "n");
         }
         config
     }
@@ -277,12 +280,15 @@ mod tests {
     }
 
     #[test]
-    fn the_registration_cache_is_ruled_out_only_where_the_transport_has_it() {
+    fn the_registration_cache_is_ruled_out_by_the_name_that_it_has() {
         let mut config = Config::new();
         config.set("IB_REG_METHODS", "direct");
-        let methods = |version| value(&config, version, &[], "IB_REG_METHODS");
-        assert_eq!(methods((1, 13)), Some("direct"));
-        assert_eq!(methods((1, 16)), None);
+        config.set("RCACHE_ENABLE", "n");
+        let of = |version, key| value(&config, version, &[], key);
+        assert_eq!(of((1, 13), "IB_REG_METHODS"), Some("direct"));
+        assert_eq!(of((1, 13), "RCACHE_ENABLE"), None);
+        assert_eq!(of((1, 16), "IB_REG_METHODS"), None);
+        assert_eq!(of((1, 16), "RCACHE_ENABLE"), Some("n"));
     }
 
     #[test]
