@@ -130,7 +130,7 @@ impl Worker {
             _header: header,
             _payload: payload,
         };
-        let send = self.inner.api().ucp_am_send_nbx;
+        let api = self.inner.api();
         request::post(
             &self.inner,
             &endpoint,
@@ -141,7 +141,7 @@ impl Worker {
                 // SAFETY: the endpoint is open; header and payload are owned by the operation, whose
                 // heap allocations did not move with it, until the callback.
                 unsafe {
-                    send(
+                    (api.ucp_am_send_nbx)(
                         handle,
                         AM_ID,
                         header_start.cast(),
@@ -187,10 +187,10 @@ fn set_handler(worker: &Inner, cb: Option<sys::ucp_am_recv_callback_t>) -> Resul
         cb,
         arg: worker.state_ptr(),
     };
-    let set = worker.api().ucp_worker_set_am_recv_handler;
+    let api = worker.api();
     // SAFETY: the worker is live and on its thread; `arg` outlives it (see Inner).
     check(
-        unsafe { set(worker.as_ptr(), &raw const param) },
+        unsafe { (api.ucp_worker_set_am_recv_handler)(worker.as_ptr(), &raw const param) },
         "ucp_worker_set_am_recv_handler",
     )
 }

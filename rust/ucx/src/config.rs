@@ -185,7 +185,7 @@ impl<'l> UcxConfig<'l> {
     fn read(library: &'l Library) -> Result<Self, Status> {
         let mut handle = null_mut();
         // SAFETY: both strings may be null by the header; the handle is a valid place to write to.
-        let code = unsafe { (library.api.ucp_config_read)(null(), null(), &raw mut handle) };
+        let code = unsafe { (library.api().ucp_config_read)(null(), null(), &raw mut handle) };
         check(code, "ucp_config_read")?;
         Ok(Self { library, handle })
     }
@@ -195,10 +195,10 @@ impl<'l> UcxConfig<'l> {
         let invalid = |_| Status::new(UCS_ERR_INVALID_PARAM, CALL);
         let key = CString::new(key).map_err(invalid)?;
         let value = CString::new(value).map_err(invalid)?;
-        let modify = self.library.api.ucp_config_modify;
+        let api = self.library.api();
         // SAFETY: the handle is live until drop; both strings end in NUL and outlive the call.
         check(
-            unsafe { modify(self.handle, key.as_ptr(), value.as_ptr()) },
+            unsafe { (api.ucp_config_modify)(self.handle, key.as_ptr(), value.as_ptr()) },
             CALL,
         )
     }
@@ -211,7 +211,7 @@ impl<'l> UcxConfig<'l> {
 impl Drop for UcxConfig<'_> {
     fn drop(&mut self) {
         // SAFETY: the handle came from ucp_config_read and is released once, here.
-        unsafe { (self.library.api.ucp_config_release)(self.handle) };
+        unsafe { (self.library.api().ucp_config_release)(self.handle) };
     }
 }
 

@@ -81,9 +81,9 @@ impl Context {
             name: [0; 32],
             device_counter_size: 0,
         };
-        let query = self.library.api.ucp_context_query;
+        let api = self.library.api();
         // SAFETY: the context is live, and `attr` holds every field its mask asks for.
-        let code = unsafe { query(self.as_ptr(), &raw mut attr) };
+        let code = unsafe { (api.ucp_context_query)(self.as_ptr(), &raw mut attr) };
         check(code, "ucp_context_query")?;
         Ok((attr.thread_mode, attr.memory_types))
     }
@@ -92,7 +92,7 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: workers and memory hold an Arc of the context, so none is left; called once.
-        unsafe { (self.library.api.ucp_cleanup)(self.as_ptr()) };
+        unsafe { (self.library.api().ucp_cleanup)(self.as_ptr()) };
     }
 }
 
@@ -122,9 +122,11 @@ fn init(library: &Library, config: &Config) -> Result<NonNull<sys::ucp_context>,
         node_local_id: 0,
     };
     let mut handle = null_mut();
-    let init = library.api.ucp_init_version;
+    let api = library.api();
     // SAFETY: params and configuration outlive the call; 1.13 is the version all calls come from.
-    let code = unsafe { init(1, 13, &raw const params, config.as_ptr(), &raw mut handle) };
+    let code = unsafe {
+        (api.ucp_init_version)(1, 13, &raw const params, config.as_ptr(), &raw mut handle)
+    };
     check(code, CALL)?;
     NonNull::new(handle).ok_or(Status::new(sys::UCS_ERR_NO_MEMORY, CALL))
 }

@@ -187,10 +187,11 @@ impl Worker {
         let address = [address, &ADDRESS_TAIL].concat();
         let params = self.endpoint_params(&address);
         let mut handle = null_mut();
-        let create = self.inner.api().ucp_ep_create;
+        let api = self.inner.api();
         // SAFETY: the worker is live and on its thread; the address, with a tail that ends any
         // truncated list, outlives the call, which copies what it needs.
-        let code = unsafe { create(self.inner.as_ptr(), &raw const params, &raw mut handle) };
+        let code =
+            unsafe { (api.ucp_ep_create)(self.inner.as_ptr(), &raw const params, &raw mut handle) };
         check(code, CALL)?;
         let handle = NonNull::new(handle).ok_or(Status::new(sys::UCS_ERR_NO_MEMORY, CALL))?;
         let endpoint = Rc::new(Endpoint {

@@ -1,107 +1,216 @@
-//! The end of the process. When it exits, UCX's libraries destroy what all of UCX uses, whoever is in UCX then: threads of this
-//! crate's own leave it before.
+//! The end of the process. When it exits, UCX's libraries destroy what all of UCX uses, whoever is in UCX then: every thread
+//! leaves UCX before, and none comes in any more.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, eventfd};
-
-/// How long the exit waits for them; no call of theirs takes long.
+/// How long the exit waits for those that are in UCX; no call takes long.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-static AT_WORK: Mutex<Option<AtWork>> = Mutex::new(None);
+/// Threads that are in UCX.
+static NUM_INSIDE: AtomicUsize = AtomicUsize::new(0);
+static IS_EXITING: AtomicBool = AtomicBool::new(false);
+static LEAVING: Mutex<()> = Mutex::new(());
 static ONE_LEFT: Condvar = Condvar::new();
-/// Whose [`AT_WORK`] it is: a child of a fork has none of its parent's threads.
-static PROCESS: AtomicU32 = AtomicU32::new(0);
 
-/// The threads that are in UCX.
-struct AtWork {
-    num_threads: usize,
-    is_exiting: bool,
-    bell: Arc<OwnedFd>,
+thread_local! {
+    /// Calls of this thread that are in UCX: callbacks call it again.
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+    /// This is the thread that ends the process.
+    static EXITS: Cell<bool> = const { Cell::new(false) };
 }
 
-fn lock() -> MutexGuard<'static, Option<AtWork>> {
-    AT_WORK.lock().unwrap_or_else(PoisonError::into_inner)
-}
+/// A thread's time in UCX. Where the process exits, no other thread than the one that ends it gets any: it sleeps until then.
+pub(crate) struct Inside(PhantomData<*const ()>);
 
-/// A thread's time in UCX: it is not in UCX any more when this is dropped.
-pub(crate) struct Shift {
-    bell: Arc<OwnedFd>,
-}
-
-impl Shift {
-    /// Begins it, unless the process exits.
-    ///
-    /// # Errors
-    /// The process has no descriptor left, or no room for what is to be done at its exit.
-    pub(crate) fn begin() -> rustix::io::Result<Option<Self>> {
-        let mut at_work = lock();
-        let ours = match at_work.take() {
-            Some(ours) if PROCESS.load(Ordering::Relaxed) == std::process::id() => ours,
-            before => AtWork::new(before.is_none())?,
-        };
-        let ours = at_work.insert(ours);
-        if ours.is_exiting {
-            return Ok(None);
+impl Inside {
+    pub(crate) fn enter() -> Self {
+        let depth = DEPTH.get();
+        DEPTH.set(depth + 1);
+        if depth == 0 {
+            come_in();
         }
-        ours.num_threads += 1;
-        let bell = Arc::clone(&ours.bell);
-        Ok(Some(Self { bell }))
-    }
-
-    /// Whether the process exits: the thread has to leave UCX.
-    #[expect(clippy::unused_self, reason = "asked by who has one")]
-    pub(crate) fn is_over(&self) -> bool {
-        lock().as_ref().is_some_and(|at_work| at_work.is_exiting)
-    }
-
-    /// Readable from the moment in which it is over.
-    pub(crate) fn bell(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+        Self(PhantomData)
     }
 }
 
-impl Drop for Shift {
+impl Drop for Inside {
     fn drop(&mut self) {
-        if let Some(at_work) = lock().as_mut() {
-            at_work.num_threads -= 1;
+        let depth = DEPTH.get() - 1;
+        DEPTH.set(depth);
+        if depth == 0 {
+            go_out();
         }
+    }
+}
+
+fn come_in() {
+    NUM_INSIDE.fetch_add(1, Ordering::SeqCst);
+    if IS_EXITING.load(Ordering::SeqCst) && !EXITS.get() {
+        go_out();
+        loop {
+            std::thread::park();
+        }
+    }
+}
+
+fn go_out() {
+    NUM_INSIDE.fetch_sub(1, Ordering::SeqCst);
+    if IS_EXITING.load(Ordering::SeqCst) {
+        drop(lock());
         ONE_LEFT.notify_all();
     }
 }
 
-impl AtWork {
-    /// Those of this process, which is a new one or the child of one that had its own.
-    fn new(is_first: bool) -> rustix::io::Result<Self> {
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        // SAFETY: the function can be called at any time, and this library is not unloaded.
-        if is_first && unsafe { libc::atexit(leave) } != 0 {
-            return Err(rustix::io::Errno::NOMEM);
-        }
-        PROCESS.store(std::process::id(), Ordering::Relaxed);
-        Ok(Self {
-            num_threads: 0,
-            is_exiting: false,
-            bell: Arc::new(bell),
-        })
-    }
+fn lock() -> MutexGuard<'static, ()> {
+    LEAVING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Has them leave. Runs before the libraries' destructors, which are the last to run.
-extern "C" fn leave() {
-    // Before the lock, which in a child of a fork somebody may have who is not there.
-    if PROCESS.load(Ordering::Relaxed) != std::process::id() {
-        return;
+/// From now on the exit of the process waits for those that are in UCX.
+pub(crate) fn guard() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: the function can be called at any time, and this library is not unloaded.
+        let at_exit = unsafe { libc::atexit(wait_for_all) };
+        // SAFETY: as above.
+        let at_fork = unsafe { libc::pthread_atfork(None, None, Some(begin_as_child)) };
+        if (at_exit, at_fork) != (0, 0) {
+            tracing::warn!(at_exit, at_fork, "exit.unguarded");
+        }
+    });
+}
+
+/// Runs before the libraries' destructors, which are the last to run.
+extern "C" fn wait_for_all() {
+    EXITS.set(true);
+    IS_EXITING.store(true, Ordering::SeqCst);
+    let is_somebody_in = |(): &mut ()| NUM_INSIDE.load(Ordering::SeqCst) > own();
+    let _ = ONE_LEFT.wait_timeout_while(lock(), PATIENCE, is_somebody_in);
+}
+
+/// The child of a fork has none of its parent's other threads.
+unsafe extern "C" fn begin_as_child() {
+    NUM_INSIDE.store(own(), Ordering::SeqCst);
+}
+
+/// What this thread counts in [`NUM_INSIDE`].
+fn own() -> usize {
+    usize::from(DEPTH.get() > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, ExitStatus};
+    use std::time::Instant;
+
+    use super::*;
+
+    const ROLE: &str = "KVPIPE_TEST_EXIT_ROLE";
+    const STAY: Duration = Duration::from_millis(300);
+    /// How a process ends in whose UCX another thread is when UCX's libraries end.
+    const NOT_ALONE: i32 = 71;
+
+    static IS_IN: AtomicBool = AtomicBool::new(false);
+
+    /// Stands for the libraries' destructors: having been asked for before, it runs after what is tested.
+    extern "C" fn end_libraries() {
+        let begun = Instant::now();
+        while begun.elapsed() < STAY {
+            if IS_IN.load(Ordering::SeqCst) {
+                // SAFETY: it only ends the process.
+                unsafe { libc::_exit(NOT_ALONE) };
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        drop(Inside::enter()); // of the thread that exits
     }
-    let mut at_work = lock();
-    if let Some(ours) = at_work.as_mut() {
-        ours.is_exiting = true;
-        let _ = rustix::io::write(&*ours.bell, &1u64.to_ne_bytes());
+
+    /// A thread's call, and one within it.
+    fn call(time: Duration) {
+        let inside = Inside::enter();
+        IS_IN.store(true, Ordering::SeqCst);
+        std::thread::sleep(time);
+        drop(Inside::enter());
+        IS_IN.store(false, Ordering::SeqCst);
+        drop(inside);
     }
-    let is_busy =
-        |at_work: &mut Option<AtWork>| at_work.as_ref().is_some_and(|ours| ours.num_threads > 0);
-    let _ = ONE_LEFT.wait_timeout_while(at_work, PATIENCE, is_busy);
+
+    fn wait_for(is_in: bool) {
+        while IS_IN.load(Ordering::SeqCst) != is_in {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn exiting_process() {
+        let Ok(role) = std::env::var(ROLE) else {
+            return;
+        };
+        // SAFETY: the function can be called at any time.
+        assert_eq!(unsafe { libc::atexit(end_libraries) }, 0);
+        guard();
+        match role.as_str() {
+            "call" => drop(std::thread::spawn(|| call(STAY))),
+            "calls" => drop(std::thread::spawn(|| {
+                loop {
+                    call(Duration::from_millis(20));
+                }
+            })),
+            "fork" => {
+                drop(std::thread::spawn(|| call(Duration::from_secs(60))));
+                wait_for(true);
+                fork();
+                IS_IN.store(false, Ordering::SeqCst);
+            }
+            other => panic!("no role {other}"),
+        }
+        if role != "fork" {
+            wait_for(true);
+        }
+        std::process::exit(0);
+    }
+
+    /// Goes on as the child; the parent ends as it does.
+    fn fork() {
+        // SAFETY: the child goes on with this thread only, and calls nothing that needs another.
+        let child = unsafe { libc::fork() };
+        if child != 0 {
+            let mut status = 0;
+            // SAFETY: a valid place for the answer.
+            unsafe { libc::waitpid(child, &raw mut status, 0) };
+            // SAFETY: it only ends the process.
+            unsafe { libc::_exit(libc::WEXITSTATUS(status)) };
+        }
+    }
+
+    fn exit_as(role: &str) -> (ExitStatus, Duration) {
+        let (begun, program) = (Instant::now(), std::env::current_exe().expect("this one"));
+        let status = Command::new(program)
+            .args(["--exact", "exit::tests::exiting_process", "--nocapture"])
+            .env(ROLE, role)
+            .status();
+        (status.expect("its end"), begun.elapsed())
+    }
+
+    #[test]
+    fn an_exit_waits_for_a_thread_that_is_in_ucx() {
+        let (status, _) = exit_as("call");
+        assert_eq!(status.code(), Some(0), "{status}");
+    }
+
+    #[test]
+    fn no_thread_comes_in_once_the_process_exits() {
+        let (status, _) = exit_as("calls");
+        assert_eq!(status.code(), Some(0), "{status}");
+    }
+
+    #[test]
+    fn the_child_of_a_fork_does_not_wait_for_threads_of_its_parent() {
+        let (status, taken) = exit_as("fork");
+        assert_eq!(status.code(), Some(0), "{status}");
+        assert!(taken < STAY + PATIENCE, "{taken:?}");
+    }
 }

@@ -33,10 +33,10 @@ impl Worker {
         let Ok(handle) = endpoint.and_then(|endpoint| endpoint.usable(CALL)) else {
             return Vec::new();
         };
-        let print = self.inner.api().ucp_ep_print_info;
+        let api = self.inner.api();
         let text = capture(|stream| {
             // SAFETY: the endpoint is open, on its thread; the stream is open for writing.
-            unsafe { print(handle, stream) };
+            unsafe { (api.ucp_ep_print_info)(handle, stream) };
         });
         text.lines().filter_map(parse).collect()
     }

@@ -3,11 +3,13 @@
 
 use std::ffi::{CStr, OsStr, c_uint};
 use std::mem::ManuallyDrop;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 
+use crate::exit::{self, Inside};
 use crate::sys::EntryPoints;
 
 const SONAME: &str = "libucp.so.0";
@@ -65,7 +67,7 @@ pub enum LoadError {
 ///
 /// Never unloaded: UCM patches functions of libc that point into it.
 pub struct Library {
-    pub(crate) api: EntryPoints,
+    entry_points: EntryPoints,
     version: (u32, u32, u32),
     path: PathBuf,
 }
@@ -106,8 +108,21 @@ impl Library {
                 path,
             });
         }
+        exit::guard();
         tracing::debug!(path = %path.display(), ?version, "ucx.loaded");
-        Ok(Self { api, version, path })
+        Ok(Self {
+            entry_points: api,
+            version,
+            path,
+        })
+    }
+
+    /// UCX's functions. The calling thread is in UCX as long as it has them.
+    pub(crate) fn api(&self) -> Api<'_> {
+        Api {
+            entry_points: &self.entry_points,
+            _inside: Inside::enter(),
+        }
     }
 
     /// The version, as `(major, minor, release)`.
@@ -118,6 +133,20 @@ impl Library {
     /// The file that was loaded, as far as the dynamic linker tells.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+}
+
+/// See [`Library::api`].
+pub(crate) struct Api<'l> {
+    entry_points: &'l EntryPoints,
+    _inside: Inside,
+}
+
+impl Deref for Api<'_> {
+    type Target = EntryPoints;
+
+    fn deref(&self) -> &EntryPoints {
+        self.entry_points
     }
 }
 

@@ -278,10 +278,11 @@ impl Memory {
             exported_memh_buffer: null(),
         };
         let mut handle = null_mut();
-        let map = context.library().api.ucp_mem_map;
+        let api = context.library().api();
         let _current = buffer.kind().enter();
         // SAFETY: the context is live; the range is allocated, and stays so until `drop` unmaps.
-        let code = unsafe { map(context.as_ptr(), &raw const params, &raw mut handle) };
+        let code =
+            unsafe { (api.ucp_mem_map)(context.as_ptr(), &raw const params, &raw mut handle) };
         check(code, CALL)?;
         let handle = NonNull::new(handle).ok_or(Status::new(sys::UCS_ERR_NO_MEMORY, CALL))?;
         Ok(Self {
@@ -302,7 +303,7 @@ impl Memory {
     /// # Errors
     /// UCX's answer.
     pub fn pack_rkey(&self) -> Result<Vec<u8>, Status> {
-        let api = &self.context.library().api;
+        let api = self.context.library().api();
         let (mut packed, mut len) = (null_mut(), 0);
         let context = self.context.as_ptr();
         let _current = self.buffer.kind().enter();
@@ -328,10 +329,10 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        let unmap = self.context.library().api.ucp_mem_unmap;
+        let api = self.context.library().api();
         let _current = self.buffer.kind().enter();
         // SAFETY: mapped in this context; operations hold an Arc of self, so none is in flight.
-        let code = unsafe { unmap(self.context.as_ptr(), self.as_ptr()) };
+        let code = unsafe { (api.ucp_mem_unmap)(self.context.as_ptr(), self.as_ptr()) };
         if let Err(status) = check(code, "ucp_mem_unmap") {
             tracing::error!(buffer = ?*self.buffer, %status, "memory.leaked");
             return;

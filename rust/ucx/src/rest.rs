@@ -1,7 +1,7 @@
 //! What is left of a worker that was dropped before UCX was done with what was asked of it: an endpoint that is not connected
 //! cannot be closed, and the network may take minutes to say that it never will be; a device may keep a read of a peer that is
 //! gone. Such a worker gets a thread of its own, which sleeps until there is something to do and ends with the worker, so that
-//! memory and descriptors are given back as soon as UCX lets go of them. It ends with the process too, before UCX does.
+//! memory and descriptors are given back as soon as UCX lets go of them.
 
 use std::mem::ManuallyDrop;
 use std::os::fd::OwnedFd;
@@ -11,7 +11,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::event::{Timespec, epoll};
 
-use crate::exit::Shift;
 use crate::worker::{Inner, Worker};
 
 /// Longest sleep of a thread that has such a worker. UCX has lost wake-ups in the past.
@@ -80,15 +79,6 @@ impl Parked {
     }
 
     fn work_on(self, num_reads: Arc<AtomicUsize>) {
-        // Here and not in the thread: from now on an exit waits for it.
-        let shift = match Shift::begin() {
-            Ok(Some(shift)) => shift,
-            Ok(None) => return self.leave(),
-            Err(error) => {
-                tracing::warn!(%error, "worker.has_no_end");
-                return self.leave();
-            }
-        };
         // In a place that outlives a thread that cannot be made.
         let place = Arc::new(Mutex::new(Some(self)));
         let in_thread = Arc::clone(&place);
@@ -99,7 +89,7 @@ impl Parked {
             .name("kvpipe-rest".to_owned())
             .spawn(move || {
                 if let Some(parked) = take(&in_thread) {
-                    parked.run(&num_reads, &shift);
+                    parked.run(&num_reads);
                 }
             });
         if let Err(error) = spawned {
@@ -110,16 +100,16 @@ impl Parked {
         }
     }
 
-    /// Works until UCX is done, or the process exits.
-    fn run(self, num_reads: &AtomicUsize, shift: &Shift) {
-        let bell = match Bell::new(&self.0, shift) {
+    /// Works until UCX is done.
+    fn run(self, num_reads: &AtomicUsize) {
+        let bell = match Bell::new(&self.0) {
             Ok(bell) => bell,
             Err(error) => {
                 tracing::warn!(%error, "worker.has_no_bell");
                 return self.leave();
             }
         };
-        while !shift.is_over() {
+        loop {
             let has_worked = self.0.progress() > 0;
             self.0.discard_events();
             // After the events, with which the memory is given back.
@@ -133,21 +123,23 @@ impl Parked {
                 bell.wait();
             }
         }
-        self.leave();
     }
 }
 
-/// Rings when there is something new to progress, or the process exits. UCX's own descriptor stays readable while an endpoint waits for its
-/// connection (1.22, TCP), although there is nothing to do.
+/// Rings when there is something new to progress. UCX's own descriptor stays readable while an endpoint waits for its connection
+/// (1.22, TCP), although there is nothing to do.
 struct Bell(OwnedFd);
 
 impl Bell {
-    fn new(worker: &Worker, shift: &Shift) -> rustix::io::Result<Self> {
+    fn new(worker: &Worker) -> rustix::io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        for fd in [worker.event_fd(), shift.bell()] {
-            let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-            epoll::add(&epoll, fd, epoll::EventData::new_u64(0), flags)?;
-        }
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(
+            &epoll,
+            worker.event_fd(),
+            epoll::EventData::new_u64(0),
+            flags,
+        )?;
         Ok(Self(epoll))
     }
 

@@ -296,7 +296,7 @@ impl Worker {
         const CALL: &str = "ucp_ep_flush_nbx";
         let endpoint = self.inner.endpoint(endpoint, CALL)?;
         let handle = endpoint.usable(CALL)?;
-        let flush = self.inner.api().ucp_ep_flush_nbx;
+        let api = self.inner.api();
         let attributes = Attributes::default();
         request::post(
             &self.inner,
@@ -306,7 +306,7 @@ impl Worker {
             &attributes,
             |param| {
                 // SAFETY: the endpoint is open, and a flush uses no memory of ours.
-                unsafe { flush(handle, param) }
+                unsafe { (api.ucp_ep_flush_nbx)(handle, param) }
             },
         )
     }
@@ -328,9 +328,9 @@ impl Worker {
         };
         let _current = self.inner.enter();
         let mut address = null_mut();
-        let find = self.inner.api().ucp_rkey_ptr;
+        let api = self.inner.api();
         // SAFETY: the key is live, on its thread, and `address` is a valid place; what it then points to is not used.
-        let code = unsafe { find(handle.as_ptr(), remote, &raw mut address) };
+        let code = unsafe { (api.ucp_rkey_ptr)(handle.as_ptr(), remote, &raw mut address) };
         code == sys::UCS_OK
     }
 
@@ -357,10 +357,10 @@ impl Worker {
         let _current = self.inner.enter();
         let padded = [packed, &KEY_TAIL].concat();
         let mut handle = null_mut();
-        let unpack = self.inner.api().ucp_ep_rkey_unpack;
+        let api = self.inner.api();
         // SAFETY: the endpoint is open; the bytes have a tail as long as any key that the map in
         // their head can announce, so UCX, which is not told a length, reads no further.
-        let code = unsafe { unpack(ep, padded.as_ptr().cast(), &raw mut handle) };
+        let code = unsafe { (api.ucp_ep_rkey_unpack)(ep, padded.as_ptr().cast(), &raw mut handle) };
         check(code, CALL)?;
         let handle = NonNull::new(handle).ok_or(Status::new(sys::UCS_ERR_NO_MEMORY, CALL))?;
         let key = Rc::new(Key {

@@ -16,11 +16,12 @@ use crate::context::Context;
 use crate::cuda::{self, Current};
 use crate::endpoint::{Endpoint, EndpointId};
 use crate::event::{Event, Queue, Raw};
+use crate::library::Api;
 use crate::memory::{Memory, MemoryKind};
 use crate::request::Attributes;
 use crate::rest::Rest;
 use crate::status::{Status, check};
-use crate::sys::{self, EntryPoints};
+use crate::sys;
 
 /// How long a dropped worker waits for its operations before it leaks them.
 const DROP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -109,9 +110,8 @@ impl Worker {
         let start = attr.address.cast::<u8>();
         // SAFETY: on success UCX hands out that many initialised bytes, ours until released.
         let address = unsafe { std::slice::from_raw_parts(start, attr.address_length) }.to_vec();
-        let release = self.inner.api().ucp_worker_release_address;
         // SAFETY: the address came from this worker and is released once.
-        unsafe { release(self.inner.as_ptr(), attr.address) };
+        unsafe { (self.inner.api().ucp_worker_release_address)(self.inner.as_ptr(), attr.address) };
         Ok(address)
     }
 
@@ -252,8 +252,8 @@ impl std::fmt::Debug for Worker {
 }
 
 impl Inner {
-    pub(crate) fn api(&self) -> &EntryPoints {
-        &self.context.library().api
+    pub(crate) fn api(&self) -> Api<'_> {
+        self.context.library().api()
     }
 
     pub(crate) fn as_ptr(&self) -> *mut sys::ucp_worker {
@@ -322,18 +322,16 @@ impl Inner {
             name: [0; 32],
             max_debug_string: 0,
         };
-        let query = self.api().ucp_worker_query;
         // SAFETY: the worker is live; `attr` holds every field a mask can ask for.
-        let code = unsafe { query(self.as_ptr(), &raw mut attr) };
+        let code = unsafe { (self.api().ucp_worker_query)(self.as_ptr(), &raw mut attr) };
         check(code, "ucp_worker_query")?;
         Ok(attr)
     }
 
     fn query_event_fd(&self) -> Result<RawFd, Status> {
         let mut fd = -1;
-        let get = self.api().ucp_worker_get_efd;
         // SAFETY: the worker is live, and `fd` is a valid place for the answer.
-        let code = unsafe { get(self.as_ptr(), &raw mut fd) };
+        let code = unsafe { (self.api().ucp_worker_get_efd)(self.as_ptr(), &raw mut fd) };
         check(code, "ucp_worker_get_efd")?;
         Ok(fd)
     }
@@ -363,9 +361,10 @@ fn create(context: &Context) -> Result<NonNull<sys::ucp_worker>, Status> {
         client_id: 0,
     };
     let mut handle = null_mut();
-    let create = context.library().api.ucp_worker_create;
+    let api = context.library().api();
     // SAFETY: the context is live, and the parameters outlive the call.
-    let code = unsafe { create(context.as_ptr(), &raw const params, &raw mut handle) };
+    let code =
+        unsafe { (api.ucp_worker_create)(context.as_ptr(), &raw const params, &raw mut handle) };
     check(code, CALL)?;
     NonNull::new(handle).ok_or(Status::new(sys::UCS_ERR_NO_MEMORY, CALL))
 }
