@@ -9,6 +9,7 @@ use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
 use crate::node::Io;
+use crate::process::Process;
 use crate::transport::Memory;
 
 /// Most bytes that wait to be used again; more is given back to the system at once.
@@ -99,6 +100,7 @@ impl<M: Pooled> Pool<M> {
         let lease = Lease {
             memory: Some(memory),
             pool: Arc::downgrade(&self.0),
+            process: Process::this(),
         };
         buffer.first(len, Box::new(lease))
     }
@@ -157,21 +159,56 @@ impl<M: Pooled> Free<M> {
 struct Lease<M: Pooled> {
     memory: Option<Arc<M>>,
     pool: Weak<Mutex<Free<M>>>,
+    process: Process,
 }
 
 impl<M: Pooled> Drop for Lease<M> {
     fn drop(&mut self) {
+        let memory = self.memory.take();
+        if self.process.check().is_err() {
+            return std::mem::forget(memory); // the parent's, as is UCX
+        }
         let Some(pool) = self.pool.upgrade() else {
             return;
         };
-        let surplus = self
-            .memory
-            .take()
-            .and_then(|memory| lock(&pool).put(memory));
+        let surplus = memory.and_then(|memory| lock(&pool).put(memory));
         drop(surplus); // deregistered without the lock
     }
 }
 
 fn lock<M>(free: &Mutex<Free<M>>) -> MutexGuard<'_, Free<M>> {
     free.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEN: usize = 1 << 10;
+
+    fn num_free(pool: &Pool<Buffer>) -> usize {
+        lock(&pool.0).memories.len()
+    }
+
+    #[test]
+    fn memory_comes_back_when_what_was_received_is_let_go() {
+        let pool = Pool::<Buffer>::default();
+        let memory = pool.take_plain(LEN).expect("memory");
+        let received = pool.lend(memory, LEN);
+        assert_eq!(num_free(&pool), 0);
+        drop(received);
+        assert_eq!(num_free(&pool), 1);
+    }
+
+    #[test]
+    fn what_was_received_before_a_fork_is_let_go_in_the_child_without_the_pool() {
+        let pool = Pool::<Buffer>::default();
+        let lease = Lease {
+            memory: Some(pool.take_plain(LEN).expect("memory")),
+            pool: Arc::downgrade(&pool.0),
+            process: Process::another(),
+        };
+        drop(lease);
+        assert_eq!(num_free(&pool), 0);
+    }
 }

@@ -12,6 +12,12 @@ impl Process {
         Self(std::process::id())
     }
 
+    /// One that was forked from this one's parent, or ended.
+    #[cfg(test)]
+    pub(crate) fn another() -> Self {
+        Self(0)
+    }
+
     pub(crate) fn check(self) -> Result<()> {
         if self.0 == std::process::id() {
             return Ok(());
