@@ -1,7 +1,7 @@
 //! A buffer's service for other processes: their inserts and selects, which it passes to the shared state, and the leases
 //! of what they have not acknowledged.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -54,6 +54,8 @@ pub(super) struct Server {
     origin: Arc<dyn Origin>,
     is_summed: bool,
     clients: HashMap<LinkId, Client>,
+    /// They get their checksums in turns. Whose turn was last is the last one here.
+    turns: VecDeque<LinkId>,
     /// Whose tickets those are that have not met their other side.
     tickets: HashMap<Ticket, (LinkId, u64)>,
     pool: Pool,
@@ -80,6 +82,7 @@ impl Server {
             origin,
             is_summed,
             clients: HashMap::new(),
+            turns: VecDeque::new(),
             tickets: HashMap::new(),
             pool: Pool::default(),
         }
@@ -305,6 +308,21 @@ impl Server {
         self.shared.forget(ticket);
     }
 
+    /// Computes and tells some checksums of the client whose turn it is; whether there were any.
+    fn sum_on(&mut self, io: &mut Io) -> bool {
+        let clients = &mut self.clients;
+        let had_some = |link: &LinkId| {
+            let client = clients.get_mut(link);
+            client.is_some_and(|client| client.tensors.outgoing.sum_on(io, *link))
+        };
+        let Some(at) = self.turns.iter().position(had_some) else {
+            return false;
+        };
+        let link = self.turns.remove(at);
+        self.turns.extend(link);
+        true
+    }
+
     /// A client ends: of what it was told to be its own, `keeps_taken` says whose it is.
     fn abandon(&mut self, select: Select, keeps_taken: bool) {
         match select {
@@ -329,12 +347,14 @@ impl Service for Server {
             selects: HashMap::new(),
         };
         self.clients.insert(link, client);
+        self.turns.push_back(link);
     }
 
     fn link_down(&mut self, _io: &mut Io, link: LinkId, _error: Error) {
         let Some(client) = self.clients.remove(&link) else {
             return;
         };
+        self.turns.retain(|other| *other != link);
         for insert in client.inserts.into_values() {
             self.forget(insert.ticket);
         }
@@ -392,9 +412,7 @@ impl Service for Server {
 
     fn work(&mut self, io: &mut Io) -> bool {
         self.take_mail(io);
-        self.clients
-            .iter_mut()
-            .any(|(link, client)| client.tensors.outgoing.sum_on(io, *link))
+        self.sum_on(io)
     }
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {
@@ -406,3 +424,7 @@ impl Service for Server {
         self.shared.next_deadline().into_iter().chain(idle).min()
     }
 }
+
+#[cfg(test)]
+#[cfg(feature = "fuzzing")]
+mod tests;

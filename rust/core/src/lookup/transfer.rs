@@ -49,6 +49,8 @@ fn owner_of(fetch: u64) -> (u64, usize) {
 #[derive(Debug)]
 pub(super) struct Outgoing {
     lent: HashMap<u64, Lending>,
+    /// Those that may have checksums to compute, in the order in which the peer fetches them.
+    summing: VecDeque<u64>,
     /// Whether the peer compares what it fetches with checksums.
     is_summed: bool,
 }
@@ -57,6 +59,7 @@ impl Outgoing {
     pub(super) fn new(is_summed: bool) -> Self {
         Self {
             lent: HashMap::new(),
+            summing: VecDeque::new(),
             is_summed,
         }
     }
@@ -85,6 +88,7 @@ impl Outgoing {
                     let (lending, offer) =
                         Lending::new(io, link, buffer.clone(), id, self.is_summed)?;
                     self.lent.insert(id, lending);
+                    self.summing.push_back(id);
                     offer.write(item.meta.write(writer.u8(OFFERED)))
                 }
             };
@@ -95,6 +99,7 @@ impl Outgoing {
     /// Nothing is lent any more.
     pub(super) fn clear(&mut self) {
         self.lent.clear();
+        self.summing.clear();
     }
 
     /// The peer has, or will never have, the tensors of an operation.
@@ -102,6 +107,7 @@ impl Outgoing {
         for index in 0..NUM_ITEMS {
             self.lent.remove(&fetch_id(operation, index));
         }
+        self.summing.retain(|id| self.lent.contains_key(id));
     }
 
     pub(super) fn accept(&mut self, io: &mut Io, link: LinkId, id: u64) -> Result<()> {
@@ -118,9 +124,14 @@ impl Outgoing {
 
     /// Computes and tells some checksums; whether there were any.
     pub(super) fn sum_on(&mut self, io: &mut Io, link: LinkId) -> bool {
-        self.lent
-            .values_mut()
-            .any(|lending| lending.sum_on(io, link))
+        while let Some(id) = self.summing.front() {
+            let lending = self.lent.get_mut(id);
+            if lending.is_some_and(|lending| lending.sum_on(io, link)) {
+                return true;
+            }
+            self.summing.pop_front();
+        }
+        false
     }
 }
 
