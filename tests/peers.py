@@ -419,12 +419,12 @@ def insert_for_ever(address, num_bytes):
 
 def interrupted_entries(what, is_remote):
     """Waits without end in Python's main thread; says how that ended, and what is left of it."""
-    server = LookupBuffer(100)
+    server = LookupBuffer(5000)
     buffer = server
     if int(is_remote):
         server.serve()
         buffer = LookupBuffer.connect(server.address)
-    tokens, full = np.arange(2, dtype=np.int8), np.ones(98, np.int8)
+    tokens, full = np.arange(2, dtype=np.int8), np.ones(2500, np.int8)
     buffer.insert(tokens, None, full, None, None)
     waits = {
         "select": lambda: buffer.drop_select(tokens + 1, None),

@@ -341,7 +341,8 @@ def test_waiting_burns_no_cpu(place):
 
 
 HALF = np.ones(MIB // 2, np.uint8)
-MOST = np.ones(MIB - 64, np.uint8)
+MOST = np.ones(MIB - 3000, np.uint8)  # beside it no other entry has place
+BOOKKEEPING_BYTES = 2048
 
 
 def test_an_insert_above_the_capacity_waits_for_place(place):
@@ -359,7 +360,7 @@ def test_an_insert_above_the_capacity_waits_for_place(place):
 def test_without_place_in_time_an_insert_is_a_capacity_error_and_nothing_is_inserted(place, timeout):
     buffer, server = place
     insert(buffer, [1], MOST)
-    with pytest.raises(CapacityError, match=r"no place for 1048520 bytes in time: 1048520 of 1048576 are taken"):
+    with pytest.raises(CapacityError, match=r"no place for (\d+) bytes in time: \1 of 1048576 are taken"):
         insert(buffer, [2], MOST, timeout=timeout)
     assert server.stats().num_waiting == 0
     assert select(buffer, [1]) == [1]
@@ -368,9 +369,29 @@ def test_without_place_in_time_an_insert_is_a_capacity_error_and_nothing_is_inse
 
 
 def test_an_entry_larger_than_the_capacity_is_an_error_with_both_numbers(buffer):
-    with pytest.raises(ConfigError, match=r"an entry of 1048584 bytes can never be inserted: .* is 1048576 bytes"):
+    with pytest.raises(ConfigError, match=r"an entry of 105\d{4} bytes can never be inserted: .* is 1048576 bytes"):
         insert(buffer, [1], np.ones(MIB, np.uint8))
     assert select(buffer, None) is None
+
+
+def test_an_entry_counts_its_tensors_with_dtypes_and_shapes_its_tokens_and_bookkeeping(place):
+    buffer, server = place
+    tokens, roi, key = np.arange(4), np.array([True, True, False, True]), np.ones((5, 6), np.uint8)
+    buffer.insert(tokens, roi, key, None, None)
+    tensors = sum(tensor.nbytes + len(repr(tensor.dtype.str)) + 8 * tensor.ndim for tensor in (tokens, roi, key))
+    assert server.stats().num_bytes == tensors + 8 * 3 + BOOKKEEPING_BYTES
+
+
+def test_an_entry_of_many_tokens_and_small_tensors_waits_for_place(place):
+    buffer, server = place
+    few = np.zeros(0, np.int8)
+    many = np.ones(MIB // 16, np.int8)
+    buffer.insert(many, None, few, None, None)
+    with pytest.raises(CapacityError, match="no place"):
+        buffer.insert(many, None, few, None, None, timeout=0)
+    assert server.stats().num_bytes > many.size * 8
+    with pytest.raises(ConfigError, match="can never be inserted"):
+        buffer.insert(np.ones(MIB // 8, np.int8), None, few, None, None)
 
 
 def test_waiting_inserts_get_their_place_in_order(place):
@@ -551,17 +572,19 @@ def test_a_buffer_is_served_once_and_only_where_it_is():
 
 
 def test_repr_and_stats_tell_the_state():
-    with LookupBuffer(1000) as server:
-        assert repr(server) == "<LookupBuffer open, 0 entries, 0 of 1000 bytes, 0 waiting>"
+    with LookupBuffer(10_000) as server:
+        assert repr(server) == "<LookupBuffer open, 0 entries, 0 of 10000 bytes, 0 waiting>"
         server.serve()
         insert(server, [1, 2])
-        assert server.stats() == LookupBufferStats(1, 0, 0, 1, 0, 16, 1000, "")
+        num_bytes = server.stats().num_bytes
+        assert 32 + BOOKKEEPING_BYTES < num_bytes < 10_000
+        assert server.stats() == LookupBufferStats(1, 0, 0, 1, 0, num_bytes, 10_000, "")
         with LookupBuffer.connect(server.address) as client:
             assert repr(client) == f"<LookupBuffer client address={server.address} open, 0 waiting>"
             assert select(client, None) == [1, 2]
             assert client.stats() == LookupBufferStats(0, 1, 0, None, None, None, None, client.stats().transport)
             assert client.stats().transport
-        eventually(lambda: server.stats() == LookupBufferStats(1, 1, 0, 0, 0, 0, 1000, ""))
+        eventually(lambda: server.stats() == LookupBufferStats(1, 1, 0, 0, 0, 0, 10_000, ""))
 
 
 def test_one_process_needs_no_ucx(monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 
 from kvpipe import LookupBuffer, PeerLostError
 from tests.peers import MIB
-from tests.test_lookup_buffer import PATIENCE_S, eventually, finish, in_thread, insert, select
+from tests.test_lookup_buffer import MOST, PATIENCE_S, eventually, finish, in_thread, insert, select
 
 pytestmark = pytest.mark.ucx
 
@@ -90,7 +90,7 @@ def test_a_server_that_is_killed_is_lost_for_who_waits_within_2_s(start):
     child = start("serve_entries", MIB)
     address = child.read()
     consumer, producer = LookupBuffer.connect(address), LookupBuffer.connect(address)
-    insert(producer, [1], np.ones(MIB - 8, np.uint8))
+    insert(producer, [1], MOST)
     waits = [in_thread(lambda: select(consumer, [2], None)), in_thread(lambda: insert(producer, [2], timeout=60))]
     give_up_at = time.monotonic() + PATIENCE_S
     while counters(child)["num_waiting"] < 2:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvpipe import CapacityError, LookupBuffer, PeerLostError
-from tests.test_lookup_buffer import HALF, PATIENCE_S, eventually, finish, in_thread, insert, select
+from tests.peers import MIB
+from tests.test_lookup_buffer import HALF, MOST, PATIENCE_S, eventually, finish, in_thread, insert, select
 
 pytestmark = pytest.mark.ucx
 
@@ -57,10 +58,10 @@ def test_a_client_that_lost_one_of_its_servers_says_so():
 
 
 def test_inserts_beyond_those_that_may_wait_at_the_server_wait_in_the_client():
-    with LookupBuffer(100) as server:
+    with LookupBuffer(MIB) as server:
         server.serve()
         with LookupBuffer.connect(server.address) as client:
-            insert(client, [0], np.ones(90, np.int8))
+            insert(client, [0], MOST)
             works = [client.iinsert(np.array([i]), None, HALF[:80], None, None) for i in range(1, 80)]
             eventually(lambda: server.stats().num_waiting == 64)
             for timeout in (0, 0.05):

@@ -27,7 +27,7 @@ class LookupBufferStats:
         num_waiting: Inserts that wait for place and selects that wait for an entry.
         num_entries: Entries that can be selected.
         num_leased: Entries on their way to a consumer, or with one that has not looked at them.
-        num_bytes: Bytes of the tensors of all entries, leased ones included, and of inserts under way.
+        num_bytes: Bytes that all entries, leased ones included, and inserts under way count: see `LookupBuffer`.
         capacity_bytes: How many bytes there may be.
         transport: What carries large tensors between client and servers: `cma`, `tcp`, `rc_mlx5`, …; empty in the
             same process.
@@ -58,8 +58,8 @@ class LookupBuffer(Closing):
     every call raises `ClosedError`.
 
     Args:
-        capacity_bytes: How many bytes the tensors of all entries may have together. Bookkeeping, some hundred bytes an
-            entry, comes on top.
+        capacity_bytes: How many bytes all entries may take together. Each counts its tensors with their dtypes and
+            shapes, 8 bytes for each token that counts, and 2 KiB of bookkeeping.
     """
 
     def __init__(self, capacity_bytes: int = 1 << 30) -> None:
@@ -142,7 +142,7 @@ class LookupBuffer(Closing):
         Raises:
             CapacityError: There was no place in time. Nothing was inserted, the buffer is usable.
             ConfigError: Larger than the capacity, no token counts, or a tensor that cannot be kept; the buffer is
-                usable.
+                usable. At a buffer of another process, also more than 4,194,304 tokens that count.
             TransportUnavailableError: A tensor in memory that this version cannot read; the buffer is usable.
             PeerLostError: A server is gone; whether the entry was inserted is not known.
             TransferTimeoutError: The server, another process, gave no sign of life by the deadline; whether the entry
@@ -175,7 +175,10 @@ class LookupBuffer(Closing):
             when there was nothing in time, which includes servers that give no sign of life by then.
 
         Raises:
-            ConfigError: No token of the query counts; the buffer is usable.
+            ConfigError: No token of the query counts; the buffer is usable. At a buffer of another process, also more
+                than 4,194,304 that count.
+            CapacityError: Selects of this client wait already at the server, another process, 4,096 of them or with
+                16,777,216 tokens together; let some end first. The buffer is usable.
             PeerLostError: A server is gone.
             ClosedError: The buffer was closed here.
         """

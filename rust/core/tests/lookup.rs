@@ -27,6 +27,8 @@ const WITHDRAW: u8 = 25;
 /// Of the fetch that follows an offer.
 const SUMS: u8 = 9;
 const CAPACITY: u64 = 1 << 20;
+/// Bytes of a key beside which no other entry has place.
+const FULL: usize = CAPACITY as usize - 3000;
 
 fn serve(search: &Search) -> Local {
     serve_with(search, true)
@@ -293,7 +295,7 @@ fn an_acknowledged_entry_that_nobody_wants_goes_back() {
 fn a_withdrawn_insert_gives_its_turn_to_the_next() {
     on_both_roads("a_withdrawn_insert_gives_its_turn_to_the_next", |search| {
         let local = serve(search);
-        insert(&local, &[1], vec![0; CAPACITY as usize]);
+        insert(&local, &[1], vec![0; FULL]);
         let address = local.address().expect("address").to_string();
         let (remote, connected) =
             Remote::connect(vec![address], TOKEN, search.clone().into(), true, PATIENCE)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .request import Task
 
 _TOKENS = np.arange(4)
+# What an entry counts besides its bytes is less.
+_BESIDES_BYTES = 4096
 
 
 class Alone(Quiet):
@@ -23,7 +25,7 @@ class Alone(Quiet):
 
     def __init__(self, setup: Setup) -> None:
         self._source = pattern(setup.total)
-        self._buffer = kvpipe.LookupBuffer(setup.total)
+        self._buffer = kvpipe.LookupBuffer(setup.total + _BESIDES_BYTES)
         self._last: Any = None
 
     def clear(self, task: Task) -> None:

@@ -313,7 +313,8 @@ impl Service for Client {
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {
         let next = self.inserts.expire(io.now);
-        self.tell_failed();
+        // The first one may have given up, and the next one be less.
+        self.post(io);
         let first = self.links.first().copied();
         let unanswered = first.and_then(|link| self.inserts.watch(io, link));
         self.expire_selects(io);

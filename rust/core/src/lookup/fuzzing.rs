@@ -21,7 +21,7 @@ pub(crate) fn decode(kind: u8, bytes: &[u8]) {
         }
         _ => {
             if let Ok(parcel) = Parcel::read(Reader::new(bytes)) {
-                parcel.num_bytes();
+                parcel.entry_bytes(&[]);
             }
         }
     }

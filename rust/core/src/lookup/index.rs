@@ -2,16 +2,21 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
+use std::sync::Arc;
 
 use super::store::Ticket;
 
 /// The visible entries, ordered by their tokens, those of equal tokens by age.
 #[derive(Debug, Default)]
-pub(super) struct Index(BTreeMap<Box<[i64]>, BTreeSet<Ticket>>);
+pub(super) struct Index(BTreeMap<Arc<[i64]>, BTreeSet<Ticket>>);
 
 impl Index {
-    pub(super) fn insert(&mut self, tokens: &[i64], entry: Ticket) {
-        self.0.entry(tokens.into()).or_default().insert(entry);
+    /// Returns the tokens for the entry to keep: those that are here already, where there are equal ones.
+    pub(super) fn insert(&mut self, tokens: Arc<[i64]>, entry: Ticket) -> Arc<[i64]> {
+        let place = self.0.entry(tokens);
+        let kept = Arc::clone(place.key());
+        place.or_default().insert(entry);
+        kept
     }
 
     pub(super) fn remove(&mut self, tokens: &[i64], entry: Ticket) {
@@ -91,7 +96,7 @@ mod tests {
         fn the_longest_match_wins_then_the_oldest(entries in proptest::collection::vec(tokens(), 0..12), query in tokens()) {
             let mut index = Index::default();
             for (tokens, age) in entries.iter().zip(0..) {
-                index.insert(tokens, age);
+                index.insert(tokens.as_slice().into(), age);
             }
             prop_assert_eq!(index.find(&query), expected(&entries, &query));
         }
@@ -100,7 +105,7 @@ mod tests {
         fn what_was_removed_is_not_found(entries in proptest::collection::vec(tokens(), 1..12)) {
             let mut index = Index::default();
             for (tokens, age) in entries.iter().zip(0..) {
-                index.insert(tokens, age);
+                index.insert(tokens.as_slice().into(), age);
             }
             for (tokens, age) in entries.iter().zip(0..) {
                 index.remove(tokens, age);
@@ -108,6 +113,15 @@ mod tests {
             }
             prop_assert!(index.0.is_empty());
         }
+    }
+
+    #[test]
+    fn equal_tokens_are_kept_once() {
+        let mut index = Index::default();
+        let [a, b] = [1, 2].map(|entry| index.insert([1, 2, 3].into(), entry));
+        index.remove(&a, 1);
+        let c = index.insert([1, 2, 3].into(), 3);
+        assert!(Arc::ptr_eq(&a, &b) && Arc::ptr_eq(&a, &c));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
-use super::messages::{INSERT, write_timeout, write_tokens};
+use super::messages::{INSERT, TOKENS_CAP, write_timeout, write_tokens};
 use super::transfer::{Outgoing, seal};
 use super::{INSERTS_IN_FLIGHT, Items};
 use crate::codec::Writer;
@@ -26,6 +26,7 @@ pub(super) struct Insert {
 /// One that the server has not answered. It sees to the deadline itself, as long as it is awake.
 #[derive(Debug)]
 struct Sent {
+    num_tokens: usize,
     completer: Completer<()>,
     patience: Option<Patience>,
 }
@@ -47,15 +48,13 @@ impl Inserts {
 
     /// Sends the first ones, as far as the server lets many wait.
     pub(super) fn post(&mut self, io: &mut Io, link: LinkId, outgoing: &mut Outgoing) {
-        while self.sent.len() < INSERTS_IN_FLIGHT {
-            let Some(insert) = self.queue.pop_front() else {
-                return;
-            };
+        while let Some(insert) = self.next() {
             match send(io, link, outgoing, &insert) {
                 Ok(()) => {
                     let patience = insert.deadline.map(|at| Patience::new(io.now, at));
                     let completer = insert.completer;
                     let sent = Sent {
+                        num_tokens: insert.tokens.len(),
                         completer,
                         patience,
                     };
@@ -67,6 +66,15 @@ impl Inserts {
                 }
             }
         }
+    }
+
+    /// The first one, if the server lets it wait beside those that were sent.
+    fn next(&mut self) -> Option<Insert> {
+        let first = self.queue.front()?;
+        let sent: usize = self.sent.values().map(|sent| sent.num_tokens).sum();
+        let may_wait =
+            self.sent.len() < INSERTS_IN_FLIGHT && sent + first.tokens.len() <= TOKENS_CAP;
+        may_wait.then(|| self.queue.pop_front()).flatten()
     }
 
     /// Who has to be told of what.
@@ -99,7 +107,8 @@ impl Inserts {
             let is_late = |insert: &Insert| insert.deadline.is_some_and(|at| at <= now);
             let (late, kept): (VecDeque<_>, VecDeque<_>) = self.queue.drain(..).partition(is_late);
             for insert in late {
-                self.failed.push((insert.completer, crowded()));
+                self.failed
+                    .push((insert.completer, crowded(self.sent.len())));
             }
             for insert in &kept {
                 self.deadlines.add(insert.deadline);
@@ -138,9 +147,9 @@ impl Inserts {
     }
 }
 
-fn crowded() -> Error {
+fn crowded(num_sent: usize) -> Error {
     Error::Exhausted(format!(
-        "{INSERTS_IN_FLIGHT} earlier inserts of this buffer wait for place; nothing was inserted, the buffer is usable"
+        "{num_sent} earlier inserts of this buffer wait for place, as many as may ({INSERTS_IN_FLIGHT}, with {TOKENS_CAP} tokens together); nothing was inserted, the buffer is usable"
     ))
 }
 

@@ -25,7 +25,8 @@ pub struct Local {
 }
 
 impl Local {
-    /// Makes an empty buffer for entries of at most `capacity_bytes` together.
+    /// Makes an empty buffer for entries that take at most `capacity_bytes` together: each its tensors with their dtypes
+    /// and shapes, 8 bytes for each token, and 2 KiB of bookkeeping.
     pub fn new(capacity_bytes: u64) -> Self {
         Self {
             shared: Arc::new(Shared::new(capacity_bytes)),
@@ -97,7 +98,7 @@ impl Local {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let (inserted, completer) = work();
         let shared = &self.shared;
-        let ticket = shared.insert_here(tokens, items, deadline, completer)?;
+        let ticket = shared.insert_here(tokens.into(), items, deadline, completer)?;
         Ok(Operation::insert(inserted, ticket, self.origin()).expires(deadline))
     }
 

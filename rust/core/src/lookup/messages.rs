@@ -29,7 +29,7 @@ pub(super) const SETTLE: u8 = 24;
 /// Client: forget an operation that has not met its other side.
 pub(super) const WITHDRAW: u8 = 25;
 
-/// Most tokens that count, of an entry or a query.
+/// Most tokens that count: of an entry, of the inserts together that a server lets wait, of a query.
 pub(super) const TOKENS_CAP: usize = 1 << 22;
 /// Longest text of a refusal.
 const TEXT_CAP: usize = 4096;
@@ -75,7 +75,12 @@ pub(super) fn read_select(payload: &[u8]) -> Result<(Query, Option<Duration>)> {
     let timeout = read_timeout(&mut reader)?;
     let query = match reader.u8()? {
         0 => Query::Any,
-        1 => Query::Tokens(read_tokens(&mut reader)?),
+        1 => {
+            let mut tokens = read_tokens(&mut reader)?;
+            // It may wait for long, and up to half of it is room to grow.
+            tokens.shrink_to_fit();
+            Query::Tokens(tokens)
+        }
         other => return Err(Error::protocol(format_args!("query {other}"))),
     };
     reader.end()?;

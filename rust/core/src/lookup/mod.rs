@@ -26,7 +26,7 @@ use std::time::Duration;
 use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
-use crate::pipe::Received;
+use crate::pipe::{Meta, Received};
 use crate::pool::Pool;
 use crate::transport::Transport;
 use crate::work::Then;
@@ -39,6 +39,11 @@ pub use remote::Remote;
 const INSERTS_IN_FLIGHT: usize = 64;
 /// Selects of one client that a server lets wait.
 const SELECTS_CAP: usize = 4096;
+/// Tokens that they may have together: 128 MiB.
+const SELECT_TOKENS_CAP: usize = 1 << 24;
+
+/// What an entry takes besides parts of any size: 1.2 KiB if input tokens are its only tensor, 1.8 KiB with all five.
+const BOOKKEEPING_BYTES: u64 = 2 << 10;
 
 /// Tensors from this size are kept in memory of a pool, which is cut into huge pages: the first use of a page costs more
 /// than the copy (64 MiB into new pages: 36 ms, into new huge pages 15 ms, into pages that were used before 5 ms).
@@ -64,6 +69,13 @@ impl Query {
         }
     }
 
+    fn num_tokens(&self) -> usize {
+        match self {
+            Self::Any => 0,
+            Self::Tokens(tokens) => tokens.len(),
+        }
+    }
+
     fn check(&self) -> Result<()> {
         if *self == Self::Tokens(Vec::new()) {
             return Err(Error::Config(
@@ -80,13 +92,14 @@ impl Query {
 pub struct Items(pub [Arc<Received>; NUM_ITEMS]);
 
 impl Items {
-    /// Bytes of the tensors.
-    pub fn num_bytes(&self) -> u64 {
-        self.buffers().map(|buffer| buffer.len() as u64).sum()
-    }
-
-    fn buffers(&self) -> impl Iterator<Item = &Buffer> {
-        self.0.iter().filter_map(|item| item.buffer.as_ref())
+    /// What an entry of these tensors counts.
+    fn entry_bytes(&self, tokens: &[i64]) -> u64 {
+        let len = |buffer: &Buffer| buffer.len() as u64;
+        let tensors = self.0.iter();
+        entry_bytes(
+            tokens,
+            tensors.map(|item| (&item.meta, item.buffer.as_ref().map_or(0, len))),
+        )
     }
 
     /// The same in memory of their own.
@@ -123,6 +136,14 @@ fn not_host() -> Error {
     Error::Unavailable(text.to_owned())
 }
 
+/// What an entry counts against a buffer's capacity: all that it takes, so that the capacity bounds that.
+fn entry_bytes<'a>(tokens: &[i64], tensors: impl Iterator<Item = (&'a Meta, u64)>) -> u64 {
+    tensors
+        .flat_map(|(meta, len)| [meta.num_bytes(), len])
+        .chain([size_of_val(tokens) as u64])
+        .fold(BOOKKEEPING_BYTES, u64::saturating_add)
+}
+
 fn check_entry(tokens: &[i64]) -> Result<()> {
     if tokens.is_empty() {
         return Err(Error::Config(
@@ -147,7 +168,7 @@ pub struct LookupInfo {
     pub num_entries: Option<usize>,
     /// Entries on their way to a consumer that has not acknowledged them.
     pub num_leased: Option<usize>,
-    /// Bytes of all entries and of inserts under way.
+    /// Bytes that all entries and inserts under way count.
     pub num_bytes: Option<u64>,
     /// How many bytes there may be.
     pub capacity_bytes: Option<u64>,

@@ -1,6 +1,8 @@
 //! A buffer's service for other processes: their inserts and selects, which it passes to the shared state, and the leases
 //! of what they have not acknowledged.
 
+mod client;
+
 use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -8,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Status};
 
+use super::Items;
 use super::messages::{
     INSERT, INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, TAKE, TAKEN, WITHDRAW, read_select,
     read_timeout, read_tokens, write_refusal,
@@ -17,36 +20,13 @@ use super::shared::Shared;
 use super::store::{Action, Ticket};
 use super::tensors::Tensors;
 use super::transfer::{Arrived, Parcel, check_operation, check_seal, seal};
-use super::{INSERTS_IN_FLIGHT, Items, SELECTS_CAP};
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
 use crate::pool::Pool;
 use crate::transport::Payload;
-
-/// A select of a client.
-#[derive(Debug, Clone, Copy)]
-enum Select {
-    Waiting(Ticket),
-    /// Offered. When the client is lost, the entry goes back.
-    Leased(Ticket),
-    /// The client has it whole and was told that it is his. He may still give it back.
-    Taken(Ticket),
-}
-
-#[derive(Debug)]
-struct Insert {
-    ticket: Ticket,
-    tokens: Vec<i64>,
-    num_bytes: u64,
-}
-
-struct Client {
-    tensors: Tensors,
-    inserts: HashMap<u64, Insert>,
-    selects: HashMap<u64, Select>,
-}
+use client::{Client, Insert, Select};
 
 pub(super) struct Server {
     shared: Arc<Shared>,
@@ -111,13 +91,8 @@ impl Server {
         let deadline = after(read_timeout(&mut reader)?);
         let tokens = read_tokens(&mut reader)?;
         let parcel = Parcel::read(reader)?;
-        let num_bytes = parcel.num_bytes();
-        let client = self.client(link)?;
-        if client.inserts.len() >= INSERTS_IN_FLIGHT || client.inserts.contains_key(&operation) {
-            return Err(Error::protocol(format_args!(
-                "insert {operation} is too much"
-            )));
-        }
+        let num_bytes = parcel.entry_bytes(&tokens);
+        self.client(link)?.check_insert(operation, &tokens)?;
         let ticket = match self.shared.reserve(num_bytes, deadline) {
             Ok(ticket) => ticket,
             Err(error) => {
@@ -130,24 +105,25 @@ impl Server {
         client.tensors.incoming.add(operation, parcel);
         let insert = Insert {
             ticket,
-            tokens,
+            tokens: tokens.into(),
             num_bytes,
         };
         client.inserts.insert(operation, insert);
         Ok(())
     }
 
-    fn select(&mut self, link: LinkId, operation: u64, payload: &[u8]) -> Result<()> {
+    fn select(&mut self, io: &mut Io, link: LinkId, operation: u64, payload: &[u8]) -> Result<()> {
         let (query, timeout) = read_select(payload)?;
         let client = self.client(link)?;
-        if client.selects.len() >= SELECTS_CAP || client.selects.contains_key(&operation) {
-            return Err(Error::protocol(format_args!(
-                "select {operation} is too much"
-            )));
+        client.check_select(operation)?;
+        if let Err(error) = client.check_tokens(&query) {
+            refuse(io, link, operation, &error);
+            return Ok(());
         }
+        let num_tokens = query.num_tokens();
         let ticket = self.shared.select(query, after(timeout))?;
         self.tickets.insert(ticket, (link, operation));
-        let waiting = Select::Waiting(ticket);
+        let waiting = Select::Waiting { ticket, num_tokens };
         self.client(link)?.selects.insert(operation, waiting);
         Ok(())
     }
@@ -274,7 +250,7 @@ impl Server {
         let may_settle = |select: &Select| match select {
             Select::Taken(_) => true,
             Select::Leased(_) => !is_taken,
-            Select::Waiting(_) => false,
+            Select::Waiting { .. } => false,
         };
         if !client.selects.get(&operation).is_some_and(may_settle) {
             return Err(Error::protocol(format_args!(
@@ -326,7 +302,7 @@ impl Server {
     /// A client ends: of what it was told to be its own, `keeps_taken` says whose it is.
     fn abandon(&mut self, select: Select, keeps_taken: bool) {
         match select {
-            Select::Waiting(ticket) => self.forget(ticket),
+            Select::Waiting { ticket, .. } => self.forget(ticket),
             Select::Leased(entry) => self.origin.settle(entry, false),
             Select::Taken(entry) => self.shared.conclude(entry, keeps_taken),
         }
@@ -341,12 +317,8 @@ impl Service for Server {
     }
 
     fn link_up(&mut self, _io: &mut Io, link: LinkId, _peer: &Identity) {
-        let client = Client {
-            tensors: Tensors::new(link, self.pool.clone(), self.is_summed),
-            inserts: HashMap::new(),
-            selects: HashMap::new(),
-        };
-        self.clients.insert(link, client);
+        let tensors = Tensors::new(link, self.pool.clone(), self.is_summed);
+        self.clients.insert(link, Client::new(tensors));
         self.turns.push_back(link);
     }
 
@@ -377,7 +349,7 @@ impl Service for Server {
             }
             SELECT => {
                 check_operation(id)?;
-                self.select(link, id, &data)?;
+                self.select(io, link, id, &data)?;
             }
             TAKE => self.take(io, link, id)?,
             SETTLE => self.settle(link, id, reader.flag()?)?,

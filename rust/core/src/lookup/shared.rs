@@ -129,13 +129,13 @@ impl Shared {
     /// Begins an insert of this process.
     pub(super) fn insert_here(
         self: &Arc<Self>,
-        tokens: Vec<i64>,
+        tokens: Arc<[i64]>,
         items: Items,
         deadline: Option<Instant>,
         completer: Completer<()>,
     ) -> Result<Ticket> {
         self.update(|state| {
-            let num_bytes = items.num_bytes();
+            let num_bytes = items.entry_bytes(&tokens);
             let ticket = state.store.reserve(num_bytes, deadline, Instant::now())?;
             let waiting = Waiting::Insert {
                 tokens,
@@ -185,7 +185,7 @@ impl Shared {
     pub(super) fn commit(
         self: &Arc<Self>,
         ticket: Ticket,
-        tokens: Vec<i64>,
+        tokens: Arc<[i64]>,
         items: Items,
     ) -> Result<()> {
         self.update(|state| {

@@ -1,6 +1,7 @@
 //! What the lock of a buffer guards: the store, who waits in this process, and what is to be done once it is let go.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 
 use super::operation::Selected;
 use super::store::{Action, Store, Ticket};
@@ -11,7 +12,7 @@ use crate::work::Completer;
 /// Who waits in this process.
 pub(super) enum Waiting {
     Insert {
-        tokens: Vec<i64>,
+        tokens: Arc<[i64]>,
         items: Items,
         completer: Completer<()>,
     },
@@ -34,7 +35,7 @@ pub(super) struct State {
 pub(super) enum Effect {
     Copy {
         ticket: Ticket,
-        tokens: Vec<i64>,
+        tokens: Arc<[i64]>,
         items: Items,
         completer: Completer<()>,
     },
@@ -123,10 +124,12 @@ impl State {
             },
             (
                 Waiting::Insert {
-                    completer, items, ..
+                    tokens,
+                    items,
+                    completer,
                 },
                 _,
-            ) => Effect::Inserted(completer, Err(self.full(items.num_bytes()))),
+            ) => Effect::Inserted(completer, Err(self.full(items.entry_bytes(&tokens)))),
             (Waiting::Select(completer), Action::Deliver { entry, content, .. }) => {
                 Effect::Selected(completer, Ok(Some((entry, content))))
             }
@@ -134,9 +137,9 @@ impl State {
         })
     }
 
-    pub(super) fn commit(&mut self, ticket: Ticket, tokens: Vec<i64>, items: Items) {
+    pub(super) fn commit(&mut self, ticket: Ticket, tokens: Arc<[i64]>, items: Items) {
         self.num_inserted += 1;
-        self.store.commit(ticket, tokens.into(), items);
+        self.store.commit(ticket, tokens, items);
     }
 
     /// Forgets who waits, who then ends as closed.

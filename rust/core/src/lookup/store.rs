@@ -2,6 +2,7 @@
 //! no clock, and no bytes, which are the content's.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::Query;
@@ -31,7 +32,7 @@ pub(super) enum Action<C> {
 
 #[derive(Debug)]
 struct Entry<C> {
-    tokens: Box<[i64]>,
+    tokens: Arc<[i64]>,
     num_bytes: u64,
     content: C,
 }
@@ -151,7 +152,7 @@ impl<C: Clone> Store<C> {
     }
 
     /// Makes an entry visible whose bytes are all here. Unknown tickets are those of a cleared store.
-    pub(super) fn commit(&mut self, ticket: Ticket, tokens: Box<[i64]>, content: C) {
+    pub(super) fn commit(&mut self, ticket: Ticket, tokens: Arc<[i64]>, content: C) {
         if let Some(num_bytes) = self.reserved.remove(&ticket) {
             self.show(
                 ticket,
@@ -165,7 +166,7 @@ impl<C: Clone> Store<C> {
     }
 
     /// Gives an entry to the first select that waits for it, else to those to come.
-    fn show(&mut self, ticket: Ticket, entry: Entry<C>) {
+    fn show(&mut self, ticket: Ticket, mut entry: Entry<C>) {
         let waiting = self
             .selects
             .iter()
@@ -174,7 +175,7 @@ impl<C: Clone> Store<C> {
             self.selects.remove(&select);
             return self.lease(select, ticket, entry);
         }
-        self.index.insert(&entry.tokens, ticket);
+        entry.tokens = self.index.insert(entry.tokens, ticket);
         self.entries.insert(ticket, entry);
     }
 

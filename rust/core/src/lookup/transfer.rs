@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvpipe_ucx::{AmData, Buffer, Status};
 
-use super::{HUGE, Items, NUM_ITEMS};
+use super::{HUGE, Items, NUM_ITEMS, entry_bytes};
 use crate::checksum;
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
@@ -198,14 +198,14 @@ impl Parcel {
         Ok(parcel)
     }
 
-    /// Bytes of its tensors.
-    pub(super) fn num_bytes(&self) -> u64 {
+    /// What an entry of these tensors counts.
+    pub(super) fn entry_bytes(&self, tokens: &[i64]) -> u64 {
         let len = |slot: &Slot| match slot {
             Slot::Nothing => 0,
             Slot::Here(buffer) => buffer.len() as u64,
             Slot::Offered(offer) => offer.len as u64,
         };
-        self.slots.iter().map(len).fold(0, u64::saturating_add)
+        entry_bytes(tokens, self.metas.iter().zip(self.slots.iter().map(len)))
     }
 
     fn take_offer(&mut self) -> Option<(usize, Offer)> {

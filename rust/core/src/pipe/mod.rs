@@ -64,6 +64,11 @@ impl Meta {
             .list(&self.shape, |w, n| w.u64(*n))
     }
 
+    /// Bytes of its parts of any length.
+    pub(crate) fn num_bytes(&self) -> u64 {
+        (self.dtype.len() + size_of_val(self.shape.as_slice())) as u64
+    }
+
     /// What no receiver would take is refused here.
     pub(crate) fn check(&self) -> Result<()> {
         if self.dtype.len() > DTYPE_CAP || self.shape.len() > DIMENSIONS_CAP {
