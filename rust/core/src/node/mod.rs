@@ -264,7 +264,8 @@ impl<C> Node<C> {
         &self.unended_reads
     }
 
-    /// Stops the thread and waits for its end; what is under way ends as closed. Idempotent.
+    /// Stops the node and waits for its end, as does whoever stops it once more meanwhile; what is under way ends as closed.
+    /// Called by what the node itself does, it returns at once: the node ends after this round.
     pub fn stop(&self) {
         if self.process.check().is_err() {
             return;
@@ -275,12 +276,12 @@ impl<C> Node<C> {
             .unwrap_or_else(PoisonError::into_inner)
             .send(Control::Stop);
         self.wheel.nudge();
-        let thread = self
-            .thread
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        if let Some(thread) = thread {
+        if self.wheel.is_run_here() {
+            return;
+        }
+        // Held until the thread has ended, so that everybody else waits for that too.
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(thread) = thread.take() {
             let _ = thread.join();
         }
     }
