@@ -10,7 +10,7 @@ use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Rest, Status};
 use crate::codec::Writer;
 use crate::error::{Error, Result};
 use crate::handshake::SessionId;
-use crate::node::{Io, LinkId};
+use crate::node::{ENDED, Io, LinkId};
 use crate::road::{Road, is_direct, reads_host};
 use crate::stream::Landings;
 use crate::transport::{Context, Get, Memory, Payload, RemoteKey, Worker};
@@ -290,7 +290,7 @@ impl Io {
         local: MemoryKind,
     ) -> Result<RemoteKey> {
         let Some(data) = &self.data else {
-            return Err(Error::Closed("no data plane".to_owned()));
+            return Err(Error::Closed(ENDED.to_owned()));
         };
         let endpoint = data.endpoint(link)?;
         data.worker
@@ -311,7 +311,7 @@ impl Io {
     /// Registers memory, so that it can be read or sent from.
     pub fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
         let Some(data) = &self.data else {
-            return Err(Error::Closed("no data plane".to_owned()));
+            return Err(Error::Closed(ENDED.to_owned()));
         };
         data.context.register(buffer)
     }

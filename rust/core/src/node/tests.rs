@@ -1,4 +1,4 @@
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 
 use super::*;
@@ -119,4 +119,37 @@ fn whoever_stops_a_node_that_is_ending_returns_when_it_has_ended() {
         }
     });
     assert!(stop(), "and it may be stopped once more");
+}
+
+/// Counts what it is asked.
+struct Counting(Arc<AtomicUsize>);
+
+impl Service for Counting {
+    type Command = ();
+
+    fn command(&mut self, _io: &mut Io, _command: ()) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+    fn link_up(&mut self, _io: &mut Io, _link: LinkId, _peer: &Identity) {}
+    fn link_down(&mut self, _io: &mut Io, _link: LinkId, _error: Error) {}
+    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn what_a_node_does_not_refuse_it_takes_whenever_it_is_stopped() {
+    for _ in 0..50 {
+        let num_taken = Arc::new(AtomicUsize::new(0));
+        let counting = Counting(Arc::clone(&num_taken));
+        let node = Node::spawn(config(), || counting).expect("node");
+        let ask = || std::iter::from_fn(|| node.send(()).ok()).count();
+        let num_asked = std::thread::scope(|scope| {
+            let callers = [scope.spawn(ask), scope.spawn(ask)];
+            node.stop();
+            callers.map(|caller| caller.join().expect("refused"))
+        });
+        let num_asked: usize = num_asked.iter().sum();
+        assert_eq!(num_taken.load(Ordering::Relaxed), num_asked);
+    }
 }

@@ -8,6 +8,7 @@ use kvpipe_ucx::{Buffer, Config, Library, MemoryKind, Search};
 use super::*;
 use crate::error::Result;
 use crate::identity::Identity;
+use crate::node::commands;
 use crate::transport::{Context, Get, Memory, RemoteKey, Worker};
 
 /// Notes at each command whether the link had failed.
@@ -34,7 +35,7 @@ fn what_is_asked_for_while_the_end_of_a_link_is_seen_knows_of_it() {
     let mut io = Io::alone(None);
     let (link, now) = (io.new_link(), io.now);
     io.add(link, stream, "peer".to_owned(), false, now).unwrap();
-    let (commands, receiver) = channel();
+    let (commands, receiver) = commands::channel();
     let mut node = Loop::new(io, Noting::default(), receiver);
     drop(listener.accept().unwrap());
     while node.service.0.last() != Some(&true) {
@@ -127,7 +128,7 @@ fn a_read_of_a_stopped_peer_outlives_its_node_with_its_memory_until_the_peer_goe
         key: None,
         told,
     };
-    let (commands, receiver) = channel();
+    let (commands, receiver) = commands::channel();
     let io = Io::alone(Some(context));
     let unended = io.unended_reads.clone();
     let mut node = Loop::new(io, reading, receiver);
