@@ -41,6 +41,8 @@ pub(super) struct Loop<S: Service> {
     is_stopping: bool,
     idle_since: Instant,
     looked_at_sockets: Instant,
+    /// Room for what a look at the sockets finds.
+    ready: Vec<epoll::Event>,
     accept_at: Option<Instant>,
     /// The last round left events of UCX untaken.
     is_backlogged: bool,
@@ -60,6 +62,7 @@ impl<S: Service> Loop<S> {
             is_stopping: false,
             idle_since: looked_at_sockets,
             looked_at_sockets,
+            ready: Vec::new(),
             accept_at: None,
             is_backlogged: false,
             has_work: false,
