@@ -173,7 +173,9 @@ class Agent(Closing):
         return AgentStats(*self._native.stats(), len(self._native.peers()), self._native.num_regions)
 
     def close(self) -> None:
-        """Ends all sessions; what is under way ends with an error. Closing twice is fine.
+        """Ends all sessions; what is under way ends with an error.
+
+        Closing twice is fine, also from several threads: each returns once the agent has ended.
 
         Raises:
             TransferTimeoutError: UCX has not ended reads into memory of regions, as of a machine that is gone. The

@@ -10,7 +10,7 @@ use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Rest, Status};
 use crate::codec::Writer;
 use crate::error::{Error, Result};
 use crate::handshake::SessionId;
-use crate::node::{Io, LinkId};
+use crate::node::{ENDED, Io, LinkId};
 use crate::road::{Road, is_direct, reads_host};
 use crate::stream::Landings;
 use crate::transport::{Context, Get, Memory, Payload, RemoteKey, Worker};
@@ -19,14 +19,14 @@ use crate::transport::{Context, Get, Memory, Payload, RemoteKey, Worker};
 pub(crate) const HELLO: u8 = 0;
 /// Marks the token of a hello; the rest is the link.
 const HELLO_TOKEN: u64 = 1 << 63;
-/// Marks the token of a message; the rest is the link and its bytes.
+/// Marks the token of a message; the rest is the link, of which strangers can have any number made, and its size.
 const MESSAGE_TOKEN: u64 = 1 << 62;
-/// Bits of a message's token that hold its bytes.
-const LEN_BITS: u32 = 30;
-const LEN_MASK: u64 = (1 << LEN_BITS) - 1;
-/// Most bytes of messages that wait for a peer that does not read; more and it counts as lost. What peers may have
+/// Bits of a message's token that hold its size in KiB, which the cap bounds. 42 are left for the link.
+const SIZE_BITS: u32 = 20;
+const SIZE_MASK: u64 = (1 << SIZE_BITS) - 1;
+/// Most KiB of messages that wait for a peer that does not read; more and it counts as lost. What peers may have
 /// asked for and offered at once has 448 MiB: 4 reads and 8 writes of 4 Mi blocks, and the checksums of 4 more.
-const UNSENT_CAP: usize = 512 << 20;
+const UNSENT_CAP_KIB: usize = 512 << 10;
 
 /// Of the header of a message; longer ones grow.
 const HEADER_LEN: usize = 64;
@@ -39,7 +39,7 @@ struct Peer {
     reads_at_once: bool,
     /// Lanes that may reach CUDA memory.
     lanes: Vec<Lane>,
-    /// Bytes of messages that have not left.
+    /// KiB of messages that have not left, each rounded up.
     unsent: Cell<usize>,
     is_open: bool,
     /// Whether our hello has left, and theirs has come.
@@ -147,9 +147,9 @@ impl DataPlane {
     /// An operation has ended; whether it was a message.
     pub(crate) fn end_message(&self, token: u64) -> bool {
         let is_message = token & MESSAGE_TOKEN != 0;
-        let (link, len) = ((token ^ MESSAGE_TOKEN) >> LEN_BITS, token & LEN_MASK);
+        let (link, size) = ((token ^ MESSAGE_TOKEN) >> SIZE_BITS, token & SIZE_MASK);
         if let Some(peer) = self.peers.get(&link).filter(|_| is_message) {
-            peer.unsent.set(peer.unsent.get() - len as usize);
+            peer.unsent.set(peer.unsent.get() - size as usize);
         }
         is_message
     }
@@ -229,18 +229,18 @@ impl Io {
     /// Sends an active message. Nobody waits for its end, so that the node bounds how much waits to leave.
     pub fn message(&mut self, link: LinkId, header: Writer, payload: Payload) -> bool {
         let header = header.finish();
-        let len = header.len() + payload.num_owned();
-        let token = MESSAGE_TOKEN | link << LEN_BITS | len as u64;
-        if self.unsent(link) + len > UNSENT_CAP {
+        let size = (header.len() + payload.num_owned()).div_ceil(1 << 10);
+        if self.unsent(link) + size > UNSENT_CAP_KIB {
             let error = Error::lost(&self.peer(link), "it does not read what it is sent");
             self.fail(link, error);
             return false;
         }
+        let token = MESSAGE_TOKEN | link << SIZE_BITS | size as u64;
         self.post(link, |data| {
             let endpoint = data.endpoint(link)?;
             data.worker.am_send(endpoint, header, payload, token)?;
             if let Some(peer) = data.peers.get(&link) {
-                peer.unsent.set(peer.unsent.get() + len);
+                peer.unsent.set(peer.unsent.get() + size);
             }
             Ok(())
         })
@@ -290,7 +290,7 @@ impl Io {
         local: MemoryKind,
     ) -> Result<RemoteKey> {
         let Some(data) = &self.data else {
-            return Err(Error::Closed("no data plane".to_owned()));
+            return Err(Error::Closed(ENDED.to_owned()));
         };
         let endpoint = data.endpoint(link)?;
         data.worker
@@ -311,7 +311,7 @@ impl Io {
     /// Registers memory, so that it can be read or sent from.
     pub fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
         let Some(data) = &self.data else {
-            return Err(Error::Closed("no data plane".to_owned()));
+            return Err(Error::Closed(ENDED.to_owned()));
         };
         data.context.register(buffer)
     }

@@ -58,6 +58,48 @@ fn a_region_that_is_closed_after_its_agent_says_that_reads_have_not_ended() {
 
 #[cfg(feature = "fuzzing")]
 #[test]
+fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
+    use crate::node::by_hand::{Round, without_threads};
+
+    for num_unended in [0, 2] {
+        let agent = without_threads(agent);
+        let registered = agent.register("kv", Buffer::zeroed(64), 64, 64);
+        let registered = registered.expect("open");
+        while !registered.is_completed() {
+            agent.round();
+        }
+        let region = registered.result().expect("registered").expect("region");
+        agent.close();
+        let request = LoadRequest {
+            handoff: [7; 16],
+            producer: "127.0.0.1:9".to_owned(),
+            incarnation: [0; 16],
+            generation: 0,
+            first: 0,
+            block_ids: vec![0],
+            is_committed: true,
+        };
+        agent.load(request.clone()).expect("it has not ended");
+        let connected = agent.connect("127.0.0.1:9").expect("it has not ended");
+        let closed = agent.close_region(&region, None).expect("it has not ended");
+        agent.node.unended_reads().pretend(num_unended);
+        while agent.round() != Round::Over {}
+        let ended = agent.drain();
+        assert!(
+            matches!(&ended[..], [Event::Failed { missing, .. }] if missing == &[0]),
+            "{ended:?}"
+        );
+        assert!(matches!(connected.result(), Some(Err(Error::Closed(_)))));
+        match (num_unended, closed.result().expect("answered").map(drop)) {
+            (0, closed) => assert_eq!(closed, Ok(())),
+            (_, closed) => assert_told(closed),
+        }
+        assert!(matches!(agent.load(request), Err(Error::Closed(_))));
+    }
+}
+
+#[cfg(feature = "fuzzing")]
+#[test]
 fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not_ended() {
     use crate::node::by_hand::{Round, without_threads};
 

@@ -24,13 +24,8 @@ impl Schedulers {
 
     pub(super) fn watch(&mut self, io: &mut Io, handoff: HandoffId, producer: &str) {
         let link = self.link_to(io, producer);
-        self.watched.insert(
-            handoff,
-            Watched {
-                link,
-                until: io.now + self.patience.handoff,
-            },
-        );
+        let watched = Watched::new(link, io.now + self.patience.handoff);
+        self.watched.insert(handoff, watched);
         if io.is_up(link) {
             Self::say(io, link, &Message::Watch(handoff));
         }
@@ -71,6 +66,19 @@ impl Schedulers {
         self.watched
             .get(handoff)
             .is_some_and(|watched| watched.link == link)
+    }
+
+    /// Whether the peer tells this for the first time of a handoff that is watched there.
+    pub(super) fn is_first(
+        &mut self,
+        handoff: &HandoffId,
+        link: LinkId,
+        is_told: impl FnOnce(&mut Watched) -> &mut bool,
+    ) -> bool {
+        let watched = self.watched.get_mut(handoff);
+        watched
+            .filter(|watched| watched.link == link)
+            .is_some_and(|watched| !std::mem::replace(is_told(watched), true))
     }
 
     pub(super) fn unwatch(&mut self, io: &mut Io, handoff: HandoffId, is_taken: bool) {

@@ -78,6 +78,20 @@ pub(super) struct Lent {
 pub(super) struct Watched {
     pub(super) link: LinkId,
     pub(super) until: Instant,
+    /// What has been told of it: each counts once, because nobody may drain what a peer repeats.
+    pub(super) is_opened: bool,
+    pub(super) is_finished: bool,
+}
+
+impl Watched {
+    pub(super) fn new(link: LinkId, until: Instant) -> Self {
+        Self {
+            link,
+            until,
+            is_opened: false,
+            is_finished: false,
+        }
+    }
 }
 
 pub(super) struct Asked {
@@ -137,11 +151,15 @@ impl Schedulers {
                 self.unwatch_here(io, link, handoff, is_taken);
             }
             Message::Ask { id, question } => self.asked_here(io, link, id, &question),
-            Message::Opened { handoff, opening } if self.watches(&handoff, link) => {
+            Message::Opened { handoff, opening }
+                if self.is_first(&handoff, link, |watched| &mut watched.is_opened) =>
+            {
                 self.trace.instant(Track::Node, "opened", &handoff, &[]);
                 self.events.push(Event::Opened { handoff, opening });
             }
-            Message::Finished { handoff, state } if self.watches(&handoff, link) => {
+            Message::Finished { handoff, state }
+                if self.is_first(&handoff, link, |watched| &mut watched.is_finished) =>
+            {
                 self.trace.instant(Track::Node, "finished", &handoff, &[]);
                 self.events.push(Event::Finished { handoff, state });
             }
@@ -160,7 +178,7 @@ impl Schedulers {
                     asked.completer.complete(Ok(json));
                 }
             }
-            // Of a handoff that is not watched any more.
+            // Of a handoff that is not watched any more, or once more.
             Message::Opened { .. } | Message::Finished { .. } | Message::Gone { .. } => {}
         }
     }

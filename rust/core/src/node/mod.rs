@@ -8,6 +8,7 @@
 mod alone;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod by_hand;
+mod commands;
 mod connect;
 mod io;
 mod patience;
@@ -17,7 +18,6 @@ mod wheel;
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
-use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -31,7 +31,8 @@ use crate::link::Timing;
 use crate::process::Process;
 use crate::transport::{Context, Memory, Transport};
 use crate::work::{Completer, Then, Work, work};
-use run::{Control, Loop};
+use commands::{Control, Inlet};
+use run::Loop;
 use wheel::Wheel;
 
 pub use io::Io;
@@ -40,7 +41,7 @@ pub(crate) use unended::UnendedReads;
 pub(crate) use wheel::{Drive, Driven};
 
 /// What is said to who asks for something once the node has ended.
-const ENDED: &str = "already closed";
+pub(crate) const ENDED: &str = "already closed";
 
 /// Names a link of a node; never reused.
 pub type LinkId = u64;
@@ -51,7 +52,7 @@ pub trait Service {
     /// What other threads ask of it.
     type Command: Send + 'static;
 
-    /// Another thread asks.
+    /// Another thread asks. What is asked for while the node stops comes right before [`stop`](Self::stop).
     fn command(&mut self, io: &mut Io, command: Self::Command);
     /// May a peer that has proved the token connect? The reason goes to the peer. `link_up` follows, or `dismissed`.
     fn accept(&mut self, _link: LinkId, _peer: &Identity) -> std::result::Result<(), String> {
@@ -134,7 +135,7 @@ pub fn default_busy_poll() -> Duration {
 /// A running node, as other threads see it. Dropping it stops the thread.
 #[derive(Debug)]
 pub struct Node<C> {
-    commands: Mutex<Sender<Control<C>>>,
+    commands: Inlet<C>,
     wheel: Arc<dyn Drive>,
     thread: Mutex<Option<JoinHandle<()>>>,
     address: Option<SocketAddr>,
@@ -163,19 +164,19 @@ impl<C: Send + 'static> Node<C> {
             .map(|transport| transport.open(config.local).map(Arc::new))
             .transpose()?;
         let registrar = context.as_ref().map(Arc::downgrade).unwrap_or_default();
-        let (commands, receiver) = channel();
+        let (commands, taken) = commands::channel();
         let wake = Arc::new(eventfd()?);
         let io = Io::new(config, listener, context, Arc::clone(&wake))?;
         let (epoll, unended_reads) = (Arc::clone(&io.epoll), io.unended_reads.clone());
         #[expect(unsafe_code, reason = "the one promise that the compiler cannot check")]
         // SAFETY: the worker, its keys, its placer and where that places are reachable through the loop only: `io` was made
         // here, and `make`, being Send, brings nothing that shares without atomics. Services keep to what `Service` demands.
-        let node = unsafe { Together::new(Loop::new(io, make(), receiver)) };
+        let node = unsafe { Together::new(Loop::new(io, make(), taken)) };
         let wheel = Arc::new(Wheel::new(node, epoll, wake, eventfd()?));
         #[cfg(feature = "fuzzing")]
         if by_hand::is_on() {
             return Ok(Self {
-                commands: Mutex::new(commands),
+                commands,
                 wheel,
                 thread: Mutex::default(),
                 address,
@@ -190,7 +191,7 @@ impl<C: Send + 'static> Node<C> {
             .spawn(move || in_thread.run())
             .map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
         Ok(Self {
-            commands: Mutex::new(commands),
+            commands,
             wheel,
             thread: Mutex::new(Some(thread)),
             address,
@@ -221,10 +222,10 @@ impl<C: Send + 'static> Node<C> {
         (work.driven_by(Arc::clone(&self.wheel)), completer)
     }
 
-    /// Hands a command to the node.
+    /// Hands a command to the node, which takes it, be it only to end it when the node ends.
     ///
     /// # Errors
-    /// `Closed` when the node has stopped or the process is a fork of the one that made it.
+    /// `Closed` when the node has ended or the process is a fork of the one that made it.
     pub fn send(&self, command: C) -> Result<()> {
         self.hand(command, Then::GoOn)
     }
@@ -232,11 +233,7 @@ impl<C: Send + 'static> Node<C> {
     /// As [`send`](Self::send), by a caller of whom it is known what it does next.
     pub(crate) fn hand(&self, command: C, then: Then) -> Result<()> {
         self.process.check()?;
-        let commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
-        commands
-            .send(Control::Command(command))
-            .map_err(|_| Error::Closed(ENDED.to_owned()))?;
-        drop(commands);
+        self.commands.send(Control::Command(command))?;
         if then == Then::GoOn {
             self.wheel.nudge();
         }
@@ -264,23 +261,20 @@ impl<C> Node<C> {
         &self.unended_reads
     }
 
-    /// Stops the thread and waits for its end; what is under way ends as closed. Idempotent.
+    /// Stops the node and waits for its end, as does whoever stops it once more meanwhile; what is under way ends as closed.
+    /// Called by what the node itself does, it returns at once: the node ends after this round.
     pub fn stop(&self) {
         if self.process.check().is_err() {
             return;
         }
-        let _ = self
-            .commands
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .send(Control::Stop);
+        let _ = self.commands.send(Control::Stop);
         self.wheel.nudge();
-        let thread = self
-            .thread
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        if let Some(thread) = thread {
+        if self.wheel.is_run_here() {
+            return;
+        }
+        // Held until the thread has ended, so that everybody else waits for that too.
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(thread) = thread.take() {
             let _ = thread.join();
         }
     }

@@ -3,11 +3,11 @@
 mod sockets;
 mod ucx;
 
-use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
+use super::commands::{Control, Outlet};
 use super::{Driven, Io, LinkId, Service};
 use crate::error::Error;
 
@@ -21,11 +21,6 @@ const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(100);
 const EVENTS_PER_ROUND: usize = 32;
 /// How long a node that stops waits for its last messages to leave.
 const LINGER: Duration = Duration::from_millis(500);
-
-pub(super) enum Control<C> {
-    Command(C),
-    Stop,
-}
 
 /// What is to be done after a round.
 pub(super) enum Next {
@@ -42,10 +37,12 @@ pub(super) enum Next {
 pub(super) struct Loop<S: Service> {
     io: Io,
     service: S,
-    commands: Receiver<Control<S::Command>>,
+    commands: Outlet<S::Command>,
     is_stopping: bool,
     idle_since: Instant,
     looked_at_sockets: Instant,
+    /// Room for what a look at the sockets finds.
+    ready: Vec<epoll::Event>,
     accept_at: Option<Instant>,
     /// The last round left events of UCX untaken.
     is_backlogged: bool,
@@ -56,7 +53,7 @@ pub(super) struct Loop<S: Service> {
 }
 
 impl<S: Service> Loop<S> {
-    pub(super) fn new(io: Io, service: S, commands: Receiver<Control<S::Command>>) -> Self {
+    pub(super) fn new(io: Io, service: S, commands: Outlet<S::Command>) -> Self {
         let looked_at_sockets = io.now;
         Self {
             io,
@@ -65,6 +62,7 @@ impl<S: Service> Loop<S> {
             is_stopping: false,
             idle_since: looked_at_sockets,
             looked_at_sockets,
+            ready: Vec::new(),
             accept_at: None,
             is_backlogged: false,
             has_work: false,
@@ -167,6 +165,10 @@ impl<S: Service> Loop<S> {
         // end one in time, its memory is kept, and the report says so.
         let unended = self.io.unended_reads.counter();
         let rest = self.io.data.take().and_then(|data| data.end(unended));
+        // It was not refused, so it is answered: it ends with the rest.
+        for command in self.commands.close() {
+            self.service.command(&mut self.io, command);
+        }
         self.service.stop(&mut self.io);
         drop(self); // and with the service its keys: from then on UCX is worked on until it has ended
         drop(rest);
@@ -188,10 +190,10 @@ impl<S: Service> Loop<S> {
     /// comes first.
     fn take_commands(&mut self) {
         while !self.is_stopping {
-            match self.commands.try_recv() {
-                Ok(Control::Command(command)) => self.service.command(&mut self.io, command),
-                Ok(Control::Stop) | Err(TryRecvError::Disconnected) => self.is_stopping = true,
-                Err(TryRecvError::Empty) => break,
+            match self.commands.next() {
+                Some(Control::Command(command)) => self.service.command(&mut self.io, command),
+                Some(Control::Stop) => self.is_stopping = true,
+                None => break,
             }
         }
         while let Ok(connected) = self.io.connected.1.try_recv() {

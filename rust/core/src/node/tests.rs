@@ -1,3 +1,4 @@
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 
 use super::*;
@@ -67,4 +68,88 @@ fn five_hundred_peers_may_come_while_the_node_is_busy_and_none_has_to_come_again
     let connect = || std::net::TcpStream::connect_timeout(&address, at_once);
     let streams: Vec<_> = (0..500).map(|_| connect().expect("room")).collect();
     drop(streams);
+}
+
+/// Takes its time to end.
+struct Lasting {
+    ends: std::sync::mpsc::SyncSender<()>,
+    may_end: Receiver<()>,
+    has_ended: Arc<AtomicBool>,
+}
+
+impl Service for Lasting {
+    type Command = ();
+
+    fn command(&mut self, _io: &mut Io, _command: ()) {}
+    fn link_up(&mut self, _io: &mut Io, _link: LinkId, _peer: &Identity) {}
+    fn link_down(&mut self, _io: &mut Io, _link: LinkId, _error: Error) {}
+    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+        Ok(())
+    }
+    fn stop(&mut self, _io: &mut Io) {
+        let _ = self.ends.send(());
+        let _ = self.may_end.recv_timeout(PATIENCE);
+        self.has_ended.store(true, Ordering::Release);
+    }
+}
+
+#[test]
+fn whoever_stops_a_node_that_is_ending_returns_when_it_has_ended() {
+    let ((ends, is_ending), (lets_end, may_end)) = (sync_channel(1), sync_channel(1));
+    let has_ended = Arc::new(AtomicBool::new(false));
+    let lasting = Lasting {
+        ends,
+        may_end,
+        has_ended: Arc::clone(&has_ended),
+    };
+    let node = Node::spawn(config(), || lasting).expect("node");
+    let stop = || {
+        node.stop();
+        has_ended.load(Ordering::Acquire)
+    };
+    std::thread::scope(|scope| {
+        let first = scope.spawn(stop);
+        is_ending.recv_timeout(PATIENCE).expect("it is ending");
+        let others = [scope.spawn(stop), scope.spawn(stop)];
+        // Time for those who would not wait.
+        std::thread::sleep(Duration::from_millis(50));
+        lets_end.send(()).expect("it is ending still");
+        for stopping in others.into_iter().chain([first]) {
+            assert!(stopping.join().expect("stopped"));
+        }
+    });
+    assert!(stop(), "and it may be stopped once more");
+}
+
+/// Counts what it is asked.
+struct Counting(Arc<AtomicUsize>);
+
+impl Service for Counting {
+    type Command = ();
+
+    fn command(&mut self, _io: &mut Io, _command: ()) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+    fn link_up(&mut self, _io: &mut Io, _link: LinkId, _peer: &Identity) {}
+    fn link_down(&mut self, _io: &mut Io, _link: LinkId, _error: Error) {}
+    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn what_a_node_does_not_refuse_it_takes_whenever_it_is_stopped() {
+    for _ in 0..50 {
+        let num_taken = Arc::new(AtomicUsize::new(0));
+        let counting = Counting(Arc::clone(&num_taken));
+        let node = Node::spawn(config(), || counting).expect("node");
+        let ask = || std::iter::from_fn(|| node.send(()).ok()).count();
+        let num_asked = std::thread::scope(|scope| {
+            let callers = [scope.spawn(ask), scope.spawn(ask)];
+            node.stop();
+            callers.map(|caller| caller.join().expect("refused"))
+        });
+        let num_asked: usize = num_asked.iter().sum();
+        assert_eq!(num_taken.load(Ordering::Relaxed), num_asked);
+    }
 }

@@ -8,6 +8,7 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Together;
@@ -43,6 +44,8 @@ pub(crate) trait Drive: Send + Sync + fmt::Debug {
     fn drive(&self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven;
     /// There is something to do: whoever runs the node takes notice.
     fn nudge(&self);
+    /// Whether the calling thread is the one that runs the node now.
+    fn is_run_here(&self) -> bool;
     /// One round of a node that has no thread.
     #[cfg(feature = "fuzzing")]
     fn round(&self) -> super::by_hand::Round;
@@ -66,8 +69,8 @@ enum Thread {
 /// Where the node is.
 enum Place<S: Service> {
     Here(Held<S>),
-    WithThread,
-    WithCaller,
+    WithThread(ThreadId),
+    WithCaller(ThreadId),
     Ended,
 }
 
@@ -153,7 +156,7 @@ impl<S: Service> Wheel<S> {
         while !matches!(state.node, Place::Ended) {
             let is_quiet = state.num_turns == *seen;
             if (is_quiet || state.must_hurry)
-                && let Some(node) = state.take(Place::WithThread)
+                && let Some(node) = state.take(Place::WithThread(thread::current().id()))
             {
                 *seen = state.num_turns;
                 state.must_hurry = false;
@@ -232,7 +235,7 @@ impl<S: Service> Wheel<S> {
     /// The node for a caller, unless somebody else has it or is about to.
     fn take(&self) -> Option<Held<S>> {
         let mut state = self.lock();
-        if matches!(state.node, Place::WithCaller) || state.must_hurry {
+        if matches!(state.node, Place::WithCaller(_)) || state.must_hurry {
             state.must_hurry = true; // what another caller does not wait for is then the thread's again
             return None;
         }
@@ -242,7 +245,7 @@ impl<S: Service> Wheel<S> {
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
             state.is_wanted = false;
         }
-        let node = state.take(Place::WithCaller)?;
+        let node = state.take(Place::WithCaller(thread::current().id()))?;
         state.num_turns += 1;
         if state.thread == Thread::Asleep {
             // What the caller does to the node, the thread's sleep is not prepared for.
@@ -268,7 +271,7 @@ impl<S: Service> Wheel<S> {
     /// A round on a thread of the caller's, whatever is to hurry: nobody else runs the node.
     fn run_by_hand(&self) -> super::by_hand::Round {
         use super::by_hand::Round;
-        let Some(mut node) = self.lock().take(Place::WithCaller) else {
+        let Some(mut node) = self.lock().take(Place::WithCaller(thread::current().id())) else {
             return Round::Over;
         };
         node.get_mut().look_at_sockets(Instant::now());
@@ -314,10 +317,17 @@ impl<S: Service> Drive for Wheel<S> {
         }
         let mut state = self.lock();
         // The thread, if it has the node, looks at the wake before it sleeps.
-        state.must_hurry |= !matches!(state.node, Place::WithThread);
+        state.must_hurry |= !matches!(state.node, Place::WithThread(_));
         drop(state);
         signal(&self.wake);
         self.for_thread.notify_one();
+    }
+
+    fn is_run_here(&self) -> bool {
+        match self.lock().node {
+            Place::WithThread(id) | Place::WithCaller(id) => id == thread::current().id(),
+            Place::Here(_) | Place::Ended => false,
+        }
     }
 
     #[cfg(feature = "fuzzing")]

@@ -220,3 +220,43 @@ fn a_question_to_an_address_that_is_still_connected_to_ends_with_its_name() {
     let error = answer.result().expect("an end").expect_err("no answer");
     assert_eq!(error.to_string(), "127.0.0.1:9 did not answer in time");
 }
+
+#[test]
+fn what_a_producer_says_again_of_a_watch_is_told_once() {
+    let (mut io, mut schedulers) = (Io::alone(None), schedulers());
+    let others = [2; 16];
+    for handoff in [ID, others] {
+        schedulers.watch(&mut io, handoff, "127.0.0.1:9");
+    }
+    let link = schedulers.watched[&ID].link;
+    let (opening, state) = (opening(), SequenceState::default());
+    let said = |handoff| {
+        let (opening, state) = (opening.clone(), state.clone());
+        [
+            Message::Opened { handoff, opening },
+            Message::Finished { handoff, state },
+        ]
+    };
+    for _ in 0..3 {
+        for message in said(ID).into_iter().chain(said(others)) {
+            let said = message.encode();
+            schedulers.frame(&mut io, link, &said).expect("no error");
+            // Nor does it count of whom the handoff is not watched at.
+            schedulers.frame(&mut io, 99, &said).expect("no error");
+        }
+    }
+    let told = |handoff| {
+        let (opening, state) = (opening.clone(), state.clone());
+        [
+            Event::Opened { handoff, opening },
+            Event::Finished { handoff, state },
+        ]
+    };
+    assert_eq!(schedulers.events.drain(), [told(ID), told(others)].concat());
+    schedulers.watch(&mut io, ID, "127.0.0.1:9");
+    for message in said(ID) {
+        let said = message.encode();
+        schedulers.frame(&mut io, link, &said).expect("no error");
+    }
+    assert_eq!(schedulers.events.drain(), told(ID), "watched anew");
+}

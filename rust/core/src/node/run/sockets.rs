@@ -3,6 +3,7 @@
 use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
+use rustix::buffer::spare_capacity;
 use rustix::event::epoll;
 use rustix::io::Errno;
 
@@ -15,6 +16,8 @@ use crate::work::timespec;
 
 /// Handshakes of peers under way at once; one more ends the oldest, so that silent connections keep nobody out.
 const HANDSHAKES_CAP: usize = 64;
+/// What is looked at besides links: wake, listener, UCX.
+const NUM_OTHERS: usize = 3;
 /// Without file descriptors, the next attempt to accept.
 const ACCEPT_AGAIN: Duration = Duration::from_secs(1);
 
@@ -46,24 +49,11 @@ impl<S: Service> Loop<S> {
 
     /// Serves the sockets, and until then sleeps at most until `until`; whether a signal ended that.
     pub(in crate::node) fn look_at_sockets(&mut self, until: Instant) -> bool {
-        let mut ready = [epoll::Event {
-            flags: epoll::EventFlags::empty(),
-            data: epoll::EventData::new_u64(0),
-        }; 64];
-        let timeout = timespec(until.saturating_duration_since(Instant::now()));
-        let mut waited = epoll::wait(&self.io.epoll, &mut ready[..], Some(&timeout));
-        let is_interrupted = waited == Err(Errno::INTR);
-        if is_interrupted {
-            // As after a SIGCONT: nobody was silent before it has been seen what they sent meanwhile.
-            waited = epoll::wait(
-                &self.io.epoll,
-                &mut ready[..],
-                Some(&timespec(Duration::ZERO)),
-            );
-        }
+        let mut ready = std::mem::take(&mut self.ready);
+        let is_interrupted = self.wait(&mut ready, until);
         self.io.now = Instant::now();
         self.looked_at_sockets = self.io.now;
-        for event in &ready[..waited.unwrap_or(0)] {
+        for event in ready.drain(..) {
             match event.data.u64() {
                 WAKE => {
                     let _ = rustix::io::read(&*self.io.wake, &mut [0u8; 8]);
@@ -74,7 +64,23 @@ impl<S: Service> Loop<S> {
                 link => self.serve(link, event.flags),
             }
         }
+        self.ready = ready;
         self.report_failures();
+        is_interrupted
+    }
+
+    /// All that is readable at once, because nobody is silent before it has been seen what they sent: after a SIGCONT too,
+    /// which interrupts. Whether a signal did.
+    fn wait(&self, ready: &mut Vec<epoll::Event>, until: Instant) -> bool {
+        ready.reserve(self.io.links.len() + NUM_OTHERS);
+        let mut look = |until: Instant| {
+            let timeout = timespec(until.saturating_duration_since(Instant::now()));
+            epoll::wait(&self.io.epoll, spare_capacity(ready), Some(&timeout))
+        };
+        let is_interrupted = look(until) == Err(Errno::INTR);
+        if is_interrupted {
+            let _ = look(Instant::now());
+        }
         is_interrupted
     }
 

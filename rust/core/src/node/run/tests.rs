@@ -1,3 +1,4 @@
+use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,6 +9,7 @@ use kvpipe_ucx::{Buffer, Config, Library, MemoryKind, Search};
 use super::*;
 use crate::error::Result;
 use crate::identity::Identity;
+use crate::node::commands;
 use crate::transport::{Context, Get, Memory, RemoteKey, Worker};
 
 /// Notes at each command whether the link had failed.
@@ -34,7 +36,7 @@ fn what_is_asked_for_while_the_end_of_a_link_is_seen_knows_of_it() {
     let mut io = Io::alone(None);
     let (link, now) = (io.new_link(), io.now);
     io.add(link, stream, "peer".to_owned(), false, now).unwrap();
-    let (commands, receiver) = channel();
+    let (commands, receiver) = commands::channel();
     let mut node = Loop::new(io, Noting::default(), receiver);
     drop(listener.accept().unwrap());
     while node.service.0.last() != Some(&true) {
@@ -44,6 +46,29 @@ fn what_is_asked_for_while_the_end_of_a_link_is_seen_knows_of_it() {
         let has_failed = node.io.has_failed(link);
         assert_eq!(node.service.0.last(), Some(&has_failed));
     }
+}
+
+#[test]
+fn one_look_hears_of_all_who_have_said_something() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut io = Io::alone(None);
+    let begun = io.now;
+    let mut peer = |_| {
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let stream = listener.accept().unwrap().0;
+        peer.write_all(&[0]).unwrap();
+        stream.peek(&mut [0]).unwrap();
+        let link = io.new_link();
+        io.add(link, stream, "peer".to_owned(), true, begun)
+            .unwrap();
+        (link, peer)
+    };
+    let peers: Vec<_> = (0..200).map(&mut peer).collect();
+    let (_commands, receiver) = commands::channel();
+    let mut node = Loop::new(io, Noting::default(), receiver);
+    node.look_at_sockets(Instant::now());
+    let is_heard = |(link, _): &(LinkId, TcpStream)| node.io.heard(*link) > Some(begun);
+    assert_eq!(peers.iter().filter(|peer| is_heard(peer)).count(), 200);
 }
 
 /// Over TCP, where a read waits for the peer. `None` after saying why there is no UCX.
@@ -127,7 +152,7 @@ fn a_read_of_a_stopped_peer_outlives_its_node_with_its_memory_until_the_peer_goe
         key: None,
         told,
     };
-    let (commands, receiver) = channel();
+    let (commands, receiver) = commands::channel();
     let io = Io::alone(Some(context));
     let unended = io.unended_reads.clone();
     let mut node = Loop::new(io, reading, receiver);

@@ -15,6 +15,8 @@ enum Ask {
     WhoRuns(Completer<ThreadId>),
     /// Never answered.
     Keep(Completer<ThreadId>),
+    /// Stops the node, which is its own; then who runs it?
+    Stop(Arc<Node<Self>>, Completer<ThreadId>),
     Panic,
 }
 
@@ -28,6 +30,10 @@ impl Service for Teller {
         match ask {
             Ask::WhoRuns(completer) => completer.complete(Ok(thread::current().id())),
             Ask::Keep(completer) => self.0.push(completer),
+            Ask::Stop(node, completer) => {
+                node.stop();
+                completer.complete(Ok(thread::current().id()));
+            }
             Ask::Panic => panic!("asked to"),
         }
     }
@@ -116,6 +122,22 @@ fn a_stopped_node_ends_the_wait_of_the_caller_that_runs_it() {
         let caller = caller(&node);
         node.stop();
         assert!(matches!(caller.join().unwrap(), Err(Error::Closed(_))));
+    }
+}
+
+#[test]
+fn a_node_may_be_stopped_by_what_it_does_itself_whoever_runs_it() {
+    for then in [Then::GoOn, Then::Wait] {
+        let node = Arc::new(node());
+        let (stopped, completer) = node.work();
+        let stop = Ask::Stop(Arc::clone(&node), completer);
+        node.hand(stop, then).unwrap();
+        match then {
+            Then::GoOn => assert_ne!(look(&stopped), thread::current().id()),
+            Then::Wait => drop(stopped.wait_for(SOON).unwrap()),
+        }
+        node.stop();
+        assert!(node.send(Ask::Panic).is_err());
     }
 }
 
