@@ -21,7 +21,7 @@ use crate::work::work;
 #[derive(Debug)]
 pub struct Local {
     shared: Arc<Shared>,
-    node: Mutex<Option<Node<Infallible>>>,
+    node: Mutex<Option<Arc<Node<Infallible>>>>,
 }
 
 impl Local {
@@ -34,8 +34,12 @@ impl Local {
         }
     }
 
-    fn node(&self) -> MutexGuard<'_, Option<Node<Infallible>>> {
+    fn served(&self) -> MutexGuard<'_, Option<Arc<Node<Infallible>>>> {
         self.node.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn node(&self) -> Option<Arc<Node<Infallible>>> {
+        self.served().clone()
     }
 
     /// Lets other processes connect. With `is_summed`, they compare what they take with checksums.
@@ -50,8 +54,8 @@ impl Local {
         transport: Transport,
         is_summed: bool,
     ) -> Result<()> {
-        let mut node = self.node();
-        if let Some(at) = node.as_ref().and_then(Node::address) {
+        let mut node = self.served();
+        if let Some(at) = node.as_ref().and_then(|node| node.address()) {
             return Err(Error::Config(format!(
                 "the buffer is served at {at} already"
             )));
@@ -70,13 +74,13 @@ impl Local {
         let (shared, origin) = (Arc::clone(&self.shared), self.origin());
         let served = Node::spawn(config, move || Server::new(shared, origin, is_summed))?;
         self.shared.serve(served.waker());
-        *node = Some(served);
+        *node = Some(Arc::new(served));
         Ok(())
     }
 
     /// Where others connect, if it is served.
     pub fn address(&self) -> Option<SocketAddr> {
-        self.node().as_ref()?.address()
+        self.node()?.address()
     }
 
     fn origin(&self) -> Arc<dyn Origin> {
@@ -119,7 +123,7 @@ impl Local {
     /// Drops all entries; what waits ends as closed.
     pub fn close(&self) {
         self.shared.close();
-        if let Some(node) = self.node().as_ref() {
+        if let Some(node) = self.node() {
             node.stop();
         }
     }
@@ -129,6 +133,6 @@ impl Local {
 impl Local {
     pub(crate) fn round_by_hand(&self) -> crate::node::by_hand::Round {
         let over = crate::node::by_hand::Round::Over;
-        self.node().as_ref().map_or(over, Node::round)
+        self.node().map_or(over, |node| node.round())
     }
 }
