@@ -9,13 +9,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::error::{Error, Result};
 use crate::handoff::HandoffId;
+use crate::process::Thread;
 
 /// Whose time a line is about: they are shown as threads of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub struct Trace(Option<Arc<Writer>>);
 #[derive(Debug)]
 struct Writer {
     lines: Option<Sender<String>>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<Thread>,
     num_overlapping: AtomicU64,
 }
 
@@ -41,7 +41,7 @@ impl Drop for Writer {
     fn drop(&mut self) {
         drop(self.lines.take());
         if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+            thread.join();
         }
     }
 }
@@ -60,10 +60,7 @@ impl Trace {
         };
         let file = open(path).map_err(failed)?;
         let (lines, queue) = channel();
-        let thread = std::thread::Builder::new()
-            .name("kvpipe-trace".to_owned())
-            .spawn(move || write(file, &queue))
-            .map_err(failed)?;
+        let thread = Thread::spawn("kvpipe-trace", move || write(file, &queue)).map_err(failed)?;
         let trace = Self(Some(Arc::new(Writer {
             lines: Some(lines),
             thread: Some(thread),

@@ -65,7 +65,8 @@ impl Config {
             settings: Vec::new(),
         };
         // Any other threshold makes UCX's rendezvous eligible, which in PEER error mode costs the
-        // CMA and TCP zero-copy lanes (measured: 0.94 instead of 5 GB/s).
+        // CMA and TCP zero-copy lanes (measured: 0.94 instead of 5 GB/s). And without its registration cache, UCX crashes when a
+        // rendezvous is ended by force (1.18, openucx/ucx#11467).
         config.pin("RNDV_THRESH", "inf");
         // 256 KiB segments make TCP 4-5 times faster; UCX refuses RX smaller than TX.
         config

@@ -4,6 +4,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::Arc;
 
 use crate::config::Config;
+use crate::exit;
 use crate::library::Library;
 use crate::memory::{Buffer, Memory};
 use crate::status::{Status, check};
@@ -123,6 +124,7 @@ fn init(library: &Library, config: &Config) -> Result<NonNull<sys::ucp_context>,
     };
     let mut handle = null_mut();
     let api = library.api();
+    exit::begin();
     // SAFETY: params and configuration outlive the call; 1.13 is the version all calls come from.
     let code = unsafe {
         (api.ucp_init_version)(1, 13, &raw const params, config.as_ptr(), &raw mut handle)

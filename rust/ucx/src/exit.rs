@@ -1,5 +1,5 @@
-//! The end of the process. When it exits, UCX's libraries destroy what all of UCX uses, whoever is in UCX then: every thread
-//! leaves UCX before, and none comes in any more.
+//! The end of the process, and its forks. When it exits, UCX's libraries destroy what all of UCX uses, whoever is in UCX then:
+//! every thread leaves UCX before, and none comes in any more. The child of a fork has UCX's state without its threads.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -7,12 +7,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
-/// How long the exit waits for those that are in UCX; no call takes long.
+/// How long the exit waits for those that are in UCX. What takes longer is to pin several GiB for RDMA.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Threads that are in UCX.
 static NUM_INSIDE: AtomicUsize = AtomicUsize::new(0);
 static IS_EXITING: AtomicBool = AtomicBool::new(false);
+static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
+static IS_FORKED: AtomicBool = AtomicBool::new(false);
 static LEAVING: Mutex<()> = Mutex::new(());
 static ONE_LEFT: Condvar = Condvar::new();
 
@@ -69,6 +71,17 @@ fn lock() -> MutexGuard<'static, ()> {
     LEAVING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// UCX begins in this process.
+pub(crate) fn begin() {
+    HAS_BEGUN.store(true, Ordering::SeqCst);
+}
+
+/// Whether UCX began in a process that this one was forked from. Its threads are not here, what it polls is shared, and it knows
+/// of neither.
+pub(crate) fn is_forked() -> bool {
+    IS_FORKED.load(Ordering::SeqCst)
+}
+
 /// From now on the exit of the process waits for those that are in UCX.
 pub(crate) fn guard() {
     static ONCE: Once = Once::new();
@@ -94,6 +107,7 @@ extern "C" fn wait_for_all() {
 /// The child of a fork has none of its parent's other threads.
 unsafe extern "C" fn begin_as_child() {
     NUM_INSIDE.store(own(), Ordering::SeqCst);
+    IS_FORKED.fetch_or(HAS_BEGUN.load(Ordering::SeqCst), Ordering::SeqCst);
 }
 
 /// What this thread counts in [`NUM_INSIDE`].

@@ -27,6 +27,12 @@ pub struct Search {
 /// Why there is no UCX to use.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
+    /// UCX has been used by the process that this one was forked from.
+    #[error(
+        "UCX cannot be used in the child of a fork() whose parent has used it; start processes with spawn or \
+         forkserver, or fork before the first Pipe or Agent"
+    )]
+    Forked,
     /// No candidate could be loaded.
     #[error(
         "no UCX library could be loaded (tried {}); pip install 'kvpipe[ucx-cu12]', \
@@ -80,6 +86,9 @@ impl Library {
     /// # Errors
     /// [`LoadError`]; each message names the remedy.
     pub fn load(search: &Search) -> Result<Arc<Self>, LoadError> {
+        if exit::is_forked() {
+            return Err(LoadError::Forked);
+        }
         let mut tried = Vec::new();
         for candidate in candidates(search, has_rdma_devices()) {
             match candidate.open() {

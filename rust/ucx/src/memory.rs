@@ -251,8 +251,9 @@ pub struct Memory {
     buffer: ManuallyDrop<Buffer>,
 }
 
-// SAFETY: the handle is used for map, unmap, pack and as an argument of operations, all of which
-// lock the context, whose thread mode is MULTI (see Context); the handle itself never changes.
+// SAFETY: the handle is used for map, unmap, pack and as an argument of operations, which the context's thread mode, MULTI
+// (see Context), lets any thread call; the handle itself never changes. Without UCX's registration cache, map and unmap take no
+// lock (1.15 to 1.23): what they share then is a number that only keys with invalidation have, and the verbs, which lock.
 unsafe impl Send for Memory {}
 // SAFETY: as for Send.
 unsafe impl Sync for Memory {}
@@ -329,10 +330,10 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        let api = self.context.library().api();
         let _current = self.buffer.kind().enter();
+        let library = self.context.library();
         // SAFETY: mapped in this context; operations hold an Arc of self, so none is in flight.
-        let code = unsafe { (api.ucp_mem_unmap)(self.context.as_ptr(), self.as_ptr()) };
+        let code = unsafe { (library.api().ucp_mem_unmap)(self.context.as_ptr(), self.as_ptr()) };
         if let Err(status) = check(code, "ucp_mem_unmap") {
             tracing::error!(buffer = ?*self.buffer, %status, "memory.leaked");
             return;

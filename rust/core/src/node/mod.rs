@@ -19,7 +19,6 @@ mod wheel;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Buffer, Status, Together};
@@ -28,7 +27,7 @@ use rustix::event::EventfdFlags;
 use crate::error::{Error, Result};
 use crate::identity::Identity;
 use crate::link::Timing;
-use crate::process::Process;
+use crate::process::{Process, Thread};
 use crate::transport::{Context, Memory, Transport};
 use crate::work::{Completer, Then, Work, work};
 use commands::{Control, Inlet};
@@ -137,7 +136,7 @@ pub fn default_busy_poll() -> Duration {
 pub struct Node<C> {
     commands: Inlet<C>,
     wheel: Arc<dyn Drive>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Mutex<Option<Thread>>,
     address: Option<SocketAddr>,
     /// Where its data plane registers memory; it ends with the data plane.
     registrar: Weak<Context>,
@@ -186,9 +185,7 @@ impl<C: Send + 'static> Node<C> {
             });
         }
         let in_thread = Arc::clone(&wheel);
-        let thread = std::thread::Builder::new()
-            .name("kvpipe".to_owned())
-            .spawn(move || in_thread.run())
+        let thread = Thread::spawn("kvpipe", move || in_thread.run())
             .map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
         Ok(Self {
             commands,
@@ -275,7 +272,7 @@ impl<C> Node<C> {
         // Held until the thread has ended, so that everybody else waits for that too.
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(thread) = thread.take() {
-            let _ = thread.join();
+            thread.join();
         }
     }
 }
