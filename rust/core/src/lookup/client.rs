@@ -164,11 +164,17 @@ impl Client {
         if self.inserts.is_sent(operation) {
             return self.inserted(io, link, operation, Err(error));
         }
-        if let Some(mut select) = self.selects.remove(&operation) {
-            select.asked.remove(&link);
-            for other in select.asked.drain() {
-                say(io, other, WITHDRAW, operation);
-            }
+        let Some(select) = self.selects.get_mut(&operation) else {
+            return;
+        };
+        // Another one has offered, and this one's answer was on its way when it was told.
+        if !select.asked.remove(&link) {
+            return;
+        }
+        for other in select.asked.drain() {
+            say(io, other, WITHDRAW, operation);
+        }
+        if let Some(select) = self.selects.remove(&operation) {
             self.end(select.completer, Err(error));
         }
     }
@@ -328,3 +334,7 @@ impl Service for Client {
         self.fail(&io.closed("the lookup buffer is closed"));
     }
 }
+
+#[cfg(test)]
+#[cfg(feature = "fuzzing")]
+mod tests;

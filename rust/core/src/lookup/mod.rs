@@ -1,6 +1,9 @@
 //! Lookup buffers: KV entries that are found by their tokens, each delivered to exactly one consumer and then gone. In one
 //! process ([`Local`]), which may serve it to others, who connect ([`Remote`]).
 
+#[cfg(test)]
+#[cfg(feature = "fuzzing")]
+mod by_hand;
 mod client;
 mod desk;
 #[cfg(feature = "fuzzing")]

@@ -1,0 +1,82 @@
+//! A client of several servers when they disagree. All nodes run by hand.
+
+use super::super::by_hand::{ROUNDS, connect, entry, rest, select, serve};
+use super::super::{Local, Operation, Remote, Selected};
+use super::*;
+use crate::pipe::Meta;
+
+/// Bytes of an entry that travels inside its message, and of one that is fetched.
+const LENS: [usize; 2] = [100, 1 << 20];
+
+/// Two servers, the first with an entry of so many bytes. The second refuses each select: what it has, nobody would take.
+fn servers(num_bytes: usize) -> [Local; 2] {
+    let shape = vec![1; 1 << 10];
+    let misshapen = Meta {
+        shape,
+        ..Meta::default()
+    };
+    [
+        serve(vec![entry(Meta::default(), num_bytes)]),
+        serve(vec![entry(misshapen, 1)]),
+    ]
+}
+
+/// Runs all nodes until it has come to this.
+fn run_until(remote: &Remote, servers: &[Local], has_come: impl Fn() -> bool) {
+    for _ in 0..ROUNDS {
+        if has_come() {
+            return;
+        }
+        rest(|| remote.round_by_hand());
+        for server in servers {
+            rest(|| server.round_by_hand());
+        }
+    }
+    panic!("it does not come to that")
+}
+
+fn end(remote: &Remote, servers: &[Local], selected: &Operation<Selected>) -> Result<Selected> {
+    run_until(remote, servers, || selected.is_completed());
+    selected.result().unwrap()
+}
+
+/// Entries that can be selected, and those on their way.
+fn held(server: &Local) -> (Option<usize>, Option<usize>) {
+    let info = server.info();
+    (info.num_entries, info.num_leased)
+}
+
+#[test]
+fn an_entry_that_one_server_has_offered_comes_although_another_one_refuses() {
+    for num_bytes in LENS {
+        let servers = servers(num_bytes);
+        let [first, second] = &servers;
+        let remote = connect(&[first, second]);
+        let selected = select(&remote);
+        rest(|| first.round_by_hand());
+        assert_eq!(held(first), (Some(0), Some(1)));
+        rest(|| second.round_by_hand());
+        let delivery = end(&remote, &servers, &selected);
+        delivery.unwrap().expect("an entry").take();
+        run_until(&remote, &servers, || held(first) == (Some(0), Some(0)));
+        assert_eq!(first.info().num_taken, 1);
+        assert_eq!(remote.info().state, "open");
+    }
+}
+
+#[test]
+fn an_entry_goes_back_that_is_offered_when_another_server_has_refused() {
+    for num_bytes in LENS {
+        let servers = servers(num_bytes);
+        let [first, second] = &servers;
+        let remote = connect(&[first, second]);
+        let selected = select(&remote);
+        rest(|| second.round_by_hand());
+        rest(|| first.round_by_hand());
+        assert_eq!(held(first), (Some(0), Some(1)));
+        let refused = end(&remote, &servers, &selected);
+        assert!(matches!(refused, Err(Error::Config(_))), "{refused:?}");
+        run_until(&remote, &servers, || held(first) == (Some(1), Some(0)));
+        assert_eq!(remote.info().state, "open");
+    }
+}
