@@ -189,8 +189,8 @@ impl Client {
         }
     }
 
+    /// Ends all that was asked for. Nobody reads what was inserted any more.
     fn fail(&mut self, error: &Error) {
-        self.failure.get_or_insert_with(|| error.clone());
         self.desk.count(|info| {
             info.state = "closed";
             info.num_waiting = 0;
@@ -254,11 +254,13 @@ impl Service for Client {
     fn link_down(&mut self, io: &mut Io, link: LinkId, error: Error) {
         self.servers.remove(&link);
         self.delivered.retain(|_, from| *from != link);
-        self.fail(&error);
-        for &other in &self.links {
-            if other != link {
-                io.close(other, "another of the client's servers is lost");
-            }
+        let failure = self.failure.get_or_insert(error).clone();
+        for &other in self.servers.keys() {
+            io.close(other, "another of the client's servers is lost");
+        }
+        // Until then one of them may read what a caller changes as soon as he is told.
+        if self.servers.is_empty() {
+            self.fail(&failure);
         }
     }
 

@@ -1,12 +1,14 @@
-//! A client of several servers when they disagree. All nodes run by hand.
+//! A client of several servers when they disagree, and how what it was asked for ends. All nodes run by hand.
 
 use super::super::by_hand::{ROUNDS, connect, entry, rest, select, serve};
 use super::super::{Local, Operation, Remote, Selected};
 use super::*;
 use crate::pipe::Meta;
+use crate::work::{Work, work};
 
 /// Bytes of an entry that travels inside its message, and of one that is fetched.
 const LENS: [usize; 2] = [100, 1 << 20];
+const LINKS: [LinkId; 2] = [16, 17];
 
 /// Two servers, the first with an entry of so many bytes. The second refuses each select: what it has, nobody would take.
 fn servers(num_bytes: usize) -> [Local; 2] {
@@ -79,4 +81,40 @@ fn an_entry_goes_back_that_is_offered_when_another_server_has_refused() {
         run_until(&remote, &servers, || held(first) == (Some(1), Some(0)));
         assert_eq!(remote.info().state, "open");
     }
+}
+
+fn client() -> (Client, Arc<Desk>) {
+    let desk = Arc::new(Desk::new());
+    (Client::new(Arc::clone(&desk), true), desk)
+}
+
+/// Has it wait until it can be sent.
+fn insert(client: &mut Client) -> Work<()> {
+    let (inserted, completer) = work();
+    client.inserts.add(Insert {
+        operation: 0,
+        tokens: vec![1],
+        items: entry(Meta::default(), 1),
+        deadline: None,
+        completer,
+    });
+    inserted
+}
+
+#[test]
+fn an_insert_ends_with_the_first_lost_server_when_no_other_can_read_it_any_more() {
+    let (mut io, (mut client, _desk)) = (Io::alone(None), client());
+    for link in LINKS {
+        let tensors = Tensors::new(link, client.pool.clone(), true);
+        let is_up = true;
+        client.links.push(link);
+        client.servers.insert(link, Server { is_up, tensors });
+    }
+    let inserted = insert(&mut client);
+    let lost = Error::lost("second", "gone");
+    client.link_down(&mut io, LINKS[1], lost.clone());
+    assert!(io.has_failed(LINKS[0]));
+    assert_eq!(inserted.result(), None, "the first one may be reading it");
+    client.link_down(&mut io, LINKS[0], Error::Closed("told to".to_owned()));
+    assert_eq!(inserted.result(), Some(Err(lost)));
 }
