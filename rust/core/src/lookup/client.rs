@@ -337,6 +337,13 @@ impl Service for Client {
     }
 }
 
+/// Also without [`stop`](Service::stop), as when the node panics: else what is handed in later would wait for ever.
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.desk.close();
+    }
+}
+
 #[cfg(test)]
 #[cfg(feature = "fuzzing")]
 mod tests;

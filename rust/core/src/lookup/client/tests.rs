@@ -1,7 +1,7 @@
 //! A client of several servers when they disagree, and how what it was asked for ends. All nodes run by hand.
 
 use super::super::by_hand::{ROUNDS, connect, entry, rest, select, serve};
-use super::super::{Local, Operation, Remote, Selected};
+use super::super::{Local, Operation, Query, Remote, Selected};
 use super::*;
 use crate::pipe::Meta;
 use crate::work::{Work, work};
@@ -117,4 +117,25 @@ fn an_insert_ends_with_the_first_lost_server_when_no_other_can_read_it_any_more(
     assert_eq!(inserted.result(), None, "the first one may be reading it");
     client.link_down(&mut io, LINKS[0], Error::Closed("told to".to_owned()));
     assert_eq!(inserted.result(), Some(Err(lost)));
+}
+
+#[test]
+fn a_client_whose_node_panics_ends_what_was_handed_in_and_refuses_what_follows() {
+    let (client, desk) = client();
+    let select = || {
+        let (selected, completer) = work();
+        let command = Command::Select {
+            operation: desk.operation(),
+            query: Query::Any,
+            timeout: None,
+            completer,
+        };
+        (desk.send(command), selected)
+    };
+    let (handed, selected) = select();
+    assert_eq!(handed, Ok(()));
+    drop(client); // as the wheel does then
+    assert!(matches!(selected.result(), Some(Err(Error::Closed(_)))));
+    assert!(matches!(select().0, Err(Error::Closed(_))));
+    assert_eq!(desk.info().state, "closed");
 }
