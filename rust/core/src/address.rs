@@ -1,10 +1,12 @@
 //! Addresses that users write: where to listen, whom to connect to, and from where that is reached.
 
+use std::fmt::Display;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
-use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::link::Timing;
+use crate::work::{Waited, Work, work};
 
 /// Parses `host:port` for listening. A name is resolved; without a token only loopback is allowed.
 pub(crate) fn listen_address(address: &str, token: &[u8]) -> Result<SocketAddr> {
@@ -37,32 +39,112 @@ pub(crate) fn check_address(address: &str) -> Result<()> {
     )))
 }
 
-/// The first address of a name. A resolver can hang: it has a thread of its own, which ends when it answers.
-fn resolve(name: &str, timeout: Duration) -> Result<SocketAddr> {
-    if let Ok(address) = name.parse() {
-        return Ok(address);
+/// The way to one or more peers, found out before there is a node that takes it. One timeout bounds all of it: names that are
+/// resolved, and peers that accept.
+#[derive(Debug)]
+pub struct Route {
+    addresses: Vec<String>,
+    locals: Vec<Work<IpAddr>>,
+    begun: Instant,
+    timeout: Duration,
+}
+
+impl Route {
+    /// Begins to look for the way to all of them.
+    pub fn to(addresses: Vec<String>, timeout: Duration) -> Result<Self> {
+        Self::with(addresses, timeout, |name| {
+            name.to_socket_addrs().map(|mut all| all.next())
+        })
     }
-    let (sender, answer) = channel();
-    let asked = name.to_owned();
-    std::thread::Builder::new()
-        .name("kvpipe-resolve".to_owned())
-        .spawn(move || sender.send(asked.to_socket_addrs().map(|mut all| all.next())))
-        .map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
-    match answer.recv_timeout(timeout) {
-        Ok(Ok(Some(resolved))) => Ok(resolved),
-        Ok(Ok(None)) => Err(Error::Connect(format!(
-            "cannot reach {name}: the name has no address"
-        ))),
-        Ok(Err(error)) => Err(Error::Connect(format!("cannot reach {name}: {error}"))),
-        Err(_) => Err(Error::Connect(format!(
-            "{name:?} was not resolved within {timeout:?}; is the name server reachable?"
-        ))),
+
+    fn with(addresses: Vec<String>, timeout: Duration, look_up: impl LookUp) -> Result<Self> {
+        let begun = Instant::now();
+        let locals = addresses.iter().map(|peer| ask(peer, look_up.clone()));
+        Ok(Self {
+            locals: locals.collect::<Result<_>>()?,
+            addresses,
+            begun,
+            timeout,
+        })
+    }
+
+    /// Waits until the way is known; false when a signal may have come meanwhile.
+    ///
+    /// # Errors
+    /// `Connect`: a name was not resolved in time.
+    pub fn wait(&self) -> Result<bool> {
+        for (name, local) in self.addresses.iter().zip(&self.locals) {
+            match local.wait(Some(self.begun + self.timeout))? {
+                Waited::Done => {}
+                Waited::Interrupted => return Ok(false),
+                Waited::TimedOut => return Err(self.unresolved(name)),
+            }
+        }
+        Ok(true)
+    }
+
+    fn unresolved(&self, name: &str) -> Error {
+        Error::Connect(format!(
+            "{name:?} was not resolved within {:?}; is the name server reachable?",
+            self.timeout
+        ))
+    }
+
+    /// To whom it leads.
+    pub(crate) fn addresses(&self) -> &[String] {
+        &self.addresses
+    }
+
+    /// The address from which all of them are reached; that of every interface, if there is none.
+    pub(crate) fn local(&self) -> Result<IpAddr> {
+        let known = |(name, local): (&String, &Work<IpAddr>)| {
+            local.result().unwrap_or_else(|| Err(self.unresolved(name)))
+        };
+        let known = self.addresses.iter().zip(&self.locals).map(known);
+        let mut locals = known.collect::<Result<Vec<_>>>()?;
+        locals.dedup();
+        let any = IpAddr::from(Ipv4Addr::UNSPECIFIED);
+        Ok(if locals.len() == 1 { locals[0] } else { any })
+    }
+
+    /// The deadlines of the links along it.
+    pub(crate) fn timing(&self) -> Timing {
+        Timing {
+            handshake: self.timeout,
+            begun: Some(self.begun),
+            ..Timing::default()
+        }
     }
 }
 
-/// The local address from which `peer` is reached.
-pub(crate) fn local_towards(peer: &str, timeout: Duration) -> Result<IpAddr> {
-    let resolved = resolve(peer, timeout)?;
+/// Finds the first address of a name.
+trait LookUp: Fn(&str) -> std::io::Result<Option<SocketAddr>> + Clone + Send + 'static {}
+
+impl<F: Fn(&str) -> std::io::Result<Option<SocketAddr>> + Clone + Send + 'static> LookUp for F {}
+
+/// The local address from which `peer` is reached. A resolver can hang: it has a thread of its own, which ends when it answers.
+fn ask(peer: &str, look_up: impl LookUp) -> Result<Work<IpAddr>> {
+    let (local, completer) = work();
+    if let Ok(address) = peer.parse() {
+        completer.complete(local_towards(peer, address));
+        return Ok(local);
+    }
+    let name = peer.to_owned();
+    std::thread::Builder::new()
+        .name("kvpipe-resolve".to_owned())
+        .spawn(move || completer.complete(resolve(&name, look_up)))
+        .map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
+    Ok(local)
+}
+
+fn resolve(name: &str, look_up: impl LookUp) -> Result<IpAddr> {
+    let unreachable = |why: &dyn Display| Error::Connect(format!("cannot reach {name}: {why}"));
+    let resolved = look_up(name).map_err(|error| unreachable(&error))?;
+    let address = resolved.ok_or_else(|| unreachable(&"the name has no address"))?;
+    local_towards(name, address)
+}
+
+fn local_towards(peer: &str, resolved: SocketAddr) -> Result<IpAddr> {
     if resolved.ip().is_loopback() {
         return Ok(resolved.ip());
     }
@@ -84,7 +166,24 @@ pub(crate) fn local_towards(peer: &str, timeout: Duration) -> Result<IpAddr> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Arc, Barrier, mpsc};
+
     use super::*;
+    use crate::lookup::Remote;
+    use crate::pipe::Pipe;
+    use crate::transport::{MemoryRoad, Transport};
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    fn to(peers: &[&str]) -> Vec<String> {
+        peers.iter().map(ToString::to_string).collect()
+    }
+
+    fn local(peer: &str) -> Result<IpAddr> {
+        let route = Route::to(to(&[peer]), PATIENCE)?;
+        assert!(route.wait()?, "nothing is resolved");
+        route.local()
+    }
 
     /// Every address of this machine is reached from itself; were it every interface, UCX would listen on all.
     #[test]
@@ -94,8 +193,7 @@ mod tests {
                 matches!(interface.ip(), IpAddr::V6(ip) if ip.is_unicast_link_local());
             if !is_link_local {
                 let peer = SocketAddr::new(interface.ip(), 9).to_string();
-                let local = local_towards(&peer, Duration::from_secs(20)).unwrap();
-                assert_eq!(local, interface.ip(), "{}", interface.name);
+                assert_eq!(local(&peer).unwrap(), interface.ip(), "{}", interface.name);
             }
         }
     }
@@ -103,7 +201,78 @@ mod tests {
     /// No such address is on any network.
     #[test]
     fn without_a_route_no_interface_is_taken_in_its_place() {
-        let error = local_towards("[100::1]:9", Duration::from_secs(20));
+        let error = local("[100::1]:9");
         assert!(!error.is_ok_and(|local| local.is_unspecified()));
+    }
+
+    /// A resolver that never answers, and what lets its threads end.
+    fn hanging() -> (impl LookUp, mpsc::Sender<()>) {
+        let (lets_end, may_end) = mpsc::channel::<()>();
+        let may_end = Arc::new(std::sync::Mutex::new(may_end));
+        let look_up = move |_: &str| {
+            let _ = may_end.lock().unwrap().recv();
+            Ok(None)
+        };
+        (look_up, lets_end)
+    }
+
+    #[test]
+    fn no_name_waits_for_another_to_be_resolved() {
+        let all = Arc::new(Barrier::new(3));
+        let look_up = move |_: &str| {
+            all.wait();
+            Ok(Some(SocketAddr::from((Ipv4Addr::LOCALHOST, 9))))
+        };
+        let route = Route::with(to(&["a:9", "b:9", "c:9"]), PATIENCE, look_up).unwrap();
+        while !route.wait().unwrap() {}
+        assert_eq!(route.local().unwrap(), Ipv4Addr::LOCALHOST);
+    }
+
+    #[test]
+    fn whoever_waits_for_a_name_sees_signals_before_it_is_resolved() {
+        let (look_up, _lets_end) = hanging();
+        let route = Route::with(to(&["a:9"]), PATIENCE, look_up).unwrap();
+        assert!(!route.wait().unwrap());
+    }
+
+    /// The way to a listener that says nothing, as it was after all but a second of the timeout had gone by in resolving.
+    fn nearly_late() -> (Route, std::net::TcpListener) {
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = silent.local_addr().unwrap().to_string();
+        let mut route = Route::to(to(&[&address]), 2 * PATIENCE).unwrap();
+        route.begun -= PATIENCE + PATIENCE * 19 / 20;
+        (route, silent)
+    }
+
+    fn assert_late(connected: &Work<()>) {
+        let error = connected.wait_for(PATIENCE).unwrap_err();
+        assert!(error.to_string().contains("within 40s"), "{error}");
+    }
+
+    #[test]
+    fn a_pipe_connects_in_what_resolving_has_left_of_the_timeout() {
+        let (route, _silent) = nearly_late();
+        let transport = Transport::Memory(MemoryRoad::Get);
+        let connected = Pipe::connect_along(&route, b"", transport, true, Duration::ZERO);
+        let (_pipe, connected) = connected.unwrap();
+        assert_late(&connected);
+    }
+
+    #[test]
+    fn a_lookup_buffer_connects_in_what_resolving_has_left_of_the_timeout() {
+        let (route, _silent) = nearly_late();
+        let transport = Transport::Memory(MemoryRoad::Get);
+        let (_buffer, connected) = Remote::connect_along(&route, b"", transport, true).unwrap();
+        assert_late(&connected);
+    }
+
+    #[test]
+    fn names_that_are_not_resolved_in_time_are_told_of() {
+        let (look_up, _lets_end) = hanging();
+        let timeout = Duration::from_millis(20);
+        let route = Route::with(to(&["a:9", "b:9"]), timeout, look_up).unwrap();
+        let error = route.wait().unwrap_err();
+        let told = "\"a:9\" was not resolved within 20ms; is the name server reachable?";
+        assert_eq!(error, Error::Connect(told.to_owned()));
     }
 }

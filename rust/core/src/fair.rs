@@ -2,37 +2,85 @@
 //! makes place for one who has less, so that none can shut out others.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use crate::node::LinkId;
 
-/// Lets `one` wait among at most `cap`, and returns what may not: nothing while there is room, else the latest of the peer
-/// that has most.
-pub(crate) fn admit<T>(
-    waiting: &mut Vec<T>,
+/// A place of which it is known which link has it.
+pub(crate) trait Place {
+    fn link(&self) -> LinkId;
+}
+
+/// At most so many places, in the order in which they were taken. How many each link has is counted as they come and go: a
+/// peer that asks on although it has most costs no look at all of them.
+#[derive(Debug)]
+pub(crate) struct Room<T> {
+    waiting: Vec<T>,
+    held: HashMap<LinkId, usize>,
     cap: usize,
-    one: T,
-    link_of: impl Fn(&T) -> LinkId,
-) -> Option<T> {
-    if waiting.len() < cap {
-        waiting.push(one);
-        return None;
+}
+
+impl<T: Place> Room<T> {
+    pub(crate) fn new(cap: usize) -> Self {
+        Self {
+            waiting: Vec::new(),
+            held: HashMap::new(),
+            cap,
+        }
     }
-    let mut held: HashMap<LinkId, usize> = HashMap::new();
-    for other in waiting.iter() {
-        *held.entry(link_of(other)).or_default() += 1;
+
+    pub(crate) fn iter(&self) -> std::slice::Iter<'_, T> {
+        self.waiting.iter()
     }
-    let most = held.values().copied().max().unwrap_or(0);
-    // With one less than another it would only change places with it, again and again.
-    if held.get(&link_of(&one)).map_or(0, |ours| *ours) + 1 >= most {
-        return Some(one);
+
+    /// Lets `one` wait, and returns what may not: nothing while there is room, else the latest of the peer that has most.
+    pub(crate) fn admit(&mut self, one: T) -> Option<T> {
+        if self.waiting.len() < self.cap {
+            self.put(one);
+            return None;
+        }
+        let most = self.held.values().copied().max().unwrap_or(0);
+        // With one less than another it would only change places with it, again and again.
+        if self.held_by(one.link()) + 1 >= most {
+            return Some(one);
+        }
+        let has_most = |other: &T| self.held_by(other.link()) == most;
+        let Some(latest) = self.waiting.iter().rposition(has_most) else {
+            return Some(one);
+        };
+        let displaced = self.waiting.remove(latest);
+        self.give_up(displaced.link());
+        self.put(one);
+        Some(displaced)
     }
-    let has_most = |other: &T| held.get(&link_of(other)) == Some(&most);
-    let Some(latest) = waiting.iter().rposition(has_most) else {
-        return Some(one);
-    };
-    let displaced = waiting.remove(latest);
-    waiting.push(one);
-    Some(displaced)
+
+    /// Ends the wait of those that it is said of, and returns them.
+    pub(crate) fn take(&mut self, mut is_over: impl FnMut(&T) -> bool) -> Vec<T> {
+        let over = self.waiting.extract_if(.., |one| is_over(one));
+        let taken: Vec<T> = over.collect();
+        for one in &taken {
+            self.give_up(one.link());
+        }
+        taken
+    }
+
+    fn put(&mut self, one: T) {
+        *self.held.entry(one.link()).or_default() += 1;
+        self.waiting.push(one);
+    }
+
+    fn held_by(&self, link: LinkId) -> usize {
+        self.held.get(&link).map_or(0, |held| *held)
+    }
+
+    fn give_up(&mut self, link: LinkId) {
+        if let Entry::Occupied(mut held) = self.held.entry(link) {
+            *held.get_mut() -= 1;
+            if *held.get() == 0 {
+                held.remove();
+            }
+        }
+    }
 }
 
 /// Tells a peer why one of its `what` may not wait.
@@ -44,51 +92,84 @@ pub(crate) fn crowded(what: &str, cap: usize) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+    use std::rc::Rc;
+
     use super::*;
 
     const CAP: usize = 12;
 
-    type Waiting = Vec<(LinkId, usize)>;
-
-    fn come(waiting: &mut Waiting, link: LinkId, n: usize) -> Option<(LinkId, usize)> {
-        admit(waiting, CAP, (link, n), |(link, _)| *link)
-    }
-
-    fn filled_by(link: LinkId) -> Waiting {
-        let mut waiting = Vec::new();
-        for n in 0..CAP {
-            assert_eq!(come(&mut waiting, link, n), None);
+    impl Place for (LinkId, usize) {
+        fn link(&self) -> LinkId {
+            self.0
         }
-        waiting
     }
 
-    fn held(waiting: &Waiting, link: LinkId) -> usize {
-        waiting.iter().filter(|(other, _)| *other == link).count()
+    fn filled_by(link: LinkId) -> Room<(LinkId, usize)> {
+        let mut room = Room::new(CAP);
+        for n in 0..CAP {
+            assert_eq!(room.admit((link, n)), None);
+        }
+        room
     }
 
     #[test]
     fn one_peer_alone_has_all_the_room_and_no_more() {
-        let mut waiting = filled_by(1);
-        assert_eq!(come(&mut waiting, 1, CAP), Some((1, CAP)));
-        assert_eq!(waiting.len(), CAP);
+        let mut room = filled_by(1);
+        assert_eq!(room.admit((1, CAP)), Some((1, CAP)));
+        assert_eq!(room.iter().len(), CAP);
     }
 
     #[test]
     fn the_latest_of_who_has_most_makes_place() {
-        let mut waiting = filled_by(1);
-        assert_eq!(come(&mut waiting, 2, 0), Some((1, CAP - 1)));
-        assert_eq!(come(&mut waiting, 2, 1), Some((1, CAP - 2)));
-        assert_eq!(waiting.len(), CAP);
+        let mut room = filled_by(1);
+        assert_eq!(room.admit((2, 0)), Some((1, CAP - 1)));
+        assert_eq!(room.admit((2, 1)), Some((1, CAP - 2)));
+        assert_eq!(room.iter().len(), CAP);
     }
 
     #[test]
     fn in_the_end_all_have_as_much_whoever_came_first_or_asks_most() {
-        let mut waiting = filled_by(1);
+        let mut room = filled_by(1);
         for n in 0..CAP {
             for link in [1, 2, 3, 1, 1] {
-                come(&mut waiting, link, n);
+                room.admit((link, n));
             }
         }
-        assert_eq!([1, 2, 3].map(|link| held(&waiting, link)), [CAP / 3; 3]);
+        let held = |link| room.iter().filter(|(other, _)| *other == link).count();
+        assert_eq!([1, 2, 3].map(held), [CAP / 3; 3]);
+    }
+
+    /// Whatever came and went: what each has is what is counted of it.
+    #[test]
+    fn a_place_that_is_given_up_counts_no_more() {
+        let mut room = filled_by(1);
+        room.admit((2, 0));
+        let taken = room.take(|(link, n)| *link == 2 || *n < 4);
+        assert_eq!(taken, [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]);
+        assert_eq!(room.held, HashMap::from([(1, CAP - 5)]));
+        room.take(|_| true);
+        assert!(room.held.is_empty(), "no link is remembered");
+    }
+
+    /// Counts how often anybody asks whose it is.
+    struct Counting(Rc<Cell<usize>>);
+
+    impl Place for Counting {
+        fn link(&self) -> LinkId {
+            self.0.set(self.0.get() + 1);
+            1
+        }
+    }
+
+    #[test]
+    fn a_peer_that_is_refused_costs_no_look_at_those_who_wait() {
+        let (mut room, num_looks) = (Room::new(CAP), Rc::new(Cell::new(0)));
+        for _ in 0..CAP {
+            room.admit(Counting(Rc::clone(&num_looks)));
+        }
+        num_looks.set(0);
+        assert!(room.admit(Counting(Rc::clone(&num_looks))).is_some());
+        assert_eq!(num_looks.get(), 1, "at itself only");
     }
 }

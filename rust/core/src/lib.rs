@@ -6,7 +6,7 @@
 //! `kvpipe-ucx`.
 #![deny(unsafe_code)]
 
-mod address;
+pub mod address;
 mod advice;
 pub mod blocks;
 pub mod checksum;

@@ -34,6 +34,8 @@ const ASK: u8 = 35;
 pub struct Timing {
     /// From connect or accept to an established session, and from there to what the peer says first of itself.
     pub handshake: Duration,
+    /// Since when the time of `handshake` runs for a side that connects; `None`: since it connects.
+    pub begun: Option<Instant>,
     /// Between two heartbeats.
     pub heartbeat: Duration,
     /// Without any frame of the peer, it counts as lost.
@@ -44,6 +46,7 @@ impl Default for Timing {
     fn default() -> Self {
         Self {
             handshake: Duration::from_secs(10),
+            begun: None,
             heartbeat: Duration::from_secs(1),
             silence: Duration::from_secs(10),
         }

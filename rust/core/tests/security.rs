@@ -29,6 +29,7 @@ const REFUSED: u8 = 35;
 const PATIENT: Patience = Patience {
     timing: Timing {
         handshake: PATIENCE,
+        begun: None,
         heartbeat: Duration::from_secs(1),
         silence: PATIENCE,
     },

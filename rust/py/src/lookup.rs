@@ -13,7 +13,7 @@ use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
 use crate::pipe::{MetaTuple, meta};
 use crate::transport::Transport;
-use crate::work::{Kind, Work, duration, then};
+use crate::work::{Kind, Work, duration, then, wait_for_route};
 
 #[pyclass(frozen)]
 pub(crate) struct LookupBuffer(lookup::LookupBuffer);
@@ -55,8 +55,8 @@ impl LookupBuffer {
     ) -> PyResult<(Self, Work)> {
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let transport = transport.core();
-        let connected =
-            py.detach(|| Remote::connect(addresses, token, transport, is_summed, timeout));
+        let route = wait_for_route(py, || Remote::route(addresses, timeout))?;
+        let connected = py.detach(|| Remote::connect_along(&route, token, transport, is_summed));
         let (remote, connected) = connected.map_err(to_py)?;
         let buffer = Self(lookup::LookupBuffer::Remote(remote));
         Ok((buffer, Work::new(Kind::Nothing(connected))))

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
 use crate::transport::Transport;
-use crate::work::{Kind, Work, duration, then};
+use crate::work::{Kind, Work, duration, then, wait_for_route};
 
 pub(crate) type MetaTuple = (u8, String, Vec<u64>);
 
@@ -52,8 +52,9 @@ impl PipeEnd {
     ) -> PyResult<(Self, Work)> {
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let (transport, busy_poll) = (transport.core(), busy_poll(busy_poll_us));
+        let route = wait_for_route(py, || Pipe::route(address, timeout))?;
         let connected =
-            py.detach(|| Pipe::connect(address, token, transport, is_summed, busy_poll, timeout));
+            py.detach(|| Pipe::connect_along(&route, token, transport, is_summed, busy_poll));
         let (pipe, connected) = connected.map_err(to_py)?;
         Ok((Self(pipe), Work::new(Kind::Nothing(connected))))
     }

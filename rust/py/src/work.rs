@@ -4,6 +4,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvpipe_core::address::Route;
 use kvpipe_core::blocks;
 use kvpipe_core::lookup::{Operation, Selected};
 use kvpipe_core::pipe::Received;
@@ -70,6 +71,18 @@ pub(crate) fn duration(timeout: Option<f64>) -> PyResult<Option<Duration>> {
         .filter(|seconds| seconds.is_nan() || *seconds < 10.0 * 365.0 * 86400.0)
         .map(parse)
         .transpose()
+}
+
+/// The way to peers, once it is known. A signal handler of Python may end the wait.
+pub(crate) fn wait_for_route(
+    py: Python<'_>,
+    find: impl FnOnce() -> kvpipe_core::Result<Route> + Send,
+) -> PyResult<Route> {
+    let route = py.detach(find).map_err(to_py)?;
+    while !py.detach(|| route.wait()).map_err(to_py)? {
+        py.check_signals()?;
+    }
+    Ok(route)
 }
 
 /// Whether Python waits for the work that it is given before it does anything else.

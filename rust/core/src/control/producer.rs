@@ -3,9 +3,9 @@
 use std::time::Instant;
 
 use super::messages::Message;
-use super::service::{Lent, PARKED_CAP, Schedulers};
+use super::service::{Lent, PARKED_CAP, Parked, Schedulers};
 use super::{Event, Opening, SequenceState};
-use crate::fair::{admit, crowded};
+use crate::fair::crowded;
 use crate::handoff::HandoffId;
 use crate::node::{Io, LinkId};
 
@@ -35,13 +35,8 @@ impl Schedulers {
             is_abandoned: false,
         };
         self.lent.insert(handoff, lent);
-        let parked = std::mem::take(&mut self.parked);
-        for (id, link, until) in parked {
-            if id == handoff {
-                self.watch_here(io, link, handoff);
-            } else {
-                self.parked.push((id, link, until));
-            }
+        for watch in self.parked.take(|watch| watch.handoff == handoff) {
+            self.watch_here(io, watch.link, handoff);
         }
     }
 
@@ -77,8 +72,8 @@ impl Schedulers {
         self.expected.remove(&handoff);
         self.ended.insert(handoff, reason.to_owned());
         let lent = self.lent.remove(&handoff);
-        let waiting = self.parked.extract_if(.., |(id, ..)| *id == handoff);
-        let mut told: Vec<LinkId> = waiting.map(|(_, link, _)| link).collect();
+        let waiting = self.parked.take(|watch| watch.handoff == handoff);
+        let mut told: Vec<LinkId> = waiting.iter().map(|watch| watch.link).collect();
         told.extend(lent.iter().flat_map(|lent| &lent.watchers));
         for link in told {
             let reason = reason.to_owned();
@@ -131,9 +126,12 @@ impl Schedulers {
     }
 
     fn park(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId) {
-        let one = (handoff, link, io.now + self.patience.open);
-        let refused = admit(&mut self.parked, PARKED_CAP, one, |(_, link, _)| *link);
-        if let Some((handoff, link, _)) = refused {
+        let watch = Parked {
+            handoff,
+            link,
+            until: io.now + self.patience.open,
+        };
+        if let Some(Parked { handoff, link, .. }) = self.parked.admit(watch) {
             let reason = crowded("watches of handoffs that are not open", PARKED_CAP);
             Self::say(io, link, &Message::Gone { handoff, reason });
         }
@@ -141,7 +139,7 @@ impl Schedulers {
 
     fn is_parked(&self, link: LinkId, handoff: HandoffId) -> bool {
         let mut parked = self.parked.iter();
-        parked.any(|(id, other, _)| (*id, *other) == (handoff, link))
+        parked.any(|watch| watch.is_of(link, handoff))
     }
 
     pub(super) fn unwatch_here(
@@ -151,11 +149,9 @@ impl Schedulers {
         handoff: HandoffId,
         is_taken: bool,
     ) {
-        let num_parked = self.parked.len();
-        self.parked
-            .retain(|(id, other, _)| (*id, *other) != (handoff, link));
-        let waits = self.parked.iter().any(|(id, ..)| *id == handoff);
-        if self.parked.len() < num_parked && !is_taken && !waits {
+        let given_up = self.parked.take(|watch| watch.is_of(link, handoff));
+        let waits = self.parked.iter().any(|watch| watch.handoff == handoff);
+        if !given_up.is_empty() && !is_taken && !waits {
             // Nobody is left to read it: once opened, it is given back at once.
             self.ended
                 .insert(handoff, "its consumer gave up".to_owned());
@@ -212,16 +208,14 @@ impl Schedulers {
     }
 
     pub(super) fn expire_parked(&mut self, io: &mut Io) -> Option<Instant> {
-        let (late, kept): (Vec<_>, Vec<_>) = std::mem::take(&mut self.parked)
-            .into_iter()
-            .partition(|(id, _, until)| *until <= io.now && !self.expected.contains(id));
-        self.parked = kept;
-        for (handoff, link, _) in late {
+        let (now, expected) = (io.now, &self.expected);
+        let is_late = |watch: &Parked| watch.until <= now && !expected.contains(&watch.handoff);
+        for Parked { handoff, link, .. } in self.parked.take(is_late) {
             let reason = "the handoff is not known to its producer".to_owned();
             Self::say(io, link, &Message::Gone { handoff, reason });
         }
-        let unknown = |(id, ..): &&(HandoffId, LinkId, Instant)| !self.expected.contains(id);
+        let unknown = |watch: &&Parked| !expected.contains(&watch.handoff);
         let parked = self.parked.iter().filter(unknown);
-        parked.map(|(_, _, until)| *until).min()
+        parked.map(|watch| watch.until).min()
     }
 }

@@ -8,6 +8,7 @@ use super::subscriptions::{Awaited, Subscription};
 use super::{Event, Opening, Patience, Question, SequenceState};
 use crate::error::{Error, Result};
 use crate::events::Events;
+use crate::fair::{Place, Room};
 use crate::handoff::HandoffId;
 use crate::identity::Identity;
 use crate::node::{Io, LinkId, Service};
@@ -101,6 +102,26 @@ pub(super) struct Asked {
     pub(super) completer: Completer<String>,
 }
 
+/// A watch of a handoff that is not open, and until when it waits.
+#[derive(Debug)]
+pub(super) struct Parked {
+    pub(super) handoff: HandoffId,
+    pub(super) link: LinkId,
+    pub(super) until: Instant,
+}
+
+impl Parked {
+    pub(super) fn is_of(&self, link: LinkId, handoff: HandoffId) -> bool {
+        (self.link, self.handoff) == (link, handoff)
+    }
+}
+
+impl Place for Parked {
+    fn link(&self) -> LinkId {
+        self.link
+    }
+}
+
 pub(super) struct Schedulers {
     pub(super) events: Events<Event>,
     pub(super) trace: Trace,
@@ -111,8 +132,8 @@ pub(super) struct Schedulers {
     pub(super) results: Recent<String>,
     /// Requests that have come but are not scheduled: their watches wait as long as it takes.
     pub(super) expected: HashSet<HandoffId>,
-    pub(super) parked: Vec<(HandoffId, LinkId, Instant)>,
-    pub(super) subscriptions: Vec<Subscription>,
+    pub(super) parked: Room<Parked>,
+    pub(super) subscriptions: Room<Subscription>,
     pub(super) watched: HashMap<HandoffId, Watched>,
     pub(super) asked: HashMap<u64, Asked>,
     pub(super) by_address: HashMap<String, LinkId>,
@@ -129,8 +150,8 @@ impl Schedulers {
             ended: Recent::default(),
             results: Recent::default(),
             expected: HashSet::new(),
-            parked: Vec::new(),
-            subscriptions: Vec::new(),
+            parked: Room::new(PARKED_CAP),
+            subscriptions: Room::new(PARKED_CAP),
             watched: HashMap::new(),
             asked: HashMap::new(),
             by_address: HashMap::new(),
@@ -276,8 +297,8 @@ impl Service for Schedulers {
         self.events
             .push_minor(Event::Log(format!("control.closed {error}")));
         self.by_address.retain(|_, other| *other != link);
-        self.parked.retain(|(_, other, _)| *other != link);
-        self.subscriptions.retain(|it| it.link != link);
+        self.parked.take(|watch| watch.link == link);
+        self.subscriptions.take(|it| it.link == link);
         let watching: Vec<HandoffId> = self
             .lent
             .iter()

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::messages::Message;
 use super::service::{PARKED_CAP, Schedulers};
-use crate::fair::{admit, crowded};
+use crate::fair::{Place, Room, crowded};
 use crate::handoff::HandoffId;
 use crate::node::{Io, LinkId};
 
@@ -28,6 +28,12 @@ pub(super) struct Subscription {
     pub(super) awaited: Awaited,
     /// When it ends if the handoff is not known by then.
     pub(super) until: Instant,
+}
+
+impl Place for Subscription {
+    fn link(&self) -> LinkId {
+        self.link
+    }
 }
 
 /// How a subscription ends.
@@ -74,8 +80,7 @@ fn quoted(text: &str) -> String {
 
 impl Schedulers {
     pub(super) fn subscribe_here(&mut self, io: &mut Io, subscription: Subscription) {
-        let waiting = &mut self.subscriptions;
-        if let Some(refused) = admit(waiting, PARKED_CAP, subscription, |it| it.link) {
+        if let Some(refused) = self.subscriptions.admit(subscription) {
             let reason = crowded("subscriptions", PARKED_CAP);
             tell(io, &refused, &Moment::Gone(reason));
         }
@@ -88,12 +93,12 @@ impl Schedulers {
     }
 
     pub(super) fn expire_subscriptions(&mut self, io: &mut Io) -> Option<Instant> {
-        for subscription in std::mem::take(&mut self.subscriptions) {
-            match self.moment(&subscription, io.now) {
-                Some(moment) => tell(io, &subscription, &moment),
-                None => self.subscriptions.push(subscription),
-            }
-        }
+        let mut room = std::mem::replace(&mut self.subscriptions, Room::new(PARKED_CAP));
+        room.take(|it| {
+            let moment = self.moment(it, io.now);
+            moment.map(|moment| tell(io, it, &moment)).is_some()
+        });
+        self.subscriptions = room;
         let waiting = self.subscriptions.iter();
         waiting.filter_map(|it| self.look_again_at(it)).min()
     }

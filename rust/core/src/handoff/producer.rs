@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::{FinalBlock, HandoffId};
-use crate::fair::{admit, crowded};
+use crate::fair::{Place, Room, crowded};
 use crate::node::LinkId;
 use crate::recent::Recent;
 
@@ -59,13 +59,29 @@ struct Lent {
 /// A select of a handoff that is not known, and until when it waits.
 type Parked = (HandoffId, Select, Instant);
 
+impl Place for Parked {
+    fn link(&self) -> LinkId {
+        self.1.link
+    }
+}
+
 /// All handoffs that this worker lends.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Producer {
     lent: HashMap<HandoffId, Lent>,
-    parked: Vec<Parked>,
+    parked: Room<Parked>,
     /// Why handoffs have ended, so that a late select is answered at once.
     ended: Recent<String>,
+}
+
+impl Default for Producer {
+    fn default() -> Self {
+        Self {
+            lent: HashMap::new(),
+            parked: Room::new(PARKED_CAP),
+            ended: Recent::default(),
+        }
+    }
 }
 
 impl Producer {
@@ -90,13 +106,8 @@ impl Producer {
             .iter()
             .flat_map(|select| announce(select, handoff, generation, blocks))
             .collect();
-        let parked = std::mem::take(&mut self.parked);
-        for (id, select, until) in parked {
-            if id == handoff {
-                actions.extend(self.select(select, handoff, until));
-            } else {
-                self.parked.push((id, select, until));
-            }
+        for (_, select, until) in self.parked.take(|(id, ..)| *id == handoff) {
+            actions.extend(self.select(select, handoff, until));
         }
         actions
     }
@@ -120,20 +131,17 @@ impl Producer {
             return announce(&select, handoff, lent.generation, &lent.blocks).collect();
         }
         self.parked
-            .retain(|(id, other, _)| (*id, other.link) != (handoff, select.link));
+            .take(|(id, other, _)| (*id, other.link) == (handoff, select.link));
         self.park((handoff, select, until))
     }
 
     fn park(&mut self, one: Parked) -> Vec<Action> {
-        let refused = admit(&mut self.parked, PARKED_CAP, one, |(_, select, _)| {
-            select.link
-        });
         let gone = |(handoff, select, _): Parked| Action::Gone {
             link: select.link,
             handoff,
             reason: crowded("selects of handoffs that are not open", PARKED_CAP),
         };
-        refused.map(gone).into_iter().collect()
+        self.parked.admit(one).map(gone).into_iter().collect()
     }
 
     /// Forgets a handoff: its blocks may change from now on.
@@ -146,20 +154,15 @@ impl Producer {
             .remove(&handoff)
             .map(|lent| lent.selects)
             .unwrap_or_default();
-        let parked = self
-            .parked
-            .iter()
-            .filter(|(id, ..)| *id == handoff)
-            .map(|(_, select, _)| *select);
-        let told: Vec<Select> = selects.into_iter().chain(parked).collect();
-        self.parked.retain(|(id, ..)| *id != handoff);
-        told.into_iter()
-            .map(|select| Action::Gone {
-                link: select.link,
-                handoff,
-                reason: reason.to_owned(),
-            })
-            .collect()
+        let parked = self.parked.take(|(id, ..)| *id == handoff);
+        let parked = parked.into_iter().map(|(_, select, _)| select);
+        let told = selects.into_iter().chain(parked);
+        told.map(|select| Action::Gone {
+            link: select.link,
+            handoff,
+            reason: reason.to_owned(),
+        })
+        .collect()
     }
 
     /// A consumer has everything; whether this is the first time that it says so of a handoff that is lent.
@@ -180,18 +183,12 @@ impl Producer {
         for lent in self.lent.values_mut() {
             lent.selects.retain(|select| select.link != link);
         }
-        self.parked.retain(|(_, select, _)| select.link != link);
+        self.parked.take(|(_, select, _)| select.link == link);
     }
 
     /// Refuses selects whose handoff was not opened in time, and tells when to come back.
     pub fn expire(&mut self, now: Instant) -> (Vec<Action>, Option<Instant>) {
-        let late = |(_, _, until): &Parked| *until <= now;
-        if !self.parked.iter().any(late) {
-            return (Vec::new(), self.parked.iter().map(|(_, _, at)| *at).min());
-        }
-        let (expired, kept): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.parked).into_iter().partition(late);
-        self.parked = kept;
+        let expired = self.parked.take(|(_, _, until)| *until <= now);
         let gone = |(handoff, select, _): Parked| Action::Gone {
             link: select.link,
             handoff,

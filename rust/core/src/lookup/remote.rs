@@ -1,6 +1,5 @@
 //! A lookup buffer of other processes, as callers see it.
 
-use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,10 +9,9 @@ use super::inserts::Insert;
 use super::messages::TOKENS_CAP;
 use super::operation::{Operation, Origin, Selected};
 use super::{Items, LookupInfo, Query, check_entry};
-use crate::address::local_towards;
+use crate::address::Route;
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Service};
-use crate::link::Timing;
 use crate::node::{Node, NodeConfig, default_busy_poll};
 use crate::transport::Transport;
 use crate::work::{Then, Work};
@@ -24,17 +22,6 @@ pub struct Remote {
     node: Node<std::convert::Infallible>,
     desk: Arc<Desk>,
     addresses: Vec<String>,
-}
-
-/// The address from which all of them are reached, if there is one.
-fn local(addresses: &[String], timeout: Duration) -> Result<IpAddr> {
-    let mut locals = addresses
-        .iter()
-        .map(|address| local_towards(address, timeout))
-        .collect::<Result<Vec<_>>>()?;
-    locals.dedup();
-    let any = IpAddr::from(Ipv4Addr::UNSPECIFIED);
-    Ok(if locals.len() == 1 { locals[0] } else { any })
 }
 
 fn too_many(tokens: &[i64]) -> Result<()> {
@@ -48,8 +35,15 @@ fn too_many(tokens: &[i64]) -> Result<()> {
 }
 
 impl Remote {
-    /// Connects to all servers; the work is done once all have accepted. With `is_summed`, they compare what is
-    /// inserted with checksums.
+    /// Looks for the way to all servers, for [`connect_along`](Self::connect_along).
+    pub fn route(addresses: Vec<String>, timeout: Duration) -> Result<Route> {
+        if addresses.is_empty() {
+            return Err(Error::Config("no address to connect to".to_owned()));
+        }
+        Route::to(addresses, timeout)
+    }
+
+    /// As [`connect_along`](Self::connect_along), for callers that look for no signals while names are resolved.
     pub fn connect(
         addresses: Vec<String>,
         token: &[u8],
@@ -57,19 +51,26 @@ impl Remote {
         is_summed: bool,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
-        if addresses.is_empty() {
-            return Err(Error::Config("no address to connect to".to_owned()));
-        }
+        let route = Self::route(addresses, timeout)?;
+        while !route.wait()? {}
+        Self::connect_along(&route, token, transport, is_summed)
+    }
+
+    /// Connects to all servers; the work is done once all have accepted. With `is_summed`, they compare what is
+    /// inserted with checksums.
+    pub fn connect_along(
+        route: &Route,
+        token: &[u8],
+        transport: Transport,
+        is_summed: bool,
+    ) -> Result<(Self, Work<()>)> {
         let config = NodeConfig {
             listen: None,
             token: token.to_vec(),
             identity: Identity::new(Service::Lookup, "", Vec::new())?,
             transport: Some(transport),
-            local: local(&addresses, timeout)?,
-            timing: Timing {
-                handshake: timeout,
-                ..Timing::default()
-            },
+            local: route.local()?,
+            timing: route.timing(),
             busy_poll: default_busy_poll(),
         };
         let desk = Arc::new(Desk::new());
@@ -81,7 +82,7 @@ impl Remote {
         let remote = Self {
             node,
             desk,
-            addresses,
+            addresses: route.addresses().to_vec(),
         };
         remote.desk.send(Command::Connect {
             addresses: remote.addresses.clone(),

@@ -11,9 +11,14 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use crate::work::timespec;
 
-/// Tries the addresses of `name` in turn, until one accepts, `timeout` has passed, or `stop` is readable.
-pub(super) fn open(name: &str, timeout: Duration, stop: &OwnedFd) -> Result<TcpStream, String> {
-    let deadline = Instant::now() + timeout;
+/// Tries the addresses of `name` in turn, until one accepts, `timeout` has passed since `begun`, or `stop` is readable.
+pub(super) fn open(
+    name: &str,
+    begun: Instant,
+    timeout: Duration,
+    stop: &OwnedFd,
+) -> Result<TcpStream, String> {
+    let deadline = begun + timeout;
     let candidates = name.to_socket_addrs().map_err(|error| error.to_string())?;
     try_all(&candidates.collect::<Vec<_>>(), deadline, stop).map_err(|errno| match errno {
         None => "the name has no address".to_owned(),

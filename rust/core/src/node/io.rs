@@ -125,13 +125,16 @@ impl Io {
     /// Begins to connect; `link_up` or `link_down` follows.
     pub fn connect(&mut self, address: &str) -> LinkId {
         let link = self.new_link();
-        let (peer, timeout, begun) = (address.to_owned(), self.config.timing.handshake, self.now);
+        let Timing {
+            handshake, begun, ..
+        } = self.config.timing;
+        let (peer, begun) = (address.to_owned(), begun.unwrap_or(self.now));
         self.connecting
-            .insert(link, (peer.clone(), begun + timeout));
+            .insert(link, (peer.clone(), begun + handshake));
         let (sender, wake) = (self.connected.0.clone(), Arc::clone(&self.wake));
         let stopped = Arc::clone(&self.stopped);
         let attempt = move || {
-            let stream = connect::open(&peer, timeout, &stopped);
+            let stream = connect::open(&peer, begun, handshake, &stopped);
             let _ = sender.send(Connected {
                 link,
                 peer,

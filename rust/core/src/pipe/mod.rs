@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Buffer;
 
-use crate::address::{check_address, listen_address, local_towards};
+use crate::address::{Route, check_address, listen_address};
 use crate::advice::advice;
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
@@ -201,8 +201,13 @@ impl Pipe {
         })
     }
 
-    /// Opens the sending end; the work is done once the receiver has accepted it. With `is_summed`, the receiver
-    /// compares what it gets with checksums.
+    /// Looks for the way to a receiver, for [`connect_along`](Self::connect_along).
+    pub fn route(address: &str, timeout: Duration) -> Result<Route> {
+        check_address(address)?;
+        Route::to(vec![address.to_owned()], timeout)
+    }
+
+    /// As [`connect_along`](Self::connect_along), for callers that look for no signals while the name is resolved.
     pub fn connect(
         address: &str,
         token: &[u8],
@@ -211,28 +216,33 @@ impl Pipe {
         busy_poll: Duration,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
-        check_address(address)?;
+        let route = Self::route(address, timeout)?;
+        while !route.wait()? {}
+        Self::connect_along(&route, token, transport, is_summed, busy_poll)
+    }
+
+    /// Opens the sending end; the work is done once the receiver has accepted it. With `is_summed`, the receiver
+    /// compares what it gets with checksums.
+    pub fn connect_along(
+        route: &Route,
+        token: &[u8],
+        transport: Transport,
+        is_summed: bool,
+        busy_poll: Duration,
+    ) -> Result<(Self, Work<()>)> {
+        let address = route.addresses().join(",");
         let shared = Shared::default();
         {
             let mut info = shared.get();
             info.state = "connecting";
-            address.clone_into(&mut info.peer);
+            info.peer.clone_from(&address);
         }
-        let mut config = config(
-            None,
-            local_towards(address, timeout)?,
-            token,
-            transport,
-            busy_poll,
-        )?;
-        config.timing.handshake = timeout;
+        let mut config = config(None, route.local()?, token, transport, busy_poll)?;
+        config.timing = route.timing();
         let in_thread = shared.clone();
         let node = Node::spawn(config, move || sender::Sender::new(in_thread, is_summed))?;
         let (connected, completer) = node.work();
-        node.send(sender::Command::Connect {
-            address: address.to_owned(),
-            completer,
-        })?;
+        node.send(sender::Command::Connect { address, completer })?;
         Ok((
             Self {
                 end: End::Sender(node),
