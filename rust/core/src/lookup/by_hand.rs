@@ -32,7 +32,12 @@ pub(super) fn entry(key: Meta, num_bytes: usize) -> Items {
 
 /// A buffer with these entries.
 pub(super) fn serve(entries: Vec<Items>) -> Local {
-    let local = Local::new(u64::MAX);
+    serve_within(u64::MAX, entries)
+}
+
+/// One of so many bytes.
+pub(super) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> Local {
+    let local = Local::new(capacity_bytes);
     for entry in entries {
         let inserted = local.insert(vec![1], entry, None).unwrap();
         assert!(inserted.is_completed());

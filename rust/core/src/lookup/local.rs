@@ -71,8 +71,8 @@ impl Local {
             timing: Timing::default(),
             busy_poll: default_busy_poll(),
         };
-        let (shared, origin) = (Arc::clone(&self.shared), self.origin());
-        let served = Node::spawn(config, move || Server::new(shared, origin, is_summed))?;
+        let shared = Arc::clone(&self.shared);
+        let served = Node::spawn(config, move || Server::new(shared, is_summed))?;
         self.shared.serve(served.waker());
         *node = Some(Arc::new(served));
         Ok(())
@@ -88,7 +88,8 @@ impl Local {
     }
 
     /// Inserts a copy of the tensors. The copy is made before this returns if there is place; else by whoever makes
-    /// place, and until the end of the operation the tensors must not be changed.
+    /// place, where that is the server's thread in turns with its other work. Until the end of the operation the tensors
+    /// must not be changed.
     ///
     /// # Errors
     /// `Config`: larger than the capacity, or no tokens. The operation ends with `Exhausted` at `timeout`.

@@ -5,6 +5,7 @@
 #[cfg(feature = "fuzzing")]
 mod by_hand;
 mod client;
+mod copying;
 mod desk;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
@@ -30,7 +31,6 @@ use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
 use crate::pipe::{Meta, Received};
-use crate::pool::Pool;
 use crate::transport::Transport;
 use crate::work::Then;
 
@@ -104,34 +104,6 @@ impl Items {
             tensors.map(|item| (&item.meta, item.buffer.as_ref().map_or(0, len))),
         )
     }
-
-    /// The same in memory of their own.
-    fn copy(&self, pool: &Pool<Buffer>) -> Result<Self> {
-        let mut copied = self.clone();
-        for item in &mut copied.0 {
-            if let Some(buffer) = &item.buffer {
-                let (meta, buffer) = (item.meta.clone(), Some(copy(buffer, pool)?));
-                *item = Arc::new(Received { meta, buffer });
-            }
-        }
-        Ok(copied)
-    }
-}
-
-fn copy(buffer: &Buffer, pool: &Pool<Buffer>) -> Result<Buffer> {
-    let bytes = buffer.bytes(0, buffer.len()).ok_or_else(not_host)?;
-    let exhausted = || Error::Exhausted(format!("no memory for a copy of {} bytes", bytes.len()));
-    if bytes.len() < HUGE {
-        let mut copied = Vec::new();
-        copied
-            .try_reserve_exact(bytes.len())
-            .map_err(|_| exhausted())?;
-        copied.extend_from_slice(bytes);
-        return Ok(Buffer::from_vec(copied));
-    }
-    let copied = pool.take_plain(bytes.len())?;
-    copied.write(0, bytes);
-    pool.lend(copied, bytes.len()).ok_or_else(exhausted)
 }
 
 fn not_host() -> Error {

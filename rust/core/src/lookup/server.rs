@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::{AmData, Status};
 
 use super::Items;
+use super::copying::Copying;
 use super::messages::{
     INSERT, INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, TAKE, TAKEN, WITHDRAW, read_select,
     read_timeout, read_tokens, write_refusal,
 };
-use super::operation::Origin;
 use super::shared::Shared;
 use super::store::{Action, Ticket};
 use super::tensors::Tensors;
@@ -30,8 +30,6 @@ use client::{Client, Insert, Select};
 
 pub(super) struct Server {
     shared: Arc<Shared>,
-    /// The same, for what it shares with callers in this process.
-    origin: Arc<dyn Origin>,
     is_summed: bool,
     clients: HashMap<LinkId, Client>,
     /// They get their checksums in turns. Whose turn was last is the last one here.
@@ -39,6 +37,8 @@ pub(super) struct Server {
     /// Whose tickets those are that have not met their other side.
     tickets: HashMap<Ticket, (LinkId, u64)>,
     pool: Pool,
+    /// An insert of this process, of whose copy each round does a slice.
+    copying: Option<Copying>,
 }
 
 fn after(timeout: Option<Duration>) -> Option<Instant> {
@@ -56,15 +56,15 @@ fn refuse(io: &mut Io, link: LinkId, operation: u64, error: &Error) {
 }
 
 impl Server {
-    pub(super) fn new(shared: Arc<Shared>, origin: Arc<dyn Origin>, is_summed: bool) -> Self {
+    pub(super) fn new(shared: Arc<Shared>, is_summed: bool) -> Self {
         Self {
             shared,
-            origin,
             is_summed,
             clients: HashMap::new(),
             turns: VecDeque::new(),
             tickets: HashMap::new(),
             pool: Pool::default(),
+            copying: None,
         }
     }
 
@@ -146,7 +146,7 @@ impl Server {
     fn decline(&self, action: &Action<Items>) {
         match action {
             Action::Grant(ticket) => self.shared.forget(*ticket),
-            Action::Deliver { entry, .. } => self.origin.settle(*entry, false),
+            Action::Deliver { entry, .. } => self.shared.put_back(*entry),
             Action::Full(_) | Action::Nothing(_) => {}
         }
     }
@@ -193,7 +193,7 @@ impl Server {
             Err(error) => {
                 outgoing.release(operation);
                 client.selects.remove(&operation);
-                self.origin.settle(entry, false);
+                self.shared.put_back(entry);
                 refuse(io, link, operation, &error);
             }
         }
@@ -303,7 +303,7 @@ impl Server {
     fn abandon(&mut self, select: Select, keeps_taken: bool) {
         match select {
             Select::Waiting { ticket, .. } => self.forget(ticket),
-            Select::Leased(entry) => self.origin.settle(entry, false),
+            Select::Leased(entry) => self.shared.put_back(entry),
             Select::Taken(entry) => self.shared.conclude(entry, keeps_taken),
         }
     }
@@ -383,13 +383,14 @@ impl Service for Server {
     }
 
     fn work(&mut self, io: &mut Io) -> bool {
+        let has_copied = self.shared.copy_on(&mut self.copying);
         self.take_mail(io);
-        self.sum_on(io)
+        self.sum_on(io) || has_copied
     }
 
     fn timer(&mut self, io: &mut Io) -> Option<Instant> {
         if self.shared.next_deadline().is_some_and(|at| at <= io.now) {
-            self.origin.expire();
+            self.shared.expire();
             self.take_mail(io);
         }
         let idle = self.pool.expire(io.now);

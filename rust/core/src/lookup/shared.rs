@@ -1,5 +1,5 @@
 //! The buffer itself: the store behind one lock. Whoever calls does the work, the server's thread for its clients; bytes
-//! are copied and callers woken outside of the lock.
+//! are copied and callers woken outside of the lock. The server's thread copies by slices, between its rounds.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -7,8 +7,9 @@ use std::time::Instant;
 
 use kvpipe_ucx::Buffer;
 
+use super::copying::Copying;
 use super::operation::{Delivery, Origin, Selected};
-use super::state::{Effect, State, Waiting};
+use super::state::{By, Effect, Insert, State, Waiting};
 use super::store::{Action, Ticket};
 use super::{Items, LookupInfo, Query};
 use crate::error::{Error, Result};
@@ -16,6 +17,9 @@ use crate::node::Waker;
 use crate::pool::Pool;
 use crate::process::Process;
 use crate::work::Completer;
+
+/// What the server's thread copies in one go: of memory that is not used yet, about 2 ms.
+const SLICE: usize = 4 << 20;
 
 /// The state that callers, deliveries and the server's thread share.
 pub(super) struct Shared {
@@ -53,16 +57,23 @@ impl Shared {
 
     /// Changes the state, then does what follows from it.
     fn update<R>(self: &Arc<Self>, change: impl FnOnce(&mut State) -> Result<R>) -> Result<R> {
+        self.update_by(By::Caller, change)
+    }
+
+    fn update_by<R>(
+        self: &Arc<Self>,
+        by: By,
+        change: impl FnOnce(&mut State) -> Result<R>,
+    ) -> Result<R> {
         let mut effects = Vec::new();
-        let result = self.change(&mut effects, change);
-        while let Some(effect) = effects.pop() {
-            self.carry_out(effect, &mut effects);
-        }
+        let result = self.change(by, &mut effects, change);
+        self.carry_out_all(effects);
         result
     }
 
     fn change<R>(
         &self,
+        by: By,
         effects: &mut Vec<Effect>,
         change: impl FnOnce(&mut State) -> Result<R>,
     ) -> Result<R> {
@@ -72,38 +83,31 @@ impl Shared {
         }
         let result = change(&mut state);
         // The last one is carried out first.
-        effects.extend(state.effects().into_iter().rev());
-        let has_mail = !state.outbox.is_empty();
+        effects.extend(state.effects(by).into_iter().rev());
+        let needs_server = state.needs_server();
         drop(state);
-        if let Some(waker) = self.waker.get().filter(|_| has_mail) {
+        if let Some(waker) = self.waker.get().filter(|_| needs_server) {
             waker.wake();
         }
         result
     }
 
+    fn carry_out_all(self: &Arc<Self>, mut effects: Vec<Effect>) {
+        while let Some(effect) = effects.pop() {
+            self.carry_out(effect, &mut effects);
+        }
+    }
+
     fn carry_out(self: &Arc<Self>, effect: Effect, effects: &mut Vec<Effect>) {
         match effect {
-            Effect::Copy {
-                ticket,
-                tokens,
-                items,
-                completer,
-            } => {
-                self.pool.expire(Instant::now());
-                let copied = items.copy(&self.pool);
-                // The caller's memory is let go before it is told.
-                drop(items);
-                let ended = self.change(effects, |state| match copied {
-                    Ok(copied) => {
-                        state.commit(ticket, tokens, copied);
-                        Ok(())
+            Effect::Copy(mut copying) => {
+                let ended = loop {
+                    match copying.advance(&self.pool, usize::MAX) {
+                        Ok(false) => {}
+                        ended => break ended,
                     }
-                    Err(error) => {
-                        state.store.abandon(ticket);
-                        Err(error)
-                    }
-                });
-                completer.complete(ended);
+                };
+                self.copied(By::Caller, effects, copying, ended);
             }
             Effect::Inserted(completer, ended) => completer.complete(ended),
             Effect::Selected(completer, ended) => {
@@ -114,6 +118,47 @@ impl Shared {
                 completer.complete(ended.map(|found| found.map(deliver)));
             }
         }
+    }
+
+    /// Makes an insert of this process visible, or gives up its place.
+    fn copied(&self, by: By, effects: &mut Vec<Effect>, copying: Copying, ended: Result<bool>) {
+        let Copying { ticket, insert, .. } = copying;
+        let Insert {
+            tokens,
+            items,
+            completer,
+        } = insert;
+        // The caller's memory is let go before it is told.
+        let copied = ended.map(|_| items);
+        let ended = self.change(by, effects, |state| match copied {
+            Ok(items) => {
+                state.commit(ticket, tokens, items);
+                Ok(())
+            }
+            Err(error) => {
+                state.store.abandon(ticket);
+                Err(error)
+            }
+        });
+        completer.complete(ended);
+    }
+
+    /// On the server's thread: goes on with the copies of inserts of this process whose place it has made, by a slice;
+    /// whether there was one.
+    pub(super) fn copy_on(self: &Arc<Self>, copying: &mut Option<Copying>) -> bool {
+        let next = || self.lock().ok()?.next_granted();
+        let Some(mut under_way) = copying.take().or_else(next) else {
+            return false;
+        };
+        match under_way.advance(&self.pool, SLICE) {
+            Ok(false) => *copying = Some(under_way),
+            ended => {
+                let mut effects = Vec::new();
+                self.copied(By::Server, &mut effects, under_way, ended);
+                self.carry_out_all(effects);
+            }
+        }
+        true
     }
 
     /// Whom to wake when there is something to do for clients.
@@ -134,15 +179,16 @@ impl Shared {
         deadline: Option<Instant>,
         completer: Completer<()>,
     ) -> Result<Ticket> {
+        self.pool.expire(Instant::now());
         self.update(|state| {
             let num_bytes = items.entry_bytes(&tokens);
             let ticket = state.store.reserve(num_bytes, deadline, Instant::now())?;
-            let waiting = Waiting::Insert {
+            let insert = Insert {
                 tokens,
                 items,
                 completer,
             };
-            state.waiting.insert(ticket, waiting);
+            state.waiting.insert(ticket, Waiting::Insert(insert));
             Ok(ticket)
         })
     }
@@ -178,7 +224,8 @@ impl Shared {
         num_bytes: u64,
         deadline: Option<Instant>,
     ) -> Result<Ticket> {
-        self.update(|state| state.store.reserve(num_bytes, deadline, Instant::now()))
+        let reserve = |state: &mut State| state.store.reserve(num_bytes, deadline, Instant::now());
+        self.update_by(By::Server, reserve)
     }
 
     /// Makes an entry visible.
@@ -188,7 +235,7 @@ impl Shared {
         tokens: Arc<[i64]>,
         items: Items,
     ) -> Result<()> {
-        self.update(|state| {
+        self.update_by(By::Server, |state| {
             state.commit(ticket, tokens, items);
             Ok(())
         })
@@ -200,12 +247,13 @@ impl Shared {
         query: Query,
         deadline: Option<Instant>,
     ) -> Result<Ticket> {
-        self.update(|state| Ok(state.store.select(query, deadline, Instant::now())))
+        let select = |state: &mut State| Ok(state.store.select(query, deadline, Instant::now()));
+        self.update_by(By::Server, select)
     }
 
     /// Ends a client's select that waits, or its insert that is not committed.
     pub(super) fn forget(self: &Arc<Self>, ticket: Ticket) {
-        let _ = self.update(|state| {
+        let _ = self.update_by(By::Server, |state| {
             state.forget(ticket);
             Ok(())
         });
@@ -220,9 +268,25 @@ impl Shared {
 
     /// What a client acknowledged is dropped, or goes back because nobody looked at it.
     pub(super) fn conclude(self: &Arc<Self>, entry: Ticket, is_taken: bool) {
-        let _ = self.update(|state| {
+        let _ = self.update_by(By::Server, |state| {
             state.num_taken -= 1;
             state.settle(entry, is_taken);
+            Ok(())
+        });
+    }
+
+    /// A client did not get the entry that it was delivered.
+    pub(super) fn put_back(self: &Arc<Self>, entry: Ticket) {
+        let _ = self.update_by(By::Server, |state| {
+            state.settle(entry, false);
+            Ok(())
+        });
+    }
+
+    /// Ends what has waited for too long, in the server's process too.
+    pub(super) fn expire(self: &Arc<Self>) {
+        let _ = self.update_by(By::Server, |state| {
+            state.store.expire(Instant::now());
             Ok(())
         });
     }
@@ -234,7 +298,7 @@ impl Shared {
             .unwrap_or_default()
     }
 
-    /// When [`expire`](Origin::expire) has something to do.
+    /// When [`expire`](Self::expire) has something to do.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.lock().ok()?.store.next_deadline()
     }

@@ -3,19 +3,23 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
+use super::copying::Copying;
 use super::operation::Selected;
 use super::store::{Action, Store, Ticket};
 use super::{Items, LookupInfo};
 use crate::error::{Error, Result};
 use crate::work::Completer;
 
+/// An insert of this process.
+pub(super) struct Insert {
+    pub(super) tokens: Arc<[i64]>,
+    pub(super) items: Items,
+    pub(super) completer: Completer<()>,
+}
+
 /// Who waits in this process.
 pub(super) enum Waiting {
-    Insert {
-        tokens: Arc<[i64]>,
-        items: Items,
-        completer: Completer<()>,
-    },
+    Insert(Insert),
     Select(Completer<Selected>),
 }
 
@@ -26,19 +30,26 @@ pub(super) struct State {
     pub(super) waiting: HashMap<Ticket, Waiting>,
     /// Actions for others' clients, until the server's thread fetches them.
     pub(super) outbox: VecDeque<Action<Items>>,
+    /// Inserts of this process whose place the server's thread has made: it copies them in turns. Those that do not wait
+    /// any more are of no meaning.
+    granted: VecDeque<Ticket>,
     num_inserted: u64,
     pub(super) num_taken: u64,
     pub(super) is_closed: bool,
 }
 
+/// Who changes the state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum By {
+    /// A thread that may copy at once.
+    Caller,
+    /// The server's thread, which has heartbeats and other clients to see to.
+    Server,
+}
+
 /// What is done without the lock.
 pub(super) enum Effect {
-    Copy {
-        ticket: Ticket,
-        tokens: Arc<[i64]>,
-        items: Items,
-        completer: Completer<()>,
-    },
+    Copy(Copying),
     Inserted(Completer<()>, Result<()>),
     Selected(Completer<Selected>, Result<Option<(Ticket, Items)>>),
 }
@@ -46,7 +57,7 @@ pub(super) enum Effect {
 impl Waiting {
     pub(super) fn end(self, error: Error) {
         match self {
-            Self::Insert { completer, .. } => completer.complete(Err(error)),
+            Self::Insert(insert) => insert.completer.complete(Err(error)),
             Self::Select(completer) => completer.complete(Err(error)),
         }
     }
@@ -59,6 +70,7 @@ impl State {
             capacity_bytes,
             waiting: HashMap::new(),
             outbox: VecDeque::new(),
+            granted: VecDeque::new(),
             num_inserted: 0,
             num_taken: 0,
             is_closed: false,
@@ -84,14 +96,21 @@ impl State {
     pub(super) fn close(&mut self) -> impl Iterator<Item = Waiting> + use<> {
         self.is_closed = true;
         self.outbox.clear();
+        self.granted.clear();
         self.store = Store::new(0);
         std::mem::take(&mut self.waiting).into_values()
     }
 
     /// Sorts the store's actions by who does them.
-    pub(super) fn effects(&mut self) -> Vec<Effect> {
+    pub(super) fn effects(&mut self, by: By) -> Vec<Effect> {
         let mut effects = Vec::new();
         while let Some(action) = self.store.next_action() {
+            if let (By::Server, Action::Grant(ticket)) = (by, &action)
+                && self.waiting.contains_key(ticket)
+            {
+                self.granted.push_back(*ticket);
+                continue;
+            }
             match self.effect(action) {
                 Ok(effect) => effects.push(effect),
                 Err(action) => self.outbox.push_back(action),
@@ -109,32 +128,33 @@ impl State {
             return Err(action);
         };
         Ok(match (waiting, action) {
-            (
-                Waiting::Insert {
-                    tokens,
-                    items,
-                    completer,
-                },
-                Action::Grant(ticket),
-            ) => Effect::Copy {
-                ticket,
-                tokens,
-                items,
-                completer,
-            },
-            (
-                Waiting::Insert {
-                    tokens,
-                    items,
-                    completer,
-                },
-                _,
-            ) => Effect::Inserted(completer, Err(self.full(items.entry_bytes(&tokens)))),
+            (Waiting::Insert(insert), Action::Grant(ticket)) => {
+                Effect::Copy(Copying::new(ticket, insert))
+            }
+            (Waiting::Insert(insert), _) => {
+                let full = self.full(insert.items.entry_bytes(&insert.tokens));
+                Effect::Inserted(insert.completer, Err(full))
+            }
             (Waiting::Select(completer), Action::Deliver { entry, content, .. }) => {
                 Effect::Selected(completer, Ok(Some((entry, content))))
             }
             (Waiting::Select(completer), _) => Effect::Selected(completer, Ok(None)),
         })
+    }
+
+    /// Whether there is something that only the server's thread does.
+    pub(super) fn needs_server(&self) -> bool {
+        !(self.outbox.is_empty() && self.granted.is_empty())
+    }
+
+    /// The next insert for the server's thread to copy.
+    pub(super) fn next_granted(&mut self) -> Option<Copying> {
+        while let Some(ticket) = self.granted.pop_front() {
+            if let Some(Waiting::Insert(insert)) = self.waiting.remove(&ticket) {
+                return Some(Copying::new(ticket, insert));
+            }
+        }
+        None
     }
 
     pub(super) fn commit(&mut self, ticket: Ticket, tokens: Arc<[i64]>, items: Items) {

@@ -1,4 +1,7 @@
-//! Whose checksums are computed when. All nodes run by hand, so that each round of the server is one slice of that work.
+//! What the server does of what takes long, and when. All nodes run by hand, so that each round of the server is one slice
+//! of that work.
+
+mod copies;
 
 use super::super::by_hand::{ROUNDS, connect, entry, rest, select, serve};
 use super::super::{Items, Local, Operation, Remote, Selected};
@@ -6,9 +9,10 @@ use crate::pipe::Meta;
 
 /// Of an entry.
 const SLICES: usize = 8;
+const SLICE: usize = 4 << 20;
 
 fn entries(count: usize) -> Vec<Items> {
-    let entry = || entry(Meta::default(), SLICES * (4 << 20));
+    let entry = || entry(Meta::default(), SLICES * SLICE);
     std::iter::repeat_with(entry).take(count).collect()
 }
 

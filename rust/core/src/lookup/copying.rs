@@ -1,0 +1,78 @@
+//! An insert of this process that has its place: the copy of its tensors, by slices.
+
+use std::sync::Arc;
+
+use kvpipe_ucx::Buffer;
+
+use super::state::Insert;
+use super::store::Ticket;
+use super::{HUGE, NUM_ITEMS, not_host};
+use crate::error::{Error, Result};
+use crate::pipe::Received;
+use crate::pool::Pool;
+
+pub(super) struct Copying {
+    pub(super) ticket: Ticket,
+    pub(super) insert: Insert,
+    /// Tensors that are there, which have replaced the caller's.
+    num_copied: usize,
+    /// What is there of the next one, if it is large: its first bytes.
+    begun: Option<(Arc<Buffer>, usize)>,
+}
+
+impl Copying {
+    pub(super) fn new(ticket: Ticket, insert: Insert) -> Self {
+        Self {
+            ticket,
+            insert,
+            num_copied: 0,
+            begun: None,
+        }
+    }
+
+    /// Copies a whole tensor, or `max_bytes` of a large one; true once all are there.
+    pub(super) fn advance(&mut self, pool: &Pool<Buffer>, max_bytes: usize) -> Result<bool> {
+        while let Some(item) = self.insert.items.0.get_mut(self.num_copied) {
+            let Some(buffer) = &item.buffer else {
+                self.num_copied += 1;
+                continue;
+            };
+            if let Some(copied) = copy(buffer, &mut self.begun, pool, max_bytes)? {
+                let (meta, buffer) = (item.meta.clone(), Some(copied));
+                *item = Arc::new(Received { meta, buffer });
+                self.num_copied += 1;
+            }
+            break;
+        }
+        Ok(self.num_copied == NUM_ITEMS)
+    }
+}
+
+/// The copy, unless it was only begun.
+fn copy(
+    buffer: &Buffer,
+    begun: &mut Option<(Arc<Buffer>, usize)>,
+    pool: &Pool<Buffer>,
+    max_bytes: usize,
+) -> Result<Option<Buffer>> {
+    let len = buffer.len();
+    let exhausted = || Error::Exhausted(format!("no memory for a copy of {len} bytes"));
+    if len < HUGE {
+        let bytes = buffer.bytes(0, len).ok_or_else(not_host)?;
+        let mut copied = Vec::new();
+        copied.try_reserve_exact(len).map_err(|_| exhausted())?;
+        copied.extend_from_slice(bytes);
+        return Ok(Some(Buffer::from_vec(copied)));
+    }
+    let (copied, at) = match begun.take() {
+        Some(begun) => begun,
+        None => (pool.take_plain(len)?, 0),
+    };
+    let slice = max_bytes.min(len - at);
+    copied.write(at, buffer.bytes(at, slice).ok_or_else(not_host)?);
+    if at + slice < len {
+        *begun = Some((copied, at + slice));
+        return Ok(None);
+    }
+    pool.lend(copied, len).ok_or_else(exhausted).map(Some)
+}

@@ -1,0 +1,98 @@
+//! When the server copies what waits to be inserted in its own process.
+
+use super::super::super::by_hand::serve_within;
+use super::*;
+use crate::error::Error;
+use crate::node::by_hand::Round;
+
+/// Of an insert that waits.
+const NUM_SLICES: usize = 2;
+/// All find place where the one entry was.
+const INSERTS: usize = 3;
+
+/// A full buffer whose inserts get their place, all at once, with the next round.
+fn about_to_grant() -> (Local, Remote, Vec<Operation<()>>) {
+    let local = serve_within((SLICES * SLICE + (8 << 10)) as u64, entries(1));
+    let remote = connect(&[&local]);
+    let insert = |_| {
+        let items = entry(Meta::default(), NUM_SLICES * SLICE);
+        local.insert(vec![2], items, None).unwrap()
+    };
+    let inserts: Vec<_> = (0..INSERTS).map(insert).collect();
+    let selected = select(&remote);
+    ends(
+        &local,
+        std::slice::from_ref(&remote),
+        std::slice::from_ref(&selected),
+    );
+    let delivery = selected.result().unwrap().unwrap().unwrap();
+    delivery.take();
+    while remote.round_by_hand() == Round::Busy {}
+    (local, remote, inserts)
+}
+
+fn num_completed(inserts: &[Operation<()>]) -> usize {
+    let completed = |insert: &&Operation<()>| insert.is_completed();
+    inserts.iter().filter(completed).count()
+}
+
+/// Rounds until the next insert ends.
+fn rounds_to_next(local: &Local, inserts: &[Operation<()>]) -> usize {
+    let before = num_completed(inserts);
+    for round in 1..ROUNDS {
+        local.round_by_hand();
+        if num_completed(inserts) > before {
+            return round;
+        }
+    }
+    panic!("none ends")
+}
+
+/// All have their place, none is copied.
+fn granted(local: &Local, inserts: &[Operation<()>]) {
+    for _ in 0..ROUNDS {
+        if local.info().num_waiting == 0 {
+            assert_eq!(num_completed(inserts), 0);
+            return;
+        }
+        local.round_by_hand();
+    }
+    panic!("none gets its place")
+}
+
+#[test]
+fn of_inserts_that_get_their_place_at_once_one_slice_is_copied_a_round() {
+    let (local, _remote, inserts) = about_to_grant();
+    for num_ended in 1..=INSERTS {
+        assert!(rounds_to_next(&local, &inserts) >= NUM_SLICES);
+        assert_eq!(num_completed(&inserts), num_ended);
+    }
+    assert!(inserts.iter().all(|insert| insert.result() == Some(Ok(()))));
+    assert_eq!(local.info().num_entries, Some(INSERTS));
+}
+
+#[test]
+fn an_insert_that_waits_for_its_copy_can_be_withdrawn_and_the_others_go_on() {
+    let (local, _remote, inserts) = about_to_grant();
+    granted(&local, &inserts);
+    inserts[INSERTS - 1].withdraw();
+    while num_completed(&inserts) < INSERTS {
+        rounds_to_next(&local, &inserts);
+    }
+    let last = inserts[INSERTS - 1].result();
+    assert!(matches!(last, Some(Err(Error::Closed(_)))), "{last:?}");
+    assert_eq!(local.info().num_entries, Some(INSERTS - 1));
+    let taken = (NUM_SLICES * SLICE + (2 << 10) + 8) * (INSERTS - 1);
+    assert_eq!(local.info().num_bytes, Some(taken as u64));
+}
+
+#[test]
+fn inserts_that_are_copied_when_the_buffer_is_closed_end() {
+    let (local, _remote, inserts) = about_to_grant();
+    granted(&local, &inserts);
+    local.close();
+    while local.round_by_hand() != Round::Over {}
+    for insert in &inserts {
+        assert!(matches!(insert.result(), Some(Err(Error::Closed(_)))));
+    }
+}
