@@ -114,7 +114,8 @@ impl<T> Operation<T> {
         let waited = self.work.wait(earliest)?;
         if waited == Waited::TimedOut && earliest == self.expires {
             self.origin.expire();
-            return Ok(Waited::Interrupted);
+            // What has met its other side does not end by that: another thread copies or delivers it, and tells of the end.
+            return self.work.wait(deadline);
         }
         Ok(waited)
     }

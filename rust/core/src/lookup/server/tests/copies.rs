@@ -1,9 +1,12 @@
 //! When the server copies what waits to be inserted in its own process.
 
+use std::time::{Duration, Instant};
+
 use super::super::super::by_hand::serve_within;
 use super::*;
 use crate::error::Error;
 use crate::node::by_hand::Round;
+use crate::work::Waited;
 
 /// Of an insert that waits.
 const NUM_SLICES: usize = 2;
@@ -95,4 +98,17 @@ fn inserts_that_are_copied_when_the_buffer_is_closed_end() {
     for insert in &inserts {
         assert!(matches!(insert.result(), Some(Err(Error::Closed(_)))));
     }
+}
+
+#[test]
+fn who_waits_for_an_insert_that_is_copied_at_its_deadline_sleeps() {
+    let (local, _remote, mut inserts) = about_to_grant();
+    granted(&local, &inserts);
+    let first = inserts.remove(0).expires(Some(Instant::now()));
+    let deadline = Instant::now() + Duration::from_millis(100);
+    assert_eq!(first.wait(Some(deadline)), Ok(Waited::TimedOut));
+    assert!(!first.is_completed());
+    rounds_to_next(&local, std::slice::from_ref(&first));
+    assert_eq!(first.wait(None), Ok(Waited::Done));
+    assert_eq!(first.result(), Some(Ok(())));
 }
