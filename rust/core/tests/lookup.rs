@@ -12,6 +12,7 @@ use kvpipe_core::codec::Writer;
 use kvpipe_core::identity::Service;
 use kvpipe_core::lookup::{Items, Local, Query, Remote};
 use kvpipe_core::pipe::{Meta, Received};
+use kvpipe_core::transport::{MemoryRoad, Transport};
 use kvpipe_core::work::Then;
 use kvpipe_ucx::{Buffer, Search};
 
@@ -350,4 +351,46 @@ fn a_client_that_is_not_connected_yet_says_so() {
         assert!(matches!(inserted.result(), Some(Err(Error::Connect(_)))));
         assert!(matches!(selected.result(), Some(Err(Error::Connect(_)))));
     });
+}
+
+#[test]
+fn a_buffer_can_be_asked_for_its_address_while_it_opens_ucx() {
+    let Some(search) = common::ucx() else { return };
+    // It listens before it opens UCX, which is mostly slower than to connect and ask.
+    let is_answered = || {
+        let port = std::net::TcpListener::bind(common::local()).expect("bind");
+        let at = port.local_addr().expect("address");
+        drop(port);
+        let local = Local::new(CAPACITY);
+        std::thread::scope(|scope| {
+            let serving =
+                scope.spawn(|| local.serve(&at.to_string(), TOKEN, search.clone().into(), true));
+            eventually("it listens", || std::net::TcpStream::connect(at).ok());
+            let address = local.address();
+            assert_eq!(serving.join().expect("no panic"), Ok(()));
+            address.is_none()
+        })
+    };
+    assert!((0..20).any(|_| is_answered()));
+}
+
+#[test]
+fn of_threads_that_serve_a_buffer_at_once_one_does_and_the_others_are_told_where() {
+    let local = Local::new(CAPACITY);
+    let serve = || {
+        let transport = Transport::Memory(MemoryRoad::Get);
+        local.serve("127.0.0.1:0", TOKEN, transport, true)
+    };
+    let served: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(serve)).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, _>| thread.join().expect("no panic");
+        threads.into_iter().map(join).collect()
+    });
+    let at = local.address().expect("served");
+    let already = Error::Config(format!("the buffer is served at {at} already"));
+    let num_told = served
+        .iter()
+        .filter(|served| **served == Err(already.clone()))
+        .count();
+    assert_eq!((num_told, served.contains(&Ok(()))), (7, true));
 }

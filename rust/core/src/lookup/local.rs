@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::operation::{Operation, Origin, Selected};
@@ -21,7 +21,9 @@ use crate::work::work;
 #[derive(Debug)]
 pub struct Local {
     shared: Arc<Shared>,
-    node: Mutex<Option<Arc<Node<Infallible>>>>,
+    node: OnceLock<Node<Infallible>>,
+    /// Of whoever makes or ends the node: to open UCX takes up to a second, and who only asks does not wait for that.
+    serving: Mutex<()>,
 }
 
 impl Local {
@@ -30,16 +32,13 @@ impl Local {
     pub fn new(capacity_bytes: u64) -> Self {
         Self {
             shared: Arc::new(Shared::new(capacity_bytes)),
-            node: Mutex::default(),
+            node: OnceLock::new(),
+            serving: Mutex::default(),
         }
     }
 
-    fn served(&self) -> MutexGuard<'_, Option<Arc<Node<Infallible>>>> {
-        self.node.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn node(&self) -> Option<Arc<Node<Infallible>>> {
-        self.served().clone()
+    fn serving(&self) -> MutexGuard<'_, ()> {
+        self.serving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lets other processes connect. With `is_summed`, they compare what they take with checksums.
@@ -54,8 +53,8 @@ impl Local {
         transport: Transport,
         is_summed: bool,
     ) -> Result<()> {
-        let mut node = self.served();
-        if let Some(at) = node.as_ref().and_then(|node| node.address()) {
+        let _serving = self.serving();
+        if let Some(at) = self.address() {
             return Err(Error::Config(format!(
                 "the buffer is served at {at} already"
             )));
@@ -74,13 +73,13 @@ impl Local {
         let shared = Arc::clone(&self.shared);
         let served = Node::spawn(config, move || Server::new(shared, is_summed))?;
         self.shared.serve(served.waker());
-        *node = Some(Arc::new(served));
+        self.node.get_or_init(|| served);
         Ok(())
     }
 
     /// Where others connect, if it is served.
     pub fn address(&self) -> Option<SocketAddr> {
-        self.node()?.address()
+        self.node.get()?.address()
     }
 
     fn origin(&self) -> Arc<dyn Origin> {
@@ -124,7 +123,9 @@ impl Local {
     /// Drops all entries; what waits ends as closed.
     pub fn close(&self) {
         self.shared.close();
-        if let Some(node) = self.node() {
+        // One that is being made is stopped too.
+        drop(self.serving());
+        if let Some(node) = self.node.get() {
             node.stop();
         }
     }
@@ -134,6 +135,6 @@ impl Local {
 impl Local {
     pub(crate) fn round_by_hand(&self) -> crate::node::by_hand::Round {
         let over = crate::node::by_hand::Round::Over;
-        self.node().map_or(over, |node| node.round())
+        self.node.get().map_or(over, Node::round)
     }
 }
