@@ -4,7 +4,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::Arc;
 
 use crate::config::Config;
-use crate::exit;
+use crate::exit::InUse;
 use crate::library::Library;
 use crate::memory::{Buffer, Memory};
 use crate::status::{Status, check};
@@ -15,6 +15,7 @@ pub struct Context {
     handle: NonNull<sys::ucp_context>,
     library: Arc<Library>,
     has_cuda: bool,
+    _in_use: InUse,
 }
 
 // SAFETY: `ucp_params_t::mt_workers_shared`, which `init` sets: "This flag indicates if this
@@ -32,11 +33,13 @@ impl Context {
     /// # Errors
     /// UCX's answer; `UCS_ERR_UNSUPPORTED` when this UCX was built without thread support.
     pub fn new(library: Arc<Library>, config: &Config) -> Result<Arc<Self>, Status> {
+        let in_use = InUse::begin();
         let handle = init(&library, config)?;
         let mut context = Self {
             handle,
             library,
             has_cuda: false,
+            _in_use: in_use,
         };
         let (thread_mode, memory_types) = context.query()?;
         if thread_mode != sys::UCS_THREAD_MODE_MULTI {
@@ -124,7 +127,6 @@ fn init(library: &Library, config: &Config) -> Result<NonNull<sys::ucp_context>,
     };
     let mut handle = null_mut();
     let api = library.api();
-    exit::begin();
     // SAFETY: params and configuration outlive the call; 1.13 is the version all calls come from.
     let code = unsafe {
         (api.ucp_init_version)(1, 13, &raw const params, config.as_ptr(), &raw mut handle)

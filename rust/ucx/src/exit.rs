@@ -13,7 +13,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// Threads that are in UCX.
 static NUM_INSIDE: AtomicUsize = AtomicUsize::new(0);
 static IS_EXITING: AtomicBool = AtomicBool::new(false);
-static HAS_BEGUN: AtomicBool = AtomicBool::new(false);
+static NUM_IN_USE: AtomicUsize = AtomicUsize::new(0);
 static IS_FORKED: AtomicBool = AtomicBool::new(false);
 static LEAVING: Mutex<()> = Mutex::new(());
 static ONE_LEFT: Condvar = Condvar::new();
@@ -71,13 +71,25 @@ fn lock() -> MutexGuard<'static, ()> {
     LEAVING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// UCX begins in this process.
-pub(crate) fn begin() {
-    HAS_BEGUN.store(true, Ordering::SeqCst);
+/// A context's time: until this is dropped, UCX has threads, and descriptors that it polls.
+#[derive(Debug)]
+pub(crate) struct InUse(());
+
+impl InUse {
+    pub(crate) fn begin() -> Self {
+        NUM_IN_USE.fetch_add(1, Ordering::SeqCst);
+        Self(())
+    }
 }
 
-/// Whether UCX began in a process that this one was forked from. Its threads are not here, what it polls is shared, and it knows
-/// of neither.
+impl Drop for InUse {
+    fn drop(&mut self) {
+        NUM_IN_USE.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Whether UCX was in use when this process was forked. Its threads are not here, what it polls is shared, and it knows of
+/// neither.
 pub(crate) fn is_forked() -> bool {
     IS_FORKED.load(Ordering::SeqCst)
 }
@@ -107,7 +119,7 @@ extern "C" fn wait_for_all() {
 /// The child of a fork has none of its parent's other threads.
 unsafe extern "C" fn begin_as_child() {
     NUM_INSIDE.store(own(), Ordering::SeqCst);
-    IS_FORKED.fetch_or(HAS_BEGUN.load(Ordering::SeqCst), Ordering::SeqCst);
+    IS_FORKED.fetch_or(NUM_IN_USE.load(Ordering::SeqCst) > 0, Ordering::SeqCst);
 }
 
 /// What this thread counts in [`NUM_INSIDE`].

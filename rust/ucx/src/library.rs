@@ -27,9 +27,9 @@ pub struct Search {
 /// Why there is no UCX to use.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// UCX has been used by the process that this one was forked from.
+    /// UCX was in use when this process was forked.
     #[error(
-        "UCX cannot be used in the child of a fork() whose parent has used it; start processes with spawn or \
+        "UCX cannot be used in the child of a fork() whose parent used it then; start processes with spawn or \
          forkserver, or fork before the first Pipe or Agent"
     )]
     Forked,
