@@ -49,12 +49,14 @@ class Clock:
     def _tick(self):
         schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         queued_s = _queued_s(schedstat)
+        due = time.monotonic() + TICK_S
         while True:
-            due = time.monotonic() + TICK_S
-            time.sleep(TICK_S)
-            late_s = time.monotonic() - due
+            time.sleep(max(0.0, due - time.monotonic()))
+            woken = time.monotonic()
             before, queued_s = queued_s, _queued_s(schedstat)
-            self._ticks.append(Tick(due, late_s, queued_s - before))
+            self._ticks.append(Tick(due, woken - due, queued_s - before))
+            # What it has to wait in between, to read a file, is late as well.
+            due = woken + TICK_S
 
 
 def _queued_s(schedstat):
