@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use std::ptr::{NonNull, null, null_mut};
 use std::rc::{Rc, Weak};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use crate::event::Raw;
 use crate::request::Attributes;
@@ -48,6 +49,8 @@ pub(crate) struct Endpoint {
     /// Whether an operation has ended well, or the error handler ran: closing by force before that can crash UCX (1.22,
     /// seen in a third of 40 tries): `ucp_ep_discard_lanes` finds a TCP endpoint that is freed already.
     is_settled: Cell<bool>,
+    /// Until when one that is to be closed may send what it has begun to.
+    leave_at: Cell<Option<Instant>>,
     ops: Cell<usize>,
     keys: RefCell<Vec<Weak<Key>>>,
 }
@@ -62,6 +65,12 @@ impl Endpoint {
                 Err(Status::new(sys::UCS_ERR_NOT_CONNECTED, call))
             }
         }
+    }
+
+    /// Whether it can be closed by force.
+    fn can_leave(&self, now: Instant) -> bool {
+        let is_sending = self.ops.get() > 0 && self.leave_at.get().is_some_and(|at| now < at);
+        self.is_settled.get() && !is_sending
     }
 
     pub(crate) fn adopt_key(&self, key: &Rc<Key>) {
@@ -97,6 +106,8 @@ impl State {
         subtract(&endpoint.ops, 1);
         if endpoint.phase.get() != Phase::Leaving {
             subtract(&self.outstanding, 1);
+        } else if endpoint.ops.get() == 0 {
+            self.may_leave.set(true);
         }
         self.report_if_closed(endpoint);
     }
@@ -107,6 +118,16 @@ impl State {
         if endpoint.phase.get() == Phase::Leaving {
             self.may_leave.set(true);
         }
+    }
+
+    /// Has the endpoint looked at in time. One that is not settled is looked at when it is.
+    fn expect_leave(&self, endpoint: &Endpoint) {
+        let at = endpoint
+            .leave_at
+            .get()
+            .filter(|_| endpoint.is_settled.get());
+        let next = self.next_leave.get().into_iter().chain(at).min();
+        self.next_leave.set(next);
     }
 
     /// An operation was refused.
@@ -144,6 +165,7 @@ impl State {
         let Some(endpoint) = endpoints.values().find(is_it) else {
             return;
         };
+        endpoint.leave_at.set(None);
         self.settled(endpoint);
         if endpoint.phase.get() == Phase::Open {
             endpoint.phase.set(Phase::Failed(code));
@@ -156,6 +178,10 @@ impl State {
 }
 
 const CLOSE: &str = "ucp_ep_close_nbx";
+/// How long an endpoint that is to be closed may send. Closing it by force while it does can crash UCX's TCP (1.22): it then only
+/// receives, the other side's end frees it, and what is left is sent through what was freed. Meanwhile that end comes, and is no
+/// harm.
+const LAST_SENDS: Duration = Duration::from_millis(20);
 /// Shortest worker address: a flag byte, the worker's 8-byte id, one byte for "no device".
 const MIN_ADDRESS_BYTES: usize = 10;
 const MAX_ADDRESS_BYTES: usize = 64 * 1024;
@@ -199,6 +225,7 @@ impl Worker {
             handle,
             phase: Cell::new(Phase::Open),
             is_settled: Cell::new(false),
+            leave_at: Cell::new(None),
             ops: Cell::new(0),
             keys: RefCell::default(),
         });
@@ -236,7 +263,8 @@ impl Worker {
     /// Calling it again, or for an endpoint that is gone, does nothing.
     ///
     /// An endpoint that has neither finished an operation nor failed is closed once it has:
-    /// connect with an operation that will end one way or the other.
+    /// connect with an operation that will end one way or the other. One that is sending is closed once all has left, 20 ms later
+    /// at most: see [`next_leave`](Self::next_leave).
     pub fn close(&self, endpoint: EndpointId) {
         let Ok(endpoint) = self.inner.endpoint(endpoint, CLOSE) else {
             return;
@@ -244,28 +272,46 @@ impl Worker {
         if !matches!(endpoint.phase.get(), Phase::Open | Phase::Failed(_)) {
             return;
         }
-        if endpoint.is_settled.get() {
+        if endpoint.phase.get() == Phase::Open && endpoint.ops.get() > 0 {
+            endpoint.leave_at.set(Some(Instant::now() + LAST_SENDS));
+        }
+        if endpoint.can_leave(Instant::now()) {
             return self.close_now(endpoint);
         }
         endpoint.phase.set(Phase::Leaving);
         let state = &self.inner.state;
         add(&state.leaving, 1);
         subtract(&state.outstanding, endpoint.ops.get());
+        state.expect_leave(&endpoint);
+    }
+
+    /// When to let UCX work at the latest, so that an endpoint is closed in time.
+    pub fn next_leave(&self) -> Option<Instant> {
+        self.inner.state.next_leave.get()
     }
 
     /// Closes those that can be by now. Not to be called from UCX's callbacks.
     pub(crate) fn close_leaving(&self) {
-        if !self.inner.state.may_leave.take() {
+        let state = &self.inner.state;
+        let is_due = state
+            .next_leave
+            .get()
+            .is_some_and(|at| at <= Instant::now());
+        if !state.may_leave.take() && !is_due {
             return;
         }
-        let can_leave = |endpoint: &&Rc<Endpoint>| {
-            endpoint.phase.get() == Phase::Leaving && endpoint.is_settled.get()
-        };
-        let endpoints = self.inner.state.endpoints.borrow();
-        let leaving: Vec<_> = endpoints.values().filter(can_leave).cloned().collect();
+        let now = Instant::now();
+        let endpoints = state.endpoints.borrow();
+        let is_leaving = |endpoint: &&Rc<Endpoint>| endpoint.phase.get() == Phase::Leaving;
+        let leaving = endpoints.values().filter(is_leaving).cloned();
+        let (leaving, staying): (Vec<_>, Vec<_>) =
+            leaving.partition(|endpoint| endpoint.can_leave(now));
         drop(endpoints);
+        state.next_leave.set(None);
+        for endpoint in &staying {
+            state.expect_leave(endpoint);
+        }
         for endpoint in leaving {
-            let state = &self.inner.state;
             subtract(&state.leaving, 1);
             add(&state.outstanding, endpoint.ops.get());
             self.close_now(endpoint);

@@ -61,6 +61,8 @@ pub(crate) struct State {
     pub(crate) leaving: Cell<usize>,
     /// An endpoint that is to be closed can be.
     pub(crate) may_leave: Cell<bool>,
+    /// When the next one can be, whatever it is sending.
+    pub(crate) next_leave: Cell<Option<Instant>>,
     /// Gets that have not ended.
     pub(crate) writes: Cell<usize>,
     /// Keys that somebody has.

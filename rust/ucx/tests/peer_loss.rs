@@ -68,6 +68,34 @@ fn an_endpoint_that_is_closed_before_it_is_connected_waits_for_that_or_its_peers
     }
 }
 
+/// Closing it at once, as its peer does the same, crashed UCX 1.22 in a twentieth of 300 tries (`tests/test_faults.py`).
+#[test]
+fn an_endpoint_that_is_sending_is_closed_a_moment_later_although_its_peer_reads_nothing() {
+    const NUM_MESSAGES: u64 = 128; // more than sockets hold
+    let Some(library) = common::library() else {
+        return;
+    };
+    let (visitor, peer) = visit_process(&library, Some("tcp"));
+    visitor.greet();
+    stop(&peer);
+    let worker = &visitor.node.worker;
+    for token in 0..NUM_MESSAGES {
+        let payload = Payload::Bytes(vec![0; MESSAGE_LEN]);
+        let sent = worker.am_send(visitor.endpoint, b"", payload, token);
+        sent.expect("send");
+    }
+    worker.close(visitor.endpoint);
+    let leaves_at = worker.next_leave().expect("it is sending");
+    let mut num_done = 0;
+    let closed_at = visitor.node.wait(Duration::from_secs(5), |event| {
+        num_done += u64::from(matches!(event, Event::Done { .. }));
+        matches!(event, Event::Closed { .. }).then(Instant::now)
+    });
+    assert!(closed_at.expect("it closes") >= leaves_at);
+    assert_eq!(num_done, NUM_MESSAGES, "each ends");
+    assert_eq!((worker.next_leave(), worker.outstanding()), (None, 0));
+}
+
 #[test]
 fn a_worker_with_such_an_endpoint_is_dropped_without_waiting_for_it() {
     let Some(library) = common::library() else {

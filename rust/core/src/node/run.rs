@@ -139,7 +139,9 @@ impl<S: Service> Loop<S> {
     /// Whether nothing is under way that needs another round soon.
     pub(super) fn is_at_rest(&self) -> bool {
         let data = self.io.data.as_ref();
-        let is_waiting = data.is_some_and(|data| data.worker.outstanding() > 0);
+        let is_waiting = data.is_some_and(|data| {
+            data.worker.outstanding() > 0 || data.worker.next_leave().is_some()
+        });
         !(is_waiting
             || self.is_stopping
             || self.has_work
@@ -262,6 +264,10 @@ impl<S: Service> Loop<S> {
             }
         }
         if let Some(at) = self.io.expire_connecting() {
+            wake_at = wake_at.min(at);
+        }
+        let data = self.io.data.as_ref();
+        if let Some(at) = data.and_then(|data| data.worker.next_leave()) {
             wake_at = wake_at.min(at);
         }
         if self.accept_at.take_if(|at| *at <= self.io.now).is_some() {

@@ -11,6 +11,7 @@ use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
+use std::time::Instant;
 
 use kvpipe_ucx::{
     Buffer, Domains, EndpointId, Event, Lane, MemoryKind, Placer, Rest, Search, Status,
@@ -222,6 +223,14 @@ impl Worker {
         match self {
             Self::Ucx(worker) => worker.close(endpoint),
             Self::Twin(worker) => worker.close(endpoint),
+        }
+    }
+
+    /// When to progress at the latest, for endpoints that are to be closed.
+    pub(crate) fn next_leave(&self) -> Option<Instant> {
+        match self {
+            Self::Ucx(worker) => worker.next_leave(),
+            Self::Twin(_) => None,
         }
     }
 
