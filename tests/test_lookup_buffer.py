@@ -535,7 +535,7 @@ def test_a_dropped_buffer_ends_its_thread(num_threads):
     client = LookupBuffer.connect(server.address)
     assert num_threads() > before
     del server, client
-    assert num_threads() <= before
+    eventually(lambda: num_threads() <= before)  # the one that connected ends by itself
 
 
 def test_a_wrong_token_is_refused():

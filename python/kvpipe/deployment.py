@@ -206,6 +206,7 @@ def _check_address_is_free(host: str, url: str) -> None:
 async def _not_yet_healthy(session: aiohttp.ClientSession, processes: list[Instance]) -> list[Instance]:
     for process in processes:
         if not process.child.is_running:
+            await process.child.stop(grace_s=0)  # all that it wrote has been read then
             raise KVPipeError(_early_exit(process.child))
     healthy = await asyncio.gather(*(_is_healthy(session, process.url) for process in processes))
     return [process for process, is_healthy in zip(processes, healthy, strict=True) if not is_healthy]

@@ -8,7 +8,7 @@ instances is tested in tests/e2e.
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 
@@ -160,10 +160,12 @@ async def breaks_off(request):
     raise AssertionError
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+@contextmanager
+def dead_port():
+    """A port at which nobody listens, and that nobody else gets meanwhile."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 DEAD = "dead"
@@ -215,7 +217,7 @@ async def _pool(stack, role, behaviours, port):
     for index, behaviour in enumerate(behaviours):
         instance = StandIn(f"{role}{index}", behaviour, port=port)
         if behaviour is DEAD:
-            instance.url = f"http://127.0.0.1:{free_port()}"
+            instance.url = f"http://127.0.0.1:{stack.enter_context(dead_port())}"
         else:
             stack.push_async_callback((await instance.serve()).cleanup)
         pool.append(instance)

@@ -11,7 +11,7 @@ from kvpipe import _kvpipe
 from kvpipe.control import ControlClient
 from kvpipe.proxy.just_in_time import Leads, Timing, Usual
 
-from .harness import answers, free_port, never_ends, run, stage
+from .harness import answers, dead_port, never_ends, run, stage
 
 # Over any lead, and under any: the proxy has to wait, or not.
 FAR_S, NEAR_S = 1000.0, 0.0
@@ -210,15 +210,17 @@ def test_a_handoff_that_prefill_withdraws_is_dispatched_sequentially_and_logged(
 @pytest.mark.parametrize("token", ["", "another"])
 def test_a_port_that_refuses_or_is_not_there_means_sequential_dispatch_and_a_line_in_the_log(token, caplog):
     async def scene():
-        producer = None if token else f"127.0.0.1:{free_port()}"
         control = ControlClient(token)
         decode = [answers(body=b"decoded")]
+        producer = None if token else dead
         async with prefilling(producer=producer, control=control, decode=decode) as (scene, s, posting, _):
             await is_not_asked(scene, s.decode[0])
             scene.may_answer.set()
             assert (await posting)[:2] == (200, b"decoded")
 
-    run(scene)
+    with dead_port() as port:
+        dead = f"127.0.0.1:{port}"
+        run(scene)
     assert "sequential dispatch instead" in caplog.text
 
 
