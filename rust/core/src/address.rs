@@ -75,6 +75,8 @@ impl Route {
     pub fn wait(&self) -> Result<bool> {
         for (name, local) in self.addresses.iter().zip(&self.locals) {
             match local.wait(Some(self.begun + self.timeout))? {
+                // One that is not to be reached is told without waiting for the others.
+                Waited::Done if matches!(local.result(), Some(Err(_))) => break,
                 Waited::Done => {}
                 Waited::Interrupted => return Ok(false),
                 Waited::TimedOut => return Err(self.unresolved(name)),
@@ -264,6 +266,18 @@ mod tests {
         let transport = Transport::Memory(MemoryRoad::Get);
         let (_buffer, connected) = Remote::connect_along(&route, b"", transport, true).unwrap();
         assert_late(&connected);
+    }
+
+    #[test]
+    fn a_name_that_nobody_has_is_told_of_while_another_is_being_resolved() {
+        let (hangs, _lets_end) = hanging();
+        let look_up = move |name: &str| match name {
+            "typo:9" => Ok(None),
+            name => hangs(name),
+        };
+        let route = Route::with(to(&["typo:9", "a:9"]), PATIENCE, look_up).unwrap();
+        while !route.wait().unwrap() {}
+        assert!(route.local().unwrap_err().to_string().contains("typo:9"));
     }
 
     #[test]

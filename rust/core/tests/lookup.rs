@@ -367,8 +367,14 @@ fn a_buffer_can_be_asked_for_its_address_while_it_opens_ucx() {
                 scope.spawn(|| local.serve(&at.to_string(), TOKEN, search.clone().into(), true));
             eventually("it listens", || std::net::TcpStream::connect(at).ok());
             let address = local.address();
-            assert_eq!(serving.join().expect("no panic"), Ok(()));
-            address.is_none()
+            match serving.join().expect("no panic") {
+                // Another test has the port by now.
+                Err(Error::Config(text)) if text.contains("cannot listen") => false,
+                served => {
+                    assert_eq!(served, Ok(()));
+                    address.is_none()
+                }
+            }
         })
     };
     assert!((0..20).any(|_| is_answered()));

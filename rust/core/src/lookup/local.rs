@@ -53,6 +53,7 @@ impl Local {
         transport: Transport,
         is_summed: bool,
     ) -> Result<()> {
+        self.shared.check_process()?;
         let _serving = self.serving();
         if let Some(at) = self.address() {
             return Err(Error::Config(format!(
@@ -122,6 +123,9 @@ impl Local {
 
     /// Drops all entries; what waits ends as closed.
     pub fn close(&self) {
+        if self.shared.check_process().is_err() {
+            return;
+        }
         self.shared.close();
         // One that is being made is stopped too.
         drop(self.serving());
@@ -136,5 +140,35 @@ impl Local {
     pub(crate) fn round_by_hand(&self) -> crate::node::by_hand::Round {
         let over = crate::node::by_hand::Round::Over;
         self.node.get().map_or(over, Node::round)
+    }
+}
+
+#[cfg(test)]
+#[cfg(feature = "fuzzing")]
+mod tests {
+    use super::*;
+    use crate::lookup::by_hand::entry;
+    use crate::pipe::Meta;
+    use crate::transport::MemoryRoad;
+
+    #[test]
+    fn in_a_fork_a_buffer_touches_no_lock_that_another_thread_may_have_held() {
+        const PATIENCE: Duration = Duration::from_secs(20);
+        let mut local = Local::new(1 << 20);
+        Arc::get_mut(&mut local.shared).unwrap().fork();
+        let local = Arc::new(local);
+        let _serving = local.serving();
+        let (sender, ended) = std::sync::mpsc::channel();
+        let child = Arc::clone(&local);
+        std::thread::spawn(move || {
+            let transport = Transport::Memory(MemoryRoad::Get);
+            let served = child.serve("127.0.0.1:0", b"token", transport, true);
+            let inserted = child.insert(vec![1], entry(Meta::default(), 1), None);
+            child.close();
+            let _ = sender.send((served, inserted.map(drop)));
+        });
+        let (served, inserted) = ended.recv_timeout(PATIENCE).expect("it waits for nobody");
+        assert!(matches!(served, Err(Error::Closed(_))));
+        assert!(matches!(inserted, Err(Error::Closed(_))));
     }
 }

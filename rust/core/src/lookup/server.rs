@@ -299,6 +299,16 @@ impl Server {
         true
     }
 
+    /// A client is gone: what it has of the buffer goes back.
+    fn release(&mut self, client: Client) {
+        for insert in client.inserts.into_values() {
+            self.forget(insert.ticket);
+        }
+        for select in client.selects.into_values() {
+            self.abandon(select, true);
+        }
+    }
+
     /// A client ends: of what it was told to be its own, `keeps_taken` says whose it is.
     fn abandon(&mut self, select: Select, keeps_taken: bool) {
         match select {
@@ -323,15 +333,9 @@ impl Service for Server {
     }
 
     fn link_down(&mut self, _io: &mut Io, link: LinkId, _error: Error) {
-        let Some(client) = self.clients.remove(&link) else {
-            return;
-        };
-        self.turns.retain(|other| *other != link);
-        for insert in client.inserts.into_values() {
-            self.forget(insert.ticket);
-        }
-        for select in client.selects.into_values() {
-            self.abandon(select, true);
+        if let Some(client) = self.clients.remove(&link) {
+            self.turns.retain(|other| *other != link);
+            self.release(client);
         }
     }
 
@@ -395,6 +399,16 @@ impl Service for Server {
         }
         let idle = self.pool.expire(io.now);
         self.shared.next_deadline().into_iter().chain(idle).min()
+    }
+}
+
+/// Also when the node panics: the buffer itself is as good as before.
+impl Drop for Server {
+    fn drop(&mut self) {
+        for (_, client) in std::mem::take(&mut self.clients) {
+            self.release(client);
+        }
+        self.shared.end_copies(self.copying.take());
     }
 }
 

@@ -50,8 +50,20 @@ impl Shared {
         }
     }
 
+    /// As a fork has it.
+    #[cfg(test)]
+    #[cfg(feature = "fuzzing")]
+    pub(super) fn fork(&mut self) {
+        self.process = Process::another();
+    }
+
+    /// In a fork nothing is to be looked at.
+    pub(super) fn check_process(&self) -> Result<()> {
+        self.process.check()
+    }
+
     fn lock(&self) -> Result<MutexGuard<'_, State>> {
-        self.process.check()?;
+        self.check_process()?;
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -161,6 +173,17 @@ impl Shared {
         true
     }
 
+    /// Ends the inserts of this process that wait for a copy by the server's thread, which has ended.
+    pub(super) fn end_copies(self: &Arc<Self>, mut copying: Option<Copying>) {
+        let mut effects = Vec::new();
+        let next = || self.lock().ok()?.next_granted();
+        while let Some(waiting) = copying.take().or_else(next) {
+            let ended = Err(Error::Closed("the buffer's server has ended".to_owned()));
+            self.copied(By::Caller, &mut effects, waiting, ended);
+        }
+        self.carry_out_all(effects);
+    }
+
     /// Whom to wake when there is something to do for clients.
     pub(super) fn serve(&self, waker: Waker) {
         let _ = self.waker.set(waker);
@@ -179,6 +202,7 @@ impl Shared {
         deadline: Option<Instant>,
         completer: Completer<()>,
     ) -> Result<Ticket> {
+        self.check_process()?;
         self.pool.expire(Instant::now());
         self.update(|state| {
             let num_bytes = items.entry_bytes(&tokens);

@@ -1,12 +1,14 @@
 //! When the server copies what waits to be inserted in its own process.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::super::super::by_hand::serve_within;
+use super::super::{Server, Shared};
 use super::*;
 use crate::error::Error;
 use crate::node::by_hand::Round;
-use crate::work::Waited;
+use crate::work::{Waited, work};
 
 /// Of an insert that waits.
 const NUM_SLICES: usize = 2;
@@ -111,4 +113,24 @@ fn who_waits_for_an_insert_that_is_copied_at_its_deadline_sleeps() {
     rounds_to_next(&local, std::slice::from_ref(&first));
     assert_eq!(first.wait(None), Ok(Waited::Done));
     assert_eq!(first.result(), Some(Ok(())));
+}
+
+#[test]
+fn inserts_whose_place_the_server_has_made_end_with_it_and_give_their_place_back() {
+    let shared = Arc::new(Shared::new(20 << 10));
+    let insert = |num_bytes| {
+        let (inserted, completer) = work();
+        let items = entry(Meta::default(), num_bytes);
+        let ticket = shared.insert_here(vec![1].into(), items, None, completer);
+        (inserted, ticket.unwrap())
+    };
+    let server = Server::new(Arc::clone(&shared), true);
+    let place = shared.reserve(16 << 10, None).unwrap();
+    let (inserted, _) = insert(4 << 10);
+    assert!(inserted.result().is_none());
+    shared.forget(place); // as of a client that is gone
+    assert!(inserted.result().is_none());
+    drop(server); // as the wheel does when the node panics
+    assert!(matches!(inserted.result(), Some(Err(Error::Closed(_)))));
+    assert_eq!(insert(16 << 10).0.result(), Some(Ok(())));
 }
