@@ -176,6 +176,17 @@ def receive_in_order(address=LOOPBACK):
     say(count)
 
 
+def receive_into(num_bytes, address=LOOPBACK):
+    """Receives into one buffer; says of each tensor which values are in it, and of the end that it has come."""
+    out = np.empty(int(num_bytes), np.uint8)
+    with contextlib.suppress(KVPipeError), Pipe.listen(address) as receiver:
+        say(receiver.address)
+        while True:
+            receiver.recv_tensor(out=out)
+            say(" ".join(map(str, np.unique(out))))
+    say("over")
+
+
 def receive_nothing(address=LOOPBACK):
     receiver = Pipe.listen(address)
     say(receiver.address)
@@ -494,6 +505,7 @@ PROGRAMS = {
         receive_and_weigh,
         receive_for_ever,
         receive_in_order,
+        receive_into,
         receive_nothing,
         send_for_ever,
         say_garbage,

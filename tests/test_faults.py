@@ -1,18 +1,23 @@
 """A round of each fault of `make faults` at each stage."""
 
+import contextlib
 import random
+import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
+from kvpipe import KVPipeError, Pipe
 from tests.faults.__main__ import main
 from tests.faults.forked import Forked
 from tests.faults.rounds import FAULTS
-from tests.faults.stages import Place, serving_blocks
+from tests.faults.stages import Place, _open, receiving, serving_blocks, taking_blocks
 from tests.hosts.namespaces import why_no_hosts
-from tests.peers import ROOT
+from tests.peers import MIB, ROOT
 
 pytestmark = pytest.mark.ucx
 
@@ -33,6 +38,17 @@ def strike(monkeypatch, capsys):
     return begin
 
 
+@contextlib.contextmanager
+def sending_over_tcp(buffers):
+    """With small buffers, most of what was posted has not left when a receiver is stopped."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp")
+        if buffers:
+            patch.setenv("UCX_TCP_SNDBUF", buffers)
+            patch.setenv("UCX_TCP_RCVBUF", buffers)
+        yield
+
+
 @both_roads
 def test_a_peer_that_is_killed_at_any_stage_is_noticed_in_time_and_leaves_nothing_behind(strike, road):
     strike("kill", road)
@@ -44,18 +60,50 @@ def test_a_deadline_holds_when_the_peer_is_stopped_at_any_stage_and_one_that_goe
 
 
 @pytest.mark.slow
-def test_servers_of_blocks_that_are_stopped_while_they_send_over_tcp_survive_that_both_sides_close():
-    """Of 300 that closed at once a twentieth crashed in UCX 1.22."""
+@pytest.mark.parametrize(("stage", "buffers"), [(serving_blocks, None), (taking_blocks, "64k"), (receiving, "64k")])
+def test_who_sends_over_tcp_survives_that_it_or_the_receiver_is_stopped_and_both_sides_close(stage, buffers):
+    """Of 300 stopped servers that closed at once a twentieth crashed in UCX 1.22."""
     num_threads, num_stops = 8, 20
 
     def stop_servers(seed):
         rng = random.Random(seed)
         for _ in range(num_stops):
-            FAULTS["stop"].strike(serving_blocks, rng, Place(start=Forked))
+            FAULTS["stop"].strike(stage, rng, Place(start=Forked))
 
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(num_threads) as threads:
-        patch.setenv("UCX_TLS", "tcp")
+    with sending_over_tcp(buffers), ThreadPoolExecutor(num_threads) as threads:
         list(threads.map(stop_servers, range(num_threads)))
+
+
+@pytest.mark.slow
+def test_what_a_sender_has_back_after_its_deadline_is_not_delivered_changed():
+    """Where memory is sent as it lies, and without checksums, which would tell."""
+    num_threads, num_rounds, num_bytes = 4, 25, 3 * MIB
+
+    def change_what_is_sent(seed):
+        rng = random.Random(seed)
+        delivered = []
+        for _ in range(num_rounds):
+            child = Forked("receive_into", num_bytes)
+            try:
+                with _open(Pipe.connect(child.read(), checksum=False)) as sender:
+                    tensor = np.ones(num_bytes, np.uint8)
+                    sender.send_tensor(tensor, timeout=20)
+                    assert child.read() == "1"
+                    stops = threading.Timer(rng.uniform(0, 0.004), child.process.send_signal, (signal.SIGSTOP,))
+                    stops.start()
+                    with contextlib.suppress(KVPipeError):
+                        sender.send_tensor(tensor, timeout=0.1)
+                    tensor.fill(2)
+                    stops.join()
+                    child.process.send_signal(signal.SIGCONT)
+                    delivered.append(child.read())
+            finally:
+                child.end()
+        return delivered
+
+    with sending_over_tcp("64k"), ThreadPoolExecutor(num_threads) as threads:
+        delivered = [each for all_ in threads.map(change_what_is_sent, range(num_threads)) for each in all_]
+    assert {"1", "over"} == set(delivered)
 
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())

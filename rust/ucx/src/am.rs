@@ -31,6 +31,8 @@ pub enum Payload {
         offset: usize,
         /// Its length in bytes.
         len: usize,
+        /// Whether the receiver can tell that it was changed all the same.
+        is_proved: bool,
     },
 }
 
@@ -50,6 +52,7 @@ impl Payload {
                 memory,
                 offset,
                 len,
+                ..
             } => {
                 let (start, attributes) = worker.local(memory, *offset, *len, CALL)?;
                 let flags = host.flags;
@@ -128,7 +131,7 @@ impl Worker {
         let (header_start, header_len) = (header.as_ptr(), header.len());
         let keep = Keep::Message {
             _header: header,
-            _payload: payload,
+            payload,
         };
         let api = self.inner.api();
         request::post(

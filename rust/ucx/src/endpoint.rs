@@ -49,9 +49,13 @@ pub(crate) struct Endpoint {
     /// Whether an operation has ended well, or the error handler ran: closing by force before that can crash UCX (1.22,
     /// seen in a third of 40 tries): `ucp_ep_discard_lanes` finds a TCP endpoint that is freed already.
     is_settled: Cell<bool>,
-    /// Until when one that is to be closed may send what it has begun to.
+    /// Until when one that is to be closed waits for what is sent.
     leave_at: Cell<Option<Instant>>,
+    /// One that is to be closed waits for all that is sent.
+    must_drain: Cell<bool>,
     ops: Cell<usize>,
+    /// Operations that use memory that is wanted back.
+    lends: Cell<usize>,
     keys: RefCell<Vec<Weak<Key>>>,
 }
 
@@ -69,8 +73,14 @@ impl Endpoint {
 
     /// Whether it can be closed by force.
     fn can_leave(&self, now: Instant) -> bool {
-        let is_sending = self.ops.get() > 0 && self.leave_at.get().is_some_and(|at| now < at);
+        let is_early = |at| now < at || self.drains();
+        let is_sending = self.ops.get() > 0 && self.leave_at.get().is_some_and(is_early);
         self.is_settled.get() && !is_sending
+    }
+
+    /// Whether it is not closed before all has left, however long that takes.
+    fn drains(&self) -> bool {
+        self.must_drain.get() && self.lends.get() == 0
     }
 
     pub(crate) fn adopt_key(&self, key: &Rc<Key>) {
@@ -97,13 +107,15 @@ fn subtract(count: &Cell<usize>, less: usize) {
 }
 
 impl State {
-    pub(crate) fn op_begins(&self, endpoint: &Endpoint) {
-        endpoint.ops.set(endpoint.ops.get() + 1);
+    pub(crate) fn op_begins(&self, endpoint: &Endpoint, is_lent: bool) {
+        add(&endpoint.ops, 1);
+        add(&endpoint.lends, usize::from(is_lent));
         add(&self.outstanding, 1);
     }
 
-    pub(crate) fn op_ends(&self, endpoint: &Rc<Endpoint>) {
+    pub(crate) fn op_ends(&self, endpoint: &Rc<Endpoint>, is_lent: bool) {
         subtract(&endpoint.ops, 1);
+        subtract(&endpoint.lends, usize::from(is_lent));
         if endpoint.phase.get() != Phase::Leaving {
             subtract(&self.outstanding, 1);
         } else if endpoint.ops.get() == 0 {
@@ -122,10 +134,8 @@ impl State {
 
     /// Has the endpoint looked at in time. One that is not settled is looked at when it is.
     fn expect_leave(&self, endpoint: &Endpoint) {
-        let at = endpoint
-            .leave_at
-            .get()
-            .filter(|_| endpoint.is_settled.get());
+        let has_time = endpoint.is_settled.get() && !endpoint.drains();
+        let at = endpoint.leave_at.get().filter(|_| has_time);
         let next = self.next_leave.get().into_iter().chain(at).min();
         self.next_leave.set(next);
     }
@@ -178,10 +188,12 @@ impl State {
 }
 
 const CLOSE: &str = "ucp_ep_close_nbx";
-/// How long an endpoint that is to be closed may send. Closing it by force while it does can crash UCX's TCP (1.22): it then only
-/// receives, the other side's end frees it, and what is left is sent through what was freed. Meanwhile that end comes, and is no
-/// harm.
+const FLUSH: &str = "ucp_ep_flush_nbx";
+/// How long an endpoint that is to be closed may send and read.
 const LAST_SENDS: Duration = Duration::from_millis(20);
+/// Closing an endpoint by force while this sends can crash (1.22): it then only receives, the other side's end frees it, and
+/// what is left is sent through what was freed.
+const MUST_DRAIN: &str = "tcp";
 /// Shortest worker address: a flag byte, the worker's 8-byte id, one byte for "no device".
 const MIN_ADDRESS_BYTES: usize = 10;
 const MAX_ADDRESS_BYTES: usize = 64 * 1024;
@@ -226,7 +238,9 @@ impl Worker {
             phase: Cell::new(Phase::Open),
             is_settled: Cell::new(false),
             leave_at: Cell::new(None),
+            must_drain: Cell::new(false),
             ops: Cell::new(0),
+            lends: Cell::new(0),
             keys: RefCell::default(),
         });
         let id = endpoint.id;
@@ -264,7 +278,8 @@ impl Worker {
     ///
     /// An endpoint that has neither finished an operation nor failed is closed once it has:
     /// connect with an operation that will end one way or the other. One that is sending is closed once all has left, 20 ms later
-    /// at most: see [`next_leave`](Self::next_leave).
+    /// at most: see [`next_leave`](Self::next_leave). Over TCP it takes its time, unless it sends memory
+    /// that is not summed.
     pub fn close(&self, endpoint: EndpointId) {
         let Ok(endpoint) = self.inner.endpoint(endpoint, CLOSE) else {
             return;
@@ -272,8 +287,18 @@ impl Worker {
         if !matches!(endpoint.phase.get(), Phase::Open | Phase::Failed(_)) {
             return;
         }
-        if endpoint.phase.get() == Phase::Open && endpoint.ops.get() > 0 {
+        if endpoint.phase.get() == Phase::Open {
+            if endpoint.is_settled.get() {
+                self.flush_out(&endpoint);
+            }
             endpoint.leave_at.set(Some(Instant::now() + LAST_SENDS));
+            let is_sending = endpoint.ops.get() > 0;
+            let mut lanes = is_sending
+                .then(|| self.lanes(endpoint.id))
+                .into_iter()
+                .flatten();
+            let must_drain = lanes.any(|lane| lane.transport == MUST_DRAIN);
+            endpoint.must_drain.set(must_drain);
         }
         if endpoint.can_leave(Instant::now()) {
             return self.close_now(endpoint);
@@ -285,20 +310,51 @@ impl Worker {
         state.expect_leave(&endpoint);
     }
 
+    /// Has UCX tell when all has left: an operation that has ended can still wait in a buffer of UCX's TCP.
+    fn flush_out(&self, endpoint: &Rc<Endpoint>) {
+        self.inner.state.op_begins(endpoint, false);
+        let (worker, handle) = (Rc::clone(&self.inner), endpoint.handle.as_ptr());
+        let endpoint = Rc::clone(endpoint);
+        let flush = Box::into_raw(Box::new(Held { worker, endpoint }));
+        let param = Attributes::default().with_callback(on_flushed, flush.cast());
+        // SAFETY: the phase is Open, so the handle is live.
+        let ptr = unsafe { (self.inner.api().ucp_ep_flush_nbx)(handle, &raw const param) };
+        let posted = Posted::from_ptr(ptr);
+        if posted == Posted::Pending {
+            return;
+        }
+        if let Posted::Refused(code) = posted {
+            tracing::debug!(status = %Status::new(code, FLUSH), "endpoint.flush_refused");
+        }
+        // SAFETY: made by into_raw above; no callback runs for what is complete or refused.
+        let flush = unsafe { Box::from_raw(flush) };
+        flush.worker.state.op_ends(&flush.endpoint, false);
+    }
+
+    /// Whether an endpoint that is to be closed may still read into memory, or send what is not summed.
+    pub fn is_lent_to(&self, endpoint: EndpointId) -> bool {
+        let endpoint = self.inner.endpoint(endpoint, CLOSE);
+        endpoint.is_ok_and(|endpoint| {
+            endpoint.phase.get() == Phase::Leaving
+                && endpoint.is_settled.get()
+                && endpoint.lends.get() > 0
+        })
+    }
+
     /// When to let UCX work at the latest, so that an endpoint is closed in time.
     pub fn next_leave(&self) -> Option<Instant> {
         self.inner.state.next_leave.get()
     }
 
-    /// Closes those that can be by now. Not to be called from UCX's callbacks.
-    pub(crate) fn close_leaving(&self) {
+    /// Closes those that can be by now, and tells how many. Not to be called from UCX's callbacks.
+    pub(crate) fn close_leaving(&self) -> u32 {
         let state = &self.inner.state;
         let is_due = state
             .next_leave
             .get()
             .is_some_and(|at| at <= Instant::now());
         if !state.may_leave.take() && !is_due {
-            return;
+            return 0;
         }
         let now = Instant::now();
         let endpoints = state.endpoints.borrow();
@@ -311,11 +367,14 @@ impl Worker {
         for endpoint in &staying {
             state.expect_leave(endpoint);
         }
+        let mut num_closed = 0;
         for endpoint in leaving {
             subtract(&state.leaving, 1);
             add(&state.outstanding, endpoint.ops.get());
             self.close_now(endpoint);
+            num_closed += 1;
         }
+        num_closed
     }
 
     fn close_now(&self, endpoint: Rc<Endpoint>) {
@@ -327,7 +386,7 @@ impl Worker {
             ..Attributes::default()
         };
         let (worker, handle) = (Rc::clone(&self.inner), endpoint.handle.as_ptr());
-        let close = Box::into_raw(Box::new(Close { worker, endpoint }));
+        let close = Box::into_raw(Box::new(Held { worker, endpoint }));
         let param = attributes.with_callback(on_closed, close.cast());
         // SAFETY: the phase was Open, Failed or Leaving, so the handle is live; it is not used afterwards.
         let ptr = unsafe { (self.inner.api().ucp_ep_close_nbx)(handle, &raw const param) };
@@ -344,16 +403,25 @@ impl Worker {
     }
 }
 
-/// A close in flight; holds the worker as an operation does.
-struct Close {
+/// What a close or flush in flight holds, as an operation does.
+struct Held {
     worker: Rc<Inner>,
     endpoint: Rc<Endpoint>,
 }
 
+/// UCX's callback for the end of a flush.
+unsafe extern "C" fn on_flushed(request: *mut c_void, _code: ucs_status_t, user_data: *mut c_void) {
+    // SAFETY: `user_data` is the Held that `flush_out` gave to this call, and UCX calls back once.
+    let flush = unsafe { Box::from_raw(user_data.cast::<Held>()) };
+    // SAFETY: the request is the one that completes here; nobody else holds it.
+    unsafe { (flush.worker.api().ucp_request_free)(request) };
+    flush.worker.state.op_ends(&flush.endpoint, false);
+}
+
 /// UCX's callback for the end of a close.
 unsafe extern "C" fn on_closed(request: *mut c_void, code: ucs_status_t, user_data: *mut c_void) {
-    // SAFETY: `user_data` is the Close that `close` gave to this call, and UCX calls back once.
-    let close = unsafe { Box::from_raw(user_data.cast::<Close>()) };
+    // SAFETY: `user_data` is the Held that `close_now` gave to this call, and UCX calls back once.
+    let close = unsafe { Box::from_raw(user_data.cast::<Held>()) };
     // SAFETY: the request is the one that completes here; nobody else holds it.
     unsafe { (close.worker.api().ucp_request_free)(request) };
     if code != sys::UCS_OK {

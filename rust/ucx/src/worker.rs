@@ -143,8 +143,8 @@ impl Worker {
         // SAFETY: the worker is live and on its thread; callbacks touch only its State, of which
         // nothing is borrowed here.
         let progressed = unsafe { (self.inner.api().ucp_worker_progress)(self.inner.as_ptr()) };
-        self.close_leaving();
-        progressed
+        // A close is work that no descriptor tells of.
+        progressed + self.close_leaving()
     }
 
     /// The oldest event not yet taken. Posting an operation can leave one too.
@@ -195,7 +195,7 @@ impl Worker {
         let begun = Instant::now();
         let is_over = || match self.outstanding() {
             _ if self.is_settled() => true,
-            0 => begun.elapsed() > LEAVE_TIMEOUT,
+            0 if self.next_leave().is_none() => begun.elapsed() > LEAVE_TIMEOUT,
             _ => begun.elapsed() > DROP_TIMEOUT,
         };
         while !is_over() {

@@ -43,6 +43,7 @@ fn echo_all_sizes(visitor: &Visitor) {
                     memory,
                     offset: 0,
                     len: size,
+                    is_proved: false,
                 }
             }
         };

@@ -101,7 +101,7 @@ impl Fetch {
             })
         } else {
             let pieces = Arc::new(Pieces::whole(offer.len as u64));
-            let (memory, is_summed) = (Arc::clone(&memory), offer.proof != Proof::None);
+            let (memory, is_summed) = (Arc::clone(&memory), offer.held == Held::Host);
             By::Messages(Incoming::begin(
                 io,
                 link,
@@ -272,6 +272,12 @@ impl Fetch {
         };
         incoming.take(header, data)?;
         incoming.credit(io, link, (CREDIT, self.id));
+        // An owner that has given up may have changed what is still sent.
+        if incoming.corrupt().is_some()
+            && let Err(error) = io.check_lender(link)
+        {
+            self.fail(error);
+        }
         Ok(())
     }
 

@@ -157,6 +157,8 @@ pub enum Payload {
         offset: usize,
         /// Its length in bytes.
         len: usize,
+        /// Whether the receiver can tell that it was changed all the same.
+        is_proved: bool,
     },
 }
 
@@ -223,6 +225,14 @@ impl Worker {
         match self {
             Self::Ucx(worker) => worker.close(endpoint),
             Self::Twin(worker) => worker.close(endpoint),
+        }
+    }
+
+    /// Whether an endpoint that is to be closed may still read into memory, or send what is not summed.
+    pub(crate) fn is_lent_to(&self, endpoint: EndpointId) -> bool {
+        match self {
+            Self::Ucx(worker) => worker.is_lent_to(endpoint),
+            Self::Twin(_) => false,
         }
     }
 

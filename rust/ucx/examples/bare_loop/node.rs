@@ -106,6 +106,7 @@ impl Node {
             memory: Arc::clone(&self.region),
             offset,
             len,
+            is_proved: false,
         };
         let endpoint = self.peer()?.endpoint;
         self.worker.am_send(endpoint, header, payload, 1)?;
