@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpipe import Agent, EndOfPipeError, KVPipeError, LookupBuffer, Pipe
+from kvpipe import Agent, EndOfPipeError, KVPipeError, LookupBuffer, PeerLostError, Pipe, TransferTimeoutError
 from kvpipe.control import ControlClient
 
 ROOT = Path(__file__).parents[1]
@@ -179,11 +179,17 @@ def receive_in_order(address=LOOPBACK):
 def receive_into(num_bytes, address=LOOPBACK):
     """Receives into one buffer; says of each tensor which values are in it, and of the end that it has come."""
     out = np.empty(int(num_bytes), np.uint8)
-    with contextlib.suppress(KVPipeError), Pipe.listen(address) as receiver:
-        say(receiver.address)
-        while True:
+    receiver = Pipe.listen(address)
+    say(receiver.address)
+    ends = 0
+    while ends < 2:
+        try:
             receiver.recv_tensor(out=out)
             say(" ".join(map(str, np.unique(out))))
+        except PeerLostError:
+            ends += 1
+        except TransferTimeoutError:  # the sender took it back
+            say("over")
     say("over")
 
 

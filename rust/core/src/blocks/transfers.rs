@@ -243,7 +243,7 @@ impl Blocks {
 /// them is not the lender's fault if it does not.
 fn judge(io: &Io, transfer: &Transfer) -> Result<()> {
     let corruption = transfer.corruption();
-    let is_proved = transfer.proof.is_some() || transfer.remote.is_none();
+    let is_proved = transfer.proof.is_some() || transfer.has_proved_messages();
     if corruption.is_some() || !is_proved {
         io.check_lender(transfer.link)?;
     }

@@ -276,7 +276,8 @@ impl Fetch {
         if incoming.corrupt().is_some()
             && let Err(error) = io.check_lender(link)
         {
-            self.fail(error);
+            self.fail(error.clone());
+            io.fail(link, error); // more of it may come before its end is seen
         }
         Ok(())
     }

@@ -408,6 +408,16 @@ impl Drop for Server {
         for (_, client) in std::mem::take(&mut self.clients) {
             self.release(client);
         }
+        // Those who are released now can have been delivered what others gave back.
+        loop {
+            let mail = self.shared.take_mail();
+            if mail.is_empty() {
+                break;
+            }
+            for action in mail {
+                self.decline(&action);
+            }
+        }
         self.shared.end_copies(self.copying.take());
     }
 }

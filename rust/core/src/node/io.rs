@@ -272,6 +272,11 @@ impl Io {
         }
     }
 
+    /// Whether UCX may still use what this side lends on this link.
+    pub(crate) fn has_session(&self, link: LinkId) -> bool {
+        self.is_up(link) || self.leaving.iter().any(|(leaving, _)| *leaving == link)
+    }
+
     /// Whether a session is established on this link.
     pub fn is_up(&self, link: LinkId) -> bool {
         self.links.get(&link).is_some_and(|link| link.is_announced)

@@ -177,6 +177,11 @@ impl Incoming {
         self.num_taken == self.num_bytes
     }
 
+    /// Whether each piece has a checksum.
+    pub(crate) fn is_summed(&self) -> bool {
+        self.landing.borrow().is_summed
+    }
+
     /// Where the first piece begins that differs from its checksum.
     pub(crate) fn corrupt(&self) -> Option<u64> {
         self.landing.borrow().corrupt

@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::super::super::by_hand::serve_within;
-use super::super::{Server, Shared};
+use super::super::{Action, Client, Select, Server, Shared, Tensors};
 use super::*;
 use crate::error::Error;
+use crate::lookup::Query;
 use crate::node::by_hand::Round;
 use crate::work::{Waited, work};
 
@@ -133,4 +134,33 @@ fn inserts_whose_place_the_server_has_made_end_with_it_and_give_their_place_back
     drop(server); // as the wheel does when the node panics
     assert!(matches!(inserted.result(), Some(Err(Error::Closed(_)))));
     assert_eq!(insert(16 << 10).0.result(), Some(Ok(())));
+}
+
+#[test]
+fn an_entry_that_one_client_gives_back_as_the_server_ends_is_not_kept_for_another() {
+    for _ in 0..16 {
+        let shared = Arc::new(Shared::new(20 << 10));
+        let mut server = Server::new(Arc::clone(&shared), true);
+        let (_inserted, completer) = work();
+        let items = entry(Meta::default(), 1);
+        let inserted = shared.insert_here(vec![1].into(), items, None, completer);
+        inserted.unwrap();
+        let select = |server: &mut Server, link, select| {
+            let tensors = Tensors::new(link, server.pool.clone(), true);
+            let mut client = Client::new(tensors);
+            client.selects.insert(1, select);
+            server.clients.insert(link, client);
+        };
+        shared.select(Query::Any, None).unwrap();
+        let Some(Action::Deliver { entry, .. }) = shared.take_mail().pop_front() else {
+            panic!("it matches");
+        };
+        select(&mut server, 16, Select::Leased(entry));
+        let ticket = shared.select(Query::Any, None).unwrap();
+        let num_tokens = 0;
+        select(&mut server, 17, Select::Waiting { ticket, num_tokens });
+        drop(server);
+        let info = shared.info();
+        assert_eq!((info.num_entries, info.num_leased), (Some(1), Some(0)));
+    }
 }
