@@ -50,7 +50,7 @@ class Agent(Closing):
         token: The shared secret; by default `KVPIPE_TOKEN`. Needed for addresses other than loopback.
         checksum: Whether blocks that this agent reads and writes are compared with checksums that their owner
             computes (CRC-64/NVME). A read then asks the peer, which takes a round trip more. Over CMA and RDMA it
-            also fails where blocks change while they are moved. Blocks that come as messages, as over TCP, always are.
+            also fails where blocks change while they are moved.
 
     Raises:
         ConfigError: The address cannot be bound.

@@ -108,7 +108,7 @@ class LookupBuffer(Closing):
         Args:
             address: `host:port`; port 0 picks a free one, see the property `address`.
             token: The shared secret; by default `KVPIPE_TOKEN`. Needed for addresses other than loopback.
-            checksum: Whether consumers compare large tensors that they read with checksums. All others always are.
+            checksum: Whether consumers compare large tensors that they take with checksums. Small ones always are.
 
         Raises:
             ConfigError: The address cannot be bound, or the buffer is served already or belongs to others.

@@ -105,8 +105,7 @@ class Pipe:
             timeout: Seconds until the receiver must have accepted.
             checksum: Whether the receiver compares each tensor with a checksum computed here (CRC-64/NVME; the
                 cost is in docs/benchmarks.md). A tensor that differs, as after a change while it was sent, raises
-                `CorruptDataError` at both ends, and the pipe goes on with the next. Large tensors that go as
-                messages, as over TCP, always are compared.
+                `CorruptDataError` at both ends, and the pipe goes on with the next.
             busy_poll_us: As in `listen`.
 
         Raises:

@@ -139,12 +139,6 @@ impl DataPlane {
         }
     }
 
-    /// Whether UCX may still use memory that callers want back as it is, although the link is closed.
-    pub(crate) fn is_leaving(&self, link: LinkId) -> bool {
-        let endpoint = self.peers.get(&link).and_then(|peer| peer.endpoint);
-        endpoint.is_some_and(|endpoint| self.worker.is_lent_to(endpoint))
-    }
-
     /// The link whose hello ended with this token.
     pub(crate) fn hello_of(token: u64) -> Option<LinkId> {
         (token & HELLO_TOKEN != 0).then_some(token & !HELLO_TOKEN)

@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::identity::{Identity, random};
 
 /// Version of everything on the wire; other versions are refused.
-pub const PROTOCOL_VERSION: u16 = 6;
+pub const PROTOCOL_VERSION: u16 = 5;
 /// Largest frame before authentication.
 pub const HANDSHAKE_FRAME_CAP: usize = 64 << 10;
 

@@ -31,8 +31,6 @@ pub enum Payload {
         offset: usize,
         /// Its length in bytes.
         len: usize,
-        /// Whether the receiver can tell that it was changed all the same.
-        is_proved: bool,
     },
 }
 
@@ -52,7 +50,6 @@ impl Payload {
                 memory,
                 offset,
                 len,
-                ..
             } => {
                 let (start, attributes) = worker.local(memory, *offset, *len, CALL)?;
                 let flags = host.flags;
@@ -131,7 +128,7 @@ impl Worker {
         let (header_start, header_len) = (header.as_ptr(), header.len());
         let keep = Keep::Message {
             _header: header,
-            payload,
+            _payload: payload,
         };
         let api = self.inner.api();
         request::post(

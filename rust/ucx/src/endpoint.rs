@@ -5,7 +5,6 @@ use std::ffi::c_void;
 use std::ptr::{NonNull, null, null_mut};
 use std::rc::{Rc, Weak};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
 use crate::event::Raw;
 use crate::request::Attributes;
@@ -49,13 +48,9 @@ pub(crate) struct Endpoint {
     /// Whether an operation has ended well, or the error handler ran: closing by force before that can crash UCX (1.22,
     /// seen in a third of 40 tries): `ucp_ep_discard_lanes` finds a TCP endpoint that is freed already.
     is_settled: Cell<bool>,
-    /// Until when one that is to be closed waits for what is sent.
-    leave_at: Cell<Option<Instant>>,
-    /// One that is to be closed waits for all that is sent.
+    /// One that is to be closed waits for what it sends.
     must_drain: Cell<bool>,
     ops: Cell<usize>,
-    /// Operations that use memory that is wanted back.
-    lends: Cell<usize>,
     keys: RefCell<Vec<Weak<Key>>>,
 }
 
@@ -72,15 +67,8 @@ impl Endpoint {
     }
 
     /// Whether it can be closed by force.
-    fn can_leave(&self, now: Instant) -> bool {
-        let is_early = |at| now < at || self.drains();
-        let is_sending = self.ops.get() > 0 && self.leave_at.get().is_some_and(is_early);
-        self.is_settled.get() && !is_sending
-    }
-
-    /// Whether it is not closed before all has left, however long that takes.
-    fn drains(&self) -> bool {
-        self.must_drain.get() && self.lends.get() == 0
+    fn can_leave(&self) -> bool {
+        self.is_settled.get() && !(self.must_drain.get() && self.ops.get() > 0)
     }
 
     pub(crate) fn adopt_key(&self, key: &Rc<Key>) {
@@ -107,15 +95,13 @@ fn subtract(count: &Cell<usize>, less: usize) {
 }
 
 impl State {
-    pub(crate) fn op_begins(&self, endpoint: &Endpoint, is_lent: bool) {
+    pub(crate) fn op_begins(&self, endpoint: &Endpoint) {
         add(&endpoint.ops, 1);
-        add(&endpoint.lends, usize::from(is_lent));
         add(&self.outstanding, 1);
     }
 
-    pub(crate) fn op_ends(&self, endpoint: &Rc<Endpoint>, is_lent: bool) {
+    pub(crate) fn op_ends(&self, endpoint: &Rc<Endpoint>) {
         subtract(&endpoint.ops, 1);
-        subtract(&endpoint.lends, usize::from(is_lent));
         if endpoint.phase.get() != Phase::Leaving {
             subtract(&self.outstanding, 1);
         } else if endpoint.ops.get() == 0 {
@@ -130,14 +116,6 @@ impl State {
         if endpoint.phase.get() == Phase::Leaving {
             self.may_leave.set(true);
         }
-    }
-
-    /// Has the endpoint looked at in time. One that is not settled is looked at when it is.
-    fn expect_leave(&self, endpoint: &Endpoint) {
-        let has_time = endpoint.is_settled.get() && !endpoint.drains();
-        let at = endpoint.leave_at.get().filter(|_| has_time);
-        let next = self.next_leave.get().into_iter().chain(at).min();
-        self.next_leave.set(next);
     }
 
     /// An operation was refused.
@@ -175,7 +153,7 @@ impl State {
         let Some(endpoint) = endpoints.values().find(is_it) else {
             return;
         };
-        endpoint.leave_at.set(None);
+        endpoint.must_drain.set(false);
         self.settled(endpoint);
         if endpoint.phase.get() == Phase::Open {
             endpoint.phase.set(Phase::Failed(code));
@@ -189,8 +167,6 @@ impl State {
 
 const CLOSE: &str = "ucp_ep_close_nbx";
 const FLUSH: &str = "ucp_ep_flush_nbx";
-/// How long an endpoint that is to be closed may send and read.
-const LAST_SENDS: Duration = Duration::from_millis(20);
 /// Closing an endpoint by force while this sends can crash (1.22): it then only receives, the other side's end frees it, and
 /// what is left is sent through what was freed.
 const MUST_DRAIN: &str = "tcp";
@@ -237,10 +213,8 @@ impl Worker {
             handle,
             phase: Cell::new(Phase::Open),
             is_settled: Cell::new(false),
-            leave_at: Cell::new(None),
             must_drain: Cell::new(false),
             ops: Cell::new(0),
-            lends: Cell::new(0),
             keys: RefCell::default(),
         });
         let id = endpoint.id;
@@ -277,9 +251,8 @@ impl Worker {
     /// Calling it again, or for an endpoint that is gone, does nothing.
     ///
     /// An endpoint that has neither finished an operation nor failed is closed once it has:
-    /// connect with an operation that will end one way or the other. One that is sending is closed once all has left, 20 ms later
-    /// at most: see [`next_leave`](Self::next_leave). Over TCP it takes its time, unless it sends memory
-    /// that is not summed.
+    /// connect with an operation that will end one way or the other. One that sends over TCP is closed once all has left: when
+    /// the peer has read it, or is gone.
     pub fn close(&self, endpoint: EndpointId) {
         let Ok(endpoint) = self.inner.endpoint(endpoint, CLOSE) else {
             return;
@@ -287,32 +260,24 @@ impl Worker {
         if !matches!(endpoint.phase.get(), Phase::Open | Phase::Failed(_)) {
             return;
         }
-        if endpoint.phase.get() == Phase::Open {
-            if endpoint.is_settled.get() {
+        if endpoint.phase.get() == Phase::Open && endpoint.is_settled.get() {
+            let lanes = self.lanes(endpoint.id);
+            if lanes.iter().any(|lane| lane.transport == MUST_DRAIN) {
+                endpoint.must_drain.set(true);
                 self.flush_out(&endpoint);
             }
-            endpoint.leave_at.set(Some(Instant::now() + LAST_SENDS));
-            let is_sending = endpoint.ops.get() > 0;
-            let mut lanes = is_sending
-                .then(|| self.lanes(endpoint.id))
-                .into_iter()
-                .flatten();
-            let must_drain = lanes.any(|lane| lane.transport == MUST_DRAIN);
-            endpoint.must_drain.set(must_drain);
         }
-        if endpoint.can_leave(Instant::now()) {
+        if endpoint.can_leave() {
             return self.close_now(endpoint);
         }
         endpoint.phase.set(Phase::Leaving);
-        let state = &self.inner.state;
-        add(&state.leaving, 1);
-        subtract(&state.outstanding, endpoint.ops.get());
-        state.expect_leave(&endpoint);
+        add(&self.inner.state.leaving, 1);
+        subtract(&self.inner.state.outstanding, endpoint.ops.get());
     }
 
     /// Has UCX tell when all has left: an operation that has ended can still wait in a buffer of UCX's TCP.
     fn flush_out(&self, endpoint: &Rc<Endpoint>) {
-        self.inner.state.op_begins(endpoint, false);
+        self.inner.state.op_begins(endpoint);
         let (worker, handle) = (Rc::clone(&self.inner), endpoint.handle.as_ptr());
         let endpoint = Rc::clone(endpoint);
         let flush = Box::into_raw(Box::new(Held { worker, endpoint }));
@@ -328,45 +293,21 @@ impl Worker {
         }
         // SAFETY: made by into_raw above; no callback runs for what is complete or refused.
         let flush = unsafe { Box::from_raw(flush) };
-        flush.worker.state.op_ends(&flush.endpoint, false);
-    }
-
-    /// Whether an endpoint that is to be closed may still read into memory, or send what is not summed.
-    pub fn is_lent_to(&self, endpoint: EndpointId) -> bool {
-        let endpoint = self.inner.endpoint(endpoint, CLOSE);
-        endpoint.is_ok_and(|endpoint| {
-            endpoint.phase.get() == Phase::Leaving
-                && endpoint.is_settled.get()
-                && endpoint.lends.get() > 0
-        })
-    }
-
-    /// When to let UCX work at the latest, so that an endpoint is closed in time.
-    pub fn next_leave(&self) -> Option<Instant> {
-        self.inner.state.next_leave.get()
+        flush.worker.state.op_ends(&flush.endpoint);
     }
 
     /// Closes those that can be by now, and tells how many. Not to be called from UCX's callbacks.
     pub(crate) fn close_leaving(&self) -> u32 {
         let state = &self.inner.state;
-        let is_due = state
-            .next_leave
-            .get()
-            .is_some_and(|at| at <= Instant::now());
-        if !state.may_leave.take() && !is_due {
+        if !state.may_leave.take() {
             return 0;
         }
-        let now = Instant::now();
         let endpoints = state.endpoints.borrow();
-        let is_leaving = |endpoint: &&Rc<Endpoint>| endpoint.phase.get() == Phase::Leaving;
-        let leaving = endpoints.values().filter(is_leaving).cloned();
-        let (leaving, staying): (Vec<_>, Vec<_>) =
-            leaving.partition(|endpoint| endpoint.can_leave(now));
+        let may_leave = |endpoint: &&Rc<Endpoint>| {
+            endpoint.phase.get() == Phase::Leaving && endpoint.can_leave()
+        };
+        let leaving: Vec<_> = endpoints.values().filter(may_leave).cloned().collect();
         drop(endpoints);
-        state.next_leave.set(None);
-        for endpoint in &staying {
-            state.expect_leave(endpoint);
-        }
         let mut num_closed = 0;
         for endpoint in leaving {
             subtract(&state.leaving, 1);
@@ -415,7 +356,7 @@ unsafe extern "C" fn on_flushed(request: *mut c_void, _code: ucs_status_t, user_
     let flush = unsafe { Box::from_raw(user_data.cast::<Held>()) };
     // SAFETY: the request is the one that completes here; nobody else holds it.
     unsafe { (flush.worker.api().ucp_request_free)(request) };
-    flush.worker.state.op_ends(&flush.endpoint, false);
+    flush.worker.state.op_ends(&flush.endpoint);
 }
 
 /// UCX's callback for the end of a close.

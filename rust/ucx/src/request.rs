@@ -23,7 +23,7 @@ pub(crate) struct Op {
     pub(crate) endpoint: Rc<Endpoint>,
     pub(crate) token: Token,
     pub(crate) call: &'static str,
-    keep: Keep,
+    _keep: Keep,
 }
 
 /// What UCX reads or writes during an operation.
@@ -31,26 +31,13 @@ pub(crate) enum Keep {
     Nothing,
     Message {
         _header: Vec<u8>,
-        payload: Payload,
+        _payload: Payload,
     },
     Rma {
         _memory: Arc<Memory>,
         _key: KeyUse,
         _write: Option<Write>,
     },
-}
-
-impl Keep {
-    /// Whether it is wanted back, be it to be changed.
-    fn is_lent(&self) -> bool {
-        match self {
-            Self::Nothing => false,
-            Self::Message { payload, .. } => {
-                matches!(payload, Payload::Memory { is_proved, .. } if !is_proved)
-            }
-            Self::Rma { .. } => true,
-        }
-    }
 }
 
 /// The parameters that differ between operations.
@@ -107,13 +94,13 @@ pub(crate) fn post(
     issue: impl FnOnce(&ucp_request_param_t) -> ucs_status_ptr_t,
 ) -> Result<(), Status> {
     let (worker, endpoint) = (Rc::clone(worker), Rc::clone(endpoint));
-    worker.state.op_begins(&endpoint, keep.is_lent());
+    worker.state.op_begins(&endpoint);
     let op = Box::into_raw(Box::new(Op {
         worker,
         endpoint,
         token,
         call,
-        keep,
+        _keep: keep,
     }));
     let posted = Posted::from_ptr(issue(&attributes.with_callback(on_done, op.cast())));
     if posted == Posted::Pending {
@@ -124,7 +111,7 @@ pub(crate) fn post(
     let op = unsafe { Box::from_raw(op) };
     match posted {
         Posted::Refused(code) => {
-            op.worker.state.op_ends(&op.endpoint, op.keep.is_lent());
+            op.worker.state.op_ends(&op.endpoint);
             // Else nothing might be left that could tell that it can be closed.
             op.worker.state.settled_unless_busy(&op.endpoint);
             Err(Status::new(code, call))
@@ -143,7 +130,7 @@ pub(crate) fn complete_empty(
     endpoint: &Rc<Endpoint>,
     (token, call): (Token, &'static str),
 ) {
-    worker.state.op_begins(endpoint, false);
+    worker.state.op_begins(endpoint);
     let (worker, endpoint) = (Rc::clone(worker), Rc::clone(endpoint));
     finish(
         Box::new(Op {
@@ -151,7 +138,7 @@ pub(crate) fn complete_empty(
             endpoint,
             token,
             call,
-            keep: Keep::Nothing,
+            _keep: Keep::Nothing,
         }),
         sys::UCS_OK,
     );
@@ -160,12 +147,11 @@ pub(crate) fn complete_empty(
 /// Queues the operation's `Done`, and what waited for it. Drops nothing that can run foreign code.
 fn finish(op: Box<Op>, code: ucs_status_t) {
     let (worker, endpoint) = (Rc::clone(&op.worker), Rc::clone(&op.endpoint));
-    let is_lent = op.keep.is_lent();
     worker
         .state
         .events
         .push(crate::event::Raw::Done { op, code });
-    worker.state.op_ends(&endpoint, is_lent);
+    worker.state.op_ends(&endpoint);
 }
 
 /// UCX's completion callback for every operation.

@@ -61,8 +61,6 @@ pub(crate) struct State {
     pub(crate) leaving: Cell<usize>,
     /// An endpoint that is to be closed can be.
     pub(crate) may_leave: Cell<bool>,
-    /// When the next one can be, whatever it is sending.
-    pub(crate) next_leave: Cell<Option<Instant>>,
     /// Gets that have not ended.
     pub(crate) writes: Cell<usize>,
     /// Keys that somebody has.
@@ -195,7 +193,7 @@ impl Worker {
         let begun = Instant::now();
         let is_over = || match self.outstanding() {
             _ if self.is_settled() => true,
-            0 if self.next_leave().is_none() => begun.elapsed() > LEAVE_TIMEOUT,
+            0 => begun.elapsed() > LEAVE_TIMEOUT,
             _ => begun.elapsed() > DROP_TIMEOUT,
         };
         while !is_over() {

@@ -43,7 +43,6 @@ fn echo_all_sizes(visitor: &Visitor) {
                     memory,
                     offset: 0,
                     len: size,
-                    is_proved: false,
                 }
             }
         };

@@ -43,7 +43,6 @@ fn impossible_operands_are_refused_without_a_done() {
         memory: region.clone(),
         offset: 1,
         len: end,
-        is_proved: false,
     };
     assert_eq!(code(worker.am_send(*ep, b"h", outside, 1)), OUT_OF_RANGE);
     let header = vec![0; worker.max_header_bytes() + 1];

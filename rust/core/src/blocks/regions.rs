@@ -148,11 +148,7 @@ impl Blocks {
         self.withdraw_takes(io, |take: &Transfer| take.region == id, &error);
         self.withdraw_offers(io, |offer: &Offer| offer.region == id, &error);
         self.announce_regions(io);
-        let up = self
-            .peers
-            .keys()
-            .copied()
-            .filter(|link| io.has_session(*link));
+        let up = self.peers.keys().copied().filter(|link| io.is_up(*link));
         self.closing.push(Closing {
             id,
             name: region.name,

@@ -168,11 +168,9 @@ impl Transfer {
             && proof.is_none_or(|proof| proof.num_compared == num_blocks)
     }
 
-    /// Whether it comes as messages that tell whether their owner has changed them. Blocks of a handoff have proofs of their own.
-    pub(super) fn has_proved_messages(&self) -> bool {
-        let is_proved =
-            |incoming: &Incoming| incoming.is_summed() || matches!(self.owner, Owner::Handoff(..));
-        self.incoming.as_ref().is_some_and(is_proved)
+    /// Whether it has checksums, on whichever road.
+    pub(super) fn is_proved(&self) -> bool {
+        self.proof.is_some() || self.incoming.as_ref().is_some_and(Incoming::is_summed)
     }
 
     /// The error of a transfer of which a part differs from its checksum.

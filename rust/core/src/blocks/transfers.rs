@@ -137,7 +137,11 @@ impl Blocks {
         let is_cuda = peer.is_cuda(transfer.remote_region);
         // Nobody sums what is on a GPU.
         transfer.is_summed &= !is_cuda;
-        let mut wanted = Wanted::Bytes;
+        let mut wanted = if transfer.is_summed {
+            Wanted::SummedBytes
+        } else {
+            Wanted::Bytes
+        };
         match peer.source(io, link, transfer) {
             Ok(remote) => transfer.remote = remote,
             Err(error) => transfer.failure = Some(error),
@@ -157,10 +161,7 @@ impl Blocks {
             }
         } else {
             let (memory, pieces) = (Arc::clone(&transfer.memory), Arc::clone(&transfer.pieces));
-            let is_summed = !is_cuda && !matches!(transfer.owner, Owner::Handoff(..));
-            if is_summed {
-                wanted = Wanted::SummedBytes;
-            }
+            let is_summed = transfer.is_summed;
             let incoming = Incoming::begin(io, link, (DATA, id), memory, pieces, is_summed);
             transfer.incoming = Some(incoming);
         }
@@ -243,8 +244,7 @@ impl Blocks {
 /// them is not the lender's fault if it does not.
 fn judge(io: &Io, transfer: &Transfer) -> Result<()> {
     let corruption = transfer.corruption();
-    let is_proved = transfer.proof.is_some() || transfer.has_proved_messages();
-    if corruption.is_some() || !is_proved {
+    if corruption.is_some() || !transfer.is_proved() {
         io.check_lender(transfer.link)?;
     }
     corruption.map_or(Ok(()), Err)

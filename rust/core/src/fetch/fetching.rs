@@ -101,7 +101,7 @@ impl Fetch {
             })
         } else {
             let pieces = Arc::new(Pieces::whole(offer.len as u64));
-            let (memory, is_summed) = (Arc::clone(&memory), offer.held == Held::Host);
+            let (memory, is_summed) = (Arc::clone(&memory), offer.proof != Proof::None);
             By::Messages(Incoming::begin(
                 io,
                 link,
@@ -256,7 +256,8 @@ impl Fetch {
         }
     }
 
-    /// Message road: takes a message, whose piece may be in place already.
+    /// Message road: takes a message, whose piece may be in place already. An owner that has ended the session may have changed
+    /// what UCX still sends.
     pub(crate) fn take(
         &mut self,
         io: &mut Io,
@@ -272,8 +273,9 @@ impl Fetch {
         };
         incoming.take(header, data)?;
         incoming.credit(io, link, (CREDIT, self.id));
-        // An owner that has given up may have changed what is still sent.
-        if incoming.corrupt().is_some()
+        let is_proved = incoming.is_summed() && incoming.corrupt().is_none();
+        if !is_proved
+            && (incoming.is_here() || incoming.corrupt().is_some())
             && let Err(error) = io.check_lender(link)
         {
             self.fail(error.clone());

@@ -83,7 +83,7 @@ impl Lending {
         }
         let memory = Arc::clone(&self.memory);
         let whole = Pieces::whole(self.len() as u64);
-        let stream = Outgoing::new(memory, whole.runs, true);
+        let stream = Outgoing::new(memory, whole.runs, self.proof != Proof::None);
         self.stream.insert(stream).send(io, link, (DATA, self.id));
         Ok(())
     }

@@ -48,8 +48,6 @@ pub struct Io {
     pub(super) connected: (Sender<Connected>, Receiver<Connected>),
     pub(crate) data: Option<DataPlane>,
     pub(super) failed: VecDeque<(LinkId, Error)>,
-    /// Gone, and what UCX was sending has not left: who lent it is told once it has.
-    pub(super) leaving: Vec<(LinkId, Error)>,
     /// Reads that UCX has not ended although the data plane has.
     pub(crate) unended_reads: UnendedReads,
     next_token: u64,
@@ -103,7 +101,6 @@ impl Io {
             connected: channel(),
             data,
             failed: VecDeque::new(),
-            leaving: Vec::new(),
             unended_reads: UnendedReads::default(),
             next_token: 0,
         })
@@ -215,8 +212,7 @@ impl Io {
 
     /// Whether a link's end is about to be reported.
     pub(crate) fn has_failed(&self, link: LinkId) -> bool {
-        let mut failed = self.failed.iter().chain(&self.leaving);
-        failed.any(|(failed, _)| *failed == link)
+        self.failed.iter().any(|(failed, _)| *failed == link)
     }
 
     /// Whether the peer still lends its memory: asked when a read of it has ended, which else proves nothing.
@@ -231,15 +227,6 @@ impl Io {
     /// The error of what the node's end has ended: `reason`, and what is to be known of memory that was read into.
     pub(crate) fn closed(&self, reason: &str) -> Error {
         self.unended_reads.closed(reason)
-    }
-
-    /// Links that have left since.
-    pub(super) fn take_left(&mut self) -> Vec<(LinkId, Error)> {
-        let Some(data) = &self.data else {
-            return std::mem::take(&mut self.leaving);
-        };
-        let has_left = |(link, _): &mut (LinkId, Error)| !data.is_leaving(*link);
-        self.leaving.extract_if(.., has_left).collect()
     }
 
     /// The address of a link's peer, also before the link is made, and when it is gone.
@@ -270,11 +257,6 @@ impl Io {
         if self.gone.len() > GONE_CAP {
             self.gone.pop_first();
         }
-    }
-
-    /// Whether UCX may still use what this side lends on this link.
-    pub(crate) fn has_session(&self, link: LinkId) -> bool {
-        self.is_up(link) || self.leaving.iter().any(|(leaving, _)| *leaving == link)
     }
 
     /// Whether a session is established on this link.

@@ -139,16 +139,13 @@ impl<S: Service> Loop<S> {
     /// Whether nothing is under way that needs another round soon.
     pub(super) fn is_at_rest(&self) -> bool {
         let data = self.io.data.as_ref();
-        let is_waiting = data.is_some_and(|data| {
-            data.worker.outstanding() > 0 || data.worker.next_leave().is_some()
-        });
+        let is_waiting = data.is_some_and(|data| data.worker.outstanding() > 0);
         !(is_waiting
             || self.is_stopping
             || self.has_work
             || self.service.has_work()
             || self.is_backlogged
-            || !self.io.failed.is_empty()
-            || !self.io.leaving.is_empty())
+            || !self.io.failed.is_empty())
     }
 
     /// Connections, whatever has become of them.
@@ -168,7 +165,6 @@ impl<S: Service> Loop<S> {
         // end one in time, its memory is kept, and the report says so.
         let unended = self.io.unended_reads.counter();
         let rest = self.io.data.take().and_then(|data| data.end(unended));
-        self.report_left();
         // It was not refused, so it is answered: it ends with the rest.
         for command in self.commands.close() {
             self.service.command(&mut self.io, command);
@@ -215,9 +211,8 @@ impl<S: Service> Loop<S> {
 
     /// Tells the service of the links that have ended, each once; whether there were any.
     fn report_failures(&mut self) -> bool {
-        let have_left = self.report_left();
         if self.io.failed.is_empty() {
-            return have_left;
+            return false;
         }
         // What has come over UCX counts, although the end of the connection, on another way, was seen first.
         for _ in 0..EVENTS_PER_ROUND {
@@ -252,25 +247,7 @@ impl<S: Service> Loop<S> {
                 return;
             }
         }
-        // Told at once, who lent what UCX is sending would change it, and the peer might take that for what was meant.
-        let data = self.io.data.as_ref();
-        if data.is_some_and(|data| data.is_leaving(link)) {
-            return self.io.leaving.push((link, error));
-        }
         self.service.link_down(&mut self.io, link, error);
-    }
-
-    /// Tells the service of links that had something to send when they ended; whether there were any.
-    fn report_left(&mut self) -> bool {
-        if self.io.leaving.is_empty() {
-            return false;
-        }
-        let left = self.io.take_left();
-        let any = !left.is_empty();
-        for (link, error) in left {
-            self.service.link_down(&mut self.io, link, error);
-        }
-        any
     }
 
     fn tick(&mut self) -> Instant {
@@ -285,10 +262,6 @@ impl<S: Service> Loop<S> {
             }
         }
         if let Some(at) = self.io.expire_connecting() {
-            wake_at = wake_at.min(at);
-        }
-        let data = self.io.data.as_ref();
-        if let Some(at) = data.and_then(|data| data.worker.next_leave()) {
             wake_at = wake_at.min(at);
         }
         if self.accept_at.take_if(|at| *at <= self.io.now).is_some() {

@@ -124,7 +124,6 @@ impl OnTheirWay {
                     withdraw.push(posted.sequence);
                 }
                 Stage::InTime | Stage::Late => {}
-                Stage::Over if io.has_failed(link) => {}
                 Stage::Over => {
                     let text = "the tensor was not received in time, and the receiver does not say that it will not read it any more; the pipe is closed";
                     return io.fail(link, Error::Timeout(text.to_owned()));

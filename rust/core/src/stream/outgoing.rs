@@ -36,7 +36,6 @@ pub(crate) struct Outgoing {
     cursor: Cursor,
     sent: u64,
     credit: u64,
-    /// Each message has a checksum. If not, blocks of a handoff have, or the memory is not the host's.
     is_summed: bool,
 }
 
@@ -86,28 +85,25 @@ impl Outgoing {
         if run.len <= SMALL
             && let Some(bytes) = self.gather()
         {
-            let (len, sum) = (bytes.len() as u64, self.sum(&bytes));
+            let sum = if self.is_summed {
+                checksum::of(&bytes)
+            } else {
+                0
+            };
+            let len = bytes.len() as u64;
             return (Payload::Bytes(bytes), len, sum);
         }
         self.cursor.advance(&self.runs, run.len);
         let (offset, len) = (run.from as usize, run.len as usize);
         let bytes = self.memory.buffer().bytes(offset, len);
-        let sum = bytes.map_or(0, |bytes| self.sum(bytes));
+        let sum = bytes.filter(|_| self.is_summed).map_or(0, checksum::of);
+        let memory = Arc::clone(&self.memory);
         let payload = Payload::Memory {
-            memory: Arc::clone(&self.memory),
+            memory,
             offset,
             len,
-            is_proved: bytes.is_some(),
         };
         (payload, run.len, sum)
-    }
-
-    fn sum(&self, bytes: &[u8]) -> u64 {
-        if self.is_summed {
-            checksum::of(bytes)
-        } else {
-            0
-        }
     }
 
     /// The next small runs, as many as fit into a message and the credit; none of memory that is not the host's.

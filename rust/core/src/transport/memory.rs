@@ -361,7 +361,6 @@ fn bytes(payload: Payload) -> Answer<Vec<u8>> {
             memory,
             offset,
             len,
-            ..
         } => {
             let bytes = memory.buffer().bytes(offset, len);
             bytes.map(<[u8]>::to_vec).ok_or(OUT_OF_RANGE)

@@ -11,7 +11,6 @@ use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
-use std::time::Instant;
 
 use kvpipe_ucx::{
     Buffer, Domains, EndpointId, Event, Lane, MemoryKind, Placer, Rest, Search, Status,
@@ -157,8 +156,6 @@ pub enum Payload {
         offset: usize,
         /// Its length in bytes.
         len: usize,
-        /// Whether the receiver can tell that it was changed all the same.
-        is_proved: bool,
     },
 }
 
@@ -225,22 +222,6 @@ impl Worker {
         match self {
             Self::Ucx(worker) => worker.close(endpoint),
             Self::Twin(worker) => worker.close(endpoint),
-        }
-    }
-
-    /// Whether an endpoint that is to be closed may still read into memory, or send what is not summed.
-    pub(crate) fn is_lent_to(&self, endpoint: EndpointId) -> bool {
-        match self {
-            Self::Ucx(worker) => worker.is_lent_to(endpoint),
-            Self::Twin(_) => false,
-        }
-    }
-
-    /// When to progress at the latest, for endpoints that are to be closed.
-    pub(crate) fn next_leave(&self) -> Option<Instant> {
-        match self {
-            Self::Ucx(worker) => worker.next_leave(),
-            Self::Twin(_) => None,
         }
     }
 

@@ -41,12 +41,10 @@ pub(super) fn payload(payload: Payload) -> Answer<kvpipe_ucx::Payload> {
             memory,
             offset,
             len,
-            is_proved,
         } => kvpipe_ucx::Payload::Memory {
             memory: Arc::clone(registered(&memory)?),
             offset,
             len,
-            is_proved,
         },
     })
 }

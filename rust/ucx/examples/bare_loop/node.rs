@@ -106,7 +106,6 @@ impl Node {
             memory: Arc::clone(&self.region),
             offset,
             len,
-            is_proved: false,
         };
         let endpoint = self.peer()?.endpoint;
         self.worker.am_send(endpoint, header, payload, 1)?;

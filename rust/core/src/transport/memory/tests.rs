@@ -79,7 +79,6 @@ fn messages_arrive_in_order_with_header_and_payload() {
                 memory,
                 offset,
                 len,
-                is_proved: false,
             },
         ),
     ] {
