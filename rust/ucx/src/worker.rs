@@ -193,7 +193,7 @@ impl Worker {
         let begun = Instant::now();
         let is_over = || match self.outstanding() {
             _ if self.is_settled() => true,
-            0 => begun.elapsed() > LEAVE_TIMEOUT,
+            0 if self.inner.state.writes.get() == 0 => begun.elapsed() > LEAVE_TIMEOUT,
             _ => begun.elapsed() > DROP_TIMEOUT,
         };
         while !is_over() {

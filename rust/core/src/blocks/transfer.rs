@@ -168,9 +168,11 @@ impl Transfer {
             && proof.is_none_or(|proof| proof.num_compared == num_blocks)
     }
 
-    /// Whether it has checksums, on whichever road.
+    /// Whether it has checksums. What comes as messages of a handoff has those of its blocks.
     pub(super) fn is_proved(&self) -> bool {
-        self.proof.is_some() || self.incoming.as_ref().is_some_and(Incoming::is_summed)
+        let is_proved =
+            |incoming: &Incoming| incoming.is_summed() || matches!(self.owner, Owner::Handoff(..));
+        self.proof.is_some() || self.incoming.as_ref().is_some_and(is_proved)
     }
 
     /// The error of a transfer of which a part differs from its checksum.
