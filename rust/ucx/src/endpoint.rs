@@ -48,7 +48,7 @@ pub(crate) struct Endpoint {
     /// Whether an operation has ended well, or the error handler ran: closing by force before that can crash UCX (1.22,
     /// seen in a third of 40 tries): `ucp_ep_discard_lanes` finds a TCP endpoint that is freed already.
     is_settled: Cell<bool>,
-    /// One that is to be closed waits for what it sends.
+    /// Whether it is to be closed once all that it sends has left.
     must_drain: Cell<bool>,
     ops: Cell<usize>,
     keys: RefCell<Vec<Weak<Key>>>,

@@ -1,6 +1,6 @@
 //! What is left of a worker that was dropped before UCX was done with what was asked of it: an endpoint that is not connected
-//! cannot be closed, and the network may take minutes to say that it never will be; a device may keep a read of a peer that is
-//! gone. Such a worker gets a thread of its own, which sleeps until there is something to do and ends with the worker, so that
+//! cannot be closed, nor one over TCP whose peer does not read, and the network may take minutes to give up; a device may keep
+//! a read of a peer that is gone. Such a worker gets a thread of its own, which sleeps until there is something to do and ends with the worker, so that
 //! memory and descriptors are given back as soon as UCX lets go of them.
 
 use std::mem::ManuallyDrop;
@@ -43,7 +43,7 @@ impl Drop for Rest {
         let state = &inner.state;
         let (outstanding, leaving) = (state.outstanding.get(), state.leaving.get());
         let num_keys = state.keys.get();
-        tracing::warn!(outstanding, leaving, num_keys, "worker.left_alive");
+        tracing::info!(outstanding, leaving, num_keys, "worker.left_alive");
         let parked = Parked(ManuallyDrop::new(Worker {
             inner: ManuallyDrop::new(inner),
         }));

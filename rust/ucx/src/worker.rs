@@ -25,7 +25,7 @@ use crate::sys;
 
 /// How long a dropped worker waits for its operations before it leaks them.
 const DROP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The same for endpoints that are not connected: that may take as long as the network takes to give up.
+/// The same for endpoints that cannot be closed yet: that may take as long as the network takes to give up.
 const LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// A UCX worker. Neither `Send` nor `Sync`: used by one thread at a time, which it changes only with all that was made
@@ -167,7 +167,7 @@ impl Worker {
     }
 
     /// Operations whose `Done` and closes whose `Closed` is not yet queued, but for endpoints that
-    /// wait for their connection only to be closed.
+    /// are to be closed and cannot be yet.
     pub fn outstanding(&self) -> usize {
         self.inner.state.outstanding.get()
     }

@@ -170,9 +170,10 @@ impl Transfer {
 
     /// Whether it has checksums. What comes as messages of a handoff has those of its blocks.
     pub(super) fn is_proved(&self) -> bool {
-        let is_proved =
-            |incoming: &Incoming| incoming.is_summed() || matches!(self.owner, Owner::Handoff(..));
-        self.proof.is_some() || self.incoming.as_ref().is_some_and(is_proved)
+        match &self.incoming {
+            Some(incoming) => incoming.is_summed() || matches!(self.owner, Owner::Handoff(..)),
+            None => self.proof.is_some(),
+        }
     }
 
     /// The error of a transfer of which a part differs from its checksum.

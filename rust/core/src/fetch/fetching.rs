@@ -273,9 +273,8 @@ impl Fetch {
         };
         incoming.take(header, data)?;
         incoming.credit(io, link, (CREDIT, self.id));
-        let is_proved = incoming.is_summed() && incoming.corrupt().is_none();
-        if !is_proved
-            && (incoming.is_here() || incoming.corrupt().is_some())
+        let is_unproved = incoming.is_here() && !incoming.is_summed();
+        if (is_unproved || incoming.corrupt().is_some())
             && let Err(error) = io.check_lender(link)
         {
             self.fail(error.clone());

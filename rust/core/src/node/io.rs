@@ -215,12 +215,12 @@ impl Io {
         self.failed.iter().any(|(failed, _)| *failed == link)
     }
 
-    /// Whether the peer still lends its memory: asked when a read of it has ended, which else proves nothing.
+    /// Whether the peer still lends its memory: asked when what is in it has come, which else proves nothing.
     pub(crate) fn check_lender(&self, link: LinkId) -> Result<()> {
         if self.links.get(&link).is_some_and(Link::is_held) {
             return Ok(());
         }
-        let reason = "it closed while its memory was read";
+        let reason = "it closed before what it lent had come";
         Err(Error::lost(&self.peer(link), reason))
     }
 

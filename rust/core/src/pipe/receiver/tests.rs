@@ -34,3 +34,61 @@ fn a_receive_says_that_its_memory_may_still_be_written_to_when_reads_have_not_en
 fn a_receive_says_nothing_of_its_memory_when_all_reads_have_ended() {
     assert_eq!(ended_with(&mut Io::alone(None)), "the pipe is closed");
 }
+
+/// How a tensor arrives whose last message is here before the end of the session is seen.
+#[cfg(feature = "fuzzing")]
+fn arrives(is_summed: bool, has_sender_ended: bool) -> Result<Arc<Received>> {
+    use crate::node::by_hand::{Round, without_threads};
+    use crate::pipe::Pipe;
+    use crate::transport::{MemoryRoad, Transport};
+    use crate::work::Then;
+
+    const LEN: usize = 1 << 20; // less than is credited, so that all of it is sent at once
+    const PATIENCE: Duration = Duration::from_secs(600);
+    let transport = || Transport::Memory(MemoryRoad::Messages);
+    let rest = |pipe: &Pipe| while pipe.round() == Round::Busy {};
+    let listen = || Pipe::listen("127.0.0.1:0", b"token", transport(), Duration::ZERO);
+    let receiver = without_threads(listen).unwrap();
+    let address = receiver.address().unwrap().to_string();
+    let connect = || {
+        Pipe::connect(
+            &address,
+            b"token",
+            transport(),
+            is_summed,
+            Duration::ZERO,
+            PATIENCE,
+        )
+    };
+    let (sender, connected) = without_threads(connect).unwrap();
+    while !connected.is_completed() {
+        rest(&sender);
+        rest(&receiver);
+    }
+    let (meta, deadline) = (Meta::default(), Deadline::default());
+    let _sent = sender.send(meta, Buffer::zeroed(LEN), deadline, Then::GoOn);
+    rest(&sender);
+    let arriving = receiver.receive(None, deadline, Then::GoOn).unwrap();
+    rest(&receiver); // asks for it
+    assert!(!arriving.is_completed());
+    rest(&sender); // sends it
+    if has_sender_ended {
+        sender.stop();
+        while sender.round() != Round::Over {}
+    }
+    while !arriving.is_completed() {
+        receiver.round();
+    }
+    arriving.result().unwrap()
+}
+
+/// Its sender may have changed it, as after its deadline.
+#[test]
+#[cfg(feature = "fuzzing")]
+fn what_came_without_checksums_as_messages_counts_only_if_its_sender_holds_the_session() {
+    for (is_summed, has_sender_ended) in [(true, true), (true, false), (false, false)] {
+        assert!(arrives(is_summed, has_sender_ended).is_ok());
+    }
+    let lost = arrives(false, true);
+    assert!(matches!(lost, Err(Error::PeerLost { .. })), "{lost:?}");
+}
