@@ -15,7 +15,7 @@ from kvpipe import KVPipeError, Pipe
 from tests.faults.__main__ import main
 from tests.faults.forked import Forked
 from tests.faults.rounds import FAULTS
-from tests.faults.stages import Place, _open, receiving, serving_blocks, taking_blocks
+from tests.faults.stages import Place, _open, serving_blocks
 from tests.hosts.namespaces import why_no_hosts
 from tests.peers import MIB, ROOT
 
@@ -38,17 +38,6 @@ def strike(monkeypatch, capsys):
     return begin
 
 
-@contextlib.contextmanager
-def sending_over_tcp(buffers):
-    """With small buffers, most of what was posted has not left when a receiver is stopped."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")
-        if buffers:
-            patch.setenv("UCX_TCP_SNDBUF", buffers)
-            patch.setenv("UCX_TCP_RCVBUF", buffers)
-        yield
-
-
 @both_roads
 def test_a_peer_that_is_killed_at_any_stage_is_noticed_in_time_and_leaves_nothing_behind(strike, road):
     strike("kill", road)
@@ -60,23 +49,29 @@ def test_a_deadline_holds_when_the_peer_is_stopped_at_any_stage_and_one_that_goe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "buffers"), [(serving_blocks, None), (taking_blocks, "64k"), (receiving, "64k")])
-def test_who_sends_over_tcp_survives_that_it_or_the_receiver_is_stopped_and_both_sides_close(stage, buffers):
-    """Of 300 stopped servers that closed at once a twentieth crashed in UCX 1.22."""
+def test_servers_of_blocks_that_are_stopped_while_they_send_over_tcp_survive_that_both_sides_close(monkeypatch):
+    """Of 300 that closed at once a twentieth crashed in UCX 1.22."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
     num_threads, num_stops = 8, 20
 
     def stop_servers(seed):
         rng = random.Random(seed)
         for _ in range(num_stops):
-            FAULTS["stop"].strike(stage, rng, Place(start=Forked))
+            FAULTS["stop"].strike(serving_blocks, rng, Place(start=Forked))
 
-    with sending_over_tcp(buffers), ThreadPoolExecutor(num_threads) as threads:
+    with ThreadPoolExecutor(num_threads) as threads:
         list(threads.map(stop_servers, range(num_threads)))
 
 
 @pytest.mark.slow
-def test_what_a_sender_has_back_after_its_deadline_is_not_delivered_changed():
-    """Where memory is sent as it lies, and without checksums, which would tell."""
+def test_what_a_sender_has_back_after_its_deadline_is_not_delivered_changed(monkeypatch):
+    """Where memory is sent as it lies, and without checksums, which would tell.
+
+    The sender survives it too: when it closed at once, or 20 ms later, UCX 1.22 crashed in most runs.
+    """
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_TCP_SNDBUF", "64k")  # so that most of it has not left when the receiver is stopped
+    monkeypatch.setenv("UCX_TCP_RCVBUF", "64k")
     num_threads, num_rounds, num_bytes = 4, 25, 3 * MIB
 
     def change_what_is_sent(seed):
@@ -101,7 +96,7 @@ def test_what_a_sender_has_back_after_its_deadline_is_not_delivered_changed():
                 child.end()
         return delivered
 
-    with sending_over_tcp("64k"), ThreadPoolExecutor(num_threads) as threads:
+    with ThreadPoolExecutor(num_threads) as threads:
         delivered = [each for all_ in threads.map(change_what_is_sent, range(num_threads)) for each in all_]
     assert {"1", "over"} == set(delivered)
 
