@@ -57,7 +57,7 @@ bench-peers: setup ## kvpipe beside NIXL, ucxx, Mooncake, gloo, ZeroMQ and ucx_p
 	@scripts/bench-peers
 	@.venv/bin/kvpipe bench peers
 
-bench-handoff: setup ## real vLLM through prefill and decode, beside NixlConnector and one instance; 25 minutes, 22 GB
+bench-handoff: setup ## real vLLM through prefill and decode, beside NixlConnector and one instance; 45 minutes, 22 GB
 	@.venv/bin/uv pip install --quiet --python .venv/bin/python --target .cache/nixl --no-deps nixl nixl-cu12 || echo 'bench-handoff: without NIXL' >&2
 	@.venv/bin/kvpipe bench handoff
 

@@ -144,11 +144,12 @@ def test_the_report_tells_every_row_and_who_was_left_out() -> None:
     taken = [sample("undivided", 800, 1.0), sample("kvpipe just-in-time", 840, 1.2, "h", exposed=whole)]
     rows = samples.rows(taken, 65536)
     facts = {"cpu": "a CPU", "num_cpus": 2, "dtype": "float32"}
-    found = report.Findings(
-        facts, {"nixl pull": "not there"}, rows, taken, {"undivided": [0.8]}, 512, {"undivided": 1.5}
-    )
+    prefill = ({"undivided": [0.8], "kvpipe": [0.88, 0.82, 0.9]}, {"kvpipe": [0.8, 0.81, 0.9]}, 512)
+    found = report.Findings(facts, {"nixl pull": "not there"}, rows, taken, *prefill, {"undivided": 1.5})
     text = report.text(found)
     for words in ("kvpipe just-in-time", "12.5 (12.5, 1.0x)", "1.05", "1 of 1", "skipped: nixl pull: not there"):
+        assert words in text
+    for words in ("880 (900)", "+10.0 %", "810 (900)", "+1.2 %"):
         assert words in text
     read = json.loads(report.as_json(found))
     assert read["samples"][1]["exposed"]["total_ms"] == whole.total_ms
@@ -159,7 +160,7 @@ def test_a_plot_has_a_row_for_each_length(tmp_path: Path) -> None:
     whole = samples.Exposed(12.5, (0.0, 0.0, 8.0, 4.5), 3.0)
     taken = [sample("undivided", 800, 1.0), sample("kvpipe", 840, 1.2, "h", exposed=whole)]
     facts = {"cpu": "a CPU", "num_cpus": 2, "dtype": "float32"}
-    report.draw(tmp_path / "f.png", report.Findings(facts, {}, samples.rows(taken, 65536), taken, {}, 512, {}))
+    report.draw(tmp_path / "f.png", report.Findings(facts, {}, samples.rows(taken, 65536), taken, {}, {}, 512, {}))
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -253,6 +254,7 @@ class Idle:
 @pytest.fixture
 def running(monkeypatch: pytest.MonkeyPatch) -> run.Run:
     monkeypatch.setattr(run, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(run, "_QUIET_S", 0.0)
     asked: list[tuple[str, int]] = []
     groups = [field.Group(name, Idle(), None, [Noted(name, asked)], lambda _: 1.0) for name in "abc"]
     found = run.Run(groups)
@@ -267,6 +269,16 @@ def test_another_group_begins_in_each_round_and_the_first_round_does_not_count(r
     assert long == "abc" + "bca" + "cab" + "abc"
     assert len(running.taken) == 3 * 3
     assert running.prefill_s == {name: [1.0] * 3 for name in "abc"}
+
+
+def test_prefill_with_and_without_a_handoff_take_turns_in_coming_first(running: run.Run) -> None:
+    order: list[str] = []
+    running.groups[1].prefill_once = lambda _: float(order.append("handoff") is None)
+    running.groups[1].plain_once = lambda _: float(order.append("plain") is not None)
+    running.rounds(512, 3, math.inf, times_prefill=True)
+    assert order == ["plain", "handoff", "handoff", "plain"] * 2
+    assert running.prefill_s["b"] == [1.0] * 3
+    assert running.plain_s == {"b": [0.0] * 3}
 
 
 def test_each_long_request_follows_a_short_one_of_the_same_contestant(running: run.Run) -> None:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", default="512,2048,4096", help="lengths of prompts; default 512,2048,4096")
     add("--rounds", default="20,10,10", help="requests of each contestant at these lengths; default 20,10,10")
-    add("--minutes", type=float, default=24, help="lengths share this time; three rounds of each at least; default 24")
+    add("--minutes", type=float, default=45, help="lengths share this; three rounds of each at least; default 45")
     add("--only", metavar="NAMES", help=f"groups whose names hold one of these: {', '.join(GROUPS)}")
     add("--omp-threads", type=int, default=os.cpu_count(), metavar="N", help="of each worker; default: all CPUs")
     add("--step-tokens", type=int, default=512, metavar="N", help="most tokens of one step of vLLM; default 512")
@@ -75,7 +75,8 @@ def main(args: argparse.Namespace) -> int:
         taken = running.samples(setting)
     facts |= {"load_average_after": machine.load_average(), "minutes": round((time.monotonic() - began_s) / 60, 1)}
     rows = samples.rows(taken, model.kv_bytes_per_token())
-    found = report.Findings(facts, skipped, rows, taken, running.prefill_s, lengths[0][0], running.idle)
+    prefill = (running.prefill_s, running.plain_s, lengths[0][0])
+    found = report.Findings(facts, skipped, rows, taken, *prefill, running.idle)
     sys.stdout.write(f"{report.text(found)}\n")
     _write(args, found, setting)
     return 0

@@ -66,6 +66,8 @@ class Group:
         apart: More ways, measured after all others: they change what the instances know of their speed.
         prefill_once: Has the prompt computed by `prefill` alone, and gives its blocks back; seconds.
         others: More processes of it.
+        plain_once: The same as a request without a handoff, which the connector leaves alone: what a handoff costs
+            `prefill` is seen within one process, for two processes without any connector differ too.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Group:
     prefill_once: Callable[[list[int]], float]
     others: Sequence[Server] = field(default_factory=list)
     apart: Sequence[Contestant] = field(default_factory=list)
+    plain_once: Callable[[list[int]], float] | None = None
 
     @property
     def servers(self) -> list[Server]:
@@ -165,8 +168,11 @@ def undivided(park: Park, setting: Setting) -> Group:
     """One instance without a connector."""
     server = setting.start(park, "undivided")
     server.until_healthy()
-    once = lambda tokens: _timed(lambda: client.prefill(server.url, tokens))  # noqa: E731
-    return Group("undivided", server, None, [Direct("undivided", server.url)], once)
+    return Group("undivided", server, None, [Direct("undivided", server.url)], _plain(server))
+
+
+def _plain(server: Server) -> Callable[[list[int]], float]:
+    return lambda tokens: _timed(lambda: client.prefill(server.url, tokens))
 
 
 # --- kvpipe -----------------------------------------------------------------------------------------------------
@@ -204,7 +210,7 @@ def kvpipe(park: Park, setting: Setting) -> Group:
         asker.release(controls[0], handoff).wait()
         return took_s
 
-    return Group("kvpipe", servers[0], servers[1], list(found.values()), once, proxies, apart)
+    return Group("kvpipe", servers[0], servers[1], list(found.values()), once, proxies, apart, _plain(servers[0]))
 
 
 def _proxy(park: Park, setting: Setting, way: str, servers: Sequence[Server], controls: Sequence[str]) -> Server:

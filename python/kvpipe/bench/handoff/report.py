@@ -22,10 +22,12 @@ hand-over: ms from P's scheduler learning its first token to the beginning of D'
   (admitted), all KV is there (moved; kvpipe: and proved), the forward pass (resumed). last block: until it arrived.
   Times of kvpipe are those of its trace (KVPIPE_TRACE), NIXL's are taken in the same hooks of vLLM by a subclass.
 D's CPU: per cent of one CPU, from the request to 200 ms before P's first token, all processes of D.
+Prefill alone, to that: the median of each turn's prompt with a handoff over one without, by the same instance.
 CPU s/GiB: CPU of all processes of P and D for a request, less the undivided instance's, for each GiB of KV.
 While a group is measured all others are frozen (SIGSTOP): an idle worker with NIXL spins. After it is let go it has
-0.5 s; before each measured request its contestant is asked a short one, and has 0.5 s again. NIXL is asked without a
-proxy between. kvpipe concurrent is measured after all others: what P learns of its speed then would mislead them."""
+0.5 s; before each measured request its contestant is asked a short one, and has 1.2 s: vLLM's readers spin for one.
+NIXL is asked without a proxy between. kvpipe concurrent is measured after all others: what P learns of its speed then
+would mislead them."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Findings:
         rows: Of contestants and lengths.
         samples: What they are made of.
         prefill_s: Prompts computed by prefill alone, by group.
+        plain_s: The same without a handoff.
         prefill_tokens: Their length.
         idle: Per cent of a CPU of each idle worker.
     """
@@ -47,6 +50,7 @@ class Findings:
     rows: list[Row]
     samples: list[Sample]
     prefill_s: dict[str, list[float]]
+    plain_s: dict[str, list[float]]
     prefill_tokens: int
     idle: dict[str, float]
 
@@ -97,10 +101,20 @@ def _prefill(found: Findings) -> str:
     base = found.prefill_s.get("undivided")
     lines = []
     for name, seconds in found.prefill_s.items():
-        middle = median(seconds)
-        change = f"{100 * (middle / median(base) - 1):+.1f} %" if base else ""
-        lines.append([name, f"{1e3 * middle:.0f} ({1e3 * max(seconds):.0f})", change])
-    return table([f"prefill of {found.prefill_tokens} tokens alone", "ms, median (largest)", "to undivided"], lines)
+        change = median(seconds) / median(base) if base else None
+        plain = found.plain_s.get(name)
+        own = median(with_it / without for with_it, without in zip(seconds, plain, strict=True)) if plain else None
+        lines.append([name, _ms(seconds), _per_cent(change), _ms(plain) if plain else "", _per_cent(own)])
+    header = [f"prefill of {found.prefill_tokens} tokens alone", "ms, median (largest)", "to undivided"]
+    return table([*header, "without a handoff", "to that"], lines)
+
+
+def _ms(seconds: list[float]) -> str:
+    return f"{1e3 * median(seconds):.0f} ({1e3 * max(seconds):.0f})"
+
+
+def _per_cent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * (ratio - 1):+.1f} %"
 
 
 def _idle(idle: dict[str, float]) -> str:

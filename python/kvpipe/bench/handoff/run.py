@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Until processes that were frozen have done what has become due.
 _SETTLE_S = 0.5
+# vLLM's readers spin for a second after each message, on all CPUs that they get: what is measured begins after that.
+_QUIET_S = 1.2
 _WARM_UP_TOKENS = 128
 # The first requests of a length are slower: memory is touched for the first time.
 _FIRST_ROUND = 0
@@ -45,12 +47,14 @@ class Run:
         groups: Those that take part.
         taken: Requests.
         prefill_s: Seconds of one prompt computed by a group's prefill instance alone, by group.
+        plain_s: The same without a handoff, of groups that can do both; the n-th of both are of one turn.
         idle: Per cent of a CPU that each idle worker took, by server.
     """
 
     groups: list[Group]
     taken: list[Taken] = field(default_factory=list)
     prefill_s: dict[str, list[float]] = field(default_factory=dict)
+    plain_s: dict[str, list[float]] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
 
     def seconds_of_prefill(self, num_tokens: int) -> float:
@@ -84,22 +88,30 @@ class Run:
             seed = f"{number} {contestant.name} {num_tokens}"
             # Sessions that broke in the frost are made again, for everybody alike.
             contestant.ask(client.prompt(_WARM_UP_TOKENS, f"warm {seed}"))
-            time.sleep(_SETTLE_S)
+            time.sleep(_QUIET_S)
             taken = _take(group, contestant, client.prompt(num_tokens, seed))
             if number != _FIRST_ROUND:
                 self.taken.append(taken)
         if times_prefill:
-            took_s = group.prefill_once(client.prompt(num_tokens, f"{number} {group.name} prefill"))
+            self._time_prefill(group, num_tokens, number)
+
+    def _time_prefill(self, group: Group, num_tokens: int, number: int) -> None:
+        ways = [("prefill", group.prefill_once, self.prefill_s)]
+        if group.plain_once is not None:
+            ways.append(("plain", group.plain_once, self.plain_s))
+        # Each comes first in every other round.
+        for way, once, figures in ways[:: 1 if number % 2 else -1]:
+            time.sleep(_QUIET_S)
+            took_s = once(client.prompt(num_tokens, f"{number} {group.name} {way}"))
             if number != _FIRST_ROUND:
-                self.prefill_s.setdefault(group.name, []).append(took_s)
+                figures.setdefault(group.name, []).append(took_s)
 
     def idle_workers(self, seconds: float) -> None:
         """Measures each group's workers while nobody asks anything."""
         for group in self.groups:
             with thawed(group.servers):
                 instances = [group.prefill, *([group.decode] if group.decode else [])]
-                # What a request leaves behind is over: vLLM's reader spins for a second after each message.
-                time.sleep(2.0)
+                time.sleep(_SETTLE_S + _QUIET_S)
                 before = [server.worker_cpu_s() for server in instances]
                 time.sleep(seconds)
                 for server, cpu_s in zip(instances, before, strict=True):
