@@ -85,11 +85,12 @@ class Engine:
     def end(self, output: SchedulerOutput, **worker: Any) -> None:
         """The second half of a step."""
         sampled = [self._sample(request_id) for request_id in output.num_scheduled_tokens]
+        words = KVConnectorOutput(**worker)
         result = ModelRunnerOutput(
             req_ids=list(output.num_scheduled_tokens),
             req_id_to_index={request_id: index for index, request_id in enumerate(output.num_scheduled_tokens)},
             sampled_token_ids=sampled,
-            kv_connector_output=KVConnectorOutput(**worker),
+            kv_connector_output=None if is_unsaid(output, words) else words,
         )
         self.scheduler.update_from_output(output, result)
 
@@ -113,6 +114,11 @@ class Engine:
     def close(self) -> None:
         """Ends the connector."""
         self.scheduler.connector.shutdown()
+
+
+def is_unsaid(output: SchedulerOutput, words: KVConnectorOutput) -> bool:
+    """Whether vLLM's worker drops what the connector says: nothing, after a step without tokens."""
+    return not output.num_scheduled_tokens and words.is_empty()
 
 
 def outcome(request: Request | Load, *, is_loaded: bool = True, **facts: Any) -> WorkerOutcomes:

@@ -1,5 +1,6 @@
 """A load ends as soon as the scheduler role knows both parts of it: blocks on all ranks, and the sequence state."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -75,6 +76,45 @@ def test_a_state_that_comes_between_steps_has_the_step_after_the_next_compute(sc
     assert scene.step()[1].committed == [scene.handoff]
     assert scene.step()[0] == 1
     assert scene.wire.watched[scene.handoff].is_over
+
+
+def waits(scene: Scene, then: Callable[[], None] = lambda: None) -> list[float]:
+    """How long the scheduler role is ready to sleep, each time; `then` happens meanwhile."""
+    timeouts: list[float] = []
+
+    def wait(timeout: float) -> None:
+        timeouts.append(timeout)
+        then()
+
+    scene.wire.wait = wait
+    return timeouts
+
+
+def test_an_engine_with_nothing_to_compute_sleeps_until_the_state_comes_and_then_computes(scene: Scene) -> None:
+    timeouts = waits(scene, scene.say_finished)
+    scene.blocks_are_here()
+    assert len(timeouts) == 1
+    assert timeouts[0] <= 0.01, "new requests are looked at in between"
+    assert scene.step()[0] == 1
+
+
+def test_an_engine_that_computes_never_sleeps(scene: Scene) -> None:
+    timeouts = waits(scene)
+    scene.engine.add([1, 2, 3], max_tokens=8)
+    scene.blocks_are_here()
+    scene.step()
+    assert timeouts == []
+
+
+def test_an_engine_with_blocks_under_way_or_words_for_its_workers_does_not_sleep(scene: Scene) -> None:
+    timeouts = waits(scene)
+    scene.step()
+    assert timeouts == [], "the blocks are under way"
+    output = scene.engine.scheduler.schedule()
+    scene.wire.say_gone(scene.handoff)
+    facts = outcome(scene.request, num_received=4).outcomes[scene.request.request_id]
+    scene.end(output, kv_connector_worker_meta=WorkerOutcomes(whole={scene.request.request_id: [facts]}))
+    assert timeouts == [], "the load has to be cancelled"
 
 
 def test_nothing_is_committed_before_the_last_rank_has_all_blocks(engine: Engine) -> None:

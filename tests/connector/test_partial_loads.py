@@ -239,6 +239,8 @@ def test_a_preempted_request_is_loaded_again_while_its_producer_holds_the_blocks
     preempt_all(engine)
     load = loading(engine, request)
     assert (load.first, len(load.block_ids), load.ranks) == (0, 19, RANKS)
+    # No worker ends a load before the sequence state is known here.
+    until(lambda: engine.role._take_events() or engine.role._consuming._consumed.of(handoff).has_state)
     engine.step(**whole(request))
     assert scheduled(engine, request) == 1
     result = reported(engine, handoff.hex())

@@ -39,6 +39,8 @@ def test_schedulers_trace_the_life_of_a_handoff(new_engine: Callable[..., Engine
     until(lambda: order(read(trace), "finished"))
     decode.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
     assert scheduled(decode, request) == 1
+    # A thread of its own writes the file.
+    until(lambda: order(read(trace), "scheduled"))
     events = read(trace)
     assert {event.handoff for event in events} == {handoff}
     assert order(events, "admitted", "received", "scheduled") == ["admitted", "received", "scheduled"]

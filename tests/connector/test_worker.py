@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvpipe.connector.config import ConnectorConfig
-from kvpipe.connector.metadata import Load, StepMetadata
+from kvpipe.connector.metadata import Load, StepMetadata, WorkerOutcomes
 from kvpipe.connector.worker import WorkerRole
 from kvpipe.exceptions import ConfigError
 from tests.connector.engine import new_id
@@ -262,7 +262,13 @@ def test_a_load_ends_only_with_the_sequence_state(pair: Pair) -> None:
 
 def whole(worker: WorkerRole) -> dict[str, Any]:
     """What a worker says of loads that lack the sequence state only."""
-    words = until(lambda: worker.finished() and worker.take_outcomes())
+
+    def said() -> WorkerOutcomes | None:
+        worker.finished()
+        words = worker.take_outcomes()
+        return words if words is not None and words.whole else None
+
+    words = until(said)
     assert words.outcomes == {}
     return words.whole
 
@@ -273,6 +279,18 @@ def test_blocks_that_are_all_here_are_told_before_the_sequence_state_comes(pair:
     (facts,) = whole(pair.consumer)["consuming"]
     assert (facts["is_loaded"], facts["num_received"], facts["num_missing"]) == (True, 2, 0)
     assert pair.arrived([2, 3], [5, 4])
+
+
+def test_vllm_calls_the_scheduler_role_after_every_step_while_a_load_runs_and_not_after_it(pair: Pair) -> None:
+    pair.announce([2])
+    pair.load([5], is_committed=False)
+    assert whole(pair.consumer).keys() == {"consuming"}
+    pair.consumer.begin_step(StepMetadata())
+    assert pair.consumer.finished() == (set(), set())
+    assert pair.consumer.take_outcomes() == WorkerOutcomes(), "nothing at all is dropped by vLLM's worker"
+    pair.consumer.begin_step(StepMetadata(commits=[pair.handoff]))
+    assert received(pair.consumer) == {"consuming"}
+    assert pair.consumer.take_outcomes().outcomes.keys() == {"consuming"}
     assert pair.consumer.take_outcomes() is None
 
 

@@ -44,6 +44,9 @@ class Wire:
         events, self._events = self._events, []
         return events
 
+    def wait(self, timeout: float) -> None:
+        """What is said elsewhere has been said."""
+
     def close(self) -> None:
         """Nothing to end."""
 

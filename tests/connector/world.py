@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvpipe.connector.metadata import WorkerOutcomes
-from tests.connector.engine import BLOCK, Engine, outcome
+from tests.connector.engine import BLOCK, Engine, is_unsaid, outcome
 from tests.connector.wire import Wire
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class World:
             req_ids=list(output.num_scheduled_tokens),
             req_id_to_index={request_id: index for index, request_id in enumerate(output.num_scheduled_tokens)},
             sampled_token_ids=sampled,
-            kv_connector_output=report,
+            kv_connector_output=None if is_unsaid(output, report) else report,
         )
         self.engine.scheduler.update_from_output(output, result)
         self.check()
@@ -288,11 +288,12 @@ class World:
             self.sent[request_id] += 1
         for request_id in {*outcomes, *sending}:
             assert request_id in self.engine.scheduler.requests, "vLLM knows no request of this report"
+        has_words = outcomes or whole or self.taken or self.transfers
         return KVConnectorOutput(
             finished_recving=set(outcomes),
             finished_sending=sending,
             invalid_block_ids=invalid,
-            kv_connector_worker_meta=WorkerOutcomes(outcomes, whole, self.taken),
+            kv_connector_worker_meta=WorkerOutcomes(outcomes, whole, self.taken) if has_words else None,
         )
 
     def _whole(self) -> dict[str, list[dict[str, Any]]]:

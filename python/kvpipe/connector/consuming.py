@@ -191,6 +191,11 @@ class Consuming:
             self._out.control.unwatch(handoff, True)  # noqa: FBT003 - a native method
         self._commits.ended(output)
 
+    def awaits_states_only(self) -> bool:
+        """Whether the loads under way, of which there are some, have all their blocks: workers have nothing to do."""
+        num_loading = sum(consumed.phase == "loading" for consumed in self._consumed.values())
+        return 0 < num_loading == self._commits.num_whole
+
     def end(self, output: KVConnectorOutput) -> None:
         """Adds to the ended loads what was committed here, and takes leave of all of them."""
         self._commits.tell(output)

@@ -242,9 +242,10 @@ class WorkerRole:
     def take_outcomes(self) -> WorkerOutcomes | None:
         """How those loads ended, and which need nothing but the sequence state, for the scheduler role.
 
-        With nothing to say, vLLM may not call the scheduler role: a committed load is always answered.
+        With nothing to say, vLLM does not call the scheduler role after a step without tokens: a committed load is
+        always answered, and so is each step of a load, for its sequence state may have come meanwhile.
         """
-        if not (self._outcomes or self._whole or self._taken):
+        if not (self._outcomes or self._whole or self._taken or self._loading):
             return None
         taken, self._taken = self._taken, []
         outcomes, self._outcomes = self._outcomes, {}
