@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpipe.scheduler")
 
 
-# An engine that has nothing to compute looks for new requests this much later while it waits for a sequence state.
-_LONGEST_WAIT_S = 0.01
-
-
 class SchedulerRole:
     """Handoffs of one engine, as its scheduler sees them."""
 
@@ -188,9 +184,9 @@ class SchedulerRole:
 
         Those steps also take the CPU of a producer on the same machine.
         """
-        is_idle = self._is_step_empty and not self._out.has_words and self._consuming.awaits_states_only()
-        if is_idle:
-            self._out.control.wait(_LONGEST_WAIT_S)
+        is_idle = self._is_step_empty and not self._out.has_words
+        if is_idle and (patience_s := self._consuming.patience_s()):
+            self._out.control.wait(patience_s)
             self._take_events()
 
     # --- what the Rust thread has to say
