@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpipe.scheduler")
 
-# New requests are looked at in between: while blocks come, and when all are here.
-_WAIT_S, _LONGEST_WAIT_S = 0.004, 0.01
-
 
 class Consuming:
     """Handoffs that this engine takes.
@@ -194,16 +191,11 @@ class Consuming:
             self._out.control.unwatch(handoff, True)  # noqa: FBT003 - a native method
         self._commits.ended(output)
 
-    def patience_s(self) -> float:
-        """How long an engine with nothing to compute or to tell may wait for the next event; 0 is not at all.
-
-        Until it has a sequence state no load makes a request computable. Workers say what has become of blocks after
-        the next step.
-        """
+    def awaits_states_only(self) -> bool:
+        """Whether nothing but a sequence state can make a request computable: the loads under way have all blocks."""
         loading = [consumed for consumed in self._consumed.values() if consumed.phase == "loading"]
-        if not loading or any(consumed.has_state or consumed.ending for consumed in loading):
-            return 0.0
-        return _LONGEST_WAIT_S if len(loading) == self._commits.num_whole else _WAIT_S
+        are_whole = 0 < len(loading) == self._commits.num_whole
+        return are_whole and all(consumed.awaits_state() for consumed in loading)
 
     def end(self, output: KVConnectorOutput) -> None:
         """Adds to the ended loads what was committed here, and takes leave of all of them."""

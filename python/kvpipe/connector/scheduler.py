@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpipe.scheduler")
 
 
+# New requests are looked at in between.
+_LONGEST_WAIT_S = 0.01
+
+
 class SchedulerRole:
     """Handoffs of one engine, as its scheduler sees them."""
 
@@ -62,6 +66,8 @@ class SchedulerRole:
         control.trace_to(trace)
         self._out = Outbox(control, trace)
         self._is_step_empty = False
+        # Ranks of experts make their steps together.
+        self._is_in_step_with_others = vllm_config.parallel_config.data_parallel_size > 1
         block_size = vllm_config.cache_config.block_size
         self._producing = Producing(self._out, block_size)
         self._consuming = Consuming(
@@ -172,7 +178,8 @@ class SchedulerRole:
         self._consuming.hear(output)
         # The sequence state may have come during the step.
         self._take_events()
-        self._await_state()
+        if not _delivers(output):
+            self._await_state()
         self._consuming.end(output)
         for request_id in output.finished_sending or ():
             self._producing.sent(request_id)
@@ -184,9 +191,9 @@ class SchedulerRole:
 
         Those steps also take the CPU of a producer on the same machine.
         """
-        is_idle = self._is_step_empty and not self._out.has_words
-        if is_idle and (patience_s := self._consuming.patience_s()):
-            self._out.control.wait(patience_s)
+        is_idle = self._is_step_empty and not self._out.has_words and not self._is_in_step_with_others
+        if is_idle and self._consuming.awaits_states_only():
+            self._out.control.wait(_LONGEST_WAIT_S)
             self._take_events()
 
     # --- what the Rust thread has to say
@@ -201,3 +208,8 @@ class SchedulerRole:
     def close(self) -> None:
         """Ends the control plane; consumers are told."""
         self._out.control.close()
+
+
+def _delivers(output: KVConnectorOutput) -> bool:
+    """Whether vLLM has more to do after this step than before it, by the word of any connector's workers."""
+    return bool(output.finished_recving or output.finished_sending or output.invalid_block_ids or output.failed_recving)

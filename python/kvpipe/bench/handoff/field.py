@@ -293,7 +293,8 @@ def nixl(mode: str) -> Callable[[Park, Setting], Group]:
         for server in servers:
             server.until_healthy()
         contestant = Nixl(name, servers[0].url, servers[1].url, mode == "Push")
-        return Group(name, servers[0], servers[1], [contestant], contestant.prefill_s)
+        plain = _plain(servers[0])
+        return Group(name, servers[0], servers[1], [contestant], contestant.prefill_s, plain_once=plain)
 
     return group
 
