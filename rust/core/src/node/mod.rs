@@ -280,6 +280,10 @@ impl<C> Node<C> {
 impl<C> Drop for Node<C> {
     fn drop(&mut self) {
         self.stop();
+        #[cfg(feature = "fuzzing")]
+        if self.process.check().is_ok() {
+            self.wheel.let_go();
+        }
     }
 }
 

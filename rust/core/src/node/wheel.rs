@@ -49,6 +49,9 @@ pub(crate) trait Drive: Send + Sync + fmt::Debug {
     /// One round of a node that has no thread.
     #[cfg(feature = "fuzzing")]
     fn round(&self) -> super::by_hand::Round;
+    /// Drops a node that has no thread: it and who holds a [`Waker`](super::Waker) of it would keep each other.
+    #[cfg(feature = "fuzzing")]
+    fn let_go(&self);
 }
 
 type Held<S> = Box<Together<Loop<S>>>;
@@ -333,6 +336,12 @@ impl<S: Service> Drive for Wheel<S> {
     #[cfg(feature = "fuzzing")]
     fn round(&self) -> super::by_hand::Round {
         self.run_by_hand()
+    }
+
+    #[cfg(feature = "fuzzing")]
+    fn let_go(&self) {
+        let node = self.lock().take(Place::Ended);
+        drop(node);
     }
 }
 
