@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import threading
-import time
 
 import pytest
 
@@ -47,19 +46,6 @@ def test_releasing_a_handoff_gives_its_blocks_back_once(port, client):
     assert released(port) == [HANDOFF]
     client.release(port.address, HANDOFF.hex()).wait(10)
     assert released(port) == []
-
-
-def test_who_waits_for_events_is_woken_by_one_while_other_threads_run(port, client):
-    open_handoff(port, HANDOFF)
-    port.wait(0.01)
-    assert released(port) == []
-    thread = threading.Thread(target=lambda: client.release(port.address, HANDOFF.hex()).wait(10))
-    thread.start()
-    began_s = time.monotonic()
-    port.wait(60)
-    assert time.monotonic() - began_s < 30
-    assert released(port) == [HANDOFF]
-    thread.join()
 
 
 def test_releasing_what_is_not_known_is_false_and_holds_for_what_comes_later(port, client):

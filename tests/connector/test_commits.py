@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm.v1.outputs import KVConnectorOutput
 
 from kvpipe.connector.commits import Commits
 from kvpipe.connector.metadata import StepMetadata, WorkerOutcomes
@@ -76,79 +75,6 @@ def test_a_state_that_comes_between_steps_has_the_step_after_the_next_compute(sc
     assert scene.step()[1].committed == [scene.handoff]
     assert scene.step()[0] == 1
     assert scene.wire.watched[scene.handoff].is_over
-
-
-def waits(scene: Scene) -> list[float]:
-    """How long the scheduler role is ready to sleep, each time."""
-    timeouts: list[float] = []
-    wait = scene.wire.wait
-    scene.wire.wait = lambda timeout: timeouts.append(timeout) or wait(timeout)
-    return timeouts
-
-
-def test_an_engine_with_nothing_to_compute_sleeps_until_the_state_comes_and_then_computes(scene: Scene) -> None:
-    timeouts = waits(scene)
-    scene.wire.meanwhile.append(scene.say_finished)
-    scene.blocks_are_here()
-    assert timeouts == [0.01]
-    assert scene.step()[0] == 1
-
-
-def test_an_engine_that_computes_never_sleeps(scene: Scene) -> None:
-    timeouts = waits(scene)
-    scene.engine.add([1, 2, 3], max_tokens=8)
-    scene.blocks_are_here()
-    scene.step()
-    assert timeouts == []
-
-
-def test_an_engine_does_not_sleep_while_blocks_are_under_way_nor_once_it_has_the_state(scene: Scene) -> None:
-    timeouts = waits(scene)
-    scene.step()
-    scene.say_finished()
-    scene.step()
-    scene.step()
-    assert timeouts == []
-
-
-def test_an_engine_does_not_sleep_when_a_load_has_lost_its_producer(scene: Scene) -> None:
-    timeouts = waits(scene)
-    scene.wire.meanwhile.append(lambda: scene.wire.say_gone(scene.handoff))
-    scene.blocks_are_here()
-    assert scene.step()[1].cancels
-    scene.step()
-    assert timeouts == [0.01], "before it was lost"
-
-
-def test_an_engine_with_words_for_its_workers_does_not_sleep(scene: Scene) -> None:
-    lent = new_id()
-    produced = scene.engine.add([1, 2, 3], max_tokens=1, handoff=lent, role="produce")
-    while not produced.is_finished():
-        scene.step()
-    scene.blocks_are_here()
-    timeouts = waits(scene)
-    output = scene.engine.scheduler.schedule()
-    scene.wire.release(bytes.fromhex(lent))
-    scene.end(output)
-    assert timeouts == [], "a lent block is to be given back"
-
-
-@pytest.mark.parametrize("kind", ["finished_recving", "finished_sending", "failed_recving", "invalid_block_ids"])
-def test_an_engine_does_not_sleep_on_what_workers_have_delivered(scene: Scene, kind: str) -> None:
-    scene.blocks_are_here()
-    timeouts = waits(scene)
-    scene.engine.scheduler.schedule()
-    others = {7} if kind == "invalid_block_ids" else {"of another connector"}
-    scene.engine.role.update(KVConnectorOutput(**{kind: others}))
-    assert timeouts == []
-
-
-def test_an_engine_does_not_sleep_when_one_of_its_ranks_has_failed(engine: Engine) -> None:
-    scene = Scene(engine, num_ranks=2)
-    timeouts = waits(scene)
-    scene.step(kv_connector_worker_meta=outcome(scene.request, is_loaded=False))
-    scene.step()
-    assert timeouts == []
 
 
 def test_nothing_is_committed_before_the_last_rank_has_all_blocks(engine: Engine) -> None:

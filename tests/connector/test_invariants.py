@@ -38,7 +38,6 @@ MUST_BE_SEEN = (
     "load withdrawn by its producer",
     "load whole before its sequence state",
     "load committed by the scheduler",
-    "sequence state in a sleep",
     "loan",
     "abort while a load runs",
     "abort while it waits for its producer",
@@ -259,23 +258,15 @@ class Engines(RuleBasedStateMachine):
         self.world.blocks_are_here(transfers[pick % len(transfers)])
 
     @precondition(lambda self: self._incomplete())
-    @rule(pick=picks, when=st.sampled_from(["at once", "after a step", "in a sleep"]))
-    def a_producer_finishes_after_its_blocks(self, pick: int, when: str) -> None:
+    @rule(pick=picks, is_at_once=st.booleans())
+    def a_producer_finishes_after_its_blocks(self, pick: int, *, is_at_once: bool) -> None:
         transfers = self._incomplete()
         transfer = transfers[pick % len(transfers)]
-
-        def finish() -> None:
-            if transfer.load.handoff in self._opened():
-                self.world.wire.say_finished(transfer.load.handoff, [THEIRS])
-                self.world.seen[f"sequence state {when}"] += 1
-
         self.world.blocks_are_here(transfer)
-        if when == "in a sleep":
-            self.world.wire.meanwhile.append(finish)
-        if when != "at once":
+        if not is_at_once:
             self.world.step()
-        if when != "in a sleep":
-            finish()
+        if transfer.load.handoff in self._opened():
+            self.world.wire.say_finished(transfer.load.handoff, [THEIRS])
 
     def _incomplete(self) -> list[Transfer]:
         transfers = self.world.transfers.values()

@@ -5,7 +5,7 @@ what that thread could say: docs/design.md, state machines; that the thread does
 tests of the core show.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,18 +39,10 @@ class Wire:
         self.watched: dict[bytes, Watched] = {}
         self.results: dict[bytes, list[str]] = {}
         self._events: list[dict[str, Any]] = []
-        # What happens elsewhere while the scheduler role sleeps, each time.
-        self.meanwhile: list[Callable[[], None]] = []
 
     def drain(self) -> list[dict[str, Any]]:
         events, self._events = self._events, []
         return events
-
-    def wait(self, timeout: float) -> None:
-        assert 0 < timeout <= 0.01, "new requests are looked at in between"
-        assert not self._events, "it sleeps with something to drain"
-        if self.meanwhile:
-            self.meanwhile.pop(0)()
 
     def close(self) -> None:
         """Nothing to end."""

@@ -30,11 +30,6 @@ class Commits:
         # Until the workers have said that they report nothing of them any more.
         self._untaken: dict[bytes, str] = {}
 
-    @property
-    def num_whole(self) -> int:
-        """Requests that lack the sequence state only."""
-        return len(self._whole)
-
     def blocks_are_here(self, request_id: str, consumed: Consumed, ranks: list[dict[str, Any]]) -> None:
         """Some ranks, perhaps all, have all blocks of a load, proved."""
         if consumed.phase != "loading" or consumed.ending or consumed.has_state or consumed.outcome is not None:

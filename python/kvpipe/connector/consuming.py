@@ -191,12 +191,6 @@ class Consuming:
             self._out.control.unwatch(handoff, True)  # noqa: FBT003 - a native method
         self._commits.ended(output)
 
-    def awaits_states_only(self) -> bool:
-        """Whether nothing but a sequence state can make a request computable: the loads under way have all blocks."""
-        loading = [consumed for consumed in self._consumed.values() if consumed.phase == "loading"]
-        are_whole = 0 < len(loading) == self._commits.num_whole
-        return are_whole and all(consumed.awaits_state() for consumed in loading)
-
     def end(self, output: KVConnectorOutput) -> None:
         """Adds to the ended loads what was committed here, and takes leave of all of them."""
         self._commits.tell(output)

@@ -25,11 +25,6 @@ class Outbox:
     trace: _kvpipe.Trace
     step: StepMetadata = field(default_factory=StepMetadata)
 
-    @property
-    def has_words(self) -> bool:
-        """Whether the workers have to be told something."""
-        return self.step != StepMetadata()
-
     def take_step(self) -> StepMetadata:
         """What has been said to the workers since the last call."""
         step, self.step = self.step, StepMetadata()

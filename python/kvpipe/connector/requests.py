@@ -121,10 +121,6 @@ class Consumed:
         if self.phase == "done" and self.is_held:
             self.phase = "opened"
 
-    def awaits_state(self) -> bool:
-        """Whether only the sequence state can make a load count, and may still come."""
-        return self.is_held and not self.has_state and self.outcome is None and not self.ending
-
     def awaits_first_token(self) -> bool:
         """Whether the producer may still say which token comes first."""
         return not self.has_state and self.first_token is None and not self.obstacle

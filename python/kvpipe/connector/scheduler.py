@@ -1,7 +1,7 @@
 """The scheduler role: which requests produce or consume a handoff, and what has become of it.
 
 Runs on EngineCore's main thread. Sockets, deadlines and leases live in the Rust thread of `Control`; a hook only hands
-commands to it and drains its events. One sleeps, for 10 ms at most and where vLLM has nothing to do: `update`.
+commands to it and drains its events.
 """
 
 from __future__ import annotations
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpipe.scheduler")
 
 
-# New requests are looked at in between.
-_LONGEST_WAIT_S = 0.01
-
-
 class SchedulerRole:
     """Handoffs of one engine, as its scheduler sees them."""
 
@@ -65,9 +61,6 @@ class SchedulerRole:
         trace = _kvpipe.Trace(config.trace, f"{self._role} scheduler {self._engine_id}")
         control.trace_to(trace)
         self._out = Outbox(control, trace)
-        self._is_step_empty = False
-        # Ranks of experts make their steps together.
-        self._is_in_step_with_others = vllm_config.parallel_config.data_parallel_size > 1
         block_size = vllm_config.cache_config.block_size
         self._producing = Producing(self._out, block_size)
         self._consuming = Consuming(
@@ -164,7 +157,6 @@ class SchedulerRole:
         for request_id in output.preempted_req_ids or ():
             self._producing.preempted(request_id)
         now_s = time.monotonic()
-        self._is_step_empty = output.total_num_scheduled_tokens == 0
         self._producing.begin_step(output.total_num_scheduled_tokens, now_s)
         for request_id, num_before, num_new in scheduled(output):
             self._producing.scheduled(output, request_id, num_before, num_new, now_s)
@@ -178,23 +170,11 @@ class SchedulerRole:
         self._consuming.hear(output)
         # The sequence state may have come during the step.
         self._take_events()
-        if not _delivers(output):
-            self._await_state()
         self._consuming.end(output)
         for request_id in output.finished_sending or ():
             self._producing.sent(request_id)
         if output.invalid_block_ids:
             self._producing.withdraw_invalid(output.invalid_block_ids)
-
-    def _await_state(self) -> None:
-        """Sleeps where vLLM would step on with nothing to compute, and hear of the sequence state a step later.
-
-        Those steps also take the CPU of a producer on the same machine.
-        """
-        is_idle = self._is_step_empty and not self._out.has_words and not self._is_in_step_with_others
-        if is_idle and self._consuming.awaits_states_only():
-            self._out.control.wait(_LONGEST_WAIT_S)
-            self._take_events()
 
     # --- what the Rust thread has to say
 
@@ -208,8 +188,3 @@ class SchedulerRole:
     def close(self) -> None:
         """Ends the control plane; consumers are told."""
         self._out.control.close()
-
-
-def _delivers(output: KVConnectorOutput) -> bool:
-    """Whether vLLM has more to do after this step than before it, by the word of any connector's workers."""
-    return bool(output.finished_recving or output.finished_sending or output.invalid_block_ids or output.failed_recving)

@@ -177,12 +177,6 @@ impl Control {
             .collect()
     }
 
-    fn wait(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
-        let timeout = duration(Some(timeout))?.unwrap_or(FOREVER);
-        py.detach(|| self.0.wait(timeout));
-        Ok(())
-    }
-
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.0.close());
     }

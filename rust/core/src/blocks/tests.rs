@@ -121,3 +121,118 @@ fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not
     while ours.round() != Round::Over {}
     assert_told(closed.result().expect("the agent has ended").map(drop));
 }
+
+/// Two agents that are run by hand, blocks of a region of each, and whether they can come although their lender has ended.
+#[cfg(feature = "fuzzing")]
+mod by_messages {
+    use super::*;
+    use crate::node::by_hand::{Round, without_threads};
+
+    const BLOCK: u64 = 1 << 16; // less than is credited, so that all of it is sent at once
+
+    struct Side {
+        agent: Agent,
+        region: Region,
+    }
+
+    impl Side {
+        fn new(is_summed: bool) -> Self {
+            let make = || {
+                let (transport, timing) =
+                    (Transport::Memory(MemoryRoad::Messages), Timing::default());
+                let agent = Agent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timing);
+                agent.expect("agent")
+            };
+            let agent = match without_threads(make) {
+                agent if is_summed => agent,
+                agent => agent.without_checksums(),
+            };
+            let buffer = Buffer::zeroed(BLOCK as usize);
+            let registered = agent.register("kv", buffer, BLOCK, BLOCK).expect("open");
+            while !registered.is_completed() {
+                agent.round();
+            }
+            let region = registered.result().expect("registered").expect("region");
+            Self { agent, region }
+        }
+
+        fn rest(&self) {
+            while self.agent.round() == Round::Busy {}
+        }
+    }
+
+    fn connected(reader: &Side, lender: &Side) -> Peer {
+        let address = lender.agent.address().expect("address").to_string();
+        let connected = reader.agent.connect(&address).expect("open");
+        while !connected.is_completed() {
+            reader.rest();
+            lender.rest();
+        }
+        connected.result().expect("connected").expect("peer")
+    }
+
+    /// Whatever is asked for has been sent when the lender ends, and has not been looked at.
+    fn end(reader: &Side, lender: &Side, num_questions: usize) {
+        for _ in 0..num_questions {
+            reader.rest();
+            lender.rest();
+        }
+        lender.agent.close();
+        while lender.agent.round() != Round::Over {}
+    }
+
+    fn read(is_summed: bool) -> Result<u64> {
+        let (reader, lender) = (Side::new(is_summed), Side::new(is_summed));
+        let peer = connected(&reader, &lender);
+        let ours = (&reader.region, vec![0]);
+        let plan = reader.agent.prepare(&peer, ours, ("kv", vec![0]))?;
+        let read = reader.agent.read(&plan, Options::default())?;
+        end(&reader, &lender, 1);
+        while !read.is_completed() {
+            reader.agent.round();
+        }
+        read.result().expect("read")
+    }
+
+    #[test]
+    fn blocks_without_checksums_count_only_if_their_lender_holds_the_session() {
+        assert_eq!(read(true), Ok(BLOCK));
+        let lost = read(false);
+        assert!(matches!(lost, Err(Error::PeerLost { .. })), "{lost:?}");
+    }
+
+    #[test]
+    fn blocks_of_a_handoff_count_by_their_own_checksums_although_their_producer_has_ended() {
+        let (reader, lender) = (Side::new(true), Side::new(true));
+        connected(&reader, &lender);
+        let part = Final {
+            handoff: [7; 16],
+            generation: 0,
+            first: 0,
+            block_ids: vec![0],
+        };
+        let finals = Finals::new(vec![part]).expect("a step");
+        let regions = std::slice::from_ref(&lender.region);
+        lender.agent.finalize(&finals, regions).expect("open");
+        lender.rest();
+        let request = LoadRequest {
+            handoff: [7; 16],
+            producer: lender.agent.address().expect("address").to_string(),
+            incarnation: lender.agent.incarnation(),
+            generation: 0,
+            first: 0,
+            block_ids: vec![0],
+            is_committed: true,
+        };
+        reader.agent.load(request).expect("open");
+        end(&reader, &lender, 2);
+        let ended = loop {
+            reader.agent.round();
+            let is_end = |event: &Event| !matches!(event, Event::Log(_));
+            if let Some(event) = reader.agent.drain().into_iter().find(is_end) {
+                break event;
+            }
+        };
+        assert!(matches!(ended, Event::Loaded { .. }), "{ended:?}");
+    }
+}

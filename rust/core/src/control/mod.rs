@@ -256,11 +256,6 @@ impl Control {
         self.events.drain()
     }
 
-    /// Sleeps until there is something to drain, for `timeout` at most.
-    pub fn wait(&self, timeout: Duration) {
-        self.events.wait(timeout);
-    }
-
     /// Ends the control plane; peers are told.
     pub fn close(&self) {
         self.node.stop();
