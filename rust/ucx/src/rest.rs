@@ -1,7 +1,7 @@
 //! What is left of a worker that was dropped before UCX was done with what was asked of it: an endpoint that is not connected
 //! cannot be closed, nor one over TCP whose peer does not read, and the network may take minutes to give up; a device may keep
-//! a read of a peer that is gone. Such a worker gets a thread of its own, which sleeps until there is something to do and ends with the worker, so that
-//! memory and descriptors are given back as soon as UCX lets go of them.
+//! a read of a peer that is gone. Such a worker gets a thread of its own, which sleeps until there is something to do and ends
+//! with the worker, so that memory and descriptors are given back as soon as UCX lets go of them.
 
 use std::mem::ManuallyDrop;
 use std::os::fd::OwnedFd;

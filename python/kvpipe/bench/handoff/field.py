@@ -67,7 +67,7 @@ class Group:
         prefill_once: Has the prompt computed by `prefill` alone, and gives its blocks back; seconds.
         others: More processes of it.
         plain_once: The same as a request without a handoff, which the connector leaves alone: what a handoff costs
-            `prefill` is seen within one process, for two processes without any connector differ too.
+            `prefill` is seen within one process, for two of them differ by more.
     """
 
     name: str
@@ -210,7 +210,9 @@ def kvpipe(park: Park, setting: Setting) -> Group:
         asker.release(controls[0], handoff).wait()
         return took_s
 
-    return Group("kvpipe", servers[0], servers[1], list(found.values()), once, proxies, apart, _plain(servers[0]))
+    return Group(
+        "kvpipe", servers[0], servers[1], list(found.values()), once, proxies, apart, plain_once=_plain(servers[0])
+    )
 
 
 def _proxy(park: Park, setting: Setting, way: str, servers: Sequence[Server], controls: Sequence[str]) -> Server:
