@@ -78,11 +78,11 @@ def layers(progress: Progress, step: StepMetadata, pace_s: float = 100.0) -> Non
 
 def test_the_control_port_is_told_during_the_step_when_it_will_end(scene: Scene) -> None:
     progress = Progress(0, "p")
-    work = scene.subscribed(950.0)
+    work = scene.subscribed(1350.0)
     layers(progress, scene.step())
     moment = work.wait(5)
     assert moment.kind == "due"
-    assert moment.remaining_s == pytest.approx(900.0, abs=5)
+    assert moment.remaining_s == pytest.approx(1300.0, abs=5)
     progress.close()
 
 
@@ -92,6 +92,19 @@ def test_what_a_prefill_takes_beyond_the_step_is_added(scene: Scene) -> None:
     layers(progress, scene.step(1500.0), pace_s=20.0)
     assert work.wait(5).remaining_s == pytest.approx(1500 + 9 * 20, abs=90)
     progress.close()
+
+
+def test_a_prediction_is_told_again_only_when_it_has_moved(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(Progress, "_report", lambda _, step, left_s: told.append(left_s))
+    progress = Progress(0, "p")
+    layers(progress, scene.step(), pace_s=0.05)
+    assert told == [pytest.approx(13 * 0.05)]
+    for index in range(3):
+        progress.layer_saved(0.35 + (index + 1) * 0.08)
+    assert told[1:] == [pytest.approx(7 * 0.08)]
+    layers(progress, scene.step(), pace_s=0.05)
+    assert len(told) == 3, "nothing is told yet of a step that has just begun"
 
 
 def test_only_the_first_rank_tells_and_nothing_of_steps_without_prefills(scene: Scene) -> None:

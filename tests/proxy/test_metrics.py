@@ -117,7 +117,7 @@ def test_the_result_of_a_handoff_is_asked_for_once_for_metrics_and_leads():
                 await asyncio.sleep(0.05)
                 assert control.asked == ["d0.control:7100"] * num
             first, second = [await dispatch_of(s, handoff) for handoff in handoffs]
-            assert second["lead_ms"] == pytest.approx(first["admission_ms"] + 20 + 50, abs=0.01)
+            assert second["lead_ms"] == pytest.approx(first["admission_ms"] + 10 + 50, abs=0.01)
 
     run(scene)
 

@@ -23,9 +23,12 @@ logger = init_logger("vllm.kvpipe.worker")
 
 # Layers whose median counts: one that was held up does not.
 _NUM_RECENT = 3
-# Predictions closer to each other than this change nothing.
+# A prediction is told again when it has moved by more than this and by more than a tenth of what is left: until it is
+# due there is time to tell a better one, and each takes CPU from the forward pass.
 _APART_S = 0.005
+_SHARE = 0.1
 _TIMEOUT_S = 5.0
+_NEVER_S = float("-inf")
 
 
 class StepPace:
@@ -65,21 +68,22 @@ class Progress:
         self._client: _kvpipe.Control | None = None
         self._step: StepMetadata | None = None
         self._pace = StepPace(0)
-        self._told_at_s = float("-inf")
+        self._told_s = _NEVER_S
 
     def begin_step(self, step: StepMetadata, num_layers: int) -> None:
         """Before the forward pass."""
         self._step = None if self._is_silent or not step.progress else step
         self._pace = StepPace(num_layers)
+        self._told_s = _NEVER_S
 
     def layer_saved(self, now_s: float) -> None:
         """After a layer's attention."""
         if self._step is None:
             return
         left_s = self._pace.layer_saved(now_s)
-        if left_s is None or now_s - self._told_at_s < _APART_S:
+        if left_s is None or abs(now_s + left_s - self._told_s) <= max(_APART_S, _SHARE * left_s):
             return
-        self._told_at_s = now_s
+        self._told_s = now_s + left_s
         try:
             self._report(self._step, left_s)
         except KVPipeError as error:

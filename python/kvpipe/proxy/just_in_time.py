@@ -16,7 +16,7 @@ from kvpipe.proxy.failures import FailureLog
 # What is assumed of an instance that has not been measured.
 _FIRST_ADMISSION_S = 0.18
 # For D's steps between its watch and its load.
-_MARGIN_S = 0.02
+_MARGIN_S = 0.01
 # Errors of prediction and backlogs never have D asked earlier than this: until then its CPU is P's.
 _BOUND_S = 0.2
 _LONGEST_S = 5.0

@@ -1,6 +1,6 @@
 //! A trace of handoffs in Chrome's trace format, which Perfetto and `chrome://tracing` load. All processes of a host may
-//! write to one file: each line is one write to its end, and the format lets the closing bracket be missing. Times are
-//! those of `CLOCK_MONOTONIC`, which they share. Who traces only queues a line; a thread writes.
+//! write to one file: each writes whole lines to its end, and the format lets the closing bracket be missing. Times are
+//! those of `CLOCK_MONOTONIC`, which they share. Who traces only queues a line; a thread writes, `GATHER` later.
 
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
@@ -16,6 +16,9 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::error::{Error, Result};
 use crate::handoff::HandoffId;
 use crate::process::Thread;
+
+/// Lines come in bursts, from threads that compute: waking the writer for each of them would take CPU from those.
+const GATHER: Duration = Duration::from_millis(50);
 
 /// Whose time a line is about: they are shown as threads of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -166,8 +169,10 @@ fn open(path: &Path) -> std::io::Result<File> {
 
 /// Ends with its queue, or where a line cannot be written.
 fn write(mut file: File, queue: &Receiver<String>) {
-    for line in queue {
-        if let Err(error) = file.write_all(line.as_bytes()) {
+    while let Ok(first) = queue.recv() {
+        std::thread::sleep(GATHER);
+        let lines: String = std::iter::once(first).chain(queue.try_iter()).collect();
+        if let Err(error) = file.write_all(lines.as_bytes()) {
             tracing::warn!(%error, "trace.ended");
             return;
         }
