@@ -271,32 +271,43 @@ def measured(*seconds):
 
 def test_a_lead_is_the_usual_admission_and_a_margin():
     leads = Leads()
-    assert leads.lead_s("p", "d") == pytest.approx(0.19)
+    assert leads.lead_s("p", "d", 1000) == pytest.approx(0.19)
     leads.admitted("d", 0.03)
-    assert leads.lead_s("p", "d") == pytest.approx(0.04)
-    assert leads.lead_s("p", "another") == pytest.approx(0.19)
+    assert leads.lead_s("p", "d", 1000) == pytest.approx(0.04)
+    assert leads.lead_s("p", "another", 1000) == pytest.approx(0.19)
 
 
 def test_a_lead_grows_with_the_error_of_that_prefills_predictions_and_shrinks_again():
     leads = Leads()
     leads.admitted("d", 0.02)
     leads.answered("p", 0.0)
-    before_s = leads.lead_s("p", "d")
+    before_s = leads.lead_s("p", "d", 1000)
     for error_s in (0.08, -0.02, 0.08, -0.02):
         leads.answered("p", error_s)
-    grown_s = leads.lead_s("p", "d")
+    grown_s = leads.lead_s("p", "d", 1000)
     assert before_s + 0.05 < grown_s < 0.2
-    assert leads.lead_s("another", "d") == before_s
+    assert leads.lead_s("another", "d", 1000) == before_s
     for _ in range(50):
         leads.answered("p", 0.0)
-    assert leads.lead_s("p", "d") == pytest.approx(before_s, abs=0.001)
+    assert leads.lead_s("p", "d", 1000) == pytest.approx(before_s, abs=0.001)
 
 
 def test_a_lead_covers_what_that_decode_has_to_read_first():
     leads = Leads()
     leads.admitted("d", 0.02)
-    leads.moved("d", 0.1)
-    assert leads.lead_s("p", "d") == pytest.approx(0.13)
+    leads.moved("d", 0.1, 1000)
+    assert leads.lead_s("p", "d", 1000) == pytest.approx(0.13)
+
+
+def test_what_a_decode_has_to_read_first_is_as_much_as_the_request_is_long():
+    leads = Leads()
+    leads.admitted("d", 0.02)
+    for _ in range(3):
+        leads.moved("d", 0.1, 1000)
+        leads.moved("d", 0.001, 10)
+    assert leads.lead_s("p", "d", 1000) == pytest.approx(0.13)
+    assert leads.lead_s("p", "d", 500) == pytest.approx(0.08)
+    assert leads.lead_s("p", "d", 10) == pytest.approx(0.031)
 
 
 def test_errors_and_backlogs_never_bring_a_lead_over_200_ms():
@@ -304,25 +315,25 @@ def test_errors_and_backlogs_never_bring_a_lead_over_200_ms():
     leads.admitted("d", 0.05)
     for _ in range(50):
         leads.answered("p", 3.0)
-        leads.moved("d", 3.0)
-    assert leads.lead_s("p", "d") == 0.2
+        leads.moved("d", 3.0, 1000)
+    assert leads.lead_s("p", "d", 1000) == 0.2
 
 
 def test_an_admission_that_takes_longer_is_covered_up_to_5_s():
     leads = Leads()
     leads.admitted("d", 0.4)
-    assert leads.lead_s("p", "d") == pytest.approx(0.41)
+    assert leads.lead_s("p", "d", 1000) == pytest.approx(0.41)
     leads.answered("p", 1.0)
-    assert leads.lead_s("p", "d") == pytest.approx(0.41)
+    assert leads.lead_s("p", "d", 1000) == pytest.approx(0.41)
     leads.admitted("slow", 1e9)
-    assert leads.lead_s("p", "slow") == 5.0
+    assert leads.lead_s("p", "slow", 1000) == 5.0
 
 
 def test_predictions_that_are_too_early_never_make_a_lead_negative():
     leads = Leads()
     leads.admitted("d", 0.01)
     leads.answered("p", -1.0)
-    assert leads.lead_s("p", "d") == 0.0
+    assert leads.lead_s("p", "d", 1000) == 0.0
 
 
 def test_one_time_that_is_far_out_hardly_counts():
@@ -344,7 +355,7 @@ def test_a_cold_first_admission_is_out_of_the_lead_after_two_more_requests(first
     leads = Leads()
     for admission_s in (first_s, 0.1, 0.1):
         leads.admitted("d", admission_s)
-    assert leads.lead_s("p", "d") == pytest.approx(0.11)
+    assert leads.lead_s("p", "d", 1000) == pytest.approx(0.11)
 
 
 @pytest.mark.parametrize("first_s", [-2.0, 3.0])
@@ -353,7 +364,7 @@ def test_a_first_prediction_that_was_far_off_is_out_of_the_lead_after_two_more_r
     leads.admitted("d", 0.1)
     for error_s in (first_s, 0.0, 0.0):
         leads.answered("p", error_s)
-    assert leads.lead_s("p", "d") == pytest.approx(0.11)
+    assert leads.lead_s("p", "d", 1000) == pytest.approx(0.11)
 
 
 def test_one_admission_of_3_s_among_steady_ones_hardly_moves_the_lead():
@@ -362,7 +373,7 @@ def test_one_admission_of_3_s_among_steady_ones_hardly_moves_the_lead():
         leads.admitted("d", admission_s)
     for admission_s in (3.0, 0.1, 0.1):
         leads.admitted("d", admission_s)
-        assert leads.lead_s("p", "d") == pytest.approx(0.11)
+        assert leads.lead_s("p", "d", 1000) == pytest.approx(0.11)
 
 
 def test_a_prediction_that_comes_too_late_lengthens_the_next_lead():
@@ -389,6 +400,6 @@ def test_a_prediction_that_comes_too_late_lengthens_the_next_lead():
 
 
 def test_a_report_says_only_what_is_known():
-    assert Timing(0.2).report() == {"trigger": "answer", "lead_ms": 200.0}
-    known = Timing(0.2, "due", admission_s=0.1, predicted_at_s=5.0, answered_at_s=4.0)
+    assert Timing(0.2, 1).report() == {"trigger": "answer", "lead_ms": 200.0}
+    known = Timing(0.2, 1, "due", admission_s=0.1, predicted_at_s=5.0, answered_at_s=4.0)
     assert known.report()["prediction_error_ms"] == 1000.0

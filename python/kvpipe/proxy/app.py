@@ -61,8 +61,8 @@ class _Proxy:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         with self._metrics.request() as outcome:
-            body = parse_body(await self._read(request))
-            call = Call(request.path, body, request_headers(request.headers))
+            read = await self._read(request)
+            call = Call(request.path, parse_body(read), len(read), request_headers(request.headers))
             async with self._dispatcher.answer(call) as answer:
                 response = await relay(request, answer, self._config.client_timeout_s)
                 outcome.is_of(answer)

@@ -53,10 +53,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A client's request: path of the API, parsed body, headers for the instances."""
+    """A client's request: path of the API, parsed body and its bytes, headers for the instances."""
 
     path: str
     body: dict[str, Any]
+    num_bytes: int
     headers: CIMultiDict[str]
 
 
@@ -186,7 +187,7 @@ class Dispatcher:
                     return last_word(error)
 
     async def _attempt(self, call: Call, attempt: Attempt) -> Answer:
-        attempt.timing = self._begin_timing(attempt)
+        attempt.timing = self._begin_timing(attempt, call.num_bytes)
         if may_show(call.body) and attempt.decode.control:
             attempt.first_token = asyncio.get_running_loop().create_future()
             attempt.begins_with_it = self._tasks.spawn(self._begins_with_it(attempt.decode, call.path))
@@ -207,8 +208,8 @@ class Dispatcher:
             self._settle(attempt, is_delivered=False)
         return answer
 
-    def _begin_timing(self, attempt: Attempt) -> Timing | None:
-        return self._timer.begin(attempt.prefill.url, attempt.decode.url) if self._is_timed else None
+    def _begin_timing(self, attempt: Attempt, num_bytes: int) -> Timing | None:
+        return self._timer.begin(attempt.prefill.url, attempt.decode.url, num_bytes) if self._is_timed else None
 
     async def _sequential(self, call: Call, attempt: Attempt) -> Answer:
         return await self._ask_prefill(call, attempt) or await self._ask_decode(call, attempt)
@@ -355,8 +356,8 @@ class Dispatcher:
         """End an attempt: P's request is aborted and its KV released unless D has answered."""
         _end_timing(attempt)
         if not attempt.is_settled:
-            ending = self._endings.take(attempt.handoff, attempt.decode, is_decode_asked=attempt.is_decode_asked)
-            self._tasks.spawn(ending)
+            whom = attempt.handoff, attempt.decode, attempt.timing
+            self._tasks.spawn(self._endings.take(*whom, is_decode_asked=attempt.is_decode_asked))
         attempt.is_settled = True
         prefilling, attempt.prefilling = attempt.prefilling, None
         if is_delivered:

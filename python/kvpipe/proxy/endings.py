@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpipe.proxy.failures import FailureLog
 from kvpipe.proxy.instances import Instance
-from kvpipe.proxy.just_in_time import Leads
+from kvpipe.proxy.just_in_time import Leads, Timing
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.results import Results
 
@@ -35,13 +35,15 @@ class Endings:
         """From now on nothing is waited for but answers."""
         self._is_closing.set()
 
-    async def take(self, handoff: str, decode: Instance, *, is_decode_asked: bool) -> None:
-        """Count a handoff, and learn from it how long that D read what was final when it came."""
+    async def take(self, handoff: str, decode: Instance, timing: Timing | None, *, is_decode_asked: bool) -> None:
+        """Count a handoff, and if it was timed, learn from it how long that D read what was final when it came."""
         result = await self._result(handoff, decode, is_decode_asked=is_decode_asked)
         self._metrics.handoff_ended(result)
+        if timing is None or result is None or "backlog_ms" not in result:
+            return
         # Of a load that failed it is no measure.
-        if result is not None and result.get("result") == "full" and "backlog_ms" in result:
-            self._leads.moved(decode.url, result["backlog_ms"] / 1000)
+        if result.get("result") == "full":
+            self._leads.moved(decode.url, result["backlog_ms"] / 1000, timing.num_bytes)
 
     async def _result(self, handoff: str, decode: Instance, *, is_decode_asked: bool) -> dict[str, Any] | None:
         """What is known of it; a D that was asked and knows nothing, as after an abort, is asked once more."""

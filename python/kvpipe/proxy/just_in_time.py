@@ -65,19 +65,21 @@ class Leads:
     """How long before the end of prefill each D is asked.
 
     It covers the time until D watches the handoff (admission) and has what was final by then (backlog), both D's, and
-    how much too late P's prediction of its end is, with twice the mean deviation of each.
+    how much too late P's prediction of its end is, with twice the mean deviation of each. A backlog is as long as its
+    prompt, of which the proxy knows the request's bytes: it is learned by the byte.
     """
 
     def __init__(self) -> None:
         self._admissions: dict[str, Usual] = {}
-        self._backlogs: dict[str, Usual] = {}
+        self._backlogs_by_byte: dict[str, Usual] = {}
         self._errors: dict[str, Usual] = {}
 
-    def lead_s(self, prefill_url: str, decode_url: str) -> float:
-        """Within 200 ms, unless D's admission alone usually takes longer; 5 s at most, 0 at least."""
+    def lead_s(self, prefill_url: str, decode_url: str, num_bytes: int) -> float:
+        """For a request of so many bytes: up to 200 ms, to 5 s where D's admission alone usually takes longer."""
         admission = self._admissions.get(decode_url, Usual(_FIRST_ADMISSION_S))
-        others = (self._backlogs.get(decode_url, Usual()), self._errors.get(prefill_url, Usual()))
-        wanted_s = _MARGIN_S + admission.most_s + sum(usual.most_s for usual in others)
+        backlog_s = num_bytes * self._backlogs_by_byte.get(decode_url, Usual()).most_s
+        error = self._errors.get(prefill_url, Usual())
+        wanted_s = _MARGIN_S + admission.most_s + backlog_s + error.most_s
         bound_s = max(_BOUND_S, _MARGIN_S + admission.median_s)
         return max(0.0, min(wanted_s, bound_s, _LONGEST_S))
 
@@ -85,9 +87,10 @@ class Leads:
         """Take one more time from a D's request to its watch, 0 or more seconds."""
         self._admissions.setdefault(decode_url, Usual()).measured(min(admission_s, _LONGEST_S))
 
-    def moved(self, decode_url: str, backlog_s: float) -> None:
-        """Take one more time in which a D read what was final before, 0 or more seconds."""
-        self._backlogs.setdefault(decode_url, Usual()).measured(min(backlog_s, _LONGEST_S))
+    def moved(self, decode_url: str, backlog_s: float, num_bytes: int) -> None:
+        """Take one more time in which a D read what was final before, 0 or more seconds; bytes as of `lead_s`."""
+        by_byte_s = min(backlog_s, _LONGEST_S) / num_bytes
+        self._backlogs_by_byte.setdefault(decode_url, Usual()).measured(by_byte_s)
 
     def answered(self, prefill_url: str, error_s: float) -> None:
         """Take one more error of a P's prediction, in seconds: above 0 when it ended earlier than was predicted."""
@@ -100,6 +103,7 @@ class Timing:
 
     Attributes:
         lead_s: how long before the predicted end D was to be asked.
+        num_bytes: of the client's request.
         trigger: what D was asked on: `due` or `finished` from P's control port, or P's `answer`.
         reason: why the control port had nothing to say.
         admission_s: from asking D until it watched the handoff.
@@ -108,6 +112,7 @@ class Timing:
     """
 
     lead_s: float
+    num_bytes: int
     trigger: Trigger = "answer"
     reason: str = ""
     admission_s: float | None = None
@@ -143,9 +148,9 @@ class JustInTime:
         self._timeout_s = timeout_s
         self.leads = Leads()
 
-    def begin(self, prefill_url: str, decode_url: str) -> Timing:
-        """The timing of a handoff from that P to that D."""
-        return Timing(self.leads.lead_s(prefill_url, decode_url))
+    def begin(self, prefill_url: str, decode_url: str, num_bytes: int) -> Timing:
+        """The timing of a handoff from that P to that D, of a request of so many bytes."""
+        return Timing(self.leads.lead_s(prefill_url, decode_url, num_bytes), num_bytes)
 
     async def is_due(self, timing: Timing, address: str, handoff: str) -> bool:
         """Wait until D is to be asked; False when only P's answer will tell."""
