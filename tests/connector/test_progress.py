@@ -94,17 +94,44 @@ def test_what_a_prefill_takes_beyond_the_step_is_added(scene: Scene) -> None:
     progress.close()
 
 
-def test_a_prediction_is_told_again_only_when_it_has_moved(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def saved_layers(progress: Progress, *paces_s: float) -> None:
+    now_s = 0.0
+    for pace_s in paces_s:
+        now_s += pace_s
+        progress.layer_saved(now_s)
+
+
+def test_a_prediction_is_told_again_when_it_has_moved_or_half_of_it_is_over(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[float] = []
     monkeypatch.setattr(Progress, "_report", lambda _, step, left_s: told.append(left_s))
     progress = Progress(0, "p")
-    layers(progress, scene.step(), pace_s=0.05)
-    assert told == [pytest.approx(13 * 0.05)]
-    for index in range(3):
-        progress.layer_saved(0.35 + (index + 1) * 0.08)
-    assert told[1:] == [pytest.approx(7 * 0.08)]
-    layers(progress, scene.step(), pace_s=0.05)
-    assert len(told) == 3, "nothing is told yet of a step that has just begun"
+    progress.begin_step(scene.step(), 16)
+    saved_layers(progress, *[0.05] * 8)
+    assert told == [pytest.approx(13 * 0.05)], "it was steady"
+    progress.begin_step(scene.step(), 16)
+    saved_layers(progress, *[0.05] * 7)
+    assert told[1:] == [pytest.approx(13 * 0.05)], "a new step is news"
+    progress.begin_step(scene.step(), 16)
+    saved_layers(progress, *[0.05] * 5, 0.08, 0.08)
+    assert told[2:] == [pytest.approx(13 * 0.05), pytest.approx(10 * 0.08)], "it has moved"
+    progress.begin_step(scene.step(), 16)
+    saved_layers(progress, *[0.05] * 10)
+    assert told[4:] == [pytest.approx(13 * 0.05)], "more than half of it is left"
+    progress.layer_saved(11 * 0.05)
+    assert told[5:] == [pytest.approx(6 * 0.05)]
+
+
+def test_a_prediction_that_has_moved_by_less_than_5_ms_is_not_told_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(Progress, "_report", lambda _, step, left_s: told.append(left_s))
+    progress = Progress(0, "p")
+    progress.begin_step(scene.step(), 16)
+    saved_layers(progress, *[0.001] * 5, 0.0012, 0.0012)
+    assert told == [pytest.approx(13 * 0.001)]
 
 
 def test_only_the_first_rank_tells_and_nothing_of_steps_without_prefills(scene: Scene) -> None:

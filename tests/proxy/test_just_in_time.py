@@ -302,12 +302,19 @@ def test_a_lead_covers_what_that_decode_has_to_read_first():
 def test_what_a_decode_has_to_read_first_is_as_much_as_the_request_is_long():
     leads = Leads()
     leads.admitted("d", 0.02)
-    for _ in range(3):
-        leads.moved("d", 0.1, 1000)
-        leads.moved("d", 0.001, 10)
-    assert leads.lead_s("p", "d", 1000) == pytest.approx(0.13)
-    assert leads.lead_s("p", "d", 500) == pytest.approx(0.08)
-    assert leads.lead_s("p", "d", 10) == pytest.approx(0.031)
+    leads.moved("d", 0.1, 12_000)
+    assert leads.lead_s("p", "d", 12_000) == pytest.approx(0.13)
+    assert leads.lead_s("p", "d", 6_000) == pytest.approx(0.03 + 0.1 * 10_096 / 16_096)
+
+
+def test_short_requests_between_long_ones_do_not_bring_the_lead_to_its_bound():
+    leads = Leads()
+    leads.admitted("d", 0.02)
+    for _ in range(4):
+        leads.moved("d", 0.06, 12_000)
+        leads.moved("d", 0.002, 150)
+    assert 0.09 <= leads.lead_s("p", "d", 12_000) < 0.15
+    assert leads.lead_s("p", "d", 150) < 0.07
 
 
 def test_errors_and_backlogs_never_bring_a_lead_over_200_ms():

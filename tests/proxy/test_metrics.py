@@ -111,13 +111,17 @@ def test_the_result_of_a_handoff_is_asked_for_once_for_metrics_and_leads():
         control.moment = Moment("finished")
         async with stage(control=control, dispatch="just-in-time") as s:
             handoffs = []
+            sizes = []
             for num in (1, 2):
-                handoffs.append((await s.post())[2]["x-kvpipe-handoff"])
+                body = REQUEST | {"prompt": "hello" * 1000 * num}
+                sizes.append(4096 + len(orjson.dumps(body)))
+                handoffs.append((await s.post(body=body))[2]["x-kvpipe-handoff"])
                 await counted(s, "kvpipe_handoffs_total", "full", value=num)
                 await asyncio.sleep(0.05)
                 assert control.asked == ["d0.control:7100"] * num
             first, second = [await dispatch_of(s, handoff) for handoff in handoffs]
-            assert second["lead_ms"] == pytest.approx(first["admission_ms"] + 10 + 50, abs=0.01)
+            backlog_ms = 50 * sizes[1] / sizes[0]
+            assert second["lead_ms"] == pytest.approx(first["admission_ms"] + 10 + backlog_ms, abs=0.01)
 
     run(scene)
 

@@ -24,7 +24,8 @@ logger = init_logger("vllm.kvpipe.worker")
 # Layers whose median counts: one that was held up does not.
 _NUM_RECENT = 3
 # A prediction is told again when it has moved by more than this and by more than a tenth of what is left: until it is
-# due there is time to tell a better one, and each takes CPU from the forward pass.
+# due there is time to tell a better one, and each takes CPU from the forward pass. A steady one is told again with half
+# of the time left, for the first may have come late.
 _APART_S = 0.005
 _SHARE = 0.1
 _TIMEOUT_S = 5.0
@@ -69,6 +70,7 @@ class Progress:
         self._step: StepMetadata | None = None
         self._pace = StepPace(0)
         self._told_s = _NEVER_S
+        self._told_left_s = 0.0
 
     def begin_step(self, step: StepMetadata, num_layers: int) -> None:
         """Before the forward pass."""
@@ -81,15 +83,19 @@ class Progress:
         if self._step is None:
             return
         left_s = self._pace.layer_saved(now_s)
-        if left_s is None or abs(now_s + left_s - self._told_s) <= max(_APART_S, _SHARE * left_s):
+        if left_s is None or not self._is_news(now_s + left_s, left_s):
             return
-        self._told_s = now_s + left_s
+        self._told_s, self._told_left_s = now_s + left_s, left_s
         try:
             self._report(self._step, left_s)
         except KVPipeError as error:
             # Never into the forward pass: a request without a prediction is as right, and later.
             logger.warning("progress.end predictions are made by steps from now on, not by layers: %s", error)
             self._is_silent, self._step = True, None
+
+    def _is_news(self, ends_at_s: float, left_s: float) -> bool:
+        has_moved = abs(ends_at_s - self._told_s) > max(_APART_S, _SHARE * left_s)
+        return has_moved or left_s <= self._told_left_s / 2
 
     def _report(self, step: StepMetadata, left_s: float) -> None:
         if self._client is None:

@@ -20,6 +20,8 @@ _MARGIN_S = 0.01
 # Errors of prediction and backlogs never have D asked earlier than this: until then its CPU is P's.
 _BOUND_S = 0.2
 _LONGEST_S = 5.0
+# What a request's bytes are counted with: a short one takes its time too, and says little of what a long one takes.
+_BASE_BYTES = 4096
 # Of these the median is taken: two after a first one that is far out, it is forgotten; five make a change usual.
 _NUM_REMEMBERED = 8
 # How many mean deviations a time is expected to stray.
@@ -77,7 +79,7 @@ class Leads:
     def lead_s(self, prefill_url: str, decode_url: str, num_bytes: int) -> float:
         """For a request of so many bytes: up to 200 ms, to 5 s where D's admission alone usually takes longer."""
         admission = self._admissions.get(decode_url, Usual(_FIRST_ADMISSION_S))
-        backlog_s = num_bytes * self._backlogs_by_byte.get(decode_url, Usual()).most_s
+        backlog_s = (_BASE_BYTES + num_bytes) * self._backlogs_by_byte.get(decode_url, Usual()).most_s
         error = self._errors.get(prefill_url, Usual())
         wanted_s = _MARGIN_S + admission.most_s + backlog_s + error.most_s
         bound_s = max(_BOUND_S, _MARGIN_S + admission.median_s)
@@ -89,7 +91,7 @@ class Leads:
 
     def moved(self, decode_url: str, backlog_s: float, num_bytes: int) -> None:
         """Take one more time in which a D read what was final before, 0 or more seconds; bytes as of `lead_s`."""
-        by_byte_s = min(backlog_s, _LONGEST_S) / num_bytes
+        by_byte_s = min(backlog_s, _LONGEST_S) / (_BASE_BYTES + num_bytes)
         self._backlogs_by_byte.setdefault(decode_url, Usual()).measured(by_byte_s)
 
     def answered(self, prefill_url: str, error_s: float) -> None:
