@@ -94,6 +94,14 @@ def test_what_a_prefill_takes_beyond_the_step_is_added(scene: Scene) -> None:
     progress.close()
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What was told to be left, each time, in place of the control port."""
+    told: list[float] = []
+    monkeypatch.setattr(Progress, "_report", lambda _, step, left_s: told.append(left_s))
+    return told
+
+
 def saved_layers(progress: Progress, *paces_s: float) -> None:
     now_s = 0.0
     for pace_s in paces_s:
@@ -101,11 +109,7 @@ def saved_layers(progress: Progress, *paces_s: float) -> None:
         progress.layer_saved(now_s)
 
 
-def test_a_prediction_is_told_again_when_it_has_moved_or_half_of_it_is_over(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[float] = []
-    monkeypatch.setattr(Progress, "_report", lambda _, step, left_s: told.append(left_s))
+def test_a_prediction_is_told_again_when_it_has_moved_or_half_of_it_is_over(scene: Scene, told: list[float]) -> None:
     progress = Progress(0, "p")
     progress.begin_step(scene.step(), 16)
     saved_layers(progress, *[0.05] * 8)
@@ -123,11 +127,7 @@ def test_a_prediction_is_told_again_when_it_has_moved_or_half_of_it_is_over(
     assert told[5:] == [pytest.approx(6 * 0.05)]
 
 
-def test_a_prediction_that_has_moved_by_less_than_5_ms_is_not_told_again(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[float] = []
-    monkeypatch.setattr(Progress, "_report", lambda _, step, left_s: told.append(left_s))
+def test_a_prediction_that_has_moved_by_less_than_5_ms_is_not_told_again(scene: Scene, told: list[float]) -> None:
     progress = Progress(0, "p")
     progress.begin_step(scene.step(), 16)
     saved_layers(progress, *[0.001] * 5, 0.0012, 0.0012)
