@@ -374,5 +374,8 @@ class Control:
         """Tells the control port of the own engine that a prefill will end after `remaining` seconds."""
 
     def ask_watched(self, address: str, handoff: bytes, timeout: float) -> Work: ...
-    def drain(self) -> list[dict[str, Any]]: ...
+    def drain(self, timeout: float = 0.0) -> list[dict[str, Any]]:
+        """Events of handoffs: `opened`, `finished`, `gone`, `released`, `log`. If there is none it waits so many
+        seconds for one, without the GIL; a `log` that comes meanwhile does not end that, nor does Ctrl-C."""
+
     def close(self) -> None: ...

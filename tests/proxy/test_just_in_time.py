@@ -326,16 +326,6 @@ def test_errors_and_backlogs_never_bring_a_lead_over_200_ms():
     assert leads.lead_s("p", "d", 1000) == 0.2
 
 
-def test_where_prefill_usually_ends_later_than_predicted_the_200_ms_are_before_its_end():
-    leads = Leads()
-    leads.admitted("d", 0.05)
-    for _ in range(4):
-        leads.answered("p", -0.08, 1000)
-        leads.moved("d", 3.0, 1000)
-    assert leads.lead_s("p", "d", 1000) == pytest.approx(0.12)
-    assert leads.lead_s("another", "d", 1000) == 0.2
-
-
 def test_a_prediction_is_off_by_as_much_as_the_request_is_long():
     leads = Leads()
     leads.admitted("d", 0.02)

@@ -17,7 +17,7 @@ from kvpipe.proxy.failures import FailureLog
 _FIRST_ADMISSION_S = 0.18
 # For D's steps between its watch and its load.
 _MARGIN_S = 0.01
-# Errors of prediction and backlogs never have D asked earlier than this before P usually ends: so long its CPU is P's.
+# Errors of prediction and backlogs never have D asked earlier than this: until then its CPU is P's.
 _BOUND_S = 0.2
 _LONGEST_S = 5.0
 # What a request's bytes are counted with: a short one takes its time too, and says little of what a long one takes.
@@ -77,15 +77,13 @@ class Leads:
         self._errors_by_byte: dict[str, Usual] = {}
 
     def lead_s(self, prefill_url: str, decode_url: str, num_bytes: int) -> float:
-        """For a request of so many bytes: up to 200 ms before P usually ends, to 5 s where admission alone takes it."""
+        """For a request of so many bytes: up to 200 ms, to 5 s where D's admission alone usually takes longer."""
         num_counted = _BASE_BYTES + num_bytes
         admission = self._admissions.get(decode_url, Usual(_FIRST_ADMISSION_S))
         backlog_s = num_counted * self._backlogs_by_byte.get(decode_url, Usual()).most_s
         error = self._errors_by_byte.get(prefill_url, Usual())
         wanted_s = _MARGIN_S + admission.most_s + backlog_s + num_counted * error.most_s
-        # A P that ends later than it predicts, for D's reading takes its CPUs too, does so here as well.
-        late_s = num_counted * min(0.0, error.median_s)
-        bound_s = max(_BOUND_S, _MARGIN_S + admission.median_s) + late_s
+        bound_s = max(_BOUND_S, _MARGIN_S + admission.median_s)
         return max(0.0, min(wanted_s, bound_s, _LONGEST_S))
 
     def admitted(self, decode_url: str, admission_s: float) -> None:
