@@ -117,8 +117,9 @@ impl Blocks {
                 }
             }
         }
-        let num_lent = self.producer.num_lent();
+        let (num_lent, is_awaited) = (self.producer.num_lent(), self.producer.is_awaited());
         self.board.num_lent.store(num_lent, Ordering::Relaxed);
+        self.board.is_awaited.store(is_awaited, Ordering::Relaxed);
     }
 }
 

@@ -70,8 +70,9 @@ impl Worker {
 
     /// A step has computed some of its layers.
     pub fn save(&self, finals: &Finals, layers: Range<usize>) {
+        let is_last = layers.end == LAYERS;
         self.agent
-            .finalize(finals, &self.regions[layers])
+            .finalize(finals, &self.regions[layers], is_last)
             .expect("finalize");
     }
 

@@ -56,7 +56,8 @@ impl Side {
         };
         let finals = Finals::new(handoffs.map(part).collect()).expect("finals");
         let regions = [self.region.clone()];
-        self.agent.finalize(&finals, &regions).expect("finalize");
+        let finalized = self.agent.finalize(&finals, &regions, true);
+        finalized.expect("finalize");
         settle(&[&self.agent]);
     }
 
