@@ -306,11 +306,8 @@ class Agent:
     def notifications_fileno(self) -> int:
         """A descriptor that is readable while there are notifications. It belongs to this object."""
 
-    def finalize(self, finals: Finals, regions: Sequence[Region], is_last: bool) -> None:
-        """The step is final in these regions, each of which is named once for a step. Does not wait.
-
-        `is_last`: no more of the step follows. Until then the thread is not woken for what nobody has selected.
-        """
+    def finalize(self, finals: Finals, regions: Sequence[Region]) -> None:
+        """The step is final in these regions, each of which is named once for a step. Does not wait."""
 
     def end(self, handoff: bytes, reason: str) -> None: ...
     def load(
@@ -378,9 +375,7 @@ class Control:
 
     def ask_watched(self, address: str, handoff: bytes, timeout: float) -> Work: ...
     def drain(self, timeout: float = 0.0) -> list[dict[str, Any]]:
-        """Events of handoffs: `opened`, `finished`, `gone`, `released`, `log`.
-
-        If there is none it waits so many seconds for one, without the GIL. A `log` does not end that, nor does Ctrl-C.
-        """
+        """Events of handoffs: `opened`, `finished`, `gone`, `released`, `log`. If there is none it waits so many
+        seconds for one, without the GIL; a `log` that comes meanwhile does not end that, nor does Ctrl-C."""
 
     def close(self) -> None: ...

@@ -71,17 +71,15 @@ class Pair:
 
 
 class Recorded:
-    """A producer's agent, which does what it is told: of how many layers, and whether they were the last."""
+    """A producer's agent, which does what it is told, and the numbers of layers that it was told of."""
 
     def __init__(self, worker: WorkerRole) -> None:
         self.num_layers: list[int] = []
-        self.are_last: list[bool] = []
         self._agent, worker._agent = worker._agent, self
 
-    def finalize(self, finals: Any, regions: list[Any], *, is_last: bool) -> None:
+    def finalize(self, finals: Any, regions: list[Any]) -> None:
         self.num_layers.append(len(regions))
-        self.are_last.append(is_last)
-        self._agent.finalize(finals, regions, is_last)
+        self._agent.finalize(finals, regions)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
@@ -160,17 +158,6 @@ def test_a_layer_moves_while_the_next_ones_are_computed(pair: Pair) -> None:
     pair.producer.end_forward()
 
 
-def test_a_consumer_that_comes_during_a_step_gets_the_layers_behind_it(pair: Pair) -> None:
-    pair.begin_step([2, 3])
-    pair.producer.save_layer("layer.0")
-    pair.producer.save_layer("layer.1")
-    pair.load([5, 4])
-    until(lambda: pair.arrived([2, 3], [5, 4], range(2)))
-    assert pair.consumer.finished() == (set(), set())
-    pair.producer.save_layer("layer.2")
-    assert received(pair.consumer) == {"consuming"}
-
-
 def test_the_end_of_a_step_announces_the_layers_that_were_not_saved_and_no_others(pair: Pair) -> None:
     recorded = Recorded(pair.producer)
     pair.load([5, 4])
@@ -184,7 +171,6 @@ def test_the_end_of_a_step_announces_the_layers_that_were_not_saved_and_no_other
     assert pair.arrived([2, 3], [5, 4])
     pair.producer.end_forward()
     assert recorded.num_layers == [1, LAYERS - 1]
-    assert recorded.are_last == [False, True]
 
 
 def test_a_step_whose_layers_were_all_saved_announces_nothing_at_its_end(pair: Pair) -> None:
@@ -195,7 +181,6 @@ def test_a_step_whose_layers_were_all_saved_announces_nothing_at_its_end(pair: P
             pair.producer.save_layer(f"layer.{layer}")
         pair.producer.end_forward()
     assert recorded.num_layers == [1] * (2 * LAYERS)
-    assert recorded.are_last == [False, False, True] * 2
     pair.load([5, 4])
     assert received(pair.consumer) == {"consuming"}
     assert pair.arrived([2, 3], [5, 4])

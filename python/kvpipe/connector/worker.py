@@ -128,7 +128,7 @@ class WorkerRole:
         if agent is None:
             return
         if step.cached:
-            agent.finalize(_kvpipe.Finals(step.cached), list(self._regions.values()), is_last=True)
+            agent.finalize(_kvpipe.Finals(step.cached), list(self._regions.values()))
         for load in step.loads:
             self._load(agent, load)
         for handoff in step.commits:
@@ -180,7 +180,7 @@ class WorkerRole:
             return
         if (region := self._unsaved.pop(layer_name, None)) is not None:
             self._trace.layers_computed()
-            self._agent.finalize(self._finals, [region], is_last=not self._unsaved)
+            self._agent.finalize(self._finals, [region])
             self._progress.layer_saved(time.monotonic())
         elif layer_name in self._regions:
             self._withdraw_step(self._agent, layer_name)
@@ -197,7 +197,7 @@ class WorkerRole:
         """After the forward pass: this step's blocks are final in the layers that are left."""
         if self._finals is not None and self._agent is not None and self._unsaved:
             self._trace.layers_computed()
-            self._agent.finalize(self._finals, list(self._unsaved.values()), is_last=True)
+            self._agent.finalize(self._finals, list(self._unsaved.values()))
         self._trace.end_forward()
         self._forget_finals()
 

@@ -141,7 +141,7 @@ fn regions_that_are_not_the_agents_or_closed_are_refused() {
         |transport| {
             let (producer, consumer) = pair(transport);
             let finals = step(1, 0, &[4]).expect("a step");
-            let finalize = |regions| producer.agent.finalize(&finals, regions, true);
+            let finalize = |regions| producer.agent.finalize(&finals, regions);
             assert!(finalize(&consumer.regions).is_err());
             let closed = producer.agent.close_region(&producer.regions[2], None);
             closed

@@ -211,14 +211,9 @@ impl Agent {
         self.0.notifications_fd()
     }
 
-    fn finalize(
-        &self,
-        finals: &Finals,
-        regions: Vec<PyRef<'_, Region>>,
-        is_last: bool,
-    ) -> PyResult<()> {
+    fn finalize(&self, finals: &Finals, regions: Vec<PyRef<'_, Region>>) -> PyResult<()> {
         let regions: Vec<_> = regions.iter().map(|region| region.0.clone()).collect();
-        self.0.finalize(&finals.0, &regions, is_last).map_err(to_py)
+        self.0.finalize(&finals.0, &regions).map_err(to_py)
     }
 
     fn end(&self, handoff: &[u8], reason: &str) -> PyResult<()> {

@@ -117,9 +117,8 @@ impl Blocks {
                 }
             }
         }
-        let (num_lent, is_awaited) = (self.producer.num_lent(), self.producer.is_awaited());
+        let num_lent = self.producer.num_lent();
         self.board.num_lent.store(num_lent, Ordering::Relaxed);
-        self.board.is_awaited.store(is_awaited, Ordering::Relaxed);
     }
 }
 

@@ -27,7 +27,7 @@ mod turns;
 
 use std::collections::{BTreeMap, HashSet};
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -111,7 +111,6 @@ struct Board {
     inbox: Inbox,
     num_regions: AtomicUsize,
     num_lent: AtomicUsize,
-    is_awaited: AtomicBool,
 }
 
 /// Handoffs that were ended, as marked by the thread that ends them and not later by the one that is told.
@@ -196,7 +195,6 @@ impl Agent {
             inbox: Inbox::new()?,
             num_regions: AtomicUsize::new(0),
             num_lent: AtomicUsize::new(0),
-            is_awaited: AtomicBool::new(false),
         });
         let (in_thread, shown, marks) = (events.clone(), Arc::clone(&board), ended.clone());
         let node = Node::spawn(config, || Blocks::new(in_thread, shown, marks))?;
@@ -229,22 +227,14 @@ impl Agent {
 
     /// Producer: what a step makes final is final in these regions, each of which is named once for a step.
     ///
-    /// `is_last`: no more of the step follows. Until then the thread is not woken for what nobody has selected: it would
-    /// take a CPU from the forward pass. A select wakes it.
-    ///
     /// # Errors
     /// A region is another agent's, or was closed.
-    pub fn finalize(&self, finals: &Finals, regions: &[Region], is_last: bool) -> Result<()> {
+    pub fn finalize(&self, finals: &Finals, regions: &[Region]) -> Result<()> {
         for region in regions {
             region.check(self.incarnation)?;
         }
         let regions = regions.iter().map(Region::id).collect();
-        let command = Command::Finalize(finals.clone(), regions);
-        if is_last || self.board.is_awaited.load(Ordering::Relaxed) {
-            self.node.send(command)
-        } else {
-            self.node.queue(command)
-        }
+        self.node.send(Command::Finalize(finals.clone(), regions))
     }
 
     /// Producer: the blocks of a handoff may change from now on.

@@ -1,7 +1,5 @@
 //! What an agent that was closed says of reads that UCX has not ended. That it hears of them is a test of nodes.
 
-use std::time::Instant;
-
 use kvpipe_ucx::Buffer;
 
 use super::*;
@@ -20,38 +18,6 @@ fn agent_with_region() -> (Agent, Region) {
     let region = agent.register("kv", Buffer::zeroed(64), 64, 64);
     let region = region.expect("open").wait_for(PATIENCE).expect("region");
     (agent, region)
-}
-
-/// A step that makes the first block of a handoff final.
-fn step(handoff: HandoffId) -> Finals {
-    let part = Final {
-        handoff,
-        generation: 0,
-        first: 0,
-        block_ids: vec![0],
-    };
-    Finals::new(vec![part]).expect("a step")
-}
-
-#[test]
-fn a_step_wakes_the_agent_with_its_last_region_if_nobody_has_selected() {
-    const TRIES: u8 = 5; // an idle thread wakes once a second by itself
-    let (agent, region) = agent_with_region();
-    let (regions, mut has_waited) = (std::slice::from_ref(&region), false);
-    for number in 1..=TRIES {
-        let finalize = |handoff, is_last| agent.finalize(&step(handoff), regions, is_last);
-        finalize([2 * number; 16], false).expect("open");
-        std::thread::sleep(Duration::from_millis(50));
-        let num_before = 2 * usize::from(number) - 2;
-        has_waited |= agent.num_lent() == num_before;
-        finalize([2 * number + 1; 16], true).expect("open");
-        let began = Instant::now();
-        while agent.num_lent() != num_before + 2 {
-            assert!(began.elapsed() < PATIENCE);
-            std::thread::yield_now();
-        }
-    }
-    assert!(has_waited);
 }
 
 fn assert_told(result: Result<()>) {
@@ -239,9 +205,15 @@ mod by_messages {
     fn blocks_of_a_handoff_count_by_their_own_checksums_although_their_producer_has_ended() {
         let (reader, lender) = (Side::new(true), Side::new(true));
         connected(&reader, &lender);
+        let part = Final {
+            handoff: [7; 16],
+            generation: 0,
+            first: 0,
+            block_ids: vec![0],
+        };
+        let finals = Finals::new(vec![part]).expect("a step");
         let regions = std::slice::from_ref(&lender.region);
-        let finalized = lender.agent.finalize(&step([7; 16]), regions, true);
-        finalized.expect("open");
+        lender.agent.finalize(&finals, regions).expect("open");
         lender.rest();
         let request = LoadRequest {
             handoff: [7; 16],

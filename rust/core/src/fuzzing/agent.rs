@@ -115,11 +115,8 @@ impl Side {
         };
         let (finals, regions) = (Finals::new(vec![part])?, self.regions.iter());
         let open: Vec<Region> = regions.filter(|it| !it.is_closed()).cloned().collect();
-        let mut left = open.chunks(1);
-        while let Some(region) = left.next() {
-            self.agent.finalize(&finals, region, left.len() == 0)?;
-        }
-        Ok(())
+        open.chunks(1)
+            .try_for_each(|region| self.agent.finalize(&finals, region))
     }
 
     fn handoff(&mut self, what: u8, argument: u8) {

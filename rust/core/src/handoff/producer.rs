@@ -200,12 +200,6 @@ impl Producer {
         )
     }
 
-    /// Whether a consumer waits for blocks, of a handoff that is lent or may still be.
-    pub fn is_awaited(&self) -> bool {
-        let has_selects = |lent: &Lent| !lent.selects.is_empty();
-        self.parked.iter().next().is_some() || self.lent.values().any(has_selects)
-    }
-
     /// Number of handoffs that are lent.
     pub fn num_lent(&self) -> usize {
         self.lent.len()

@@ -229,17 +229,11 @@ impl<C: Send + 'static> Node<C> {
 
     /// As [`send`](Self::send), by a caller of whom it is known what it does next.
     pub(crate) fn hand(&self, command: C, then: Then) -> Result<()> {
-        self.queue(command)?;
+        self.process.check()?;
+        self.commands.send(Control::Command(command))?;
         if then == Then::GoOn {
             self.wheel.nudge();
         }
-        Ok(())
-    }
-
-    /// As [`send`](Self::send), but the thread is not woken: it takes the command when something else wakes it.
-    pub(crate) fn queue(&self, command: C) -> Result<()> {
-        self.process.check()?;
-        self.commands.send(Control::Command(command))?;
         Ok(())
     }
 }

@@ -70,9 +70,8 @@ impl Worker {
 
     /// A step has computed some of its layers.
     pub fn save(&self, finals: &Finals, layers: Range<usize>) {
-        let is_last = layers.end == LAYERS;
         self.agent
-            .finalize(finals, &self.regions[layers], is_last)
+            .finalize(finals, &self.regions[layers])
             .expect("finalize");
     }
 

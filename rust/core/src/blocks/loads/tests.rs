@@ -56,8 +56,7 @@ impl Side {
         };
         let finals = Finals::new(handoffs.map(part).collect()).expect("finals");
         let regions = [self.region.clone()];
-        let finalized = self.agent.finalize(&finals, &regions, true);
-        finalized.expect("finalize");
+        self.agent.finalize(&finals, &regions).expect("finalize");
         settle(&[&self.agent]);
     }
 

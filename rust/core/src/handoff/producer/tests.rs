@@ -152,21 +152,6 @@ fn done_counts_once_and_only_from_a_consumer_that_selected() {
 }
 
 #[test]
-fn blocks_are_awaited_from_a_select_until_its_end() {
-    let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
-    producer.finalize(ID, 0, &[block(0)]);
-    assert!(!producer.is_awaited());
-    producer.select(select(20, 0, 1), ID, later);
-    assert!(producer.is_awaited());
-    producer.done(20, ID);
-    assert!(!producer.is_awaited());
-    producer.select(select(20, 0, 1), [8; 16], later);
-    assert!(producer.is_awaited(), "it may still be opened");
-    producer.link_down(20);
-    assert!(!producer.is_awaited());
-}
-
-#[test]
 fn a_consumer_that_selects_again_is_told_of_each_block_once() {
     let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
     producer.select(select(20, 0, 2), ID, later);
