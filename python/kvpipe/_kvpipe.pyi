@@ -375,7 +375,9 @@ class Control:
 
     def ask_watched(self, address: str, handoff: bytes, timeout: float) -> Work: ...
     def drain(self, timeout: float = 0.0) -> list[dict[str, Any]]:
-        """Events of handoffs: `opened`, `finished`, `gone`, `released`, `log`. If there is none it waits so many
-        seconds for one, without the GIL; a `log` that comes meanwhile does not end that, nor does Ctrl-C."""
+        """Events of handoffs: `opened`, `finished`, `gone`, `released`, `log`.
+
+        If there is none it waits so many seconds for one, without the GIL. A `log` does not end that, nor does Ctrl-C.
+        """
 
     def close(self) -> None: ...

@@ -110,7 +110,9 @@ def test_nothing_is_waited_for_while_another_load_lacks_blocks(scene: Scene) -> 
 def test_nothing_is_waited_for_when_vllm_has_something_to_hear(scene: Scene, news: str) -> None:
     scene.blocks_are_here()
     scene.wire.waited.clear()
-    scene.engine.role.update(KVConnectorOutput(**{news: {NUM_BLOCKS - 1 if news == "invalid_block_ids" else "another"}}))
+    scene.engine.role.update(
+        KVConnectorOutput(**{news: {NUM_BLOCKS - 1 if news == "invalid_block_ids" else "another"}})
+    )
     assert scene.wire.waited == []
     scene.engine.role.update(KVConnectorOutput())
     assert scene.wire.waited == [0.005]

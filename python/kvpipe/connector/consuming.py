@@ -192,7 +192,7 @@ class Consuming:
         self._commits.ended(output)
 
     def lacks_states_alone(self) -> bool:
-        """Whether there are loads, and each has all its blocks and a producer that may still send its sequence state."""
+        """Whether there are loads, and each has all its blocks and a producer that may still send the state."""
         loading = [(each.request.request_id, each) for each in self._consumed.values() if each.phase == "loading"]
         return bool(loading) and all(each.is_held and self._commits.lacks_state(name) for name, each in loading)
 

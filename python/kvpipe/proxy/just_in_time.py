@@ -67,22 +67,21 @@ class Leads:
     """How long before the end of prefill each D is asked.
 
     It covers the time until D watches the handoff (admission) and has what was final by then (backlog), both D's, and
-    how much too late P's prediction of its end is, with twice the mean deviation of each. Backlogs and errors grow with
-    the prompt, of which the proxy knows the request's bytes: they are learned by the byte.
+    how much too late P's prediction of its end is, with twice the mean deviation of each. A backlog is as long as its
+    prompt, of which the proxy knows the request's bytes: it is learned by the byte.
     """
 
     def __init__(self) -> None:
         self._admissions: dict[str, Usual] = {}
         self._backlogs_by_byte: dict[str, Usual] = {}
-        self._errors_by_byte: dict[str, Usual] = {}
+        self._errors: dict[str, Usual] = {}
 
     def lead_s(self, prefill_url: str, decode_url: str, num_bytes: int) -> float:
         """For a request of so many bytes: up to 200 ms, to 5 s where D's admission alone usually takes longer."""
-        num_counted = _BASE_BYTES + num_bytes
         admission = self._admissions.get(decode_url, Usual(_FIRST_ADMISSION_S))
-        backlog_s = num_counted * self._backlogs_by_byte.get(decode_url, Usual()).most_s
-        error = self._errors_by_byte.get(prefill_url, Usual())
-        wanted_s = _MARGIN_S + admission.most_s + backlog_s + num_counted * error.most_s
+        backlog_s = (_BASE_BYTES + num_bytes) * self._backlogs_by_byte.get(decode_url, Usual()).most_s
+        error = self._errors.get(prefill_url, Usual())
+        wanted_s = _MARGIN_S + admission.most_s + backlog_s + error.most_s
         bound_s = max(_BOUND_S, _MARGIN_S + admission.median_s)
         return max(0.0, min(wanted_s, bound_s, _LONGEST_S))
 
@@ -95,10 +94,9 @@ class Leads:
         by_byte_s = min(backlog_s, _LONGEST_S) / (_BASE_BYTES + num_bytes)
         self._backlogs_by_byte.setdefault(decode_url, Usual()).measured(by_byte_s)
 
-    def answered(self, prefill_url: str, error_s: float, num_bytes: int) -> None:
+    def answered(self, prefill_url: str, error_s: float) -> None:
         """Take one more error of a P's prediction, in seconds: above 0 when it ended earlier than was predicted."""
-        by_byte_s = max(-_LONGEST_S, min(error_s, _LONGEST_S)) / (_BASE_BYTES + num_bytes)
-        self._errors_by_byte.setdefault(prefill_url, Usual()).measured(by_byte_s)
+        self._errors.setdefault(prefill_url, Usual()).measured(max(-_LONGEST_S, min(error_s, _LONGEST_S)))
 
 
 @dataclass(slots=True)
@@ -194,4 +192,4 @@ class JustInTime:
         """P has answered: how far off its prediction was."""
         timing.answered_at_s = time.monotonic()
         if timing.error_s is not None:
-            self.leads.answered(prefill_url, timing.error_s, timing.num_bytes)
+            self.leads.answered(prefill_url, timing.error_s)
