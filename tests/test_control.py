@@ -48,15 +48,6 @@ def test_releasing_a_handoff_gives_its_blocks_back_once(port, client):
     assert released(port) == []
 
 
-def test_a_drain_waits_for_what_is_to_happen_and_lets_other_threads_of_python_run(port, client):
-    open_handoff(port, HANDOFF)
-    releases = threading.Timer(0.1, client.release, (port.address, HANDOFF.hex()))
-    releases.start()
-    assert "released" in [event["event"] for event in port.drain(30)]
-    releases.join()
-    assert port.drain(0.01) == []
-
-
 def test_releasing_what_is_not_known_is_false_and_holds_for_what_comes_later(port, client):
     assert client.release(port.address, HANDOFF.hex()).wait(10) is False
     open_handoff(port, HANDOFF)

@@ -374,10 +374,5 @@ class Control:
         """Tells the control port of the own engine that a prefill will end after `remaining` seconds."""
 
     def ask_watched(self, address: str, handoff: bytes, timeout: float) -> Work: ...
-    def drain(self, timeout: float = 0.0) -> list[dict[str, Any]]:
-        """Events of handoffs: `opened`, `finished`, `gone`, `released`, `log`.
-
-        If there is none it waits so many seconds for one, without the GIL. A `log` does not end that, nor does Ctrl-C.
-        """
-
+    def drain(self) -> list[dict[str, Any]]: ...
     def close(self) -> None: ...

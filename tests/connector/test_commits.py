@@ -1,10 +1,8 @@
 """A load ends as soon as the scheduler role knows both parts of it: blocks on all ranks, and the sequence state."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from vllm.v1.outputs import KVConnectorOutput
 
 from kvpipe.connector.commits import Commits
 from kvpipe.connector.metadata import StepMetadata, WorkerOutcomes
@@ -77,85 +75,6 @@ def test_a_state_that_comes_between_steps_has_the_step_after_the_next_compute(sc
     assert scene.step()[1].committed == [scene.handoff]
     assert scene.step()[0] == 1
     assert scene.wire.watched[scene.handoff].is_over
-
-
-def test_a_step_without_tokens_waits_for_a_state_that_alone_is_missing(scene: Scene) -> None:
-    scene.wire.while_waiting = scene.say_finished
-    scene.blocks_are_here()
-    assert scene.wire.waited == [0.005]
-    num_tokens, metadata = scene.step()
-    assert (num_tokens, metadata.committed) == (1, [scene.handoff])
-
-
-def test_nothing_is_waited_for_while_blocks_are_missing(scene: Scene) -> None:
-    for _ in range(2):
-        scene.step()
-    scene.say_finished()
-    for _ in range(2):
-        scene.step()
-    assert scene.wire.waited == []
-
-
-def test_nothing_is_waited_for_while_another_load_lacks_blocks(scene: Scene) -> None:
-    other = new_id()
-    request = scene.engine.add(list(range(200, 300)), handoff=other, role="consume", producer="127.0.0.1:1")
-    scene.wire.say_opened(bytes.fromhex(other), prompt_hash(request), 100)
-    scene.step()
-    for _ in range(3):
-        scene.blocks_are_here()
-    assert scene.wire.waited == []
-
-
-@pytest.mark.parametrize("news", ["finished_recving", "finished_sending", "invalid_block_ids"])
-def test_nothing_is_waited_for_when_vllm_has_something_to_hear(scene: Scene, news: str) -> None:
-    scene.blocks_are_here()
-    scene.wire.waited.clear()
-    scene.engine.role.update(
-        KVConnectorOutput(**{news: {NUM_BLOCKS - 1 if news == "invalid_block_ids" else "another"}})
-    )
-    assert scene.wire.waited == []
-    scene.engine.role.update(KVConnectorOutput())
-    assert scene.wire.waited == [0.005]
-
-
-def test_nothing_is_waited_for_while_another_request_computes(scene: Scene) -> None:
-    other = scene.engine.add(list(range(200, 300)), max_tokens=3)
-    scene.blocks_are_here()
-    while other.num_output_tokens < 3:
-        scene.step()
-    assert scene.wire.waited == []
-
-
-@pytest.mark.parametrize("num_under_way", [1, 2, 3])
-def test_nothing_is_waited_for_while_a_step_with_tokens_may_be_under_way(engine: Engine, num_under_way: int) -> None:
-    engine.role._most_under_way = num_under_way
-    scene = Scene(engine)
-    scene.engine.add(list(range(200, 300)), max_tokens=1)
-    scene.step()
-    for _ in range(num_under_way):
-        assert scene.wire.waited == []
-        scene.blocks_are_here()
-    assert scene.wire.waited == [0.005]
-
-
-@pytest.mark.parametrize("is_gone", [True, False])
-def test_nothing_is_waited_for_that_cannot_come_any_more(scene: Scene, *, is_gone: bool) -> None:
-    scene.blocks_are_here()
-    scene.wire.waited.clear()
-    if is_gone:
-        scene.wire.say_gone(scene.handoff)
-    else:
-        scene.engine.abort(scene.request)
-    for _ in range(4):
-        scene.step()
-    assert scene.wire.waited == []
-
-
-def test_engines_that_step_together_do_not_wait(new_engine: Callable[..., Engine]) -> None:
-    scene = Scene(new_engine(arguments={"data_parallel_size": 2}))
-    for _ in range(4):
-        scene.blocks_are_here()
-    assert scene.wire.waited == []
 
 
 def test_nothing_is_committed_before_the_last_rank_has_all_blocks(engine: Engine) -> None:

@@ -5,7 +5,7 @@ what that thread could say: docs/design.md, state machines; that the thread does
 tests of the core show.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,30 +30,17 @@ class Watched:
 
 
 class Wire:
-    """In place of `_kvpipe.Control`.
-
-    Attributes:
-        waited: How long the scheduler role would have waited for an event, each time.
-        while_waiting: What happens then.
-        lent: What this engine produces.
-        watched: What it consumes.
-        results: What it said of each.
-    """
+    """In place of `_kvpipe.Control`."""
 
     address = "127.0.0.1:0"
 
     def __init__(self) -> None:
-        self.waited: list[float] = []
-        self.while_waiting: Callable[[], None] = lambda: None
         self.lent: dict[bytes, Lent] = {}
         self.watched: dict[bytes, Watched] = {}
         self.results: dict[bytes, list[str]] = {}
         self._events: list[dict[str, Any]] = []
 
-    def drain(self, timeout: float = 0.0) -> list[dict[str, Any]]:
-        if timeout and not self._events:
-            self.waited.append(timeout)
-            self.while_waiting()
+    def drain(self) -> list[dict[str, Any]]:
         events, self._events = self._events, []
         return events
 

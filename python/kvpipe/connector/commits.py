@@ -39,10 +39,6 @@ class Commits:
         if len(consumed.whole) == self._num_ranks:
             self._whole.add(request_id)
 
-    def lacks_state(self, request_id: str) -> bool:
-        """Whether the sequence state is all that this load lacks."""
-        return request_id in self._whole
-
     def state_is_here(self, request_id: str, consumed: Consumed) -> bool:
         """The sequence state has come: whether that commits the load."""
         if request_id not in self._whole:

@@ -191,11 +191,6 @@ class Consuming:
             self._out.control.unwatch(handoff, True)  # noqa: FBT003 - a native method
         self._commits.ended(output)
 
-    def lacks_states_alone(self) -> bool:
-        """Whether there are loads, and each has all its blocks and a producer that may still send the state."""
-        loading = [(each.request.request_id, each) for each in self._consumed.values() if each.phase == "loading"]
-        return bool(loading) and all(each.is_held and self._commits.lacks_state(name) for name, each in loading)
-
     def end(self, output: KVConnectorOutput) -> None:
         """Adds to the ended loads what was committed here, and takes leave of all of them."""
         self._commits.tell(output)

@@ -1,7 +1,7 @@
 """The scheduler role: which requests produce or consume a handoff, and what has become of it.
 
 Runs on EngineCore's main thread. Sockets, deadlines and leases live in the Rust thread of `Control`; a hook only hands
-commands to it and drains its events. One hook waits, where there is nothing to compute: see `_patience_s`.
+commands to it and drains its events.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 # A child of vLLM's logger: vLLM gives handlers to that one only.
 logger = init_logger("vllm.kvpipe.scheduler")
 
-# As long, at most, waits a request that arrives meanwhile.
-_PATIENCE_S = 0.005
-
 
 class SchedulerRole:
     """Handoffs of one engine, as its scheduler sees them."""
@@ -64,9 +61,6 @@ class SchedulerRole:
         trace = _kvpipe.Trace(config.trace, f"{self._role} scheduler {self._engine_id}")
         control.trace_to(trace)
         self._out = Outbox(control, trace)
-        self._is_alone = vllm_config.parallel_config.data_parallel_size == 1
-        self._most_under_way = vllm_config.max_concurrent_batches
-        self._num_idle_steps = 0
         block_size = vllm_config.cache_config.block_size
         self._producing = Producing(self._out, block_size)
         self._consuming = Consuming(
@@ -160,7 +154,6 @@ class SchedulerRole:
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """What the worker role has to know before this step's forward pass."""
         self._take_events()
-        self._num_idle_steps = 0 if output.total_num_scheduled_tokens else self._num_idle_steps + 1
         for request_id in output.preempted_req_ids or ():
             self._producing.preempted(request_id)
         now_s = time.monotonic()
@@ -176,27 +169,17 @@ class SchedulerRole:
         self._producing.step_ended(time.monotonic())
         self._consuming.hear(output)
         # The sequence state may have come during the step.
-        self._take_events(self._patience_s(output))
+        self._take_events()
         self._consuming.end(output)
         for request_id in output.finished_sending or ():
             self._producing.sent(request_id)
         if output.invalid_block_ids:
             self._producing.withdraw_invalid(output.invalid_block_ids)
 
-    def _patience_s(self, output: KVConnectorOutput) -> float:
-        """How long this step waits for a sequence state: where all loads lack that alone, and there is nothing to do.
-
-        vLLM would take another step without tokens, and a state that came during it would wait for its end. Engines
-        that vLLM has step together (data-parallel ones of experts) never wait: the others would as well.
-        """
-        is_idle = self._is_alone and self._num_idle_steps >= self._most_under_way
-        has_news = output.finished_recving or output.finished_sending or output.invalid_block_ids
-        return _PATIENCE_S if is_idle and not has_news and self._consuming.lacks_states_alone() else 0.0
-
     # --- what the Rust thread has to say
 
-    def _take_events(self, timeout_s: float = 0.0) -> None:
-        for event in self._out.control.drain(timeout_s):
+    def _take_events(self) -> None:
+        for event in self._out.control.drain():
             self._handlers[event["event"]](event)
 
     def _on_log(self, event: dict[str, Any]) -> None:

@@ -169,12 +169,7 @@ impl Control {
         self.ask(address, Question::Watched(id(handoff)?), timeout)
     }
 
-    #[pyo3(signature = (timeout=0.0))]
-    fn drain<'py>(&self, py: Python<'py>, timeout: f64) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        let timeout = duration(Some(timeout))?.unwrap_or(FOREVER);
-        if !timeout.is_zero() {
-            py.detach(|| self.0.wait(timeout));
-        }
+    fn drain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         self.0
             .drain()
             .iter()

@@ -256,11 +256,6 @@ impl Control {
         self.events.drain()
     }
 
-    /// Waits until something has happened, or so long.
-    pub fn wait(&self, timeout: Duration) {
-        self.events.wait(timeout);
-    }
-
     /// Ends the control plane; peers are told.
     pub fn close(&self) {
         self.node.stop();
