@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket}
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::link::Timing;
+use crate::session::Timing;
 use crate::work::{Waited, Work, work};
 
 /// Parses `host:port` for listening. A name is resolved; without a token only loopback is allowed.
@@ -39,7 +39,7 @@ pub(crate) fn check_address(address: &str) -> Result<()> {
     )))
 }
 
-/// The way to one or more peers, found out before there is a node that takes it. One timeout bounds all of it: names that are
+/// The way to one or more peers, found out before there is a reactor that takes it. One timeout bounds all of it: names that are
 /// resolved, and peers that accept.
 #[derive(Debug)]
 pub struct Route {
@@ -109,7 +109,7 @@ impl Route {
         Ok(if locals.len() == 1 { locals[0] } else { any })
     }
 
-    /// The deadlines of the links along it.
+    /// The deadlines of the sessions along it.
     pub(crate) fn timing(&self) -> Timing {
         Timing {
             handshake: self.timeout,
@@ -173,7 +173,7 @@ mod tests {
     use super::*;
     use crate::lookup::Remote;
     use crate::pipe::Pipe;
-    use crate::transport::{MemoryRoad, Transport};
+    use crate::transport::{MemoryPath, Transport};
 
     const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -254,7 +254,7 @@ mod tests {
     #[test]
     fn a_pipe_connects_in_what_resolving_has_left_of_the_timeout() {
         let (route, _silent) = nearly_late();
-        let transport = Transport::Memory(MemoryRoad::Get);
+        let transport = Transport::Memory(MemoryPath::RemoteRead);
         let connected = Pipe::connect_along(&route, b"", transport, true, Duration::ZERO);
         let (_pipe, connected) = connected.unwrap();
         assert_late(&connected);
@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn a_lookup_buffer_connects_in_what_resolving_has_left_of_the_timeout() {
         let (route, _silent) = nearly_late();
-        let transport = Transport::Memory(MemoryRoad::Get);
+        let transport = Transport::Memory(MemoryPath::RemoteRead);
         let (_buffer, connected) = Remote::connect_along(&route, b"", transport, true).unwrap();
         assert_late(&connected);
     }

@@ -1,12 +1,12 @@
-//! What to say of a session whose bytes take a slower road than they could.
+//! What to say of a session whose bytes take a slower data path than they could.
 
 use kvpipe_ucx::has_rdma_devices;
 
-use crate::road::Road;
+use crate::data_path::DataPath;
 
-/// Why the road is slow, and what to do; none when it is as fast as this machine allows.
-pub(crate) fn advice(road: &Road, is_same_host: bool) -> Option<&'static str> {
-    let Road::Messages(transport) = road else {
+/// Why the data path is slow, and what to do; none when it is as fast as this machine allows.
+pub(crate) fn advice(data_path: &DataPath, is_same_host: bool) -> Option<&'static str> {
+    let DataPath::Stream(transport) = data_path else {
         return None;
     };
     if transport == "tcp" && is_same_host {
@@ -25,9 +25,9 @@ mod tests {
 
     #[test]
     fn tcp_on_one_host_is_worth_a_word_and_cma_is_not() {
-        let road = |name: &str| Road::Messages(name.to_owned());
-        assert!(advice(&road("tcp"), true).is_some_and(|text| text.contains("CMA")));
-        assert_eq!(advice(&Road::Get("cma".to_owned()), true), None);
-        assert_eq!(advice(&road("memory"), true), None);
+        let data_path = |name: &str| DataPath::Stream(name.to_owned());
+        assert!(advice(&data_path("tcp"), true).is_some_and(|text| text.contains("CMA")));
+        assert_eq!(advice(&DataPath::RemoteRead("cma".to_owned()), true), None);
+        assert_eq!(advice(&data_path("memory"), true), None);
     }
 }

@@ -4,19 +4,19 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use crate::node::LinkId;
+use crate::reactor::SessionKey;
 
-/// A place of which it is known which link has it.
+/// A place of which it is known which session has it.
 pub(crate) trait Place {
-    fn link(&self) -> LinkId;
+    fn session(&self) -> SessionKey;
 }
 
-/// At most so many places, in the order in which they were taken. How many each link has is counted as they come and go: a
+/// At most so many places, in the order in which they were taken. How many each session has is counted as they come and go: a
 /// peer that asks on although it has most costs no look at all of them.
 #[derive(Debug)]
 pub(crate) struct Room<T> {
     waiting: Vec<T>,
-    held: HashMap<LinkId, usize>,
+    held: HashMap<SessionKey, usize>,
     cap: usize,
 }
 
@@ -41,15 +41,15 @@ impl<T: Place> Room<T> {
         }
         let most = self.held.values().copied().max().unwrap_or(0);
         // With one less than another it would only change places with it, again and again.
-        if self.held_by(one.link()) + 1 >= most {
+        if self.held_by(one.session()) + 1 >= most {
             return Some(one);
         }
-        let has_most = |other: &T| self.held_by(other.link()) == most;
+        let has_most = |other: &T| self.held_by(other.session()) == most;
         let Some(latest) = self.waiting.iter().rposition(has_most) else {
             return Some(one);
         };
         let displaced = self.waiting.remove(latest);
-        self.give_up(displaced.link());
+        self.give_up(displaced.session());
         self.put(one);
         Some(displaced)
     }
@@ -59,22 +59,22 @@ impl<T: Place> Room<T> {
         let over = self.waiting.extract_if(.., |one| is_over(one));
         let taken: Vec<T> = over.collect();
         for one in &taken {
-            self.give_up(one.link());
+            self.give_up(one.session());
         }
         taken
     }
 
     fn put(&mut self, one: T) {
-        *self.held.entry(one.link()).or_default() += 1;
+        *self.held.entry(one.session()).or_default() += 1;
         self.waiting.push(one);
     }
 
-    fn held_by(&self, link: LinkId) -> usize {
-        self.held.get(&link).map_or(0, |held| *held)
+    fn held_by(&self, session: SessionKey) -> usize {
+        self.held.get(&session).map_or(0, |held| *held)
     }
 
-    fn give_up(&mut self, link: LinkId) {
-        if let Entry::Occupied(mut held) = self.held.entry(link) {
+    fn give_up(&mut self, session: SessionKey) {
+        if let Entry::Occupied(mut held) = self.held.entry(session) {
             *held.get_mut() -= 1;
             if *held.get() == 0 {
                 held.remove();
@@ -99,16 +99,16 @@ mod tests {
 
     const CAP: usize = 12;
 
-    impl Place for (LinkId, usize) {
-        fn link(&self) -> LinkId {
+    impl Place for (SessionKey, usize) {
+        fn session(&self) -> SessionKey {
             self.0
         }
     }
 
-    fn filled_by(link: LinkId) -> Room<(LinkId, usize)> {
+    fn filled_by(session: SessionKey) -> Room<(SessionKey, usize)> {
         let mut room = Room::new(CAP);
         for n in 0..CAP {
-            assert_eq!(room.admit((link, n)), None);
+            assert_eq!(room.admit((session, n)), None);
         }
         room
     }
@@ -132,11 +132,11 @@ mod tests {
     fn in_the_end_all_have_as_much_whoever_came_first_or_asks_most() {
         let mut room = filled_by(1);
         for n in 0..CAP {
-            for link in [1, 2, 3, 1, 1] {
-                room.admit((link, n));
+            for session in [1, 2, 3, 1, 1] {
+                room.admit((session, n));
             }
         }
-        let held = |link| room.iter().filter(|(other, _)| *other == link).count();
+        let held = |session| room.iter().filter(|(other, _)| *other == session).count();
         assert_eq!([1, 2, 3].map(held), [CAP / 3; 3]);
     }
 
@@ -145,18 +145,18 @@ mod tests {
     fn a_place_that_is_given_up_counts_no_more() {
         let mut room = filled_by(1);
         room.admit((2, 0));
-        let taken = room.take(|(link, n)| *link == 2 || *n < 4);
+        let taken = room.take(|(session, n)| *session == 2 || *n < 4);
         assert_eq!(taken, [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]);
         assert_eq!(room.held, HashMap::from([(1, CAP - 5)]));
         room.take(|_| true);
-        assert!(room.held.is_empty(), "no link is remembered");
+        assert!(room.held.is_empty(), "no session is remembered");
     }
 
     /// Counts how often anybody asks whose it is.
     struct Counting(Rc<Cell<usize>>);
 
     impl Place for Counting {
-        fn link(&self) -> LinkId {
+        fn session(&self) -> SessionKey {
             self.0.set(self.0.get() + 1);
             1
         }

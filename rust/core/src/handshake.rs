@@ -55,7 +55,7 @@ pub enum Step {
         /// Who the peer is.
         peer: Box<Identity>,
         /// The session's id.
-        session: SessionId,
+        session_id: SessionId,
         /// Whether this side may speak at once.
         is_ready: bool,
     },
@@ -243,15 +243,15 @@ impl Handshake {
         if let Err(reason) = accept(&theirs) {
             return Ok(refuse(Error::Connect(reason)));
         }
-        let session: SessionId = random()?;
-        let body = ours.write(Writer::default().raw(&session)).finish();
+        let session_id: SessionId = random()?;
+        let body = ours.write(Writer::default().raw(&session_id)).finish();
         let mac = self.mac(b"kvpipe server identity", &body);
         self.state = State::ServerReady;
         let frames = vec![Writer::new(WELCOME).raw(&mac).raw(&body).finish()];
         Ok(Step::Admitted {
             frames,
             peer: Box::new(theirs),
-            session,
+            session_id,
             is_ready: false,
         })
     }
@@ -266,7 +266,7 @@ impl Handshake {
             )));
         }
         let mut reader = Reader::new(body);
-        let session = reader.fixed()?;
+        let session_id = reader.fixed()?;
         let peer = Identity::read(&mut reader)?;
         reader.end()?;
         if let Some((field, ours, theirs)) = ours.difference(&peer) {
@@ -276,7 +276,7 @@ impl Handshake {
         Ok(Step::Admitted {
             frames,
             peer: Box::new(peer),
-            session,
+            session_id,
             is_ready: true,
         })
     }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
-use crate::node::Io;
 use crate::process::Process;
+use crate::reactor::ReactorContext;
 use crate::transport::Memory;
 
 /// Most bytes that wait to be used again; more is given back to the system at once.
@@ -75,11 +75,11 @@ impl Pool<Memory> {
     ///
     /// # Errors
     /// There is not so much memory (`Exhausted`).
-    pub(crate) fn take(&self, io: &Io, len: usize) -> Result<Arc<Memory>> {
+    pub(crate) fn take(&self, cx: &ReactorContext, len: usize) -> Result<Arc<Memory>> {
         if let Some(memory) = lock(&self.0).take(len) {
             return Ok(memory);
         }
-        io.register(mapped(len)?)
+        cx.register(mapped(len)?)
     }
 }
 

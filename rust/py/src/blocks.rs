@@ -41,8 +41,8 @@ pub(crate) struct Peer(pub(crate) blocks::Peer);
 #[pymethods]
 impl Peer {
     #[getter]
-    fn link(&self) -> u64 {
-        self.0.link()
+    fn session(&self) -> u64 {
+        self.0.session()
     }
 
     #[getter]

@@ -59,10 +59,10 @@ impl Agent {
             )));
         }
         let layout = Layout::new(buffer.len() as u64, block_bytes, stride)?;
-        let memory = self.node.register(buffer)?;
+        let memory = self.reactor.register(buffer)?;
         let region = LocalRegion::new(name, layout, is_writable, memory)?;
-        let (done, completer) = self.node.work();
-        self.node.send(Command::Register { region, completer })?;
+        let (done, completer) = self.reactor.work();
+        self.reactor.send(Command::Register { region, completer })?;
         Ok(done)
     }
 
@@ -73,9 +73,9 @@ impl Agent {
     /// The region belongs to another agent; its agent was closed, `Timeout` if that did not end all reads.
     pub fn close_region(&self, region: &Region, timeout: Option<Duration>) -> Result<Work<()>> {
         region.check_agent(self.incarnation)?;
-        let (done, completer) = self.node.work();
+        let (done, completer) = self.reactor.work();
         let was_open = region.close();
-        let sent = self.node.send(Command::Close {
+        let sent = self.reactor.send(Command::Close {
             region: region.id(),
             until: timeout.map(|timeout| Instant::now() + timeout),
             completer,
@@ -87,7 +87,7 @@ impl Agent {
                 if was_open {
                     return Err(Error::Closed(text));
                 }
-                let (done, completer) = self.node.work();
+                let (done, completer) = self.reactor.work();
                 completer.complete(Ok(()));
                 Ok(done)
             }
@@ -111,8 +111,8 @@ impl Agent {
 
     fn connect_to(&self, address: &str, incarnation: Option<Incarnation>) -> Result<Work<Peer>> {
         check_address(address)?;
-        let (done, completer) = self.node.work();
-        self.node.send(Command::Connect {
+        let (done, completer) = self.reactor.work();
+        self.reactor.send(Command::Connect {
             address: address.to_owned(),
             incarnation,
             completer,
@@ -164,9 +164,9 @@ impl Agent {
     pub fn read(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
         let pieces = plan.reading()?;
-        let (done, completer) = self.node.work();
-        self.node.send(Command::Read(ReadCommand {
-            link: plan.peer.link(),
+        let (done, completer) = self.reactor.work();
+        self.reactor.send(Command::Read(ReadCommand {
+            session: plan.peer.session(),
             region: plan.local.id(),
             remote_region: plan.remote.id,
             pieces,
@@ -185,10 +185,10 @@ impl Agent {
     pub fn write(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
         let pieces = plan.writing()?;
-        let (done, completer) = self.node.work();
+        let (done, completer) = self.reactor.work();
         let notify = options.notify.map(|tag| Notify { tag, number: None });
-        self.node.send(Command::Write(Offer {
-            link: plan.peer.link(),
+        self.reactor.send(Command::Write(Offer {
+            session: plan.peer.session(),
             peer: plan.peer.clone(),
             region: plan.local.id(),
             remote_region: plan.remote.id,
@@ -210,10 +210,10 @@ impl Agent {
     pub fn notify(&self, peer: &Peer, tag: Vec<u8>) -> Result<Work<()>> {
         check_tag(&tag)?;
         peer.check()?;
-        let (done, completer) = self.node.work();
-        let link = peer.link();
-        self.node.send(Command::Notify {
-            link,
+        let (done, completer) = self.reactor.work();
+        let session = peer.session();
+        self.reactor.send(Command::Notify {
+            session,
             tag,
             completer,
         })?;
@@ -228,7 +228,7 @@ impl Agent {
         let (notifications, taken) = self.board.inbox.drain()?;
         if !taken.is_empty() {
             // A closed agent has nobody to tell, and what had come is still the user's.
-            let _ = self.node.send(Command::Taken(taken));
+            let _ = self.reactor.send(Command::Taken(taken));
         }
         Ok(notifications)
     }

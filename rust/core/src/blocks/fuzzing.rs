@@ -8,12 +8,12 @@ use super::messages::{
 use super::metadata::Metadata;
 use crate::codec::{Reader, Writer};
 use crate::handoff::FinalBlock;
-use crate::node::by_hand::Round;
+use crate::reactor::manual::Round;
 use crate::region::{Pieces, RemoteRegion};
 
 impl Agent {
     pub(crate) fn round(&self) -> Round {
-        self.node.round()
+        self.reactor.round()
     }
 }
 

@@ -11,7 +11,7 @@ use crate::codec::{Reader, Writer};
 use crate::error::Result;
 use crate::handoff::producer::{Action, OPEN_TIMEOUT, Select};
 use crate::handoff::{FinalBlock, HandoffId, checksum};
-use crate::node::{Io, LinkId};
+use crate::reactor::{ReactorContext, SessionKey};
 use crate::region::{Layout, RegionId};
 use crate::trace::Track;
 use crate::transport::{Memory, Payload};
@@ -23,7 +23,7 @@ const SLICE: u64 = 8 << 20;
 impl Blocks {
     /// Takes the next slice of blocks that are final, in the regions in which they are, and tells who has selected
     /// them; whether more are left.
-    pub(super) fn finalize_on(&mut self, io: &mut Io) -> bool {
+    pub(super) fn finalize_on(&mut self, cx: &mut ReactorContext) -> bool {
         let known = &self.regions;
         let num_blocks = |regions: &[RegionId]| {
             let known = regions.iter().filter_map(|region| known.get(region));
@@ -40,7 +40,7 @@ impl Blocks {
                 let actions = self
                     .producer
                     .finalize(part.handoff, part.generation, &blocks);
-                self.act(io, actions);
+                self.act(cx, actions);
                 let before = regions
                     .first()
                     .map_or(0, |id| self.regions.range(..id).count());
@@ -51,9 +51,9 @@ impl Blocks {
                     ("layers", regions.len() as u64),
                 ];
                 self.trace
-                    .span(Track::Node, "announced", &part.handoff, began, &facts);
+                    .span(Track::Reactor, "announced", &part.handoff, began, &facts);
             }
-            Err(reason) => self.end(io, part.handoff, &reason),
+            Err(reason) => self.end(cx, part.handoff, &reason),
         }
         !self.finals.is_empty()
     }
@@ -87,33 +87,33 @@ impl Blocks {
         Ok(blocks)
     }
 
-    pub(super) fn end(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
-        self.trace.instant(Track::Node, "ended", &handoff, &[]);
+    pub(super) fn end(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
+        self.trace.instant(Track::Reactor, "ended", &handoff, &[]);
         self.finals.forget(&handoff);
         let actions = self.producer.end(handoff, reason);
-        self.act(io, actions);
+        self.act(cx, actions);
     }
 
-    pub(super) fn act(&mut self, io: &mut Io, actions: Vec<Action>) {
+    pub(super) fn act(&mut self, cx: &mut ReactorContext, actions: Vec<Action>) {
         for action in actions {
             match action {
                 Action::Announce {
-                    link,
+                    session,
                     handoff,
                     generation,
                     blocks,
                 } => {
-                    let header = io.header(link, FINAL).raw(&handoff).u32(generation);
-                    io.message(link, header, Payload::Bytes(final_blocks(&blocks)));
+                    let header = cx.header(session, FINAL).raw(&handoff).u32(generation);
+                    cx.message(session, header, Payload::Bytes(final_blocks(&blocks)));
                 }
                 Action::Gone {
-                    link,
+                    session,
                     handoff,
                     reason,
                 } => {
-                    let header = io.header(link, GONE).raw(&handoff);
+                    let header = cx.header(session, GONE).raw(&handoff);
                     let text = Writer::default().text(&reason, REASON_CAP).finish();
-                    io.message(link, header, Payload::Bytes(text));
+                    cx.message(session, header, Payload::Bytes(text));
                 }
             }
         }
@@ -126,8 +126,8 @@ impl Blocks {
 impl Blocks {
     pub(super) fn handoff_message(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         kind: u8,
         mut header: Reader<'_>,
         data: &[u8],
@@ -138,29 +138,33 @@ impl Blocks {
                 let _generation = header.u32()?;
                 let (first, end) = (header.u32()?, header.u32()?);
                 header.end()?;
-                let select = Select { link, first, end };
-                let actions = self.producer.select(select, handoff, io.now + OPEN_TIMEOUT);
-                self.act(io, actions);
+                let select = Select {
+                    session,
+                    first,
+                    end,
+                };
+                let actions = self.producer.select(select, handoff, cx.now + OPEN_TIMEOUT);
+                self.act(cx, actions);
             }
             FINAL => {
                 let generation = header.u32()?;
                 header.end()?;
-                self.announced(io, link, handoff, generation, &read_final_blocks(data)?)?;
+                self.announced(cx, session, handoff, generation, &read_final_blocks(data)?)?;
             }
             GONE => {
                 header.end()?;
                 let text = reason(data)?;
-                if self.is_loading_from(link, &handoff) {
+                if self.is_loading_from(session, &handoff) {
                     self.consumer.withdraw(&handoff);
-                    self.fail_load(io, handoff, &text);
+                    self.fail_load(cx, handoff, &text);
                 }
             }
             _ => {
                 header.end()?;
-                if self.producer.done(link, handoff) {
-                    self.trace.instant(Track::Node, "taken", &handoff, &[]);
+                if self.producer.done(session, handoff) {
+                    self.trace.instant(Track::Reactor, "taken", &handoff, &[]);
                     self.events.push(Event::Taken { handoff });
-                    self.act(io, Vec::new());
+                    self.act(cx, Vec::new());
                 }
             }
         }

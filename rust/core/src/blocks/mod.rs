@@ -37,8 +37,8 @@ use crate::events::Events;
 use crate::handoff::HandoffId;
 use crate::handoff::consumer::Counts;
 use crate::identity::{Identity, Incarnation, Service};
-use crate::link::Timing;
-use crate::node::{LinkId, Node, NodeConfig, default_busy_poll};
+use crate::reactor::{Reactor, ReactorConfig, SessionKey, default_busy_poll};
+use crate::session::Timing;
 use crate::trace::Trace;
 use crate::transport::Transport;
 
@@ -106,7 +106,7 @@ pub enum Event {
 /// What the agent's thread shows to others.
 #[derive(Debug)]
 struct Board {
-    peers: Mutex<BTreeMap<LinkId, Peer>>,
+    peers: Mutex<BTreeMap<SessionKey, Peer>>,
     counters: Counters,
     inbox: Inbox,
     num_regions: AtomicUsize,
@@ -158,7 +158,7 @@ pub struct LoadRequest {
 /// One end of block transfers; any thread may call.
 #[derive(Debug)]
 pub struct Agent {
-    node: Node<Command>,
+    reactor: Reactor<Command>,
     events: Events<Event>,
     incarnation: Incarnation,
     board: Arc<Board>,
@@ -179,7 +179,7 @@ impl Agent {
         let address = listen_address(listen, token)?;
         let identity = Identity::new(Service::Blocks, engine_id, fingerprint)?;
         let incarnation = identity.incarnation;
-        let config = NodeConfig {
+        let config = ReactorConfig {
             listen: Some(address),
             token: token.to_vec(),
             identity,
@@ -197,9 +197,9 @@ impl Agent {
             num_lent: AtomicUsize::new(0),
         });
         let (in_thread, shown, marks) = (events.clone(), Arc::clone(&board), ended.clone());
-        let node = Node::spawn(config, || Blocks::new(in_thread, shown, marks))?;
+        let reactor = Reactor::spawn(config, || Blocks::new(in_thread, shown, marks))?;
         Ok(Self {
-            node,
+            reactor,
             events,
             incarnation,
             board,
@@ -217,7 +217,7 @@ impl Agent {
 
     /// Where peers connect.
     pub fn address(&self) -> Option<SocketAddr> {
-        self.node.address()
+        self.reactor.address()
     }
 
     /// This life of the agent.
@@ -234,7 +234,8 @@ impl Agent {
             region.check(self.incarnation)?;
         }
         let regions = regions.iter().map(Region::id).collect();
-        self.node.send(Command::Finalize(finals.clone(), regions))
+        self.reactor
+            .send(Command::Finalize(finals.clone(), regions))
     }
 
     /// Producer: the blocks of a handoff may change from now on.
@@ -242,7 +243,7 @@ impl Agent {
     /// Marked before this returns: a checksum that is being computed over blocks that change meanwhile is discarded.
     pub fn end(&self, handoff: HandoffId, reason: &str) -> Result<()> {
         self.ended.mark(handoff);
-        self.node.send(Command::End {
+        self.reactor.send(Command::End {
             handoff,
             reason: reason.to_owned(),
         })
@@ -252,18 +253,18 @@ impl Agent {
     /// says so.
     pub fn load(&self, request: LoadRequest) -> Result<()> {
         check_positions(request.first, request.block_ids.len())?;
-        self.node.send(Command::Load(request))
+        self.reactor.send(Command::Load(request))
     }
 
     /// Consumer: the sequence state of a handoff is here.
     pub fn commit(&self, handoff: HandoffId) -> Result<()> {
-        self.node.send(Command::Commit { handoff })
+        self.reactor.send(Command::Commit { handoff })
     }
 
     /// Consumer: ends a load; `Failed` follows once nothing writes into its blocks any more. `is_withdrawn`: the producer
     /// has taken back what it had announced, so that every block is missing.
     pub fn cancel(&self, handoff: HandoffId, reason: &str, is_withdrawn: bool) -> Result<()> {
-        self.node.send(Command::Cancel {
+        self.reactor.send(Command::Cancel {
             handoff,
             reason: reason.to_owned(),
             is_withdrawn,
@@ -272,7 +273,7 @@ impl Agent {
 
     /// Traces handoffs from now on.
     pub fn trace_to(&self, trace: Trace) -> Result<()> {
-        self.node.send(Command::Trace(trace))
+        self.reactor.send(Command::Trace(trace))
     }
 
     /// What has happened since the last call.
@@ -287,7 +288,7 @@ impl Agent {
 
     /// Ends the agent: peers are told, its thread ends. See [`check_reads_ended`](Self::check_reads_ended).
     pub fn close(&self) {
-        self.node.stop();
+        self.reactor.stop();
     }
 
     /// Whether nothing is read into the memory of an agent that was closed: UCX may take longer to end reads than `close`
@@ -296,13 +297,13 @@ impl Agent {
     /// # Errors
     /// `Timeout` says how many reads have not ended. Their memory is kept until they have.
     pub fn check_reads_ended(&self) -> Result<()> {
-        self.node.unended_reads().check()
+        self.reactor.unended_reads().check()
     }
 }
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        self.node.stop();
+        self.reactor.stop();
     }
 }
 

@@ -9,10 +9,10 @@ use super::messages::NEIGHBOUR;
 use super::service::Blocks;
 use super::transfer::Transfer;
 use crate::codec::{Reader, Writer};
+use crate::data_path::DataPath;
 use crate::error::{Error, Result};
 use crate::identity::random;
-use crate::node::{Io, LinkId};
-use crate::road::Road;
+use crate::reactor::{ReactorContext, SessionKey};
 
 /// Of one call, which sockets and other transfers wait for: less than a millisecond.
 const PIECES: usize = 256;
@@ -44,36 +44,36 @@ impl Secret {
     }
 }
 
-fn is_cma(io: &Io, link: LinkId) -> bool {
-    matches!(io.road(link), Some(Road::Get(transport)) if transport == "cma")
+fn is_cma(cx: &ReactorContext, session: SessionKey) -> bool {
+    matches!(cx.data_path(session), Some(DataPath::RemoteRead(transport)) if transport == "cma")
 }
 
 impl Blocks {
     /// Tells a peer on this machine how it can read our memory itself.
-    pub(super) fn meet_neighbour(&self, io: &mut Io, link: LinkId) {
-        if is_cma(io, link)
+    pub(super) fn meet_neighbour(&self, cx: &mut ReactorContext, session: SessionKey) {
+        if is_cma(cx, session)
             && let Some(frame) = self.secret.frame()
         {
-            io.send(link, &frame);
+            cx.send(session, &frame);
         }
     }
 
     /// A peer on this machine says where its memory can be read.
     pub(super) fn neighbour_frame(
         &mut self,
-        io: &Io,
-        link: LinkId,
+        cx: &ReactorContext,
+        session: SessionKey,
         mut frame: Reader<'_>,
     ) -> Result<()> {
         let (pid, address, proof) = (frame.u32()?, frame.u64()?, frame.fixed::<16>()?);
         frame.end()?;
-        let Some(peer) = self.peers.get_mut(&link) else {
+        let Some(peer) = self.peers.get_mut(&session) else {
             return Ok(());
         };
         if std::mem::replace(&mut peer.has_met_neighbour, true) {
             return Err(Error::protocol("a second NEIGHBOUR"));
         }
-        if is_cma(io, link) {
+        if is_cma(cx, session) {
             peer.neighbour = Neighbour::find(pid, address, &proof).map(Rc::new);
         }
         Ok(())

@@ -13,7 +13,7 @@ use super::service::Blocks;
 use super::transfer::Transfer;
 use crate::checksum::{self, Running};
 use crate::error::{Error, Result};
-use crate::node::{Io, LinkId};
+use crate::reactor::{ReactorContext, SessionKey};
 use crate::region::Layout;
 use crate::transport::{Memory, Payload};
 
@@ -152,30 +152,30 @@ impl Transfer {
 
 impl Blocks {
     /// Computes and sends the next checksums of what peers want; whether there were any.
-    pub(super) fn sum_on(&mut self, io: &mut Io) -> bool {
-        let Some((link, id)) = self.summing.pop_front() else {
+    pub(super) fn sum_on(&mut self, cx: &mut ReactorContext) -> bool {
+        let Some((session, id)) = self.summing.pop_front() else {
             return false;
         };
-        let Some(summing) = self.summing_of(link, id) else {
-            return true; // of a link that has ended
+        let Some(summing) = self.summing_of(session, id) else {
+            return true; // of a session that has ended
         };
         let first = summing.num_summed as u64;
         match summing.next() {
             Ok(next) => {
                 let is_over = summing.is_over();
                 if !next.is_empty() {
-                    let header = io.header(link, SUMS).u64(id).u64(first);
-                    io.message(link, header, Payload::Bytes(sums(&next)));
+                    let header = cx.header(session, SUMS).u64(id).u64(first);
+                    cx.message(session, header, Payload::Bytes(sums(&next)));
                 }
                 if is_over {
-                    self.serving.remove(&(link, id));
+                    self.serving.remove(&(session, id));
                 } else {
-                    self.summing.push_back((link, id));
+                    self.summing.push_back((session, id));
                 }
             }
             Err(error) => {
-                self.serving.remove(&(link, id));
-                refuse(io, link, id, &error);
+                self.serving.remove(&(session, id));
+                refuse(cx, session, id, &error);
             }
         }
         true
@@ -184,13 +184,13 @@ impl Blocks {
     /// The source's checksums of the next blocks of a transfer.
     pub(super) fn take_sums(
         &mut self,
-        link: LinkId,
+        session: SessionKey,
         id: u64,
         first: u64,
         payload: &[u8],
     ) -> Result<()> {
         let sums = read_sums(payload)?;
-        let is_its = |transfer: &&mut Transfer| transfer.link == link;
+        let is_its = |transfer: &&mut Transfer| transfer.session == session;
         // Of a transfer that has ended meanwhile: nothing.
         let Some(transfer) = self.transfers.get_mut(&id).filter(is_its) else {
             return Ok(());

@@ -1,14 +1,14 @@
-//! What an agent that was closed says of reads that UCX has not ended. That it hears of them is a test of nodes.
+//! What an agent that was closed says of reads that UCX has not ended. That it hears of them is a test of reactors.
 
 use kvpipe_ucx::Buffer;
 
 use super::*;
-use crate::transport::MemoryRoad;
+use crate::transport::MemoryPath;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn agent() -> Agent {
-    let (transport, timing) = (Transport::Memory(MemoryRoad::Get), Timing::default());
+    let (transport, timing) = (Transport::Memory(MemoryPath::RemoteRead), Timing::default());
     let agent = Agent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timing);
     agent.expect("agent")
 }
@@ -38,9 +38,9 @@ fn an_agent_that_was_closed_says_that_reads_have_not_ended_as_long_as_that_is_so
     let (agent, _region) = agent_with_region();
     agent.close();
     assert_eq!(agent.check_reads_ended(), Ok(()));
-    agent.node.unended_reads().pretend(2);
+    agent.reactor.unended_reads().pretend(2);
     assert_told(agent.check_reads_ended());
-    agent.node.unended_reads().pretend(0);
+    agent.reactor.unended_reads().pretend(0);
     assert_eq!(agent.check_reads_ended(), Ok(()));
 }
 
@@ -48,18 +48,18 @@ fn an_agent_that_was_closed_says_that_reads_have_not_ended_as_long_as_that_is_so
 fn a_region_that_is_closed_after_its_agent_says_that_reads_have_not_ended() {
     let (agent, region) = agent_with_region();
     agent.close();
-    agent.node.unended_reads().pretend(2);
+    agent.reactor.unended_reads().pretend(2);
     let close = || agent.close_region(&region, None)?.wait_for(PATIENCE);
     assert_told(close());
     assert_told(close());
-    agent.node.unended_reads().pretend(0);
+    agent.reactor.unended_reads().pretend(0);
     assert_eq!(close(), Ok(()), "they have ended since");
 }
 
 #[cfg(feature = "fuzzing")]
 #[test]
 fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
-    use crate::node::by_hand::{Round, without_threads};
+    use crate::reactor::manual::{Round, without_threads};
 
     for num_unended in [0, 2] {
         let agent = without_threads(agent);
@@ -82,7 +82,7 @@ fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
         agent.load(request.clone()).expect("it has not ended");
         let connected = agent.connect("127.0.0.1:9").expect("it has not ended");
         let closed = agent.close_region(&region, None).expect("it has not ended");
-        agent.node.unended_reads().pretend(num_unended);
+        agent.reactor.unended_reads().pretend(num_unended);
         while agent.round() != Round::Over {}
         let ended = agent.drain();
         assert!(
@@ -101,7 +101,7 @@ fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
 #[cfg(feature = "fuzzing")]
 #[test]
 fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not_ended() {
-    use crate::node::by_hand::{Round, without_threads};
+    use crate::reactor::manual::{Round, without_threads};
 
     let (ours, theirs) = (without_threads(agent), without_threads(agent));
     let registered = ours.register("kv", Buffer::zeroed(64), 64, 64);
@@ -116,7 +116,7 @@ fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not
     let closed = ours.close_region(&region, None).expect("open");
     ours.round();
     assert!(!closed.is_completed(), "the peer has not let it go");
-    ours.node.unended_reads().pretend(2);
+    ours.reactor.unended_reads().pretend(2);
     ours.close();
     while ours.round() != Round::Over {}
     assert_told(closed.result().expect("the agent has ended").map(drop));
@@ -126,7 +126,7 @@ fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not
 #[cfg(feature = "fuzzing")]
 mod by_messages {
     use super::*;
-    use crate::node::by_hand::{Round, without_threads};
+    use crate::reactor::manual::{Round, without_threads};
 
     const BLOCK: u64 = 1 << 16; // less than is credited, so that all of it is sent at once
 
@@ -139,7 +139,7 @@ mod by_messages {
         fn new(is_summed: bool) -> Self {
             let make = || {
                 let (transport, timing) =
-                    (Transport::Memory(MemoryRoad::Messages), Timing::default());
+                    (Transport::Memory(MemoryPath::Stream), Timing::default());
                 let agent = Agent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timing);
                 agent.expect("agent")
             };

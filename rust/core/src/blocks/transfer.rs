@@ -12,7 +12,7 @@ use crate::cursor::Cursor;
 use crate::error::Error;
 use crate::handoff::HandoffId;
 use crate::handoff::consumer::Batch;
-use crate::node::LinkId;
+use crate::reactor::SessionKey;
 use crate::region::{Layout, Pieces, RegionId, Run};
 use crate::stream::Incoming;
 use crate::transport::{Memory, RemoteKey};
@@ -63,7 +63,7 @@ pub(super) struct Notify {
 /// A transfer, before it is known whether its regions are still there.
 #[derive(Debug)]
 pub(super) struct Take {
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     pub(super) region: RegionId,
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
@@ -81,27 +81,27 @@ pub(super) struct Arrived {
 }
 
 pub(super) struct Transfer {
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     pub(super) peer: Peer,
     pub(super) region: RegionId,
     pub(super) memory: Arc<Memory>,
     pub(super) layout: Layout,
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
-    /// Get road: where the peer's region begins and the key to it, from the start on.
+    /// Remote read: where the peer's region begins and the key to it, from the start on.
     pub(super) remote: Option<(u64, Rc<RemoteKey>)>,
-    /// Get road: what has been asked for.
+    /// Remote read: what has been asked for.
     pub(super) cursor: Cursor,
     pub(super) in_flight: usize,
-    /// Get road: bytes read.
+    /// Remote read: bytes read.
     pub(super) num_read: u64,
-    /// Get road: what proves the bytes, if anything does.
+    /// Remote read: what proves the bytes, if anything does.
     pub(super) proof: Option<Proof>,
     /// Whether it waits for its turn to work, see `turns.rs`.
     pub(super) has_turn: bool,
     pub(super) is_summed: bool,
     pub(super) is_started: bool,
-    /// Message road, once the source has been asked to send it.
+    /// Stream path, once the source has been asked to send it.
     pub(super) incoming: Option<Incoming>,
     /// Whom calls of our own read it from, see `neighbours.rs`.
     pub(super) neighbour: Option<Rc<Neighbour>>,
@@ -115,7 +115,7 @@ pub(super) struct Transfer {
 impl Transfer {
     pub(super) fn new(take: Take, peer: Peer, memory: Arc<Memory>, layout: Layout) -> Self {
         Self {
-            link: take.link,
+            session: take.session,
             peer,
             region: take.region,
             memory,
@@ -139,12 +139,12 @@ impl Transfer {
         }
     }
 
-    /// Whether it goes by messages whatever the road of the session is: the other road has failed.
+    /// Whether it goes by messages whatever the data path of the session is: the other data path has failed.
     pub(super) fn is_by_messages(&self) -> bool {
         matches!(&self.owner, Owner::Handoff(_, batch) if batch.is_again)
     }
 
-    /// Get road: what to ask for next.
+    /// Remote read: what to ask for next.
     pub(super) fn next_get(&self) -> Option<Run> {
         let is_going =
             self.failure.is_none() && self.incoming.is_none() && self.neighbour.is_none();
@@ -187,7 +187,7 @@ impl Transfer {
             self.pieces.to_ids.get(index)?,
             self.pieces.from_ids.get(index)?,
         );
-        // A piece of the message road can have many small blocks.
+        // A piece of the stream path can have many small blocks.
         let or_later = if self.incoming.is_some() {
             " or a later one"
         } else {

@@ -5,11 +5,11 @@ use std::time::Duration;
 use super::messages::Message;
 use super::{Control, Opening, Question, SequenceState};
 use crate::handoff::HandoffId;
-use crate::node::by_hand::Round;
+use crate::reactor::manual::Round;
 
 impl Control {
     pub(crate) fn round(&self) -> Round {
-        self.node.round()
+        self.reactor.round()
     }
 }
 

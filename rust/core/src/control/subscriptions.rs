@@ -1,5 +1,5 @@
 //! Who is to be told once of a handoff here: that its prefill ends soon, or that a consumer has come. Whatever changes
-//! a handoff says nothing of it: each round of the node ends with a look at those who wait.
+//! a handoff says nothing of it: each round of the reactor ends with a look at those who wait.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use super::messages::Message;
 use super::service::{PARKED_CAP, Schedulers};
 use crate::fair::{Place, Room, crowded};
 use crate::handoff::HandoffId;
-use crate::node::{Io, LinkId};
+use crate::reactor::{ReactorContext, SessionKey};
 
 /// What a subscription waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,7 +22,7 @@ pub(super) enum Awaited {
 #[derive(Debug)]
 pub(super) struct Subscription {
     pub(super) handoff: HandoffId,
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     /// Of the question.
     pub(super) id: u64,
     pub(super) awaited: Awaited,
@@ -31,8 +31,8 @@ pub(super) struct Subscription {
 }
 
 impl Place for Subscription {
-    fn link(&self) -> LinkId {
-        self.link
+    fn session(&self) -> SessionKey {
+        self.session
     }
 }
 
@@ -79,10 +79,10 @@ fn quoted(text: &str) -> String {
 }
 
 impl Schedulers {
-    pub(super) fn subscribe_here(&mut self, io: &mut Io, subscription: Subscription) {
+    pub(super) fn subscribe_here(&mut self, cx: &mut ReactorContext, subscription: Subscription) {
         if let Some(refused) = self.subscriptions.admit(subscription) {
             let reason = crowded("subscriptions", PARKED_CAP);
-            tell(io, &refused, &Moment::Gone(reason));
+            tell(cx, &refused, &Moment::Gone(reason));
         }
     }
 
@@ -92,11 +92,11 @@ impl Schedulers {
         open.map(|lent| lent.ends_at = Some(ends_at)).is_some()
     }
 
-    pub(super) fn expire_subscriptions(&mut self, io: &mut Io) -> Option<Instant> {
+    pub(super) fn expire_subscriptions(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let mut room = std::mem::replace(&mut self.subscriptions, Room::new(PARKED_CAP));
         room.take(|it| {
-            let moment = self.moment(it, io.now);
-            moment.map(|moment| tell(io, it, &moment)).is_some()
+            let moment = self.moment(it, cx.now);
+            moment.map(|moment| tell(cx, it, &moment)).is_some()
         });
         self.subscriptions = room;
         let waiting = self.subscriptions.iter();
@@ -138,12 +138,12 @@ impl Schedulers {
     }
 }
 
-fn tell(io: &mut Io, subscription: &Subscription, moment: &Moment) {
+fn tell(cx: &mut ReactorContext, subscription: &Subscription, moment: &Moment) {
     let answer = Message::Answer {
         id: subscription.id,
         json: moment.to_json(),
     };
-    Schedulers::say(io, subscription.link, &answer);
+    Schedulers::say(cx, subscription.session, &answer);
 }
 
 #[cfg(test)]

@@ -9,10 +9,10 @@ use super::{
 };
 use crate::checksum;
 use crate::codec::Reader;
+use crate::data_path::is_read;
 use crate::error::{Error, Result};
-use crate::node::{Io, LinkId};
+use crate::reactor::{ReactorContext, SessionKey};
 use crate::region::Pieces;
-use crate::road::is_read;
 use crate::stream::Incoming;
 use crate::transport::{Memory, Payload, RemoteKey};
 
@@ -20,10 +20,10 @@ use crate::transport::{Memory, Payload, RemoteKey};
 #[derive(Debug)]
 pub(crate) struct Fetch {
     memory: Arc<Memory>,
-    /// Names it on its link; chosen by its owner.
+    /// Names it on its session; chosen by its owner.
     id: u64,
     offer: Offer,
-    road: By,
+    data_path: By,
     failure: Option<Error>,
 }
 
@@ -49,29 +49,29 @@ struct Reads {
 
 /// The key by which the buffer is read, unless it is to come as messages.
 fn usable_key(
-    io: &mut Io,
-    link: LinkId,
+    cx: &mut ReactorContext,
+    session: SessionKey,
     offer: &Offer,
     memory: &Memory,
 ) -> Result<Option<RemoteKey>> {
     if offer.proof == Proof::Messages {
         return Ok(None);
     }
-    let (to, road) = (memory.buffer().kind(), io.road(link));
+    let (to, data_path) = (memory.buffer().kind(), cx.data_path(session));
     let mut key = None;
     if offer.held == Held::Cuda && !offer.key.is_empty() && to != MemoryKind::Host {
         // A key that cannot be used here is no fault of the peer's: CUDA opens not all memory everywhere.
-        key = io.unpack_rkey(link, &offer.key, to).ok();
+        key = cx.unpack_rkey(session, &offer.key, to).ok();
     }
     let reaches = || {
         let key = key.as_ref();
-        key.is_some_and(|key| io.reaches(link, memory, (offer.address, key)))
+        key.is_some_and(|key| cx.reaches(session, memory, (offer.address, key)))
     };
-    if !is_read(road.as_ref(), offer.held == Held::Cuda, to, reaches) {
+    if !is_read(data_path.as_ref(), offer.held == Held::Cuda, to, reaches) {
         return Ok(None);
     }
     key.map_or_else(
-        || io.unpack_rkey(link, &offer.key, to).map(Some),
+        || cx.unpack_rkey(session, &offer.key, to).map(Some),
         |key| Ok(Some(key)),
     )
 }
@@ -79,13 +79,13 @@ fn usable_key(
 impl Fetch {
     /// Begins to fetch an offered buffer into the first bytes of `memory`.
     pub(crate) fn begin(
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         id: u64,
         offer: Offer,
         memory: Arc<Memory>,
     ) -> Result<Self> {
-        let road = if let Some(key) = usable_key(io, link, &offer, &memory)? {
+        let data_path = if let Some(key) = usable_key(cx, session, &offer, &memory)? {
             let num_sums = if offer.proof == Proof::None {
                 0
             } else {
@@ -103,8 +103,8 @@ impl Fetch {
             let pieces = Arc::new(Pieces::whole(offer.len as u64));
             let (memory, is_summed) = (Arc::clone(&memory), offer.proof != Proof::None);
             By::Messages(Incoming::begin(
-                io,
-                link,
+                cx,
+                session,
                 (DATA, id),
                 memory,
                 pieces,
@@ -115,20 +115,20 @@ impl Fetch {
             memory,
             id,
             offer,
-            road,
+            data_path,
             failure: None,
         };
-        match fetch.road {
-            By::Reads(_) => fetch.read_on(io, link),
+        match fetch.data_path {
+            By::Reads(_) => fetch.read_on(cx, session),
             By::Messages(_) => {
-                let header = io.header(link, ACCEPT).u64(id);
-                io.message(link, header, Payload::None);
+                let header = cx.header(session, ACCEPT).u64(id);
+                cx.message(session, header, Payload::None);
             }
         }
         Ok(fetch)
     }
 
-    /// Its name on its link.
+    /// Its name on its session.
     pub(crate) fn id(&self) -> u64 {
         self.id
     }
@@ -140,7 +140,7 @@ impl Fetch {
 
     /// Bytes that are not here and have not been asked for either.
     pub(crate) fn left(&self) -> usize {
-        match &self.road {
+        match &self.data_path {
             By::Reads(reads) => self.offer.len.saturating_sub(reads.next * GET_PIECE),
             By::Messages(incoming) => self.offer.len - incoming.num_taken() as usize,
         }
@@ -157,8 +157,8 @@ impl Fetch {
     }
 
     /// Keeps a few reads under way.
-    fn read_on(&mut self, io: &mut Io, link: LinkId) {
-        let By::Reads(reads) = &mut self.road else {
+    fn read_on(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        let By::Reads(reads) = &mut self.data_path else {
             return;
         };
         while self.failure.is_none()
@@ -166,8 +166,8 @@ impl Fetch {
             && reads.next < num_pieces(self.offer.len)
         {
             let (at, size) = piece(self.offer.len, reads.next);
-            let (token, remote) = (io.token(), self.offer.address + at as u64);
-            if !io.get(link, &self.memory, at, size, remote, &reads.key, token) {
+            let (token, remote) = (cx.token(), self.offer.address + at as u64);
+            if !cx.get(session, &self.memory, at, size, remote, &reads.key, token) {
                 return;
             }
             reads.under_way.push((token, reads.next));
@@ -175,49 +175,49 @@ impl Fetch {
         }
     }
 
-    /// A read has ended; false when it is none of this buffer. Without a link nothing more is asked for.
+    /// A read has ended; false when it is none of this buffer. Without a session nothing more is asked for.
     pub(crate) fn done(
         &mut self,
-        io: &mut Io,
-        link: Option<LinkId>,
+        cx: &mut ReactorContext,
+        session: Option<SessionKey>,
         token: u64,
         result: std::result::Result<(), Status>,
     ) -> bool {
-        let By::Reads(reads) = &mut self.road else {
+        let By::Reads(reads) = &mut self.data_path else {
             return false;
         };
         let Some(at) = reads.under_way.iter().position(|(own, _)| *own == token) else {
             return false;
         };
         let (_, index) = reads.under_way.remove(at);
-        match (result, link) {
-            (Ok(()), link) => {
+        match (result, session) {
+            (Ok(()), session) => {
                 self.is_here(index);
-                self.check_lender(io, link);
+                self.check_lender(cx, session);
             }
-            (Err(status), Some(link)) => {
-                let error = Error::lost(&io.peer(link), status);
+            (Err(status), Some(session)) => {
+                let error = Error::lost(&cx.peer(session), status);
                 self.fail(error.clone());
-                io.fail(link, error);
+                cx.fail(session, error);
             }
             (Err(status), None) => self.fail(Error::lost("the peer", status)),
         }
-        if let Some(link) = link {
-            self.read_on(io, link);
+        if let Some(session) = session {
+            self.read_on(cx, session);
         }
         true
     }
 
     /// Without checksums, what was read counts only if its owner still lends it.
-    fn check_lender(&mut self, io: &Io, link: Option<LinkId>) {
-        let By::Reads(reads) = &self.road else {
+    fn check_lender(&mut self, cx: &ReactorContext, session: Option<SessionKey>) {
+        let By::Reads(reads) = &self.data_path else {
             return;
         };
         let is_last = reads.under_way.is_empty() && reads.next == num_pieces(self.offer.len);
-        if let Some(link) = link
+        if let Some(session) = session
             && is_last
             && self.offer.proof == Proof::None
-            && let Err(error) = io.check_lender(link)
+            && let Err(error) = cx.check_lender(session)
         {
             self.fail(error);
         }
@@ -226,7 +226,7 @@ impl Fetch {
     /// Computes the checksum of a piece that has just been read, while it is in the cache.
     fn is_here(&mut self, index: usize) {
         let (at, size) = piece(self.offer.len, index);
-        let By::Reads(reads) = &mut self.road else {
+        let By::Reads(reads) = &mut self.data_path else {
             return;
         };
         if let Some(sum) = reads.sums.get_mut(index) {
@@ -243,7 +243,7 @@ impl Fetch {
     }
 
     fn compare(&mut self, index: usize) {
-        let By::Reads(reads) = &mut self.road else {
+        let By::Reads(reads) = &mut self.data_path else {
             return;
         };
         let theirs = self.offer.sums.get(index);
@@ -256,38 +256,38 @@ impl Fetch {
         }
     }
 
-    /// Message road: takes a message, whose piece may be in place already. An owner that has ended the session may have changed
+    /// Stream path: takes a message, whose piece may be in place already. An owner that has ended the session may have changed
     /// what UCX still sends.
     pub(crate) fn take(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         header: Reader<'_>,
         data: &AmData,
     ) -> Result<()> {
-        let By::Messages(incoming) = &mut self.road else {
+        let By::Messages(incoming) = &mut self.data_path else {
             return Err(Error::protocol(format_args!(
                 "a message with data of buffer {}, which is read",
                 self.id
             )));
         };
         incoming.take(header, data)?;
-        incoming.credit(io, link, (CREDIT, self.id));
+        incoming.credit(cx, session, (CREDIT, self.id));
         let is_unproved = incoming.is_here() && !incoming.is_summed();
         if (is_unproved || incoming.corrupt().is_some())
-            && let Err(error) = io.check_lender(link)
+            && let Err(error) = cx.check_lender(session)
         {
             self.fail(error.clone());
-            io.fail(link, error); // more of it may come before its end is seen
+            cx.fail(session, error); // more of it may come before its end is seen
         }
         Ok(())
     }
 
     /// How it ended, once nothing writes into its memory any more: all is here and proved, or why not.
     ///
-    /// A failed fetch of the message road ends at once: what comes later finds no fetch to place it.
+    /// A failed fetch of the stream path ends at once: what comes later finds no fetch to place it.
     pub(crate) fn outcome(&self) -> Option<Result<()>> {
-        let (is_quiet, is_here) = match &self.road {
+        let (is_quiet, is_here) = match &self.data_path {
             By::Reads(reads) => (
                 reads.under_way.is_empty(),
                 reads.next == num_pieces(self.offer.len) && reads.num_compared == reads.sums.len(),
@@ -309,7 +309,7 @@ impl Fetch {
     }
 
     fn corrupt(&self) -> Option<usize> {
-        match &self.road {
+        match &self.data_path {
             By::Reads(reads) => reads.corrupt,
             By::Messages(incoming) => incoming.corrupt().map(|at| at as usize),
         }

@@ -7,10 +7,10 @@ use kvpipe_ucx::{Buffer, Status};
 use super::{DATA, Held, Offer, Proof, SUMS, num_pieces, piece};
 use crate::checksum;
 use crate::codec::Writer;
+use crate::data_path::DataPath;
 use crate::error::{Error, Result};
-use crate::node::{Io, LinkId};
+use crate::reactor::{ReactorContext, SessionKey};
 use crate::region::Pieces;
-use crate::road::Road;
 use crate::stream::Outgoing;
 use crate::transport::{Memory, Payload};
 
@@ -30,24 +30,24 @@ pub(crate) fn key(held: Held, packed: std::result::Result<Vec<u8>, Status>) -> R
 #[derive(Debug)]
 pub(crate) struct Lending {
     memory: Arc<Memory>,
-    /// Names it on this link; chosen by this side.
+    /// Names it on this session; chosen by this side.
     id: u64,
     proof: Proof,
     num_summed: usize,
-    /// Message road, once the peer has asked for it.
+    /// Stream path, once the peer has asked for it.
     stream: Option<Outgoing>,
 }
 
 impl Lending {
     /// Registers a buffer for a peer to fetch. What is on a GPU has no checksums: nobody computes any there.
     pub(crate) fn new(
-        io: &Io,
-        link: LinkId,
+        cx: &ReactorContext,
+        session: SessionKey,
         buffer: Buffer,
         id: u64,
         is_summed: bool,
     ) -> Result<(Self, Offer)> {
-        let is_get = matches!(io.road(link), Some(Road::Get(_)));
+        let is_get = matches!(cx.data_path(session), Some(DataPath::RemoteRead(_)));
         let held = Held::from(buffer.kind());
         let proof = match (is_summed && held == Held::Host, is_get) {
             (false, _) => Proof::None,
@@ -55,7 +55,7 @@ impl Lending {
             (true, false) => Proof::Messages,
         };
         let (len, address) = (buffer.len(), buffer.address() as u64);
-        let memory = io.register(buffer)?;
+        let memory = cx.register(buffer)?;
         let key = key(held, memory.pack_rkey())?;
         let offer = Offer::new((len, address), held, proof, key);
         let lending = Self {
@@ -74,7 +74,7 @@ impl Lending {
     }
 
     /// The peer wants it as messages.
-    pub(crate) fn accept(&mut self, io: &mut Io, link: LinkId) -> Result<()> {
+    pub(crate) fn accept(&mut self, cx: &mut ReactorContext, session: SessionKey) -> Result<()> {
         if self.stream.is_some() {
             return Err(Error::protocol(format_args!(
                 "buffer {} was asked for twice",
@@ -84,15 +84,17 @@ impl Lending {
         let memory = Arc::clone(&self.memory);
         let whole = Pieces::whole(self.len() as u64);
         let stream = Outgoing::new(memory, whole.runs, self.proof != Proof::None);
-        self.stream.insert(stream).send(io, link, (DATA, self.id));
+        self.stream
+            .insert(stream)
+            .send(cx, session, (DATA, self.id));
         Ok(())
     }
 
     /// The peer has placed so many bytes.
-    pub(crate) fn credit(&mut self, io: &mut Io, link: LinkId, credit: u64) {
+    pub(crate) fn credit(&mut self, cx: &mut ReactorContext, session: SessionKey, credit: u64) {
         if let Some(stream) = &mut self.stream {
             stream.grant(credit);
-            stream.send(io, link, (DATA, self.id));
+            stream.send(cx, session, (DATA, self.id));
         }
     }
 
@@ -101,8 +103,8 @@ impl Lending {
         bytes.map_or(0, checksum::of)
     }
 
-    /// Get road: computes and tells the next checksums; whether there were any to compute.
-    pub(crate) fn sum_on(&mut self, io: &mut Io, link: LinkId) -> bool {
+    /// Remote read: computes and tells the next checksums; whether there were any to compute.
+    pub(crate) fn sum_on(&mut self, cx: &mut ReactorContext, session: SessionKey) -> bool {
         let len = self.len();
         let end = num_pieces(len).min(self.num_summed + PIECES_AT_ONCE);
         if self.proof != Proof::Any || self.stream.is_some() || self.num_summed == end {
@@ -112,9 +114,9 @@ impl Lending {
             .map(|index| piece(len, index))
             .map(|(at, size)| self.sum(at, size))
             .collect();
-        let header = io.header(link, SUMS).u64(self.id);
+        let header = cx.header(session, SUMS).u64(self.id);
         let payload = Writer::default().list(&sums, |w, sum| w.u64(*sum));
         self.num_summed = end;
-        io.message(link, header, Payload::Bytes(payload.finish()))
+        cx.message(session, header, Payload::Bytes(payload.finish()))
     }
 }

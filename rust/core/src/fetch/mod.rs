@@ -1,5 +1,5 @@
 //! One buffer of a peer, brought into memory of ours. Its owner offers it ([`Lending`]); the other side fetches it
-//! ([`Fetch`]) by the road of the session: with reads of its own, or as messages that it places itself. Either way
+//! ([`Fetch`]) by the data path of the session: with reads of its own, or as messages that it places itself. Either way
 //! every piece is compared with the checksum that the owner computed, if it offers any.
 //!
 //! A service that fetches passes the messages of the four kinds here on, and the ends of its reads.
@@ -17,18 +17,18 @@ use kvpipe_ucx::MemoryKind;
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
 
-/// Destination to source: send it, I place it. Message road only.
+/// Destination to source: send it, I place it. Stream path only.
 pub(crate) const ACCEPT: u8 = 3;
-/// Source to destination: a piece. Message road only.
+/// Source to destination: a piece. Stream path only.
 pub(crate) const DATA: u8 = 4;
-/// Destination to source: so much has been placed. Message road only.
+/// Destination to source: so much has been placed. Stream path only.
 pub(crate) const CREDIT: u8 = 5;
-/// Source to destination: checksums of pieces. Get road only.
+/// Source to destination: checksums of pieces. Remote read only.
 pub(crate) const SUMS: u8 = 9;
 
-/// One read of the get road, and what one of its checksums covers: it is computed while the piece is in the cache.
+/// One read of the remote-read path, and what one of its checksums covers: it is computed while the piece is in the cache.
 const GET_PIECE: usize = 1 << 20;
-/// Reads of the get road under way at once.
+/// Reads of the remote-read path under way at once.
 const GETS_IN_FLIGHT: usize = 4;
 /// Most checksums of one message.
 const SUMS_CAP: usize = 1 << 10;
@@ -147,12 +147,12 @@ impl Offer {
     }
 }
 
-/// Number of pieces of the get road.
+/// Number of pieces of the remote-read path.
 fn num_pieces(len: usize) -> usize {
     len.div_ceil(GET_PIECE)
 }
 
-/// Where a piece of the get road begins, and its length.
+/// Where a piece of the remote-read path begins, and its length.
 fn piece(len: usize, index: usize) -> (usize, usize) {
     let at = index * GET_PIECE;
     (at, GET_PIECE.min(len - at))

@@ -10,8 +10,8 @@ use super::script::{Victim, perform, read};
 use crate::blocks::{Agent, Event, Final, Finals, LoadRequest, Options, Peer, Region};
 use crate::error::Result;
 use crate::identity::Service;
-use crate::link::Timing;
-use crate::node::by_hand::{Round, without_threads};
+use crate::reactor::manual::{Round, without_threads};
+use crate::session::Timing;
 use crate::work::Work;
 
 const BLOCK: usize = 1 << 10;

@@ -6,8 +6,8 @@ use super::hostile::{Hostile, TOKEN};
 use super::script::{Victim, perform, read};
 use crate::control::{Control, Event, Opening, Patience, Question, Rank, SequenceState};
 use crate::identity::Service;
-use crate::link::Timing;
-use crate::node::by_hand::{Round, without_threads};
+use crate::reactor::manual::{Round, without_threads};
+use crate::session::Timing;
 use crate::work::Work;
 
 const PATIENCE: Duration = Duration::from_secs(600);

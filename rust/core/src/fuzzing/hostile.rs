@@ -12,7 +12,7 @@ use super::script::{ADDRESS, Flags, KEY, Step, Victim};
 use crate::checksum;
 use crate::handshake::{Handshake, SessionId, Step as Shake};
 use crate::identity::{Identity, Service};
-use crate::transport::{Memory, MemoryRoad, Payload, Transport, Worker};
+use crate::transport::{Memory, MemoryPath, Payload, Transport, Worker};
 
 /// What both sides share.
 pub(super) const TOKEN: &[u8] = b"token";
@@ -25,9 +25,9 @@ const LOOKS: usize = 1_000_000;
 
 pub(super) fn transport(flags: Flags) -> Transport {
     Transport::Memory(if flags.is_get() {
-        MemoryRoad::Get
+        MemoryPath::RemoteRead
     } else {
-        MemoryRoad::Messages
+        MemoryPath::Stream
     })
 }
 
@@ -46,7 +46,7 @@ pub(super) struct Hostile {
     heard: Vec<u8>,
     identity: Identity,
     plane: Option<Plane>,
-    session: SessionId,
+    session_id: SessionId,
 }
 
 fn plane(transport: &Transport) -> Plane {
@@ -88,7 +88,7 @@ impl Hostile {
             heard: Vec::new(),
             identity: Identity::new(service, "hostile", Vec::new()).expect("identity"),
             plane: transport.map(plane),
-            session: [0; 16],
+            session_id: [0; 16],
         }
     }
 
@@ -141,10 +141,10 @@ impl Hostile {
             Shake::Admitted {
                 frames,
                 peer,
-                session,
+                session_id,
                 is_ready,
             } => {
-                self.session = session;
+                self.session_id = session_id;
                 if is_ready && flags.is_unready() {
                     return true;
                 }
@@ -225,7 +225,7 @@ impl Hostile {
     }
 
     fn message(&self, header: &[u8], payload: &[u8]) {
-        self.post([&self.session[..], header].concat(), payload);
+        self.post([&self.session_id[..], header].concat(), payload);
     }
 
     fn post(&self, header: Vec<u8>, payload: &[u8]) {
@@ -256,7 +256,7 @@ impl Hostile {
     pub(super) fn act(&mut self, step: Step) {
         match step {
             Step::Socket(bytes) => self.write(&bytes),
-            Step::Link(frame) => self.send(&frame),
+            Step::Connection(frame) => self.send(&frame),
             Step::Frame(frame) => {
                 let frame = self.fill_in(frame);
                 self.send(&[&[33], &frame[..]].concat());

@@ -10,8 +10,8 @@ use super::pipe::meta;
 use super::script::{Victim, perform, read};
 use crate::identity::Service;
 use crate::lookup::{Items, Local, NUM_ITEMS, Operation, Query, Remote, Selected};
-use crate::node::by_hand::{Round, without_threads};
 use crate::pipe::Received;
+use crate::reactor::manual::{Round, without_threads};
 use crate::work::{Then, Work};
 
 const TIMEOUT: Duration = Duration::from_secs(600);
@@ -34,7 +34,7 @@ impl Buffered for Local {
         self.select(query, None).ok()
     }
     fn round(&self) -> Round {
-        self.round_by_hand()
+        self.manual_round()
     }
     fn close(&self) {
         self.close();
@@ -49,7 +49,7 @@ impl Buffered for Remote {
         self.select(query, None, Then::GoOn).ok()
     }
     fn round(&self) -> Round {
-        self.round_by_hand()
+        self.manual_round()
     }
     fn close(&self) {
         self.close();

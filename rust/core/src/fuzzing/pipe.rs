@@ -8,8 +8,8 @@ use kvpipe_ucx::Buffer;
 use super::hostile::{Hostile, TOKEN, transport};
 use super::script::{Victim, perform, read};
 use crate::identity::Service;
-use crate::node::by_hand::{Round, without_threads};
 use crate::pipe::{Deadline, Meta, Pipe, Received};
+use crate::reactor::manual::{Round, without_threads};
 use crate::work::{Then, Work};
 
 /// Longer than any conversation.

@@ -51,7 +51,7 @@ fn offer(writer: Writer, len: u64, proof: u8) -> Writer {
 
 fn goodbye(script: Script) -> Vec<u8> {
     let goodbye = Writer::new(34).str("it is over").finish();
-    script.link(&[32]).link(&goodbye).shut().finish()
+    script.session(&[32]).session(&goodbye).shut().finish()
 }
 
 fn pipe_receiver() -> Vec<Vec<u8>> {
@@ -305,11 +305,18 @@ fn bootstrap() -> Vec<Vec<u8>> {
     let differs = Writer::new(7).u8(2).str("a").str("b").str("c").finish();
     let other = Writer::new(1).raw(b"KVPP").u16(9).raw(&[7; 32]).finish();
     vec![
-        Script::new(0).link(&hello).link(&proof).shut().finish(),
-        Script::new(0).link(&other).message(&[0], &[]).finish(),
-        Script::new(SERVER).link(&challenge).link(&proof).finish(),
-        Script::new(SERVER).link(&refusal).finish(),
-        Script::new(GET).link(&differs).link(&[33]).finish(),
+        Script::new(0)
+            .session(&hello)
+            .session(&proof)
+            .shut()
+            .finish(),
+        Script::new(0).session(&other).message(&[0], &[]).finish(),
+        Script::new(SERVER)
+            .session(&challenge)
+            .session(&proof)
+            .finish(),
+        Script::new(SERVER).session(&refusal).finish(),
+        Script::new(GET).session(&differs).session(&[33]).finish(),
     ]
 }
 

@@ -181,7 +181,7 @@ impl Consumer {
         Ok(state.batches(blocks.iter().copied()))
     }
 
-    /// What to read once more, by another road, from the session that is there.
+    /// What to read once more, by another data path, from the session that is there.
     pub fn again(&mut self, handoff: &HandoffId) -> Vec<Batch> {
         let state = self.loads.get_mut(handoff);
         let Some(state) = state.filter(|state| state.ended.is_none()) else {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::{FinalBlock, HandoffId};
 use crate::fair::{Place, Room, crowded};
-use crate::node::LinkId;
+use crate::reactor::SessionKey;
 use crate::recent::Recent;
 
 /// Selects that may wait for handoffs that are not known yet.
@@ -19,7 +19,7 @@ pub enum Action {
     /// These blocks may be read.
     Announce {
         /// To whom.
-        link: LinkId,
+        session: SessionKey,
         /// Of which handoff.
         handoff: HandoffId,
         /// In which generation.
@@ -30,7 +30,7 @@ pub enum Action {
     /// Nothing more will come.
     Gone {
         /// To whom.
-        link: LinkId,
+        session: SessionKey,
         /// Of which handoff.
         handoff: HandoffId,
         /// Why.
@@ -42,7 +42,7 @@ pub enum Action {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Select {
     /// Who asks.
-    pub link: LinkId,
+    pub session: SessionKey,
     /// The first position it does not have.
     pub first: u32,
     /// The position after the last.
@@ -60,8 +60,8 @@ struct Lent {
 type Parked = (HandoffId, Select, Instant);
 
 impl Place for Parked {
-    fn link(&self) -> LinkId {
-        self.1.link
+    fn session(&self) -> SessionKey {
+        self.1.session
     }
 }
 
@@ -116,7 +116,7 @@ impl Producer {
     pub fn select(&mut self, select: Select, handoff: HandoffId, until: Instant) -> Vec<Action> {
         let gone = |reason: &str| {
             vec![Action::Gone {
-                link: select.link,
+                session: select.session,
                 handoff,
                 reason: reason.to_owned(),
             }]
@@ -126,18 +126,18 @@ impl Producer {
         }
         if let Some(lent) = self.lent.get_mut(&handoff) {
             // A consumer that tries again has given up what it asked for before.
-            lent.selects.retain(|other| other.link != select.link);
+            lent.selects.retain(|other| other.session != select.session);
             lent.selects.push(select);
             return announce(&select, handoff, lent.generation, &lent.blocks).collect();
         }
         self.parked
-            .take(|(id, other, _)| (*id, other.link) == (handoff, select.link));
+            .take(|(id, other, _)| (*id, other.session) == (handoff, select.session));
         self.park((handoff, select, until))
     }
 
     fn park(&mut self, one: Parked) -> Vec<Action> {
         let gone = |(handoff, select, _): Parked| Action::Gone {
-            link: select.link,
+            session: select.session,
             handoff,
             reason: crowded("selects of handoffs that are not open", PARKED_CAP),
         };
@@ -158,7 +158,7 @@ impl Producer {
         let parked = parked.into_iter().map(|(_, select, _)| select);
         let told = selects.into_iter().chain(parked);
         told.map(|select| Action::Gone {
-            link: select.link,
+            session: select.session,
             handoff,
             reason: reason.to_owned(),
         })
@@ -166,11 +166,11 @@ impl Producer {
     }
 
     /// A consumer has everything; whether this is the first time that it says so of a handoff that is lent.
-    pub fn done(&mut self, link: LinkId, handoff: HandoffId) -> bool {
+    pub fn done(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
         let has_selected = self
             .lent
             .get(&handoff)
-            .is_some_and(|lent| lent.selects.iter().any(|select| select.link == link));
+            .is_some_and(|lent| lent.selects.iter().any(|select| select.session == session));
         if has_selected {
             self.lent.remove(&handoff);
             self.end(handoff, "it has been taken");
@@ -179,18 +179,18 @@ impl Producer {
     }
 
     /// A consumer is gone.
-    pub fn link_down(&mut self, link: LinkId) {
+    pub fn session_down(&mut self, session: SessionKey) {
         for lent in self.lent.values_mut() {
-            lent.selects.retain(|select| select.link != link);
+            lent.selects.retain(|select| select.session != session);
         }
-        self.parked.take(|(_, select, _)| select.link == link);
+        self.parked.take(|(_, select, _)| select.session == session);
     }
 
     /// Refuses selects whose handoff was not opened in time, and tells when to come back.
     pub fn expire(&mut self, now: Instant) -> (Vec<Action>, Option<Instant>) {
         let expired = self.parked.take(|(_, _, until)| *until <= now);
         let gone = |(handoff, select, _): Parked| Action::Gone {
-            link: select.link,
+            session: select.session,
             handoff,
             reason: "the handoff is not known here".to_owned(),
         };
@@ -216,14 +216,18 @@ fn announce(
     generation: u32,
     blocks: &[FinalBlock],
 ) -> impl Iterator<Item = Action> {
-    let Select { link, first, end } = *select;
+    let Select {
+        session,
+        first,
+        end,
+    } = *select;
     let mut wanted = blocks
         .iter()
         .filter(move |block| (first..end).contains(&block.position));
     std::iter::from_fn(move || {
         let blocks: Vec<FinalBlock> = wanted.by_ref().take(ANNOUNCED_CAP).copied().collect();
         (!blocks.is_empty()).then_some(Action::Announce {
-            link,
+            session,
             handoff,
             generation,
             blocks,

@@ -39,10 +39,10 @@ fn converse(
         match side.frame(&frame, identity, |peer| accept(peer)) {
             Ok(Step::Continue(frames)) => outbox.extend(frames),
             Ok(Step::Admitted {
-                frames, session, ..
+                frames, session_id, ..
             }) => {
                 outbox.extend(frames);
-                *outcome = Some(Ok(session));
+                *outcome = Some(Ok(session_id));
             }
             Ok(Step::Ready) => {}
             Ok(Step::Refuse(frame, error)) => {

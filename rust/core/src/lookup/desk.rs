@@ -10,8 +10,8 @@ use super::operation::{Origin, Selected};
 use super::store::Ticket;
 use super::{LookupInfo, Query};
 use crate::error::{Error, Result};
-use crate::node::Waker;
 use crate::process::Process;
+use crate::reactor::Waker;
 use crate::work::{Completer, Then};
 
 #[derive(Debug)]
@@ -124,7 +124,7 @@ impl Desk {
     }
 }
 
-/// Of a closed buffer nothing is withdrawn or settled: its servers see to that when its links end.
+/// Of a closed buffer nothing is withdrawn or settled: its servers see to that when its sessions end.
 impl Origin for Desk {
     fn withdraw(&self, ticket: Ticket) {
         let _ = self.send(Command::Withdraw(ticket));

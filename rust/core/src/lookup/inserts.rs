@@ -9,7 +9,7 @@ use super::{INSERTS_IN_FLIGHT, Items};
 use crate::codec::Writer;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::node::{Io, LinkId, Patience, Stage};
+use crate::reactor::{Patience, ReactorContext, SessionKey, Stage};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -47,11 +47,16 @@ impl Inserts {
     }
 
     /// Sends the first ones, as far as the server lets many wait.
-    pub(super) fn post(&mut self, io: &mut Io, link: LinkId, outgoing: &mut Outgoing) {
+    pub(super) fn post(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        outgoing: &mut Outgoing,
+    ) {
         while let Some(insert) = self.next() {
-            match send(io, link, outgoing, &insert) {
+            match send(cx, session, outgoing, &insert) {
                 Ok(()) => {
-                    let patience = insert.deadline.map(|at| Patience::new(io.now, at));
+                    let patience = insert.deadline.map(|at| Patience::new(cx.now, at));
                     let completer = insert.completer;
                     let sent = Sent {
                         num_tokens: insert.tokens.len(),
@@ -120,18 +125,22 @@ impl Inserts {
 
     /// Ends the link to a server that is too late with an answer: it may be reading what was inserted. Tells when
     /// to come back.
-    pub(super) fn watch(&mut self, io: &mut Io, link: LinkId) -> Option<Instant> {
+    pub(super) fn watch(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+    ) -> Option<Instant> {
         let waits = self
             .sent
             .values_mut()
             .filter_map(|sent| sent.patience.as_mut());
         let mut next: Option<Instant> = None;
         for patience in waits {
-            match patience.look(io, &[link]) {
-                Stage::Over if !io.has_failed(link) => io.fail(link, unanswered()),
+            match patience.look(cx, &[session]) {
+                Stage::Over if !cx.has_failed(session) => cx.fail(session, unanswered()),
                 _ => {}
             }
-            let at = patience.next(io, &[link]);
+            let at = patience.next(cx, &[session]);
             next = Some(next.map_or(at, |next| next.min(at)));
         }
         next
@@ -159,14 +168,19 @@ fn unanswered() -> Error {
     )
 }
 
-fn send(io: &mut Io, link: LinkId, outgoing: &mut Outgoing, insert: &Insert) -> Result<()> {
+fn send(
+    cx: &mut ReactorContext,
+    session: SessionKey,
+    outgoing: &mut Outgoing,
+    insert: &Insert,
+) -> Result<()> {
     let left = insert
         .deadline
-        .map(|at| at.saturating_duration_since(io.now));
+        .map(|at| at.saturating_duration_since(cx.now));
     let writer = write_tokens(write_timeout(Writer::default(), left), &insert.tokens);
-    let writer = outgoing.write(io, link, insert.operation, &insert.items, writer)?;
+    let writer = outgoing.write(cx, session, insert.operation, &insert.items, writer)?;
     let (sum, payload) = seal(writer);
-    let header = io.header(link, INSERT).u64(insert.operation).u64(sum);
-    io.message(link, header, Payload::Bytes(payload));
+    let header = cx.header(session, INSERT).u64(insert.operation).u64(sum);
+    cx.message(session, header, Payload::Bytes(payload));
     Ok(())
 }

@@ -1,9 +1,6 @@
 //! Lookup buffers: KV entries that are found by their tokens, each delivered to exactly one consumer and then gone. In one
 //! process ([`Local`]), which may serve it to others, who connect ([`Remote`]).
 
-#[cfg(test)]
-#[cfg(feature = "fuzzing")]
-mod by_hand;
 mod client;
 mod copying;
 mod desk;
@@ -12,6 +9,9 @@ pub(crate) mod fuzzing;
 mod index;
 mod inserts;
 mod local;
+#[cfg(test)]
+#[cfg(feature = "fuzzing")]
+mod manual;
 mod messages;
 #[cfg(test)]
 mod model;

@@ -12,14 +12,14 @@ use super::{Items, LookupInfo, Query, check_entry};
 use crate::address::Route;
 use crate::error::{Error, Result};
 use crate::identity::{Identity, Service};
-use crate::node::{Node, NodeConfig, default_busy_poll};
+use crate::reactor::{Reactor, ReactorConfig, default_busy_poll};
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 
 /// The buffers of one or more servers: inserts go to the first, selects to all. Any thread may call.
 #[derive(Debug)]
 pub struct Remote {
-    node: Node<std::convert::Infallible>,
+    reactor: Reactor<std::convert::Infallible>,
     desk: Arc<Desk>,
     addresses: Vec<String>,
 }
@@ -64,7 +64,7 @@ impl Remote {
         transport: Transport,
         is_summed: bool,
     ) -> Result<(Self, Work<()>)> {
-        let config = NodeConfig {
+        let config = ReactorConfig {
             listen: None,
             token: token.to_vec(),
             identity: Identity::new(Service::Lookup, "", Vec::new())?,
@@ -76,11 +76,11 @@ impl Remote {
         let desk = Arc::new(Desk::new());
         desk.count(|info| info.state = "connecting");
         let in_thread = Arc::clone(&desk);
-        let node = Node::spawn(config, move || Client::new(in_thread, is_summed))?;
-        desk.open(node.waker());
-        let (connected, completer) = node.work();
+        let reactor = Reactor::spawn(config, move || Client::new(in_thread, is_summed))?;
+        desk.open(reactor.waker());
+        let (connected, completer) = reactor.work();
         let remote = Self {
-            node,
+            reactor,
             desk,
             addresses: route.addresses().to_vec(),
         };
@@ -110,7 +110,7 @@ impl Remote {
     ) -> Result<Operation<()>> {
         check_entry(&tokens)?;
         too_many(&tokens)?;
-        let (inserted, completer) = self.node.work();
+        let (inserted, completer) = self.reactor.work();
         let operation = self.desk.operation();
         let insert = Insert {
             operation,
@@ -134,7 +134,7 @@ impl Remote {
         if let Query::Tokens(tokens) = &query {
             too_many(tokens)?;
         }
-        let (selected, completer) = self.node.work();
+        let (selected, completer) = self.reactor.work();
         let operation = self.desk.operation();
         let select = Command::Select {
             operation,
@@ -159,13 +159,13 @@ impl Remote {
     /// Ends the connections; what waits ends as closed.
     pub fn close(&self) {
         self.desk.close();
-        self.node.stop();
+        self.reactor.stop();
     }
 }
 
 #[cfg(feature = "fuzzing")]
 impl Remote {
-    pub(crate) fn round_by_hand(&self) -> crate::node::by_hand::Round {
-        self.node.round()
+    pub(crate) fn manual_round(&self) -> crate::reactor::manual::Round {
+        self.reactor.round()
     }
 }

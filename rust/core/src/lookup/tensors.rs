@@ -1,4 +1,4 @@
-//! Tensors on their way over one link, both ways.
+//! Tensors on their way over one session, both ways.
 
 use kvpipe_ucx::AmData;
 
@@ -6,8 +6,8 @@ use super::transfer::{Incoming, Outgoing};
 use crate::codec::Reader;
 use crate::error::Result;
 use crate::fetch::{ACCEPT, CREDIT, DATA, SUMS};
-use crate::node::{Io, LinkId};
 use crate::pool::Pool;
+use crate::reactor::{ReactorContext, SessionKey};
 
 #[derive(Debug)]
 pub(super) struct Tensors {
@@ -16,9 +16,9 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    pub(super) fn new(link: LinkId, pool: Pool, is_summed: bool) -> Self {
+    pub(super) fn new(session: SessionKey, pool: Pool, is_summed: bool) -> Self {
         Self {
-            incoming: Incoming::new(link, pool),
+            incoming: Incoming::new(session, pool),
             outgoing: Outgoing::new(is_summed),
         }
     }
@@ -26,17 +26,17 @@ impl Tensors {
     /// Takes a message about a tensor under way; false for any other kind of message.
     pub(super) fn message(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         (kind, id): (u8, u64),
         mut reader: Reader<'_>,
         data: &AmData,
     ) -> Result<bool> {
         match kind {
-            DATA => self.incoming.place(io, id, reader, data)?,
+            DATA => self.incoming.place(cx, id, reader, data)?,
             SUMS => self.incoming.sums(id, data)?,
-            ACCEPT => self.outgoing.accept(io, link, id)?,
-            CREDIT => self.outgoing.credit(io, link, id, reader.u64()?),
+            ACCEPT => self.outgoing.accept(cx, session, id)?,
+            CREDIT => self.outgoing.credit(cx, session, id, reader.u64()?),
             _ => return Ok(false),
         }
         Ok(true)

@@ -1,4 +1,4 @@
-//! The tensors of entries on their way over one link: small ones inside the message, large ones offered and fetched.
+//! The tensors of entries on their way over one session: small ones inside the message, large ones offered and fetched.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -10,9 +10,9 @@ use crate::checksum;
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
 use crate::fetch::{Fetch, Lending, Offer};
-use crate::node::{Io, LinkId};
 use crate::pipe::{Meta, Received};
 use crate::pool::Pool;
+use crate::reactor::{ReactorContext, SessionKey};
 use crate::transport::Memory;
 
 /// Bytes of an entry that travel inside its message. Above them, one copy costs more than one more round trip.
@@ -33,7 +33,7 @@ pub(super) fn check_operation(operation: u64) -> Result<()> {
     )))
 }
 
-/// Names a tensor on its link: the operation, and which of its tensors.
+/// Names a tensor on its session: the operation, and which of its tensors.
 fn fetch_id(operation: u64, index: usize) -> u64 {
     operation
         .wrapping_mul(NUM_ITEMS as u64)
@@ -68,8 +68,8 @@ impl Outgoing {
     /// [`release`](Self::release).
     pub(super) fn write(
         &mut self,
-        io: &Io,
-        link: LinkId,
+        cx: &ReactorContext,
+        session: SessionKey,
         operation: u64,
         items: &Items,
         mut writer: Writer,
@@ -86,7 +86,7 @@ impl Outgoing {
                 Some(buffer) => {
                     let id = fetch_id(operation, index);
                     let (lending, offer) =
-                        Lending::new(io, link, buffer.clone(), id, self.is_summed)?;
+                        Lending::new(cx, session, buffer.clone(), id, self.is_summed)?;
                     self.lent.insert(id, lending);
                     self.summing.push_back(id);
                     offer.write(item.meta.write(writer.u8(OFFERED)))
@@ -110,23 +110,34 @@ impl Outgoing {
         self.summing.retain(|id| self.lent.contains_key(id));
     }
 
-    pub(super) fn accept(&mut self, io: &mut Io, link: LinkId, id: u64) -> Result<()> {
+    pub(super) fn accept(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+    ) -> Result<()> {
         self.lent
             .get_mut(&id)
-            .map_or(Ok(()), |lending| lending.accept(io, link))
+            .map_or(Ok(()), |lending| lending.accept(cx, session))
     }
 
-    pub(super) fn credit(&mut self, io: &mut Io, link: LinkId, id: u64, credit: u64) {
+    pub(super) fn credit(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+        credit: u64,
+    ) {
         if let Some(lending) = self.lent.get_mut(&id) {
-            lending.credit(io, link, credit);
+            lending.credit(cx, session, credit);
         }
     }
 
     /// Computes and tells some checksums; whether there were any.
-    pub(super) fn sum_on(&mut self, io: &mut Io, link: LinkId) -> bool {
+    pub(super) fn sum_on(&mut self, cx: &mut ReactorContext, session: SessionKey) -> bool {
         while let Some(id) = self.summing.front() {
             let lending = self.lent.get_mut(id);
-            if lending.is_some_and(|lending| lending.sum_on(io, link)) {
+            if lending.is_some_and(|lending| lending.sum_on(cx, session)) {
                 return true;
             }
             self.summing.pop_front();
@@ -237,7 +248,7 @@ pub(super) type Arrived = (u64, Result<Items>);
 /// [`begin`](Self::begin), and of an entry one tensor after the other.
 #[derive(Debug)]
 pub(super) struct Incoming {
-    link: LinkId,
+    session: SessionKey,
     parcels: HashMap<u64, Parcel>,
     ready: VecDeque<u64>,
     fetch: Option<Fetch>,
@@ -245,9 +256,9 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    pub(super) fn new(link: LinkId, pool: Pool) -> Self {
+    pub(super) fn new(session: SessionKey, pool: Pool) -> Self {
         Self {
-            link,
+            session,
             parcels: HashMap::new(),
             ready: VecDeque::new(),
             fetch: None,
@@ -271,11 +282,11 @@ impl Incoming {
     }
 
     /// Begins what can be, and tells what has ended.
-    pub(super) fn advance(&mut self, io: &mut Io) -> Vec<Arrived> {
+    pub(super) fn advance(&mut self, cx: &mut ReactorContext) -> Vec<Arrived> {
         let mut arrived = Vec::new();
         while let Some(&operation) = self.ready.front() {
             let outcome = match &self.fetch {
-                None => self.begin_next(io, operation),
+                None => self.begin_next(cx, operation),
                 Some(fetch) => match fetch.outcome() {
                     None => break,
                     Some(Ok(())) => {
@@ -307,7 +318,7 @@ impl Incoming {
     }
 
     /// Begins to fetch the next tensor of an entry; true when there is none.
-    fn begin_next(&mut self, io: &mut Io, operation: u64) -> Result<bool> {
+    fn begin_next(&mut self, cx: &mut ReactorContext, operation: u64) -> Result<bool> {
         let offer = self
             .parcels
             .get_mut(&operation)
@@ -315,20 +326,20 @@ impl Incoming {
         let Some((index, offer)) = offer else {
             return Ok(true);
         };
-        let memory = self.allocate(io, offer.len)?;
+        let memory = self.allocate(cx, offer.len)?;
         let id = fetch_id(operation, index);
-        let begun = Fetch::begin(io, self.link, id, offer, memory);
+        let begun = Fetch::begin(cx, self.session, id, offer, memory);
         // The peer's key is wrong: nothing good will come from there.
-        let fetch = begun.inspect_err(|error| io.fail(self.link, error.clone()))?;
+        let fetch = begun.inspect_err(|error| cx.fail(self.session, error.clone()))?;
         self.fetch = Some(fetch);
         Ok(false)
     }
 
-    fn allocate(&self, io: &Io, len: usize) -> Result<Arc<Memory>> {
+    fn allocate(&self, cx: &ReactorContext, len: usize) -> Result<Arc<Memory>> {
         if len < HUGE {
-            return io.register(Buffer::zeroed(len));
+            return cx.register(Buffer::zeroed(len));
         }
-        self.pool.take(io, len)
+        self.pool.take(cx, len)
     }
 
     /// Puts the tensor that is here where it belongs.
@@ -372,29 +383,29 @@ impl Incoming {
     /// A piece has come.
     pub(super) fn place(
         &mut self,
-        io: &mut Io,
+        cx: &mut ReactorContext,
         id: u64,
         header: Reader<'_>,
         data: &AmData,
     ) -> Result<()> {
-        let link = self.link;
+        let session = self.session;
         match self.fetch(id) {
-            Some(fetch) => fetch.take(io, link, header, data),
+            Some(fetch) => fetch.take(cx, session, header, data),
             // Of a fetch that has failed here.
             None => Ok(()),
         }
     }
 
-    /// A read has ended; false when it is none of this link.
+    /// A read has ended; false when it is none of this session.
     pub(super) fn done(
         &mut self,
-        io: &mut Io,
+        cx: &mut ReactorContext,
         token: u64,
         result: std::result::Result<(), Status>,
     ) -> bool {
-        let link = self.link;
+        let session = self.session;
         self.fetch
             .as_mut()
-            .is_some_and(|fetch| fetch.done(io, Some(link), token, result))
+            .is_some_and(|fetch| fetch.done(cx, Some(session), token, result))
     }
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::WITHDRAW;
 use crate::error::{Error, Result};
 use crate::fetch::Lending;
-use crate::node::{Io, LinkId, Patience, Stage};
+use crate::reactor::{Patience, ReactorContext, SessionKey, Stage};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -88,27 +88,29 @@ impl OnTheirWay {
     }
 
     /// Hashes a slice of what has not been hashed; whether there was any.
-    pub(super) fn sum_on(&mut self, io: &mut Io, link: LinkId) -> bool {
+    pub(super) fn sum_on(&mut self, cx: &mut ReactorContext, session: SessionKey) -> bool {
         let mut larges = self
             .tensors
             .iter_mut()
             .filter_map(|posted| posted.large.as_mut());
-        larges.any(|large| large.lending.sum_on(io, link))
+        larges.any(|large| large.lending.sum_on(cx, session))
     }
 
     /// When one of them has to be looked at.
-    pub(super) fn next(&self, io: &Io, link: LinkId) -> Option<Instant> {
+    pub(super) fn next(&self, cx: &ReactorContext, session: SessionKey) -> Option<Instant> {
         let larges = self
             .tensors
             .iter()
             .filter_map(|posted| posted.large.as_ref());
         let patiences = larges.filter_map(|large| large.patience.as_ref());
-        patiences.map(|patience| patience.next(io, &[link])).min()
+        patiences
+            .map(|patience| patience.next(cx, &[session]))
+            .min()
     }
 
     /// Withdraws offers that nobody asked for in time; closes the pipe under one whose withdrawal is not answered: the
     /// receiver may be reading, and the memory must go back to the caller now.
-    pub(super) fn expire(&mut self, io: &mut Io, link: LinkId) {
+    pub(super) fn expire(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         let mut withdraw = Vec::new();
         for posted in &mut self.tensors {
             let Some(large) = &mut posted.large else {
@@ -117,22 +119,22 @@ impl OnTheirWay {
             let Some(patience) = &mut large.patience else {
                 continue;
             };
-            match patience.look(io, &[link]) {
+            match patience.look(cx, &[session]) {
                 Stage::Late | Stage::Over if !large.is_withdrawn => {
                     large.is_withdrawn = true;
-                    patience.due_from(io.now);
+                    patience.due_from(cx.now);
                     withdraw.push(posted.sequence);
                 }
                 Stage::InTime | Stage::Late => {}
                 Stage::Over => {
                     let text = "the tensor was not received in time, and the receiver does not say that it will not read it any more; the pipe is closed";
-                    return io.fail(link, Error::Timeout(text.to_owned()));
+                    return cx.fail(session, Error::Timeout(text.to_owned()));
                 }
             }
         }
         for sequence in withdraw {
-            let header = io.header(link, WITHDRAW).u64(sequence);
-            io.message(link, header, Payload::None);
+            let header = cx.header(session, WITHDRAW).u64(sequence);
+            cx.message(session, header, Payload::None);
         }
     }
 }

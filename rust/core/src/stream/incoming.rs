@@ -12,7 +12,7 @@ use crate::checksum;
 use crate::codec::Reader;
 use crate::cursor::Cursor;
 use crate::error::{Error, Result};
-use crate::node::{Io, LinkId};
+use crate::reactor::{ReactorContext, SessionKey};
 use crate::region::Pieces;
 use crate::transport::{Memory, Payload};
 
@@ -21,9 +21,9 @@ const NAME_LEN: usize = 16 + 1 + 8;
 
 type Name = [u8; NAME_LEN];
 
-fn name(io: &Io, link: LinkId, (kind, id): (u8, u64)) -> Name {
+fn name(cx: &ReactorContext, session: SessionKey, (kind, id): (u8, u64)) -> Name {
     let mut name = [0; NAME_LEN];
-    let header = io.header(link, kind).u64(id).finish();
+    let header = cx.header(session, kind).u64(id).finish();
     for (to, from) in name.iter_mut().zip(header) {
         *to = from;
     }
@@ -79,7 +79,7 @@ impl Landing {
     }
 }
 
-/// Where the streams to a node land, by what their headers begin with.
+/// Where the streams to a reactor land, by what their headers begin with.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Landings(Rc<RefCell<HashMap<Name, Rc<RefCell<Landing>>>>>);
 
@@ -114,14 +114,14 @@ pub(crate) struct Incoming {
 impl Incoming {
     /// Takes a stream into `memory`: messages of this kind and id.
     pub(crate) fn begin(
-        io: &Io,
-        link: LinkId,
+        cx: &ReactorContext,
+        session: SessionKey,
         (kind, id): (u8, u64),
         memory: Arc<Memory>,
         pieces: Arc<Pieces>,
         is_summed: bool,
     ) -> Self {
-        let (landings, name) = (io.landings(), name(io, link, (kind, id)));
+        let (landings, name) = (cx.landings(), name(cx, session, (kind, id)));
         let num_bytes = pieces.num_bytes;
         let landing = Rc::new(RefCell::new(Landing {
             memory,
@@ -159,11 +159,16 @@ impl Incoming {
     }
 
     /// Gives the source credit when it is due, in messages of this kind.
-    pub(crate) fn credit(&mut self, io: &mut Io, link: LinkId, (kind, id): (u8, u64)) {
+    pub(crate) fn credit(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        (kind, id): (u8, u64),
+    ) {
         if self.uncredited >= WINDOW / 4 && !self.is_here() {
             let credit = std::mem::take(&mut self.uncredited);
-            let header = io.header(link, kind).u64(id).u64(credit);
-            io.message(link, header, Payload::None);
+            let header = cx.header(session, kind).u64(id).u64(credit);
+            cx.message(session, header, Payload::None);
         }
     }
 
@@ -202,24 +207,24 @@ mod tests {
 
     use super::*;
     use crate::region::Run;
-    use crate::transport::{MemoryRoad, Transport};
+    use crate::transport::{MemoryPath, Transport};
 
-    const LINK: LinkId = 20;
+    const LINK: SessionKey = 20;
     const SESSION: [u8; 16] = [1; 16];
     const DATA: u8 = 4;
 
-    /// A node with a session, and 16 bytes of memory.
-    fn node() -> (Io, Arc<Memory>) {
-        let transport = Transport::Memory(MemoryRoad::Messages);
+    /// A reactor with a session, and 16 bytes of memory.
+    fn reactor() -> (ReactorContext, Arc<Memory>) {
+        let transport = Transport::Memory(MemoryPath::Stream);
         let context = transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
         let memory = context.register(Buffer::zeroed(16)).unwrap();
-        let mut io = Io::alone(Some(context));
-        io.data.as_mut().unwrap().admit(LINK, SESSION);
-        (io, memory)
+        let mut cx = ReactorContext::manual(Some(context));
+        cx.data.as_mut().unwrap().admit(LINK, SESSION);
+        (cx, memory)
     }
 
     /// Takes a stream of 8 bytes: four go to 12, four to 2.
-    fn begin(io: &Io, memory: &Arc<Memory>) -> Incoming {
+    fn begin(cx: &ReactorContext, memory: &Arc<Memory>) -> Incoming {
         let run = |to| Run {
             to,
             from: 0,
@@ -232,7 +237,7 @@ mod tests {
             ..Pieces::whole(8)
         };
         Incoming::begin(
-            io,
+            cx,
             LINK,
             (DATA, 7),
             Arc::clone(memory),
@@ -254,8 +259,8 @@ mod tests {
 
     #[test]
     fn pieces_are_placed_where_they_belong_before_they_are_events() {
-        let (io, memory) = node();
-        let (mut incoming, place) = (begin(&io, &memory), io.landings().placer());
+        let (cx, memory) = reactor();
+        let (mut incoming, place) = (begin(&cx, &memory), cx.landings().placer());
         assert!(place(&header(0, b"abc"), b"abc"));
         assert!(place(&header(3, b"defgh"), b"defgh"));
         assert_eq!(bytes(&memory), *b"\0\0efgh\0\0\0\0\0\0abcd");
@@ -271,8 +276,8 @@ mod tests {
 
     #[test]
     fn what_does_not_come_next_or_is_too_much_is_not_placed_and_is_an_error_as_an_event() {
-        let (io, memory) = node();
-        let (mut incoming, place) = (begin(&io, &memory), io.landings().placer());
+        let (cx, memory) = reactor();
+        let (mut incoming, place) = (begin(&cx, &memory), cx.landings().placer());
         for (offset, data) in [
             (1, &b"b"[..]),
             (0, b""),
@@ -294,8 +299,8 @@ mod tests {
 
     #[test]
     fn what_is_of_another_session_or_stream_is_not_placed() {
-        let (io, memory) = node();
-        let (_incoming, place) = (begin(&io, &memory), io.landings().placer());
+        let (cx, memory) = reactor();
+        let (_incoming, place) = (begin(&cx, &memory), cx.landings().placer());
         for at in [0, 15, 16, 17] {
             let mut header = header(0, b"abcd");
             header[at] ^= 1;
@@ -307,8 +312,8 @@ mod tests {
 
     #[test]
     fn nothing_is_placed_once_the_stream_was_let_go() {
-        let (io, memory) = node();
-        let (incoming, place) = (begin(&io, &memory), io.landings().placer());
+        let (cx, memory) = reactor();
+        let (incoming, place) = (begin(&cx, &memory), cx.landings().placer());
         assert!(place(&header(0, b"abcd"), b"abcd"));
         let before = bytes(&memory);
         drop(incoming);
@@ -318,8 +323,8 @@ mod tests {
 
     #[test]
     fn a_piece_that_differs_from_its_checksum_is_remembered() {
-        let (io, memory) = node();
-        let (incoming, place) = (begin(&io, &memory), io.landings().placer());
+        let (cx, memory) = reactor();
+        let (incoming, place) = (begin(&cx, &memory), cx.landings().placer());
         assert!(place(&header(0, b"abcd"), b"abcd"));
         assert!(place(&header(4, b"efgh"), b"efgx"));
         assert_eq!(incoming.corrupt(), Some(4));

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::WINDOW;
 use crate::checksum;
 use crate::cursor::Cursor;
-use crate::node::{Io, LinkId};
+use crate::reactor::{ReactorContext, SessionKey};
 use crate::region::Run;
 use crate::transport::{Memory, Payload};
 
@@ -57,7 +57,12 @@ impl Outgoing {
     }
 
     /// Sends what the credit allows, as messages of this kind and id; whether everything has been sent.
-    pub(crate) fn send(&mut self, io: &mut Io, link: LinkId, (kind, id): (u8, u64)) -> bool {
+    pub(crate) fn send(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        (kind, id): (u8, u64),
+    ) -> bool {
         while let Some(rest) = self.cursor.piece(&self.runs, u64::MAX) {
             let run = Run {
                 len: message_len(rest.len),
@@ -68,8 +73,8 @@ impl Outgoing {
             }
             let before = self.cursor;
             let (payload, len, sum) = self.next_piece(run);
-            let header = io.header(link, kind).u64(id).u64(self.sent).u64(sum);
-            if !io.message(link, header, payload) {
+            let header = cx.header(session, kind).u64(id).u64(self.sent).u64(sum);
+            if !cx.message(session, header, payload) {
                 self.cursor = before;
                 return false;
             }

@@ -2,7 +2,7 @@
 
 use kvpipe_core::Result;
 use kvpipe_core::blocks::{Agent, Options, Peer, Region};
-use kvpipe_core::link::Timing;
+use kvpipe_core::session::Timing;
 use kvpipe_core::transport::Transport;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;

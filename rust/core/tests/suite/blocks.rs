@@ -1,4 +1,4 @@
-//! Reads of blocks between two agents, over every road.
+//! Reads of blocks between two agents, over every data path.
 
 use std::time::Duration;
 
@@ -7,11 +7,11 @@ use kvpipe_core::blocks::{Agent, Options};
 use kvpipe_core::checksum;
 use kvpipe_core::codec::{Reader, Writer};
 use kvpipe_core::identity::Service;
-use kvpipe_core::link::Timing;
+use kvpipe_core::session::Timing;
 use kvpipe_ucx::{Buffer, Search};
 
 use crate::agents::{BLOCK, COUNT, agent, connect, pair, register};
-use crate::common::{self, PATIENCE, Raw, TOKEN, bytes, on_every_road, pattern};
+use crate::common::{self, PATIENCE, Raw, TOKEN, bytes, on_every_path, pattern};
 
 const READ: u8 = 32;
 const REFUSED: u8 = 35;
@@ -20,7 +20,7 @@ const WITH_SUMS: u8 = 1;
 
 #[test]
 fn named_blocks_arrive_and_nothing_else_is_written() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let all: Vec<u32> = (0..COUNT as u32).collect();
         let reversed: Vec<u32> = all.iter().rev().copied().collect();
         for (from_stride, to_stride) in [
@@ -43,7 +43,7 @@ fn named_blocks_arrive_and_nothing_else_is_written() {
 
 #[test]
 fn a_region_larger_than_every_window_arrives() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (source, destination) = (agent(transport), agent(transport));
         let (block, count) = (1 << 20, 48);
         let from = Buffer::from_vec(pattern(block * count, 3));
@@ -67,7 +67,7 @@ fn a_region_larger_than_every_window_arrives() {
 
 #[test]
 fn bad_ids_and_regions_are_named_and_the_peer_stays_usable() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         let text = |to: &[u32], from: &[u32]| match pair.read(to, from) {
             Err(Error::Config(text)) => text,
@@ -127,7 +127,7 @@ fn a_region_registered_later_becomes_known_to_peers() {
 
 #[test]
 fn a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         let address = pair.source.address().expect("address").to_string();
         pair.source.close();
@@ -247,7 +247,7 @@ fn a_source_that_sends_what_was_not_asked_for_writes_nothing() {
 
 #[test]
 fn a_read_that_takes_too_long_ends_at_its_deadline() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         let ids: Vec<u32> = (0..COUNT as u32).collect();
         let options = Options {

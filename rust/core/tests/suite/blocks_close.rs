@@ -9,7 +9,7 @@ use kvpipe_core::identity::Service;
 use kvpipe_ucx::Buffer;
 
 use crate::agents::{BLOCK, COUNT, agent, connect, pair, register};
-use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_road, pattern, send_frame};
+use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern, send_frame};
 
 const REGIONS: u8 = 1;
 const RELEASED: u8 = 2;
@@ -40,7 +40,7 @@ fn a_second_close_waits_for_the_same_peers_as_the_first() {
 
 #[test]
 fn a_closed_region_is_refused_by_name_on_both_sides_and_its_name_is_free_again() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         let (local, remote) = ((&pair.region, vec![0]), ("kv", vec![0]));
         let plan = pair
@@ -83,7 +83,7 @@ fn a_closed_region_is_refused_by_name_on_both_sides_and_its_name_is_free_again()
 
 #[test]
 fn reads_under_way_when_a_region_is_closed_end_whole_or_with_the_reason() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         for closes_source in [true, false] {
             let pair = pair(transport, BLOCK, BLOCK);
             let all: Vec<u32> = (0..COUNT as u32).collect();
@@ -109,7 +109,7 @@ fn reads_under_way_when_a_region_is_closed_end_whole_or_with_the_reason() {
 
 #[test]
 fn nothing_is_written_to_a_region_once_its_closing_is_done() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (block, count) = (1 << 20, 64);
         let (source, destination) = (agent(transport), agent(transport));
         let memory = || Buffer::zeroed(block * count as usize);

@@ -1,4 +1,4 @@
-//! Notifications between two agents, over every road.
+//! Notifications between two agents, over every data path.
 
 use std::collections::HashSet;
 
@@ -9,7 +9,7 @@ use kvpipe_core::identity::Service;
 use kvpipe_ucx::{Buffer, Search};
 
 use crate::agents::{BLOCK, COUNT, agent, pair, register, tagged, tags};
-use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_road, pattern};
+use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern};
 
 const READ: u8 = 32;
 const REFUSED: u8 = 35;
@@ -23,7 +23,7 @@ fn numbered(numbers: std::ops::Range<u32>) -> Vec<Vec<u8>> {
 
 #[test]
 fn tags_arrive_in_the_order_of_the_calls_each_once() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         // What is written is not read at the same time: that would be found out.
         let read: Vec<u32> = (0..COUNT as u32 / 2).collect();
@@ -53,7 +53,7 @@ fn tags_arrive_in_the_order_of_the_calls_each_once() {
 
 #[test]
 fn the_blocks_of_a_transfer_are_there_before_its_tag() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         for round in 0..100u32 {
             let content = pattern(BLOCK, round.into());
@@ -82,7 +82,7 @@ fn a_notification_names_its_peer_and_can_be_answered() {
     });
     assert_eq!(come.peer.incarnation(), pair.destination.incarnation());
     let accepted = eventually("its regions", || pair.source.peers().pop());
-    assert_eq!(come.peer.link(), accepted.link());
+    assert_eq!(come.peer.session(), accepted.session());
     pair.source
         .notify(&come.peer, b"pong".to_vec())
         .expect("notify");
@@ -91,7 +91,7 @@ fn a_notification_names_its_peer_and_can_be_answered() {
 
 #[test]
 fn a_failed_transfer_sends_no_tag_and_holds_up_no_other() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         let all: Vec<u32> = (0..COUNT as u32).collect();
         let begin = |n: u32| {
@@ -133,7 +133,7 @@ fn a_failed_transfer_sends_no_tag_and_holds_up_no_other() {
 
 #[test]
 fn a_sender_waits_while_nobody_takes_what_it_sends() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         let notify = |tag| pair.destination.notify(&pair.peer, tag).expect("notify");
         let works: Vec<_> = numbered(0..600).into_iter().map(notify).collect();
@@ -159,7 +159,7 @@ fn a_sender_waits_while_nobody_takes_what_it_sends() {
 
 #[test]
 fn a_tag_of_64_kib_arrives_and_a_longer_one_is_an_error() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         let longest = pattern(TAG_CAP, 1);
         for _ in 0..40 {
@@ -186,7 +186,7 @@ fn a_tag_of_64_kib_arrives_and_a_longer_one_is_an_error() {
 
 #[test]
 fn many_threads_read_and_notify_at_once() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         let pair = &pair;
         std::thread::scope(|scope| {

@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvpipe_core::blocks::{Agent, Options, Plan, Region};
 use kvpipe_core::codec::{Reader, Writer};
 use kvpipe_core::identity::Service;
-use kvpipe_core::link::Timing;
+use kvpipe_core::session::Timing;
 use kvpipe_core::work::Work;
 use kvpipe_core::{Error, Result, checksum};
 use kvpipe_ucx::{Buffer, Memory, Search};
 
 use crate::agents::{self, BLOCK, COUNT, agent, pair, register, register_writable};
 use crate::common::{
-    self, PATIENCE, Raw, TOKEN, bytes, eventually, on_both_roads, on_every_road, pattern,
+    self, PATIENCE, Raw, TOKEN, bytes, eventually, on_both_paths, on_every_path, pattern,
 };
 
 const READ: u8 = 32;
@@ -110,7 +110,7 @@ fn end_of(work: &Work<u64>, raw: &Raw) -> Result<u64> {
 
 #[test]
 fn blocks_that_differ_from_their_checksums_end_the_read_and_the_peer_stays_usable() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let reader = agent(search);
         let (source, plan, to) = Source::meet("cpu", search, &reader, &[7, 9], &[3, 4]);
         let [first, second] = source.sums();
@@ -137,7 +137,7 @@ fn blocks_that_differ_from_their_checksums_end_the_read_and_the_peer_stays_usabl
 
 #[test]
 fn blocks_of_a_gpu_come_to_the_host_as_messages_without_checksums_whatever_the_road() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let reader = agent(search);
         let (source, plan, to) = Source::meet("cuda:0", search, &reader, &[7], &[3]);
         let work = reader.read(&plan, Options::default()).expect("read");
@@ -155,7 +155,7 @@ fn blocks_of_a_gpu_come_to_the_host_as_messages_without_checksums_whatever_the_r
 
 #[test]
 fn offered_blocks_that_differ_from_their_checksums_are_not_taken() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let target = agent(search);
         register_writable(&target, "own", &Buffer::zeroed(COUNT * BLOCK));
         let source = Source::connect(search, &target);
@@ -216,7 +216,7 @@ impl Drop for Over<'_> {
 /// Whoever reads memory that its owner changes at the same time gets parts of two states.
 #[test]
 fn blocks_that_change_while_they_are_read_are_not_delivered() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         let ids: Vec<u32> = (0..COUNT as u32).collect();
         let is_over = AtomicBool::new(false);
@@ -240,7 +240,7 @@ fn blocks_that_change_while_they_are_read_are_not_delivered() {
 
 #[test]
 fn without_checksums_the_source_is_asked_for_none() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let timing = Timing::default();
         let transport = search.clone().into();
         let reader = Agent::new(&common::local(), TOKEN, transport, "", vec![], timing);
@@ -260,7 +260,7 @@ fn without_checksums_the_source_is_asked_for_none() {
 
 #[test]
 fn blocks_larger_than_a_slice_are_proved_too() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (source, destination) = (agent(transport), agent(transport));
         let (block, count) = ((5 << 20) + 8, 4);
         let from = Buffer::from_vec(pattern(block * count, 3));

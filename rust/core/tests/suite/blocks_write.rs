@@ -1,4 +1,4 @@
-//! Writes of blocks between two agents, over every road: an offer that the target checks and takes.
+//! Writes of blocks between two agents, over every data path: an offer that the target checks and takes.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use kvpipe_ucx::{Buffer, Search};
 use crate::agents::{
     BLOCK, COUNT, agent, connect, pair, register, register_writable, tagged, tags,
 };
-use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_road, pattern, send_frame};
+use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern, send_frame};
 
 const OFFER: u8 = 36;
 const TAKEN: u8 = 37;
@@ -19,7 +19,7 @@ const NOT_TAKEN: u8 = 38;
 
 #[test]
 fn written_blocks_arrive_and_nothing_else_is_written() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let all: Vec<u32> = (0..COUNT as u32).collect();
         let reversed: Vec<u32> = all.iter().rev().copied().collect();
         for (from_stride, to_stride) in [
@@ -47,7 +47,7 @@ fn written_blocks_arrive_and_nothing_else_is_written() {
 
 #[test]
 fn repeated_ids_are_refused_in_the_destination_only() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         let twice = |error: Error| match error {
             Error::Config(text) => assert!(text.contains("17 is named twice"), "{text}"),
@@ -85,7 +85,7 @@ fn a_region_is_written_only_when_its_owner_says_so() {
 
 #[test]
 fn both_sides_write_to_and_read_from_each_other_at_once() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (count, block) = (32u32, 256 << 10);
         let agents = [agent(transport), agent(transport)];
         let len = count as usize * block;
@@ -140,7 +140,7 @@ fn both_sides_write_to_and_read_from_each_other_at_once() {
 
 #[test]
 fn blocks_of_a_region_that_was_registered_just_now_are_taken() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         for i in 0..50 {
             let memory = Buffer::from_vec(pattern(BLOCK, i));
@@ -162,7 +162,7 @@ fn blocks_of_a_region_that_was_registered_just_now_are_taken() {
 
 #[test]
 fn a_plan_moves_the_blocks_of_the_day_both_ways() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let pair = pair(transport, BLOCK, BLOCK);
         let (local, remote) = ((&pair.region, vec![5, 3]), ("kv", vec![1, 9]));
         let plan = pair

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvpipe_core::control::{Control, Event, Opening, Patience, Question, Rank, SequenceState};
 use kvpipe_core::handoff::HandoffId;
-use kvpipe_core::link::Timing;
+use kvpipe_core::session::Timing;
 
 use crate::common::{PATIENCE, TOKEN, eventually};
 

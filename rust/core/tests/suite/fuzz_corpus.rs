@@ -1,5 +1,5 @@
 //! Everything that fuzzing has found worth keeping, and the conversations that it starts from, once more: without
-//! libFuzzer, on every road and with the checks of a test build.
+//! libFuzzer, on every data path and with the checks of a test build.
 
 use std::path::Path;
 

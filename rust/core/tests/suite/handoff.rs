@@ -1,4 +1,4 @@
-//! Handoffs between two agents, over every road: proved, or failed with exactly what is missing.
+//! Handoffs between two agents, over every data path: proved, or failed with exactly what is missing.
 
 use std::time::Instant;
 
@@ -6,7 +6,7 @@ use kvpipe_core::blocks::Event;
 use kvpipe_ucx::Buffer;
 
 use crate::common::{
-    self, PATIENCE, PROMPT, Process, eventually, on_both_roads, on_every_road, say,
+    self, PATIENCE, PROMPT, Process, eventually, on_both_paths, on_every_path, say,
 };
 use crate::workers::{BLOCK, COUNT, ID, LAYERS, pair, step, worker};
 
@@ -53,7 +53,7 @@ fn parse(incarnation: &str) -> [u8; 16] {
 
 #[test]
 fn a_load_after_the_last_block_is_complete_and_taken_once() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         producer.finalize(0, &[4, 9, 5, 31]);
         consumer.load(producer.request(&[1, 2, 3, 20]));
@@ -69,7 +69,7 @@ fn a_load_after_the_last_block_is_complete_and_taken_once() {
 
 #[test]
 fn a_load_before_the_first_block_gets_blocks_as_they_become_final() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let mut request = producer.request(&[10, 11, 12, 13]);
         request.first = 2;
@@ -89,7 +89,7 @@ fn a_load_before_the_first_block_gets_blocks_as_they_become_final() {
 
 #[test]
 fn a_load_ends_only_with_the_sequence_state() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         producer.finalize(0, &[4, 5]);
         let mut request = producer.request(&[1, 2]);
@@ -107,7 +107,7 @@ fn a_load_ends_only_with_the_sequence_state() {
 
 #[test]
 fn another_life_of_the_producer_is_not_read() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         producer.finalize(0, &[4]);
         let mut request = producer.request(&[1]);
@@ -122,7 +122,7 @@ fn another_life_of_the_producer_is_not_read() {
 
 #[test]
 fn blocks_of_another_generation_are_never_taken() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         producer.save(&step(2, 0, &[4]).expect("a step"), 0..LAYERS);
         consumer.load(producer.request(&[1]));
@@ -135,7 +135,7 @@ fn blocks_of_another_generation_are_never_taken() {
 
 #[test]
 fn of_a_handoff_that_its_producer_ends_nothing_may_be_used() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         producer.finalize(0, &[4, 5]);
         consumer.load(producer.request(&[1, 2, 3]));
@@ -160,7 +160,7 @@ fn of_a_handoff_that_its_producer_ends_nothing_may_be_used() {
 
 #[test]
 fn blocks_that_changed_after_they_were_final_are_missing_and_no_others() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         producer.finalize(0, &[4, 5, 6]);
         eventually("the checksums", || {
@@ -180,7 +180,7 @@ fn blocks_that_changed_after_they_were_final_are_missing_and_no_others() {
 
 #[test]
 fn a_consumer_may_try_again() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         producer.finalize(0, &[4, 5]);
         consumer.load(producer.request(&[1, 2, 3]));
@@ -201,7 +201,7 @@ fn a_consumer_may_try_again() {
 
 #[test]
 fn two_loads_of_one_handoff_at_once_leave_the_first_alone() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         consumer.load(producer.request(&[1]));
         consumer.load(producer.request(&[2]));
@@ -214,7 +214,7 @@ fn two_loads_of_one_handoff_at_once_leave_the_first_alone() {
 
 #[test]
 fn regions_that_differ_are_named() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let more = consumer.agent.register("extra", Buffer::zeroed(64), 64, 64);
         more.expect("register")
@@ -229,7 +229,7 @@ fn regions_that_differ_are_named() {
 
 #[test]
 fn a_block_that_is_not_there_ends_its_handoff() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         producer.finalize(0, &[4, COUNT as u32]);
         consumer.load(producer.request(&[1]));
@@ -239,7 +239,7 @@ fn a_block_that_is_not_there_ends_its_handoff() {
 
 #[test]
 fn an_agent_that_is_closed_reports_its_loads_as_failed() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         producer.finalize(0, &[4, 5]);
         consumer.load(producer.request(&[1, 2, 3]));
@@ -255,7 +255,7 @@ fn an_agent_that_is_closed_reports_its_loads_as_failed() {
 
 #[test]
 fn a_producer_that_nobody_is_fails_the_load() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let request = producer.request(&[1, 2]);
         producer.agent.close();
@@ -268,7 +268,7 @@ fn a_producer_that_nobody_is_fails_the_load() {
 
 #[test]
 fn positions_beyond_32_bits_are_refused() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         assert!(step(1, u32::MAX - 1, &[1, 2]).is_err());
         let mut request = producer.request(&[1, 2]);
@@ -279,7 +279,7 @@ fn positions_beyond_32_bits_are_refused() {
 
 #[test]
 fn a_producer_killed_under_a_load_fails_it_with_what_is_missing() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let (twin, consumer) = pair(&search.clone().into());
         let mut producer = Process::start("producer", "");
         let mut request = twin.request(&[0, 1, 2, 3, 4, 5]);
@@ -302,7 +302,7 @@ fn a_producer_killed_under_a_load_fails_it_with_what_is_missing() {
 
 #[test]
 fn a_consumer_killed_under_its_load_leaves_the_handoff_to_another() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let (producer, other) = pair(&search.clone().into());
         producer.finalize(0, &[4, 5]);
         let address = producer.agent.address().expect("address");

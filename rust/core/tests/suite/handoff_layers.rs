@@ -1,8 +1,8 @@
-//! Handoffs whose layers become final one after the other, over every road.
+//! Handoffs whose layers become final one after the other, over every data path.
 
 use kvpipe_core::blocks::{Event, Final, Finals};
 
-use crate::common::{self, eventually, on_every_road};
+use crate::common::{self, eventually, on_every_path};
 use crate::workers::{BLOCK, ID, LAYERS, Worker, pair, step, worker};
 
 /// Waits until blocks of a layer are where they belong.
@@ -16,7 +16,7 @@ fn arrive(consumer: &Worker, layer: usize, to: &[u32], producer: &Worker, from: 
 
 #[test]
 fn a_layer_is_read_while_the_next_ones_are_computed() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         consumer.load(producer.request(&[1, 2]));
         let finals = step(1, 0, &[4, 5]).expect("a step");
@@ -37,7 +37,7 @@ fn a_layer_is_read_while_the_next_ones_are_computed() {
 
 #[test]
 fn layers_announced_before_the_select_are_told_to_it() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let finals = step(1, 0, &[4, 5]).expect("a step");
         producer.save(&finals, 0..1);
@@ -57,7 +57,7 @@ fn layers_announced_before_the_select_are_told_to_it() {
 
 #[test]
 fn a_handoff_that_ends_between_two_layers_is_announced_no_further() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let before = consumer.block(1, 1);
         consumer.load(producer.request(&[1, 2]));
@@ -83,7 +83,7 @@ fn a_handoff_that_ends_between_two_layers_is_announced_no_further() {
 
 #[test]
 fn handoffs_of_one_step_end_each_by_itself() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let other = [8; 16];
         let part = |handoff, block_ids: &[u32]| Final {
@@ -104,7 +104,7 @@ fn handoffs_of_one_step_end_each_by_itself() {
 
 #[test]
 fn steps_whose_layers_come_one_by_one_follow_each_other() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         consumer.load(producer.request(&[1, 2, 3]));
         for (first, block_ids) in [(0, &[4, 5][..]), (2, &[9])] {
@@ -122,7 +122,7 @@ fn steps_whose_layers_come_one_by_one_follow_each_other() {
 
 #[test]
 fn regions_that_are_not_the_agents_or_closed_are_refused() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let finals = step(1, 0, &[4]).expect("a step");
         let finalize = |regions| producer.agent.finalize(&finals, regions);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvpipe_core::blocks::Event;
 use kvpipe_core::handoff::consumer::Counts;
 
-use crate::common::{self, eventually, on_every_road};
+use crate::common::{self, eventually, on_every_path};
 use crate::workers::{BLOCK, ID, LAYERS, Worker, pair, worker};
 
 /// The way to a worker, which can be cut, and lead to another one afterwards, or nowhere.
@@ -96,7 +96,7 @@ fn half(producer: &Worker, consumer: &Worker) -> Cable {
 
 #[test]
 fn a_load_whose_session_is_lost_goes_on_by_a_fresh_one() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let cable = half(&producer, &consumer);
         cable.cut(producer.agent.address());
@@ -111,7 +111,7 @@ fn a_load_whose_session_is_lost_goes_on_by_a_fresh_one() {
 
 #[test]
 fn a_fresh_session_is_made_once() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let cable = half(&producer, &consumer);
         cable.cut(producer.agent.address());
@@ -129,7 +129,7 @@ fn a_fresh_session_is_made_once() {
 
 #[test]
 fn a_fresh_session_to_another_life_of_the_producer_is_not_used() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let cable = half(&producer, &consumer);
         let another = worker(transport, 500);
@@ -144,7 +144,7 @@ fn a_fresh_session_to_another_life_of_the_producer_is_not_used() {
 
 #[test]
 fn a_fresh_session_that_does_not_come_is_not_waited_for() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let cable = half(&producer, &consumer);
         cable.cut(None);
@@ -156,7 +156,7 @@ fn a_fresh_session_that_does_not_come_is_not_waited_for() {
 
 #[test]
 fn a_load_that_has_all_blocks_needs_no_session_to_wait_for_the_sequence_state() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         let cable = Cable::to(&producer);
         let mut request = producer.request(&[1, 2]);
@@ -178,7 +178,7 @@ fn a_load_that_has_all_blocks_needs_no_session_to_wait_for_the_sequence_state() 
 
 #[test]
 fn a_block_that_differs_is_read_once_more_and_no_oftener() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         producer.finalize(0, &[4, 5, 6]);
         eventually("the checksums", || {
@@ -234,7 +234,7 @@ impl Drop for Spoiler {
 
 #[test]
 fn a_block_that_was_spoilt_on_its_way_is_read_again_and_arrives() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (mut producer, mut consumer) = pair(transport);
         eventually("a load that was mended", || {
             producer.finalize(0, &[4]);

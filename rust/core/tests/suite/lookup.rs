@@ -9,11 +9,11 @@ use kvpipe_core::codec::Writer;
 use kvpipe_core::identity::Service;
 use kvpipe_core::lookup::{Items, Local, Query, Remote};
 use kvpipe_core::pipe::{Meta, Received};
-use kvpipe_core::transport::{MemoryRoad, Transport};
+use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_core::work::Then;
 use kvpipe_ucx::{Buffer, Search};
 
-use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_roads};
+use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_paths};
 
 const INSERT: u8 = 16;
 const INSERTED: u8 = 17;
@@ -108,7 +108,7 @@ fn settle(operation: u64, is_taken: u8) -> Vec<u8> {
 
 #[test]
 fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let local = serve(search);
         let nonsense: Vec<(Vec<u8>, Vec<u8>)> = vec![
             (vec![INSERT], vec![]),
@@ -158,7 +158,7 @@ fn checksums_of_large_tensors_are_told_unless_they_are_switched_off() {
 
 #[test]
 fn a_damaged_insert_is_refused_and_the_client_goes_on() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let local = serve(search);
         let raw = raw(search, &local);
         let (header, mut payload) = an_insert(1, &[0; 5]);
@@ -175,7 +175,7 @@ fn a_damaged_insert_is_refused_and_the_client_goes_on() {
 
 #[test]
 fn an_offer_that_is_never_fetched_holds_its_place_only_as_long_as_its_client() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let local = serve(search);
         insert(&local, &[1], vec![7; 100_000]);
         let first = raw(search, &local);
@@ -230,7 +230,7 @@ fn a_client_that_settles_a_select_that_waits_is_cut_off_and_the_select_ends() {
 
 #[test]
 fn what_was_acknowledged_is_gone_with_its_client_and_what_was_not_is_not() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let local = serve(search);
         insert(&local, &[1], vec![1; 10]);
         insert(&local, &[2], vec![2; 10]);
@@ -257,7 +257,7 @@ fn what_was_acknowledged_is_gone_with_its_client_and_what_was_not_is_not() {
 
 #[test]
 fn an_acknowledged_entry_that_nobody_wants_goes_back() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let local = serve(search);
         insert(&local, &[1], vec![1; 10]);
         let client = raw(search, &local);
@@ -278,7 +278,7 @@ fn an_acknowledged_entry_that_nobody_wants_goes_back() {
 
 #[test]
 fn a_withdrawn_insert_gives_its_turn_to_the_next() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let local = serve(search);
         insert(&local, &[1], vec![0; FULL]);
         let address = local.address().expect("address").to_string();
@@ -321,7 +321,7 @@ fn a_withdrawn_insert_gives_its_turn_to_the_next() {
 
 #[test]
 fn a_client_that_is_not_connected_yet_says_so() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
         let address = silent.local_addr().expect("address").to_string();
         let transport = search.clone().into();
@@ -368,7 +368,7 @@ fn a_buffer_can_be_asked_for_its_address_while_it_opens_ucx() {
 fn of_threads_that_serve_a_buffer_at_once_one_does_and_the_others_are_told_where() {
     let local = Local::new(CAPACITY);
     let serve = || {
-        let transport = Transport::Memory(MemoryRoad::Get);
+        let transport = Transport::Memory(MemoryPath::RemoteRead);
         local.serve("127.0.0.1:0", TOKEN, transport, true)
     };
     let served: Vec<_> = std::thread::scope(|scope| {

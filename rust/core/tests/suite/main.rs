@@ -1,4 +1,4 @@
-//! Behaviour of two or more nodes, over every road. These are one binary because every test binary links the core anew.
+//! Behaviour of two or more reactors, over every data path. These are one binary because every test binary sessions the core anew.
 
 #![allow(unreachable_pub, reason = "modules of one binary")]
 

@@ -1,18 +1,18 @@
-//! A peer that is killed while bytes move: everything pending ends as lost within two seconds, on both ends and roads.
+//! A peer that is killed while bytes move: everything pending ends as lost within two seconds, on both ends and data paths.
 
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, Options, Region};
-use kvpipe_core::link::Timing;
 use kvpipe_core::pipe::{Deadline, Meta, Pipe};
+use kvpipe_core::session::Timing;
 use kvpipe_core::work::Then;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::{Buffer, Search};
 
-use crate::common::{self, PATIENCE, PROMPT, Process, TOKEN, on_both_roads, say};
+use crate::common::{self, PATIENCE, PROMPT, Process, TOKEN, on_both_paths, say};
 
-/// Takes hundreds of milliseconds on every road.
+/// Takes hundreds of milliseconds on every data path.
 const LARGE: usize = 1 << 30;
 /// The same over RDMA that is software in an interpreted machine.
 const LARGE_IN_SOFTWARE: usize = 64 << 20;
@@ -118,7 +118,7 @@ fn kill_under<T: Clone + std::fmt::Debug>(peer: &mut Process, pending: &Work<T>)
 
 #[test]
 fn a_receiver_killed_under_a_large_tensor_fails_the_sender() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let mut peer = Process::start("receiver", "");
         let (pipe, connected) = Pipe::connect(
             &peer.line(),
@@ -143,7 +143,7 @@ fn a_receiver_killed_under_a_large_tensor_fails_the_sender() {
 
 #[test]
 fn a_sender_killed_under_a_large_tensor_fails_the_receiver() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let pipe = Pipe::listen(
             &common::local(),
             TOKEN,
@@ -167,12 +167,12 @@ fn a_sender_killed_under_a_large_tensor_fails_the_receiver() {
 
 #[test]
 fn a_source_killed_under_a_read_fails_it_and_those_that_wait() {
-    on_both_roads(|search| kill_under_reads(search, BLOCK));
+    on_both_paths(|search| kill_under_reads(search, BLOCK));
 }
 
 #[test]
 fn a_source_killed_under_a_read_of_small_blocks_fails_it_and_those_that_wait() {
-    on_both_roads(|search| kill_under_reads(search, SMALL_BLOCK));
+    on_both_paths(|search| kill_under_reads(search, SMALL_BLOCK));
 }
 
 fn kill_under_reads(search: &Search, block: usize) {

@@ -1,4 +1,4 @@
-//! What a pipe promises to its two ends, over every road.
+//! What a pipe promises to its two ends, over every data path.
 
 use std::time::{Duration, Instant};
 
@@ -9,11 +9,11 @@ use kvpipe_core::work::Then;
 use kvpipe_ucx::Buffer;
 
 use crate::common::pipes::{close, content, meta, pipe, receive, send, send_within};
-use crate::common::{self, PATIENCE, PROMPT, TOKEN, bytes, eventually, on_every_road, pattern};
+use crate::common::{self, PATIENCE, PROMPT, TOKEN, bytes, eventually, on_every_path, pattern};
 
 #[test]
 fn tensors_arrive_in_order_whatever_their_size() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let name = tx.info().transport;
         assert!(common::is_name(&name, transport), "{name}");
@@ -51,7 +51,7 @@ fn tensors_arrive_in_order_whatever_their_size() {
 
 #[test]
 fn receives_that_wait_get_their_tensors_in_order_although_several_are_fetched_at_once() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let sizes = [
             1 << 20,
@@ -84,7 +84,7 @@ fn receives_that_wait_get_their_tensors_in_order_although_several_are_fetched_at
 
 #[test]
 fn a_tensor_larger_than_the_window_arrives_intact() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let expected = pattern(64 << 20, 5);
         let out = Buffer::zeroed(64 << 20);
@@ -106,7 +106,7 @@ fn a_tensor_larger_than_the_window_arrives_intact() {
 
 #[test]
 fn more_tensors_than_may_be_in_flight_all_arrive() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let sent: Vec<_> = (0..500).map(|i| send(&tx, pattern(100, i))).collect();
         for i in 0..500 {
@@ -120,7 +120,7 @@ fn more_tensors_than_may_be_in_flight_all_arrive() {
 
 #[test]
 fn a_receive_that_times_out_leaves_the_pipe_usable() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let soon = Deadline::after(Some(Duration::from_millis(50)));
         let error = rx
@@ -139,7 +139,7 @@ fn a_receive_that_times_out_leaves_the_pipe_usable() {
 
 #[test]
 fn a_tensor_that_nobody_takes_is_withdrawn_and_the_next_one_arrives() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let soon = Some(Duration::from_millis(50));
         let error = send_within(&tx, pattern(1 << 20, 1), soon)
@@ -157,7 +157,7 @@ fn a_tensor_that_nobody_takes_is_withdrawn_and_the_next_one_arrives() {
 
 #[test]
 fn a_tensor_without_checksums_arrives() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let rx = Pipe::listen(&common::local(), TOKEN, transport.clone(), Duration::ZERO)
             .expect("listen");
         let address = rx.address().expect("address").to_string();
@@ -181,7 +181,7 @@ fn a_tensor_without_checksums_arrives() {
 
 #[test]
 fn an_out_that_does_not_match_consumes_nothing() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         for size in [100, 1 << 20] {
             let sent = send(&tx, pattern(size, 3));
@@ -204,7 +204,7 @@ fn an_out_that_does_not_match_consumes_nothing() {
 
 #[test]
 fn a_receive_that_is_withdrawn_takes_no_tensor_and_the_others_keep_their_order() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let works = [receive(&rx), receive(&rx), receive(&rx)];
         rx.withdraw(&works[1]).expect("withdrawn");
@@ -227,7 +227,7 @@ fn a_receive_that_is_withdrawn_takes_no_tensor_and_the_others_keep_their_order()
 
 #[test]
 fn a_second_sender_is_refused_with_the_reason() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let address = rx.address().expect("address").to_string();
         let (_second, connected) = Pipe::connect(
@@ -251,7 +251,7 @@ fn a_second_sender_is_refused_with_the_reason() {
 
 #[test]
 fn after_an_orderly_close_all_tensors_come_and_then_the_end() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let _sent = [send(&tx, pattern(10, 1)), send(&tx, pattern(1 << 20, 2))];
         let closed = tx
@@ -273,7 +273,7 @@ fn after_an_orderly_close_all_tensors_come_and_then_the_end() {
 
 #[test]
 fn a_sender_that_closes_at_once_ends_the_pipe_in_order() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let is_cheap = matches!(transport, Transport::Memory(_));
         for round in 0..if is_cheap { 300 } else { 20 } {
             let (tx, rx) = pipe(transport);
@@ -288,7 +288,7 @@ fn a_sender_that_closes_at_once_ends_the_pipe_in_order() {
 
 #[test]
 fn a_receiver_that_leaves_after_the_last_tensor_does_not_fail_the_sender() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         for round in 0..8 {
             let (tx, rx) = pipe(transport);
             let sent = send(&tx, pattern(1 << 20, round));
@@ -301,7 +301,7 @@ fn a_receiver_that_leaves_after_the_last_tensor_does_not_fail_the_sender() {
 
 #[test]
 fn a_sender_is_told_at_its_close_of_small_tensors_that_were_lost() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         send(&tx, pattern(10, 1))
             .wait_for(PATIENCE)
@@ -315,7 +315,7 @@ fn a_sender_is_told_at_its_close_of_small_tensors_that_were_lost() {
 
 #[test]
 fn stopping_an_end_ends_its_operations_and_those_of_the_other() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let received = receive(&rx);
         rx.stop();
@@ -329,7 +329,7 @@ fn stopping_an_end_ends_its_operations_and_those_of_the_other() {
 
 #[test]
 fn a_receive_timeout_under_way_closes_the_pipe_on_both_ends() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let len = 1 << 30;
         let sent = tx
@@ -362,7 +362,7 @@ fn a_receive_timeout_under_way_closes_the_pipe_on_both_ends() {
 
 #[test]
 fn no_wake_up_is_lost() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         for i in 0..500 {
             let size = if i % 10 == 0 { 100_000 } else { 8 };
@@ -379,7 +379,7 @@ fn no_wake_up_is_lost() {
 
 #[test]
 fn many_queued_tensors_cost_no_time_each_round() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let count = 20_000;
         let timeout = Some(Duration::from_secs(3600));
@@ -403,7 +403,7 @@ fn many_queued_tensors_cost_no_time_each_round() {
 
 #[test]
 fn the_memory_of_a_tensor_that_was_let_go_is_used_again_and_no_other() {
-    on_every_road(|transport| {
+    on_every_path(|transport| {
         let (tx, rx) = pipe(transport);
         let next = |seed| {
             let _sent = send(&tx, pattern(3 << 20, seed));

@@ -12,7 +12,7 @@ use kvpipe_core::work::Work;
 use kvpipe_ucx::{Buffer, Search};
 
 use crate::common::pipes::{content, receive, send, sender_to};
-use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_roads, pattern};
+use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_paths, pattern};
 
 const EAGER: u8 = 1;
 const OFFER: u8 = 2;
@@ -119,10 +119,10 @@ fn an_offer_that_no_memory_can_hold_is_an_error_and_not_the_end() {
     assert_eq!(rx.info().state, "open");
 }
 
-/// Without a GPU at this end: whatever the road, nobody reads across.
+/// Without a GPU at this end: whatever the data path, nobody reads across.
 #[test]
 fn an_offer_of_cuda_memory_comes_to_the_host_as_messages_however_small() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let (raw, rx) = raw(search);
         let offer = described(5).u64(5).u64(1 << 40).u8(CUDA).u8(0).bytes(&[]);
         raw.send(&unsummed(OFFER, 0), &offer.finish());
@@ -180,7 +180,7 @@ fn a_tensor_whose_description_differs_from_its_checksum_is_not_delivered_and_the
 
 #[test]
 fn a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_goes_on() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let (raw, rx) = raw(search);
         let len = 64 << 10;
         let buffer = Buffer::from_vec(pattern(len, 3));

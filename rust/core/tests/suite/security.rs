@@ -9,9 +9,9 @@ use kvpipe_core::blocks::Agent;
 use kvpipe_core::codec::{Reader, Writer};
 use kvpipe_core::control::{Control, Event, Patience, Question};
 use kvpipe_core::identity::Service;
-use kvpipe_core::link::Timing;
 use kvpipe_core::pipe::Pipe;
-use kvpipe_core::transport::{MemoryRoad, Transport};
+use kvpipe_core::session::Timing;
+use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_ucx::{Buffer, Search};
 
 use crate::agents::{BLOCK, COUNT, agent, register};
@@ -103,15 +103,15 @@ fn a_message_of_another_session_or_of_none_is_dropped_without_a_word() {
     let source = lender(&search);
     let address = source.address().expect("address");
     let mut raw = Raw::connect(&search, address, Service::Blocks);
-    let session = raw.session;
-    for byte in 0..session.len() {
-        raw.session[byte] ^= 1;
+    let session_id = raw.session_id;
+    for byte in 0..session_id.len() {
+        raw.session_id[byte] ^= 1;
         ask_for_blocks(&raw, 1 + byte as u64);
-        raw.session = session;
+        raw.session_id = session_id;
     }
-    raw.session = [0; 16];
+    raw.session_id = [0; 16];
     ask_for_blocks(&raw, 90);
-    raw.session = session;
+    raw.session_id = session_id;
     // Messages of one endpoint come in order: an answer to one of those before would be here first.
     ask_for_blocks(&raw, 99);
     assert_eq!(refused(&raw), 99);
@@ -122,7 +122,7 @@ fn a_message_of_another_session_or_of_none_is_dropped_without_a_word() {
 #[test]
 fn nothing_listens_beyond_loopback_without_a_token() {
     for address in ["0.0.0.0:0", "[::]:0", "203.0.113.1:0"] {
-        let memory = || Transport::Memory(MemoryRoad::Get);
+        let memory = || Transport::Memory(MemoryPath::RemoteRead);
         let control = Control::new(Some(address), b"", "", vec![], PATIENT);
         let agent = Agent::new(address, b"", memory(), "", vec![], Timing::default());
         let pipe = Pipe::listen(address, b"", memory(), Duration::ZERO);

@@ -9,12 +9,12 @@ use kvpipe_core::blocks::Agent;
 use kvpipe_core::control::{Control, Event, Patience, Question};
 use kvpipe_core::handshake::{Handshake, Step};
 use kvpipe_core::identity::{Identity, Service};
-use kvpipe_core::link::Timing;
 use kvpipe_core::pipe::Pipe;
+use kvpipe_core::session::Timing;
 use kvpipe_ucx::{Buffer, Config, Context, Library, Search, Worker};
 
 use crate::common::{
-    self, PATIENCE, PROMPT, Raw, TOKEN, alone, eventually, on_both_roads, receive_frame, send_frame,
+    self, PATIENCE, PROMPT, Raw, TOKEN, alone, eventually, on_both_paths, receive_frame, send_frame,
 };
 
 fn control_with(token: &[u8], timing: Timing) -> Control {
@@ -239,7 +239,7 @@ fn a_peer_that_says_nothing_any_more_is_lost_at_the_deadline() {
 
 #[test]
 fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
-    on_both_roads(|search| {
+    on_both_paths(|search| {
         let timing = Timing {
             heartbeat: Duration::from_millis(50),
             // For a thread that has to wait for its turn on a busy machine, no time at all.

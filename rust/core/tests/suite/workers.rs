@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use kvpipe_core::blocks::{Agent, Event, Final, Finals, LoadRequest, Region};
 use kvpipe_core::handoff::HandoffId;
-use kvpipe_core::link::Timing;
+use kvpipe_core::session::Timing;
 use kvpipe_core::transport::Transport;
 use kvpipe_ucx::Buffer;
 

@@ -1,4 +1,4 @@
-//! UCX between threads and between processes. These are one binary because every test binary links anew.
+//! UCX between threads and between processes. These are one binary because every test binary sessions anew.
 
 #![allow(unreachable_pub, reason = "modules of one binary")]
 

@@ -3,10 +3,10 @@ use kvpipe_ucx::Buffer;
 use crate::blocks::regions::LocalRegion;
 use crate::blocks::service::Command;
 use crate::blocks::{Agent, Event, Final, Finals, LoadRequest, Region};
-use crate::link::Timing;
-use crate::node::by_hand::{Round, without_threads};
+use crate::reactor::manual::{Round, without_threads};
 use crate::region::Layout;
-use crate::transport::{MemoryRoad, Transport};
+use crate::session::Timing;
+use crate::transport::{MemoryPath, Transport};
 
 const BLOCK: usize = 1 << 10;
 const ID: [u8; 16] = [7; 16];
@@ -25,18 +25,18 @@ impl Side {
 
     /// One that tells something else of its region than is so.
     fn with(content: u8, change: impl FnOnce(&mut LocalRegion)) -> Self {
-        let (transport, timing) = (Transport::Memory(MemoryRoad::Get), Timing::default());
+        let (transport, timing) = (Transport::Memory(MemoryPath::RemoteRead), Timing::default());
         let agent = || Agent::new("127.0.0.1:0", b"token", transport, "", Vec::new(), timing);
         let agent = without_threads(agent).expect("agent");
         let memory = Buffer::from_vec(vec![content; BLOCK]);
         let size = BLOCK as u64;
         let layout = Layout::new(size, size, size).expect("layout");
-        let registered = agent.node.register(memory.clone()).expect("register");
+        let registered = agent.reactor.register(memory.clone()).expect("register");
         let mut region = LocalRegion::new("kv", layout, false, registered).expect("region");
         change(&mut region);
-        let (registered, completer) = agent.node.work();
+        let (registered, completer) = agent.reactor.work();
         let register = Command::Register { region, completer };
-        agent.node.send(register).expect("it runs");
+        agent.reactor.send(register).expect("it runs");
         settle(&[&agent]);
         let region = registered.result().expect("registered").expect("a region");
         Self {
@@ -83,7 +83,7 @@ impl Side {
     }
 }
 
-/// Runs nodes until they have nothing more to do.
+/// Runs reactors until they have nothing more to do.
 fn settle(agents: &[&Agent]) {
     let is_at_rest = |agent: &&Agent| matches!(agent.round(), Round::AtRest { .. });
     while !(0..5).all(|_| agents.iter().filter(|it| is_at_rest(it)).count() == agents.len()) {}

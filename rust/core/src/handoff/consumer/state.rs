@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::{Batch, Counts, Failure, Load, Outcome};
 use crate::handoff::FinalBlock;
 
-/// How often a block of one region is read at most: by the session's road, then once more by messages.
+/// How often a block of one region is read at most: by the session's data path, then once more by messages.
 const READS: u8 = 2;
 
 /// A wanted block in one region.

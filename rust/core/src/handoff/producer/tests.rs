@@ -15,8 +15,12 @@ fn in_layer(region: u16, position: u32) -> FinalBlock {
     }
 }
 
-fn select(link: LinkId, first: u32, end: u32) -> Select {
-    Select { link, first, end }
+fn select(session: SessionKey, first: u32, end: u32) -> Select {
+    Select {
+        session,
+        first,
+        end,
+    }
 }
 
 fn positions(actions: &[Action]) -> Vec<u32> {
@@ -117,7 +121,7 @@ fn a_select_of_a_handoff_that_never_comes_is_refused_at_its_deadline() {
     assert_eq!(producer.expire(now), (vec![], Some(now + OPEN_TIMEOUT)));
     let (actions, _) = producer.expire(now + OPEN_TIMEOUT);
     assert!(
-        matches!(&actions[..], [Action::Gone { link: 20, .. }]),
+        matches!(&actions[..], [Action::Gone { session: 20, .. }]),
         "{actions:?}"
     );
 }
@@ -130,12 +134,12 @@ fn a_consumer_that_selects_what_nobody_opens_shuts_out_no_other() {
     }
     let told = producer.select(select(21, 0, 1), ID, later);
     assert!(
-        matches!(&told[..], [Action::Gone { link: 20, .. }]),
+        matches!(&told[..], [Action::Gone { session: 20, .. }]),
         "{told:?}"
     );
     let actions = producer.finalize(ID, 0, &[block(0)]);
     assert!(
-        matches!(&actions[..], [Action::Announce { link: 21, .. }]),
+        matches!(&actions[..], [Action::Announce { session: 21, .. }]),
         "{actions:?}"
     );
 }
@@ -170,7 +174,7 @@ fn an_ended_handoff_is_refused_and_never_comes_back() {
     assert_eq!(
         actions,
         [Action::Gone {
-            link: 20,
+            session: 20,
             handoff: ID,
             reason: "aborted".to_owned()
         }]
@@ -179,7 +183,7 @@ fn an_ended_handoff_is_refused_and_never_comes_back() {
     assert_eq!(producer.num_lent(), 0);
     let actions = producer.select(select(21, 0, 1), ID, later);
     assert!(
-        matches!(&actions[..], [Action::Gone { link: 21, .. }]),
+        matches!(&actions[..], [Action::Gone { session: 21, .. }]),
         "{actions:?}"
     );
 }

@@ -1,4 +1,4 @@
-//! What the tests share: where UCX is, every road, other processes, and a peer that keeps to no rules.
+//! What the tests share: where UCX is, every data path, other processes, and a peer that keeps to no rules.
 
 pub mod pipes;
 pub mod relay;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::handshake::{Handshake, SessionId, Step};
 use kvpipe_core::identity::{Identity, Service};
-use kvpipe_core::transport::{MemoryRoad, Transport};
+use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_ucx::{Buffer, Config, Context, EndpointId, Event, Library, Payload, Search, Worker};
 
 pub const TOKEN: &[u8] = b"token of the tests";
@@ -30,7 +30,7 @@ const ARGUMENT: &str = "KVPIPE_TEST_ARGUMENT";
 /// Set in the machine of `tests/rdma`: the address of its RDMA device.
 const LOCAL: &str = "KVPIPE_TEST_LOCAL";
 
-/// Where nodes listen: loopback, but where the tests run over RDMA.
+/// Where reactors listen: loopback, but where the tests run over RDMA.
 pub fn local() -> String {
     let address = std::env::var(LOCAL);
     format!("{}:0", address.as_deref().unwrap_or("127.0.0.1"))
@@ -61,14 +61,14 @@ fn wheel_dir() -> Option<PathBuf> {
     output.status.success().then(|| PathBuf::from(path.trim()))
 }
 
-/// Runs a test's body in memory by either road, then over UCX as [`on_both_roads`] does.
-pub fn on_every_road(body: impl Fn(&Transport)) {
+/// Runs a test's body in memory by either data path, then over UCX as [`on_both_paths`] does.
+pub fn on_every_path(body: impl Fn(&Transport)) {
     if std::env::var_os(INSIDE).is_none() {
-        for road in [MemoryRoad::Get, MemoryRoad::Messages] {
-            body(&Transport::Memory(road));
+        for data_path in [MemoryPath::RemoteRead, MemoryPath::Stream] {
+            body(&Transport::Memory(data_path));
         }
     }
-    on_both_roads(|search| body(&search.clone().into()));
+    on_both_paths(|search| body(&search.clone().into()));
 }
 
 /// Whether this is what a transport is called where its name is shown.
@@ -81,7 +81,7 @@ pub fn is_name(name: &str, transport: &Transport) -> bool {
 
 /// Runs a test's body over UCX's own choice (CMA on one machine), then over TCP alone, which takes a process with
 /// another environment.
-pub fn on_both_roads(body: impl FnOnce(&Search)) {
+pub fn on_both_paths(body: impl FnOnce(&Search)) {
     let Some(search) = ucx() else { return };
     body(&search);
     if std::env::var_os(INSIDE).is_none() {
@@ -242,7 +242,7 @@ pub fn bytes(buffer: &Buffer) -> Vec<u8> {
 /// A peer that is authenticated but says what it likes.
 pub struct Raw {
     pub stream: TcpStream,
-    pub session: SessionId,
+    pub session_id: SessionId,
     /// The frames with which the handshake ends, while they are held back.
     ready: Vec<Vec<u8>>,
     pub context: Arc<Context>,
@@ -291,13 +291,13 @@ impl Raw {
                 Step::Admitted {
                     frames,
                     peer,
-                    session,
+                    session_id,
                     ..
                 } => {
                     let endpoint = worker.connect(&peer.ucx_address).expect("endpoint");
                     return Self {
                         stream,
-                        session,
+                        session_id,
                         ready: frames,
                         context,
                         worker,
@@ -311,7 +311,7 @@ impl Raw {
 
     /// Sends an active message: type and the rest of the header after the session id.
     pub fn send(&self, header: &[u8], payload: &[u8]) {
-        let header = [&self.session[..], header].concat();
+        let header = [&self.session_id[..], header].concat();
         let payload = Payload::Bytes(payload.to_vec());
         self.worker
             .am_send(self.endpoint, header, payload, 0)

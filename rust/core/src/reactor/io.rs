@@ -1,4 +1,4 @@
-//! What a service may do with its node: connect, send, close. The data plane's part is in `data.rs`.
+//! What a service may do with its reactor: connect, send, close. The data plane's part is in `data.rs`.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::{TcpListener, TcpStream};
@@ -10,19 +10,19 @@ use std::time::Instant;
 use rustix::event::{EventfdFlags, epoll};
 
 use super::unended::UnendedReads;
-use super::{LinkId, NodeConfig, connect, signal};
+use super::{ReactorConfig, SessionKey, connect, signal};
 use crate::codec::Writer;
 use crate::data::DataPlane;
 use crate::error::{Error, Result};
 use crate::handshake::HANDSHAKE_FRAME_CAP;
 use crate::identity::Identity;
-use crate::link::{Link, Timing};
+use crate::session::{Connection, Timing};
 use crate::transport::Context;
 
 pub(super) const WAKE: u64 = 0;
 pub(super) const LISTENER: u64 = 1;
 pub(super) const UCX: u64 = 2;
-const FIRST_LINK: u64 = 16;
+const FIRST_SESSION: u64 = 16;
 /// Links that are gone whose peers are remembered.
 const GONE_CAP: usize = 256;
 
@@ -30,24 +30,24 @@ const GONE_CAP: usize = 256;
 const WELCOME_OVERHEAD: usize = 1 + 32 + 16;
 
 /// What a service may do.
-pub struct Io {
+pub struct ReactorContext {
     /// The time of this round.
     pub now: Instant,
-    pub(super) config: NodeConfig,
+    pub(super) config: ReactorConfig,
     pub(super) epoll: Arc<OwnedFd>,
     pub(super) wake: Arc<OwnedFd>,
-    /// Readable when the node has stopped: threads that connect end then.
+    /// Readable when the reactor has stopped: threads that connect end then.
     stopped: Arc<OwnedFd>,
     pub(super) listener: Option<TcpListener>,
-    pub(super) links: HashMap<LinkId, Link>,
+    pub(super) sessions: HashMap<SessionKey, Connection>,
     /// Asked for, without a stream yet: to whom, and until when.
-    pub(super) connecting: HashMap<LinkId, (String, Instant)>,
-    /// To whom the latest links were that are gone: what was under way may end after its link.
-    gone: BTreeMap<LinkId, String>,
-    next_link: LinkId,
+    pub(super) connecting: HashMap<SessionKey, (String, Instant)>,
+    /// To whom the latest sessions were that are gone: what was under way may end after its session.
+    gone: BTreeMap<SessionKey, String>,
+    next_link: SessionKey,
     pub(super) connected: (Sender<Connected>, Receiver<Connected>),
     pub(crate) data: Option<DataPlane>,
-    pub(super) failed: VecDeque<(LinkId, Error)>,
+    pub(super) failed: VecDeque<(SessionKey, Error)>,
     /// Reads that UCX has not ended although the data plane has.
     pub(crate) unended_reads: UnendedReads,
     next_token: u64,
@@ -55,15 +55,15 @@ pub struct Io {
 
 /// The outcome of an attempt to connect.
 pub(super) struct Connected {
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     pub(super) peer: String,
     pub(super) begun: Instant,
     pub(super) stream: std::result::Result<TcpStream, String>,
 }
 
-impl Io {
+impl ReactorContext {
     pub(super) fn new(
-        mut config: NodeConfig,
+        mut config: ReactorConfig,
         listener: Option<TcpListener>,
         context: Option<Arc<Context>>,
         wake: Arc<OwnedFd>,
@@ -94,10 +94,10 @@ impl Io {
             wake,
             stopped: Arc::new(stopped),
             listener,
-            links: HashMap::new(),
+            sessions: HashMap::new(),
             connecting: HashMap::new(),
             gone: BTreeMap::new(),
-            next_link: FIRST_LINK,
+            next_link: FIRST_SESSION,
             connected: channel(),
             data,
             failed: VecDeque::new(),
@@ -111,32 +111,32 @@ impl Io {
         &self.config.identity
     }
 
-    /// Deadlines of links.
+    /// Deadlines of sessions.
     pub fn timing(&self) -> Timing {
         self.config.timing
     }
 
-    /// A number that has not been used on this node, for an operation or a transfer.
+    /// A number that has not been used on this reactor, for an operation or a transfer.
     pub fn token(&mut self) -> u64 {
         self.next_token += 1;
         self.next_token
     }
 
-    /// Begins to connect; `link_up` or `link_down` follows.
-    pub fn connect(&mut self, address: &str) -> LinkId {
-        let link = self.new_link();
+    /// Begins to connect; `session_up` or `session_down` follows.
+    pub fn connect(&mut self, address: &str) -> SessionKey {
+        let session = self.new_session();
         let Timing {
             handshake, begun, ..
         } = self.config.timing;
         let (peer, begun) = (address.to_owned(), begun.unwrap_or(self.now));
         self.connecting
-            .insert(link, (peer.clone(), begun + handshake));
+            .insert(session, (peer.clone(), begun + handshake));
         let (sender, wake) = (self.connected.0.clone(), Arc::clone(&self.wake));
         let stopped = Arc::clone(&self.stopped);
         let attempt = move || {
             let stream = connect::open(&peer, begun, handshake, &stopped);
             let _ = sender.send(Connected {
-                link,
+                session,
                 peer,
                 begun,
                 stream,
@@ -144,137 +144,143 @@ impl Io {
             signal(&wake);
         };
         #[cfg(feature = "fuzzing")]
-        if super::by_hand::is_on() {
+        if super::manual::is_on() {
             attempt();
-            return link;
+            return session;
         }
         let spawned = std::thread::Builder::new()
             .name("kvpipe-connect".to_owned())
             .spawn(attempt);
         if let Err(error) = spawned {
-            self.fail(link, Error::Exhausted(format!("no thread: {error}")));
+            self.fail(session, Error::Exhausted(format!("no thread: {error}")));
         }
-        link
+        session
     }
 
     /// Ends attempts whose thread has not come back in time, as when the resolver hangs; tells when to come back.
     pub(super) fn expire_connecting(&mut self) -> Option<Instant> {
-        for (link, (peer, until)) in &self.connecting {
+        for (session, (peer, until)) in &self.connecting {
             if *until <= self.now {
                 let waited = self.config.timing.handshake;
                 let text = format!("cannot reach {peer}: no answer within {waited:?}");
-                self.failed.push_back((*link, Error::Connect(text)));
+                self.failed.push_back((*session, Error::Connect(text)));
             }
         }
         self.connecting.values().map(|(_, until)| *until).min()
     }
 
-    /// Sends an application frame over an established session; over another it goes nowhere. A link that cannot take
-    /// it is lost, which `link_down` tells.
-    pub fn send(&mut self, link: LinkId, frame: &[u8]) {
-        let Some(connection) = self.links.get_mut(&link) else {
+    /// Sends an application frame over an established session; over another it goes nowhere. A session that cannot take
+    /// it is lost, which `session_down` tells.
+    pub fn send(&mut self, session: SessionKey, frame: &[u8]) {
+        let Some(connection) = self.sessions.get_mut(&session) else {
             return;
         };
         if !connection.is_announced {
             return;
         }
         match connection.send(frame) {
-            Ok(()) => self.watch_writes(link),
-            Err(error) => self.fail(link, error),
+            Ok(()) => self.watch_writes(session),
+            Err(error) => self.fail(session, error),
         }
     }
 
     /// Asks the peer of an established session for a sign of life.
-    pub(crate) fn ask(&mut self, link: LinkId) {
-        let Some(connection) = self.links.get_mut(&link) else {
+    pub(crate) fn ask(&mut self, session: SessionKey) {
+        let Some(connection) = self.sessions.get_mut(&session) else {
             return;
         };
         match connection.ask() {
-            Ok(()) => self.watch_writes(link),
-            Err(error) => self.fail(link, error),
+            Ok(()) => self.watch_writes(session),
+            Err(error) => self.fail(session, error),
         }
     }
 
     /// When something of the peer came last over its connection.
-    pub(crate) fn heard(&self, link: LinkId) -> Option<Instant> {
-        self.links.get(&link).map(|link| link.heard)
+    pub(crate) fn heard(&self, session: SessionKey) -> Option<Instant> {
+        self.sessions.get(&session).map(|session| session.heard)
     }
 
-    /// Closes a link on purpose; `link_down` follows with this reason on both sides.
-    pub fn close(&mut self, link: LinkId, reason: &str) {
-        self.fail(link, Error::Closed(reason.to_owned()));
+    /// Closes a session on purpose; `session_down` follows with this reason on both sides.
+    pub fn close(&mut self, session: SessionKey, reason: &str) {
+        self.fail(session, Error::Closed(reason.to_owned()));
     }
 
-    /// Ends a link with an error; `link_down` follows. Of several errors of a link the first counts.
-    pub fn fail(&mut self, link: LinkId, error: Error) {
-        self.failed.push_back((link, error));
+    /// Ends a session with an error; `session_down` follows. Of several errors of a session the first counts.
+    pub fn fail(&mut self, session: SessionKey, error: Error) {
+        self.failed.push_back((session, error));
     }
 
-    /// Whether a link's end is about to be reported.
-    pub(crate) fn has_failed(&self, link: LinkId) -> bool {
-        self.failed.iter().any(|(failed, _)| *failed == link)
+    /// Whether a session's end is about to be reported.
+    pub(crate) fn has_failed(&self, session: SessionKey) -> bool {
+        self.failed.iter().any(|(failed, _)| *failed == session)
     }
 
     /// Whether the peer still lends its memory: asked when what is in it has come, which else proves nothing.
-    pub(crate) fn check_lender(&self, link: LinkId) -> Result<()> {
-        if self.links.get(&link).is_some_and(Link::is_held) {
+    pub(crate) fn check_lender(&self, session: SessionKey) -> Result<()> {
+        if self.sessions.get(&session).is_some_and(Connection::is_held) {
             return Ok(());
         }
         let reason = "it closed before what it lent had come";
-        Err(Error::lost(&self.peer(link), reason))
+        Err(Error::lost(&self.peer(session), reason))
     }
 
-    /// The error of what the node's end has ended: `reason`, and what is to be known of memory that was read into.
+    /// The error of what the reactor's end has ended: `reason`, and what is to be known of memory that was read into.
     pub(crate) fn closed(&self, reason: &str) -> Error {
         self.unended_reads.closed(reason)
     }
 
-    /// The address of a link's peer, also before the link is made, and when it is gone.
-    pub fn peer(&self, link: LinkId) -> String {
-        let linked = self.links.get(&link).map(|link| &link.peer);
-        let connecting = || self.connecting.get(&link).map(|(peer, _)| peer);
-        let peer = linked.or_else(connecting).or_else(|| self.gone.get(&link));
+    /// The address of a session's peer, also before the session is made, and when it is gone.
+    pub fn peer(&self, session: SessionKey) -> String {
+        let linked = self.sessions.get(&session).map(|session| &session.peer);
+        let connecting = || self.connecting.get(&session).map(|(peer, _)| peer);
+        let peer = linked
+            .or_else(connecting)
+            .or_else(|| self.gone.get(&session));
         peer.map_or_else(|| "unknown".to_owned(), Clone::clone)
     }
 
-    /// The connection of a link, which is gone with it.
-    pub(super) fn take_link(&mut self, link: LinkId) -> Option<Link> {
-        let connection = self.links.remove(&link)?;
+    /// The connection of a session, which is gone with it.
+    pub(super) fn remove_session(&mut self, session: SessionKey) -> Option<Connection> {
+        let connection = self.sessions.remove(&session)?;
         if connection.is_announced || !connection.is_accepted {
-            self.remember(link, connection.peer.clone());
+            self.remember(session, connection.peer.clone());
         }
         Some(connection)
     }
 
-    /// Ends the attempt to make a link; whether there was one.
-    pub(super) fn end_attempt(&mut self, link: LinkId) -> bool {
-        let attempt = self.connecting.remove(&link);
-        attempt.map(|(peer, _)| self.remember(link, peer)).is_some()
+    /// Ends the attempt to make a session; whether there was one.
+    pub(super) fn end_attempt(&mut self, session: SessionKey) -> bool {
+        let attempt = self.connecting.remove(&session);
+        attempt
+            .map(|(peer, _)| self.remember(session, peer))
+            .is_some()
     }
 
-    fn remember(&mut self, link: LinkId, peer: String) {
-        self.gone.insert(link, peer);
+    fn remember(&mut self, session: SessionKey, peer: String) {
+        self.gone.insert(session, peer);
         if self.gone.len() > GONE_CAP {
             self.gone.pop_first();
         }
     }
 
-    /// Whether a session is established on this link.
-    pub fn is_up(&self, link: LinkId) -> bool {
-        self.links.get(&link).is_some_and(|link| link.is_announced)
+    /// Whether a session is established on this session.
+    pub fn is_up(&self, session: SessionKey) -> bool {
+        self.sessions
+            .get(&session)
+            .is_some_and(|session| session.is_announced)
     }
 
-    pub(super) fn new_link(&mut self) -> LinkId {
+    pub(super) fn new_session(&mut self) -> SessionKey {
         self.next_link += 1;
         self.next_link - 1
     }
 
-    pub(super) fn watch_writes(&mut self, link: LinkId) {
-        let Some(connection) = self.links.get(&link) else {
+    pub(super) fn watch_writes(&mut self, session: SessionKey) {
+        let Some(connection) = self.sessions.get(&session) else {
             return;
         };
         let (data, flags) = (
-            epoll::EventData::new_u64(link),
+            epoll::EventData::new_u64(session),
             flags(connection.wants_write()),
         );
         let _ = epoll::modify(&self.epoll, connection.fd(), data, flags);
@@ -311,31 +317,36 @@ impl Io {
 
     pub(super) fn add(
         &mut self,
-        link: LinkId,
+        session: SessionKey,
         stream: TcpStream,
         peer: String,
         is_accepted: bool,
         begun: Instant,
     ) -> Result<()> {
         let (token, timing) = (&self.config.token, self.config.timing);
-        let connection = Link::new(stream, peer, is_accepted, token, timing, begun)?;
-        watch(&self.epoll, connection.fd(), link, connection.wants_write())
-            .map_err(|error| Error::Exhausted(format!("epoll: {error}")))?;
-        self.links.insert(link, connection);
+        let connection = Connection::new(stream, peer, is_accepted, token, timing, begun)?;
+        watch(
+            &self.epoll,
+            connection.fd(),
+            session,
+            connection.wants_write(),
+        )
+        .map_err(|error| Error::Exhausted(format!("epoll: {error}")))?;
+        self.sessions.insert(session, connection);
         Ok(())
     }
 }
 
-impl Drop for Io {
+impl Drop for ReactorContext {
     fn drop(&mut self) {
         signal(&self.stopped);
     }
 }
 
-impl std::fmt::Debug for Io {
+impl std::fmt::Debug for ReactorContext {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Io")
-            .field("links", &self.links.len())
+        f.debug_struct("ReactorContext")
+            .field("sessions", &self.sessions.len())
             .finish_non_exhaustive()
     }
 }

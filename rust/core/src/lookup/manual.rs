@@ -1,4 +1,4 @@
-//! Buffers and clients whose nodes tests run by hand, a round at a time.
+//! Buffers and clients whose reactors tests run by hand, a round at a time.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,13 +6,13 @@ use std::time::Duration;
 use kvpipe_ucx::Buffer;
 
 use super::{Items, Local, Operation, Query, Remote, Selected};
-use crate::node::by_hand::{Round, without_threads};
 use crate::pipe::{Meta, Received};
-use crate::transport::{MemoryRoad, Transport};
+use crate::reactor::manual::{Round, without_threads};
+use crate::transport::{MemoryPath, Transport};
 use crate::work::Then;
 
 const TIMEOUT: Duration = Duration::from_secs(600);
-const TRANSPORT: Transport = Transport::Memory(MemoryRoad::Get);
+const TRANSPORT: Transport = Transport::Memory(MemoryPath::RemoteRead);
 /// More than anything takes.
 pub(super) const ROUNDS: usize = 100_000;
 
@@ -58,9 +58,9 @@ pub(super) fn connect(locals: &[&Local]) -> Remote {
             assert_eq!(connected.result(), Some(Ok(())));
             return remote;
         }
-        remote.round_by_hand();
+        remote.manual_round();
         for local in locals {
-            local.round_by_hand();
+            local.manual_round();
         }
         std::thread::yield_now();
     }
@@ -70,11 +70,11 @@ pub(super) fn connect(locals: &[&Local]) -> Remote {
 /// Asks for an entry, and lets the question leave.
 pub(super) fn select(remote: &Remote) -> Operation<Selected> {
     let selected = remote.select(Query::Any, None, Then::GoOn).unwrap();
-    rest(|| remote.round_by_hand());
+    rest(|| remote.manual_round());
     selected
 }
 
-/// Runs a node until it would sleep.
+/// Runs a reactor until it would sleep.
 pub(super) fn rest(round: impl Fn() -> Round) {
     while round() == Round::Busy {}
 }

@@ -1,5 +1,5 @@
 //! Connecting to a peer. Resolving its name blocks, so that each attempt has a thread of its own, which ends with the
-//! node (but for a resolver that does not answer; it ends when that does).
+//! reactor (but for a resolver that does not answer; it ends when that does).
 
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;

@@ -1,4 +1,4 @@
-//! What callers ask of a node, on its way there, in the order in which they ask. All that a node has not refused it
+//! What callers ask of a reactor, on its way there, in the order in which they ask. All that a reactor has not refused it
 //! takes, also what comes while it ends.
 
 use std::sync::mpsc::{Receiver, Sender};
@@ -16,7 +16,7 @@ pub(super) enum Control<C> {
 #[derive(Debug)]
 pub(super) struct Inlet<C>(Arc<Mutex<Option<Sender<Control<C>>>>>);
 
-/// The node's end.
+/// The reactor's end.
 #[derive(Debug)]
 pub(super) struct Outlet<C> {
     inlet: Inlet<C>,
@@ -40,7 +40,7 @@ impl<C> Inlet<C> {
     }
 
     /// # Errors
-    /// `Closed`: the node has ended.
+    /// `Closed`: the reactor has ended.
     pub(super) fn send(&self, control: Control<C>) -> Result<()> {
         let sender = self.sender();
         let sent = sender

@@ -9,22 +9,22 @@ use kvpipe_ucx::{Buffer, Config, Library, MemoryKind, Search};
 use super::*;
 use crate::error::Result;
 use crate::identity::Identity;
-use crate::node::commands;
+use crate::reactor::commands;
 use crate::transport::{Context, Get, Memory, RemoteKey, Worker};
 
-/// Notes at each command whether the link had failed.
+/// Notes at each command whether the session had failed.
 #[derive(Default)]
 struct Noting(Vec<bool>);
 
 impl Service for Noting {
-    type Command = LinkId;
+    type Command = SessionKey;
 
-    fn command(&mut self, io: &mut Io, link: LinkId) {
-        self.0.push(io.has_failed(link));
+    fn command(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        self.0.push(cx.has_failed(session));
     }
-    fn link_up(&mut self, _io: &mut Io, _link: LinkId, _peer: &Identity) {}
-    fn link_down(&mut self, _io: &mut Io, _link: LinkId, _error: Error) {}
-    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
+    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
         Ok(())
     }
 }
@@ -33,41 +33,43 @@ impl Service for Noting {
 fn what_is_asked_for_while_the_end_of_a_link_is_seen_knows_of_it() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let mut io = Io::alone(None);
-    let (link, now) = (io.new_link(), io.now);
-    io.add(link, stream, "peer".to_owned(), false, now).unwrap();
+    let mut cx = ReactorContext::manual(None);
+    let (session, now) = (cx.new_session(), cx.now);
+    cx.add(session, stream, "peer".to_owned(), false, now)
+        .unwrap();
     let (commands, receiver) = commands::channel();
-    let mut node = Loop::new(io, Noting::default(), receiver);
+    let mut reactor = ReactorCore::new(cx, Noting::default(), receiver);
     drop(listener.accept().unwrap());
-    while node.service.0.last() != Some(&true) {
+    while reactor.service.0.last() != Some(&true) {
         // The end is on its way, and a command is there whenever it is seen.
-        commands.send(Control::Command(link)).unwrap();
-        node.serve(link, epoll::EventFlags::empty());
-        let has_failed = node.io.has_failed(link);
-        assert_eq!(node.service.0.last(), Some(&has_failed));
+        commands.send(Control::Command(session)).unwrap();
+        reactor.serve(session, epoll::EventFlags::empty());
+        let has_failed = reactor.cx.has_failed(session);
+        assert_eq!(reactor.service.0.last(), Some(&has_failed));
     }
 }
 
 #[test]
 fn one_look_hears_of_all_who_have_said_something() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut io = Io::alone(None);
-    let begun = io.now;
+    let mut cx = ReactorContext::manual(None);
+    let begun = cx.now;
     let mut peer = |_| {
         let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let stream = listener.accept().unwrap().0;
         peer.write_all(&[0]).unwrap();
         stream.peek(&mut [0]).unwrap();
-        let link = io.new_link();
-        io.add(link, stream, "peer".to_owned(), true, begun)
+        let session = cx.new_session();
+        cx.add(session, stream, "peer".to_owned(), true, begun)
             .unwrap();
-        (link, peer)
+        (session, peer)
     };
     let peers: Vec<_> = (0..200).map(&mut peer).collect();
     let (_commands, receiver) = commands::channel();
-    let mut node = Loop::new(io, Noting::default(), receiver);
-    node.look_at_sockets(Instant::now());
-    let is_heard = |(link, _): &(LinkId, TcpStream)| node.io.heard(*link) > Some(begun);
+    let mut reactor = ReactorCore::new(cx, Noting::default(), receiver);
+    reactor.look_at_sockets(Instant::now());
+    let is_heard =
+        |(session, _): &(SessionKey, TcpStream)| reactor.cx.heard(*session) > Some(begun);
     assert_eq!(peers.iter().filter(|peer| is_heard(peer)).count(), 200);
 }
 
@@ -103,9 +105,9 @@ struct Reading {
 impl Service for Reading {
     type Command = ();
 
-    fn command(&mut self, io: &mut Io, _command: ()) {
+    fn command(&mut self, cx: &mut ReactorContext, _command: ()) {
         let (address, remote, packed) = &self.peer;
-        let worker = &io.data.as_ref().expect("data plane").worker;
+        let worker = &cx.data.as_ref().expect("data plane").worker;
         let endpoint = worker.connect(address).expect("connect");
         let key = worker.unpack_rkey(endpoint, packed, MemoryKind::Host);
         let key = self.key.insert(key.expect("unpack"));
@@ -119,13 +121,13 @@ impl Service for Reading {
         };
         worker.get(endpoint, get).expect("get");
     }
-    fn link_up(&mut self, _io: &mut Io, _link: LinkId, _peer: &Identity) {}
-    fn link_down(&mut self, _io: &mut Io, _link: LinkId, _error: Error) {}
-    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
+    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
         Ok(())
     }
-    fn stop(&mut self, io: &mut Io) {
-        let _ = self.told.send(io.closed("closed").to_string());
+    fn stop(&mut self, cx: &mut ReactorContext) {
+        let _ = self.told.send(cx.closed("closed").to_string());
     }
 }
 
@@ -153,13 +155,13 @@ fn a_read_of_a_stopped_peer_outlives_its_node_with_its_memory_until_the_peer_goe
         told,
     };
     let (commands, receiver) = commands::channel();
-    let io = Io::alone(Some(context));
-    let unended = io.unended_reads.clone();
-    let mut node = Loop::new(io, reading, receiver);
+    let cx = ReactorContext::manual(Some(context));
+    let unended = cx.unended_reads.clone();
+    let mut reactor = ReactorCore::new(cx, reading, receiver);
     commands.send(Control::Command(())).unwrap();
-    node.turn();
+    reactor.turn();
     assert_eq!(unended.check(), Ok(()), "it has not been closed");
-    node.end();
+    reactor.end();
     let said = hears.recv().expect("it has ended");
     assert!(said.contains("1 reads have not ended"), "{said}");
     assert!(matches!(unended.check(), Err(Error::Timeout(_))));

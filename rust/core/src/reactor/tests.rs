@@ -3,7 +3,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 
 use super::*;
 use crate::identity::Service as Kind;
-use crate::transport::MemoryRoad;
+use crate::transport::MemoryPath;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -16,23 +16,23 @@ struct Busy {
 impl Service for Busy {
     type Command = ();
 
-    fn command(&mut self, _io: &mut Io, _command: ()) {
+    fn command(&mut self, _io: &mut ReactorContext, _command: ()) {
         let _ = self.begun.send(());
         let _ = self.may_end.recv_timeout(PATIENCE);
     }
-    fn link_up(&mut self, _io: &mut Io, _link: LinkId, _peer: &Identity) {}
-    fn link_down(&mut self, _io: &mut Io, _link: LinkId, _error: Error) {}
-    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
+    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
         Ok(())
     }
 }
 
-fn config() -> NodeConfig {
-    NodeConfig {
+fn config() -> ReactorConfig {
+    ReactorConfig {
         listen: None,
         token: Vec::new(),
         identity: Identity::new(Kind::Blocks, "", Vec::new()).expect("identity"),
-        transport: Some(Transport::Memory(MemoryRoad::Get)),
+        transport: Some(Transport::Memory(MemoryPath::RemoteRead)),
         local: std::net::Ipv4Addr::LOCALHOST.into(),
         timing: Timing::default(),
         busy_poll: Duration::ZERO,
@@ -42,10 +42,10 @@ fn config() -> NodeConfig {
 #[test]
 fn memory_is_registered_on_the_callers_thread_whatever_the_node_is_busy_with() {
     let ((begun, begins), (lets_end, may_end)) = (sync_channel(1), sync_channel(1));
-    let node = Node::spawn(config(), || Busy { begun, may_end }).expect("node");
-    node.send(()).expect("it runs");
+    let reactor = Reactor::spawn(config(), || Busy { begun, may_end }).expect("reactor");
+    reactor.send(()).expect("it runs");
     begins.recv_timeout(PATIENCE).expect("it is busy");
-    let memory = node.register(Buffer::zeroed(64)).expect("registered");
+    let memory = reactor.register(Buffer::zeroed(64)).expect("registered");
     assert_eq!(memory.buffer().len(), 64);
     lets_end.send(()).expect("it is busy still");
 }
@@ -53,9 +53,11 @@ fn memory_is_registered_on_the_callers_thread_whatever_the_node_is_busy_with() {
 #[test]
 fn nothing_is_registered_with_a_node_that_has_ended() {
     let ((begun, _begins), (_lets_end, may_end)) = (sync_channel(1), sync_channel(1));
-    let node = Node::spawn(config(), || Busy { begun, may_end }).expect("node");
-    node.stop();
-    let refused = node.register(Buffer::zeroed(64)).expect_err("it has ended");
+    let reactor = Reactor::spawn(config(), || Busy { begun, may_end }).expect("reactor");
+    reactor.stop();
+    let refused = reactor
+        .register(Buffer::zeroed(64))
+        .expect_err("it has ended");
     assert!(matches!(refused, Error::Closed(_)), "{refused}");
 }
 
@@ -80,13 +82,13 @@ struct Lasting {
 impl Service for Lasting {
     type Command = ();
 
-    fn command(&mut self, _io: &mut Io, _command: ()) {}
-    fn link_up(&mut self, _io: &mut Io, _link: LinkId, _peer: &Identity) {}
-    fn link_down(&mut self, _io: &mut Io, _link: LinkId, _error: Error) {}
-    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+    fn command(&mut self, _io: &mut ReactorContext, _command: ()) {}
+    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
+    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
         Ok(())
     }
-    fn stop(&mut self, _io: &mut Io) {
+    fn stop(&mut self, _io: &mut ReactorContext) {
         let _ = self.ends.send(());
         let _ = self.may_end.recv_timeout(PATIENCE);
         self.has_ended.store(true, Ordering::Release);
@@ -102,9 +104,9 @@ fn whoever_stops_a_node_that_is_ending_returns_when_it_has_ended() {
         may_end,
         has_ended: Arc::clone(&has_ended),
     };
-    let node = Node::spawn(config(), || lasting).expect("node");
+    let reactor = Reactor::spawn(config(), || lasting).expect("reactor");
     let stop = || {
-        node.stop();
+        reactor.stop();
         has_ended.load(Ordering::Acquire)
     };
     std::thread::scope(|scope| {
@@ -127,12 +129,12 @@ struct Counting(Arc<AtomicUsize>);
 impl Service for Counting {
     type Command = ();
 
-    fn command(&mut self, _io: &mut Io, _command: ()) {
+    fn command(&mut self, _io: &mut ReactorContext, _command: ()) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
-    fn link_up(&mut self, _io: &mut Io, _link: LinkId, _peer: &Identity) {}
-    fn link_down(&mut self, _io: &mut Io, _link: LinkId, _error: Error) {}
-    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
+    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
         Ok(())
     }
 }
@@ -142,11 +144,11 @@ fn what_a_node_does_not_refuse_it_takes_whenever_it_is_stopped() {
     for _ in 0..50 {
         let num_taken = Arc::new(AtomicUsize::new(0));
         let counting = Counting(Arc::clone(&num_taken));
-        let node = Node::spawn(config(), || counting).expect("node");
-        let ask = || std::iter::from_fn(|| node.send(()).ok()).count();
+        let reactor = Reactor::spawn(config(), || counting).expect("reactor");
+        let ask = || std::iter::from_fn(|| reactor.send(()).ok()).count();
         let num_asked = std::thread::scope(|scope| {
             let callers = [scope.spawn(ask), scope.spawn(ask)];
-            node.stop();
+            reactor.stop();
             callers.map(|caller| caller.join().expect("refused"))
         });
         let num_asked: usize = num_asked.iter().sum();

@@ -1,30 +1,30 @@
-//! Which road bytes take: reads by the destination, or messages of the source.
+//! Which data path bytes take: reads by the destination, or messages of the source.
 
 use kvpipe_ucx::{Lane, MemoryKind};
 
 /// How bytes get to where they belong. Whoever owns the destination writes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Road {
+pub enum DataPath {
     /// The destination's side reads the source's memory; names the transport (`cma`, `rc_mlx5`, …).
-    Get(String),
+    RemoteRead(String),
     /// The source sends messages that the destination's own code places: TCP, where UCX checks no remote key.
-    Messages(String),
+    Stream(String),
 }
 
-impl Road {
+impl DataPath {
     /// The transport that carries the bytes.
     pub fn transport(&self) -> &str {
         match self {
-            Self::Get(name) | Self::Messages(name) => name,
+            Self::RemoteRead(name) | Self::Stream(name) => name,
         }
     }
 
     pub(crate) fn choose(lanes: &[Lane]) -> Self {
         if let Some(lane) = lanes.iter().find(|lane| reads_host(lane)) {
-            return Self::Get(lane.transport.clone());
+            return Self::RemoteRead(lane.transport.clone());
         }
         let message = lanes.iter().find(|lane| lane.is_am).or(lanes.first());
-        Self::Messages(message.map_or_else(|| "unknown".to_owned(), |lane| lane.transport.clone()))
+        Self::Stream(message.map_or_else(|| "unknown".to_owned(), |lane| lane.transport.clone()))
     }
 }
 
@@ -44,13 +44,13 @@ pub(crate) fn reads_host(lane: &Lane) -> bool {
 /// Whether the destination reads what goes from a peer's memory, in CUDA or not, to memory of its own; else the source
 /// sends messages. `reaches` tells whether a lane connects two CUDA memories.
 pub(crate) fn is_read(
-    road: Option<&Road>,
+    data_path: Option<&DataPath>,
     is_from_cuda: bool,
     to: MemoryKind,
     reaches: impl FnOnce() -> bool,
 ) -> bool {
     match (is_from_cuda, to) {
-        (false, MemoryKind::Host) => matches!(road, Some(Road::Get(_))),
+        (false, MemoryKind::Host) => matches!(data_path, Some(DataPath::RemoteRead(_))),
         (true, MemoryKind::Cuda { .. }) => reaches(),
         // No lane connects the two: UCX would serve the read in software.
         (false, MemoryKind::Cuda { .. }) | (true, MemoryKind::Host) => false,
@@ -79,15 +79,21 @@ mod tests {
             lane("cuda_ipc", true),
             lane("cma", true),
         );
-        let messages = Road::Messages("tcp".to_owned());
-        assert_eq!(Road::choose(&[tcp.clone(), cuda.clone()]), messages);
-        assert_eq!(Road::choose(&[tcp, cuda, cma]), Road::Get("cma".to_owned()));
+        let messages = DataPath::Stream("tcp".to_owned());
+        assert_eq!(DataPath::choose(&[tcp.clone(), cuda.clone()]), messages);
+        assert_eq!(
+            DataPath::choose(&[tcp, cuda, cma]),
+            DataPath::RemoteRead("cma".to_owned())
+        );
     }
 
     #[test]
     fn memory_of_the_host_takes_the_road_of_the_link() {
         let asked = || panic!("whether CUDA memory is reached");
-        let (get, messages) = (Road::Get(String::new()), Road::Messages(String::new()));
+        let (get, messages) = (
+            DataPath::RemoteRead(String::new()),
+            DataPath::Stream(String::new()),
+        );
         assert!(is_read(Some(&get), false, MemoryKind::Host, asked));
         assert!(!is_read(Some(&messages), false, MemoryKind::Host, asked));
         assert!(!is_read(None, false, MemoryKind::Host, asked));
@@ -96,15 +102,21 @@ mod tests {
     #[test]
     fn between_two_gpus_bytes_are_read_where_a_lane_reaches_and_messages_where_none_does() {
         let cuda = MemoryKind::Cuda { device: 1 };
-        for road in [Road::Get(String::new()), Road::Messages(String::new())] {
-            assert!(is_read(Some(&road), true, cuda, || true));
-            assert!(!is_read(Some(&road), true, cuda, || false));
+        for data_path in [
+            DataPath::RemoteRead(String::new()),
+            DataPath::Stream(String::new()),
+        ] {
+            assert!(is_read(Some(&data_path), true, cuda, || true));
+            assert!(!is_read(Some(&data_path), true, cuda, || false));
         }
     }
 
     #[test]
     fn between_a_gpu_and_the_host_bytes_always_go_as_messages() {
-        let (cuda, get) = (MemoryKind::Cuda { device: 0 }, Road::Get(String::new()));
+        let (cuda, get) = (
+            MemoryKind::Cuda { device: 0 },
+            DataPath::RemoteRead(String::new()),
+        );
         assert!(!is_read(Some(&get), false, cuda, || true));
         assert!(!is_read(Some(&get), true, MemoryKind::Host, || true));
     }

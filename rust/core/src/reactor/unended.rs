@@ -1,11 +1,11 @@
-//! Reads that UCX has not ended although their node has: the memory that they were given is kept until it has.
+//! Reads that UCX has not ended although their reactor has: the memory that they were given is kept until it has.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::error::{Error, Result};
 
-/// Their number, 0 while the node runs. It goes down as they end.
+/// Their number, 0 while the reactor runs. It goes down as they end.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct UnendedReads(Arc<AtomicUsize>);
 
@@ -15,7 +15,7 @@ impl UnendedReads {
         Arc::clone(&self.0)
     }
 
-    /// The error of what the node's end has ended: `reason`, and what is to be known of memory that was read into.
+    /// The error of what the reactor's end has ended: `reason`, and what is to be known of memory that was read into.
     pub(super) fn closed(&self, reason: &str) -> Error {
         let unended = self.describe();
         Error::Closed(unended.map_or_else(
@@ -24,7 +24,7 @@ impl UnendedReads {
         ))
     }
 
-    /// Whether nothing is read into memory of the node any more.
+    /// Whether nothing is read into memory of the reactor any more.
     ///
     /// # Errors
     /// `Timeout` says how many reads have not ended.

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Io, LinkId};
+use super::{ReactorContext, SessionKey};
 
 /// So long before the deadline the peer is asked for a sign of life.
 const ASK_BEFORE: Duration = Duration::from_millis(500);
@@ -56,11 +56,11 @@ impl Patience {
     }
 
     /// Looks where it stands. Asks the peers for a sign of life when it is time for that.
-    pub(crate) fn look(&mut self, io: &mut Io, links: &[LinkId]) -> Stage {
-        let stage = self.stage(io.now, heard(io, links));
-        if stage != Stage::Over && self.is_time_to_ask(io.now, heard(io, links)) {
-            for link in links {
-                io.ask(*link);
+    pub(crate) fn look(&mut self, cx: &mut ReactorContext, sessions: &[SessionKey]) -> Stage {
+        let stage = self.stage(cx.now, heard(cx, sessions));
+        if stage != Stage::Over && self.is_time_to_ask(cx.now, heard(cx, sessions)) {
+            for session in sessions {
+                cx.ask(*session);
             }
         }
         stage
@@ -72,10 +72,10 @@ impl Patience {
     }
 
     /// When to look again.
-    pub(crate) fn next(&self, io: &Io, links: &[LinkId]) -> Instant {
-        let over_at = self.over_at(heard(io, links));
+    pub(crate) fn next(&self, cx: &ReactorContext, sessions: &[SessionKey]) -> Instant {
+        let over_at = self.over_at(heard(cx, sessions));
         let next = over_at.map_or(self.ask_at, |at| at.min(self.ask_at));
-        if self.deadline > io.now {
+        if self.deadline > cx.now {
             return next.min(self.deadline);
         }
         next
@@ -119,8 +119,12 @@ impl Patience {
 }
 
 /// Since when there has been silence of one of them.
-fn heard(io: &Io, links: &[LinkId]) -> Option<Instant> {
-    links.iter().map(|link| io.heard(*link)).min().flatten()
+fn heard(cx: &ReactorContext, sessions: &[SessionKey]) -> Option<Instant> {
+    sessions
+        .iter()
+        .map(|session| cx.heard(*session))
+        .min()
+        .flatten()
 }
 
 #[cfg(test)]

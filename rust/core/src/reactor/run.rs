@@ -1,4 +1,4 @@
-//! What a node does in a round, and in which order.
+//! What a reactor does in a round, and in which order.
 
 mod sockets;
 mod ucx;
@@ -8,18 +8,18 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 
 use super::commands::{Control, Outlet};
-use super::{Driven, Io, LinkId, Service};
+use super::{Driven, ReactorContext, Service, SessionKey};
 use crate::error::Error;
 
 /// Longest sleep. UCX has lost wake-ups in the past (NIXL keeps a finite poll for the same reason).
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
 /// How long UCX may keep the thread busy before it looks at its sockets: heartbeats have to pass any bulk.
 const LOOK_AT_SOCKETS: Duration = Duration::from_millis(1);
-/// How long a caller may be busy with the node before it looks for signals. One that sleeps is interrupted at once.
+/// How long a caller may be busy with the reactor before it looks for signals. One that sleeps is interrupted at once.
 const LOOK_FOR_SIGNALS: Duration = Duration::from_millis(100);
 /// UCX events of one round. A CMA read completes as it is posted, so that a chain of them would never end the round.
 const EVENTS_PER_ROUND: usize = 32;
-/// How long a node that stops waits for its last messages to leave.
+/// How long a reactor that stops waits for its last messages to leave.
 const LINGER: Duration = Duration::from_millis(500);
 
 /// What is to be done after a round.
@@ -30,12 +30,12 @@ pub(super) enum Next {
     Poll,
     /// Nothing, until a descriptor tells of something or this time has come.
     Sleep(Instant),
-    /// [`Loop::end`].
+    /// [`ReactorCore::end`].
     End,
 }
 
-pub(super) struct Loop<S: Service> {
-    io: Io,
+pub(super) struct ReactorCore<S: Service> {
+    cx: ReactorContext,
     service: S,
     commands: Outlet<S::Command>,
     is_stopping: bool,
@@ -52,11 +52,11 @@ pub(super) struct Loop<S: Service> {
     num_fruitless: u32,
 }
 
-impl<S: Service> Loop<S> {
-    pub(super) fn new(io: Io, service: S, commands: Outlet<S::Command>) -> Self {
-        let looked_at_sockets = io.now;
+impl<S: Service> ReactorCore<S> {
+    pub(super) fn new(cx: ReactorContext, service: S, commands: Outlet<S::Command>) -> Self {
+        let looked_at_sockets = cx.now;
         Self {
-            io,
+            cx,
             service,
             commands,
             is_stopping: false,
@@ -72,19 +72,19 @@ impl<S: Service> Loop<S> {
 
     /// One round: looks at everything once.
     pub(super) fn turn(&mut self) -> Next {
-        self.io.now = Instant::now();
+        self.cx.now = Instant::now();
         self.take_commands();
         let mut is_busy = self.progress();
         if self
-            .io
+            .cx
             .now
             .saturating_duration_since(self.looked_at_sockets)
             >= LOOK_AT_SOCKETS
         {
-            self.look_at_sockets(self.io.now);
+            self.look_at_sockets(self.cx.now);
         }
         is_busy |= self.report_failures();
-        self.has_work = self.service.work(&mut self.io);
+        self.has_work = self.service.work(&mut self.cx);
         is_busy |= self.has_work;
         let wake_at = self.tick();
         is_busy |= self.report_failures();
@@ -104,10 +104,10 @@ impl<S: Service> Loop<S> {
         Next::Again
     }
 
-    /// Runs on a caller's thread until `is_done`, `until`, a signal, or the node's end.
+    /// Runs on a caller's thread until `is_done`, `until`, a signal, or the reactor's end.
     pub(super) fn drive(&mut self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven {
         let begun = Instant::now();
-        (self.io.now, self.idle_since) = (begun, begun);
+        (self.cx.now, self.idle_since) = (begun, begun);
         // A small tensor leaves with the command to send it, unless a round is due.
         self.take_commands();
         if is_done() && begun - self.looked_at_sockets < LOOK_AT_SOCKETS {
@@ -121,7 +121,7 @@ impl<S: Service> Loop<S> {
             let is_interrupted = match next {
                 Next::Again | Next::Poll => false,
                 Next::Sleep(at) => self.look_at_sockets(at.min(until)),
-                Next::End => return Driven::Taken,
+                Next::End => return Driven::Busy,
             };
             if is_done() {
                 return Driven::Done;
@@ -138,45 +138,45 @@ impl<S: Service> Loop<S> {
 
     /// Whether nothing is under way that needs another round soon.
     pub(super) fn is_at_rest(&self) -> bool {
-        let data = self.io.data.as_ref();
+        let data = self.cx.data.as_ref();
         let is_waiting = data.is_some_and(|data| data.worker.outstanding() > 0);
         !(is_waiting
             || self.is_stopping
             || self.has_work
             || self.service.has_work()
             || self.is_backlogged
-            || !self.io.failed.is_empty())
+            || !self.cx.failed.is_empty())
     }
 
     /// Connections, whatever has become of them.
     #[cfg(feature = "fuzzing")]
-    pub(super) fn num_links(&self) -> usize {
-        self.io.links.len()
+    pub(super) fn num_sessions(&self) -> usize {
+        self.cx.sessions.len()
     }
 
     /// The last round. Works that nobody has ended end with it.
     pub(super) fn end(mut self) {
-        self.service.closing(&mut self.io);
+        self.service.closing(&mut self.cx);
         self.linger();
-        for link in self.io.links.values_mut() {
-            link.end("the process closed it");
+        for session in self.cx.sessions.values_mut() {
+            session.end("the process closed it");
         }
         // Waits for every operation: nothing may write into memory whose operation is reported as ended. Where UCX does not
         // end one in time, its memory is kept, and the report says so.
-        let unended = self.io.unended_reads.counter();
-        let rest = self.io.data.take().and_then(|data| data.end(unended));
+        let unended = self.cx.unended_reads.counter();
+        let rest = self.cx.data.take().and_then(|data| data.end(unended));
         // It was not refused, so it is answered: it ends with the rest.
         for command in self.commands.close() {
-            self.service.command(&mut self.io, command);
+            self.service.command(&mut self.cx, command);
         }
-        self.service.stop(&mut self.io);
+        self.service.stop(&mut self.cx);
         drop(self); // and with the service its keys: from then on UCX is worked on until it has ended
         drop(rest);
     }
 
     /// Lets the last messages leave, a pipe's acknowledgement or a handoff's, before the endpoints are closed by force.
     fn linger(&mut self) {
-        let Some(data) = &self.io.data else { return };
+        let Some(data) = &self.cx.data else { return };
         let deadline = Instant::now() + LINGER;
         while data.worker.outstanding() > 0 && Instant::now() < deadline {
             if data.worker.progress() == 0 {
@@ -191,27 +191,27 @@ impl<S: Service> Loop<S> {
     fn take_commands(&mut self) {
         while !self.is_stopping {
             match self.commands.next() {
-                Some(Control::Command(command)) => self.service.command(&mut self.io, command),
+                Some(Control::Command(command)) => self.service.command(&mut self.cx, command),
                 Some(Control::Stop) => self.is_stopping = true,
                 None => break,
             }
         }
-        while let Ok(connected) = self.io.connected.1.try_recv() {
+        while let Ok(connected) = self.cx.connected.1.try_recv() {
             self.take_connected(connected);
         }
     }
 
-    /// Ends a link whose peer misbehaved: nothing more of it is taken.
-    fn cut(&mut self, link: LinkId, error: Error) {
-        if let Some(data) = &mut self.io.data {
-            data.mute(link);
+    /// Ends a session whose peer misbehaved: nothing more of it is taken.
+    fn cut(&mut self, session: SessionKey, error: Error) {
+        if let Some(data) = &mut self.cx.data {
+            data.mute(session);
         }
-        self.io.fail(link, error);
+        self.cx.fail(session, error);
     }
 
-    /// Tells the service of the links that have ended, each once; whether there were any.
+    /// Tells the service of the sessions that have ended, each once; whether there were any.
     fn report_failures(&mut self) -> bool {
-        if self.io.failed.is_empty() {
+        if self.cx.failed.is_empty() {
             return false;
         }
         // What has come over UCX counts, although the end of the connection, on another way, was seen first.
@@ -220,63 +220,63 @@ impl<S: Service> Loop<S> {
                 break;
             }
         }
-        while let Some((link, error)) = self.io.failed.pop_front() {
-            self.report_failure(link, error);
+        while let Some((session, error)) = self.cx.failed.pop_front() {
+            self.report_failure(session, error);
         }
         true
     }
 
-    fn report_failure(&mut self, link: LinkId, error: Error) {
-        let connection = self.io.take_link(link);
-        if connection.is_none() && !self.io.end_attempt(link) {
+    fn report_failure(&mut self, session: SessionKey, error: Error) {
+        let connection = self.cx.remove_session(session);
+        if connection.is_none() && !self.cx.end_attempt(session) {
             return;
         }
-        if let Some(data) = &mut self.io.data {
-            data.close(link);
+        if let Some(data) = &mut self.cx.data {
+            data.close(session);
         }
         if let Some(mut connection) = connection {
             match &error {
                 Error::Closed(reason) => connection.end(reason),
                 other => connection.end(&other.to_string()),
             }
-            let _ = epoll::delete(&self.io.epoll, connection.fd());
+            let _ = epoll::delete(&self.cx.epoll, connection.fd());
             if connection.is_accepted && !connection.is_announced {
                 self.service
                     .log(format!("refused {}: {error}", connection.peer));
-                self.service.dismissed(link);
+                self.service.dismissed(session);
                 return;
             }
         }
-        self.service.link_down(&mut self.io, link, error);
+        self.service.session_down(&mut self.cx, session, error);
     }
 
     fn tick(&mut self) -> Instant {
-        let mut wake_at = self.io.now + LONGEST_SLEEP;
-        if let Some(at) = self.service.timer(&mut self.io) {
+        let mut wake_at = self.cx.now + LONGEST_SLEEP;
+        if let Some(at) = self.service.timer(&mut self.cx) {
             wake_at = wake_at.min(at);
         }
-        for (id, link) in &mut self.io.links {
-            match link.tick(self.io.now) {
+        for (id, session) in &mut self.cx.sessions {
+            match session.tick(self.cx.now) {
                 Ok(at) => wake_at = wake_at.min(at),
-                Err(error) => self.io.failed.push_back((*id, error)),
+                Err(error) => self.cx.failed.push_back((*id, error)),
             }
         }
-        if let Some(at) = self.io.expire_connecting() {
+        if let Some(at) = self.cx.expire_connecting() {
             wake_at = wake_at.min(at);
         }
-        if self.accept_at.take_if(|at| *at <= self.io.now).is_some() {
-            self.io.listen(true);
+        if self.accept_at.take_if(|at| *at <= self.cx.now).is_some() {
+            self.cx.listen(true);
         }
         self.accept_at.map_or(wake_at, |at| wake_at.min(at))
     }
 
     /// Whether to look for more instead of sleeping. Only UCX and commands are polled: sockets have their own turn.
     fn may_poll(&self) -> bool {
-        self.io.data.is_some() && self.idle_since.elapsed() < self.io.config.busy_poll
+        self.cx.data.is_some() && self.idle_since.elapsed() < self.cx.config.busy_poll
     }
 
     fn may_sleep(&self) -> bool {
-        let Some(data) = &self.io.data else {
+        let Some(data) = &self.cx.data else {
             return true;
         };
         match data.worker.arm() {

@@ -1,20 +1,20 @@
-//! Nodes without a thread: whoever made one runs it, a round at a time, so that the same bytes always lead to the same
+//! Reactors without a thread: whoever made one runs it, a round at a time, so that the same bytes always lead to the same
 //! end. For fuzzing.
 
 use std::cell::Cell;
 
-use super::Node;
+use super::Reactor;
 
 thread_local! {
     static IS_ON: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether nodes that this thread makes get no thread, nor what they connect with.
+/// Whether reactors that this thread makes get no thread, nor what they connect with.
 pub(super) fn is_on() -> bool {
     IS_ON.get()
 }
 
-/// Makes nodes, or runs them, without threads of theirs.
+/// Makes reactors, or runs them, without threads of theirs.
 pub(crate) fn without_threads<T>(what: impl FnOnce() -> T) -> T {
     IS_ON.set(true);
     let made = what();
@@ -30,15 +30,15 @@ pub(crate) enum Round {
     /// It would sleep now.
     AtRest {
         /// Its connections.
-        num_links: usize,
+        num_sessions: usize,
     },
-    /// The node has ended.
+    /// The reactor has ended.
     Over,
 }
 
-impl<C> Node<C> {
+impl<C> Reactor<C> {
     /// Looks at everything once.
     pub(crate) fn round(&self) -> Round {
-        without_threads(|| self.wheel.round())
+        without_threads(|| self.driver.round())
     }
 }

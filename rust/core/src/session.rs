@@ -1,5 +1,5 @@
 //! One TCP connection of the bootstrap plane: length-prefixed frames, the handshake, then application frames and
-//! heartbeats. The socket never blocks; the node's thread drives it.
+//! heartbeats. The socket never blocks; the reactor's thread drives it.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -29,7 +29,7 @@ const APPLICATION: u8 = 33;
 const GOODBYE: u8 = 34;
 const ASK: u8 = 35;
 
-/// How long things may take on a link.
+/// How long things may take on a session.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
     /// From connect or accept to an established session, and from there to what the peer says first of itself.
@@ -59,9 +59,9 @@ enum Phase {
     Up,
 }
 
-/// What a link has to say to its node.
+/// What a session has to say to its reactor.
 #[derive(Debug)]
-pub(crate) enum Incoming {
+pub(crate) enum ConnectionEvent {
     /// The peer is known and may use the session; this side may not speak yet.
     Admitted(SessionId),
     /// The session is established.
@@ -70,7 +70,7 @@ pub(crate) enum Incoming {
 }
 
 #[derive(Debug)]
-pub(crate) struct Link {
+pub(crate) struct Connection {
     stream: TcpStream,
     pub(crate) peer: String,
     pub(crate) is_accepted: bool,
@@ -92,7 +92,7 @@ pub(crate) struct Link {
     beat: Instant,
 }
 
-impl Link {
+impl Connection {
     /// Takes over a connected stream. The connecting side sends its hello at once. The handshake's time counts from
     /// `begun`.
     pub(crate) fn new(
@@ -113,7 +113,7 @@ impl Link {
             let (handshake, hello) = Handshake::client(token, &peer)?;
             (handshake, Some(hello))
         };
-        let mut link = Self {
+        let mut session = Self {
             stream,
             peer,
             is_accepted,
@@ -130,9 +130,9 @@ impl Link {
             beat: begun + timing.heartbeat,
         };
         if let Some(hello) = hello {
-            link.send_raw(&hello)?;
+            session.send_raw(&hello)?;
         }
-        Ok(link)
+        Ok(session)
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -166,7 +166,7 @@ impl Link {
     }
 
     /// Whether the peer holds on to the session, as far as its socket says by now. A peer that gives up memory that this
-    /// side may be reading [`end`](Self::end)s the link first: a read that was over before is of what was meant.
+    /// side may be reading [`end`](Self::end)s the session first: a read that was over before is of what was meant.
     pub(crate) fn is_held(&self) -> bool {
         let mut polled = [PollFd::new(&self.stream, PollFlags::RDHUP)];
         let _ = rustix::event::poll(&mut polled, Some(&timespec(Duration::ZERO)));
@@ -209,7 +209,7 @@ impl Link {
         ours: &Identity,
         now: Instant,
         mut accept: impl FnMut(&Identity) -> std::result::Result<(), String>,
-    ) -> (Vec<Incoming>, Option<Error>) {
+    ) -> (Vec<ConnectionEvent>, Option<Error>) {
         let ended = self.fill(now).err();
         let mut incoming = Vec::new();
         let mut inbox = std::mem::take(&mut self.inbox);
@@ -279,7 +279,7 @@ impl Link {
         frame: &[u8],
         ours: &Identity,
         accept: impl FnMut(&Identity) -> std::result::Result<(), String>,
-        incoming: &mut Vec<Incoming>,
+        incoming: &mut Vec<ConnectionEvent>,
     ) -> Result<()> {
         let Phase::Handshake(handshake) = &mut self.phase else {
             incoming.extend(self.take_up(frame)?);
@@ -290,21 +290,21 @@ impl Link {
             Step::Admitted {
                 frames,
                 peer,
-                session,
+                session_id,
                 is_ready,
             } => {
                 frames.iter().try_for_each(|frame| self.send_raw(frame))?;
                 self.identity = Some(peer);
-                incoming.push(Incoming::Admitted(session));
+                incoming.push(ConnectionEvent::Admitted(session_id));
                 if is_ready {
                     self.phase = Phase::Up;
-                    incoming.push(Incoming::Ready);
+                    incoming.push(ConnectionEvent::Ready);
                 }
                 Ok(())
             }
             Step::Ready => {
                 self.phase = Phase::Up;
-                incoming.push(Incoming::Ready);
+                incoming.push(ConnectionEvent::Ready);
                 Ok(())
             }
             Step::Refuse(frame, error) => {
@@ -314,14 +314,14 @@ impl Link {
         }
     }
 
-    fn take_up(&mut self, frame: &[u8]) -> Result<Option<Incoming>> {
+    fn take_up(&mut self, frame: &[u8]) -> Result<Option<ConnectionEvent>> {
         match frame.first() {
             Some(&HEARTBEAT) => Ok(None),
             Some(&ASK) => {
                 self.num_asked = self.num_asked.saturating_add(1);
                 Ok(None)
             }
-            Some(&APPLICATION) => Ok(Some(Incoming::Frame(frame[1..].to_vec()))),
+            Some(&APPLICATION) => Ok(Some(ConnectionEvent::Frame(frame[1..].to_vec()))),
             Some(&GOODBYE) => {
                 let reason = Reader::new(&frame[1..]).str(REASON_CAP)?;
                 Err(Error::lost(&self.peer, format_args!("it closed: {reason}")))
@@ -382,15 +382,15 @@ mod tests {
 
     use super::*;
 
-    fn pair() -> (Link, Link) {
+    fn pair() -> (Connection, Connection) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let far = listener.accept().unwrap().0;
-        let link = |stream| {
+        let session = |stream| {
             let (timing, now) = (Timing::default(), Instant::now());
-            Link::new(stream, "peer".to_owned(), true, b"", timing, now).unwrap()
+            Connection::new(stream, "peer".to_owned(), true, b"", timing, now).unwrap()
         };
-        (link(near), link(far))
+        (session(near), session(far))
     }
 
     #[test]

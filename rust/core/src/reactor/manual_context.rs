@@ -1,18 +1,18 @@
-//! What tests of parts of a node use.
+//! What tests of parts of a reactor use.
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Io, NodeConfig, eventfd};
+use super::{ReactorConfig, ReactorContext, eventfd};
 use crate::identity::{Identity, Service};
-use crate::link::Timing;
+use crate::session::Timing;
 use crate::transport::Context;
 
-impl Io {
-    /// That of no node.
-    pub(crate) fn alone(context: Option<Context>) -> Self {
-        let config = NodeConfig {
+impl ReactorContext {
+    /// That of no reactor.
+    pub(crate) fn manual(context: Option<Context>) -> Self {
+        let config = ReactorConfig {
             listen: None,
             token: Vec::new(),
             identity: Identity::new(Service::Control, "", Vec::new()).expect("identity"),
@@ -22,13 +22,13 @@ impl Io {
             busy_poll: Duration::ZERO,
         };
         let wake = Arc::new(eventfd().expect("eventfd"));
-        Self::new(config, None, context.map(Arc::new), wake).expect("io")
+        Self::new(config, None, context.map(Arc::new), wake).expect("cx")
     }
 
-    /// That of a node whose data plane has ended, but not so many of its reads.
+    /// That of a reactor whose data plane has ended, but not so many of its reads.
     pub(crate) fn with_unended_reads(reads: usize) -> Self {
-        let io = Self::alone(None);
-        io.unended_reads.pretend(reads);
-        io
+        let cx = Self::manual(None);
+        cx.unended_reads.pretend(reads);
+        cx
     }
 }

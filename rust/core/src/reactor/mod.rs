@@ -1,20 +1,20 @@
-//! A node owns a listener, its links and, where there is a data plane, the UCX worker. What runs on top (pipe, blocks,
-//! control) is a [`Service`]: events in, calls on [`Io`] out, on one thread at a time, no locks.
+//! A reactor owns a listener, its sessions and, where there is a data plane, the UCX worker. What runs on top (pipe, blocks,
+//! control) is a [`Service`]: events in, calls on [`ReactorContext`] out, on one thread at a time, no locks.
 //!
-//! A node has a thread that runs it, and sleeps in epoll on {wake-up eventfd, listener, links, UCX worker} whenever UCX
-//! has nothing to do. A caller that waits for a [`Work`] of the node runs it meanwhile itself (`wheel.rs`).
+//! A reactor has a thread that runs it, and sleeps in epoll on {wake-up eventfd, listener, sessions, UCX worker} whenever UCX
+//! has nothing to do. A caller that waits for a [`Work`] of the reactor runs it meanwhile itself (`driver.rs`).
 
-#[cfg(test)]
-mod alone;
-#[cfg(feature = "fuzzing")]
-pub(crate) mod by_hand;
 mod commands;
 mod connect;
+mod driver;
 mod io;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod manual;
+#[cfg(test)]
+mod manual_context;
 mod patience;
 mod run;
 mod unended;
-mod wheel;
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
@@ -26,51 +26,51 @@ use rustix::event::EventfdFlags;
 
 use crate::error::{Error, Result};
 use crate::identity::Identity;
-use crate::link::Timing;
 use crate::process::{Process, Thread};
+use crate::session::Timing;
 use crate::transport::{Context, Memory, Transport};
 use crate::work::{Completer, Then, Work, work};
 use commands::{Control, Inlet};
-use run::Loop;
-use wheel::Wheel;
+use driver::Driver;
+use run::ReactorCore;
 
-pub use io::Io;
+pub(crate) use driver::{Drive, Driven};
+pub use io::ReactorContext;
 pub(crate) use patience::{Patience, Stage};
 pub(crate) use unended::UnendedReads;
-pub(crate) use wheel::{Drive, Driven};
 
-/// What is said to who asks for something once the node has ended.
+/// What is said to who asks for something once the reactor has ended.
 pub(crate) const ENDED: &str = "already closed";
 
-/// Names a link of a node; never reused.
-pub type LinkId = u64;
+/// Names a session of a reactor; never reused.
+pub type SessionKey = u64;
 
-/// What runs on a node. All calls come from the thread that runs the node, one at a time; it is not always the same.
+/// What runs on a reactor. All calls come from the thread that runs the reactor, one at a time; it is not always the same.
 /// So a service keeps nothing in thread-locals, and gives nothing away that shares with it without atomics.
 pub trait Service {
     /// What other threads ask of it.
     type Command: Send + 'static;
 
-    /// Another thread asks. What is asked for while the node stops comes right before [`stop`](Self::stop).
-    fn command(&mut self, io: &mut Io, command: Self::Command);
-    /// May a peer that has proved the token connect? The reason goes to the peer. `link_up` follows, or `dismissed`.
-    fn accept(&mut self, _link: LinkId, _peer: &Identity) -> std::result::Result<(), String> {
+    /// Another thread asks. What is asked for while the reactor stops comes right before [`stop`](Self::stop).
+    fn command(&mut self, cx: &mut ReactorContext, command: Self::Command);
+    /// May a peer that has proved the token connect? The reason goes to the peer. `session_up` follows, or `dismissed`.
+    fn accept(&mut self, _link: SessionKey, _peer: &Identity) -> std::result::Result<(), String> {
         Ok(())
     }
-    /// An accepted link ended before its session was established. It may not even have got as far as `accept`.
-    fn dismissed(&mut self, _link: LinkId) {}
+    /// An accepted session ended before its session was established. It may not even have got as far as `accept`.
+    fn dismissed(&mut self, _link: SessionKey) {}
     /// A session is established.
-    fn link_up(&mut self, io: &mut Io, link: LinkId, peer: &Identity);
-    /// A link is gone, or could never be made; once for each link that was up or asked for. It was removed before
+    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity);
+    /// A session is gone, or could never be made; once for each session that was up or asked for. It was removed before
     /// this call.
-    fn link_down(&mut self, io: &mut Io, link: LinkId, error: Error);
-    /// An application frame came over TCP. An error closes the link.
-    fn frame(&mut self, io: &mut Io, link: LinkId, frame: &[u8]) -> Result<()>;
-    /// An active message came over UCX; `header` starts after the session id. An error closes the link.
+    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error);
+    /// An application frame came over TCP. An error closes the session.
+    fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()>;
+    /// An active message came over UCX; `header` starts after the session id. An error closes the session.
     fn message(
         &mut self,
-        _io: &mut Io,
-        _link: LinkId,
+        _io: &mut ReactorContext,
+        _link: SessionKey,
         _header: &[u8],
         _data: AmData,
     ) -> Result<()> {
@@ -79,9 +79,15 @@ pub trait Service {
         ))
     }
     /// A UCX operation has ended.
-    fn done(&mut self, _io: &mut Io, _token: u64, _result: std::result::Result<(), Status>) {}
+    fn done(
+        &mut self,
+        _io: &mut ReactorContext,
+        _token: u64,
+        _result: std::result::Result<(), Status>,
+    ) {
+    }
     /// Does a slice of what takes long, between two looks at sockets and UCX; whether more of it waits.
-    fn work(&mut self, _io: &mut Io) -> bool {
+    fn work(&mut self, _io: &mut ReactorContext) -> bool {
         false
     }
     /// Whether there is work that has come since.
@@ -89,32 +95,32 @@ pub trait Service {
         false
     }
     /// Looks at deadlines; tells when to come back.
-    fn timer(&mut self, _io: &mut Io) -> Option<Instant> {
+    fn timer(&mut self, _io: &mut ReactorContext) -> Option<Instant> {
         None
     }
     /// Something to log for people; at most once per lifecycle event.
     fn log(&mut self, _text: String) {}
-    /// The node is about to stop: what is said now still leaves.
-    fn closing(&mut self, _io: &mut Io) {}
-    /// The node stops. Its data plane has ended before this call: nothing reads or writes registered memory, but for what
-    /// [`Io::closed`] tells.
-    fn stop(&mut self, _io: &mut Io) {}
+    /// The reactor is about to stop: what is said now still leaves.
+    fn closing(&mut self, _io: &mut ReactorContext) {}
+    /// The reactor stops. Its data plane has ended before this call: nothing reads or writes registered memory, but for what
+    /// [`ReactorContext::closed`] tells.
+    fn stop(&mut self, _io: &mut ReactorContext) {}
 }
 
-/// What a node is made from.
+/// What a reactor is made from.
 #[derive(Debug, Clone)]
-pub struct NodeConfig {
+pub struct ReactorConfig {
     /// Where to accept peers; `None` only connects.
     pub listen: Option<SocketAddr>,
     /// The shared secret; empty: none.
     pub token: Vec<u8>,
     /// Who this side is.
     pub identity: Identity,
-    /// What moves bytes; `None` for a node without data plane.
+    /// What moves bytes; `None` for a reactor without data plane.
     pub transport: Option<Transport>,
     /// The address whose interface it uses.
     pub local: IpAddr,
-    /// Deadlines of links.
+    /// Deadlines of sessions.
     pub timing: Timing,
     /// How long the thread looks for more before it sleeps, where there is a data plane.
     pub busy_poll: Duration,
@@ -124,18 +130,18 @@ pub struct NodeConfig {
 /// after two more.
 const BACKLOG: i32 = 4096;
 
-/// The default of [`NodeConfig::busy_poll`]: a hop through epoll costs about 25 us, but on two cores a thread that
+/// The default of [`ReactorConfig::busy_poll`]: a hop through epoll costs about 25 us, but on two cores a thread that
 /// looks for more keeps the others from making it.
 pub fn default_busy_poll() -> Duration {
     let has_more_than_two = std::thread::available_parallelism().is_ok_and(|cores| cores.get() > 2);
     Duration::from_micros(if has_more_than_two { 30 } else { 0 })
 }
 
-/// A running node, as other threads see it. Dropping it stops the thread.
+/// A running reactor, as other threads see it. Dropping it stops the thread.
 #[derive(Debug)]
-pub struct Node<C> {
+pub struct Reactor<C> {
     commands: Inlet<C>,
-    wheel: Arc<dyn Drive>,
+    driver: Arc<dyn Drive>,
     thread: Mutex<Option<Thread>>,
     address: Option<SocketAddr>,
     /// Where its data plane registers memory; it ends with the data plane.
@@ -144,12 +150,15 @@ pub struct Node<C> {
     process: Process,
 }
 
-impl<C: Send + 'static> Node<C> {
+impl<C: Send + 'static> Reactor<C> {
     /// Binds, loads UCX where wanted, and starts the thread.
     ///
     /// # Errors
     /// The address cannot be bound (`Config`), UCX is missing (`Unavailable`).
-    pub fn spawn<S>(config: NodeConfig, make: impl FnOnce() -> S + Send + 'static) -> Result<Self>
+    pub fn spawn<S>(
+        config: ReactorConfig,
+        make: impl FnOnce() -> S + Send + 'static,
+    ) -> Result<Self>
     where
         S: Service<Command = C> + 'static,
     {
@@ -165,18 +174,18 @@ impl<C: Send + 'static> Node<C> {
         let registrar = context.as_ref().map(Arc::downgrade).unwrap_or_default();
         let (commands, taken) = commands::channel();
         let wake = Arc::new(eventfd()?);
-        let io = Io::new(config, listener, context, Arc::clone(&wake))?;
-        let (epoll, unended_reads) = (Arc::clone(&io.epoll), io.unended_reads.clone());
+        let cx = ReactorContext::new(config, listener, context, Arc::clone(&wake))?;
+        let (epoll, unended_reads) = (Arc::clone(&cx.epoll), cx.unended_reads.clone());
         #[expect(unsafe_code, reason = "the one promise that the compiler cannot check")]
         // SAFETY: the worker, its keys, its placer and where that places are reachable through the loop only: `io` was made
         // here, and `make`, being Send, brings nothing that shares without atomics. Services keep to what `Service` demands.
-        let node = unsafe { Together::new(Loop::new(io, make(), taken)) };
-        let wheel = Arc::new(Wheel::new(node, epoll, wake, eventfd()?));
+        let reactor = unsafe { Together::new(ReactorCore::new(cx, make(), taken)) };
+        let driver = Arc::new(Driver::new(reactor, epoll, wake, eventfd()?));
         #[cfg(feature = "fuzzing")]
-        if by_hand::is_on() {
+        if manual::is_on() {
             return Ok(Self {
                 commands,
-                wheel,
+                driver,
                 thread: Mutex::default(),
                 address,
                 registrar,
@@ -184,12 +193,12 @@ impl<C: Send + 'static> Node<C> {
                 process: Process::this(),
             });
         }
-        let in_thread = Arc::clone(&wheel);
+        let in_thread = Arc::clone(&driver);
         let thread = Thread::spawn("kvpipe", move || in_thread.run())
             .map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
         Ok(Self {
             commands,
-            wheel,
+            driver,
             thread: Mutex::new(Some(thread)),
             address,
             registrar,
@@ -203,26 +212,26 @@ impl<C: Send + 'static> Node<C> {
         self.address
     }
 
-    /// Registers memory with the data plane, on the caller's thread: where a device pins it, the node goes on meanwhile.
+    /// Registers memory with the data plane, on the caller's thread: where a device pins it, the reactor goes on meanwhile.
     ///
     /// # Errors
-    /// `Unavailable`: UCX cannot reach such memory. `Closed`: the node has ended, or this process is a fork.
+    /// `Unavailable`: UCX cannot reach such memory. `Closed`: the reactor has ended, or this process is a fork.
     pub(crate) fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
         self.process.check()?;
         let ended = || Error::Closed(ENDED.to_owned());
         self.registrar.upgrade().ok_or_else(ended)?.register(buffer)
     }
 
-    /// A work of this node: who waits for it runs the node.
+    /// A work of this reactor: who waits for it runs the reactor.
     pub(crate) fn work<T>(&self) -> (Work<T>, Completer<T>) {
         let (work, completer) = work();
-        (work.driven_by(Arc::clone(&self.wheel)), completer)
+        (work.driven_by(Arc::clone(&self.driver)), completer)
     }
 
-    /// Hands a command to the node, which takes it, be it only to end it when the node ends.
+    /// Hands a command to the reactor, which takes it, be it only to end it when the reactor ends.
     ///
     /// # Errors
-    /// `Closed` when the node has ended or the process is a fork of the one that made it.
+    /// `Closed` when the reactor has ended or the process is a fork of the one that made it.
     pub fn send(&self, command: C) -> Result<()> {
         self.hand(command, Then::GoOn)
     }
@@ -232,41 +241,41 @@ impl<C: Send + 'static> Node<C> {
         self.process.check()?;
         self.commands.send(Control::Command(command))?;
         if then == Then::GoOn {
-            self.wheel.nudge();
+            self.driver.notify();
         }
         Ok(())
     }
 }
 
-/// Wakes a node, which then calls [`Service::work`].
+/// Wakes a reactor, which then calls [`Service::work`].
 #[derive(Debug, Clone)]
 pub(crate) struct Waker(Arc<dyn Drive>);
 
 impl Waker {
     pub(crate) fn wake(&self) {
-        self.0.nudge();
+        self.0.notify();
     }
 }
 
-impl<C> Node<C> {
+impl<C> Reactor<C> {
     pub(crate) fn waker(&self) -> Waker {
-        Waker(Arc::clone(&self.wheel))
+        Waker(Arc::clone(&self.driver))
     }
 
-    /// Reads that UCX has not ended although this node has.
+    /// Reads that UCX has not ended although this reactor has.
     pub(crate) fn unended_reads(&self) -> &UnendedReads {
         &self.unended_reads
     }
 
-    /// Stops the node and waits for its end, as does whoever stops it once more meanwhile; what is under way ends as closed.
-    /// Called by what the node itself does, it returns at once: the node ends after this round.
+    /// Stops the reactor and waits for its end, as does whoever stops it once more meanwhile; what is under way ends as closed.
+    /// Called by what the reactor itself does, it returns at once: the reactor ends after this round.
     pub fn stop(&self) {
         if self.process.check().is_err() {
             return;
         }
         let _ = self.commands.send(Control::Stop);
-        self.wheel.nudge();
-        if self.wheel.is_run_here() {
+        self.driver.notify();
+        if self.driver.is_run_here() {
             return;
         }
         // Held until the thread has ended, so that everybody else waits for that too.
@@ -277,12 +286,12 @@ impl<C> Node<C> {
     }
 }
 
-impl<C> Drop for Node<C> {
+impl<C> Drop for Reactor<C> {
     fn drop(&mut self) {
         self.stop();
         #[cfg(feature = "fuzzing")]
         if self.process.check().is_ok() {
-            self.wheel.let_go();
+            self.driver.let_go();
         }
     }
 }
