@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket}
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::session::Timing;
+use crate::session::SessionTimeouts;
 use crate::work::{Waited, Work, work};
 
 /// Parses `host:port` for listening. A name is resolved; without a token only loopback is allowed.
@@ -110,11 +110,11 @@ impl Route {
     }
 
     /// The deadlines of the sessions along it.
-    pub(crate) fn timing(&self) -> Timing {
-        Timing {
+    pub(crate) fn timeouts(&self) -> SessionTimeouts {
+        SessionTimeouts {
             handshake: self.timeout,
             begun: Some(self.begun),
-            ..Timing::default()
+            ..SessionTimeouts::default()
         }
     }
 }

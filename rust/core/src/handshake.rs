@@ -230,11 +230,8 @@ impl Handshake {
         let mut reader = Reader::new(body);
         let theirs = Identity::read(&mut reader)?;
         reader.end()?;
-        if theirs.service != ours.service {
-            let (ours, theirs) = (
-                format!("{:?}", ours.service),
-                format!("{:?}", theirs.service),
-            );
+        if theirs.kind != ours.kind {
+            let (ours, theirs) = (format!("{:?}", ours.kind), format!("{:?}", theirs.kind));
             return Ok(refuse(self.incompatible("service", ours, theirs)));
         }
         if let Some((field, ours, theirs)) = ours.difference(&theirs) {

@@ -17,25 +17,25 @@ pub type Incarnation = [u8; 16];
 /// What a session is for; a peer that wants something else is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Service {
+pub enum SessionKind {
     /// A pipe: one sender, one receiver.
     Pipe = 1,
     /// Block transfers between agents, and between connector workers.
-    Blocks = 2,
+    Agent = 2,
     /// Handoffs between schedulers, and the proxy's questions.
     Control = 3,
     /// Entries that are found by their tokens.
     Lookup = 4,
 }
 
-impl Service {
+impl SessionKind {
     fn parse(value: u8) -> Result<Self> {
         match value {
             1 => Ok(Self::Pipe),
-            2 => Ok(Self::Blocks),
+            2 => Ok(Self::Agent),
             3 => Ok(Self::Control),
             4 => Ok(Self::Lookup),
-            other => Err(Error::protocol(format_args!("unknown service {other}"))),
+            other => Err(Error::protocol(format_args!("unknown kind {other}"))),
         }
     }
 }
@@ -44,7 +44,7 @@ impl Service {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
     /// What the session is for.
-    pub service: Service,
+    pub kind: SessionKind,
     /// This life of the engine.
     pub incarnation: Incarnation,
     /// The engine's id, for people.
@@ -60,7 +60,7 @@ pub struct Identity {
 impl Identity {
     /// An identity of a new incarnation.
     pub fn new(
-        service: Service,
+        kind: SessionKind,
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
     ) -> Result<Self> {
@@ -72,7 +72,7 @@ impl Identity {
             )));
         }
         Ok(Self {
-            service,
+            kind,
             incarnation: random()?,
             engine_id: engine_id.to_owned(),
             fingerprint,
@@ -83,7 +83,7 @@ impl Identity {
 
     pub(crate) fn write(&self, writer: Writer) -> Writer {
         writer
-            .u8(self.service as u8)
+            .u8(self.kind as u8)
             .raw(&self.incarnation)
             .str(&self.engine_id)
             .list(&self.fingerprint, |w, (field, value)| {
@@ -95,7 +95,7 @@ impl Identity {
 
     pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
         Ok(Self {
-            service: Service::parse(reader.u8()?)?,
+            kind: SessionKind::parse(reader.u8()?)?,
             incarnation: reader.fixed()?,
             engine_id: reader.str(TEXT_CAP)?,
             fingerprint: reader.list(FIELDS_CAP, |r| Ok((r.str(TEXT_CAP)?, r.str(TEXT_CAP)?)))?,
@@ -157,7 +157,7 @@ mod tests {
             .iter()
             .map(|(f, v)| ((*f).to_owned(), (*v).to_owned()))
             .collect();
-        Identity::new(Service::Control, "engine", fields).unwrap()
+        Identity::new(SessionKind::Control, "engine", fields).unwrap()
     }
 
     #[test]
@@ -199,7 +199,7 @@ mod tests {
     fn what_no_peer_would_take_is_refused_here() {
         let field = vec![("dtype".to_owned(), "x".repeat(TEXT_CAP + 1))];
         assert!(matches!(
-            Identity::new(Service::Control, "", field),
+            Identity::new(SessionKind::Control, "", field),
             Err(Error::Config(_))
         ));
     }

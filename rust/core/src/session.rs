@@ -27,11 +27,11 @@ const REASON_CAP: usize = 4096;
 const HEARTBEAT: u8 = 32;
 const APPLICATION: u8 = 33;
 const GOODBYE: u8 = 34;
-const ASK: u8 = 35;
+const PING: u8 = 35;
 
 /// How long things may take on a session.
 #[derive(Debug, Clone, Copy)]
-pub struct Timing {
+pub struct SessionTimeouts {
     /// From connect or accept to an established session, and from there to what the peer says first of itself.
     pub handshake: Duration,
     /// Since when the time of `handshake` runs for a side that connects; `None`: since it connects.
@@ -42,7 +42,7 @@ pub struct Timing {
     pub silence: Duration,
 }
 
-impl Default for Timing {
+impl Default for SessionTimeouts {
     fn default() -> Self {
         Self {
             handshake: Duration::from_secs(10),
@@ -83,12 +83,12 @@ pub(crate) struct Connection {
     outbox: VecDeque<u8>,
     /// A write failed. What the peer said before can still be read; reading then tells of the end.
     is_broken: bool,
-    timing: Timing,
+    timeouts: SessionTimeouts,
     opened: Instant,
     /// When something of the peer came last.
-    pub(crate) heard: Instant,
+    pub(crate) last_rx: Instant,
     /// How often the peer has asked for a heartbeat since the last one.
-    num_asked: u32,
+    num_pings: u32,
     beat: Instant,
 }
 
@@ -100,7 +100,7 @@ impl Connection {
         peer: String,
         is_accepted: bool,
         token: &[u8],
-        timing: Timing,
+        timeouts: SessionTimeouts,
         begun: Instant,
     ) -> Result<Self> {
         let unusable =
@@ -123,11 +123,11 @@ impl Connection {
             inbox: Vec::new(),
             outbox: VecDeque::new(),
             is_broken: false,
-            timing,
+            timeouts,
             opened: begun,
-            heard: begun,
-            num_asked: 0,
-            beat: begun + timing.heartbeat,
+            last_rx: begun,
+            num_pings: 0,
+            beat: begun + timeouts.heartbeat,
         };
         if let Some(hello) = hello {
             session.send_raw(&hello)?;
@@ -153,8 +153,8 @@ impl Connection {
     }
 
     /// Asks the peer for a heartbeat now.
-    pub(crate) fn ask(&mut self) -> Result<()> {
-        self.send_raw(&[ASK])
+    pub(crate) fn ping(&mut self) -> Result<()> {
+        self.send_raw(&[PING])
     }
 
     /// Tells the peer why this side closes, as far as the socket takes it, and that nothing follows.
@@ -230,7 +230,7 @@ impl Connection {
         let taken = inbox.len() - rest.len();
         inbox.drain(..taken);
         self.inbox = inbox;
-        if std::mem::take(&mut self.num_asked) > 0
+        if std::mem::take(&mut self.num_pings) > 0
             && let Err(error) = self.send_raw(&[HEARTBEAT])
         {
             return (incoming, Some(ended.unwrap_or(error)));
@@ -244,7 +244,7 @@ impl Connection {
             .take(READ_CAP as u64)
             .read_to_end(&mut self.inbox);
         if self.inbox.len() > before {
-            self.heard = now;
+            self.last_rx = now;
         }
         match read {
             Ok(READ_CAP) => Ok(()),
@@ -317,8 +317,8 @@ impl Connection {
     fn take_up(&mut self, frame: &[u8]) -> Result<Option<ConnectionEvent>> {
         match frame.first() {
             Some(&HEARTBEAT) => Ok(None),
-            Some(&ASK) => {
-                self.num_asked = self.num_asked.saturating_add(1);
+            Some(&PING) => {
+                self.num_pings = self.num_pings.saturating_add(1);
                 Ok(None)
             }
             Some(&APPLICATION) => Ok(Some(ConnectionEvent::Frame(frame[1..].to_vec()))),
@@ -338,22 +338,22 @@ impl Connection {
     /// # Errors
     /// The peer has been silent for too long, or the handshake takes too long.
     pub(crate) fn tick(&mut self, now: Instant) -> Result<Instant> {
-        let established_by = self.opened + self.timing.handshake;
+        let established_by = self.opened + self.timeouts.handshake;
         if !self.is_announced && now >= established_by {
             return Err(self.not_established());
         }
         if !self.is_up() {
             return Ok(established_by);
         }
-        let deadline = self.heard + self.timing.silence;
+        let deadline = self.last_rx + self.timeouts.silence;
         if now >= deadline {
             return Err(Error::lost(
                 &self.peer,
-                format_args!("silent for {:?}", self.timing.silence),
+                format_args!("silent for {:?}", self.timeouts.silence),
             ));
         }
         if now >= self.beat {
-            self.beat = now + self.timing.heartbeat;
+            self.beat = now + self.timeouts.heartbeat;
             self.send_raw(&[HEARTBEAT])?;
         }
         let next = deadline.min(self.beat);
@@ -365,7 +365,7 @@ impl Connection {
     }
 
     fn not_established(&self) -> Error {
-        let (peer, waited) = (&self.peer, self.timing.handshake);
+        let (peer, waited) = (&self.peer, self.timeouts.handshake);
         Error::Connect(if self.is_up() {
             format!(
                 "the UCX of {peer} was not reached within {waited:?}, although its bootstrap port was; can the hosts reach each other's UCX ports?"
@@ -387,8 +387,8 @@ mod tests {
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let far = listener.accept().unwrap().0;
         let session = |stream| {
-            let (timing, now) = (Timing::default(), Instant::now());
-            Connection::new(stream, "peer".to_owned(), true, b"", timing, now).unwrap()
+            let (timeouts, now) = (SessionTimeouts::default(), Instant::now());
+            Connection::new(stream, "peer".to_owned(), true, b"", timeouts, now).unwrap()
         };
         (session(near), session(far))
     }

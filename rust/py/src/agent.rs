@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kvpipe_core::blocks::{self, Event, LoadRequest, Notification, Options};
 use kvpipe_core::handoff::HandoffId;
 use kvpipe_core::handoff::consumer::Counts as LoadCounts;
-use kvpipe_core::session::Timing;
+use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Waited;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -26,13 +26,13 @@ pub(crate) fn id(bytes: &[u8]) -> PyResult<HandoffId> {
         .map_err(|_| bad(format!("an id of {} bytes; 16 are expected", bytes.len())))
 }
 
-pub(crate) fn timing(silence: Option<f64>) -> PyResult<Timing> {
-    let default = Timing::default();
+pub(crate) fn timeouts(silence: Option<f64>) -> PyResult<SessionTimeouts> {
+    let default = SessionTimeouts::default();
     if silence.is_some_and(|seconds| seconds <= 0.0) {
         return Err(bad("silence: expected None or seconds, more than 0"));
     }
     let silence = duration(silence)?.unwrap_or(default.silence);
-    Ok(Timing {
+    Ok(SessionTimeouts {
         silence,
         heartbeat: default.heartbeat.min(silence / 3),
         ..default
@@ -60,9 +60,9 @@ impl Agent {
         silence: Option<f64>,
         checksum: bool,
     ) -> PyResult<Self> {
-        let (timing, transport) = (timing(silence)?, transport.core());
+        let (timeouts, transport) = (timeouts(silence)?, transport.core());
         let agent = py.detach(|| {
-            blocks::Agent::new(listen, token, transport, engine_id, fingerprint, timing)
+            blocks::Agent::new(listen, token, transport, engine_id, fingerprint, timeouts)
         });
         let agent = agent.map_err(to_py)?;
         Ok(Self(if checksum {

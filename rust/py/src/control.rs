@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use kvpipe_core::control::{self, Event, Opening, Patience, Question, Rank, SequenceState};
+use kvpipe_core::control::{self, ControlTimeouts, Event, Opening, Question, Rank, SequenceState};
 use kvpipe_core::handoff::HandoffId;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::agent::{id, timing};
+use crate::agent::{id, timeouts};
 use crate::error::{bad, to_py};
 use crate::trace::Trace;
 use crate::work::{Kind, Work, duration};
@@ -36,14 +36,14 @@ impl Control {
     ) -> PyResult<Self> {
         let bounded =
             |seconds: f64| duration(Some(seconds)).map(|duration| duration.unwrap_or(FOREVER));
-        let patience = Patience {
-            timing: timing(silence)?,
+        let timeouts = ControlTimeouts {
+            timeouts: timeouts(silence)?,
             lease: bounded(lease)?,
             open: bounded(open_timeout)?,
             handoff: bounded(handoff_timeout)?,
         };
         let control =
-            py.detach(|| control::Control::new(listen, token, engine_id, fingerprint, patience));
+            py.detach(|| control::Control::new(listen, token, engine_id, fingerprint, timeouts));
         control.map(Self).map_err(to_py)
     }
 

@@ -36,9 +36,9 @@ use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::handoff::HandoffId;
 use crate::handoff::consumer::Counts;
-use crate::identity::{Identity, Incarnation, Service};
+use crate::identity::{Identity, Incarnation, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig, SessionKey, default_busy_poll};
-use crate::session::Timing;
+use crate::session::SessionTimeouts;
 use crate::trace::Trace;
 use crate::transport::Transport;
 
@@ -174,10 +174,10 @@ impl Agent {
         transport: Transport,
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
-        timing: Timing,
+        timeouts: SessionTimeouts,
     ) -> Result<Self> {
         let address = listen_address(listen, token)?;
-        let identity = Identity::new(Service::Blocks, engine_id, fingerprint)?;
+        let identity = Identity::new(SessionKind::Agent, engine_id, fingerprint)?;
         let incarnation = identity.incarnation;
         let config = ReactorConfig {
             listen: Some(address),
@@ -185,7 +185,7 @@ impl Agent {
             identity,
             transport: Some(transport),
             local: address.ip(),
-            timing,
+            timeouts,
             busy_poll: default_busy_poll(),
         };
         let (events, ended) = (Events::default(), Ended::default());

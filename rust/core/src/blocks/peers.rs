@@ -230,7 +230,7 @@ impl Blocks {
         let transport = transport(cx, session);
         peer.handle.met(identity.incarnation, transport.clone());
         if peer.regions.is_none() {
-            peer.regions_by = Some(cx.now + cx.timing().handshake);
+            peer.regions_by = Some(cx.now + cx.timeouts().handshake);
         }
         let ucx = cx.ucx();
         self.events.push_minor(Event::Log(format!(
@@ -253,7 +253,7 @@ impl Blocks {
         let mut next = None;
         for (&session, peer) in &mut self.peers {
             if peer.regions_by.take_if(|at| *at <= cx.now).is_some() {
-                let waited = cx.timing().handshake;
+                let waited = cx.timeouts().handshake;
                 let text = format!("it did not describe its regions within {waited:?}");
                 cx.fail(session, Error::lost(peer.handle.address(), text));
             }

@@ -8,8 +8,11 @@ use crate::transport::MemoryPath;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn agent() -> Agent {
-    let (transport, timing) = (Transport::Memory(MemoryPath::RemoteRead), Timing::default());
-    let agent = Agent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timing);
+    let (transport, timeouts) = (
+        Transport::Memory(MemoryPath::RemoteRead),
+        SessionTimeouts::default(),
+    );
+    let agent = Agent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timeouts);
     agent.expect("agent")
 }
 
@@ -138,9 +141,11 @@ mod by_messages {
     impl Side {
         fn new(is_summed: bool) -> Self {
             let make = || {
-                let (transport, timing) =
-                    (Transport::Memory(MemoryPath::Stream), Timing::default());
-                let agent = Agent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timing);
+                let (transport, timeouts) = (
+                    Transport::Memory(MemoryPath::Stream),
+                    SessionTimeouts::default(),
+                );
+                let agent = Agent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timeouts);
                 agent.expect("agent")
             };
             let agent = match without_threads(make) {

@@ -24,7 +24,7 @@ impl Schedulers {
 
     pub(super) fn watch(&mut self, cx: &mut ReactorContext, handoff: HandoffId, producer: &str) {
         let session = self.session_to(cx, producer);
-        let watched = Watched::new(session, cx.now + self.patience.handoff);
+        let watched = Watched::new(session, cx.now + self.timeouts.handoff);
         self.watched.insert(handoff, watched);
         if cx.is_up(session) {
             Self::say(cx, session, &Message::Watch(handoff));
@@ -99,7 +99,7 @@ impl Schedulers {
             self.unwatch(cx, handoff, false);
             let reason = format!(
                 "nothing came within {:?} (handoff_timeout_s)",
-                self.patience.handoff
+                self.timeouts.handoff
             );
             self.events.push(Event::Gone {
                 handoff,

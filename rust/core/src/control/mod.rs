@@ -16,9 +16,9 @@ use crate::address::listen_address;
 use crate::error::Result;
 use crate::events::Events;
 use crate::handoff::HandoffId;
-use crate::identity::{Identity, Incarnation, Service};
+use crate::identity::{Identity, Incarnation, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig};
-use crate::session::Timing;
+use crate::session::SessionTimeouts;
 use crate::trace::Trace;
 use crate::work::Work;
 
@@ -125,9 +125,9 @@ pub enum Question {
 
 /// How long things may take on the control plane.
 #[derive(Debug, Clone, Copy)]
-pub struct Patience {
+pub struct ControlTimeouts {
     /// Deadlines of sessions.
-    pub timing: Timing,
+    pub timeouts: SessionTimeouts,
     /// How long finished blocks wait for a first consumer.
     pub lease: Duration,
     /// How long a watch or a subscription waits for a handoff that is not open.
@@ -150,7 +150,7 @@ impl Control {
         token: &[u8],
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
-        patience: Patience,
+        timeouts: ControlTimeouts,
     ) -> Result<Self> {
         let address = listen
             .map(|listen| listen_address(listen, token))
@@ -158,15 +158,15 @@ impl Control {
         let config = ReactorConfig {
             listen: address,
             token: token.to_vec(),
-            identity: Identity::new(Service::Control, engine_id, fingerprint)?,
+            identity: Identity::new(SessionKind::Control, engine_id, fingerprint)?,
             transport: None,
             local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip()),
-            timing: patience.timing,
+            timeouts: timeouts.timeouts,
             busy_poll: Duration::ZERO,
         };
         let events = Events::default();
         let in_thread = events.clone();
-        let reactor = Reactor::spawn(config, move || Schedulers::new(in_thread, patience))?;
+        let reactor = Reactor::spawn(config, move || Schedulers::new(in_thread, timeouts))?;
         Ok(Self { reactor, events })
     }
 
@@ -181,7 +181,7 @@ impl Control {
     }
 
     /// Producer: a request of this handoff has come and waits to be scheduled. Its consumers wait with it; others'
-    /// watches end after [`Patience::open`]. Ends with `open` or `withdraw`.
+    /// watches end after [`ControlTimeouts::open`]. Ends with `open` or `withdraw`.
     pub fn expect(&self, handoff: HandoffId) -> Result<()> {
         self.reactor.send(Command::Expect { handoff })
     }

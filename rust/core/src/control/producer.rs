@@ -46,7 +46,7 @@ impl Schedulers {
         handoff: HandoffId,
         state: SequenceState,
     ) {
-        let lease_ends = cx.now + self.patience.lease;
+        let lease_ends = cx.now + self.timeouts.lease;
         let Some(lent) = self.lent.get_mut(&handoff) else {
             let reason = self
                 .ended
@@ -149,7 +149,7 @@ impl Schedulers {
         let watch = Parked {
             handoff,
             session,
-            until: cx.now + self.patience.open,
+            until: cx.now + self.timeouts.open,
         };
         if let Some(Parked {
             handoff, session, ..

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::messages::Message;
 use super::subscriptions::{Awaited, Subscription};
-use super::{Event, Opening, Patience, Question, SequenceState};
+use super::{ControlTimeouts, Event, Opening, Question, SequenceState};
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::fair::{Place, Room};
@@ -125,7 +125,7 @@ impl Place for Parked {
 pub(super) struct Schedulers {
     pub(super) events: Events<Event>,
     pub(super) trace: Trace,
-    pub(super) patience: Patience,
+    pub(super) timeouts: ControlTimeouts,
     pub(super) description: String,
     pub(super) lent: HashMap<HandoffId, Lent>,
     pub(super) ended: Recent<String>,
@@ -140,11 +140,11 @@ pub(super) struct Schedulers {
 }
 
 impl Schedulers {
-    pub(super) fn new(events: Events<Event>, patience: Patience) -> Self {
+    pub(super) fn new(events: Events<Event>, timeouts: ControlTimeouts) -> Self {
         Self {
             events,
             trace: Trace::default(),
-            patience,
+            timeouts,
             description: "{}".to_owned(),
             lent: HashMap::new(),
             ended: Recent::default(),
@@ -216,7 +216,7 @@ impl Schedulers {
         id: u64,
         question: &Question,
     ) {
-        let until = cx.now + self.patience.open;
+        let until = cx.now + self.timeouts.open;
         let later = |handoff, awaited| Subscription {
             handoff,
             session,

@@ -9,9 +9,9 @@ use super::hostile::{Hostile, TOKEN, transport};
 use super::script::{Victim, perform, read};
 use crate::blocks::{Agent, Event, Final, Finals, LoadRequest, Options, Peer, Region};
 use crate::error::Result;
-use crate::identity::Service;
+use crate::identity::SessionKind;
 use crate::reactor::manual::{Round, without_threads};
-use crate::session::Timing;
+use crate::session::SessionTimeouts;
 use crate::work::Work;
 
 const BLOCK: usize = 1 << 10;
@@ -192,14 +192,14 @@ pub(super) fn agent(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let agent = || {
-        let (id, timing) = ("engine", Timing::default());
+        let (id, timeouts) = ("engine", SessionTimeouts::default());
         Agent::new(
             "127.0.0.1:0",
             TOKEN,
             transport.clone(),
             id,
             Vec::new(),
-            timing,
+            timeouts,
         )
     };
     let mut agent = without_threads(agent).expect("agent");
@@ -207,11 +207,11 @@ pub(super) fn agent(bytes: &[u8]) {
         agent = agent.without_checksums();
     }
     let (hostile, address) = if flags.is_server() {
-        let (hostile, address) = Hostile::listen(Service::Blocks, Some(&transport));
+        let (hostile, address) = Hostile::listen(SessionKind::Agent, Some(&transport));
         drop(agent.connect(&address).expect("connecting"));
         (hostile, address)
     } else {
-        let hostile = Hostile::connect(Service::Blocks, Some(&transport), agent.address());
+        let hostile = Hostile::connect(SessionKind::Agent, Some(&transport), agent.address());
         (hostile, String::new())
     };
     perform(Side::new(agent, address), hostile, flags, steps);

@@ -11,7 +11,7 @@ use rustix::net::sockopt;
 use super::script::{ADDRESS, Flags, KEY, Step, Victim};
 use crate::checksum;
 use crate::handshake::{Handshake, SessionId, Step as Shake};
-use crate::identity::{Identity, Service};
+use crate::identity::{Identity, SessionKind};
 use crate::transport::{Memory, MemoryPath, Payload, Transport, Worker};
 
 /// What both sides share.
@@ -60,33 +60,33 @@ fn plane(transport: &Transport) -> Plane {
 
 impl Hostile {
     /// One that is connected to, at the address.
-    pub(super) fn listen(service: Service, transport: Option<&Transport>) -> (Self, String) {
+    pub(super) fn listen(kind: SessionKind, transport: Option<&Transport>) -> (Self, String) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
         let address = listener.local_addr().expect("address").to_string();
-        let mut hostile = Self::new(service, transport);
+        let mut hostile = Self::new(kind, transport);
         hostile.listener = Some(listener);
         (hostile, address)
     }
 
     /// One that connects.
     pub(super) fn connect(
-        service: Service,
+        kind: SessionKind,
         transport: Option<&Transport>,
         address: Option<SocketAddr>,
     ) -> Self {
-        let mut hostile = Self::new(service, transport);
+        let mut hostile = Self::new(kind, transport);
         let stream = TcpStream::connect(address.expect("address")).expect("connect");
         hostile.take(stream);
         hostile
     }
 
-    fn new(service: Service, transport: Option<&Transport>) -> Self {
+    fn new(kind: SessionKind, transport: Option<&Transport>) -> Self {
         Self {
             listener: None,
             stream: None,
             inbox: Vec::new(),
             heard: Vec::new(),
-            identity: Identity::new(service, "hostile", Vec::new()).expect("identity"),
+            identity: Identity::new(kind, "hostile", Vec::new()).expect("identity"),
             plane: transport.map(plane),
             session_id: [0; 16],
         }

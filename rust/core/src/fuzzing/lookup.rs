@@ -8,7 +8,7 @@ use kvpipe_ucx::Buffer;
 use super::hostile::{Hostile, TOKEN, transport};
 use super::pipe::meta;
 use super::script::{Victim, perform, read};
-use crate::identity::Service;
+use crate::identity::SessionKind;
 use crate::lookup::{Items, Local, NUM_ITEMS, Operation, Query, Remote, Selected};
 use crate::pipe::Received;
 use crate::reactor::manual::{Round, without_threads};
@@ -156,7 +156,7 @@ pub(super) fn server(bytes: &[u8]) {
     let is_summed = !flags.is_unsummed();
     let serve = || buffer.serve("127.0.0.1:0", TOKEN, transport.clone(), is_summed);
     without_threads(serve).expect("served");
-    let hostile = Hostile::connect(Service::Lookup, Some(&transport), buffer.address());
+    let hostile = Hostile::connect(SessionKind::Lookup, Some(&transport), buffer.address());
     perform(Side::new(buffer, None), hostile, flags, steps);
 }
 
@@ -167,7 +167,7 @@ pub(super) fn server(bytes: &[u8]) {
 pub(super) fn client(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
-    let (hostile, address) = Hostile::listen(Service::Lookup, Some(&transport));
+    let (hostile, address) = Hostile::listen(SessionKind::Lookup, Some(&transport));
     let is_summed = !flags.is_unsummed();
     let connect = || {
         let addresses = vec![address];

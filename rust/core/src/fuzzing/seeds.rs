@@ -8,7 +8,7 @@ use super::script::{ADDRESS, KEY, Script};
 use crate::checksum;
 use crate::codec::Writer;
 use crate::handoff::{self, FinalBlock};
-use crate::identity::{Identity, Service};
+use crate::identity::{Identity, SessionKind};
 use crate::region::{Layout, RemoteRegion};
 use crate::{blocks, control};
 
@@ -334,7 +334,7 @@ fn handshake() -> Vec<Vec<u8>> {
 
 fn decoders() -> Vec<Vec<u8>> {
     let fields = vec![("dtype".to_owned(), "bfloat16".to_owned())];
-    let mut identity = Identity::new(Service::Blocks, "engine", fields).expect("identity");
+    let mut identity = Identity::new(SessionKind::Agent, "engine", fields).expect("identity");
     // Of no life and no machine, so that seeds are always the same.
     (identity.incarnation, identity.host) = ([1; 16], "host".to_owned());
     let (tokens, tensors) = entry();

@@ -8,10 +8,10 @@ use std::time::Duration;
 use super::hostile::{Hostile, transport};
 use super::script::{Victim, confront, read};
 use crate::error::{Error, Result};
-use crate::identity::{Identity, Service as Kind};
+use crate::identity::{Identity, SessionKind};
 use crate::reactor::manual::{Round, without_threads};
 use crate::reactor::{Reactor, ReactorConfig, ReactorContext, Service, SessionKey};
-use crate::session::Timing;
+use crate::session::SessionTimeouts;
 
 const WHO: &str = "engine of the side under test";
 
@@ -66,18 +66,18 @@ pub fn bootstrap(bytes: &[u8]) {
     let config = ReactorConfig {
         listen: (!flags.is_server()).then(|| (Ipv4Addr::LOCALHOST, 0).into()),
         token: b"a token that the stranger does not hold".to_vec(),
-        identity: Identity::new(Kind::Blocks, WHO, Vec::new()).expect("identity"),
+        identity: Identity::new(SessionKind::Agent, WHO, Vec::new()).expect("identity"),
         transport: Some(transport.clone()),
         local: Ipv4Addr::LOCALHOST.into(),
-        timing: Timing::default(),
+        timeouts: SessionTimeouts::default(),
         busy_poll: Duration::ZERO,
     };
     let side = without_threads(|| Reactor::spawn(config, || Unreached)).expect("reactor");
     let (hostile, address) = if flags.is_server() {
-        let (hostile, address) = Hostile::listen(Kind::Blocks, Some(&transport));
+        let (hostile, address) = Hostile::listen(SessionKind::Agent, Some(&transport));
         (hostile, Some(address))
     } else {
-        let hostile = Hostile::connect(Kind::Blocks, Some(&transport), side.address());
+        let hostile = Hostile::connect(SessionKind::Agent, Some(&transport), side.address());
         (hostile, None)
     };
     let (asks, answer) = channel();

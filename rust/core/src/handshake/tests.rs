@@ -1,10 +1,10 @@
 use super::*;
-use crate::identity::Service;
+use crate::identity::SessionKind;
 use proptest::prelude::*;
 
 fn identity(dtype: &str) -> Identity {
     let fields = vec![("dtype".to_owned(), dtype.to_owned())];
-    Identity::new(Service::Pipe, "engine", fields).unwrap()
+    Identity::new(SessionKind::Pipe, "engine", fields).unwrap()
 }
 
 /// Runs both sides against each other; what each ends with.

@@ -20,7 +20,7 @@ use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::identity::Identity;
 use crate::pool::Pool;
-use crate::reactor::{Patience, ReactorContext, Service, SessionKey};
+use crate::reactor::{GracePeriod, ReactorContext, Service, SessionKey};
 use crate::transport::Payload;
 use crate::work::Completer;
 use selects::Select;
@@ -91,8 +91,8 @@ impl Client {
                 completer,
             } => {
                 let payload = write_select(&query, timeout);
-                let patience = timeout.map(|timeout| Patience::new(cx.now, cx.now + timeout));
-                self.select(cx, operation, &payload, patience, completer);
+                let grace = timeout.map(|timeout| GracePeriod::new(cx.now, cx.now + timeout));
+                self.select(cx, operation, &payload, grace, completer);
             }
             Command::Withdraw(operation) => self.withdraw(cx, operation),
             Command::Settle {

@@ -9,7 +9,7 @@ use super::{INSERTS_IN_FLIGHT, Items};
 use crate::codec::Writer;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::reactor::{Patience, ReactorContext, SessionKey, Stage};
+use crate::reactor::{AnswerStage, GracePeriod, ReactorContext, SessionKey};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -28,7 +28,7 @@ pub(super) struct Insert {
 struct Sent {
     num_tokens: usize,
     completer: Completer<()>,
-    patience: Option<Patience>,
+    grace: Option<GracePeriod>,
 }
 
 #[derive(Debug, Default)]
@@ -56,12 +56,12 @@ impl Inserts {
         while let Some(insert) = self.next() {
             match send(cx, session, outgoing, &insert) {
                 Ok(()) => {
-                    let patience = insert.deadline.map(|at| Patience::new(cx.now, at));
+                    let grace = insert.deadline.map(|at| GracePeriod::new(cx.now, at));
                     let completer = insert.completer;
                     let sent = Sent {
                         num_tokens: insert.tokens.len(),
                         completer,
-                        patience,
+                        grace,
                     };
                     self.sent.insert(insert.operation, sent);
                 }
@@ -133,14 +133,14 @@ impl Inserts {
         let waits = self
             .sent
             .values_mut()
-            .filter_map(|sent| sent.patience.as_mut());
+            .filter_map(|sent| sent.grace.as_mut());
         let mut next: Option<Instant> = None;
-        for patience in waits {
-            match patience.look(cx, &[session]) {
-                Stage::Over if !cx.has_failed(session) => cx.fail(session, unanswered()),
+        for grace in waits {
+            match grace.look(cx, &[session]) {
+                AnswerStage::Over if !cx.has_failed(session) => cx.fail(session, unanswered()),
                 _ => {}
             }
-            let at = patience.next(cx, &[session]);
+            let at = grace.next(cx, &[session]);
             next = Some(next.map_or(at, |next| next.min(at)));
         }
         next

@@ -11,9 +11,9 @@ use super::shared::{Handle, Shared};
 use super::{Items, LookupInfo, Query, check_entry};
 use crate::address::listen_address;
 use crate::error::{Error, Result};
-use crate::identity::{Identity, Service};
+use crate::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig, default_busy_poll};
-use crate::session::Timing;
+use crate::session::SessionTimeouts;
 use crate::transport::Transport;
 use crate::work::work;
 
@@ -65,10 +65,10 @@ impl Local {
         let config = ReactorConfig {
             listen: Some(address),
             token: token.to_vec(),
-            identity: Identity::new(Service::Lookup, "", Vec::new())?,
+            identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             local: address.ip(),
-            timing: Timing::default(),
+            timeouts: SessionTimeouts::default(),
             busy_poll: default_busy_poll(),
         };
         let shared = Arc::clone(&self.shared);

@@ -11,7 +11,7 @@ use super::operation::{Operation, Origin, Selected};
 use super::{Items, LookupInfo, Query, check_entry};
 use crate::address::Route;
 use crate::error::{Error, Result};
-use crate::identity::{Identity, Service};
+use crate::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig, default_busy_poll};
 use crate::transport::Transport;
 use crate::work::{Then, Work};
@@ -67,10 +67,10 @@ impl Remote {
         let config = ReactorConfig {
             listen: None,
             token: token.to_vec(),
-            identity: Identity::new(Service::Lookup, "", Vec::new())?,
+            identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             local: route.local()?,
-            timing: route.timing(),
+            timeouts: route.timeouts(),
             busy_poll: default_busy_poll(),
         };
         let desk = Arc::new(Desk::new());

@@ -20,9 +20,9 @@ use crate::address::{Route, check_address, listen_address};
 use crate::advice::advice;
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::identity::{Identity, Service};
+use crate::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig, ReactorContext, SessionKey};
-use crate::session::Timing;
+use crate::session::SessionTimeouts;
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 
@@ -172,10 +172,10 @@ fn config(
     Ok(ReactorConfig {
         listen,
         token: token.to_vec(),
-        identity: Identity::new(Service::Pipe, "", Vec::new())?,
+        identity: Identity::new(SessionKind::Pipe, "", Vec::new())?,
         transport: Some(transport),
         local,
-        timing: Timing::default(),
+        timeouts: SessionTimeouts::default(),
         busy_poll,
     })
 }
@@ -238,7 +238,7 @@ impl Pipe {
             info.peer.clone_from(&address);
         }
         let mut config = config(None, route.local()?, token, transport, busy_poll)?;
-        config.timing = route.timing();
+        config.timeouts = route.timeouts();
         let in_thread = shared.clone();
         let reactor = Reactor::spawn(config, move || sender::Sender::new(in_thread, is_summed))?;
         let (connected, completer) = reactor.work();

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::WITHDRAW;
 use crate::error::{Error, Result};
 use crate::fetch::Lending;
-use crate::reactor::{Patience, ReactorContext, SessionKey, Stage};
+use crate::reactor::{AnswerStage, GracePeriod, ReactorContext, SessionKey};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -19,7 +19,7 @@ pub(super) struct Posted {
 pub(super) struct Large {
     pub(super) lending: Lending,
     completer: Completer<()>,
-    patience: Option<Patience>,
+    grace: Option<GracePeriod>,
     is_withdrawn: bool,
 }
 
@@ -27,12 +27,12 @@ impl Large {
     pub(super) fn new(
         lending: Lending,
         completer: Completer<()>,
-        patience: Option<Patience>,
+        grace: Option<GracePeriod>,
     ) -> Self {
         Self {
             lending,
             completer,
-            patience,
+            grace,
             is_withdrawn: false,
         }
     }
@@ -102,10 +102,8 @@ impl OnTheirWay {
             .tensors
             .iter()
             .filter_map(|posted| posted.large.as_ref());
-        let patiences = larges.filter_map(|large| large.patience.as_ref());
-        patiences
-            .map(|patience| patience.next(cx, &[session]))
-            .min()
+        let patiences = larges.filter_map(|large| large.grace.as_ref());
+        patiences.map(|grace| grace.next(cx, &[session])).min()
     }
 
     /// Withdraws offers that nobody asked for in time; closes the pipe under one whose withdrawal is not answered: the
@@ -116,17 +114,17 @@ impl OnTheirWay {
             let Some(large) = &mut posted.large else {
                 continue;
             };
-            let Some(patience) = &mut large.patience else {
+            let Some(grace) = &mut large.grace else {
                 continue;
             };
-            match patience.look(cx, &[session]) {
-                Stage::Late | Stage::Over if !large.is_withdrawn => {
+            match grace.look(cx, &[session]) {
+                AnswerStage::Late | AnswerStage::Over if !large.is_withdrawn => {
                     large.is_withdrawn = true;
-                    patience.due_from(cx.now);
+                    grace.due_from(cx.now);
                     withdraw.push(posted.sequence);
                 }
-                Stage::InTime | Stage::Late => {}
-                Stage::Over => {
+                AnswerStage::InTime | AnswerStage::Late => {}
+                AnswerStage::Over => {
                     let text = "the tensor was not received in time, and the receiver does not say that it will not read it any more; the pipe is closed";
                     return cx.fail(session, Error::Timeout(text.to_owned()));
                 }

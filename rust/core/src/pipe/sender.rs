@@ -15,7 +15,7 @@ use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::fetch::{ACCEPT, CREDIT, Lending};
 use crate::identity::Identity;
-use crate::reactor::{Patience, ReactorContext, Service, SessionKey};
+use crate::reactor::{GracePeriod, ReactorContext, Service, SessionKey};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -150,9 +150,12 @@ impl Sender {
         if !cx.message(session, header, Payload::Bytes(payload)) {
             return Some(queued);
         }
-        let patience = queued.deadline.meet_by.map(|at| Patience::new(cx.now, at));
+        let grace = queued
+            .deadline
+            .meet_by
+            .map(|at| GracePeriod::new(cx.now, at));
         self.posted
-            .add(Some(Large::new(lending, queued.completer, patience)));
+            .add(Some(Large::new(lending, queued.completer, grace)));
         None
     }
 

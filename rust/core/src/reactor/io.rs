@@ -16,7 +16,7 @@ use crate::data::DataPlane;
 use crate::error::{Error, Result};
 use crate::handshake::HANDSHAKE_FRAME_CAP;
 use crate::identity::Identity;
-use crate::session::{Connection, Timing};
+use crate::session::{Connection, SessionTimeouts};
 use crate::transport::Context;
 
 pub(super) const WAKE: u64 = 0;
@@ -40,7 +40,7 @@ pub struct ReactorContext {
     stopped: Arc<OwnedFd>,
     pub(super) listener: Option<TcpListener>,
     pub(super) sessions: HashMap<SessionKey, Connection>,
-    /// Asked for, without a stream yet: to whom, and until when.
+    /// Probe for, without a stream yet: to whom, and until when.
     pub(super) connecting: HashMap<SessionKey, (String, Instant)>,
     /// To whom the latest sessions were that are gone: what was under way may end after its session.
     gone: BTreeMap<SessionKey, String>,
@@ -112,8 +112,8 @@ impl ReactorContext {
     }
 
     /// Deadlines of sessions.
-    pub fn timing(&self) -> Timing {
-        self.config.timing
+    pub fn timeouts(&self) -> SessionTimeouts {
+        self.config.timeouts
     }
 
     /// A number that has not been used on this reactor, for an operation or a transfer.
@@ -125,9 +125,9 @@ impl ReactorContext {
     /// Begins to connect; `session_up` or `session_down` follows.
     pub fn connect(&mut self, address: &str) -> SessionKey {
         let session = self.new_session();
-        let Timing {
+        let SessionTimeouts {
             handshake, begun, ..
-        } = self.config.timing;
+        } = self.config.timeouts;
         let (peer, begun) = (address.to_owned(), begun.unwrap_or(self.now));
         self.connecting
             .insert(session, (peer.clone(), begun + handshake));
@@ -161,7 +161,7 @@ impl ReactorContext {
     pub(super) fn expire_connecting(&mut self) -> Option<Instant> {
         for (session, (peer, until)) in &self.connecting {
             if *until <= self.now {
-                let waited = self.config.timing.handshake;
+                let waited = self.config.timeouts.handshake;
                 let text = format!("cannot reach {peer}: no answer within {waited:?}");
                 self.failed.push_back((*session, Error::Connect(text)));
             }
@@ -185,19 +185,19 @@ impl ReactorContext {
     }
 
     /// Asks the peer of an established session for a sign of life.
-    pub(crate) fn ask(&mut self, session: SessionKey) {
+    pub(crate) fn ping(&mut self, session: SessionKey) {
         let Some(connection) = self.sessions.get_mut(&session) else {
             return;
         };
-        match connection.ask() {
+        match connection.ping() {
             Ok(()) => self.watch_writes(session),
             Err(error) => self.fail(session, error),
         }
     }
 
     /// When something of the peer came last over its connection.
-    pub(crate) fn heard(&self, session: SessionKey) -> Option<Instant> {
-        self.sessions.get(&session).map(|session| session.heard)
+    pub(crate) fn last_rx(&self, session: SessionKey) -> Option<Instant> {
+        self.sessions.get(&session).map(|session| session.last_rx)
     }
 
     /// Closes a session on purpose; `session_down` follows with this reason on both sides.
@@ -323,8 +323,8 @@ impl ReactorContext {
         is_accepted: bool,
         begun: Instant,
     ) -> Result<()> {
-        let (token, timing) = (&self.config.token, self.config.timing);
-        let connection = Connection::new(stream, peer, is_accepted, token, timing, begun)?;
+        let (token, timeouts) = (&self.config.token, self.config.timeouts);
+        let connection = Connection::new(stream, peer, is_accepted, token, timeouts, begun)?;
         watch(
             &self.epoll,
             connection.fd(),

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{ReactorConfig, ReactorContext, eventfd};
-use crate::identity::{Identity, Service};
-use crate::session::Timing;
+use crate::identity::{Identity, SessionKind};
+use crate::session::SessionTimeouts;
 use crate::transport::Context;
 
 impl ReactorContext {
@@ -15,10 +15,10 @@ impl ReactorContext {
         let config = ReactorConfig {
             listen: None,
             token: Vec::new(),
-            identity: Identity::new(Service::Control, "", Vec::new()).expect("identity"),
+            identity: Identity::new(SessionKind::Control, "", Vec::new()).expect("identity"),
             transport: None,
             local: Ipv4Addr::LOCALHOST.into(),
-            timing: Timing::default(),
+            timeouts: SessionTimeouts::default(),
             busy_poll: Duration::ZERO,
         };
         let wake = Arc::new(eventfd().expect("eventfd"));

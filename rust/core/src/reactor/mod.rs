@@ -7,12 +7,12 @@
 mod commands;
 mod connect;
 mod driver;
+mod grace;
 mod io;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod manual;
 #[cfg(test)]
 mod manual_context;
-mod patience;
 mod run;
 mod unended;
 
@@ -27,7 +27,7 @@ use rustix::event::EventfdFlags;
 use crate::error::{Error, Result};
 use crate::identity::Identity;
 use crate::process::{Process, Thread};
-use crate::session::Timing;
+use crate::session::SessionTimeouts;
 use crate::transport::{Context, Memory, Transport};
 use crate::work::{Completer, Then, Work, work};
 use commands::{Control, Inlet};
@@ -35,8 +35,8 @@ use driver::Driver;
 use run::ReactorCore;
 
 pub(crate) use driver::{Drive, Driven};
+pub(crate) use grace::{AnswerStage, GracePeriod};
 pub use io::ReactorContext;
-pub(crate) use patience::{Patience, Stage};
 pub(crate) use unended::UnendedReads;
 
 /// What is said to who asks for something once the reactor has ended.
@@ -121,7 +121,7 @@ pub struct ReactorConfig {
     /// The address whose interface it uses.
     pub local: IpAddr,
     /// Deadlines of sessions.
-    pub timing: Timing,
+    pub timeouts: SessionTimeouts,
     /// How long the thread looks for more before it sleeps, where there is a data plane.
     pub busy_poll: Duration,
 }

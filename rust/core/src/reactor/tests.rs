@@ -2,7 +2,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 
 use super::*;
-use crate::identity::Service as Kind;
+use crate::identity::SessionKind;
 use crate::transport::MemoryPath;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -31,10 +31,10 @@ fn config() -> ReactorConfig {
     ReactorConfig {
         listen: None,
         token: Vec::new(),
-        identity: Identity::new(Kind::Blocks, "", Vec::new()).expect("identity"),
+        identity: Identity::new(SessionKind::Agent, "", Vec::new()).expect("identity"),
         transport: Some(Transport::Memory(MemoryPath::RemoteRead)),
         local: std::net::Ipv4Addr::LOCALHOST.into(),
-        timing: Timing::default(),
+        timeouts: SessionTimeouts::default(),
         busy_poll: Duration::ZERO,
     }
 }
@@ -65,7 +65,7 @@ fn nothing_is_registered_with_a_node_that_has_ended() {
 fn five_hundred_peers_may_come_while_the_node_is_busy_and_none_has_to_come_again() {
     let listener = bind("127.0.0.1:0".parse().expect("address")).expect("listen");
     let address = listener.local_addr().expect("address");
-    // Asked again by the kernel after a second.
+    // Probe again by the kernel after a second.
     let at_once = Duration::from_millis(900);
     let connect = || std::net::TcpStream::connect_timeout(&address, at_once);
     let streams: Vec<_> = (0..500).map(|_| connect().expect("room")).collect();
@@ -146,12 +146,12 @@ fn what_a_node_does_not_refuse_it_takes_whenever_it_is_stopped() {
         let counting = Counting(Arc::clone(&num_taken));
         let reactor = Reactor::spawn(config(), || counting).expect("reactor");
         let ask = || std::iter::from_fn(|| reactor.send(()).ok()).count();
-        let num_asked = std::thread::scope(|scope| {
+        let num_pings = std::thread::scope(|scope| {
             let callers = [scope.spawn(ask), scope.spawn(ask)];
             reactor.stop();
             callers.map(|caller| caller.join().expect("refused"))
         });
-        let num_asked: usize = num_asked.iter().sum();
-        assert_eq!(num_taken.load(Ordering::Relaxed), num_asked);
+        let num_pings: usize = num_pings.iter().sum();
+        assert_eq!(num_taken.load(Ordering::Relaxed), num_pings);
     }
 }

@@ -2,7 +2,7 @@
 
 use kvpipe_core::Result;
 use kvpipe_core::blocks::{Agent, Options, Peer, Region};
-use kvpipe_core::session::Timing;
+use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::transport::Transport;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;
@@ -13,9 +13,9 @@ pub const BLOCK: usize = 4096;
 pub const COUNT: usize = 64;
 
 pub fn agent(transport: &(impl Clone + Into<Transport>)) -> Agent {
-    let timing = Timing::default();
+    let timeouts = SessionTimeouts::default();
     let transport = transport.clone().into();
-    Agent::new(&local(), TOKEN, transport, "", vec![], timing).expect("agent")
+    Agent::new(&local(), TOKEN, transport, "", vec![], timeouts).expect("agent")
 }
 
 pub fn register(agent: &Agent, name: &str, buffer: &Buffer, block: usize, stride: usize) -> Region {

@@ -6,8 +6,8 @@ use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, Options};
 use kvpipe_core::checksum;
 use kvpipe_core::codec::{Reader, Writer};
-use kvpipe_core::identity::Service;
-use kvpipe_core::session::Timing;
+use kvpipe_core::identity::SessionKind;
+use kvpipe_core::session::SessionTimeouts;
 use kvpipe_ucx::{Buffer, Search};
 
 use crate::agents::{BLOCK, COUNT, agent, connect, pair, register};
@@ -159,7 +159,7 @@ fn raw(search: &Search) -> (Raw, Agent) {
         BLOCK,
     );
     let address = source.address().expect("address");
-    (Raw::connect(search, address, Service::Blocks), source)
+    (Raw::connect(search, address, SessionKind::Agent), source)
 }
 
 fn ask(raw: &Raw, transfer: u64, region: u32, ids: &[u32]) {
@@ -207,9 +207,9 @@ fn an_initiator_that_asks_for_more_than_it_may_is_cut_off() {
 #[test]
 fn a_peer_that_does_not_describe_its_regions_is_given_up() {
     let Some(search) = common::ucx() else { return };
-    let timing = Timing {
+    let timeouts = SessionTimeouts {
         handshake: Duration::from_millis(300),
-        ..Timing::default()
+        ..SessionTimeouts::default()
     };
     let agent = Agent::new(
         "127.0.0.1:0",
@@ -217,11 +217,11 @@ fn a_peer_that_does_not_describe_its_regions_is_given_up() {
         search.clone().into(),
         "",
         vec![],
-        timing,
+        timeouts,
     )
     .expect("agent");
     let address = agent.address().expect("address");
-    let mut raw = Raw::connect(&search, address, Service::Blocks);
+    let mut raw = Raw::connect(&search, address, SessionKind::Agent);
     assert!(raw.is_closed());
 }
 
@@ -232,7 +232,7 @@ fn a_source_that_sends_what_was_not_asked_for_writes_nothing() {
     let to = Buffer::zeroed(COUNT * BLOCK);
     register(&destination, "kv", &to, BLOCK, BLOCK);
     let address = destination.address().expect("address");
-    let raw = Raw::connect(&search, address, Service::Blocks);
+    let raw = Raw::connect(&search, address, SessionKind::Agent);
     for transfer in 0..64u64 {
         for offset in [0, BLOCK as u64, u64::MAX - 8] {
             let header = Writer::new(33).u64(transfer).u64(offset).u64(0).finish();

@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvpipe_core::Error;
 use kvpipe_core::blocks::Options;
 use kvpipe_core::codec::Writer;
-use kvpipe_core::identity::Service;
+use kvpipe_core::identity::SessionKind;
 use kvpipe_ucx::Buffer;
 
 use crate::agents::{BLOCK, COUNT, agent, connect, pair, register};
@@ -22,7 +22,7 @@ fn a_second_close_waits_for_the_same_peers_as_the_first() {
     let owner = agent(&search);
     let region = register(&owner, "kv", &Buffer::zeroed(COUNT * BLOCK), BLOCK, BLOCK);
     let address = owner.address().expect("address");
-    let mut reader = Raw::connect(&search, address, Service::Blocks);
+    let mut reader = Raw::connect(&search, address, SessionKind::Agent);
     let none = Writer::new(33).u8(1).list(&[0u8; 0], |w, _| w);
     send_frame(&mut reader.stream, &none.finish());
     eventually("the peer", || owner.peers().pop());
@@ -136,7 +136,7 @@ fn a_peer_that_does_not_let_go_is_waited_for_until_the_deadline_and_no_longer() 
     let owner = agent(&search);
     let region = register(&owner, "kv", &Buffer::zeroed(BLOCK), BLOCK, BLOCK);
     let address = owner.address().expect("address");
-    let mut raw = Raw::connect(&search, address, Service::Blocks);
+    let mut raw = Raw::connect(&search, address, SessionKind::Agent);
     send_frame(
         &mut raw.stream,
         &Writer::new(33).u8(REGIONS).u32(0).finish(),
@@ -163,7 +163,7 @@ fn who_waits_for_a_peer_to_let_go_is_answered_when_the_agent_is_closed() {
     let owner = agent(&search);
     let region = register(&owner, "kv", &Buffer::zeroed(BLOCK), BLOCK, BLOCK);
     let address = owner.address().expect("address");
-    let mut raw = Raw::connect(&search, address, Service::Blocks);
+    let mut raw = Raw::connect(&search, address, SessionKind::Agent);
     send_frame(
         &mut raw.stream,
         &Writer::new(33).u8(REGIONS).u32(0).finish(),
@@ -181,7 +181,7 @@ fn a_peer_that_is_lost_is_not_waited_for() {
     let owner = agent(&search);
     let region = register(&owner, "kv", &Buffer::zeroed(BLOCK), BLOCK, BLOCK);
     let address = owner.address().expect("address");
-    let mut raw = Raw::connect(&search, address, Service::Blocks);
+    let mut raw = Raw::connect(&search, address, SessionKind::Agent);
     send_frame(
         &mut raw.stream,
         &Writer::new(33).u8(REGIONS).u32(0).finish(),
@@ -213,7 +213,7 @@ fn a_release_that_was_not_asked_for_and_a_region_that_comes_back_are_cut_off() {
         vec![describe(&[1, 0])],
         vec![describe(&[1, 1])],
     ] {
-        let mut raw = Raw::connect(&search, address, Service::Blocks);
+        let mut raw = Raw::connect(&search, address, SessionKind::Agent);
         for frame in &frames {
             send_frame(&mut raw.stream, frame);
         }
@@ -241,7 +241,7 @@ fn a_peer_that_describes_a_region_anew_is_cut_off() {
         describe(64, 4096, 2),
     ];
     for anew in cases {
-        let mut raw = Raw::connect(&search, address, Service::Blocks);
+        let mut raw = Raw::connect(&search, address, SessionKind::Agent);
         let same = describe(64, 4096, 1);
         send_frame(&mut raw.stream, &same);
         send_frame(&mut raw.stream, &same);
@@ -257,7 +257,11 @@ fn a_peer_that_describes_a_region_anew_is_cut_off() {
 fn a_peer_that_says_twice_where_its_memory_is_is_cut_off() {
     let Some(search) = common::ucx() else { return };
     let owner = agent(&search);
-    let mut raw = Raw::connect(&search, owner.address().expect("address"), Service::Blocks);
+    let mut raw = Raw::connect(
+        &search,
+        owner.address().expect("address"),
+        SessionKind::Agent,
+    );
     let neighbour = Writer::new(33).u8(NEIGHBOUR).u32(1).u64(8).raw(&[0; 16]);
     let neighbour = neighbour.finish();
     let regions = Writer::new(33).u8(REGIONS).u32(0).finish();

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, TAG_CAP};
 use kvpipe_core::codec::Writer;
-use kvpipe_core::identity::Service;
+use kvpipe_core::identity::SessionKind;
 use kvpipe_ucx::{Buffer, Search};
 
 use crate::agents::{BLOCK, COUNT, agent, pair, register, tagged, tags};
@@ -238,7 +238,7 @@ fn raw(search: &Search) -> (Raw, Agent) {
     let agent = agent(search);
     register(&agent, "kv", &Buffer::zeroed(BLOCK), BLOCK, BLOCK);
     let address = agent.address().expect("address");
-    (Raw::connect(search, address, Service::Blocks), agent)
+    (Raw::connect(search, address, SessionKind::Agent), agent)
 }
 
 fn send(raw: &Raw, kind: u8, number: u64, tag: &[u8]) {
@@ -273,11 +273,11 @@ fn peers_that_come_again_fill_an_inbox_to_its_cap_and_what_was_acknowledged_is_k
         });
     };
     for _ in 0..64 {
-        let raw = Raw::connect(&search, address, Service::Blocks);
+        let raw = Raw::connect(&search, address, SessionKind::Agent);
         send_window(&raw);
         wait_for_queued(&raw);
     }
-    let first = Raw::connect(&search, address, Service::Blocks);
+    let first = Raw::connect(&search, address, SessionKind::Agent);
     send_window(&first);
     // Answered, so that all before it has been seen.
     let read = Writer::new(READ).u64(0).u32(9).u8(0).finish();

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvpipe_core::blocks::{Agent, Options, Plan, Region};
 use kvpipe_core::codec::{Reader, Writer};
-use kvpipe_core::identity::Service;
-use kvpipe_core::session::Timing;
+use kvpipe_core::identity::SessionKind;
+use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Work;
 use kvpipe_core::{Error, Result, checksum};
 use kvpipe_ucx::{Buffer, Memory, Search};
@@ -36,7 +36,7 @@ impl Source {
     /// Says that its region is on a device, whose blocks it sends as they are: the host's memory stands in for a GPU's.
     fn on(device: &str, search: &Search, agent: &Agent) -> Self {
         let address = agent.address().expect("address");
-        let mut raw = Raw::connect(search, address, Service::Blocks);
+        let mut raw = Raw::connect(search, address, SessionKind::Agent);
         let memory = raw
             .context
             .register(Buffer::from_vec(pattern(COUNT * BLOCK, 1)));
@@ -241,9 +241,9 @@ fn blocks_that_change_while_they_are_read_are_not_delivered() {
 #[test]
 fn without_checksums_the_source_is_asked_for_none() {
     on_both_paths(|search| {
-        let timing = Timing::default();
+        let timeouts = SessionTimeouts::default();
         let transport = search.clone().into();
-        let reader = Agent::new(&common::local(), TOKEN, transport, "", vec![], timing);
+        let reader = Agent::new(&common::local(), TOKEN, transport, "", vec![], timeouts);
         let reader = reader.expect("agent").without_checksums();
         let (source, plan, to) = Source::meet("cpu", search, &reader, &[0], &[3]);
         let work = reader.read(&plan, Options::default()).expect("read");
@@ -286,7 +286,7 @@ fn asked(search: &Search) -> (Raw, Agent, Region) {
     let region = register(&source, "kv", &from, BLOCK, BLOCK);
     let address = source.address().expect("address");
     (
-        Raw::connect(search, address, Service::Blocks),
+        Raw::connect(search, address, SessionKind::Agent),
         source,
         region,
     )

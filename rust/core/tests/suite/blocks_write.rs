@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, Options};
 use kvpipe_core::codec::{Reader, Writer};
-use kvpipe_core::identity::Service;
+use kvpipe_core::identity::SessionKind;
 use kvpipe_ucx::{Buffer, Search};
 
 use crate::agents::{
@@ -211,7 +211,7 @@ fn raw(search: &Search) -> (Raw, Agent, Buffer) {
         BLOCK,
     );
     let address = target.address().expect("address");
-    let mut raw = Raw::connect(search, address, Service::Blocks);
+    let mut raw = Raw::connect(search, address, SessionKind::Agent);
     describe(&mut raw, &[0]);
     (raw, target, memory)
 }
@@ -255,7 +255,7 @@ fn a_write_that_was_begun_and_times_out_ends_after_its_link() {
     let (writer, memory) = (agent(&search), Buffer::zeroed(COUNT * BLOCK));
     let region = register(&writer, "kv", &memory, BLOCK, BLOCK);
     let address = writer.address().expect("address");
-    let mut raw = Raw::connect(&search, address, Service::Blocks);
+    let mut raw = Raw::connect(&search, address, SessionKind::Agent);
     let writable = Writer::new(33).u8(1).list(&[0u32], |w, id| {
         let layout = w.u32(*id).str("mine").u64(8).u64(BLOCK as u64);
         let layout = layout.u64(BLOCK as u64).str("cpu");

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
-use kvpipe_core::control::{Event, Patience, Question};
+use kvpipe_core::control::{ControlTimeouts, Event, Question};
 
 use crate::common::{self, PATIENCE, PROMPT, Process, eventually, say};
 use crate::engines::{ID, OTHER, engine, engine_with, finished, opened, patience};
@@ -173,7 +173,7 @@ fn a_withdrawn_handoff_is_gone_for_good() {
 fn a_lease_ends_when_nobody_comes() {
     let lease = Duration::from_millis(100);
     let producer = engine_with(
-        Patience {
+        ControlTimeouts {
             lease,
             ..patience()
         },
@@ -188,7 +188,7 @@ fn a_lease_ends_when_nobody_comes() {
 fn a_lease_does_not_end_under_a_consumer() {
     let lease = Duration::from_millis(100);
     let producer = engine_with(
-        Patience {
+        ControlTimeouts {
             lease,
             ..patience()
         },
@@ -206,7 +206,7 @@ fn a_lease_does_not_end_under_a_consumer() {
 #[test]
 fn a_watch_of_a_handoff_that_never_opens_ends() {
     let open = Duration::from_millis(100);
-    let producer = engine_with(Patience { open, ..patience() }, &[]);
+    let producer = engine_with(ControlTimeouts { open, ..patience() }, &[]);
     let consumer = engine();
     consumer.watch(&producer);
     assert!(consumer.gone().contains("not known"));
@@ -216,7 +216,7 @@ fn a_watch_of_a_handoff_that_never_opens_ends() {
 fn a_consumer_waits_no_longer_than_its_timeout() {
     let handoff = Duration::from_millis(100);
     let consumer = engine_with(
-        Patience {
+        ControlTimeouts {
             handoff,
             ..patience()
         },

@@ -3,18 +3,20 @@
 use std::cell::RefCell;
 use std::time::Duration;
 
-use kvpipe_core::control::{Control, Event, Opening, Patience, Question, Rank, SequenceState};
+use kvpipe_core::control::{
+    Control, ControlTimeouts, Event, Opening, Question, Rank, SequenceState,
+};
 use kvpipe_core::handoff::HandoffId;
-use kvpipe_core::session::Timing;
+use kvpipe_core::session::SessionTimeouts;
 
 use crate::common::{PATIENCE, TOKEN, eventually};
 
 pub const ID: HandoffId = [3; 16];
 pub const OTHER: HandoffId = [4; 16];
 
-pub fn patience() -> Patience {
-    Patience {
-        timing: Timing::default(),
+pub fn patience() -> ControlTimeouts {
+    ControlTimeouts {
+        timeouts: SessionTimeouts::default(),
         lease: PATIENCE,
         open: PATIENCE,
         handoff: PATIENCE,
@@ -26,7 +28,7 @@ pub struct Engine {
     seen: RefCell<Vec<Event>>,
 }
 
-pub fn engine_with(patience: Patience, fingerprint: &[(&str, &str)]) -> Engine {
+pub fn engine_with(patience: ControlTimeouts, fingerprint: &[(&str, &str)]) -> Engine {
     let fields = fingerprint
         .iter()
         .map(|(field, value)| ((*field).to_owned(), (*value).to_owned()));

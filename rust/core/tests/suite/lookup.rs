@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvpipe_core::Error;
 use kvpipe_core::codec::Writer;
-use kvpipe_core::identity::Service;
+use kvpipe_core::identity::SessionKind;
 use kvpipe_core::lookup::{Items, Local, Query, Remote};
 use kvpipe_core::pipe::{Meta, Received};
 use kvpipe_core::transport::{MemoryPath, Transport};
@@ -44,7 +44,7 @@ fn serve_with(search: &Search, is_summed: bool) -> Local {
 
 fn raw(search: &Search, local: &Local) -> Raw {
     let address = local.address().expect("address");
-    Raw::connect(search, address, Service::Lookup)
+    Raw::connect(search, address, SessionKind::Lookup)
 }
 
 fn items(key: Vec<u8>) -> Items {

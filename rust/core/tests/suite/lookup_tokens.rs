@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvpipe_core::Error;
 use kvpipe_core::checksum;
 use kvpipe_core::codec::Writer;
-use kvpipe_core::identity::Service;
+use kvpipe_core::identity::SessionKind;
 use kvpipe_core::lookup::{Items, Local, Operation, Query, Remote, Selected};
 use kvpipe_core::pipe::{Meta, Received};
 use kvpipe_core::work::Then;
@@ -197,7 +197,11 @@ fn a_client_that_does_not_keep_them_back_is_cut_off() {
     let local = serve(&search, 64 << 20);
     let full = items(String::new(), vec![0; 60 << 20]);
     local.insert(vec![1], full, None).expect("inserted");
-    let mut raw = Raw::connect(&search, local.address().expect("address"), Service::Lookup);
+    let mut raw = Raw::connect(
+        &search,
+        local.address().expect("address"),
+        SessionKind::Lookup,
+    );
     let insert = |raw: &Raw, operation: u64, num_tokens: usize| {
         let payload = Writer::default()
             .u64(u64::MAX)

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, Options, Region};
 use kvpipe_core::pipe::{Deadline, Meta, Pipe};
-use kvpipe_core::session::Timing;
+use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Then;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::{Buffer, Search};
@@ -86,14 +86,14 @@ fn send(pipe: &Pipe) -> Work<()> {
 }
 
 fn agent(search: &Search) -> Agent {
-    let timing = Timing::default();
+    let timeouts = SessionTimeouts::default();
     Agent::new(
         &common::local(),
         TOKEN,
         search.clone().into(),
         "",
         vec![],
-        timing,
+        timeouts,
     )
     .expect("agent")
 }

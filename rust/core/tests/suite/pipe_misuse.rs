@@ -6,7 +6,7 @@ use std::time::Duration;
 use crc_fast::{CrcAlgorithm, checksum};
 use kvpipe_core::Error;
 use kvpipe_core::codec::Writer;
-use kvpipe_core::identity::Service;
+use kvpipe_core::identity::SessionKind;
 use kvpipe_core::pipe::{Pipe, Received};
 use kvpipe_core::work::Work;
 use kvpipe_ucx::{Buffer, Search};
@@ -61,7 +61,7 @@ fn raw(search: &Search) -> (Raw, Pipe) {
     let receiver =
         Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
     let address = receiver.address().expect("address");
-    (Raw::connect(search, address, Service::Pipe), receiver)
+    (Raw::connect(search, address, SessionKind::Pipe), receiver)
 }
 
 #[test]
@@ -69,7 +69,7 @@ fn a_message_before_the_session_is_established_ends_it() {
     let Some(search) = common::ucx() else { return };
     let rx =
         Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
-    let mut raw = Raw::begin(&search, rx.address().expect("address"), Service::Pipe);
+    let mut raw = Raw::begin(&search, rx.address().expect("address"), SessionKind::Pipe);
     let (header, payload) = eager(0, b"early");
     raw.send(&header, &payload);
     assert!(raw.is_closed());
@@ -91,7 +91,7 @@ fn a_sender_that_leaves_before_it_is_established_leaves_its_place() {
     drop(Raw::begin(
         &search,
         rx.address().expect("address"),
-        Service::Pipe,
+        SessionKind::Pipe,
     ));
     std::thread::sleep(Duration::from_millis(100));
     let tx = sender_to(&search.into(), &rx);

@@ -7,10 +7,10 @@ use std::time::Duration;
 use kvpipe_core::Error;
 use kvpipe_core::blocks::Agent;
 use kvpipe_core::codec::{Reader, Writer};
-use kvpipe_core::control::{Control, Event, Patience, Question};
-use kvpipe_core::identity::Service;
+use kvpipe_core::control::{Control, ControlTimeouts, Event, Question};
+use kvpipe_core::identity::SessionKind;
 use kvpipe_core::pipe::Pipe;
-use kvpipe_core::session::Timing;
+use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_ucx::{Buffer, Search};
 
@@ -24,8 +24,8 @@ const READ: u8 = 32;
 /// The answer to one that cannot be served.
 const REFUSED: u8 = 35;
 
-const PATIENT: Patience = Patience {
-    timing: Timing {
+const PATIENT: ControlTimeouts = ControlTimeouts {
+    timeouts: SessionTimeouts {
         handshake: PATIENCE,
         begun: None,
         heartbeat: Duration::from_secs(1),
@@ -102,7 +102,7 @@ fn a_message_of_another_session_or_of_none_is_dropped_without_a_word() {
     let Some(search) = common::ucx() else { return };
     let source = lender(&search);
     let address = source.address().expect("address");
-    let mut raw = Raw::connect(&search, address, Service::Blocks);
+    let mut raw = Raw::connect(&search, address, SessionKind::Agent);
     let session_id = raw.session_id;
     for byte in 0..session_id.len() {
         raw.session_id[byte] ^= 1;
@@ -124,7 +124,14 @@ fn nothing_listens_beyond_loopback_without_a_token() {
     for address in ["0.0.0.0:0", "[::]:0", "203.0.113.1:0"] {
         let memory = || Transport::Memory(MemoryPath::RemoteRead);
         let control = Control::new(Some(address), b"", "", vec![], PATIENT);
-        let agent = Agent::new(address, b"", memory(), "", vec![], Timing::default());
+        let agent = Agent::new(
+            address,
+            b"",
+            memory(),
+            "",
+            vec![],
+            SessionTimeouts::default(),
+        );
         let pipe = Pipe::listen(address, b"", memory(), Duration::ZERO);
         for error in [control.err(), agent.err(), pipe.err()] {
             let is_refused = |error: &Error| matches!(error, Error::Config(text) if text.contains("needs a token"));
@@ -164,8 +171,8 @@ fn an_agent_on_loopback_listens_on_loopback_only_with_ucx_too() {
 fn an_agent_on_one_interface_listens_on_no_other_with_ucx_too() {
     alone(|search| {
         for (name, ip) in outside() {
-            let (listen, timing) = (format!("{ip}:0"), Timing::default());
-            let agent = Agent::new(&listen, TOKEN, search.clone().into(), "", vec![], timing)
+            let (listen, timeouts) = (format!("{ip}:0"), SessionTimeouts::default());
+            let agent = Agent::new(&listen, TOKEN, search.clone().into(), "", vec![], timeouts)
                 .expect("agent");
             let (found, ips) = (listening(), ips_of(&name));
             assert!(found.contains(&agent.address().expect("address")));

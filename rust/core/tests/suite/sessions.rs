@@ -6,20 +6,20 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
 use kvpipe_core::blocks::Agent;
-use kvpipe_core::control::{Control, Event, Patience, Question};
+use kvpipe_core::control::{Control, ControlTimeouts, Event, Question};
 use kvpipe_core::handshake::{Handshake, Step};
-use kvpipe_core::identity::{Identity, Service};
+use kvpipe_core::identity::{Identity, SessionKind};
 use kvpipe_core::pipe::Pipe;
-use kvpipe_core::session::Timing;
+use kvpipe_core::session::SessionTimeouts;
 use kvpipe_ucx::{Buffer, Config, Context, Library, Search, Worker};
 
 use crate::common::{
     self, PATIENCE, PROMPT, Raw, TOKEN, alone, eventually, on_both_paths, receive_frame, send_frame,
 };
 
-fn control_with(token: &[u8], timing: Timing) -> Control {
-    let patience = Patience {
-        timing,
+fn control_with(token: &[u8], timeouts: SessionTimeouts) -> Control {
+    let patience = ControlTimeouts {
+        timeouts,
         lease: PATIENCE,
         open: PATIENCE,
         handoff: PATIENCE,
@@ -28,7 +28,7 @@ fn control_with(token: &[u8], timing: Timing) -> Control {
 }
 
 fn control() -> Control {
-    control_with(TOKEN, Timing::default())
+    control_with(TOKEN, SessionTimeouts::default())
 }
 
 fn address(control: &Control) -> SocketAddr {
@@ -42,14 +42,14 @@ fn ask(from: &Control, to: &Control) -> kvpipe_core::Result<String> {
 }
 
 fn agent(search: &Search) -> Agent {
-    let timing = Timing::default();
+    let timeouts = SessionTimeouts::default();
     Agent::new(
         "127.0.0.1:0",
         TOKEN,
         search.clone().into(),
         "",
         vec![],
-        timing,
+        timeouts,
     )
     .expect("agent")
 }
@@ -57,7 +57,7 @@ fn agent(search: &Search) -> Agent {
 #[test]
 fn a_wrong_token_is_an_authentication_error_and_the_server_works_on() {
     let server = control();
-    let wrong = control_with(b"another", Timing::default());
+    let wrong = control_with(b"another", SessionTimeouts::default());
     for _ in 0..3 {
         let error = ask(&wrong, &server).expect_err("refused");
         assert!(
@@ -157,11 +157,11 @@ fn allow_descriptors(count: u64) {
 
 #[test]
 fn a_silent_connection_is_closed_at_the_handshakes_deadline() {
-    let timing = Timing {
+    let timeouts = SessionTimeouts {
         handshake: Duration::from_millis(100),
-        ..Timing::default()
+        ..SessionTimeouts::default()
     };
-    let server = control_with(TOKEN, timing);
+    let server = control_with(TOKEN, timeouts);
     let mut silent = TcpStream::connect(address(&server)).expect("connect");
     silent.set_read_timeout(Some(PATIENCE)).expect("timeout");
     assert_eq!(silent.read(&mut [0]).expect("closed"), 0);
@@ -172,7 +172,7 @@ fn a_frame_over_the_cap_ends_only_its_own_session() {
     let Some(search) = common::ucx() else { return };
     let server = agent(&search);
     let address = server.address().expect("address");
-    let mut hostile = Raw::connect(&search, address, Service::Blocks);
+    let mut hostile = Raw::connect(&search, address, SessionKind::Agent);
     hostile
         .stream
         .write_all(&u32::MAX.to_le_bytes())
@@ -191,7 +191,7 @@ fn very_many_small_frames_are_taken_in_good_time() {
     let Some(search) = common::ucx() else { return };
     let server = agent(&search);
     let address = server.address().expect("address");
-    let mut busy = Raw::connect(&search, address, Service::Blocks);
+    let mut busy = Raw::connect(&search, address, SessionKind::Agent);
     // Heartbeats, and questions for some.
     let frames: Vec<u8> = std::iter::repeat_n([1, 0, 0, 0, 32, 1, 0, 0, 0, 35], 1_000_000)
         .flatten()
@@ -214,10 +214,10 @@ fn very_many_small_frames_are_taken_in_good_time() {
 #[test]
 fn a_peer_that_says_nothing_any_more_is_lost_at_the_deadline() {
     let Some(search) = common::ucx() else { return };
-    let timing = Timing {
+    let timeouts = SessionTimeouts {
         heartbeat: Duration::from_millis(50),
         silence: Duration::from_millis(300),
-        ..Timing::default()
+        ..SessionTimeouts::default()
     };
     let server = Agent::new(
         "127.0.0.1:0",
@@ -225,26 +225,26 @@ fn a_peer_that_says_nothing_any_more_is_lost_at_the_deadline() {
         search.clone().into(),
         "",
         vec![],
-        timing,
+        timeouts,
     );
     let server = server.expect("agent");
     let address = server.address().expect("address");
     // The silence begins after this, with the last word of the handshake.
     let begun = Instant::now();
-    let mut silent = Raw::connect(&search, address, Service::Blocks);
+    let mut silent = Raw::connect(&search, address, SessionKind::Agent);
     assert!(silent.is_closed());
-    assert!(begun.elapsed() >= timing.silence, "too early");
+    assert!(begun.elapsed() >= timeouts.silence, "too early");
     assert!(begun.elapsed() < PROMPT);
 }
 
 #[test]
 fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
     on_both_paths(|search| {
-        let timing = Timing {
+        let timeouts = SessionTimeouts {
             heartbeat: Duration::from_millis(50),
             // For a thread that has to wait for its turn on a busy machine, no time at all.
             silence: Duration::from_secs(2),
-            ..Timing::default()
+            ..SessionTimeouts::default()
         };
         let make = || {
             let agent = Agent::new(
@@ -253,7 +253,7 @@ fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
                 search.clone().into(),
                 "",
                 vec![],
-                timing,
+                timeouts,
             )
             .expect("agent");
             let (bytes, block) = (256 << 20, 1 << 20);
@@ -277,7 +277,7 @@ fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
             destination.read(&plan, options).expect("read")
         };
         let begun = Instant::now();
-        while begun.elapsed() < 2 * timing.silence {
+        while begun.elapsed() < 2 * timeouts.silence {
             let works: Vec<_> = (0..8).map(read).collect();
             for work in works {
                 work.wait_for(PATIENCE).expect("the peer lives");
@@ -292,11 +292,11 @@ fn an_address_that_does_not_answer_ends_at_the_deadline_and_leaves_no_thread() {
         let Some((_full, address)) = unresponsive() else {
             return;
         };
-        let timing = Timing {
+        let timeouts = SessionTimeouts {
             handshake: Duration::from_millis(300),
-            ..Timing::default()
+            ..SessionTimeouts::default()
         };
-        let here = control_with(TOKEN, timing);
+        let here = control_with(TOKEN, timeouts);
         let begun = Instant::now();
         let asked = here.ask(&address, Question::Describe, PATIENCE);
         let error = asked
@@ -380,7 +380,7 @@ fn two_hundred_data_sessions_leave_no_descriptor_and_no_memory() {
         let address = server.address().expect("address");
         // The client's side ends with its process, or with an error: here by a frame that is none.
         let round = || {
-            let raw = Raw::connect(search, address, Service::Blocks);
+            let raw = Raw::connect(search, address, SessionKind::Agent);
             drop(raw);
         };
         let count = || {
@@ -477,7 +477,7 @@ fn a_peer_whose_ucx_is_not_reached_is_a_connect_error_in_time() {
     let library = Library::load(&search).expect("UCX");
     let context = Context::new(library, &Config::new()).expect("context");
     let worker = Worker::new(&context).expect("worker");
-    let mut ours = Identity::new(Service::Pipe, "", Vec::new()).expect("identity");
+    let mut ours = Identity::new(SessionKind::Pipe, "", Vec::new()).expect("identity");
     ours.ucx_address = worker.address().expect("address");
     let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
     let address = listener.local_addr().expect("address").to_string();

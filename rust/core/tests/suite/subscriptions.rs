@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvpipe_core::control::{Patience, Question};
+use kvpipe_core::control::{ControlTimeouts, Question};
 use kvpipe_core::work::Work;
 
 use crate::common::PATIENCE;
@@ -120,7 +120,7 @@ fn a_subscriber_is_told_that_the_handoff_is_gone_and_why() {
 #[test]
 fn a_subscription_to_a_handoff_that_never_opens_ends_unless_it_is_expected() {
     let open = Duration::from_millis(100);
-    let producer = engine_with(Patience { open, ..patience() }, &[]);
+    let producer = engine_with(ControlTimeouts { open, ..patience() }, &[]);
     let proxy = engine();
     producer.control.expect(OTHER).expect("expect");
     let expected = proxy.subscribe(&producer, Question::Watched(OTHER));
@@ -159,7 +159,7 @@ fn a_watch_that_comes_before_the_opening_counts_once_it_is_open() {
 fn a_subscription_keeps_no_lease_and_ends_with_it() {
     let lease = Duration::from_millis(100);
     let producer = engine_with(
-        Patience {
+        ControlTimeouts {
             lease,
             ..patience()
         },

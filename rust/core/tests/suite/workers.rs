@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use kvpipe_core::blocks::{Agent, Event, Final, Finals, LoadRequest, Region};
 use kvpipe_core::handoff::HandoffId;
-use kvpipe_core::session::Timing;
+use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::transport::Transport;
 use kvpipe_ucx::Buffer;
 
@@ -25,8 +25,9 @@ pub struct Worker {
 
 /// A worker whose layers hold patterns from `seed` on.
 pub fn worker(transport: &Transport, seed: u64) -> Worker {
-    let timing = Timing::default();
-    let agent = Agent::new(&local(), TOKEN, transport.clone(), "", vec![], timing).expect("agent");
+    let timeouts = SessionTimeouts::default();
+    let agent =
+        Agent::new(&local(), TOKEN, transport.clone(), "", vec![], timeouts).expect("agent");
     let layers: Vec<Buffer> = (0..LAYERS as u64)
         .map(|layer| Buffer::from_vec(pattern(COUNT * BLOCK, seed + layer)))
         .collect();

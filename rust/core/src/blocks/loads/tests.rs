@@ -5,7 +5,7 @@ use crate::blocks::service::Command;
 use crate::blocks::{Agent, Event, Final, Finals, LoadRequest, Region};
 use crate::reactor::manual::{Round, without_threads};
 use crate::region::Layout;
-use crate::session::Timing;
+use crate::session::SessionTimeouts;
 use crate::transport::{MemoryPath, Transport};
 
 const BLOCK: usize = 1 << 10;
@@ -25,8 +25,11 @@ impl Side {
 
     /// One that tells something else of its region than is so.
     fn with(content: u8, change: impl FnOnce(&mut LocalRegion)) -> Self {
-        let (transport, timing) = (Transport::Memory(MemoryPath::RemoteRead), Timing::default());
-        let agent = || Agent::new("127.0.0.1:0", b"token", transport, "", Vec::new(), timing);
+        let (transport, timeouts) = (
+            Transport::Memory(MemoryPath::RemoteRead),
+            SessionTimeouts::default(),
+        );
+        let agent = || Agent::new("127.0.0.1:0", b"token", transport, "", Vec::new(), timeouts);
         let agent = without_threads(agent).expect("agent");
         let memory = Buffer::from_vec(vec![content; BLOCK]);
         let size = BLOCK as u64;

@@ -2,20 +2,20 @@ use std::time::Duration;
 
 use super::super::subscriptions::Moment;
 use super::*;
-use crate::session::Timing;
+use crate::session::SessionTimeouts;
 use crate::work::work;
 
 #[test]
 fn an_address_whose_link_has_failed_is_connected_to_again() {
-    let patience = Patience {
-        timing: Timing::default(),
+    let timeouts = ControlTimeouts {
+        timeouts: SessionTimeouts::default(),
         lease: Duration::ZERO,
         open: Duration::ZERO,
         handoff: Duration::ZERO,
     };
     let (mut cx, mut schedulers) = (
         ReactorContext::manual(None),
-        Schedulers::new(Events::default(), patience),
+        Schedulers::new(Events::default(), timeouts),
     );
     let session = schedulers.session_to(&mut cx, "127.0.0.1:9");
     assert_eq!(schedulers.session_to(&mut cx, "127.0.0.1:9"), session);
@@ -31,13 +31,13 @@ const ID: HandoffId = [1; 16];
 const LEAD: Duration = Duration::from_secs(2);
 
 fn schedulers() -> Schedulers {
-    let patience = Patience {
-        timing: Timing::default(),
+    let timeouts = ControlTimeouts {
+        timeouts: SessionTimeouts::default(),
         lease: Duration::from_secs(60),
         open: Duration::from_secs(60),
         handoff: Duration::from_secs(60),
     };
-    Schedulers::new(Events::default(), patience)
+    Schedulers::new(Events::default(), timeouts)
 }
 
 fn opened(cx: &mut ReactorContext) -> Schedulers {

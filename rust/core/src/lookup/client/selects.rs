@@ -11,7 +11,7 @@ use super::super::{Items, SELECTS_CAP};
 use super::{Client, say, settle};
 use crate::codec::Reader;
 use crate::error::{Error, Result};
-use crate::reactor::{Patience, ReactorContext, SessionKey, Stage};
+use crate::reactor::{AnswerStage, GracePeriod, ReactorContext, SessionKey};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -19,7 +19,7 @@ pub(super) struct Select {
     /// None once the caller was told.
     pub(super) completer: Option<Completer<Selected>>,
     /// For answers: the servers see to the deadline themselves, as long as they are awake.
-    pub(super) patience: Option<Patience>,
+    pub(super) grace: Option<GracePeriod>,
     /// Servers that have not answered.
     pub(super) asked: HashSet<SessionKey>,
     /// What has come, from which server; nothing more is asked of others then.
@@ -35,7 +35,7 @@ impl Client {
         cx: &mut ReactorContext,
         operation: u64,
         payload: &[u8],
-        patience: Option<Patience>,
+        grace: Option<GracePeriod>,
         completer: Completer<Selected>,
     ) {
         if let Some(error) = self.obstacle() {
@@ -50,10 +50,10 @@ impl Client {
             cx.message(session, header, Payload::Bytes(payload.to_vec()));
         }
         self.looks
-            .add(patience.map(|patience| patience.next(cx, &self.sessions)));
+            .add(grace.map(|grace| grace.next(cx, &self.sessions)));
         let select = Select {
             completer: Some(completer),
-            patience,
+            grace,
             asked: self.sessions.iter().copied().collect(),
             from: None,
             items: None,
@@ -193,16 +193,18 @@ impl Client {
         }
         let mut ended = Vec::new();
         for (&operation, select) in &mut self.selects {
-            let Some(patience) = &mut select.patience else {
+            let Some(grace) = &mut select.grace else {
                 continue;
             };
             let sessions = match select.from {
                 Some(session) => vec![session],
                 None => select.asked.iter().copied().collect(),
             };
-            match patience.look(cx, &sessions) {
-                Stage::Over => ended.push(operation),
-                Stage::InTime | Stage::Late => self.looks.add(Some(patience.next(cx, &sessions))),
+            match grace.look(cx, &sessions) {
+                AnswerStage::Over => ended.push(operation),
+                AnswerStage::InTime | AnswerStage::Late => {
+                    self.looks.add(Some(grace.next(cx, &sessions)))
+                }
             }
         }
         for operation in ended {
@@ -214,7 +216,7 @@ impl Client {
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
         };
-        select.patience = None;
+        select.grace = None;
         let completer = select.completer.take();
         self.withdraw(cx, operation);
         self.end(completer, Ok(None));

@@ -3,9 +3,9 @@ use std::thread::{self, ThreadId};
 
 use super::*;
 use crate::error::Result;
-use crate::identity::{Identity, Service as Kind};
+use crate::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig, ReactorContext, SessionKey};
-use crate::session::Timing;
+use crate::session::SessionTimeouts;
 use crate::work::{Completer, Then, Work};
 
 const SOON: Duration = Duration::from_secs(10);
@@ -48,10 +48,10 @@ fn reactor() -> Reactor<Ask> {
     let config = ReactorConfig {
         listen: None,
         token: Vec::new(),
-        identity: Identity::new(Kind::Pipe, "", Vec::new()).unwrap(),
+        identity: Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap(),
         transport: None,
         local: IpAddr::from(Ipv4Addr::LOCALHOST),
-        timing: Timing::default(),
+        timeouts: SessionTimeouts::default(),
         busy_poll: Duration::ZERO,
     };
     Reactor::spawn(config, Teller::default).unwrap()

@@ -69,7 +69,7 @@ fn one_look_hears_of_all_who_have_said_something() {
     let mut reactor = ReactorCore::new(cx, Noting::default(), receiver);
     reactor.look_at_sockets(Instant::now());
     let is_heard =
-        |(session, _): &(SessionKey, TcpStream)| reactor.cx.heard(*session) > Some(begun);
+        |(session, _): &(SessionKey, TcpStream)| reactor.cx.last_rx(*session) > Some(begun);
     assert_eq!(peers.iter().filter(|peer| is_heard(peer)).count(), 200);
 }
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvpipe_core::handshake::{Handshake, SessionId, Step};
-use kvpipe_core::identity::{Identity, Service};
+use kvpipe_core::identity::{Identity, SessionKind};
 use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_ucx::{Buffer, Config, Context, EndpointId, Event, Library, Payload, Search, Worker};
 
@@ -252,8 +252,8 @@ pub struct Raw {
 
 impl Raw {
     /// Establishes a session.
-    pub fn connect(search: &Search, address: SocketAddr, service: Service) -> Self {
-        let mut raw = Self::begin(search, address, service);
+    pub fn connect(search: &Search, address: SocketAddr, kind: SessionKind) -> Self {
+        let mut raw = Self::begin(search, address, kind);
         for frame in std::mem::take(&mut raw.ready) {
             send_frame(&mut raw.stream, &frame);
         }
@@ -266,13 +266,13 @@ impl Raw {
     }
 
     /// Shakes hands but for the last frame.
-    pub fn begin(search: &Search, address: SocketAddr, service: Service) -> Self {
+    pub fn begin(search: &Search, address: SocketAddr, kind: SessionKind) -> Self {
         let mut config = Config::new();
         config.pin("NET_DEVICES", "lo");
         let library = Library::load(search).expect("UCX");
         let context = Context::new(library, &config).expect("context");
         let worker = Worker::new(&context).expect("worker");
-        let mut ours = Identity::new(service, "raw", Vec::new()).expect("identity");
+        let mut ours = Identity::new(kind, "raw", Vec::new()).expect("identity");
         ours.ucx_address = worker.address().expect("address");
         let mut stream = TcpStream::connect(address).expect("connect");
         stream.set_read_timeout(Some(PATIENCE)).expect("timeout");

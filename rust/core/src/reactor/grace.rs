@@ -18,7 +18,7 @@ const SILENCE: Duration = Duration::from_millis(250);
 
 /// Where an operation stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stage {
+pub(crate) enum AnswerStage {
     /// Its deadline has not passed.
     InTime,
     /// It has; the answer may still come.
@@ -29,22 +29,22 @@ pub(crate) enum Stage {
 
 /// The wait for a peer's answer to one operation.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Patience {
+pub(crate) struct GracePeriod {
     deadline: Instant,
     /// When it is asked next.
     ask_at: Instant,
-    asked: Option<Asked>,
+    asked: Option<Probe>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Asked {
+struct Probe {
     /// When first.
     first: Instant,
     /// When first since it was heard.
     unanswered: Instant,
 }
 
-impl Patience {
+impl GracePeriod {
     /// For an operation that begins now.
     pub(crate) fn new(now: Instant, deadline: Instant) -> Self {
         let before = deadline.checked_sub(ASK_BEFORE).unwrap_or(now);
@@ -56,11 +56,11 @@ impl Patience {
     }
 
     /// Looks where it stands. Asks the peers for a sign of life when it is time for that.
-    pub(crate) fn look(&mut self, cx: &mut ReactorContext, sessions: &[SessionKey]) -> Stage {
-        let stage = self.stage(cx.now, heard(cx, sessions));
-        if stage != Stage::Over && self.is_time_to_ask(cx.now, heard(cx, sessions)) {
+    pub(crate) fn look(&mut self, cx: &mut ReactorContext, sessions: &[SessionKey]) -> AnswerStage {
+        let stage = self.stage(cx.now, last_rx(cx, sessions));
+        if stage != AnswerStage::Over && self.is_time_to_ask(cx.now, last_rx(cx, sessions)) {
             for session in sessions {
-                cx.ask(*session);
+                cx.ping(*session);
             }
         }
         stage
@@ -73,7 +73,7 @@ impl Patience {
 
     /// When to look again.
     pub(crate) fn next(&self, cx: &ReactorContext, sessions: &[SessionKey]) -> Instant {
-        let over_at = self.over_at(heard(cx, sessions));
+        let over_at = self.over_at(last_rx(cx, sessions));
         let next = over_at.map_or(self.ask_at, |at| at.min(self.ask_at));
         if self.deadline > cx.now {
             return next.min(self.deadline);
@@ -81,14 +81,14 @@ impl Patience {
         next
     }
 
-    fn is_time_to_ask(&mut self, now: Instant, heard: Option<Instant>) -> bool {
+    fn is_time_to_ask(&mut self, now: Instant, last_rx: Option<Instant>) -> bool {
         let is_time = now >= self.ask_at;
         if is_time {
-            let asked = self.asked.get_or_insert(Asked {
+            let asked = self.asked.get_or_insert(Probe {
                 first: now,
                 unanswered: now,
             });
-            if heard > Some(asked.unanswered) {
+            if last_rx > Some(asked.unanswered) {
                 asked.unanswered = now;
             }
             self.ask_at = self.deadline.max(now + SILENT);
@@ -96,21 +96,21 @@ impl Patience {
         is_time
     }
 
-    fn stage(&self, now: Instant, heard: Option<Instant>) -> Stage {
+    fn stage(&self, now: Instant, last_rx: Option<Instant>) -> AnswerStage {
         if now < self.deadline {
-            return Stage::InTime;
+            return AnswerStage::InTime;
         }
-        match self.over_at(heard) {
-            Some(at) if at <= now => Stage::Over,
-            _ => Stage::Late,
+        match self.over_at(last_rx) {
+            Some(at) if at <= now => AnswerStage::Over,
+            _ => AnswerStage::Late,
         }
     }
 
     /// This side may be late too: what the peer is asked it has time to answer.
-    fn over_at(&self, heard: Option<Instant>) -> Option<Instant> {
-        let Asked { first, unanswered } = self.asked?;
+    fn over_at(&self, last_rx: Option<Instant>) -> Option<Instant> {
+        let Probe { first, unanswered } = self.asked?;
         let awake = self.deadline.max(first) + AWAKE;
-        if heard > Some(unanswered) {
+        if last_rx > Some(unanswered) {
             return Some(awake);
         }
         let silent = (self.deadline + SILENT).max(unanswered + SILENCE);
@@ -119,10 +119,10 @@ impl Patience {
 }
 
 /// Since when there has been silence of one of them.
-fn heard(cx: &ReactorContext, sessions: &[SessionKey]) -> Option<Instant> {
+fn last_rx(cx: &ReactorContext, sessions: &[SessionKey]) -> Option<Instant> {
     sessions
         .iter()
-        .map(|session| cx.heard(*session))
+        .map(|session| cx.last_rx(*session))
         .min()
         .flatten()
 }
@@ -140,17 +140,17 @@ mod tests {
     /// How late an operation is over whose peer answers each question after so long, as far as it answers.
     fn over(timeout: Duration, answer: impl Fn(Duration) -> Option<Duration>) -> Duration {
         let begun = Instant::now();
-        let mut patience = Patience::new(begun, begun + timeout);
-        let (mut heard, mut answers) = (Some(begun), Vec::new());
+        let mut grace = GracePeriod::new(begun, begun + timeout);
+        let (mut last_rx, mut answers) = (Some(begun), Vec::new());
         for now in (0..5000).map(|count| begun + ms(count)) {
             answers.retain(|at| {
-                heard = heard.max(Some(*at).filter(|at| *at <= now));
+                last_rx = last_rx.max(Some(*at).filter(|at| *at <= now));
                 *at > now
             });
-            if patience.stage(now, heard) == Stage::Over {
+            if grace.stage(now, last_rx) == AnswerStage::Over {
                 return now.duration_since(begun + timeout);
             }
-            if patience.is_time_to_ask(now, heard) {
+            if grace.is_time_to_ask(now, last_rx) {
                 answers.extend(answer(now - begun).map(|after| now + after));
             }
         }
@@ -208,10 +208,10 @@ mod tests {
     #[test]
     fn a_side_that_was_late_itself_gives_the_peer_the_same_time() {
         let begun = Instant::now();
-        let mut patience = Patience::new(begun, begun + ms(100));
+        let mut grace = GracePeriod::new(begun, begun + ms(100));
         let woken = begun + TIMEOUT;
-        assert_eq!(patience.stage(woken, Some(begun)), Stage::Late);
-        assert!(patience.is_time_to_ask(woken, Some(begun)));
-        assert_eq!(patience.stage(woken, Some(begun)), Stage::Late);
+        assert_eq!(grace.stage(woken, Some(begun)), AnswerStage::Late);
+        assert!(grace.is_time_to_ask(woken, Some(begun)));
+        assert_eq!(grace.stage(woken, Some(begun)), AnswerStage::Late);
     }
 }
