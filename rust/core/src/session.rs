@@ -167,7 +167,7 @@ impl Connection {
 
     /// Whether the peer holds on to the session, as far as its socket says by now. A peer that gives up memory that this
     /// side may be reading [`end`](Self::end)s the session first: a read that was over before is of what was meant.
-    pub(crate) fn is_held(&self) -> bool {
+    pub(crate) fn is_held_by_peer(&self) -> bool {
         let mut polled = [PollFd::new(&self.stream, PollFlags::RDHUP)];
         let _ = rustix::event::poll(&mut polled, Some(&timespec(Duration::ZERO)));
         polled[0].revents().is_empty()
@@ -396,17 +396,17 @@ mod tests {
     #[test]
     fn a_peer_that_has_ended_the_link_holds_nothing_even_before_it_is_read() {
         let (near, mut far) = pair();
-        assert!(near.is_held());
+        assert!(near.is_held_by_peer());
         far.send(b"something that nobody has read yet").unwrap();
-        assert!(near.is_held());
+        assert!(near.is_held_by_peer());
         far.end("enough");
-        assert!(!near.is_held());
+        assert!(!near.is_held_by_peer());
     }
 
     #[test]
     fn a_link_that_is_gone_is_not_held() {
         let (near, far) = pair();
         drop(far);
-        assert!(!near.is_held());
+        assert!(!near.is_held_by_peer());
     }
 }

@@ -11,7 +11,7 @@ use kvpipe_core::work::Waited;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::blocks::{Counts, Finals, Peer, Plan, Region, counts};
+use crate::blocks::{Counts, Peer, Plan, ReadyBlocks, Region, counts};
 use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
 use crate::ids::ids;
@@ -211,9 +211,9 @@ impl Agent {
         self.0.notifications_fd()
     }
 
-    fn finalize(&self, finals: &Finals, regions: Vec<PyRef<'_, Region>>) -> PyResult<()> {
+    fn mark_ready(&self, ready: &ReadyBlocks, regions: Vec<PyRef<'_, Region>>) -> PyResult<()> {
         let regions: Vec<_> = regions.iter().map(|region| region.0.clone()).collect();
-        self.0.finalize(&finals.0, &regions).map_err(to_py)
+        self.0.mark_ready(&ready.0, &regions).map_err(to_py)
     }
 
     fn end(&self, handoff: &[u8], reason: &str) -> PyResult<()> {
@@ -225,7 +225,7 @@ impl Agent {
         handoff: &[u8],
         producer: String,
         incarnation: &[u8],
-        generation: u32,
+        epoch: u32,
         first: u32,
         block_ids: Vec<u32>,
         is_committed: bool,
@@ -235,7 +235,7 @@ impl Agent {
             handoff,
             producer,
             incarnation,
-            generation,
+            epoch,
             first,
             block_ids,
             is_committed,
@@ -257,8 +257,8 @@ impl Agent {
     }
 
     #[getter]
-    fn num_lent(&self) -> usize {
-        self.0.num_lent()
+    fn num_leased(&self) -> usize {
+        self.0.num_leased()
     }
 
     fn drain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {

@@ -69,7 +69,7 @@ impl Control {
         handoff: &[u8],
         prompt_hash: &[u8],
         num_tokens: u32,
-        generation: u32,
+        epoch: u32,
         ranks: Vec<(String, Vec<u8>)>,
     ) -> PyResult<()> {
         let prompt_hash = prompt_hash
@@ -88,7 +88,7 @@ impl Control {
                 Opening {
                     prompt_hash,
                     num_tokens,
-                    generation,
+                    epoch,
                     ranks,
                 },
             )
@@ -207,7 +207,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             set("opened", handoff)?;
             dict.set_item("prompt_hash", opening.prompt_hash.as_slice())?;
             dict.set_item("num_tokens", opening.num_tokens)?;
-            dict.set_item("generation", opening.generation)?;
+            dict.set_item("epoch", opening.epoch)?;
             let ranks: Vec<(&str, &[u8])> = opening
                 .ranks
                 .iter()

@@ -171,7 +171,7 @@ impl Agent {
             remote_region: plan.remote.id,
             pieces,
             notify: options.notify,
-            is_summed: self.is_summed,
+            is_checksummed: self.is_checksummed,
             deadline,
             completer,
         }))?;
@@ -193,7 +193,7 @@ impl Agent {
             region: plan.local.id(),
             remote_region: plan.remote.id,
             pieces,
-            is_summed: self.is_summed,
+            is_checksummed: self.is_checksummed,
             notify,
             deadline,
             completer,

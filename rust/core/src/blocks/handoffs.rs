@@ -4,13 +4,15 @@
 use std::sync::atomic::Ordering;
 
 use super::Event;
-use super::finals::Final;
-use super::messages::{FINAL, GONE, REASON_CAP, SELECT, final_blocks, read_final_blocks, reason};
+use super::messages::{
+    BLOCKS_READY, GONE, REASON_CAP, SELECT, read_ready_blocks, ready_blocks, reason,
+};
+use super::ready::ReadyRange;
 use super::service::Blocks;
 use crate::codec::{Reader, Writer};
 use crate::error::Result;
 use crate::handoff::producer::{Action, OPEN_TIMEOUT, Select};
-use crate::handoff::{FinalBlock, HandoffId, checksum};
+use crate::handoff::{HandoffId, ReadyBlock, checksum};
 use crate::reactor::{ReactorContext, SessionKey};
 use crate::region::{Layout, RegionId};
 use crate::trace::Track;
@@ -21,7 +23,7 @@ const SLICE: u64 = 8 << 20;
 
 /// The producer.
 impl Blocks {
-    /// Takes the next slice of blocks that are final, in the regions in which they are, and tells who has selected
+    /// Takes the next slice of blocks that are ready, in the regions in which they are, and tells who has selected
     /// them; whether more are left.
     pub(super) fn finalize_on(&mut self, cx: &mut ReactorContext) -> bool {
         let known = &self.regions;
@@ -29,7 +31,7 @@ impl Blocks {
             let known = regions.iter().filter_map(|region| known.get(region));
             slice_of(known.map(|region| region.layout.block_bytes).sum())
         };
-        let Some((part, regions)) = self.finals.slice(num_blocks) else {
+        let Some((part, regions)) = self.ready.slice(num_blocks) else {
             return false;
         };
         let began = self.trace.now();
@@ -37,9 +39,7 @@ impl Blocks {
             // Marked before the blocks could change: unmarked now, they did not change while they were read.
             Ok(_) if self.ended.is_marked(&part.handoff) => {}
             Ok(blocks) => {
-                let actions = self
-                    .producer
-                    .finalize(part.handoff, part.generation, &blocks);
+                let actions = self.producer.mark_ready(part.handoff, part.epoch, &blocks);
                 self.act(cx, actions);
                 let before = regions
                     .first()
@@ -55,32 +55,32 @@ impl Blocks {
             }
             Err(reason) => self.end(cx, part.handoff, &reason),
         }
-        !self.finals.is_empty()
+        !self.ready.is_empty()
     }
 
     fn checksums(
         &self,
-        part: &Final,
+        part: &ReadyRange,
         regions: &[RegionId],
-    ) -> std::result::Result<Vec<FinalBlock>, String> {
+    ) -> std::result::Result<Vec<ReadyBlock>, String> {
         let mut blocks = Vec::with_capacity(part.block_ids.len() * regions.len());
         for id in regions {
             let Some(local) = self.regions.get(id) else {
-                return Err("blocks of a region that was closed cannot be lent".to_owned());
+                return Err("blocks of a region that was closed cannot be leased".to_owned());
             };
             let region = self.regions.range(..id).count() as u16;
             for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
                 let Some(bytes) = block_bytes(&local.memory, &local.layout, block_id) else {
                     return Err(format!(
-                        "block {block_id} cannot be lent: it is not in region {:?}",
+                        "block {block_id} cannot be leased: it is not in region {:?}",
                         local.name
                     ));
                 };
-                blocks.push(FinalBlock {
+                blocks.push(ReadyBlock {
                     region,
                     position,
                     block_id,
-                    checksum: checksum(&part.handoff, part.generation, region, position, bytes),
+                    checksum: checksum(&part.handoff, part.epoch, region, position, bytes),
                 });
             }
         }
@@ -89,7 +89,7 @@ impl Blocks {
 
     pub(super) fn end(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
         self.trace.instant(Track::Reactor, "ended", &handoff, &[]);
-        self.finals.forget(&handoff);
+        self.ready.forget(&handoff);
         let actions = self.producer.end(handoff, reason);
         self.act(cx, actions);
     }
@@ -100,11 +100,11 @@ impl Blocks {
                 Action::Announce {
                     session,
                     handoff,
-                    generation,
+                    epoch,
                     blocks,
                 } => {
-                    let header = cx.header(session, FINAL).raw(&handoff).u32(generation);
-                    cx.message(session, header, Payload::Bytes(final_blocks(&blocks)));
+                    let header = cx.header(session, BLOCKS_READY).raw(&handoff).u32(epoch);
+                    cx.message(session, header, Payload::Bytes(ready_blocks(&blocks)));
                 }
                 Action::Gone {
                     session,
@@ -117,8 +117,8 @@ impl Blocks {
                 }
             }
         }
-        let num_lent = self.producer.num_lent();
-        self.board.num_lent.store(num_lent, Ordering::Relaxed);
+        let num_leased = self.producer.num_leased();
+        self.board.num_leased.store(num_leased, Ordering::Relaxed);
     }
 }
 
@@ -146,10 +146,10 @@ impl Blocks {
                 let actions = self.producer.select(select, handoff, cx.now + OPEN_TIMEOUT);
                 self.act(cx, actions);
             }
-            FINAL => {
-                let generation = header.u32()?;
+            BLOCKS_READY => {
+                let epoch = header.u32()?;
                 header.end()?;
-                self.announced(cx, session, handoff, generation, &read_final_blocks(data)?)?;
+                self.announced(cx, session, handoff, epoch, &read_ready_blocks(data)?)?;
             }
             GONE => {
                 header.end()?;

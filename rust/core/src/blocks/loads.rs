@@ -19,7 +19,7 @@ use super::transfer::{Arrived, Owner, Take};
 use super::{Event, LoadRequest};
 use crate::error::{Error, Result};
 use crate::handoff::consumer::{Batch, Load};
-use crate::handoff::{FinalBlock, HandoffId, checksum};
+use crate::handoff::{HandoffId, ReadyBlock, checksum};
 use crate::reactor::{ReactorContext, SessionKey};
 use crate::region::{Layout, Pieces, RegionId, RemoteRegion, coalesce};
 use crate::trace::Track;
@@ -37,7 +37,7 @@ impl Blocks {
             .values()
             .map(|region| region.layout.block_bytes);
         let load = Load {
-            generation: request.generation,
+            epoch: request.epoch,
             max_batch: slice_of(block_bytes.max().unwrap_or_default()),
             first: request.first,
             block_ids: request.block_ids,
@@ -103,11 +103,11 @@ impl Blocks {
         } else if let Some(difference) = region_difference(&self.regions, theirs) {
             self.consumer.fail(&handoff, &difference);
         } else if let Some((first, end)) = self.consumer.select(&handoff) {
-            let generation = self.consumer.generation(&handoff).unwrap_or_default();
+            let epoch = self.consumer.epoch(&handoff).unwrap_or_default();
             let header = cx
                 .header(loading.session, SELECT)
                 .raw(&handoff)
-                .u32(generation)
+                .u32(epoch)
                 .u32(first)
                 .u32(end);
             cx.message(loading.session, header, Payload::None);
@@ -143,15 +143,15 @@ impl Blocks {
         cx: &mut ReactorContext,
         session: SessionKey,
         handoff: HandoffId,
-        generation: u32,
-        blocks: &[FinalBlock],
+        epoch: u32,
+        blocks: &[ReadyBlock],
     ) -> Result<()> {
         let loading = self.loading.get_mut(&handoff);
         let Some(loading) = loading.filter(|loading| loading.session == session) else {
             return Ok(());
         };
         loading.announced.get_or_insert(cx.now);
-        for batch in self.consumer.announced(&handoff, generation, blocks)? {
+        for batch in self.consumer.announced(&handoff, epoch, blocks)? {
             self.read_batch(cx, session, handoff, batch);
         }
         Ok(())
@@ -172,7 +172,7 @@ impl Blocks {
                     remote_region,
                     pieces: Arc::new(pieces),
                     // Their checksums have come with the announcement, and cover more.
-                    is_summed: false,
+                    is_checksummed: false,
                     deadline: None,
                     owner: Owner::Handoff(handoff, batch),
                 };
@@ -250,10 +250,10 @@ impl Blocks {
         memory: &Memory,
         layout: &Layout,
     ) -> Vec<bool> {
-        let generation = self.consumer.generation(handoff).unwrap_or_default();
-        let is_whole = |(block, &local): (&FinalBlock, &u32)| {
+        let epoch = self.consumer.epoch(handoff).unwrap_or_default();
+        let is_whole = |(block, &local): (&ReadyBlock, &u32)| {
             block_bytes(memory, layout, local).is_some_and(|bytes| {
-                checksum(handoff, generation, block.region, block.position, bytes) == block.checksum
+                checksum(handoff, epoch, block.region, block.position, bytes) == block.checksum
             })
         };
         let blocks = batch.blocks.iter().zip(&batch.local_ids);

@@ -1,5 +1,5 @@
 //! What an agent says of itself to those who bring their own exchange. No key and no UCX address is in it: those are
-//! for peers that have proved the token.
+//! for peers that have verified the token.
 
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};

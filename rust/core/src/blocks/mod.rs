@@ -2,7 +2,6 @@
 
 mod api;
 mod ends;
-mod finals;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod handoffs;
@@ -17,13 +16,14 @@ mod offers;
 mod peer;
 mod peers;
 mod plan;
-mod proof;
+mod ready;
 mod regions;
 mod serve;
 mod service;
 mod transfer;
 mod transfers;
 mod turns;
+mod verifier;
 
 use std::collections::{BTreeMap, HashSet};
 use std::net::SocketAddr;
@@ -42,12 +42,12 @@ use crate::session::SessionTimeouts;
 use crate::trace::Trace;
 use crate::transport::Transport;
 
-pub use finals::{Final, Finals};
 pub use inbox::Notification;
 pub use metadata::Metadata;
 pub use notices::TAG_CAP;
 pub use peer::{Peer, RegionInfo, Stats};
 pub use plan::{Options, Plan, Region};
+pub use ready::{ReadyBlocks, ReadyRange};
 
 use inbox::Inbox;
 use messages::BLOCKS_CAP;
@@ -57,7 +57,7 @@ use service::{Blocks, Command};
 /// What happened on the blocks' thread, for whoever drains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// Every block of a load is here and proved; the sequence state is not, as far as this thread knows.
+    /// Every block of a load is here and verified; the sequence state is not, as far as this thread knows.
     Whole {
         /// Which.
         handoff: HandoffId,
@@ -68,7 +68,7 @@ pub enum Event {
         /// From the start of the load to its last block.
         elapsed: Duration,
     },
-    /// A load is complete: every block is here and proved. The producer has been told.
+    /// A load is complete: every block is here and verified. The producer has been told.
     Loaded {
         /// Which.
         handoff: HandoffId,
@@ -94,7 +94,7 @@ pub enum Event {
         /// Why.
         reason: String,
     },
-    /// A consumer has everything of a handoff that is lent here.
+    /// A consumer has everything of a handoff that is leased here.
     Taken {
         /// Which.
         handoff: HandoffId,
@@ -110,7 +110,7 @@ struct Board {
     counters: Counters,
     inbox: Inbox,
     num_regions: AtomicUsize,
-    num_lent: AtomicUsize,
+    num_leased: AtomicUsize,
 }
 
 /// Handoffs that were ended, as marked by the thread that ends them and not later by the one that is told.
@@ -145,8 +145,8 @@ pub struct LoadRequest {
     pub producer: String,
     /// The producer's life, as its scheduler named it.
     pub incarnation: Incarnation,
-    /// The generation of its blocks.
-    pub generation: u32,
+    /// The epoch of its blocks.
+    pub epoch: u32,
     /// Position of the first wanted block in the prompt.
     pub first: u32,
     /// Destination ids, one a position.
@@ -163,7 +163,7 @@ pub struct Agent {
     incarnation: Incarnation,
     board: Arc<Board>,
     ended: Ended,
-    is_summed: bool,
+    is_checksummed: bool,
 }
 
 impl Agent {
@@ -194,7 +194,7 @@ impl Agent {
             counters: Counters::default(),
             inbox: Inbox::new()?,
             num_regions: AtomicUsize::new(0),
-            num_lent: AtomicUsize::new(0),
+            num_leased: AtomicUsize::new(0),
         });
         let (in_thread, shown, marks) = (events.clone(), Arc::clone(&board), ended.clone());
         let reactor = Reactor::spawn(config, || Blocks::new(in_thread, shown, marks))?;
@@ -204,14 +204,14 @@ impl Agent {
             incarnation,
             board,
             ended,
-            is_summed: true,
+            is_checksummed: true,
         })
     }
 
     /// The same without checksums of the blocks that it reads and writes. Handoffs have them all the same.
     #[must_use]
     pub fn without_checksums(mut self) -> Self {
-        self.is_summed = false;
+        self.is_checksummed = false;
         self
     }
 
@@ -225,17 +225,17 @@ impl Agent {
         self.incarnation
     }
 
-    /// Producer: what a step makes final is final in these regions, each of which is named once for a step.
+    /// Producer: what a step makes ready is ready in these regions, each of which is named once for a step.
     ///
     /// # Errors
     /// A region is another agent's, or was closed.
-    pub fn finalize(&self, finals: &Finals, regions: &[Region]) -> Result<()> {
+    pub fn mark_ready(&self, ready: &ReadyBlocks, regions: &[Region]) -> Result<()> {
         for region in regions {
             region.check(self.incarnation)?;
         }
         let regions = regions.iter().map(Region::id).collect();
         self.reactor
-            .send(Command::Finalize(finals.clone(), regions))
+            .send(Command::MarkReady(ready.clone(), regions))
     }
 
     /// Producer: the blocks of a handoff may change from now on.
@@ -281,9 +281,9 @@ impl Agent {
         self.events.drain()
     }
 
-    /// Number of handoffs whose blocks are lent.
-    pub fn num_lent(&self) -> usize {
-        self.board.num_lent.load(Ordering::Relaxed)
+    /// Number of handoffs whose blocks are leased.
+    pub fn num_leased(&self) -> usize {
+        self.board.num_leased.load(Ordering::Relaxed)
     }
 
     /// Ends the agent: peers are told, its thread ends. See [`check_reads_ended`](Self::check_reads_ended).

@@ -18,7 +18,7 @@ use crate::reactor::{ReactorContext, SessionKey};
 const PIECES: usize = 256;
 const BYTES: u64 = 4 << 20;
 /// The same where it is compared with checksums right after: what a core's own cache still has then.
-pub(super) const SUMMED_BYTES: u64 = 1 << 20;
+pub(super) const CHECKSUMMED_BYTES: u64 = 1 << 20;
 
 /// Random bytes in this process's memory, by which a neighbour knows that it reads the right one.
 pub(super) struct Secret(Option<Buffer>);
@@ -28,7 +28,7 @@ impl Secret {
         Self(
             random::<16>()
                 .ok()
-                .map(|proof| Buffer::from_vec(proof.to_vec())),
+                .map(|verifier| Buffer::from_vec(verifier.to_vec())),
         )
     }
 
@@ -65,7 +65,7 @@ impl Blocks {
         session: SessionKey,
         mut frame: Reader<'_>,
     ) -> Result<()> {
-        let (pid, address, proof) = (frame.u32()?, frame.u64()?, frame.fixed::<16>()?);
+        let (pid, address, verifier) = (frame.u32()?, frame.u64()?, frame.fixed::<16>()?);
         frame.end()?;
         let Some(peer) = self.peers.get_mut(&session) else {
             return Ok(());
@@ -74,7 +74,7 @@ impl Blocks {
             return Err(Error::protocol("a second NEIGHBOUR"));
         }
         if is_cma(cx, session) {
-            peer.neighbour = Neighbour::find(pid, address, &proof).map(Rc::new);
+            peer.neighbour = Neighbour::find(pid, address, &verifier).map(Rc::new);
         }
         Ok(())
     }
@@ -87,8 +87,8 @@ impl Transfer {
             return Ok(());
         };
         let base = *base;
-        let bytes = if self.proof.is_some() {
-            SUMMED_BYTES
+        let bytes = if self.verifier.is_some() {
+            CHECKSUMMED_BYTES
         } else {
             BYTES
         };

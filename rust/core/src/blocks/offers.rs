@@ -30,7 +30,7 @@ pub(super) struct Offer {
     /// The peer's, the destination.
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
-    pub(super) is_summed: bool,
+    pub(super) is_checksummed: bool,
     pub(super) notify: Option<Notify>,
     pub(super) deadline: Option<Instant>,
     pub(super) completer: Completer<u64>,
@@ -86,7 +86,7 @@ impl Blocks {
             let notice = notice.and_then(|notify| Some((notify.number?, &notify.tag[..])));
             let header = cx.header(session, OFFER);
             let (header, payload) =
-                Offered::write(header, names, &offer.pieces, offer.is_summed, notice);
+                Offered::write(header, names, &offer.pieces, offer.is_checksummed, notice);
             offer.is_sent = true;
             peer.num_offers_sent += 1;
             cx.message(session, header, Payload::Bytes(payload));
@@ -228,7 +228,7 @@ impl Blocks {
                     region: offered.to,
                     remote_region: offered.from,
                     pieces: Arc::new(pieces),
-                    is_summed: offered.is_summed,
+                    is_checksummed: offered.is_checksummed,
                     deadline: None,
                     owner: Owner::Offer {
                         offer: offered.offer,

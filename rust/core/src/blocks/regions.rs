@@ -164,7 +164,7 @@ impl Blocks {
     }
 
     /// What a peer may read of: a region, or one that was closed and that it has not let go.
-    pub(super) fn lent_to(
+    pub(super) fn exposed_to(
         &self,
         session: SessionKey,
         id: RegionId,

@@ -5,11 +5,13 @@ use std::sync::Arc;
 
 use kvpipe_ucx::AmData;
 
-use super::messages::{CREDIT, DATA, READ, REASON_CAP, REFUSED, SUMS, Wanted, read_ids, reason};
+use super::messages::{
+    CHECKSUMS, CREDIT, DATA, READ, REASON_CAP, REFUSED, Wanted, read_ids, reason,
+};
 use super::plan::region_gone;
-use super::proof::Summing;
 use super::service::Blocks;
 use super::transfers::TRANSFERS_IN_FLIGHT;
+use super::verifier::ChecksumJob;
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
 use crate::reactor::{ReactorContext, SessionKey};
@@ -21,7 +23,7 @@ use crate::transport::Payload;
 #[derive(Debug)]
 pub(super) enum Serving {
     Bytes(Outgoing),
-    Sums(Box<Summing>),
+    Checksums(Box<ChecksumJob>),
 }
 
 /// Tells a destination that a transfer cannot be served.
@@ -54,8 +56,8 @@ impl Blocks {
         }
         match self.serving_of(session, region, wanted, ids) {
             Ok(serving) => {
-                if matches!(serving, Serving::Sums(_)) {
-                    self.summing.push_back((session, id));
+                if matches!(serving, Serving::Checksums(_)) {
+                    self.checksum_jobs.push_back((session, id));
                 }
                 self.serving.insert((session, id), serving);
                 self.serve_on(cx, session, id);
@@ -72,21 +74,25 @@ impl Blocks {
         wanted: Wanted,
         ids: Vec<u32>,
     ) -> Result<Serving> {
-        let (memory, layout) = self.lent_to(session, region).ok_or_else(region_gone)?;
+        let (memory, layout) = self.exposed_to(session, region).ok_or_else(region_gone)?;
         let memory = Arc::clone(memory);
-        if wanted == Wanted::Sums {
-            return Summing::new(memory, layout.clone(), ids)
-                .map(|summing| Serving::Sums(Box::new(summing)));
+        if wanted == Wanted::Checksums {
+            return ChecksumJob::new(memory, layout.clone(), ids)
+                .map(|checksum_jobs| Serving::Checksums(Box::new(checksum_jobs)));
         }
         let runs = sequence(layout, &ids)?;
-        let is_summed = wanted == Wanted::SummedBytes;
-        Ok(Serving::Bytes(Outgoing::new(memory, runs, is_summed)))
+        let is_checksummed = wanted == Wanted::ChecksummedBytes;
+        Ok(Serving::Bytes(Outgoing::new(memory, runs, is_checksummed)))
     }
 
     /// What a peer wants checksums of.
-    pub(super) fn summing_of(&mut self, session: SessionKey, id: u64) -> Option<&mut Summing> {
+    pub(super) fn checksum_job_of(
+        &mut self,
+        session: SessionKey,
+        id: u64,
+    ) -> Option<&mut ChecksumJob> {
         match self.serving.get_mut(&(session, id)) {
-            Some(Serving::Sums(summing)) => Some(summing),
+            Some(Serving::Checksums(checksum_jobs)) => Some(checksum_jobs),
             _ => None,
         }
     }
@@ -131,10 +137,10 @@ impl Blocks {
                 self.serve_on(cx, session, id);
                 Ok(())
             }
-            SUMS => {
+            CHECKSUMS => {
                 let first = header.u64()?;
                 header.end()?;
-                self.take_sums(session, id, first, data)
+                self.receive_checksums(session, id, first, data)
             }
             _ => {
                 header.end()?;

@@ -6,16 +6,16 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::finals::{Finals, Queue};
 use super::messages::{
-    CORRUPT, CREDIT, DATA, DONE, FINAL, GONE, NEIGHBOUR, NOT_TAKEN, NOTED, NOTIFY, OFFER, READ,
-    REFUSED, REGIONS, RELEASED, RemoteRegions, SELECT, SUMS, TAKEN, VOID,
+    BLOCKS_READY, CHECKSUMS, CORRUPT, CREDIT, DATA, DONE, GONE, NEIGHBOUR, NOT_TAKEN, NOTED,
+    NOTIFY, OFFER, READ, REFUSED, REGIONS, RELEASED, RemoteRegions, SELECT, TAKEN, VOID,
 };
 use super::neighbours::Secret;
 use super::offers::Offer;
 use super::peer::Peer;
 use super::peers::PeerState;
 use super::plan::Region;
+use super::ready::{Queue, ReadyBlocks};
 use super::regions::{Closing, LocalRegion};
 use super::serve::Serving;
 use super::transfer::Transfer;
@@ -59,8 +59,8 @@ pub(super) enum Command {
     },
     /// Notifications that the user has taken.
     Taken(Vec<(SessionKey, u64)>),
-    /// A step is final in these regions.
-    Finalize(Finals, Vec<RegionId>),
+    /// A step is ready in these regions.
+    MarkReady(ReadyBlocks, Vec<RegionId>),
     End {
         handoff: HandoffId,
         reason: String,
@@ -85,7 +85,7 @@ pub(super) struct Loading {
     pub(super) started: Instant,
     /// Whether the producer was asked on this session.
     pub(super) has_selected: bool,
-    /// When it first told of final blocks.
+    /// When it first told of ready blocks.
     pub(super) announced: Option<Instant>,
     /// Why a session was lost, and when a fresh one has to be here.
     pub(super) lost: Option<(String, Instant)>,
@@ -124,10 +124,10 @@ pub(super) struct Blocks {
     /// Transfers with work for this thread, in the order of their turns.
     pub(super) turns: VecDeque<u64>,
     /// What peers want checksums of, in the order of its turns.
-    pub(super) summing: VecDeque<(SessionKey, u64)>,
+    pub(super) checksum_jobs: VecDeque<(SessionKey, u64)>,
     pub(super) secret: Secret,
-    /// What has become final and has no checksums yet.
-    pub(super) finals: Queue,
+    /// What has become ready and has no checksums yet.
+    pub(super) ready: Queue,
     pub(super) producer: Producer,
     pub(super) consumer: Consumer,
     pub(super) loading: HashMap<HandoffId, Loading>,
@@ -155,9 +155,9 @@ impl Blocks {
             serving: HashMap::new(),
             to_note: BTreeSet::new(),
             turns: VecDeque::new(),
-            summing: VecDeque::new(),
+            checksum_jobs: VecDeque::new(),
             secret: Secret::new(),
-            finals: Queue::default(),
+            ready: Queue::default(),
             producer: Producer::default(),
             consumer: Consumer::default(),
             loading: HashMap::new(),
@@ -193,7 +193,7 @@ impl Service for Blocks {
                 completer,
             } => self.notify_command(cx, session, tag, completer),
             Command::Taken(taken) => self.taken(taken),
-            Command::Finalize(finals, regions) => self.finals.push(finals, regions),
+            Command::MarkReady(ready, regions) => self.ready.push(ready, regions),
             Command::End { handoff, reason } => {
                 self.end(cx, handoff, &reason);
                 self.ended.unmark(&handoff);
@@ -228,7 +228,7 @@ impl Service for Blocks {
             .push_minor(Event::Log(format!("session.closed {error}")));
         self.producer.session_down(session);
         self.serving.retain(|(other, _), _| *other != session);
-        self.summing.retain(|(other, _)| *other != session);
+        self.checksum_jobs.retain(|(other, _)| *other != session);
         self.peer_down(session, &error);
         self.transfers_down(cx, session, &error);
         self.offers_down(session, &error);
@@ -262,10 +262,10 @@ impl Service for Blocks {
     ) -> Result<()> {
         let mut reader = Reader::new(header);
         match reader.u8()? {
-            kind @ (READ | DATA | CREDIT | REFUSED | SUMS) => {
+            kind @ (READ | DATA | CREDIT | REFUSED | CHECKSUMS) => {
                 self.transfer_message(cx, session, kind, reader, &data)
             }
-            kind @ (SELECT | FINAL | GONE | DONE) => {
+            kind @ (SELECT | BLOCKS_READY | GONE | DONE) => {
                 self.handoff_message(cx, session, kind, reader, &data)
             }
             kind @ (OFFER | TAKEN | NOT_TAKEN | CORRUPT) => {
@@ -287,12 +287,12 @@ impl Service for Blocks {
 
     fn work(&mut self, cx: &mut ReactorContext) -> bool {
         let has_finalized = self.finalize_on(cx);
-        let has_summed = self.sum_on(cx);
+        let has_summed = self.run_checksum_slice(cx);
         self.turn(cx) || has_finalized || has_summed
     }
 
     fn has_work(&self) -> bool {
-        !(self.turns.is_empty() && self.summing.is_empty() && self.finals.is_empty())
+        !(self.turns.is_empty() && self.checksum_jobs.is_empty() && self.ready.is_empty())
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {

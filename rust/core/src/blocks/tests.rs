@@ -77,7 +77,7 @@ fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
             handoff: [7; 16],
             producer: "127.0.0.1:9".to_owned(),
             incarnation: [0; 16],
-            generation: 0,
+            epoch: 0,
             first: 0,
             block_ids: vec![0],
             is_committed: true,
@@ -125,7 +125,7 @@ fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not
     assert_told(closed.result().expect("the agent has ended").map(drop));
 }
 
-/// Two agents that are run by hand, blocks of a region of each, and whether they can come although their lender has ended.
+/// Two agents that are run by hand, blocks of a region of each, and whether they can come although their source has ended.
 #[cfg(feature = "fuzzing")]
 mod by_messages {
     use super::*;
@@ -139,7 +139,7 @@ mod by_messages {
     }
 
     impl Side {
-        fn new(is_summed: bool) -> Self {
+        fn new(is_checksummed: bool) -> Self {
             let make = || {
                 let (transport, timeouts) = (
                     Transport::Memory(MemoryPath::Stream),
@@ -149,7 +149,7 @@ mod by_messages {
                 agent.expect("agent")
             };
             let agent = match without_threads(make) {
-                agent if is_summed => agent,
+                agent if is_checksummed => agent,
                 agent => agent.without_checksums(),
             };
             let buffer = Buffer::zeroed(BLOCK as usize);
@@ -166,33 +166,33 @@ mod by_messages {
         }
     }
 
-    fn connected(reader: &Side, lender: &Side) -> Peer {
-        let address = lender.agent.address().expect("address").to_string();
+    fn connected(reader: &Side, source: &Side) -> Peer {
+        let address = source.agent.address().expect("address").to_string();
         let connected = reader.agent.connect(&address).expect("open");
         while !connected.is_completed() {
             reader.rest();
-            lender.rest();
+            source.rest();
         }
         connected.result().expect("connected").expect("peer")
     }
 
-    /// Whatever is asked for has been sent when the lender ends, and has not been looked at.
-    fn end(reader: &Side, lender: &Side, num_questions: usize) {
+    /// Whatever is asked for has been sent when the source ends, and has not been looked at.
+    fn end(reader: &Side, source: &Side, num_questions: usize) {
         for _ in 0..num_questions {
             reader.rest();
-            lender.rest();
+            source.rest();
         }
-        lender.agent.close();
-        while lender.agent.round() != Round::Over {}
+        source.agent.close();
+        while source.agent.round() != Round::Over {}
     }
 
-    fn read(is_summed: bool) -> Result<u64> {
-        let (reader, lender) = (Side::new(is_summed), Side::new(is_summed));
-        let peer = connected(&reader, &lender);
+    fn read(is_checksummed: bool) -> Result<u64> {
+        let (reader, source) = (Side::new(is_checksummed), Side::new(is_checksummed));
+        let peer = connected(&reader, &source);
         let ours = (&reader.region, vec![0]);
         let plan = reader.agent.prepare(&peer, ours, ("kv", vec![0]))?;
         let read = reader.agent.read(&plan, Options::default())?;
-        end(&reader, &lender, 1);
+        end(&reader, &source, 1);
         while !read.is_completed() {
             reader.agent.round();
         }
@@ -208,29 +208,29 @@ mod by_messages {
 
     #[test]
     fn blocks_of_a_handoff_count_by_their_own_checksums_although_their_producer_has_ended() {
-        let (reader, lender) = (Side::new(true), Side::new(true));
-        connected(&reader, &lender);
-        let part = Final {
+        let (reader, source) = (Side::new(true), Side::new(true));
+        connected(&reader, &source);
+        let part = ReadyRange {
             handoff: [7; 16],
-            generation: 0,
+            epoch: 0,
             first: 0,
             block_ids: vec![0],
         };
-        let finals = Finals::new(vec![part]).expect("a step");
-        let regions = std::slice::from_ref(&lender.region);
-        lender.agent.finalize(&finals, regions).expect("open");
-        lender.rest();
+        let ready = ReadyBlocks::new(vec![part]).expect("a step");
+        let regions = std::slice::from_ref(&source.region);
+        source.agent.mark_ready(&ready, regions).expect("open");
+        source.rest();
         let request = LoadRequest {
             handoff: [7; 16],
-            producer: lender.agent.address().expect("address").to_string(),
-            incarnation: lender.agent.incarnation(),
-            generation: 0,
+            producer: source.agent.address().expect("address").to_string(),
+            incarnation: source.agent.incarnation(),
+            epoch: 0,
             first: 0,
             block_ids: vec![0],
             is_committed: true,
         };
         reader.agent.load(request).expect("open");
-        end(&reader, &lender, 2);
+        end(&reader, &source, 2);
         let ended = loop {
             reader.agent.round();
             let is_end = |event: &Event| !matches!(event, Event::Log(_));

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::Neighbour;
 
 use super::peer::Peer;
-use super::proof::Proof;
+use super::verifier::Verifier;
 use crate::cursor::Cursor;
 use crate::error::Error;
 use crate::handoff::HandoffId;
@@ -67,7 +67,7 @@ pub(super) struct Take {
     pub(super) region: RegionId,
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
-    pub(super) is_summed: bool,
+    pub(super) is_checksummed: bool,
     pub(super) deadline: Option<Instant>,
     pub(super) owner: Owner,
 }
@@ -95,11 +95,11 @@ pub(super) struct Transfer {
     pub(super) in_flight: usize,
     /// Remote read: bytes read.
     pub(super) num_read: u64,
-    /// Remote read: what proves the bytes, if anything does.
-    pub(super) proof: Option<Proof>,
+    /// Remote read: what verifies the bytes, if anything does.
+    pub(super) verifier: Option<Verifier>,
     /// Whether it waits for its turn to work, see `turns.rs`.
     pub(super) has_turn: bool,
-    pub(super) is_summed: bool,
+    pub(super) is_checksummed: bool,
     pub(super) is_started: bool,
     /// Stream path, once the source has been asked to send it.
     pub(super) incoming: Option<Incoming>,
@@ -126,9 +126,9 @@ impl Transfer {
             cursor: Cursor::default(),
             in_flight: 0,
             num_read: 0,
-            proof: None,
+            verifier: None,
             has_turn: false,
-            is_summed: take.is_summed,
+            is_checksummed: take.is_checksummed,
             is_started: false,
             incoming: None,
             neighbour: None,
@@ -163,16 +163,16 @@ impl Transfer {
             return incoming.is_here();
         }
         let num_blocks = self.pieces.to_ids.len();
-        let proof = self.proof.as_ref();
+        let verifier = self.verifier.as_ref();
         self.num_read == self.pieces.num_bytes
-            && proof.is_none_or(|proof| proof.num_compared == num_blocks)
+            && verifier.is_none_or(|verifier| verifier.num_compared == num_blocks)
     }
 
     /// Whether it has checksums. What comes as messages of a handoff has those of its blocks.
-    pub(super) fn is_proved(&self) -> bool {
+    pub(super) fn is_verified(&self) -> bool {
         match &self.incoming {
-            Some(incoming) => incoming.is_summed() || matches!(self.owner, Owner::Handoff(..)),
-            None => self.proof.is_some(),
+            Some(incoming) => incoming.is_checksummed() || matches!(self.owner, Owner::Handoff(..)),
+            None => self.verifier.is_some(),
         }
     }
 
@@ -181,7 +181,7 @@ impl Transfer {
         let index = if let Some(incoming) = &self.incoming {
             (incoming.corrupt()? / self.layout.block_bytes) as usize
         } else {
-            self.proof.as_ref()?.corrupt?
+            self.verifier.as_ref()?.corrupt?
         };
         let (to, from) = (
             self.pieces.to_ids.get(index)?,

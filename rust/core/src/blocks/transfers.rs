@@ -9,9 +9,9 @@ use super::messages::{CREDIT, DATA, READ, Wanted, ids};
 use super::notices::Notice;
 use super::peer::{Counters, Peer};
 use super::plan::{peer_gone, region_gone};
-use super::proof::Proof;
 use super::service::Blocks;
 use super::transfer::{Arrived, Notify, Owner, Take, Transfer, get_token, split_token};
+use super::verifier::Verifier;
 use crate::codec::Reader;
 use crate::error::{Error, Result};
 use crate::reactor::{ReactorContext, SessionKey};
@@ -38,7 +38,7 @@ pub(super) struct ReadCommand {
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
     pub(super) notify: Option<Vec<u8>>,
-    pub(super) is_summed: bool,
+    pub(super) is_checksummed: bool,
     pub(super) deadline: Option<Instant>,
     pub(super) completer: Completer<u64>,
 }
@@ -52,7 +52,7 @@ impl Blocks {
             region: command.region,
             remote_region: command.remote_region,
             pieces: command.pieces,
-            is_summed: command.is_summed,
+            is_checksummed: command.is_checksummed,
             deadline: command.deadline,
             owner: Owner::Caller(command.completer, notify),
         };
@@ -136,9 +136,9 @@ impl Blocks {
         };
         let is_cuda = peer.is_cuda(transfer.remote_region);
         // Nobody sums what is on a GPU.
-        transfer.is_summed &= !is_cuda;
-        let mut wanted = if transfer.is_summed {
-            Wanted::SummedBytes
+        transfer.is_checksummed &= !is_cuda;
+        let mut wanted = if transfer.is_checksummed {
+            Wanted::ChecksummedBytes
         } else {
             Wanted::Bytes
         };
@@ -154,18 +154,18 @@ impl Blocks {
                 GETS_IN_FLIGHT
             };
             transfer.neighbour = peer.neighbour.clone().filter(|_| !is_cuda);
-            if transfer.is_summed && !transfer.is_over() {
+            if transfer.is_checksummed && !transfer.is_over() {
                 let is_in_order = is_in_order || transfer.neighbour.is_some();
-                transfer.proof = Some(Proof::new(is_in_order));
-                wanted = Wanted::Sums;
+                transfer.verifier = Some(Verifier::new(is_in_order));
+                wanted = Wanted::Checksums;
             }
         } else {
             let (memory, pieces) = (Arc::clone(&transfer.memory), Arc::clone(&transfer.pieces));
-            let is_summed = transfer.is_summed;
-            let incoming = Incoming::begin(cx, session, (DATA, id), memory, pieces, is_summed);
+            let is_checksummed = transfer.is_checksummed;
+            let incoming = Incoming::begin(cx, session, (DATA, id), memory, pieces, is_checksummed);
             transfer.incoming = Some(incoming);
         }
-        if transfer.incoming.is_some() || transfer.proof.is_some() {
+        if transfer.incoming.is_some() || transfer.verifier.is_some() {
             let header = cx.header(session, READ).u64(id).u32(transfer.remote_region);
             let from_ids = ids(&transfer.pieces.from_ids);
             cx.message(session, header.u8(wanted as u8), Payload::Bytes(from_ids));
@@ -240,12 +240,12 @@ impl Blocks {
     }
 }
 
-/// Whether what has come is what was lent. Without checksums that is so if the lender still lends it; what differs from
-/// them is not the lender's fault if it does not.
+/// Whether what has come is what was exposed. Without checksums that is so if the source still exposes it; what differs from
+/// them is not the source's fault if it does not.
 fn judge(cx: &ReactorContext, transfer: &Transfer) -> Result<()> {
     let corruption = transfer.corruption();
-    if corruption.is_some() || !transfer.is_proved() {
-        cx.check_lender(transfer.session)?;
+    if corruption.is_some() || !transfer.is_verified() {
+        cx.check_still_exposed(transfer.session)?;
     }
     corruption.map_or(Ok(()), Err)
 }

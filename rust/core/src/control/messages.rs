@@ -68,7 +68,7 @@ impl Message {
                 .raw(handoff)
                 .raw(&opening.prompt_hash)
                 .u32(opening.num_tokens)
-                .u32(opening.generation)
+                .u32(opening.epoch)
                 .list(&opening.ranks, |w, rank| {
                     w.str(&rank.address).raw(&rank.incarnation)
                 }),
@@ -186,7 +186,7 @@ fn opening(reader: &mut Reader<'_>) -> Result<Opening> {
     Ok(Opening {
         prompt_hash: reader.fixed()?,
         num_tokens: reader.u32()?,
-        generation: reader.u32()?,
+        epoch: reader.u32()?,
         ranks: reader.list(RANKS_CAP, |r| {
             Ok(Rank {
                 address: r.str(TEXT_CAP)?,
@@ -218,7 +218,7 @@ mod tests {
         let opening = Opening {
             prompt_hash: [9; 32],
             num_tokens: 5,
-            generation: 2,
+            epoch: 2,
             ranks: vec![rank],
         };
         let state = SequenceState {

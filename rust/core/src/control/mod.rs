@@ -38,10 +38,10 @@ pub struct Rank {
 pub struct Opening {
     /// Hash of the prompt's token ids, which the consumer compares with its own.
     pub prompt_hash: [u8; 32],
-    /// Number of prompt tokens whose KV will be lent.
+    /// Number of prompt tokens whose KV will be leased.
     pub num_tokens: u32,
     /// Of the producer's blocks; a new one voids everything of the old.
-    pub generation: u32,
+    pub epoch: u32,
     /// The producer's workers, by tensor-parallel rank.
     pub ranks: Vec<Rank>,
 }
@@ -197,7 +197,7 @@ impl Control {
         self.reactor.send(Command::Progress { handoff, ends_at })
     }
 
-    /// Producer: it has finished; its blocks are lent until they are taken, released, or the lease ends.
+    /// Producer: it has finished; its blocks are leased until they are taken, released, or the lease ends.
     pub fn finish(&self, handoff: HandoffId, state: SequenceState) -> Result<()> {
         self.reactor.send(Command::Finish { handoff, state })
     }

@@ -1,9 +1,9 @@
-//! What is lent here: handoffs that were opened, who watches them, and when they end.
+//! What is leased here: handoffs that were opened, who watches them, and when they end.
 
 use std::time::Instant;
 
 use super::messages::Message;
-use super::service::{Lent, PARKED_CAP, Parked, Schedulers};
+use super::service::{LeasedHandoff, PARKED_CAP, Parked, Schedulers};
 use super::{Event, Opening, SequenceState};
 use crate::fair::crowded;
 use crate::handoff::HandoffId;
@@ -19,14 +19,14 @@ impl Schedulers {
                 reason: reason.clone(),
             });
         }
-        // Opened again, in a new generation, it keeps those who watch it.
-        let watchers = self.lent.remove(&handoff).map(|lent| lent.watchers);
+        // Opened again, in a new epoch, it keeps those who watch it.
+        let watchers = self.leased.remove(&handoff).map(|leased| leased.watchers);
         let watchers = watchers.unwrap_or_default();
         for &session in &watchers {
             let opening = opening.clone();
             Self::say(cx, session, &Message::Opened { handoff, opening });
         }
-        let lent = Lent {
+        let leased = LeasedHandoff {
             opening,
             state: None,
             ends_at: None,
@@ -34,7 +34,7 @@ impl Schedulers {
             watchers,
             is_abandoned: false,
         };
-        self.lent.insert(handoff, lent);
+        self.leased.insert(handoff, leased);
         for watch in self.parked.take(|watch| watch.handoff == handoff) {
             self.watch_here(cx, watch.session, handoff);
         }
@@ -47,7 +47,7 @@ impl Schedulers {
         state: SequenceState,
     ) {
         let lease_ends = cx.now + self.timeouts.lease;
-        let Some(lent) = self.lent.get_mut(&handoff) else {
+        let Some(leased) = self.leased.get_mut(&handoff) else {
             let reason = self
                 .ended
                 .get(&handoff)
@@ -55,8 +55,8 @@ impl Schedulers {
                 .to_owned();
             return self.events.push(Event::Released { handoff, reason });
         };
-        lent.lease_ends = Some(lease_ends);
-        for &session in &lent.watchers {
+        leased.lease_ends = Some(lease_ends);
+        for &session in &leased.watchers {
             Self::say(
                 cx,
                 session,
@@ -66,33 +66,33 @@ impl Schedulers {
                 },
             );
         }
-        lent.state = Some(state);
-        if lent.is_abandoned {
+        leased.state = Some(state);
+        if leased.is_abandoned {
             self.release(cx, handoff, "its consumer is gone");
         }
     }
 
-    /// Ends a lent handoff and tells whoever watches it. `None`: it was not lent.
+    /// Ends a leased handoff and tells whoever watches it. `None`: it was not leased.
     pub(super) fn end(
         &mut self,
         cx: &mut ReactorContext,
         handoff: HandoffId,
         reason: &str,
-    ) -> Option<Lent> {
+    ) -> Option<LeasedHandoff> {
         self.expected.remove(&handoff);
         self.ended.insert(handoff, reason.to_owned());
-        let lent = self.lent.remove(&handoff);
+        let leased = self.leased.remove(&handoff);
         let waiting = self.parked.take(|watch| watch.handoff == handoff);
         let mut told: Vec<SessionKey> = waiting.iter().map(|watch| watch.session).collect();
-        told.extend(lent.iter().flat_map(|lent| &lent.watchers));
+        told.extend(leased.iter().flat_map(|leased| &leased.watchers));
         for session in told {
             let reason = reason.to_owned();
             Self::say(cx, session, &Message::Gone { handoff, reason });
         }
-        lent
+        leased
     }
 
-    /// Ends a lent handoff from outside: the scheduler is told to free its blocks.
+    /// Ends a leased handoff from outside: the scheduler is told to free its blocks.
     pub(super) fn release(
         &mut self,
         cx: &mut ReactorContext,
@@ -115,18 +115,18 @@ impl Schedulers {
         session: SessionKey,
         handoff: HandoffId,
     ) {
-        if let Some(lent) = self.lent.get_mut(&handoff) {
-            lent.watchers.insert(session);
-            lent.is_abandoned = false;
+        if let Some(leased) = self.leased.get_mut(&handoff) {
+            leased.watchers.insert(session);
+            leased.is_abandoned = false;
             Self::say(
                 cx,
                 session,
                 &Message::Opened {
                     handoff,
-                    opening: lent.opening.clone(),
+                    opening: leased.opening.clone(),
                 },
             );
-            if let Some(state) = lent.state.clone() {
+            if let Some(state) = leased.state.clone() {
                 Self::say(cx, session, &Message::Finished { handoff, state });
             }
         } else if let Some(reason) = self.ended.get(&handoff) {
@@ -179,14 +179,14 @@ impl Schedulers {
             self.ended
                 .insert(handoff, "its consumer gave up".to_owned());
         }
-        let Some(lent) = self
-            .lent
+        let Some(leased) = self
+            .leased
             .get_mut(&handoff)
-            .filter(|lent| lent.watchers.contains(&session))
+            .filter(|leased| leased.watchers.contains(&session))
         else {
             return;
         };
-        lent.watchers.remove(&session);
+        leased.watchers.remove(&session);
         if is_taken {
             // Its workers have told ours, if no message was lost; this frees the blocks in any case.
             self.release(cx, handoff, "it has been taken");
@@ -196,37 +196,38 @@ impl Schedulers {
     }
 
     pub(super) fn abandon(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
-        let Some(lent) = self
-            .lent
+        let Some(leased) = self
+            .leased
             .get_mut(&handoff)
-            .filter(|lent| lent.watchers.is_empty())
+            .filter(|leased| leased.watchers.is_empty())
         else {
             return;
         };
-        if lent.state.is_some() {
+        if leased.state.is_some() {
             self.release(cx, handoff, reason);
         } else {
-            lent.is_abandoned = true;
+            leased.is_abandoned = true;
         }
     }
 
     pub(super) fn expire_leases(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let now = cx.now;
-        let is_late =
-            |lent: &Lent| lent.watchers.is_empty() && lent.lease_ends.is_some_and(|at| at <= now);
+        let is_late = |leased: &LeasedHandoff| {
+            leased.watchers.is_empty() && leased.lease_ends.is_some_and(|at| at <= now)
+        };
         let late: Vec<HandoffId> = self
-            .lent
+            .leased
             .iter()
-            .filter(|(_, lent)| is_late(lent))
+            .filter(|(_, leased)| is_late(leased))
             .map(|(id, _)| *id)
             .collect();
         for handoff in late {
             self.release(cx, handoff, "its lease ended before a consumer came");
         }
-        self.lent
+        self.leased
             .values()
-            .filter(|lent| lent.watchers.is_empty())
-            .filter_map(|lent| lent.lease_ends)
+            .filter(|leased| leased.watchers.is_empty())
+            .filter_map(|leased| leased.lease_ends)
             .min()
     }
 

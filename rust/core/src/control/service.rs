@@ -1,4 +1,4 @@
-//! Both roles of the control plane on its reactor's thread: what is lent here, and what is watched elsewhere.
+//! Both roles of the control plane on its reactor's thread: what is leased here, and what is watched elsewhere.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Instant;
@@ -64,7 +64,7 @@ pub(super) enum Command {
     Trace(Trace),
 }
 
-pub(super) struct Lent {
+pub(super) struct LeasedHandoff {
     pub(super) opening: Opening,
     pub(super) state: Option<SequenceState>,
     /// When its prefill is predicted to end.
@@ -127,7 +127,7 @@ pub(super) struct Schedulers {
     pub(super) trace: Trace,
     pub(super) timeouts: ControlTimeouts,
     pub(super) description: String,
-    pub(super) lent: HashMap<HandoffId, Lent>,
+    pub(super) leased: HashMap<HandoffId, LeasedHandoff>,
     pub(super) ended: Recent<String>,
     pub(super) results: Recent<String>,
     /// Requests that have come but are not scheduled: their watches wait as long as it takes.
@@ -146,7 +146,7 @@ impl Schedulers {
             trace: Trace::default(),
             timeouts,
             description: "{}".to_owned(),
-            lent: HashMap::new(),
+            leased: HashMap::new(),
             ended: Recent::default(),
             results: Recent::default(),
             expected: HashSet::new(),
@@ -313,14 +313,14 @@ impl Service for Schedulers {
         self.parked.take(|watch| watch.session == session);
         self.subscriptions.take(|it| it.session == session);
         let watching: Vec<HandoffId> = self
-            .lent
+            .leased
             .iter()
-            .filter(|(_, lent)| lent.watchers.contains(&session))
+            .filter(|(_, leased)| leased.watchers.contains(&session))
             .map(|(id, _)| *id)
             .collect();
         for handoff in watching {
-            if let Some(lent) = self.lent.get_mut(&handoff) {
-                lent.watchers.remove(&session);
+            if let Some(leased) = self.leased.get_mut(&handoff) {
+                leased.watchers.remove(&session);
             }
             self.abandon(cx, handoff, "its consumer is gone");
         }

@@ -88,8 +88,8 @@ impl Schedulers {
 
     /// Producer: a prefill is predicted to end then; whether it is under way.
     pub(super) fn progress(&mut self, handoff: &HandoffId, ends_at: Instant) -> bool {
-        let open = self.lent.get_mut(handoff).filter(|it| it.state.is_none());
-        open.map(|lent| lent.ends_at = Some(ends_at)).is_some()
+        let open = self.leased.get_mut(handoff).filter(|it| it.state.is_none());
+        open.map(|leased| leased.ends_at = Some(ends_at)).is_some()
     }
 
     pub(super) fn expire_subscriptions(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
@@ -105,16 +105,16 @@ impl Schedulers {
 
     /// What is to be said to a subscriber, once there is something.
     pub(super) fn moment(&self, it: &Subscription, now: Instant) -> Option<Moment> {
-        let Some(lent) = self.lent.get(&it.handoff) else {
+        let Some(leased) = self.leased.get(&it.handoff) else {
             return self.moment_of_what_is_not_lent(it, now);
         };
         match it.awaited {
-            Awaited::Consumer => (!lent.watchers.is_empty()).then_some(Moment::Watched),
-            Awaited::End { .. } if lent.state.is_some() => Some(Moment::Finished(
-                lent.ends_at.map(|end| end.saturating_duration_since(now)),
+            Awaited::Consumer => (!leased.watchers.is_empty()).then_some(Moment::Watched),
+            Awaited::End { .. } if leased.state.is_some() => Some(Moment::Finished(
+                leased.ends_at.map(|end| end.saturating_duration_since(now)),
             )),
             Awaited::End { lead } => {
-                let remaining = lent.ends_at?.saturating_duration_since(now);
+                let remaining = leased.ends_at?.saturating_duration_since(now);
                 (remaining <= lead).then_some(Moment::Due(remaining))
             }
         }
@@ -130,8 +130,8 @@ impl Schedulers {
 
     /// When there is something to say to a subscriber if nothing happens until then.
     pub(super) fn look_again_at(&self, it: &Subscription) -> Option<Instant> {
-        match (self.lent.get(&it.handoff), it.awaited) {
-            (Some(lent), Awaited::End { lead }) => lent.ends_at?.checked_sub(lead),
+        match (self.leased.get(&it.handoff), it.awaited) {
+            (Some(leased), Awaited::End { lead }) => leased.ends_at?.checked_sub(lead),
             (Some(_), Awaited::Consumer) => None,
             (None, _) => (!self.expected.contains(&it.handoff)).then_some(it.until),
         }

@@ -1,11 +1,11 @@
-//! The destination: which pieces are asked for, which are here, and which of them are proved.
+//! The destination: which pieces are asked for, which are here, and which of them are verified.
 
 use std::sync::Arc;
 
 use kvpipe_ucx::{AmData, MemoryKind, Status};
 
 use super::{
-    ACCEPT, CREDIT, DATA, GET_PIECE, GETS_IN_FLIGHT, Held, Offer, Proof, num_pieces, piece,
+    ACCEPT, CREDIT, ChecksumMode, DATA, GET_PIECE, GETS_IN_FLIGHT, Held, Offer, num_pieces, piece,
 };
 use crate::checksum;
 use crate::codec::Reader;
@@ -41,7 +41,7 @@ struct Reads {
     /// Token and piece.
     under_way: Vec<(u64, usize)>,
     /// The checksum of each piece that is here; empty where there is nothing to compare with.
-    sums: Vec<Option<u64>>,
+    checksums: Vec<Option<u64>>,
     num_compared: usize,
     /// Where a piece begins that differs from its checksum.
     corrupt: Option<usize>,
@@ -54,7 +54,7 @@ fn usable_key(
     offer: &Offer,
     memory: &Memory,
 ) -> Result<Option<RemoteKey>> {
-    if offer.proof == Proof::Messages {
+    if offer.checksum_mode == ChecksumMode::Messages {
         return Ok(None);
     }
     let (to, data_path) = (memory.buffer().kind(), cx.data_path(session));
@@ -86,7 +86,7 @@ impl Fetch {
         memory: Arc<Memory>,
     ) -> Result<Self> {
         let data_path = if let Some(key) = usable_key(cx, session, &offer, &memory)? {
-            let num_sums = if offer.proof == Proof::None {
+            let num_checksums = if offer.checksum_mode == ChecksumMode::None {
                 0
             } else {
                 num_pieces(offer.len)
@@ -95,20 +95,23 @@ impl Fetch {
                 key,
                 next: 0,
                 under_way: Vec::new(),
-                sums: vec![None; num_sums],
+                checksums: vec![None; num_checksums],
                 num_compared: 0,
                 corrupt: None,
             })
         } else {
             let pieces = Arc::new(Pieces::whole(offer.len as u64));
-            let (memory, is_summed) = (Arc::clone(&memory), offer.proof != Proof::None);
+            let (memory, is_checksummed) = (
+                Arc::clone(&memory),
+                offer.checksum_mode != ChecksumMode::None,
+            );
             By::Messages(Incoming::begin(
                 cx,
                 session,
                 (DATA, id),
                 memory,
                 pieces,
-                is_summed,
+                is_checksummed,
             ))
         };
         let mut fetch = Self {
@@ -193,7 +196,7 @@ impl Fetch {
         match (result, session) {
             (Ok(()), session) => {
                 self.is_here(index);
-                self.check_lender(cx, session);
+                self.check_still_exposed(cx, session);
             }
             (Err(status), Some(session)) => {
                 let error = Error::lost(&cx.peer(session), status);
@@ -208,16 +211,16 @@ impl Fetch {
         true
     }
 
-    /// Without checksums, what was read counts only if its owner still lends it.
-    fn check_lender(&mut self, cx: &ReactorContext, session: Option<SessionKey>) {
+    /// Without checksums, what was read counts only if its owner still exposes it.
+    fn check_still_exposed(&mut self, cx: &ReactorContext, session: Option<SessionKey>) {
         let By::Reads(reads) = &self.data_path else {
             return;
         };
         let is_last = reads.under_way.is_empty() && reads.next == num_pieces(self.offer.len);
         if let Some(session) = session
             && is_last
-            && self.offer.proof == Proof::None
-            && let Err(error) = cx.check_lender(session)
+            && self.offer.checksum_mode == ChecksumMode::None
+            && let Err(error) = cx.check_still_exposed(session)
         {
             self.fail(error);
         }
@@ -229,15 +232,15 @@ impl Fetch {
         let By::Reads(reads) = &mut self.data_path else {
             return;
         };
-        if let Some(sum) = reads.sums.get_mut(index) {
-            *sum = self.memory.buffer().bytes(at, size).map(checksum::of);
+        if let Some(checksum) = reads.checksums.get_mut(index) {
+            *checksum = self.memory.buffer().bytes(at, size).map(checksum::of);
             self.compare(index);
         }
     }
 
     /// The owner's checksums of the next pieces.
-    pub(crate) fn take_sums(&mut self, data: &[u8]) -> Result<()> {
-        let known = self.offer.take_sums(data)?;
+    pub(crate) fn receive_checksums(&mut self, data: &[u8]) -> Result<()> {
+        let known = self.offer.receive_checksums(data)?;
         known.for_each(|index| self.compare(index));
         Ok(())
     }
@@ -246,8 +249,8 @@ impl Fetch {
         let By::Reads(reads) = &mut self.data_path else {
             return;
         };
-        let theirs = self.offer.sums.get(index);
-        let ours = reads.sums.get(index).and_then(Option::as_ref);
+        let theirs = self.offer.checksums.get(index);
+        let ours = reads.checksums.get(index).and_then(Option::as_ref);
         if let (Some(theirs), Some(ours)) = (theirs, ours) {
             reads.num_compared += 1;
             if theirs != ours {
@@ -273,9 +276,9 @@ impl Fetch {
         };
         incoming.take(header, data)?;
         incoming.credit(cx, session, (CREDIT, self.id));
-        let is_unproved = incoming.is_here() && !incoming.is_summed();
+        let is_unproved = incoming.is_here() && !incoming.is_checksummed();
         if (is_unproved || incoming.corrupt().is_some())
-            && let Err(error) = cx.check_lender(session)
+            && let Err(error) = cx.check_still_exposed(session)
         {
             self.fail(error.clone());
             cx.fail(session, error); // more of it may come before its end is seen
@@ -283,14 +286,15 @@ impl Fetch {
         Ok(())
     }
 
-    /// How it ended, once nothing writes into its memory any more: all is here and proved, or why not.
+    /// How it ended, once nothing writes into its memory any more: all is here and verified, or why not.
     ///
     /// A failed fetch of the stream path ends at once: what comes later finds no fetch to place it.
     pub(crate) fn outcome(&self) -> Option<Result<()>> {
         let (is_quiet, is_here) = match &self.data_path {
             By::Reads(reads) => (
                 reads.under_way.is_empty(),
-                reads.next == num_pieces(self.offer.len) && reads.num_compared == reads.sums.len(),
+                reads.next == num_pieces(self.offer.len)
+                    && reads.num_compared == reads.checksums.len(),
             ),
             By::Messages(incoming) => (true, incoming.is_here()),
         };

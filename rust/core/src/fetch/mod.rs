@@ -1,14 +1,14 @@
-//! One buffer of a peer, brought into memory of ours. Its owner offers it ([`Lending`]); the other side fetches it
+//! One buffer of a peer, brought into memory of ours. Its owner offers it ([`ExposedBuffer`]); the other side fetches it
 //! ([`Fetch`]) by the data path of the session: with reads of its own, or as messages that it places itself. Either way
 //! every piece is compared with the checksum that the owner computed, if it offers any.
 //!
 //! A service that fetches passes the messages of the four kinds here on, and the ends of its reads.
 
+mod exposed;
 mod fetching;
-mod lending;
 
+pub(crate) use exposed::{ExposedBuffer, key};
 pub(crate) use fetching::Fetch;
-pub(crate) use lending::{Lending, key};
 
 use std::ops::Range;
 
@@ -24,28 +24,28 @@ pub(crate) const DATA: u8 = 4;
 /// Destination to source: so much has been placed. Stream path only.
 pub(crate) const CREDIT: u8 = 5;
 /// Source to destination: checksums of pieces. Remote read only.
-pub(crate) const SUMS: u8 = 9;
+pub(crate) const CHECKSUMS: u8 = 9;
 
 /// One read of the remote-read path, and what one of its checksums covers: it is computed while the piece is in the cache.
 const GET_PIECE: usize = 1 << 20;
 /// Reads of the remote-read path under way at once.
 const GETS_IN_FLIGHT: usize = 4;
 /// Most checksums of one message.
-const SUMS_CAP: usize = 1 << 10;
+const CHECKSUMS_CAP: usize = 1 << 10;
 /// Most pieces of a buffer that has checksums: a TiB.
 const PIECES_CAP: usize = 1 << 20;
 /// Largest packed remote key.
 const RKEY_CAP: usize = 4096;
 
-/// How the pieces of a buffer are proved.
+/// How the pieces of a buffer are verified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Proof {
+pub(crate) enum ChecksumMode {
     /// Not at all: its owner has switched checksums off.
     None = 0,
-    /// Read pieces by [`SUMS`], pieces that come as messages by the sum that each carries.
+    /// Read pieces by [`CHECKSUMS`], pieces that come as messages by the checksum that each carries.
     Any = 1,
-    /// By the sums of messages only: the owner does not see that it could be read.
+    /// By the checksums of messages only: the owner does not see that it could be read.
     Messages = 2,
 }
 
@@ -73,21 +73,26 @@ pub(crate) struct Offer {
     pub(crate) len: usize,
     address: u64,
     pub(crate) held: Held,
-    proof: Proof,
+    checksum_mode: ChecksumMode,
     key: Vec<u8>,
     /// Checksums of its first pieces, as far as they are known.
-    sums: Vec<u64>,
+    checksums: Vec<u64>,
 }
 
 impl Offer {
-    fn new((len, address): (usize, u64), held: Held, proof: Proof, key: Vec<u8>) -> Self {
+    fn new(
+        (len, address): (usize, u64),
+        held: Held,
+        checksum_mode: ChecksumMode,
+        key: Vec<u8>,
+    ) -> Self {
         Self {
             len,
             address,
             held,
-            proof,
+            checksum_mode,
             key,
-            sums: Vec::new(),
+            checksums: Vec::new(),
         }
     }
 
@@ -96,7 +101,7 @@ impl Offer {
             .u64(self.len as u64)
             .u64(self.address)
             .u8(self.held as u8)
-            .u8(self.proof as u8)
+            .u8(self.checksum_mode as u8)
             .bytes(&self.key)
     }
 
@@ -107,11 +112,15 @@ impl Offer {
             1 => Held::Cuda,
             other => return Err(Error::protocol(format_args!("memory {other} of an offer"))),
         };
-        let proof = match reader.u8()? {
-            0 => Proof::None,
-            1 => Proof::Any,
-            2 => Proof::Messages,
-            other => return Err(Error::protocol(format_args!("proof {other} of an offer"))),
+        let checksum_mode = match reader.u8()? {
+            0 => ChecksumMode::None,
+            1 => ChecksumMode::Any,
+            2 => ChecksumMode::Messages,
+            other => {
+                return Err(Error::protocol(format_args!(
+                    "checksum_mode {other} of an offer"
+                )));
+            }
         };
         let key = reader.bytes(RKEY_CAP)?.to_vec();
         let is_possible =
@@ -121,28 +130,31 @@ impl Offer {
                 "an offer of {len} bytes at {address:#x}"
             )));
         }
-        // Nobody sums what is on a GPU.
-        if held == Held::Cuda && proof != Proof::None {
+        // Nobody checksums what is on a GPU.
+        if held == Held::Cuda && checksum_mode != ChecksumMode::None {
             return Err(Error::protocol("checksums of CUDA memory in an offer"));
         }
-        Ok(Self::new((len as usize, address), held, proof, key))
+        Ok(Self::new((len as usize, address), held, checksum_mode, key))
     }
 
     /// The owner's checksums of the next pieces; which.
-    pub(crate) fn take_sums(&mut self, data: &[u8]) -> Result<Range<usize>> {
+    pub(crate) fn receive_checksums(&mut self, data: &[u8]) -> Result<Range<usize>> {
         let mut reader = Reader::new(data);
-        let sums = reader.list(SUMS_CAP, Reader::u64)?;
+        let checksums = reader.list(CHECKSUMS_CAP, Reader::u64)?;
         reader.end()?;
-        let known = self.sums.len()..self.sums.len() + sums.len();
-        if self.proof != Proof::Any || known.end > num_pieces(self.len) || known.end > PIECES_CAP {
+        let known = self.checksums.len()..self.checksums.len() + checksums.len();
+        if self.checksum_mode != ChecksumMode::Any
+            || known.end > num_pieces(self.len)
+            || known.end > PIECES_CAP
+        {
             return Err(Error::protocol(format_args!(
                 "{} checksums after {} of a buffer of {} bytes",
-                sums.len(),
+                checksums.len(),
                 known.start,
                 self.len
             )));
         }
-        self.sums.extend(sums);
+        self.checksums.extend(checksums);
         Ok(known)
     }
 }
@@ -163,16 +175,16 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn offer(len: u64, address: u64, proof: u8) -> Result<Offer> {
-        offer_of(0, len, address, proof)
+    fn offer(len: u64, address: u64, checksum_mode: u8) -> Result<Offer> {
+        offer_of(0, len, address, checksum_mode)
     }
 
-    fn offer_of(held: u8, len: u64, address: u64, proof: u8) -> Result<Offer> {
+    fn offer_of(held: u8, len: u64, address: u64, checksum_mode: u8) -> Result<Offer> {
         let message = Writer::default()
             .u64(len)
             .u64(address)
             .u8(held)
-            .u8(proof)
+            .u8(checksum_mode)
             .bytes(&[1])
             .finish();
         Offer::read(&mut Reader::new(&message))
@@ -207,14 +219,14 @@ mod tests {
     #[test]
     fn more_checksums_than_pieces_are_refused() {
         let mut offer = offer(2 * GET_PIECE as u64, 4096, 1).unwrap();
-        let sums = |count| {
+        let checksums = |count| {
             Writer::default()
-                .list(&vec![7; count], |w, sum| w.u64(*sum))
+                .list(&vec![7; count], |w, checksum| w.u64(*checksum))
                 .finish()
         };
-        assert_eq!(offer.take_sums(&sums(1)).unwrap(), 0..1);
-        assert!(offer.take_sums(&sums(2)).is_err());
-        assert_eq!(offer.take_sums(&sums(1)).unwrap(), 1..2);
+        assert_eq!(offer.receive_checksums(&checksums(1)).unwrap(), 0..1);
+        assert!(offer.receive_checksums(&checksums(2)).is_err());
+        assert_eq!(offer.receive_checksums(&checksums(1)).unwrap(), 1..2);
     }
 
     #[test]

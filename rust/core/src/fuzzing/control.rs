@@ -18,7 +18,7 @@ pub(super) fn opening() -> Opening {
     Opening {
         prompt_hash: [3; 32],
         num_tokens: 5,
-        generation: 0,
+        epoch: 0,
         ranks: vec![Rank {
             address: "127.0.0.1:1".to_owned(),
             incarnation: [4; 16],

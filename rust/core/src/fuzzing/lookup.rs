@@ -153,8 +153,8 @@ pub(super) fn server(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let buffer = Local::new(CAPACITY);
-    let is_summed = !flags.is_unsummed();
-    let serve = || buffer.serve("127.0.0.1:0", TOKEN, transport.clone(), is_summed);
+    let is_checksummed = !flags.is_unsummed();
+    let serve = || buffer.serve("127.0.0.1:0", TOKEN, transport.clone(), is_checksummed);
     without_threads(serve).expect("served");
     let hostile = Hostile::connect(SessionKind::Lookup, Some(&transport), buffer.address());
     perform(Side::new(buffer, None), hostile, flags, steps);
@@ -168,10 +168,10 @@ pub(super) fn client(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let (hostile, address) = Hostile::listen(SessionKind::Lookup, Some(&transport));
-    let is_summed = !flags.is_unsummed();
+    let is_checksummed = !flags.is_unsummed();
     let connect = || {
         let addresses = vec![address];
-        Remote::connect(addresses, TOKEN, transport.clone(), is_summed, TIMEOUT)
+        Remote::connect(addresses, TOKEN, transport.clone(), is_checksummed, TIMEOUT)
     };
     let (buffer, connected) = without_threads(connect).expect("buffer");
     perform(Side::new(buffer, Some(connected)), hostile, flags, steps);

@@ -132,13 +132,13 @@ pub(super) fn sender(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let (hostile, address) = Hostile::listen(SessionKind::Pipe, Some(&transport));
-    let is_summed = !flags.is_unsummed();
+    let is_checksummed = !flags.is_unsummed();
     let connect = || {
         Pipe::connect(
             &address,
             TOKEN,
             transport.clone(),
-            is_summed,
+            is_checksummed,
             Duration::ZERO,
             TIMEOUT,
         )

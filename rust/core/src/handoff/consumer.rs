@@ -8,14 +8,14 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use self::state::{Ending, State};
-use super::{FinalBlock, HandoffId};
+use super::{HandoffId, ReadyBlock};
 use crate::error::{Error, Result};
 
 /// Where the blocks of a request go.
 #[derive(Debug, Clone)]
 pub struct Load {
-    /// The generation that the producer's scheduler named.
-    pub generation: u32,
+    /// The epoch that the producer's scheduler named.
+    pub epoch: u32,
     /// Most blocks of one batch: their checksums are compared in one go.
     pub max_batch: usize,
     /// Position of the first block that is wanted.
@@ -36,7 +36,7 @@ pub struct Batch {
     /// Whether a read of them has failed before.
     pub is_again: bool,
     /// What is read, and its checksums.
-    pub blocks: Vec<FinalBlock>,
+    pub blocks: Vec<ReadyBlock>,
     /// Destination ids, in the same order.
     pub local_ids: Vec<u32>,
 }
@@ -56,7 +56,7 @@ pub struct Counts {
     pub num_compared: u64,
     /// Those that differed.
     pub num_corrupt: u64,
-    /// From the first word of what is final until all that had been told of was here: what comes later comes while
+    /// From the first word of what is ready until all that had been told of was here: what comes later comes while
     /// prefill computes.
     pub backlog: Duration,
 }
@@ -75,7 +75,7 @@ pub struct Whole {
 pub struct Outcome {
     /// In numbers.
     pub counts: Counts,
-    /// What is missing, unless everything is here and proved.
+    /// What is missing, unless everything is here and verified.
     pub failure: Option<Failure>,
 }
 
@@ -120,9 +120,9 @@ impl Consumer {
         Some((load.first, end))
     }
 
-    /// The generation of a load.
-    pub fn generation(&self, handoff: &HandoffId) -> Option<u32> {
-        Some(self.loads.get(handoff)?.load.generation)
+    /// The epoch of a load.
+    pub fn epoch(&self, handoff: &HandoffId) -> Option<u32> {
+        Some(self.loads.get(handoff)?.load.epoch)
     }
 
     /// Whether every block is here, and only the sequence state is not.
@@ -151,7 +151,7 @@ impl Consumer {
         state.is_some_and(|state| state.num_reading > 0)
     }
 
-    /// The producer says that blocks are final; what to read now, region by region.
+    /// The producer says that blocks are ready; what to read now, region by region.
     ///
     /// Blocks that are not wanted, are here, or are being read, are passed over: they may answer an earlier select of
     /// the same handoff.
@@ -161,14 +161,14 @@ impl Consumer {
     pub fn announced(
         &mut self,
         handoff: &HandoffId,
-        generation: u32,
-        blocks: &[FinalBlock],
+        epoch: u32,
+        blocks: &[ReadyBlock],
     ) -> Result<Vec<Batch>> {
-        // Of a load that has ended meanwhile, or of another generation: nothing to do, not even an error.
+        // Of a load that has ended meanwhile, or of another epoch: nothing to do, not even an error.
         let Some(state) = self.loads.get_mut(handoff) else {
             return Ok(Vec::new());
         };
-        if state.ended.is_some() || state.load.generation != generation {
+        if state.ended.is_some() || state.load.epoch != epoch {
             return Ok(Vec::new());
         }
         let num_regions = state.load.num_regions;

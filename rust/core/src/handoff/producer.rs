@@ -1,9 +1,9 @@
-//! The lending side: which blocks are final, who has selected them, and what is to be told to whom.
+//! The producer's side: which blocks are ready, who has selected them, and what is to be told to whom.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use super::{FinalBlock, HandoffId};
+use super::{HandoffId, ReadyBlock};
 use crate::fair::{Place, Room, crowded};
 use crate::reactor::SessionKey;
 use crate::recent::Recent;
@@ -22,10 +22,10 @@ pub enum Action {
         session: SessionKey,
         /// Of which handoff.
         handoff: HandoffId,
-        /// In which generation.
-        generation: u32,
+        /// In which epoch.
+        epoch: u32,
         /// The blocks.
-        blocks: Vec<FinalBlock>,
+        blocks: Vec<ReadyBlock>,
     },
     /// Nothing more will come.
     Gone {
@@ -50,9 +50,9 @@ pub struct Select {
 }
 
 #[derive(Debug, Default)]
-struct Lent {
-    generation: u32,
-    blocks: Vec<FinalBlock>,
+struct LeasedHandoff {
+    epoch: u32,
+    blocks: Vec<ReadyBlock>,
     selects: Vec<Select>,
 }
 
@@ -68,7 +68,7 @@ impl Place for Parked {
 /// All handoffs that this worker lends.
 #[derive(Debug)]
 pub struct Producer {
-    lent: HashMap<HandoffId, Lent>,
+    leased: HashMap<HandoffId, LeasedHandoff>,
     parked: Room<Parked>,
     /// Why handoffs have ended, so that a late select is answered at once.
     ended: Recent<String>,
@@ -77,7 +77,7 @@ pub struct Producer {
 impl Default for Producer {
     fn default() -> Self {
         Self {
-            lent: HashMap::new(),
+            leased: HashMap::new(),
             parked: Room::new(PARKED_CAP),
             ended: Recent::default(),
         }
@@ -85,26 +85,26 @@ impl Default for Producer {
 }
 
 impl Producer {
-    /// More blocks of a handoff are final. A new generation voids everything announced before.
-    pub fn finalize(
+    /// More blocks of a handoff are ready. A new epoch voids everything announced before.
+    pub fn mark_ready(
         &mut self,
         handoff: HandoffId,
-        generation: u32,
-        blocks: &[FinalBlock],
+        epoch: u32,
+        blocks: &[ReadyBlock],
     ) -> Vec<Action> {
         if self.ended.get(&handoff).is_some() {
             return Vec::new();
         }
-        let lent = self.lent.entry(handoff).or_default();
-        if lent.generation != generation {
-            lent.generation = generation;
-            lent.blocks.clear();
+        let leased = self.leased.entry(handoff).or_default();
+        if leased.epoch != epoch {
+            leased.epoch = epoch;
+            leased.blocks.clear();
         }
-        lent.blocks.extend_from_slice(blocks);
-        let mut actions: Vec<Action> = lent
+        leased.blocks.extend_from_slice(blocks);
+        let mut actions: Vec<Action> = leased
             .selects
             .iter()
-            .flat_map(|select| announce(select, handoff, generation, blocks))
+            .flat_map(|select| announce(select, handoff, epoch, blocks))
             .collect();
         for (_, select, until) in self.parked.take(|(id, ..)| *id == handoff) {
             actions.extend(self.select(select, handoff, until));
@@ -124,11 +124,13 @@ impl Producer {
         if let Some(reason) = self.ended.get(&handoff) {
             return gone(reason);
         }
-        if let Some(lent) = self.lent.get_mut(&handoff) {
+        if let Some(leased) = self.leased.get_mut(&handoff) {
             // A consumer that tries again has given up what it asked for before.
-            lent.selects.retain(|other| other.session != select.session);
-            lent.selects.push(select);
-            return announce(&select, handoff, lent.generation, &lent.blocks).collect();
+            leased
+                .selects
+                .retain(|other| other.session != select.session);
+            leased.selects.push(select);
+            return announce(&select, handoff, leased.epoch, &leased.blocks).collect();
         }
         self.parked
             .take(|(id, other, _)| (*id, other.session) == (handoff, select.session));
@@ -150,9 +152,9 @@ impl Producer {
             self.ended.insert(handoff, reason.to_owned());
         }
         let selects = self
-            .lent
+            .leased
             .remove(&handoff)
-            .map(|lent| lent.selects)
+            .map(|leased| leased.selects)
             .unwrap_or_default();
         let parked = self.parked.take(|(id, ..)| *id == handoff);
         let parked = parked.into_iter().map(|(_, select, _)| select);
@@ -165,14 +167,16 @@ impl Producer {
         .collect()
     }
 
-    /// A consumer has everything; whether this is the first time that it says so of a handoff that is lent.
+    /// A consumer has everything; whether this is the first time that it says so of a handoff that is leased.
     pub fn done(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
-        let has_selected = self
-            .lent
-            .get(&handoff)
-            .is_some_and(|lent| lent.selects.iter().any(|select| select.session == session));
+        let has_selected = self.leased.get(&handoff).is_some_and(|leased| {
+            leased
+                .selects
+                .iter()
+                .any(|select| select.session == session)
+        });
         if has_selected {
-            self.lent.remove(&handoff);
+            self.leased.remove(&handoff);
             self.end(handoff, "it has been taken");
         }
         has_selected
@@ -180,8 +184,8 @@ impl Producer {
 
     /// A consumer is gone.
     pub fn session_down(&mut self, session: SessionKey) {
-        for lent in self.lent.values_mut() {
-            lent.selects.retain(|select| select.session != session);
+        for leased in self.leased.values_mut() {
+            leased.selects.retain(|select| select.session != session);
         }
         self.parked.take(|(_, select, _)| select.session == session);
     }
@@ -200,21 +204,21 @@ impl Producer {
         )
     }
 
-    /// Number of handoffs that are lent.
-    pub fn num_lent(&self) -> usize {
-        self.lent.len()
+    /// Number of handoffs that are leased.
+    pub fn num_leased(&self) -> usize {
+        self.leased.len()
     }
 }
 
-/// How long a select waits for the first final block. It comes after the scheduler has opened the handoff, whose end
+/// How long a select waits for the first ready block. It comes after the scheduler has opened the handoff, whose end
 /// this side is told of; prefill may compute for a long time.
 pub const OPEN_TIMEOUT: Duration = Duration::from_secs(300);
 
 fn announce(
     select: &Select,
     handoff: HandoffId,
-    generation: u32,
-    blocks: &[FinalBlock],
+    epoch: u32,
+    blocks: &[ReadyBlock],
 ) -> impl Iterator<Item = Action> {
     let Select {
         session,
@@ -225,11 +229,11 @@ fn announce(
         .iter()
         .filter(move |block| (first..end).contains(&block.position));
     std::iter::from_fn(move || {
-        let blocks: Vec<FinalBlock> = wanted.by_ref().take(ANNOUNCED_CAP).copied().collect();
+        let blocks: Vec<ReadyBlock> = wanted.by_ref().take(ANNOUNCED_CAP).copied().collect();
         (!blocks.is_empty()).then_some(Action::Announce {
             session,
             handoff,
-            generation,
+            epoch,
             blocks,
         })
     })

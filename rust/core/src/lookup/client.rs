@@ -32,7 +32,7 @@ struct Server {
 
 pub(super) struct Client {
     desk: Arc<Desk>,
-    is_summed: bool,
+    is_checksummed: bool,
     /// In the order of their addresses.
     sessions: Vec<SessionKey>,
     servers: HashMap<SessionKey, Server>,
@@ -61,10 +61,10 @@ fn settle(cx: &mut ReactorContext, session: SessionKey, operation: u64, is_taken
 }
 
 impl Client {
-    pub(super) fn new(desk: Arc<Desk>, is_summed: bool) -> Self {
+    pub(super) fn new(desk: Arc<Desk>, is_checksummed: bool) -> Self {
         Self {
             desk,
-            is_summed,
+            is_checksummed,
             sessions: Vec::new(),
             servers: HashMap::new(),
             connecting: None,
@@ -113,7 +113,7 @@ impl Client {
             self.sessions.push(session);
             let server = Server {
                 is_up: false,
-                tensors: Tensors::new(session, self.pool.clone(), self.is_summed),
+                tensors: Tensors::new(session, self.pool.clone(), self.is_checksummed),
             };
             self.servers.insert(session, server);
         }
@@ -342,7 +342,7 @@ impl Service for Client {
         }
         self.servers
             .iter_mut()
-            .any(|(session, server)| server.tensors.outgoing.sum_on(cx, *session))
+            .any(|(session, server)| server.tensors.outgoing.run_checksum_slice(cx, *session))
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {

@@ -179,8 +179,11 @@ fn send(
         .map(|at| at.saturating_duration_since(cx.now));
     let writer = write_tokens(write_timeout(Writer::default(), left), &insert.tokens);
     let writer = outgoing.write(cx, session, insert.operation, &insert.items, writer)?;
-    let (sum, payload) = seal(writer);
-    let header = cx.header(session, INSERT).u64(insert.operation).u64(sum);
+    let (checksum, payload) = seal(writer);
+    let header = cx
+        .header(session, INSERT)
+        .u64(insert.operation)
+        .u64(checksum);
     cx.message(session, header, Payload::Bytes(payload));
     Ok(())
 }

@@ -41,7 +41,7 @@ impl Local {
         self.serving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets other processes connect. With `is_summed`, they compare what they take with checksums.
+    /// Lets other processes connect. With `is_checksummed`, they compare what they take with checksums.
     ///
     /// # Errors
     /// `Config`: the address cannot be bound, others could reach it without a token, or the buffer is served already.
@@ -51,7 +51,7 @@ impl Local {
         address: &str,
         token: &[u8],
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
     ) -> Result<()> {
         self.shared.check_process()?;
         let _serving = self.serving();
@@ -72,7 +72,7 @@ impl Local {
             busy_poll: default_busy_poll(),
         };
         let shared = Arc::clone(&self.shared);
-        let served = Reactor::spawn(config, move || Server::new(shared, is_summed))?;
+        let served = Reactor::spawn(config, move || Server::new(shared, is_checksummed))?;
         self.shared.serve(served.waker());
         self.reactor.get_or_init(|| served);
         Ok(())

@@ -194,10 +194,10 @@ impl LookupBuffer {
         address: &str,
         token: &[u8],
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
     ) -> Result<()> {
         match self {
-            Self::Local(local) => local.serve(address, token, transport, is_summed),
+            Self::Local(local) => local.serve(address, token, transport, is_checksummed),
             Self::Remote(_) => Err(Error::Config(
                 "this buffer belongs to other processes; one in this process can be served"
                     .to_owned(),

@@ -48,21 +48,21 @@ impl Remote {
         addresses: Vec<String>,
         token: &[u8],
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
         let route = Self::route(addresses, timeout)?;
         while !route.wait()? {}
-        Self::connect_along(&route, token, transport, is_summed)
+        Self::connect_along(&route, token, transport, is_checksummed)
     }
 
-    /// Connects to all servers; the work is done once all have accepted. With `is_summed`, they compare what is
+    /// Connects to all servers; the work is done once all have accepted. With `is_checksummed`, they compare what is
     /// inserted with checksums.
     pub fn connect_along(
         route: &Route,
         token: &[u8],
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
     ) -> Result<(Self, Work<()>)> {
         let config = ReactorConfig {
             listen: None,
@@ -76,7 +76,7 @@ impl Remote {
         let desk = Arc::new(Desk::new());
         desk.count(|info| info.state = "connecting");
         let in_thread = Arc::clone(&desk);
-        let reactor = Reactor::spawn(config, move || Client::new(in_thread, is_summed))?;
+        let reactor = Reactor::spawn(config, move || Client::new(in_thread, is_checksummed))?;
         desk.open(reactor.waker());
         let (connected, completer) = reactor.work();
         let remote = Self {

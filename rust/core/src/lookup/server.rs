@@ -30,7 +30,7 @@ use client::{Client, Insert, Select};
 
 pub(super) struct Server {
     shared: Arc<Shared>,
-    is_summed: bool,
+    is_checksummed: bool,
     clients: HashMap<SessionKey, Client>,
     /// They get their checksums in turns. Whose turn was last is the last one here.
     turns: VecDeque<SessionKey>,
@@ -56,10 +56,10 @@ fn refuse(cx: &mut ReactorContext, session: SessionKey, operation: u64, error: &
 }
 
 impl Server {
-    pub(super) fn new(shared: Arc<Shared>, is_summed: bool) -> Self {
+    pub(super) fn new(shared: Arc<Shared>, is_checksummed: bool) -> Self {
         Self {
             shared,
-            is_summed,
+            is_checksummed,
             clients: HashMap::new(),
             turns: VecDeque::new(),
             tickets: HashMap::new(),
@@ -81,9 +81,9 @@ impl Server {
         mut header: Reader<'_>,
         payload: &[u8],
     ) -> Result<()> {
-        let sum = header.u64()?;
+        let checksum = header.u64()?;
         header.end()?;
-        if let Err(error) = check_seal(sum, payload) {
+        if let Err(error) = check_seal(checksum, payload) {
             refuse(cx, session, operation, &error);
             return Ok(());
         }
@@ -204,8 +204,8 @@ impl Server {
         let outgoing = &mut client.tensors.outgoing;
         match outgoing.write(cx, session, operation, items, Writer::default()) {
             Ok(writer) => {
-                let (sum, payload) = seal(writer);
-                let header = cx.header(session, OFFER).u64(operation).u64(sum);
+                let (checksum, payload) = seal(writer);
+                let header = cx.header(session, OFFER).u64(operation).u64(checksum);
                 client.selects.insert(operation, Select::Leased(entry));
                 cx.message(session, header, Payload::Bytes(payload));
             }
@@ -319,11 +319,11 @@ impl Server {
     }
 
     /// Computes and tells some checksums of the client whose turn it is; whether there were any.
-    fn sum_on(&mut self, cx: &mut ReactorContext) -> bool {
+    fn run_checksum_slice(&mut self, cx: &mut ReactorContext) -> bool {
         let clients = &mut self.clients;
         let had_some = |session: &SessionKey| {
             let client = clients.get_mut(session);
-            client.is_some_and(|client| client.tensors.outgoing.sum_on(cx, *session))
+            client.is_some_and(|client| client.tensors.outgoing.run_checksum_slice(cx, *session))
         };
         let Some(at) = self.turns.iter().position(had_some) else {
             return false;
@@ -361,7 +361,7 @@ impl Service for Server {
     }
 
     fn session_up(&mut self, _io: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
-        let tensors = Tensors::new(session, self.pool.clone(), self.is_summed);
+        let tensors = Tensors::new(session, self.pool.clone(), self.is_checksummed);
         self.clients.insert(session, Client::new(tensors));
         self.turns.push_back(session);
     }
@@ -434,7 +434,7 @@ impl Service for Server {
     fn work(&mut self, cx: &mut ReactorContext) -> bool {
         let has_copied = self.shared.copy_on(&mut self.copying);
         self.take_mail(cx);
-        self.sum_on(cx) || has_copied
+        self.run_checksum_slice(cx) || has_copied
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {

@@ -5,7 +5,7 @@ use kvpipe_ucx::AmData;
 use super::transfer::{Incoming, Outgoing};
 use crate::codec::Reader;
 use crate::error::Result;
-use crate::fetch::{ACCEPT, CREDIT, DATA, SUMS};
+use crate::fetch::{ACCEPT, CHECKSUMS, CREDIT, DATA};
 use crate::pool::Pool;
 use crate::reactor::{ReactorContext, SessionKey};
 
@@ -16,10 +16,10 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    pub(super) fn new(session: SessionKey, pool: Pool, is_summed: bool) -> Self {
+    pub(super) fn new(session: SessionKey, pool: Pool, is_checksummed: bool) -> Self {
         Self {
             incoming: Incoming::new(session, pool),
-            outgoing: Outgoing::new(is_summed),
+            outgoing: Outgoing::new(is_checksummed),
         }
     }
 
@@ -34,7 +34,7 @@ impl Tensors {
     ) -> Result<bool> {
         match kind {
             DATA => self.incoming.place(cx, id, reader, data)?,
-            SUMS => self.incoming.sums(id, data)?,
+            CHECKSUMS => self.incoming.checksums(id, data)?,
             ACCEPT => self.outgoing.accept(cx, session, id)?,
             CREDIT => self.outgoing.credit(cx, session, id, reader.u64()?),
             _ => return Ok(false),

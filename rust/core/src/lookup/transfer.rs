@@ -9,7 +9,7 @@ use super::{HUGE, Items, NUM_ITEMS, entry_bytes};
 use crate::checksum;
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::fetch::{Fetch, Lending, Offer};
+use crate::fetch::{ExposedBuffer, Fetch, Offer};
 use crate::pipe::{Meta, Received};
 use crate::pool::Pool;
 use crate::reactor::{ReactorContext, SessionKey};
@@ -45,26 +45,26 @@ fn owner_of(fetch: u64) -> (u64, usize) {
     (fetch / count, (fetch % count) as usize)
 }
 
-/// What this side lends to the peer.
+/// What this side exposes to the peer.
 #[derive(Debug)]
 pub(super) struct Outgoing {
-    lent: HashMap<u64, Lending>,
+    exposed: HashMap<u64, ExposedBuffer>,
     /// Those that may have checksums to compute, in the order in which the peer fetches them.
-    summing: VecDeque<u64>,
+    checksum_jobs: VecDeque<u64>,
     /// Whether the peer compares what it fetches with checksums.
-    is_summed: bool,
+    is_checksummed: bool,
 }
 
 impl Outgoing {
-    pub(super) fn new(is_summed: bool) -> Self {
+    pub(super) fn new(is_checksummed: bool) -> Self {
         Self {
-            lent: HashMap::new(),
-            summing: VecDeque::new(),
-            is_summed,
+            exposed: HashMap::new(),
+            checksum_jobs: VecDeque::new(),
+            is_checksummed,
         }
     }
 
-    /// Appends the tensors of an operation to its message; those that are too large are lent until
+    /// Appends the tensors of an operation to its message; those that are too large are exposed until
     /// [`release`](Self::release).
     pub(super) fn write(
         &mut self,
@@ -85,10 +85,10 @@ impl Outgoing {
                 }
                 Some(buffer) => {
                     let id = fetch_id(operation, index);
-                    let (lending, offer) =
-                        Lending::new(cx, session, buffer.clone(), id, self.is_summed)?;
-                    self.lent.insert(id, lending);
-                    self.summing.push_back(id);
+                    let (exposed, offer) =
+                        ExposedBuffer::new(cx, session, buffer.clone(), id, self.is_checksummed)?;
+                    self.exposed.insert(id, exposed);
+                    self.checksum_jobs.push_back(id);
                     offer.write(item.meta.write(writer.u8(OFFERED)))
                 }
             };
@@ -96,18 +96,19 @@ impl Outgoing {
         Ok(writer)
     }
 
-    /// Nothing is lent any more.
+    /// Nothing is exposed any more.
     pub(super) fn clear(&mut self) {
-        self.lent.clear();
-        self.summing.clear();
+        self.exposed.clear();
+        self.checksum_jobs.clear();
     }
 
     /// The peer has, or will never have, the tensors of an operation.
     pub(super) fn release(&mut self, operation: u64) {
         for index in 0..NUM_ITEMS {
-            self.lent.remove(&fetch_id(operation, index));
+            self.exposed.remove(&fetch_id(operation, index));
         }
-        self.summing.retain(|id| self.lent.contains_key(id));
+        self.checksum_jobs
+            .retain(|id| self.exposed.contains_key(id));
     }
 
     pub(super) fn accept(
@@ -116,9 +117,9 @@ impl Outgoing {
         session: SessionKey,
         id: u64,
     ) -> Result<()> {
-        self.lent
+        self.exposed
             .get_mut(&id)
-            .map_or(Ok(()), |lending| lending.accept(cx, session))
+            .map_or(Ok(()), |exposed| exposed.accept(cx, session))
     }
 
     pub(super) fn credit(
@@ -128,19 +129,23 @@ impl Outgoing {
         id: u64,
         credit: u64,
     ) {
-        if let Some(lending) = self.lent.get_mut(&id) {
-            lending.credit(cx, session, credit);
+        if let Some(exposed) = self.exposed.get_mut(&id) {
+            exposed.credit(cx, session, credit);
         }
     }
 
     /// Computes and tells some checksums; whether there were any.
-    pub(super) fn sum_on(&mut self, cx: &mut ReactorContext, session: SessionKey) -> bool {
-        while let Some(id) = self.summing.front() {
-            let lending = self.lent.get_mut(id);
-            if lending.is_some_and(|lending| lending.sum_on(cx, session)) {
+    pub(super) fn run_checksum_slice(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+    ) -> bool {
+        while let Some(id) = self.checksum_jobs.front() {
+            let exposed = self.exposed.get_mut(id);
+            if exposed.is_some_and(|exposed| exposed.run_checksum_slice(cx, session)) {
                 return true;
             }
-            self.summing.pop_front();
+            self.checksum_jobs.pop_front();
         }
         false
     }
@@ -157,8 +162,8 @@ pub(super) fn seal(writer: Writer) -> (u64, Vec<u8>) {
 }
 
 /// Whether a payload is what its header says.
-pub(super) fn check_seal(sum: u64, payload: &[u8]) -> Result<()> {
-    if checksum::of(payload) == sum {
+pub(super) fn check_seal(checksum: u64, payload: &[u8]) -> Result<()> {
+    if checksum::of(payload) == checksum {
         return Ok(());
     }
     Err(Error::Corrupt(
@@ -364,9 +369,9 @@ impl Incoming {
     }
 
     /// Checksums have come.
-    pub(super) fn sums(&mut self, id: u64, data: &[u8]) -> Result<()> {
+    pub(super) fn checksums(&mut self, id: u64, data: &[u8]) -> Result<()> {
         if let Some(fetch) = self.fetch(id) {
-            return fetch.take_sums(data);
+            return fetch.receive_checksums(data);
         }
         let (operation, index) = owner_of(id);
         let slot = self
@@ -374,7 +379,7 @@ impl Incoming {
             .get_mut(&operation)
             .map(|parcel| &mut parcel.slots[index]);
         match slot {
-            Some(Slot::Offered(offer)) => offer.take_sums(data).map(|_| ()),
+            Some(Slot::Offered(offer)) => offer.receive_checksums(data).map(|_| ()),
             // Of an operation that was withdrawn, or has failed here.
             _ => Ok(()),
         }

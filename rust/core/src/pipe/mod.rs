@@ -212,22 +212,22 @@ impl Pipe {
         address: &str,
         token: &[u8],
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
         busy_poll: Duration,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
         let route = Self::route(address, timeout)?;
         while !route.wait()? {}
-        Self::connect_along(&route, token, transport, is_summed, busy_poll)
+        Self::connect_along(&route, token, transport, is_checksummed, busy_poll)
     }
 
-    /// Opens the sending end; the work is done once the receiver has accepted it. With `is_summed`, the receiver
+    /// Opens the sending end; the work is done once the receiver has accepted it. With `is_checksummed`, the receiver
     /// compares what it gets with checksums.
     pub fn connect_along(
         route: &Route,
         token: &[u8],
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
         busy_poll: Duration,
     ) -> Result<(Self, Work<()>)> {
         let address = route.addresses().join(",");
@@ -240,7 +240,9 @@ impl Pipe {
         let mut config = config(None, route.local()?, token, transport, busy_poll)?;
         config.timeouts = route.timeouts();
         let in_thread = shared.clone();
-        let reactor = Reactor::spawn(config, move || sender::Sender::new(in_thread, is_summed))?;
+        let reactor = Reactor::spawn(config, move || {
+            sender::Sender::new(in_thread, is_checksummed)
+        })?;
         let (connected, completer) = reactor.work();
         reactor.send(sender::Command::Connect { address, completer })?;
         Ok((

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::WITHDRAW;
 use crate::error::{Error, Result};
-use crate::fetch::Lending;
+use crate::fetch::ExposedBuffer;
 use crate::reactor::{AnswerStage, GracePeriod, ReactorContext, SessionKey};
 use crate::transport::Payload;
 use crate::work::Completer;
@@ -17,7 +17,7 @@ pub(super) struct Posted {
 }
 
 pub(super) struct Large {
-    pub(super) lending: Lending,
+    pub(super) exposed: ExposedBuffer,
     completer: Completer<()>,
     grace: Option<GracePeriod>,
     is_withdrawn: bool,
@@ -25,12 +25,12 @@ pub(super) struct Large {
 
 impl Large {
     pub(super) fn new(
-        lending: Lending,
+        exposed: ExposedBuffer,
         completer: Completer<()>,
         grace: Option<GracePeriod>,
     ) -> Self {
         Self {
-            lending,
+            exposed,
             completer,
             grace,
             is_withdrawn: false,
@@ -39,7 +39,7 @@ impl Large {
 
     /// First deregistered and let go, then reported: the caller may free the tensor at once.
     pub(super) fn complete(self, result: Result<()>) {
-        drop(self.lending);
+        drop(self.exposed);
         self.completer.complete(result);
     }
 }
@@ -88,12 +88,16 @@ impl OnTheirWay {
     }
 
     /// Hashes a slice of what has not been hashed; whether there was any.
-    pub(super) fn sum_on(&mut self, cx: &mut ReactorContext, session: SessionKey) -> bool {
+    pub(super) fn run_checksum_slice(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+    ) -> bool {
         let mut larges = self
             .tensors
             .iter_mut()
             .filter_map(|posted| posted.large.as_mut());
-        larges.any(|large| large.lending.sum_on(cx, session))
+        larges.any(|large| large.exposed.run_checksum_slice(cx, session))
     }
 
     /// When one of them has to be looked at.

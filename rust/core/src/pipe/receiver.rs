@@ -14,7 +14,7 @@ use super::{
 use crate::codec::{Reader, Writer};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::fetch::{DATA, SUMS};
+use crate::fetch::{CHECKSUMS, DATA};
 use crate::identity::Identity;
 use crate::pool::Pool;
 use crate::reactor::{ReactorContext, Service, SessionKey};
@@ -347,9 +347,9 @@ impl Service for Receiver {
                 self.place(cx, session, sequence, reader, &data)?;
                 self.finish(cx);
             }
-            SUMS => {
+            CHECKSUMS => {
                 reader.end()?;
-                self.sums(sequence, &data)?;
+                self.checksums(sequence, &data)?;
                 self.finish(cx);
             }
             WITHDRAW => self.withdraw(cx, sequence),

@@ -110,15 +110,15 @@ impl Receiver {
         )))
     }
 
-    pub(super) fn sums(&mut self, sequence: u64, data: &[u8]) -> Result<()> {
+    pub(super) fn checksums(&mut self, sequence: u64, data: &[u8]) -> Result<()> {
         if let Some(receiving) = self.fetch(sequence) {
-            return receiving.fetch.take_sums(data);
+            return receiving.fetch.receive_checksums(data);
         }
         // One of which nothing is known was withdrawn, or has failed here.
         let Some(offer) = self.arrived.offer_of(sequence) else {
             return Ok(());
         };
-        offer.take_sums(data).map(|_| ())
+        offer.receive_checksums(data).map(|_| ())
     }
 
     /// Delivers what is complete, in order; a sender that waits for its withdrawal is answered out of turn.

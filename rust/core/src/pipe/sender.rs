@@ -13,7 +13,7 @@ use crate::checksum;
 use crate::codec::{Reader, Writer};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::fetch::{ACCEPT, CREDIT, Lending};
+use crate::fetch::{ACCEPT, CREDIT, ExposedBuffer};
 use crate::identity::Identity;
 use crate::reactor::{GracePeriod, ReactorContext, Service, SessionKey};
 use crate::transport::Payload;
@@ -48,7 +48,7 @@ struct Queued {
 pub(super) struct Sender {
     shared: Shared,
     /// Whether what is sent has checksums.
-    is_summed: bool,
+    is_checksummed: bool,
     session: Option<SessionKey>,
     is_up: bool,
     connecting: Option<Completer<()>>,
@@ -63,10 +63,10 @@ pub(super) struct Sender {
 }
 
 impl Sender {
-    pub(super) fn new(shared: Shared, is_summed: bool) -> Self {
+    pub(super) fn new(shared: Shared, is_checksummed: bool) -> Self {
         Self {
             shared,
-            is_summed,
+            is_checksummed,
             session: None,
             is_up: false,
             connecting: None,
@@ -137,9 +137,15 @@ impl Sender {
         queued: Queued,
     ) -> Option<Queued> {
         let sequence = self.posted.next_sequence();
-        let lent = Lending::new(cx, session, queued.buffer.clone(), sequence, self.is_summed);
-        let (lending, offer) = match lent {
-            Ok(lent) => lent,
+        let exposed = ExposedBuffer::new(
+            cx,
+            session,
+            queued.buffer.clone(),
+            sequence,
+            self.is_checksummed,
+        );
+        let (exposed, offer) = match exposed {
+            Ok(exposed) => exposed,
             Err(error) => {
                 queued.completer.complete(Err(error));
                 return None;
@@ -155,14 +161,16 @@ impl Sender {
             .meet_by
             .map(|at| GracePeriod::new(cx.now, at));
         self.posted
-            .add(Some(Large::new(lending, queued.completer, grace)));
+            .add(Some(Large::new(exposed, queued.completer, grace)));
         None
     }
 
     /// Ends the header of a payload.
     fn seal(&self, header: Writer, payload: &[u8]) -> Writer {
-        let sum = self.is_summed.then(|| checksum::of(payload));
-        header.u8(self.is_summed.into()).u64(sum.unwrap_or(0))
+        let checksum = self.is_checksummed.then(|| checksum::of(payload));
+        header
+            .u8(self.is_checksummed.into())
+            .u64(checksum.unwrap_or(0))
     }
 
     fn taken(&mut self, cx: &mut ReactorContext, sequence: u64) -> Result<()> {
@@ -172,7 +180,7 @@ impl Sender {
             )));
         };
         if let Some(large) = posted.large {
-            self.count(large.lending.len());
+            self.count(large.exposed.len());
             large.complete(Ok(()));
         }
         self.post(cx);
@@ -339,13 +347,13 @@ impl Service for Sender {
         match kind {
             ACCEPT => {
                 if let Some(large) = self.posted.large(sequence) {
-                    large.lending.accept(cx, session)?;
+                    large.exposed.accept(cx, session)?;
                 }
             }
             CREDIT => {
                 let credit = reader.u64()?;
                 if let Some(large) = self.posted.large(sequence) {
-                    large.lending.credit(cx, session, credit);
+                    large.exposed.credit(cx, session, credit);
                 }
             }
             TAKEN => {
@@ -378,7 +386,7 @@ impl Service for Sender {
         let Some(session) = self.session else {
             return false;
         };
-        self.posted.sum_on(cx, session)
+        self.posted.run_checksum_slice(cx, session)
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {

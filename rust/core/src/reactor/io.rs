@@ -215,12 +215,16 @@ impl ReactorContext {
         self.failed.iter().any(|(failed, _)| *failed == session)
     }
 
-    /// Whether the peer still lends its memory: asked when what is in it has come, which else proves nothing.
-    pub(crate) fn check_lender(&self, session: SessionKey) -> Result<()> {
-        if self.sessions.get(&session).is_some_and(Connection::is_held) {
+    /// Whether the peer still exposes its memory: asked when what is in it has come, which else verifies nothing.
+    pub(crate) fn check_still_exposed(&self, session: SessionKey) -> Result<()> {
+        if self
+            .sessions
+            .get(&session)
+            .is_some_and(Connection::is_held_by_peer)
+        {
             return Ok(());
         }
-        let reason = "it closed before what it lent had come";
+        let reason = "it closed before what it exposed had come";
         Err(Error::lost(&self.peer(session), reason))
     }
 

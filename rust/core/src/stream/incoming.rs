@@ -37,7 +37,7 @@ struct Landing {
     pieces: Arc<Pieces>,
     cursor: Cursor,
     num_placed: u64,
-    is_summed: bool,
+    is_checksummed: bool,
     /// Where the first piece begins that differs from its checksum.
     corrupt: Option<u64>,
 }
@@ -45,7 +45,7 @@ struct Landing {
 impl Landing {
     /// Puts a piece where it belongs. Pieces come in order, so that any other is an error of the peer.
     fn place(&mut self, mut header: Reader<'_>, data: &[u8]) -> Result<()> {
-        let (offset, sum) = (header.u64()?, header.u64()?);
+        let (offset, checksum) = (header.u64()?, header.u64()?);
         header.end()?;
         let (len, num_bytes) = (data.len() as u64, self.pieces.num_bytes);
         if offset != self.num_placed || len == 0 || len > num_bytes - offset {
@@ -55,7 +55,7 @@ impl Landing {
             )));
         }
         self.write(data)?;
-        if self.is_summed && checksum::of(data) != sum {
+        if self.is_checksummed && checksum::of(data) != checksum {
             self.corrupt.get_or_insert(offset);
         }
         self.num_placed += len;
@@ -119,7 +119,7 @@ impl Incoming {
         (kind, id): (u8, u64),
         memory: Arc<Memory>,
         pieces: Arc<Pieces>,
-        is_summed: bool,
+        is_checksummed: bool,
     ) -> Self {
         let (landings, name) = (cx.landings(), name(cx, session, (kind, id)));
         let num_bytes = pieces.num_bytes;
@@ -128,7 +128,7 @@ impl Incoming {
             pieces,
             cursor: Cursor::default(),
             num_placed: 0,
-            is_summed,
+            is_checksummed,
             corrupt: None,
         }));
         landings.0.borrow_mut().insert(name, Rc::clone(&landing));
@@ -183,8 +183,8 @@ impl Incoming {
     }
 
     /// Whether each piece has a checksum.
-    pub(crate) fn is_summed(&self) -> bool {
-        self.landing.borrow().is_summed
+    pub(crate) fn is_checksummed(&self) -> bool {
+        self.landing.borrow().is_checksummed
     }
 
     /// Where the first piece begins that differs from its checksum.

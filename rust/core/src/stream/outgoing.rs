@@ -36,18 +36,18 @@ pub(crate) struct Outgoing {
     cursor: Cursor,
     sent: u64,
     credit: u64,
-    is_summed: bool,
+    is_checksummed: bool,
 }
 
 impl Outgoing {
-    pub(crate) fn new(memory: Arc<Memory>, runs: Vec<Run>, is_summed: bool) -> Self {
+    pub(crate) fn new(memory: Arc<Memory>, runs: Vec<Run>, is_checksummed: bool) -> Self {
         Self {
             memory,
             runs,
             cursor: Cursor::default(),
             sent: 0,
             credit: WINDOW,
-            is_summed,
+            is_checksummed,
         }
     }
 
@@ -72,8 +72,12 @@ impl Outgoing {
                 return false;
             }
             let before = self.cursor;
-            let (payload, len, sum) = self.next_piece(run);
-            let header = cx.header(session, kind).u64(id).u64(self.sent).u64(sum);
+            let (payload, len, checksum) = self.next_piece(run);
+            let header = cx
+                .header(session, kind)
+                .u64(id)
+                .u64(self.sent)
+                .u64(checksum);
             if !cx.message(session, header, payload) {
                 self.cursor = before;
                 return false;
@@ -90,25 +94,27 @@ impl Outgoing {
         if run.len <= SMALL
             && let Some(bytes) = self.gather()
         {
-            let sum = if self.is_summed {
+            let checksum = if self.is_checksummed {
                 checksum::of(&bytes)
             } else {
                 0
             };
             let len = bytes.len() as u64;
-            return (Payload::Bytes(bytes), len, sum);
+            return (Payload::Bytes(bytes), len, checksum);
         }
         self.cursor.advance(&self.runs, run.len);
         let (offset, len) = (run.from as usize, run.len as usize);
         let bytes = self.memory.buffer().bytes(offset, len);
-        let sum = bytes.filter(|_| self.is_summed).map_or(0, checksum::of);
+        let checksum = bytes
+            .filter(|_| self.is_checksummed)
+            .map_or(0, checksum::of);
         let memory = Arc::clone(&self.memory);
         let payload = Payload::Memory {
             memory,
             offset,
             len,
         };
-        (payload, run.len, sum)
+        (payload, run.len, checksum)
     }
 
     /// The next small runs, as many as fit into a message and the credit; none of memory that is not the host's.

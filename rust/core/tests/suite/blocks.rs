@@ -16,7 +16,7 @@ use crate::common::{self, PATIENCE, Raw, TOKEN, bytes, on_every_path, pattern};
 const READ: u8 = 32;
 const REFUSED: u8 = 35;
 /// In READ: bytes with checksums, as messages.
-const WITH_SUMS: u8 = 1;
+const WITH_CHECKSUMS: u8 = 1;
 
 #[test]
 fn named_blocks_arrive_and_nothing_else_is_written() {
@@ -163,7 +163,10 @@ fn raw(search: &Search) -> (Raw, Agent) {
 }
 
 fn ask(raw: &Raw, transfer: u64, region: u32, ids: &[u32]) {
-    let header = Writer::new(READ).u64(transfer).u32(region).u8(WITH_SUMS);
+    let header = Writer::new(READ)
+        .u64(transfer)
+        .u32(region)
+        .u8(WITH_CHECKSUMS);
     let header = header.finish();
     let ids = Writer::default().list(ids, |w, id| w.u32(*id)).finish();
     raw.send(&header, &ids);

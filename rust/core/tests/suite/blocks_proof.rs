@@ -20,7 +20,7 @@ const DATA: u8 = 33;
 const REFUSED: u8 = 35;
 const OFFER: u8 = 36;
 const CORRUPT: u8 = 39;
-const SUMS: u8 = 43;
+const CHECKSUMS: u8 = 43;
 
 /// A peer with a region of its own, which answers what it likes.
 struct Source {
@@ -89,7 +89,7 @@ impl Source {
             }
         } else {
             let sums = Writer::default().list(&sums, |w, sum| w.u64(*sum));
-            let header = Writer::new(SUMS).u64(transfer).u64(0).finish();
+            let header = Writer::new(CHECKSUMS).u64(transfer).u64(0).finish();
             self.raw.send(&header, &sums.finish());
         }
     }
@@ -303,7 +303,7 @@ fn a_source_tells_the_checksums_of_its_blocks_in_order() {
     let Some(search) = common::ucx() else { return };
     let (raw, _source, _region) = asked(&search);
     ask(&raw, 8, 2, &[9, 0, 9]);
-    let (header, payload) = raw.message(SUMS);
+    let (header, payload) = raw.message(CHECKSUMS);
     assert_eq!(header, [8, 0].map(u64::to_le_bytes).concat());
     let memory = pattern(COUNT * BLOCK, 1);
     let sums = [9, 0, 9].map(|id| checksum::of(&memory[id * BLOCK..][..BLOCK]));
@@ -346,7 +346,7 @@ fn a_read_that_began_before_its_region_was_closed_gets_its_checksums() {
     eventually("the peer", || source.peers().pop());
     let closed = source.close_region(&region, None).expect("close");
     ask(&raw, 5, 2, &[3]);
-    raw.message(SUMS);
+    raw.message(CHECKSUMS);
     assert!(!closed.is_completed());
     let released = Writer::new(33).u8(2).u32(0).finish();
     common::send_frame(&mut raw.stream, &released);

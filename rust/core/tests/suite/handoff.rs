@@ -19,7 +19,7 @@ fn peer_process() {
     match role.as_str() {
         "producer" => {
             let producer = worker(&search, 100);
-            producer.finalize(0, &[4, 5, 6, 7]);
+            producer.mark_ready(0, &[4, 5, 6, 7]);
             let address = producer.agent.address().expect("address");
             say(&mut parent, &address.to_string());
             say(&mut parent, &format!("{:?}", producer.agent.incarnation()));
@@ -55,12 +55,12 @@ fn parse(incarnation: &str) -> [u8; 16] {
 fn a_load_after_the_last_block_is_complete_and_taken_once() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
-        producer.finalize(0, &[4, 9, 5, 31]);
+        producer.mark_ready(0, &[4, 9, 5, 31]);
         consumer.load(producer.request(&[1, 2, 3, 20]));
         assert_eq!(consumer.loaded(), (4 * LAYERS * BLOCK) as u64);
         assert!(consumer.has(&[1, 2, 3, 20], &producer, &[4, 9, 5, 31]));
         eventually("the end of the loan", || producer.events().first().cloned());
-        assert_eq!(producer.agent.num_lent(), 0);
+        assert_eq!(producer.agent.num_leased(), 0);
         std::thread::sleep(std::time::Duration::from_millis(50));
         assert_eq!(producer.events(), [Event::Taken { handoff: ID }]);
         assert_eq!(consumer.events().len(), 1);
@@ -75,13 +75,13 @@ fn a_load_before_the_first_block_gets_blocks_as_they_become_final() {
         request.first = 2;
         consumer.load(request);
         // The consumer has positions 0 and 1 already, and wants no more than position 5.
-        producer.finalize(0, &[20, 21, 22]);
+        producer.mark_ready(0, &[20, 21, 22]);
         eventually("the first wanted block", || {
             consumer.has(&[10], &producer, &[22]).then_some(())
         });
         assert_eq!(consumer.events(), []);
-        producer.finalize(3, &[23]);
-        producer.finalize(4, &[24, 25, 26]);
+        producer.mark_ready(3, &[23]);
+        producer.mark_ready(4, &[24, 25, 26]);
         assert_eq!(consumer.loaded(), (4 * LAYERS * BLOCK) as u64);
         assert!(consumer.has(&[10, 11, 12, 13], &producer, &[22, 23, 24, 25]));
     });
@@ -91,7 +91,7 @@ fn a_load_before_the_first_block_gets_blocks_as_they_become_final() {
 fn a_load_ends_only_with_the_sequence_state() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
-        producer.finalize(0, &[4, 5]);
+        producer.mark_ready(0, &[4, 5]);
         let mut request = producer.request(&[1, 2]);
         request.is_committed = false;
         consumer.load(request);
@@ -109,14 +109,14 @@ fn a_load_ends_only_with_the_sequence_state() {
 fn another_life_of_the_producer_is_not_read() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
-        producer.finalize(0, &[4]);
+        producer.mark_ready(0, &[4]);
         let mut request = producer.request(&[1]);
         request.incarnation = [1; 16];
         consumer.load(request);
         let (missing, reason) = consumer.failed();
         assert_eq!(missing, [0]);
         assert!(reason.contains("restarted"), "{reason}");
-        assert_eq!(producer.agent.num_lent(), 1);
+        assert_eq!(producer.agent.num_leased(), 1);
     });
 }
 
@@ -137,7 +137,7 @@ fn blocks_of_another_generation_are_never_taken() {
 fn of_a_handoff_that_its_producer_ends_nothing_may_be_used() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
-        producer.finalize(0, &[4, 5]);
+        producer.mark_ready(0, &[4, 5]);
         consumer.load(producer.request(&[1, 2, 3]));
         eventually("the first blocks", || {
             consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
@@ -147,11 +147,11 @@ fn of_a_handoff_that_its_producer_ends_nothing_may_be_used() {
             consumer.failed(),
             (vec![0, 1, 2], "aborted by the test".to_owned())
         );
-        eventually("its blocks are lent no more", || {
-            (producer.agent.num_lent() == 0).then_some(())
+        eventually("its blocks are leased no more", || {
+            (producer.agent.num_leased() == 0).then_some(())
         });
         // And for good.
-        producer.finalize(2, &[6]);
+        producer.mark_ready(2, &[6]);
         let again = worker(transport, 900);
         again.load(producer.request(&[1]));
         assert!(again.failed().1.contains("aborted by the test"));
@@ -162,9 +162,9 @@ fn of_a_handoff_that_its_producer_ends_nothing_may_be_used() {
 fn blocks_that_changed_after_they_were_final_are_missing_and_no_others() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
-        producer.finalize(0, &[4, 5, 6]);
+        producer.mark_ready(0, &[4, 5, 6]);
         eventually("the checksums", || {
-            (producer.agent.num_lent() == 1).then_some(())
+            (producer.agent.num_leased() == 1).then_some(())
         });
         assert!(producer.layers[1].write(5 * BLOCK + 17, b"!"));
         consumer.load(producer.request(&[1, 2, 3]));
@@ -182,7 +182,7 @@ fn blocks_that_changed_after_they_were_final_are_missing_and_no_others() {
 fn a_consumer_may_try_again() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
-        producer.finalize(0, &[4, 5]);
+        producer.mark_ready(0, &[4, 5]);
         consumer.load(producer.request(&[1, 2, 3]));
         eventually("the first blocks", || {
             consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
@@ -191,7 +191,7 @@ fn a_consumer_may_try_again() {
         assert_eq!(consumer.failed().0, [2]);
         consumer.seen.borrow_mut().clear();
         consumer.load(producer.request(&[21, 22, 23]));
-        producer.finalize(2, &[6]);
+        producer.mark_ready(2, &[6]);
         consumer.loaded();
         assert!(consumer.has(&[21, 22, 23], &producer, &[4, 5, 6]));
         eventually("the end of the loan", || producer.events().first().cloned());
@@ -205,7 +205,7 @@ fn two_loads_of_one_handoff_at_once_leave_the_first_alone() {
         let (producer, consumer) = pair(transport);
         consumer.load(producer.request(&[1]));
         consumer.load(producer.request(&[2]));
-        producer.finalize(0, &[4]);
+        producer.mark_ready(0, &[4]);
         consumer.loaded();
         assert!(consumer.has(&[1], &producer, &[4]));
         assert_eq!(consumer.events().len(), 1);
@@ -231,7 +231,7 @@ fn regions_that_differ_are_named() {
 fn a_block_that_is_not_there_ends_its_handoff() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
-        producer.finalize(0, &[4, COUNT as u32]);
+        producer.mark_ready(0, &[4, COUNT as u32]);
         consumer.load(producer.request(&[1]));
         assert!(consumer.failed().1.contains("block 32"));
     });
@@ -241,7 +241,7 @@ fn a_block_that_is_not_there_ends_its_handoff() {
 fn an_agent_that_is_closed_reports_its_loads_as_failed() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
-        producer.finalize(0, &[4, 5]);
+        producer.mark_ready(0, &[4, 5]);
         consumer.load(producer.request(&[1, 2, 3]));
         eventually("the first blocks", || {
             consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
@@ -304,7 +304,7 @@ fn a_producer_killed_under_a_load_fails_it_with_what_is_missing() {
 fn a_consumer_killed_under_its_load_leaves_the_handoff_to_another() {
     on_both_paths(|search| {
         let (producer, other) = pair(&search.clone().into());
-        producer.finalize(0, &[4, 5]);
+        producer.mark_ready(0, &[4, 5]);
         let address = producer.agent.address().expect("address");
         let argument = format!("{address} {:?}", producer.agent.incarnation());
         let mut consumer = Process::start("consumer", &argument);
@@ -316,9 +316,9 @@ fn a_consumer_killed_under_its_load_leaves_the_handoff_to_another() {
             producer.agent.drain().iter().any(is_lost).then_some(())
         });
         assert!(killed.elapsed() < PROMPT);
-        assert_eq!(producer.agent.num_lent(), 1);
+        assert_eq!(producer.agent.num_leased(), 1);
         other.load(producer.request(&[0, 1, 2, 3]));
-        producer.finalize(2, &[6, 7]);
+        producer.mark_ready(2, &[6, 7]);
         other.loaded();
         assert!(other.has(&[0, 1, 2, 3], &producer, &[4, 5, 6, 7]));
     });

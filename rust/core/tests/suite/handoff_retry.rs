@@ -86,7 +86,7 @@ fn half(producer: &Worker, consumer: &Worker) -> Cable {
     let cable = Cable::to(producer);
     let mut request = producer.request(&[1, 2, 3, 0]);
     request.producer = cable.address.to_string();
-    producer.finalize(0, &[4, 5]);
+    producer.mark_ready(0, &[4, 5]);
     consumer.load(request);
     eventually("the first blocks", || {
         consumer.has(&[1, 2], producer, &[4, 5]).then_some(())
@@ -100,7 +100,7 @@ fn a_load_whose_session_is_lost_goes_on_by_a_fresh_one() {
         let (producer, consumer) = pair(transport);
         let cable = half(&producer, &consumer);
         cable.cut(producer.agent.address());
-        producer.finalize(2, &[6, 7]);
+        producer.mark_ready(2, &[6, 7]);
         // Each block was moved once.
         assert_eq!(consumer.loaded(), (4 * LAYERS * BLOCK) as u64);
         assert!(consumer.has(&[1, 2, 3, 0], &producer, &[4, 5, 6, 7]));
@@ -115,7 +115,7 @@ fn a_fresh_session_is_made_once() {
         let (producer, consumer) = pair(transport);
         let cable = half(&producer, &consumer);
         cable.cut(producer.agent.address());
-        producer.finalize(2, &[6]);
+        producer.mark_ready(2, &[6]);
         eventually("a block of the fresh session", || {
             consumer.has(&[3], &producer, &[6]).then_some(())
         });
@@ -123,7 +123,7 @@ fn a_fresh_session_is_made_once() {
         let (missing, reason) = consumer.failed();
         assert_eq!(missing, [3]);
         assert!(reason.contains("asked again"), "{reason}");
-        assert_eq!(producer.agent.num_lent(), 1);
+        assert_eq!(producer.agent.num_leased(), 1);
     });
 }
 
@@ -133,12 +133,12 @@ fn a_fresh_session_to_another_life_of_the_producer_is_not_used() {
         let (producer, consumer) = pair(transport);
         let cable = half(&producer, &consumer);
         let another = worker(transport, 500);
-        another.finalize(0, &[4, 5, 6, 7]);
+        another.mark_ready(0, &[4, 5, 6, 7]);
         cable.cut(another.agent.address());
         let (missing, reason) = consumer.failed();
         assert_eq!(missing, [2, 3]);
         assert!(reason.contains("restarted"), "{reason}");
-        assert_eq!(another.agent.num_lent(), 1);
+        assert_eq!(another.agent.num_leased(), 1);
     });
 }
 
@@ -162,7 +162,7 @@ fn a_load_that_has_all_blocks_needs_no_session_to_wait_for_the_sequence_state() 
         let mut request = producer.request(&[1, 2]);
         request.producer = cable.address.to_string();
         request.is_committed = false;
-        producer.finalize(0, &[4, 5]);
+        producer.mark_ready(0, &[4, 5]);
         consumer.load(request);
         eventually("the blocks", || {
             consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
@@ -180,9 +180,9 @@ fn a_load_that_has_all_blocks_needs_no_session_to_wait_for_the_sequence_state() 
 fn a_block_that_differs_is_read_once_more_and_no_oftener() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
-        producer.finalize(0, &[4, 5, 6]);
+        producer.mark_ready(0, &[4, 5, 6]);
         eventually("the checksums", || {
-            (producer.agent.num_lent() == 1).then_some(())
+            (producer.agent.num_leased() == 1).then_some(())
         });
         assert!(producer.layers[1].write(5 * BLOCK + 17, b"!"));
         consumer.load(producer.request(&[1, 2, 3]));
@@ -204,7 +204,7 @@ fn a_block_that_differs_is_read_once_more_and_no_oftener() {
     });
 }
 
-/// Spoils a byte of a lent block and mends it, until it is dropped.
+/// Spoils a byte of a leased block and mends it, until it is dropped.
 struct Spoiler(Arc<AtomicBool>, Option<std::thread::JoinHandle<()>>);
 
 impl Spoiler {
@@ -237,9 +237,9 @@ fn a_block_that_was_spoilt_on_its_way_is_read_again_and_arrives() {
     on_every_path(|transport| {
         let (mut producer, mut consumer) = pair(transport);
         eventually("a load that was mended", || {
-            producer.finalize(0, &[4]);
+            producer.mark_ready(0, &[4]);
             eventually("the checksum", || {
-                (producer.agent.num_lent() == 1).then_some(())
+                (producer.agent.num_leased() == 1).then_some(())
             });
             let spoiler = Spoiler::of(&producer, 4 * BLOCK + 17);
             std::thread::sleep(Duration::from_micros(500));

@@ -25,7 +25,7 @@ const TAKEN: u8 = 23;
 const SETTLE: u8 = 24;
 const WITHDRAW: u8 = 25;
 /// Of the fetch that follows an offer.
-const SUMS: u8 = 9;
+const CHECKSUMS: u8 = 9;
 const CAPACITY: u64 = 1 << 20;
 /// Bytes of a key beside which no other entry has place.
 const FULL: usize = CAPACITY as usize - 3000;
@@ -34,10 +34,10 @@ fn serve(search: &Search) -> Local {
     serve_with(search, true)
 }
 
-fn serve_with(search: &Search, is_summed: bool) -> Local {
+fn serve_with(search: &Search, is_checksummed: bool) -> Local {
     let local = Local::new(CAPACITY);
     local
-        .serve("127.0.0.1:0", TOKEN, search.clone().into(), is_summed)
+        .serve("127.0.0.1:0", TOKEN, search.clone().into(), is_checksummed)
         .expect("serve");
     local
 }
@@ -143,16 +143,16 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
 #[test]
 fn checksums_of_large_tensors_are_told_unless_they_are_switched_off() {
     let Some(search) = common::ucx() else { return };
-    for is_summed in [true, false] {
-        let local = serve_with(&search, is_summed);
+    for is_checksummed in [true, false] {
+        let local = serve_with(&search, is_checksummed);
         insert(&local, &[1], vec![7; 256 << 10]);
         let raw = raw(&search, &local);
         let (header, payload) = a_select(1);
         raw.send(&header, &payload);
         raw.message(OFFER);
-        let told = raw.message_within(SUMS, Duration::from_millis(300));
+        let told = raw.message_within(CHECKSUMS, Duration::from_millis(300));
         // Over TCP each message brings its own.
-        assert_eq!(told.is_some(), is_summed && !common::is_tcp());
+        assert_eq!(told.is_some(), is_checksummed && !common::is_tcp());
     }
 }
 

@@ -18,7 +18,7 @@ const EAGER: u8 = 1;
 const OFFER: u8 = 2;
 const ACCEPT: u8 = 3;
 const DATA: u8 = 4;
-const SUMS: u8 = 9;
+const CHECKSUMS: u8 = 9;
 const CORRUPT: u8 = 10;
 const TAKEN: u8 = 6;
 
@@ -196,7 +196,7 @@ fn a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_g
         let received = receive(&rx);
         if is_read {
             let wrong = Writer::default().list(&[7], |w, sum| w.u64(*sum)).finish();
-            raw.send(&Writer::new(SUMS).u64(0).finish(), &wrong);
+            raw.send(&Writer::new(CHECKSUMS).u64(0).finish(), &wrong);
         } else {
             raw.message(ACCEPT);
             let header = Writer::new(DATA).u64(0).u64(0).u64(7).finish();

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use kvpipe_core::blocks::{Agent, Event, Final, Finals, LoadRequest, Region};
+use kvpipe_core::blocks::{Agent, Event, LoadRequest, ReadyBlocks, ReadyRange, Region};
 use kvpipe_core::handoff::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::transport::Transport;
@@ -54,7 +54,7 @@ impl Worker {
             handoff: ID,
             producer: self.agent.address().expect("address").to_string(),
             incarnation: self.agent.incarnation(),
-            generation: 1,
+            epoch: 1,
             first: 0,
             block_ids: block_ids.to_vec(),
             is_committed: true,
@@ -62,16 +62,16 @@ impl Worker {
     }
 
     /// A step is over.
-    pub fn finalize(&self, first: u32, block_ids: &[u32]) {
-        let finals = step(1, first, block_ids).expect("a step");
-        self.save(&finals, 0..LAYERS);
+    pub fn mark_ready(&self, first: u32, block_ids: &[u32]) {
+        let ready = step(1, first, block_ids).expect("a step");
+        self.save(&ready, 0..LAYERS);
     }
 
     /// A step has computed some of its layers.
-    pub fn save(&self, finals: &Finals, layers: Range<usize>) {
+    pub fn save(&self, ready: &ReadyBlocks, layers: Range<usize>) {
         self.agent
-            .finalize(finals, &self.regions[layers])
-            .expect("finalize");
+            .mark_ready(ready, &self.regions[layers])
+            .expect("mark_ready");
     }
 
     pub fn load(&self, request: LoadRequest) {
@@ -131,10 +131,10 @@ impl Worker {
 }
 
 /// What a step of this handoff makes final.
-pub fn step(generation: u32, first: u32, block_ids: &[u32]) -> kvpipe_core::Result<Finals> {
-    Finals::new(vec![Final {
+pub fn step(epoch: u32, first: u32, block_ids: &[u32]) -> kvpipe_core::Result<ReadyBlocks> {
+    ReadyBlocks::new(vec![ReadyRange {
         handoff: ID,
-        generation,
+        epoch,
         first,
         block_ids: block_ids.to_vec(),
     }])

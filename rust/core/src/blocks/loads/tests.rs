@@ -2,7 +2,7 @@ use kvpipe_ucx::Buffer;
 
 use crate::blocks::regions::LocalRegion;
 use crate::blocks::service::Command;
-use crate::blocks::{Agent, Event, Final, Finals, LoadRequest, Region};
+use crate::blocks::{Agent, Event, LoadRequest, ReadyBlocks, ReadyRange, Region};
 use crate::reactor::manual::{Round, without_threads};
 use crate::region::Layout;
 use crate::session::SessionTimeouts;
@@ -49,17 +49,17 @@ impl Side {
         }
     }
 
-    /// Its only block is final for each of these.
-    fn finalize(&self, handoffs: impl Iterator<Item = [u8; 16]>) {
-        let part = |handoff| Final {
+    /// Its only block is ready for each of these.
+    fn mark_ready(&self, handoffs: impl Iterator<Item = [u8; 16]>) {
+        let part = |handoff| ReadyRange {
             handoff,
-            generation: 0,
+            epoch: 0,
             first: 0,
             block_ids: vec![0],
         };
-        let finals = Finals::new(handoffs.map(part).collect()).expect("finals");
+        let ready = ReadyBlocks::new(handoffs.map(part).collect()).expect("ready");
         let regions = [self.region.clone()];
-        self.agent.finalize(&finals, &regions).expect("finalize");
+        self.agent.mark_ready(&ready, &regions).expect("mark_ready");
         settle(&[&self.agent]);
     }
 
@@ -68,7 +68,7 @@ impl Side {
             handoff,
             producer: producer.agent.address().expect("address").to_string(),
             incarnation: producer.agent.incarnation(),
-            generation: 0,
+            epoch: 0,
             first: 0,
             block_ids: vec![0],
             is_committed: true,
@@ -95,7 +95,7 @@ fn settle(agents: &[&Agent]) {
 #[test]
 fn a_block_whose_get_has_failed_is_read_again_by_messages() {
     let (producer, consumer) = (Side::new(1), Side::new(0));
-    producer.finalize([ID].into_iter());
+    producer.mark_ready([ID].into_iter());
     assert!(producer.memory.write(17, &[9]));
     consumer.load(ID, &producer);
     while consumer.content() != producer.content() {
@@ -120,7 +120,7 @@ fn any_number_of_reads_that_wait_can_fail_as_they_begin() {
     let handoff = |number| u128::from(number).to_le_bytes();
     let producer = Side::with(1, |region| region.rkey = b"no key".to_vec());
     let consumer = Side::new(0);
-    producer.finalize((0..NUM_LOADS).map(handoff));
+    producer.mark_ready((0..NUM_LOADS).map(handoff));
     for number in 0..NUM_LOADS {
         consumer.load(handoff(number), &producer);
     }

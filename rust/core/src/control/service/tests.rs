@@ -50,7 +50,7 @@ fn opening() -> Opening {
     Opening {
         prompt_hash: [0; 32],
         num_tokens: 1,
-        generation: 0,
+        epoch: 0,
         ranks: Vec::new(),
     }
 }
@@ -103,7 +103,7 @@ fn a_handoff_opened_again_has_no_prediction_until_one_is_made() {
     let mut cx = ReactorContext::manual(None);
     let mut schedulers = opened(&mut cx);
     schedulers.progress(&ID, cx.now);
-    let opening = schedulers.lent[&ID].opening.clone();
+    let opening = schedulers.leased[&ID].opening.clone();
     schedulers.open(&mut cx, ID, opening);
     let it = subscription(&cx, Awaited::End { lead: LEAD });
     assert_eq!(schedulers.moment(&it, cx.now), None);
@@ -172,7 +172,7 @@ fn a_consumer_that_watches_what_nobody_opens_shuts_out_no_other() {
     schedulers.watch_here(&mut cx, 21, ID);
     assert_eq!(schedulers.parked.iter().len(), PARKED_CAP);
     schedulers.open(&mut cx, ID, opening());
-    assert_eq!(schedulers.lent[&ID].watchers, HashSet::from([21]));
+    assert_eq!(schedulers.leased[&ID].watchers, HashSet::from([21]));
 }
 
 #[test]
@@ -203,8 +203,8 @@ fn one_that_gives_up_before_the_opening_takes_the_handoff_from_nobody_else() {
     }
     schedulers.unwatch_here(&mut cx, 20, ID, false);
     schedulers.open(&mut cx, ID, opening());
-    let lent = schedulers.lent.get(&ID).expect("it is lent");
-    assert_eq!(lent.watchers, HashSet::from([21]));
+    let leased = schedulers.leased.get(&ID).expect("it is leased");
+    assert_eq!(leased.watchers, HashSet::from([21]));
 }
 
 #[test]

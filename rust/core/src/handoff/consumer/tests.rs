@@ -5,7 +5,7 @@ const ID: HandoffId = [7; 16];
 fn consumer(is_committed: bool) -> Consumer {
     let mut consumer = Consumer::default();
     let load = Load {
-        generation: 3,
+        epoch: 3,
         max_batch: 2,
         first: 2,
         block_ids: vec![50, 51],
@@ -17,8 +17,8 @@ fn consumer(is_committed: bool) -> Consumer {
     consumer
 }
 
-fn block(region: u16, position: u32) -> FinalBlock {
-    FinalBlock {
+fn block(region: u16, position: u32) -> ReadyBlock {
+    ReadyBlock {
         region,
         position,
         block_id: 9,
@@ -26,7 +26,7 @@ fn block(region: u16, position: u32) -> FinalBlock {
     }
 }
 
-fn all() -> Vec<FinalBlock> {
+fn all() -> Vec<ReadyBlock> {
     vec![block(0, 2), block(0, 3), block(1, 2), block(1, 3)]
 }
 
@@ -246,7 +246,7 @@ fn blocks_that_were_not_asked_for_are_not_read() {
 fn many_blocks_are_read_in_batches_of_bounded_size() {
     let mut consumer = Consumer::default();
     let load = Load {
-        generation: 0,
+        epoch: 0,
         max_batch: 2,
         first: 0,
         block_ids: (0..5).collect(),
@@ -255,7 +255,7 @@ fn many_blocks_are_read_in_batches_of_bounded_size() {
     };
     consumer.begin(ID, load).unwrap();
     consumer.select(&ID);
-    let blocks: Vec<FinalBlock> = (0..5).map(|position| block(0, position)).collect();
+    let blocks: Vec<ReadyBlock> = (0..5).map(|position| block(0, position)).collect();
     let batches = consumer.announced(&ID, 0, &blocks).unwrap();
     assert_eq!(
         batches
@@ -299,7 +299,7 @@ fn a_block_announced_twice_in_one_region_does_not_stand_for_another_region() {
 fn a_load_of_nothing_ends_only_after_its_select() {
     let mut consumer = Consumer::default();
     let load = Load {
-        generation: 0,
+        epoch: 0,
         max_batch: 2,
         first: 0,
         block_ids: vec![],

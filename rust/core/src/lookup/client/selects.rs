@@ -91,7 +91,7 @@ impl Client {
         mut header: Reader<'_>,
         payload: &[u8],
     ) -> Result<()> {
-        let sum = header.u64()?;
+        let checksum = header.u64()?;
         header.end()?;
         let Some(select) = self.selects.get_mut(&operation) else {
             return Ok(());
@@ -102,7 +102,7 @@ impl Client {
         for other in select.asked.drain() {
             say(cx, other, WITHDRAW, operation);
         }
-        if let Err(error) = check_seal(sum, payload) {
+        if let Err(error) = check_seal(checksum, payload) {
             self.give_back(cx, session, operation, Err(error));
             return Ok(());
         }

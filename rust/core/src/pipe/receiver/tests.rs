@@ -40,7 +40,7 @@ fn a_receive_says_nothing_of_its_memory_when_all_reads_have_ended() {
 
 /// How a tensor arrives whose last message is here before the end of the session is seen.
 #[cfg(feature = "fuzzing")]
-fn arrives(is_summed: bool, has_sender_ended: bool) -> Result<Arc<Received>> {
+fn arrives(is_checksummed: bool, has_sender_ended: bool) -> Result<Arc<Received>> {
     use crate::pipe::Pipe;
     use crate::reactor::manual::{Round, without_threads};
     use crate::transport::{MemoryPath, Transport};
@@ -58,7 +58,7 @@ fn arrives(is_summed: bool, has_sender_ended: bool) -> Result<Arc<Received>> {
             &address,
             b"token",
             transport(),
-            is_summed,
+            is_checksummed,
             Duration::ZERO,
             PATIENCE,
         )
@@ -89,8 +89,8 @@ fn arrives(is_summed: bool, has_sender_ended: bool) -> Result<Arc<Received>> {
 #[test]
 #[cfg(feature = "fuzzing")]
 fn what_came_without_checksums_as_messages_counts_only_if_its_sender_holds_the_session() {
-    for (is_summed, has_sender_ended) in [(true, true), (true, false), (false, false)] {
-        assert!(arrives(is_summed, has_sender_ended).is_ok());
+    for (is_checksummed, has_sender_ended) in [(true, true), (true, false), (false, false)] {
+        assert!(arrives(is_checksummed, has_sender_ended).is_ok());
     }
     let lost = arrives(false, true);
     assert!(matches!(lost, Err(Error::PeerLost { .. })), "{lost:?}");

@@ -17,7 +17,7 @@ fn a_peer_has_its_name_before_the_link_is_made_and_after_it_has_gone() {
     assert_eq!(cx.peer(session), PEER);
     assert!(cx.end_attempt(session));
     assert_eq!(cx.peer(session), PEER);
-    let text = cx.check_lender(session).unwrap_err().to_string();
+    let text = cx.check_still_exposed(session).unwrap_err().to_string();
     assert!(text.starts_with("lost peer 127.0.0.1:9: "), "{text}");
 }
 

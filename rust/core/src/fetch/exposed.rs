@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvpipe_ucx::{Buffer, Status};
 
-use super::{DATA, Held, Offer, Proof, SUMS, num_pieces, piece};
+use super::{CHECKSUMS, ChecksumMode, DATA, Held, Offer, num_pieces, piece};
 use crate::checksum;
 use crate::codec::Writer;
 use crate::data_path::DataPath;
@@ -28,44 +28,44 @@ pub(crate) fn key(held: Held, packed: std::result::Result<Vec<u8>, Status>) -> R
 
 /// A buffer that a peer may fetch, until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Lending {
+pub(crate) struct ExposedBuffer {
     memory: Arc<Memory>,
     /// Names it on this session; chosen by this side.
     id: u64,
-    proof: Proof,
-    num_summed: usize,
+    checksum_mode: ChecksumMode,
+    num_checksummed: usize,
     /// Stream path, once the peer has asked for it.
     stream: Option<Outgoing>,
 }
 
-impl Lending {
+impl ExposedBuffer {
     /// Registers a buffer for a peer to fetch. What is on a GPU has no checksums: nobody computes any there.
     pub(crate) fn new(
         cx: &ReactorContext,
         session: SessionKey,
         buffer: Buffer,
         id: u64,
-        is_summed: bool,
+        is_checksummed: bool,
     ) -> Result<(Self, Offer)> {
         let is_get = matches!(cx.data_path(session), Some(DataPath::RemoteRead(_)));
         let held = Held::from(buffer.kind());
-        let proof = match (is_summed && held == Held::Host, is_get) {
-            (false, _) => Proof::None,
-            (true, true) => Proof::Any,
-            (true, false) => Proof::Messages,
+        let checksum_mode = match (is_checksummed && held == Held::Host, is_get) {
+            (false, _) => ChecksumMode::None,
+            (true, true) => ChecksumMode::Any,
+            (true, false) => ChecksumMode::Messages,
         };
         let (len, address) = (buffer.len(), buffer.address() as u64);
         let memory = cx.register(buffer)?;
         let key = key(held, memory.pack_rkey())?;
-        let offer = Offer::new((len, address), held, proof, key);
-        let lending = Self {
+        let offer = Offer::new((len, address), held, checksum_mode, key);
+        let exposed = Self {
             memory,
             id,
-            proof,
-            num_summed: 0,
+            checksum_mode,
+            num_checksummed: 0,
             stream: None,
         };
-        Ok((lending, offer))
+        Ok((exposed, offer))
     }
 
     /// Its length in bytes.
@@ -83,7 +83,7 @@ impl Lending {
         }
         let memory = Arc::clone(&self.memory);
         let whole = Pieces::whole(self.len() as u64);
-        let stream = Outgoing::new(memory, whole.runs, self.proof != Proof::None);
+        let stream = Outgoing::new(memory, whole.runs, self.checksum_mode != ChecksumMode::None);
         self.stream
             .insert(stream)
             .send(cx, session, (DATA, self.id));
@@ -98,25 +98,32 @@ impl Lending {
         }
     }
 
-    fn sum(&self, offset: usize, len: usize) -> u64 {
+    fn checksum(&self, offset: usize, len: usize) -> u64 {
         let bytes = self.memory.buffer().bytes(offset, len);
         bytes.map_or(0, checksum::of)
     }
 
     /// Remote read: computes and tells the next checksums; whether there were any to compute.
-    pub(crate) fn sum_on(&mut self, cx: &mut ReactorContext, session: SessionKey) -> bool {
+    pub(crate) fn run_checksum_slice(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+    ) -> bool {
         let len = self.len();
-        let end = num_pieces(len).min(self.num_summed + PIECES_AT_ONCE);
-        if self.proof != Proof::Any || self.stream.is_some() || self.num_summed == end {
+        let end = num_pieces(len).min(self.num_checksummed + PIECES_AT_ONCE);
+        if self.checksum_mode != ChecksumMode::Any
+            || self.stream.is_some()
+            || self.num_checksummed == end
+        {
             return false;
         }
-        let sums: Vec<u64> = (self.num_summed..end)
+        let checksums: Vec<u64> = (self.num_checksummed..end)
             .map(|index| piece(len, index))
-            .map(|(at, size)| self.sum(at, size))
+            .map(|(at, size)| self.checksum(at, size))
             .collect();
-        let header = cx.header(session, SUMS).u64(self.id);
-        let payload = Writer::default().list(&sums, |w, sum| w.u64(*sum));
-        self.num_summed = end;
+        let header = cx.header(session, CHECKSUMS).u64(self.id);
+        let payload = Writer::default().list(&checksums, |w, checksum| w.u64(*checksum));
+        self.num_checksummed = end;
         cx.message(session, header, Payload::Bytes(payload.finish()))
     }
 }

@@ -6,29 +6,29 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::handoffs::block_bytes;
-use super::messages::{SUMS, SUMS_CAP, read_sums, sums};
-use super::neighbours::SUMMED_BYTES;
+use super::messages::{CHECKSUMS, CHECKSUMS_CAP, checksums, read_checksums};
+use super::neighbours::CHECKSUMMED_BYTES;
 use super::serve::refuse;
 use super::service::Blocks;
 use super::transfer::Transfer;
-use crate::checksum::{self, Running};
+use crate::checksum::{self, RunningChecksum};
 use crate::error::{Error, Result};
 use crate::reactor::{ReactorContext, SessionKey};
 use crate::region::Layout;
 use crate::transport::{Memory, Payload};
 
-/// Bytes that are summed in one go, which sockets and other transfers wait for: less than a millisecond.
+/// Bytes that are checksummed in one go, which sockets and other transfers wait for: less than a millisecond.
 const SLICE: u64 = 2 << 20;
 
 /// The checksum of one block after the other, each as far as a slice goes.
 #[derive(Debug, Default)]
-struct Hashing {
+struct BlockHasher {
     /// Bytes of the current block that are behind.
     at: u64,
-    sum: Running,
+    checksum: RunningChecksum,
 }
 
-impl Hashing {
+impl BlockHasher {
     /// Goes on with a block for at most `budget` bytes, which are taken from it; its checksum at its end.
     fn go_on(&mut self, block: &[u8], budget: &mut u64) -> Option<u64> {
         let rest = block.get(self.at as usize..).unwrap_or_default();
@@ -37,23 +37,24 @@ impl Hashing {
         if self.at == 0 && len == block.len() as u64 {
             return Some(checksum::of(block));
         }
-        self.sum.add(rest.get(..len as usize).unwrap_or_default());
+        self.checksum
+            .add(rest.get(..len as usize).unwrap_or_default());
         self.at += len;
-        (self.at == block.len() as u64).then(|| std::mem::take(self).sum.get())
+        (self.at == block.len() as u64).then(|| std::mem::take(self).checksum.get())
     }
 }
 
 /// Blocks whose checksums a destination wants, at their source.
 #[derive(Debug)]
-pub(super) struct Summing {
+pub(super) struct ChecksumJob {
     memory: Arc<Memory>,
     layout: Layout,
     ids: Vec<u32>,
-    num_summed: usize,
-    hashing: Hashing,
+    num_checksummed: usize,
+    hasher: BlockHasher,
 }
 
-impl Summing {
+impl ChecksumJob {
     /// Checks the ids that a peer asks for.
     pub(super) fn new(memory: Arc<Memory>, layout: Layout, ids: Vec<u32>) -> Result<Self> {
         ids.iter()
@@ -62,54 +63,54 @@ impl Summing {
             memory,
             layout,
             ids,
-            num_summed: 0,
-            hashing: Hashing::default(),
+            num_checksummed: 0,
+            hasher: BlockHasher::default(),
         })
     }
 
     /// The checksums of the next slice, which may lie within one block.
     fn next(&mut self) -> Result<Vec<u64>> {
-        let (mut sums, mut budget) = (Vec::new(), SLICE);
-        while let Some(&id) = self.ids.get(self.num_summed)
+        let (mut checksums, mut budget) = (Vec::new(), SLICE);
+        while let Some(&id) = self.ids.get(self.num_checksummed)
             && budget > 0
-            && sums.len() < SUMS_CAP
+            && checksums.len() < CHECKSUMS_CAP
         {
             let block = block_bytes(&self.memory, &self.layout, id).ok_or_else(|| {
                 let text = format!("block {id} is not in memory that this process can read");
                 Error::Unavailable(text)
             })?;
-            let sum = self.hashing.go_on(block, &mut budget);
-            self.num_summed += usize::from(sum.is_some());
-            sums.extend(sum);
+            let checksum = self.hasher.go_on(block, &mut budget);
+            self.num_checksummed += usize::from(checksum.is_some());
+            checksums.extend(checksum);
         }
-        Ok(sums)
+        Ok(checksums)
     }
 
     fn is_over(&self) -> bool {
-        self.num_summed == self.ids.len()
+        self.num_checksummed == self.ids.len()
     }
 }
 
 /// What is known of the blocks of a transfer, at its destination.
 #[derive(Debug)]
-pub(super) struct Proof {
+pub(super) struct Verifier {
     /// The source's checksums of the first blocks.
     theirs: Vec<u64>,
     pub(super) num_compared: usize,
     /// The first block that differs from its checksum.
     pub(super) corrupt: Option<usize>,
-    hashing: Hashing,
+    hasher: BlockHasher,
     /// Whether blocks come in order.
     is_in_order: bool,
 }
 
-impl Proof {
+impl Verifier {
     pub(super) fn new(is_in_order: bool) -> Self {
         Self {
             theirs: Vec::new(),
             num_compared: 0,
             corrupt: None,
-            hashing: Hashing::default(),
+            hasher: BlockHasher::default(),
             is_in_order,
         }
     }
@@ -118,59 +119,59 @@ impl Proof {
 impl Transfer {
     /// Blocks that are here, with their checksums, and have not been compared.
     pub(super) fn comparable(&self) -> Range<usize> {
-        let Some(proof) = &self.proof else {
+        let Some(verifier) = &self.verifier else {
             return 0..0;
         };
         let is_whole = self.num_read == self.pieces.num_bytes;
         let num_here = match self.num_read / self.layout.block_bytes {
-            num_read if is_whole || proof.is_in_order => num_read as usize,
+            num_read if is_whole || verifier.is_in_order => num_read as usize,
             _ => 0,
         };
-        proof.num_compared..num_here.min(proof.theirs.len())
+        verifier.num_compared..num_here.min(verifier.theirs.len())
     }
 
     /// Compares the next slice: as much as a call of our own reads.
     pub(super) fn compare(&mut self) {
-        let (range, mut budget) = (self.comparable(), SUMMED_BYTES);
-        let Some(proof) = &mut self.proof else {
+        let (range, mut budget) = (self.comparable(), CHECKSUMMED_BYTES);
+        let Some(verifier) = &mut self.verifier else {
             return;
         };
         for index in range {
             let id = self.pieces.to_ids.get(index);
             let block = id.and_then(|id| block_bytes(&self.memory, &self.layout, *id));
-            let sum = block.map(|block| proof.hashing.go_on(block, &mut budget));
-            if sum == Some(None) {
+            let checksum = block.map(|block| verifier.hasher.go_on(block, &mut budget));
+            if checksum == Some(None) {
                 return; // the slice ends within the block
             }
-            if sum.flatten().as_ref() != proof.theirs.get(index) {
-                proof.corrupt.get_or_insert(index);
+            if checksum.flatten().as_ref() != verifier.theirs.get(index) {
+                verifier.corrupt.get_or_insert(index);
             }
-            proof.num_compared = index + 1;
+            verifier.num_compared = index + 1;
         }
     }
 }
 
 impl Blocks {
     /// Computes and sends the next checksums of what peers want; whether there were any.
-    pub(super) fn sum_on(&mut self, cx: &mut ReactorContext) -> bool {
-        let Some((session, id)) = self.summing.pop_front() else {
+    pub(super) fn run_checksum_slice(&mut self, cx: &mut ReactorContext) -> bool {
+        let Some((session, id)) = self.checksum_jobs.pop_front() else {
             return false;
         };
-        let Some(summing) = self.summing_of(session, id) else {
+        let Some(checksum_jobs) = self.checksum_job_of(session, id) else {
             return true; // of a session that has ended
         };
-        let first = summing.num_summed as u64;
-        match summing.next() {
+        let first = checksum_jobs.num_checksummed as u64;
+        match checksum_jobs.next() {
             Ok(next) => {
-                let is_over = summing.is_over();
+                let is_over = checksum_jobs.is_over();
                 if !next.is_empty() {
-                    let header = cx.header(session, SUMS).u64(id).u64(first);
-                    cx.message(session, header, Payload::Bytes(sums(&next)));
+                    let header = cx.header(session, CHECKSUMS).u64(id).u64(first);
+                    cx.message(session, header, Payload::Bytes(checksums(&next)));
                 }
                 if is_over {
                     self.serving.remove(&(session, id));
                 } else {
-                    self.summing.push_back((session, id));
+                    self.checksum_jobs.push_back((session, id));
                 }
             }
             Err(error) => {
@@ -182,14 +183,14 @@ impl Blocks {
     }
 
     /// The source's checksums of the next blocks of a transfer.
-    pub(super) fn take_sums(
+    pub(super) fn receive_checksums(
         &mut self,
         session: SessionKey,
         id: u64,
         first: u64,
         payload: &[u8],
     ) -> Result<()> {
-        let sums = read_sums(payload)?;
+        let checksums = read_checksums(payload)?;
         let is_its = |transfer: &&mut Transfer| transfer.session == session;
         // Of a transfer that has ended meanwhile: nothing.
         let Some(transfer) = self.transfers.get_mut(&id).filter(is_its) else {
@@ -197,17 +198,17 @@ impl Blocks {
         };
         let num_blocks = transfer.pieces.to_ids.len();
         let num_known = transfer
-            .proof
+            .verifier
             .as_ref()
-            .map_or(0, |proof| proof.theirs.len());
-        let is_next = first == num_known as u64 && num_known + sums.len() <= num_blocks;
-        let Some(proof) = transfer.proof.as_mut().filter(|_| is_next) else {
+            .map_or(0, |verifier| verifier.theirs.len());
+        let is_next = first == num_known as u64 && num_known + checksums.len() <= num_blocks;
+        let Some(verifier) = transfer.verifier.as_mut().filter(|_| is_next) else {
             return Err(Error::protocol(format_args!(
                 "{} checksums from block {first} on of a transfer of {num_blocks} blocks, {num_known} known",
-                sums.len()
+                checksums.len()
             )));
         };
-        proof.theirs.extend(sums);
+        verifier.theirs.extend(checksums);
         self.give_turn(id);
         Ok(())
     }

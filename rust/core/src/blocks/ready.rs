@@ -1,4 +1,4 @@
-//! Blocks that have become final, region by region, on their way to their checksums: what waits is joined, so that
+//! Blocks that have become ready, region by region, on their way to their checksums: what waits is joined, so that
 //! regions that come faster than they are summed cost one announcement and not one each.
 
 use std::collections::VecDeque;
@@ -11,29 +11,29 @@ use crate::region::RegionId;
 
 /// Blocks of a handoff that will not change any more.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Final {
+pub struct ReadyRange {
     /// Which handoff.
     pub handoff: HandoffId,
-    /// The generation of its blocks.
-    pub generation: u32,
+    /// The epoch of its blocks.
+    pub epoch: u32,
     /// The position of the first of them.
     pub first: u32,
     /// Their ids, one a position.
     pub block_ids: Vec<u32>,
 }
 
-/// What one step makes final, in each region at a time of its own. Clones are the same step.
+/// What one step makes ready, in each region at a time of its own. Clones are the same step.
 #[derive(Debug, Clone)]
-pub struct Finals(Arc<[Final]>);
+pub struct ReadyBlocks(Arc<[ReadyRange]>);
 
-impl Finals {
+impl ReadyBlocks {
     /// # Errors
     /// Positions do not fit 32 bits, or there are too many blocks.
-    pub fn new(finals: Vec<Final>) -> Result<Self> {
-        for part in &finals {
+    pub fn new(ready: Vec<ReadyRange>) -> Result<Self> {
+        for part in &ready {
             check_positions(part.first, part.block_ids.len())?;
         }
-        Ok(Self(finals.into()))
+        Ok(Self(ready.into()))
     }
 
     fn is(&self, other: &Self) -> bool {
@@ -44,9 +44,9 @@ impl Finals {
 /// A step in regions that wait.
 #[derive(Debug)]
 struct Waiting {
-    finals: Finals,
+    ready: ReadyBlocks,
     regions: Vec<RegionId>,
-    /// Which of the finals are left.
+    /// Which of the ready blocks are left.
     left: VecDeque<usize>,
     /// How many blocks of the first that is left are behind.
     num_behind: usize,
@@ -54,10 +54,10 @@ struct Waiting {
 }
 
 impl Waiting {
-    fn new(finals: Finals, regions: Vec<RegionId>) -> Self {
-        let left = (0..finals.0.len()).collect();
+    fn new(ready: ReadyBlocks, regions: Vec<RegionId>) -> Self {
+        let left = (0..ready.0.len()).collect();
         Self {
-            finals,
+            ready,
             regions,
             left,
             num_behind: 0,
@@ -66,8 +66,8 @@ impl Waiting {
     }
 
     /// The next blocks of a handoff, at most so many.
-    fn slice(&mut self, num_blocks: usize) -> Option<Final> {
-        let part = self.finals.0.get(*self.left.front()?)?;
+    fn slice(&mut self, num_blocks: usize) -> Option<ReadyRange> {
+        let part = self.ready.0.get(*self.left.front()?)?;
         self.has_begun = true;
         let from = self.num_behind;
         let to = part.block_ids.len().min(from + num_blocks);
@@ -76,17 +76,17 @@ impl Waiting {
             self.left.pop_front();
             self.num_behind = 0;
         }
-        Some(Final {
+        Some(ReadyRange {
             handoff: part.handoff,
-            generation: part.generation,
+            epoch: part.epoch,
             first: part.first + from as u32,
             block_ids: part.block_ids[from..to].to_vec(),
         })
     }
 
     fn forget(&mut self, handoff: &HandoffId) {
-        let finals = &self.finals.0;
-        let is_of = |index: &usize| finals[*index].handoff == *handoff;
+        let ready = &self.ready.0;
+        let is_of = |index: &usize| ready[*index].handoff == *handoff;
         if self.left.front().is_some_and(is_of) {
             self.num_behind = 0;
         }
@@ -94,27 +94,27 @@ impl Waiting {
     }
 }
 
-/// All that waits, in the order in which it became final.
+/// All that waits, in the order in which it became ready.
 #[derive(Debug, Default)]
 pub(super) struct Queue(VecDeque<Waiting>);
 
 impl Queue {
-    /// A step is final in more regions.
-    pub(super) fn push(&mut self, finals: Finals, regions: Vec<RegionId>) {
+    /// A step is ready in more regions.
+    pub(super) fn push(&mut self, ready: ReadyBlocks, regions: Vec<RegionId>) {
         match self.0.back_mut() {
-            Some(last) if last.finals.is(&finals) && !last.has_begun => {
+            Some(last) if last.ready.is(&ready) && !last.has_begun => {
                 last.regions.extend(regions);
             }
-            _ => self.0.push_back(Waiting::new(finals, regions)),
+            _ => self.0.push_back(Waiting::new(ready, regions)),
         }
     }
 
-    /// The next blocks of one handoff, and the regions in which they are final. `num_blocks` says for regions how many
+    /// The next blocks of one handoff, and the regions in which they are ready. `num_blocks` says for regions how many
     /// blocks are enough.
     pub(super) fn slice(
         &mut self,
         num_blocks: impl FnOnce(&[RegionId]) -> usize,
-    ) -> Option<(Final, Vec<RegionId>)> {
+    ) -> Option<(ReadyRange, Vec<RegionId>)> {
         while self.0.front()?.left.is_empty() {
             self.0.pop_front();
         }
@@ -147,27 +147,27 @@ mod tests {
     const A: HandoffId = [1; 16];
     const B: HandoffId = [2; 16];
 
-    fn part(handoff: HandoffId, first: u32, block_ids: &[u32]) -> Final {
-        Final {
+    fn part(handoff: HandoffId, first: u32, block_ids: &[u32]) -> ReadyRange {
+        ReadyRange {
             handoff,
-            generation: 0,
+            epoch: 0,
             first,
             block_ids: block_ids.to_vec(),
         }
     }
 
-    fn finals(parts: &[Final]) -> Finals {
-        Finals::new(parts.to_vec()).unwrap()
+    fn ready(parts: &[ReadyRange]) -> ReadyBlocks {
+        ReadyBlocks::new(parts.to_vec()).unwrap()
     }
 
     /// All that is left, in slices of two blocks.
-    fn drain(queue: &mut Queue) -> Vec<(Final, Vec<RegionId>)> {
+    fn drain(queue: &mut Queue) -> Vec<(ReadyRange, Vec<RegionId>)> {
         std::iter::from_fn(|| queue.slice(|_| 2)).collect()
     }
 
     #[test]
     fn regions_of_a_step_that_wait_are_one() {
-        let (step, mut queue) = (finals(&[part(A, 3, &[7, 8])]), Queue::default());
+        let (step, mut queue) = (ready(&[part(A, 3, &[7, 8])]), Queue::default());
         for region in 0..3 {
             queue.push(step.clone(), vec![region]);
         }
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn a_region_that_comes_while_others_are_summed_gets_all_blocks_behind_them() {
-        let step = finals(&[part(A, 0, &[5, 6, 7]), part(B, 4, &[9])]);
+        let step = ready(&[part(A, 0, &[5, 6, 7]), part(B, 4, &[9])]);
         let mut queue = Queue::default();
         queue.push(step.clone(), vec![0]);
         assert_eq!(queue.slice(|_| 2), Some((part(A, 0, &[5, 6]), vec![0])));
@@ -198,14 +198,14 @@ mod tests {
     #[test]
     fn steps_are_not_joined_although_they_are_alike() {
         let mut queue = Queue::default();
-        queue.push(finals(&[part(A, 0, &[5])]), vec![0]);
-        queue.push(finals(&[part(A, 0, &[5])]), vec![1]);
+        queue.push(ready(&[part(A, 0, &[5])]), vec![0]);
+        queue.push(ready(&[part(A, 0, &[5])]), vec![1]);
         assert_eq!(drain(&mut queue).len(), 2);
     }
 
     #[test]
     fn a_handoff_that_ends_leaves_the_others_of_its_step() {
-        let step = finals(&[part(A, 0, &[5, 6, 7]), part(B, 4, &[9, 8, 7])]);
+        let step = ready(&[part(A, 0, &[5, 6, 7]), part(B, 4, &[9, 8, 7])]);
         let mut queue = Queue::default();
         queue.push(step.clone(), vec![0]);
         queue.slice(|_| 2);
@@ -223,7 +223,7 @@ mod tests {
     #[test]
     fn a_handoff_that_ends_alone_leaves_nothing() {
         let mut queue = Queue::default();
-        queue.push(finals(&[part(A, 0, &[5])]), vec![0]);
+        queue.push(ready(&[part(A, 0, &[5])]), vec![0]);
         queue.forget(&A);
         assert!(queue.is_empty());
         assert_eq!(drain(&mut queue), []);
@@ -232,7 +232,7 @@ mod tests {
     #[test]
     fn a_step_without_blocks_is_taken_too() {
         let mut queue = Queue::default();
-        queue.push(finals(&[part(A, 0, &[])]), vec![0]);
+        queue.push(ready(&[part(A, 0, &[])]), vec![0]);
         assert_eq!(drain(&mut queue), [(part(A, 0, &[]), vec![0])]);
         assert!(queue.is_empty());
     }
@@ -240,8 +240,8 @@ mod tests {
     #[test]
     fn a_step_of_nothing_is_not_in_the_way() {
         let mut queue = Queue::default();
-        queue.push(finals(&[]), vec![0]);
-        queue.push(finals(&[part(A, 0, &[5])]), vec![0]);
+        queue.push(ready(&[]), vec![0]);
+        queue.push(ready(&[part(A, 0, &[5])]), vec![0]);
         assert_eq!(drain(&mut queue), [(part(A, 0, &[5]), vec![0])]);
     }
 }
