@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
-use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Rest, Status};
+use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Reaper, Status};
 
 use crate::codec::Writer;
 use crate::data_path::{DataPath, is_direct, reads_host};
@@ -78,7 +78,7 @@ impl DataPlane {
     }
 
     /// Ends it; see [`Worker::end`].
-    pub(crate) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Rest> {
+    pub(crate) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Reaper> {
         self.worker.end(num_reads)
     }
 

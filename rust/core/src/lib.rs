@@ -18,7 +18,7 @@ mod data_path;
 mod earliest;
 mod error;
 pub mod events;
-mod fair;
+mod fair_waitlist;
 mod fetch;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;

@@ -294,25 +294,25 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
         dict.set_item("handoff", handoff.as_slice())
     };
     match event {
-        Event::Whole {
+        Event::BlocksVerified {
             handoff,
             counts,
             transport,
             elapsed,
         } => {
-            set("whole", handoff)?;
+            set("blocks_verified", handoff)?;
             set_facts(&dict, counts, transport, *elapsed)?;
         }
-        Event::Loaded {
+        Event::LoadCompleted {
             handoff,
             counts,
             transport,
             elapsed,
         } => {
-            set("loaded", handoff)?;
+            set("load_completed", handoff)?;
             set_facts(&dict, counts, transport, *elapsed)?;
         }
-        Event::Failed {
+        Event::LoadFailed {
             handoff,
             counts,
             transport,
@@ -320,12 +320,12 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             missing,
             reason,
         } => {
-            set("failed", handoff)?;
+            set("load_failed", handoff)?;
             set_facts(&dict, counts, transport, *elapsed)?;
             dict.set_item("missing", missing)?;
             dict.set_item("reason", reason)?;
         }
-        Event::Taken { handoff } => set("taken", handoff)?,
+        Event::Acknowledged { handoff } => set("acknowledged", handoff)?,
         Event::Log(text) => {
             dict.set_item("event", "log")?;
             dict.set_item("text", text)?;

@@ -123,8 +123,8 @@ impl Control {
         self.0.watch(id(handoff)?, producer).map_err(to_py)
     }
 
-    fn unwatch(&self, handoff: &[u8], is_taken: bool) -> PyResult<()> {
-        self.0.unwatch(id(handoff)?, is_taken).map_err(to_py)
+    fn unwatch(&self, handoff: &[u8], is_acknowledged: bool) -> PyResult<()> {
+        self.0.unwatch(id(handoff)?, is_acknowledged).map_err(to_py)
     }
 
     fn set_result(&self, handoff: &[u8], json: String) -> PyResult<()> {
@@ -221,12 +221,12 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             dict.set_item("finish_reason", &state.finish_reason)?;
             dict.set_item("num_cached_tokens", state.num_cached_tokens)?;
         }
-        Event::Gone {
+        Event::Ended {
             handoff,
             reason,
             is_withdrawn,
         } => {
-            set("gone", handoff)?;
+            set("ended", handoff)?;
             dict.set_item("reason", reason)?;
             dict.set_item("is_withdrawn", is_withdrawn)?;
         }

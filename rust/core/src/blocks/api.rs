@@ -132,7 +132,7 @@ impl Agent {
 
     /// The peers that are connected, whoever began.
     pub fn peers(&self) -> Vec<Peer> {
-        let peers = self.board.peers.lock();
+        let peers = self.shared.peers.lock();
         let peers = peers.unwrap_or_else(PoisonError::into_inner);
         let is_there = |peer: &&Peer| peer.lost().is_none();
         peers.values().filter(is_there).cloned().collect()
@@ -225,7 +225,7 @@ impl Agent {
     /// # Errors
     /// There are none, and the agent was closed.
     pub fn notifications(&self) -> Result<Vec<Notification>> {
-        let (notifications, taken) = self.board.inbox.drain()?;
+        let (notifications, taken) = self.shared.inbox.drain()?;
         if !taken.is_empty() {
             // A closed agent has nobody to tell, and what had come is still the user's.
             let _ = self.reactor.send(Command::Taken(taken));
@@ -235,22 +235,22 @@ impl Agent {
 
     /// Waits until there are notifications, the agent was closed, `deadline` has passed, or a signal arrived.
     pub fn wait_for_notifications(&self, deadline: Option<Instant>) -> Result<Waited> {
-        self.board.inbox.wait(deadline)
+        self.shared.inbox.wait(deadline)
     }
 
     /// A file descriptor that is readable while there are notifications, and once the agent is closed. It belongs to
     /// the agent.
     pub fn notifications_fd(&self) -> RawFd {
-        self.board.inbox.fd()
+        self.shared.inbox.fd()
     }
 
     /// Counters over all peers, those that are lost included.
     pub fn stats(&self) -> Stats {
-        self.board.counters.read()
+        self.shared.counters.read()
     }
 
     /// Number of regions that are registered and not closed.
     pub fn num_regions(&self) -> usize {
-        self.board.num_regions.load(Ordering::Relaxed)
+        self.shared.num_regions.load(Ordering::Relaxed)
     }
 }

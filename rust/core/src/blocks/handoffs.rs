@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use super::Event;
 use super::messages::{
-    BLOCKS_READY, GONE, REASON_CAP, SELECT, read_ready_blocks, ready_blocks, reason,
+    BLOCKS_READY, HANDOFF_ENDED, REASON_CAP, SELECT, read_ready_blocks, ready_blocks, reason,
 };
 use super::ready::ReadyRange;
 use super::service::Blocks;
@@ -106,19 +106,19 @@ impl Blocks {
                     let header = cx.header(session, BLOCKS_READY).raw(&handoff).u32(epoch);
                     cx.message(session, header, Payload::Bytes(ready_blocks(&blocks)));
                 }
-                Action::Gone {
+                Action::End {
                     session,
                     handoff,
                     reason,
                 } => {
-                    let header = cx.header(session, GONE).raw(&handoff);
+                    let header = cx.header(session, HANDOFF_ENDED).raw(&handoff);
                     let text = Writer::default().text(&reason, REASON_CAP).finish();
                     cx.message(session, header, Payload::Bytes(text));
                 }
             }
         }
         let num_leased = self.producer.num_leased();
-        self.board.num_leased.store(num_leased, Ordering::Relaxed);
+        self.shared.num_leased.store(num_leased, Ordering::Relaxed);
     }
 }
 
@@ -151,7 +151,7 @@ impl Blocks {
                 header.end()?;
                 self.announced(cx, session, handoff, epoch, &read_ready_blocks(data)?)?;
             }
-            GONE => {
+            HANDOFF_ENDED => {
                 header.end()?;
                 let text = reason(data)?;
                 if self.is_loading_from(session, &handoff) {
@@ -161,9 +161,9 @@ impl Blocks {
             }
             _ => {
                 header.end()?;
-                if self.producer.done(session, handoff) {
+                if self.producer.acknowledge(session, handoff) {
                     self.trace.instant(Track::Reactor, "taken", &handoff, &[]);
-                    self.events.push(Event::Taken { handoff });
+                    self.events.push(Event::Acknowledged { handoff });
                     self.act(cx, Vec::new());
                 }
             }

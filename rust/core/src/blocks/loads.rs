@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::handoffs::{block_bytes, slice_of};
-use super::messages::{DONE, SELECT};
+use super::messages::{ACK, SELECT};
 use super::peers::transport;
 use super::plan::region_gone;
 use super::regions::LocalRegion;
@@ -76,7 +76,7 @@ impl Blocks {
         while let Some(handoff) = self.to_go_on.pop_first() {
             self.select(cx, handoff);
             self.read_again(cx, handoff);
-            self.tell_if_whole(cx, handoff);
+            self.report_if_verified(cx, handoff);
             self.end_load_if_over(cx, handoff);
         }
         self.is_going_on = false;
@@ -192,10 +192,10 @@ impl Blocks {
     ) {
         match outcome {
             Ok(arrived) => {
-                let whole = self.verify(&handoff, batch, &arrived.memory, &arrived.layout);
-                self.trace_arrival(&handoff, batch, &whole, &arrived);
+                let verified = self.verify(&handoff, batch, &arrived.memory, &arrived.layout);
+                self.trace_arrival(&handoff, batch, &verified, &arrived);
                 let num_bytes = arrived.num_bytes;
-                self.consumer.read(&handoff, batch, &whole, num_bytes);
+                self.consumer.read(&handoff, batch, &verified, num_bytes);
             }
             Err(error) => {
                 let reason = error.to_string();
@@ -210,12 +210,18 @@ impl Blocks {
         self.go_on(cx, handoff);
     }
 
-    fn trace_arrival(&self, handoff: &HandoffId, batch: &Batch, whole: &[bool], arrived: &Arrived) {
-        let num_whole = whole.iter().filter(|is_whole| **is_whole).count();
+    fn trace_arrival(
+        &self,
+        handoff: &HandoffId,
+        batch: &Batch,
+        verified: &[bool],
+        arrived: &Arrived,
+    ) {
+        let num_verified = verified.iter().filter(|is_verified| **is_verified).count();
         let facts = [
             ("layer", u64::from(batch.region)),
-            ("blocks", whole.len() as u64),
-            ("whole", num_whole as u64),
+            ("blocks", verified.len() as u64),
+            ("verified", num_verified as u64),
             ("bytes", arrived.num_bytes),
         ];
         self.trace
@@ -251,13 +257,13 @@ impl Blocks {
         layout: &Layout,
     ) -> Vec<bool> {
         let epoch = self.consumer.epoch(handoff).unwrap_or_default();
-        let is_whole = |(block, &local): (&ReadyBlock, &u32)| {
+        let is_verified = |(block, &local): (&ReadyBlock, &u32)| {
             block_bytes(memory, layout, local).is_some_and(|bytes| {
                 checksum(handoff, epoch, block.region, block.position, bytes) == block.checksum
             })
         };
         let blocks = batch.blocks.iter().zip(&batch.local_ids);
-        blocks.map(is_whole).collect()
+        blocks.map(is_verified).collect()
     }
 
     pub(super) fn fail_load(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
@@ -270,15 +276,20 @@ impl Blocks {
     }
 
     /// Tells the scheduler, which knows of the sequence state first, that it need not wait for this thread.
-    fn tell_if_whole(&mut self, cx: &ReactorContext, handoff: HandoffId) {
-        let Some(whole) = self.consumer.take_whole(&handoff) else {
+    fn report_if_verified(&mut self, cx: &ReactorContext, handoff: HandoffId) {
+        let Some(verified) = self.consumer.next_verified(&handoff) else {
             return;
         };
-        self.trace.instant(Track::Reactor, "whole", &handoff, &[]);
-        if let Some(loading) = self.loading.get(&handoff).filter(|_| !whole.is_committed) {
-            self.events.push(Event::Whole {
+        self.trace
+            .instant(Track::Reactor, "verified", &handoff, &[]);
+        if let Some(loading) = self
+            .loading
+            .get(&handoff)
+            .filter(|_| !verified.is_committed)
+        {
+            self.events.push(Event::BlocksVerified {
                 handoff,
-                counts: whole.counts,
+                counts: verified.counts,
                 transport: transport(cx, loading.session),
                 elapsed: Instant::now().saturating_duration_since(loading.started),
             });
@@ -286,7 +297,7 @@ impl Blocks {
     }
 
     fn end_load_if_over(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
-        let Some(outcome) = self.consumer.take_outcome(&handoff) else {
+        let Some(outcome) = self.consumer.next_outcome(&handoff) else {
             return;
         };
         let Some(loading) = self.loading.remove(&handoff) else {
@@ -303,16 +314,16 @@ impl Blocks {
         let elapsed = Instant::now().saturating_duration_since(loading.started);
         self.events.push(match outcome.failure {
             None => {
-                let header = cx.header(session, DONE).raw(&handoff);
+                let header = cx.header(session, ACK).raw(&handoff);
                 cx.message(session, header, Payload::None);
-                Event::Loaded {
+                Event::LoadCompleted {
                     handoff,
                     counts,
                     transport,
                     elapsed,
                 }
             }
-            Some(failure) => Event::Failed {
+            Some(failure) => Event::LoadFailed {
                 handoff,
                 counts,
                 transport,

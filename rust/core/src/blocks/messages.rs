@@ -37,9 +37,9 @@ pub(super) const SELECT: u8 = 48;
 /// Producer announces blocks: handoff, epoch; payload: list.
 pub(super) const BLOCKS_READY: u8 = 49;
 /// Producer has nothing more: handoff; payload: reason.
-pub(super) const GONE: u8 = 50;
+pub(super) const HANDOFF_ENDED: u8 = 50;
 /// Consumer has everything: handoff.
-pub(super) const DONE: u8 = 51;
+pub(super) const ACK: u8 = 51;
 
 /// Frame over TCP: the regions of the sender, all of them, in the order of their indices.
 ///
@@ -48,7 +48,7 @@ pub(super) const REGIONS: u8 = 1;
 /// Frame over TCP: nothing of this region, which the receiver has closed, is being read any more.
 pub(super) const RELEASED: u8 = 2;
 /// Where a process on this machine can read ours: its id, and an address with 16 random bytes.
-pub(super) const NEIGHBOUR: u8 = 3;
+pub(super) const PROCESS_VM: u8 = 3;
 
 /// Most ids of one transfer and most blocks of one announcement.
 pub(super) const BLOCKS_CAP: usize = 1 << 22;

@@ -9,13 +9,13 @@ mod inbox;
 mod loads;
 mod messages;
 mod metadata;
-mod neighbours;
 mod notices;
 mod notify;
 mod offers;
 mod peer;
 mod peers;
 mod plan;
+mod process_vm;
 mod ready;
 mod regions;
 mod serve;
@@ -58,7 +58,7 @@ use service::{Blocks, Command};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// Every block of a load is here and verified; the sequence state is not, as far as this thread knows.
-    Whole {
+    BlocksVerified {
         /// Which.
         handoff: HandoffId,
         /// In numbers.
@@ -69,7 +69,7 @@ pub enum Event {
         elapsed: Duration,
     },
     /// A load is complete: every block is here and verified. The producer has been told.
-    Loaded {
+    LoadCompleted {
         /// Which.
         handoff: HandoffId,
         /// In numbers.
@@ -80,7 +80,7 @@ pub enum Event {
         elapsed: Duration,
     },
     /// A load is over and incomplete; nothing writes into its blocks any more.
-    Failed {
+    LoadFailed {
         /// Which.
         handoff: HandoffId,
         /// In numbers.
@@ -95,7 +95,7 @@ pub enum Event {
         reason: String,
     },
     /// A consumer has everything of a handoff that is leased here.
-    Taken {
+    Acknowledged {
         /// Which.
         handoff: HandoffId,
     },
@@ -105,7 +105,7 @@ pub enum Event {
 
 /// What the agent's thread shows to others.
 #[derive(Debug)]
-struct Board {
+struct SharedState {
     peers: Mutex<BTreeMap<SessionKey, Peer>>,
     counters: Counters,
     inbox: Inbox,
@@ -161,7 +161,7 @@ pub struct Agent {
     reactor: Reactor<Command>,
     events: Events<Event>,
     incarnation: Incarnation,
-    board: Arc<Board>,
+    shared: Arc<SharedState>,
     ended: Ended,
     is_checksummed: bool,
 }
@@ -189,20 +189,20 @@ impl Agent {
             busy_poll: default_busy_poll(),
         };
         let (events, ended) = (Events::default(), Ended::default());
-        let board = Arc::new(Board {
+        let shared = Arc::new(SharedState {
             peers: Mutex::default(),
             counters: Counters::default(),
             inbox: Inbox::new()?,
             num_regions: AtomicUsize::new(0),
             num_leased: AtomicUsize::new(0),
         });
-        let (in_thread, shown, marks) = (events.clone(), Arc::clone(&board), ended.clone());
+        let (in_thread, shown, marks) = (events.clone(), Arc::clone(&shared), ended.clone());
         let reactor = Reactor::spawn(config, || Blocks::new(in_thread, shown, marks))?;
         Ok(Self {
             reactor,
             events,
             incarnation,
-            board,
+            shared,
             ended,
             is_checksummed: true,
         })
@@ -283,7 +283,7 @@ impl Agent {
 
     /// Number of handoffs whose blocks are leased.
     pub fn num_leased(&self) -> usize {
-        self.board.num_leased.load(Ordering::Relaxed)
+        self.shared.num_leased.load(Ordering::Relaxed)
     }
 
     /// Ends the agent: peers are told, its thread ends. See [`check_reads_ended`](Self::check_reads_ended).
@@ -297,7 +297,7 @@ impl Agent {
     /// # Errors
     /// `Timeout` says how many reads have not ended. Their memory is kept until they have.
     pub fn check_reads_ended(&self) -> Result<()> {
-        self.reactor.unended_reads().check()
+        self.reactor.pending_reads().check()
     }
 }
 

@@ -126,7 +126,7 @@ impl Blocks {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
-        let inbox = &self.board.inbox;
+        let inbox = &self.shared.inbox;
         while inbox.has_room()
             && let Some((number, tag)) = peer.arrivals.pop()
         {

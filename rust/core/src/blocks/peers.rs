@@ -5,7 +5,7 @@ use std::rc::Rc;
 use std::sync::PoisonError;
 use std::time::Instant;
 
-use kvpipe_ucx::{MemoryKind, Neighbour};
+use kvpipe_ucx::{MemoryKind, ProcessVmReader};
 
 use super::Event;
 use super::messages::Offered;
@@ -37,9 +37,9 @@ pub(super) struct PeerState {
     /// Transfers from it that are not over, in the order in which they may begin.
     pub(super) transfers: VecDeque<u64>,
     /// It runs on this machine and its memory can be read.
-    pub(super) neighbour: Option<Rc<Neighbour>>,
+    pub(super) process_vm: Option<Rc<ProcessVmReader>>,
     /// It has said where its memory can be read.
-    pub(super) has_met_neighbour: bool,
+    pub(super) has_process_vm_frame: bool,
     /// Remote read.
     pub(super) bytes_in_flight: u64,
     /// Gets under way, and how many may be.
@@ -67,8 +67,8 @@ impl PeerState {
             keys: HashMap::new(),
             waiting: Vec::new(),
             transfers: VecDeque::new(),
-            neighbour: None,
-            has_met_neighbour: false,
+            process_vm: None,
+            has_process_vm_frame: false,
             bytes_in_flight: 0,
             gets_in_flight: 0,
             gets_cap: usize::MAX,
@@ -202,7 +202,7 @@ impl Blocks {
             return;
         };
         let early = std::mem::take(&mut peer.offers_early);
-        self.board
+        self.shared
             .peers
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -244,7 +244,7 @@ impl Blocks {
             let text = format!("session.slow peer={address} {text}");
             self.events.push_minor(Event::Log(text));
         }
-        self.meet_neighbour(cx, session);
+        self.send_process_vm_frame(cx, session);
         cx.send(session, &self.describe_regions());
     }
 
@@ -268,7 +268,7 @@ impl Blocks {
             return;
         };
         peer.handle.lose(error);
-        self.board
+        self.shared
             .peers
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -281,7 +281,7 @@ impl Blocks {
 
     /// Counts for the peer and for the agent.
     pub(super) fn count(&self, peer: &Peer, count: impl Fn(&Counters)) {
-        count(&self.board.counters);
+        count(&self.shared.counters);
         count(peer.counters());
     }
 }

@@ -16,7 +16,7 @@ use super::transfer::Transfer;
 use crate::codec::Writer;
 use crate::error::{Error, Result};
 use crate::fetch::key;
-use crate::reactor::{ReactorContext, SessionKey, UnendedReads};
+use crate::reactor::{PendingReads, ReactorContext, SessionKey};
 use crate::region::{Layout, RegionId, RemoteRegion};
 use crate::transport::Memory;
 use crate::work::Completer;
@@ -110,7 +110,7 @@ impl Blocks {
 
     fn announce_regions(&self, cx: &mut ReactorContext) {
         let count = self.regions.len();
-        self.board.num_regions.store(count, Ordering::Relaxed);
+        self.shared.num_regions.store(count, Ordering::Relaxed);
         let frame = self.describe_regions();
         for session in self.peers.keys() {
             cx.send(*session, &frame);
@@ -210,10 +210,10 @@ impl Blocks {
     }
 
     /// Answers all who wait: the agent has ended, and with it all uses of its regions but those reads.
-    pub(super) fn end_all_closing(&mut self, unended: &UnendedReads) {
+    pub(super) fn end_all_closing(&mut self, pending: &PendingReads) {
         for closing in std::mem::take(&mut self.closing) {
             for (_, completer) in closing.waiting {
-                completer.complete(unended.check());
+                completer.complete(pending.check());
             }
         }
     }

@@ -7,20 +7,20 @@ use std::time::Instant;
 use kvpipe_ucx::{AmData, Status};
 
 use super::messages::{
-    BLOCKS_READY, CHECKSUMS, CORRUPT, CREDIT, DATA, DONE, GONE, NEIGHBOUR, NOT_TAKEN, NOTED,
-    NOTIFY, OFFER, READ, REFUSED, REGIONS, RELEASED, RemoteRegions, SELECT, TAKEN, VOID,
+    ACK, BLOCKS_READY, CHECKSUMS, CORRUPT, CREDIT, DATA, HANDOFF_ENDED, NOT_TAKEN, NOTED, NOTIFY,
+    OFFER, PROCESS_VM, READ, REFUSED, REGIONS, RELEASED, RemoteRegions, SELECT, TAKEN, VOID,
 };
-use super::neighbours::Secret;
 use super::offers::Offer;
 use super::peer::Peer;
 use super::peers::PeerState;
 use super::plan::Region;
+use super::process_vm::Secret;
 use super::ready::{Queue, ReadyBlocks};
 use super::regions::{Closing, LocalRegion};
 use super::serve::Serving;
 use super::transfer::Transfer;
 use super::transfers::ReadCommand;
-use super::{Board, Ended, Event, LoadRequest};
+use super::{Ended, Event, LoadRequest, SharedState};
 use crate::codec::Reader;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
@@ -105,7 +105,7 @@ impl Loading {
 pub(super) struct Blocks {
     pub(super) events: Events<Event>,
     pub(super) trace: Trace,
-    pub(super) board: Arc<Board>,
+    pub(super) shared: Arc<SharedState>,
     pub(super) ended: Ended,
     pub(super) regions: BTreeMap<RegionId, LocalRegion>,
     pub(super) next_region: RegionId,
@@ -137,11 +137,11 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    pub(super) fn new(events: Events<Event>, board: Arc<Board>, ended: Ended) -> Self {
+    pub(super) fn new(events: Events<Event>, shared: Arc<SharedState>, ended: Ended) -> Self {
         Self {
             events,
             trace: Trace::default(),
-            board,
+            shared,
             ended,
             regions: BTreeMap::new(),
             next_region: 0,
@@ -243,7 +243,7 @@ impl Service for Blocks {
                 let regions = RemoteRegions::read(reader)?;
                 self.take_regions(cx, session, regions)
             }
-            NEIGHBOUR => self.neighbour_frame(cx, session, reader),
+            PROCESS_VM => self.process_vm_frame(cx, session, reader),
             RELEASED => {
                 let region = reader.u32()?;
                 reader.end()?;
@@ -265,7 +265,7 @@ impl Service for Blocks {
             kind @ (READ | DATA | CREDIT | REFUSED | CHECKSUMS) => {
                 self.transfer_message(cx, session, kind, reader, &data)
             }
-            kind @ (SELECT | BLOCKS_READY | GONE | DONE) => {
+            kind @ (SELECT | BLOCKS_READY | HANDOFF_ENDED | ACK) => {
                 self.handoff_message(cx, session, kind, reader, &data)
             }
             kind @ (OFFER | TAKEN | NOT_TAKEN | CORRUPT) => {
@@ -331,8 +331,8 @@ impl Service for Blocks {
             self.offers_down(session, &closed);
             self.peer_down(session, &closed);
         }
-        self.end_all_closing(&cx.unended_reads);
-        self.board.inbox.close();
+        self.end_all_closing(&cx.pending_reads);
+        self.shared.inbox.close();
         for handoff in self.consumer.handoffs() {
             self.fail_load(cx, handoff, &closed.to_string());
         }

@@ -41,9 +41,9 @@ fn an_agent_that_was_closed_says_that_reads_have_not_ended_as_long_as_that_is_so
     let (agent, _region) = agent_with_region();
     agent.close();
     assert_eq!(agent.check_reads_ended(), Ok(()));
-    agent.reactor.unended_reads().pretend(2);
+    agent.reactor.pending_reads().pretend(2);
     assert_told(agent.check_reads_ended());
-    agent.reactor.unended_reads().pretend(0);
+    agent.reactor.pending_reads().pretend(0);
     assert_eq!(agent.check_reads_ended(), Ok(()));
 }
 
@@ -51,11 +51,11 @@ fn an_agent_that_was_closed_says_that_reads_have_not_ended_as_long_as_that_is_so
 fn a_region_that_is_closed_after_its_agent_says_that_reads_have_not_ended() {
     let (agent, region) = agent_with_region();
     agent.close();
-    agent.reactor.unended_reads().pretend(2);
+    agent.reactor.pending_reads().pretend(2);
     let close = || agent.close_region(&region, None)?.wait_for(PATIENCE);
     assert_told(close());
     assert_told(close());
-    agent.reactor.unended_reads().pretend(0);
+    agent.reactor.pending_reads().pretend(0);
     assert_eq!(close(), Ok(()), "they have ended since");
 }
 
@@ -85,11 +85,11 @@ fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
         agent.load(request.clone()).expect("it has not ended");
         let connected = agent.connect("127.0.0.1:9").expect("it has not ended");
         let closed = agent.close_region(&region, None).expect("it has not ended");
-        agent.reactor.unended_reads().pretend(num_unended);
+        agent.reactor.pending_reads().pretend(num_unended);
         while agent.round() != Round::Over {}
         let ended = agent.drain();
         assert!(
-            matches!(&ended[..], [Event::Failed { missing, .. }] if missing == &[0]),
+            matches!(&ended[..], [Event::LoadFailed { missing, .. }] if missing == &[0]),
             "{ended:?}"
         );
         assert!(matches!(connected.result(), Some(Err(Error::Closed(_)))));
@@ -119,7 +119,7 @@ fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not
     let closed = ours.close_region(&region, None).expect("open");
     ours.round();
     assert!(!closed.is_completed(), "the peer has not let it go");
-    ours.reactor.unended_reads().pretend(2);
+    ours.reactor.pending_reads().pretend(2);
     ours.close();
     while ours.round() != Round::Over {}
     assert_told(closed.result().expect("the agent has ended").map(drop));
@@ -238,6 +238,6 @@ mod by_messages {
                 break event;
             }
         };
-        assert!(matches!(ended, Event::Loaded { .. }), "{ended:?}");
+        assert!(matches!(ended, Event::LoadCompleted { .. }), "{ended:?}");
     }
 }

@@ -4,7 +4,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::Neighbour;
+use kvpipe_ucx::ProcessVmReader;
 
 use super::peer::Peer;
 use super::verifier::Verifier;
@@ -104,7 +104,7 @@ pub(super) struct Transfer {
     /// Stream path, once the source has been asked to send it.
     pub(super) incoming: Option<Incoming>,
     /// Whom calls of our own read it from, see `neighbours.rs`.
-    pub(super) neighbour: Option<Rc<Neighbour>>,
+    pub(super) process_vm: Option<Rc<ProcessVmReader>>,
     pub(super) failure: Option<Error>,
     pub(super) deadline: Option<Instant>,
     /// When it was started, if that is traced.
@@ -131,7 +131,7 @@ impl Transfer {
             is_checksummed: take.is_checksummed,
             is_started: false,
             incoming: None,
-            neighbour: None,
+            process_vm: None,
             failure: None,
             deadline: take.deadline,
             began: Duration::ZERO,
@@ -147,7 +147,7 @@ impl Transfer {
     /// Remote read: what to ask for next.
     pub(super) fn next_get(&self) -> Option<Run> {
         let is_going =
-            self.failure.is_none() && self.incoming.is_none() && self.neighbour.is_none();
+            self.failure.is_none() && self.incoming.is_none() && self.process_vm.is_none();
         is_going
             .then(|| self.cursor.piece(&self.pieces.runs, GET_PIECE))
             .flatten()

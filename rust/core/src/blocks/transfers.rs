@@ -153,9 +153,9 @@ impl Blocks {
             } else {
                 GETS_IN_FLIGHT
             };
-            transfer.neighbour = peer.neighbour.clone().filter(|_| !is_cuda);
+            transfer.process_vm = peer.process_vm.clone().filter(|_| !is_cuda);
             if transfer.is_checksummed && !transfer.is_over() {
-                let is_in_order = is_in_order || transfer.neighbour.is_some();
+                let is_in_order = is_in_order || transfer.process_vm.is_some();
                 transfer.verifier = Some(Verifier::new(is_in_order));
                 wanted = Wanted::Checksums;
             }

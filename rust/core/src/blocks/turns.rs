@@ -9,7 +9,7 @@ use crate::reactor::ReactorContext;
 impl Transfer {
     fn has_work(&self) -> bool {
         let is_calling =
-            self.neighbour.is_some() && self.cursor.piece(&self.pieces.runs, 1).is_some();
+            self.process_vm.is_some() && self.cursor.piece(&self.pieces.runs, 1).is_some();
         self.failure.is_none() && (is_calling || !self.comparable().is_empty())
     }
 }

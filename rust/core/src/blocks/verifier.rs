@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::handoffs::block_bytes;
 use super::messages::{CHECKSUMS, CHECKSUMS_CAP, checksums, read_checksums};
-use super::neighbours::CHECKSUMMED_BYTES;
+use super::process_vm::CHECKSUMMED_BYTES;
 use super::serve::refuse;
 use super::service::Blocks;
 use super::transfer::Transfer;

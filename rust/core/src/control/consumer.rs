@@ -81,9 +81,21 @@ impl Schedulers {
             .is_some_and(|watched| !std::mem::replace(is_told(watched), true))
     }
 
-    pub(super) fn unwatch(&mut self, cx: &mut ReactorContext, handoff: HandoffId, is_taken: bool) {
+    pub(super) fn unwatch(
+        &mut self,
+        cx: &mut ReactorContext,
+        handoff: HandoffId,
+        is_acknowledged: bool,
+    ) {
         if let Some(watched) = self.watched.remove(&handoff) {
-            Self::say(cx, watched.session, &Message::Unwatch { handoff, is_taken });
+            Self::say(
+                cx,
+                watched.session,
+                &Message::Unwatch {
+                    handoff,
+                    is_acknowledged,
+                },
+            );
         }
     }
 
@@ -101,7 +113,7 @@ impl Schedulers {
                 "nothing came within {:?} (handoff_timeout_s)",
                 self.timeouts.handoff
             );
-            self.events.push(Event::Gone {
+            self.events.push(Event::Ended {
                 handoff,
                 reason,
                 is_withdrawn: false,

@@ -27,13 +27,13 @@ pub(crate) fn messages(handoff: HandoffId, opening: Opening, state: SequenceStat
         Message::Watch(handoff),
         Message::Opened { handoff, opening },
         Message::Finished { handoff, state },
-        Message::Gone {
+        Message::Ended {
             handoff,
             reason: "aborted".to_owned(),
         },
         Message::Unwatch {
             handoff,
-            is_taken: true,
+            is_acknowledged: true,
         },
         ask(Question::Describe),
         ask(Question::Release(handoff)),

@@ -82,7 +82,7 @@ pub enum Event {
         state: SequenceState,
     },
     /// Consumer: nothing (more) will come of this handoff.
-    Gone {
+    Ended {
         /// Which handoff.
         handoff: HandoffId,
         /// Why.
@@ -219,8 +219,11 @@ impl Control {
     }
 
     /// Consumer: ends the watch. Not taken: the producer may free the blocks.
-    pub fn unwatch(&self, handoff: HandoffId, is_taken: bool) -> Result<()> {
-        self.reactor.send(Command::Unwatch { handoff, is_taken })
+    pub fn unwatch(&self, handoff: HandoffId, is_acknowledged: bool) -> Result<()> {
+        self.reactor.send(Command::Unwatch {
+            handoff,
+            is_acknowledged,
+        })
     }
 
     /// Keeps the JSON with which `Result` is answered.

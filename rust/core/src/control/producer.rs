@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::messages::Message;
 use super::service::{LeasedHandoff, PARKED_CAP, Parked, Schedulers};
 use super::{Event, Opening, SequenceState};
-use crate::fair::crowded;
+use crate::fair_waitlist::waitlist_full;
 use crate::handoff::HandoffId;
 use crate::reactor::{ReactorContext, SessionKey};
 
@@ -35,7 +35,7 @@ impl Schedulers {
             is_abandoned: false,
         };
         self.leased.insert(handoff, leased);
-        for watch in self.parked.take(|watch| watch.handoff == handoff) {
+        for watch in self.parked.remove_if(|watch| watch.handoff == handoff) {
             self.watch_here(cx, watch.session, handoff);
         }
     }
@@ -82,12 +82,12 @@ impl Schedulers {
         self.expected.remove(&handoff);
         self.ended.insert(handoff, reason.to_owned());
         let leased = self.leased.remove(&handoff);
-        let waiting = self.parked.take(|watch| watch.handoff == handoff);
+        let waiting = self.parked.remove_if(|watch| watch.handoff == handoff);
         let mut told: Vec<SessionKey> = waiting.iter().map(|watch| watch.session).collect();
         told.extend(leased.iter().flat_map(|leased| &leased.watchers));
         for session in told {
             let reason = reason.to_owned();
-            Self::say(cx, session, &Message::Gone { handoff, reason });
+            Self::say(cx, session, &Message::Ended { handoff, reason });
         }
         leased
     }
@@ -133,7 +133,7 @@ impl Schedulers {
             Self::say(
                 cx,
                 session,
-                &Message::Gone {
+                &Message::Ended {
                     handoff,
                     reason: reason.clone(),
                 },
@@ -155,8 +155,8 @@ impl Schedulers {
             handoff, session, ..
         }) = self.parked.admit(watch)
         {
-            let reason = crowded("watches of handoffs that are not open", PARKED_CAP);
-            Self::say(cx, session, &Message::Gone { handoff, reason });
+            let reason = waitlist_full("watches of handoffs that are not open", PARKED_CAP);
+            Self::say(cx, session, &Message::Ended { handoff, reason });
         }
     }
 
@@ -170,11 +170,11 @@ impl Schedulers {
         cx: &mut ReactorContext,
         session: SessionKey,
         handoff: HandoffId,
-        is_taken: bool,
+        is_acknowledged: bool,
     ) {
-        let given_up = self.parked.take(|watch| watch.is_of(session, handoff));
+        let given_up = self.parked.remove_if(|watch| watch.is_of(session, handoff));
         let waits = self.parked.iter().any(|watch| watch.handoff == handoff);
-        if !given_up.is_empty() && !is_taken && !waits {
+        if !given_up.is_empty() && !is_acknowledged && !waits {
             // Nobody is left to read it: once opened, it is given back at once.
             self.ended
                 .insert(handoff, "its consumer gave up".to_owned());
@@ -187,7 +187,7 @@ impl Schedulers {
             return;
         };
         leased.watchers.remove(&session);
-        if is_taken {
+        if is_acknowledged {
             // Its workers have told ours, if no message was lost; this frees the blocks in any case.
             self.release(cx, handoff, "it has been taken");
         } else {
@@ -236,10 +236,10 @@ impl Schedulers {
         let is_late = |watch: &Parked| watch.until <= now && !expected.contains(&watch.handoff);
         for Parked {
             handoff, session, ..
-        } in self.parked.take(is_late)
+        } in self.parked.remove_if(is_late)
         {
             let reason = "the handoff is not known to its producer".to_owned();
-            Self::say(cx, session, &Message::Gone { handoff, reason });
+            Self::say(cx, session, &Message::Ended { handoff, reason });
         }
         let unknown = |watch: &&Parked| !expected.contains(&watch.handoff);
         let parked = self.parked.iter().filter(unknown);

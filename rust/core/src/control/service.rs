@@ -8,11 +8,11 @@ use super::subscriptions::{Awaited, Subscription};
 use super::{ControlTimeouts, Event, Opening, Question, SequenceState};
 use crate::error::{Error, Result};
 use crate::events::Events;
-use crate::fair::{Place, Room};
+use crate::fair_waitlist::{FairWaitlist, Waiter};
 use crate::handoff::HandoffId;
 use crate::identity::Identity;
 use crate::reactor::{ReactorContext, Service, SessionKey};
-use crate::recent::Recent;
+use crate::recent::RecentHandoffs;
 use crate::trace::{Trace, Track};
 use crate::work::Completer;
 
@@ -49,7 +49,7 @@ pub(super) enum Command {
     },
     Unwatch {
         handoff: HandoffId,
-        is_taken: bool,
+        is_acknowledged: bool,
     },
     SetResult {
         handoff: HandoffId,
@@ -116,7 +116,7 @@ impl Parked {
     }
 }
 
-impl Place for Parked {
+impl Waiter for Parked {
     fn session(&self) -> SessionKey {
         self.session
     }
@@ -128,12 +128,12 @@ pub(super) struct Schedulers {
     pub(super) timeouts: ControlTimeouts,
     pub(super) description: String,
     pub(super) leased: HashMap<HandoffId, LeasedHandoff>,
-    pub(super) ended: Recent<String>,
-    pub(super) results: Recent<String>,
+    pub(super) ended: RecentHandoffs<String>,
+    pub(super) results: RecentHandoffs<String>,
     /// Requests that have come but are not scheduled: their watches wait as long as it takes.
     pub(super) expected: HashSet<HandoffId>,
-    pub(super) parked: Room<Parked>,
-    pub(super) subscriptions: Room<Subscription>,
+    pub(super) parked: FairWaitlist<Parked>,
+    pub(super) subscriptions: FairWaitlist<Subscription>,
     pub(super) watched: HashMap<HandoffId, Watched>,
     pub(super) asked: HashMap<u64, Asked>,
     pub(super) by_address: HashMap<String, SessionKey>,
@@ -147,11 +147,11 @@ impl Schedulers {
             timeouts,
             description: "{}".to_owned(),
             leased: HashMap::new(),
-            ended: Recent::default(),
-            results: Recent::default(),
+            ended: RecentHandoffs::default(),
+            results: RecentHandoffs::default(),
             expected: HashSet::new(),
-            parked: Room::new(PARKED_CAP),
-            subscriptions: Room::new(PARKED_CAP),
+            parked: FairWaitlist::new(PARKED_CAP),
+            subscriptions: FairWaitlist::new(PARKED_CAP),
             watched: HashMap::new(),
             asked: HashMap::new(),
             by_address: HashMap::new(),
@@ -168,8 +168,11 @@ impl Schedulers {
                 self.trace.instant(Track::Reactor, "watched", &handoff, &[]);
                 self.watch_here(cx, session, handoff);
             }
-            Message::Unwatch { handoff, is_taken } => {
-                self.unwatch_here(cx, session, handoff, is_taken);
+            Message::Unwatch {
+                handoff,
+                is_acknowledged,
+            } => {
+                self.unwatch_here(cx, session, handoff, is_acknowledged);
             }
             Message::Ask { id, question } => self.asked_here(cx, session, id, &question),
             Message::Opened { handoff, opening }
@@ -185,10 +188,10 @@ impl Schedulers {
                     .instant(Track::Reactor, "finished", &handoff, &[]);
                 self.events.push(Event::Finished { handoff, state });
             }
-            Message::Gone { handoff, reason } if self.watches(&handoff, session) => {
+            Message::Ended { handoff, reason } if self.watches(&handoff, session) => {
                 self.watched.remove(&handoff);
-                self.trace.instant(Track::Reactor, "gone", &handoff, &[]);
-                self.events.push(Event::Gone {
+                self.trace.instant(Track::Reactor, "ended", &handoff, &[]);
+                self.events.push(Event::Ended {
                     handoff,
                     reason,
                     is_withdrawn: true,
@@ -204,7 +207,7 @@ impl Schedulers {
                 }
             }
             // Of a handoff that is not watched any more, or once more.
-            Message::Opened { .. } | Message::Finished { .. } | Message::Gone { .. } => {}
+            Message::Opened { .. } | Message::Finished { .. } | Message::Ended { .. } => {}
         }
     }
 
@@ -267,7 +270,10 @@ impl Service for Schedulers {
                 self.end(cx, handoff, &reason);
             }
             Command::Watch { handoff, producer } => self.watch(cx, handoff, &producer),
-            Command::Unwatch { handoff, is_taken } => self.unwatch(cx, handoff, is_taken),
+            Command::Unwatch {
+                handoff,
+                is_acknowledged,
+            } => self.unwatch(cx, handoff, is_acknowledged),
             Command::SetResult { handoff, json } => self.results.insert(handoff, json),
             Command::Ask {
                 address,
@@ -310,8 +316,8 @@ impl Service for Schedulers {
         self.events
             .push_minor(Event::Log(format!("control.closed {error}")));
         self.by_address.retain(|_, other| *other != session);
-        self.parked.take(|watch| watch.session == session);
-        self.subscriptions.take(|it| it.session == session);
+        self.parked.remove_if(|watch| watch.session == session);
+        self.subscriptions.remove_if(|it| it.session == session);
         let watching: Vec<HandoffId> = self
             .leased
             .iter()
@@ -332,7 +338,7 @@ impl Service for Schedulers {
             .collect();
         for handoff in lost {
             self.watched.remove(&handoff);
-            self.events.push(Event::Gone {
+            self.events.push(Event::Ended {
                 handoff,
                 reason: error.to_string(),
                 is_withdrawn: false,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::messages::Message;
 use super::service::{PARKED_CAP, Schedulers};
-use crate::fair::{Place, Room, crowded};
+use crate::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 use crate::handoff::HandoffId;
 use crate::reactor::{ReactorContext, SessionKey};
 
@@ -30,7 +30,7 @@ pub(super) struct Subscription {
     pub(super) until: Instant,
 }
 
-impl Place for Subscription {
+impl Waiter for Subscription {
     fn session(&self) -> SessionKey {
         self.session
     }
@@ -44,7 +44,7 @@ pub(super) enum Moment {
     /// What was left of it by the prediction, if there was one.
     Finished(Option<Duration>),
     Watched,
-    Gone(String),
+    Ended(String),
 }
 
 impl Moment {
@@ -60,9 +60,9 @@ impl Moment {
                 format!(r#"{{"moment": "finished", "remaining_s": {remaining}}}"#)
             }
             Self::Watched => r#"{"moment": "watched"}"#.to_owned(),
-            Self::Gone(reason) => {
+            Self::Ended(reason) => {
                 let reason = quoted(reason);
-                format!(r#"{{"moment": "gone", "reason": {reason}}}"#)
+                format!(r#"{{"moment": "ended", "reason": {reason}}}"#)
             }
         }
     }
@@ -81,8 +81,8 @@ fn quoted(text: &str) -> String {
 impl Schedulers {
     pub(super) fn subscribe_here(&mut self, cx: &mut ReactorContext, subscription: Subscription) {
         if let Some(refused) = self.subscriptions.admit(subscription) {
-            let reason = crowded("subscriptions", PARKED_CAP);
-            tell(cx, &refused, &Moment::Gone(reason));
+            let reason = waitlist_full("subscriptions", PARKED_CAP);
+            tell(cx, &refused, &Moment::Ended(reason));
         }
     }
 
@@ -93,12 +93,13 @@ impl Schedulers {
     }
 
     pub(super) fn expire_subscriptions(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let mut room = std::mem::replace(&mut self.subscriptions, Room::new(PARKED_CAP));
-        room.take(|it| {
+        let mut waitlist =
+            std::mem::replace(&mut self.subscriptions, FairWaitlist::new(PARKED_CAP));
+        waitlist.remove_if(|it| {
             let moment = self.moment(it, cx.now);
             moment.map(|moment| tell(cx, it, &moment)).is_some()
         });
-        self.subscriptions = room;
+        self.subscriptions = waitlist;
         let waiting = self.subscriptions.iter();
         waiting.filter_map(|it| self.look_again_at(it)).min()
     }
@@ -122,10 +123,10 @@ impl Schedulers {
 
     fn moment_of_what_is_not_lent(&self, it: &Subscription, now: Instant) -> Option<Moment> {
         if let Some(reason) = self.ended.get(&it.handoff) {
-            return Some(Moment::Gone(reason.clone()));
+            return Some(Moment::Ended(reason.clone()));
         }
         let is_late = it.until <= now && !self.expected.contains(&it.handoff);
-        is_late.then(|| Moment::Gone("the handoff is not known to its producer".to_owned()))
+        is_late.then(|| Moment::Ended("the handoff is not known to its producer".to_owned()))
     }
 
     /// When there is something to say to a subscriber if nothing happens until then.

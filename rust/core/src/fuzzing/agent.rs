@@ -172,7 +172,7 @@ impl Victim for Side {
     fn check(&mut self) {
         self.events.extend(self.agent.drain());
         let ends = |event: &&Event| match event {
-            Event::Loaded { .. } | Event::Failed { .. } => true,
+            Event::LoadCompleted { .. } | Event::LoadFailed { .. } => true,
             // The handoff was being loaded already.
             Event::Log(text) => text.starts_with("load refused"),
             _ => false,

@@ -60,7 +60,7 @@ impl Side {
 
     fn drain(&mut self) {
         for event in self.control.drain() {
-            if let Event::Gone { handoff, .. } = event
+            if let Event::Ended { handoff, .. } = event
                 && let Some(index) = HANDOFFS.iter().position(|other| *other == handoff)
             {
                 self.num_ended[index] += 1;

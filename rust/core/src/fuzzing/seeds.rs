@@ -134,7 +134,7 @@ fn agent() -> Vec<Vec<u8>> {
     let is_final = of_handoff(49, 1).u32(0).finish();
     let ready_blocks = [0, 1].map(|region| final_block(region, 0)).to_vec();
     let ready_blocks = blocks::fuzzing::final_payload(&ready_blocks);
-    let text = Writer::default().str("gone").finish();
+    let text = Writer::default().str("ended").finish();
     let noted = head(42, 1).u64(1).finish();
     let released = Writer::new(2).u32(0).finish();
     let reading = |flags| met(flags).user(0, 3).user(0, 64 + 3);

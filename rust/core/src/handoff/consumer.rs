@@ -63,7 +63,7 @@ pub struct Counts {
 
 /// A load of which every block is here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Whole {
+pub struct VerifiedLoad {
     /// In numbers.
     pub counts: Counts,
     /// Whether the sequence state is here too, which ends it.
@@ -132,14 +132,14 @@ impl Consumer {
 
     /// What a load has come to when every block is here and nothing can write into them any more; told once, and not of
     /// one that has failed.
-    pub fn take_whole(&mut self, handoff: &HandoffId) -> Option<Whole> {
+    pub fn next_verified(&mut self, handoff: &HandoffId) -> Option<VerifiedLoad> {
         let state = self.loads.get_mut(handoff)?;
         let is_proper = state.reason.is_none() && state.ended.is_none() && !state.is_told;
         if !is_proper || state.num_reading > 0 || !state.is_complete() {
             return None;
         }
         state.is_told = true;
-        Some(Whole {
+        Some(VerifiedLoad {
             counts: state.counts(0),
             is_committed: state.load.is_committed,
         })
@@ -192,15 +192,15 @@ impl Consumer {
     }
 
     /// A read has ended. `whole` tells for each of its blocks whether it is here with the right checksum.
-    pub fn read(&mut self, handoff: &HandoffId, batch: &Batch, whole: &[bool], num_bytes: u64) {
+    pub fn read(&mut self, handoff: &HandoffId, batch: &Batch, verified: &[bool], num_bytes: u64) {
         let Some(state) = self.loads.get_mut(handoff) else {
             return;
         };
         state.num_reading -= 1;
         state.counts.num_bytes += num_bytes;
-        state.counts.num_compared += whole.len() as u64;
-        for (block, is_whole) in batch.blocks.iter().zip(whole) {
-            if *is_whole {
+        state.counts.num_compared += verified.len() as u64;
+        for (block, is_verified) in batch.blocks.iter().zip(verified) {
+            if *is_verified {
                 state.arrive(block);
                 continue;
             }
@@ -255,7 +255,7 @@ impl Consumer {
     }
 
     /// How the load ended, once: only after the last read that could still write into its blocks.
-    pub fn take_outcome(&mut self, handoff: &HandoffId) -> Option<Outcome> {
+    pub fn next_outcome(&mut self, handoff: &HandoffId) -> Option<Outcome> {
         self.loads.get(handoff).filter(|state| state.is_over())?;
         Some(self.loads.remove(handoff)?.outcome())
     }

@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::{HandoffId, ReadyBlock};
-use crate::fair::{Place, Room, crowded};
+use crate::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 use crate::reactor::SessionKey;
-use crate::recent::Recent;
+use crate::recent::RecentHandoffs;
 
 /// Selects that may wait for handoffs that are not known yet.
 const PARKED_CAP: usize = 1024;
@@ -28,7 +28,7 @@ pub enum Action {
         blocks: Vec<ReadyBlock>,
     },
     /// Nothing more will come.
-    Gone {
+    End {
         /// To whom.
         session: SessionKey,
         /// Of which handoff.
@@ -59,7 +59,7 @@ struct LeasedHandoff {
 /// A select of a handoff that is not known, and until when it waits.
 type Parked = (HandoffId, Select, Instant);
 
-impl Place for Parked {
+impl Waiter for Parked {
     fn session(&self) -> SessionKey {
         self.1.session
     }
@@ -69,17 +69,17 @@ impl Place for Parked {
 #[derive(Debug)]
 pub struct Producer {
     leased: HashMap<HandoffId, LeasedHandoff>,
-    parked: Room<Parked>,
+    parked: FairWaitlist<Parked>,
     /// Why handoffs have ended, so that a late select is answered at once.
-    ended: Recent<String>,
+    ended: RecentHandoffs<String>,
 }
 
 impl Default for Producer {
     fn default() -> Self {
         Self {
             leased: HashMap::new(),
-            parked: Room::new(PARKED_CAP),
-            ended: Recent::default(),
+            parked: FairWaitlist::new(PARKED_CAP),
+            ended: RecentHandoffs::default(),
         }
     }
 }
@@ -106,7 +106,7 @@ impl Producer {
             .iter()
             .flat_map(|select| announce(select, handoff, epoch, blocks))
             .collect();
-        for (_, select, until) in self.parked.take(|(id, ..)| *id == handoff) {
+        for (_, select, until) in self.parked.remove_if(|(id, ..)| *id == handoff) {
             actions.extend(self.select(select, handoff, until));
         }
         actions
@@ -115,7 +115,7 @@ impl Producer {
     /// A consumer selects blocks. An unknown handoff may still be opened, until `until`.
     pub fn select(&mut self, select: Select, handoff: HandoffId, until: Instant) -> Vec<Action> {
         let gone = |reason: &str| {
-            vec![Action::Gone {
+            vec![Action::End {
                 session: select.session,
                 handoff,
                 reason: reason.to_owned(),
@@ -133,15 +133,15 @@ impl Producer {
             return announce(&select, handoff, leased.epoch, &leased.blocks).collect();
         }
         self.parked
-            .take(|(id, other, _)| (*id, other.session) == (handoff, select.session));
+            .remove_if(|(id, other, _)| (*id, other.session) == (handoff, select.session));
         self.park((handoff, select, until))
     }
 
     fn park(&mut self, one: Parked) -> Vec<Action> {
-        let gone = |(handoff, select, _): Parked| Action::Gone {
+        let gone = |(handoff, select, _): Parked| Action::End {
             session: select.session,
             handoff,
-            reason: crowded("selects of handoffs that are not open", PARKED_CAP),
+            reason: waitlist_full("selects of handoffs that are not open", PARKED_CAP),
         };
         self.parked.admit(one).map(gone).into_iter().collect()
     }
@@ -156,10 +156,10 @@ impl Producer {
             .remove(&handoff)
             .map(|leased| leased.selects)
             .unwrap_or_default();
-        let parked = self.parked.take(|(id, ..)| *id == handoff);
+        let parked = self.parked.remove_if(|(id, ..)| *id == handoff);
         let parked = parked.into_iter().map(|(_, select, _)| select);
         let told = selects.into_iter().chain(parked);
-        told.map(|select| Action::Gone {
+        told.map(|select| Action::End {
             session: select.session,
             handoff,
             reason: reason.to_owned(),
@@ -168,7 +168,7 @@ impl Producer {
     }
 
     /// A consumer has everything; whether this is the first time that it says so of a handoff that is leased.
-    pub fn done(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
+    pub fn acknowledge(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
         let has_selected = self.leased.get(&handoff).is_some_and(|leased| {
             leased
                 .selects
@@ -187,13 +187,14 @@ impl Producer {
         for leased in self.leased.values_mut() {
             leased.selects.retain(|select| select.session != session);
         }
-        self.parked.take(|(_, select, _)| select.session == session);
+        self.parked
+            .remove_if(|(_, select, _)| select.session == session);
     }
 
     /// Refuses selects whose handoff was not opened in time, and tells when to come back.
     pub fn expire(&mut self, now: Instant) -> (Vec<Action>, Option<Instant>) {
-        let expired = self.parked.take(|(_, _, until)| *until <= now);
-        let gone = |(handoff, select, _): Parked| Action::Gone {
+        let expired = self.parked.remove_if(|(_, _, until)| *until <= now);
+        let gone = |(handoff, select, _): Parked| Action::End {
             session: select.session,
             handoff,
             reason: "the handoff is not known here".to_owned(),

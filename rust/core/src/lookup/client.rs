@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::desk::{Command, Desk};
+use super::command_queue::{Command, CommandQueue};
 use super::inserts::{Insert, Inserts};
 use super::messages::{
     INSERTED, NOTHING, OFFER, REFUSED, SETTLE, TAKEN, WITHDRAW, read_refusal, write_select,
@@ -31,7 +31,7 @@ struct Server {
 }
 
 pub(super) struct Client {
-    desk: Arc<Desk>,
+    command_queue: Arc<CommandQueue>,
     is_checksummed: bool,
     /// In the order of their addresses.
     sessions: Vec<SessionKey>,
@@ -61,9 +61,9 @@ fn settle(cx: &mut ReactorContext, session: SessionKey, operation: u64, is_taken
 }
 
 impl Client {
-    pub(super) fn new(desk: Arc<Desk>, is_checksummed: bool) -> Self {
+    pub(super) fn new(command_queue: Arc<CommandQueue>, is_checksummed: bool) -> Self {
         Self {
-            desk,
+            command_queue,
             is_checksummed,
             sessions: Vec::new(),
             servers: HashMap::new(),
@@ -162,7 +162,7 @@ impl Client {
             server.tensors.outgoing.release(operation);
         }
         if let Some(completer) = self.inserts.answered(operation) {
-            self.desk
+            self.command_queue
                 .count(|info| info.num_inserted += u64::from(result.is_ok()));
             self.end(completer, result);
         }
@@ -206,7 +206,7 @@ impl Client {
 
     /// Ends all that was asked for. Nobody reads what was inserted any more.
     fn fail(&mut self, error: &Error) {
-        self.desk.count(|info| {
+        self.command_queue.count(|info| {
             info.state = "closed";
             info.num_waiting = 0;
         });
@@ -233,7 +233,7 @@ impl Client {
 
     fn count_waiting(&self) {
         let waiting = self.inserts.len() + self.selects.len();
-        self.desk.count(|info| info.num_waiting = waiting);
+        self.command_queue.count(|info| info.num_waiting = waiting);
     }
 
     fn server(&mut self, session: SessionKey) -> Result<&mut Server> {
@@ -254,13 +254,13 @@ impl Service for Client {
             server.is_up = true;
         }
         if let Some(data_path) = cx.data_path(session) {
-            self.desk
+            self.command_queue
                 .count(|info| data_path.transport().clone_into(&mut info.transport));
         }
         if self.servers.values().all(|server| server.is_up)
             && let Some(completer) = self.connecting.take()
         {
-            self.desk.count(|info| info.state = "open");
+            self.command_queue.count(|info| info.state = "open");
             completer.complete(Ok(()));
         }
     }
@@ -333,7 +333,7 @@ impl Service for Client {
     }
 
     fn work(&mut self, cx: &mut ReactorContext) -> bool {
-        let mut commands = self.desk.take();
+        let mut commands = self.command_queue.take();
         if !commands.is_empty() {
             for command in commands.drain(..) {
                 self.take_command(cx, command);
@@ -358,7 +358,7 @@ impl Service for Client {
     }
 
     fn stop(&mut self, cx: &mut ReactorContext) {
-        self.desk.close();
+        self.command_queue.close();
         self.fail(&cx.closed("the lookup buffer is closed"));
     }
 }
@@ -366,7 +366,7 @@ impl Service for Client {
 /// Also without [`stop`](Service::stop), as when the reactor panics: else what is handed in later would wait for ever.
 impl Drop for Client {
     fn drop(&mut self) {
-        self.desk.close();
+        self.command_queue.close();
     }
 }
 

@@ -2,8 +2,8 @@
 //! process ([`Local`]), which may serve it to others, who connect ([`Remote`]).
 
 mod client;
+mod command_queue;
 mod copying;
-mod desk;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod index;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::client::Client;
-use super::desk::{Command, Desk};
+use super::command_queue::{Command, CommandQueue};
 use super::inserts::Insert;
 use super::messages::TOKENS_CAP;
 use super::operation::{Operation, Origin, Selected};
@@ -20,7 +20,7 @@ use crate::work::{Then, Work};
 #[derive(Debug)]
 pub struct Remote {
     reactor: Reactor<std::convert::Infallible>,
-    desk: Arc<Desk>,
+    command_queue: Arc<CommandQueue>,
     addresses: Vec<String>,
 }
 
@@ -73,18 +73,18 @@ impl Remote {
             timeouts: route.timeouts(),
             busy_poll: default_busy_poll(),
         };
-        let desk = Arc::new(Desk::new());
-        desk.count(|info| info.state = "connecting");
-        let in_thread = Arc::clone(&desk);
+        let command_queue = Arc::new(CommandQueue::new());
+        command_queue.count(|info| info.state = "connecting");
+        let in_thread = Arc::clone(&command_queue);
         let reactor = Reactor::spawn(config, move || Client::new(in_thread, is_checksummed))?;
-        desk.open(reactor.waker());
+        command_queue.open(reactor.waker());
         let (connected, completer) = reactor.work();
         let remote = Self {
             reactor,
-            desk,
+            command_queue,
             addresses: route.addresses().to_vec(),
         };
-        remote.desk.send(Command::Connect {
+        remote.command_queue.send(Command::Connect {
             addresses: remote.addresses.clone(),
             completer,
         })?;
@@ -92,7 +92,7 @@ impl Remote {
     }
 
     fn origin(&self) -> Arc<dyn Origin> {
-        Arc::<Desk>::clone(&self.desk)
+        Arc::<CommandQueue>::clone(&self.command_queue)
     }
 
     /// Inserts the tensors at the first server, which has them when the operation is done; until then they must not be
@@ -111,7 +111,7 @@ impl Remote {
         check_entry(&tokens)?;
         too_many(&tokens)?;
         let (inserted, completer) = self.reactor.work();
-        let operation = self.desk.operation();
+        let operation = self.command_queue.operation();
         let insert = Insert {
             operation,
             tokens,
@@ -119,7 +119,7 @@ impl Remote {
             deadline: timeout.map(|timeout| Instant::now() + timeout),
             completer,
         };
-        self.desk.hand(Command::Insert(insert), then)?;
+        self.command_queue.hand(Command::Insert(insert), then)?;
         Ok(Operation::insert(inserted, operation, self.origin()))
     }
 
@@ -135,14 +135,14 @@ impl Remote {
             too_many(tokens)?;
         }
         let (selected, completer) = self.reactor.work();
-        let operation = self.desk.operation();
+        let operation = self.command_queue.operation();
         let select = Command::Select {
             operation,
             query,
             timeout,
             completer,
         };
-        self.desk.hand(select, then)?;
+        self.command_queue.hand(select, then)?;
         Ok(Operation::select(selected, operation, self.origin()))
     }
 
@@ -153,12 +153,12 @@ impl Remote {
 
     /// Counters and state.
     pub fn info(&self) -> LookupInfo {
-        self.desk.info()
+        self.command_queue.info()
     }
 
     /// Ends the connections; what waits ends as closed.
     pub fn close(&self) {
-        self.desk.close();
+        self.command_queue.close();
         self.reactor.stop();
     }
 }

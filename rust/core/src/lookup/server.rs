@@ -19,7 +19,7 @@ use super::messages::{
 use super::shared::Shared;
 use super::store::{Action, Ticket};
 use super::tensors::Tensors;
-use super::transfer::{Arrived, Parcel, check_operation, check_seal, seal};
+use super::transfer::{Arrived, EntryTransfer, check_operation, check_seal, seal};
 use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
 use crate::identity::Identity;
@@ -90,8 +90,8 @@ impl Server {
         let mut reader = Reader::new(payload);
         let deadline = after(read_timeout(&mut reader)?);
         let tokens = read_tokens(&mut reader)?;
-        let parcel = Parcel::read(reader)?;
-        let num_bytes = parcel.entry_bytes(&tokens);
+        let entry = EntryTransfer::read(reader)?;
+        let num_bytes = entry.entry_bytes(&tokens);
         self.client(session)?.check_insert(operation, &tokens)?;
         let ticket = match self.shared.reserve(num_bytes, deadline) {
             Ok(ticket) => ticket,
@@ -102,7 +102,7 @@ impl Server {
         };
         self.tickets.insert(ticket, (session, operation));
         let client = self.client(session)?;
-        client.tensors.incoming.add(operation, parcel);
+        client.tensors.incoming.add(operation, entry);
         let insert = Insert {
             ticket,
             tokens: tokens.into(),

@@ -181,20 +181,20 @@ enum Slot {
 
 /// An entry as its message describes it.
 #[derive(Debug)]
-pub(super) struct Parcel {
+pub(super) struct EntryTransfer {
     metas: [Meta; NUM_ITEMS],
     slots: [Slot; NUM_ITEMS],
 }
 
-impl Parcel {
+impl EntryTransfer {
     /// Reads the tensors of a message, to its end.
     pub(super) fn read(mut reader: Reader<'_>) -> Result<Self> {
-        let mut parcel = Self {
+        let mut entry = Self {
             metas: Default::default(),
             slots: [const { Slot::Nothing }; NUM_ITEMS],
         };
         let mut space = INLINE_CAP;
-        for (meta, slot) in parcel.metas.iter_mut().zip(&mut parcel.slots) {
+        for (meta, slot) in entry.metas.iter_mut().zip(&mut entry.slots) {
             *slot = match reader.u8()? {
                 NOTHING => continue,
                 INLINE => {
@@ -211,7 +211,7 @@ impl Parcel {
             };
         }
         reader.end()?;
-        Ok(parcel)
+        Ok(entry)
     }
 
     /// What an entry of these tensors counts.
@@ -254,7 +254,7 @@ pub(super) type Arrived = (u64, Result<Items>);
 #[derive(Debug)]
 pub(super) struct Incoming {
     session: SessionKey,
-    parcels: HashMap<u64, Parcel>,
+    parcels: HashMap<u64, EntryTransfer>,
     ready: VecDeque<u64>,
     fetch: Option<Fetch>,
     pool: Pool,
@@ -272,8 +272,8 @@ impl Incoming {
     }
 
     /// Keeps an entry until its operation begins, or is forgotten.
-    pub(super) fn add(&mut self, operation: u64, parcel: Parcel) {
-        self.parcels.insert(operation, parcel);
+    pub(super) fn add(&mut self, operation: u64, entry: EntryTransfer) {
+        self.parcels.insert(operation, entry);
     }
 
     /// Drops an entry that has not begun; whether there was one.
@@ -304,8 +304,8 @@ impl Incoming {
             match outcome {
                 Ok(false) => {}
                 Ok(true) => {
-                    let parcel = self.remove(operation);
-                    arrived.extend(parcel.map(|parcel| (operation, Ok(parcel.into_items()))));
+                    let entry = self.remove(operation);
+                    arrived.extend(entry.map(|entry| (operation, Ok(entry.into_items()))));
                 }
                 Err(error) => {
                     self.remove(operation);
@@ -316,7 +316,7 @@ impl Incoming {
         arrived
     }
 
-    fn remove(&mut self, operation: u64) -> Option<Parcel> {
+    fn remove(&mut self, operation: u64) -> Option<EntryTransfer> {
         self.fetch = None;
         self.ready.pop_front();
         self.parcels.remove(&operation)
@@ -327,7 +327,7 @@ impl Incoming {
         let offer = self
             .parcels
             .get_mut(&operation)
-            .and_then(Parcel::take_offer);
+            .and_then(EntryTransfer::take_offer);
         let Some((index, offer)) = offer else {
             return Ok(true);
         };
@@ -357,9 +357,9 @@ impl Incoming {
             } else {
                 self.pool.lend(memory, len)
             };
-            let parcel = self.parcels.get_mut(&operation);
-            if let (Some(parcel), Some(buffer)) = (parcel, buffer) {
-                parcel.slots[index] = Slot::Here(buffer);
+            let entry = self.parcels.get_mut(&operation);
+            if let (Some(entry), Some(buffer)) = (entry, buffer) {
+                entry.slots[index] = Slot::Here(buffer);
             }
         }
     }
@@ -377,7 +377,7 @@ impl Incoming {
         let slot = self
             .parcels
             .get_mut(&operation)
-            .map(|parcel| &mut parcel.slots[index]);
+            .map(|entry| &mut entry.slots[index]);
         match slot {
             Some(Slot::Offered(offer)) => offer.receive_checksums(data).map(|_| ()),
             // Of an operation that was withdrawn, or has failed here.

@@ -7,41 +7,41 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::ENDED;
 use crate::error::{Error, Result};
 
-pub(super) enum Control<C> {
+pub(super) enum ReactorCommand<C> {
     Command(C),
     Stop,
 }
 
 /// The callers' end.
 #[derive(Debug)]
-pub(super) struct Inlet<C>(Arc<Mutex<Option<Sender<Control<C>>>>>);
+pub(super) struct CommandSender<C>(Arc<Mutex<Option<Sender<ReactorCommand<C>>>>>);
 
 /// The reactor's end.
 #[derive(Debug)]
-pub(super) struct Outlet<C> {
-    inlet: Inlet<C>,
-    receiver: Receiver<Control<C>>,
+pub(super) struct CommandReceiver<C> {
+    sender_half: CommandSender<C>,
+    receiver: Receiver<ReactorCommand<C>>,
 }
 
-pub(super) fn channel<C>() -> (Inlet<C>, Outlet<C>) {
+pub(super) fn channel<C>() -> (CommandSender<C>, CommandReceiver<C>) {
     let (sender, receiver) = std::sync::mpsc::channel();
     let shared = Arc::new(Mutex::new(Some(sender)));
-    let inlet = Inlet(Arc::clone(&shared));
-    let outlet = Outlet {
-        inlet: Inlet(shared),
+    let sender_half = CommandSender(Arc::clone(&shared));
+    let receiver_half = CommandReceiver {
+        sender_half: CommandSender(shared),
         receiver,
     };
-    (inlet, outlet)
+    (sender_half, receiver_half)
 }
 
-impl<C> Inlet<C> {
-    fn sender(&self) -> MutexGuard<'_, Option<Sender<Control<C>>>> {
+impl<C> CommandSender<C> {
+    fn sender(&self) -> MutexGuard<'_, Option<Sender<ReactorCommand<C>>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// # Errors
     /// `Closed`: the reactor has ended.
-    pub(super) fn send(&self, control: Control<C>) -> Result<()> {
+    pub(super) fn send(&self, control: ReactorCommand<C>) -> Result<()> {
         let sender = self.sender();
         let sent = sender
             .as_ref()
@@ -51,18 +51,18 @@ impl<C> Inlet<C> {
     }
 }
 
-impl<C> Outlet<C> {
+impl<C> CommandReceiver<C> {
     /// What was asked for next, if there is anything.
-    pub(super) fn next(&self) -> Option<Control<C>> {
+    pub(super) fn next(&self) -> Option<ReactorCommand<C>> {
         self.receiver.try_recv().ok()
     }
 
     /// Refuses what is asked for from now on, and gives what was before.
     pub(super) fn close(&self) -> Vec<C> {
-        drop(self.inlet.sender().take());
+        drop(self.sender_half.sender().take());
         let command = |control| match control {
-            Control::Command(command) => Some(command),
-            Control::Stop => None,
+            ReactorCommand::Command(command) => Some(command),
+            ReactorCommand::Stop => None,
         };
         self.receiver.try_iter().filter_map(command).collect()
     }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::Together;
+use kvpipe_ucx::AssertSend;
 use rustix::event::{PollFd, PollFlags};
 
 use super::run::{Next, ReactorCore};
@@ -54,7 +54,7 @@ pub(crate) trait Drive: Send + Sync + fmt::Debug {
     fn let_go(&self);
 }
 
-type Held<S> = Box<Together<ReactorCore<S>>>;
+type Held<S> = Box<AssertSend<ReactorCore<S>>>;
 
 /// What the reactor's thread does.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -115,7 +115,7 @@ pub(super) struct Driver<S: Service> {
 
 impl<S: Service> Driver<S> {
     pub(super) fn new(
-        reactor: Together<ReactorCore<S>>,
+        reactor: AssertSend<ReactorCore<S>>,
         epoll: Arc<OwnedFd>,
         wake: Arc<OwnedFd>,
         kick: OwnedFd,

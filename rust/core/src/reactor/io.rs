@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use rustix::event::{EventfdFlags, epoll};
 
-use super::unended::UnendedReads;
+use super::pending_reads::PendingReads;
 use super::{ReactorConfig, SessionKey, connect, signal};
 use crate::codec::Writer;
 use crate::data::DataPlane;
@@ -49,7 +49,7 @@ pub struct ReactorContext {
     pub(crate) data: Option<DataPlane>,
     pub(super) failed: VecDeque<(SessionKey, Error)>,
     /// Reads that UCX has not ended although the data plane has.
-    pub(crate) unended_reads: UnendedReads,
+    pub(crate) pending_reads: PendingReads,
     next_token: u64,
 }
 
@@ -83,7 +83,7 @@ impl ReactorContext {
         let said = config.identity.write(Writer::default()).finish().len();
         if said + WELCOME_OVERHEAD > HANDSHAKE_FRAME_CAP {
             return Err(Error::Config(format!(
-                "engine id and fingerprint have {said} bytes together, at most {} are possible",
+                "engine id and fingerprint have {said} bytes assert_send, at most {} are possible",
                 HANDSHAKE_FRAME_CAP - WELCOME_OVERHEAD
             )));
         }
@@ -101,7 +101,7 @@ impl ReactorContext {
             connected: channel(),
             data,
             failed: VecDeque::new(),
-            unended_reads: UnendedReads::default(),
+            pending_reads: PendingReads::default(),
             next_token: 0,
         })
     }
@@ -230,7 +230,7 @@ impl ReactorContext {
 
     /// The error of what the reactor's end has ended: `reason`, and what is to be known of memory that was read into.
     pub(crate) fn closed(&self, reason: &str) -> Error {
-        self.unended_reads.closed(reason)
+        self.pending_reads.closed(reason)
     }
 
     /// The address of a session's peer, also before the session is made, and when it is gone.

@@ -26,9 +26,9 @@ impl ReactorContext {
     }
 
     /// That of a reactor whose data plane has ended, but not so many of its reads.
-    pub(crate) fn with_unended_reads(reads: usize) -> Self {
+    pub(crate) fn with_pending_reads(reads: usize) -> Self {
         let cx = Self::manual(None);
-        cx.unended_reads.pretend(reads);
+        cx.pending_reads.pretend(reads);
         cx
     }
 }

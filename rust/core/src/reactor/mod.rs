@@ -13,15 +13,15 @@ mod io;
 pub(crate) mod manual;
 #[cfg(test)]
 mod manual_context;
+mod pending_reads;
 mod run;
-mod unended;
 
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Buffer, Status, Together};
+use kvpipe_ucx::{AmData, AssertSend, Buffer, Status};
 use rustix::event::EventfdFlags;
 
 use crate::error::{Error, Result};
@@ -30,14 +30,14 @@ use crate::process::{Process, Thread};
 use crate::session::SessionTimeouts;
 use crate::transport::{Context, Memory, Transport};
 use crate::work::{Completer, Then, Work, work};
-use commands::{Control, Inlet};
+use commands::{CommandSender, ReactorCommand};
 use driver::Driver;
 use run::ReactorCore;
 
 pub(crate) use driver::{Drive, Driven};
 pub(crate) use grace::{AnswerStage, GracePeriod};
 pub use io::ReactorContext;
-pub(crate) use unended::UnendedReads;
+pub(crate) use pending_reads::PendingReads;
 
 /// What is said to who asks for something once the reactor has ended.
 pub(crate) const ENDED: &str = "already closed";
@@ -140,13 +140,13 @@ pub fn default_busy_poll() -> Duration {
 /// A running reactor, as other threads see it. Dropping it stops the thread.
 #[derive(Debug)]
 pub struct Reactor<C> {
-    commands: Inlet<C>,
+    commands: CommandSender<C>,
     driver: Arc<dyn Drive>,
     thread: Mutex<Option<Thread>>,
     address: Option<SocketAddr>,
     /// Where its data plane registers memory; it ends with the data plane.
     registrar: Weak<Context>,
-    unended_reads: UnendedReads,
+    pending_reads: PendingReads,
     process: Process,
 }
 
@@ -175,11 +175,11 @@ impl<C: Send + 'static> Reactor<C> {
         let (commands, taken) = commands::channel();
         let wake = Arc::new(eventfd()?);
         let cx = ReactorContext::new(config, listener, context, Arc::clone(&wake))?;
-        let (epoll, unended_reads) = (Arc::clone(&cx.epoll), cx.unended_reads.clone());
+        let (epoll, pending_reads) = (Arc::clone(&cx.epoll), cx.pending_reads.clone());
         #[expect(unsafe_code, reason = "the one promise that the compiler cannot check")]
         // SAFETY: the worker, its keys, its placer and where that places are reachable through the loop only: `io` was made
         // here, and `make`, being Send, brings nothing that shares without atomics. Services keep to what `Service` demands.
-        let reactor = unsafe { Together::new(ReactorCore::new(cx, make(), taken)) };
+        let reactor = unsafe { AssertSend::new(ReactorCore::new(cx, make(), taken)) };
         let driver = Arc::new(Driver::new(reactor, epoll, wake, eventfd()?));
         #[cfg(feature = "fuzzing")]
         if manual::is_on() {
@@ -189,7 +189,7 @@ impl<C: Send + 'static> Reactor<C> {
                 thread: Mutex::default(),
                 address,
                 registrar,
-                unended_reads,
+                pending_reads,
                 process: Process::this(),
             });
         }
@@ -202,7 +202,7 @@ impl<C: Send + 'static> Reactor<C> {
             thread: Mutex::new(Some(thread)),
             address,
             registrar,
-            unended_reads,
+            pending_reads,
             process: Process::this(),
         })
     }
@@ -239,7 +239,7 @@ impl<C: Send + 'static> Reactor<C> {
     /// As [`send`](Self::send), by a caller of whom it is known what it does next.
     pub(crate) fn hand(&self, command: C, then: Then) -> Result<()> {
         self.process.check()?;
-        self.commands.send(Control::Command(command))?;
+        self.commands.send(ReactorCommand::Command(command))?;
         if then == Then::GoOn {
             self.driver.notify();
         }
@@ -263,8 +263,8 @@ impl<C> Reactor<C> {
     }
 
     /// Reads that UCX has not ended although this reactor has.
-    pub(crate) fn unended_reads(&self) -> &UnendedReads {
-        &self.unended_reads
+    pub(crate) fn pending_reads(&self) -> &PendingReads {
+        &self.pending_reads
     }
 
     /// Stops the reactor and waits for its end, as does whoever stops it once more meanwhile; what is under way ends as closed.
@@ -273,7 +273,7 @@ impl<C> Reactor<C> {
         if self.process.check().is_err() {
             return;
         }
-        let _ = self.commands.send(Control::Stop);
+        let _ = self.commands.send(ReactorCommand::Stop);
         self.driver.notify();
         if self.driver.is_run_here() {
             return;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 
-use super::commands::{Control, Outlet};
+use super::commands::{CommandReceiver, ReactorCommand};
 use super::{Driven, ReactorContext, Service, SessionKey};
 use crate::error::Error;
 
@@ -37,7 +37,7 @@ pub(super) enum Next {
 pub(super) struct ReactorCore<S: Service> {
     cx: ReactorContext,
     service: S,
-    commands: Outlet<S::Command>,
+    commands: CommandReceiver<S::Command>,
     is_stopping: bool,
     idle_since: Instant,
     looked_at_sockets: Instant,
@@ -53,7 +53,11 @@ pub(super) struct ReactorCore<S: Service> {
 }
 
 impl<S: Service> ReactorCore<S> {
-    pub(super) fn new(cx: ReactorContext, service: S, commands: Outlet<S::Command>) -> Self {
+    pub(super) fn new(
+        cx: ReactorContext,
+        service: S,
+        commands: CommandReceiver<S::Command>,
+    ) -> Self {
         let looked_at_sockets = cx.now;
         Self {
             cx,
@@ -163,8 +167,8 @@ impl<S: Service> ReactorCore<S> {
         }
         // Waits for every operation: nothing may write into memory whose operation is reported as ended. Where UCX does not
         // end one in time, its memory is kept, and the report says so.
-        let unended = self.cx.unended_reads.counter();
-        let rest = self.cx.data.take().and_then(|data| data.end(unended));
+        let pending = self.cx.pending_reads.counter();
+        let rest = self.cx.data.take().and_then(|data| data.end(pending));
         // It was not refused, so it is answered: it ends with the rest.
         for command in self.commands.close() {
             self.service.command(&mut self.cx, command);
@@ -191,8 +195,10 @@ impl<S: Service> ReactorCore<S> {
     fn take_commands(&mut self) {
         while !self.is_stopping {
             match self.commands.next() {
-                Some(Control::Command(command)) => self.service.command(&mut self.cx, command),
-                Some(Control::Stop) => self.is_stopping = true,
+                Some(ReactorCommand::Command(command)) => {
+                    self.service.command(&mut self.cx, command)
+                }
+                Some(ReactorCommand::Stop) => self.is_stopping = true,
                 None => break,
             }
         }

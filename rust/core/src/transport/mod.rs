@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use kvpipe_ucx::{
-    Buffer, Domains, EndpointId, Event, Lane, MemoryKind, Placer, Rest, Search, Status,
+    Buffer, Domains, EndpointId, Event, Lane, MemoryKind, Placer, Reaper, Search, Status,
 };
 
 use crate::error::{Error, Result};
@@ -308,7 +308,7 @@ impl Worker {
 
     /// Ends the worker. `num_reads` says from now on how many gets have not ended even so: their memory is kept, and may
     /// still be written to. What is returned is to be dropped once nobody has keys any more, for them to be worked on.
-    pub(crate) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Rest> {
+    pub(crate) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Reaper> {
         match self {
             Self::Ucx(worker) => Some(worker.end(num_reads)),
             Self::Twin(worker) => {

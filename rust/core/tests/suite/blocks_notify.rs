@@ -224,7 +224,7 @@ fn a_lost_peer_fails_what_it_was_to_be_told() {
     let works: Vec<_> = (0..400).map(|_| notify().expect("notify")).collect();
     works[255].wait_for(PATIENCE).expect("in its queue");
     pair.source.close();
-    let error = works[399].wait_for(PATIENCE).expect_err("gone");
+    let error = works[399].wait_for(PATIENCE).expect_err("ended");
     assert!(matches!(error, Error::PeerLost { .. }), "{error}");
     assert!(matches!(notify(), Err(Error::PeerLost { .. })));
     // What had come is still there to be taken.

@@ -138,7 +138,7 @@ impl Engine {
     /// The reason of the `Gone` that comes last.
     pub fn gone(&self) -> String {
         eventually("Gone", || match self.events().last() {
-            Some(Event::Gone {
+            Some(Event::Ended {
                 handoff: ID,
                 reason,
                 ..

@@ -62,7 +62,7 @@ fn a_load_after_the_last_block_is_complete_and_taken_once() {
         eventually("the end of the loan", || producer.events().first().cloned());
         assert_eq!(producer.agent.num_leased(), 0);
         std::thread::sleep(std::time::Duration::from_millis(50));
-        assert_eq!(producer.events(), [Event::Taken { handoff: ID }]);
+        assert_eq!(producer.events(), [Event::Acknowledged { handoff: ID }]);
         assert_eq!(consumer.events().len(), 1);
     });
 }
@@ -99,7 +99,10 @@ fn a_load_ends_only_with_the_sequence_state() {
             consumer.has(&[1, 2], &producer, &[4, 5]).then_some(())
         });
         std::thread::sleep(std::time::Duration::from_millis(50));
-        assert!(matches!(consumer.events()[..], [Event::Whole { .. }]));
+        assert!(matches!(
+            consumer.events()[..],
+            [Event::BlocksVerified { .. }]
+        ));
         consumer.agent.commit(ID).expect("commit");
         consumer.loaded();
     });
@@ -195,7 +198,7 @@ fn a_consumer_may_try_again() {
         consumer.loaded();
         assert!(consumer.has(&[21, 22, 23], &producer, &[4, 5, 6]));
         eventually("the end of the loan", || producer.events().first().cloned());
-        assert_eq!(producer.events(), [Event::Taken { handoff: ID }]);
+        assert_eq!(producer.events(), [Event::Acknowledged { handoff: ID }]);
     });
 }
 

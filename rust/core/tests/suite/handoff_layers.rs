@@ -117,7 +117,7 @@ fn steps_whose_layers_come_one_by_one_follow_each_other() {
         assert_eq!(consumer.loaded(), (3 * LAYERS * BLOCK) as u64);
         assert!(consumer.has(&[1, 2, 3], &producer, &[4, 5, 9]));
         eventually("the end of the loan", || producer.events().first().cloned());
-        assert_eq!(producer.events(), [Event::Taken { handoff: ID }]);
+        assert_eq!(producer.events(), [Event::Acknowledged { handoff: ID }]);
     });
 }
 

@@ -76,7 +76,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream) {
 
 fn counts(worker: &Worker) -> Counts {
     match worker.ended() {
-        Event::Loaded { counts, .. } | Event::Failed { counts, .. } => counts,
+        Event::LoadCompleted { counts, .. } | Event::LoadFailed { counts, .. } => counts,
         other => panic!("{other:?}"),
     }
 }
@@ -105,7 +105,7 @@ fn a_load_whose_session_is_lost_goes_on_by_a_fresh_one() {
         assert_eq!(consumer.loaded(), (4 * LAYERS * BLOCK) as u64);
         assert!(consumer.has(&[1, 2, 3, 0], &producer, &[4, 5, 6, 7]));
         eventually("the end of the loan", || producer.events().first().cloned());
-        assert_eq!(producer.events(), [Event::Taken { handoff: ID }]);
+        assert_eq!(producer.events(), [Event::Acknowledged { handoff: ID }]);
     });
 }
 
@@ -170,7 +170,10 @@ fn a_load_that_has_all_blocks_needs_no_session_to_wait_for_the_sequence_state() 
         cable.cut(None);
         // Longer than a fresh session would be waited for.
         std::thread::sleep(Duration::from_millis(2500));
-        assert!(matches!(consumer.events()[..], [Event::Whole { .. }]));
+        assert!(matches!(
+            consumer.events()[..],
+            [Event::BlocksVerified { .. }]
+        ));
         consumer.agent.commit(ID).expect("commit");
         consumer.loaded();
     });

@@ -110,7 +110,7 @@ fn a_subscriber_is_told_that_the_handoff_is_gone_and_why() {
         .control
         .withdraw(ID, "\"preempted\"")
         .expect("withdraw");
-    let gone = r#"{"moment": "gone", "reason": "\"preempted\""}"#;
+    let gone = r#"{"moment": "ended", "reason": "\"preempted\""}"#;
     let late = proxy.subscribe_to_the_end(&producer, LEAD);
     for work in [subscribed, awaiting, late] {
         assert_eq!(told(&work), gone);

@@ -92,7 +92,7 @@ impl Worker {
 
     /// How the load ended, which it did once.
     pub fn ended(&self) -> Event {
-        let is_end = |event: &Event| !matches!(event, Event::Whole { .. });
+        let is_end = |event: &Event| !matches!(event, Event::BlocksVerified { .. });
         eventually("the end of the load", || {
             self.events().into_iter().find(is_end)
         })
@@ -100,14 +100,14 @@ impl Worker {
 
     pub fn loaded(&self) -> u64 {
         match self.ended() {
-            Event::Loaded { counts, .. } => counts.num_bytes,
+            Event::LoadCompleted { counts, .. } => counts.num_bytes,
             other => panic!("{other:?}"),
         }
     }
 
     pub fn failed(&self) -> (Vec<u32>, String) {
         match self.ended() {
-            Event::Failed {
+            Event::LoadFailed {
                 missing, reason, ..
             } => (missing, reason),
             other => panic!("{other:?}"),

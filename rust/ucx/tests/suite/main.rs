@@ -7,4 +7,4 @@ mod hostile;
 mod loopback;
 mod misuse;
 mod peer_loss;
-mod rest;
+mod reaper;

@@ -107,7 +107,7 @@ fn a_block_whose_get_has_failed_is_read_again_by_messages() {
     assert!(producer.memory.write(17, &[1]));
     settle(&[&producer.agent, &consumer.agent]);
     let ended = consumer.ended();
-    let Some(Event::Loaded { counts, .. }) = ended else {
+    let Some(Event::LoadCompleted { counts, .. }) = ended else {
         panic!("{ended:?}");
     };
     assert_eq!((counts.num_retried, counts.num_corrupt), (1, 1));
@@ -126,7 +126,6 @@ fn any_number_of_reads_that_wait_can_fail_as_they_begin() {
     }
     settle(&[&consumer.agent, &producer.agent]);
     let ended = consumer.agent.drain();
-    let is_retried =
-        |event: &&Event| matches!(event, Event::Loaded { counts, .. } if counts.num_retried == 1);
+    let is_retried = |event: &&Event| matches!(event, Event::LoadCompleted { counts, .. } if counts.num_retried == 1);
     assert_eq!(ended.iter().filter(is_retried).count(), NUM_LOADS as usize);
 }

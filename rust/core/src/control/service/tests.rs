@@ -118,7 +118,7 @@ fn a_subscription_to_an_expected_handoff_has_no_deadline() {
     assert_eq!(schedulers.look_again_at(&it), Some(it.until));
     assert!(matches!(
         schedulers.moment(&it, late),
-        Some(Moment::Gone(_))
+        Some(Moment::Ended(_))
     ));
     schedulers.expected.insert(ID);
     assert_eq!(schedulers.look_again_at(&it), None);

@@ -149,13 +149,13 @@ impl State {
         self.end = self.end.min(index);
     }
 
-    fn is_whole(&self, index: usize) -> bool {
+    fn is_verified(&self, index: usize) -> bool {
         self.arrived[index] == self.load.num_regions
     }
 
     /// Whether all that is still wanted is here.
     pub(super) fn is_complete(&self) -> bool {
-        self.is_selected && (0..self.end).all(|index| self.is_whole(index))
+        self.is_selected && (0..self.end).all(|index| self.is_verified(index))
     }
 
     pub(super) fn is_over(&self) -> bool {
@@ -172,7 +172,7 @@ impl State {
     fn missing(&self) -> Vec<u32> {
         let is_withdrawn = self.ended == Some(Ending::Withdrawn);
         (0..self.load.block_ids.len())
-            .filter(|&index| is_withdrawn || !self.is_whole(index))
+            .filter(|&index| is_withdrawn || !self.is_verified(index))
             .map(|index| index as u32)
             .collect()
     }

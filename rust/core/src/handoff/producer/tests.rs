@@ -26,7 +26,7 @@ fn select(session: SessionKey, first: u32, end: u32) -> Select {
 fn positions(actions: &[Action]) -> Vec<u32> {
     let of = |action: &Action| match action {
         Action::Announce { blocks, .. } => blocks.iter().map(|block| block.position).collect(),
-        Action::Gone { .. } => vec![],
+        Action::End { .. } => vec![],
     };
     actions.iter().flat_map(of).collect()
 }
@@ -34,7 +34,7 @@ fn positions(actions: &[Action]) -> Vec<u32> {
 fn layers(actions: &[Action]) -> Vec<u16> {
     let of = |action: &Action| match action {
         Action::Announce { blocks, .. } => blocks.iter().map(|block| block.region).collect(),
-        Action::Gone { .. } => vec![],
+        Action::End { .. } => vec![],
     };
     actions.iter().flat_map(of).collect()
 }
@@ -121,7 +121,7 @@ fn a_select_of_a_handoff_that_never_comes_is_refused_at_its_deadline() {
     assert_eq!(producer.expire(now), (vec![], Some(now + OPEN_TIMEOUT)));
     let (actions, _) = producer.expire(now + OPEN_TIMEOUT);
     assert!(
-        matches!(&actions[..], [Action::Gone { session: 20, .. }]),
+        matches!(&actions[..], [Action::End { session: 20, .. }]),
         "{actions:?}"
     );
 }
@@ -134,7 +134,7 @@ fn a_consumer_that_selects_what_nobody_opens_shuts_out_no_other() {
     }
     let told = producer.select(select(21, 0, 1), ID, later);
     assert!(
-        matches!(&told[..], [Action::Gone { session: 20, .. }]),
+        matches!(&told[..], [Action::End { session: 20, .. }]),
         "{told:?}"
     );
     let actions = producer.mark_ready(ID, 0, &[block(0)]);
@@ -148,10 +148,10 @@ fn a_consumer_that_selects_what_nobody_opens_shuts_out_no_other() {
 fn done_counts_once_and_only_from_a_consumer_that_selected() {
     let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
     producer.mark_ready(ID, 0, &[block(0)]);
-    assert!(!producer.done(20, ID));
+    assert!(!producer.acknowledge(20, ID));
     producer.select(select(20, 0, 1), ID, later);
-    assert!(producer.done(20, ID));
-    assert!(!producer.done(20, ID));
+    assert!(producer.acknowledge(20, ID));
+    assert!(!producer.acknowledge(20, ID));
     assert_eq!(producer.num_leased(), 0);
 }
 
@@ -173,7 +173,7 @@ fn an_ended_handoff_is_refused_and_never_comes_back() {
     let actions = producer.end(ID, "aborted");
     assert_eq!(
         actions,
-        [Action::Gone {
+        [Action::End {
             session: 20,
             handoff: ID,
             reason: "aborted".to_owned()
@@ -183,7 +183,7 @@ fn an_ended_handoff_is_refused_and_never_comes_back() {
     assert_eq!(producer.num_leased(), 0);
     let actions = producer.select(select(21, 0, 1), ID, later);
     assert!(
-        matches!(&actions[..], [Action::Gone { session: 21, .. }]),
+        matches!(&actions[..], [Action::End { session: 21, .. }]),
         "{actions:?}"
     );
 }

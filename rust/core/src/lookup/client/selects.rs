@@ -3,10 +3,10 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use super::super::desk::Desk;
+use super::super::command_queue::CommandQueue;
 use super::super::messages::{SELECT, TAKE, WITHDRAW};
 use super::super::operation::{Delivery, Origin, Selected};
-use super::super::transfer::{Arrived, Parcel, check_seal};
+use super::super::transfer::{Arrived, EntryTransfer, check_seal};
 use super::super::{Items, SELECTS_CAP};
 use super::{Client, say, settle};
 use crate::codec::Reader;
@@ -107,9 +107,9 @@ impl Client {
             return Ok(());
         }
         select.from = Some(session);
-        let parcel = Parcel::read(Reader::new(payload))?;
+        let entry = EntryTransfer::read(Reader::new(payload))?;
         if let Some(server) = self.servers.get_mut(&session) {
-            server.tensors.incoming.add(operation, parcel);
+            server.tensors.incoming.add(operation, entry);
             server.tensors.incoming.begin(operation);
         }
         Ok(())
@@ -180,7 +180,7 @@ impl Client {
             return Ok(());
         };
         self.delivered.insert(operation, session);
-        let origin: Arc<dyn Origin> = Arc::<Desk>::clone(&self.desk);
+        let origin: Arc<dyn Origin> = Arc::<CommandQueue>::clone(&self.command_queue);
         let delivery = Arc::new(Delivery::new(items, operation, origin));
         self.end(select.completer, Ok(Some(delivery)));
         Ok(())

@@ -83,9 +83,9 @@ fn an_entry_goes_back_that_is_offered_when_another_server_has_refused() {
     }
 }
 
-fn client() -> (Client, Arc<Desk>) {
-    let desk = Arc::new(Desk::new());
-    (Client::new(Arc::clone(&desk), true), desk)
+fn client() -> (Client, Arc<CommandQueue>) {
+    let command_queue = Arc::new(CommandQueue::new());
+    (Client::new(Arc::clone(&command_queue), true), command_queue)
 }
 
 /// Has it wait until it can be sent.
@@ -121,21 +121,21 @@ fn an_insert_ends_with_the_first_lost_server_when_no_other_can_read_it_any_more(
 
 #[test]
 fn a_client_whose_node_panics_ends_what_was_handed_in_and_refuses_what_follows() {
-    let (client, desk) = client();
+    let (client, command_queue) = client();
     let select = || {
         let (selected, completer) = work();
         let command = Command::Select {
-            operation: desk.operation(),
+            operation: command_queue.operation(),
             query: Query::Any,
             timeout: None,
             completer,
         };
-        (desk.send(command), selected)
+        (command_queue.send(command), selected)
     };
     let (handed, selected) = select();
     assert_eq!(handed, Ok(()));
     drop(client); // as the driver does then
     assert!(matches!(selected.result(), Some(Err(Error::Closed(_)))));
     assert!(matches!(select().0, Err(Error::Closed(_))));
-    assert_eq!(desk.info().state, "closed");
+    assert_eq!(command_queue.info().state, "closed");
 }

@@ -19,7 +19,7 @@ fn ended_with(cx: &mut ReactorContext) -> String {
 
 #[test]
 fn a_receive_says_that_its_memory_may_still_be_written_to_when_reads_have_not_ended() {
-    let text = ended_with(&mut ReactorContext::with_unended_reads(2));
+    let text = ended_with(&mut ReactorContext::with_pending_reads(2));
     for part in [
         "2 reads have not ended",
         "may still be written to",

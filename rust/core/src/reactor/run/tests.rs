@@ -42,7 +42,7 @@ fn what_is_asked_for_while_the_end_of_a_link_is_seen_knows_of_it() {
     drop(listener.accept().unwrap());
     while reactor.service.0.last() != Some(&true) {
         // The end is on its way, and a command is there whenever it is seen.
-        commands.send(Control::Command(session)).unwrap();
+        commands.send(ReactorCommand::Command(session)).unwrap();
         reactor.serve(session, epoll::EventFlags::empty());
         let has_failed = reactor.cx.has_failed(session);
         assert_eq!(reactor.service.0.last(), Some(&has_failed));
@@ -156,26 +156,26 @@ fn a_read_of_a_stopped_peer_outlives_its_node_with_its_memory_until_the_peer_goe
     };
     let (commands, receiver) = commands::channel();
     let cx = ReactorContext::manual(Some(context));
-    let unended = cx.unended_reads.clone();
+    let pending = cx.pending_reads.clone();
     let mut reactor = ReactorCore::new(cx, reading, receiver);
-    commands.send(Control::Command(())).unwrap();
+    commands.send(ReactorCommand::Command(())).unwrap();
     reactor.turn();
-    assert_eq!(unended.check(), Ok(()), "it has not been closed");
+    assert_eq!(pending.check(), Ok(()), "it has not been closed");
     reactor.end();
     let said = hears.recv().expect("it has ended");
     assert!(said.contains("1 reads have not ended"), "{said}");
-    assert!(matches!(unended.check(), Err(Error::Timeout(_))));
+    assert!(matches!(pending.check(), Err(Error::Timeout(_))));
     let kept = ucx(&into);
     drop(into);
     assert_eq!(Arc::strong_count(&kept), 2, "ours and the read's");
     let give_up = Instant::now() + Duration::from_secs(20);
-    while unended.check().is_err() && Instant::now() < give_up {
+    while pending.check().is_err() && Instant::now() < give_up {
         if peer.worker.progress() == 0 {
             std::thread::sleep(Duration::from_millis(1));
         }
         while peer.worker.next_event().is_some() {}
     }
-    assert_eq!(unended.check(), Ok(()));
+    assert_eq!(pending.check(), Ok(()));
     assert_eq!(Arc::strong_count(&kept), 1);
 }
 

@@ -22,7 +22,7 @@ pub struct Piece {
 
 /// Another process of this machine whose memory this one may read.
 #[derive(Debug)]
-pub struct Neighbour {
+pub struct ProcessVmReader {
     pid: libc::pid_t,
     process: Process,
 }
@@ -65,7 +65,7 @@ impl Process {
     }
 }
 
-impl Neighbour {
+impl ProcessVmReader {
     /// The process that calls itself `pid` and says that `proof` stands at `address` of its memory. None when it cannot
     /// be read (another machine, another namespace, no permission, a kernel before 5.3) or something else stands there.
     pub fn find(pid: u32, address: u64, proof: &[u8]) -> Option<Self> {
@@ -133,8 +133,8 @@ impl Neighbour {
 mod tests {
     use super::*;
 
-    fn here(buffer: &Buffer, proof: &[u8]) -> Option<Neighbour> {
-        Neighbour::find(std::process::id(), buffer.address() as u64, proof)
+    fn here(buffer: &Buffer, proof: &[u8]) -> Option<ProcessVmReader> {
+        ProcessVmReader::find(std::process::id(), buffer.address() as u64, proof)
     }
 
     #[test]
@@ -142,8 +142,8 @@ mod tests {
         let buffer = Buffer::from_vec(b"0123456789abcdef".to_vec());
         assert!(here(&buffer, b"0123456789abcdef").is_some());
         assert!(here(&buffer, b"0123456789abcdeF").is_none());
-        assert!(Neighbour::find(std::process::id(), 8, b"kv").is_none());
-        assert!(Neighbour::find(u32::MAX, buffer.address() as u64, b"01").is_none());
+        assert!(ProcessVmReader::find(std::process::id(), 8, b"kv").is_none());
+        assert!(ProcessVmReader::find(u32::MAX, buffer.address() as u64, b"01").is_none());
     }
 
     #[test]
@@ -153,7 +153,7 @@ mod tests {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let ended = Process::open(child.id().try_into().unwrap()).unwrap();
         child.wait().unwrap();
-        let reused = Neighbour {
+        let reused = ProcessVmReader {
             pid: std::process::id().try_into().unwrap(),
             process: ended,
         };
@@ -181,8 +181,8 @@ mod tests {
                 len: 3,
             },
         ];
-        let neighbour = here(&from, &[0, 1]).unwrap();
-        neighbour.read(&into, &pieces).unwrap();
+        let process_vm = here(&from, &[0, 1]).unwrap();
+        process_vm.read(&into, &pieces).unwrap();
         assert_eq!(into.bytes(0, 8).unwrap(), [200, 201, 202, 0, 0, 0, 10, 11]);
     }
 
@@ -190,8 +190,8 @@ mod tests {
     fn what_cannot_be_read_or_does_not_fit_is_an_error() {
         let from = Buffer::from_vec(vec![1; 16]);
         let (into, address) = (Buffer::zeroed(8), from.address() as u64);
-        let neighbour = here(&from, &[1]).unwrap();
-        let read = |piece| neighbour.read(&into, &[piece]);
+        let process_vm = here(&from, &[1]).unwrap();
+        let read = |piece| process_vm.read(&into, &[piece]);
         assert!(
             read(Piece {
                 to: 7,
@@ -216,7 +216,7 @@ mod tests {
             };
             PIECES_CAP + 1
         ];
-        assert!(neighbour.read(&into, &many).is_err());
+        assert!(process_vm.read(&into, &many).is_err());
         assert_eq!(into.bytes(0, 8).unwrap(), [0; 8]);
     }
 }

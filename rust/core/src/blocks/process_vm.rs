@@ -3,9 +3,9 @@
 
 use std::rc::Rc;
 
-use kvpipe_ucx::{Buffer, Neighbour, Piece};
+use kvpipe_ucx::{Buffer, Piece, ProcessVmReader};
 
-use super::messages::NEIGHBOUR;
+use super::messages::PROCESS_VM;
 use super::service::Blocks;
 use super::transfer::Transfer;
 use crate::codec::{Reader, Writer};
@@ -34,7 +34,7 @@ impl Secret {
 
     fn frame(&self) -> Option<Vec<u8>> {
         let buffer = self.0.as_ref()?;
-        let writer = Writer::new(NEIGHBOUR).u32(std::process::id());
+        let writer = Writer::new(PROCESS_VM).u32(std::process::id());
         Some(
             writer
                 .u64(buffer.address() as u64)
@@ -50,7 +50,7 @@ fn is_cma(cx: &ReactorContext, session: SessionKey) -> bool {
 
 impl Blocks {
     /// Tells a peer on this machine how it can read our memory itself.
-    pub(super) fn meet_neighbour(&self, cx: &mut ReactorContext, session: SessionKey) {
+    pub(super) fn send_process_vm_frame(&self, cx: &mut ReactorContext, session: SessionKey) {
         if is_cma(cx, session)
             && let Some(frame) = self.secret.frame()
         {
@@ -59,7 +59,7 @@ impl Blocks {
     }
 
     /// A peer on this machine says where its memory can be read.
-    pub(super) fn neighbour_frame(
+    pub(super) fn process_vm_frame(
         &mut self,
         cx: &ReactorContext,
         session: SessionKey,
@@ -70,11 +70,11 @@ impl Blocks {
         let Some(peer) = self.peers.get_mut(&session) else {
             return Ok(());
         };
-        if std::mem::replace(&mut peer.has_met_neighbour, true) {
-            return Err(Error::protocol("a second NEIGHBOUR"));
+        if std::mem::replace(&mut peer.has_process_vm_frame, true) {
+            return Err(Error::protocol("a second PROCESS_VM"));
         }
         if is_cma(cx, session) {
-            peer.neighbour = Neighbour::find(pid, address, &verifier).map(Rc::new);
+            peer.process_vm = ProcessVmReader::find(pid, address, &verifier).map(Rc::new);
         }
         Ok(())
     }
@@ -83,7 +83,7 @@ impl Blocks {
 impl Transfer {
     /// Reads the next pieces, if calls of our own read it.
     pub(super) fn call(&mut self) -> std::io::Result<()> {
-        let (Some((base, _)), Some(neighbour)) = (&self.remote, self.neighbour.clone()) else {
+        let (Some((base, _)), Some(process_vm)) = (&self.remote, self.process_vm.clone()) else {
             return Ok(());
         };
         let base = *base;
@@ -105,7 +105,7 @@ impl Transfer {
             num_bytes += run.len;
             self.cursor.advance(&self.pieces.runs, run.len);
         }
-        neighbour.read(self.memory.buffer(), &pieces)?;
+        process_vm.read(self.memory.buffer(), &pieces)?;
         self.num_read += num_bytes;
         Ok(())
     }

@@ -215,7 +215,11 @@ mod tests {
     fn exit_as(role: &str) -> (ExitStatus, Duration) {
         let (begun, program) = (Instant::now(), std::env::current_exe().expect("this one"));
         let status = Command::new(program)
-            .args(["--exact", "exit::tests::exiting_process", "--nocapture"])
+            .args([
+                "--exact",
+                "exit_gate::tests::exiting_process",
+                "--nocapture",
+            ])
             .env(ROLE, role)
             // LeakSanitizer finds what the parent's threads hold, whom a forked child does not have.
             .envs((role == "fork").then_some(("LSAN_OPTIONS", "detect_leaks=0")))

@@ -24,18 +24,18 @@ static LEFT: Mutex<Vec<Parked>> = Mutex::new(Vec::new());
 
 /// What is left of a worker, if anything. Once this is dropped, it is worked on until UCX is done with it. Not if somebody has
 /// keys of the worker then: drop them first.
-pub struct Rest {
+pub struct Reaper {
     worker: Option<Rc<Inner>>,
     num_reads: Arc<AtomicUsize>,
 }
 
-impl Rest {
+impl Reaper {
     pub(crate) fn new(worker: Option<Rc<Inner>>, num_reads: Arc<AtomicUsize>) -> Self {
         Self { worker, num_reads }
     }
 }
 
-impl Drop for Rest {
+impl Drop for Reaper {
     fn drop(&mut self) {
         let Some(inner) = self.worker.take() else {
             return;
@@ -54,9 +54,9 @@ impl Drop for Rest {
     }
 }
 
-impl std::fmt::Debug for Rest {
+impl std::fmt::Debug for Reaper {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Rest")
+        f.debug_struct("Reaper")
             .field("is_empty", &self.worker.is_none())
             .field("num_reads", &self.num_reads)
             .finish()

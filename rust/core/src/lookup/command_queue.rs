@@ -42,14 +42,14 @@ struct State {
 }
 
 #[derive(Debug)]
-pub(super) struct Desk {
+pub(super) struct CommandQueue {
     state: Mutex<State>,
     waker: OnceLock<Waker>,
     next_operation: AtomicU64,
     process: Process,
 }
 
-impl Desk {
+impl CommandQueue {
     pub(super) fn new() -> Self {
         Self {
             state: Mutex::default(),
@@ -125,7 +125,7 @@ impl Desk {
 }
 
 /// Of a closed buffer nothing is withdrawn or settled: its servers see to that when its sessions end.
-impl Origin for Desk {
+impl Origin for CommandQueue {
     fn withdraw(&self, ticket: Ticket) {
         let _ = self.send(Command::Withdraw(ticket));
     }

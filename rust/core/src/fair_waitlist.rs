@@ -7,20 +7,20 @@ use std::collections::hash_map::Entry;
 use crate::reactor::SessionKey;
 
 /// A place of which it is known which session has it.
-pub(crate) trait Place {
+pub(crate) trait Waiter {
     fn session(&self) -> SessionKey;
 }
 
 /// At most so many places, in the order in which they were taken. How many each session has is counted as they come and go: a
 /// peer that asks on although it has most costs no look at all of them.
 #[derive(Debug)]
-pub(crate) struct Room<T> {
+pub(crate) struct FairWaitlist<T> {
     waiting: Vec<T>,
     held: HashMap<SessionKey, usize>,
     cap: usize,
 }
 
-impl<T: Place> Room<T> {
+impl<T: Waiter> FairWaitlist<T> {
     pub(crate) fn new(cap: usize) -> Self {
         Self {
             waiting: Vec::new(),
@@ -55,7 +55,7 @@ impl<T: Place> Room<T> {
     }
 
     /// Ends the wait of those that it is said of, and returns them.
-    pub(crate) fn take(&mut self, mut is_over: impl FnMut(&T) -> bool) -> Vec<T> {
+    pub(crate) fn remove_if(&mut self, mut is_over: impl FnMut(&T) -> bool) -> Vec<T> {
         let over = self.waiting.extract_if(.., |one| is_over(one));
         let taken: Vec<T> = over.collect();
         for one in &taken {
@@ -84,7 +84,7 @@ impl<T: Place> Room<T> {
 }
 
 /// Tells a peer why one of its `what` may not wait.
-pub(crate) fn crowded(what: &str, cap: usize) -> String {
+pub(crate) fn waitlist_full(what: &str, cap: usize) -> String {
     format!(
         "{cap} {what} wait here, more cannot, and no other peer has more of them than this one; ask for fewer at once"
     )
@@ -99,63 +99,68 @@ mod tests {
 
     const CAP: usize = 12;
 
-    impl Place for (SessionKey, usize) {
+    impl Waiter for (SessionKey, usize) {
         fn session(&self) -> SessionKey {
             self.0
         }
     }
 
-    fn filled_by(session: SessionKey) -> Room<(SessionKey, usize)> {
-        let mut room = Room::new(CAP);
+    fn filled_by(session: SessionKey) -> FairWaitlist<(SessionKey, usize)> {
+        let mut waitlist = FairWaitlist::new(CAP);
         for n in 0..CAP {
-            assert_eq!(room.admit((session, n)), None);
+            assert_eq!(waitlist.admit((session, n)), None);
         }
-        room
+        waitlist
     }
 
     #[test]
     fn one_peer_alone_has_all_the_room_and_no_more() {
-        let mut room = filled_by(1);
-        assert_eq!(room.admit((1, CAP)), Some((1, CAP)));
-        assert_eq!(room.iter().len(), CAP);
+        let mut waitlist = filled_by(1);
+        assert_eq!(waitlist.admit((1, CAP)), Some((1, CAP)));
+        assert_eq!(waitlist.iter().len(), CAP);
     }
 
     #[test]
     fn the_latest_of_who_has_most_makes_place() {
-        let mut room = filled_by(1);
-        assert_eq!(room.admit((2, 0)), Some((1, CAP - 1)));
-        assert_eq!(room.admit((2, 1)), Some((1, CAP - 2)));
-        assert_eq!(room.iter().len(), CAP);
+        let mut waitlist = filled_by(1);
+        assert_eq!(waitlist.admit((2, 0)), Some((1, CAP - 1)));
+        assert_eq!(waitlist.admit((2, 1)), Some((1, CAP - 2)));
+        assert_eq!(waitlist.iter().len(), CAP);
     }
 
     #[test]
     fn in_the_end_all_have_as_much_whoever_came_first_or_asks_most() {
-        let mut room = filled_by(1);
+        let mut waitlist = filled_by(1);
         for n in 0..CAP {
             for session in [1, 2, 3, 1, 1] {
-                room.admit((session, n));
+                waitlist.admit((session, n));
             }
         }
-        let held = |session| room.iter().filter(|(other, _)| *other == session).count();
+        let held = |session| {
+            waitlist
+                .iter()
+                .filter(|(other, _)| *other == session)
+                .count()
+        };
         assert_eq!([1, 2, 3].map(held), [CAP / 3; 3]);
     }
 
     /// Whatever came and went: what each has is what is counted of it.
     #[test]
     fn a_place_that_is_given_up_counts_no_more() {
-        let mut room = filled_by(1);
-        room.admit((2, 0));
-        let taken = room.take(|(session, n)| *session == 2 || *n < 4);
+        let mut waitlist = filled_by(1);
+        waitlist.admit((2, 0));
+        let taken = waitlist.remove_if(|(session, n)| *session == 2 || *n < 4);
         assert_eq!(taken, [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]);
-        assert_eq!(room.held, HashMap::from([(1, CAP - 5)]));
-        room.take(|_| true);
-        assert!(room.held.is_empty(), "no session is remembered");
+        assert_eq!(waitlist.held, HashMap::from([(1, CAP - 5)]));
+        waitlist.remove_if(|_| true);
+        assert!(waitlist.held.is_empty(), "no session is remembered");
     }
 
     /// Counts how often anybody asks whose it is.
     struct Counting(Rc<Cell<usize>>);
 
-    impl Place for Counting {
+    impl Waiter for Counting {
         fn session(&self) -> SessionKey {
             self.0.set(self.0.get() + 1);
             1
@@ -164,12 +169,12 @@ mod tests {
 
     #[test]
     fn a_peer_that_is_refused_costs_no_look_at_those_who_wait() {
-        let (mut room, num_looks) = (Room::new(CAP), Rc::new(Cell::new(0)));
+        let (mut waitlist, num_looks) = (FairWaitlist::new(CAP), Rc::new(Cell::new(0)));
         for _ in 0..CAP {
-            room.admit(Counting(Rc::clone(&num_looks)));
+            waitlist.admit(Counting(Rc::clone(&num_looks)));
         }
         num_looks.set(0);
-        assert!(room.admit(Counting(Rc::clone(&num_looks))).is_some());
+        assert!(waitlist.admit(Counting(Rc::clone(&num_looks))).is_some());
         assert_eq!(num_looks.get(), 1, "at itself only");
     }
 }

@@ -3,13 +3,13 @@
 /// A value that moves between threads together with everything it shares without atomics, such as a worker with its
 /// keys, received data and operations. One thread at a time has it.
 #[derive(Debug)]
-pub struct Together<T>(T);
+pub struct AssertSend<T>(T);
 
 // SAFETY: by the promise of `new`, no other thread can reach what `T` shares without atomics; who has the `Together`
 // has all of it. UCX allows any thread to use a worker of UCS_THREAD_MODE_SERIALIZED, one at a time.
-unsafe impl<T> Send for Together<T> {}
+unsafe impl<T> Send for AssertSend<T> {}
 
-impl<T> Together<T> {
+impl<T> AssertSend<T> {
     /// Makes it movable.
     ///
     /// # Safety

@@ -7,9 +7,9 @@ use crate::error::{Error, Result};
 
 /// Their number, 0 while the reactor runs. It goes down as they end.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct UnendedReads(Arc<AtomicUsize>);
+pub(crate) struct PendingReads(Arc<AtomicUsize>);
 
-impl UnendedReads {
+impl PendingReads {
     /// For who ends the worker.
     pub(super) fn counter(&self) -> Arc<AtomicUsize> {
         Arc::clone(&self.0)
@@ -17,10 +17,10 @@ impl UnendedReads {
 
     /// The error of what the reactor's end has ended: `reason`, and what is to be known of memory that was read into.
     pub(super) fn closed(&self, reason: &str) -> Error {
-        let unended = self.describe();
-        Error::Closed(unended.map_or_else(
+        let pending = self.describe();
+        Error::Closed(pending.map_or_else(
             || reason.to_owned(),
-            |unended| format!("{reason}, but {unended}"),
+            |pending| format!("{reason}, but {pending}"),
         ))
     }
 
@@ -29,13 +29,13 @@ impl UnendedReads {
     /// # Errors
     /// `Timeout` says how many reads have not ended.
     pub(crate) fn check(&self) -> Result<()> {
-        let error = |unended| {
+        let error = |pending| {
             Error::Timeout(format!(
-                "closed, but {unended}; close again to see whether they have ended"
+                "closed, but {pending}; close again to see whether they have ended"
             ))
         };
         self.describe()
-            .map_or(Ok(()), |unended| Err(error(unended)))
+            .map_or(Ok(()), |pending| Err(error(pending)))
     }
 
     fn describe(&self) -> Option<String> {
@@ -50,7 +50,7 @@ impl UnendedReads {
 }
 
 #[cfg(test)]
-impl UnendedReads {
+impl PendingReads {
     /// Has it count so many.
     pub(crate) fn pretend(&self, reads: usize) {
         self.0.store(reads, Ordering::Release);
