@@ -6,37 +6,27 @@
 //! `kvpipe-ucx`.
 #![deny(unsafe_code)]
 
-pub mod address;
-mod advice;
 pub mod blocks;
 pub mod checksum;
-pub mod codec;
 pub mod control;
-mod cursor;
-mod data;
-mod data_path;
 mod earliest;
 mod error;
 pub mod events;
-mod fair_waitlist;
-mod fetch;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod handoff;
-pub mod handshake;
-pub mod identity;
 pub mod lookup;
+pub mod net;
 pub mod pipe;
-mod pool;
 mod process;
 pub mod reactor;
 mod recent;
-pub mod region;
 pub mod session;
-mod stream;
 pub mod trace;
+mod transfer;
 pub mod transport;
 pub mod work;
 
-pub use data_path::DataPath;
 pub use error::{Error, Result};
+pub use transfer::data_path::DataPath;
+pub use transfer::region;

@@ -211,6 +211,7 @@ impl Agent {
         self.0.notifications_fd()
     }
 
+    #[pyo3(name = "finalize")]
     fn mark_ready(&self, ready: &ReadyBlocks, regions: Vec<PyRef<'_, Region>>) -> PyResult<()> {
         let regions: Vec<_> = regions.iter().map(|region| region.0.clone()).collect();
         self.0.mark_ready(&ready.0, &regions).map_err(to_py)
@@ -256,7 +257,7 @@ impl Agent {
         self.0.trace_to(trace.core()).map_err(to_py)
     }
 
-    #[getter]
+    #[getter(num_lent)]
     fn num_leased(&self) -> usize {
         self.0.num_leased()
     }
@@ -300,7 +301,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             transport,
             elapsed,
         } => {
-            set("blocks_verified", handoff)?;
+            set("whole", handoff)?;
             set_facts(&dict, counts, transport, *elapsed)?;
         }
         Event::LoadCompleted {
@@ -309,7 +310,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             transport,
             elapsed,
         } => {
-            set("load_completed", handoff)?;
+            set("loaded", handoff)?;
             set_facts(&dict, counts, transport, *elapsed)?;
         }
         Event::LoadFailed {
@@ -320,12 +321,12 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             missing,
             reason,
         } => {
-            set("load_failed", handoff)?;
+            set("failed", handoff)?;
             set_facts(&dict, counts, transport, *elapsed)?;
             dict.set_item("missing", missing)?;
             dict.set_item("reason", reason)?;
         }
-        Event::Acknowledged { handoff } => set("acknowledged", handoff)?,
+        Event::Acknowledged { handoff } => set("taken", handoff)?,
         Event::Log(text) => {
             dict.set_item("event", "log")?;
             dict.set_item("text", text)?;

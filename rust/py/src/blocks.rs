@@ -40,7 +40,7 @@ pub(crate) struct Peer(pub(crate) blocks::Peer);
 
 #[pymethods]
 impl Peer {
-    #[getter]
+    #[getter(link)]
     fn session(&self) -> u64 {
         self.0.session()
     }
@@ -82,7 +82,7 @@ impl Peer {
     }
 }
 
-#[pyclass(frozen)]
+#[pyclass(frozen, name = "Finals")]
 pub(crate) struct ReadyBlocks(pub(crate) blocks::ReadyBlocks);
 
 #[pymethods]

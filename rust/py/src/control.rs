@@ -207,7 +207,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             set("opened", handoff)?;
             dict.set_item("prompt_hash", opening.prompt_hash.as_slice())?;
             dict.set_item("num_tokens", opening.num_tokens)?;
-            dict.set_item("epoch", opening.epoch)?;
+            dict.set_item("generation", opening.epoch)?;
             let ranks: Vec<(&str, &[u8])> = opening
                 .ranks
                 .iter()
@@ -226,7 +226,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             reason,
             is_withdrawn,
         } => {
-            set("ended", handoff)?;
+            set("gone", handoff)?;
             dict.set_item("reason", reason)?;
             dict.set_item("is_withdrawn", is_withdrawn)?;
         }

@@ -30,9 +30,7 @@ impl Transport {
             "get" => MemoryPath::RemoteRead,
             "messages" => MemoryPath::Stream,
             other => {
-                return Err(bad(format!(
-                    "data_path={other:?}: expected 'get' or 'messages'"
-                )));
+                return Err(bad(format!("road={other:?}: expected 'get' or 'messages'")));
             }
         };
         Ok(Self(transport::Transport::Memory(data_path)))

@@ -15,10 +15,10 @@ use super::service::Command;
 use super::transfer::Notify;
 use super::transfers::ReadCommand;
 use super::{Agent, Notification, Options, Peer, Plan, Region, Stats};
-use crate::address::check_address;
 use crate::error::{Error, Result};
-use crate::identity::Incarnation;
-use crate::region::{Layout, NAME_CAP};
+use crate::net::address::check_address;
+use crate::net::identity::Incarnation;
+use crate::transfer::region::{Layout, NAME_CAP};
 use crate::work::{Waited, Work};
 
 impl Agent {

@@ -6,10 +6,10 @@ use super::messages::{
     ready_blocks, reason, regions,
 };
 use super::metadata::Metadata;
-use crate::codec::{Reader, Writer};
 use crate::handoff::ReadyBlock;
+use crate::net::codec::{Reader, Writer};
 use crate::reactor::manual::Round;
-use crate::region::{Pieces, RemoteRegion};
+use crate::transfer::region::{Pieces, RemoteRegion};
 
 impl Agent {
     pub(crate) fn round(&self) -> Round {

@@ -9,13 +9,13 @@ use super::messages::{
 };
 use super::ready::ReadyRange;
 use super::service::Blocks;
-use crate::codec::{Reader, Writer};
 use crate::error::Result;
 use crate::handoff::producer::{Action, OPEN_TIMEOUT, Select};
 use crate::handoff::{HandoffId, ReadyBlock, checksum};
+use crate::net::codec::{Reader, Writer};
 use crate::reactor::{ReactorContext, SessionKey};
-use crate::region::{Layout, RegionId};
 use crate::trace::Track;
+use crate::transfer::region::{Layout, RegionId};
 use crate::transport::{Memory, Payload};
 
 /// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.

@@ -21,8 +21,8 @@ use crate::error::{Error, Result};
 use crate::handoff::consumer::{Batch, Load};
 use crate::handoff::{HandoffId, ReadyBlock, checksum};
 use crate::reactor::{ReactorContext, SessionKey};
-use crate::region::{Layout, Pieces, RegionId, RemoteRegion, coalesce};
 use crate::trace::Track;
+use crate::transfer::region::{Layout, Pieces, RegionId, RemoteRegion, coalesce};
 use crate::transport::{Memory, Payload};
 
 /// What a fresh session may take, that of a peer that lives takes milliseconds. A dead one's load is not to be held up.

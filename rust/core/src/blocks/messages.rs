@@ -1,11 +1,11 @@
 //! Messages of the blocks' data plane; see docs/wire-format.md.
 
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
 use crate::handoff::ReadyBlock;
+use crate::net::codec::{Reader, Writer};
 
 use super::notices::TAG_CAP;
-use crate::region::{Pieces, RegionId, RemoteRegion};
+use crate::transfer::region::{Pieces, RegionId, RemoteRegion};
 
 /// Destination asks for blocks: transfer, region, [`Wanted`]; payload: ids.
 pub(super) const READ: u8 = 32;

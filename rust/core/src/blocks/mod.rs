@@ -31,14 +31,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::address::listen_address;
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::handoff::HandoffId;
 use crate::handoff::consumer::Counts;
-use crate::identity::{Identity, Incarnation, SessionKind};
+use crate::net::address::listen_address;
+use crate::net::identity::{Identity, Incarnation, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig, SessionKey, default_busy_poll};
-use crate::session::SessionTimeouts;
+use crate::session::connection::SessionTimeouts;
 use crate::trace::Trace;
 use crate::transport::Transport;
 

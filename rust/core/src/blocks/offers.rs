@@ -10,10 +10,10 @@ use super::peer::{Counters, Peer};
 use super::plan::{not_writable, peer_gone, region_gone};
 use super::service::Blocks;
 use super::transfer::{Notify, Owner, Take};
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
+use crate::net::codec::{Reader, Writer};
 use crate::reactor::{ReactorContext, SessionKey};
-use crate::region::{Pieces, RegionId, coalesce};
+use crate::transfer::region::{Pieces, RegionId, coalesce};
 use crate::transport::Payload;
 use crate::work::Completer;
 

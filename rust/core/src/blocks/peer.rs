@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
-use crate::identity::Incarnation;
+use crate::net::identity::Incarnation;
 use crate::reactor::SessionKey;
-use crate::region::{Layout, RegionId, RemoteRegion};
+use crate::transfer::region::{Layout, RegionId, RemoteRegion};
 
 /// A region of a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -13,12 +13,12 @@ use super::notices::{Arrivals, Outbox};
 use super::peer::{Counters, Peer};
 use super::service::Blocks;
 use super::transfer::Transfer;
-use crate::advice::advice;
-use crate::data_path::is_read;
 use crate::error::{Error, Result};
-use crate::identity::{Identity, Incarnation};
+use crate::net::identity::{Identity, Incarnation};
 use crate::reactor::{ReactorContext, SessionKey};
-use crate::region::{RegionId, RemoteRegion};
+use crate::transfer::advice::advice;
+use crate::transfer::data_path::is_read;
+use crate::transfer::region::{RegionId, RemoteRegion};
 use crate::transport::RemoteKey;
 use crate::work::Completer;
 

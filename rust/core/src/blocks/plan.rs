@@ -9,9 +9,9 @@ use super::messages::BLOCKS_CAP;
 use super::notices::check_tag;
 use super::peer::{Peer, RegionInfo};
 use crate::error::{Error, Result};
-use crate::identity::Incarnation;
+use crate::net::identity::Incarnation;
 use crate::reactor::{ReactorContext, SessionKey};
-use crate::region::{Layout, Pieces, RegionId, check_sizes, coalesce};
+use crate::transfer::region::{Layout, Pieces, RegionId, check_sizes, coalesce};
 
 #[derive(Debug)]
 struct Registered {

@@ -8,11 +8,11 @@ use kvpipe_ucx::{Buffer, Piece, ProcessVmReader};
 use super::messages::PROCESS_VM;
 use super::service::Blocks;
 use super::transfer::Transfer;
-use crate::codec::{Reader, Writer};
-use crate::data_path::DataPath;
 use crate::error::{Error, Result};
-use crate::identity::random;
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::random;
 use crate::reactor::{ReactorContext, SessionKey};
+use crate::transfer::data_path::DataPath;
 
 /// Of one call, which sockets and other transfers wait for: less than a millisecond.
 const PIECES: usize = 256;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::check_positions;
 use crate::error::Result;
 use crate::handoff::HandoffId;
-use crate::region::RegionId;
+use crate::transfer::region::RegionId;
 
 /// Blocks of a handoff that will not change any more.
 #[derive(Debug, Clone, PartialEq, Eq)]

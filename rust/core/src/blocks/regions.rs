@@ -13,11 +13,11 @@ use super::peer::RegionInfo;
 use super::plan::{Region, closed_region};
 use super::service::Blocks;
 use super::transfer::Transfer;
-use crate::codec::Writer;
 use crate::error::{Error, Result};
-use crate::fetch::key;
+use crate::net::codec::Writer;
 use crate::reactor::{PendingReads, ReactorContext, SessionKey};
-use crate::region::{Layout, RegionId, RemoteRegion};
+use crate::transfer::fetch::key;
+use crate::transfer::region::{Layout, RegionId, RemoteRegion};
 use crate::transport::Memory;
 use crate::work::Completer;
 

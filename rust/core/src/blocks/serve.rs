@@ -12,11 +12,11 @@ use super::plan::region_gone;
 use super::service::Blocks;
 use super::transfers::TRANSFERS_IN_FLIGHT;
 use super::verifier::ChecksumJob;
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
+use crate::net::codec::{Reader, Writer};
 use crate::reactor::{ReactorContext, SessionKey};
-use crate::region::{RegionId, sequence};
-use crate::stream::Outgoing;
+use crate::transfer::region::{RegionId, sequence};
+use crate::transfer::stream::Outgoing;
 use crate::transport::Payload;
 
 /// What a peer has asked for.

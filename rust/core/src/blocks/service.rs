@@ -21,17 +21,17 @@ use super::serve::Serving;
 use super::transfer::Transfer;
 use super::transfers::ReadCommand;
 use super::{Ended, Event, LoadRequest, SharedState};
-use crate::codec::Reader;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::handoff::HandoffId;
 use crate::handoff::consumer::Consumer;
 use crate::handoff::producer::Producer;
-use crate::identity::{Identity, Incarnation};
+use crate::net::codec::Reader;
+use crate::net::identity::{Identity, Incarnation};
 use crate::reactor::{ReactorContext, Service, SessionKey};
-use crate::region::RegionId;
 use crate::trace::{Trace, Track};
+use crate::transfer::region::RegionId;
 use crate::work::Completer;
 
 #[derive(Debug)]

@@ -8,13 +8,13 @@ use kvpipe_ucx::ProcessVmReader;
 
 use super::peer::Peer;
 use super::verifier::Verifier;
-use crate::cursor::Cursor;
 use crate::error::Error;
 use crate::handoff::HandoffId;
 use crate::handoff::consumer::Batch;
 use crate::reactor::SessionKey;
-use crate::region::{Layout, Pieces, RegionId, Run};
-use crate::stream::Incoming;
+use crate::transfer::cursor::Cursor;
+use crate::transfer::region::{Layout, Pieces, RegionId, Run};
+use crate::transfer::stream::Incoming;
 use crate::transport::{Memory, RemoteKey};
 use crate::work::Completer;
 

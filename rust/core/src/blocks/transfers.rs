@@ -12,11 +12,11 @@ use super::plan::{peer_gone, region_gone};
 use super::service::Blocks;
 use super::transfer::{Arrived, Notify, Owner, Take, Transfer, get_token, split_token};
 use super::verifier::Verifier;
-use crate::codec::Reader;
 use crate::error::{Error, Result};
+use crate::net::codec::Reader;
 use crate::reactor::{ReactorContext, SessionKey};
-use crate::region::{Layout, Pieces, RegionId};
-use crate::stream::Incoming;
+use crate::transfer::region::{Layout, Pieces, RegionId};
+use crate::transfer::stream::Incoming;
 use crate::transport::{Memory, Payload};
 use crate::work::Completer;
 

@@ -14,7 +14,7 @@ use super::transfer::Transfer;
 use crate::checksum::{self, RunningChecksum};
 use crate::error::{Error, Result};
 use crate::reactor::{ReactorContext, SessionKey};
-use crate::region::Layout;
+use crate::transfer::region::Layout;
 use crate::transport::{Memory, Payload};
 
 /// Bytes that are checksummed in one go, which sockets and other transfers wait for: less than a millisecond.

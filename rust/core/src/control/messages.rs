@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use super::{Opening, Question, Rank, SequenceState};
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
 use crate::handoff::HandoffId;
+use crate::net::codec::{Reader, Writer};
 
 const TEXT_CAP: usize = 4096;
 /// Largest JSON answer.

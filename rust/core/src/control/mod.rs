@@ -12,13 +12,13 @@ mod subscriptions;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use crate::address::listen_address;
 use crate::error::Result;
 use crate::events::Events;
 use crate::handoff::HandoffId;
-use crate::identity::{Identity, Incarnation, SessionKind};
+use crate::net::address::listen_address;
+use crate::net::identity::{Identity, Incarnation, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig};
-use crate::session::SessionTimeouts;
+use crate::session::connection::SessionTimeouts;
 use crate::trace::Trace;
 use crate::work::Work;
 

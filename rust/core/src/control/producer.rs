@@ -5,9 +5,9 @@ use std::time::Instant;
 use super::messages::Message;
 use super::service::{LeasedHandoff, PARKED_CAP, Parked, Schedulers};
 use super::{Event, Opening, SequenceState};
-use crate::fair_waitlist::waitlist_full;
 use crate::handoff::HandoffId;
 use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::fair_waitlist::waitlist_full;
 
 impl Schedulers {
     pub(super) fn open(&mut self, cx: &mut ReactorContext, handoff: HandoffId, opening: Opening) {

@@ -8,11 +8,11 @@ use super::subscriptions::{Awaited, Subscription};
 use super::{ControlTimeouts, Event, Opening, Question, SequenceState};
 use crate::error::{Error, Result};
 use crate::events::Events;
-use crate::fair_waitlist::{FairWaitlist, Waiter};
 use crate::handoff::HandoffId;
-use crate::identity::Identity;
+use crate::net::identity::Identity;
 use crate::reactor::{ReactorContext, Service, SessionKey};
 use crate::recent::RecentHandoffs;
+use crate::session::fair_waitlist::{FairWaitlist, Waiter};
 use crate::trace::{Trace, Track};
 use crate::work::Completer;
 

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use super::messages::Message;
 use super::service::{PARKED_CAP, Schedulers};
-use crate::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 use crate::handoff::HandoffId;
 use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
 /// What a subscription waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,9 +9,9 @@ use super::hostile::{Hostile, TOKEN, transport};
 use super::script::{Victim, perform, read};
 use crate::blocks::{Agent, Event, LoadRequest, Options, Peer, ReadyBlocks, ReadyRange, Region};
 use crate::error::Result;
-use crate::identity::SessionKind;
+use crate::net::identity::SessionKind;
 use crate::reactor::manual::{Round, without_threads};
-use crate::session::SessionTimeouts;
+use crate::session::connection::SessionTimeouts;
 use crate::work::Work;
 
 const BLOCK: usize = 1 << 10;

@@ -5,9 +5,9 @@ use std::time::Duration;
 use super::hostile::{Hostile, TOKEN};
 use super::script::{Victim, perform, read};
 use crate::control::{Control, ControlTimeouts, Event, Opening, Question, Rank, SequenceState};
-use crate::identity::SessionKind;
+use crate::net::identity::SessionKind;
 use crate::reactor::manual::{Round, without_threads};
-use crate::session::SessionTimeouts;
+use crate::session::connection::SessionTimeouts;
 use crate::work::Work;
 
 const PATIENCE: Duration = Duration::from_secs(600);

@@ -1,10 +1,10 @@
 //! Everything that is read from bytes of a peer and can be written again.
 
-use crate::codec::{Reader, Writer};
-use crate::fetch::Offer;
-use crate::identity::Identity;
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::Identity;
 use crate::pipe::Meta;
-use crate::region::RemoteRegion;
+use crate::transfer::fetch::Offer;
+use crate::transfer::region::RemoteRegion;
 use crate::{blocks, control, lookup};
 
 /// Checks that what can be read is written as it was. `read` takes from the start of `bytes` and writes it.

@@ -2,10 +2,10 @@
 //! anything else.
 
 use super::hostile::TOKEN;
-use crate::codec::Reader;
 use crate::error::Result;
-use crate::handshake::{Handshake, Step};
-use crate::identity::{Identity, SessionKind};
+use crate::net::codec::Reader;
+use crate::net::handshake::{Handshake, Step};
+use crate::net::identity::{Identity, SessionKind};
 
 /// In what one side says, this shows that it has told who it is.
 const WHO: &str = "engine of the side under test";

@@ -10,8 +10,8 @@ use rustix::net::sockopt;
 
 use super::script::{ADDRESS, Flags, KEY, Step, Victim};
 use crate::checksum;
-use crate::handshake::{Handshake, SessionId, Step as Shake};
-use crate::identity::{Identity, SessionKind};
+use crate::net::handshake::{Handshake, SessionId, Step as Shake};
+use crate::net::identity::{Identity, SessionKind};
 use crate::transport::{Memory, MemoryPath, Payload, Transport, Worker};
 
 /// What both sides share.

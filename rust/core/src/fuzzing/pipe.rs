@@ -7,7 +7,7 @@ use kvpipe_ucx::Buffer;
 
 use super::hostile::{Hostile, TOKEN, transport};
 use super::script::{Victim, perform, read};
-use crate::identity::SessionKind;
+use crate::net::identity::SessionKind;
 use crate::pipe::{Deadline, Meta, Pipe, Received};
 use crate::reactor::manual::{Round, without_threads};
 use crate::work::{Then, Work};

@@ -1,8 +1,8 @@
 //! What a peer that keeps to no rules does, as read from any bytes, and how the other side is driven through it.
 
 use super::hostile::Hostile;
-use crate::codec::{Reader, Writer};
 use crate::error::Result;
+use crate::net::codec::{Reader, Writer};
 use crate::reactor::manual::Round;
 
 /// Rounds within which a reactor comes to rest after anything that a peer can say.

@@ -6,10 +6,10 @@ use super::control::{opening, sequence_state};
 use super::pipe::meta;
 use super::script::{ADDRESS, KEY, Script};
 use crate::checksum;
-use crate::codec::Writer;
 use crate::handoff::{self, ReadyBlock};
-use crate::identity::{Identity, SessionKind};
-use crate::region::{Layout, RemoteRegion};
+use crate::net::codec::Writer;
+use crate::net::identity::{Identity, SessionKind};
+use crate::transfer::region::{Layout, RemoteRegion};
 use crate::{blocks, control};
 
 const GET: u8 = 1;

@@ -8,10 +8,10 @@ use std::time::Duration;
 use super::hostile::{Hostile, transport};
 use super::script::{Victim, confront, read};
 use crate::error::{Error, Result};
-use crate::identity::{Identity, SessionKind};
+use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::manual::{Round, without_threads};
 use crate::reactor::{Reactor, ReactorConfig, ReactorContext, Service, SessionKey};
-use crate::session::SessionTimeouts;
+use crate::session::connection::SessionTimeouts;
 
 const WHO: &str = "engine of the side under test";
 

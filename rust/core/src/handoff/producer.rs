@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::{HandoffId, ReadyBlock};
-use crate::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 use crate::reactor::SessionKey;
 use crate::recent::RecentHandoffs;
+use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
 /// Selects that may wait for handoffs that are not known yet.
 const PARKED_CAP: usize = 1024;

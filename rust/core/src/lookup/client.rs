@@ -15,12 +15,13 @@ use super::messages::{
     INSERTED, NOTHING, OFFER, REFUSED, SETTLE, TAKEN, WITHDRAW, read_refusal, write_select,
 };
 use super::tensors::Tensors;
-use crate::codec::Reader;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::identity::Identity;
-use crate::pool::Pool;
-use crate::reactor::{GracePeriod, ReactorContext, Service, SessionKey};
+use crate::net::codec::Reader;
+use crate::net::identity::Identity;
+use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::session::grace::GracePeriod;
+use crate::transfer::pool::Pool;
 use crate::transport::Payload;
 use crate::work::Completer;
 use selects::Select;

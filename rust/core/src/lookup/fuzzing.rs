@@ -2,7 +2,7 @@
 
 use super::messages::{read_refusal, read_select, write_refusal, write_select};
 use super::transfer::EntryTransfer;
-use crate::codec::Reader;
+use crate::net::codec::Reader;
 
 /// What can be read is written as it was.
 pub(crate) fn decode(kind: u8, bytes: &[u8]) {

@@ -6,10 +6,11 @@ use std::time::Instant;
 use super::messages::{INSERT, TOKENS_CAP, write_timeout, write_tokens};
 use super::transfer::{Outgoing, seal};
 use super::{INSERTS_IN_FLIGHT, Items};
-use crate::codec::Writer;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::reactor::{AnswerStage, GracePeriod, ReactorContext, SessionKey};
+use crate::net::codec::Writer;
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transport::Payload;
 use crate::work::Completer;
 

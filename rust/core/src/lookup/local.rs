@@ -9,11 +9,11 @@ use super::operation::{Operation, Origin, Selected};
 use super::server::Server;
 use super::shared::{Handle, Shared};
 use super::{Items, LookupInfo, Query, check_entry};
-use crate::address::listen_address;
 use crate::error::{Error, Result};
-use crate::identity::{Identity, SessionKind};
+use crate::net::address::listen_address;
+use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig, default_busy_poll};
-use crate::session::SessionTimeouts;
+use crate::session::connection::SessionTimeouts;
 use crate::transport::Transport;
 use crate::work::work;
 

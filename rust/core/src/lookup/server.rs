@@ -20,11 +20,11 @@ use super::shared::Shared;
 use super::store::{Action, Ticket};
 use super::tensors::Tensors;
 use super::transfer::{Arrived, EntryTransfer, check_operation, check_seal, seal};
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::identity::Identity;
-use crate::pool::Pool;
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::Identity;
 use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::transfer::pool::Pool;
 use crate::transport::Payload;
 use client::{Client, Insert, Select};
 

@@ -3,11 +3,11 @@
 use kvpipe_ucx::AmData;
 
 use super::transfer::{Incoming, Outgoing};
-use crate::codec::Reader;
 use crate::error::Result;
-use crate::fetch::{ACCEPT, CHECKSUMS, CREDIT, DATA};
-use crate::pool::Pool;
+use crate::net::codec::Reader;
 use crate::reactor::{ReactorContext, SessionKey};
+use crate::transfer::fetch::{ACCEPT, CHECKSUMS, CREDIT, DATA};
+use crate::transfer::pool::Pool;
 
 #[derive(Debug)]
 pub(super) struct Tensors {

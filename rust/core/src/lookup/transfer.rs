@@ -7,12 +7,12 @@ use kvpipe_ucx::{AmData, Buffer, Status};
 
 use super::{HUGE, Items, NUM_ITEMS, entry_bytes};
 use crate::checksum;
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::fetch::{ExposedBuffer, Fetch, Offer};
+use crate::net::codec::{Reader, Writer};
 use crate::pipe::{Meta, Received};
-use crate::pool::Pool;
 use crate::reactor::{ReactorContext, SessionKey};
+use crate::transfer::fetch::{ExposedBuffer, Fetch, Offer};
+use crate::transfer::pool::Pool;
 use crate::transport::Memory;
 
 /// Bytes of an entry that travel inside its message. Above them, one copy costs more than one more round trip.

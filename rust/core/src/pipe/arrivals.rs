@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 
 use super::{EAGER_CAP, MESSAGES_IN_FLIGHT, Meta};
 use crate::checksum;
-use crate::codec::Reader;
 use crate::error::{Error, Result};
-use crate::fetch::{Held, Offer};
+use crate::net::codec::Reader;
+use crate::transfer::fetch::{Held, Offer};
 
 /// A tensor that has come, or that can be fetched.
 pub(super) struct Arrived {

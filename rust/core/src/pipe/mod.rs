@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Buffer;
 
-use crate::address::{Route, check_address, listen_address};
-use crate::advice::advice;
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::identity::{Identity, SessionKind};
+use crate::net::address::{Route, check_address, listen_address};
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig, ReactorContext, SessionKey};
-use crate::session::SessionTimeouts;
+use crate::session::connection::SessionTimeouts;
+use crate::transfer::advice::advice;
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 

@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use super::WITHDRAW;
 use crate::error::{Error, Result};
-use crate::fetch::ExposedBuffer;
-use crate::reactor::{AnswerStage, GracePeriod, ReactorContext, SessionKey};
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::grace::{AnswerStage, GracePeriod};
+use crate::transfer::fetch::ExposedBuffer;
 use crate::transport::Payload;
 use crate::work::Completer;
 

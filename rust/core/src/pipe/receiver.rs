@@ -11,13 +11,13 @@ use super::receiving::Receiving;
 use super::{
     CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW,
 };
-use crate::codec::{Reader, Writer};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::fetch::{CHECKSUMS, DATA};
-use crate::identity::Identity;
-use crate::pool::Pool;
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::Identity;
 use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::transfer::fetch::{CHECKSUMS, DATA};
+use crate::transfer::pool::Pool;
 use crate::transport::Payload;
 use crate::work::{Completer, Work};
 

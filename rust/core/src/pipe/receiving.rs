@@ -7,11 +7,11 @@ use kvpipe_ucx::AmData;
 use super::arrivals::{Arrived, Content};
 use super::receiver::{Received, Receiver, Wanted};
 use super::{CORRUPT, Deadline, MESSAGES_IN_FLIGHT, Meta, WITHDRAWN};
-use crate::codec::Reader;
 use crate::error::{Error, Result};
-use crate::fetch::{Fetch, Offer};
-use crate::pool::Pool;
+use crate::net::codec::Reader;
 use crate::reactor::{ReactorContext, SessionKey};
+use crate::transfer::fetch::{Fetch, Offer};
+use crate::transfer::pool::Pool;
 use crate::work::Completer;
 
 /// Large tensors that are fetched at once, while less than this is left of those under way.

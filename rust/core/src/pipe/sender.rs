@@ -10,12 +10,13 @@ use super::{
     CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAWN,
 };
 use crate::checksum;
-use crate::codec::{Reader, Writer};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::fetch::{ACCEPT, CREDIT, ExposedBuffer};
-use crate::identity::Identity;
-use crate::reactor::{GracePeriod, ReactorContext, Service, SessionKey};
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::Identity;
+use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::session::grace::GracePeriod;
+use crate::transfer::fetch::{ACCEPT, CREDIT, ExposedBuffer};
 use crate::transport::Payload;
 use crate::work::Completer;
 

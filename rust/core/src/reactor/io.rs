@@ -11,12 +11,12 @@ use rustix::event::{EventfdFlags, epoll};
 
 use super::pending_reads::PendingReads;
 use super::{ReactorConfig, SessionKey, connect, signal};
-use crate::codec::Writer;
-use crate::data::DataPlane;
 use crate::error::{Error, Result};
-use crate::handshake::HANDSHAKE_FRAME_CAP;
-use crate::identity::Identity;
-use crate::session::{Connection, SessionTimeouts};
+use crate::net::codec::Writer;
+use crate::net::handshake::HANDSHAKE_FRAME_CAP;
+use crate::net::identity::Identity;
+use crate::session::connection::{Connection, SessionTimeouts};
+use crate::session::data_plane::DataPlane;
 use crate::transport::Context;
 
 pub(super) const WAKE: u64 = 0;

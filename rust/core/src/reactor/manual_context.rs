@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{ReactorConfig, ReactorContext, eventfd};
-use crate::identity::{Identity, SessionKind};
-use crate::session::SessionTimeouts;
+use crate::net::identity::{Identity, SessionKind};
+use crate::session::connection::SessionTimeouts;
 use crate::transport::Context;
 
 impl ReactorContext {

@@ -7,7 +7,6 @@
 mod commands;
 mod connect;
 mod driver;
-mod grace;
 mod io;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod manual;
@@ -25,9 +24,9 @@ use kvpipe_ucx::{AmData, AssertSend, Buffer, Status};
 use rustix::event::EventfdFlags;
 
 use crate::error::{Error, Result};
-use crate::identity::Identity;
+use crate::net::identity::Identity;
 use crate::process::{Process, Thread};
-use crate::session::SessionTimeouts;
+use crate::session::connection::SessionTimeouts;
 use crate::transport::{Context, Memory, Transport};
 use crate::work::{Completer, Then, Work, work};
 use commands::{CommandSender, ReactorCommand};
@@ -35,7 +34,6 @@ use driver::Driver;
 use run::ReactorCore;
 
 pub(crate) use driver::{Drive, Driven};
-pub(crate) use grace::{AnswerStage, GracePeriod};
 pub use io::ReactorContext;
 pub(crate) use pending_reads::PendingReads;
 

@@ -2,7 +2,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 
 use super::*;
-use crate::identity::SessionKind;
+use crate::net::identity::SessionKind;
 use crate::transport::MemoryPath;
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -5,8 +5,8 @@ use std::time::Duration;
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, Options};
 use kvpipe_core::checksum;
-use kvpipe_core::codec::{Reader, Writer};
-use kvpipe_core::identity::SessionKind;
+use kvpipe_core::net::codec::{Reader, Writer};
+use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_ucx::{Buffer, Search};
 

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use kvpipe_core::Error;
 use kvpipe_core::blocks::Options;
-use kvpipe_core::codec::Writer;
-use kvpipe_core::identity::SessionKind;
+use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::identity::SessionKind;
 use kvpipe_ucx::Buffer;
 
 use crate::agents::{BLOCK, COUNT, agent, connect, pair, register};

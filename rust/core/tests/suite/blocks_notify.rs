@@ -4,8 +4,8 @@ use std::collections::HashSet;
 
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, TAG_CAP};
-use kvpipe_core::codec::Writer;
-use kvpipe_core::identity::SessionKind;
+use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::identity::SessionKind;
 use kvpipe_ucx::{Buffer, Search};
 
 use crate::agents::{BLOCK, COUNT, agent, pair, register, tagged, tags};

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvpipe_core::blocks::{Agent, Options, Plan, Region};
-use kvpipe_core::codec::{Reader, Writer};
-use kvpipe_core::identity::SessionKind;
+use kvpipe_core::net::codec::{Reader, Writer};
+use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Work;
 use kvpipe_core::{Error, Result, checksum};

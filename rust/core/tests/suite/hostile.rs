@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvpipe_core::blocks::{Agent, Options, Peer, Region};
-use kvpipe_core::codec::{Reader, Writer};
-use kvpipe_core::handshake::SessionId;
+use kvpipe_core::net::codec::{Reader, Writer};
+use kvpipe_core::net::handshake::SessionId;
 use kvpipe_ucx::{
     Buffer, Config, Context, EndpointId, Event, Library, Memory, MemoryKind, Payload, RemoteKey,
     Search, Status, Worker,

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpipe_core::Error;
-use kvpipe_core::codec::Writer;
-use kvpipe_core::identity::SessionKind;
 use kvpipe_core::lookup::{Items, Local, Query, Remote};
+use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::pipe::{Meta, Received};
 use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_core::work::Then;

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use crc_fast::{CrcAlgorithm, checksum};
 use kvpipe_core::Error;
-use kvpipe_core::codec::Writer;
-use kvpipe_core::identity::SessionKind;
+use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::pipe::{Pipe, Received};
 use kvpipe_core::work::Work;
 use kvpipe_ucx::{Buffer, Search};

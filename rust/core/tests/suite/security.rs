@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use kvpipe_core::Error;
 use kvpipe_core::blocks::Agent;
-use kvpipe_core::codec::{Reader, Writer};
 use kvpipe_core::control::{Control, ControlTimeouts, Event, Question};
-use kvpipe_core::identity::SessionKind;
+use kvpipe_core::net::codec::{Reader, Writer};
+use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::pipe::Pipe;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::transport::{MemoryPath, Transport};

@@ -4,8 +4,8 @@ use crate::blocks::regions::LocalRegion;
 use crate::blocks::service::Command;
 use crate::blocks::{Agent, Event, LoadRequest, ReadyBlocks, ReadyRange, Region};
 use crate::reactor::manual::{Round, without_threads};
-use crate::region::Layout;
-use crate::session::SessionTimeouts;
+use crate::session::connection::SessionTimeouts;
+use crate::transfer::region::Layout;
 use crate::transport::{MemoryPath, Transport};
 
 const BLOCK: usize = 1 << 10;

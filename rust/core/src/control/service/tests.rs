@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use super::super::subscriptions::Moment;
 use super::*;
-use crate::session::SessionTimeouts;
+use crate::session::connection::SessionTimeouts;
 use crate::work::work;
 
 #[test]

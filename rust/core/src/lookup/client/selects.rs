@@ -9,9 +9,10 @@ use super::super::operation::{Delivery, Origin, Selected};
 use super::super::transfer::{Arrived, EntryTransfer, check_seal};
 use super::super::{Items, SELECTS_CAP};
 use super::{Client, say, settle};
-use crate::codec::Reader;
 use crate::error::{Error, Result};
-use crate::reactor::{AnswerStage, GracePeriod, ReactorContext, SessionKey};
+use crate::net::codec::Reader;
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transport::Payload;
 use crate::work::Completer;
 

@@ -3,9 +3,9 @@ use std::thread::{self, ThreadId};
 
 use super::*;
 use crate::error::Result;
-use crate::identity::{Identity, SessionKind};
+use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig, ReactorContext, SessionKey};
-use crate::session::SessionTimeouts;
+use crate::session::connection::SessionTimeouts;
 use crate::work::{Completer, Then, Work};
 
 const SOON: Duration = Duration::from_secs(10);

@@ -11,7 +11,7 @@ use super::ReactorCore;
 use crate::error::{Error, Result};
 use crate::reactor::io::{Connected, LISTENER, UCX, WAKE};
 use crate::reactor::{Service, SessionKey};
-use crate::session::ConnectionEvent;
+use crate::session::connection::ConnectionEvent;
 use crate::work::timespec;
 
 /// Handshakes of peers under way at once; one more ends the oldest, so that silent connections keep nobody out.
@@ -115,9 +115,10 @@ impl<S: Service> ReactorCore<S> {
     }
 
     fn make_room(&mut self) {
-        let is_under_way = |(_, session): &(&SessionKey, &crate::session::Connection)| {
-            session.is_accepted && !session.is_up()
-        };
+        let is_under_way =
+            |(_, session): &(&SessionKey, &crate::session::connection::Connection)| {
+                session.is_accepted && !session.is_up()
+            };
         let under_way = self.cx.sessions.iter().filter(is_under_way);
         let (count, oldest) = under_way.fold((0, None), |(count, oldest), (&id, _)| {
             (count + 1, oldest.into_iter().chain([id]).min())

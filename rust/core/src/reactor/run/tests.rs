@@ -8,7 +8,7 @@ use kvpipe_ucx::{Buffer, Config, Library, MemoryKind, Search};
 
 use super::*;
 use crate::error::Result;
-use crate::identity::Identity;
+use crate::net::identity::Identity;
 use crate::reactor::commands;
 use crate::transport::{Context, Get, Memory, RemoteKey, Worker};
 

@@ -4,9 +4,9 @@ use kvpipe_ucx::{AmData, Event, Status};
 use rustix::event::epoll;
 
 use super::{EVENTS_PER_ROUND, ReactorCore};
-use crate::data::{DataPlane, HELLO};
 use crate::error::Error;
 use crate::reactor::{Service, SessionKey};
+use crate::session::data_plane::{DataPlane, HELLO};
 
 /// Wakes by UCX's descriptor, one after the other, that may lead to nothing.
 const FRUITLESS_WAKES: u32 = 16;

@@ -1,8 +1,8 @@
 //! Who a process says it is, exchanged after the token challenge: incarnation, role, fingerprint, and the
 //! UCX address of its worker where it has one.
 
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
+use crate::net::codec::{Reader, Writer};
 
 /// Longest text in an identity.
 const TEXT_CAP: usize = 4096;

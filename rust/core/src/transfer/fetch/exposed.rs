@@ -6,12 +6,12 @@ use kvpipe_ucx::{Buffer, Status};
 
 use super::{CHECKSUMS, ChecksumMode, DATA, Held, Offer, num_pieces, piece};
 use crate::checksum;
-use crate::codec::Writer;
-use crate::data_path::DataPath;
 use crate::error::{Error, Result};
+use crate::net::codec::Writer;
 use crate::reactor::{ReactorContext, SessionKey};
-use crate::region::Pieces;
-use crate::stream::Outgoing;
+use crate::transfer::data_path::DataPath;
+use crate::transfer::region::Pieces;
+use crate::transfer::stream::Outgoing;
 use crate::transport::{Memory, Payload};
 
 /// Pieces whose checksums are computed in one go, and told in one message.

@@ -14,8 +14,8 @@ use std::ops::Range;
 
 use kvpipe_ucx::MemoryKind;
 
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
+use crate::net::codec::{Reader, Writer};
 
 /// Destination to source: send it, I place it. Stream path only.
 pub(crate) const ACCEPT: u8 = 3;

@@ -1,5 +1,5 @@
 use super::*;
-use crate::identity::SessionKind;
+use crate::net::identity::SessionKind;
 use proptest::prelude::*;
 
 fn identity(dtype: &str) -> Identity {

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket}
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::session::SessionTimeouts;
+use crate::session::connection::SessionTimeouts;
 use crate::work::{Waited, Work, work};
 
 /// Parses `host:port` for listening. A name is resolved; without a token only loopback is allowed.

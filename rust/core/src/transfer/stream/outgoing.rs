@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use super::WINDOW;
 use crate::checksum;
-use crate::cursor::Cursor;
 use crate::reactor::{ReactorContext, SessionKey};
-use crate::region::Run;
+use crate::transfer::cursor::Cursor;
+use crate::transfer::region::Run;
 use crate::transport::{Memory, Payload};
 
 /// What fits with its headers into one packet of 64 KiB, the most that Linux makes of a write: a message of a little more

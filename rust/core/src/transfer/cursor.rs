@@ -1,6 +1,6 @@
 //! How far along its pieces a transfer is.
 
-use crate::region::Run;
+use crate::transfer::region::Run;
 
 /// A place in a list of runs.
 #[derive(Debug, Clone, Copy, Default)]

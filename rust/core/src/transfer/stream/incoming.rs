@@ -9,11 +9,11 @@ use kvpipe_ucx::{AmData, Placer};
 
 use super::WINDOW;
 use crate::checksum;
-use crate::codec::Reader;
-use crate::cursor::Cursor;
 use crate::error::{Error, Result};
+use crate::net::codec::Reader;
 use crate::reactor::{ReactorContext, SessionKey};
-use crate::region::Pieces;
+use crate::transfer::cursor::Cursor;
+use crate::transfer::region::Pieces;
 use crate::transport::{Memory, Payload};
 
 /// What begins the header of a message with data: session, kind, id of the stream.
@@ -206,7 +206,7 @@ mod tests {
     use kvpipe_ucx::Buffer;
 
     use super::*;
-    use crate::region::Run;
+    use crate::transfer::region::Run;
     use crate::transport::{MemoryPath, Transport};
 
     const LINK: SessionKey = 20;

@@ -8,12 +8,12 @@ use super::{
     ACCEPT, CREDIT, ChecksumMode, DATA, GET_PIECE, GETS_IN_FLIGHT, Held, Offer, num_pieces, piece,
 };
 use crate::checksum;
-use crate::codec::Reader;
-use crate::data_path::is_read;
 use crate::error::{Error, Result};
+use crate::net::codec::Reader;
 use crate::reactor::{ReactorContext, SessionKey};
-use crate::region::Pieces;
-use crate::stream::Incoming;
+use crate::transfer::data_path::is_read;
+use crate::transfer::region::Pieces;
+use crate::transfer::stream::Incoming;
 use crate::transport::{Memory, Payload, RemoteKey};
 
 /// A buffer that is being fetched.

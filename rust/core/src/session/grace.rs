@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{ReactorContext, SessionKey};
+use crate::reactor::{ReactorContext, SessionKey};
 
 /// So long before the deadline the peer is asked for a sign of life.
 const ASK_BEFORE: Duration = Duration::from_millis(500);

@@ -2,7 +2,7 @@
 
 use kvpipe_ucx::has_rdma_devices;
 
-use crate::data_path::DataPath;
+use crate::transfer::data_path::DataPath;
 
 /// Why the data path is slow, and what to do; none when it is as fast as this machine allows.
 pub(crate) fn advice(data_path: &DataPath, is_same_host: bool) -> Option<&'static str> {

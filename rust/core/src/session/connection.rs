@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::handshake::{HANDSHAKE_FRAME_CAP, Handshake, SessionId, Step};
-use crate::identity::Identity;
+use crate::net::codec::{Reader, Writer};
+use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Handshake, SessionId, Step};
+use crate::net::identity::Identity;
 use crate::work::timespec;
 
 /// Largest frame of an authenticated peer.

@@ -18,9 +18,9 @@ use hmac::{Hmac, Mac};
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::identity::{Identity, random};
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::{Identity, random};
 
 /// Version of everything on the wire; other versions are refused.
 pub const PROTOCOL_VERSION: u16 = 5;

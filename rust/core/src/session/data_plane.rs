@@ -7,12 +7,12 @@ use std::sync::atomic::AtomicUsize;
 
 use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Reaper, Status};
 
-use crate::codec::Writer;
-use crate::data_path::{DataPath, is_direct, reads_host};
 use crate::error::{Error, Result};
-use crate::handshake::SessionId;
+use crate::net::codec::Writer;
+use crate::net::handshake::SessionId;
 use crate::reactor::{ENDED, ReactorContext, SessionKey};
-use crate::stream::Landings;
+use crate::transfer::data_path::{DataPath, is_direct, reads_host};
+use crate::transfer::stream::Landings;
 use crate::transport::{Context, Get, Memory, Payload, RemoteKey, Worker};
 
 /// The first message of each side of a session: it says nothing, and has UCX connect.

@@ -1,8 +1,8 @@
 //! Regions: registered memory seen as equal blocks with ids. A transfer names `(region, ids)`, never addresses;
 //! bounds are checked here, and runs of ids that lie side by side on both ends become one operation.
 
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
+use crate::net::codec::{Reader, Writer};
 
 /// Largest packed remote key.
 const RKEY_CAP: usize = 4096;
