@@ -15,12 +15,15 @@ pub mod events;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod handoff;
+pub mod ids;
 pub mod lookup;
 pub mod net;
 pub mod pipe;
 mod process;
 pub mod reactor;
-mod recent;
+mod recent {
+    pub(crate) use crate::ids::RecentHandoffs;
+}
 pub mod session;
 pub mod trace;
 mod transfer;
@@ -28,5 +31,5 @@ pub mod transport;
 pub mod work;
 
 pub use error::{Error, Result};
-pub use transfer::data_path::DataPath;
 pub use transfer::region;
+pub use transport::DataPath;
