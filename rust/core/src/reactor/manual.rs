@@ -39,6 +39,6 @@ pub(crate) enum Round {
 impl<C> Reactor<C> {
     /// Looks at everything once.
     pub(crate) fn round(&self) -> Round {
-        without_threads(|| self.driver.round())
+        without_threads(|| self.driver.run_once())
     }
 }

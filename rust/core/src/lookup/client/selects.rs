@@ -204,7 +204,7 @@ impl Client {
             match grace.look(cx, &sessions) {
                 AnswerStage::Over => ended.push(operation),
                 AnswerStage::InTime | AnswerStage::Late => {
-                    self.looks.add(Some(grace.next(cx, &sessions)))
+                    self.looks.add(Some(grace.next(cx, &sessions)));
                 }
             }
         }
