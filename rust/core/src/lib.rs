@@ -22,6 +22,7 @@ mod process;
 pub mod reactor;
 mod recent;
 pub mod session;
+pub mod tensor;
 pub mod trace;
 mod transfer;
 pub mod transport;

@@ -10,8 +10,8 @@ use super::pipe::meta;
 use super::script::{Victim, perform, read};
 use crate::lookup::{Items, Local, NUM_ITEMS, Operation, Query, Remote, Selected};
 use crate::net::identity::SessionKind;
-use crate::pipe::Received;
 use crate::reactor::manual::{Round, without_threads};
+use crate::tensor::Received;
 use crate::work::{Then, Work};
 
 const TIMEOUT: Duration = Duration::from_secs(600);

@@ -148,7 +148,7 @@ impl Local {
 mod tests {
     use super::*;
     use crate::lookup::manual::entry;
-    use crate::pipe::Meta;
+    use crate::tensor::Meta;
     use crate::transport::MemoryPath;
 
     #[test]
