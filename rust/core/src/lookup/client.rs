@@ -372,5 +372,4 @@ impl Drop for Client {
 }
 
 #[cfg(test)]
-#[cfg(feature = "fuzzing")]
 mod tests;

@@ -163,9 +163,10 @@ impl Remote {
     }
 }
 
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 impl Remote {
-    pub(crate) fn manual_round(&self) -> crate::reactor::manual::Round {
+    /// Runs one round of a reactor without a thread.
+    pub fn manual_round(&self) -> crate::reactor::manual::Round {
         self.reactor.round()
     }
 }

@@ -468,5 +468,4 @@ impl Drop for Server {
 }
 
 #[cfg(test)]
-#[cfg(feature = "fuzzing")]
 mod tests;
