@@ -6,8 +6,8 @@ use super::messages::Message;
 use super::service::{Asked, Schedulers, Watched};
 use super::{Event, Question};
 use crate::error::Error;
-use crate::handoff::HandoffId;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::ids::{HandoffId, SessionKey};
+use crate::reactor::ReactorContext;
 use crate::work::Completer;
 
 impl Schedulers {

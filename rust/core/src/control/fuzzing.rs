@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::messages::Message;
 use super::{Control, Opening, Question, SequenceState};
-use crate::handoff::HandoffId;
+use crate::ids::HandoffId;
 use crate::reactor::manual::Round;
 
 impl Control {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{Opening, Question, Rank, SequenceState};
 use crate::error::{Error, Result};
-use crate::handoff::HandoffId;
+use crate::ids::HandoffId;
 use crate::net::codec::{Reader, Writer};
 
 const TEXT_CAP: usize = 4096;

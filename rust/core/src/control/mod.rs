@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::Result;
 use crate::events::Events;
-use crate::handoff::HandoffId;
+use crate::ids::HandoffId;
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, Incarnation, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig};

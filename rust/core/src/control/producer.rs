@@ -5,8 +5,8 @@ use std::time::Instant;
 use super::messages::Message;
 use super::service::{LeasedHandoff, PARKED_CAP, Parked, Schedulers};
 use super::{Event, Opening, SequenceState};
-use crate::handoff::HandoffId;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::ids::{HandoffId, SessionKey};
+use crate::reactor::ReactorContext;
 use crate::session::fair_waitlist::waitlist_full;
 
 impl Schedulers {

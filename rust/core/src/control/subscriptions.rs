@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::messages::Message;
 use super::service::{PARKED_CAP, Schedulers};
-use crate::handoff::HandoffId;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::ids::{HandoffId, SessionKey};
+use crate::reactor::ReactorContext;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
 /// What a subscription waits for.

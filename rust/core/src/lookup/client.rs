@@ -17,9 +17,10 @@ use super::messages::{
 use super::tensors::Tensors;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::reactor::{ReactorContext, Service};
 use crate::session::grace::GracePeriod;
 use crate::transfer::pool::Pool;
 use crate::transport::Payload;

@@ -10,8 +10,9 @@ use super::super::transfer::{Arrived, EntryTransfer, check_seal};
 use super::super::{Items, SELECTS_CAP};
 use super::{Client, say, settle};
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::reactor::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transport::Payload;
 use crate::work::Completer;
@@ -204,7 +205,7 @@ impl Client {
             match grace.look(cx, &sessions) {
                 AnswerStage::Over => ended.push(operation),
                 AnswerStage::InTime | AnswerStage::Late => {
-                    self.looks.add(Some(grace.next(cx, &sessions)))
+                    self.looks.add(Some(grace.next(cx, &sessions)));
                 }
             }
         }
