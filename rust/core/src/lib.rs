@@ -15,6 +15,7 @@ pub mod events;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod handoff;
+pub mod ids;
 pub mod lookup;
 pub mod net;
 pub mod pipe;
