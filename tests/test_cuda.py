@@ -19,7 +19,7 @@ from kvpipe import (
     _cuda,
     _kvpipe,
 )
-from kvpipe._following import Follower
+from kvpipe._deferred import Follower
 from kvpipe._tensor import describe
 from kvpipe.pipe import _moved
 

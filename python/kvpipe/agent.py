@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpipe import _kvpipe
 from kvpipe._closing import Closing
-from kvpipe._following import Follower
+from kvpipe._deferred import Follower
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.exceptions import ConfigError

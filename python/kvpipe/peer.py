@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvpipe import _kvpipe
-    from kvpipe._following import Follower
+    from kvpipe._deferred import Follower
     from kvpipe.region import Region
 
     Ready = Callable[[], _kvpipe.CudaEvent | None]

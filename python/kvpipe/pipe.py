@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from kvpipe import _kvpipe
-from kvpipe._following import Follower, Following
+from kvpipe._deferred import Follower, Following
 from kvpipe._tensor import NOTHING, NUMPY, describe, rebuild
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token

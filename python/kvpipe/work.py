@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from kvpipe._following import Following
+from kvpipe._deferred import Following
 from kvpipe.exceptions import TransferTimeoutError
 
 if TYPE_CHECKING:

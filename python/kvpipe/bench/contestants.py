@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpipe._info import info
+from kvpipe import info
 from kvpipe.bench.contest import Contestant, Pairs, Program, Startable
 from kvpipe.bench.perftest import Perftest
 from kvpipe.config import ucx_wheel_dir

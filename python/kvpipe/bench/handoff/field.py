@@ -11,10 +11,11 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvpipe._launch import LOOPBACK, VLLM_COMMAND, _free_ports
 from kvpipe.bench.handoff import client
 from kvpipe.bench.handoff.model import dtype
 from kvpipe.control import ControlClient
+from kvpipe.launch.plan import free_ports
+from kvpipe.launch.spec import LOOPBACK, VLLM_COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,7 +119,7 @@ class Setting:
 
     def start(self, park: Park, name: str, transfer: dict[str, Any] | None = None, **env: str) -> Server:
         """Starts an instance."""
-        (port,) = _free_ports(1)
+        (port,) = free_ports(1)
         command = [*VLLM_COMMAND, "--model", str(self.model), "--host", LOOPBACK, "--port", str(port)]
         command += ["--served-model-name", client.MODEL, "--load-format", "dummy", "--dtype", dtype()]
         command += ["--max-num-batched-tokens", str(self.step_tokens), "--max-model-len", str(self.max_tokens + 64)]
@@ -180,7 +181,7 @@ def _plain(server: Server) -> Callable[[list[int]], float]:
 
 def kvpipe(park: Park, setting: Setting) -> Group:
     """A prefill and a decode instance, and a proxy for each way of dispatch."""
-    ports = _free_ports(2)
+    ports = free_ports(2)
     controls = [f"{LOOPBACK}:{port}" for port in ports]
     servers = [
         setting.start(
@@ -216,7 +217,7 @@ def kvpipe(park: Park, setting: Setting) -> Group:
 
 
 def _proxy(park: Park, setting: Setting, way: str, servers: Sequence[Server], controls: Sequence[str]) -> Server:
-    (port,) = _free_ports(1)
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "kvpipe", "proxy", "--port", str(port), "--dispatch", way]
     for role, server, control in zip(("prefill", "decode"), servers, controls, strict=True):
         command += [f"--{role}", f"{server.url},{control}"]
@@ -273,7 +274,7 @@ def nixl(mode: str) -> Callable[[Park, Setting], Group]:
 
     def group(park: Park, setting: Setting) -> Group:
         name = f"nixl {mode.lower()}"
-        ports = _free_ports(2)
+        ports = free_ports(2)
         servers = [
             setting.start(
                 park,

@@ -12,8 +12,8 @@ import time
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
-from kvpipe._groups import Watchdog, group_members, kill_members
 from kvpipe.bench.processes import ContestantError
+from kvpipe.launch.watchdog import Watchdog, group_members, kill_members
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
