@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvpipe.exceptions import ConfigError, KVPipeError
-from kvpipe.launch import DeploymentSpec, DeploymentThread
+from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread
 from kvpipe.launch.plan import is_cpu_vllm
 from kvpipe.launch.watchdog import group_members
 
@@ -20,7 +20,7 @@ STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in_server.py")))
 # Runs the command with the stand-in, which the command line has no option for
 UP = """
 import asyncio, sys
-from kvpipe.launch import DeploymentSpec
+from kvpipe.launch.deployment import DeploymentSpec
 from kvpipe.launch.up import run_up
 command = sys.argv[1:]
 spec = DeploymentSpec(model="fine", server_command=command, proxy_command=command, grace_s=5.0)

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 
 from kvpipe.bench import timeline, trace
 from kvpipe.exceptions import ConfigError, KVPipeError
-from kvpipe.launch import Deployment, DeploymentSpec
+from kvpipe.launch.deployment import Deployment, DeploymentSpec
 
 REPOSITORY = Path(__file__).parents[2]
 LOG_DIR = REPOSITORY / ".cache" / "demo-logs"

@@ -125,7 +125,7 @@ def _info(_: argparse.Namespace) -> int:
 
 def _up(args: argparse.Namespace) -> int:
     try:
-        from kvpipe.launch import DeploymentSpec
+        from kvpipe.launch.deployment import DeploymentSpec
         from kvpipe.launch.up import run_up
     except ModuleNotFoundError as error:
         raise _missing_extra(error) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvpipe.launch import Deployment, DeploymentSpec, DeploymentThread, Instance
+from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread, Instance
 from kvpipe.launch.plan import free_ports
 from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
 

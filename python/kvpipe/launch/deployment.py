@@ -23,6 +23,8 @@ from kvpipe.launch.process import ChildProcess
 from kvpipe.launch.spec import DeploymentSpec
 from kvpipe.launch.watchdog import Watchdog
 
+__all__ = ["Deployment", "DeploymentSpec", "DeploymentThread", "Instance"]
+
 T = TypeVar("T")
 
 _HEALTH_INTERVAL_S = 1.0
