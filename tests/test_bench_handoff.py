@@ -16,7 +16,7 @@ import pytest
 
 from kvpipe import _kvpipe
 from kvpipe.bench import timeline, trace
-from kvpipe.bench.handoff import command, field, report, run, samples
+from kvpipe.bench.handoff import command, report, run, samples, subjects
 from kvpipe.bench.handoff.client import CpuClock
 from kvpipe.bench.handoff.servers import Park, Server, thawed
 from kvpipe.bench.trace import Event
@@ -34,9 +34,9 @@ def life(**times_s: float) -> list[Event]:
     ]
 
 
-def sample(contestant: str, first_ms: float, cpu_s: float, handoff: str = "", **more: Any) -> samples.Sample:
+def sample(subject: str, first_ms: float, cpu_s: float, handoff: str = "", **more: Any) -> samples.Sample:
     fields = {"decode_share": None, "exposed": None} | more
-    return samples.Sample(contestant, 512, first_ms, 2 * first_ms, cpu_s, handoff=handoff, **fields)
+    return samples.Sample(subject, 512, first_ms, 2 * first_ms, cpu_s, handoff=handoff, **fields)
 
 
 # --- the trace
@@ -205,7 +205,7 @@ def test_without_memory_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nixl_is_left_out_with_the_reason_where_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(field.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(subjects.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(command.machine, "available_bytes", lambda: 100 * GIB)
     names, skipped = command._names(arguments(only="undivided,nixl", nixl_path=tmp_path))
     assert names == ["undivided"]
@@ -224,16 +224,16 @@ def test_the_other_benchmarks_need_neither_vllm_nor_the_proxy() -> None:
 
 
 class Noted:
-    """A contestant that notes who was asked."""
+    """A subject that notes who was asked."""
 
     name = "noted"
 
     def __init__(self, name: str, asked: list[tuple[str, int]]) -> None:
         self.name, self._asked = name, asked
 
-    def ask(self, tokens: list[int]) -> field.Asked:
+    def ask(self, tokens: list[int]) -> subjects.Asked:
         self._asked.append((self.name, len(tokens)))
-        return field.Asked(0.0, 1.0, 2.0)
+        return subjects.Asked(0.0, 1.0, 2.0)
 
 
 class Idle:
@@ -256,7 +256,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> run.Run:
     monkeypatch.setattr(run, "_SETTLE_S", 0.0)
     monkeypatch.setattr(run, "_QUIET_S", 0.0)
     asked: list[tuple[str, int]] = []
-    groups = [field.Group(name, Idle(), None, [Noted(name, asked)], lambda _: 1.0) for name in "abc"]
+    groups = [subjects.Group(name, Idle(), None, [Noted(name, asked)], lambda _: 1.0) for name in "abc"]
     found = run.Run(groups)
     monkeypatch.setattr(run, "say", lambda _: None)
     found.asked = asked  # type: ignore[attr-defined]
@@ -281,7 +281,7 @@ def test_prefill_with_and_without_a_handoff_take_turns_in_coming_first(running: 
     assert running.plain_s == {"b": [0.0] * 3}
 
 
-def test_each_long_request_follows_a_short_one_of_the_same_contestant(running: run.Run) -> None:
+def test_each_long_request_follows_a_short_one_of_the_same_subject(running: run.Run) -> None:
     running.rounds(512, 2, math.inf, times_prefill=False)
     pairs = list(zip(running.asked[::2], running.asked[1::2], strict=True))
     assert all(short[0] == long[0] and short[1] < long[1] == 512 for short, long in pairs)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from kvpipe.bench import machine, timeline, trace
 from kvpipe.bench.handoff import model, report, run, samples
-from kvpipe.bench.handoff.field import GROUPS, NIXL_ENV, Setting, reason_against
 from kvpipe.bench.handoff.servers import Park
+from kvpipe.bench.handoff.subjects import GROUPS, NIXL_ENV, Setting, reason_against
 from kvpipe.bench.plot import require
 from kvpipe.exceptions import ConfigError
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add = parser.add_argument
     add("--tokens", default="512,2048,4096", help="lengths of prompts; default 512,2048,4096")
-    add("--rounds", default="20,10,10", help="requests of each contestant at these lengths; default 20,10,10")
+    add("--rounds", default="20,10,10", help="requests of each subject at these lengths; default 20,10,10")
     add("--minutes", type=float, default=45, help="lengths share this; three rounds of each at least; default 45")
     add("--only", metavar="NAMES", help=f"groups whose names hold one of these: {', '.join(GROUPS)}")
     add("--omp-threads", type=int, default=os.cpu_count(), metavar="N", help="of each worker; default: all CPUs")
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: An argument is bad, or there is too little memory.
-        ContestantError: A server did not start, or did not answer.
+        SubjectError: A server did not start, or did not answer.
     """
     began_s = time.monotonic()
     lengths = _lengths(args)
@@ -162,7 +162,7 @@ def _timed_well(taken: list[samples.Sample], setting: Setting) -> list[trace.Eve
     found = [
         (sample.exposed.total_ms, sample.handoff)
         for sample in taken
-        if (sample.contestant, sample.num_tokens) == (_DRAWN, longest) and sample.exposed
+        if (sample.subject, sample.num_tokens) == (_DRAWN, longest) and sample.exposed
     ]
     if not found:
         message = f"no handoff of {_DRAWN} was whole: there is no timeline to draw"

@@ -25,7 +25,7 @@ D's CPU: per cent of one CPU, from the request to 200 ms before P's first token,
 Prefill alone, to that: the median of each turn's prompt with a handoff over one without, by the same instance.
 CPU s/GiB: CPU of all processes of P and D for a request, less the undivided instance's, for each GiB of KV.
 While a group is measured all others are frozen (SIGSTOP): an idle worker with NIXL spins. After it is let go it has
-0.5 s; before each measured request its contestant is asked a short one, and has 1.2 s: vLLM's readers spin for one.
+0.5 s; before each measured request its subject is asked a short one, and has 1.2 s: vLLM's readers spin for one.
 NIXL is asked without a proxy between. kvpipe concurrent is measured after all others: what P learns of its speed then
 would mislead them."""
 
@@ -37,7 +37,7 @@ class Findings:
     Attributes:
         facts: What the figures depend on.
         skipped: Who does not take part, and why.
-        rows: Of contestants and lengths.
+        rows: Of subjects and lengths.
         samples: What they are made of.
         prefill_s: Prompts computed by prefill alone, by group.
         plain_s: The same without a handoff.
@@ -70,7 +70,7 @@ def _table(rows: list[Row]) -> str:
     header = [f"{rows[0].num_tokens} tokens", "first", "ratio", "second", "hand-over", *PHASES, "last block"]
     lines = [
         [
-            row.contestant,
+            row.subject,
             _spread(row.first_ms),
             f"{row.ratio:.2f}" if row.ratio else "",
             _spread(row.second_ms),
@@ -144,7 +144,7 @@ def draw(path: Path, found: Findings) -> None:
 
 
 def _draw_first(axis: Any, rows: list[Row], num_tokens: int) -> None:
-    names = [row.contestant for row in rows]
+    names = [row.subject for row in rows]
     axis.barh(names, [row.first_ms.median for row in rows], color="tab:blue")
     axis.plot([row.first_ms.largest for row in rows], names, "k|", markersize=9)
     axis.invert_yaxis()
@@ -152,7 +152,7 @@ def _draw_first(axis: Any, rows: list[Row], num_tokens: int) -> None:
 
 
 def _draw_phases(axis: Any, rows: list[Row]) -> None:
-    names, left = [row.contestant for row in rows], [0.0] * len(rows)
+    names, left = [row.subject for row in rows], [0.0] * len(rows)
     for index, phase in enumerate(PHASES):
         widths = [row.phases_ms[index] for row in rows]
         axis.barh(names, widths, left=left, label=phase)

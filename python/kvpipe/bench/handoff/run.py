@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from kvpipe.bench import trace
 from kvpipe.bench.handoff import client, samples
-from kvpipe.bench.handoff.field import GROUPS
 from kvpipe.bench.handoff.servers import thawed
+from kvpipe.bench.handoff.subjects import GROUPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpipe.bench.handoff.field import Asked, Contestant, Group, Setting
     from kvpipe.bench.handoff.servers import Park
+    from kvpipe.bench.handoff.subjects import Asked, Group, Setting, Subject
 
 # Until processes that were frozen have done what has become due.
 _SETTLE_S = 0.5
@@ -32,7 +32,7 @@ _LEAST_ROUNDS = 3
 class Taken:
     """A request before the trace has been read."""
 
-    contestant: str
+    subject: str
     num_tokens: int
     asked: Asked
     cpu_s: float
@@ -65,13 +65,13 @@ class Run:
 
     def rounds_apart(self, num_tokens: int, num_rounds: int, end_at: float) -> None:
         """The same with those that are measured apart."""
-        groups = [replace(group, contestants=group.apart) for group in self.groups if group.apart]
+        groups = [replace(group, subjects=group.apart) for group in self.groups if group.apart]
         if groups:
             apart = replace(self, groups=groups)
             apart.rounds(num_tokens, num_rounds, end_at, times_prefill=False)
 
     def rounds(self, num_tokens: int, num_rounds: int, end_at: float, *, times_prefill: bool) -> None:
-        """Every round asks all contestants, another group first; only the first 3 may begin after `end_at`."""
+        """Every round asks all subjects, another group first; only the first 3 may begin after `end_at`."""
         for number in range(num_rounds + 1):
             if number > _LEAST_ROUNDS and time.monotonic() > end_at:
                 say(f"{num_tokens} tokens: time is over after {number - 1} rounds")
@@ -84,12 +84,12 @@ class Run:
             say(f"{num_tokens} tokens: round {number} of {num_rounds}")
 
     def _turn(self, group: Group, num_tokens: int, number: int, *, times_prefill: bool) -> None:
-        for contestant in group.contestants:
-            seed = f"{number} {contestant.name} {num_tokens}"
+        for subject in group.subjects:
+            seed = f"{number} {subject.name} {num_tokens}"
             # Sessions that broke in the frost are made again, for everybody alike.
-            contestant.ask(client.prompt(_WARM_UP_TOKENS, f"warm {seed}"))
+            subject.ask(client.prompt(_WARM_UP_TOKENS, f"warm {seed}"))
             time.sleep(_QUIET_S)
-            taken = _take(group, contestant, client.prompt(num_tokens, seed))
+            taken = _take(group, subject, client.prompt(num_tokens, seed))
             if number != _FIRST_ROUND:
                 self.taken.append(taken)
         if times_prefill:
@@ -123,21 +123,21 @@ class Run:
         return [_sample(taken, lives.get(taken.asked.handoff, [])) for taken in self.taken]
 
 
-def _take(group: Group, contestant: Contestant, tokens: list[int]) -> Taken:
+def _take(group: Group, subject: Subject, tokens: list[int]) -> Taken:
     before_s = group.cpu_s()
     if group.decode is None:
-        asked, clock = contestant.ask(tokens), None
+        asked, clock = subject.ask(tokens), None
     else:
         with client.CpuClock(group.decode) as clock:
-            asked = contestant.ask(tokens)
-    return Taken(contestant.name, len(tokens), asked, group.cpu_s() - before_s, clock)
+            asked = subject.ask(tokens)
+    return Taken(subject.name, len(tokens), asked, group.cpu_s() - before_s, clock)
 
 
 def _sample(taken: Taken, life: list[trace.Event]) -> samples.Sample:
     asked = taken.asked
     share = taken.clock.share(*samples.prefill_span(asked.asked_s, life)) if taken.clock else None
     return samples.Sample(
-        contestant=taken.contestant,
+        subject=taken.subject,
         num_tokens=taken.num_tokens,
         first_ms=1e3 * (asked.first_s - asked.asked_s),
         second_ms=1e3 * (asked.second_s - asked.asked_s),
@@ -155,8 +155,8 @@ def start(park: Park, setting: Setting, names: Sequence[str]) -> Run:
         say(f"starting {name}")
         group = GROUPS[name](park, setting)
         with thawed(group.servers):
-            for contestant in (*group.contestants, *group.apart):
-                contestant.ask(client.prompt(_WARM_UP_TOKENS, f"first {contestant.name}"))
+            for subject in (*group.subjects, *group.apart):
+                subject.ask(client.prompt(_WARM_UP_TOKENS, f"first {subject.name}"))
         groups.append(group)
     return Run(groups)
 

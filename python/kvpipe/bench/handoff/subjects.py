@@ -44,7 +44,7 @@ class Asked:
     handoff: str = ""
 
 
-class Contestant(Protocol):
+class Subject(Protocol):
     """Somebody who answers requests."""
 
     @property
@@ -63,7 +63,7 @@ class Group:
         name: Such as `nixl pull`.
         prefill: The instance that computes prompts.
         decode: The one that goes on; `None` of an undivided instance.
-        contestants: Ways to ask them.
+        subjects: Ways to ask them.
         apart: More ways, measured after all others: they change what the instances know of their speed.
         prefill_once: Has the prompt computed by `prefill` alone, and gives its blocks back; seconds.
         others: More processes of it.
@@ -74,10 +74,10 @@ class Group:
     name: str
     prefill: Server
     decode: Server | None
-    contestants: Sequence[Contestant]
+    subjects: Sequence[Subject]
     prefill_once: Callable[[list[int]], float]
     others: Sequence[Server] = field(default_factory=list)
-    apart: Sequence[Contestant] = field(default_factory=list)
+    apart: Sequence[Subject] = field(default_factory=list)
     plain_once: Callable[[list[int]], float] | None = None
 
     @property
@@ -295,9 +295,9 @@ def nixl(mode: str) -> Callable[[Park, Setting], Group]:
         ]
         for server in servers:
             server.until_healthy()
-        contestant = Nixl(name, servers[0].url, servers[1].url, mode == "Push")
+        subject = Nixl(name, servers[0].url, servers[1].url, mode == "Push")
         plain = _plain(servers[0])
-        return Group(name, servers[0], servers[1], [contestant], contestant.prefill_s, plain_once=plain)
+        return Group(name, servers[0], servers[1], [subject], subject.prefill_s, plain_once=plain)
 
     return group
 
