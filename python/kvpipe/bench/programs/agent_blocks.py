@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .request import Task
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 
 
 def _regions(agent: kvpipe.Agent, data: object, setup: Setup) -> dict[int, kvpipe.Region]:
@@ -53,7 +53,7 @@ class Active(Quiet):
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects."""
         address = words["address"]
-        self._peers = {way: agent.connect(address, timeout=_PATIENCE_S) for way, agent in self._agents.items()}
+        self._peers = {way: agent.connect(address, timeout=_TIMEOUT_S) for way, agent in self._agents.items()}
         return {"transport": self._peers["checked"].transport}
 
     def clear(self, task: Task) -> None:
@@ -67,7 +67,7 @@ class Active(Quiet):
 
         def all_reads() -> None:
             for read in reads:
-                read().wait(_PATIENCE_S)
+                read().wait(_TIMEOUT_S)
 
         return seconds(all_reads)
 
