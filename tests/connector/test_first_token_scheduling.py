@@ -193,7 +193,7 @@ def test_what_cannot_be_exact_is_named(
     engine = new_engine()
     request = engine.add(prompt(10))
     request.sampling_params = params
-    engine.role._obstacles._logprobs_mode = mode
-    found = engine.role._obstacles.of(request)
+    engine.role._first_token_support._logprobs_mode = mode
+    found = engine.role._first_token_support.unsupported_reason(request)
     assert reason in found
     assert bool(found) == bool(reason)
