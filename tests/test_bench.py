@@ -163,27 +163,27 @@ def test_scattered_blocks_are_all_of_them_in_another_order_on_each_side():
 
 
 def test_a_byte_that_did_not_arrive_is_found():
-    room = tensors.Room(1024)
-    room.data[:] = request.pattern(1024)
-    room.verify(task())
-    room.data[130] ^= 1
+    buffer = tensors.ReceiveBuffer(1024)
+    buffer.data[:] = request.pattern(1024)
+    buffer.verify(task())
+    buffer.data[130] ^= 1
     with pytest.raises(ValueError, match="tensors did not arrive"):
-        room.verify(task())
-    room.clear()
-    room.fresh = request.pattern(1024)[128:192]
-    room.verify(task())
+        buffer.verify(task())
+    buffer.clear()
+    buffer.fresh = request.pattern(1024)[128:192]
+    buffer.verify(task())
 
 
 def test_a_block_in_the_wrong_place_is_found():
     asked = task("blocks", 64, 4, "scattered", count=2)
-    room = np.zeros(1024, np.uint8)
+    buffer = np.zeros(1024, np.uint8)
     pairs = zip(asked.transfers(1024, request.LOCAL), asked.transfers(1024, request.REMOTE), strict=True)
     for to, source in pairs:
-        room.reshape(-1, 64)[to] = request.pattern(1024).reshape(-1, 64)[source]
-    blocks.verify_blocks(room, asked)
-    room[:64], room[64:128] = room[64:128].copy(), room[:64].copy()
+        buffer.reshape(-1, 64)[to] = request.pattern(1024).reshape(-1, 64)[source]
+    blocks.verify_blocks(buffer, asked)
+    buffer[:64], buffer[64:128] = buffer[64:128].copy(), buffer[:64].copy()
     with pytest.raises(ValueError, match="blocks did not arrive"):
-        blocks.verify_blocks(room, asked)
+        blocks.verify_blocks(buffer, asked)
 
 
 def test_the_checksum_that_is_measured_is_that_of_pipes_and_of_the_tensors_asked_for():

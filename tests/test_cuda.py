@@ -19,7 +19,7 @@ from kvpipe import (
     _cuda,
     _kvpipe,
 )
-from kvpipe._deferred import Follower
+from kvpipe._deferred import DeferredQueue
 from kvpipe._tensor import describe
 from kvpipe.pipe import _moved
 
@@ -84,7 +84,7 @@ def slow(monkeypatch):
 
 
 def threads():
-    return {thread for thread in threading.enumerate() if thread.name == "kvpipe-follower"}
+    return {thread for thread in threading.enumerate() if thread.name == "kvpipe-deferred"}
 
 
 # --- recognition ------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_where_the_transport_has_no_cuda_a_region_on_a_gpu_is_refused_with_the_r
 
 
 def test_memory_that_other_processes_cannot_open_is_told_once_with_the_remedy(driver, monkeypatch, caplog):
-    monkeypatch.setattr(_cuda, "_is_told", False)
+    monkeypatch.setattr(_cuda, "_is_logged", False)
     monkeypatch.setattr(_cuda._kvpipe, "cuda_is_exportable", lambda address: False)
     for _ in range(2):
         describe(CudaArray())
@@ -325,7 +325,7 @@ def test_work_that_has_not_begun_can_be_awaited(pair, slow):
     assert asyncio.run(both())[-1] == 19_999
 
 
-# --- the follower -----------------------------------------------------------------------------------------------
+# --- the queue -----------------------------------------------------------------------------------------------
 
 
 class Native:
@@ -345,29 +345,29 @@ class Native:
 
 
 def test_a_follower_begins_at_once_what_nothing_is_before():
-    follower, before = Follower(), threads()
-    assert follower.post(None, Native, 3.0).result() == 3.0
+    queue, before = DeferredQueue(), threads()
+    assert queue.post(None, Native, 3.0).result() == 3.0
     assert threads() <= before
 
 
 def test_a_follower_begins_in_the_order_of_the_calls_and_tells_what_is_left_of_the_time():
-    follower, stream, begun, before = Follower(), Stream(), [], threads()
+    queue, stream, begun, before = DeferredQueue(), Stream(), [], threads()
 
     def begin(name):
         return lambda left: begun.append((name, left)) or Native(name)
 
-    works = [follower.post(stream if at == 0 else None, begin(at), 60.0 if at else None) for at in range(3)]
-    assert not follower.is_idle
+    works = [queue.post(stream if at == 0 else None, begin(at), 60.0 if at else None) for at in range(3)]
+    assert not queue.is_idle
     stream.done.set()
     assert all(work.wait(TIMEOUT_S) for work in works)
     assert [work.result() for work in works] == [0, 1, 2]
     assert [name for name, _ in begun] == [0, 1, 2]
     assert begun[0][1] is None
     assert 0 < begun[1][1] < 60
-    assert follower.drain(TIMEOUT_S)
-    assert follower.is_idle
+    assert queue.drain(TIMEOUT_S)
+    assert queue.is_idle
     assert len(threads() - before) == 1
-    follower.close()
+    queue.close()
 
 
 def test_what_goes_wrong_in_a_stream_comes_out_of_the_work_and_the_next_goes_on():
@@ -375,28 +375,28 @@ def test_what_goes_wrong_in_a_stream_comes_out_of_the_work_and_the_next_goes_on(
         def wait(self):
             raise TransportUnavailableError("cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS (700)")
 
-    follower = Follower()
-    bad, good = (follower.post(ready, lambda _: Native(5)) for ready in (Broken(), Stream()))
+    queue = DeferredQueue()
+    bad, good = (queue.post(ready, lambda _: Native(5)) for ready in (Broken(), Stream()))
     assert bad.wait(TIMEOUT_S)
     with pytest.raises(TransportUnavailableError, match="ILLEGAL_ADDRESS"):
         bad.result()
     assert bad.is_completed()
-    follower._waiting[0]._steps[0].done.set()
+    queue._waiting[0]._steps[0].done.set()
     assert good.wait(TIMEOUT_S)
     assert good.result() == 5
-    follower.close()
+    queue.close()
 
 
 def test_a_closed_follower_ends_its_thread_and_what_has_not_begun():
-    follower, stream, before = Follower(), Stream(), threads()
-    works = [follower.post(stream, lambda _: Native(0)) for _ in range(2)]
-    follower.close()
+    queue, stream, before = DeferredQueue(), Stream(), threads()
+    works = [queue.post(stream, lambda _: Native(0)) for _ in range(2)]
+    queue.close()
     for work in works:
         assert work.wait(TIMEOUT_S)
         with pytest.raises(ClosedError):
             work.result()
     with pytest.raises(ClosedError):
-        follower.post(Stream(), lambda _: Native(0))
+        queue.post(Stream(), lambda _: Native(0))
     stream.done.set()
     deadline = time.monotonic() + TIMEOUT_S
     while threads() - before and time.monotonic() < deadline:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from kvpipe import _kvpipe
-from kvpipe._transport import in_force
+from kvpipe._transport import override_transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,5 +41,5 @@ def memory_transport(data_path: Literal["get", "messages"] = "get") -> Iterator[
     Raises:
         ConfigError: There is no such data path.
     """
-    with in_force(_kvpipe.Transport.memory(data_path)):
+    with override_transport(_kvpipe.Transport.memory(data_path)):
         yield

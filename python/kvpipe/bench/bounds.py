@@ -31,7 +31,7 @@ class Bound:
         value: With checksums.
         copy: The same without.
         hash: The checksum alone.
-        serial: 1/(1/copy + 1/hash), taken round by round.
+        serial: 1/(1/copy + 1/hash), measured round by round.
         ratio: Of `value` to `serial`: the median of the ratios of the rounds.
     """
 

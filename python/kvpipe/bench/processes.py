@@ -30,7 +30,7 @@ class Side(Protocol):
     """One process of a program, here or on another host."""
 
     def ask(self, line: str) -> None:
-        """Sends a request; the answer is taken by `answer`."""
+        """Sends a request; `answer` returns the answer."""
 
     def answer(self) -> dict[str, str]:
         """Waits for the answer to the oldest request.

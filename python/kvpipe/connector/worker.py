@@ -18,7 +18,6 @@ from kvpipe.config import resolve_token
 from kvpipe.connector.first_token import PENDING_FIRST_TOKENS
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
 from kvpipe.connector.progress import Progress
-from kvpipe.connector.trace import WorkerTrace
 from kvpipe.exceptions import ConfigError, TransferTimeoutError
 
 if TYPE_CHECKING:
@@ -262,7 +261,7 @@ class WorkerRole:
         try:
             self._agent.close()
         except TransferTimeoutError as error:  # the engine ends, and the caches' memory with its process
-            logger.warning("agent.unended %s", error)
+            logger.warning("agent.pending_reads %s", error)
 
 
 def _facts(event: dict[str, Any], *, is_loaded: bool) -> dict[str, Any]:
@@ -273,3 +272,39 @@ def _facts(event: dict[str, Any], *, is_loaded: bool) -> dict[str, Any]:
 def _calls_each_layer_once(vllm_config: VllmConfig) -> bool:
     """Whether vLLM calls each layer once a step, when all its blocks are written: not with micro-batches or drafts."""
     return vllm_config.speculative_config is None and not vllm_config.parallel_config.use_ubatching
+
+
+class WorkerTrace:
+    """Layers that prefill computes and the first step of decode, as spans; costs nothing without a file.
+
+    Attributes:
+        lines: Where they go.
+    """
+
+    def __init__(self, config: ConnectorConfig, process: str) -> None:
+        self.lines = _kvpipe.Trace(config.trace, process)
+        self._step = StepMetadata()
+        self._began_s = self._since_s = 0.0
+        self._num_layers = 0
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Before the forward pass."""
+        if self.lines.is_on:
+            self._step = step
+            self._began_s = self._since_s = time.monotonic()
+            self._num_layers = 0
+
+    def layers_computed(self) -> None:
+        """All since the last call, for each handoff of this step."""
+        if self.lines.is_on:
+            for handoff, _, first, block_ids in self._step.ready:
+                facts = {"layer": self._num_layers, "first": first, "blocks": len(block_ids)}
+                self.lines.span("computed", handoff, self._since_s, **facts)
+            self._since_s = time.monotonic()
+            self._num_layers += 1
+
+    def end_forward(self) -> None:
+        """After the forward pass."""
+        for handoff in self._step.first_tokens:
+            self.lines.span("first step", handoff, self._began_s)
+        self._step = StepMetadata()

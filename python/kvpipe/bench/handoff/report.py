@@ -20,7 +20,7 @@ first, second: ms from the client's request to the first and second token, media
 hand-over: ms from P's scheduler learning its first token to the beginning of D's first forward pass with the KV, median
   (largest, largest/median); of it, medians: until D's scheduler has the request (asked), its worker begins to load
   (admitted), all KV is there (moved; kvpipe: and proved), the forward pass (resumed). last block: until it arrived.
-  Times of kvpipe are those of its trace (KVPIPE_TRACE), NIXL's are taken in the same hooks of vLLM by a subclass.
+  Times of kvpipe are those of its trace (KVPIPE_TRACE), NIXL's are measured in the same hooks of vLLM by a subclass.
 D's CPU: per cent of one CPU, from the request to 200 ms before P's first token, all processes of D.
 Prefill alone, to that: the median of each turn's prompt with a handoff over one without, by the same instance.
 CPU s/GiB: CPU of all processes of P and D for a request, less the undivided instance's, for each GiB of KV.
@@ -79,7 +79,7 @@ def _table(rows: list[Row]) -> str:
             _spread(row.last_block_ms),
             _spread(row.decode_share),
             number(row.cpu_s_per_gib) if row.cpu_s_per_gib is not None else "",
-            f"{row.num_whole} of {row.num_handoffs}" if row.num_handoffs else "",
+            f"{row.num_full} of {row.num_handoffs}" if row.num_handoffs else "",
         ]
         for row in rows
     ]

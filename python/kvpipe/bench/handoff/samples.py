@@ -117,7 +117,7 @@ class Row:
         last_block_ms: From P's sampling to the last block.
         decode_share: D's CPU while P computes.
         cpu_s_per_gib: CPU of both beyond that of the undivided instance, for each GiB of KV.
-        num_whole: Handoffs with all KV from P.
+        num_full: Handoffs with all KV from P.
         num_handoffs: Of so many.
     """
 
@@ -131,7 +131,7 @@ class Row:
     last_block_ms: Spread | None
     decode_share: Spread | None
     cpu_s_per_gib: float | None
-    num_whole: int
+    num_full: int
     num_handoffs: int
 
 
@@ -165,6 +165,6 @@ def _row(num_tokens: int, name: str, samples: Sequence[Sample], kv_bytes_per_tok
         last_block_ms=spread(it.last_block_ms for it in handovers),
         decode_share=spread(s.decode_share for s in handed),
         cpu_s_per_gib=cpu_s,
-        num_whole=len(handovers),
+        num_full=len(handovers),
         num_handoffs=len(handed),
     )

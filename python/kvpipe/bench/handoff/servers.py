@@ -105,7 +105,7 @@ def _is_worker(pid: int) -> bool:
         return "Worker" in name.read()
 
 
-class Park:
+class ServerPool:
     """All servers; a context manager that ends them, as does a watchdog should this process die."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Park:
 
 
 @contextlib.contextmanager
-def thawed(servers: Iterable[Server]) -> Iterator[None]:
+def resumed(servers: Iterable[Server]) -> Iterator[None]:
     """Lets frozen servers run inside, and freezes them again."""
     servers = list(servers)
     for server in servers:

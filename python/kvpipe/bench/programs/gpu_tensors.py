@@ -9,7 +9,7 @@ import torch
 import kvpipe
 
 from .request import pattern
-from .side import Quiet, Setup, Words, keep_in_flight, seconds
+from .side import Idle, Setup, Words, keep_in_flight, seconds
 from .tensors import Receiving
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 60.0
 
 
-class Active(Quiet):
+class Active(Idle):
     """Sends, and is told when all has been received."""
 
     def __init__(self, setup: Setup) -> None:
@@ -81,7 +81,7 @@ class Passive(Receiving):
 
     def verify(self, task: Task) -> None:
         """Whether all has arrived."""
-        self._room.data[:] = self._on_gpu.cpu().numpy()
+        self._buffer.data[:] = self._on_gpu.cpu().numpy()
         super().verify(task)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import kvpipe
 
-from .side import Quiet, Setup, Words, expect
+from .side import Idle, Setup, Words, expect
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +23,7 @@ _PREFIX = (1, 2, 3)
 _PAUSE_S = 0.005
 
 
-class Consumer(Quiet):
+class Consumer(Idle):
     """Waits for each entry, and takes the time: processes of one machine have the same monotonic clock."""
 
     def meet(self, words: Mapping[str, str]) -> Words:
@@ -54,7 +54,7 @@ class Consumer(Quiet):
         expect(self._numbers, list(range(task.count)), "entries")
 
 
-class Producer(Quiet):
+class Producer(Idle):
     """Inserts entries that are waited for."""
 
     def meet(self, words: Mapping[str, str]) -> Words:
@@ -71,7 +71,7 @@ class Producer(Quiet):
         return {}
 
 
-class Server(Quiet):
+class Server(Idle):
     """Keeps the entries."""
 
     def __init__(self, setup: Setup) -> None:

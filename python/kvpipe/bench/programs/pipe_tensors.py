@@ -9,8 +9,8 @@ import numpy as np
 import kvpipe
 
 from .request import pattern
-from .side import WAYS, Quiet, Setup, Words, half_round_trip_us, keep_in_flight, seconds
-from .tensors import Receiving, Room
+from .side import WAYS, Idle, Setup, Words, half_round_trip_us, keep_in_flight, seconds
+from .tensors import ReceiveBuffer, Receiving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ def _busy_poll_us(setup: Setup) -> int | None:
     return int(text) if text else None
 
 
-class Active(Quiet):
+class Active(Idle):
     """Sends, and is told when all has been received."""
 
     def __init__(self, setup: Setup) -> None:
@@ -102,26 +102,26 @@ class Passive(Receiving):
         return {}
 
     def _echo(self, task: Task) -> None:
-        room, there = self._room.data[: task.num_bytes], self._there[task.options["way"]]
+        buffer, there = self._buffer.data[: task.num_bytes], self._there[task.options["way"]]
         for _ in range(task.count):
-            self._back.send_tensor(there.recv_tensor(out=room, timeout=_TIMEOUT_S), timeout=_TIMEOUT_S)
+            self._back.send_tensor(there.recv_tensor(out=buffer, timeout=_TIMEOUT_S), timeout=_TIMEOUT_S)
 
     def _received(self, task: Task) -> Iterator[Any]:
         is_fresh = task.options["into"] == "fresh"
-        size, room, there = task.num_bytes, self._room, self._there[task.options["way"]]
-        for at in task.offsets(len(room.data)):
-            work = there.irecv_tensor(out=None if is_fresh else room.data[at : at + size])
-            yield _Kept(work, room) if is_fresh and task.is_checked else work
+        size, buffer, there = task.num_bytes, self._buffer, self._there[task.options["way"]]
+        for at in task.offsets(len(buffer.data)):
+            work = there.irecv_tensor(out=None if is_fresh else buffer.data[at : at + size])
+            yield _Kept(work, buffer) if is_fresh and task.is_checked else work
 
 
 class _Kept:
     """A receive whose tensor is looked at by `verify`."""
 
-    def __init__(self, work: kvpipe.Work[Any], room: Room) -> None:
-        self._work, self._room = work, room
+    def __init__(self, work: kvpipe.Work[Any], buffer: ReceiveBuffer) -> None:
+        self._work, self._buffer = work, buffer
 
     def wait(self) -> None:
-        self._room.fresh = self._work.wait(_TIMEOUT_S)
+        self._buffer.fresh = self._work.wait(_TIMEOUT_S)
 
 
 ROLES = {"active": Active, "passive": Passive}
