@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpipe_core::lookup::{self, Items, LocalBuffer, LookupQuery, NUM_ITEMS, RemoteBuffer};
-use kvpipe_core::pipe::{Meta, Received};
+use kvpipe_core::tensor::{Meta, Received};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

@@ -12,8 +12,8 @@ use crate::lookup::{
     Items, LocalBuffer, LookupQuery, NUM_ITEMS, Operation, RemoteBuffer, Selected,
 };
 use crate::net::identity::SessionKind;
-use crate::pipe::Received;
 use crate::reactor::manual::{Round, without_threads};
+use crate::tensor::Received;
 use crate::work::{Then, Work};
 
 const TIMEOUT: Duration = Duration::from_secs(600);

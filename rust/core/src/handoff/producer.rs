@@ -6,8 +6,7 @@ use std::collections::hash_map::Entry;
 use std::time::{Duration, Instant};
 
 use super::ReadyBlock;
-use crate::ids::{HandoffId, SessionKey};
-use crate::recent::RecentHandoffs;
+use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
 /// Selections that may wait for unknown handoffs: bounds what peers make this worker remember.

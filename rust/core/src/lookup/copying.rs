@@ -8,7 +8,7 @@ use super::state::LocalInsert;
 use super::store::Ticket;
 use super::{HUGE, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
-use crate::pipe::Received;
+use crate::tensor::Received;
 use crate::transfer::pool::Pool;
 
 pub(super) struct EntryCopy {

@@ -152,7 +152,7 @@ impl LocalBuffer {
 mod tests {
     use super::*;
     use crate::lookup::manual::entry;
-    use crate::pipe::Meta;
+    use crate::tensor::Meta;
     use crate::transport::MemoryPath;
 
     #[test]

@@ -6,8 +6,8 @@ use std::time::Duration;
 use kvpipe_ucx::Buffer;
 
 use super::{Items, LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
-use crate::pipe::{Meta, Received};
 use crate::reactor::manual::{Round, without_threads};
+use crate::tensor::{Meta, Received};
 use crate::transport::{MemoryPath, Transport};
 use crate::work::Then;
 

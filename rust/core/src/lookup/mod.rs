@@ -30,7 +30,7 @@ use std::time::Duration;
 use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
-use crate::pipe::{Meta, Received};
+use crate::tensor::{Meta, Received};
 use crate::transport::Transport;
 use crate::work::Then;
 

@@ -10,8 +10,8 @@ use crate::checksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
-use crate::pipe::{Meta, Received};
 use crate::reactor::ReactorContext;
+use crate::tensor::{Meta, Received};
 use crate::transfer::fetch::{ExposedBuffer, Fetch, Offer};
 use crate::transfer::pool::Pool;
 use crate::transport::Memory;
@@ -345,7 +345,7 @@ impl Incoming {
         if len < HUGE {
             return cx.register(Buffer::zeroed(len));
         }
-        self.pool.take(cx, len)
+        self.pool.take(len, |buffer| cx.register(buffer))
     }
 
     /// Puts the tensor that is here where it belongs.

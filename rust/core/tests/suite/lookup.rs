@@ -8,7 +8,7 @@ use kvpipe_core::Error;
 use kvpipe_core::lookup::{Items, LocalBuffer, LookupQuery, RemoteBuffer};
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
-use kvpipe_core::pipe::{Meta, Received};
+use kvpipe_core::tensor::{Meta, Received};
 use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_core::work::Then;
 use kvpipe_ucx::{Buffer, Search};

@@ -3,7 +3,7 @@
 use super::super::manual::{ROUNDS, connect, entry, rest, select, serve};
 use super::super::{LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
 use super::*;
-use crate::pipe::Meta;
+use crate::tensor::Meta;
 use crate::work::{Work, work};
 
 /// Bytes of an entry that travels inside its message, and of one that is fetched.

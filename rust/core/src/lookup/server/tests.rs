@@ -5,7 +5,7 @@ mod copies;
 
 use super::super::manual::{ROUNDS, connect, entry, rest, select, serve};
 use super::super::{Items, LocalBuffer, Operation, RemoteBuffer, Selected};
-use crate::pipe::Meta;
+use crate::tensor::Meta;
 
 /// Of an entry.
 const SLICES: usize = 8;
