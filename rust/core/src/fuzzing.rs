@@ -8,7 +8,7 @@ use kvpipe_ucx::{Buffer, EndpointId};
 
 use crate::blocks::Metadata;
 use crate::blocks::messages::{self as blocks, Offered, RemoteRegions};
-use crate::control::messages::Message;
+use crate::control::messages::ControlMessage;
 use crate::error::Result;
 use crate::lookup::messages as lookup;
 use crate::lookup::transfer::EntryTransfer;
@@ -83,7 +83,9 @@ pub const DECODERS: [(&str, Decoder); 16] = [
     ("region", |b| {
         prefix(b, RemoteRegion::read, RemoteRegion::write)
     }),
-    ("control", |b| Some(Message::decode(b).ok()?.encode())),
+    ("control", |b| {
+        Some(ControlMessage::decode(b).ok()?.encode())
+    }),
     ("regions", |b| {
         let read = RemoteRegions::read(Reader::new(b)).ok()?;
         Some(blocks::regions(&read.0)[1..].to_vec())

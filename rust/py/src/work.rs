@@ -124,7 +124,7 @@ impl Work {
         if let Kind::Selected(work) = &self.0
             && let Some(Ok(Some(delivery))) = work.result()
         {
-            py.detach(|| delivery.take());
+            py.detach(|| delivery.consume());
         }
     }
 

@@ -8,8 +8,9 @@ use kvpipe_ucx::{AmData, Buffer, Status};
 use super::{HUGE, Items, NUM_ITEMS, entry_bytes};
 use crate::checksum;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::reactor::ReactorContext;
 use crate::tensor::{Meta, Received};
 use crate::transfer::fetch::{ExposedBuffer, Fetch, Offer};
 use crate::transfer::pool::Pool;
@@ -344,7 +345,7 @@ impl Incoming {
         if len < HUGE {
             return cx.register(Buffer::zeroed(len));
         }
-        self.pool.take(cx, len)
+        self.pool.take(len, |buffer| cx.register(buffer))
     }
 
     /// Puts the tensor that is here where it belongs.

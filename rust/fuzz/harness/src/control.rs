@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvpipe_core::control::{
-    Control, ControlTimeouts, Event, Opening, Question, Rank, SequenceState,
+    Control, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank, SequenceState,
 };
 use kvpipe_core::fuzzing::{Round, without_threads};
 use kvpipe_core::net::identity::SessionKind;
@@ -47,9 +47,9 @@ struct Side {
 }
 
 impl Side {
-    fn ask(&mut self, question: Question) {
+    fn query(&mut self, query: ControlQuery) {
         if !self.address.is_empty() {
-            let asked = self.control.ask(&self.address, question, TIMEOUT);
+            let asked = self.control.query(&self.address, query, TIMEOUT);
             self.asked.extend(asked);
         }
     }
@@ -63,7 +63,7 @@ impl Side {
 
     fn drain(&mut self) {
         for event in self.control.drain() {
-            if let Event::Ended { handoff, .. } = event
+            if let ControlEvent::Ended { handoff, .. } = event
                 && let Some(index) = HANDOFFS.iter().position(|other| *other == handoff)
             {
                 self.num_ended[index] += 1;
@@ -93,26 +93,26 @@ impl Victim for Side {
                 Ok(())
             }
             7 => {
-                self.ask(Question::Release(handoff));
+                self.query(ControlQuery::Release(handoff));
                 Ok(())
             }
             8 => {
-                self.ask(Question::Describe);
+                self.query(ControlQuery::Describe);
                 Ok(())
             }
             9 => control.progress(handoff, Duration::from_millis(u64::from(argument))),
             10 => {
                 let lead = Duration::from_millis(u64::from(argument));
-                self.ask(Question::Subscribe { handoff, lead });
+                self.query(ControlQuery::Subscribe { handoff, lead });
                 Ok(())
             }
             11 => {
                 let remaining = Duration::from_millis(u64::from(argument));
-                self.ask(Question::Progress { handoff, remaining });
+                self.query(ControlQuery::Progress { handoff, remaining });
                 Ok(())
             }
             _ => {
-                self.ask(Question::Watched(handoff));
+                self.query(ControlQuery::Watched(handoff));
                 Ok(())
             }
         };
@@ -126,7 +126,7 @@ impl Victim for Side {
 
     fn check(&mut self) {
         self.drain();
-        assert!(self.asked.iter().all(Work::is_completed), "a question");
+        assert!(self.asked.iter().all(Work::is_completed), "a query");
         for (ended, watches) in self.num_ended.iter().zip(self.num_watches) {
             assert!(*ended <= watches, "a watch that ended twice");
         }
@@ -161,6 +161,6 @@ pub(crate) fn control(bytes: &[u8]) {
         num_ended: [0; 2],
         num_watches: [0; 2],
     };
-    side.ask(Question::Describe);
+    side.query(ControlQuery::Describe);
     run_session(side, hostile, flags, steps);
 }

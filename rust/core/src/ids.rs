@@ -1,13 +1,26 @@
-//! What is remembered of handoffs that are over.
+//! Names of sessions, processes, handoffs and regions, and a bounded memory of handoffs that have ended.
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::handoff::HandoffId;
+/// Names a session within its reactor; never used again.
+pub type SessionKey = u64;
 
-/// Handoffs that are remembered.
-const CAP: usize = 4096;
+/// Names a session on the data plane; known only to the two sides that passed the challenge.
+pub type SessionId = [u8; 16];
 
-/// A map that forgets its oldest entries.
+/// One life of an agent or a control port: random, so that nothing of an earlier life is taken for the present one.
+pub type Incarnation = [u8; 16];
+
+/// Names one attempt to move one request's KV from producer to consumer; random, minted by the proxy.
+pub type HandoffId = [u8; 16];
+
+/// Names a region within its agent; in the order of registration, never used again.
+pub type RegionId = u32;
+
+/// Most handoffs that are remembered.
+const RECENT_CAP: usize = 4096;
+
+/// What is known of handoffs that have ended. It forgets the oldest ones.
 #[derive(Debug)]
 pub(crate) struct RecentHandoffs<T> {
     entries: HashMap<HandoffId, T>,
@@ -28,7 +41,7 @@ impl<T> RecentHandoffs<T> {
         if self.entries.insert(handoff, value).is_none() {
             self.order.push_back(handoff);
         }
-        if self.order.len() > CAP
+        if self.order.len() > RECENT_CAP
             && let Some(oldest) = self.order.pop_front()
         {
             self.entries.remove(&oldest);
@@ -45,18 +58,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_oldest_entry_is_forgotten_first() {
+    fn the_oldest_handoff_is_forgotten_first() {
         let mut recent = RecentHandoffs::default();
         let id = |n: usize| {
             let mut id = [0; 16];
             id[..8].copy_from_slice(&n.to_le_bytes());
             id
         };
-        for n in 0..=CAP {
+        for n in 0..=RECENT_CAP {
             recent.insert(id(n), n);
         }
         assert_eq!(recent.get(&id(0)), None);
         assert_eq!(recent.get(&id(1)), Some(&1));
-        assert_eq!(recent.get(&id(CAP)), Some(&CAP));
+        assert_eq!(recent.get(&id(RECENT_CAP)), Some(&RECENT_CAP));
     }
 }
