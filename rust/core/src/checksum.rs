@@ -21,15 +21,15 @@ pub(crate) fn bound(place: &[u8], bytes: &[u8]) -> u64 {
 
 /// A checksum that is computed piece by piece.
 #[derive(Debug)]
-pub(crate) struct Running(Digest);
+pub(crate) struct RunningChecksum(Digest);
 
-impl Default for Running {
+impl Default for RunningChecksum {
     fn default() -> Self {
         Self(Digest::new(ALGORITHM))
     }
 }
 
-impl Running {
+impl RunningChecksum {
     pub(crate) fn add(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }

@@ -9,12 +9,12 @@ const CAP: usize = 4096;
 
 /// A map that forgets its oldest entries.
 #[derive(Debug)]
-pub(crate) struct Recent<T> {
+pub(crate) struct RecentHandoffs<T> {
     entries: HashMap<HandoffId, T>,
     order: VecDeque<HandoffId>,
 }
 
-impl<T> Default for Recent<T> {
+impl<T> Default for RecentHandoffs<T> {
     fn default() -> Self {
         Self {
             entries: HashMap::new(),
@@ -23,7 +23,7 @@ impl<T> Default for Recent<T> {
     }
 }
 
-impl<T> Recent<T> {
+impl<T> RecentHandoffs<T> {
     pub(crate) fn insert(&mut self, handoff: HandoffId, value: T) {
         if self.entries.insert(handoff, value).is_none() {
             self.order.push_back(handoff);
@@ -46,7 +46,7 @@ mod tests {
 
     #[test]
     fn the_oldest_entry_is_forgotten_first() {
-        let mut recent = Recent::default();
+        let mut recent = RecentHandoffs::default();
         let id = |n: usize| {
             let mut id = [0; 16];
             id[..8].copy_from_slice(&n.to_le_bytes());

@@ -25,8 +25,8 @@ const GATHER: Duration = Duration::from_millis(50);
 pub enum Track {
     /// vLLM's, in which the connector's hooks run.
     Engine = 1,
-    /// The node's.
-    Node = 2,
+    /// The reactor's.
+    Reactor = 2,
 }
 
 /// Where a process traces to; nowhere by default. Clones share the file.
@@ -71,7 +71,7 @@ impl Trace {
         })));
         trace.introduce("process_name", Track::Engine, process);
         trace.introduce("thread_name", Track::Engine, "vLLM");
-        trace.introduce("thread_name", Track::Node, "kvpipe");
+        trace.introduce("thread_name", Track::Reactor, "kvpipe");
         Ok(trace)
     }
 
@@ -120,7 +120,7 @@ impl Trace {
         let Some(writer) = &self.0 else { return };
         let id = writer.num_overlapping.fetch_add(1, Ordering::Relaxed);
         for (phase, time) in [("b", began), ("e", now())] {
-            let rest = format!(r#""ph":"{phase}","id":{id},{}"#, at(Track::Node, time));
+            let rest = format!(r#""ph":"{phase}","id":{id},{}"#, at(Track::Reactor, time));
             self.event(name, &rest, handoff, facts);
         }
     }
@@ -222,7 +222,7 @@ mod tests {
                 let trace = Trace::to_file(&path, "worker").unwrap();
                 std::thread::spawn(move || {
                     for _ in 0..200 {
-                        trace.instant(Track::Node, "arrived", &ID, &[("writer", number)]);
+                        trace.instant(Track::Reactor, "arrived", &ID, &[("writer", number)]);
                     }
                 })
             })
@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn nothing_is_traced_by_default() {
         let trace = Trace::default();
-        trace.instant(Track::Node, "arrived", &ID, &[]);
+        trace.instant(Track::Reactor, "arrived", &ID, &[]);
         assert!(!trace.is_on());
         assert_eq!(trace.now(), Duration::ZERO);
     }

@@ -1,4 +1,4 @@
-//! Completion of an operation: its node completes it once, any thread waits for it. A thread that waits runs the node
+//! Completion of an operation: its reactor completes it once, any thread waits for it. A thread that waits runs the reactor
 //! meanwhile; where another does, it sleeps on a futex, in asyncio on an eventfd that is made when somebody needs it.
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::thread::futex;
 
 use crate::error::{Error, Result};
-use crate::node::{Drive, Driven};
+use crate::reactor::{Drive, Driven};
 
 /// A wait is cut into slices of this length, so that a signal that arrives just before the wait is seen too.
 const SIGNAL_SLICE: Duration = Duration::from_secs(1);
@@ -39,7 +39,7 @@ const ENDED: u32 = 2;
 #[derive(Debug)]
 pub struct Work<T> {
     shared: Arc<Shared<T>>,
-    /// The node that completes it: who waits may run it.
+    /// The reactor that completes it: who waits may run it.
     driver: Option<Arc<dyn Drive>>,
 }
 
@@ -66,7 +66,7 @@ pub enum Waited {
 /// What a caller does next with a work that it has just got.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Then {
-    /// Waits for it at once, and so runs the node itself: its thread need not be woken.
+    /// Waits for it at once, and so runs the reactor itself: its thread need not be woken.
     Wait,
     /// Anything else.
     GoOn,
@@ -187,13 +187,13 @@ impl<T> Work<T> {
         Ok(state.eventfd.insert(fd).as_raw_fd())
     }
 
-    /// Names the node that completes it.
+    /// Names the reactor that completes it.
     pub(crate) fn driven_by(mut self, driver: Arc<dyn Drive>) -> Self {
         self.driver = Some(driver);
         self
     }
 
-    /// Waits until the operation has ended, `deadline` has passed, or a signal arrived. Runs the node meanwhile, unless
+    /// Waits until the operation has ended, `deadline` has passed, or a signal arrived. Runs the reactor meanwhile, unless
     /// another thread does.
     pub fn wait(&self, deadline: Option<Instant>) -> Result<Waited> {
         if self.is_completed() {
@@ -206,7 +206,7 @@ impl<T> Work<T> {
                 Driven::Done => return Ok(Waited::Done),
                 Driven::TimedOut if Some(until) == deadline => return Ok(Waited::TimedOut),
                 Driven::TimedOut | Driven::Interrupted => return Ok(Waited::Interrupted),
-                Driven::Taken => {}
+                Driven::Busy => {}
                 Driven::Forked(error) => return Err(error),
             }
         }

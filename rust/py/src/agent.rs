@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 use kvpipe_core::blocks::{self, Event, LoadRequest, Notification, Options};
 use kvpipe_core::handoff::HandoffId;
 use kvpipe_core::handoff::consumer::Counts as LoadCounts;
-use kvpipe_core::link::Timing;
+use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Waited;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::blocks::{Counts, Finals, Peer, Plan, Region, counts};
+use crate::blocks::{Counts, Peer, Plan, ReadyBlocks, Region, counts};
 use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
 use crate::ids::ids;
@@ -26,13 +26,13 @@ pub(crate) fn id(bytes: &[u8]) -> PyResult<HandoffId> {
         .map_err(|_| bad(format!("an id of {} bytes; 16 are expected", bytes.len())))
 }
 
-pub(crate) fn timing(silence: Option<f64>) -> PyResult<Timing> {
-    let default = Timing::default();
+pub(crate) fn timeouts(silence: Option<f64>) -> PyResult<SessionTimeouts> {
+    let default = SessionTimeouts::default();
     if silence.is_some_and(|seconds| seconds <= 0.0) {
         return Err(bad("silence: expected None or seconds, more than 0"));
     }
     let silence = duration(silence)?.unwrap_or(default.silence);
-    Ok(Timing {
+    Ok(SessionTimeouts {
         silence,
         heartbeat: default.heartbeat.min(silence / 3),
         ..default
@@ -60,9 +60,9 @@ impl Agent {
         silence: Option<f64>,
         checksum: bool,
     ) -> PyResult<Self> {
-        let (timing, transport) = (timing(silence)?, transport.core());
+        let (timeouts, transport) = (timeouts(silence)?, transport.core());
         let agent = py.detach(|| {
-            blocks::Agent::new(listen, token, transport, engine_id, fingerprint, timing)
+            blocks::Agent::new(listen, token, transport, engine_id, fingerprint, timeouts)
         });
         let agent = agent.map_err(to_py)?;
         Ok(Self(if checksum {
@@ -211,9 +211,10 @@ impl Agent {
         self.0.notifications_fd()
     }
 
-    fn finalize(&self, finals: &Finals, regions: Vec<PyRef<'_, Region>>) -> PyResult<()> {
+    #[pyo3(name = "finalize")]
+    fn mark_ready(&self, ready: &ReadyBlocks, regions: Vec<PyRef<'_, Region>>) -> PyResult<()> {
         let regions: Vec<_> = regions.iter().map(|region| region.0.clone()).collect();
-        self.0.finalize(&finals.0, &regions).map_err(to_py)
+        self.0.mark_ready(&ready.0, &regions).map_err(to_py)
     }
 
     fn end(&self, handoff: &[u8], reason: &str) -> PyResult<()> {
@@ -225,7 +226,7 @@ impl Agent {
         handoff: &[u8],
         producer: String,
         incarnation: &[u8],
-        generation: u32,
+        epoch: u32,
         first: u32,
         block_ids: Vec<u32>,
         is_committed: bool,
@@ -235,7 +236,7 @@ impl Agent {
             handoff,
             producer,
             incarnation,
-            generation,
+            epoch,
             first,
             block_ids,
             is_committed,
@@ -256,9 +257,9 @@ impl Agent {
         self.0.trace_to(trace.core()).map_err(to_py)
     }
 
-    #[getter]
-    fn num_lent(&self) -> usize {
-        self.0.num_lent()
+    #[getter(num_lent)]
+    fn num_leased(&self) -> usize {
+        self.0.num_leased()
     }
 
     fn drain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
@@ -294,7 +295,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
         dict.set_item("handoff", handoff.as_slice())
     };
     match event {
-        Event::Whole {
+        Event::BlocksVerified {
             handoff,
             counts,
             transport,
@@ -303,7 +304,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             set("whole", handoff)?;
             set_facts(&dict, counts, transport, *elapsed)?;
         }
-        Event::Loaded {
+        Event::LoadCompleted {
             handoff,
             counts,
             transport,
@@ -312,7 +313,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             set("loaded", handoff)?;
             set_facts(&dict, counts, transport, *elapsed)?;
         }
-        Event::Failed {
+        Event::LoadFailed {
             handoff,
             counts,
             transport,
@@ -325,7 +326,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             dict.set_item("missing", missing)?;
             dict.set_item("reason", reason)?;
         }
-        Event::Taken { handoff } => set("taken", handoff)?,
+        Event::Acknowledged { handoff } => set("taken", handoff)?,
         Event::Log(text) => {
             dict.set_item("event", "log")?;
             dict.set_item("text", text)?;

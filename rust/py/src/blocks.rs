@@ -40,9 +40,9 @@ pub(crate) struct Peer(pub(crate) blocks::Peer);
 
 #[pymethods]
 impl Peer {
-    #[getter]
-    fn link(&self) -> u64 {
-        self.0.link()
+    #[getter(link)]
+    fn session(&self) -> u64 {
+        self.0.session()
     }
 
     #[getter]
@@ -82,23 +82,23 @@ impl Peer {
     }
 }
 
-#[pyclass(frozen)]
-pub(crate) struct Finals(pub(crate) blocks::Finals);
+#[pyclass(frozen, name = "Finals")]
+pub(crate) struct ReadyBlocks(pub(crate) blocks::ReadyBlocks);
 
 #[pymethods]
-impl Finals {
+impl ReadyBlocks {
     #[new]
     fn new(parts: Vec<(Vec<u8>, u32, u32, Vec<u32>)>) -> PyResult<Self> {
-        let part = |(handoff, generation, first, block_ids): (Vec<u8>, _, _, _)| {
-            Ok(blocks::Final {
+        let part = |(handoff, epoch, first, block_ids): (Vec<u8>, _, _, _)| {
+            Ok(blocks::ReadyRange {
                 handoff: id(&handoff)?,
-                generation,
+                epoch,
                 first,
                 block_ids,
             })
         };
         let parts = parts.into_iter().map(part).collect::<PyResult<_>>()?;
-        blocks::Finals::new(parts).map(Self).map_err(to_py)
+        blocks::ReadyBlocks::new(parts).map(Self).map_err(to_py)
     }
 }
 

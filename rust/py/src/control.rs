@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use kvpipe_core::control::{self, Event, Opening, Patience, Question, Rank, SequenceState};
+use kvpipe_core::control::{self, ControlTimeouts, Event, Opening, Question, Rank, SequenceState};
 use kvpipe_core::handoff::HandoffId;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::agent::{id, timing};
+use crate::agent::{id, timeouts};
 use crate::error::{bad, to_py};
 use crate::trace::Trace;
 use crate::work::{Kind, Work, duration};
@@ -36,14 +36,14 @@ impl Control {
     ) -> PyResult<Self> {
         let bounded =
             |seconds: f64| duration(Some(seconds)).map(|duration| duration.unwrap_or(FOREVER));
-        let patience = Patience {
-            timing: timing(silence)?,
+        let timeouts = ControlTimeouts {
+            timeouts: timeouts(silence)?,
             lease: bounded(lease)?,
             open: bounded(open_timeout)?,
             handoff: bounded(handoff_timeout)?,
         };
         let control =
-            py.detach(|| control::Control::new(listen, token, engine_id, fingerprint, patience));
+            py.detach(|| control::Control::new(listen, token, engine_id, fingerprint, timeouts));
         control.map(Self).map_err(to_py)
     }
 
@@ -69,7 +69,7 @@ impl Control {
         handoff: &[u8],
         prompt_hash: &[u8],
         num_tokens: u32,
-        generation: u32,
+        epoch: u32,
         ranks: Vec<(String, Vec<u8>)>,
     ) -> PyResult<()> {
         let prompt_hash = prompt_hash
@@ -88,7 +88,7 @@ impl Control {
                 Opening {
                     prompt_hash,
                     num_tokens,
-                    generation,
+                    epoch,
                     ranks,
                 },
             )
@@ -123,8 +123,8 @@ impl Control {
         self.0.watch(id(handoff)?, producer).map_err(to_py)
     }
 
-    fn unwatch(&self, handoff: &[u8], is_taken: bool) -> PyResult<()> {
-        self.0.unwatch(id(handoff)?, is_taken).map_err(to_py)
+    fn unwatch(&self, handoff: &[u8], is_acknowledged: bool) -> PyResult<()> {
+        self.0.unwatch(id(handoff)?, is_acknowledged).map_err(to_py)
     }
 
     fn set_result(&self, handoff: &[u8], json: String) -> PyResult<()> {
@@ -207,7 +207,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             set("opened", handoff)?;
             dict.set_item("prompt_hash", opening.prompt_hash.as_slice())?;
             dict.set_item("num_tokens", opening.num_tokens)?;
-            dict.set_item("generation", opening.generation)?;
+            dict.set_item("generation", opening.epoch)?;
             let ranks: Vec<(&str, &[u8])> = opening
                 .ranks
                 .iter()
@@ -221,7 +221,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             dict.set_item("finish_reason", &state.finish_reason)?;
             dict.set_item("num_cached_tokens", state.num_cached_tokens)?;
         }
-        Event::Gone {
+        Event::Ended {
             handoff,
             reason,
             is_withdrawn,

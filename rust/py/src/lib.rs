@@ -44,7 +44,7 @@ mod _kvpipe {
     #[pymodule_export]
     use super::agent::Agent;
     #[pymodule_export]
-    use super::blocks::{Finals, Peer, Plan, Region};
+    use super::blocks::{Peer, Plan, ReadyBlocks, Region};
     #[pymodule_export]
     use super::buffer::{
         CudaEvent, CudaMemory, ReceivedBuffer, cuda_device_of, cuda_is_exportable,

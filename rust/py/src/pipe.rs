@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use kvpipe_core::node::default_busy_poll;
 use kvpipe_core::pipe::{Deadline, Meta, Pipe};
+use kvpipe_core::reactor::default_busy_poll;
 use pyo3::prelude::*;
 
 use crate::buffer::{from_python, release_let_go};
@@ -122,7 +122,7 @@ impl PipeEnd {
     }
 
     /// `(state, peer, transport, num_tensors, num_bytes, in_flight)`.
-    /// Why large tensors take a slower road than they could; empty otherwise.
+    /// Why large tensors take a slower data path than they could; empty otherwise.
     #[getter]
     fn advice(&self) -> &'static str {
         self.0.info().advice

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvpipe_core::transport::{self, MemoryRoad};
+use kvpipe_core::transport::{self, MemoryPath};
 use pyo3::prelude::*;
 
 use crate::error::bad;
@@ -25,14 +25,14 @@ impl Transport {
     }
 
     #[staticmethod]
-    fn memory(road: &str) -> PyResult<Self> {
-        let road = match road {
-            "get" => MemoryRoad::Get,
-            "messages" => MemoryRoad::Messages,
+    fn memory(data_path: &str) -> PyResult<Self> {
+        let data_path = match data_path {
+            "get" => MemoryPath::RemoteRead,
+            "messages" => MemoryPath::Stream,
             other => {
                 return Err(bad(format!("road={other:?}: expected 'get' or 'messages'")));
             }
         };
-        Ok(Self(transport::Transport::Memory(road)))
+        Ok(Self(transport::Transport::Memory(data_path)))
     }
 }

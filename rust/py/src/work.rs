@@ -4,9 +4,9 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_core::address::Route;
 use kvpipe_core::blocks;
 use kvpipe_core::lookup::{Operation, Selected};
+use kvpipe_core::net::address::Route;
 use kvpipe_core::pipe::Received;
 use kvpipe_core::work::{Then, Waited, Work as CoreWork};
 use pyo3::IntoPyObjectExt;

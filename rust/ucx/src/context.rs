@@ -4,7 +4,7 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::Arc;
 
 use crate::config::Config;
-use crate::exit::InUse;
+use crate::exit_gate::InUse;
 use crate::library::Library;
 use crate::memory::{Buffer, Memory};
 use crate::status::{Status, check};

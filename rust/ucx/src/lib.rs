@@ -1,6 +1,6 @@
 //! UCX for kvpipe: loaded at run time, one owning type per UCX object. This crate holds all of
 //! kvpipe's foreign function calls; what it exports is safe to call, but for
-//! [`Buffer::from_raw_parts`], [`CudaEvent::record`] and [`Together::new`].
+//! [`Buffer::from_raw_parts`], [`CudaEvent::record`] and [`AssertSend::new`].
 //!
 //! What it does with CUDA memory is written by the documentation and has not run on a GPU: docs/gpu.md.
 //!
@@ -18,7 +18,7 @@
 //! # Threads
 //! [`Library`], [`Context`], [`Buffer`] and [`Memory`] are `Send + Sync`; registering and packing
 //! keys may happen on any thread. A [`Worker`] and all that comes from it are used by one thread at
-//! a time, and change it only as one, in a [`Together`]. There the owner repeats: post, [`progress`](Worker::progress), take
+//! a time, and change it only as one, in a [`AssertSend`]. There the owner repeats: post, [`progress`](Worker::progress), take
 //! [events](Worker::next_event), and when there are none [`arm`](Worker::arm) and sleep on
 //! [`event_fd`](Worker::event_fd). UCX's callbacks run inside these calls and only fill the queue.
 //! Nothing may be used in the child of a `fork`.
@@ -31,25 +31,26 @@
 //! and over TCP can read and write all memory of the process.
 
 mod am;
+mod assert_send;
 mod config;
 mod context;
 mod cuda;
 mod endpoint;
 mod event;
-mod exit;
+mod exit_gate;
 mod lane;
 mod library;
 mod memory;
-mod neighbour;
+mod process_vm;
+mod reaper;
 mod request;
-mod rest;
 mod rma;
 mod status;
 mod sys;
-mod together;
 mod worker;
 
 pub use am::{AmData, Payload, Placer};
+pub use assert_send::AssertSend;
 pub use config::Config;
 pub use context::Context;
 pub use cuda::{CudaError, CudaEvent, device_of, is_exportable};
@@ -58,10 +59,9 @@ pub use event::Event;
 pub use lane::Lane;
 pub use library::{Library, LoadError, Search, has_rdma_devices};
 pub use memory::{Buffer, Memory, MemoryKind};
-pub use neighbour::{Neighbour, PIECES_CAP, Piece};
+pub use process_vm::{PIECES_CAP, Piece, ProcessVmReader};
+pub use reaper::Reaper;
 pub use request::Token;
-pub use rest::Rest;
 pub use rma::{Domains, RemoteKey};
 pub use status::Status;
-pub use together::Together;
 pub use worker::Worker;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 
-use crate::exit::{self, Inside};
+use crate::exit_gate::{self, Inside};
 use crate::sys::EntryPoints;
 
 const SONAME: &str = "libucp.so.0";
@@ -86,7 +86,7 @@ impl Library {
     /// # Errors
     /// [`LoadError`]; each message names the remedy.
     pub fn load(search: &Search) -> Result<Arc<Self>, LoadError> {
-        if exit::is_forked() {
+        if exit_gate::is_forked() {
             return Err(LoadError::Forked);
         }
         let mut tried = Vec::new();
@@ -117,7 +117,7 @@ impl Library {
                 path,
             });
         }
-        exit::guard();
+        exit_gate::guard();
         tracing::debug!(path = %path.display(), ?version, "ucx.loaded");
         Ok(Self {
             entry_points: api,

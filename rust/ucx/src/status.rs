@@ -42,7 +42,7 @@ impl Status {
     pub fn text(&self) -> &'static str {
         match TEXTS.binary_search_by(|(code, _)| self.code.cmp(code)) {
             Ok(at) => TEXTS[at].1,
-            Err(_) if (-59..=-40).contains(&self.code) => "link failure",
+            Err(_) if (-59..=-40).contains(&self.code) => "session failure",
             Err(_) if (-89..=-60).contains(&self.code) => "endpoint failure",
             Err(_) => "unknown error",
         }

@@ -18,8 +18,8 @@ use crate::endpoint::{Endpoint, EndpointId};
 use crate::event::{Event, Queue, Raw};
 use crate::library::Api;
 use crate::memory::{Memory, MemoryKind};
+use crate::reaper::Reaper;
 use crate::request::Attributes;
-use crate::rest::Rest;
 use crate::status::{Status, check};
 use crate::sys;
 
@@ -29,10 +29,10 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(5);
 const LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// A UCX worker. Neither `Send` nor `Sync`: used by one thread at a time, which it changes only with all that was made
-/// from it (see [`Together`](crate::Together)).
+/// from it (see [`AssertSend`](crate::Together)).
 ///
 /// Dropping it closes its endpoints by force and waits for every operation, at most 5 s. Should
-/// one not end, worker and memory stay until it has, see [`Rest`]: UCX may still write to that memory.
+/// one not end, worker and memory stay until it has, see [`Reaper`]: UCX may still write to that memory.
 pub struct Worker {
     pub(crate) inner: ManuallyDrop<Rc<Inner>>,
 }
@@ -174,7 +174,7 @@ impl Worker {
 
     /// Drops the worker. `num_reads` says from now on how many gets UCX has not ended even so: it may still write to their
     /// memory, which is kept.
-    pub fn end(self, num_reads: Arc<AtomicUsize>) -> Rest {
+    pub fn end(self, num_reads: Arc<AtomicUsize>) -> Reaper {
         let mut worker = ManuallyDrop::new(self);
         // SAFETY: the worker is ours and never dropped.
         unsafe { worker.finish(num_reads) }
@@ -209,7 +209,7 @@ impl Worker {
     ///
     /// # Safety
     /// Called once; the worker is not used afterwards.
-    unsafe fn finish(&mut self, num_reads: Arc<AtomicUsize>) -> Rest {
+    unsafe fn finish(&mut self, num_reads: Arc<AtomicUsize>) -> Reaper {
         let endpoints: Vec<_> = self
             .inner
             .state
@@ -232,7 +232,7 @@ impl Worker {
         let is_settled = self.is_settled();
         // SAFETY: called once, and neither what is below nor the caller uses the field.
         let inner = unsafe { ManuallyDrop::take(&mut self.inner) };
-        Rest::new((!is_settled).then_some(inner), num_reads)
+        Reaper::new((!is_settled).then_some(inner), num_reads)
     }
 }
 

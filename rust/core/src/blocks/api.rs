@@ -15,10 +15,10 @@ use super::service::Command;
 use super::transfer::Notify;
 use super::transfers::ReadCommand;
 use super::{Agent, Notification, Options, Peer, Plan, Region, Stats};
-use crate::address::check_address;
 use crate::error::{Error, Result};
-use crate::identity::Incarnation;
-use crate::region::{Layout, NAME_CAP};
+use crate::net::address::check_address;
+use crate::net::identity::Incarnation;
+use crate::transfer::region::{Layout, NAME_CAP};
 use crate::work::{Waited, Work};
 
 impl Agent {
@@ -59,10 +59,10 @@ impl Agent {
             )));
         }
         let layout = Layout::new(buffer.len() as u64, block_bytes, stride)?;
-        let memory = self.node.register(buffer)?;
+        let memory = self.reactor.register(buffer)?;
         let region = LocalRegion::new(name, layout, is_writable, memory)?;
-        let (done, completer) = self.node.work();
-        self.node.send(Command::Register { region, completer })?;
+        let (done, completer) = self.reactor.work();
+        self.reactor.send(Command::Register { region, completer })?;
         Ok(done)
     }
 
@@ -73,9 +73,9 @@ impl Agent {
     /// The region belongs to another agent; its agent was closed, `Timeout` if that did not end all reads.
     pub fn close_region(&self, region: &Region, timeout: Option<Duration>) -> Result<Work<()>> {
         region.check_agent(self.incarnation)?;
-        let (done, completer) = self.node.work();
+        let (done, completer) = self.reactor.work();
         let was_open = region.close();
-        let sent = self.node.send(Command::Close {
+        let sent = self.reactor.send(Command::Close {
             region: region.id(),
             until: timeout.map(|timeout| Instant::now() + timeout),
             completer,
@@ -87,7 +87,7 @@ impl Agent {
                 if was_open {
                     return Err(Error::Closed(text));
                 }
-                let (done, completer) = self.node.work();
+                let (done, completer) = self.reactor.work();
                 completer.complete(Ok(()));
                 Ok(done)
             }
@@ -111,8 +111,8 @@ impl Agent {
 
     fn connect_to(&self, address: &str, incarnation: Option<Incarnation>) -> Result<Work<Peer>> {
         check_address(address)?;
-        let (done, completer) = self.node.work();
-        self.node.send(Command::Connect {
+        let (done, completer) = self.reactor.work();
+        self.reactor.send(Command::Connect {
             address: address.to_owned(),
             incarnation,
             completer,
@@ -132,7 +132,7 @@ impl Agent {
 
     /// The peers that are connected, whoever began.
     pub fn peers(&self) -> Vec<Peer> {
-        let peers = self.board.peers.lock();
+        let peers = self.shared.peers.lock();
         let peers = peers.unwrap_or_else(PoisonError::into_inner);
         let is_there = |peer: &&Peer| peer.lost().is_none();
         peers.values().filter(is_there).cloned().collect()
@@ -164,14 +164,14 @@ impl Agent {
     pub fn read(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
         let pieces = plan.reading()?;
-        let (done, completer) = self.node.work();
-        self.node.send(Command::Read(ReadCommand {
-            link: plan.peer.link(),
+        let (done, completer) = self.reactor.work();
+        self.reactor.send(Command::Read(ReadCommand {
+            session: plan.peer.session(),
             region: plan.local.id(),
             remote_region: plan.remote.id,
             pieces,
             notify: options.notify,
-            is_summed: self.is_summed,
+            is_checksummed: self.is_checksummed,
             deadline,
             completer,
         }))?;
@@ -185,15 +185,15 @@ impl Agent {
     pub fn write(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
         let pieces = plan.writing()?;
-        let (done, completer) = self.node.work();
+        let (done, completer) = self.reactor.work();
         let notify = options.notify.map(|tag| Notify { tag, number: None });
-        self.node.send(Command::Write(Offer {
-            link: plan.peer.link(),
+        self.reactor.send(Command::Write(Offer {
+            session: plan.peer.session(),
             peer: plan.peer.clone(),
             region: plan.local.id(),
             remote_region: plan.remote.id,
             pieces,
-            is_summed: self.is_summed,
+            is_checksummed: self.is_checksummed,
             notify,
             deadline,
             completer,
@@ -210,10 +210,10 @@ impl Agent {
     pub fn notify(&self, peer: &Peer, tag: Vec<u8>) -> Result<Work<()>> {
         check_tag(&tag)?;
         peer.check()?;
-        let (done, completer) = self.node.work();
-        let link = peer.link();
-        self.node.send(Command::Notify {
-            link,
+        let (done, completer) = self.reactor.work();
+        let session = peer.session();
+        self.reactor.send(Command::Notify {
+            session,
             tag,
             completer,
         })?;
@@ -225,32 +225,32 @@ impl Agent {
     /// # Errors
     /// There are none, and the agent was closed.
     pub fn notifications(&self) -> Result<Vec<Notification>> {
-        let (notifications, taken) = self.board.inbox.drain()?;
+        let (notifications, taken) = self.shared.inbox.drain()?;
         if !taken.is_empty() {
             // A closed agent has nobody to tell, and what had come is still the user's.
-            let _ = self.node.send(Command::Taken(taken));
+            let _ = self.reactor.send(Command::Taken(taken));
         }
         Ok(notifications)
     }
 
     /// Waits until there are notifications, the agent was closed, `deadline` has passed, or a signal arrived.
     pub fn wait_for_notifications(&self, deadline: Option<Instant>) -> Result<Waited> {
-        self.board.inbox.wait(deadline)
+        self.shared.inbox.wait(deadline)
     }
 
     /// A file descriptor that is readable while there are notifications, and once the agent is closed. It belongs to
     /// the agent.
     pub fn notifications_fd(&self) -> RawFd {
-        self.board.inbox.fd()
+        self.shared.inbox.fd()
     }
 
     /// Counters over all peers, those that are lost included.
     pub fn stats(&self) -> Stats {
-        self.board.counters.read()
+        self.shared.counters.read()
     }
 
     /// Number of regions that are registered and not closed.
     pub fn num_regions(&self) -> usize {
-        self.board.num_regions.load(Ordering::Relaxed)
+        self.shared.num_regions.load(Ordering::Relaxed)
     }
 }

@@ -1,4 +1,4 @@
-//! Ends of transfers that come from elsewhere: their user, their load, their link, the clock.
+//! Ends of transfers that come from elsewhere: their user, their load, their session, the clock.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use super::service::Blocks;
 use super::transfer::{Owner, Transfer};
 use crate::error::Error;
 use crate::handoff::HandoffId;
-use crate::node::{Io, LinkId};
+use crate::reactor::{ReactorContext, SessionKey};
 
 /// What is on its way to a load that has ended has to be here within this time.
 const REST_WITHIN: Duration = Duration::from_secs(2);
@@ -15,7 +15,7 @@ impl Blocks {
     /// Fails transfers that have not begun.
     pub(super) fn withdraw_takes(
         &mut self,
-        io: &mut Io,
+        cx: &mut ReactorContext,
         is_affected: impl Fn(&Transfer) -> bool,
         error: &Error,
     ) {
@@ -23,16 +23,21 @@ impl Blocks {
         for (id, transfer) in &mut self.transfers {
             if !transfer.is_started && is_affected(transfer) {
                 transfer.failure.get_or_insert(error.clone());
-                affected.push((transfer.link, *id));
+                affected.push((transfer.session, *id));
             }
         }
-        for (link, id) in affected {
-            self.settle(io, link, id);
+        for (session, id) in affected {
+            self.settle(cx, session, id);
         }
     }
 
     /// Ends what a load need not wait for: reads that have not begun, and gets that are not posted.
-    pub(super) fn abandon_reads(&mut self, io: &mut Io, handoff: &HandoffId, reason: &str) {
+    pub(super) fn abandon_reads(
+        &mut self,
+        cx: &mut ReactorContext,
+        handoff: &HandoffId,
+        reason: &str,
+    ) {
         let is_theirs =
             |owner: &Owner| matches!(owner, Owner::Handoff(other, _) if other == handoff);
         let mut affected = Vec::new();
@@ -42,34 +47,39 @@ impl Blocks {
             }
             if transfer.incoming.is_some() {
                 // A source cannot be stopped once it sends; one that does not send is not waited for.
-                transfer.deadline.get_or_insert(io.now + REST_WITHIN);
+                transfer.deadline.get_or_insert(cx.now + REST_WITHIN);
                 self.deadlines.add(transfer.deadline);
             } else {
                 let error = Error::Closed(reason.to_owned());
                 transfer.failure.get_or_insert(error);
-                affected.push((transfer.link, *id));
+                affected.push((transfer.session, *id));
             }
         }
-        for (link, id) in affected {
-            self.settle(io, link, id);
+        for (session, id) in affected {
+            self.settle(cx, session, id);
         }
     }
 
-    pub(super) fn transfers_down(&mut self, io: &mut Io, link: LinkId, error: &Error) {
+    pub(super) fn transfers_down(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        error: &Error,
+    ) {
         let mut affected = Vec::new();
         for (id, transfer) in &mut self.transfers {
-            if transfer.link == link {
+            if transfer.session == session {
                 transfer.failure.get_or_insert(error.clone());
                 affected.push(*id);
             }
         }
         for id in affected {
-            self.finish_if_over(io, id);
+            self.finish_if_over(cx, id);
         }
     }
 
-    pub(super) fn expire_transfers(&mut self, io: &mut Io) {
-        let now = io.now;
+    pub(super) fn expire_transfers(&mut self, cx: &mut ReactorContext) {
+        let now = cx.now;
         if !self.deadlines.take_if_past(now) {
             return;
         }
@@ -83,16 +93,16 @@ impl Blocks {
                 self.deadlines.add(transfer.deadline);
             } else if transfer.is_started {
                 transfer.failure = Some(Error::Timeout(text.to_owned()));
-                io.fail(transfer.link, Error::Timeout(text.to_owned()));
+                cx.fail(transfer.session, Error::Timeout(text.to_owned()));
             } else {
                 let text = "the read did not begin in time; the peer is usable";
                 transfer.failure = Some(Error::Timeout(text.to_owned()));
-                withdrawn.push((transfer.link, id));
+                withdrawn.push((transfer.session, id));
             }
         }
-        for (link, id) in withdrawn {
-            self.settle(io, link, id);
+        for (session, id) in withdrawn {
+            self.settle(cx, session, id);
         }
-        self.expire_offers(io);
+        self.expire_offers(cx);
     }
 }

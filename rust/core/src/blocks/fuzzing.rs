@@ -2,18 +2,18 @@
 
 use super::Agent;
 use super::messages::{
-    Offered, RemoteRegions, final_blocks, ids, read_final_blocks, read_ids, read_sums, reason,
-    regions, sums,
+    Offered, RemoteRegions, checksums, ids, read_checksums, read_ids, read_ready_blocks,
+    ready_blocks, reason, regions,
 };
 use super::metadata::Metadata;
-use crate::codec::{Reader, Writer};
-use crate::handoff::FinalBlock;
-use crate::node::by_hand::Round;
-use crate::region::{Pieces, RemoteRegion};
+use crate::handoff::ReadyBlock;
+use crate::net::codec::{Reader, Writer};
+use crate::reactor::manual::Round;
+use crate::transfer::region::{Pieces, RemoteRegion};
 
 impl Agent {
     pub(crate) fn round(&self) -> Round {
-        self.node.round()
+        self.reactor.round()
     }
 }
 
@@ -25,12 +25,12 @@ pub(crate) fn ids_payload(numbers: &[u32]) -> Vec<u8> {
     ids(numbers)
 }
 
-pub(crate) fn final_payload(blocks: &[FinalBlock]) -> Vec<u8> {
-    final_blocks(blocks)
+pub(crate) fn final_payload(blocks: &[ReadyBlock]) -> Vec<u8> {
+    ready_blocks(blocks)
 }
 
-pub(crate) fn sums_payload(all: &[u64]) -> Vec<u8> {
-    sums(all)
+pub(crate) fn checksums_payload(all: &[u64]) -> Vec<u8> {
+    checksums(all)
 }
 
 /// What can be read is written as it was.
@@ -48,8 +48,8 @@ pub(crate) fn decode(kind: u8, bytes: &[u8]) {
             }
         }
         3 => {
-            if let Ok(read) = read_final_blocks(bytes) {
-                assert_eq!(final_blocks(&read), bytes);
+            if let Ok(read) = read_ready_blocks(bytes) {
+                assert_eq!(ready_blocks(&read), bytes);
             }
         }
         4 => {
@@ -58,8 +58,8 @@ pub(crate) fn decode(kind: u8, bytes: &[u8]) {
             }
         }
         5 => {
-            if let Ok(read) = read_sums(bytes) {
-                assert_eq!(sums(&read), bytes);
+            if let Ok(read) = read_checksums(bytes) {
+                assert_eq!(checksums(&read), bytes);
             }
         }
         _ => {
@@ -91,7 +91,7 @@ fn offered(bytes: &[u8]) {
         .as_ref()
         .map(|(number, tag)| (*number, &tag[..]));
     let who = (read.offer, read.to, read.from);
-    let written = Offered::write(Writer::default(), who, &pieces, read.is_summed, notice);
+    let written = Offered::write(Writer::default(), who, &pieces, read.is_checksummed, notice);
     assert_eq!(
         (written.0.finish(), written.1),
         (header.to_vec(), payload.to_vec())

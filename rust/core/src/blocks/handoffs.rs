@@ -4,16 +4,18 @@
 use std::sync::atomic::Ordering;
 
 use super::Event;
-use super::finals::Final;
-use super::messages::{FINAL, GONE, REASON_CAP, SELECT, final_blocks, read_final_blocks, reason};
+use super::messages::{
+    BLOCKS_READY, HANDOFF_ENDED, REASON_CAP, SELECT, read_ready_blocks, ready_blocks, reason,
+};
+use super::ready::ReadyRange;
 use super::service::Blocks;
-use crate::codec::{Reader, Writer};
 use crate::error::Result;
 use crate::handoff::producer::{Action, OPEN_TIMEOUT, Select};
-use crate::handoff::{FinalBlock, HandoffId, checksum};
-use crate::node::{Io, LinkId};
-use crate::region::{Layout, RegionId};
+use crate::handoff::{HandoffId, ReadyBlock, checksum};
+use crate::net::codec::{Reader, Writer};
+use crate::reactor::{ReactorContext, SessionKey};
 use crate::trace::Track;
+use crate::transfer::region::{Layout, RegionId};
 use crate::transport::{Memory, Payload};
 
 /// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.
@@ -21,15 +23,15 @@ const SLICE: u64 = 8 << 20;
 
 /// The producer.
 impl Blocks {
-    /// Takes the next slice of blocks that are final, in the regions in which they are, and tells who has selected
+    /// Takes the next slice of blocks that are ready, in the regions in which they are, and tells who has selected
     /// them; whether more are left.
-    pub(super) fn finalize_on(&mut self, io: &mut Io) -> bool {
+    pub(super) fn finalize_on(&mut self, cx: &mut ReactorContext) -> bool {
         let known = &self.regions;
         let num_blocks = |regions: &[RegionId]| {
             let known = regions.iter().filter_map(|region| known.get(region));
             slice_of(known.map(|region| region.layout.block_bytes).sum())
         };
-        let Some((part, regions)) = self.finals.slice(num_blocks) else {
+        let Some((part, regions)) = self.ready.slice(num_blocks) else {
             return false;
         };
         let began = self.trace.now();
@@ -37,10 +39,8 @@ impl Blocks {
             // Marked before the blocks could change: unmarked now, they did not change while they were read.
             Ok(_) if self.ended.is_marked(&part.handoff) => {}
             Ok(blocks) => {
-                let actions = self
-                    .producer
-                    .finalize(part.handoff, part.generation, &blocks);
-                self.act(io, actions);
+                let actions = self.producer.mark_ready(part.handoff, part.epoch, &blocks);
+                self.act(cx, actions);
                 let before = regions
                     .first()
                     .map_or(0, |id| self.regions.range(..id).count());
@@ -51,74 +51,74 @@ impl Blocks {
                     ("layers", regions.len() as u64),
                 ];
                 self.trace
-                    .span(Track::Node, "announced", &part.handoff, began, &facts);
+                    .span(Track::Reactor, "announced", &part.handoff, began, &facts);
             }
-            Err(reason) => self.end(io, part.handoff, &reason),
+            Err(reason) => self.end(cx, part.handoff, &reason),
         }
-        !self.finals.is_empty()
+        !self.ready.is_empty()
     }
 
     fn checksums(
         &self,
-        part: &Final,
+        part: &ReadyRange,
         regions: &[RegionId],
-    ) -> std::result::Result<Vec<FinalBlock>, String> {
+    ) -> std::result::Result<Vec<ReadyBlock>, String> {
         let mut blocks = Vec::with_capacity(part.block_ids.len() * regions.len());
         for id in regions {
             let Some(local) = self.regions.get(id) else {
-                return Err("blocks of a region that was closed cannot be lent".to_owned());
+                return Err("blocks of a region that was closed cannot be leased".to_owned());
             };
             let region = self.regions.range(..id).count() as u16;
             for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
                 let Some(bytes) = block_bytes(&local.memory, &local.layout, block_id) else {
                     return Err(format!(
-                        "block {block_id} cannot be lent: it is not in region {:?}",
+                        "block {block_id} cannot be leased: it is not in region {:?}",
                         local.name
                     ));
                 };
-                blocks.push(FinalBlock {
+                blocks.push(ReadyBlock {
                     region,
                     position,
                     block_id,
-                    checksum: checksum(&part.handoff, part.generation, region, position, bytes),
+                    checksum: checksum(&part.handoff, part.epoch, region, position, bytes),
                 });
             }
         }
         Ok(blocks)
     }
 
-    pub(super) fn end(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
-        self.trace.instant(Track::Node, "ended", &handoff, &[]);
-        self.finals.forget(&handoff);
+    pub(super) fn end(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
+        self.trace.instant(Track::Reactor, "ended", &handoff, &[]);
+        self.ready.forget(&handoff);
         let actions = self.producer.end(handoff, reason);
-        self.act(io, actions);
+        self.act(cx, actions);
     }
 
-    pub(super) fn act(&mut self, io: &mut Io, actions: Vec<Action>) {
+    pub(super) fn act(&mut self, cx: &mut ReactorContext, actions: Vec<Action>) {
         for action in actions {
             match action {
                 Action::Announce {
-                    link,
+                    session,
                     handoff,
-                    generation,
+                    epoch,
                     blocks,
                 } => {
-                    let header = io.header(link, FINAL).raw(&handoff).u32(generation);
-                    io.message(link, header, Payload::Bytes(final_blocks(&blocks)));
+                    let header = cx.header(session, BLOCKS_READY).raw(&handoff).u32(epoch);
+                    cx.message(session, header, Payload::Bytes(ready_blocks(&blocks)));
                 }
-                Action::Gone {
-                    link,
+                Action::End {
+                    session,
                     handoff,
                     reason,
                 } => {
-                    let header = io.header(link, GONE).raw(&handoff);
+                    let header = cx.header(session, HANDOFF_ENDED).raw(&handoff);
                     let text = Writer::default().text(&reason, REASON_CAP).finish();
-                    io.message(link, header, Payload::Bytes(text));
+                    cx.message(session, header, Payload::Bytes(text));
                 }
             }
         }
-        let num_lent = self.producer.num_lent();
-        self.board.num_lent.store(num_lent, Ordering::Relaxed);
+        let num_leased = self.producer.num_leased();
+        self.shared.num_leased.store(num_leased, Ordering::Relaxed);
     }
 }
 
@@ -126,8 +126,8 @@ impl Blocks {
 impl Blocks {
     pub(super) fn handoff_message(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         kind: u8,
         mut header: Reader<'_>,
         data: &[u8],
@@ -138,29 +138,33 @@ impl Blocks {
                 let _generation = header.u32()?;
                 let (first, end) = (header.u32()?, header.u32()?);
                 header.end()?;
-                let select = Select { link, first, end };
-                let actions = self.producer.select(select, handoff, io.now + OPEN_TIMEOUT);
-                self.act(io, actions);
+                let select = Select {
+                    session,
+                    first,
+                    end,
+                };
+                let actions = self.producer.select(select, handoff, cx.now + OPEN_TIMEOUT);
+                self.act(cx, actions);
             }
-            FINAL => {
-                let generation = header.u32()?;
+            BLOCKS_READY => {
+                let epoch = header.u32()?;
                 header.end()?;
-                self.announced(io, link, handoff, generation, &read_final_blocks(data)?)?;
+                self.announced(cx, session, handoff, epoch, &read_ready_blocks(data)?)?;
             }
-            GONE => {
+            HANDOFF_ENDED => {
                 header.end()?;
                 let text = reason(data)?;
-                if self.is_loading_from(link, &handoff) {
+                if self.is_loading_from(session, &handoff) {
                     self.consumer.withdraw(&handoff);
-                    self.fail_load(io, handoff, &text);
+                    self.fail_load(cx, handoff, &text);
                 }
             }
             _ => {
                 header.end()?;
-                if self.producer.done(link, handoff) {
-                    self.trace.instant(Track::Node, "taken", &handoff, &[]);
-                    self.events.push(Event::Taken { handoff });
-                    self.act(io, Vec::new());
+                if self.producer.acknowledge(session, handoff) {
+                    self.trace.instant(Track::Reactor, "taken", &handoff, &[]);
+                    self.events.push(Event::Acknowledged { handoff });
+                    self.act(cx, Vec::new());
                 }
             }
         }

@@ -10,7 +10,7 @@ use rustix::event::EventfdFlags;
 use super::notices::{WINDOW, WINDOW_BYTES};
 use super::peer::Peer;
 use crate::error::{Error, Result};
-use crate::node::LinkId;
+use crate::reactor::SessionKey;
 use crate::work::{Waited, wait_readable};
 
 /// A peer's word, in the order in which it gave them.
@@ -28,8 +28,8 @@ const CAP: usize = 64 * WINDOW as usize;
 /// Bytes of their tags.
 const BYTES_CAP: usize = 64 * WINDOW_BYTES;
 
-/// Up to which number the notifications of a link have been taken.
-pub(super) type Taken = (LinkId, u64);
+/// Up to which number the notifications of a session have been taken.
+pub(super) type Taken = (SessionKey, u64);
 
 #[derive(Debug, Default)]
 struct State {
@@ -81,7 +81,7 @@ impl Inbox {
         }
     }
 
-    /// Takes everything that waits, and tells up to which number of each link that is.
+    /// Takes everything that waits, and tells up to which number of each session that is.
     ///
     /// # Errors
     /// Nothing waits, and the agent was closed.
@@ -97,10 +97,10 @@ impl Inbox {
         let mut taken: Vec<Taken> = Vec::new();
         let mut notifications = Vec::with_capacity(state.waiting.len());
         for (number, notification) in state.waiting.drain(..) {
-            let link = notification.peer.link();
-            match taken.iter_mut().find(|(other, _)| *other == link) {
+            let session = notification.peer.session();
+            match taken.iter_mut().find(|(other, _)| *other == session) {
                 Some((_, upto)) => *upto = number + 1,
-                None => taken.push((link, number + 1)),
+                None => taken.push((session, number + 1)),
             }
             notifications.push(notification);
         }

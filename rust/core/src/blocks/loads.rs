@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::handoffs::{block_bytes, slice_of};
-use super::messages::{DONE, SELECT};
+use super::messages::{ACK, SELECT};
 use super::peers::transport;
 use super::plan::region_gone;
 use super::regions::LocalRegion;
@@ -19,25 +19,25 @@ use super::transfer::{Arrived, Owner, Take};
 use super::{Event, LoadRequest};
 use crate::error::{Error, Result};
 use crate::handoff::consumer::{Batch, Load};
-use crate::handoff::{FinalBlock, HandoffId, checksum};
-use crate::node::{Io, LinkId};
-use crate::region::{Layout, Pieces, RegionId, RemoteRegion, coalesce};
+use crate::handoff::{HandoffId, ReadyBlock, checksum};
+use crate::reactor::{ReactorContext, SessionKey};
 use crate::trace::Track;
+use crate::transfer::region::{Layout, Pieces, RegionId, RemoteRegion, coalesce};
 use crate::transport::{Memory, Payload};
 
 /// What a fresh session may take, that of a peer that lives takes milliseconds. A dead one's load is not to be held up.
 const FRESH_WITHIN: Duration = Duration::from_secs(2);
 
 impl Blocks {
-    pub(super) fn load(&mut self, io: &mut Io, request: LoadRequest) {
+    pub(super) fn load(&mut self, cx: &mut ReactorContext, request: LoadRequest) {
         let handoff = request.handoff;
-        self.trace.instant(Track::Node, "load", &handoff, &[]);
+        self.trace.instant(Track::Reactor, "load", &handoff, &[]);
         let block_bytes = self
             .regions
             .values()
             .map(|region| region.layout.block_bytes);
         let load = Load {
-            generation: request.generation,
+            epoch: request.epoch,
             max_batch: slice_of(block_bytes.max().unwrap_or_default()),
             first: request.first,
             block_ids: request.block_ids,
@@ -48,12 +48,12 @@ impl Blocks {
             let text = format!("load refused: {error}");
             return self.events.push_minor(Event::Log(text));
         }
-        let link = self.link_to(io, &request.producer);
+        let session = self.session_to(cx, &request.producer);
         let loading = Loading {
-            link,
+            session,
             producer: request.producer,
             incarnation: request.incarnation,
-            started: io.now,
+            started: cx.now,
             has_selected: false,
             announced: None,
             lost: None,
@@ -61,36 +61,36 @@ impl Blocks {
         };
         self.loading.insert(handoff, loading);
         if self.regions.is_empty() {
-            return self.fail_load(io, handoff, "no region is registered here");
+            return self.fail_load(cx, handoff, "no region is registered here");
         }
-        self.go_on(io, handoff);
+        self.go_on(cx, handoff);
     }
 
     /// Does for a load what can be done now, and ends it if it is over. What fails as it begins leads here again: then the
     /// call that is under way goes on with it, because calls within calls would be as many as transfers wait.
-    pub(super) fn go_on(&mut self, io: &mut Io, handoff: HandoffId) {
+    pub(super) fn go_on(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
         self.to_go_on.insert(handoff);
         if std::mem::replace(&mut self.is_going_on, true) {
             return;
         }
         while let Some(handoff) = self.to_go_on.pop_first() {
-            self.select(io, handoff);
-            self.read_again(io, handoff);
-            self.tell_if_whole(io, handoff);
-            self.end_load_if_over(io, handoff);
+            self.select(cx, handoff);
+            self.read_again(cx, handoff);
+            self.report_if_verified(cx, handoff);
+            self.end_load_if_over(cx, handoff);
         }
         self.is_going_on = false;
     }
 
     /// Asks the producer for a load's blocks once its regions are known, and nothing of a session before is under way.
-    fn select(&mut self, io: &mut Io, handoff: HandoffId) {
+    fn select(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
         let Some(loading) = self.loading.get_mut(&handoff) else {
             return;
         };
         if loading.has_failed || self.consumer.is_reading(&handoff) {
             return;
         }
-        let Some(peer) = self.peers.get(&loading.link) else {
+        let Some(peer) = self.peers.get(&loading.session) else {
             return;
         };
         let Some(theirs) = peer.regions.as_ref().filter(|_| !loading.has_selected) else {
@@ -103,93 +103,99 @@ impl Blocks {
         } else if let Some(difference) = region_difference(&self.regions, theirs) {
             self.consumer.fail(&handoff, &difference);
         } else if let Some((first, end)) = self.consumer.select(&handoff) {
-            let generation = self.consumer.generation(&handoff).unwrap_or_default();
-            let header = io
-                .header(loading.link, SELECT)
+            let epoch = self.consumer.epoch(&handoff).unwrap_or_default();
+            let header = cx
+                .header(loading.session, SELECT)
                 .raw(&handoff)
-                .u32(generation)
+                .u32(epoch)
                 .u32(first)
                 .u32(end);
-            io.message(loading.link, header, Payload::None);
+            cx.message(loading.session, header, Payload::None);
             let facts = [("first", u64::from(first)), ("end", u64::from(end))];
             self.trace
-                .instant(Track::Node, "selected", &handoff, &facts);
+                .instant(Track::Reactor, "selected", &handoff, &facts);
         }
     }
 
     /// Reads once more, from the session that is there, what it has not brought.
-    fn read_again(&mut self, io: &mut Io, handoff: HandoffId) {
+    fn read_again(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
         let loading = self.loading.get(&handoff);
         let selected = loading.filter(|loading| loading.has_selected);
-        let Some(link) = selected.map(|loading| loading.link) else {
+        let Some(session) = selected.map(|loading| loading.session) else {
             return;
         };
-        if self.is_lost(io, link) {
+        if self.is_lost(cx, session) {
             return; // its end, which is about to be reported, leads to a fresh one
         }
         for batch in self.consumer.again(&handoff) {
-            self.read_batch(io, link, handoff, batch);
+            self.read_batch(cx, session, handoff, batch);
         }
     }
 
-    pub(super) fn is_loading_from(&self, link: LinkId, handoff: &HandoffId) -> bool {
+    pub(super) fn is_loading_from(&self, session: SessionKey, handoff: &HandoffId) -> bool {
         self.loading
             .get(handoff)
-            .is_some_and(|loading| loading.link == link)
+            .is_some_and(|loading| loading.session == session)
     }
 
     pub(super) fn announced(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         handoff: HandoffId,
-        generation: u32,
-        blocks: &[FinalBlock],
+        epoch: u32,
+        blocks: &[ReadyBlock],
     ) -> Result<()> {
         let loading = self.loading.get_mut(&handoff);
-        let Some(loading) = loading.filter(|loading| loading.link == link) else {
+        let Some(loading) = loading.filter(|loading| loading.session == session) else {
             return Ok(());
         };
-        loading.announced.get_or_insert(io.now);
-        for batch in self.consumer.announced(&handoff, generation, blocks)? {
-            self.read_batch(io, link, handoff, batch);
+        loading.announced.get_or_insert(cx.now);
+        for batch in self.consumer.announced(&handoff, epoch, blocks)? {
+            self.read_batch(cx, session, handoff, batch);
         }
         Ok(())
     }
 
-    fn read_batch(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId, batch: Batch) {
-        match self.plan_batch(link, &batch) {
+    fn read_batch(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        handoff: HandoffId,
+        batch: Batch,
+    ) {
+        match self.plan_batch(session, &batch) {
             Ok((region, remote_region, pieces)) => {
                 let take = Take {
-                    link,
+                    session,
                     region,
                     remote_region,
                     pieces: Arc::new(pieces),
                     // Their checksums have come with the announcement, and cover more.
-                    is_summed: false,
+                    is_checksummed: false,
                     deadline: None,
                     owner: Owner::Handoff(handoff, batch),
                 };
-                self.take(io, take);
+                self.take(cx, take);
             }
-            Err(error) => self.batch_ended(io, handoff, &batch, Err(error)),
+            Err(error) => self.batch_ended(cx, handoff, &batch, Err(error)),
         }
     }
 
     /// A read of blocks has ended.
     pub(super) fn batch_ended(
         &mut self,
-        io: &mut Io,
+        cx: &mut ReactorContext,
         handoff: HandoffId,
         batch: &Batch,
         outcome: Result<Arrived>,
     ) {
         match outcome {
             Ok(arrived) => {
-                let whole = self.verify(&handoff, batch, &arrived.memory, &arrived.layout);
-                self.trace_arrival(&handoff, batch, &whole, &arrived);
+                let verified = self.verify(&handoff, batch, &arrived.memory, &arrived.layout);
+                self.trace_arrival(&handoff, batch, &verified, &arrived);
                 let num_bytes = arrived.num_bytes;
-                self.consumer.read(&handoff, batch, &whole, num_bytes);
+                self.consumer.read(&handoff, batch, &verified, num_bytes);
             }
             Err(error) => {
                 let reason = error.to_string();
@@ -201,15 +207,21 @@ impl Blocks {
             let after = Instant::now().saturating_duration_since(since);
             self.consumer.caught_up(&handoff, after);
         }
-        self.go_on(io, handoff);
+        self.go_on(cx, handoff);
     }
 
-    fn trace_arrival(&self, handoff: &HandoffId, batch: &Batch, whole: &[bool], arrived: &Arrived) {
-        let num_whole = whole.iter().filter(|is_whole| **is_whole).count();
+    fn trace_arrival(
+        &self,
+        handoff: &HandoffId,
+        batch: &Batch,
+        verified: &[bool],
+        arrived: &Arrived,
+    ) {
+        let num_verified = verified.iter().filter(|is_verified| **is_verified).count();
         let facts = [
             ("layer", u64::from(batch.region)),
-            ("blocks", whole.len() as u64),
-            ("whole", num_whole as u64),
+            ("blocks", verified.len() as u64),
+            ("verified", num_verified as u64),
             ("bytes", arrived.num_bytes),
         ];
         self.trace
@@ -217,9 +229,13 @@ impl Blocks {
     }
 
     /// Handoffs name regions by their place among all of an agent.
-    fn plan_batch(&self, link: LinkId, batch: &Batch) -> Result<(RegionId, RegionId, Pieces)> {
+    fn plan_batch(
+        &self,
+        session: SessionKey,
+        batch: &Batch,
+    ) -> Result<(RegionId, RegionId, Pieces)> {
         let place = usize::from(batch.region);
-        let peer = self.peers.get(&link);
+        let peer = self.peers.get(&session);
         let theirs = peer.and_then(|peer| peer.regions.as_ref()?.values().nth(place));
         let (Some((&id, ours)), Some(theirs)) = (self.regions.iter().nth(place), theirs) else {
             return Err(region_gone());
@@ -240,43 +256,48 @@ impl Blocks {
         memory: &Memory,
         layout: &Layout,
     ) -> Vec<bool> {
-        let generation = self.consumer.generation(handoff).unwrap_or_default();
-        let is_whole = |(block, &local): (&FinalBlock, &u32)| {
+        let epoch = self.consumer.epoch(handoff).unwrap_or_default();
+        let is_verified = |(block, &local): (&ReadyBlock, &u32)| {
             block_bytes(memory, layout, local).is_some_and(|bytes| {
-                checksum(handoff, generation, block.region, block.position, bytes) == block.checksum
+                checksum(handoff, epoch, block.region, block.position, bytes) == block.checksum
             })
         };
         let blocks = batch.blocks.iter().zip(&batch.local_ids);
-        blocks.map(is_whole).collect()
+        blocks.map(is_verified).collect()
     }
 
-    pub(super) fn fail_load(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
+    pub(super) fn fail_load(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
         if let Some(loading) = self.loading.get_mut(&handoff) {
             loading.has_failed = true;
         }
         self.consumer.fail(&handoff, reason);
-        self.abandon_reads(io, &handoff, reason);
-        self.end_load_if_over(io, handoff);
+        self.abandon_reads(cx, &handoff, reason);
+        self.end_load_if_over(cx, handoff);
     }
 
     /// Tells the scheduler, which knows of the sequence state first, that it need not wait for this thread.
-    fn tell_if_whole(&mut self, io: &Io, handoff: HandoffId) {
-        let Some(whole) = self.consumer.take_whole(&handoff) else {
+    fn report_if_verified(&mut self, cx: &ReactorContext, handoff: HandoffId) {
+        let Some(verified) = self.consumer.next_verified(&handoff) else {
             return;
         };
-        self.trace.instant(Track::Node, "whole", &handoff, &[]);
-        if let Some(loading) = self.loading.get(&handoff).filter(|_| !whole.is_committed) {
-            self.events.push(Event::Whole {
+        self.trace
+            .instant(Track::Reactor, "verified", &handoff, &[]);
+        if let Some(loading) = self
+            .loading
+            .get(&handoff)
+            .filter(|_| !verified.is_committed)
+        {
+            self.events.push(Event::BlocksVerified {
                 handoff,
-                counts: whole.counts,
-                transport: transport(io, loading.link),
+                counts: verified.counts,
+                transport: transport(cx, loading.session),
                 elapsed: Instant::now().saturating_duration_since(loading.started),
             });
         }
     }
 
-    fn end_load_if_over(&mut self, io: &mut Io, handoff: HandoffId) {
-        let Some(outcome) = self.consumer.take_outcome(&handoff) else {
+    fn end_load_if_over(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
+        let Some(outcome) = self.consumer.next_outcome(&handoff) else {
             return;
         };
         let Some(loading) = self.loading.remove(&handoff) else {
@@ -287,22 +308,22 @@ impl Blocks {
         } else {
             "failed"
         };
-        self.trace.instant(Track::Node, how, &handoff, &[]);
-        let (counts, link) = (outcome.counts, loading.link);
-        let transport = transport(io, link);
+        self.trace.instant(Track::Reactor, how, &handoff, &[]);
+        let (counts, session) = (outcome.counts, loading.session);
+        let transport = transport(cx, session);
         let elapsed = Instant::now().saturating_duration_since(loading.started);
         self.events.push(match outcome.failure {
             None => {
-                let header = io.header(link, DONE).raw(&handoff);
-                io.message(link, header, Payload::None);
-                Event::Loaded {
+                let header = cx.header(session, ACK).raw(&handoff);
+                cx.message(session, header, Payload::None);
+                Event::LoadCompleted {
                     handoff,
                     counts,
                     transport,
                     elapsed,
                 }
             }
-            Some(failure) => Event::Failed {
+            Some(failure) => Event::LoadFailed {
                 handoff,
                 counts,
                 transport,
@@ -313,52 +334,57 @@ impl Blocks {
         });
     }
 
-    pub(super) fn loads_down(&mut self, io: &mut Io, link: LinkId, error: &Error) {
+    pub(super) fn loads_down(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        error: &Error,
+    ) {
         let lost = self
             .loading
             .iter()
-            .filter(|(_, loading)| loading.link == link);
+            .filter(|(_, loading)| loading.session == session);
         let lost: Vec<HandoffId> = lost.map(|(handoff, _)| *handoff).collect();
         for handoff in lost {
-            self.session_lost(io, handoff, error);
+            self.session_lost(cx, handoff, error);
         }
     }
 
     /// A load that had selected gets one fresh session, unless nothing but the sequence state is to come.
-    fn session_lost(&mut self, io: &mut Io, handoff: HandoffId, error: &Error) {
+    fn session_lost(&mut self, cx: &mut ReactorContext, handoff: HandoffId, error: &Error) {
         let Some(loading) = self.loading.get_mut(&handoff) else {
             return;
         };
         let is_lost = matches!(error, Error::PeerLost { .. } | Error::Timeout(_));
         if let Some((first, _)) = &loading.lost {
             let reason = format!("{first}; asked again: {error}");
-            return self.fail_load(io, handoff, &reason);
+            return self.fail_load(cx, handoff, &reason);
         }
         if !is_lost || !loading.has_selected || loading.has_failed {
-            return self.fail_load(io, handoff, &error.to_string());
+            return self.fail_load(cx, handoff, &error.to_string());
         }
         if self.consumer.has_all(&handoff) {
             return;
         }
-        loading.lost = Some((error.to_string(), io.now + FRESH_WITHIN));
+        loading.lost = Some((error.to_string(), cx.now + FRESH_WITHIN));
         loading.has_selected = false;
         let producer = loading.producer.clone();
-        let link = self.link_to(io, &producer);
+        let session = self.session_to(cx, &producer);
         if let Some(loading) = self.loading.get_mut(&handoff) {
-            loading.link = link;
+            loading.session = session;
         }
-        self.go_on(io, handoff);
+        self.go_on(cx, handoff);
     }
 
     /// Gives up loads whose fresh session does not come, and tells when to come back.
-    pub(super) fn expire_loads(&mut self, io: &mut Io) -> Option<Instant> {
+    pub(super) fn expire_loads(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let late = self.loading.iter().filter_map(|(handoff, loading)| {
             let reason = &loading.lost.as_ref()?.0;
-            (loading.fresh_by()? <= io.now).then(|| (*handoff, reason.clone()))
+            (loading.fresh_by()? <= cx.now).then(|| (*handoff, reason.clone()))
         });
         for (handoff, first) in late.collect::<Vec<_>>() {
             let reason = format!("{first}; no fresh session within {FRESH_WITHIN:?}");
-            self.fail_load(io, handoff, &reason);
+            self.fail_load(cx, handoff, &reason);
         }
         self.loading.values().filter_map(Loading::fresh_by).min()
     }

@@ -1,11 +1,11 @@
 //! Messages of the blocks' data plane; see docs/wire-format.md.
 
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::handoff::FinalBlock;
+use crate::handoff::ReadyBlock;
+use crate::net::codec::{Reader, Writer};
 
 use super::notices::TAG_CAP;
-use crate::region::{Pieces, RegionId, RemoteRegion};
+use crate::transfer::region::{Pieces, RegionId, RemoteRegion};
 
 /// Destination asks for blocks: transfer, region, [`Wanted`]; payload: ids.
 pub(super) const READ: u8 = 32;
@@ -31,15 +31,15 @@ pub(super) const VOID: u8 = 41;
 /// Receiver has all numbers before one, its user has taken all before another.
 pub(super) const NOTED: u8 = 42;
 /// Source has checksums of blocks of a transfer: transfer, index of the first of them; payload: list.
-pub(super) const SUMS: u8 = 43;
-/// Consumer selects blocks of a handoff: handoff, generation, first, end.
+pub(super) const CHECKSUMS: u8 = 43;
+/// Consumer selects blocks of a handoff: handoff, epoch, first, end.
 pub(super) const SELECT: u8 = 48;
-/// Producer announces blocks: handoff, generation; payload: list.
-pub(super) const FINAL: u8 = 49;
+/// Producer announces blocks: handoff, epoch; payload: list.
+pub(super) const BLOCKS_READY: u8 = 49;
 /// Producer has nothing more: handoff; payload: reason.
-pub(super) const GONE: u8 = 50;
+pub(super) const HANDOFF_ENDED: u8 = 50;
 /// Consumer has everything: handoff.
-pub(super) const DONE: u8 = 51;
+pub(super) const ACK: u8 = 51;
 
 /// Frame over TCP: the regions of the sender, all of them, in the order of their indices.
 ///
@@ -48,14 +48,14 @@ pub(super) const REGIONS: u8 = 1;
 /// Frame over TCP: nothing of this region, which the receiver has closed, is being read any more.
 pub(super) const RELEASED: u8 = 2;
 /// Where a process on this machine can read ours: its id, and an address with 16 random bytes.
-pub(super) const NEIGHBOUR: u8 = 3;
+pub(super) const PROCESS_VM: u8 = 3;
 
 /// Most ids of one transfer and most blocks of one announcement.
 pub(super) const BLOCKS_CAP: usize = 1 << 22;
 /// Most regions of an agent.
 pub(super) const REGIONS_CAP: usize = 4096;
 /// Most checksums of one message.
-pub(super) const SUMS_CAP: usize = 4096;
+pub(super) const CHECKSUMS_CAP: usize = 4096;
 /// Longest reason.
 pub(super) const REASON_CAP: usize = 4096;
 
@@ -87,31 +87,33 @@ pub(super) enum Wanted {
     /// The bytes, as messages.
     Bytes = 0,
     /// The bytes, as messages with checksums.
-    SummedBytes = 1,
+    ChecksummedBytes = 1,
     /// The checksums of the blocks, whose bytes the destination reads.
-    Sums = 2,
+    Checksums = 2,
 }
 
 impl Wanted {
     pub(super) fn read(reader: &mut Reader<'_>) -> Result<Self> {
         match reader.u8()? {
             0 => Ok(Self::Bytes),
-            1 => Ok(Self::SummedBytes),
-            2 => Ok(Self::Sums),
+            1 => Ok(Self::ChecksummedBytes),
+            2 => Ok(Self::Checksums),
             other => Err(Error::protocol(format_args!("{other} wanted of blocks"))),
         }
     }
 }
 
-pub(super) fn sums(sums: &[u64]) -> Vec<u8> {
-    Writer::default().list(sums, |w, sum| w.u64(*sum)).finish()
+pub(super) fn checksums(checksums: &[u64]) -> Vec<u8> {
+    Writer::default()
+        .list(checksums, |w, checksum| w.u64(*checksum))
+        .finish()
 }
 
-pub(super) fn read_sums(payload: &[u8]) -> Result<Vec<u64>> {
+pub(super) fn read_checksums(payload: &[u8]) -> Result<Vec<u64>> {
     let mut reader = Reader::new(payload);
-    let sums = reader.list(SUMS_CAP, Reader::u64)?;
+    let checksums = reader.list(CHECKSUMS_CAP, Reader::u64)?;
     reader.end()?;
-    Ok(sums)
+    Ok(checksums)
 }
 
 /// Blocks that a writer offers.
@@ -124,7 +126,7 @@ pub(super) struct Offered {
     pub(super) from: RegionId,
     pub(super) to_ids: Vec<u32>,
     pub(super) from_ids: Vec<u32>,
-    pub(super) is_summed: bool,
+    pub(super) is_checksummed: bool,
     /// Number and content of its notification.
     pub(super) notice: Option<(u64, Vec<u8>)>,
 }
@@ -135,10 +137,14 @@ impl Offered {
         header: Writer,
         (offer, to, from): (u64, RegionId, RegionId),
         pieces: &Pieces,
-        is_summed: bool,
+        is_checksummed: bool,
         notice: Option<(u64, &[u8])>,
     ) -> (Writer, Vec<u8>) {
-        let header = header.u64(offer).u32(to).u32(from).u8(is_summed.into());
+        let header = header
+            .u64(offer)
+            .u32(to)
+            .u32(from)
+            .u8(is_checksummed.into());
         let (header, tag) = match notice {
             Some((number, tag)) => (header.u8(1).u64(number), tag),
             None => (header.u8(0), &[][..]),
@@ -152,7 +158,7 @@ impl Offered {
 
     pub(super) fn read(mut header: Reader<'_>, payload: &[u8]) -> Result<Self> {
         let (offer, to, from) = (header.u64()?, header.u32()?, header.u32()?);
-        let is_summed = header.flag()?;
+        let is_checksummed = header.flag()?;
         let number = header.flag()?.then(|| header.u64()).transpose()?;
         header.end()?;
         let mut reader = Reader::new(payload);
@@ -169,7 +175,7 @@ impl Offered {
             from,
             to_ids,
             from_ids,
-            is_summed,
+            is_checksummed,
             notice: number.map(|number| (number, tag)),
         })
     }
@@ -186,7 +192,7 @@ pub(super) fn read_ids(payload: &[u8]) -> Result<Vec<u32>> {
     Ok(ids)
 }
 
-pub(super) fn final_blocks(blocks: &[FinalBlock]) -> Vec<u8> {
+pub(super) fn ready_blocks(blocks: &[ReadyBlock]) -> Vec<u8> {
     Writer::default()
         .list(blocks, |w, block| {
             w.u16(block.region)
@@ -197,10 +203,10 @@ pub(super) fn final_blocks(blocks: &[FinalBlock]) -> Vec<u8> {
         .finish()
 }
 
-pub(super) fn read_final_blocks(payload: &[u8]) -> Result<Vec<FinalBlock>> {
+pub(super) fn read_ready_blocks(payload: &[u8]) -> Result<Vec<ReadyBlock>> {
     let mut reader = Reader::new(payload);
     let blocks = reader.list(BLOCKS_CAP, |r| {
-        Ok(FinalBlock {
+        Ok(ReadyBlock {
             region: r.u16()?,
             position: r.u32()?,
             block_id: r.u32()?,
@@ -226,22 +232,22 @@ mod tests {
     proptest! {
         #[test]
         fn what_is_written_is_read_back(numbers: Vec<(u16, u32, u32, u64)>) {
-            let blocks: Vec<FinalBlock> = numbers
+            let blocks: Vec<ReadyBlock> = numbers
                 .iter()
-                .map(|&(region, position, block_id, checksum)| FinalBlock { region, position, block_id, checksum })
+                .map(|&(region, position, block_id, checksum)| ReadyBlock { region, position, block_id, checksum })
                 .collect();
             let numbers: Vec<u32> = numbers.iter().map(|numbers| numbers.1).collect();
             prop_assert_eq!(read_ids(&ids(&numbers)).unwrap(), numbers);
-            let checksums: Vec<u64> = blocks.iter().map(|block| block.checksum).collect();
-            prop_assert_eq!(read_sums(&sums(&checksums)).unwrap(), checksums);
-            prop_assert_eq!(read_final_blocks(&final_blocks(&blocks)).unwrap(), blocks);
+            let all: Vec<u64> = blocks.iter().map(|block| block.checksum).collect();
+            prop_assert_eq!(read_checksums(&checksums(&all)).unwrap(), all);
+            prop_assert_eq!(read_ready_blocks(&ready_blocks(&blocks)).unwrap(), blocks);
         }
 
         #[test]
         fn any_payload_gives_a_value_or_an_error(payload: Vec<u8>) {
-            let _ = read_final_blocks(&payload);
+            let _ = read_ready_blocks(&payload);
             let _ = read_ids(&payload);
-            let _ = read_sums(&payload);
+            let _ = read_checksums(&payload);
             let _ = Wanted::read(&mut Reader::new(&payload));
             let _ = reason(&payload);
             let _ = Offered::read(Reader::new(&payload), &payload);
@@ -249,9 +255,9 @@ mod tests {
         }
 
         #[test]
-        fn an_offer_is_read_back(ids: Vec<(u32, u32)>, is_summed: bool, notice: Option<(u64, Vec<u8>)>) {
+        fn an_offer_is_read_back(ids: Vec<(u32, u32)>, is_checksummed: bool, notice: Option<(u64, Vec<u8>)>) {
             let (to_ids, from_ids): (Vec<u32>, Vec<u32>) = ids.into_iter().unzip();
-            let offered = Offered { offer: 1, to: 2, from: 3, to_ids, from_ids, is_summed, notice };
+            let offered = Offered { offer: 1, to: 2, from: 3, to_ids, from_ids, is_checksummed, notice };
             let pieces = Pieces {
                 runs: Vec::new(),
                 to_ids: offered.to_ids.clone(),
@@ -259,7 +265,7 @@ mod tests {
                 num_bytes: 0,
             };
             let notice = offered.notice.as_ref().map(|(number, tag)| (*number, &tag[..]));
-            let (header, payload) = Offered::write(Writer::default(), (1, 2, 3), &pieces, is_summed, notice);
+            let (header, payload) = Offered::write(Writer::default(), (1, 2, 3), &pieces, is_checksummed, notice);
             prop_assert_eq!(Offered::read(Reader::new(&header.finish()), &payload).unwrap(), offered);
         }
 
@@ -272,9 +278,9 @@ mod tests {
 
         #[test]
         fn a_cut_payload_is_an_error(cut in 1usize..18) {
-            let block = FinalBlock { region: 1, position: 2, block_id: 3, checksum: 4 };
-            let whole = final_blocks(&[block]);
-            prop_assert!(read_final_blocks(&whole[..whole.len() - cut]).is_err());
+            let block = ReadyBlock { region: 1, position: 2, block_id: 3, checksum: 4 };
+            let whole = ready_blocks(&[block]);
+            prop_assert!(read_ready_blocks(&whole[..whole.len() - cut]).is_err());
         }
     }
 }

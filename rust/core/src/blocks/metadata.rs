@@ -1,9 +1,9 @@
 //! What an agent says of itself to those who bring their own exchange. No key and no UCX address is in it: those are
-//! for peers that have proved the token.
+//! for peers that have verified the token.
 
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::identity::Incarnation;
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::Incarnation;
 
 const MAGIC: [u8; 4] = *b"KVPA";
 const VERSION: u16 = 1;

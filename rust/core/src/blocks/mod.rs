@@ -2,7 +2,6 @@
 
 mod api;
 mod ends;
-mod finals;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod handoffs;
@@ -10,20 +9,21 @@ mod inbox;
 mod loads;
 mod messages;
 mod metadata;
-mod neighbours;
 mod notices;
 mod notify;
 mod offers;
 mod peer;
 mod peers;
 mod plan;
-mod proof;
+mod process_vm;
+mod ready;
 mod regions;
 mod serve;
 mod service;
 mod transfer;
 mod transfers;
 mod turns;
+mod verifier;
 
 use std::collections::{BTreeMap, HashSet};
 use std::net::SocketAddr;
@@ -31,23 +31,23 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::address::listen_address;
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::handoff::HandoffId;
 use crate::handoff::consumer::Counts;
-use crate::identity::{Identity, Incarnation, Service};
-use crate::link::Timing;
-use crate::node::{LinkId, Node, NodeConfig, default_busy_poll};
+use crate::net::address::listen_address;
+use crate::net::identity::{Identity, Incarnation, SessionKind};
+use crate::reactor::{Reactor, ReactorConfig, SessionKey, default_busy_poll};
+use crate::session::connection::SessionTimeouts;
 use crate::trace::Trace;
 use crate::transport::Transport;
 
-pub use finals::{Final, Finals};
 pub use inbox::Notification;
 pub use metadata::Metadata;
 pub use notices::TAG_CAP;
 pub use peer::{Peer, RegionInfo, Stats};
 pub use plan::{Options, Plan, Region};
+pub use ready::{ReadyBlocks, ReadyRange};
 
 use inbox::Inbox;
 use messages::BLOCKS_CAP;
@@ -57,8 +57,8 @@ use service::{Blocks, Command};
 /// What happened on the blocks' thread, for whoever drains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// Every block of a load is here and proved; the sequence state is not, as far as this thread knows.
-    Whole {
+    /// Every block of a load is here and verified; the sequence state is not, as far as this thread knows.
+    BlocksVerified {
         /// Which.
         handoff: HandoffId,
         /// In numbers.
@@ -68,8 +68,8 @@ pub enum Event {
         /// From the start of the load to its last block.
         elapsed: Duration,
     },
-    /// A load is complete: every block is here and proved. The producer has been told.
-    Loaded {
+    /// A load is complete: every block is here and verified. The producer has been told.
+    LoadCompleted {
         /// Which.
         handoff: HandoffId,
         /// In numbers.
@@ -80,7 +80,7 @@ pub enum Event {
         elapsed: Duration,
     },
     /// A load is over and incomplete; nothing writes into its blocks any more.
-    Failed {
+    LoadFailed {
         /// Which.
         handoff: HandoffId,
         /// In numbers.
@@ -94,8 +94,8 @@ pub enum Event {
         /// Why.
         reason: String,
     },
-    /// A consumer has everything of a handoff that is lent here.
-    Taken {
+    /// A consumer has everything of a handoff that is leased here.
+    Acknowledged {
         /// Which.
         handoff: HandoffId,
     },
@@ -105,12 +105,12 @@ pub enum Event {
 
 /// What the agent's thread shows to others.
 #[derive(Debug)]
-struct Board {
-    peers: Mutex<BTreeMap<LinkId, Peer>>,
+struct SharedState {
+    peers: Mutex<BTreeMap<SessionKey, Peer>>,
     counters: Counters,
     inbox: Inbox,
     num_regions: AtomicUsize,
-    num_lent: AtomicUsize,
+    num_leased: AtomicUsize,
 }
 
 /// Handoffs that were ended, as marked by the thread that ends them and not later by the one that is told.
@@ -145,8 +145,8 @@ pub struct LoadRequest {
     pub producer: String,
     /// The producer's life, as its scheduler named it.
     pub incarnation: Incarnation,
-    /// The generation of its blocks.
-    pub generation: u32,
+    /// The epoch of its blocks.
+    pub epoch: u32,
     /// Position of the first wanted block in the prompt.
     pub first: u32,
     /// Destination ids, one a position.
@@ -158,12 +158,12 @@ pub struct LoadRequest {
 /// One end of block transfers; any thread may call.
 #[derive(Debug)]
 pub struct Agent {
-    node: Node<Command>,
+    reactor: Reactor<Command>,
     events: Events<Event>,
     incarnation: Incarnation,
-    board: Arc<Board>,
+    shared: Arc<SharedState>,
     ended: Ended,
-    is_summed: bool,
+    is_checksummed: bool,
 }
 
 impl Agent {
@@ -174,50 +174,50 @@ impl Agent {
         transport: Transport,
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
-        timing: Timing,
+        timeouts: SessionTimeouts,
     ) -> Result<Self> {
         let address = listen_address(listen, token)?;
-        let identity = Identity::new(Service::Blocks, engine_id, fingerprint)?;
+        let identity = Identity::new(SessionKind::Agent, engine_id, fingerprint)?;
         let incarnation = identity.incarnation;
-        let config = NodeConfig {
+        let config = ReactorConfig {
             listen: Some(address),
             token: token.to_vec(),
             identity,
             transport: Some(transport),
             local: address.ip(),
-            timing,
+            timeouts,
             busy_poll: default_busy_poll(),
         };
         let (events, ended) = (Events::default(), Ended::default());
-        let board = Arc::new(Board {
+        let shared = Arc::new(SharedState {
             peers: Mutex::default(),
             counters: Counters::default(),
             inbox: Inbox::new()?,
             num_regions: AtomicUsize::new(0),
-            num_lent: AtomicUsize::new(0),
+            num_leased: AtomicUsize::new(0),
         });
-        let (in_thread, shown, marks) = (events.clone(), Arc::clone(&board), ended.clone());
-        let node = Node::spawn(config, || Blocks::new(in_thread, shown, marks))?;
+        let (in_thread, shown, marks) = (events.clone(), Arc::clone(&shared), ended.clone());
+        let reactor = Reactor::spawn(config, || Blocks::new(in_thread, shown, marks))?;
         Ok(Self {
-            node,
+            reactor,
             events,
             incarnation,
-            board,
+            shared,
             ended,
-            is_summed: true,
+            is_checksummed: true,
         })
     }
 
     /// The same without checksums of the blocks that it reads and writes. Handoffs have them all the same.
     #[must_use]
     pub fn without_checksums(mut self) -> Self {
-        self.is_summed = false;
+        self.is_checksummed = false;
         self
     }
 
     /// Where peers connect.
     pub fn address(&self) -> Option<SocketAddr> {
-        self.node.address()
+        self.reactor.address()
     }
 
     /// This life of the agent.
@@ -225,16 +225,17 @@ impl Agent {
         self.incarnation
     }
 
-    /// Producer: what a step makes final is final in these regions, each of which is named once for a step.
+    /// Producer: what a step makes ready is ready in these regions, each of which is named once for a step.
     ///
     /// # Errors
     /// A region is another agent's, or was closed.
-    pub fn finalize(&self, finals: &Finals, regions: &[Region]) -> Result<()> {
+    pub fn mark_ready(&self, ready: &ReadyBlocks, regions: &[Region]) -> Result<()> {
         for region in regions {
             region.check(self.incarnation)?;
         }
         let regions = regions.iter().map(Region::id).collect();
-        self.node.send(Command::Finalize(finals.clone(), regions))
+        self.reactor
+            .send(Command::MarkReady(ready.clone(), regions))
     }
 
     /// Producer: the blocks of a handoff may change from now on.
@@ -242,7 +243,7 @@ impl Agent {
     /// Marked before this returns: a checksum that is being computed over blocks that change meanwhile is discarded.
     pub fn end(&self, handoff: HandoffId, reason: &str) -> Result<()> {
         self.ended.mark(handoff);
-        self.node.send(Command::End {
+        self.reactor.send(Command::End {
             handoff,
             reason: reason.to_owned(),
         })
@@ -252,18 +253,18 @@ impl Agent {
     /// says so.
     pub fn load(&self, request: LoadRequest) -> Result<()> {
         check_positions(request.first, request.block_ids.len())?;
-        self.node.send(Command::Load(request))
+        self.reactor.send(Command::Load(request))
     }
 
     /// Consumer: the sequence state of a handoff is here.
     pub fn commit(&self, handoff: HandoffId) -> Result<()> {
-        self.node.send(Command::Commit { handoff })
+        self.reactor.send(Command::Commit { handoff })
     }
 
     /// Consumer: ends a load; `Failed` follows once nothing writes into its blocks any more. `is_withdrawn`: the producer
     /// has taken back what it had announced, so that every block is missing.
     pub fn cancel(&self, handoff: HandoffId, reason: &str, is_withdrawn: bool) -> Result<()> {
-        self.node.send(Command::Cancel {
+        self.reactor.send(Command::Cancel {
             handoff,
             reason: reason.to_owned(),
             is_withdrawn,
@@ -272,7 +273,7 @@ impl Agent {
 
     /// Traces handoffs from now on.
     pub fn trace_to(&self, trace: Trace) -> Result<()> {
-        self.node.send(Command::Trace(trace))
+        self.reactor.send(Command::Trace(trace))
     }
 
     /// What has happened since the last call.
@@ -280,14 +281,14 @@ impl Agent {
         self.events.drain()
     }
 
-    /// Number of handoffs whose blocks are lent.
-    pub fn num_lent(&self) -> usize {
-        self.board.num_lent.load(Ordering::Relaxed)
+    /// Number of handoffs whose blocks are leased.
+    pub fn num_leased(&self) -> usize {
+        self.shared.num_leased.load(Ordering::Relaxed)
     }
 
     /// Ends the agent: peers are told, its thread ends. See [`check_reads_ended`](Self::check_reads_ended).
     pub fn close(&self) {
-        self.node.stop();
+        self.reactor.stop();
     }
 
     /// Whether nothing is read into the memory of an agent that was closed: UCX may take longer to end reads than `close`
@@ -296,13 +297,13 @@ impl Agent {
     /// # Errors
     /// `Timeout` says how many reads have not ended. Their memory is kept until they have.
     pub fn check_reads_ended(&self) -> Result<()> {
-        self.node.unended_reads().check()
+        self.reactor.pending_reads().check()
     }
 }
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        self.node.stop();
+        self.reactor.stop();
     }
 }
 

@@ -6,9 +6,9 @@ use super::notices::Notice;
 use super::plan::peer_gone;
 use super::service::Blocks;
 use super::transfer::{Notify, Owner};
-use crate::codec::Reader;
 use crate::error::Result;
-use crate::node::{Io, LinkId};
+use crate::net::codec::Reader;
+use crate::reactor::{ReactorContext, SessionKey};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -16,37 +16,37 @@ use crate::work::Completer;
 impl Blocks {
     pub(super) fn notify_command(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         tag: Vec<u8>,
         completer: Completer<()>,
     ) {
-        if self.peers.contains_key(&link) {
-            self.notice(io, link, Notice::Tag(tag, completer));
+        if self.peers.contains_key(&session) {
+            self.notice(cx, session, Notice::Tag(tag, completer));
         } else {
-            completer.complete(Err(peer_gone(io, link)));
+            completer.complete(Err(peer_gone(cx, session)));
         }
     }
 
     /// Something wants a number.
-    pub(super) fn notice(&mut self, io: &mut Io, link: LinkId, notice: Notice) {
-        if let Some(peer) = self.peers.get_mut(&link) {
+    pub(super) fn notice(&mut self, cx: &mut ReactorContext, session: SessionKey, notice: Notice) {
+        if let Some(peer) = self.peers.get_mut(&session) {
             peer.outbox.push(notice);
         }
-        self.send_notices(io, link);
+        self.send_notices(cx, session);
     }
 
     /// Gives numbers as far as the window has room.
-    fn send_notices(&mut self, io: &mut Io, link: LinkId) {
+    fn send_notices(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         loop {
-            let peer = self.peers.get_mut(&link);
+            let peer = self.peers.get_mut(&session);
             match peer.and_then(|peer| peer.outbox.pop()) {
                 None => return,
-                Some((number, Notice::Transfer(id, _))) => self.numbered(io, link, id, number),
+                Some((number, Notice::Transfer(id, _))) => self.numbered(cx, session, id, number),
                 Some((number, Notice::Tag(tag, completer))) => {
-                    let header = io.header(link, NOTIFY).u64(number);
-                    io.message(link, header, Payload::Bytes(tag));
-                    if let Some(peer) = self.peers.get_mut(&link) {
+                    let header = cx.header(session, NOTIFY).u64(number);
+                    cx.message(session, header, Payload::Bytes(tag));
+                    if let Some(peer) = self.peers.get_mut(&session) {
                         peer.outbox.sent(number, completer);
                     }
                 }
@@ -55,12 +55,12 @@ impl Blocks {
     }
 
     /// A transfer has its number, and begins.
-    fn numbered(&mut self, io: &mut Io, link: LinkId, id: u64, number: u64) {
+    fn numbered(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64, number: u64) {
         if let Some(offer) = self.offers.get_mut(&id) {
             if let Some(notify) = &mut offer.notify {
                 notify.number = Some(number);
             }
-            return self.offer_ready(io, link, id);
+            return self.offer_ready(cx, session, id);
         }
         let owner = self
             .transfers
@@ -68,13 +68,19 @@ impl Blocks {
             .map(|transfer| &mut transfer.owner);
         if let Some(Owner::Caller(_, Some(notify))) = owner {
             notify.number = Some(number);
-            return self.enqueue(io, link, id);
+            return self.enqueue(cx, session, id);
         }
-        self.void(io, link, number);
+        self.void(cx, session, number);
     }
 
     /// A transfer of ours has ended, and the peer is waiting for its number if it has one.
-    pub(super) fn tell(&mut self, io: &mut Io, link: LinkId, notify: Option<Notify>, is_ok: bool) {
+    pub(super) fn tell(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        notify: Option<Notify>,
+        is_ok: bool,
+    ) {
         let Some(Notify {
             tag,
             number: Some(number),
@@ -83,18 +89,18 @@ impl Blocks {
             return;
         };
         if !is_ok {
-            return self.void(io, link, number);
+            return self.void(cx, session, number);
         }
-        let header = io.header(link, NOTIFY).u64(number);
-        if self.peers.contains_key(&link) {
-            io.message(link, header, Payload::Bytes(tag));
+        let header = cx.header(session, NOTIFY).u64(number);
+        if self.peers.contains_key(&session) {
+            cx.message(session, header, Payload::Bytes(tag));
         }
     }
 
-    fn void(&mut self, io: &mut Io, link: LinkId, number: u64) {
-        let header = io.header(link, VOID).u64(number);
-        if self.peers.contains_key(&link) {
-            io.message(link, header, Payload::None);
+    fn void(&mut self, cx: &mut ReactorContext, session: SessionKey, number: u64) {
+        let header = cx.header(session, VOID).u64(number);
+        if self.peers.contains_key(&session) {
+            cx.message(session, header, Payload::None);
         }
     }
 }
@@ -102,57 +108,62 @@ impl Blocks {
 /// The receiver's side.
 impl Blocks {
     /// A number came, with a tag or as void.
-    pub(super) fn arrive(&mut self, link: LinkId, number: u64, tag: Option<Vec<u8>>) -> Result<()> {
-        if let Some(peer) = self.peers.get_mut(&link) {
+    pub(super) fn arrive(
+        &mut self,
+        session: SessionKey,
+        number: u64,
+        tag: Option<Vec<u8>>,
+    ) -> Result<()> {
+        if let Some(peer) = self.peers.get_mut(&session) {
             peer.arrivals.arrive(number, tag)?;
-            self.deliver(link);
+            self.deliver(session);
         }
         Ok(())
     }
 
     /// Hands over what has come from a peer, as far as there is room.
-    fn deliver(&mut self, link: LinkId) {
-        let Some(peer) = self.peers.get_mut(&link) else {
+    fn deliver(&mut self, session: SessionKey) {
+        let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
-        let inbox = &self.board.inbox;
+        let inbox = &self.shared.inbox;
         while inbox.has_room()
             && let Some((number, tag)) = peer.arrivals.pop()
         {
             let peer = peer.handle.clone();
             inbox.push(number, Notification { peer, tag });
         }
-        self.to_note.insert(link);
+        self.to_note.insert(session);
     }
 
     /// Our user has taken notifications.
-    pub(super) fn taken(&mut self, taken: Vec<(LinkId, u64)>) {
-        for (link, upto) in taken {
-            if let Some(peer) = self.peers.get_mut(&link) {
+    pub(super) fn taken(&mut self, taken: Vec<(SessionKey, u64)>) {
+        for (session, upto) in taken {
+            if let Some(peer) = self.peers.get_mut(&session) {
                 peer.arrivals.take(upto);
             }
         }
         // Also of the others: what they sent may have waited for room.
-        for link in self.peers.keys().copied().collect::<Vec<_>>() {
-            self.deliver(link);
+        for session in self.peers.keys().copied().collect::<Vec<_>>() {
+            self.deliver(session);
         }
     }
 
     /// Tells peers what has come and what was taken of it, once a round.
-    pub(super) fn note(&mut self, io: &mut Io) {
-        for link in std::mem::take(&mut self.to_note) {
-            let peer = self.peers.get_mut(&link);
+    pub(super) fn note(&mut self, cx: &mut ReactorContext) {
+        for session in std::mem::take(&mut self.to_note) {
+            let peer = self.peers.get_mut(&session);
             if let Some((queued, taken)) = peer.and_then(|peer| peer.arrivals.note()) {
-                let header = io.header(link, NOTED).u64(queued).u64(taken);
-                io.message(link, header, Payload::None);
+                let header = cx.header(session, NOTED).u64(queued).u64(taken);
+                cx.message(session, header, Payload::None);
             }
         }
     }
 
     pub(super) fn notice_message(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         kind: u8,
         mut header: Reader<'_>,
         data: &[u8],
@@ -161,14 +172,14 @@ impl Blocks {
         if kind == NOTED {
             let taken = header.u64()?;
             header.end()?;
-            if let Some(peer) = self.peers.get_mut(&link) {
+            if let Some(peer) = self.peers.get_mut(&session) {
                 peer.outbox.noted(number, taken)?;
             }
-            self.send_notices(io, link);
+            self.send_notices(cx, session);
             return Ok(());
         }
         header.end()?;
         let tag = (kind == NOTIFY).then(|| data.to_vec());
-        self.arrive(link, number, tag)
+        self.arrive(session, number, tag)
     }
 }

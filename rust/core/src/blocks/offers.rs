@@ -1,5 +1,5 @@
 //! Writes. Whoever owns the destination decides what is written into it: a write is an offer, which the target checks
-//! and takes by its own road, and answers.
+//! and takes by its own data path, and answers.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -10,10 +10,10 @@ use super::peer::{Counters, Peer};
 use super::plan::{not_writable, peer_gone, region_gone};
 use super::service::Blocks;
 use super::transfer::{Notify, Owner, Take};
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::node::{Io, LinkId};
-use crate::region::{Pieces, RegionId, coalesce};
+use crate::net::codec::{Reader, Writer};
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::transfer::region::{Pieces, RegionId, coalesce};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -23,14 +23,14 @@ const OFFERS_IN_FLIGHT: usize = 8;
 /// A write, at the writer.
 #[derive(Debug)]
 pub(super) struct Offer {
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     pub(super) peer: Peer,
     /// Our region, the source.
     pub(super) region: RegionId,
     /// The peer's, the destination.
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
-    pub(super) is_summed: bool,
+    pub(super) is_checksummed: bool,
     pub(super) notify: Option<Notify>,
     pub(super) deadline: Option<Instant>,
     pub(super) completer: Completer<u64>,
@@ -39,39 +39,39 @@ pub(super) struct Offer {
 
 /// At the writer.
 impl Blocks {
-    pub(super) fn write_command(&mut self, io: &mut Io, offer: Offer) {
-        let link = offer.link;
-        let peer = self.peers.get(&link);
+    pub(super) fn write_command(&mut self, cx: &mut ReactorContext, offer: Offer) {
+        let session = offer.session;
+        let peer = self.peers.get(&session);
         let target = peer.and_then(|peer| peer.regions.as_ref()?.get(&offer.remote_region));
         if target.is_none() || !self.regions.contains_key(&offer.region) {
             let gone = match peer {
                 Some(_) => region_gone(),
-                None => peer_gone(io, link),
+                None => peer_gone(cx, session),
             };
             return offer.completer.complete(Err(gone));
         }
         self.count(&offer.peer, Counters::begin);
-        let id = io.token();
+        let id = cx.token();
         let tag_len = offer.notify.as_ref().map(|notify| notify.tag.len());
         self.deadlines.add(offer.deadline);
         self.offers.insert(id, offer);
         if let Some(len) = tag_len {
-            self.notice(io, link, Notice::Transfer(id, len));
+            self.notice(cx, session, Notice::Transfer(id, len));
         } else {
-            self.offer_ready(io, link, id);
+            self.offer_ready(cx, session, id);
         }
     }
 
     /// Nothing but its turn is to be waited for.
-    pub(super) fn offer_ready(&mut self, io: &mut Io, link: LinkId, id: u64) {
-        if let Some(peer) = self.peers.get_mut(&link) {
+    pub(super) fn offer_ready(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64) {
+        if let Some(peer) = self.peers.get_mut(&session) {
             peer.offers_ready.push_back(id);
         }
-        self.send_offers(io, link);
+        self.send_offers(cx, session);
     }
 
-    fn send_offers(&mut self, io: &mut Io, link: LinkId) {
-        let Some(peer) = self.peers.get_mut(&link) else {
+    fn send_offers(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
         while peer.num_offers_sent < OFFERS_IN_FLIGHT {
@@ -84,27 +84,33 @@ impl Blocks {
             let names = (id, offer.remote_region, offer.region);
             let notice = offer.notify.as_ref();
             let notice = notice.and_then(|notify| Some((notify.number?, &notify.tag[..])));
-            let header = io.header(link, OFFER);
+            let header = cx.header(session, OFFER);
             let (header, payload) =
-                Offered::write(header, names, &offer.pieces, offer.is_summed, notice);
+                Offered::write(header, names, &offer.pieces, offer.is_checksummed, notice);
             offer.is_sent = true;
             peer.num_offers_sent += 1;
-            io.message(link, header, Payload::Bytes(payload));
+            cx.message(session, header, Payload::Bytes(payload));
         }
     }
 
     /// The target's answer.
-    fn answered(&mut self, io: &mut Io, link: LinkId, id: u64, outcome: Result<()>) -> Result<()> {
-        let is_theirs = |offer: &Offer| offer.link == link && offer.is_sent;
+    fn answered(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+        outcome: Result<()>,
+    ) -> Result<()> {
+        let is_theirs = |offer: &Offer| offer.session == session && offer.is_sent;
         if !self.offers.get(&id).is_some_and(is_theirs) {
             let text = format_args!("an answer to offer {id}, which was not made");
             return Err(Error::protocol(text));
         }
-        if let Some(peer) = self.peers.get_mut(&link) {
+        if let Some(peer) = self.peers.get_mut(&session) {
             peer.num_offers_sent -= 1;
         }
         self.end_offer(id, outcome);
-        self.send_offers(io, link);
+        self.send_offers(cx, session);
         Ok(())
     }
 
@@ -121,7 +127,7 @@ impl Blocks {
     /// Fails offers that the target has not heard of.
     pub(super) fn withdraw_offers(
         &mut self,
-        io: &mut Io,
+        cx: &mut ReactorContext,
         is_affected: impl Fn(&Offer) -> bool,
         error: &Error,
     ) {
@@ -129,49 +135,52 @@ impl Blocks {
         let affected = affected.filter(|(_, offer)| !offer.is_sent && is_affected(offer));
         let affected: Vec<u64> = affected.map(|(id, _)| *id).collect();
         for id in affected {
-            self.withdraw_offer(io, id, error);
+            self.withdraw_offer(cx, id, error);
         }
     }
 
-    fn withdraw_offer(&mut self, io: &mut Io, id: u64, error: &Error) {
+    fn withdraw_offer(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
         if let Some(offer) = self.offers.get_mut(&id) {
-            let (link, notify) = (offer.link, offer.notify.take());
-            self.tell(io, link, notify, false);
+            let (session, notify) = (offer.session, offer.notify.take());
+            self.tell(cx, session, notify, false);
         }
         self.end_offer(id, Err(error.clone()));
     }
 
-    pub(super) fn offers_down(&mut self, link: LinkId, error: &Error) {
-        let of_link = self.offers.iter().filter(|(_, offer)| offer.link == link);
+    pub(super) fn offers_down(&mut self, session: SessionKey, error: &Error) {
+        let of_link = self
+            .offers
+            .iter()
+            .filter(|(_, offer)| offer.session == session);
         let of_link: Vec<u64> = of_link.map(|(id, _)| *id).collect();
         for id in of_link {
             self.end_offer(id, Err(error.clone()));
         }
     }
 
-    pub(super) fn expire_offers(&mut self, io: &mut Io) {
-        let (mut late, now) = (Vec::new(), io.now);
+    pub(super) fn expire_offers(&mut self, cx: &mut ReactorContext) {
+        let (mut late, now) = (Vec::new(), cx.now);
         for (&id, offer) in &self.offers {
             if offer.deadline.is_some_and(|deadline| deadline <= now) {
-                late.push((id, offer.link, offer.is_sent));
+                late.push((id, offer.session, offer.is_sent));
             } else {
                 self.deadlines.add(offer.deadline);
             }
         }
-        for (id, link, is_sent) in late {
+        for (id, session, is_sent) in late {
             if is_sent {
                 let text = "the blocks were not taken in time; the peer is closed, connect again";
                 let error = Error::Timeout(text.to_owned());
-                if let Some(peer) = self.peers.get(&link) {
+                if let Some(peer) = self.peers.get(&session) {
                     peer.handle.lose(&error);
                 }
-                // The peer may be reading: the offer ends with the link, after it.
-                if !io.has_failed(link) {
-                    io.fail(link, error);
+                // The peer may be reading: the offer ends with the session, after it.
+                if !cx.has_failed(session) {
+                    cx.fail(session, error);
                 }
             } else {
                 let text = "the write did not begin in time; the peer is usable";
-                self.withdraw_offer(io, id, &Error::Timeout(text.to_owned()));
+                self.withdraw_offer(cx, id, &Error::Timeout(text.to_owned()));
             }
         }
     }
@@ -179,8 +188,13 @@ impl Blocks {
 
 /// At the target.
 impl Blocks {
-    fn offered(&mut self, io: &mut Io, link: LinkId, offered: Offered) -> Result<()> {
-        let Some(peer) = self.peers.get_mut(&link) else {
+    fn offered(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        offered: Offered,
+    ) -> Result<()> {
+        let Some(peer) = self.peers.get_mut(&session) else {
             return Ok(());
         };
         if peer.num_offers_here >= OFFERS_IN_FLIGHT {
@@ -189,45 +203,50 @@ impl Blocks {
             )));
         }
         peer.num_offers_here += 1;
-        self.take_offer(io, link, offered);
+        self.take_offer(cx, session, offered);
         Ok(())
     }
 
     /// Takes the blocks of an offer, or answers why not. An offer from a region that the peer has not told us of yet,
     /// which goes another way, waits for it.
-    pub(super) fn take_offer(&mut self, io: &mut Io, link: LinkId, offered: Offered) {
-        let Some(peer) = self.peers.get_mut(&link) else {
+    pub(super) fn take_offer(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        offered: Offered,
+    ) {
+        let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
         if offered.from >= peer.next_region {
             return peer.offers_early.push(offered);
         }
-        match self.check_offer(link, &offered) {
+        match self.check_offer(session, &offered) {
             Ok(pieces) => {
                 let take = Take {
-                    link,
+                    session,
                     region: offered.to,
                     remote_region: offered.from,
                     pieces: Arc::new(pieces),
-                    is_summed: offered.is_summed,
+                    is_checksummed: offered.is_checksummed,
                     deadline: None,
                     owner: Owner::Offer {
                         offer: offered.offer,
                         notice: offered.notice,
                     },
                 };
-                self.take(io, take);
+                self.take(cx, take);
             }
-            Err(error) => self.answer(io, link, (offered.offer, offered.notice), Err(error)),
+            Err(error) => self.answer(cx, session, (offered.offer, offered.notice), Err(error)),
         }
     }
 
-    fn check_offer(&self, link: LinkId, offered: &Offered) -> Result<Pieces> {
+    fn check_offer(&self, session: SessionKey, offered: &Offered) -> Result<Pieces> {
         let local = self.regions.get(&offered.to).ok_or_else(region_gone)?;
         if !local.is_writable {
             return Err(not_writable(&local.name));
         }
-        let peer = self.peers.get(&link);
+        let peer = self.peers.get(&session);
         let remote = peer.and_then(|peer| peer.regions.as_ref()?.get(&offered.from));
         let remote = remote.ok_or_else(region_gone)?;
         coalesce(
@@ -239,19 +258,19 @@ impl Blocks {
     /// Tells the writer how it went, and our user if it went well.
     pub(super) fn answer(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         (offer, notice): (u64, Option<(u64, Vec<u8>)>),
         outcome: Result<()>,
     ) {
-        let Some(peer) = self.peers.get_mut(&link) else {
+        let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
         peer.num_offers_here -= 1;
         if let Some((number, tag)) = notice {
             let tag = outcome.is_ok().then_some(tag);
-            if let Err(error) = self.arrive(link, number, tag) {
-                return io.fail(link, error);
+            if let Err(error) = self.arrive(session, number, tag) {
+                return cx.fail(session, error);
             }
         }
         let (kind, payload) = match outcome {
@@ -263,22 +282,22 @@ impl Blocks {
                 (kind, Payload::Bytes(text.finish()))
             }
         };
-        let header = io.header(link, kind).u64(offer);
-        io.message(link, header, payload);
+        let header = cx.header(session, kind).u64(offer);
+        cx.message(session, header, payload);
     }
 }
 
 impl Blocks {
     pub(super) fn offer_message(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         kind: u8,
         mut header: Reader<'_>,
         data: &[u8],
     ) -> Result<()> {
         if kind == OFFER {
-            return self.offered(io, link, Offered::read(header, data)?);
+            return self.offered(cx, session, Offered::read(header, data)?);
         }
         let id = header.u64()?;
         header.end()?;
@@ -291,6 +310,6 @@ impl Blocks {
                 Err(Error::Config(text))
             }
         };
-        self.answered(io, link, id, outcome)
+        self.answered(cx, session, id, outcome)
     }
 }

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
-use crate::identity::Incarnation;
-use crate::node::LinkId;
-use crate::region::{Layout, RegionId, RemoteRegion};
+use crate::net::identity::Incarnation;
+use crate::reactor::SessionKey;
+use crate::transfer::region::{Layout, RegionId, RemoteRegion};
 
 /// A region of a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -111,7 +111,7 @@ struct State {
 
 #[derive(Debug)]
 struct Shared {
-    link: LinkId,
+    session: SessionKey,
     address: String,
     agent: Incarnation,
     counters: Counters,
@@ -123,9 +123,9 @@ struct Shared {
 pub struct Peer(Arc<Shared>);
 
 impl Peer {
-    pub(super) fn new(link: LinkId, address: &str, agent: Incarnation) -> Self {
+    pub(super) fn new(session: SessionKey, address: &str, agent: Incarnation) -> Self {
         Self(Arc::new(Shared {
-            link,
+            session,
             address: address.to_owned(),
             agent,
             counters: Counters::default(),
@@ -143,8 +143,8 @@ impl Peer {
     }
 
     /// Names it on this agent.
-    pub fn link(&self) -> LinkId {
-        self.0.link
+    pub fn session(&self) -> SessionKey {
+        self.0.session
     }
 
     /// Its address: where it listens, or for one that connected to us, where it came from.

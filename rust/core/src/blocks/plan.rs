@@ -9,9 +9,9 @@ use super::messages::BLOCKS_CAP;
 use super::notices::check_tag;
 use super::peer::{Peer, RegionInfo};
 use crate::error::{Error, Result};
-use crate::identity::Incarnation;
-use crate::node::{Io, LinkId};
-use crate::region::{Layout, Pieces, RegionId, check_sizes, coalesce};
+use crate::net::identity::Incarnation;
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::transfer::region::{Layout, Pieces, RegionId, check_sizes, coalesce};
 
 #[derive(Debug)]
 struct Registered {
@@ -97,8 +97,11 @@ pub(super) fn region_gone() -> Error {
 }
 
 /// It was there when the transfer was asked for, or the notification.
-pub(super) fn peer_gone(io: &Io, link: LinkId) -> Error {
-    Error::lost(&io.peer(link), "it is gone; connect again for a new peer")
+pub(super) fn peer_gone(cx: &ReactorContext, session: SessionKey) -> Error {
+    Error::lost(
+        &cx.peer(session),
+        "it is gone; connect again for a new peer",
+    )
 }
 
 /// How one run of a transfer goes.

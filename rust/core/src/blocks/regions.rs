@@ -13,11 +13,11 @@ use super::peer::RegionInfo;
 use super::plan::{Region, closed_region};
 use super::service::Blocks;
 use super::transfer::Transfer;
-use crate::codec::Writer;
 use crate::error::{Error, Result};
-use crate::fetch::key;
-use crate::node::{Io, LinkId, UnendedReads};
-use crate::region::{Layout, RegionId, RemoteRegion};
+use crate::net::codec::Writer;
+use crate::reactor::{PendingReads, ReactorContext, SessionKey};
+use crate::transfer::fetch::key;
+use crate::transfer::region::{Layout, RegionId, RemoteRegion};
 use crate::transport::Memory;
 use crate::work::Completer;
 
@@ -70,7 +70,7 @@ pub(super) struct Closing {
     /// Keeps the memory registered.
     memory: Arc<Memory>,
     /// Peers that have not said that they read nothing of it any more.
-    waiting_for: HashSet<LinkId>,
+    waiting_for: HashSet<SessionKey>,
     /// Who waits for its end, and until when.
     waiting: Vec<(Option<Instant>, Completer<()>)>,
 }
@@ -79,17 +79,17 @@ pub(super) struct Closing {
 impl Blocks {
     pub(super) fn register_command(
         &mut self,
-        io: &mut Io,
+        cx: &mut ReactorContext,
         region: LocalRegion,
         completer: Completer<Region>,
     ) {
         let (name, layout) = (region.name.clone(), region.layout.clone());
-        let agent = io.identity().incarnation;
-        let registered = self.register(io, region);
+        let agent = cx.identity().incarnation;
+        let registered = self.register(cx, region);
         completer.complete(registered.map(|id| Region::new(id, &name, layout, agent)));
     }
 
-    fn register(&mut self, io: &mut Io, region: LocalRegion) -> Result<RegionId> {
+    fn register(&mut self, cx: &mut ReactorContext, region: LocalRegion) -> Result<RegionId> {
         let name = &region.name;
         if self.regions.values().any(|other| other.name == *name) {
             return Err(Error::Config(format!(
@@ -104,16 +104,16 @@ impl Blocks {
         let id = self.next_region;
         self.next_region += 1;
         self.regions.insert(id, region);
-        self.announce_regions(io);
+        self.announce_regions(cx);
         Ok(id)
     }
 
-    fn announce_regions(&self, io: &mut Io) {
+    fn announce_regions(&self, cx: &mut ReactorContext) {
         let count = self.regions.len();
-        self.board.num_regions.store(count, Ordering::Relaxed);
+        self.shared.num_regions.store(count, Ordering::Relaxed);
         let frame = self.describe_regions();
-        for link in self.peers.keys() {
-            io.send(*link, &frame);
+        for session in self.peers.keys() {
+            cx.send(*session, &frame);
         }
     }
 
@@ -133,7 +133,7 @@ impl Blocks {
     /// Takes a region back: nothing of it begins any more, and what has begun is waited for, here and at the peers.
     pub(super) fn close_region(
         &mut self,
-        io: &mut Io,
+        cx: &mut ReactorContext,
         id: RegionId,
         until: Option<Instant>,
         completer: Completer<()>,
@@ -145,10 +145,14 @@ impl Blocks {
             };
         };
         let error = closed_region(&region.name);
-        self.withdraw_takes(io, |take: &Transfer| take.region == id, &error);
-        self.withdraw_offers(io, |offer: &Offer| offer.region == id, &error);
-        self.announce_regions(io);
-        let up = self.peers.keys().copied().filter(|link| io.is_up(*link));
+        self.withdraw_takes(cx, |take: &Transfer| take.region == id, &error);
+        self.withdraw_offers(cx, |offer: &Offer| offer.region == id, &error);
+        self.announce_regions(cx);
+        let up = self
+            .peers
+            .keys()
+            .copied()
+            .filter(|session| cx.is_up(*session));
         self.closing.push(Closing {
             id,
             name: region.name,
@@ -160,19 +164,23 @@ impl Blocks {
     }
 
     /// What a peer may read of: a region, or one that was closed and that it has not let go.
-    pub(super) fn lent_to(&self, link: LinkId, id: RegionId) -> Option<(&Arc<Memory>, &Layout)> {
+    pub(super) fn exposed_to(
+        &self,
+        session: SessionKey,
+        id: RegionId,
+    ) -> Option<(&Arc<Memory>, &Layout)> {
         if let Some(region) = self.regions.get(&id) {
             return Some((&region.memory, &region.layout));
         }
-        let is_it = |closing: &&Closing| closing.id == id && closing.waiting_for.contains(&link);
+        let is_it = |closing: &&Closing| closing.id == id && closing.waiting_for.contains(&session);
         let closing = self.closing.iter().find(is_it)?;
         Some((&closing.memory, &closing.layout))
     }
 
     /// A peer reads nothing of a closed region any more.
-    pub(super) fn released(&mut self, link: LinkId, id: RegionId) -> Result<()> {
+    pub(super) fn released(&mut self, session: SessionKey, id: RegionId) -> Result<()> {
         let closing = self.closing.iter_mut().find(|closing| closing.id == id);
-        if closing.is_some_and(|closing| closing.waiting_for.remove(&link)) {
+        if closing.is_some_and(|closing| closing.waiting_for.remove(&session)) {
             return Ok(());
         }
         let text = format_args!("region {id} released, which it was not asked for");
@@ -202,10 +210,10 @@ impl Blocks {
     }
 
     /// Answers all who wait: the agent has ended, and with it all uses of its regions but those reads.
-    pub(super) fn end_all_closing(&mut self, unended: &UnendedReads) {
+    pub(super) fn end_all_closing(&mut self, pending: &PendingReads) {
         for closing in std::mem::take(&mut self.closing) {
             for (_, completer) in closing.waiting {
-                completer.complete(unended.check());
+                completer.complete(pending.check());
             }
         }
     }
@@ -219,7 +227,7 @@ impl Blocks {
         }
         let peers = closing.waiting_for.iter();
         let peers: Vec<&str> = peers
-            .filter_map(|link| Some(self.peers.get(link)?.handle.address()))
+            .filter_map(|session| Some(self.peers.get(session)?.handle.address()))
             .collect();
         let text = format!(
             "region {:?} may still be read by {peers:?} or by a transfer of this side; it is closed for others, and its \
@@ -236,11 +244,11 @@ impl Blocks {
 impl Blocks {
     pub(super) fn take_regions(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         regions: RemoteRegions,
     ) -> Result<()> {
-        let Some(peer) = self.peers.get_mut(&link) else {
+        let Some(peer) = self.peers.get_mut(&session) else {
             return Ok(());
         };
         let known = peer.regions.take().unwrap_or_default();
@@ -264,47 +272,47 @@ impl Blocks {
         peer.regions = Some(regions);
         peer.regions_by = None;
         for (id, region) in closed {
-            self.let_go(io, link, id, &region.name);
+            self.let_go(cx, session, id, &region.name);
         }
-        self.regions_known(io, link);
+        self.regions_known(cx, session);
         Ok(())
     }
 
     /// The peer has closed a region: what has not begun fails, and it is told when the rest is over.
-    fn let_go(&mut self, io: &mut Io, link: LinkId, id: RegionId, name: &str) {
-        if let Some(peer) = self.peers.get_mut(&link) {
+    fn let_go(&mut self, cx: &mut ReactorContext, session: SessionKey, id: RegionId, name: &str) {
+        if let Some(peer) = self.peers.get_mut(&session) {
             peer.forget_key(id);
         }
         let text = format!("region {name:?} of the peer was closed by its owner");
         let error = Error::Config(text);
-        let of_region = |take: &Transfer| take.link == link && take.remote_region == id;
-        self.withdraw_takes(io, of_region, &error);
-        let to_region = |offer: &Offer| offer.link == link && offer.remote_region == id;
-        self.withdraw_offers(io, to_region, &error);
-        self.letting_go.push((link, id));
+        let of_region = |take: &Transfer| take.session == session && take.remote_region == id;
+        self.withdraw_takes(cx, of_region, &error);
+        let to_region = |offer: &Offer| offer.session == session && offer.remote_region == id;
+        self.withdraw_offers(cx, to_region, &error);
+        self.letting_go.push((session, id));
     }
 
     /// Tells peers which of their closed regions are not being read any more.
-    pub(super) fn release(&mut self, io: &mut Io) {
+    pub(super) fn release(&mut self, cx: &mut ReactorContext) {
         let Self {
             letting_go,
             transfers,
             ..
         } = self;
-        letting_go.retain(|&(link, id)| {
-            let is_of_it = |take: &Transfer| take.link == link && take.remote_region == id;
+        letting_go.retain(|&(session, id)| {
+            let is_of_it = |take: &Transfer| take.session == session && take.remote_region == id;
             let is_read = transfers.values().any(is_of_it);
             if !is_read {
-                io.send(link, &Writer::new(RELEASED).u32(id).finish());
+                cx.send(session, &Writer::new(RELEASED).u32(id).finish());
             }
             is_read
         });
     }
 
-    pub(super) fn regions_down(&mut self, link: LinkId) {
-        self.letting_go.retain(|(other, _)| *other != link);
+    pub(super) fn regions_down(&mut self, session: SessionKey) {
+        self.letting_go.retain(|(other, _)| *other != session);
         for closing in &mut self.closing {
-            closing.waiting_for.remove(&link);
+            closing.waiting_for.remove(&session);
         }
     }
 }

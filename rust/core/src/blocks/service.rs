@@ -1,4 +1,4 @@
-//! The agent's side of its node's thread: its state, and which part of it a command or a message is for.
+//! The agent's side of its reactor's thread: its state, and which part of it a command or a message is for.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -6,32 +6,32 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::finals::{Finals, Queue};
 use super::messages::{
-    CORRUPT, CREDIT, DATA, DONE, FINAL, GONE, NEIGHBOUR, NOT_TAKEN, NOTED, NOTIFY, OFFER, READ,
-    REFUSED, REGIONS, RELEASED, RemoteRegions, SELECT, SUMS, TAKEN, VOID,
+    ACK, BLOCKS_READY, CHECKSUMS, CORRUPT, CREDIT, DATA, HANDOFF_ENDED, NOT_TAKEN, NOTED, NOTIFY,
+    OFFER, PROCESS_VM, READ, REFUSED, REGIONS, RELEASED, RemoteRegions, SELECT, TAKEN, VOID,
 };
-use super::neighbours::Secret;
 use super::offers::Offer;
 use super::peer::Peer;
-use super::peers::Connection;
+use super::peers::PeerState;
 use super::plan::Region;
+use super::process_vm::Secret;
+use super::ready::{Queue, ReadyBlocks};
 use super::regions::{Closing, LocalRegion};
 use super::serve::Serving;
 use super::transfer::Transfer;
 use super::transfers::ReadCommand;
-use super::{Board, Ended, Event, LoadRequest};
-use crate::codec::Reader;
+use super::{Ended, Event, LoadRequest, SharedState};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::handoff::HandoffId;
 use crate::handoff::consumer::Consumer;
 use crate::handoff::producer::Producer;
-use crate::identity::{Identity, Incarnation};
-use crate::node::{Io, LinkId, Service};
-use crate::region::RegionId;
+use crate::net::codec::Reader;
+use crate::net::identity::{Identity, Incarnation};
+use crate::reactor::{ReactorContext, Service, SessionKey};
 use crate::trace::{Trace, Track};
+use crate::transfer::region::RegionId;
 use crate::work::Completer;
 
 #[derive(Debug)]
@@ -53,14 +53,14 @@ pub(super) enum Command {
     Read(ReadCommand),
     Write(Offer),
     Notify {
-        link: LinkId,
+        session: SessionKey,
         tag: Vec<u8>,
         completer: Completer<()>,
     },
     /// Notifications that the user has taken.
-    Taken(Vec<(LinkId, u64)>),
-    /// A step is final in these regions.
-    Finalize(Finals, Vec<RegionId>),
+    Taken(Vec<(SessionKey, u64)>),
+    /// A step is ready in these regions.
+    MarkReady(ReadyBlocks, Vec<RegionId>),
     End {
         handoff: HandoffId,
         reason: String,
@@ -78,14 +78,14 @@ pub(super) enum Command {
 }
 
 pub(super) struct Loading {
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     /// Where the producer listens.
     pub(super) producer: String,
     pub(super) incarnation: Incarnation,
     pub(super) started: Instant,
-    /// Whether the producer was asked on this link.
+    /// Whether the producer was asked on this session.
     pub(super) has_selected: bool,
-    /// When it first told of final blocks.
+    /// When it first told of ready blocks.
     pub(super) announced: Option<Instant>,
     /// Why a session was lost, and when a fresh one has to be here.
     pub(super) lost: Option<(String, Instant)>,
@@ -105,29 +105,29 @@ impl Loading {
 pub(super) struct Blocks {
     pub(super) events: Events<Event>,
     pub(super) trace: Trace,
-    pub(super) board: Arc<Board>,
+    pub(super) shared: Arc<SharedState>,
     pub(super) ended: Ended,
     pub(super) regions: BTreeMap<RegionId, LocalRegion>,
     pub(super) next_region: RegionId,
     pub(super) closing: Vec<Closing>,
     /// Closed regions of peers that are still read.
-    pub(super) letting_go: Vec<(LinkId, RegionId)>,
-    pub(super) peers: HashMap<LinkId, Connection>,
-    pub(super) by_address: HashMap<String, LinkId>,
+    pub(super) letting_go: Vec<(SessionKey, RegionId)>,
+    pub(super) peers: HashMap<SessionKey, PeerState>,
+    pub(super) by_address: HashMap<String, SessionKey>,
     pub(super) transfers: HashMap<u64, Transfer>,
     pub(super) offers: HashMap<u64, Offer>,
     /// Of transfers and offers.
     pub(super) deadlines: Earliest,
-    pub(super) serving: HashMap<(LinkId, u64), Serving>,
+    pub(super) serving: HashMap<(SessionKey, u64), Serving>,
     /// Peers that may have to be told which notifications have come.
-    pub(super) to_note: BTreeSet<LinkId>,
+    pub(super) to_note: BTreeSet<SessionKey>,
     /// Transfers with work for this thread, in the order of their turns.
     pub(super) turns: VecDeque<u64>,
     /// What peers want checksums of, in the order of its turns.
-    pub(super) summing: VecDeque<(LinkId, u64)>,
+    pub(super) checksum_jobs: VecDeque<(SessionKey, u64)>,
     pub(super) secret: Secret,
-    /// What has become final and has no checksums yet.
-    pub(super) finals: Queue,
+    /// What has become ready and has no checksums yet.
+    pub(super) ready: Queue,
     pub(super) producer: Producer,
     pub(super) consumer: Consumer,
     pub(super) loading: HashMap<HandoffId, Loading>,
@@ -137,11 +137,11 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    pub(super) fn new(events: Events<Event>, board: Arc<Board>, ended: Ended) -> Self {
+    pub(super) fn new(events: Events<Event>, shared: Arc<SharedState>, ended: Ended) -> Self {
         Self {
             events,
             trace: Trace::default(),
-            board,
+            shared,
             ended,
             regions: BTreeMap::new(),
             next_region: 0,
@@ -155,9 +155,9 @@ impl Blocks {
             serving: HashMap::new(),
             to_note: BTreeSet::new(),
             turns: VecDeque::new(),
-            summing: VecDeque::new(),
+            checksum_jobs: VecDeque::new(),
             secret: Secret::new(),
-            finals: Queue::default(),
+            ready: Queue::default(),
             producer: Producer::default(),
             consumer: Consumer::default(),
             loading: HashMap::new(),
@@ -170,39 +170,40 @@ impl Blocks {
 impl Service for Blocks {
     type Command = Command;
 
-    fn command(&mut self, io: &mut Io, command: Command) {
+    fn command(&mut self, cx: &mut ReactorContext, command: Command) {
         match command {
             Command::Register { region, completer } => {
-                self.register_command(io, region, completer);
+                self.register_command(cx, region, completer);
             }
             Command::Close {
                 region,
                 until,
                 completer,
-            } => self.close_region(io, region, until, completer),
+            } => self.close_region(cx, region, until, completer),
             Command::Connect {
                 address,
                 incarnation,
                 completer,
-            } => self.connect(io, &address, incarnation, completer),
-            Command::Read(command) => self.read_command(io, command),
-            Command::Write(offer) => self.write_command(io, offer),
+            } => self.connect(cx, &address, incarnation, completer),
+            Command::Read(command) => self.read_command(cx, command),
+            Command::Write(offer) => self.write_command(cx, offer),
             Command::Notify {
-                link,
+                session,
                 tag,
                 completer,
-            } => self.notify_command(io, link, tag, completer),
+            } => self.notify_command(cx, session, tag, completer),
             Command::Taken(taken) => self.taken(taken),
-            Command::Finalize(finals, regions) => self.finals.push(finals, regions),
+            Command::MarkReady(ready, regions) => self.ready.push(ready, regions),
             Command::End { handoff, reason } => {
-                self.end(io, handoff, &reason);
+                self.end(cx, handoff, &reason);
                 self.ended.unmark(&handoff);
             }
-            Command::Load(request) => self.load(io, request),
+            Command::Load(request) => self.load(cx, request),
             Command::Commit { handoff } => {
-                self.trace.instant(Track::Node, "committed", &handoff, &[]);
+                self.trace
+                    .instant(Track::Reactor, "committed", &handoff, &[]);
                 self.consumer.commit(&handoff);
-                self.go_on(io, handoff);
+                self.go_on(cx, handoff);
             }
             Command::Cancel {
                 handoff,
@@ -212,88 +213,99 @@ impl Service for Blocks {
                 if is_withdrawn {
                     self.consumer.withdraw(&handoff);
                 }
-                self.fail_load(io, handoff, &reason);
+                self.fail_load(cx, handoff, &reason);
             }
             Command::Trace(trace) => self.trace = trace,
         }
     }
 
-    fn link_up(&mut self, io: &mut Io, link: LinkId, peer: &Identity) {
-        self.peer_up(io, link, peer);
+    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
+        self.peer_up(cx, session, peer);
     }
 
-    fn link_down(&mut self, io: &mut Io, link: LinkId, error: Error) {
+    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
         self.events
             .push_minor(Event::Log(format!("session.closed {error}")));
-        self.producer.link_down(link);
-        self.serving.retain(|(other, _), _| *other != link);
-        self.summing.retain(|(other, _)| *other != link);
-        self.peer_down(link, &error);
-        self.transfers_down(io, link, &error);
-        self.offers_down(link, &error);
-        self.regions_down(link);
-        self.loads_down(io, link, &error);
+        self.producer.session_down(session);
+        self.serving.retain(|(other, _), _| *other != session);
+        self.checksum_jobs.retain(|(other, _)| *other != session);
+        self.peer_down(session, &error);
+        self.transfers_down(cx, session, &error);
+        self.offers_down(session, &error);
+        self.regions_down(session);
+        self.loads_down(cx, session, &error);
     }
 
-    fn frame(&mut self, io: &mut Io, link: LinkId, frame: &[u8]) -> Result<()> {
+    fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()> {
         let mut reader = Reader::new(frame);
         match reader.u8()? {
             REGIONS => {
                 let regions = RemoteRegions::read(reader)?;
-                self.take_regions(io, link, regions)
+                self.take_regions(cx, session, regions)
             }
-            NEIGHBOUR => self.neighbour_frame(io, link, reader),
+            PROCESS_VM => self.process_vm_frame(cx, session, reader),
             RELEASED => {
                 let region = reader.u32()?;
                 reader.end()?;
-                self.released(link, region)
+                self.released(session, region)
             }
             other => Err(Error::protocol(format_args!("frame {other} to an agent"))),
         }
     }
 
-    fn message(&mut self, io: &mut Io, link: LinkId, header: &[u8], data: AmData) -> Result<()> {
+    fn message(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        header: &[u8],
+        data: AmData,
+    ) -> Result<()> {
         let mut reader = Reader::new(header);
         match reader.u8()? {
-            kind @ (READ | DATA | CREDIT | REFUSED | SUMS) => {
-                self.transfer_message(io, link, kind, reader, &data)
+            kind @ (READ | DATA | CREDIT | REFUSED | CHECKSUMS) => {
+                self.transfer_message(cx, session, kind, reader, &data)
             }
-            kind @ (SELECT | FINAL | GONE | DONE) => {
-                self.handoff_message(io, link, kind, reader, &data)
+            kind @ (SELECT | BLOCKS_READY | HANDOFF_ENDED | ACK) => {
+                self.handoff_message(cx, session, kind, reader, &data)
             }
             kind @ (OFFER | TAKEN | NOT_TAKEN | CORRUPT) => {
-                self.offer_message(io, link, kind, reader, &data)
+                self.offer_message(cx, session, kind, reader, &data)
             }
-            kind @ (NOTIFY | VOID | NOTED) => self.notice_message(io, link, kind, reader, &data),
+            kind @ (NOTIFY | VOID | NOTED) => self.notice_message(cx, session, kind, reader, &data),
             other => Err(Error::protocol(format_args!("message {other} to an agent"))),
         }
     }
 
-    fn done(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
-        self.got(io, token, result);
+    fn done(
+        &mut self,
+        cx: &mut ReactorContext,
+        token: u64,
+        result: std::result::Result<(), Status>,
+    ) {
+        self.got(cx, token, result);
     }
 
-    fn work(&mut self, io: &mut Io) -> bool {
-        let has_finalized = self.finalize_on(io);
-        let has_summed = self.sum_on(io);
-        self.turn(io) || has_finalized || has_summed
+    fn work(&mut self, cx: &mut ReactorContext) -> bool {
+        let has_finalized = self.finalize_on(cx);
+        let has_summed = self.run_checksum_slice(cx);
+        self.turn(cx) || has_finalized || has_summed
     }
 
     fn has_work(&self) -> bool {
-        !(self.turns.is_empty() && self.summing.is_empty() && self.finals.is_empty())
+        !(self.turns.is_empty() && self.checksum_jobs.is_empty() && self.ready.is_empty())
     }
 
-    fn timer(&mut self, io: &mut Io) -> Option<Instant> {
-        let (actions, parked) = self.producer.expire(io.now);
+    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        let (actions, parked) = self.producer.expire(cx.now);
         if !actions.is_empty() {
-            self.act(io, actions);
+            self.act(cx, actions);
         }
-        self.expire_transfers(io);
-        let described = self.expire_peers(io);
-        let fresh = self.expire_loads(io);
-        self.note(io);
-        self.release(io);
-        let closed = self.end_closing(io.now);
+        self.expire_transfers(cx);
+        let described = self.expire_peers(cx);
+        let fresh = self.expire_loads(cx);
+        self.note(cx);
+        self.release(cx);
+        let closed = self.end_closing(cx.now);
         [self.deadlines.at(), parked, described, fresh, closed]
             .into_iter()
             .flatten()
@@ -305,24 +317,24 @@ impl Service for Blocks {
             .push_minor(Event::Log(format!("session.refused {text}")));
     }
 
-    fn stop(&mut self, io: &mut Io) {
+    fn stop(&mut self, cx: &mut ReactorContext) {
         let reason = "the agent was closed";
         for handoff in self.consumer.handoffs() {
             self.consumer.fail(&handoff, reason);
         }
         for (_, transfer) in std::mem::take(&mut self.transfers) {
-            let closed = Err(io.closed(reason));
-            self.end_owner(io, transfer.link, transfer.owner, closed);
+            let closed = Err(cx.closed(reason));
+            self.end_owner(cx, transfer.session, transfer.owner, closed);
         }
-        let closed = io.closed(reason);
-        for link in self.peers.keys().copied().collect::<Vec<_>>() {
-            self.offers_down(link, &closed);
-            self.peer_down(link, &closed);
+        let closed = cx.closed(reason);
+        for session in self.peers.keys().copied().collect::<Vec<_>>() {
+            self.offers_down(session, &closed);
+            self.peer_down(session, &closed);
         }
-        self.end_all_closing(&io.unended_reads);
-        self.board.inbox.close();
+        self.end_all_closing(&cx.pending_reads);
+        self.shared.inbox.close();
         for handoff in self.consumer.handoffs() {
-            self.fail_load(io, handoff, &closed.to_string());
+            self.fail_load(cx, handoff, &closed.to_string());
         }
     }
 }

@@ -1,15 +1,18 @@
-//! What an agent that was closed says of reads that UCX has not ended. That it hears of them is a test of nodes.
+//! What an agent that was closed says of reads that UCX has not ended. That it hears of them is a test of reactors.
 
 use kvpipe_ucx::Buffer;
 
 use super::*;
-use crate::transport::MemoryRoad;
+use crate::transport::MemoryPath;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn agent() -> Agent {
-    let (transport, timing) = (Transport::Memory(MemoryRoad::Get), Timing::default());
-    let agent = Agent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timing);
+    let (transport, timeouts) = (
+        Transport::Memory(MemoryPath::RemoteRead),
+        SessionTimeouts::default(),
+    );
+    let agent = Agent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timeouts);
     agent.expect("agent")
 }
 
@@ -38,9 +41,9 @@ fn an_agent_that_was_closed_says_that_reads_have_not_ended_as_long_as_that_is_so
     let (agent, _region) = agent_with_region();
     agent.close();
     assert_eq!(agent.check_reads_ended(), Ok(()));
-    agent.node.unended_reads().pretend(2);
+    agent.reactor.pending_reads().pretend(2);
     assert_told(agent.check_reads_ended());
-    agent.node.unended_reads().pretend(0);
+    agent.reactor.pending_reads().pretend(0);
     assert_eq!(agent.check_reads_ended(), Ok(()));
 }
 
@@ -48,18 +51,18 @@ fn an_agent_that_was_closed_says_that_reads_have_not_ended_as_long_as_that_is_so
 fn a_region_that_is_closed_after_its_agent_says_that_reads_have_not_ended() {
     let (agent, region) = agent_with_region();
     agent.close();
-    agent.node.unended_reads().pretend(2);
+    agent.reactor.pending_reads().pretend(2);
     let close = || agent.close_region(&region, None)?.wait_for(PATIENCE);
     assert_told(close());
     assert_told(close());
-    agent.node.unended_reads().pretend(0);
+    agent.reactor.pending_reads().pretend(0);
     assert_eq!(close(), Ok(()), "they have ended since");
 }
 
 #[cfg(feature = "fuzzing")]
 #[test]
 fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
-    use crate::node::by_hand::{Round, without_threads};
+    use crate::reactor::manual::{Round, without_threads};
 
     for num_unended in [0, 2] {
         let agent = without_threads(agent);
@@ -74,7 +77,7 @@ fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
             handoff: [7; 16],
             producer: "127.0.0.1:9".to_owned(),
             incarnation: [0; 16],
-            generation: 0,
+            epoch: 0,
             first: 0,
             block_ids: vec![0],
             is_committed: true,
@@ -82,11 +85,11 @@ fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
         agent.load(request.clone()).expect("it has not ended");
         let connected = agent.connect("127.0.0.1:9").expect("it has not ended");
         let closed = agent.close_region(&region, None).expect("it has not ended");
-        agent.node.unended_reads().pretend(num_unended);
+        agent.reactor.pending_reads().pretend(num_unended);
         while agent.round() != Round::Over {}
         let ended = agent.drain();
         assert!(
-            matches!(&ended[..], [Event::Failed { missing, .. }] if missing == &[0]),
+            matches!(&ended[..], [Event::LoadFailed { missing, .. }] if missing == &[0]),
             "{ended:?}"
         );
         assert!(matches!(connected.result(), Some(Err(Error::Closed(_)))));
@@ -101,7 +104,7 @@ fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
 #[cfg(feature = "fuzzing")]
 #[test]
 fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not_ended() {
-    use crate::node::by_hand::{Round, without_threads};
+    use crate::reactor::manual::{Round, without_threads};
 
     let (ours, theirs) = (without_threads(agent), without_threads(agent));
     let registered = ours.register("kv", Buffer::zeroed(64), 64, 64);
@@ -116,17 +119,17 @@ fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not
     let closed = ours.close_region(&region, None).expect("open");
     ours.round();
     assert!(!closed.is_completed(), "the peer has not let it go");
-    ours.node.unended_reads().pretend(2);
+    ours.reactor.pending_reads().pretend(2);
     ours.close();
     while ours.round() != Round::Over {}
     assert_told(closed.result().expect("the agent has ended").map(drop));
 }
 
-/// Two agents that are run by hand, blocks of a region of each, and whether they can come although their lender has ended.
+/// Two agents that are run by hand, blocks of a region of each, and whether they can come although their source has ended.
 #[cfg(feature = "fuzzing")]
 mod by_messages {
     use super::*;
-    use crate::node::by_hand::{Round, without_threads};
+    use crate::reactor::manual::{Round, without_threads};
 
     const BLOCK: u64 = 1 << 16; // less than is credited, so that all of it is sent at once
 
@@ -136,15 +139,17 @@ mod by_messages {
     }
 
     impl Side {
-        fn new(is_summed: bool) -> Self {
+        fn new(is_checksummed: bool) -> Self {
             let make = || {
-                let (transport, timing) =
-                    (Transport::Memory(MemoryRoad::Messages), Timing::default());
-                let agent = Agent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timing);
+                let (transport, timeouts) = (
+                    Transport::Memory(MemoryPath::Stream),
+                    SessionTimeouts::default(),
+                );
+                let agent = Agent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timeouts);
                 agent.expect("agent")
             };
             let agent = match without_threads(make) {
-                agent if is_summed => agent,
+                agent if is_checksummed => agent,
                 agent => agent.without_checksums(),
             };
             let buffer = Buffer::zeroed(BLOCK as usize);
@@ -161,33 +166,33 @@ mod by_messages {
         }
     }
 
-    fn connected(reader: &Side, lender: &Side) -> Peer {
-        let address = lender.agent.address().expect("address").to_string();
+    fn connected(reader: &Side, source: &Side) -> Peer {
+        let address = source.agent.address().expect("address").to_string();
         let connected = reader.agent.connect(&address).expect("open");
         while !connected.is_completed() {
             reader.rest();
-            lender.rest();
+            source.rest();
         }
         connected.result().expect("connected").expect("peer")
     }
 
-    /// Whatever is asked for has been sent when the lender ends, and has not been looked at.
-    fn end(reader: &Side, lender: &Side, num_questions: usize) {
+    /// Whatever is asked for has been sent when the source ends, and has not been looked at.
+    fn end(reader: &Side, source: &Side, num_questions: usize) {
         for _ in 0..num_questions {
             reader.rest();
-            lender.rest();
+            source.rest();
         }
-        lender.agent.close();
-        while lender.agent.round() != Round::Over {}
+        source.agent.close();
+        while source.agent.round() != Round::Over {}
     }
 
-    fn read(is_summed: bool) -> Result<u64> {
-        let (reader, lender) = (Side::new(is_summed), Side::new(is_summed));
-        let peer = connected(&reader, &lender);
+    fn read(is_checksummed: bool) -> Result<u64> {
+        let (reader, source) = (Side::new(is_checksummed), Side::new(is_checksummed));
+        let peer = connected(&reader, &source);
         let ours = (&reader.region, vec![0]);
         let plan = reader.agent.prepare(&peer, ours, ("kv", vec![0]))?;
         let read = reader.agent.read(&plan, Options::default())?;
-        end(&reader, &lender, 1);
+        end(&reader, &source, 1);
         while !read.is_completed() {
             reader.agent.round();
         }
@@ -203,29 +208,29 @@ mod by_messages {
 
     #[test]
     fn blocks_of_a_handoff_count_by_their_own_checksums_although_their_producer_has_ended() {
-        let (reader, lender) = (Side::new(true), Side::new(true));
-        connected(&reader, &lender);
-        let part = Final {
+        let (reader, source) = (Side::new(true), Side::new(true));
+        connected(&reader, &source);
+        let part = ReadyRange {
             handoff: [7; 16],
-            generation: 0,
+            epoch: 0,
             first: 0,
             block_ids: vec![0],
         };
-        let finals = Finals::new(vec![part]).expect("a step");
-        let regions = std::slice::from_ref(&lender.region);
-        lender.agent.finalize(&finals, regions).expect("open");
-        lender.rest();
+        let ready = ReadyBlocks::new(vec![part]).expect("a step");
+        let regions = std::slice::from_ref(&source.region);
+        source.agent.mark_ready(&ready, regions).expect("open");
+        source.rest();
         let request = LoadRequest {
             handoff: [7; 16],
-            producer: lender.agent.address().expect("address").to_string(),
-            incarnation: lender.agent.incarnation(),
-            generation: 0,
+            producer: source.agent.address().expect("address").to_string(),
+            incarnation: source.agent.incarnation(),
+            epoch: 0,
             first: 0,
             block_ids: vec![0],
             is_committed: true,
         };
         reader.agent.load(request).expect("open");
-        end(&reader, &lender, 2);
+        end(&reader, &source, 2);
         let ended = loop {
             reader.agent.round();
             let is_end = |event: &Event| !matches!(event, Event::Log(_));
@@ -233,6 +238,6 @@ mod by_messages {
                 break event;
             }
         };
-        assert!(matches!(ended, Event::Loaded { .. }), "{ended:?}");
+        assert!(matches!(ended, Event::LoadCompleted { .. }), "{ended:?}");
     }
 }

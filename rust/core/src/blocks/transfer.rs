@@ -4,17 +4,17 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::Neighbour;
+use kvpipe_ucx::ProcessVmReader;
 
 use super::peer::Peer;
-use super::proof::Proof;
-use crate::cursor::Cursor;
+use super::verifier::Verifier;
 use crate::error::Error;
 use crate::handoff::HandoffId;
 use crate::handoff::consumer::Batch;
-use crate::node::LinkId;
-use crate::region::{Layout, Pieces, RegionId, Run};
-use crate::stream::Incoming;
+use crate::reactor::SessionKey;
+use crate::transfer::cursor::Cursor;
+use crate::transfer::region::{Layout, Pieces, RegionId, Run};
+use crate::transfer::stream::Incoming;
 use crate::transport::{Memory, RemoteKey};
 use crate::work::Completer;
 
@@ -63,11 +63,11 @@ pub(super) struct Notify {
 /// A transfer, before it is known whether its regions are still there.
 #[derive(Debug)]
 pub(super) struct Take {
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     pub(super) region: RegionId,
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
-    pub(super) is_summed: bool,
+    pub(super) is_checksummed: bool,
     pub(super) deadline: Option<Instant>,
     pub(super) owner: Owner,
 }
@@ -81,30 +81,30 @@ pub(super) struct Arrived {
 }
 
 pub(super) struct Transfer {
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     pub(super) peer: Peer,
     pub(super) region: RegionId,
     pub(super) memory: Arc<Memory>,
     pub(super) layout: Layout,
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
-    /// Get road: where the peer's region begins and the key to it, from the start on.
+    /// Remote read: where the peer's region begins and the key to it, from the start on.
     pub(super) remote: Option<(u64, Rc<RemoteKey>)>,
-    /// Get road: what has been asked for.
+    /// Remote read: what has been asked for.
     pub(super) cursor: Cursor,
     pub(super) in_flight: usize,
-    /// Get road: bytes read.
+    /// Remote read: bytes read.
     pub(super) num_read: u64,
-    /// Get road: what proves the bytes, if anything does.
-    pub(super) proof: Option<Proof>,
+    /// Remote read: what verifies the bytes, if anything does.
+    pub(super) verifier: Option<Verifier>,
     /// Whether it waits for its turn to work, see `turns.rs`.
     pub(super) has_turn: bool,
-    pub(super) is_summed: bool,
+    pub(super) is_checksummed: bool,
     pub(super) is_started: bool,
-    /// Message road, once the source has been asked to send it.
+    /// Stream path, once the source has been asked to send it.
     pub(super) incoming: Option<Incoming>,
     /// Whom calls of our own read it from, see `neighbours.rs`.
-    pub(super) neighbour: Option<Rc<Neighbour>>,
+    pub(super) process_vm: Option<Rc<ProcessVmReader>>,
     pub(super) failure: Option<Error>,
     pub(super) deadline: Option<Instant>,
     /// When it was started, if that is traced.
@@ -115,7 +115,7 @@ pub(super) struct Transfer {
 impl Transfer {
     pub(super) fn new(take: Take, peer: Peer, memory: Arc<Memory>, layout: Layout) -> Self {
         Self {
-            link: take.link,
+            session: take.session,
             peer,
             region: take.region,
             memory,
@@ -126,12 +126,12 @@ impl Transfer {
             cursor: Cursor::default(),
             in_flight: 0,
             num_read: 0,
-            proof: None,
+            verifier: None,
             has_turn: false,
-            is_summed: take.is_summed,
+            is_checksummed: take.is_checksummed,
             is_started: false,
             incoming: None,
-            neighbour: None,
+            process_vm: None,
             failure: None,
             deadline: take.deadline,
             began: Duration::ZERO,
@@ -139,15 +139,15 @@ impl Transfer {
         }
     }
 
-    /// Whether it goes by messages whatever the road of the session is: the other road has failed.
+    /// Whether it goes by messages whatever the data path of the session is: the other data path has failed.
     pub(super) fn is_by_messages(&self) -> bool {
         matches!(&self.owner, Owner::Handoff(_, batch) if batch.is_again)
     }
 
-    /// Get road: what to ask for next.
+    /// Remote read: what to ask for next.
     pub(super) fn next_get(&self) -> Option<Run> {
         let is_going =
-            self.failure.is_none() && self.incoming.is_none() && self.neighbour.is_none();
+            self.failure.is_none() && self.incoming.is_none() && self.process_vm.is_none();
         is_going
             .then(|| self.cursor.piece(&self.pieces.runs, GET_PIECE))
             .flatten()
@@ -163,16 +163,16 @@ impl Transfer {
             return incoming.is_here();
         }
         let num_blocks = self.pieces.to_ids.len();
-        let proof = self.proof.as_ref();
+        let verifier = self.verifier.as_ref();
         self.num_read == self.pieces.num_bytes
-            && proof.is_none_or(|proof| proof.num_compared == num_blocks)
+            && verifier.is_none_or(|verifier| verifier.num_compared == num_blocks)
     }
 
     /// Whether it has checksums. What comes as messages of a handoff has those of its blocks.
-    pub(super) fn is_proved(&self) -> bool {
+    pub(super) fn is_verified(&self) -> bool {
         match &self.incoming {
-            Some(incoming) => incoming.is_summed() || matches!(self.owner, Owner::Handoff(..)),
-            None => self.proof.is_some(),
+            Some(incoming) => incoming.is_checksummed() || matches!(self.owner, Owner::Handoff(..)),
+            None => self.verifier.is_some(),
         }
     }
 
@@ -181,13 +181,13 @@ impl Transfer {
         let index = if let Some(incoming) = &self.incoming {
             (incoming.corrupt()? / self.layout.block_bytes) as usize
         } else {
-            self.proof.as_ref()?.corrupt?
+            self.verifier.as_ref()?.corrupt?
         };
         let (to, from) = (
             self.pieces.to_ids.get(index)?,
             self.pieces.from_ids.get(index)?,
         );
-        // A piece of the message road can have many small blocks.
+        // A piece of the stream path can have many small blocks.
         let or_later = if self.incoming.is_some() {
             " or a later one"
         } else {

@@ -1,4 +1,4 @@
-//! Blocks on their way into this process, by either road: those that were asked for, and those that were offered.
+//! Blocks on their way into this process, by either data path: those that were asked for, and those that were offered.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,21 +9,21 @@ use super::messages::{CREDIT, DATA, READ, Wanted, ids};
 use super::notices::Notice;
 use super::peer::{Counters, Peer};
 use super::plan::{peer_gone, region_gone};
-use super::proof::Proof;
 use super::service::Blocks;
 use super::transfer::{Arrived, Notify, Owner, Take, Transfer, get_token, split_token};
-use crate::codec::Reader;
+use super::verifier::Verifier;
 use crate::error::{Error, Result};
-use crate::node::{Io, LinkId};
-use crate::region::{Layout, Pieces, RegionId};
-use crate::stream::Incoming;
+use crate::net::codec::Reader;
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::transfer::region::{Layout, Pieces, RegionId};
+use crate::transfer::stream::Incoming;
 use crate::transport::{Memory, Payload};
 use crate::work::Completer;
 
-/// Transfers from one peer under way at once; more wait. Bounds the bytes in flight on the message road.
+/// Transfers from one peer under way at once; more wait. Bounds the bytes in flight on the stream path.
 pub(super) const TRANSFERS_IN_FLIGHT: usize = 4;
 
-/// Get road: bytes from one peer under way at once. Of 1, 4 and 16 MiB none took less CPU than another over CMA, whose
+/// Remote read: bytes from one peer under way at once. Of 1, 4 and 16 MiB none took less CPU than another over CMA, whose
 /// reads keep the thread from its sockets meanwhile: this much takes 1 to 2 ms. RDMA has 4 MiB left when it is refilled.
 const BYTES_IN_FLIGHT: u64 = 8 << 20;
 /// Gets from one peer under way at once where they wait in a device. A queue pair takes 256: when a dead peer leaves it
@@ -33,43 +33,43 @@ const GETS_IN_FLIGHT: usize = 128;
 /// What a user asks to be read.
 #[derive(Debug)]
 pub(super) struct ReadCommand {
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     pub(super) region: RegionId,
     pub(super) remote_region: RegionId,
     pub(super) pieces: Arc<Pieces>,
     pub(super) notify: Option<Vec<u8>>,
-    pub(super) is_summed: bool,
+    pub(super) is_checksummed: bool,
     pub(super) deadline: Option<Instant>,
     pub(super) completer: Completer<u64>,
 }
 
 /// From the beginning to the end.
 impl Blocks {
-    pub(super) fn read_command(&mut self, io: &mut Io, command: ReadCommand) {
+    pub(super) fn read_command(&mut self, cx: &mut ReactorContext, command: ReadCommand) {
         let notify = command.notify.map(|tag| Notify { tag, number: None });
         let take = Take {
-            link: command.link,
+            session: command.session,
             region: command.region,
             remote_region: command.remote_region,
             pieces: command.pieces,
-            is_summed: command.is_summed,
+            is_checksummed: command.is_checksummed,
             deadline: command.deadline,
             owner: Owner::Caller(command.completer, notify),
         };
-        self.take(io, take);
+        self.take(cx, take);
     }
 
     /// Begins a transfer, or ends it at once with what is wrong with it.
-    pub(super) fn take(&mut self, io: &mut Io, take: Take) {
-        let link = take.link;
-        let (peer, memory, layout) = match self.check_take(io, &take) {
+    pub(super) fn take(&mut self, cx: &mut ReactorContext, take: Take) {
+        let session = take.session;
+        let (peer, memory, layout) = match self.check_take(cx, &take) {
             Ok(both) => both,
-            Err(error) => return self.end_owner(io, link, take.owner, Err(error)),
+            Err(error) => return self.end_owner(cx, session, take.owner, Err(error)),
         };
         if take.owner.is_ours() {
             self.count(&peer, Counters::begin);
         }
-        let id = io.token();
+        let id = cx.token();
         let tag_len = match &take.owner {
             Owner::Caller(_, Some(notify)) => Some(notify.tag.len()),
             _ => None,
@@ -78,17 +78,17 @@ impl Blocks {
         self.transfers
             .insert(id, Transfer::new(take, peer, memory, layout));
         if let Some(len) = tag_len {
-            self.notice(io, link, Notice::Transfer(id, len));
+            self.notice(cx, session, Notice::Transfer(id, len));
         } else {
-            self.enqueue(io, link, id);
+            self.enqueue(cx, session, id);
         }
     }
 
-    fn check_take(&self, io: &Io, take: &Take) -> Result<(Peer, Arc<Memory>, Layout)> {
+    fn check_take(&self, cx: &ReactorContext, take: &Take) -> Result<(Peer, Arc<Memory>, Layout)> {
         let local = self.regions.get(&take.region);
         let local = local.ok_or_else(region_gone)?;
-        let peer = self.peers.get(&take.link);
-        let peer = peer.ok_or_else(|| peer_gone(io, take.link))?;
+        let peer = self.peers.get(&take.session);
+        let peer = peer.ok_or_else(|| peer_gone(cx, take.session))?;
         let regions = peer.regions.as_ref();
         regions
             .and_then(|regions| regions.get(&take.remote_region))
@@ -98,17 +98,17 @@ impl Blocks {
     }
 
     /// Nothing but its turn is to be waited for.
-    pub(super) fn enqueue(&mut self, io: &mut Io, link: LinkId, id: u64) {
-        if let Some(peer) = self.peers.get_mut(&link) {
+    pub(super) fn enqueue(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64) {
+        if let Some(peer) = self.peers.get_mut(&session) {
             peer.transfers.push_back(id);
         }
-        self.start_waiting(io, link);
+        self.start_waiting(cx, session);
     }
 
     /// Starts transfers of a peer as far as the bound on those under way allows.
-    pub(super) fn start_waiting(&mut self, io: &mut Io, link: LinkId) {
+    pub(super) fn start_waiting(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         loop {
-            let Some(peer) = self.peers.get(&link) else {
+            let Some(peer) = self.peers.get(&session) else {
                 return;
             };
             let is_waiting = |id: &&u64| {
@@ -118,69 +118,69 @@ impl Blocks {
             };
             let mut first = peer.transfers.iter().take(TRANSFERS_IN_FLIGHT);
             let Some(&id) = first.find(is_waiting) else {
-                return self.post(io, link);
+                return self.post(cx, session);
             };
-            self.start(io, link, id);
-            self.finish_if_over(io, id);
+            self.start(cx, session, id);
+            self.finish_if_over(cx, id);
         }
     }
 
-    fn start(&mut self, io: &mut Io, link: LinkId, id: u64) {
+    fn start(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64) {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
         transfer.is_started = true;
         transfer.began = self.trace.now();
-        let Some(peer) = self.peers.get_mut(&link) else {
+        let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
         let is_cuda = peer.is_cuda(transfer.remote_region);
         // Nobody sums what is on a GPU.
-        transfer.is_summed &= !is_cuda;
-        let mut wanted = if transfer.is_summed {
-            Wanted::SummedBytes
+        transfer.is_checksummed &= !is_cuda;
+        let mut wanted = if transfer.is_checksummed {
+            Wanted::ChecksummedBytes
         } else {
             Wanted::Bytes
         };
-        match peer.source(io, link, transfer) {
+        match peer.source(cx, session, transfer) {
             Ok(remote) => transfer.remote = remote,
             Err(error) => transfer.failure = Some(error),
         }
         if transfer.remote.is_some() || transfer.failure.is_some() {
-            let is_in_order = !is_cuda && io.reads_at_once(link);
+            let is_in_order = !is_cuda && cx.reads_at_once(session);
             peer.gets_cap = if is_in_order {
                 usize::MAX
             } else {
                 GETS_IN_FLIGHT
             };
-            transfer.neighbour = peer.neighbour.clone().filter(|_| !is_cuda);
-            if transfer.is_summed && !transfer.is_over() {
-                let is_in_order = is_in_order || transfer.neighbour.is_some();
-                transfer.proof = Some(Proof::new(is_in_order));
-                wanted = Wanted::Sums;
+            transfer.process_vm = peer.process_vm.clone().filter(|_| !is_cuda);
+            if transfer.is_checksummed && !transfer.is_over() {
+                let is_in_order = is_in_order || transfer.process_vm.is_some();
+                transfer.verifier = Some(Verifier::new(is_in_order));
+                wanted = Wanted::Checksums;
             }
         } else {
             let (memory, pieces) = (Arc::clone(&transfer.memory), Arc::clone(&transfer.pieces));
-            let is_summed = transfer.is_summed;
-            let incoming = Incoming::begin(io, link, (DATA, id), memory, pieces, is_summed);
+            let is_checksummed = transfer.is_checksummed;
+            let incoming = Incoming::begin(cx, session, (DATA, id), memory, pieces, is_checksummed);
             transfer.incoming = Some(incoming);
         }
-        if transfer.incoming.is_some() || transfer.proof.is_some() {
-            let header = io.header(link, READ).u64(id).u32(transfer.remote_region);
+        if transfer.incoming.is_some() || transfer.verifier.is_some() {
+            let header = cx.header(session, READ).u64(id).u32(transfer.remote_region);
             let from_ids = ids(&transfer.pieces.from_ids);
-            io.message(link, header.u8(wanted as u8), Payload::Bytes(from_ids));
+            cx.message(session, header.u8(wanted as u8), Payload::Bytes(from_ids));
         }
         self.give_turn(id);
     }
 
     /// Ends a transfer if nothing more will happen to it, and lets the next begin.
-    pub(super) fn settle(&mut self, io: &mut Io, link: LinkId, id: u64) {
-        if self.finish_if_over(io, id) {
-            self.start_waiting(io, link);
+    pub(super) fn settle(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64) {
+        if self.finish_if_over(cx, id) {
+            self.start_waiting(cx, session);
         }
     }
 
-    pub(super) fn finish_if_over(&mut self, io: &mut Io, id: u64) -> bool {
+    pub(super) fn finish_if_over(&mut self, cx: &mut ReactorContext, id: u64) -> bool {
         if !self.transfers.get(&id).is_some_and(Transfer::is_over) {
             return false;
         }
@@ -188,16 +188,16 @@ impl Blocks {
             return false;
         };
         if transfer.failure.is_none() {
-            transfer.failure = judge(io, &transfer).err();
+            transfer.failure = judge(cx, &transfer).err();
         }
         // Nothing is placed any more when the work ends.
         transfer.incoming = None;
-        if let Some(peer) = self.peers.get_mut(&transfer.link)
+        if let Some(peer) = self.peers.get_mut(&transfer.session)
             && let Some(at) = peer.transfers.iter().position(|other| *other == id)
         {
             peer.transfers.remove(at);
         }
-        // Works end before the end of the link is reported: whoever sees one of them sees this too.
+        // Works end before the end of the session is reported: whoever sees one of them sees this too.
         if let Some(error @ Error::PeerLost { .. }) = &transfer.failure {
             transfer.peer.lose(error);
         }
@@ -215,37 +215,37 @@ impl Blocks {
                 began: transfer.began,
             }),
         };
-        self.end_owner(io, transfer.link, transfer.owner, outcome);
+        self.end_owner(cx, transfer.session, transfer.owner, outcome);
         true
     }
 
     pub(super) fn end_owner(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         owner: Owner,
         outcome: Result<Arrived>,
     ) {
         match owner {
             Owner::Caller(completer, notify) => {
-                self.tell(io, link, notify, outcome.is_ok());
+                self.tell(cx, session, notify, outcome.is_ok());
                 completer.complete(outcome.map(|arrived| arrived.num_bytes));
             }
             Owner::Offer { offer, notice } => {
                 let outcome = outcome.map(|_| ());
-                self.answer(io, link, (offer, notice), outcome);
+                self.answer(cx, session, (offer, notice), outcome);
             }
-            Owner::Handoff(handoff, batch) => self.batch_ended(io, handoff, &batch, outcome),
+            Owner::Handoff(handoff, batch) => self.batch_ended(cx, handoff, &batch, outcome),
         }
     }
 }
 
-/// Whether what has come is what was lent. Without checksums that is so if the lender still lends it; what differs from
-/// them is not the lender's fault if it does not.
-fn judge(io: &Io, transfer: &Transfer) -> Result<()> {
+/// Whether what has come is what was exposed. Without checksums that is so if the source still exposes it; what differs from
+/// them is not the source's fault if it does not.
+fn judge(cx: &ReactorContext, transfer: &Transfer) -> Result<()> {
     let corruption = transfer.corruption();
-    if corruption.is_some() || !transfer.is_proved() {
-        io.check_lender(transfer.link)?;
+    if corruption.is_some() || !transfer.is_verified() {
+        cx.check_still_exposed(transfer.session)?;
     }
     corruption.map_or(Ok(()), Err)
 }
@@ -253,8 +253,8 @@ fn judge(io: &Io, transfer: &Transfer) -> Result<()> {
 /// By gets.
 impl Blocks {
     /// Keeps gets from a peer under way, those of its first transfers first.
-    fn post(&mut self, io: &mut Io, link: LinkId) {
-        let Some(peer) = self.peers.get_mut(&link) else {
+    fn post(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
         for &id in peer.transfers.iter().take(TRANSFERS_IN_FLIGHT) {
@@ -270,7 +270,7 @@ impl Blocks {
                 }
                 let (memory, token) = (&transfer.memory, get_token(id, run.len));
                 let (at, len) = (run.to as usize, run.len as usize);
-                if !io.get(link, memory, at, len, base + run.from, &key, token) {
+                if !cx.get(session, memory, at, len, base + run.from, &key, token) {
                     return;
                 }
                 transfer.cursor.advance(&transfer.pieces.runs, run.len);
@@ -282,33 +282,38 @@ impl Blocks {
     }
 
     /// A get has ended.
-    pub(super) fn got(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
+    pub(super) fn got(
+        &mut self,
+        cx: &mut ReactorContext,
+        token: u64,
+        result: std::result::Result<(), Status>,
+    ) {
         let (id, len) = split_token(token);
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
-        let link = transfer.link;
+        let session = transfer.session;
         transfer.in_flight -= 1;
         match result {
             Ok(()) => transfer.num_read += len,
             Err(status) => {
-                let error = Error::lost(&io.peer(link), status);
+                let error = Error::lost(&cx.peer(session), status);
                 transfer.failure.get_or_insert(error.clone());
-                io.fail(link, error);
+                cx.fail(session, error);
             }
         }
         let is_over = transfer.is_over();
         let mut is_low = false;
-        if let Some(peer) = self.peers.get_mut(&link) {
+        if let Some(peer) = self.peers.get_mut(&session) {
             peer.bytes_in_flight -= len;
             peer.gets_in_flight -= 1;
             is_low = peer.bytes_in_flight <= BYTES_IN_FLIGHT / 2;
         }
         self.give_turn(id);
         if is_over {
-            self.settle(io, link, id);
+            self.settle(cx, session, id);
         } else if is_low {
-            self.post(io, link);
+            self.post(cx, session);
         }
     }
 }
@@ -317,34 +322,40 @@ impl Blocks {
 impl Blocks {
     pub(super) fn arrived(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         id: u64,
         header: Reader<'_>,
         data: &AmData,
     ) -> Result<()> {
         // Of a transfer that has ended meanwhile: dropped, its memory is not ours to write any more.
         let is_open =
-            |transfer: &&mut Transfer| transfer.link == link && transfer.failure.is_none();
+            |transfer: &&mut Transfer| transfer.session == session && transfer.failure.is_none();
         let transfer = self.transfers.get_mut(&id).filter(is_open);
         let Some(incoming) = transfer.and_then(|transfer| transfer.incoming.as_mut()) else {
             return Ok(());
         };
         incoming.take(header, data)?;
-        incoming.credit(io, link, (CREDIT, id));
-        self.settle(io, link, id);
+        incoming.credit(cx, session, (CREDIT, id));
+        self.settle(cx, session, id);
         Ok(())
     }
 
-    pub(super) fn refused(&mut self, io: &mut Io, link: LinkId, id: u64, text: &str) {
+    pub(super) fn refused(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+        text: &str,
+    ) {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
-        if transfer.link != link || !transfer.is_started {
+        if transfer.session != session || !transfer.is_started {
             return;
         }
         let error = Error::Config(format!("the peer refused: {text}"));
         transfer.failure.get_or_insert(error);
-        self.settle(io, link, id);
+        self.settle(cx, session, id);
     }
 }

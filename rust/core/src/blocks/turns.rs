@@ -4,12 +4,12 @@
 use super::service::Blocks;
 use super::transfer::Transfer;
 use crate::error::Error;
-use crate::node::Io;
+use crate::reactor::ReactorContext;
 
 impl Transfer {
     fn has_work(&self) -> bool {
         let is_calling =
-            self.neighbour.is_some() && self.cursor.piece(&self.pieces.runs, 1).is_some();
+            self.process_vm.is_some() && self.cursor.piece(&self.pieces.runs, 1).is_some();
         self.failure.is_none() && (is_calling || !self.comparable().is_empty())
     }
 }
@@ -27,7 +27,7 @@ impl Blocks {
     }
 
     /// Does a slice of the work of the transfer whose turn it is; whether there was one.
-    pub(super) fn turn(&mut self, io: &mut Io) -> bool {
+    pub(super) fn turn(&mut self, cx: &mut ReactorContext) -> bool {
         let Some(id) = self.turns.pop_front() else {
             return false;
         };
@@ -35,21 +35,21 @@ impl Blocks {
             return true; // over
         };
         transfer.has_turn = false;
-        let link = transfer.link;
-        // A link that has failed: its end, which is about to be reported, is that of its transfers.
-        if io.has_failed(link) {
+        let session = transfer.session;
+        // A session that has failed: its end, which is about to be reported, is that of its transfers.
+        if cx.has_failed(session) {
             return true;
         }
         match transfer.call() {
             Ok(()) => transfer.compare(),
             Err(error) => {
-                let error = Error::lost(&io.peer(link), error);
+                let error = Error::lost(&cx.peer(session), error);
                 transfer.failure.get_or_insert(error.clone());
-                io.fail(link, error);
+                cx.fail(session, error);
             }
         }
         self.give_turn(id);
-        self.settle(io, link, id);
+        self.settle(cx, session, id);
         true
     }
 }

@@ -7,44 +7,44 @@ use super::service::{Asked, Schedulers, Watched};
 use super::{Event, Question};
 use crate::error::Error;
 use crate::handoff::HandoffId;
-use crate::node::{Io, LinkId};
+use crate::reactor::{ReactorContext, SessionKey};
 use crate::work::Completer;
 
 impl Schedulers {
     /// The link to an address: the one there is, unless its end is about to be reported, or a new one.
-    pub(super) fn link_to(&mut self, io: &mut Io, address: &str) -> LinkId {
+    pub(super) fn session_to(&mut self, cx: &mut ReactorContext, address: &str) -> SessionKey {
         let known = self.by_address.get(address);
-        if let Some(&link) = known.filter(|link| !io.has_failed(**link)) {
-            return link;
+        if let Some(&session) = known.filter(|session| !cx.has_failed(**session)) {
+            return session;
         }
-        let link = io.connect(address);
-        self.by_address.insert(address.to_owned(), link);
-        link
+        let session = cx.connect(address);
+        self.by_address.insert(address.to_owned(), session);
+        session
     }
 
-    pub(super) fn watch(&mut self, io: &mut Io, handoff: HandoffId, producer: &str) {
-        let link = self.link_to(io, producer);
-        let watched = Watched::new(link, io.now + self.patience.handoff);
+    pub(super) fn watch(&mut self, cx: &mut ReactorContext, handoff: HandoffId, producer: &str) {
+        let session = self.session_to(cx, producer);
+        let watched = Watched::new(session, cx.now + self.timeouts.handoff);
         self.watched.insert(handoff, watched);
-        if io.is_up(link) {
-            Self::say(io, link, &Message::Watch(handoff));
+        if cx.is_up(session) {
+            Self::say(cx, session, &Message::Watch(handoff));
         }
     }
 
     pub(super) fn ask(
         &mut self,
-        io: &mut Io,
+        cx: &mut ReactorContext,
         address: &str,
         question: Question,
         deadline: Instant,
         completer: Completer<String>,
     ) {
-        let link = self.link_to(io, address);
-        let id = io.token();
-        if io.is_up(link) {
+        let session = self.session_to(cx, address);
+        let id = cx.token();
+        if cx.is_up(session) {
             Self::say(
-                io,
-                link,
+                cx,
+                session,
                 &Message::Ask {
                     id,
                     question: question.clone(),
@@ -54,7 +54,7 @@ impl Schedulers {
         self.asked.insert(
             id,
             Asked {
-                link,
+                session,
                 question,
                 deadline,
                 completer,
@@ -62,33 +62,45 @@ impl Schedulers {
         );
     }
 
-    pub(super) fn watches(&self, handoff: &HandoffId, link: LinkId) -> bool {
+    pub(super) fn watches(&self, handoff: &HandoffId, session: SessionKey) -> bool {
         self.watched
             .get(handoff)
-            .is_some_and(|watched| watched.link == link)
+            .is_some_and(|watched| watched.session == session)
     }
 
     /// Whether the peer tells this for the first time of a handoff that is watched there.
     pub(super) fn is_first(
         &mut self,
         handoff: &HandoffId,
-        link: LinkId,
+        session: SessionKey,
         is_told: impl FnOnce(&mut Watched) -> &mut bool,
     ) -> bool {
         let watched = self.watched.get_mut(handoff);
         watched
-            .filter(|watched| watched.link == link)
+            .filter(|watched| watched.session == session)
             .is_some_and(|watched| !std::mem::replace(is_told(watched), true))
     }
 
-    pub(super) fn unwatch(&mut self, io: &mut Io, handoff: HandoffId, is_taken: bool) {
+    pub(super) fn unwatch(
+        &mut self,
+        cx: &mut ReactorContext,
+        handoff: HandoffId,
+        is_acknowledged: bool,
+    ) {
         if let Some(watched) = self.watched.remove(&handoff) {
-            Self::say(io, watched.link, &Message::Unwatch { handoff, is_taken });
+            Self::say(
+                cx,
+                watched.session,
+                &Message::Unwatch {
+                    handoff,
+                    is_acknowledged,
+                },
+            );
         }
     }
 
-    pub(super) fn expire_watches(&mut self, io: &mut Io) -> Option<Instant> {
-        let is_late = |watched: &Watched| watched.until <= io.now;
+    pub(super) fn expire_watches(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        let is_late = |watched: &Watched| watched.until <= cx.now;
         let late: Vec<HandoffId> = self
             .watched
             .iter()
@@ -96,12 +108,12 @@ impl Schedulers {
             .map(|(id, _)| *id)
             .collect();
         for handoff in late {
-            self.unwatch(io, handoff, false);
+            self.unwatch(cx, handoff, false);
             let reason = format!(
                 "nothing came within {:?} (handoff_timeout_s)",
-                self.patience.handoff
+                self.timeouts.handoff
             );
-            self.events.push(Event::Gone {
+            self.events.push(Event::Ended {
                 handoff,
                 reason,
                 is_withdrawn: false,
@@ -110,15 +122,15 @@ impl Schedulers {
         self.watched.values().map(|watched| watched.until).min()
     }
 
-    pub(super) fn expire_questions(&mut self, io: &Io) -> Option<Instant> {
+    pub(super) fn expire_questions(&mut self, cx: &ReactorContext) -> Option<Instant> {
         let late: Vec<u64> = self
             .asked
             .iter()
-            .filter(|(_, asked)| asked.deadline <= io.now)
+            .filter(|(_, asked)| asked.deadline <= cx.now)
             .map(|(id, _)| *id)
             .collect();
         for asked in late.iter().filter_map(|id| self.asked.remove(id)) {
-            let text = format!("{} did not answer in time", io.peer(asked.link));
+            let text = format!("{} did not answer in time", cx.peer(asked.session));
             asked.completer.complete(Err(Error::Timeout(text)));
         }
         self.asked.values().map(|asked| asked.deadline).min()

@@ -5,11 +5,11 @@ use std::time::Duration;
 use super::messages::Message;
 use super::{Control, Opening, Question, SequenceState};
 use crate::handoff::HandoffId;
-use crate::node::by_hand::Round;
+use crate::reactor::manual::Round;
 
 impl Control {
     pub(crate) fn round(&self) -> Round {
-        self.node.round()
+        self.reactor.round()
     }
 }
 
@@ -27,13 +27,13 @@ pub(crate) fn messages(handoff: HandoffId, opening: Opening, state: SequenceStat
         Message::Watch(handoff),
         Message::Opened { handoff, opening },
         Message::Finished { handoff, state },
-        Message::Gone {
+        Message::Ended {
             handoff,
             reason: "aborted".to_owned(),
         },
         Message::Unwatch {
             handoff,
-            is_taken: true,
+            is_acknowledged: true,
         },
         ask(Question::Describe),
         ask(Question::Release(handoff)),

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use super::{Opening, Question, Rank, SequenceState};
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
 use crate::handoff::HandoffId;
+use crate::net::codec::{Reader, Writer};
 
 const TEXT_CAP: usize = 4096;
 /// Largest JSON answer.
@@ -20,7 +20,7 @@ pub(super) enum Message {
     Watch(HandoffId),
     Unwatch {
         handoff: HandoffId,
-        is_taken: bool,
+        is_acknowledged: bool,
     },
     Opened {
         handoff: HandoffId,
@@ -30,7 +30,7 @@ pub(super) enum Message {
         handoff: HandoffId,
         state: SequenceState,
     },
-    Gone {
+    Ended {
         handoff: HandoffId,
         reason: String,
     },
@@ -48,7 +48,7 @@ const WATCH: u8 = 1;
 const UNWATCH: u8 = 2;
 const OPENED: u8 = 3;
 const FINISHED: u8 = 4;
-const GONE: u8 = 5;
+const ENDED: u8 = 5;
 const DESCRIBE: u8 = 6;
 const RELEASE: u8 = 7;
 const RESULT: u8 = 8;
@@ -61,14 +61,17 @@ impl Message {
     pub(super) fn encode(&self) -> Vec<u8> {
         match self {
             Self::Watch(handoff) => Writer::new(WATCH).raw(handoff),
-            Self::Unwatch { handoff, is_taken } => {
-                Writer::new(UNWATCH).raw(handoff).u8(u8::from(*is_taken))
-            }
+            Self::Unwatch {
+                handoff,
+                is_acknowledged,
+            } => Writer::new(UNWATCH)
+                .raw(handoff)
+                .u8(u8::from(*is_acknowledged)),
             Self::Opened { handoff, opening } => Writer::new(OPENED)
                 .raw(handoff)
                 .raw(&opening.prompt_hash)
                 .u32(opening.num_tokens)
-                .u32(opening.generation)
+                .u32(opening.epoch)
                 .list(&opening.ranks, |w, rank| {
                     w.str(&rank.address).raw(&rank.incarnation)
                 }),
@@ -77,7 +80,9 @@ impl Message {
                 .list(&state.output_ids, |w, id| w.u32(*id))
                 .str(&state.finish_reason)
                 .u32(state.num_cached_tokens),
-            Self::Gone { handoff, reason } => Writer::new(GONE).raw(handoff).text(reason, TEXT_CAP),
+            Self::Ended { handoff, reason } => {
+                Writer::new(ENDED).raw(handoff).text(reason, TEXT_CAP)
+            }
             Self::Ask {
                 id,
                 question: Question::Describe,
@@ -119,7 +124,7 @@ impl Message {
             WATCH => Self::Watch(reader.fixed()?),
             UNWATCH => Self::Unwatch {
                 handoff: reader.fixed()?,
-                is_taken: reader.flag()?,
+                is_acknowledged: reader.flag()?,
             },
             OPENED => Self::Opened {
                 handoff: reader.fixed()?,
@@ -129,7 +134,7 @@ impl Message {
                 handoff: reader.fixed()?,
                 state: state(&mut reader)?,
             },
-            GONE => Self::Gone {
+            ENDED => Self::Ended {
                 handoff: reader.fixed()?,
                 reason: reader.str(TEXT_CAP)?,
             },
@@ -186,7 +191,7 @@ fn opening(reader: &mut Reader<'_>) -> Result<Opening> {
     Ok(Opening {
         prompt_hash: reader.fixed()?,
         num_tokens: reader.u32()?,
-        generation: reader.u32()?,
+        epoch: reader.u32()?,
         ranks: reader.list(RANKS_CAP, |r| {
             Ok(Rank {
                 address: r.str(TEXT_CAP)?,
@@ -218,7 +223,7 @@ mod tests {
         let opening = Opening {
             prompt_hash: [9; 32],
             num_tokens: 5,
-            generation: 2,
+            epoch: 2,
             ranks: vec![rank],
         };
         let state = SequenceState {
@@ -231,11 +236,11 @@ mod tests {
             Message::Watch(handoff),
             Message::Unwatch {
                 handoff,
-                is_taken: true,
+                is_acknowledged: true,
             },
             Message::Opened { handoff, opening },
             Message::Finished { handoff, state },
-            Message::Gone {
+            Message::Ended {
                 handoff,
                 reason: "aborted".to_owned(),
             },
@@ -286,7 +291,7 @@ mod tests {
 
         #[test]
         fn a_cut_message_is_an_error(cut in 0usize..32) {
-            let whole = Message::Gone { handoff: [1; 16], reason: "a reason".to_owned() }.encode();
+            let whole = Message::Ended { handoff: [1; 16], reason: "a reason".to_owned() }.encode();
             prop_assume!(cut < whole.len());
             prop_assert!(Message::decode(&whole[..cut]).is_err());
         }

@@ -12,13 +12,13 @@ mod subscriptions;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use crate::address::listen_address;
 use crate::error::Result;
 use crate::events::Events;
 use crate::handoff::HandoffId;
-use crate::identity::{Identity, Incarnation, Service};
-use crate::link::Timing;
-use crate::node::{Node, NodeConfig};
+use crate::net::address::listen_address;
+use crate::net::identity::{Identity, Incarnation, SessionKind};
+use crate::reactor::{Reactor, ReactorConfig};
+use crate::session::connection::SessionTimeouts;
 use crate::trace::Trace;
 use crate::work::Work;
 
@@ -38,10 +38,10 @@ pub struct Rank {
 pub struct Opening {
     /// Hash of the prompt's token ids, which the consumer compares with its own.
     pub prompt_hash: [u8; 32],
-    /// Number of prompt tokens whose KV will be lent.
+    /// Number of prompt tokens whose KV will be leased.
     pub num_tokens: u32,
     /// Of the producer's blocks; a new one voids everything of the old.
-    pub generation: u32,
+    pub epoch: u32,
     /// The producer's workers, by tensor-parallel rank.
     pub ranks: Vec<Rank>,
 }
@@ -82,7 +82,7 @@ pub enum Event {
         state: SequenceState,
     },
     /// Consumer: nothing (more) will come of this handoff.
-    Gone {
+    Ended {
         /// Which handoff.
         handoff: HandoffId,
         /// Why.
@@ -125,9 +125,9 @@ pub enum Question {
 
 /// How long things may take on the control plane.
 #[derive(Debug, Clone, Copy)]
-pub struct Patience {
-    /// Deadlines of links.
-    pub timing: Timing,
+pub struct ControlTimeouts {
+    /// Deadlines of sessions.
+    pub timeouts: SessionTimeouts,
     /// How long finished blocks wait for a first consumer.
     pub lease: Duration,
     /// How long a watch or a subscription waits for a handoff that is not open.
@@ -139,7 +139,7 @@ pub struct Patience {
 /// One engine's control port, or (without `listen`) somebody who asks others'. Any thread may call.
 #[derive(Debug)]
 pub struct Control {
-    node: Node<Command>,
+    reactor: Reactor<Command>,
     events: Events<Event>,
 }
 
@@ -150,61 +150,61 @@ impl Control {
         token: &[u8],
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
-        patience: Patience,
+        timeouts: ControlTimeouts,
     ) -> Result<Self> {
         let address = listen
             .map(|listen| listen_address(listen, token))
             .transpose()?;
-        let config = NodeConfig {
+        let config = ReactorConfig {
             listen: address,
             token: token.to_vec(),
-            identity: Identity::new(Service::Control, engine_id, fingerprint)?,
+            identity: Identity::new(SessionKind::Control, engine_id, fingerprint)?,
             transport: None,
             local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip()),
-            timing: patience.timing,
+            timeouts: timeouts.timeouts,
             busy_poll: Duration::ZERO,
         };
         let events = Events::default();
         let in_thread = events.clone();
-        let node = Node::spawn(config, move || Schedulers::new(in_thread, patience))?;
-        Ok(Self { node, events })
+        let reactor = Reactor::spawn(config, move || Schedulers::new(in_thread, timeouts))?;
+        Ok(Self { reactor, events })
     }
 
     /// Where others connect.
     pub fn address(&self) -> Option<SocketAddr> {
-        self.node.address()
+        self.reactor.address()
     }
 
     /// Sets the JSON with which `Describe` is answered.
     pub fn describe_as(&self, json: String) -> Result<()> {
-        self.node.send(Command::Describe { json })
+        self.reactor.send(Command::Describe { json })
     }
 
     /// Producer: a request of this handoff has come and waits to be scheduled. Its consumers wait with it; others'
-    /// watches end after [`Patience::open`]. Ends with `open` or `withdraw`.
+    /// watches end after [`ControlTimeouts::open`]. Ends with `open` or `withdraw`.
     pub fn expect(&self, handoff: HandoffId) -> Result<()> {
-        self.node.send(Command::Expect { handoff })
+        self.reactor.send(Command::Expect { handoff })
     }
 
     /// Producer: a request of this handoff is scheduled.
     pub fn open(&self, handoff: HandoffId, opening: Opening) -> Result<()> {
-        self.node.send(Command::Open { handoff, opening })
+        self.reactor.send(Command::Open { handoff, opening })
     }
 
     /// Producer: its prefill is predicted to end when `remaining` has passed. Counts while it is open.
     pub fn progress(&self, handoff: HandoffId, remaining: Duration) -> Result<()> {
         let ends_at = Instant::now() + remaining;
-        self.node.send(Command::Progress { handoff, ends_at })
+        self.reactor.send(Command::Progress { handoff, ends_at })
     }
 
-    /// Producer: it has finished; its blocks are lent until they are taken, released, or the lease ends.
+    /// Producer: it has finished; its blocks are leased until they are taken, released, or the lease ends.
     pub fn finish(&self, handoff: HandoffId, state: SequenceState) -> Result<()> {
-        self.node.send(Command::Finish { handoff, state })
+        self.reactor.send(Command::Finish { handoff, state })
     }
 
     /// Producer: it was aborted or preempted; consumers are told.
     pub fn withdraw(&self, handoff: HandoffId, reason: &str) -> Result<()> {
-        self.node.send(Command::Withdraw {
+        self.reactor.send(Command::Withdraw {
             handoff,
             reason: reason.to_owned(),
         })
@@ -212,20 +212,23 @@ impl Control {
 
     /// Consumer: begins to watch a handoff at its producer.
     pub fn watch(&self, handoff: HandoffId, producer: &str) -> Result<()> {
-        self.node.send(Command::Watch {
+        self.reactor.send(Command::Watch {
             handoff,
             producer: producer.to_owned(),
         })
     }
 
     /// Consumer: ends the watch. Not taken: the producer may free the blocks.
-    pub fn unwatch(&self, handoff: HandoffId, is_taken: bool) -> Result<()> {
-        self.node.send(Command::Unwatch { handoff, is_taken })
+    pub fn unwatch(&self, handoff: HandoffId, is_acknowledged: bool) -> Result<()> {
+        self.reactor.send(Command::Unwatch {
+            handoff,
+            is_acknowledged,
+        })
     }
 
     /// Keeps the JSON with which `Result` is answered.
     pub fn set_result(&self, handoff: HandoffId, json: String) -> Result<()> {
-        self.node.send(Command::SetResult { handoff, json })
+        self.reactor.send(Command::SetResult { handoff, json })
     }
 
     /// Asks another engine; the work ends with JSON.
@@ -235,9 +238,9 @@ impl Control {
         question: Question,
         timeout: Duration,
     ) -> Result<Work<String>> {
-        let (done, completer) = self.node.work();
+        let (done, completer) = self.reactor.work();
         let deadline = Instant::now() + timeout;
-        self.node.send(Command::Ask {
+        self.reactor.send(Command::Ask {
             address: address.to_owned(),
             question,
             deadline,
@@ -248,7 +251,7 @@ impl Control {
 
     /// Traces handoffs from now on.
     pub fn trace_to(&self, trace: Trace) -> Result<()> {
-        self.node.send(Command::Trace(trace))
+        self.reactor.send(Command::Trace(trace))
     }
 
     /// What has happened since the last call.
@@ -258,6 +261,6 @@ impl Control {
 
     /// Ends the control plane; peers are told.
     pub fn close(&self) {
-        self.node.stop();
+        self.reactor.stop();
     }
 }

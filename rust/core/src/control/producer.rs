@@ -1,16 +1,16 @@
-//! What is lent here: handoffs that were opened, who watches them, and when they end.
+//! What is leased here: handoffs that were opened, who watches them, and when they end.
 
 use std::time::Instant;
 
 use super::messages::Message;
-use super::service::{Lent, PARKED_CAP, Parked, Schedulers};
+use super::service::{LeasedHandoff, PARKED_CAP, Parked, Schedulers};
 use super::{Event, Opening, SequenceState};
-use crate::fair::crowded;
 use crate::handoff::HandoffId;
-use crate::node::{Io, LinkId};
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::fair_waitlist::waitlist_full;
 
 impl Schedulers {
-    pub(super) fn open(&mut self, io: &mut Io, handoff: HandoffId, opening: Opening) {
+    pub(super) fn open(&mut self, cx: &mut ReactorContext, handoff: HandoffId, opening: Opening) {
         self.expected.remove(&handoff);
         if let Some(reason) = self.ended.get(&handoff) {
             // Released or withdrawn before it was opened.
@@ -19,14 +19,14 @@ impl Schedulers {
                 reason: reason.clone(),
             });
         }
-        // Opened again, in a new generation, it keeps those who watch it.
-        let watchers = self.lent.remove(&handoff).map(|lent| lent.watchers);
+        // Opened again, in a new epoch, it keeps those who watch it.
+        let watchers = self.leased.remove(&handoff).map(|leased| leased.watchers);
         let watchers = watchers.unwrap_or_default();
-        for &link in &watchers {
+        for &session in &watchers {
             let opening = opening.clone();
-            Self::say(io, link, &Message::Opened { handoff, opening });
+            Self::say(cx, session, &Message::Opened { handoff, opening });
         }
-        let lent = Lent {
+        let leased = LeasedHandoff {
             opening,
             state: None,
             ends_at: None,
@@ -34,15 +34,20 @@ impl Schedulers {
             watchers,
             is_abandoned: false,
         };
-        self.lent.insert(handoff, lent);
-        for watch in self.parked.take(|watch| watch.handoff == handoff) {
-            self.watch_here(io, watch.link, handoff);
+        self.leased.insert(handoff, leased);
+        for watch in self.parked.remove_if(|watch| watch.handoff == handoff) {
+            self.watch_here(cx, watch.session, handoff);
         }
     }
 
-    pub(super) fn finish(&mut self, io: &mut Io, handoff: HandoffId, state: SequenceState) {
-        let lease_ends = io.now + self.patience.lease;
-        let Some(lent) = self.lent.get_mut(&handoff) else {
+    pub(super) fn finish(
+        &mut self,
+        cx: &mut ReactorContext,
+        handoff: HandoffId,
+        state: SequenceState,
+    ) {
+        let lease_ends = cx.now + self.timeouts.lease;
+        let Some(leased) = self.leased.get_mut(&handoff) else {
             let reason = self
                 .ended
                 .get(&handoff)
@@ -50,41 +55,51 @@ impl Schedulers {
                 .to_owned();
             return self.events.push(Event::Released { handoff, reason });
         };
-        lent.lease_ends = Some(lease_ends);
-        for &link in &lent.watchers {
+        leased.lease_ends = Some(lease_ends);
+        for &session in &leased.watchers {
             Self::say(
-                io,
-                link,
+                cx,
+                session,
                 &Message::Finished {
                     handoff,
                     state: state.clone(),
                 },
             );
         }
-        lent.state = Some(state);
-        if lent.is_abandoned {
-            self.release(io, handoff, "its consumer is gone");
+        leased.state = Some(state);
+        if leased.is_abandoned {
+            self.release(cx, handoff, "its consumer is gone");
         }
     }
 
-    /// Ends a lent handoff and tells whoever watches it. `None`: it was not lent.
-    pub(super) fn end(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) -> Option<Lent> {
+    /// Ends a leased handoff and tells whoever watches it. `None`: it was not leased.
+    pub(super) fn end(
+        &mut self,
+        cx: &mut ReactorContext,
+        handoff: HandoffId,
+        reason: &str,
+    ) -> Option<LeasedHandoff> {
         self.expected.remove(&handoff);
         self.ended.insert(handoff, reason.to_owned());
-        let lent = self.lent.remove(&handoff);
-        let waiting = self.parked.take(|watch| watch.handoff == handoff);
-        let mut told: Vec<LinkId> = waiting.iter().map(|watch| watch.link).collect();
-        told.extend(lent.iter().flat_map(|lent| &lent.watchers));
-        for link in told {
+        let leased = self.leased.remove(&handoff);
+        let waiting = self.parked.remove_if(|watch| watch.handoff == handoff);
+        let mut told: Vec<SessionKey> = waiting.iter().map(|watch| watch.session).collect();
+        told.extend(leased.iter().flat_map(|leased| &leased.watchers));
+        for session in told {
             let reason = reason.to_owned();
-            Self::say(io, link, &Message::Gone { handoff, reason });
+            Self::say(cx, session, &Message::Ended { handoff, reason });
         }
-        lent
+        leased
     }
 
-    /// Ends a lent handoff from outside: the scheduler is told to free its blocks.
-    pub(super) fn release(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) -> bool {
-        let was_lent = self.end(io, handoff, reason).is_some();
+    /// Ends a leased handoff from outside: the scheduler is told to free its blocks.
+    pub(super) fn release(
+        &mut self,
+        cx: &mut ReactorContext,
+        handoff: HandoffId,
+        reason: &str,
+    ) -> bool {
+        let was_lent = self.end(cx, handoff, reason).is_some();
         if was_lent {
             self.events.push(Event::Released {
                 handoff,
@@ -94,125 +109,137 @@ impl Schedulers {
         was_lent
     }
 
-    pub(super) fn watch_here(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId) {
-        if let Some(lent) = self.lent.get_mut(&handoff) {
-            lent.watchers.insert(link);
-            lent.is_abandoned = false;
+    pub(super) fn watch_here(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        handoff: HandoffId,
+    ) {
+        if let Some(leased) = self.leased.get_mut(&handoff) {
+            leased.watchers.insert(session);
+            leased.is_abandoned = false;
             Self::say(
-                io,
-                link,
+                cx,
+                session,
                 &Message::Opened {
                     handoff,
-                    opening: lent.opening.clone(),
+                    opening: leased.opening.clone(),
                 },
             );
-            if let Some(state) = lent.state.clone() {
-                Self::say(io, link, &Message::Finished { handoff, state });
+            if let Some(state) = leased.state.clone() {
+                Self::say(cx, session, &Message::Finished { handoff, state });
             }
         } else if let Some(reason) = self.ended.get(&handoff) {
             Self::say(
-                io,
-                link,
-                &Message::Gone {
+                cx,
+                session,
+                &Message::Ended {
                     handoff,
                     reason: reason.clone(),
                 },
             );
-        } else if self.is_parked(link, handoff) {
+        } else if self.is_parked(session, handoff) {
             // Said again, it waits no longer, and takes no more of the room of others.
         } else {
-            self.park(io, link, handoff);
+            self.park(cx, session, handoff);
         }
     }
 
-    fn park(&mut self, io: &mut Io, link: LinkId, handoff: HandoffId) {
+    fn park(&mut self, cx: &mut ReactorContext, session: SessionKey, handoff: HandoffId) {
         let watch = Parked {
             handoff,
-            link,
-            until: io.now + self.patience.open,
+            session,
+            until: cx.now + self.timeouts.open,
         };
-        if let Some(Parked { handoff, link, .. }) = self.parked.admit(watch) {
-            let reason = crowded("watches of handoffs that are not open", PARKED_CAP);
-            Self::say(io, link, &Message::Gone { handoff, reason });
+        if let Some(Parked {
+            handoff, session, ..
+        }) = self.parked.admit(watch)
+        {
+            let reason = waitlist_full("watches of handoffs that are not open", PARKED_CAP);
+            Self::say(cx, session, &Message::Ended { handoff, reason });
         }
     }
 
-    fn is_parked(&self, link: LinkId, handoff: HandoffId) -> bool {
+    fn is_parked(&self, session: SessionKey, handoff: HandoffId) -> bool {
         let mut parked = self.parked.iter();
-        parked.any(|watch| watch.is_of(link, handoff))
+        parked.any(|watch| watch.is_of(session, handoff))
     }
 
     pub(super) fn unwatch_here(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         handoff: HandoffId,
-        is_taken: bool,
+        is_acknowledged: bool,
     ) {
-        let given_up = self.parked.take(|watch| watch.is_of(link, handoff));
+        let given_up = self.parked.remove_if(|watch| watch.is_of(session, handoff));
         let waits = self.parked.iter().any(|watch| watch.handoff == handoff);
-        if !given_up.is_empty() && !is_taken && !waits {
+        if !given_up.is_empty() && !is_acknowledged && !waits {
             // Nobody is left to read it: once opened, it is given back at once.
             self.ended
                 .insert(handoff, "its consumer gave up".to_owned());
         }
-        let Some(lent) = self
-            .lent
+        let Some(leased) = self
+            .leased
             .get_mut(&handoff)
-            .filter(|lent| lent.watchers.contains(&link))
+            .filter(|leased| leased.watchers.contains(&session))
         else {
             return;
         };
-        lent.watchers.remove(&link);
-        if is_taken {
+        leased.watchers.remove(&session);
+        if is_acknowledged {
             // Its workers have told ours, if no message was lost; this frees the blocks in any case.
-            self.release(io, handoff, "it has been taken");
+            self.release(cx, handoff, "it has been taken");
         } else {
-            self.abandon(io, handoff, "its consumer gave up");
+            self.abandon(cx, handoff, "its consumer gave up");
         }
     }
 
-    pub(super) fn abandon(&mut self, io: &mut Io, handoff: HandoffId, reason: &str) {
-        let Some(lent) = self
-            .lent
+    pub(super) fn abandon(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
+        let Some(leased) = self
+            .leased
             .get_mut(&handoff)
-            .filter(|lent| lent.watchers.is_empty())
+            .filter(|leased| leased.watchers.is_empty())
         else {
             return;
         };
-        if lent.state.is_some() {
-            self.release(io, handoff, reason);
+        if leased.state.is_some() {
+            self.release(cx, handoff, reason);
         } else {
-            lent.is_abandoned = true;
+            leased.is_abandoned = true;
         }
     }
 
-    pub(super) fn expire_leases(&mut self, io: &mut Io) -> Option<Instant> {
-        let now = io.now;
-        let is_late =
-            |lent: &Lent| lent.watchers.is_empty() && lent.lease_ends.is_some_and(|at| at <= now);
+    pub(super) fn expire_leases(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        let now = cx.now;
+        let is_late = |leased: &LeasedHandoff| {
+            leased.watchers.is_empty() && leased.lease_ends.is_some_and(|at| at <= now)
+        };
         let late: Vec<HandoffId> = self
-            .lent
+            .leased
             .iter()
-            .filter(|(_, lent)| is_late(lent))
+            .filter(|(_, leased)| is_late(leased))
             .map(|(id, _)| *id)
             .collect();
         for handoff in late {
-            self.release(io, handoff, "its lease ended before a consumer came");
+            self.release(cx, handoff, "its lease ended before a consumer came");
         }
-        self.lent
+        self.leased
             .values()
-            .filter(|lent| lent.watchers.is_empty())
-            .filter_map(|lent| lent.lease_ends)
+            .filter(|leased| leased.watchers.is_empty())
+            .filter_map(|leased| leased.lease_ends)
             .min()
     }
 
-    pub(super) fn expire_parked(&mut self, io: &mut Io) -> Option<Instant> {
-        let (now, expected) = (io.now, &self.expected);
+    pub(super) fn expire_parked(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        let (now, expected) = (cx.now, &self.expected);
         let is_late = |watch: &Parked| watch.until <= now && !expected.contains(&watch.handoff);
-        for Parked { handoff, link, .. } in self.parked.take(is_late) {
+        for Parked {
+            handoff, session, ..
+        } in self.parked.remove_if(is_late)
+        {
             let reason = "the handoff is not known to its producer".to_owned();
-            Self::say(io, link, &Message::Gone { handoff, reason });
+            Self::say(cx, session, &Message::Ended { handoff, reason });
         }
         let unknown = |watch: &&Parked| !expected.contains(&watch.handoff);
         let parked = self.parked.iter().filter(unknown);

@@ -1,18 +1,18 @@
-//! Both roles of the control plane on its node's thread: what is lent here, and what is watched elsewhere.
+//! Both roles of the control plane on its reactor's thread: what is leased here, and what is watched elsewhere.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use super::messages::Message;
 use super::subscriptions::{Awaited, Subscription};
-use super::{Event, Opening, Patience, Question, SequenceState};
+use super::{ControlTimeouts, Event, Opening, Question, SequenceState};
 use crate::error::{Error, Result};
 use crate::events::Events;
-use crate::fair::{Place, Room};
 use crate::handoff::HandoffId;
-use crate::identity::Identity;
-use crate::node::{Io, LinkId, Service};
-use crate::recent::Recent;
+use crate::net::identity::Identity;
+use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::recent::RecentHandoffs;
+use crate::session::fair_waitlist::{FairWaitlist, Waiter};
 use crate::trace::{Trace, Track};
 use crate::work::Completer;
 
@@ -49,7 +49,7 @@ pub(super) enum Command {
     },
     Unwatch {
         handoff: HandoffId,
-        is_taken: bool,
+        is_acknowledged: bool,
     },
     SetResult {
         handoff: HandoffId,
@@ -64,20 +64,20 @@ pub(super) enum Command {
     Trace(Trace),
 }
 
-pub(super) struct Lent {
+pub(super) struct LeasedHandoff {
     pub(super) opening: Opening,
     pub(super) state: Option<SequenceState>,
     /// When its prefill is predicted to end.
     pub(super) ends_at: Option<Instant>,
     /// When it ends unless somebody watches it; set once finished.
     pub(super) lease_ends: Option<Instant>,
-    pub(super) watchers: HashSet<LinkId>,
+    pub(super) watchers: HashSet<SessionKey>,
     /// The last consumer left before prefill had finished.
     pub(super) is_abandoned: bool,
 }
 
 pub(super) struct Watched {
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     pub(super) until: Instant,
     /// What has been told of it: each counts once, because nobody may drain what a peer repeats.
     pub(super) is_opened: bool,
@@ -85,9 +85,9 @@ pub(super) struct Watched {
 }
 
 impl Watched {
-    pub(super) fn new(link: LinkId, until: Instant) -> Self {
+    pub(super) fn new(session: SessionKey, until: Instant) -> Self {
         Self {
-            link,
+            session,
             until,
             is_opened: false,
             is_finished: false,
@@ -96,7 +96,7 @@ impl Watched {
 }
 
 pub(super) struct Asked {
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     pub(super) question: Question,
     pub(super) deadline: Instant,
     pub(super) completer: Completer<String>,
@@ -106,110 +106,123 @@ pub(super) struct Asked {
 #[derive(Debug)]
 pub(super) struct Parked {
     pub(super) handoff: HandoffId,
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     pub(super) until: Instant,
 }
 
 impl Parked {
-    pub(super) fn is_of(&self, link: LinkId, handoff: HandoffId) -> bool {
-        (self.link, self.handoff) == (link, handoff)
+    pub(super) fn is_of(&self, session: SessionKey, handoff: HandoffId) -> bool {
+        (self.session, self.handoff) == (session, handoff)
     }
 }
 
-impl Place for Parked {
-    fn link(&self) -> LinkId {
-        self.link
+impl Waiter for Parked {
+    fn session(&self) -> SessionKey {
+        self.session
     }
 }
 
 pub(super) struct Schedulers {
     pub(super) events: Events<Event>,
     pub(super) trace: Trace,
-    pub(super) patience: Patience,
+    pub(super) timeouts: ControlTimeouts,
     pub(super) description: String,
-    pub(super) lent: HashMap<HandoffId, Lent>,
-    pub(super) ended: Recent<String>,
-    pub(super) results: Recent<String>,
+    pub(super) leased: HashMap<HandoffId, LeasedHandoff>,
+    pub(super) ended: RecentHandoffs<String>,
+    pub(super) results: RecentHandoffs<String>,
     /// Requests that have come but are not scheduled: their watches wait as long as it takes.
     pub(super) expected: HashSet<HandoffId>,
-    pub(super) parked: Room<Parked>,
-    pub(super) subscriptions: Room<Subscription>,
+    pub(super) parked: FairWaitlist<Parked>,
+    pub(super) subscriptions: FairWaitlist<Subscription>,
     pub(super) watched: HashMap<HandoffId, Watched>,
     pub(super) asked: HashMap<u64, Asked>,
-    pub(super) by_address: HashMap<String, LinkId>,
+    pub(super) by_address: HashMap<String, SessionKey>,
 }
 
 impl Schedulers {
-    pub(super) fn new(events: Events<Event>, patience: Patience) -> Self {
+    pub(super) fn new(events: Events<Event>, timeouts: ControlTimeouts) -> Self {
         Self {
             events,
             trace: Trace::default(),
-            patience,
+            timeouts,
             description: "{}".to_owned(),
-            lent: HashMap::new(),
-            ended: Recent::default(),
-            results: Recent::default(),
+            leased: HashMap::new(),
+            ended: RecentHandoffs::default(),
+            results: RecentHandoffs::default(),
             expected: HashSet::new(),
-            parked: Room::new(PARKED_CAP),
-            subscriptions: Room::new(PARKED_CAP),
+            parked: FairWaitlist::new(PARKED_CAP),
+            subscriptions: FairWaitlist::new(PARKED_CAP),
             watched: HashMap::new(),
             asked: HashMap::new(),
             by_address: HashMap::new(),
         }
     }
 
-    pub(super) fn say(io: &mut Io, link: LinkId, message: &Message) {
-        io.send(link, &message.encode());
+    pub(super) fn say(cx: &mut ReactorContext, session: SessionKey, message: &Message) {
+        cx.send(session, &message.encode());
     }
 
-    fn told(&mut self, io: &mut Io, link: LinkId, message: Message) {
+    fn told(&mut self, cx: &mut ReactorContext, session: SessionKey, message: Message) {
         match message {
             Message::Watch(handoff) => {
-                self.trace.instant(Track::Node, "watched", &handoff, &[]);
-                self.watch_here(io, link, handoff);
+                self.trace.instant(Track::Reactor, "watched", &handoff, &[]);
+                self.watch_here(cx, session, handoff);
             }
-            Message::Unwatch { handoff, is_taken } => {
-                self.unwatch_here(io, link, handoff, is_taken);
+            Message::Unwatch {
+                handoff,
+                is_acknowledged,
+            } => {
+                self.unwatch_here(cx, session, handoff, is_acknowledged);
             }
-            Message::Ask { id, question } => self.asked_here(io, link, id, &question),
+            Message::Ask { id, question } => self.asked_here(cx, session, id, &question),
             Message::Opened { handoff, opening }
-                if self.is_first(&handoff, link, |watched| &mut watched.is_opened) =>
+                if self.is_first(&handoff, session, |watched| &mut watched.is_opened) =>
             {
-                self.trace.instant(Track::Node, "opened", &handoff, &[]);
+                self.trace.instant(Track::Reactor, "opened", &handoff, &[]);
                 self.events.push(Event::Opened { handoff, opening });
             }
             Message::Finished { handoff, state }
-                if self.is_first(&handoff, link, |watched| &mut watched.is_finished) =>
+                if self.is_first(&handoff, session, |watched| &mut watched.is_finished) =>
             {
-                self.trace.instant(Track::Node, "finished", &handoff, &[]);
+                self.trace
+                    .instant(Track::Reactor, "finished", &handoff, &[]);
                 self.events.push(Event::Finished { handoff, state });
             }
-            Message::Gone { handoff, reason } if self.watches(&handoff, link) => {
+            Message::Ended { handoff, reason } if self.watches(&handoff, session) => {
                 self.watched.remove(&handoff);
-                self.trace.instant(Track::Node, "gone", &handoff, &[]);
-                self.events.push(Event::Gone {
+                self.trace.instant(Track::Reactor, "ended", &handoff, &[]);
+                self.events.push(Event::Ended {
                     handoff,
                     reason,
                     is_withdrawn: true,
                 });
             }
             Message::Answer { id, json } => {
-                let is_asked = self.asked.get(&id).is_some_and(|asked| asked.link == link);
+                let is_asked = self
+                    .asked
+                    .get(&id)
+                    .is_some_and(|asked| asked.session == session);
                 if is_asked && let Some(asked) = self.asked.remove(&id) {
                     asked.completer.complete(Ok(json));
                 }
             }
             // Of a handoff that is not watched any more, or once more.
-            Message::Opened { .. } | Message::Finished { .. } | Message::Gone { .. } => {}
+            Message::Opened { .. } | Message::Finished { .. } | Message::Ended { .. } => {}
         }
     }
 
     /// Answers a question, or keeps it until it can be answered.
-    fn asked_here(&mut self, io: &mut Io, link: LinkId, id: u64, question: &Question) {
-        let until = io.now + self.patience.open;
+    fn asked_here(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+        question: &Question,
+    ) {
+        let until = cx.now + self.timeouts.open;
         let later = |handoff, awaited| Subscription {
             handoff,
-            link,
+            session,
             id,
             awaited,
             until,
@@ -217,7 +230,7 @@ impl Schedulers {
         let json = match *question {
             Question::Describe => self.description.clone(),
             Question::Release(handoff) => {
-                let was_lent = self.release(io, handoff, "it was released");
+                let was_lent = self.release(cx, handoff, "it was released");
                 was_lent.to_string()
             }
             Question::Result(handoff) => self
@@ -225,39 +238,42 @@ impl Schedulers {
                 .get(&handoff)
                 .map_or("null".to_owned(), Clone::clone),
             // Of a time that no clock knows nothing is noted.
-            Question::Progress { handoff, remaining } => (io.now.checked_add(remaining))
+            Question::Progress { handoff, remaining } => (cx.now.checked_add(remaining))
                 .is_some_and(|ends_at| self.progress(&handoff, ends_at))
                 .to_string(),
             Question::Subscribe { handoff, lead } => {
-                return self.subscribe_here(io, later(handoff, Awaited::End { lead }));
+                return self.subscribe_here(cx, later(handoff, Awaited::End { lead }));
             }
             Question::Watched(handoff) => {
-                return self.subscribe_here(io, later(handoff, Awaited::Consumer));
+                return self.subscribe_here(cx, later(handoff, Awaited::Consumer));
             }
         };
-        Self::say(io, link, &Message::Answer { id, json });
+        Self::say(cx, session, &Message::Answer { id, json });
     }
 }
 
 impl Service for Schedulers {
     type Command = Command;
 
-    fn command(&mut self, io: &mut Io, command: Command) {
+    fn command(&mut self, cx: &mut ReactorContext, command: Command) {
         match command {
             Command::Describe { json } => self.description = json,
             Command::Expect { handoff } => {
                 self.expected.insert(handoff);
             }
-            Command::Open { handoff, opening } => self.open(io, handoff, opening),
+            Command::Open { handoff, opening } => self.open(cx, handoff, opening),
             Command::Progress { handoff, ends_at } => {
                 self.progress(&handoff, ends_at);
             }
-            Command::Finish { handoff, state } => self.finish(io, handoff, state),
+            Command::Finish { handoff, state } => self.finish(cx, handoff, state),
             Command::Withdraw { handoff, reason } => {
-                self.end(io, handoff, &reason);
+                self.end(cx, handoff, &reason);
             }
-            Command::Watch { handoff, producer } => self.watch(io, handoff, &producer),
-            Command::Unwatch { handoff, is_taken } => self.unwatch(io, handoff, is_taken),
+            Command::Watch { handoff, producer } => self.watch(cx, handoff, &producer),
+            Command::Unwatch {
+                handoff,
+                is_acknowledged,
+            } => self.unwatch(cx, handoff, is_acknowledged),
             Command::SetResult { handoff, json } => self.results.insert(handoff, json),
             Command::Ask {
                 address,
@@ -265,61 +281,64 @@ impl Service for Schedulers {
                 deadline,
                 completer,
             } => {
-                self.ask(io, &address, question, deadline, completer);
+                self.ask(cx, &address, question, deadline, completer);
             }
             Command::Trace(trace) => self.trace = trace,
         }
     }
 
-    fn link_up(&mut self, io: &mut Io, link: LinkId, peer: &Identity) {
-        let (address, engine) = (io.peer(link), &peer.engine_id);
+    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
+        let (address, engine) = (cx.peer(session), &peer.engine_id);
         self.events.push_minor(Event::Log(format!(
             "control.open peer={address} engine_id={engine}"
         )));
         for (&handoff, _) in self
             .watched
             .iter()
-            .filter(|(_, watched)| watched.link == link)
+            .filter(|(_, watched)| watched.session == session)
         {
-            Self::say(io, link, &Message::Watch(handoff));
+            Self::say(cx, session, &Message::Watch(handoff));
         }
-        let here = self.asked.iter().filter(|(_, asked)| asked.link == link);
+        let here = self
+            .asked
+            .iter()
+            .filter(|(_, asked)| asked.session == session);
         let mut waiting: Vec<_> = here.map(|(&id, asked)| (id, &asked.question)).collect();
         // In the order in which they were asked: a later word on a prefill's end replaces an earlier one.
         waiting.sort_unstable_by_key(|(id, _)| *id);
         for (id, question) in waiting {
             let question = question.clone();
-            Self::say(io, link, &Message::Ask { id, question });
+            Self::say(cx, session, &Message::Ask { id, question });
         }
     }
 
-    fn link_down(&mut self, io: &mut Io, link: LinkId, error: Error) {
+    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
         self.events
             .push_minor(Event::Log(format!("control.closed {error}")));
-        self.by_address.retain(|_, other| *other != link);
-        self.parked.take(|watch| watch.link == link);
-        self.subscriptions.take(|it| it.link == link);
+        self.by_address.retain(|_, other| *other != session);
+        self.parked.remove_if(|watch| watch.session == session);
+        self.subscriptions.remove_if(|it| it.session == session);
         let watching: Vec<HandoffId> = self
-            .lent
+            .leased
             .iter()
-            .filter(|(_, lent)| lent.watchers.contains(&link))
+            .filter(|(_, leased)| leased.watchers.contains(&session))
             .map(|(id, _)| *id)
             .collect();
         for handoff in watching {
-            if let Some(lent) = self.lent.get_mut(&handoff) {
-                lent.watchers.remove(&link);
+            if let Some(leased) = self.leased.get_mut(&handoff) {
+                leased.watchers.remove(&session);
             }
-            self.abandon(io, handoff, "its consumer is gone");
+            self.abandon(cx, handoff, "its consumer is gone");
         }
         let lost: Vec<HandoffId> = self
             .watched
             .iter()
-            .filter(|(_, watched)| watched.link == link)
+            .filter(|(_, watched)| watched.session == session)
             .map(|(id, _)| *id)
             .collect();
         for handoff in lost {
             self.watched.remove(&handoff);
-            self.events.push(Event::Gone {
+            self.events.push(Event::Ended {
                 handoff,
                 reason: error.to_string(),
                 is_withdrawn: false,
@@ -328,7 +347,7 @@ impl Service for Schedulers {
         let unanswered: Vec<u64> = self
             .asked
             .iter()
-            .filter(|(_, asked)| asked.link == link)
+            .filter(|(_, asked)| asked.session == session)
             .map(|(id, _)| *id)
             .collect();
         for asked in unanswered.iter().filter_map(|id| self.asked.remove(id)) {
@@ -336,19 +355,19 @@ impl Service for Schedulers {
         }
     }
 
-    fn frame(&mut self, io: &mut Io, link: LinkId, frame: &[u8]) -> Result<()> {
-        self.told(io, link, Message::decode(frame)?);
+    fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()> {
+        self.told(cx, session, Message::decode(frame)?);
         Ok(())
     }
 
-    fn timer(&mut self, io: &mut Io) -> Option<Instant> {
+    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let deadlines = [
-            self.expire_leases(io),
-            self.expire_parked(io),
-            self.expire_watches(io),
-            self.expire_questions(io),
+            self.expire_leases(cx),
+            self.expire_parked(cx),
+            self.expire_watches(cx),
+            self.expire_questions(cx),
             // Last: what the others have ended is told too.
-            self.expire_subscriptions(io),
+            self.expire_subscriptions(cx),
         ];
         deadlines.into_iter().flatten().min()
     }

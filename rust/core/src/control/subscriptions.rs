@@ -1,13 +1,13 @@
 //! Who is to be told once of a handoff here: that its prefill ends soon, or that a consumer has come. Whatever changes
-//! a handoff says nothing of it: each round of the node ends with a look at those who wait.
+//! a handoff says nothing of it: each round of the reactor ends with a look at those who wait.
 
 use std::time::{Duration, Instant};
 
 use super::messages::Message;
 use super::service::{PARKED_CAP, Schedulers};
-use crate::fair::{Place, Room, crowded};
 use crate::handoff::HandoffId;
-use crate::node::{Io, LinkId};
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
 /// What a subscription waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,7 +22,7 @@ pub(super) enum Awaited {
 #[derive(Debug)]
 pub(super) struct Subscription {
     pub(super) handoff: HandoffId,
-    pub(super) link: LinkId,
+    pub(super) session: SessionKey,
     /// Of the question.
     pub(super) id: u64,
     pub(super) awaited: Awaited,
@@ -30,9 +30,9 @@ pub(super) struct Subscription {
     pub(super) until: Instant,
 }
 
-impl Place for Subscription {
-    fn link(&self) -> LinkId {
-        self.link
+impl Waiter for Subscription {
+    fn session(&self) -> SessionKey {
+        self.session
     }
 }
 
@@ -44,7 +44,7 @@ pub(super) enum Moment {
     /// What was left of it by the prediction, if there was one.
     Finished(Option<Duration>),
     Watched,
-    Gone(String),
+    Ended(String),
 }
 
 impl Moment {
@@ -60,9 +60,9 @@ impl Moment {
                 format!(r#"{{"moment": "finished", "remaining_s": {remaining}}}"#)
             }
             Self::Watched => r#"{"moment": "watched"}"#.to_owned(),
-            Self::Gone(reason) => {
+            Self::Ended(reason) => {
                 let reason = quoted(reason);
-                format!(r#"{{"moment": "gone", "reason": {reason}}}"#)
+                format!(r#"{{"moment": "ended", "reason": {reason}}}"#)
             }
         }
     }
@@ -79,42 +79,43 @@ fn quoted(text: &str) -> String {
 }
 
 impl Schedulers {
-    pub(super) fn subscribe_here(&mut self, io: &mut Io, subscription: Subscription) {
+    pub(super) fn subscribe_here(&mut self, cx: &mut ReactorContext, subscription: Subscription) {
         if let Some(refused) = self.subscriptions.admit(subscription) {
-            let reason = crowded("subscriptions", PARKED_CAP);
-            tell(io, &refused, &Moment::Gone(reason));
+            let reason = waitlist_full("subscriptions", PARKED_CAP);
+            tell(cx, &refused, &Moment::Ended(reason));
         }
     }
 
     /// Producer: a prefill is predicted to end then; whether it is under way.
     pub(super) fn progress(&mut self, handoff: &HandoffId, ends_at: Instant) -> bool {
-        let open = self.lent.get_mut(handoff).filter(|it| it.state.is_none());
-        open.map(|lent| lent.ends_at = Some(ends_at)).is_some()
+        let open = self.leased.get_mut(handoff).filter(|it| it.state.is_none());
+        open.map(|leased| leased.ends_at = Some(ends_at)).is_some()
     }
 
-    pub(super) fn expire_subscriptions(&mut self, io: &mut Io) -> Option<Instant> {
-        let mut room = std::mem::replace(&mut self.subscriptions, Room::new(PARKED_CAP));
-        room.take(|it| {
-            let moment = self.moment(it, io.now);
-            moment.map(|moment| tell(io, it, &moment)).is_some()
+    pub(super) fn expire_subscriptions(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        let mut waitlist =
+            std::mem::replace(&mut self.subscriptions, FairWaitlist::new(PARKED_CAP));
+        waitlist.remove_if(|it| {
+            let moment = self.moment(it, cx.now);
+            moment.map(|moment| tell(cx, it, &moment)).is_some()
         });
-        self.subscriptions = room;
+        self.subscriptions = waitlist;
         let waiting = self.subscriptions.iter();
         waiting.filter_map(|it| self.look_again_at(it)).min()
     }
 
     /// What is to be said to a subscriber, once there is something.
     pub(super) fn moment(&self, it: &Subscription, now: Instant) -> Option<Moment> {
-        let Some(lent) = self.lent.get(&it.handoff) else {
+        let Some(leased) = self.leased.get(&it.handoff) else {
             return self.moment_of_what_is_not_lent(it, now);
         };
         match it.awaited {
-            Awaited::Consumer => (!lent.watchers.is_empty()).then_some(Moment::Watched),
-            Awaited::End { .. } if lent.state.is_some() => Some(Moment::Finished(
-                lent.ends_at.map(|end| end.saturating_duration_since(now)),
+            Awaited::Consumer => (!leased.watchers.is_empty()).then_some(Moment::Watched),
+            Awaited::End { .. } if leased.state.is_some() => Some(Moment::Finished(
+                leased.ends_at.map(|end| end.saturating_duration_since(now)),
             )),
             Awaited::End { lead } => {
-                let remaining = lent.ends_at?.saturating_duration_since(now);
+                let remaining = leased.ends_at?.saturating_duration_since(now);
                 (remaining <= lead).then_some(Moment::Due(remaining))
             }
         }
@@ -122,28 +123,28 @@ impl Schedulers {
 
     fn moment_of_what_is_not_lent(&self, it: &Subscription, now: Instant) -> Option<Moment> {
         if let Some(reason) = self.ended.get(&it.handoff) {
-            return Some(Moment::Gone(reason.clone()));
+            return Some(Moment::Ended(reason.clone()));
         }
         let is_late = it.until <= now && !self.expected.contains(&it.handoff);
-        is_late.then(|| Moment::Gone("the handoff is not known to its producer".to_owned()))
+        is_late.then(|| Moment::Ended("the handoff is not known to its producer".to_owned()))
     }
 
     /// When there is something to say to a subscriber if nothing happens until then.
     pub(super) fn look_again_at(&self, it: &Subscription) -> Option<Instant> {
-        match (self.lent.get(&it.handoff), it.awaited) {
-            (Some(lent), Awaited::End { lead }) => lent.ends_at?.checked_sub(lead),
+        match (self.leased.get(&it.handoff), it.awaited) {
+            (Some(leased), Awaited::End { lead }) => leased.ends_at?.checked_sub(lead),
             (Some(_), Awaited::Consumer) => None,
             (None, _) => (!self.expected.contains(&it.handoff)).then_some(it.until),
         }
     }
 }
 
-fn tell(io: &mut Io, subscription: &Subscription, moment: &Moment) {
+fn tell(cx: &mut ReactorContext, subscription: &Subscription, moment: &Moment) {
     let answer = Message::Answer {
         id: subscription.id,
         json: moment.to_json(),
     };
-    Schedulers::say(io, subscription.link, &answer);
+    Schedulers::say(cx, subscription.session, &answer);
 }
 
 #[cfg(test)]

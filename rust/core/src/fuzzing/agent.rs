@@ -7,11 +7,11 @@ use kvpipe_ucx::Buffer;
 
 use super::hostile::{Hostile, TOKEN, transport};
 use super::script::{Victim, perform, read};
-use crate::blocks::{Agent, Event, Final, Finals, LoadRequest, Options, Peer, Region};
+use crate::blocks::{Agent, Event, LoadRequest, Options, Peer, ReadyBlocks, ReadyRange, Region};
 use crate::error::Result;
-use crate::identity::Service;
-use crate::link::Timing;
-use crate::node::by_hand::{Round, without_threads};
+use crate::net::identity::SessionKind;
+use crate::reactor::manual::{Round, without_threads};
+use crate::session::connection::SessionTimeouts;
 use crate::work::Work;
 
 const BLOCK: usize = 1 << 10;
@@ -97,7 +97,7 @@ impl Side {
             handoff: HANDOFFS[1],
             producer: self.address.clone(),
             incarnation: peer.incarnation(),
-            generation: 0,
+            epoch: 0,
             first: 0,
             block_ids: (0..u32::from(argument % 8)).collect(),
             is_committed: argument & 8 != 0,
@@ -106,24 +106,24 @@ impl Side {
     }
 
     /// Blocks become final in one region after the other.
-    fn finalize(&self, generation: u32, block_ids: Vec<u32>) -> Result<()> {
-        let part = Final {
+    fn mark_ready(&self, epoch: u32, block_ids: Vec<u32>) -> Result<()> {
+        let part = ReadyRange {
             handoff: HANDOFFS[0],
-            generation,
+            epoch,
             first: 0,
             block_ids,
         };
-        let (finals, regions) = (Finals::new(vec![part])?, self.regions.iter());
+        let (ready, regions) = (ReadyBlocks::new(vec![part])?, self.regions.iter());
         let open: Vec<Region> = regions.filter(|it| !it.is_closed()).cloned().collect();
         open.chunks(1)
-            .try_for_each(|region| self.agent.finalize(&finals, region))
+            .try_for_each(|region| self.agent.mark_ready(&ready, region))
     }
 
     fn handoff(&mut self, what: u8, argument: u8) {
         let ids = (0..u32::from(argument % 8)).collect();
-        let generation = u32::from(argument >> 6);
+        let epoch = u32::from(argument >> 6);
         let told = match what {
-            0 => self.finalize(generation, ids),
+            0 => self.mark_ready(epoch, ids),
             1 => self.agent.end(HANDOFFS[0], "withdrawn"),
             2 => self.agent.commit(HANDOFFS[1]),
             _ => self
@@ -172,7 +172,7 @@ impl Victim for Side {
     fn check(&mut self) {
         self.events.extend(self.agent.drain());
         let ends = |event: &&Event| match event {
-            Event::Loaded { .. } | Event::Failed { .. } => true,
+            Event::LoadCompleted { .. } | Event::LoadFailed { .. } => true,
             // The handoff was being loaded already.
             Event::Log(text) => text.starts_with("load refused"),
             _ => false,
@@ -192,14 +192,14 @@ pub(super) fn agent(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let agent = || {
-        let (id, timing) = ("engine", Timing::default());
+        let (id, timeouts) = ("engine", SessionTimeouts::default());
         Agent::new(
             "127.0.0.1:0",
             TOKEN,
             transport.clone(),
             id,
             Vec::new(),
-            timing,
+            timeouts,
         )
     };
     let mut agent = without_threads(agent).expect("agent");
@@ -207,11 +207,11 @@ pub(super) fn agent(bytes: &[u8]) {
         agent = agent.without_checksums();
     }
     let (hostile, address) = if flags.is_server() {
-        let (hostile, address) = Hostile::listen(Service::Blocks, Some(&transport));
+        let (hostile, address) = Hostile::listen(SessionKind::Agent, Some(&transport));
         drop(agent.connect(&address).expect("connecting"));
         (hostile, address)
     } else {
-        let hostile = Hostile::connect(Service::Blocks, Some(&transport), agent.address());
+        let hostile = Hostile::connect(SessionKind::Agent, Some(&transport), agent.address());
         (hostile, String::new())
     };
     perform(Side::new(agent, address), hostile, flags, steps);

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use super::hostile::{Hostile, TOKEN};
 use super::script::{Victim, perform, read};
-use crate::control::{Control, Event, Opening, Patience, Question, Rank, SequenceState};
-use crate::identity::Service;
-use crate::link::Timing;
-use crate::node::by_hand::{Round, without_threads};
+use crate::control::{Control, ControlTimeouts, Event, Opening, Question, Rank, SequenceState};
+use crate::net::identity::SessionKind;
+use crate::reactor::manual::{Round, without_threads};
+use crate::session::connection::SessionTimeouts;
 use crate::work::Work;
 
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -18,7 +18,7 @@ pub(super) fn opening() -> Opening {
     Opening {
         prompt_hash: [3; 32],
         num_tokens: 5,
-        generation: 0,
+        epoch: 0,
         ranks: vec![Rank {
             address: "127.0.0.1:1".to_owned(),
             incarnation: [4; 16],
@@ -60,7 +60,7 @@ impl Side {
 
     fn drain(&mut self) {
         for event in self.control.drain() {
-            if let Event::Gone { handoff, .. } = event
+            if let Event::Ended { handoff, .. } = event
                 && let Some(index) = HANDOFFS.iter().position(|other| *other == handoff)
             {
                 self.num_ended[index] += 1;
@@ -136,19 +136,19 @@ impl Victim for Side {
 /// It does not keep its promises.
 pub(super) fn control(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
-    let patience = Patience {
-        timing: Timing::default(),
+    let timeouts = ControlTimeouts {
+        timeouts: SessionTimeouts::default(),
         lease: PATIENCE,
         open: PATIENCE,
         handoff: PATIENCE,
     };
     let listen = Some("127.0.0.1:0");
-    let control = without_threads(|| Control::new(listen, TOKEN, "engine", Vec::new(), patience));
+    let control = without_threads(|| Control::new(listen, TOKEN, "engine", Vec::new(), timeouts));
     let control = control.expect("control");
     let (hostile, address) = if flags.is_server() {
-        Hostile::listen(Service::Control, None)
+        Hostile::listen(SessionKind::Control, None)
     } else {
-        let hostile = Hostile::connect(Service::Control, None, control.address());
+        let hostile = Hostile::connect(SessionKind::Control, None, control.address());
         (hostile, String::new())
     };
     let mut side = Side {

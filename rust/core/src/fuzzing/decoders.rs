@@ -1,10 +1,10 @@
 //! Everything that is read from bytes of a peer and can be written again.
 
-use crate::codec::{Reader, Writer};
-use crate::fetch::Offer;
-use crate::identity::Identity;
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::Identity;
 use crate::pipe::Meta;
-use crate::region::RemoteRegion;
+use crate::transfer::fetch::Offer;
+use crate::transfer::region::RemoteRegion;
 use crate::{blocks, control, lookup};
 
 /// Checks that what can be read is written as it was. `read` takes from the start of `bytes` and writes it.
@@ -33,19 +33,19 @@ pub fn decoders(bytes: &[u8]) {
         4 => control::fuzzing::decode(bytes),
         kind @ 5..=11 => blocks::fuzzing::decode(kind - 5, bytes),
         kind @ 12..=14 => lookup::fuzzing::decode(kind - 12, bytes),
-        _ => sums(bytes),
+        _ => checksums(bytes),
     }
 }
 
 /// An offer, then messages of checksums of its pieces, each with its length in front.
-fn sums(bytes: &[u8]) {
+fn checksums(bytes: &[u8]) {
     let mut reader = Reader::new(bytes);
     let Ok(mut offer) = Offer::read(&mut reader) else {
         return;
     };
     let mut known = 0;
     while let Ok(message) = reader.bytes(1 << 14) {
-        let Ok(range) = offer.take_sums(message) else {
+        let Ok(range) = offer.receive_checksums(message) else {
             return;
         };
         assert_eq!(range.start, known);

@@ -2,10 +2,10 @@
 //! anything else.
 
 use super::hostile::TOKEN;
-use crate::codec::Reader;
 use crate::error::Result;
-use crate::handshake::{Handshake, Step};
-use crate::identity::{Identity, Service};
+use crate::net::codec::Reader;
+use crate::net::handshake::{Handshake, Step};
+use crate::net::identity::{Identity, SessionKind};
 
 /// In what one side says, this shows that it has told who it is.
 const WHO: &str = "engine of the side under test";
@@ -54,7 +54,7 @@ fn next_frame(reader: &mut Reader<'_>, peer: &mut Peer) -> Result<Option<(Vec<u8
 }
 
 fn identity(engine_id: &str) -> Identity {
-    Identity::new(Service::Pipe, engine_id, Vec::new()).expect("identity")
+    Identity::new(SessionKind::Pipe, engine_id, Vec::new()).expect("identity")
 }
 
 fn contains(frame: &[u8], text: &str) -> bool {

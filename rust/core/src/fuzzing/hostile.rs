@@ -10,9 +10,9 @@ use rustix::net::sockopt;
 
 use super::script::{ADDRESS, Flags, KEY, Step, Victim};
 use crate::checksum;
-use crate::handshake::{Handshake, SessionId, Step as Shake};
-use crate::identity::{Identity, Service};
-use crate::transport::{Memory, MemoryRoad, Payload, Transport, Worker};
+use crate::net::handshake::{Handshake, SessionId, Step as Shake};
+use crate::net::identity::{Identity, SessionKind};
+use crate::transport::{Memory, MemoryPath, Payload, Transport, Worker};
 
 /// What both sides share.
 pub(super) const TOKEN: &[u8] = b"token";
@@ -25,9 +25,9 @@ const LOOKS: usize = 1_000_000;
 
 pub(super) fn transport(flags: Flags) -> Transport {
     Transport::Memory(if flags.is_get() {
-        MemoryRoad::Get
+        MemoryPath::RemoteRead
     } else {
-        MemoryRoad::Messages
+        MemoryPath::Stream
     })
 }
 
@@ -46,7 +46,7 @@ pub(super) struct Hostile {
     heard: Vec<u8>,
     identity: Identity,
     plane: Option<Plane>,
-    session: SessionId,
+    session_id: SessionId,
 }
 
 fn plane(transport: &Transport) -> Plane {
@@ -60,35 +60,35 @@ fn plane(transport: &Transport) -> Plane {
 
 impl Hostile {
     /// One that is connected to, at the address.
-    pub(super) fn listen(service: Service, transport: Option<&Transport>) -> (Self, String) {
+    pub(super) fn listen(kind: SessionKind, transport: Option<&Transport>) -> (Self, String) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
         let address = listener.local_addr().expect("address").to_string();
-        let mut hostile = Self::new(service, transport);
+        let mut hostile = Self::new(kind, transport);
         hostile.listener = Some(listener);
         (hostile, address)
     }
 
     /// One that connects.
     pub(super) fn connect(
-        service: Service,
+        kind: SessionKind,
         transport: Option<&Transport>,
         address: Option<SocketAddr>,
     ) -> Self {
-        let mut hostile = Self::new(service, transport);
+        let mut hostile = Self::new(kind, transport);
         let stream = TcpStream::connect(address.expect("address")).expect("connect");
         hostile.take(stream);
         hostile
     }
 
-    fn new(service: Service, transport: Option<&Transport>) -> Self {
+    fn new(kind: SessionKind, transport: Option<&Transport>) -> Self {
         Self {
             listener: None,
             stream: None,
             inbox: Vec::new(),
             heard: Vec::new(),
-            identity: Identity::new(service, "hostile", Vec::new()).expect("identity"),
+            identity: Identity::new(kind, "hostile", Vec::new()).expect("identity"),
             plane: transport.map(plane),
-            session: [0; 16],
+            session_id: [0; 16],
         }
     }
 
@@ -141,10 +141,10 @@ impl Hostile {
             Shake::Admitted {
                 frames,
                 peer,
-                session,
+                session_id,
                 is_ready,
             } => {
-                self.session = session;
+                self.session_id = session_id;
                 if is_ready && flags.is_unready() {
                     return true;
                 }
@@ -225,7 +225,7 @@ impl Hostile {
     }
 
     fn message(&self, header: &[u8], payload: &[u8]) {
-        self.post([&self.session[..], header].concat(), payload);
+        self.post([&self.session_id[..], header].concat(), payload);
     }
 
     fn post(&self, header: Vec<u8>, payload: &[u8]) {
@@ -256,7 +256,7 @@ impl Hostile {
     pub(super) fn act(&mut self, step: Step) {
         match step {
             Step::Socket(bytes) => self.write(&bytes),
-            Step::Link(frame) => self.send(&frame),
+            Step::Connection(frame) => self.send(&frame),
             Step::Frame(frame) => {
                 let frame = self.fill_in(frame);
                 self.send(&[&[33], &frame[..]].concat());

@@ -8,10 +8,10 @@ use kvpipe_ucx::Buffer;
 use super::hostile::{Hostile, TOKEN, transport};
 use super::pipe::meta;
 use super::script::{Victim, perform, read};
-use crate::identity::Service;
 use crate::lookup::{Items, Local, NUM_ITEMS, Operation, Query, Remote, Selected};
-use crate::node::by_hand::{Round, without_threads};
+use crate::net::identity::SessionKind;
 use crate::pipe::Received;
+use crate::reactor::manual::{Round, without_threads};
 use crate::work::{Then, Work};
 
 const TIMEOUT: Duration = Duration::from_secs(600);
@@ -34,7 +34,7 @@ impl Buffered for Local {
         self.select(query, None).ok()
     }
     fn round(&self) -> Round {
-        self.round_by_hand()
+        self.manual_round()
     }
     fn close(&self) {
         self.close();
@@ -49,7 +49,7 @@ impl Buffered for Remote {
         self.select(query, None, Then::GoOn).ok()
     }
     fn round(&self) -> Round {
-        self.round_by_hand()
+        self.manual_round()
     }
     fn close(&self) {
         self.close();
@@ -153,10 +153,10 @@ pub(super) fn server(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let buffer = Local::new(CAPACITY);
-    let is_summed = !flags.is_unsummed();
-    let serve = || buffer.serve("127.0.0.1:0", TOKEN, transport.clone(), is_summed);
+    let is_checksummed = !flags.is_unsummed();
+    let serve = || buffer.serve("127.0.0.1:0", TOKEN, transport.clone(), is_checksummed);
     without_threads(serve).expect("served");
-    let hostile = Hostile::connect(Service::Lookup, Some(&transport), buffer.address());
+    let hostile = Hostile::connect(SessionKind::Lookup, Some(&transport), buffer.address());
     perform(Side::new(buffer, None), hostile, flags, steps);
 }
 
@@ -167,11 +167,11 @@ pub(super) fn server(bytes: &[u8]) {
 pub(super) fn client(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
-    let (hostile, address) = Hostile::listen(Service::Lookup, Some(&transport));
-    let is_summed = !flags.is_unsummed();
+    let (hostile, address) = Hostile::listen(SessionKind::Lookup, Some(&transport));
+    let is_checksummed = !flags.is_unsummed();
     let connect = || {
         let addresses = vec![address];
-        Remote::connect(addresses, TOKEN, transport.clone(), is_summed, TIMEOUT)
+        Remote::connect(addresses, TOKEN, transport.clone(), is_checksummed, TIMEOUT)
     };
     let (buffer, connected) = without_threads(connect).expect("buffer");
     perform(Side::new(buffer, Some(connected)), hostile, flags, steps);

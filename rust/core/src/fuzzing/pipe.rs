@@ -7,9 +7,9 @@ use kvpipe_ucx::Buffer;
 
 use super::hostile::{Hostile, TOKEN, transport};
 use super::script::{Victim, perform, read};
-use crate::identity::Service;
-use crate::node::by_hand::{Round, without_threads};
+use crate::net::identity::SessionKind;
 use crate::pipe::{Deadline, Meta, Pipe, Received};
+use crate::reactor::manual::{Round, without_threads};
 use crate::work::{Then, Work};
 
 /// Longer than any conversation.
@@ -79,7 +79,7 @@ pub(super) fn receiver(bytes: &[u8]) {
     let transport = transport(flags);
     let listen = || Pipe::listen("127.0.0.1:0", TOKEN, transport.clone(), Duration::ZERO);
     let pipe = without_threads(listen).expect("pipe");
-    let hostile = Hostile::connect(Service::Pipe, Some(&transport), pipe.address());
+    let hostile = Hostile::connect(SessionKind::Pipe, Some(&transport), pipe.address());
     let receives = Vec::new();
     perform(Receiver { pipe, receives }, hostile, flags, steps);
 }
@@ -131,14 +131,14 @@ impl Victim for Sender {
 pub(super) fn sender(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
-    let (hostile, address) = Hostile::listen(Service::Pipe, Some(&transport));
-    let is_summed = !flags.is_unsummed();
+    let (hostile, address) = Hostile::listen(SessionKind::Pipe, Some(&transport));
+    let is_checksummed = !flags.is_unsummed();
     let connect = || {
         Pipe::connect(
             &address,
             TOKEN,
             transport.clone(),
-            is_summed,
+            is_checksummed,
             Duration::ZERO,
             TIMEOUT,
         )

@@ -1,11 +1,11 @@
 //! What a peer that keeps to no rules does, as read from any bytes, and how the other side is driven through it.
 
 use super::hostile::Hostile;
-use crate::codec::{Reader, Writer};
 use crate::error::Result;
-use crate::node::by_hand::Round;
+use crate::net::codec::{Reader, Writer};
+use crate::reactor::manual::Round;
 
-/// Rounds within which a node comes to rest after anything that a peer can say.
+/// Rounds within which a reactor comes to rest after anything that a peer can say.
 const ROUNDS: usize = 10_000;
 /// In a script, where the peer's own memory is and its key: eight bytes each, which nobody can know before.
 pub(super) const ADDRESS: u64 = u64::from_le_bytes(*b"\xfaADDRESS");
@@ -22,7 +22,7 @@ const USER: u8 = 7;
 const SHUT: u8 = 8;
 const KINDS: u8 = 10;
 
-/// How a script begins: which road, which side connects, and what of the handshake is missing.
+/// How a script begins: which data path, which side connects, and what of the handshake is missing.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Flags(pub(super) u8);
 
@@ -58,8 +58,8 @@ impl Flags {
 pub(super) enum Step {
     /// Bytes on the socket as they are.
     Socket(Vec<u8>),
-    /// A frame of a link, of any type.
-    Link(Vec<u8>),
+    /// A frame of a session, of any type.
+    Connection(Vec<u8>),
     /// An application frame.
     Frame(Vec<u8>),
     /// An active message of the session: header, payload.
@@ -89,7 +89,7 @@ impl Script {
         Self(Writer::new(flags))
     }
 
-    pub(super) fn link(self, bytes: &[u8]) -> Self {
+    pub(super) fn session(self, bytes: &[u8]) -> Self {
         Self(short(self.0.u8(LINK), bytes))
     }
 
@@ -140,7 +140,7 @@ fn header(reader: &mut Reader<'_>) -> Result<Vec<u8>> {
 fn step(reader: &mut Reader<'_>) -> Result<Step> {
     Ok(match reader.u8()? % KINDS {
         SOCKET => Step::Socket(bytes(reader)?),
-        LINK => Step::Link(bytes(reader)?),
+        LINK => Step::Connection(bytes(reader)?),
         FRAME => Step::Frame(bytes(reader)?),
         MESSAGE => Step::Message(header(reader)?, bytes(reader)?),
         SEALED => Step::Sealed(header(reader)?, bytes(reader)?),
@@ -166,32 +166,32 @@ pub(super) fn read(script: &[u8]) -> (Flags, impl Iterator<Item = Step>) {
 
 /// The side under test, and its user.
 pub(super) trait Victim {
-    /// One round of its node.
+    /// One round of its reactor.
     fn round(&self) -> Round;
     /// Its user asks for something.
     fn act(&mut self, what: u8, argument: u8);
     /// Its user ends it.
     fn close(&mut self);
-    /// What needed the peer has ended, one way or the other; called when that is gone and the node goes on, whose end
+    /// What needed the peer has ended, one way or the other; called when that is gone and the reactor goes on, whose end
     /// would end everything.
     fn check_without_peer(&self) {}
-    /// What its user has asked for has ended; called after the end of the node.
+    /// What its user has asked for has ended; called after the end of the reactor.
     fn check(&mut self);
 }
 
-/// Runs a node until it would sleep; its connections.
+/// Runs a reactor until it would sleep; its connections.
 fn settle(victim: &impl Victim) -> usize {
     for _ in 0..ROUNDS {
         match victim.round() {
             Round::Busy => {}
-            Round::AtRest { num_links } => return num_links,
+            Round::AtRest { num_sessions } => return num_sessions,
             Round::Over => return 0,
         }
     }
     panic!("it does not come to rest")
 }
 
-/// Runs a node until it has seen that its peer is gone. It may only just have got the connection from the thread that
+/// Runs a reactor until it has seen that its peer is gone. It may only just have got the connection from the thread that
 /// made it.
 fn forget_peer(victim: &impl Victim) {
     for _ in 0..ROUNDS {
@@ -214,7 +214,7 @@ pub(super) fn perform(
     confront(victim, hostile, steps);
 }
 
-/// Runs the script, then has the peer go, then ends the node; what that has said on the socket.
+/// Runs the script, then has the peer go, then ends the reactor; what that has said on the socket.
 pub(super) fn confront(
     mut victim: impl Victim,
     mut hostile: Hostile,

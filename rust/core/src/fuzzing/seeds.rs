@@ -6,10 +6,10 @@ use super::control::{opening, sequence_state};
 use super::pipe::meta;
 use super::script::{ADDRESS, KEY, Script};
 use crate::checksum;
-use crate::codec::Writer;
-use crate::handoff::{self, FinalBlock};
-use crate::identity::{Identity, Service};
-use crate::region::{Layout, RemoteRegion};
+use crate::handoff::{self, ReadyBlock};
+use crate::net::codec::Writer;
+use crate::net::identity::{Identity, SessionKind};
+use crate::transfer::region::{Layout, RemoteRegion};
 use crate::{blocks, control};
 
 const GET: u8 = 1;
@@ -51,15 +51,15 @@ fn offer(writer: Writer, len: u64, proof: u8) -> Writer {
 
 fn goodbye(script: Script) -> Vec<u8> {
     let goodbye = Writer::new(34).str("it is over").finish();
-    script.link(&[32]).link(&goodbye).shut().finish()
+    script.session(&[32]).session(&goodbye).shut().finish()
 }
 
 fn pipe_receiver() -> Vec<Vec<u8>> {
     let eager = |id| head(1, id).u8(1).finish();
     let small = meta(3).write(Writer::default()).bytes(b"abc").finish();
     let offered = |proof| offer(meta(40 << 10).write(Writer::default()), 40 << 10, proof);
-    let sum = checksum::of(&vec![0; 40 << 10]);
-    let sums = Writer::default().list(&[sum], |w, sum| w.u64(*sum));
+    let checksum = checksum::of(&vec![0; 40 << 10]);
+    let checksums = Writer::default().list(&[checksum], |w, checksum| w.u64(*checksum));
     let announced = |flags, proof| {
         let script = Script::new(flags).user(0, 0).sealed(&eager(0), &small);
         let offer = head(2, 1).u8(1).finish();
@@ -69,7 +69,7 @@ fn pipe_receiver() -> Vec<Vec<u8>> {
     let ended = |script: Script| script.user(0, 0).frame(b"end").shut().finish();
     vec![
         ended(announced(0, 2).large(&data, (40, 0))),
-        ended(announced(GET, 1).message(&head(9, 1).finish(), &sums.finish())),
+        ended(announced(GET, 1).message(&head(9, 1).finish(), &checksums.finish())),
         goodbye(announced(GET, 0).message(&head(7, 1).finish(), &[])),
         goodbye(announced(0, 0).user(2, 0).large(&data, (20, 0))),
     ]
@@ -120,7 +120,7 @@ fn agent() -> Vec<Vec<u8>> {
     let blocks = |count: usize| vec![0; count << 10];
     let wanted = |what| head(32, 1).u32(0).u8(what).finish();
     let piece = head(33, 1).u64(0).finish();
-    let sums = blocks::fuzzing::sums_payload(&[checksum::of(&[0; BLOCK as usize]); 3]);
+    let checksums = blocks::fuzzing::checksums_payload(&[checksum::of(&[0; BLOCK as usize]); 3]);
     let offer = |number: Option<u64>| {
         let header = head(36, 1).u32(1).u32(0).u8(1);
         match number {
@@ -132,20 +132,20 @@ fn agent() -> Vec<Vec<u8>> {
     let of_handoff = |kind, index: usize| Writer::new(kind).raw(&HANDOFFS[index]);
     let select = of_handoff(48, 0).u32(0).u32(0).u32(5).finish();
     let is_final = of_handoff(49, 1).u32(0).finish();
-    let final_blocks = [0, 1].map(|region| final_block(region, 0)).to_vec();
-    let final_blocks = blocks::fuzzing::final_payload(&final_blocks);
-    let text = Writer::default().str("gone").finish();
+    let ready_blocks = [0, 1].map(|region| final_block(region, 0)).to_vec();
+    let ready_blocks = blocks::fuzzing::final_payload(&ready_blocks);
+    let text = Writer::default().str("ended").finish();
     let noted = head(42, 1).u64(1).finish();
     let released = Writer::new(2).u32(0).finish();
     let reading = |flags| met(flags).user(0, 3).user(0, 64 + 3);
     let writing = |flags| met(flags).user(1, 3).user(1, 64 + 3);
-    let loading = |flags| met(flags).user(5, 8 + 1).message(&is_final, &final_blocks);
+    let loading = |flags| met(flags).user(5, 8 + 1).message(&is_final, &ready_blocks);
     vec![
         goodbye(reading(GET | UNSUMMED)),
         goodbye(
             reading(GET)
-                .message(&head(43, 1).u64(0).finish(), &sums)
-                .message(&head(43, 2).u64(0).finish(), &sums),
+                .message(&head(43, 1).u64(0).finish(), &checksums)
+                .message(&head(43, 2).u64(0).finish(), &checksums),
         ),
         goodbye(reading(0).sealed(&piece, &blocks(3))),
         goodbye(reading(0).message(&head(35, 1).finish(), &text)),
@@ -162,7 +162,7 @@ fn agent() -> Vec<Vec<u8>> {
         goodbye(
             met(GET)
                 .message(&offer(Some(0)), &offered(b"tag"))
-                .message(&head(43, 1).u64(0).finish(), &sums)
+                .message(&head(43, 1).u64(0).finish(), &checksums)
                 .user(3, 0),
         ),
         goodbye(
@@ -199,9 +199,9 @@ fn agent() -> Vec<Vec<u8>> {
     ]
 }
 
-fn final_block(region: u16, position: u32) -> FinalBlock {
+fn final_block(region: u16, position: u32) -> ReadyBlock {
     let zeros = [0; BLOCK as usize];
-    FinalBlock {
+    ReadyBlock {
         region,
         position,
         block_id: 3,
@@ -305,11 +305,18 @@ fn bootstrap() -> Vec<Vec<u8>> {
     let differs = Writer::new(7).u8(2).str("a").str("b").str("c").finish();
     let other = Writer::new(1).raw(b"KVPP").u16(9).raw(&[7; 32]).finish();
     vec![
-        Script::new(0).link(&hello).link(&proof).shut().finish(),
-        Script::new(0).link(&other).message(&[0], &[]).finish(),
-        Script::new(SERVER).link(&challenge).link(&proof).finish(),
-        Script::new(SERVER).link(&refusal).finish(),
-        Script::new(GET).link(&differs).link(&[33]).finish(),
+        Script::new(0)
+            .session(&hello)
+            .session(&proof)
+            .shut()
+            .finish(),
+        Script::new(0).session(&other).message(&[0], &[]).finish(),
+        Script::new(SERVER)
+            .session(&challenge)
+            .session(&proof)
+            .finish(),
+        Script::new(SERVER).session(&refusal).finish(),
+        Script::new(GET).session(&differs).session(&[33]).finish(),
     ]
 }
 
@@ -327,7 +334,7 @@ fn handshake() -> Vec<Vec<u8>> {
 
 fn decoders() -> Vec<Vec<u8>> {
     let fields = vec![("dtype".to_owned(), "bfloat16".to_owned())];
-    let mut identity = Identity::new(Service::Blocks, "engine", fields).expect("identity");
+    let mut identity = Identity::new(SessionKind::Agent, "engine", fields).expect("identity");
     // Of no life and no machine, so that seeds are always the same.
     (identity.incarnation, identity.host) = ([1; 16], "host".to_owned());
     let (tokens, tensors) = entry();
@@ -337,8 +344,8 @@ fn decoders() -> Vec<Vec<u8>> {
         Writer::default().bytes(&head(36, 1).u32(1).u32(0).u8(1).u8(1).u64(0).finish()[1..]);
     let offered = offered.raw(&ids).raw(&ids).bytes(b"tag").finish();
     let regions = blocks::fuzzing::regions_frame(&[region(0, THEIRS)]);
-    let sums = Writer::default()
-        .list(&[1u64], |w, sum| w.u64(*sum))
+    let checksums = Writer::default()
+        .list(&[1u64], |w, checksum| w.u64(*checksum))
         .finish();
     let metadata = blocks::Metadata {
         address: "127.0.0.1:4000".to_owned(),
@@ -358,12 +365,14 @@ fn decoders() -> Vec<Vec<u8>> {
         ids,
         blocks::fuzzing::final_payload(&[final_block(0, 1)]),
         Writer::default().str("a reason").finish(),
-        sums.clone(),
+        checksums.clone(),
         metadata.to_bytes(),
         select,
         Writer::new(2).str("no place").finish(),
         tensors,
-        offer(Writer::default(), 40 << 10, 1).bytes(&sums).finish(),
+        offer(Writer::default(), 40 << 10, 1)
+            .bytes(&checksums)
+            .finish(),
     ];
     let first = single.into_iter().zip(0..).map(|(it, kind)| (kind, it));
     let second = messages.into_iter().map(|it| (4, it));

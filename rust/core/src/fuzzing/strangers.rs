@@ -8,10 +8,10 @@ use std::time::Duration;
 use super::hostile::{Hostile, transport};
 use super::script::{Victim, confront, read};
 use crate::error::{Error, Result};
-use crate::identity::{Identity, Service as Kind};
-use crate::link::Timing;
-use crate::node::by_hand::{Round, without_threads};
-use crate::node::{Io, LinkId, Node, NodeConfig, Service};
+use crate::net::identity::{Identity, SessionKind};
+use crate::reactor::manual::{Round, without_threads};
+use crate::reactor::{Reactor, ReactorConfig, ReactorContext, Service, SessionKey};
+use crate::session::connection::SessionTimeouts;
 
 const WHO: &str = "engine of the side under test";
 
@@ -22,28 +22,28 @@ impl Service for Unreached {
     /// Where to connect, and who wants to know of the data plane.
     type Command = (Option<String>, Sender<Vec<u8>>);
 
-    fn command(&mut self, io: &mut Io, (address, asks): Self::Command) {
-        let _ = asks.send(io.identity().ucx_address.clone());
+    fn command(&mut self, cx: &mut ReactorContext, (address, asks): Self::Command) {
+        let _ = asks.send(cx.identity().ucx_address.clone());
         if let Some(address) = address {
-            io.connect(&address);
+            cx.connect(&address);
         }
     }
-    fn accept(&mut self, _link: LinkId, _peer: &Identity) -> std::result::Result<(), String> {
+    fn accept(&mut self, _link: SessionKey, _peer: &Identity) -> std::result::Result<(), String> {
         panic!("a stranger asks to be accepted")
     }
-    fn link_up(&mut self, _io: &mut Io, _link: LinkId, _peer: &Identity) {
+    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {
         panic!("a session with a stranger")
     }
-    fn link_down(&mut self, _io: &mut Io, _link: LinkId, error: Error) {
+    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, error: Error) {
         // Also what people are told of it has bounds.
         assert!(error.to_string().len() < 20_000);
     }
-    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
         panic!("a frame of a stranger")
     }
 }
 
-struct Side(Node<<Unreached as Service>::Command>);
+struct Side(Reactor<<Unreached as Service>::Command>);
 
 impl Victim for Side {
     fn round(&self) -> Round {
@@ -63,21 +63,21 @@ impl Victim for Side {
 pub fn bootstrap(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
-    let config = NodeConfig {
+    let config = ReactorConfig {
         listen: (!flags.is_server()).then(|| (Ipv4Addr::LOCALHOST, 0).into()),
         token: b"a token that the stranger does not hold".to_vec(),
-        identity: Identity::new(Kind::Blocks, WHO, Vec::new()).expect("identity"),
+        identity: Identity::new(SessionKind::Agent, WHO, Vec::new()).expect("identity"),
         transport: Some(transport.clone()),
         local: Ipv4Addr::LOCALHOST.into(),
-        timing: Timing::default(),
+        timeouts: SessionTimeouts::default(),
         busy_poll: Duration::ZERO,
     };
-    let side = without_threads(|| Node::spawn(config, || Unreached)).expect("node");
+    let side = without_threads(|| Reactor::spawn(config, || Unreached)).expect("reactor");
     let (hostile, address) = if flags.is_server() {
-        let (hostile, address) = Hostile::listen(Kind::Blocks, Some(&transport));
+        let (hostile, address) = Hostile::listen(SessionKind::Agent, Some(&transport));
         (hostile, Some(address))
     } else {
-        let hostile = Hostile::connect(Kind::Blocks, Some(&transport), side.address());
+        let hostile = Hostile::connect(SessionKind::Agent, Some(&transport), side.address());
         (hostile, None)
     };
     let (asks, answer) = channel();

@@ -8,14 +8,14 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use self::state::{Ending, State};
-use super::{FinalBlock, HandoffId};
+use super::{HandoffId, ReadyBlock};
 use crate::error::{Error, Result};
 
 /// Where the blocks of a request go.
 #[derive(Debug, Clone)]
 pub struct Load {
-    /// The generation that the producer's scheduler named.
-    pub generation: u32,
+    /// The epoch that the producer's scheduler named.
+    pub epoch: u32,
     /// Most blocks of one batch: their checksums are compared in one go.
     pub max_batch: usize,
     /// Position of the first block that is wanted.
@@ -36,7 +36,7 @@ pub struct Batch {
     /// Whether a read of them has failed before.
     pub is_again: bool,
     /// What is read, and its checksums.
-    pub blocks: Vec<FinalBlock>,
+    pub blocks: Vec<ReadyBlock>,
     /// Destination ids, in the same order.
     pub local_ids: Vec<u32>,
 }
@@ -56,14 +56,14 @@ pub struct Counts {
     pub num_compared: u64,
     /// Those that differed.
     pub num_corrupt: u64,
-    /// From the first word of what is final until all that had been told of was here: what comes later comes while
+    /// From the first word of what is ready until all that had been told of was here: what comes later comes while
     /// prefill computes.
     pub backlog: Duration,
 }
 
 /// A load of which every block is here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Whole {
+pub struct VerifiedLoad {
     /// In numbers.
     pub counts: Counts,
     /// Whether the sequence state is here too, which ends it.
@@ -75,7 +75,7 @@ pub struct Whole {
 pub struct Outcome {
     /// In numbers.
     pub counts: Counts,
-    /// What is missing, unless everything is here and proved.
+    /// What is missing, unless everything is here and verified.
     pub failure: Option<Failure>,
 }
 
@@ -120,9 +120,9 @@ impl Consumer {
         Some((load.first, end))
     }
 
-    /// The generation of a load.
-    pub fn generation(&self, handoff: &HandoffId) -> Option<u32> {
-        Some(self.loads.get(handoff)?.load.generation)
+    /// The epoch of a load.
+    pub fn epoch(&self, handoff: &HandoffId) -> Option<u32> {
+        Some(self.loads.get(handoff)?.load.epoch)
     }
 
     /// Whether every block is here, and only the sequence state is not.
@@ -132,14 +132,14 @@ impl Consumer {
 
     /// What a load has come to when every block is here and nothing can write into them any more; told once, and not of
     /// one that has failed.
-    pub fn take_whole(&mut self, handoff: &HandoffId) -> Option<Whole> {
+    pub fn next_verified(&mut self, handoff: &HandoffId) -> Option<VerifiedLoad> {
         let state = self.loads.get_mut(handoff)?;
         let is_proper = state.reason.is_none() && state.ended.is_none() && !state.is_told;
         if !is_proper || state.num_reading > 0 || !state.is_complete() {
             return None;
         }
         state.is_told = true;
-        Some(Whole {
+        Some(VerifiedLoad {
             counts: state.counts(0),
             is_committed: state.load.is_committed,
         })
@@ -151,7 +151,7 @@ impl Consumer {
         state.is_some_and(|state| state.num_reading > 0)
     }
 
-    /// The producer says that blocks are final; what to read now, region by region.
+    /// The producer says that blocks are ready; what to read now, region by region.
     ///
     /// Blocks that are not wanted, are here, or are being read, are passed over: they may answer an earlier select of
     /// the same handoff.
@@ -161,14 +161,14 @@ impl Consumer {
     pub fn announced(
         &mut self,
         handoff: &HandoffId,
-        generation: u32,
-        blocks: &[FinalBlock],
+        epoch: u32,
+        blocks: &[ReadyBlock],
     ) -> Result<Vec<Batch>> {
-        // Of a load that has ended meanwhile, or of another generation: nothing to do, not even an error.
+        // Of a load that has ended meanwhile, or of another epoch: nothing to do, not even an error.
         let Some(state) = self.loads.get_mut(handoff) else {
             return Ok(Vec::new());
         };
-        if state.ended.is_some() || state.load.generation != generation {
+        if state.ended.is_some() || state.load.epoch != epoch {
             return Ok(Vec::new());
         }
         let num_regions = state.load.num_regions;
@@ -181,7 +181,7 @@ impl Consumer {
         Ok(state.batches(blocks.iter().copied()))
     }
 
-    /// What to read once more, by another road, from the session that is there.
+    /// What to read once more, by another data path, from the session that is there.
     pub fn again(&mut self, handoff: &HandoffId) -> Vec<Batch> {
         let state = self.loads.get_mut(handoff);
         let Some(state) = state.filter(|state| state.ended.is_none()) else {
@@ -192,15 +192,15 @@ impl Consumer {
     }
 
     /// A read has ended. `whole` tells for each of its blocks whether it is here with the right checksum.
-    pub fn read(&mut self, handoff: &HandoffId, batch: &Batch, whole: &[bool], num_bytes: u64) {
+    pub fn read(&mut self, handoff: &HandoffId, batch: &Batch, verified: &[bool], num_bytes: u64) {
         let Some(state) = self.loads.get_mut(handoff) else {
             return;
         };
         state.num_reading -= 1;
         state.counts.num_bytes += num_bytes;
-        state.counts.num_compared += whole.len() as u64;
-        for (block, is_whole) in batch.blocks.iter().zip(whole) {
-            if *is_whole {
+        state.counts.num_compared += verified.len() as u64;
+        for (block, is_verified) in batch.blocks.iter().zip(verified) {
+            if *is_verified {
                 state.arrive(block);
                 continue;
             }
@@ -255,7 +255,7 @@ impl Consumer {
     }
 
     /// How the load ended, once: only after the last read that could still write into its blocks.
-    pub fn take_outcome(&mut self, handoff: &HandoffId) -> Option<Outcome> {
+    pub fn next_outcome(&mut self, handoff: &HandoffId) -> Option<Outcome> {
         self.loads.get(handoff).filter(|state| state.is_over())?;
         Some(self.loads.remove(handoff)?.outcome())
     }

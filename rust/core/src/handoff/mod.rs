@@ -1,5 +1,5 @@
 //! One request's KV on its way from a prefill to a decode worker, as two pure state machines: events in, actions
-//! out. The producer announces blocks once they are final; the consumer reads them, in whatever batches they come,
+//! out. The producer announces blocks once they are ready; the consumer reads them, in whatever batches they come,
 //! and knows for every block whether it has arrived with the checksum that the producer computed.
 
 pub mod consumer;
@@ -12,7 +12,7 @@ pub type HandoffId = [u8; 16];
 
 /// A block of one region (layer) that will not change any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FinalBlock {
+pub struct ReadyBlock {
     /// The region (layer) it belongs to.
     pub region: u16,
     /// Its place in the request: 0 is the first block of the prompt.
@@ -23,18 +23,12 @@ pub struct FinalBlock {
     pub checksum: u64,
 }
 
-/// The checksum of a block, bound to where it belongs, so that a block of another handoff, generation, layer or
+/// The checksum of a block, bound to where it belongs, so that a block of another handoff, epoch, layer or
 /// place never passes for this one.
-pub fn checksum(
-    handoff: &HandoffId,
-    generation: u32,
-    region: u16,
-    position: u32,
-    bytes: &[u8],
-) -> u64 {
+pub fn checksum(handoff: &HandoffId, epoch: u32, region: u16, position: u32, bytes: &[u8]) -> u64 {
     let mut place = [0; 26];
     place[..16].copy_from_slice(handoff);
-    place[16..20].copy_from_slice(&generation.to_le_bytes());
+    place[16..20].copy_from_slice(&epoch.to_le_bytes());
     place[20..22].copy_from_slice(&region.to_le_bytes());
     place[22..].copy_from_slice(&position.to_le_bytes());
     bound(&place, bytes)

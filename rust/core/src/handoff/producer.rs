@@ -1,12 +1,12 @@
-//! The lending side: which blocks are final, who has selected them, and what is to be told to whom.
+//! The producer's side: which blocks are ready, who has selected them, and what is to be told to whom.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use super::{FinalBlock, HandoffId};
-use crate::fair::{Place, Room, crowded};
-use crate::node::LinkId;
-use crate::recent::Recent;
+use super::{HandoffId, ReadyBlock};
+use crate::reactor::SessionKey;
+use crate::recent::RecentHandoffs;
+use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
 /// Selects that may wait for handoffs that are not known yet.
 const PARKED_CAP: usize = 1024;
@@ -19,18 +19,18 @@ pub enum Action {
     /// These blocks may be read.
     Announce {
         /// To whom.
-        link: LinkId,
+        session: SessionKey,
         /// Of which handoff.
         handoff: HandoffId,
-        /// In which generation.
-        generation: u32,
+        /// In which epoch.
+        epoch: u32,
         /// The blocks.
-        blocks: Vec<FinalBlock>,
+        blocks: Vec<ReadyBlock>,
     },
     /// Nothing more will come.
-    Gone {
+    End {
         /// To whom.
-        link: LinkId,
+        session: SessionKey,
         /// Of which handoff.
         handoff: HandoffId,
         /// Why.
@@ -42,7 +42,7 @@ pub enum Action {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Select {
     /// Who asks.
-    pub link: LinkId,
+    pub session: SessionKey,
     /// The first position it does not have.
     pub first: u32,
     /// The position after the last.
@@ -50,63 +50,63 @@ pub struct Select {
 }
 
 #[derive(Debug, Default)]
-struct Lent {
-    generation: u32,
-    blocks: Vec<FinalBlock>,
+struct LeasedHandoff {
+    epoch: u32,
+    blocks: Vec<ReadyBlock>,
     selects: Vec<Select>,
 }
 
 /// A select of a handoff that is not known, and until when it waits.
 type Parked = (HandoffId, Select, Instant);
 
-impl Place for Parked {
-    fn link(&self) -> LinkId {
-        self.1.link
+impl Waiter for Parked {
+    fn session(&self) -> SessionKey {
+        self.1.session
     }
 }
 
 /// All handoffs that this worker lends.
 #[derive(Debug)]
 pub struct Producer {
-    lent: HashMap<HandoffId, Lent>,
-    parked: Room<Parked>,
+    leased: HashMap<HandoffId, LeasedHandoff>,
+    parked: FairWaitlist<Parked>,
     /// Why handoffs have ended, so that a late select is answered at once.
-    ended: Recent<String>,
+    ended: RecentHandoffs<String>,
 }
 
 impl Default for Producer {
     fn default() -> Self {
         Self {
-            lent: HashMap::new(),
-            parked: Room::new(PARKED_CAP),
-            ended: Recent::default(),
+            leased: HashMap::new(),
+            parked: FairWaitlist::new(PARKED_CAP),
+            ended: RecentHandoffs::default(),
         }
     }
 }
 
 impl Producer {
-    /// More blocks of a handoff are final. A new generation voids everything announced before.
-    pub fn finalize(
+    /// More blocks of a handoff are ready. A new epoch voids everything announced before.
+    pub fn mark_ready(
         &mut self,
         handoff: HandoffId,
-        generation: u32,
-        blocks: &[FinalBlock],
+        epoch: u32,
+        blocks: &[ReadyBlock],
     ) -> Vec<Action> {
         if self.ended.get(&handoff).is_some() {
             return Vec::new();
         }
-        let lent = self.lent.entry(handoff).or_default();
-        if lent.generation != generation {
-            lent.generation = generation;
-            lent.blocks.clear();
+        let leased = self.leased.entry(handoff).or_default();
+        if leased.epoch != epoch {
+            leased.epoch = epoch;
+            leased.blocks.clear();
         }
-        lent.blocks.extend_from_slice(blocks);
-        let mut actions: Vec<Action> = lent
+        leased.blocks.extend_from_slice(blocks);
+        let mut actions: Vec<Action> = leased
             .selects
             .iter()
-            .flat_map(|select| announce(select, handoff, generation, blocks))
+            .flat_map(|select| announce(select, handoff, epoch, blocks))
             .collect();
-        for (_, select, until) in self.parked.take(|(id, ..)| *id == handoff) {
+        for (_, select, until) in self.parked.remove_if(|(id, ..)| *id == handoff) {
             actions.extend(self.select(select, handoff, until));
         }
         actions
@@ -115,8 +115,8 @@ impl Producer {
     /// A consumer selects blocks. An unknown handoff may still be opened, until `until`.
     pub fn select(&mut self, select: Select, handoff: HandoffId, until: Instant) -> Vec<Action> {
         let gone = |reason: &str| {
-            vec![Action::Gone {
-                link: select.link,
+            vec![Action::End {
+                session: select.session,
                 handoff,
                 reason: reason.to_owned(),
             }]
@@ -124,22 +124,24 @@ impl Producer {
         if let Some(reason) = self.ended.get(&handoff) {
             return gone(reason);
         }
-        if let Some(lent) = self.lent.get_mut(&handoff) {
+        if let Some(leased) = self.leased.get_mut(&handoff) {
             // A consumer that tries again has given up what it asked for before.
-            lent.selects.retain(|other| other.link != select.link);
-            lent.selects.push(select);
-            return announce(&select, handoff, lent.generation, &lent.blocks).collect();
+            leased
+                .selects
+                .retain(|other| other.session != select.session);
+            leased.selects.push(select);
+            return announce(&select, handoff, leased.epoch, &leased.blocks).collect();
         }
         self.parked
-            .take(|(id, other, _)| (*id, other.link) == (handoff, select.link));
+            .remove_if(|(id, other, _)| (*id, other.session) == (handoff, select.session));
         self.park((handoff, select, until))
     }
 
     fn park(&mut self, one: Parked) -> Vec<Action> {
-        let gone = |(handoff, select, _): Parked| Action::Gone {
-            link: select.link,
+        let gone = |(handoff, select, _): Parked| Action::End {
+            session: select.session,
             handoff,
-            reason: crowded("selects of handoffs that are not open", PARKED_CAP),
+            reason: waitlist_full("selects of handoffs that are not open", PARKED_CAP),
         };
         self.parked.admit(one).map(gone).into_iter().collect()
     }
@@ -150,47 +152,50 @@ impl Producer {
             self.ended.insert(handoff, reason.to_owned());
         }
         let selects = self
-            .lent
+            .leased
             .remove(&handoff)
-            .map(|lent| lent.selects)
+            .map(|leased| leased.selects)
             .unwrap_or_default();
-        let parked = self.parked.take(|(id, ..)| *id == handoff);
+        let parked = self.parked.remove_if(|(id, ..)| *id == handoff);
         let parked = parked.into_iter().map(|(_, select, _)| select);
         let told = selects.into_iter().chain(parked);
-        told.map(|select| Action::Gone {
-            link: select.link,
+        told.map(|select| Action::End {
+            session: select.session,
             handoff,
             reason: reason.to_owned(),
         })
         .collect()
     }
 
-    /// A consumer has everything; whether this is the first time that it says so of a handoff that is lent.
-    pub fn done(&mut self, link: LinkId, handoff: HandoffId) -> bool {
-        let has_selected = self
-            .lent
-            .get(&handoff)
-            .is_some_and(|lent| lent.selects.iter().any(|select| select.link == link));
+    /// A consumer has everything; whether this is the first time that it says so of a handoff that is leased.
+    pub fn acknowledge(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
+        let has_selected = self.leased.get(&handoff).is_some_and(|leased| {
+            leased
+                .selects
+                .iter()
+                .any(|select| select.session == session)
+        });
         if has_selected {
-            self.lent.remove(&handoff);
+            self.leased.remove(&handoff);
             self.end(handoff, "it has been taken");
         }
         has_selected
     }
 
     /// A consumer is gone.
-    pub fn link_down(&mut self, link: LinkId) {
-        for lent in self.lent.values_mut() {
-            lent.selects.retain(|select| select.link != link);
+    pub fn session_down(&mut self, session: SessionKey) {
+        for leased in self.leased.values_mut() {
+            leased.selects.retain(|select| select.session != session);
         }
-        self.parked.take(|(_, select, _)| select.link == link);
+        self.parked
+            .remove_if(|(_, select, _)| select.session == session);
     }
 
     /// Refuses selects whose handoff was not opened in time, and tells when to come back.
     pub fn expire(&mut self, now: Instant) -> (Vec<Action>, Option<Instant>) {
-        let expired = self.parked.take(|(_, _, until)| *until <= now);
-        let gone = |(handoff, select, _): Parked| Action::Gone {
-            link: select.link,
+        let expired = self.parked.remove_if(|(_, _, until)| *until <= now);
+        let gone = |(handoff, select, _): Parked| Action::End {
+            session: select.session,
             handoff,
             reason: "the handoff is not known here".to_owned(),
         };
@@ -200,32 +205,36 @@ impl Producer {
         )
     }
 
-    /// Number of handoffs that are lent.
-    pub fn num_lent(&self) -> usize {
-        self.lent.len()
+    /// Number of handoffs that are leased.
+    pub fn num_leased(&self) -> usize {
+        self.leased.len()
     }
 }
 
-/// How long a select waits for the first final block. It comes after the scheduler has opened the handoff, whose end
+/// How long a select waits for the first ready block. It comes after the scheduler has opened the handoff, whose end
 /// this side is told of; prefill may compute for a long time.
 pub const OPEN_TIMEOUT: Duration = Duration::from_secs(300);
 
 fn announce(
     select: &Select,
     handoff: HandoffId,
-    generation: u32,
-    blocks: &[FinalBlock],
+    epoch: u32,
+    blocks: &[ReadyBlock],
 ) -> impl Iterator<Item = Action> {
-    let Select { link, first, end } = *select;
+    let Select {
+        session,
+        first,
+        end,
+    } = *select;
     let mut wanted = blocks
         .iter()
         .filter(move |block| (first..end).contains(&block.position));
     std::iter::from_fn(move || {
-        let blocks: Vec<FinalBlock> = wanted.by_ref().take(ANNOUNCED_CAP).copied().collect();
+        let blocks: Vec<ReadyBlock> = wanted.by_ref().take(ANNOUNCED_CAP).copied().collect();
         (!blocks.is_empty()).then_some(Action::Announce {
-            link,
+            session,
             handoff,
-            generation,
+            epoch,
             blocks,
         })
     })

@@ -9,18 +9,19 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::desk::{Command, Desk};
+use super::command_queue::{Command, CommandQueue};
 use super::inserts::{Insert, Inserts};
 use super::messages::{
     INSERTED, NOTHING, OFFER, REFUSED, SETTLE, TAKEN, WITHDRAW, read_refusal, write_select,
 };
 use super::tensors::Tensors;
-use crate::codec::Reader;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::identity::Identity;
-use crate::node::{Io, LinkId, Patience, Service};
-use crate::pool::Pool;
+use crate::net::codec::Reader;
+use crate::net::identity::Identity;
+use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::session::grace::GracePeriod;
+use crate::transfer::pool::Pool;
 use crate::transport::Payload;
 use crate::work::Completer;
 use selects::Select;
@@ -31,38 +32,41 @@ struct Server {
 }
 
 pub(super) struct Client {
-    desk: Arc<Desk>,
-    is_summed: bool,
+    command_queue: Arc<CommandQueue>,
+    is_checksummed: bool,
     /// In the order of their addresses.
-    links: Vec<LinkId>,
-    servers: HashMap<LinkId, Server>,
+    sessions: Vec<SessionKey>,
+    servers: HashMap<SessionKey, Server>,
     connecting: Option<Completer<()>>,
     inserts: Inserts,
     selects: HashMap<u64, Select>,
     /// When the selects have to be looked at.
     looks: Earliest,
     /// Entries that callers have not looked at, by the server that keeps them.
-    delivered: HashMap<u64, LinkId>,
+    delivered: HashMap<u64, SessionKey>,
     pool: Pool,
     failure: Option<Error>,
 }
 
-fn say(io: &mut Io, link: LinkId, kind: u8, operation: u64) {
-    let header = io.header(link, kind).u64(operation);
-    io.message(link, header, Payload::None);
+fn say(cx: &mut ReactorContext, session: SessionKey, kind: u8, operation: u64) {
+    let header = cx.header(session, kind).u64(operation);
+    cx.message(session, header, Payload::None);
 }
 
-fn settle(io: &mut Io, link: LinkId, operation: u64, is_taken: bool) {
-    let header = io.header(link, SETTLE).u64(operation).u8(is_taken.into());
-    io.message(link, header, Payload::None);
+fn settle(cx: &mut ReactorContext, session: SessionKey, operation: u64, is_taken: bool) {
+    let header = cx
+        .header(session, SETTLE)
+        .u64(operation)
+        .u8(is_taken.into());
+    cx.message(session, header, Payload::None);
 }
 
 impl Client {
-    pub(super) fn new(desk: Arc<Desk>, is_summed: bool) -> Self {
+    pub(super) fn new(command_queue: Arc<CommandQueue>, is_checksummed: bool) -> Self {
         Self {
-            desk,
-            is_summed,
-            links: Vec::new(),
+            command_queue,
+            is_checksummed,
+            sessions: Vec::new(),
             servers: HashMap::new(),
             connecting: None,
             inserts: Inserts::default(),
@@ -74,13 +78,13 @@ impl Client {
         }
     }
 
-    fn take_command(&mut self, io: &mut Io, command: Command) {
+    fn take_command(&mut self, cx: &mut ReactorContext, command: Command) {
         match command {
             Command::Connect {
                 addresses,
                 completer,
-            } => self.connect(io, &addresses, completer),
-            Command::Insert(insert) => self.insert(io, insert),
+            } => self.connect(cx, &addresses, completer),
+            Command::Insert(insert) => self.insert(cx, insert),
             Command::Select {
                 operation,
                 query,
@@ -88,31 +92,31 @@ impl Client {
                 completer,
             } => {
                 let payload = write_select(&query, timeout);
-                let patience = timeout.map(|timeout| Patience::new(io.now, io.now + timeout));
-                self.select(io, operation, &payload, patience, completer);
+                let grace = timeout.map(|timeout| GracePeriod::new(cx.now, cx.now + timeout));
+                self.select(cx, operation, &payload, grace, completer);
             }
-            Command::Withdraw(operation) => self.withdraw(io, operation),
+            Command::Withdraw(operation) => self.withdraw(cx, operation),
             Command::Settle {
                 operation,
                 is_taken,
             } => {
-                if let Some(link) = self.delivered.remove(&operation) {
-                    settle(io, link, operation, is_taken);
+                if let Some(session) = self.delivered.remove(&operation) {
+                    settle(cx, session, operation, is_taken);
                 }
             }
         }
     }
 
-    fn connect(&mut self, io: &mut Io, addresses: &[String], completer: Completer<()>) {
+    fn connect(&mut self, cx: &mut ReactorContext, addresses: &[String], completer: Completer<()>) {
         self.connecting = Some(completer);
         for address in addresses {
-            let link = io.connect(address);
-            self.links.push(link);
+            let session = cx.connect(address);
+            self.sessions.push(session);
             let server = Server {
                 is_up: false,
-                tensors: Tensors::new(link, self.pool.clone(), self.is_summed),
+                tensors: Tensors::new(session, self.pool.clone(), self.is_checksummed),
             };
-            self.servers.insert(link, server);
+            self.servers.insert(session, server);
         }
     }
 
@@ -124,20 +128,20 @@ impl Client {
         self.failure.clone().or(early)
     }
 
-    fn insert(&mut self, io: &mut Io, insert: Insert) {
+    fn insert(&mut self, cx: &mut ReactorContext, insert: Insert) {
         if let Some(error) = self.obstacle() {
             return insert.completer.complete(Err(error));
         }
         self.inserts.add(insert);
-        self.post(io);
+        self.post(cx);
     }
 
-    fn post(&mut self, io: &mut Io) {
-        let first = self.links.first();
-        if let Some((&link, server)) =
-            first.and_then(|link| Some((link, self.servers.get_mut(link)?)))
+    fn post(&mut self, cx: &mut ReactorContext) {
+        let first = self.sessions.first();
+        if let Some((&session, server)) =
+            first.and_then(|session| Some((session, self.servers.get_mut(session)?)))
         {
-            self.inserts.post(io, link, &mut server.tensors.outgoing);
+            self.inserts.post(cx, session, &mut server.tensors.outgoing);
         }
         self.tell_failed();
     }
@@ -148,31 +152,43 @@ impl Client {
         }
     }
 
-    fn inserted(&mut self, io: &mut Io, link: LinkId, operation: u64, result: Result<()>) {
-        if let Some(server) = self.servers.get_mut(&link) {
+    fn inserted(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+        result: Result<()>,
+    ) {
+        if let Some(server) = self.servers.get_mut(&session) {
             server.tensors.outgoing.release(operation);
         }
         if let Some(completer) = self.inserts.answered(operation) {
-            self.desk
+            self.command_queue
                 .count(|info| info.num_inserted += u64::from(result.is_ok()));
             self.end(completer, result);
         }
-        self.post(io);
+        self.post(cx);
     }
 
-    fn refused(&mut self, io: &mut Io, link: LinkId, operation: u64, error: Error) {
+    fn refused(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+        error: Error,
+    ) {
         if self.inserts.is_sent(operation) {
-            return self.inserted(io, link, operation, Err(error));
+            return self.inserted(cx, session, operation, Err(error));
         }
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
         };
         // Another one has offered, and this one's answer was on its way when it was told.
-        if !select.asked.remove(&link) {
+        if !select.asked.remove(&session) {
             return;
         }
         for other in select.asked.drain() {
-            say(io, other, WITHDRAW, operation);
+            say(cx, other, WITHDRAW, operation);
         }
         if let Some(select) = self.selects.remove(&operation) {
             self.end(select.completer, Err(error));
@@ -180,18 +196,18 @@ impl Client {
     }
 
     /// Goes on with what a server's offers bring.
-    fn advance(&mut self, io: &mut Io, link: LinkId) {
-        let Some(server) = self.servers.get_mut(&link) else {
+    fn advance(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        let Some(server) = self.servers.get_mut(&session) else {
             return;
         };
-        for arrived in server.tensors.incoming.advance(io) {
-            self.arrived(io, link, arrived);
+        for arrived in server.tensors.incoming.advance(cx) {
+            self.arrived(cx, session, arrived);
         }
     }
 
     /// Ends all that was asked for. Nobody reads what was inserted any more.
     fn fail(&mut self, error: &Error) {
-        self.desk.count(|info| {
+        self.command_queue.count(|info| {
             info.state = "closed";
             info.num_waiting = 0;
         });
@@ -218,45 +234,45 @@ impl Client {
 
     fn count_waiting(&self) {
         let waiting = self.inserts.len() + self.selects.len();
-        self.desk.count(|info| info.num_waiting = waiting);
+        self.command_queue.count(|info| info.num_waiting = waiting);
     }
 
-    fn server(&mut self, link: LinkId) -> Result<&mut Server> {
+    fn server(&mut self, session: SessionKey) -> Result<&mut Server> {
         let unknown = || Error::protocol("a message of a server that is not connected");
-        self.servers.get_mut(&link).ok_or_else(unknown)
+        self.servers.get_mut(&session).ok_or_else(unknown)
     }
 }
 
 impl Service for Client {
     type Command = Infallible;
 
-    fn command(&mut self, _io: &mut Io, command: Infallible) {
+    fn command(&mut self, _io: &mut ReactorContext, command: Infallible) {
         match command {}
     }
 
-    fn link_up(&mut self, io: &mut Io, link: LinkId, _peer: &Identity) {
-        if let Some(server) = self.servers.get_mut(&link) {
+    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
+        if let Some(server) = self.servers.get_mut(&session) {
             server.is_up = true;
         }
-        if let Some(road) = io.road(link) {
-            self.desk
-                .count(|info| road.transport().clone_into(&mut info.transport));
+        if let Some(data_path) = cx.data_path(session) {
+            self.command_queue
+                .count(|info| data_path.transport().clone_into(&mut info.transport));
         }
         if self.servers.values().all(|server| server.is_up)
             && let Some(completer) = self.connecting.take()
         {
-            self.desk.count(|info| info.state = "open");
+            self.command_queue.count(|info| info.state = "open");
             completer.complete(Ok(()));
         }
     }
 
     /// Without one of its servers a client can neither promise that there is nothing nor where an entry went: it ends.
-    fn link_down(&mut self, io: &mut Io, link: LinkId, error: Error) {
-        self.servers.remove(&link);
-        self.delivered.retain(|_, from| *from != link);
+    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
+        self.servers.remove(&session);
+        self.delivered.retain(|_, from| *from != session);
         let failure = self.failure.get_or_insert(error).clone();
         for &other in self.servers.keys() {
-            io.close(other, "another of the client's servers is lost");
+            cx.close(other, "another of the client's servers is lost");
         }
         // Until then one of them may read what a caller changes as soon as he is told.
         if self.servers.is_empty() {
@@ -264,83 +280,94 @@ impl Service for Client {
         }
     }
 
-    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
         Err(Error::protocol(
             "the server of a lookup buffer sent a frame",
         ))
     }
 
-    fn message(&mut self, io: &mut Io, link: LinkId, header: &[u8], data: AmData) -> Result<()> {
+    fn message(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        header: &[u8],
+        data: AmData,
+    ) -> Result<()> {
         let mut reader = Reader::new(header);
         let (kind, id) = (reader.u8()?, reader.u64()?);
         match kind {
-            INSERTED => self.inserted(io, link, id, Ok(())),
-            REFUSED => self.refused(io, link, id, read_refusal(&data)?),
-            OFFER => self.offer(io, link, id, reader, &data)?,
-            NOTHING => self.nothing(link, id),
-            TAKEN => self.taken(io, link, id)?,
+            INSERTED => self.inserted(cx, session, id, Ok(())),
+            REFUSED => self.refused(cx, session, id, read_refusal(&data)?),
+            OFFER => self.offer(cx, session, id, reader, &data)?,
+            NOTHING => self.nothing(session, id),
+            TAKEN => self.taken(cx, session, id)?,
             other => {
-                let tensors = &mut self.server(link)?.tensors;
-                if !tensors.message(io, link, (other, id), reader, &data)? {
+                let tensors = &mut self.server(session)?.tensors;
+                if !tensors.message(cx, session, (other, id), reader, &data)? {
                     let text = format_args!("message {other} to a client of a lookup buffer");
                     return Err(Error::protocol(text));
                 }
             }
         }
         drop(data);
-        self.advance(io, link);
+        self.advance(cx, session);
         self.count_waiting();
         Ok(())
     }
 
-    fn done(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
-        let owner = self.servers.iter_mut().find_map(|(link, server)| {
+    fn done(
+        &mut self,
+        cx: &mut ReactorContext,
+        token: u64,
+        result: std::result::Result<(), Status>,
+    ) {
+        let owner = self.servers.iter_mut().find_map(|(session, server)| {
             server
                 .tensors
                 .incoming
-                .done(io, token, result)
-                .then_some(*link)
+                .done(cx, token, result)
+                .then_some(*session)
         });
-        if let Some(link) = owner {
-            self.advance(io, link);
+        if let Some(session) = owner {
+            self.advance(cx, session);
         }
     }
 
-    fn work(&mut self, io: &mut Io) -> bool {
-        let mut commands = self.desk.take();
+    fn work(&mut self, cx: &mut ReactorContext) -> bool {
+        let mut commands = self.command_queue.take();
         if !commands.is_empty() {
             for command in commands.drain(..) {
-                self.take_command(io, command);
+                self.take_command(cx, command);
             }
             self.count_waiting();
         }
         self.servers
             .iter_mut()
-            .any(|(link, server)| server.tensors.outgoing.sum_on(io, *link))
+            .any(|(session, server)| server.tensors.outgoing.run_checksum_slice(cx, *session))
     }
 
-    fn timer(&mut self, io: &mut Io) -> Option<Instant> {
-        let next = self.inserts.expire(io.now);
+    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        let next = self.inserts.expire(cx.now);
         // The first one may have given up, and the next one be less.
-        self.post(io);
-        let first = self.links.first().copied();
-        let unanswered = first.and_then(|link| self.inserts.watch(io, link));
-        self.expire_selects(io);
-        let idle = self.pool.expire(io.now);
+        self.post(cx);
+        let first = self.sessions.first().copied();
+        let unanswered = first.and_then(|session| self.inserts.watch(cx, session));
+        self.expire_selects(cx);
+        let idle = self.pool.expire(cx.now);
         let looks = self.looks.at().into_iter().chain(unanswered);
         next.into_iter().chain(idle).chain(looks).min()
     }
 
-    fn stop(&mut self, io: &mut Io) {
-        self.desk.close();
-        self.fail(&io.closed("the lookup buffer is closed"));
+    fn stop(&mut self, cx: &mut ReactorContext) {
+        self.command_queue.close();
+        self.fail(&cx.closed("the lookup buffer is closed"));
     }
 }
 
-/// Also without [`stop`](Service::stop), as when the node panics: else what is handed in later would wait for ever.
+/// Also without [`stop`](Service::stop), as when the reactor panics: else what is handed in later would wait for ever.
 impl Drop for Client {
     fn drop(&mut self) {
-        self.desk.close();
+        self.command_queue.close();
     }
 }
 

@@ -9,7 +9,7 @@ use super::store::Ticket;
 use super::{HUGE, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
 use crate::pipe::Received;
-use crate::pool::Pool;
+use crate::transfer::pool::Pool;
 
 pub(super) struct Copying {
     pub(super) ticket: Ticket,

@@ -1,8 +1,8 @@
 //! What fuzz targets reach of a lookup buffer: what its messages are read with.
 
 use super::messages::{read_refusal, read_select, write_refusal, write_select};
-use super::transfer::Parcel;
-use crate::codec::Reader;
+use super::transfer::EntryTransfer;
+use crate::net::codec::Reader;
 
 /// What can be read is written as it was.
 pub(crate) fn decode(kind: u8, bytes: &[u8]) {
@@ -20,8 +20,8 @@ pub(crate) fn decode(kind: u8, bytes: &[u8]) {
             }
         }
         _ => {
-            if let Ok(parcel) = Parcel::read(Reader::new(bytes)) {
-                parcel.entry_bytes(&[]);
+            if let Ok(entry) = EntryTransfer::read(Reader::new(bytes)) {
+                entry.entry_bytes(&[]);
             }
         }
     }

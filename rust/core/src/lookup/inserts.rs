@@ -6,10 +6,11 @@ use std::time::Instant;
 use super::messages::{INSERT, TOKENS_CAP, write_timeout, write_tokens};
 use super::transfer::{Outgoing, seal};
 use super::{INSERTS_IN_FLIGHT, Items};
-use crate::codec::Writer;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::node::{Io, LinkId, Patience, Stage};
+use crate::net::codec::Writer;
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -28,7 +29,7 @@ pub(super) struct Insert {
 struct Sent {
     num_tokens: usize,
     completer: Completer<()>,
-    patience: Option<Patience>,
+    grace: Option<GracePeriod>,
 }
 
 #[derive(Debug, Default)]
@@ -47,16 +48,21 @@ impl Inserts {
     }
 
     /// Sends the first ones, as far as the server lets many wait.
-    pub(super) fn post(&mut self, io: &mut Io, link: LinkId, outgoing: &mut Outgoing) {
+    pub(super) fn post(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        outgoing: &mut Outgoing,
+    ) {
         while let Some(insert) = self.next() {
-            match send(io, link, outgoing, &insert) {
+            match send(cx, session, outgoing, &insert) {
                 Ok(()) => {
-                    let patience = insert.deadline.map(|at| Patience::new(io.now, at));
+                    let grace = insert.deadline.map(|at| GracePeriod::new(cx.now, at));
                     let completer = insert.completer;
                     let sent = Sent {
                         num_tokens: insert.tokens.len(),
                         completer,
-                        patience,
+                        grace,
                     };
                     self.sent.insert(insert.operation, sent);
                 }
@@ -120,18 +126,22 @@ impl Inserts {
 
     /// Ends the link to a server that is too late with an answer: it may be reading what was inserted. Tells when
     /// to come back.
-    pub(super) fn watch(&mut self, io: &mut Io, link: LinkId) -> Option<Instant> {
+    pub(super) fn watch(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+    ) -> Option<Instant> {
         let waits = self
             .sent
             .values_mut()
-            .filter_map(|sent| sent.patience.as_mut());
+            .filter_map(|sent| sent.grace.as_mut());
         let mut next: Option<Instant> = None;
-        for patience in waits {
-            match patience.look(io, &[link]) {
-                Stage::Over if !io.has_failed(link) => io.fail(link, unanswered()),
+        for grace in waits {
+            match grace.look(cx, &[session]) {
+                AnswerStage::Over if !cx.has_failed(session) => cx.fail(session, unanswered()),
                 _ => {}
             }
-            let at = patience.next(io, &[link]);
+            let at = grace.next(cx, &[session]);
             next = Some(next.map_or(at, |next| next.min(at)));
         }
         next
@@ -149,7 +159,7 @@ impl Inserts {
 
 fn crowded(num_sent: usize) -> Error {
     Error::Exhausted(format!(
-        "{num_sent} earlier inserts of this buffer wait for place, as many as may ({INSERTS_IN_FLIGHT}, with {TOKENS_CAP} tokens together); nothing was inserted, the buffer is usable"
+        "{num_sent} earlier inserts of this buffer wait for place, as many as may ({INSERTS_IN_FLIGHT}, with {TOKENS_CAP} tokens assert_send); nothing was inserted, the buffer is usable"
     ))
 }
 
@@ -159,14 +169,22 @@ fn unanswered() -> Error {
     )
 }
 
-fn send(io: &mut Io, link: LinkId, outgoing: &mut Outgoing, insert: &Insert) -> Result<()> {
+fn send(
+    cx: &mut ReactorContext,
+    session: SessionKey,
+    outgoing: &mut Outgoing,
+    insert: &Insert,
+) -> Result<()> {
     let left = insert
         .deadline
-        .map(|at| at.saturating_duration_since(io.now));
+        .map(|at| at.saturating_duration_since(cx.now));
     let writer = write_tokens(write_timeout(Writer::default(), left), &insert.tokens);
-    let writer = outgoing.write(io, link, insert.operation, &insert.items, writer)?;
-    let (sum, payload) = seal(writer);
-    let header = io.header(link, INSERT).u64(insert.operation).u64(sum);
-    io.message(link, header, Payload::Bytes(payload));
+    let writer = outgoing.write(cx, session, insert.operation, &insert.items, writer)?;
+    let (checksum, payload) = seal(writer);
+    let header = cx
+        .header(session, INSERT)
+        .u64(insert.operation)
+        .u64(checksum);
+    cx.message(session, header, Payload::Bytes(payload));
     Ok(())
 }

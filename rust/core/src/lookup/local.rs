@@ -9,11 +9,11 @@ use super::operation::{Operation, Origin, Selected};
 use super::server::Server;
 use super::shared::{Handle, Shared};
 use super::{Items, LookupInfo, Query, check_entry};
-use crate::address::listen_address;
 use crate::error::{Error, Result};
-use crate::identity::{Identity, Service};
-use crate::link::Timing;
-use crate::node::{Node, NodeConfig, default_busy_poll};
+use crate::net::address::listen_address;
+use crate::net::identity::{Identity, SessionKind};
+use crate::reactor::{Reactor, ReactorConfig, default_busy_poll};
+use crate::session::connection::SessionTimeouts;
 use crate::transport::Transport;
 use crate::work::work;
 
@@ -21,8 +21,8 @@ use crate::work::work;
 #[derive(Debug)]
 pub struct Local {
     shared: Arc<Shared>,
-    node: OnceLock<Node<Infallible>>,
-    /// Of whoever makes or ends the node: to open UCX takes up to a second, and who only asks does not wait for that.
+    reactor: OnceLock<Reactor<Infallible>>,
+    /// Of whoever makes or ends the reactor: to open UCX takes up to a second, and who only asks does not wait for that.
     serving: Mutex<()>,
 }
 
@@ -32,7 +32,7 @@ impl Local {
     pub fn new(capacity_bytes: u64) -> Self {
         Self {
             shared: Arc::new(Shared::new(capacity_bytes)),
-            node: OnceLock::new(),
+            reactor: OnceLock::new(),
             serving: Mutex::default(),
         }
     }
@@ -41,7 +41,7 @@ impl Local {
         self.serving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets other processes connect. With `is_summed`, they compare what they take with checksums.
+    /// Lets other processes connect. With `is_checksummed`, they compare what they take with checksums.
     ///
     /// # Errors
     /// `Config`: the address cannot be bound, others could reach it without a token, or the buffer is served already.
@@ -51,7 +51,7 @@ impl Local {
         address: &str,
         token: &[u8],
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
     ) -> Result<()> {
         self.shared.check_process()?;
         let _serving = self.serving();
@@ -62,25 +62,25 @@ impl Local {
         }
         self.shared.check_open()?;
         let address = listen_address(address, token)?;
-        let config = NodeConfig {
+        let config = ReactorConfig {
             listen: Some(address),
             token: token.to_vec(),
-            identity: Identity::new(Service::Lookup, "", Vec::new())?,
+            identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             local: address.ip(),
-            timing: Timing::default(),
+            timeouts: SessionTimeouts::default(),
             busy_poll: default_busy_poll(),
         };
         let shared = Arc::clone(&self.shared);
-        let served = Node::spawn(config, move || Server::new(shared, is_summed))?;
+        let served = Reactor::spawn(config, move || Server::new(shared, is_checksummed))?;
         self.shared.serve(served.waker());
-        self.node.get_or_init(|| served);
+        self.reactor.get_or_init(|| served);
         Ok(())
     }
 
     /// Where others connect, if it is served.
     pub fn address(&self) -> Option<SocketAddr> {
-        self.node.get()?.address()
+        self.reactor.get()?.address()
     }
 
     fn origin(&self) -> Arc<dyn Origin> {
@@ -129,17 +129,17 @@ impl Local {
         self.shared.close();
         // One that is being made is stopped too.
         drop(self.serving());
-        if let Some(node) = self.node.get() {
-            node.stop();
+        if let Some(reactor) = self.reactor.get() {
+            reactor.stop();
         }
     }
 }
 
 #[cfg(feature = "fuzzing")]
 impl Local {
-    pub(crate) fn round_by_hand(&self) -> crate::node::by_hand::Round {
-        let over = crate::node::by_hand::Round::Over;
-        self.node.get().map_or(over, Node::round)
+    pub(crate) fn manual_round(&self) -> crate::reactor::manual::Round {
+        let over = crate::reactor::manual::Round::Over;
+        self.reactor.get().map_or(over, Reactor::round)
     }
 }
 
@@ -147,9 +147,9 @@ impl Local {
 #[cfg(feature = "fuzzing")]
 mod tests {
     use super::*;
-    use crate::lookup::by_hand::entry;
+    use crate::lookup::manual::entry;
     use crate::pipe::Meta;
-    use crate::transport::MemoryRoad;
+    use crate::transport::MemoryPath;
 
     #[test]
     fn in_a_fork_a_buffer_touches_no_lock_that_another_thread_may_have_held() {
@@ -161,7 +161,7 @@ mod tests {
         let (sender, ended) = std::sync::mpsc::channel();
         let child = Arc::clone(&local);
         std::thread::spawn(move || {
-            let transport = Transport::Memory(MemoryRoad::Get);
+            let transport = Transport::Memory(MemoryPath::RemoteRead);
             let served = child.serve("127.0.0.1:0", b"token", transport, true);
             let inserted = child.insert(vec![1], entry(Meta::default(), 1), None);
             child.close();

@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use super::Query;
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
+use crate::net::codec::{Reader, Writer};
 
 // Besides those of `crate::fetch`. Each names an operation of the client.
 /// Client: insert this. Ends with INSERTED or REFUSED.

@@ -1,17 +1,17 @@
 //! Lookup buffers: KV entries that are found by their tokens, each delivered to exactly one consumer and then gone. In one
 //! process ([`Local`]), which may serve it to others, who connect ([`Remote`]).
 
-#[cfg(test)]
-#[cfg(feature = "fuzzing")]
-mod by_hand;
 mod client;
+mod command_queue;
 mod copying;
-mod desk;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod index;
 mod inserts;
 mod local;
+#[cfg(test)]
+#[cfg(feature = "fuzzing")]
+mod manual;
 mod messages;
 #[cfg(test)]
 mod model;
@@ -194,10 +194,10 @@ impl LookupBuffer {
         address: &str,
         token: &[u8],
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
     ) -> Result<()> {
         match self {
-            Self::Local(local) => local.serve(address, token, transport, is_summed),
+            Self::Local(local) => local.serve(address, token, transport, is_checksummed),
             Self::Remote(_) => Err(Error::Config(
                 "this buffer belongs to other processes; one in this process can be served"
                     .to_owned(),

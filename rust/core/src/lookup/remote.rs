@@ -4,23 +4,23 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::client::Client;
-use super::desk::{Command, Desk};
+use super::command_queue::{Command, CommandQueue};
 use super::inserts::Insert;
 use super::messages::TOKENS_CAP;
 use super::operation::{Operation, Origin, Selected};
 use super::{Items, LookupInfo, Query, check_entry};
-use crate::address::Route;
 use crate::error::{Error, Result};
-use crate::identity::{Identity, Service};
-use crate::node::{Node, NodeConfig, default_busy_poll};
+use crate::net::address::Route;
+use crate::net::identity::{Identity, SessionKind};
+use crate::reactor::{Reactor, ReactorConfig, default_busy_poll};
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 
 /// The buffers of one or more servers: inserts go to the first, selects to all. Any thread may call.
 #[derive(Debug)]
 pub struct Remote {
-    node: Node<std::convert::Infallible>,
-    desk: Arc<Desk>,
+    reactor: Reactor<std::convert::Infallible>,
+    command_queue: Arc<CommandQueue>,
     addresses: Vec<String>,
 }
 
@@ -48,43 +48,43 @@ impl Remote {
         addresses: Vec<String>,
         token: &[u8],
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
         let route = Self::route(addresses, timeout)?;
         while !route.wait()? {}
-        Self::connect_along(&route, token, transport, is_summed)
+        Self::connect_along(&route, token, transport, is_checksummed)
     }
 
-    /// Connects to all servers; the work is done once all have accepted. With `is_summed`, they compare what is
+    /// Connects to all servers; the work is done once all have accepted. With `is_checksummed`, they compare what is
     /// inserted with checksums.
     pub fn connect_along(
         route: &Route,
         token: &[u8],
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
     ) -> Result<(Self, Work<()>)> {
-        let config = NodeConfig {
+        let config = ReactorConfig {
             listen: None,
             token: token.to_vec(),
-            identity: Identity::new(Service::Lookup, "", Vec::new())?,
+            identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             local: route.local()?,
-            timing: route.timing(),
+            timeouts: route.timeouts(),
             busy_poll: default_busy_poll(),
         };
-        let desk = Arc::new(Desk::new());
-        desk.count(|info| info.state = "connecting");
-        let in_thread = Arc::clone(&desk);
-        let node = Node::spawn(config, move || Client::new(in_thread, is_summed))?;
-        desk.open(node.waker());
-        let (connected, completer) = node.work();
+        let command_queue = Arc::new(CommandQueue::new());
+        command_queue.count(|info| info.state = "connecting");
+        let in_thread = Arc::clone(&command_queue);
+        let reactor = Reactor::spawn(config, move || Client::new(in_thread, is_checksummed))?;
+        command_queue.open(reactor.waker());
+        let (connected, completer) = reactor.work();
         let remote = Self {
-            node,
-            desk,
+            reactor,
+            command_queue,
             addresses: route.addresses().to_vec(),
         };
-        remote.desk.send(Command::Connect {
+        remote.command_queue.send(Command::Connect {
             addresses: remote.addresses.clone(),
             completer,
         })?;
@@ -92,7 +92,7 @@ impl Remote {
     }
 
     fn origin(&self) -> Arc<dyn Origin> {
-        Arc::<Desk>::clone(&self.desk)
+        Arc::<CommandQueue>::clone(&self.command_queue)
     }
 
     /// Inserts the tensors at the first server, which has them when the operation is done; until then they must not be
@@ -110,8 +110,8 @@ impl Remote {
     ) -> Result<Operation<()>> {
         check_entry(&tokens)?;
         too_many(&tokens)?;
-        let (inserted, completer) = self.node.work();
-        let operation = self.desk.operation();
+        let (inserted, completer) = self.reactor.work();
+        let operation = self.command_queue.operation();
         let insert = Insert {
             operation,
             tokens,
@@ -119,7 +119,7 @@ impl Remote {
             deadline: timeout.map(|timeout| Instant::now() + timeout),
             completer,
         };
-        self.desk.hand(Command::Insert(insert), then)?;
+        self.command_queue.hand(Command::Insert(insert), then)?;
         Ok(Operation::insert(inserted, operation, self.origin()))
     }
 
@@ -134,15 +134,15 @@ impl Remote {
         if let Query::Tokens(tokens) = &query {
             too_many(tokens)?;
         }
-        let (selected, completer) = self.node.work();
-        let operation = self.desk.operation();
+        let (selected, completer) = self.reactor.work();
+        let operation = self.command_queue.operation();
         let select = Command::Select {
             operation,
             query,
             timeout,
             completer,
         };
-        self.desk.hand(select, then)?;
+        self.command_queue.hand(select, then)?;
         Ok(Operation::select(selected, operation, self.origin()))
     }
 
@@ -153,19 +153,19 @@ impl Remote {
 
     /// Counters and state.
     pub fn info(&self) -> LookupInfo {
-        self.desk.info()
+        self.command_queue.info()
     }
 
     /// Ends the connections; what waits ends as closed.
     pub fn close(&self) {
-        self.desk.close();
-        self.node.stop();
+        self.command_queue.close();
+        self.reactor.stop();
     }
 }
 
 #[cfg(feature = "fuzzing")]
 impl Remote {
-    pub(crate) fn round_by_hand(&self) -> crate::node::by_hand::Round {
-        self.node.round()
+    pub(crate) fn manual_round(&self) -> crate::reactor::manual::Round {
+        self.reactor.round()
     }
 }

@@ -19,23 +19,23 @@ use super::messages::{
 use super::shared::Shared;
 use super::store::{Action, Ticket};
 use super::tensors::Tensors;
-use super::transfer::{Arrived, Parcel, check_operation, check_seal, seal};
-use crate::codec::{Reader, Writer};
+use super::transfer::{Arrived, EntryTransfer, check_operation, check_seal, seal};
 use crate::error::{Error, Result};
-use crate::identity::Identity;
-use crate::node::{Io, LinkId, Service};
-use crate::pool::Pool;
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::Identity;
+use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::transfer::pool::Pool;
 use crate::transport::Payload;
 use client::{Client, Insert, Select};
 
 pub(super) struct Server {
     shared: Arc<Shared>,
-    is_summed: bool,
-    clients: HashMap<LinkId, Client>,
+    is_checksummed: bool,
+    clients: HashMap<SessionKey, Client>,
     /// They get their checksums in turns. Whose turn was last is the last one here.
-    turns: VecDeque<LinkId>,
+    turns: VecDeque<SessionKey>,
     /// Whose tickets those are that have not met their other side.
-    tickets: HashMap<Ticket, (LinkId, u64)>,
+    tickets: HashMap<Ticket, (SessionKey, u64)>,
     pool: Pool,
     /// An insert of this process, of whose copy each round does a slice.
     copying: Option<Copying>,
@@ -45,21 +45,21 @@ fn after(timeout: Option<Duration>) -> Option<Instant> {
     Instant::now().checked_add(timeout?)
 }
 
-fn say(io: &mut Io, link: LinkId, kind: u8, operation: u64) {
-    let header = io.header(link, kind).u64(operation);
-    io.message(link, header, Payload::None);
+fn say(cx: &mut ReactorContext, session: SessionKey, kind: u8, operation: u64) {
+    let header = cx.header(session, kind).u64(operation);
+    cx.message(session, header, Payload::None);
 }
 
-fn refuse(io: &mut Io, link: LinkId, operation: u64, error: &Error) {
-    let header = io.header(link, REFUSED).u64(operation);
-    io.message(link, header, Payload::Bytes(write_refusal(error)));
+fn refuse(cx: &mut ReactorContext, session: SessionKey, operation: u64, error: &Error) {
+    let header = cx.header(session, REFUSED).u64(operation);
+    cx.message(session, header, Payload::Bytes(write_refusal(error)));
 }
 
 impl Server {
-    pub(super) fn new(shared: Arc<Shared>, is_summed: bool) -> Self {
+    pub(super) fn new(shared: Arc<Shared>, is_checksummed: bool) -> Self {
         Self {
             shared,
-            is_summed,
+            is_checksummed,
             clients: HashMap::new(),
             turns: VecDeque::new(),
             tickets: HashMap::new(),
@@ -68,41 +68,41 @@ impl Server {
         }
     }
 
-    fn client(&mut self, link: LinkId) -> Result<&mut Client> {
+    fn client(&mut self, session: SessionKey) -> Result<&mut Client> {
         let unknown = || Error::protocol("a message of a client that is not connected");
-        self.clients.get_mut(&link).ok_or_else(unknown)
+        self.clients.get_mut(&session).ok_or_else(unknown)
     }
 
     fn insert(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         operation: u64,
         mut header: Reader<'_>,
         payload: &[u8],
     ) -> Result<()> {
-        let sum = header.u64()?;
+        let checksum = header.u64()?;
         header.end()?;
-        if let Err(error) = check_seal(sum, payload) {
-            refuse(io, link, operation, &error);
+        if let Err(error) = check_seal(checksum, payload) {
+            refuse(cx, session, operation, &error);
             return Ok(());
         }
         let mut reader = Reader::new(payload);
         let deadline = after(read_timeout(&mut reader)?);
         let tokens = read_tokens(&mut reader)?;
-        let parcel = Parcel::read(reader)?;
-        let num_bytes = parcel.entry_bytes(&tokens);
-        self.client(link)?.check_insert(operation, &tokens)?;
+        let entry = EntryTransfer::read(reader)?;
+        let num_bytes = entry.entry_bytes(&tokens);
+        self.client(session)?.check_insert(operation, &tokens)?;
         let ticket = match self.shared.reserve(num_bytes, deadline) {
             Ok(ticket) => ticket,
             Err(error) => {
-                refuse(io, link, operation, &error);
+                refuse(cx, session, operation, &error);
                 return Ok(());
             }
         };
-        self.tickets.insert(ticket, (link, operation));
-        let client = self.client(link)?;
-        client.tensors.incoming.add(operation, parcel);
+        self.tickets.insert(ticket, (session, operation));
+        let client = self.client(session)?;
+        client.tensors.incoming.add(operation, entry);
         let insert = Insert {
             ticket,
             tokens: tokens.into(),
@@ -112,31 +112,37 @@ impl Server {
         Ok(())
     }
 
-    fn select(&mut self, io: &mut Io, link: LinkId, operation: u64, payload: &[u8]) -> Result<()> {
+    fn select(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+        payload: &[u8],
+    ) -> Result<()> {
         let (query, timeout) = read_select(payload)?;
-        let client = self.client(link)?;
+        let client = self.client(session)?;
         client.check_select(operation)?;
         if let Err(error) = client.check_tokens(&query) {
-            refuse(io, link, operation, &error);
+            refuse(cx, session, operation, &error);
             return Ok(());
         }
         let num_tokens = query.num_tokens();
         let ticket = self.shared.select(query, after(timeout))?;
-        self.tickets.insert(ticket, (link, operation));
+        self.tickets.insert(ticket, (session, operation));
         let waiting = Select::Waiting { ticket, num_tokens };
-        self.client(link)?.selects.insert(operation, waiting);
+        self.client(session)?.selects.insert(operation, waiting);
         Ok(())
     }
 
     /// Does what the shared state has for clients.
-    fn take_mail(&mut self, io: &mut Io) {
+    fn take_mail(&mut self, cx: &mut ReactorContext) {
         for action in self.shared.take_mail() {
             let (Action::Grant(ticket)
             | Action::Full(ticket)
             | Action::Nothing(ticket)
             | Action::Deliver { select: ticket, .. }) = &action;
             match self.tickets.remove(ticket) {
-                Some((link, operation)) => self.act(io, link, operation, action),
+                Some((session, operation)) => self.act(cx, session, operation, action),
                 None => self.decline(&action),
             }
         }
@@ -151,14 +157,20 @@ impl Server {
         }
     }
 
-    fn act(&mut self, io: &mut Io, link: LinkId, operation: u64, action: Action<Items>) {
-        let Some(client) = self.clients.get_mut(&link) else {
+    fn act(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+        action: Action<Items>,
+    ) {
+        let Some(client) = self.clients.get_mut(&session) else {
             return self.decline(&action);
         };
         match action {
             Action::Grant(_) => {
                 client.tensors.incoming.begin(operation);
-                self.advance(io, link);
+                self.advance(cx, session);
             }
             Action::Full(_) => {
                 client.tensors.incoming.forget(operation);
@@ -166,67 +178,79 @@ impl Server {
                     .inserts
                     .remove(&operation)
                     .map_or(0, |insert| insert.num_bytes);
-                refuse(io, link, operation, &self.shared.full(num_bytes));
+                refuse(cx, session, operation, &self.shared.full(num_bytes));
             }
             Action::Nothing(_) => {
                 client.selects.remove(&operation);
-                say(io, link, NOTHING, operation);
+                say(cx, session, NOTHING, operation);
             }
             Action::Deliver { entry, content, .. } => {
-                self.offer(io, link, operation, entry, &content);
+                self.offer(cx, session, operation, entry, &content);
             }
         }
     }
 
-    fn offer(&mut self, io: &mut Io, link: LinkId, operation: u64, entry: Ticket, items: &Items) {
-        let Some(client) = self.clients.get_mut(&link) else {
+    fn offer(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+        entry: Ticket,
+        items: &Items,
+    ) {
+        let Some(client) = self.clients.get_mut(&session) else {
             return;
         };
         let outgoing = &mut client.tensors.outgoing;
-        match outgoing.write(io, link, operation, items, Writer::default()) {
+        match outgoing.write(cx, session, operation, items, Writer::default()) {
             Ok(writer) => {
-                let (sum, payload) = seal(writer);
-                let header = io.header(link, OFFER).u64(operation).u64(sum);
+                let (checksum, payload) = seal(writer);
+                let header = cx.header(session, OFFER).u64(operation).u64(checksum);
                 client.selects.insert(operation, Select::Leased(entry));
-                io.message(link, header, Payload::Bytes(payload));
+                cx.message(session, header, Payload::Bytes(payload));
             }
             Err(error) => {
                 outgoing.release(operation);
                 client.selects.remove(&operation);
                 self.shared.put_back(entry);
-                refuse(io, link, operation, &error);
+                refuse(cx, session, operation, &error);
             }
         }
     }
 
     /// Goes on with what a client's inserts bring, and makes visible what is here whole.
-    fn advance(&mut self, io: &mut Io, link: LinkId) {
-        let Some(client) = self.clients.get_mut(&link) else {
+    fn advance(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        let Some(client) = self.clients.get_mut(&session) else {
             return;
         };
-        for arrived in client.tensors.incoming.advance(io) {
-            self.arrived(io, link, arrived);
+        for arrived in client.tensors.incoming.advance(cx) {
+            self.arrived(cx, session, arrived);
         }
     }
 
-    fn arrived(&mut self, io: &mut Io, link: LinkId, (operation, items): Arrived) {
-        let client = self.clients.get_mut(&link);
+    fn arrived(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        (operation, items): Arrived,
+    ) {
+        let client = self.clients.get_mut(&session);
         let Some(insert) = client.and_then(|client| client.inserts.remove(&operation)) else {
             return;
         };
         let committed =
             items.and_then(|items| self.shared.commit(insert.ticket, insert.tokens, items));
         match committed {
-            Ok(()) => say(io, link, INSERTED, operation),
+            Ok(()) => say(cx, session, INSERTED, operation),
             Err(error) => {
                 self.shared.forget(insert.ticket);
-                refuse(io, link, operation, &error);
+                refuse(cx, session, operation, &error);
             }
         }
     }
 
-    fn take(&mut self, io: &mut Io, link: LinkId, operation: u64) -> Result<()> {
-        let client = self.client(link)?;
+    fn take(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) -> Result<()> {
+        let client = self.client(session)?;
         let Some(select) = client.selects.get_mut(&operation) else {
             return Err(Error::protocol(format_args!(
                 "select {operation} is unknown"
@@ -240,13 +264,13 @@ impl Server {
         *select = Select::Taken(entry);
         client.tensors.outgoing.release(operation);
         self.shared.acknowledge();
-        say(io, link, TAKEN, operation);
+        say(cx, session, TAKEN, operation);
         Ok(())
     }
 
-    fn settle(&mut self, link: LinkId, operation: u64, is_taken: bool) -> Result<()> {
-        let client = self.client(link)?;
-        // One that breaks the rules ends with the link, which puts its entry back.
+    fn settle(&mut self, session: SessionKey, operation: u64, is_taken: bool) -> Result<()> {
+        let client = self.client(session)?;
+        // One that breaks the rules ends with the session, which puts its entry back.
         let may_settle = |select: &Select| match select {
             Select::Taken(_) => true,
             Select::Leased(_) => !is_taken,
@@ -265,8 +289,13 @@ impl Server {
     }
 
     /// A select that waits or was just offered an entry, or an insert that has no place yet. Others end as they go.
-    fn withdraw(&mut self, io: &mut Io, link: LinkId, operation: u64) -> Result<()> {
-        let client = self.client(link)?;
+    fn withdraw(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+    ) -> Result<()> {
+        let client = self.client(session)?;
         if let Some(select) = client.selects.remove(&operation) {
             client.tensors.outgoing.release(operation);
             self.abandon(select, false);
@@ -274,7 +303,12 @@ impl Server {
             && let Some(insert) = client.inserts.remove(&operation)
         {
             self.forget(insert.ticket);
-            refuse(io, link, operation, &Error::Closed("withdrawn".to_owned()));
+            refuse(
+                cx,
+                session,
+                operation,
+                &Error::Closed("withdrawn".to_owned()),
+            );
         }
         Ok(())
     }
@@ -285,17 +319,17 @@ impl Server {
     }
 
     /// Computes and tells some checksums of the client whose turn it is; whether there were any.
-    fn sum_on(&mut self, io: &mut Io) -> bool {
+    fn run_checksum_slice(&mut self, cx: &mut ReactorContext) -> bool {
         let clients = &mut self.clients;
-        let had_some = |link: &LinkId| {
-            let client = clients.get_mut(link);
-            client.is_some_and(|client| client.tensors.outgoing.sum_on(io, *link))
+        let had_some = |session: &SessionKey| {
+            let client = clients.get_mut(session);
+            client.is_some_and(|client| client.tensors.outgoing.run_checksum_slice(cx, *session))
         };
         let Some(at) = self.turns.iter().position(had_some) else {
             return false;
         };
-        let link = self.turns.remove(at);
-        self.turns.extend(link);
+        let session = self.turns.remove(at);
+        self.turns.extend(session);
         true
     }
 
@@ -322,87 +356,98 @@ impl Server {
 impl Service for Server {
     type Command = Infallible;
 
-    fn command(&mut self, _io: &mut Io, command: Infallible) {
+    fn command(&mut self, _io: &mut ReactorContext, command: Infallible) {
         match command {}
     }
 
-    fn link_up(&mut self, _io: &mut Io, link: LinkId, _peer: &Identity) {
-        let tensors = Tensors::new(link, self.pool.clone(), self.is_summed);
-        self.clients.insert(link, Client::new(tensors));
-        self.turns.push_back(link);
+    fn session_up(&mut self, _io: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
+        let tensors = Tensors::new(session, self.pool.clone(), self.is_checksummed);
+        self.clients.insert(session, Client::new(tensors));
+        self.turns.push_back(session);
     }
 
-    fn link_down(&mut self, _io: &mut Io, link: LinkId, _error: Error) {
-        if let Some(client) = self.clients.remove(&link) {
-            self.turns.retain(|other| *other != link);
+    fn session_down(&mut self, _io: &mut ReactorContext, session: SessionKey, _error: Error) {
+        if let Some(client) = self.clients.remove(&session) {
+            self.turns.retain(|other| *other != session);
             self.release(client);
         }
     }
 
-    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
         Err(Error::protocol("a client of a lookup buffer sent a frame"))
     }
 
-    fn message(&mut self, io: &mut Io, link: LinkId, header: &[u8], data: AmData) -> Result<()> {
+    fn message(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        header: &[u8],
+        data: AmData,
+    ) -> Result<()> {
         let mut reader = Reader::new(header);
         let (kind, id) = (reader.u8()?, reader.u64()?);
         match kind {
             INSERT => {
                 check_operation(id)?;
-                self.insert(io, link, id, reader, &data)?;
+                self.insert(cx, session, id, reader, &data)?;
             }
             SELECT => {
                 check_operation(id)?;
-                self.select(io, link, id, &data)?;
+                self.select(cx, session, id, &data)?;
             }
-            TAKE => self.take(io, link, id)?,
-            SETTLE => self.settle(link, id, reader.flag()?)?,
-            WITHDRAW => self.withdraw(io, link, id)?,
+            TAKE => self.take(cx, session, id)?,
+            SETTLE => self.settle(session, id, reader.flag()?)?,
+            WITHDRAW => self.withdraw(cx, session, id)?,
             other => {
-                let tensors = &mut self.client(link)?.tensors;
-                if !tensors.message(io, link, (other, id), reader, &data)? {
+                let tensors = &mut self.client(session)?.tensors;
+                if !tensors.message(cx, session, (other, id), reader, &data)? {
                     let text = format_args!("message {other} to a lookup buffer");
                     return Err(Error::protocol(text));
                 }
             }
         }
         drop(data);
-        self.advance(io, link);
-        self.take_mail(io);
+        self.advance(cx, session);
+        self.take_mail(cx);
         Ok(())
     }
 
-    fn done(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
-        let owner = self.clients.iter_mut().find_map(|(link, client)| {
+    fn done(
+        &mut self,
+        cx: &mut ReactorContext,
+        token: u64,
+        result: std::result::Result<(), Status>,
+    ) {
+        let owner = self.clients.iter_mut().find_map(|(session, client)| {
             client
                 .tensors
                 .incoming
-                .done(io, token, result)
-                .then_some(*link)
+                .done(cx, token, result)
+                .then_some(*session)
         });
-        if let Some(link) = owner {
-            self.advance(io, link);
-            self.take_mail(io);
+        if let Some(session) = owner {
+            self.advance(cx, session);
+            self.take_mail(cx);
         }
     }
 
-    fn work(&mut self, io: &mut Io) -> bool {
+    fn work(&mut self, cx: &mut ReactorContext) -> bool {
         let has_copied = self.shared.copy_on(&mut self.copying);
-        self.take_mail(io);
-        self.sum_on(io) || has_copied
+        self.take_mail(cx);
+        self.run_checksum_slice(cx) || has_copied
     }
 
-    fn timer(&mut self, io: &mut Io) -> Option<Instant> {
-        if self.shared.next_deadline().is_some_and(|at| at <= io.now) {
+    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        if self.shared.next_deadline().is_some_and(|at| at <= cx.now) {
             self.shared.expire();
-            self.take_mail(io);
+            self.take_mail(cx);
         }
-        let idle = self.pool.expire(io.now);
+        let idle = self.pool.expire(cx.now);
         self.shared.next_deadline().into_iter().chain(idle).min()
     }
 }
 
-/// Also when the node panics: the buffer itself is as good as before.
+/// Also when the reactor panics: the buffer itself is as good as before.
 impl Drop for Server {
     fn drop(&mut self) {
         for (_, client) in std::mem::take(&mut self.clients) {

@@ -13,9 +13,9 @@ use super::state::{By, Effect, Insert, State, Waiting};
 use super::store::{Action, Ticket};
 use super::{Items, LookupInfo, Query};
 use crate::error::{Error, Result};
-use crate::node::Waker;
-use crate::pool::Pool;
 use crate::process::Process;
+use crate::reactor::Waker;
+use crate::transfer::pool::Pool;
 use crate::work::Completer;
 
 /// What the server's thread copies in one go: of memory that is not used yet, about 2 ms.

@@ -1,13 +1,13 @@
-//! Tensors on their way over one link, both ways.
+//! Tensors on their way over one session, both ways.
 
 use kvpipe_ucx::AmData;
 
 use super::transfer::{Incoming, Outgoing};
-use crate::codec::Reader;
 use crate::error::Result;
-use crate::fetch::{ACCEPT, CREDIT, DATA, SUMS};
-use crate::node::{Io, LinkId};
-use crate::pool::Pool;
+use crate::net::codec::Reader;
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::transfer::fetch::{ACCEPT, CHECKSUMS, CREDIT, DATA};
+use crate::transfer::pool::Pool;
 
 #[derive(Debug)]
 pub(super) struct Tensors {
@@ -16,27 +16,27 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    pub(super) fn new(link: LinkId, pool: Pool, is_summed: bool) -> Self {
+    pub(super) fn new(session: SessionKey, pool: Pool, is_checksummed: bool) -> Self {
         Self {
-            incoming: Incoming::new(link, pool),
-            outgoing: Outgoing::new(is_summed),
+            incoming: Incoming::new(session, pool),
+            outgoing: Outgoing::new(is_checksummed),
         }
     }
 
     /// Takes a message about a tensor under way; false for any other kind of message.
     pub(super) fn message(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         (kind, id): (u8, u64),
         mut reader: Reader<'_>,
         data: &AmData,
     ) -> Result<bool> {
         match kind {
-            DATA => self.incoming.place(io, id, reader, data)?,
-            SUMS => self.incoming.sums(id, data)?,
-            ACCEPT => self.outgoing.accept(io, link, id)?,
-            CREDIT => self.outgoing.credit(io, link, id, reader.u64()?),
+            DATA => self.incoming.place(cx, id, reader, data)?,
+            CHECKSUMS => self.incoming.checksums(id, data)?,
+            ACCEPT => self.outgoing.accept(cx, session, id)?,
+            CREDIT => self.outgoing.credit(cx, session, id, reader.u64()?),
             _ => return Ok(false),
         }
         Ok(true)

@@ -1,4 +1,4 @@
-//! The tensors of entries on their way over one link: small ones inside the message, large ones offered and fetched.
+//! The tensors of entries on their way over one session: small ones inside the message, large ones offered and fetched.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -7,12 +7,12 @@ use kvpipe_ucx::{AmData, Buffer, Status};
 
 use super::{HUGE, Items, NUM_ITEMS, entry_bytes};
 use crate::checksum;
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::fetch::{Fetch, Lending, Offer};
-use crate::node::{Io, LinkId};
+use crate::net::codec::{Reader, Writer};
 use crate::pipe::{Meta, Received};
-use crate::pool::Pool;
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::transfer::fetch::{ExposedBuffer, Fetch, Offer};
+use crate::transfer::pool::Pool;
 use crate::transport::Memory;
 
 /// Bytes of an entry that travel inside its message. Above them, one copy costs more than one more round trip.
@@ -33,7 +33,7 @@ pub(super) fn check_operation(operation: u64) -> Result<()> {
     )))
 }
 
-/// Names a tensor on its link: the operation, and which of its tensors.
+/// Names a tensor on its session: the operation, and which of its tensors.
 fn fetch_id(operation: u64, index: usize) -> u64 {
     operation
         .wrapping_mul(NUM_ITEMS as u64)
@@ -45,31 +45,31 @@ fn owner_of(fetch: u64) -> (u64, usize) {
     (fetch / count, (fetch % count) as usize)
 }
 
-/// What this side lends to the peer.
+/// What this side exposes to the peer.
 #[derive(Debug)]
 pub(super) struct Outgoing {
-    lent: HashMap<u64, Lending>,
+    exposed: HashMap<u64, ExposedBuffer>,
     /// Those that may have checksums to compute, in the order in which the peer fetches them.
-    summing: VecDeque<u64>,
+    checksum_jobs: VecDeque<u64>,
     /// Whether the peer compares what it fetches with checksums.
-    is_summed: bool,
+    is_checksummed: bool,
 }
 
 impl Outgoing {
-    pub(super) fn new(is_summed: bool) -> Self {
+    pub(super) fn new(is_checksummed: bool) -> Self {
         Self {
-            lent: HashMap::new(),
-            summing: VecDeque::new(),
-            is_summed,
+            exposed: HashMap::new(),
+            checksum_jobs: VecDeque::new(),
+            is_checksummed,
         }
     }
 
-    /// Appends the tensors of an operation to its message; those that are too large are lent until
+    /// Appends the tensors of an operation to its message; those that are too large are exposed until
     /// [`release`](Self::release).
     pub(super) fn write(
         &mut self,
-        io: &Io,
-        link: LinkId,
+        cx: &ReactorContext,
+        session: SessionKey,
         operation: u64,
         items: &Items,
         mut writer: Writer,
@@ -85,10 +85,10 @@ impl Outgoing {
                 }
                 Some(buffer) => {
                     let id = fetch_id(operation, index);
-                    let (lending, offer) =
-                        Lending::new(io, link, buffer.clone(), id, self.is_summed)?;
-                    self.lent.insert(id, lending);
-                    self.summing.push_back(id);
+                    let (exposed, offer) =
+                        ExposedBuffer::new(cx, session, buffer.clone(), id, self.is_checksummed)?;
+                    self.exposed.insert(id, exposed);
+                    self.checksum_jobs.push_back(id);
                     offer.write(item.meta.write(writer.u8(OFFERED)))
                 }
             };
@@ -96,40 +96,56 @@ impl Outgoing {
         Ok(writer)
     }
 
-    /// Nothing is lent any more.
+    /// Nothing is exposed any more.
     pub(super) fn clear(&mut self) {
-        self.lent.clear();
-        self.summing.clear();
+        self.exposed.clear();
+        self.checksum_jobs.clear();
     }
 
     /// The peer has, or will never have, the tensors of an operation.
     pub(super) fn release(&mut self, operation: u64) {
         for index in 0..NUM_ITEMS {
-            self.lent.remove(&fetch_id(operation, index));
+            self.exposed.remove(&fetch_id(operation, index));
         }
-        self.summing.retain(|id| self.lent.contains_key(id));
+        self.checksum_jobs
+            .retain(|id| self.exposed.contains_key(id));
     }
 
-    pub(super) fn accept(&mut self, io: &mut Io, link: LinkId, id: u64) -> Result<()> {
-        self.lent
+    pub(super) fn accept(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+    ) -> Result<()> {
+        self.exposed
             .get_mut(&id)
-            .map_or(Ok(()), |lending| lending.accept(io, link))
+            .map_or(Ok(()), |exposed| exposed.accept(cx, session))
     }
 
-    pub(super) fn credit(&mut self, io: &mut Io, link: LinkId, id: u64, credit: u64) {
-        if let Some(lending) = self.lent.get_mut(&id) {
-            lending.credit(io, link, credit);
+    pub(super) fn credit(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+        credit: u64,
+    ) {
+        if let Some(exposed) = self.exposed.get_mut(&id) {
+            exposed.credit(cx, session, credit);
         }
     }
 
     /// Computes and tells some checksums; whether there were any.
-    pub(super) fn sum_on(&mut self, io: &mut Io, link: LinkId) -> bool {
-        while let Some(id) = self.summing.front() {
-            let lending = self.lent.get_mut(id);
-            if lending.is_some_and(|lending| lending.sum_on(io, link)) {
+    pub(super) fn run_checksum_slice(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+    ) -> bool {
+        while let Some(id) = self.checksum_jobs.front() {
+            let exposed = self.exposed.get_mut(id);
+            if exposed.is_some_and(|exposed| exposed.run_checksum_slice(cx, session)) {
                 return true;
             }
-            self.summing.pop_front();
+            self.checksum_jobs.pop_front();
         }
         false
     }
@@ -146,8 +162,8 @@ pub(super) fn seal(writer: Writer) -> (u64, Vec<u8>) {
 }
 
 /// Whether a payload is what its header says.
-pub(super) fn check_seal(sum: u64, payload: &[u8]) -> Result<()> {
-    if checksum::of(payload) == sum {
+pub(super) fn check_seal(checksum: u64, payload: &[u8]) -> Result<()> {
+    if checksum::of(payload) == checksum {
         return Ok(());
     }
     Err(Error::Corrupt(
@@ -165,20 +181,20 @@ enum Slot {
 
 /// An entry as its message describes it.
 #[derive(Debug)]
-pub(super) struct Parcel {
+pub(super) struct EntryTransfer {
     metas: [Meta; NUM_ITEMS],
     slots: [Slot; NUM_ITEMS],
 }
 
-impl Parcel {
+impl EntryTransfer {
     /// Reads the tensors of a message, to its end.
     pub(super) fn read(mut reader: Reader<'_>) -> Result<Self> {
-        let mut parcel = Self {
+        let mut entry = Self {
             metas: Default::default(),
             slots: [const { Slot::Nothing }; NUM_ITEMS],
         };
         let mut space = INLINE_CAP;
-        for (meta, slot) in parcel.metas.iter_mut().zip(&mut parcel.slots) {
+        for (meta, slot) in entry.metas.iter_mut().zip(&mut entry.slots) {
             *slot = match reader.u8()? {
                 NOTHING => continue,
                 INLINE => {
@@ -195,7 +211,7 @@ impl Parcel {
             };
         }
         reader.end()?;
-        Ok(parcel)
+        Ok(entry)
     }
 
     /// What an entry of these tensors counts.
@@ -237,17 +253,17 @@ pub(super) type Arrived = (u64, Result<Items>);
 /// [`begin`](Self::begin), and of an entry one tensor after the other.
 #[derive(Debug)]
 pub(super) struct Incoming {
-    link: LinkId,
-    parcels: HashMap<u64, Parcel>,
+    session: SessionKey,
+    parcels: HashMap<u64, EntryTransfer>,
     ready: VecDeque<u64>,
     fetch: Option<Fetch>,
     pool: Pool,
 }
 
 impl Incoming {
-    pub(super) fn new(link: LinkId, pool: Pool) -> Self {
+    pub(super) fn new(session: SessionKey, pool: Pool) -> Self {
         Self {
-            link,
+            session,
             parcels: HashMap::new(),
             ready: VecDeque::new(),
             fetch: None,
@@ -256,8 +272,8 @@ impl Incoming {
     }
 
     /// Keeps an entry until its operation begins, or is forgotten.
-    pub(super) fn add(&mut self, operation: u64, parcel: Parcel) {
-        self.parcels.insert(operation, parcel);
+    pub(super) fn add(&mut self, operation: u64, entry: EntryTransfer) {
+        self.parcels.insert(operation, entry);
     }
 
     /// Drops an entry that has not begun; whether there was one.
@@ -271,11 +287,11 @@ impl Incoming {
     }
 
     /// Begins what can be, and tells what has ended.
-    pub(super) fn advance(&mut self, io: &mut Io) -> Vec<Arrived> {
+    pub(super) fn advance(&mut self, cx: &mut ReactorContext) -> Vec<Arrived> {
         let mut arrived = Vec::new();
         while let Some(&operation) = self.ready.front() {
             let outcome = match &self.fetch {
-                None => self.begin_next(io, operation),
+                None => self.begin_next(cx, operation),
                 Some(fetch) => match fetch.outcome() {
                     None => break,
                     Some(Ok(())) => {
@@ -288,8 +304,8 @@ impl Incoming {
             match outcome {
                 Ok(false) => {}
                 Ok(true) => {
-                    let parcel = self.remove(operation);
-                    arrived.extend(parcel.map(|parcel| (operation, Ok(parcel.into_items()))));
+                    let entry = self.remove(operation);
+                    arrived.extend(entry.map(|entry| (operation, Ok(entry.into_items()))));
                 }
                 Err(error) => {
                     self.remove(operation);
@@ -300,35 +316,35 @@ impl Incoming {
         arrived
     }
 
-    fn remove(&mut self, operation: u64) -> Option<Parcel> {
+    fn remove(&mut self, operation: u64) -> Option<EntryTransfer> {
         self.fetch = None;
         self.ready.pop_front();
         self.parcels.remove(&operation)
     }
 
     /// Begins to fetch the next tensor of an entry; true when there is none.
-    fn begin_next(&mut self, io: &mut Io, operation: u64) -> Result<bool> {
+    fn begin_next(&mut self, cx: &mut ReactorContext, operation: u64) -> Result<bool> {
         let offer = self
             .parcels
             .get_mut(&operation)
-            .and_then(Parcel::take_offer);
+            .and_then(EntryTransfer::take_offer);
         let Some((index, offer)) = offer else {
             return Ok(true);
         };
-        let memory = self.allocate(io, offer.len)?;
+        let memory = self.allocate(cx, offer.len)?;
         let id = fetch_id(operation, index);
-        let begun = Fetch::begin(io, self.link, id, offer, memory);
+        let begun = Fetch::begin(cx, self.session, id, offer, memory);
         // The peer's key is wrong: nothing good will come from there.
-        let fetch = begun.inspect_err(|error| io.fail(self.link, error.clone()))?;
+        let fetch = begun.inspect_err(|error| cx.fail(self.session, error.clone()))?;
         self.fetch = Some(fetch);
         Ok(false)
     }
 
-    fn allocate(&self, io: &Io, len: usize) -> Result<Arc<Memory>> {
+    fn allocate(&self, cx: &ReactorContext, len: usize) -> Result<Arc<Memory>> {
         if len < HUGE {
-            return io.register(Buffer::zeroed(len));
+            return cx.register(Buffer::zeroed(len));
         }
-        self.pool.take(io, len)
+        self.pool.take(cx, len)
     }
 
     /// Puts the tensor that is here where it belongs.
@@ -341,9 +357,9 @@ impl Incoming {
             } else {
                 self.pool.lend(memory, len)
             };
-            let parcel = self.parcels.get_mut(&operation);
-            if let (Some(parcel), Some(buffer)) = (parcel, buffer) {
-                parcel.slots[index] = Slot::Here(buffer);
+            let entry = self.parcels.get_mut(&operation);
+            if let (Some(entry), Some(buffer)) = (entry, buffer) {
+                entry.slots[index] = Slot::Here(buffer);
             }
         }
     }
@@ -353,17 +369,17 @@ impl Incoming {
     }
 
     /// Checksums have come.
-    pub(super) fn sums(&mut self, id: u64, data: &[u8]) -> Result<()> {
+    pub(super) fn checksums(&mut self, id: u64, data: &[u8]) -> Result<()> {
         if let Some(fetch) = self.fetch(id) {
-            return fetch.take_sums(data);
+            return fetch.receive_checksums(data);
         }
         let (operation, index) = owner_of(id);
         let slot = self
             .parcels
             .get_mut(&operation)
-            .map(|parcel| &mut parcel.slots[index]);
+            .map(|entry| &mut entry.slots[index]);
         match slot {
-            Some(Slot::Offered(offer)) => offer.take_sums(data).map(|_| ()),
+            Some(Slot::Offered(offer)) => offer.receive_checksums(data).map(|_| ()),
             // Of an operation that was withdrawn, or has failed here.
             _ => Ok(()),
         }
@@ -372,29 +388,29 @@ impl Incoming {
     /// A piece has come.
     pub(super) fn place(
         &mut self,
-        io: &mut Io,
+        cx: &mut ReactorContext,
         id: u64,
         header: Reader<'_>,
         data: &AmData,
     ) -> Result<()> {
-        let link = self.link;
+        let session = self.session;
         match self.fetch(id) {
-            Some(fetch) => fetch.take(io, link, header, data),
+            Some(fetch) => fetch.take(cx, session, header, data),
             // Of a fetch that has failed here.
             None => Ok(()),
         }
     }
 
-    /// A read has ended; false when it is none of this link.
+    /// A read has ended; false when it is none of this session.
     pub(super) fn done(
         &mut self,
-        io: &mut Io,
+        cx: &mut ReactorContext,
         token: u64,
         result: std::result::Result<(), Status>,
     ) -> bool {
-        let link = self.link;
+        let session = self.session;
         self.fetch
             .as_mut()
-            .is_some_and(|fetch| fetch.done(io, Some(link), token, result))
+            .is_some_and(|fetch| fetch.done(cx, Some(session), token, result))
     }
 }

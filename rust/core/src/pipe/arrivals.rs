@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 
 use super::{EAGER_CAP, MESSAGES_IN_FLIGHT, Meta};
 use crate::checksum;
-use crate::codec::Reader;
 use crate::error::{Error, Result};
-use crate::fetch::{Held, Offer};
+use crate::net::codec::Reader;
+use crate::transfer::fetch::{Held, Offer};
 
 /// A tensor that has come, or that can be fetched.
 pub(super) struct Arrived {
@@ -138,7 +138,7 @@ impl Arrivals {
 
 /// Whether a payload, bytes and what is said of them, is what the rest of its header says.
 fn is_whole(mut header: Reader<'_>, payload: &[u8]) -> Result<bool> {
-    let (is_summed, sum) = (header.flag()?, header.u64()?);
+    let (is_checksummed, checksum) = (header.flag()?, header.u64()?);
     header.end()?;
-    Ok(!is_summed || checksum::of(payload) == sum)
+    Ok(!is_checksummed || checksum::of(payload) == checksum)
 }

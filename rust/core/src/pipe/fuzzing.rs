@@ -1,13 +1,13 @@
 //! What fuzz targets reach of a pipe: its rounds.
 
 use super::{End, Pipe};
-use crate::node::by_hand::Round;
+use crate::reactor::manual::Round;
 
 impl Pipe {
     pub(crate) fn round(&self) -> Round {
         match &self.end {
-            End::Sender(node) => node.round(),
-            End::Receiver(node) => node.round(),
+            End::Sender(reactor) => reactor.round(),
+            End::Receiver(reactor) => reactor.round(),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Pipe: a single-direction FIFO of tensors between two processes. The receiving end listens, the sending end
 //! connects. Small tensors travel inside their message; large ones are offered, and the receiver fetches them
-//! into their destination by the road of the session.
+//! into their destination by the data path of the session.
 
 mod arrivals;
 #[cfg(feature = "fuzzing")]
@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Buffer;
 
-use crate::address::{Route, check_address, listen_address};
-use crate::advice::advice;
-use crate::codec::{Reader, Writer};
 use crate::error::{Error, Result};
-use crate::identity::{Identity, Service};
-use crate::link::Timing;
-use crate::node::{Io, LinkId, Node, NodeConfig};
+use crate::net::address::{Route, check_address, listen_address};
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::{Identity, SessionKind};
+use crate::reactor::{Reactor, ReactorConfig, ReactorContext, SessionKey};
+use crate::session::connection::SessionTimeouts;
+use crate::transfer::advice::advice;
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 
@@ -119,7 +119,7 @@ pub struct PipeInfo {
     pub peer: String,
     /// The transport that carries large tensors, once known.
     pub transport: String,
-    /// Why its road is slower than it need be, and what to do; empty otherwise.
+    /// Why its data path is slower than it need be, and what to do; empty otherwise.
     pub advice: &'static str,
     /// Tensors sent or received, completed.
     pub num_tensors: u64,
@@ -134,13 +134,13 @@ struct Shared(Arc<Mutex<PipeInfo>>);
 
 impl Shared {
     /// The two ends have met.
-    fn open(&self, io: &Io, link: LinkId, peer: &Identity) {
+    fn open(&self, cx: &ReactorContext, session: SessionKey, peer: &Identity) {
         let mut info = self.get();
         info.state = "open";
-        info.peer = io.peer(link);
-        if let Some(road) = io.road(link) {
-            road.transport().clone_into(&mut info.transport);
-            info.advice = advice(&road, peer.host == io.identity().host).unwrap_or_default();
+        info.peer = cx.peer(session);
+        if let Some(data_path) = cx.data_path(session) {
+            data_path.transport().clone_into(&mut info.transport);
+            info.advice = advice(&data_path, peer.host == cx.identity().host).unwrap_or_default();
         }
     }
 
@@ -151,8 +151,8 @@ impl Shared {
 
 #[derive(Debug)]
 enum End {
-    Sender(Node<sender::Command>),
-    Receiver(Node<receiver::Command>),
+    Sender(Reactor<sender::Command>),
+    Receiver(Reactor<receiver::Command>),
 }
 
 /// One end of a pipe. Any thread may call; operations take their place in the order of the calls.
@@ -168,14 +168,14 @@ fn config(
     token: &[u8],
     transport: Transport,
     busy_poll: Duration,
-) -> Result<NodeConfig> {
-    Ok(NodeConfig {
+) -> Result<ReactorConfig> {
+    Ok(ReactorConfig {
         listen,
         token: token.to_vec(),
-        identity: Identity::new(Service::Pipe, "", Vec::new())?,
+        identity: Identity::new(SessionKind::Pipe, "", Vec::new())?,
         transport: Some(transport),
         local,
-        timing: Timing::default(),
+        timeouts: SessionTimeouts::default(),
         busy_poll,
     })
 }
@@ -194,9 +194,9 @@ impl Pipe {
         shared.get().state = "connecting";
         let in_thread = shared.clone();
         let config = config(Some(address), address.ip(), token, transport, busy_poll)?;
-        let node = Node::spawn(config, || receiver::Receiver::new(in_thread))?;
+        let reactor = Reactor::spawn(config, || receiver::Receiver::new(in_thread))?;
         Ok(Self {
-            end: End::Receiver(node),
+            end: End::Receiver(reactor),
             shared,
         })
     }
@@ -212,22 +212,22 @@ impl Pipe {
         address: &str,
         token: &[u8],
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
         busy_poll: Duration,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
         let route = Self::route(address, timeout)?;
         while !route.wait()? {}
-        Self::connect_along(&route, token, transport, is_summed, busy_poll)
+        Self::connect_along(&route, token, transport, is_checksummed, busy_poll)
     }
 
-    /// Opens the sending end; the work is done once the receiver has accepted it. With `is_summed`, the receiver
+    /// Opens the sending end; the work is done once the receiver has accepted it. With `is_checksummed`, the receiver
     /// compares what it gets with checksums.
     pub fn connect_along(
         route: &Route,
         token: &[u8],
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
         busy_poll: Duration,
     ) -> Result<(Self, Work<()>)> {
         let address = route.addresses().join(",");
@@ -238,14 +238,16 @@ impl Pipe {
             info.peer.clone_from(&address);
         }
         let mut config = config(None, route.local()?, token, transport, busy_poll)?;
-        config.timing = route.timing();
+        config.timeouts = route.timeouts();
         let in_thread = shared.clone();
-        let node = Node::spawn(config, move || sender::Sender::new(in_thread, is_summed))?;
-        let (connected, completer) = node.work();
-        node.send(sender::Command::Connect { address, completer })?;
+        let reactor = Reactor::spawn(config, move || {
+            sender::Sender::new(in_thread, is_checksummed)
+        })?;
+        let (connected, completer) = reactor.work();
+        reactor.send(sender::Command::Connect { address, completer })?;
         Ok((
             Self {
-                end: End::Sender(node),
+                end: End::Sender(reactor),
                 shared,
             },
             connected,
@@ -260,20 +262,20 @@ impl Pipe {
         deadline: Deadline,
         then: Then,
     ) -> Result<Work<()>> {
-        let End::Sender(node) = &self.end else {
+        let End::Sender(reactor) = &self.end else {
             return Err(Error::Config(
                 "this is the receiving end of the pipe; it cannot send".to_owned(),
             ));
         };
         meta.check()?;
-        let (done, completer) = node.work();
+        let (done, completer) = reactor.work();
         let send = sender::Command::Send {
             meta,
             buffer,
             deadline,
             completer,
         };
-        node.hand(send, then)?;
+        reactor.hand(send, then)?;
         Ok(done)
     }
 
@@ -284,18 +286,18 @@ impl Pipe {
         deadline: Deadline,
         then: Then,
     ) -> Result<Work<Arc<Received>>> {
-        let End::Receiver(node) = &self.end else {
+        let End::Receiver(reactor) = &self.end else {
             return Err(Error::Config(
                 "this is the sending end of the pipe; it cannot receive".to_owned(),
             ));
         };
-        let (done, completer) = node.work();
+        let (done, completer) = reactor.work();
         let receive = receiver::Command::Receive {
             out,
             deadline,
             completer,
         };
-        node.hand(receive, then)?;
+        reactor.hand(receive, then)?;
         Ok(done)
     }
 
@@ -303,23 +305,23 @@ impl Pipe {
     pub fn withdraw(&self, receive: &Work<Arc<Received>>) -> Result<()> {
         match &self.end {
             End::Sender(_) => Ok(()),
-            End::Receiver(node) => node.send(receiver::Command::Withdraw(receive.clone())),
+            End::Receiver(reactor) => reactor.send(receiver::Command::Withdraw(receive.clone())),
         }
     }
 
     /// Ends the pipe in order. Of a sender: done once everything has been taken.
     pub fn close(&self, deadline: Deadline) -> Result<Option<Work<()>>> {
         match &self.end {
-            End::Sender(node) => {
-                let (done, completer) = node.work();
-                node.send(sender::Command::Close {
+            End::Sender(reactor) => {
+                let (done, completer) = reactor.work();
+                reactor.send(sender::Command::Close {
                     deadline,
                     completer,
                 })?;
                 Ok(Some(done))
             }
-            End::Receiver(node) => {
-                node.stop();
+            End::Receiver(reactor) => {
+                reactor.stop();
                 self.shared.get().state = "closed";
                 Ok(None)
             }
@@ -329,8 +331,8 @@ impl Pipe {
     /// Stops the thread; everything under way ends.
     pub fn stop(&self) {
         match &self.end {
-            End::Sender(node) => node.stop(),
-            End::Receiver(node) => node.stop(),
+            End::Sender(reactor) => reactor.stop(),
+            End::Receiver(reactor) => reactor.stop(),
         }
         self.shared.get().state = "closed";
     }
@@ -339,7 +341,7 @@ impl Pipe {
     pub fn address(&self) -> Option<SocketAddr> {
         match &self.end {
             End::Sender(_) => None,
-            End::Receiver(node) => node.address(),
+            End::Receiver(reactor) => reactor.address(),
         }
     }
 

@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use super::WITHDRAW;
 use crate::error::{Error, Result};
-use crate::fetch::Lending;
-use crate::node::{Io, LinkId, Patience, Stage};
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::grace::{AnswerStage, GracePeriod};
+use crate::transfer::fetch::ExposedBuffer;
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -17,29 +18,29 @@ pub(super) struct Posted {
 }
 
 pub(super) struct Large {
-    pub(super) lending: Lending,
+    pub(super) exposed: ExposedBuffer,
     completer: Completer<()>,
-    patience: Option<Patience>,
+    grace: Option<GracePeriod>,
     is_withdrawn: bool,
 }
 
 impl Large {
     pub(super) fn new(
-        lending: Lending,
+        exposed: ExposedBuffer,
         completer: Completer<()>,
-        patience: Option<Patience>,
+        grace: Option<GracePeriod>,
     ) -> Self {
         Self {
-            lending,
+            exposed,
             completer,
-            patience,
+            grace,
             is_withdrawn: false,
         }
     }
 
     /// First deregistered and let go, then reported: the caller may free the tensor at once.
     pub(super) fn complete(self, result: Result<()>) {
-        drop(self.lending);
+        drop(self.exposed);
         self.completer.complete(result);
     }
 }
@@ -88,51 +89,55 @@ impl OnTheirWay {
     }
 
     /// Hashes a slice of what has not been hashed; whether there was any.
-    pub(super) fn sum_on(&mut self, io: &mut Io, link: LinkId) -> bool {
+    pub(super) fn run_checksum_slice(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+    ) -> bool {
         let mut larges = self
             .tensors
             .iter_mut()
             .filter_map(|posted| posted.large.as_mut());
-        larges.any(|large| large.lending.sum_on(io, link))
+        larges.any(|large| large.exposed.run_checksum_slice(cx, session))
     }
 
     /// When one of them has to be looked at.
-    pub(super) fn next(&self, io: &Io, link: LinkId) -> Option<Instant> {
+    pub(super) fn next(&self, cx: &ReactorContext, session: SessionKey) -> Option<Instant> {
         let larges = self
             .tensors
             .iter()
             .filter_map(|posted| posted.large.as_ref());
-        let patiences = larges.filter_map(|large| large.patience.as_ref());
-        patiences.map(|patience| patience.next(io, &[link])).min()
+        let patiences = larges.filter_map(|large| large.grace.as_ref());
+        patiences.map(|grace| grace.next(cx, &[session])).min()
     }
 
     /// Withdraws offers that nobody asked for in time; closes the pipe under one whose withdrawal is not answered: the
     /// receiver may be reading, and the memory must go back to the caller now.
-    pub(super) fn expire(&mut self, io: &mut Io, link: LinkId) {
+    pub(super) fn expire(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         let mut withdraw = Vec::new();
         for posted in &mut self.tensors {
             let Some(large) = &mut posted.large else {
                 continue;
             };
-            let Some(patience) = &mut large.patience else {
+            let Some(grace) = &mut large.grace else {
                 continue;
             };
-            match patience.look(io, &[link]) {
-                Stage::Late | Stage::Over if !large.is_withdrawn => {
+            match grace.look(cx, &[session]) {
+                AnswerStage::Late | AnswerStage::Over if !large.is_withdrawn => {
                     large.is_withdrawn = true;
-                    patience.due_from(io.now);
+                    grace.due_from(cx.now);
                     withdraw.push(posted.sequence);
                 }
-                Stage::InTime | Stage::Late => {}
-                Stage::Over => {
+                AnswerStage::InTime | AnswerStage::Late => {}
+                AnswerStage::Over => {
                     let text = "the tensor was not received in time, and the receiver does not say that it will not read it any more; the pipe is closed";
-                    return io.fail(link, Error::Timeout(text.to_owned()));
+                    return cx.fail(session, Error::Timeout(text.to_owned()));
                 }
             }
         }
         for sequence in withdraw {
-            let header = io.header(link, WITHDRAW).u64(sequence);
-            io.message(link, header, Payload::None);
+            let header = cx.header(session, WITHDRAW).u64(sequence);
+            cx.message(session, header, Payload::None);
         }
     }
 }

@@ -11,13 +11,13 @@ use super::receiving::Receiving;
 use super::{
     CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW,
 };
-use crate::codec::{Reader, Writer};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::fetch::{DATA, SUMS};
-use crate::identity::Identity;
-use crate::node::{Io, LinkId, Service};
-use crate::pool::Pool;
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::Identity;
+use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::transfer::fetch::{CHECKSUMS, DATA};
+use crate::transfer::pool::Pool;
 use crate::transport::Payload;
 use crate::work::{Completer, Work};
 
@@ -56,9 +56,9 @@ pub(super) struct Wanted {
 pub(super) struct Receiver {
     pub(super) shared: Shared,
     /// The one sender, from the moment it was let in.
-    pub(super) sender: Option<LinkId>,
+    pub(super) sender: Option<SessionKey>,
     /// The same, while its session is established.
-    pub(super) link: Option<LinkId>,
+    pub(super) session: Option<SessionKey>,
     pub(super) arrived: Arrivals,
     pub(super) wanted: VecDeque<Wanted>,
     pub(super) deadlines: Earliest,
@@ -79,7 +79,7 @@ impl Receiver {
         Self {
             shared,
             sender: None,
-            link: None,
+            session: None,
             arrived: Arrivals::default(),
             wanted: VecDeque::new(),
             deadlines: Earliest::default(),
@@ -94,7 +94,7 @@ impl Receiver {
     }
 
     /// Brings what has come and who waits together, in order, until one of them is missing.
-    pub(super) fn pair(&mut self, io: &mut Io) {
+    pub(super) fn pair(&mut self, cx: &mut ReactorContext) {
         while self.may_begin() && !self.wanted.is_empty() {
             let Some(wanted) = self.wanted.pop_front() else {
                 return;
@@ -110,19 +110,19 @@ impl Receiver {
             }
             let (sequence, meta) = (arrived.sequence, arrived.meta);
             match arrived.content {
-                Content::Eager(bytes) => self.deliver(io, sequence, meta, bytes, wanted),
+                Content::Eager(bytes) => self.deliver(cx, sequence, meta, bytes, wanted),
                 Content::Corrupt { was_offered } => {
                     if was_offered {
-                        self.say(io, CORRUPT, sequence);
+                        self.say(cx, CORRUPT, sequence);
                     } else {
-                        self.take(io, sequence, 0);
+                        self.take(cx, sequence, 0);
                     }
                     let text = format!(
                         "tensor {sequence} differs from its checksum; it is lost, the pipe is usable"
                     );
                     wanted.completer.complete(Err(Error::Corrupt(text)));
                 }
-                Content::Offer(offer) => self.begin(io, sequence, meta, offer, wanted),
+                Content::Offer(offer) => self.begin(cx, sequence, meta, offer, wanted),
             }
         }
         if self.arrived.is_empty() && self.receiving.is_empty() {
@@ -138,8 +138,15 @@ impl Receiver {
         }
     }
 
-    fn deliver(&mut self, io: &mut Io, sequence: u64, meta: Meta, bytes: Vec<u8>, wanted: Wanted) {
-        self.take(io, sequence, bytes.len());
+    fn deliver(
+        &mut self,
+        cx: &mut ReactorContext,
+        sequence: u64,
+        meta: Meta,
+        bytes: Vec<u8>,
+        wanted: Wanted,
+    ) {
+        self.take(cx, sequence, bytes.len());
         let buffer = match wanted.out {
             Some((_, out)) if !out.write(0, &bytes) => {
                 let text = "the CUDA driver could not write into out=; the tensor is lost, the pipe is usable";
@@ -155,33 +162,33 @@ impl Receiver {
 
     /// Takes a tensor. The sender of a small one waits for nothing but its credit: it is told with others, so that it
     /// need not wake for each.
-    pub(super) fn take(&mut self, io: &mut Io, sequence: u64, len: usize) {
+    pub(super) fn take(&mut self, cx: &mut ReactorContext, sequence: u64, len: usize) {
         self.taken.push(sequence);
         if len > EAGER_CAP || self.taken.len() >= MESSAGES_IN_FLIGHT / 4 {
-            self.tell_taken(io);
+            self.tell_taken(cx);
         } else {
-            self.tell_at.get_or_insert(io.now + TELL_WITHIN);
+            self.tell_at.get_or_insert(cx.now + TELL_WITHIN);
         }
         let mut info = self.shared.get();
         info.num_tensors += 1;
         info.num_bytes += len as u64;
     }
 
-    fn tell_taken(&mut self, io: &mut Io) {
+    fn tell_taken(&mut self, cx: &mut ReactorContext) {
         self.tell_at = None;
         let taken = std::mem::take(&mut self.taken);
-        if let (Some(link), Some((first, rest))) = (self.link, taken.split_first()) {
-            let header = io.header(link, TAKEN).u64(*first);
+        if let (Some(session), Some((first, rest))) = (self.session, taken.split_first()) {
+            let header = cx.header(session, TAKEN).u64(*first);
             let rest = Writer::default().list(rest, |w, sequence| w.u64(*sequence));
-            io.message(link, header, Payload::Bytes(rest.finish()));
+            cx.message(session, header, Payload::Bytes(rest.finish()));
         }
     }
 
     /// Tells the sender something about one of its tensors.
-    pub(super) fn say(&self, io: &mut Io, kind: u8, sequence: u64) {
-        if let Some(link) = self.link {
-            let header = io.header(link, kind).u64(sequence);
-            io.message(link, header, Payload::None);
+    pub(super) fn say(&self, cx: &mut ReactorContext, kind: u8, sequence: u64) {
+        if let Some(session) = self.session {
+            let header = cx.header(session, kind).u64(sequence);
+            cx.message(session, header, Payload::None);
         }
     }
 
@@ -200,8 +207,8 @@ impl Receiver {
         self.shared.get().in_flight = self.wanted.len() + self.receiving.len();
     }
 
-    fn expire(&mut self, io: &mut Io) {
-        let now = io.now;
+    fn expire(&mut self, cx: &mut ReactorContext) {
+        let now = cx.now;
         if self.deadlines.take_if_past(now) {
             let late = |wanted: &Wanted| wanted.deadline.meet_by.is_some_and(|at| at <= now);
             let (expired, kept): (VecDeque<_>, VecDeque<_>) = self.wanted.drain(..).partition(late);
@@ -220,13 +227,14 @@ impl Receiver {
             let done_by = receiving.deadline.done_by;
             !receiving.fetch.has_failed() && done_by.is_some_and(|at| at <= now)
         };
-        if let (Some(link), Some(receiving)) = (self.link, self.receiving.iter_mut().find(is_late))
+        if let (Some(session), Some(receiving)) =
+            (self.session, self.receiving.iter_mut().find(is_late))
         {
             let len = receiving.fetch.len();
             let text =
                 format!("a tensor of {len} bytes was not received in time; the pipe is closed");
             receiving.fetch.fail(Error::Timeout(text.clone()));
-            io.fail(link, Error::Timeout(text));
+            cx.fail(session, Error::Timeout(text));
         }
     }
 }
@@ -256,7 +264,7 @@ fn mismatch(wanted: &Wanted, arrived: &Arrived) -> Option<Error> {
 impl Service for Receiver {
     type Command = Command;
 
-    fn command(&mut self, io: &mut Io, command: Command) {
+    fn command(&mut self, cx: &mut ReactorContext, command: Command) {
         match command {
             Command::Receive {
                 out,
@@ -269,50 +277,50 @@ impl Service for Receiver {
                     deadline,
                     completer,
                 });
-                self.pair(io);
+                self.pair(cx);
             }
             Command::Withdraw(receive) => self.withdraw_receive(&receive),
         }
     }
 
-    fn accept(&mut self, link: LinkId, _peer: &Identity) -> std::result::Result<(), String> {
+    fn accept(&mut self, session: SessionKey, _peer: &Identity) -> std::result::Result<(), String> {
         if self.sender.is_some() {
             return Err(
                 "this pipe already has a sender; a pipe has one for its whole life".to_owned(),
             );
         }
-        self.sender = Some(link);
+        self.sender = Some(session);
         Ok(())
     }
 
-    fn dismissed(&mut self, link: LinkId) {
-        self.sender.take_if(|sender| *sender == link);
+    fn dismissed(&mut self, session: SessionKey) {
+        self.sender.take_if(|sender| *sender == session);
     }
 
-    fn link_up(&mut self, io: &mut Io, link: LinkId, peer: &Identity) {
-        self.link = Some(link);
-        self.shared.open(io, link, peer);
+    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
+        self.session = Some(session);
+        self.shared.open(cx, session, peer);
     }
 
-    fn link_down(&mut self, io: &mut Io, _link: LinkId, error: Error) {
+    fn session_down(&mut self, cx: &mut ReactorContext, _link: SessionKey, error: Error) {
         let error = if self.has_ended {
             Error::EndOfPipe
         } else {
             error
         };
         self.failure.get_or_insert(error.clone());
-        self.link = None;
+        self.session = None;
         // What came whole can still be received; an offer cannot, its memory is gone with the sender.
         self.arrived.lose_offers();
         for receiving in &mut self.receiving {
             receiving.fetch.fail(error.clone());
         }
         self.shared.get().state = "closed";
-        self.finish(io);
-        self.pair(io);
+        self.finish(cx);
+        self.pair(cx);
     }
 
-    fn frame(&mut self, _io: &mut Io, _link: LinkId, frame: &[u8]) -> Result<()> {
+    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, frame: &[u8]) -> Result<()> {
         if frame != END {
             return Err(Error::protocol(
                 "the sender of a pipe sent an unknown frame",
@@ -322,7 +330,13 @@ impl Service for Receiver {
         Ok(())
     }
 
-    fn message(&mut self, io: &mut Io, link: LinkId, header: &[u8], data: AmData) -> Result<()> {
+    fn message(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        header: &[u8],
+        data: AmData,
+    ) -> Result<()> {
         let mut reader = Reader::new(header);
         let kind = reader.u8()?;
         let sequence = reader.u64()?;
@@ -330,15 +344,15 @@ impl Service for Receiver {
             EAGER => self.arrived.eager(sequence, reader, &data)?,
             OFFER => self.arrived.offer(sequence, reader, &data)?,
             DATA => {
-                self.place(io, link, sequence, reader, &data)?;
-                self.finish(io);
+                self.place(cx, session, sequence, reader, &data)?;
+                self.finish(cx);
             }
-            SUMS => {
+            CHECKSUMS => {
                 reader.end()?;
-                self.sums(sequence, &data)?;
-                self.finish(io);
+                self.checksums(sequence, &data)?;
+                self.finish(cx);
             }
-            WITHDRAW => self.withdraw(io, sequence),
+            WITHDRAW => self.withdraw(cx, sequence),
             other => {
                 return Err(Error::protocol(format_args!(
                     "message {other} to the receiver of a pipe"
@@ -346,29 +360,34 @@ impl Service for Receiver {
             }
         }
         drop(data);
-        self.pair(io);
+        self.pair(cx);
         Ok(())
     }
 
-    fn done(&mut self, io: &mut Io, token: u64, result: std::result::Result<(), Status>) {
+    fn done(
+        &mut self,
+        cx: &mut ReactorContext,
+        token: u64,
+        result: std::result::Result<(), Status>,
+    ) {
         for receiving in &mut self.receiving {
-            if receiving.fetch.done(io, self.link, token, result) {
+            if receiving.fetch.done(cx, self.session, token, result) {
                 break;
             }
         }
-        // Also of a link that has gone: the last read that ends is what its receive has waited for.
-        self.finish(io);
+        // Also of a session that has gone: the last read that ends is what its receive has waited for.
+        self.finish(cx);
     }
 
-    fn closing(&mut self, io: &mut Io) {
-        self.tell_taken(io);
+    fn closing(&mut self, cx: &mut ReactorContext) {
+        self.tell_taken(cx);
     }
 
-    fn timer(&mut self, io: &mut Io) -> Option<Instant> {
-        if self.tell_at.is_some_and(|at| at <= io.now) {
-            self.tell_taken(io);
+    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        if self.tell_at.is_some_and(|at| at <= cx.now) {
+            self.tell_taken(cx);
         }
-        self.expire(io);
+        self.expire(cx);
         let receiving = self
             .receiving
             .iter()
@@ -377,12 +396,12 @@ impl Service for Receiver {
         receiving
             .chain(self.deadlines.at())
             .chain(self.tell_at)
-            .chain(self.pool.expire(io.now))
+            .chain(self.pool.expire(cx.now))
             .min()
     }
 
-    fn stop(&mut self, io: &mut Io) {
-        let closed = || io.closed("the pipe is closed");
+    fn stop(&mut self, cx: &mut ReactorContext) {
+        let closed = || cx.closed("the pipe is closed");
         for wanted in self.wanted.drain(..) {
             wanted.completer.complete(Err(closed()));
         }

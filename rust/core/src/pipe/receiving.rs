@@ -7,11 +7,11 @@ use kvpipe_ucx::AmData;
 use super::arrivals::{Arrived, Content};
 use super::receiver::{Received, Receiver, Wanted};
 use super::{CORRUPT, Deadline, MESSAGES_IN_FLIGHT, Meta, WITHDRAWN};
-use crate::codec::Reader;
 use crate::error::{Error, Result};
-use crate::fetch::{Fetch, Offer};
-use crate::node::{Io, LinkId};
-use crate::pool::Pool;
+use crate::net::codec::Reader;
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::transfer::fetch::{Fetch, Offer};
+use crate::transfer::pool::Pool;
 use crate::work::Completer;
 
 /// Large tensors that are fetched at once, while less than this is left of those under way.
@@ -43,16 +43,16 @@ impl Receiver {
 
     pub(super) fn begin(
         &mut self,
-        io: &mut Io,
+        cx: &mut ReactorContext,
         sequence: u64,
         meta: Meta,
         offer: Offer,
         wanted: Wanted,
     ) {
-        let Some(link) = self.link else { return };
+        let Some(session) = self.session else { return };
         let memory = match &wanted.out {
-            Some((_, buffer)) => io.register(buffer.clone()),
-            None => self.pool.take(io, offer.len),
+            Some((_, buffer)) => cx.register(buffer.clone()),
+            None => self.pool.take(cx, offer.len),
         };
         let memory = match memory {
             Ok(memory) => memory,
@@ -66,7 +66,7 @@ impl Receiver {
                 return wanted.completer.complete(Err(not_consumed(error)));
             }
         };
-        match Fetch::begin(io, link, sequence, offer, memory) {
+        match Fetch::begin(cx, session, sequence, offer, memory) {
             Ok(fetch) => {
                 self.receiving.push_back(Receiving {
                     meta,
@@ -78,7 +78,7 @@ impl Receiver {
                 });
             }
             Err(error) => {
-                io.fail(link, error.clone());
+                cx.fail(session, error.clone());
                 wanted.completer.complete(Err(error));
             }
         }
@@ -92,14 +92,14 @@ impl Receiver {
 
     pub(super) fn place(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         sequence: u64,
         header: Reader<'_>,
         data: &AmData,
     ) -> Result<()> {
         if let Some(receiving) = self.fetch(sequence) {
-            return receiving.fetch.take(io, link, header, data);
+            return receiving.fetch.take(cx, session, header, data);
         }
         if self.withdrawn.contains(&sequence) {
             // Sent before the sender knew that its withdrawal had been taken.
@@ -110,41 +110,41 @@ impl Receiver {
         )))
     }
 
-    pub(super) fn sums(&mut self, sequence: u64, data: &[u8]) -> Result<()> {
+    pub(super) fn checksums(&mut self, sequence: u64, data: &[u8]) -> Result<()> {
         if let Some(receiving) = self.fetch(sequence) {
-            return receiving.fetch.take_sums(data);
+            return receiving.fetch.receive_checksums(data);
         }
         // One of which nothing is known was withdrawn, or has failed here.
         let Some(offer) = self.arrived.offer_of(sequence) else {
             return Ok(());
         };
-        offer.take_sums(data).map(|_| ())
+        offer.receive_checksums(data).map(|_| ())
     }
 
     /// Delivers what is complete, in order; a sender that waits for its withdrawal is answered out of turn.
-    pub(super) fn finish(&mut self, io: &mut Io) {
+    pub(super) fn finish(&mut self, cx: &mut ReactorContext) {
         let is_next = |(at, receiving): &(usize, &Receiving)| {
             (*at == 0 || receiving.is_withdrawn) && receiving.fetch.outcome().is_some()
         };
         while let Some((at, _)) = self.receiving.iter().enumerate().find(is_next) {
             if let Some(receiving) = self.receiving.remove(at) {
-                self.end(io, receiving);
+                self.end(cx, receiving);
             }
         }
-        self.pair(io);
+        self.pair(cx);
     }
 
-    pub(super) fn end(&mut self, io: &mut Io, receiving: Receiving) {
+    pub(super) fn end(&mut self, cx: &mut ReactorContext, receiving: Receiving) {
         let Some(outcome) = receiving.fetch.outcome() else {
             return;
         };
         self.count_waiting();
         let (sequence, len) = (receiving.fetch.id(), receiving.fetch.len());
         if receiving.is_withdrawn {
-            self.say(io, WITHDRAWN, sequence);
+            self.say(cx, WITHDRAWN, sequence);
         }
         let received = outcome.map(|()| {
-            self.take(io, sequence, len);
+            self.take(cx, sequence, len);
             let memory = receiving.fetch.into_memory();
             let lend = |pool: &Pool| pool.lend(memory, len);
             let buffer = receiving.is_fresh.then(|| lend(&self.pool)).flatten();
@@ -154,12 +154,12 @@ impl Receiver {
             })
         });
         if let Err(Error::Corrupt(_)) = received {
-            self.say(io, CORRUPT, sequence);
+            self.say(cx, CORRUPT, sequence);
         }
         receiving.completer.complete(received);
     }
 
-    pub(super) fn withdraw(&mut self, io: &mut Io, sequence: u64) {
+    pub(super) fn withdraw(&mut self, cx: &mut ReactorContext, sequence: u64) {
         if let Some(receiving) = self.fetch(sequence) {
             // Answered once no read is under way: only then may the sender have its memory back.
             let text = "the sender withdrew the tensor while it was received; it is lost, the pipe is usable";
@@ -167,10 +167,10 @@ impl Receiver {
             receiving.is_withdrawn = true;
             self.withdrawn.truncate(MESSAGES_IN_FLIGHT - 1);
             self.withdrawn.push_front(sequence);
-            return self.finish(io);
+            return self.finish(cx);
         }
         if self.arrived.withdraw(sequence) {
-            self.say(io, WITHDRAWN, sequence);
+            self.say(cx, WITHDRAWN, sequence);
         }
     }
 }

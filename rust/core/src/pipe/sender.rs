@@ -10,12 +10,13 @@ use super::{
     CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAWN,
 };
 use crate::checksum;
-use crate::codec::{Reader, Writer};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::fetch::{ACCEPT, CREDIT, Lending};
-use crate::identity::Identity;
-use crate::node::{Io, LinkId, Patience, Service};
+use crate::net::codec::{Reader, Writer};
+use crate::net::identity::Identity;
+use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::session::grace::GracePeriod;
+use crate::transfer::fetch::{ACCEPT, CREDIT, ExposedBuffer};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -48,8 +49,8 @@ struct Queued {
 pub(super) struct Sender {
     shared: Shared,
     /// Whether what is sent has checksums.
-    is_summed: bool,
-    link: Option<LinkId>,
+    is_checksummed: bool,
+    session: Option<SessionKey>,
     is_up: bool,
     connecting: Option<Completer<()>>,
     queue: VecDeque<Queued>,
@@ -63,11 +64,11 @@ pub(super) struct Sender {
 }
 
 impl Sender {
-    pub(super) fn new(shared: Shared, is_summed: bool) -> Self {
+    pub(super) fn new(shared: Shared, is_checksummed: bool) -> Self {
         Self {
             shared,
-            is_summed,
-            link: None,
+            is_checksummed,
+            session: None,
             is_up: false,
             connecting: None,
             queue: VecDeque::new(),
@@ -79,8 +80,8 @@ impl Sender {
         }
     }
 
-    fn post(&mut self, io: &mut Io) {
-        let Some(link) = self.link.filter(|_| self.is_up) else {
+    fn post(&mut self, cx: &mut ReactorContext) {
+        let Some(session) = self.session.filter(|_| self.is_up) else {
             return;
         };
         while self.posted.len() < MESSAGES_IN_FLIGHT {
@@ -89,21 +90,26 @@ impl Sender {
             };
             let is_host = queued.buffer.kind() == MemoryKind::Host;
             let unsent = if is_host && queued.buffer.len() <= EAGER_CAP {
-                self.post_eager(io, link, queued)
+                self.post_eager(cx, session, queued)
             } else {
-                self.post_offer(io, link, queued)
+                self.post_offer(cx, session, queued)
             };
             if let Some(queued) = unsent {
-                // The link is lost, and its end will be that of all that is queued.
+                // The session is lost, and its end will be that of all that is queued.
                 self.queue.push_front(queued);
                 return;
             }
         }
-        self.finish_closing(io);
+        self.finish_closing(cx);
     }
 
-    /// Gives a tensor back that cannot be sent because the link is lost.
-    fn post_eager(&mut self, io: &mut Io, link: LinkId, queued: Queued) -> Option<Queued> {
+    /// Gives a tensor back that cannot be sent because the session is lost.
+    fn post_eager(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        queued: Queued,
+    ) -> Option<Queued> {
         let len = queued.buffer.len();
         let Some(bytes) = queued.buffer.bytes(0, len) else {
             let text =
@@ -113,9 +119,9 @@ impl Sender {
             return None;
         };
         let payload = queued.meta.write(Writer::default()).bytes(bytes).finish();
-        let header = io.header(link, EAGER).u64(self.posted.next_sequence());
+        let header = cx.header(session, EAGER).u64(self.posted.next_sequence());
         let header = self.seal(header, &payload);
-        if !io.message(link, header, Payload::Bytes(payload)) {
+        if !cx.message(session, header, Payload::Bytes(payload)) {
             return Some(queued);
         }
         self.count(len);
@@ -125,63 +131,79 @@ impl Sender {
     }
 
     /// As [`post_eager`](Self::post_eager).
-    fn post_offer(&mut self, io: &mut Io, link: LinkId, queued: Queued) -> Option<Queued> {
+    fn post_offer(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        queued: Queued,
+    ) -> Option<Queued> {
         let sequence = self.posted.next_sequence();
-        let lent = Lending::new(io, link, queued.buffer.clone(), sequence, self.is_summed);
-        let (lending, offer) = match lent {
-            Ok(lent) => lent,
+        let exposed = ExposedBuffer::new(
+            cx,
+            session,
+            queued.buffer.clone(),
+            sequence,
+            self.is_checksummed,
+        );
+        let (exposed, offer) = match exposed {
+            Ok(exposed) => exposed,
             Err(error) => {
                 queued.completer.complete(Err(error));
                 return None;
             }
         };
         let payload = offer.write(queued.meta.write(Writer::default())).finish();
-        let header = self.seal(io.header(link, OFFER).u64(sequence), &payload);
-        if !io.message(link, header, Payload::Bytes(payload)) {
+        let header = self.seal(cx.header(session, OFFER).u64(sequence), &payload);
+        if !cx.message(session, header, Payload::Bytes(payload)) {
             return Some(queued);
         }
-        let patience = queued.deadline.meet_by.map(|at| Patience::new(io.now, at));
+        let grace = queued
+            .deadline
+            .meet_by
+            .map(|at| GracePeriod::new(cx.now, at));
         self.posted
-            .add(Some(Large::new(lending, queued.completer, patience)));
+            .add(Some(Large::new(exposed, queued.completer, grace)));
         None
     }
 
     /// Ends the header of a payload.
     fn seal(&self, header: Writer, payload: &[u8]) -> Writer {
-        let sum = self.is_summed.then(|| checksum::of(payload));
-        header.u8(self.is_summed.into()).u64(sum.unwrap_or(0))
+        let checksum = self.is_checksummed.then(|| checksum::of(payload));
+        header
+            .u8(self.is_checksummed.into())
+            .u64(checksum.unwrap_or(0))
     }
 
-    fn taken(&mut self, io: &mut Io, sequence: u64) -> Result<()> {
+    fn taken(&mut self, cx: &mut ReactorContext, sequence: u64) -> Result<()> {
         let Some(posted) = self.posted.remove(sequence) else {
             return Err(Error::protocol(format_args!(
                 "tensor {sequence} was taken, but is not on its way"
             )));
         };
         if let Some(large) = posted.large {
-            self.count(large.lending.len());
+            self.count(large.exposed.len());
             large.complete(Ok(()));
         }
-        self.post(io);
+        self.post(cx);
         Ok(())
     }
 
     /// The receiver will not take a large tensor.
-    fn refused(&mut self, io: &mut Io, sequence: u64, error: Error) {
+    fn refused(&mut self, cx: &mut ReactorContext, sequence: u64, error: Error) {
         if let Some(large) = self.posted.remove(sequence).and_then(|posted| posted.large) {
             large.complete(Err(error));
         }
-        self.post(io);
+        self.post(cx);
     }
 
     /// Ends the pipe when a close has been asked for and everything has been taken.
-    fn finish_closing(&mut self, io: &mut Io) {
+    fn finish_closing(&mut self, cx: &mut ReactorContext) {
         if self.closing.is_empty() || !self.queue.is_empty() || !self.posted.is_empty() {
             return;
         }
-        if let Some(link) = self.link {
-            io.send(link, super::receiver::END);
-            io.close(link, "the sender closed the pipe");
+        if let Some(session) = self.session {
+            cx.send(session, super::receiver::END);
+            cx.close(session, "the sender closed the pipe");
         }
         for (_, completer) in self.closing.drain(..) {
             completer.complete(Ok(()));
@@ -236,8 +258,10 @@ impl Sender {
         self.queue = kept;
     }
 
-    fn next_deadline(&self, io: &Io) -> Option<Instant> {
-        let posted = self.link.and_then(|link| self.posted.next(io, link));
+    fn next_deadline(&self, cx: &ReactorContext) -> Option<Instant> {
+        let posted = self
+            .session
+            .and_then(|session| self.posted.next(cx, session));
         let closing = self
             .closing
             .iter()
@@ -249,11 +273,11 @@ impl Sender {
 impl Service for Sender {
     type Command = Command;
 
-    fn command(&mut self, io: &mut Io, command: Command) {
+    fn command(&mut self, cx: &mut ReactorContext, command: Command) {
         match command {
             Command::Connect { address, completer } => {
                 self.connecting = Some(completer);
-                self.link = Some(io.connect(&address));
+                self.session = Some(cx.connect(&address));
             }
             Command::Send {
                 meta,
@@ -275,7 +299,7 @@ impl Service for Sender {
                     deadline,
                     completer,
                 });
-                self.post(io);
+                self.post(cx);
             }
             Command::Close {
                 deadline,
@@ -288,43 +312,49 @@ impl Service for Sender {
                     return completer.complete(ended);
                 }
                 self.closing.push((deadline, completer));
-                self.post(io);
+                self.post(cx);
             }
         }
         self.shared.get().in_flight = self.queue.len() + self.posted.len();
     }
 
-    fn link_up(&mut self, io: &mut Io, link: LinkId, peer: &Identity) {
+    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
         self.is_up = true;
-        self.shared.open(io, link, peer);
+        self.shared.open(cx, session, peer);
         if let Some(completer) = self.connecting.take() {
             completer.complete(Ok(()));
         }
-        self.post(io);
+        self.post(cx);
     }
 
-    fn link_down(&mut self, _io: &mut Io, _link: LinkId, error: Error) {
+    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, error: Error) {
         self.fail(&error);
     }
 
-    fn frame(&mut self, _io: &mut Io, _link: LinkId, _frame: &[u8]) -> Result<()> {
+    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
         Err(Error::protocol("the receiver of a pipe sent a frame"))
     }
 
-    fn message(&mut self, io: &mut Io, link: LinkId, header: &[u8], data: AmData) -> Result<()> {
+    fn message(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        header: &[u8],
+        data: AmData,
+    ) -> Result<()> {
         let mut reader = Reader::new(header);
         let kind = reader.u8()?;
         let sequence = reader.u64()?;
         match kind {
             ACCEPT => {
                 if let Some(large) = self.posted.large(sequence) {
-                    large.lending.accept(io, link)?;
+                    large.exposed.accept(cx, session)?;
                 }
             }
             CREDIT => {
                 let credit = reader.u64()?;
                 if let Some(large) = self.posted.large(sequence) {
-                    large.lending.credit(io, link, credit);
+                    large.exposed.credit(cx, session, credit);
                 }
             }
             TAKEN => {
@@ -332,16 +362,16 @@ impl Service for Sender {
                 let others = rest.list(MESSAGES_IN_FLIGHT, Reader::u64)?;
                 rest.end()?;
                 for sequence in [sequence].into_iter().chain(others) {
-                    self.taken(io, sequence)?;
+                    self.taken(cx, sequence)?;
                 }
             }
             WITHDRAWN => {
                 let text = "the receiver did not ask for the tensor in time; it was withdrawn, the pipe is usable";
-                self.refused(io, sequence, Error::Timeout(text.to_owned()));
+                self.refused(cx, sequence, Error::Timeout(text.to_owned()));
             }
             CORRUPT => {
                 let text = "the tensor came with another checksum than it had here; it was changed while it was sent, or on its way; the pipe is usable";
-                self.refused(io, sequence, Error::Corrupt(text.to_owned()));
+                self.refused(cx, sequence, Error::Corrupt(text.to_owned()));
             }
             other => {
                 return Err(Error::protocol(format_args!(
@@ -353,32 +383,34 @@ impl Service for Sender {
         Ok(())
     }
 
-    fn work(&mut self, io: &mut Io) -> bool {
-        let Some(link) = self.link else { return false };
-        self.posted.sum_on(io, link)
+    fn work(&mut self, cx: &mut ReactorContext) -> bool {
+        let Some(session) = self.session else {
+            return false;
+        };
+        self.posted.run_checksum_slice(cx, session)
     }
 
-    fn timer(&mut self, io: &mut Io) -> Option<Instant> {
-        self.expire_queued(io.now);
-        if let Some(link) = self.link {
-            self.posted.expire(io, link);
+    fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        self.expire_queued(cx.now);
+        if let Some(session) = self.session {
+            self.posted.expire(cx, session);
         }
-        let now = io.now;
+        let now = cx.now;
         let is_late = |(deadline, _): &(Deadline, _)| deadline.meet_by.is_some_and(|at| at <= now);
         if self.closing.iter().any(is_late) {
             let left = self.queue.len() + self.posted.len();
             let text = format!("{left} tensors had not been taken in time; the pipe is closed");
-            match self.link {
-                // The receiver may be reading: everything ends with the link.
-                Some(link) if !io.has_failed(link) => io.fail(link, Error::Timeout(text)),
+            match self.session {
+                // The receiver may be reading: everything ends with the session.
+                Some(session) if !cx.has_failed(session) => cx.fail(session, Error::Timeout(text)),
                 Some(_) => {}
                 None => self.fail(&Error::Timeout(text)),
             }
         }
-        self.next_deadline(io)
+        self.next_deadline(cx)
     }
 
-    fn stop(&mut self, _io: &mut Io) {
+    fn stop(&mut self, _io: &mut ReactorContext) {
         self.fail(&Error::Closed("the pipe is closed".to_owned()));
     }
 }

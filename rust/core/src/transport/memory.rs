@@ -1,4 +1,4 @@
-//! UCX's twin for nodes of one process: messages are handed over, reads are copies, and the rules are UCX's own. An
+//! UCX's twin for reactors of one process: messages are handed over, reads are copies, and the rules are UCX's own. An
 //! operation that was posted ends with exactly one `Done`; closing an endpoint by force ends those under way with
 //! errors, and nothing is written for them afterwards; the other side's end is reported as `EndpointFailed`.
 //!
@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use kvpipe_ucx::{AmData, Buffer, EndpointId, Event, Lane, Status};
 use rustix::event::EventfdFlags;
 
-use super::{Answer, FOREIGN, Memory, MemoryRoad, Payload, RemoteKey};
+use super::{Answer, FOREIGN, Memory, MemoryPath, Payload, RemoteKey};
 use crate::error::{Error, Result};
 
 pub(super) use regions::{Key, Registered};
@@ -132,7 +132,7 @@ pub(crate) struct Worker {
     process: u32,
     number: u32,
     port: Arc<Port>,
-    road: MemoryRoad,
+    data_path: MemoryPath,
     /// The other sides, as long as they live.
     endpoints: RefCell<BTreeMap<EndpointId, Option<Arc<Port>>>>,
     gets: RefCell<Vec<Get>>,
@@ -140,7 +140,7 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    pub(super) fn new(road: MemoryRoad) -> Result<Self> {
+    pub(super) fn new(data_path: MemoryPath) -> Result<Self> {
         let process = process()?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| Error::Exhausted(format!("no eventfd: {error}")))?;
@@ -154,7 +154,7 @@ impl Worker {
             process,
             number,
             port,
-            road,
+            data_path,
             endpoints: RefCell::default(),
             gets: RefCell::default(),
             events: RefCell::default(),
@@ -195,7 +195,7 @@ impl Worker {
         vec![Lane {
             transport: NAME.to_owned(),
             device: NAME.to_owned(),
-            is_rma: self.road == MemoryRoad::Get,
+            is_rma: self.data_path == MemoryPath::RemoteRead,
             is_am: true,
             domain: None,
             remote_domain: None,

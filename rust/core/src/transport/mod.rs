@@ -1,4 +1,4 @@
-//! What moves a node's bytes: UCX, or its twin in memory, for tests of nodes in one process without UCX.
+//! What moves a reactor's bytes: UCX, or its twin in memory, for tests of reactors in one process without UCX.
 //!
 //! Both are the same to `data.rs`: an engine for one thread with endpoints, messages, reads of remote memory, and a
 //! file descriptor to sleep on. The types here choose between the two by one branch a call.
@@ -13,29 +13,29 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use kvpipe_ucx::{
-    Buffer, Domains, EndpointId, Event, Lane, MemoryKind, Placer, Rest, Search, Status,
+    Buffer, Domains, EndpointId, Event, Lane, MemoryKind, Placer, Reaper, Search, Status,
 };
 
 use crate::error::{Error, Result};
 
 type Answer<T> = std::result::Result<T, Status>;
 
-/// Which transport a node uses. Peers need the same.
+/// Which transport a reactor uses. Peers need the same.
 #[derive(Debug, Clone)]
 pub enum Transport {
     /// UCX, found as the search says.
     Ucx(Search),
-    /// Between nodes of one process, without UCX.
-    Memory(MemoryRoad),
+    /// Between reactors of one process, without UCX.
+    Memory(MemoryPath),
 }
 
-/// How bytes move between two nodes of one process, as each of UCX's transports decides it for itself.
+/// How bytes move between two reactors of one process, as each of UCX's transports decides it for itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MemoryRoad {
+pub enum MemoryPath {
     /// The destination reads, as over CMA or RDMA.
-    Get,
+    RemoteRead,
     /// The source streams messages, as over TCP.
-    Messages,
+    Stream,
 }
 
 impl From<Search> for Transport {
@@ -45,11 +45,11 @@ impl From<Search> for Transport {
 }
 
 impl Transport {
-    /// Makes what the workers of a node at `local` come from. Any thread may call.
+    /// Makes what the workers of a reactor at `local` come from. Any thread may call.
     pub(crate) fn open(&self, local: IpAddr) -> Result<Context> {
         match self {
             Self::Ucx(search) => ucx::context(search, local).map(Context::Ucx),
-            Self::Memory(road) => Ok(Context::Twin(*road)),
+            Self::Memory(data_path) => Ok(Context::Twin(*data_path)),
         }
     }
 }
@@ -58,14 +58,14 @@ impl Transport {
 #[derive(Debug)]
 pub(crate) enum Context {
     Ucx(Arc<kvpipe_ucx::Context>),
-    Twin(MemoryRoad),
+    Twin(MemoryPath),
 }
 
 impl Context {
     pub(crate) fn worker(&self) -> Result<Worker> {
         match self {
             Self::Ucx(context) => Ok(Worker::Ucx(kvpipe_ucx::Worker::new(context)?)),
-            Self::Twin(road) => memory::Worker::new(*road).map(Worker::Twin),
+            Self::Twin(data_path) => memory::Worker::new(*data_path).map(Worker::Twin),
         }
     }
 
@@ -187,7 +187,7 @@ pub(crate) enum Worker {
     Twin(memory::Worker),
 }
 
-/// Of another transport than the worker: cannot happen within a node, which has one.
+/// Of another transport than the worker: cannot happen within a reactor, which has one.
 const FOREIGN: Status = Status {
     code: -5,
     call: "an operand of another transport",
@@ -308,7 +308,7 @@ impl Worker {
 
     /// Ends the worker. `num_reads` says from now on how many gets have not ended even so: their memory is kept, and may
     /// still be written to. What is returned is to be dropped once nobody has keys any more, for them to be worked on.
-    pub(crate) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Rest> {
+    pub(crate) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Reaper> {
         match self {
             Self::Ucx(worker) => Some(worker.end(num_reads)),
             Self::Twin(worker) => {

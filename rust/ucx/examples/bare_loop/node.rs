@@ -81,11 +81,11 @@ impl Node {
         let lanes = self.worker.lanes(endpoint);
         let mut readers = lanes.iter().filter(|lane| lane.is_rma);
         let reader = readers.find(|lane| lane.transport != "tcp");
-        let road = reader.map_or("tcp", |lane| &lane.transport).to_owned();
+        let data_path = reader.map_or("tcp", |lane| &lane.transport).to_owned();
         if let Some(peer) = &mut self.peer {
             peer.has_get = reader.is_some();
         }
-        Ok(format!("ok transport={road}"))
+        Ok(format!("ok transport={data_path}"))
     }
 
     pub(crate) fn peer(&self) -> Result<&Peer> {

@@ -2,11 +2,11 @@ use kvpipe_ucx::Buffer;
 
 use crate::blocks::regions::LocalRegion;
 use crate::blocks::service::Command;
-use crate::blocks::{Agent, Event, Final, Finals, LoadRequest, Region};
-use crate::link::Timing;
-use crate::node::by_hand::{Round, without_threads};
-use crate::region::Layout;
-use crate::transport::{MemoryRoad, Transport};
+use crate::blocks::{Agent, Event, LoadRequest, ReadyBlocks, ReadyRange, Region};
+use crate::reactor::manual::{Round, without_threads};
+use crate::session::connection::SessionTimeouts;
+use crate::transfer::region::Layout;
+use crate::transport::{MemoryPath, Transport};
 
 const BLOCK: usize = 1 << 10;
 const ID: [u8; 16] = [7; 16];
@@ -25,18 +25,21 @@ impl Side {
 
     /// One that tells something else of its region than is so.
     fn with(content: u8, change: impl FnOnce(&mut LocalRegion)) -> Self {
-        let (transport, timing) = (Transport::Memory(MemoryRoad::Get), Timing::default());
-        let agent = || Agent::new("127.0.0.1:0", b"token", transport, "", Vec::new(), timing);
+        let (transport, timeouts) = (
+            Transport::Memory(MemoryPath::RemoteRead),
+            SessionTimeouts::default(),
+        );
+        let agent = || Agent::new("127.0.0.1:0", b"token", transport, "", Vec::new(), timeouts);
         let agent = without_threads(agent).expect("agent");
         let memory = Buffer::from_vec(vec![content; BLOCK]);
         let size = BLOCK as u64;
         let layout = Layout::new(size, size, size).expect("layout");
-        let registered = agent.node.register(memory.clone()).expect("register");
+        let registered = agent.reactor.register(memory.clone()).expect("register");
         let mut region = LocalRegion::new("kv", layout, false, registered).expect("region");
         change(&mut region);
-        let (registered, completer) = agent.node.work();
+        let (registered, completer) = agent.reactor.work();
         let register = Command::Register { region, completer };
-        agent.node.send(register).expect("it runs");
+        agent.reactor.send(register).expect("it runs");
         settle(&[&agent]);
         let region = registered.result().expect("registered").expect("a region");
         Self {
@@ -46,17 +49,17 @@ impl Side {
         }
     }
 
-    /// Its only block is final for each of these.
-    fn finalize(&self, handoffs: impl Iterator<Item = [u8; 16]>) {
-        let part = |handoff| Final {
+    /// Its only block is ready for each of these.
+    fn mark_ready(&self, handoffs: impl Iterator<Item = [u8; 16]>) {
+        let part = |handoff| ReadyRange {
             handoff,
-            generation: 0,
+            epoch: 0,
             first: 0,
             block_ids: vec![0],
         };
-        let finals = Finals::new(handoffs.map(part).collect()).expect("finals");
+        let ready = ReadyBlocks::new(handoffs.map(part).collect()).expect("ready");
         let regions = [self.region.clone()];
-        self.agent.finalize(&finals, &regions).expect("finalize");
+        self.agent.mark_ready(&ready, &regions).expect("mark_ready");
         settle(&[&self.agent]);
     }
 
@@ -65,7 +68,7 @@ impl Side {
             handoff,
             producer: producer.agent.address().expect("address").to_string(),
             incarnation: producer.agent.incarnation(),
-            generation: 0,
+            epoch: 0,
             first: 0,
             block_ids: vec![0],
             is_committed: true,
@@ -83,7 +86,7 @@ impl Side {
     }
 }
 
-/// Runs nodes until they have nothing more to do.
+/// Runs reactors until they have nothing more to do.
 fn settle(agents: &[&Agent]) {
     let is_at_rest = |agent: &&Agent| matches!(agent.round(), Round::AtRest { .. });
     while !(0..5).all(|_| agents.iter().filter(|it| is_at_rest(it)).count() == agents.len()) {}
@@ -92,7 +95,7 @@ fn settle(agents: &[&Agent]) {
 #[test]
 fn a_block_whose_get_has_failed_is_read_again_by_messages() {
     let (producer, consumer) = (Side::new(1), Side::new(0));
-    producer.finalize([ID].into_iter());
+    producer.mark_ready([ID].into_iter());
     assert!(producer.memory.write(17, &[9]));
     consumer.load(ID, &producer);
     while consumer.content() != producer.content() {
@@ -104,7 +107,7 @@ fn a_block_whose_get_has_failed_is_read_again_by_messages() {
     assert!(producer.memory.write(17, &[1]));
     settle(&[&producer.agent, &consumer.agent]);
     let ended = consumer.ended();
-    let Some(Event::Loaded { counts, .. }) = ended else {
+    let Some(Event::LoadCompleted { counts, .. }) = ended else {
         panic!("{ended:?}");
     };
     assert_eq!((counts.num_retried, counts.num_corrupt), (1, 1));
@@ -117,13 +120,12 @@ fn any_number_of_reads_that_wait_can_fail_as_they_begin() {
     let handoff = |number| u128::from(number).to_le_bytes();
     let producer = Side::with(1, |region| region.rkey = b"no key".to_vec());
     let consumer = Side::new(0);
-    producer.finalize((0..NUM_LOADS).map(handoff));
+    producer.mark_ready((0..NUM_LOADS).map(handoff));
     for number in 0..NUM_LOADS {
         consumer.load(handoff(number), &producer);
     }
     settle(&[&consumer.agent, &producer.agent]);
     let ended = consumer.agent.drain();
-    let is_retried =
-        |event: &&Event| matches!(event, Event::Loaded { counts, .. } if counts.num_retried == 1);
+    let is_retried = |event: &&Event| matches!(event, Event::LoadCompleted { counts, .. } if counts.num_retried == 1);
     assert_eq!(ended.iter().filter(is_retried).count(), NUM_LOADS as usize);
 }

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use super::{Batch, Counts, Failure, Load, Outcome};
-use crate::handoff::FinalBlock;
+use crate::handoff::ReadyBlock;
 
-/// How often a block of one region is read at most: by the session's road, then once more by messages.
+/// How often a block of one region is read at most: by the session's data path, then once more by messages.
 const READS: u8 = 2;
 
 /// A wanted block in one region.
@@ -29,7 +29,7 @@ struct Cell {
 /// What counts of a load of which nothing more will come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ending {
-    /// What is here and proved.
+    /// What is here and verified.
     Kept,
     /// Nothing: the producer has taken back what it had announced.
     Withdrawn,
@@ -45,7 +45,7 @@ pub(super) struct State {
     /// Blocks from here on are not wanted any more: the one at this index is lost, and without it they are of no use.
     end: usize,
     /// Blocks of the session that is there whose read has failed.
-    pub(super) again: Vec<FinalBlock>,
+    pub(super) again: Vec<ReadyBlock>,
     pub(super) num_reading: usize,
     pub(super) counts: Counts,
     pub(super) is_selected: bool,
@@ -75,18 +75,18 @@ impl State {
         }
     }
 
-    fn index(&self, block: &FinalBlock) -> Option<usize> {
+    fn index(&self, block: &ReadyBlock) -> Option<usize> {
         Some(block.position.checked_sub(self.load.first)? as usize)
     }
 
-    fn cell(&mut self, block: &FinalBlock) -> Option<&mut Cell> {
+    fn cell(&mut self, block: &ReadyBlock) -> Option<&mut Cell> {
         let regions = usize::from(self.load.num_regions);
         let at = self.index(block)? * regions + usize::from(block.region);
         self.cells.get_mut(at)
     }
 
     /// Where a block goes, when it is wanted and not being read, and whether it was read before.
-    fn want(&mut self, block: &FinalBlock) -> Option<(u32, bool)> {
+    fn want(&mut self, block: &ReadyBlock) -> Option<(u32, bool)> {
         let index = self.index(block).filter(|index| *index < self.end)?;
         let local = *self.load.block_ids.get(index)?;
         let cell = self.cell(block)?;
@@ -99,15 +99,15 @@ impl State {
     }
 
     /// Batches of those that are wanted.
-    pub(super) fn batches(&mut self, blocks: impl Iterator<Item = FinalBlock>) -> Vec<Batch> {
-        let mut wanted: BTreeMap<(u16, bool), Vec<(FinalBlock, u32)>> = BTreeMap::new();
+    pub(super) fn batches(&mut self, blocks: impl Iterator<Item = ReadyBlock>) -> Vec<Batch> {
+        let mut wanted: BTreeMap<(u16, bool), Vec<(ReadyBlock, u32)>> = BTreeMap::new();
         for block in blocks {
             if let Some((local, is_again)) = self.want(&block) {
                 let of_region = wanted.entry((block.region, is_again)).or_default();
                 of_region.push((block, local));
             }
         }
-        let batch = |(region, is_again), part: &[(FinalBlock, u32)]| {
+        let batch = |(region, is_again), part: &[(ReadyBlock, u32)]| {
             let (blocks, local_ids) = part.iter().copied().unzip();
             Batch {
                 region,
@@ -125,7 +125,7 @@ impl State {
         batches
     }
 
-    pub(super) fn arrive(&mut self, block: &FinalBlock) {
+    pub(super) fn arrive(&mut self, block: &ReadyBlock) {
         if let Some(cell) = self.cell(block) {
             cell.stage = Stage::Here;
         }
@@ -135,7 +135,7 @@ impl State {
     }
 
     /// A read of a block has failed: it is wanted again, or lost.
-    pub(super) fn miss(&mut self, block: &FinalBlock, reason: impl FnOnce() -> String) {
+    pub(super) fn miss(&mut self, block: &ReadyBlock, reason: impl FnOnce() -> String) {
         let (Some(index), Some(cell)) = (self.index(block), self.cell(block)) else {
             return;
         };
@@ -149,13 +149,13 @@ impl State {
         self.end = self.end.min(index);
     }
 
-    fn is_whole(&self, index: usize) -> bool {
+    fn is_verified(&self, index: usize) -> bool {
         self.arrived[index] == self.load.num_regions
     }
 
     /// Whether all that is still wanted is here.
     pub(super) fn is_complete(&self) -> bool {
-        self.is_selected && (0..self.end).all(|index| self.is_whole(index))
+        self.is_selected && (0..self.end).all(|index| self.is_verified(index))
     }
 
     pub(super) fn is_over(&self) -> bool {
@@ -172,7 +172,7 @@ impl State {
     fn missing(&self) -> Vec<u32> {
         let is_withdrawn = self.ended == Some(Ending::Withdrawn);
         (0..self.load.block_ids.len())
-            .filter(|&index| is_withdrawn || !self.is_whole(index))
+            .filter(|&index| is_withdrawn || !self.is_verified(index))
             .map(|index| index as u32)
             .collect()
     }

@@ -5,7 +5,7 @@ const ID: HandoffId = [7; 16];
 fn consumer(is_committed: bool) -> Consumer {
     let mut consumer = Consumer::default();
     let load = Load {
-        generation: 3,
+        epoch: 3,
         max_batch: 2,
         first: 2,
         block_ids: vec![50, 51],
@@ -17,8 +17,8 @@ fn consumer(is_committed: bool) -> Consumer {
     consumer
 }
 
-fn block(region: u16, position: u32) -> FinalBlock {
-    FinalBlock {
+fn block(region: u16, position: u32) -> ReadyBlock {
+    ReadyBlock {
         region,
         position,
         block_id: 9,
@@ -26,7 +26,7 @@ fn block(region: u16, position: u32) -> FinalBlock {
     }
 }
 
-fn all() -> Vec<FinalBlock> {
+fn all() -> Vec<ReadyBlock> {
     vec![block(0, 2), block(0, 3), block(1, 2), block(1, 3)]
 }
 
@@ -39,9 +39,9 @@ fn read_all(consumer: &mut Consumer) {
 /// The first block of each batch differs from its checksum.
 fn spoil(consumer: &mut Consumer, batches: &[Batch]) {
     for batch in batches {
-        let mut whole = vec![true; batch.blocks.len()];
-        whole[0] = false;
-        consumer.read(&ID, batch, &whole, 10);
+        let mut verified = vec![true; batch.blocks.len()];
+        verified[0] = false;
+        consumer.read(&ID, batch, &verified, 10);
     }
 }
 
@@ -56,7 +56,7 @@ fn failure(missing: &[u32], reason: &str) -> Failure {
 fn all_blocks_and_the_sequence_state_end_a_load_once() {
     let mut consumer = consumer(false);
     read_all(&mut consumer);
-    assert_eq!(consumer.take_outcome(&ID), None);
+    assert_eq!(consumer.next_outcome(&ID), None);
     consumer.commit(&ID);
     let counts = Counts {
         num_bytes: 20,
@@ -66,10 +66,10 @@ fn all_blocks_and_the_sequence_state_end_a_load_once() {
     };
     let failure = None;
     assert_eq!(
-        consumer.take_outcome(&ID),
+        consumer.next_outcome(&ID),
         Some(Outcome { counts, failure })
     );
-    assert_eq!(consumer.take_outcome(&ID), None);
+    assert_eq!(consumer.next_outcome(&ID), None);
 }
 
 #[test]
@@ -77,12 +77,15 @@ fn a_load_whose_blocks_are_all_here_is_told_once_and_not_over() {
     let mut consumer = consumer(false);
     let batches = consumer.announced(&ID, 3, &all()).unwrap();
     consumer.read(&ID, &batches[0], &[true, true], 10);
-    assert_eq!(consumer.take_whole(&ID), None);
+    assert_eq!(consumer.next_verified(&ID), None);
     consumer.read(&ID, &batches[1], &[true, true], 10);
-    let whole = consumer.take_whole(&ID).unwrap();
-    assert_eq!((whole.counts.num_received, whole.is_committed), (2, false));
-    assert_eq!(consumer.take_whole(&ID), None);
-    assert_eq!(consumer.take_outcome(&ID), None);
+    let verified = consumer.next_verified(&ID).unwrap();
+    assert_eq!(
+        (verified.counts.num_received, verified.is_committed),
+        (2, false)
+    );
+    assert_eq!(consumer.next_verified(&ID), None);
+    assert_eq!(consumer.next_outcome(&ID), None);
 }
 
 #[test]
@@ -90,14 +93,14 @@ fn a_load_that_lacks_a_block_or_has_failed_is_never_told_as_whole() {
     let mut lacking = consumer(true);
     let batches = lacking.announced(&ID, 3, &all()).unwrap();
     spoil(&mut lacking, &batches);
-    assert_eq!(lacking.take_whole(&ID), None);
+    assert_eq!(lacking.next_verified(&ID), None);
     let again = lacking.again(&ID);
     spoil(&mut lacking, &again);
-    assert_eq!(lacking.take_whole(&ID), None);
+    assert_eq!(lacking.next_verified(&ID), None);
     let mut failed = consumer(false);
     read_all(&mut failed);
     failed.fail(&ID, "the request was aborted");
-    assert_eq!(failed.take_whole(&ID), None);
+    assert_eq!(failed.next_verified(&ID), None);
 }
 
 #[test]
@@ -106,7 +109,7 @@ fn of_what_is_withdrawn_every_block_is_missing() {
     read_all(&mut consumer);
     consumer.withdraw(&ID);
     consumer.fail(&ID, "preempted");
-    let outcome = consumer.take_outcome(&ID).unwrap();
+    let outcome = consumer.next_outcome(&ID).unwrap();
     assert_eq!(outcome.failure, Some(failure(&[0, 1], "preempted")));
     assert_eq!(outcome.counts.num_received, 0);
 }
@@ -117,10 +120,10 @@ fn a_failed_load_ends_after_its_last_read() {
     let batches = consumer.announced(&ID, 3, &all()).unwrap();
     consumer.read(&ID, &batches[0], &[true, true], 10);
     consumer.fail(&ID, "lost");
-    assert_eq!(consumer.take_outcome(&ID), None);
+    assert_eq!(consumer.next_outcome(&ID), None);
     consumer.read_failed(&ID, &batches[1], "late");
     assert_eq!(consumer.again(&ID), []);
-    let outcome = consumer.take_outcome(&ID).unwrap();
+    let outcome = consumer.next_outcome(&ID).unwrap();
     assert_eq!(outcome.failure, Some(failure(&[0, 1], "lost")));
 }
 
@@ -129,7 +132,7 @@ fn a_corrupt_block_is_asked_for_once_more_and_arrives() {
     let mut consumer = consumer(true);
     let batches = consumer.announced(&ID, 3, &all()).unwrap();
     spoil(&mut consumer, &batches);
-    assert_eq!(consumer.take_outcome(&ID), None);
+    assert_eq!(consumer.next_outcome(&ID), None);
     let again = consumer.again(&ID);
     assert_eq!(again.len(), 2);
     for batch in &again {
@@ -140,7 +143,7 @@ fn a_corrupt_block_is_asked_for_once_more_and_arrives() {
         );
         consumer.read(&ID, batch, &[true], 5);
     }
-    let outcome = consumer.take_outcome(&ID).unwrap();
+    let outcome = consumer.next_outcome(&ID).unwrap();
     assert_eq!(outcome.failure, None);
     let counts = Counts {
         num_bytes: 30,
@@ -162,7 +165,7 @@ fn a_block_that_is_corrupt_twice_is_missing_and_the_others_are_not() {
     let again = consumer.again(&ID);
     spoil(&mut consumer, &again);
     assert_eq!(consumer.again(&ID), []);
-    let outcome = consumer.take_outcome(&ID).unwrap();
+    let outcome = consumer.next_outcome(&ID).unwrap();
     let reason = "block 2 of region 0 differs from its checksum";
     assert_eq!(outcome.failure, Some(failure(&[0], reason)));
     let (received, missing) = (outcome.counts.num_received, outcome.counts.num_missing);
@@ -178,11 +181,11 @@ fn a_read_that_failed_is_asked_for_once_more_and_no_oftener() {
         assert_eq!(batches.len(), 2);
         for batch in &batches {
             assert_eq!(batch.is_again, is_again);
-            assert_eq!(consumer.take_outcome(&ID), None);
+            assert_eq!(consumer.next_outcome(&ID), None);
             consumer.read_failed(&ID, batch, "refused");
         }
     }
-    let outcome = consumer.take_outcome(&ID).unwrap();
+    let outcome = consumer.next_outcome(&ID).unwrap();
     assert_eq!(outcome.failure, Some(failure(&[0, 1], "refused")));
 }
 
@@ -195,14 +198,14 @@ fn a_lost_block_ends_the_load_when_all_before_it_are_here() {
         spoil(&mut consumer, &batches);
     }
     // The first block may still come: without it none before the hole could be used.
-    assert_eq!(consumer.take_outcome(&ID), None);
+    assert_eq!(consumer.next_outcome(&ID), None);
     let wanted = consumer.announced(&ID, 3, &all()).unwrap();
     let positions = wanted.iter().flat_map(|batch| &batch.blocks);
     assert!(positions.into_iter().all(|block| block.position == 2));
     for batch in &wanted {
         consumer.read(&ID, batch, &[true], 5);
     }
-    let outcome = consumer.take_outcome(&ID).unwrap();
+    let outcome = consumer.next_outcome(&ID).unwrap();
     assert_eq!(outcome.failure.unwrap().missing, [1]);
 }
 
@@ -224,7 +227,7 @@ fn a_fresh_session_is_asked_for_what_is_not_here_and_reads_again_what_was_read()
     for batch in &batches {
         consumer.read(&ID, batch, &[true], 5);
     }
-    let outcome = consumer.take_outcome(&ID).unwrap();
+    let outcome = consumer.next_outcome(&ID).unwrap();
     assert_eq!((outcome.failure, outcome.counts.num_retried), (None, 1));
 }
 
@@ -246,7 +249,7 @@ fn blocks_that_were_not_asked_for_are_not_read() {
 fn many_blocks_are_read_in_batches_of_bounded_size() {
     let mut consumer = Consumer::default();
     let load = Load {
-        generation: 0,
+        epoch: 0,
         max_batch: 2,
         first: 0,
         block_ids: (0..5).collect(),
@@ -255,7 +258,7 @@ fn many_blocks_are_read_in_batches_of_bounded_size() {
     };
     consumer.begin(ID, load).unwrap();
     consumer.select(&ID);
-    let blocks: Vec<FinalBlock> = (0..5).map(|position| block(0, position)).collect();
+    let blocks: Vec<ReadyBlock> = (0..5).map(|position| block(0, position)).collect();
     let batches = consumer.announced(&ID, 0, &blocks).unwrap();
     assert_eq!(
         batches
@@ -265,10 +268,10 @@ fn many_blocks_are_read_in_batches_of_bounded_size() {
         [&[0, 1][..], &[2, 3], &[4]]
     );
     for batch in &batches {
-        assert_eq!(consumer.take_outcome(&ID), None);
+        assert_eq!(consumer.next_outcome(&ID), None);
         consumer.read(&ID, batch, &vec![true; batch.blocks.len()], 1);
     }
-    let outcome = consumer.take_outcome(&ID).unwrap();
+    let outcome = consumer.next_outcome(&ID).unwrap();
     assert_eq!((outcome.counts.num_bytes, outcome.failure), (3, None));
 }
 
@@ -289,17 +292,17 @@ fn a_block_announced_twice_in_one_region_does_not_stand_for_another_region() {
     let mut consumer = consumer(true);
     let twice = [block(0, 2), block(0, 2), block(0, 3), block(0, 3)];
     for batch in consumer.announced(&ID, 3, &twice).unwrap() {
-        let whole = vec![true; batch.blocks.len()];
-        consumer.read(&ID, &batch, &whole, 10);
+        let verified = vec![true; batch.blocks.len()];
+        consumer.read(&ID, &batch, &verified, 10);
     }
-    assert_eq!(consumer.take_outcome(&ID), None);
+    assert_eq!(consumer.next_outcome(&ID), None);
 }
 
 #[test]
 fn a_load_of_nothing_ends_only_after_its_select() {
     let mut consumer = Consumer::default();
     let load = Load {
-        generation: 0,
+        epoch: 0,
         max_batch: 2,
         first: 0,
         block_ids: vec![],
@@ -307,7 +310,7 @@ fn a_load_of_nothing_ends_only_after_its_select() {
         is_committed: true,
     };
     consumer.begin(ID, load).unwrap();
-    assert_eq!(consumer.take_outcome(&ID), None);
+    assert_eq!(consumer.next_outcome(&ID), None);
     consumer.select(&ID);
-    assert_eq!(consumer.take_outcome(&ID).unwrap().failure, None);
+    assert_eq!(consumer.next_outcome(&ID).unwrap().failure, None);
 }

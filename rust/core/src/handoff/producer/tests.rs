@@ -2,12 +2,12 @@ use super::*;
 
 const ID: HandoffId = [7; 16];
 
-fn block(position: u32) -> FinalBlock {
+fn block(position: u32) -> ReadyBlock {
     in_layer(0, position)
 }
 
-fn in_layer(region: u16, position: u32) -> FinalBlock {
-    FinalBlock {
+fn in_layer(region: u16, position: u32) -> ReadyBlock {
+    ReadyBlock {
         region,
         position,
         block_id: position + 100,
@@ -15,14 +15,18 @@ fn in_layer(region: u16, position: u32) -> FinalBlock {
     }
 }
 
-fn select(link: LinkId, first: u32, end: u32) -> Select {
-    Select { link, first, end }
+fn select(session: SessionKey, first: u32, end: u32) -> Select {
+    Select {
+        session,
+        first,
+        end,
+    }
 }
 
 fn positions(actions: &[Action]) -> Vec<u32> {
     let of = |action: &Action| match action {
         Action::Announce { blocks, .. } => blocks.iter().map(|block| block.position).collect(),
-        Action::Gone { .. } => vec![],
+        Action::End { .. } => vec![],
     };
     actions.iter().flat_map(of).collect()
 }
@@ -30,7 +34,7 @@ fn positions(actions: &[Action]) -> Vec<u32> {
 fn layers(actions: &[Action]) -> Vec<u16> {
     let of = |action: &Action| match action {
         Action::Announce { blocks, .. } => blocks.iter().map(|block| block.region).collect(),
-        Action::Gone { .. } => vec![],
+        Action::End { .. } => vec![],
     };
     actions.iter().flat_map(of).collect()
 }
@@ -38,13 +42,13 @@ fn layers(actions: &[Action]) -> Vec<u16> {
 #[test]
 fn a_select_gets_what_is_final_and_then_the_rest_as_it_comes() {
     let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
-    producer.finalize(ID, 0, &[block(0), block(1)]);
+    producer.mark_ready(ID, 0, &[block(0), block(1)]);
     assert_eq!(
         positions(&producer.select(select(20, 1, 3), ID, later)),
         [1]
     );
     assert_eq!(
-        positions(&producer.finalize(ID, 0, &[block(2), block(3)])),
+        positions(&producer.mark_ready(ID, 0, &[block(2), block(3)])),
         [2]
     );
 }
@@ -53,10 +57,10 @@ fn a_select_gets_what_is_final_and_then_the_rest_as_it_comes() {
 fn what_becomes_final_at_once_in_several_layers_is_one_announcement() {
     let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
     producer.select(select(20, 0, 2), ID, later);
-    let both: Vec<FinalBlock> = (0..3)
+    let both: Vec<ReadyBlock> = (0..3)
         .flat_map(|region| [in_layer(region, 0), in_layer(region, 1)])
         .collect();
-    let actions = producer.finalize(ID, 0, &both);
+    let actions = producer.mark_ready(ID, 0, &both);
     assert!(
         matches!(&actions[..], [Action::Announce { blocks, .. }] if *blocks == both),
         "{actions:?}"
@@ -67,9 +71,9 @@ fn what_becomes_final_at_once_in_several_layers_is_one_announcement() {
 fn who_selects_late_is_told_of_any_number_of_blocks_in_announcements_of_bounded_size() {
     let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
     let end = 2 * ANNOUNCED_CAP as u32 + 1;
-    let blocks: Vec<FinalBlock> = (0..end).map(block).collect();
+    let blocks: Vec<ReadyBlock> = (0..end).map(block).collect();
     producer.select(select(20, 0, end), ID, later);
-    let in_time = producer.finalize(ID, 0, &blocks);
+    let in_time = producer.mark_ready(ID, 0, &blocks);
     let late = producer.select(select(21, 0, end), ID, later);
     let size = |action: &Action| positions(std::slice::from_ref(action)).len();
     for actions in [in_time, late] {
@@ -82,14 +86,14 @@ fn who_selects_late_is_told_of_any_number_of_blocks_in_announcements_of_bounded_
 #[test]
 fn each_layer_is_told_once_to_who_has_selected_and_all_to_who_comes_later() {
     let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
-    producer.finalize(ID, 0, &[in_layer(0, 0)]);
+    producer.mark_ready(ID, 0, &[in_layer(0, 0)]);
     assert_eq!(layers(&producer.select(select(20, 0, 1), ID, later)), [0]);
-    assert_eq!(layers(&producer.finalize(ID, 0, &[in_layer(1, 0)])), [1]);
+    assert_eq!(layers(&producer.mark_ready(ID, 0, &[in_layer(1, 0)])), [1]);
     assert_eq!(
         layers(&producer.select(select(21, 0, 1), ID, later)),
         [0, 1]
     );
-    let actions = producer.finalize(ID, 0, &[in_layer(2, 0)]);
+    let actions = producer.mark_ready(ID, 0, &[in_layer(2, 0)]);
     assert_eq!(layers(&actions), [2, 2]);
 }
 
@@ -97,9 +101,9 @@ fn each_layer_is_told_once_to_who_has_selected_and_all_to_who_comes_later() {
 fn a_handoff_that_ends_between_two_layers_is_announced_no_further() {
     let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
     producer.select(select(20, 0, 1), ID, later);
-    producer.finalize(ID, 0, &[in_layer(0, 0)]);
+    producer.mark_ready(ID, 0, &[in_layer(0, 0)]);
     producer.end(ID, "preempted");
-    assert_eq!(producer.finalize(ID, 0, &[in_layer(1, 0)]), []);
+    assert_eq!(producer.mark_ready(ID, 0, &[in_layer(1, 0)]), []);
     assert_eq!(layers(&producer.select(select(21, 0, 1), ID, later)), []);
 }
 
@@ -107,7 +111,7 @@ fn a_handoff_that_ends_between_two_layers_is_announced_no_further() {
 fn a_select_before_the_handoff_waits_for_it() {
     let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
     assert!(producer.select(select(20, 0, 9), ID, later).is_empty());
-    assert_eq!(positions(&producer.finalize(ID, 0, &[block(0)])), [0]);
+    assert_eq!(positions(&producer.mark_ready(ID, 0, &[block(0)])), [0]);
 }
 
 #[test]
@@ -117,7 +121,7 @@ fn a_select_of_a_handoff_that_never_comes_is_refused_at_its_deadline() {
     assert_eq!(producer.expire(now), (vec![], Some(now + OPEN_TIMEOUT)));
     let (actions, _) = producer.expire(now + OPEN_TIMEOUT);
     assert!(
-        matches!(&actions[..], [Action::Gone { link: 20, .. }]),
+        matches!(&actions[..], [Action::End { session: 20, .. }]),
         "{actions:?}"
     );
 }
@@ -130,12 +134,12 @@ fn a_consumer_that_selects_what_nobody_opens_shuts_out_no_other() {
     }
     let told = producer.select(select(21, 0, 1), ID, later);
     assert!(
-        matches!(&told[..], [Action::Gone { link: 20, .. }]),
+        matches!(&told[..], [Action::End { session: 20, .. }]),
         "{told:?}"
     );
-    let actions = producer.finalize(ID, 0, &[block(0)]);
+    let actions = producer.mark_ready(ID, 0, &[block(0)]);
     assert!(
-        matches!(&actions[..], [Action::Announce { link: 21, .. }]),
+        matches!(&actions[..], [Action::Announce { session: 21, .. }]),
         "{actions:?}"
     );
 }
@@ -143,12 +147,12 @@ fn a_consumer_that_selects_what_nobody_opens_shuts_out_no_other() {
 #[test]
 fn done_counts_once_and_only_from_a_consumer_that_selected() {
     let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
-    producer.finalize(ID, 0, &[block(0)]);
-    assert!(!producer.done(20, ID));
+    producer.mark_ready(ID, 0, &[block(0)]);
+    assert!(!producer.acknowledge(20, ID));
     producer.select(select(20, 0, 1), ID, later);
-    assert!(producer.done(20, ID));
-    assert!(!producer.done(20, ID));
-    assert_eq!(producer.num_lent(), 0);
+    assert!(producer.acknowledge(20, ID));
+    assert!(!producer.acknowledge(20, ID));
+    assert_eq!(producer.num_leased(), 0);
 }
 
 #[test]
@@ -156,30 +160,30 @@ fn a_consumer_that_selects_again_is_told_of_each_block_once() {
     let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
     producer.select(select(20, 0, 2), ID, later);
     producer.select(select(20, 0, 2), ID, later);
-    assert_eq!(positions(&producer.finalize(ID, 0, &[block(0)])), [0]);
+    assert_eq!(positions(&producer.mark_ready(ID, 0, &[block(0)])), [0]);
     producer.select(select(20, 1, 2), ID, later);
-    assert_eq!(positions(&producer.finalize(ID, 0, &[block(1)])), [1]);
+    assert_eq!(positions(&producer.mark_ready(ID, 0, &[block(1)])), [1]);
 }
 
 #[test]
 fn an_ended_handoff_is_refused_and_never_comes_back() {
     let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
-    producer.finalize(ID, 0, &[block(0)]);
+    producer.mark_ready(ID, 0, &[block(0)]);
     producer.select(select(20, 0, 1), ID, later);
     let actions = producer.end(ID, "aborted");
     assert_eq!(
         actions,
-        [Action::Gone {
-            link: 20,
+        [Action::End {
+            session: 20,
             handoff: ID,
             reason: "aborted".to_owned()
         }]
     );
-    producer.finalize(ID, 0, &[block(1)]);
-    assert_eq!(producer.num_lent(), 0);
+    producer.mark_ready(ID, 0, &[block(1)]);
+    assert_eq!(producer.num_leased(), 0);
     let actions = producer.select(select(21, 0, 1), ID, later);
     assert!(
-        matches!(&actions[..], [Action::Gone { link: 21, .. }]),
+        matches!(&actions[..], [Action::End { session: 21, .. }]),
         "{actions:?}"
     );
 }
@@ -187,8 +191,8 @@ fn an_ended_handoff_is_refused_and_never_comes_back() {
 #[test]
 fn a_new_generation_voids_the_blocks_of_the_old() {
     let (mut producer, later) = (Producer::default(), Instant::now() + OPEN_TIMEOUT);
-    producer.finalize(ID, 0, &[block(0), block(1)]);
-    producer.finalize(ID, 1, &[block(0)]);
+    producer.mark_ready(ID, 0, &[block(0), block(1)]);
+    producer.mark_ready(ID, 1, &[block(0)]);
     assert_eq!(
         positions(&producer.select(select(20, 0, 9), ID, later)),
         [0]

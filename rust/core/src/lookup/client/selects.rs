@@ -3,15 +3,16 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use super::super::desk::Desk;
+use super::super::command_queue::CommandQueue;
 use super::super::messages::{SELECT, TAKE, WITHDRAW};
 use super::super::operation::{Delivery, Origin, Selected};
-use super::super::transfer::{Arrived, Parcel, check_seal};
+use super::super::transfer::{Arrived, EntryTransfer, check_seal};
 use super::super::{Items, SELECTS_CAP};
 use super::{Client, say, settle};
-use crate::codec::Reader;
 use crate::error::{Error, Result};
-use crate::node::{Io, LinkId, Patience, Stage};
+use crate::net::codec::Reader;
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -19,11 +20,11 @@ pub(super) struct Select {
     /// None once the caller was told.
     pub(super) completer: Option<Completer<Selected>>,
     /// For answers: the servers see to the deadline themselves, as long as they are awake.
-    pub(super) patience: Option<Patience>,
+    pub(super) grace: Option<GracePeriod>,
     /// Servers that have not answered.
-    pub(super) asked: HashSet<LinkId>,
+    pub(super) asked: HashSet<SessionKey>,
     /// What has come, from which server; nothing more is asked of others then.
-    pub(super) from: Option<LinkId>,
+    pub(super) from: Option<SessionKey>,
     pub(super) items: Option<Items>,
     /// Nobody waits for it any more: what has come goes back.
     pub(super) is_withdrawn: bool,
@@ -32,10 +33,10 @@ pub(super) struct Select {
 impl Client {
     pub(super) fn select(
         &mut self,
-        io: &mut Io,
+        cx: &mut ReactorContext,
         operation: u64,
         payload: &[u8],
-        patience: Option<Patience>,
+        grace: Option<GracePeriod>,
         completer: Completer<Selected>,
     ) {
         if let Some(error) = self.obstacle() {
@@ -45,16 +46,16 @@ impl Client {
             let text = format!("{SELECTS_CAP} selects wait already, more are not possible");
             return completer.complete(Err(Error::Exhausted(text)));
         }
-        for &link in &self.links {
-            let header = io.header(link, SELECT).u64(operation);
-            io.message(link, header, Payload::Bytes(payload.to_vec()));
+        for &session in &self.sessions {
+            let header = cx.header(session, SELECT).u64(operation);
+            cx.message(session, header, Payload::Bytes(payload.to_vec()));
         }
         self.looks
-            .add(patience.map(|patience| patience.next(io, &self.links)));
+            .add(grace.map(|grace| grace.next(cx, &self.sessions)));
         let select = Select {
             completer: Some(completer),
-            patience,
-            asked: self.links.iter().copied().collect(),
+            grace,
+            asked: self.sessions.iter().copied().collect(),
             from: None,
             items: None,
             is_withdrawn: false,
@@ -62,11 +63,11 @@ impl Client {
         self.selects.insert(operation, select);
     }
 
-    pub(super) fn withdraw(&mut self, io: &mut Io, operation: u64) {
+    pub(super) fn withdraw(&mut self, cx: &mut ReactorContext, operation: u64) {
         if self.inserts.withdraw(operation)
-            && let Some(&link) = self.links.first()
+            && let Some(&session) = self.sessions.first()
         {
-            say(io, link, WITHDRAW, operation);
+            say(cx, session, WITHDRAW, operation);
         }
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
@@ -76,8 +77,8 @@ impl Client {
             select.is_withdrawn = true;
             return;
         }
-        for link in select.asked.drain() {
-            say(io, link, WITHDRAW, operation);
+        for session in select.asked.drain() {
+            say(cx, session, WITHDRAW, operation);
         }
         self.selects.remove(&operation);
     }
@@ -85,41 +86,41 @@ impl Client {
     /// The first server that offers is the one; an offer that nobody waits for was withdrawn before it came.
     pub(super) fn offer(
         &mut self,
-        io: &mut Io,
-        link: LinkId,
+        cx: &mut ReactorContext,
+        session: SessionKey,
         operation: u64,
         mut header: Reader<'_>,
         payload: &[u8],
     ) -> Result<()> {
-        let sum = header.u64()?;
+        let checksum = header.u64()?;
         header.end()?;
         let Some(select) = self.selects.get_mut(&operation) else {
             return Ok(());
         };
-        if !select.asked.remove(&link) {
+        if !select.asked.remove(&session) {
             return Ok(());
         }
         for other in select.asked.drain() {
-            say(io, other, WITHDRAW, operation);
+            say(cx, other, WITHDRAW, operation);
         }
-        if let Err(error) = check_seal(sum, payload) {
-            self.give_back(io, link, operation, Err(error));
+        if let Err(error) = check_seal(checksum, payload) {
+            self.give_back(cx, session, operation, Err(error));
             return Ok(());
         }
-        select.from = Some(link);
-        let parcel = Parcel::read(Reader::new(payload))?;
-        if let Some(server) = self.servers.get_mut(&link) {
-            server.tensors.incoming.add(operation, parcel);
+        select.from = Some(session);
+        let entry = EntryTransfer::read(Reader::new(payload))?;
+        if let Some(server) = self.servers.get_mut(&session) {
+            server.tensors.incoming.add(operation, entry);
             server.tensors.incoming.begin(operation);
         }
         Ok(())
     }
 
-    pub(super) fn nothing(&mut self, link: LinkId, operation: u64) {
+    pub(super) fn nothing(&mut self, session: SessionKey, operation: u64) {
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
         };
-        select.asked.remove(&link);
+        select.asked.remove(&session);
         if select.asked.is_empty()
             && select.from.is_none()
             && let Some(select) = self.selects.remove(&operation)
@@ -128,30 +129,46 @@ impl Client {
         }
     }
 
-    pub(super) fn arrived(&mut self, io: &mut Io, link: LinkId, (operation, items): Arrived) {
+    pub(super) fn arrived(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        (operation, items): Arrived,
+    ) {
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
         };
         match items {
             Ok(items) if !select.is_withdrawn => {
                 select.items = Some(items);
-                say(io, link, TAKE, operation);
+                say(cx, session, TAKE, operation);
             }
-            Ok(_) => self.give_back(io, link, operation, Ok(None)),
-            Err(error) => self.give_back(io, link, operation, Err(error)),
+            Ok(_) => self.give_back(cx, session, operation, Ok(None)),
+            Err(error) => self.give_back(cx, session, operation, Err(error)),
         }
     }
 
-    fn give_back(&mut self, io: &mut Io, link: LinkId, operation: u64, result: Result<Selected>) {
-        settle(io, link, operation, false);
+    fn give_back(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+        result: Result<Selected>,
+    ) {
+        settle(cx, session, operation, false);
         if let Some(select) = self.selects.remove(&operation) {
             self.end(select.completer, result);
         }
     }
 
     /// It is ours alone now.
-    pub(super) fn taken(&mut self, io: &mut Io, link: LinkId, operation: u64) -> Result<()> {
-        let is_asked = |select: &Select| select.from == Some(link) && select.items.is_some();
+    pub(super) fn taken(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+    ) -> Result<()> {
+        let is_asked = |select: &Select| select.from == Some(session) && select.items.is_some();
         let is_known = self.selects.get(&operation).is_some_and(is_asked);
         let known = is_known.then(|| self.selects.remove(&operation)).flatten();
         let Some(select) = known else {
@@ -160,47 +177,49 @@ impl Client {
             )));
         };
         let Some(items) = select.items.filter(|_| !select.is_withdrawn) else {
-            settle(io, link, operation, false);
+            settle(cx, session, operation, false);
             return Ok(());
         };
-        self.delivered.insert(operation, link);
-        let origin: Arc<dyn Origin> = Arc::<Desk>::clone(&self.desk);
+        self.delivered.insert(operation, session);
+        let origin: Arc<dyn Origin> = Arc::<CommandQueue>::clone(&self.command_queue);
         let delivery = Arc::new(Delivery::new(items, operation, origin));
         self.end(select.completer, Ok(Some(delivery)));
         Ok(())
     }
 
     /// Ends selects whose servers are late with an answer and silent. What is on its way, goes back.
-    pub(super) fn expire_selects(&mut self, io: &mut Io) {
-        if !self.looks.take_if_past(io.now) {
+    pub(super) fn expire_selects(&mut self, cx: &mut ReactorContext) {
+        if !self.looks.take_if_past(cx.now) {
             return;
         }
         let mut ended = Vec::new();
         for (&operation, select) in &mut self.selects {
-            let Some(patience) = &mut select.patience else {
+            let Some(grace) = &mut select.grace else {
                 continue;
             };
-            let links = match select.from {
-                Some(link) => vec![link],
+            let sessions = match select.from {
+                Some(session) => vec![session],
                 None => select.asked.iter().copied().collect(),
             };
-            match patience.look(io, &links) {
-                Stage::Over => ended.push(operation),
-                Stage::InTime | Stage::Late => self.looks.add(Some(patience.next(io, &links))),
+            match grace.look(cx, &sessions) {
+                AnswerStage::Over => ended.push(operation),
+                AnswerStage::InTime | AnswerStage::Late => {
+                    self.looks.add(Some(grace.next(cx, &sessions)))
+                }
             }
         }
         for operation in ended {
-            self.end_unanswered(io, operation);
+            self.end_unanswered(cx, operation);
         }
     }
 
-    fn end_unanswered(&mut self, io: &mut Io, operation: u64) {
+    fn end_unanswered(&mut self, cx: &mut ReactorContext, operation: u64) {
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
         };
-        select.patience = None;
+        select.grace = None;
         let completer = select.completer.take();
-        self.withdraw(io, operation);
+        self.withdraw(cx, operation);
         self.end(completer, Ok(None));
     }
 }

@@ -1,6 +1,6 @@
-//! A client of several servers when they disagree, and how what it was asked for ends. All nodes run by hand.
+//! A client of several servers when they disagree, and how what it was asked for ends. All reactors run by hand.
 
-use super::super::by_hand::{ROUNDS, connect, entry, rest, select, serve};
+use super::super::manual::{ROUNDS, connect, entry, rest, select, serve};
 use super::super::{Local, Operation, Query, Remote, Selected};
 use super::*;
 use crate::pipe::Meta;
@@ -8,7 +8,7 @@ use crate::work::{Work, work};
 
 /// Bytes of an entry that travels inside its message, and of one that is fetched.
 const LENS: [usize; 2] = [100, 1 << 20];
-const LINKS: [LinkId; 2] = [16, 17];
+const LINKS: [SessionKey; 2] = [16, 17];
 
 /// Two servers, the first with an entry of so many bytes. The second refuses each select: what it has, nobody would take.
 fn servers(num_bytes: usize) -> [Local; 2] {
@@ -23,15 +23,15 @@ fn servers(num_bytes: usize) -> [Local; 2] {
     ]
 }
 
-/// Runs all nodes until it has come to this.
+/// Runs all reactors until it has come to this.
 fn run_until(remote: &Remote, servers: &[Local], has_come: impl Fn() -> bool) {
     for _ in 0..ROUNDS {
         if has_come() {
             return;
         }
-        rest(|| remote.round_by_hand());
+        rest(|| remote.manual_round());
         for server in servers {
-            rest(|| server.round_by_hand());
+            rest(|| server.manual_round());
         }
     }
     panic!("it does not come to that")
@@ -55,9 +55,9 @@ fn an_entry_that_one_server_has_offered_comes_although_another_one_refuses() {
         let [first, second] = &servers;
         let remote = connect(&[first, second]);
         let selected = select(&remote);
-        rest(|| first.round_by_hand());
+        rest(|| first.manual_round());
         assert_eq!(held(first), (Some(0), Some(1)));
-        rest(|| second.round_by_hand());
+        rest(|| second.manual_round());
         let delivery = end(&remote, &servers, &selected);
         delivery.unwrap().expect("an entry").take();
         run_until(&remote, &servers, || held(first) == (Some(0), Some(0)));
@@ -73,8 +73,8 @@ fn an_entry_goes_back_that_is_offered_when_another_server_has_refused() {
         let [first, second] = &servers;
         let remote = connect(&[first, second]);
         let selected = select(&remote);
-        rest(|| second.round_by_hand());
-        rest(|| first.round_by_hand());
+        rest(|| second.manual_round());
+        rest(|| first.manual_round());
         assert_eq!(held(first), (Some(0), Some(1)));
         let refused = end(&remote, &servers, &selected);
         assert!(matches!(refused, Err(Error::Config(_))), "{refused:?}");
@@ -83,9 +83,9 @@ fn an_entry_goes_back_that_is_offered_when_another_server_has_refused() {
     }
 }
 
-fn client() -> (Client, Arc<Desk>) {
-    let desk = Arc::new(Desk::new());
-    (Client::new(Arc::clone(&desk), true), desk)
+fn client() -> (Client, Arc<CommandQueue>) {
+    let command_queue = Arc::new(CommandQueue::new());
+    (Client::new(Arc::clone(&command_queue), true), command_queue)
 }
 
 /// Has it wait until it can be sent.
@@ -103,39 +103,39 @@ fn insert(client: &mut Client) -> Work<()> {
 
 #[test]
 fn an_insert_ends_with_the_first_lost_server_when_no_other_can_read_it_any_more() {
-    let (mut io, (mut client, _desk)) = (Io::alone(None), client());
-    for link in LINKS {
-        let tensors = Tensors::new(link, client.pool.clone(), true);
+    let (mut cx, (mut client, _desk)) = (ReactorContext::manual(None), client());
+    for session in LINKS {
+        let tensors = Tensors::new(session, client.pool.clone(), true);
         let is_up = true;
-        client.links.push(link);
-        client.servers.insert(link, Server { is_up, tensors });
+        client.sessions.push(session);
+        client.servers.insert(session, Server { is_up, tensors });
     }
     let inserted = insert(&mut client);
     let lost = Error::lost("second", "gone");
-    client.link_down(&mut io, LINKS[1], lost.clone());
-    assert!(io.has_failed(LINKS[0]));
+    client.session_down(&mut cx, LINKS[1], lost.clone());
+    assert!(cx.has_failed(LINKS[0]));
     assert_eq!(inserted.result(), None, "the first one may be reading it");
-    client.link_down(&mut io, LINKS[0], Error::Closed("told to".to_owned()));
+    client.session_down(&mut cx, LINKS[0], Error::Closed("told to".to_owned()));
     assert_eq!(inserted.result(), Some(Err(lost)));
 }
 
 #[test]
 fn a_client_whose_node_panics_ends_what_was_handed_in_and_refuses_what_follows() {
-    let (client, desk) = client();
+    let (client, command_queue) = client();
     let select = || {
         let (selected, completer) = work();
         let command = Command::Select {
-            operation: desk.operation(),
+            operation: command_queue.operation(),
             query: Query::Any,
             timeout: None,
             completer,
         };
-        (desk.send(command), selected)
+        (command_queue.send(command), selected)
     };
     let (handed, selected) = select();
     assert_eq!(handed, Ok(()));
-    drop(client); // as the wheel does then
+    drop(client); // as the driver does then
     assert!(matches!(selected.result(), Some(Err(Error::Closed(_)))));
     assert!(matches!(select().0, Err(Error::Closed(_))));
-    assert_eq!(desk.info().state, "closed");
+    assert_eq!(command_queue.info().state, "closed");
 }

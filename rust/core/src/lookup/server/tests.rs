@@ -1,9 +1,9 @@
-//! What the server does of what takes long, and when. All nodes run by hand, so that each round of the server is one slice
+//! What the server does of what takes long, and when. All reactors run by hand, so that each round of the server is one slice
 //! of that work.
 
 mod copies;
 
-use super::super::by_hand::{ROUNDS, connect, entry, rest, select, serve};
+use super::super::manual::{ROUNDS, connect, entry, rest, select, serve};
 use super::super::{Items, Local, Operation, Remote, Selected};
 use crate::pipe::Meta;
 
@@ -20,9 +20,9 @@ fn entries(count: usize) -> Vec<Items> {
 fn ends(local: &Local, remotes: &[Remote], selects: &[Operation<Selected>]) -> Vec<usize> {
     let mut ends = vec![None; selects.len()];
     for round in 0..ROUNDS {
-        local.round_by_hand();
+        local.manual_round();
         for remote in remotes {
-            rest(|| remote.round_by_hand());
+            rest(|| remote.manual_round());
         }
         for (end, select) in ends.iter_mut().zip(selects) {
             if select.is_completed() {

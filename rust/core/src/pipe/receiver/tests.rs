@@ -2,7 +2,7 @@ use super::*;
 use crate::work::work;
 
 /// How a receive ends that is under way when the pipe ends.
-fn ended_with(io: &mut Io) -> String {
+fn ended_with(cx: &mut ReactorContext) -> String {
     let (work, completer) = work();
     let mut receiver = Receiver::new(Shared::default());
     receiver.wanted.push_back(Wanted {
@@ -10,7 +10,7 @@ fn ended_with(io: &mut Io) -> String {
         deadline: Deadline::default(),
         completer,
     });
-    receiver.stop(io);
+    receiver.stop(cx);
     let Some(Err(Error::Closed(text))) = work.result() else {
         panic!("the receive did not end as closed")
     };
@@ -19,7 +19,7 @@ fn ended_with(io: &mut Io) -> String {
 
 #[test]
 fn a_receive_says_that_its_memory_may_still_be_written_to_when_reads_have_not_ended() {
-    let text = ended_with(&mut Io::with_unended_reads(2));
+    let text = ended_with(&mut ReactorContext::with_pending_reads(2));
     for part in [
         "2 reads have not ended",
         "may still be written to",
@@ -32,20 +32,23 @@ fn a_receive_says_that_its_memory_may_still_be_written_to_when_reads_have_not_en
 
 #[test]
 fn a_receive_says_nothing_of_its_memory_when_all_reads_have_ended() {
-    assert_eq!(ended_with(&mut Io::alone(None)), "the pipe is closed");
+    assert_eq!(
+        ended_with(&mut ReactorContext::manual(None)),
+        "the pipe is closed"
+    );
 }
 
 /// How a tensor arrives whose last message is here before the end of the session is seen.
 #[cfg(feature = "fuzzing")]
-fn arrives(is_summed: bool, has_sender_ended: bool) -> Result<Arc<Received>> {
-    use crate::node::by_hand::{Round, without_threads};
+fn arrives(is_checksummed: bool, has_sender_ended: bool) -> Result<Arc<Received>> {
     use crate::pipe::Pipe;
-    use crate::transport::{MemoryRoad, Transport};
+    use crate::reactor::manual::{Round, without_threads};
+    use crate::transport::{MemoryPath, Transport};
     use crate::work::Then;
 
     const LEN: usize = 1 << 20; // less than is credited, so that all of it is sent at once
     const PATIENCE: Duration = Duration::from_secs(600);
-    let transport = || Transport::Memory(MemoryRoad::Messages);
+    let transport = || Transport::Memory(MemoryPath::Stream);
     let rest = |pipe: &Pipe| while pipe.round() == Round::Busy {};
     let listen = || Pipe::listen("127.0.0.1:0", b"token", transport(), Duration::ZERO);
     let receiver = without_threads(listen).unwrap();
@@ -55,7 +58,7 @@ fn arrives(is_summed: bool, has_sender_ended: bool) -> Result<Arc<Received>> {
             &address,
             b"token",
             transport(),
-            is_summed,
+            is_checksummed,
             Duration::ZERO,
             PATIENCE,
         )
@@ -86,8 +89,8 @@ fn arrives(is_summed: bool, has_sender_ended: bool) -> Result<Arc<Received>> {
 #[test]
 #[cfg(feature = "fuzzing")]
 fn what_came_without_checksums_as_messages_counts_only_if_its_sender_holds_the_session() {
-    for (is_summed, has_sender_ended) in [(true, true), (true, false), (false, false)] {
-        assert!(arrives(is_summed, has_sender_ended).is_ok());
+    for (is_checksummed, has_sender_ended) in [(true, true), (true, false), (false, false)] {
+        assert!(arrives(is_checksummed, has_sender_ended).is_ok());
     }
     let lost = arrives(false, true);
     assert!(matches!(lost, Err(Error::PeerLost { .. })), "{lost:?}");

@@ -8,7 +8,7 @@ use super::*;
 use crate::work::timespec;
 
 fn worker() -> Worker {
-    Worker::new(MemoryRoad::Get).unwrap()
+    Worker::new(MemoryPath::RemoteRead).unwrap()
 }
 
 fn pair() -> (Worker, Worker, EndpointId) {

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::super::super::by_hand::serve_within;
+use super::super::super::manual::serve_within;
 use super::super::{Action, Client, Select, Server, Shared, Tensors};
 use super::*;
 use crate::error::Error;
 use crate::lookup::Query;
-use crate::node::by_hand::Round;
+use crate::reactor::manual::Round;
 use crate::work::{Waited, work};
 
 /// Of an insert that waits.
@@ -33,7 +33,7 @@ fn about_to_grant() -> (Local, Remote, Vec<Operation<()>>) {
     );
     let delivery = selected.result().unwrap().unwrap().unwrap();
     delivery.take();
-    while remote.round_by_hand() == Round::Busy {}
+    while remote.manual_round() == Round::Busy {}
     (local, remote, inserts)
 }
 
@@ -46,7 +46,7 @@ fn num_completed(inserts: &[Operation<()>]) -> usize {
 fn rounds_to_next(local: &Local, inserts: &[Operation<()>]) -> usize {
     let before = num_completed(inserts);
     for round in 1..ROUNDS {
-        local.round_by_hand();
+        local.manual_round();
         if num_completed(inserts) > before {
             return round;
         }
@@ -61,7 +61,7 @@ fn granted(local: &Local, inserts: &[Operation<()>]) {
             assert_eq!(num_completed(inserts), 0);
             return;
         }
-        local.round_by_hand();
+        local.manual_round();
     }
     panic!("none gets its place")
 }
@@ -97,7 +97,7 @@ fn inserts_that_are_copied_when_the_buffer_is_closed_end() {
     let (local, _remote, inserts) = about_to_grant();
     granted(&local, &inserts);
     local.close();
-    while local.round_by_hand() != Round::Over {}
+    while local.manual_round() != Round::Over {}
     for insert in &inserts {
         assert!(matches!(insert.result(), Some(Err(Error::Closed(_)))));
     }
@@ -131,7 +131,7 @@ fn inserts_whose_place_the_server_has_made_end_with_it_and_give_their_place_back
     assert!(inserted.result().is_none());
     shared.forget(place); // as of a client that is gone
     assert!(inserted.result().is_none());
-    drop(server); // as the wheel does when the node panics
+    drop(server); // as the driver does when the reactor panics
     assert!(matches!(inserted.result(), Some(Err(Error::Closed(_)))));
     assert_eq!(insert(16 << 10).0.result(), Some(Ok(())));
 }
@@ -145,11 +145,11 @@ fn an_entry_that_one_client_gives_back_as_the_server_ends_is_not_kept_for_anothe
         let items = entry(Meta::default(), 1);
         let inserted = shared.insert_here(vec![1].into(), items, None, completer);
         inserted.unwrap();
-        let select = |server: &mut Server, link, select| {
-            let tensors = Tensors::new(link, server.pool.clone(), true);
+        let select = |server: &mut Server, session, select| {
+            let tensors = Tensors::new(session, server.pool.clone(), true);
             let mut client = Client::new(tensors);
             client.selects.insert(1, select);
-            server.clients.insert(link, client);
+            server.clients.insert(session, client);
         };
         shared.select(Query::Any, None).unwrap();
         let Some(Action::Deliver { entry, .. }) = shared.take_mail().pop_front() else {

@@ -1,0 +1,80 @@
+//! Buffers and clients whose reactors tests run by hand, a round at a time.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvpipe_ucx::Buffer;
+
+use super::{Items, Local, Operation, Query, Remote, Selected};
+use crate::pipe::{Meta, Received};
+use crate::reactor::manual::{Round, without_threads};
+use crate::transport::{MemoryPath, Transport};
+use crate::work::Then;
+
+const TIMEOUT: Duration = Duration::from_secs(600);
+const TRANSPORT: Transport = Transport::Memory(MemoryPath::RemoteRead);
+/// More than anything takes.
+pub(super) const ROUNDS: usize = 100_000;
+
+/// An entry with a key of so many bytes.
+pub(super) fn entry(key: Meta, num_bytes: usize) -> Items {
+    let nothing = || Received {
+        meta: Meta::default(),
+        buffer: None,
+    };
+    let mut items = [(); 5].map(|()| Arc::new(nothing()));
+    items[2] = Arc::new(Received {
+        meta: key,
+        buffer: Some(Buffer::zeroed(num_bytes)),
+    });
+    Items(items)
+}
+
+/// A buffer with these entries.
+pub(super) fn serve(entries: Vec<Items>) -> Local {
+    serve_within(u64::MAX, entries)
+}
+
+/// One of so many bytes.
+pub(super) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> Local {
+    let local = Local::new(capacity_bytes);
+    for entry in entries {
+        let inserted = local.insert(vec![1], entry, None).unwrap();
+        assert!(inserted.is_completed());
+    }
+    let serve = || local.serve("127.0.0.1:0", b"token", TRANSPORT, true);
+    without_threads(serve).unwrap();
+    local
+}
+
+/// A client of all of them.
+pub(super) fn connect(locals: &[&Local]) -> Remote {
+    let address = |local: &&Local| local.address().unwrap().to_string();
+    let addresses = locals.iter().map(address).collect();
+    let connect = || Remote::connect(addresses, b"token", TRANSPORT, true, TIMEOUT);
+    let (remote, connected) = without_threads(connect).unwrap();
+    for _ in 0..ROUNDS {
+        if connected.is_completed() {
+            assert_eq!(connected.result(), Some(Ok(())));
+            return remote;
+        }
+        remote.manual_round();
+        for local in locals {
+            local.manual_round();
+        }
+        std::thread::yield_now();
+    }
+    panic!("not connected")
+}
+
+/// Asks for an entry, and lets the question leave.
+pub(super) fn select(remote: &Remote) -> Operation<Selected> {
+    let selected = remote.select(Query::Any, None, Then::GoOn).unwrap();
+    rest(|| remote.manual_round());
+    selected
+}
+
+/// Runs a reactor until it would sleep.
+pub(super) fn rest(round: impl Fn() -> Round) {
+    while round() == Round::Busy {}
+}

@@ -1,0 +1,262 @@
+use super::*;
+use crate::net::identity::SessionKind;
+use proptest::prelude::*;
+
+fn identity(dtype: &str) -> Identity {
+    let fields = vec![("dtype".to_owned(), dtype.to_owned())];
+    Identity::new(SessionKind::Pipe, "engine", fields).unwrap()
+}
+
+/// Runs both sides against each other; what each ends with.
+fn converse(
+    tokens: [&[u8]; 2],
+    ours: [&Identity; 2],
+    accept: impl Fn(&Identity) -> std::result::Result<(), String>,
+) -> (Result<SessionId>, Result<SessionId>) {
+    let (mut client, hello) = Handshake::client(tokens[0], "server").unwrap();
+    let mut server = Handshake::server(tokens[1], "client").unwrap();
+    let (mut to_server, mut to_client) = (vec![hello], vec![]);
+    let (mut at_client, mut at_server) = (None, None);
+    while at_client.is_none() || at_server.is_none() {
+        let (side, identity, inbox, outbox, outcome) = if to_server.is_empty() {
+            (
+                &mut client,
+                ours[0],
+                &mut to_client,
+                &mut to_server,
+                &mut at_client,
+            )
+        } else {
+            (
+                &mut server,
+                ours[1],
+                &mut to_server,
+                &mut to_client,
+                &mut at_server,
+            )
+        };
+        let Some(frame) = inbox.pop() else { break };
+        match side.frame(&frame, identity, |peer| accept(peer)) {
+            Ok(Step::Continue(frames)) => outbox.extend(frames),
+            Ok(Step::Admitted {
+                frames, session_id, ..
+            }) => {
+                outbox.extend(frames);
+                *outcome = Some(Ok(session_id));
+            }
+            Ok(Step::Ready) => {}
+            Ok(Step::Refuse(frame, error)) => {
+                outbox.push(frame);
+                *outcome = Some(Err(error));
+            }
+            Err(error) => *outcome = Some(Err(error)),
+        }
+    }
+    let open = || Err(Error::Closed("no outcome".to_owned()));
+    (
+        at_client.unwrap_or_else(open),
+        at_server.unwrap_or_else(open),
+    )
+}
+
+#[test]
+fn both_sides_agree_on_the_session() {
+    let who = identity("float32");
+    let (client, server) = converse([b"secret", b"secret"], [&who, &who], |_| Ok(()));
+    assert_eq!(client.unwrap(), server.unwrap());
+}
+
+#[test]
+fn a_wrong_token_is_refused_on_both_sides() {
+    let who = identity("float32");
+    let (client, server) = converse([b"secret", b"other"], [&who, &who], |_| Ok(()));
+    assert!(
+        matches!(client, Err(Error::Authentication(_))),
+        "{client:?}"
+    );
+    assert!(
+        matches!(server, Err(Error::Authentication(_))),
+        "{server:?}"
+    );
+}
+
+#[test]
+fn a_different_fingerprint_names_the_field_and_each_sides_values() {
+    let (ours, theirs) = (identity("float32"), identity("bfloat16"));
+    let (client, server) = converse([b"t", b"t"], [&ours, &theirs], |_| Ok(()));
+    let text = client.unwrap_err().to_string();
+    assert!(
+        text.contains("dtype is \"float32\" here and \"bfloat16\" there"),
+        "{text}"
+    );
+    let text = server.unwrap_err().to_string();
+    assert!(
+        text.contains("dtype is \"bfloat16\" here and \"float32\" there"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_refusal_of_the_service_reaches_the_client() {
+    let who = identity("float32");
+    let (client, _) = converse([b"t", b"t"], [&who, &who], |_| {
+        Err("already has a sender".to_owned())
+    });
+    assert!(
+        client
+            .unwrap_err()
+            .to_string()
+            .contains("already has a sender")
+    );
+}
+
+#[test]
+fn a_recorded_proof_is_worthless_in_another_session() {
+    let who = identity("float32");
+    let (mut client, hello) = Handshake::client(b"t", "server").unwrap();
+    let mut first = Handshake::server(b"t", "client").unwrap();
+    let Ok(Step::Continue(challenge)) = first.frame(&hello, &who, |_| Ok(())) else {
+        panic!()
+    };
+    let Ok(Step::Continue(proof)) = client.frame(&challenge[0], &who, |_| Ok(())) else {
+        panic!()
+    };
+    let mut second = Handshake::server(b"t", "client").unwrap();
+    second.frame(&hello, &who, |_| Ok(())).unwrap();
+    let replayed = second.frame(&proof[0], &who, |_| Ok(()));
+    assert!(
+        matches!(replayed, Ok(Step::Refuse(_, Error::Authentication(_)))),
+        "{replayed:?}"
+    );
+}
+
+#[test]
+fn a_proof_is_not_taken_back_as_the_answer() {
+    let who = identity("float32");
+    let (mut client, hello) = Handshake::client(b"t", "server").unwrap();
+    let mut server = Handshake::server(b"t", "client").unwrap();
+    let Ok(Step::Continue(challenge)) = server.frame(&hello, &who, |_| Ok(())) else {
+        panic!()
+    };
+    let Ok(Step::Continue(proof)) = client.frame(&challenge[0], &who, |_| Ok(())) else {
+        panic!()
+    };
+    let reflected = client.frame(&proof[0], &who, |_| Ok(()));
+    assert!(
+        matches!(reflected, Err(Error::Authentication(_))),
+        "{reflected:?}"
+    );
+}
+
+/// The frames that a step sends, and whether the conversation may go on.
+fn said(step: Result<Step>) -> (Vec<Vec<u8>>, bool) {
+    match step {
+        Ok(Step::Continue(frames) | Step::Admitted { frames, .. }) => (frames, true),
+        Ok(Step::Refuse(frame, _)) => (vec![frame], false),
+        Ok(Step::Ready) => (vec![], true),
+        Err(_) => (vec![], false),
+    }
+}
+
+/// A server that has sent its challenge, and the client that it is for.
+fn challenged(who: &Identity) -> (Handshake, Handshake, Vec<u8>) {
+    let (client, hello) = Handshake::client(b"t", "server").unwrap();
+    let mut server = Handshake::server(b"t", "client").unwrap();
+    let (mut frames, _) = said(server.frame(&hello, who, |_| Ok(())));
+    (server, client, frames.remove(0))
+}
+
+#[test]
+fn before_its_proof_a_stranger_is_told_the_version_and_a_nonce() {
+    let who = identity("float32");
+    let (server, _, challenge) = challenged(&who);
+    let expected = [
+        &[CHALLENGE][..],
+        &PROTOCOL_VERSION.to_le_bytes(),
+        &server.nonce_server,
+    ]
+    .concat();
+    assert_eq!(challenge, expected);
+}
+
+#[test]
+fn nothing_but_the_proof_is_answered_before_the_challenge_has_passed() {
+    let who = identity("float32");
+    for kind in (0..=u8::MAX).filter(|kind| *kind != PROOF) {
+        for len in [0, 32, 1024] {
+            let (mut server, ..) = challenged(&who);
+            let frame = [&[kind][..], &vec![0; len]].concat();
+            let step = server.frame(&frame, &who, |_| panic!("kind {kind} was admitted"));
+            assert_eq!(said(step), (vec![], false), "kind {kind}");
+        }
+    }
+}
+
+#[test]
+fn a_client_that_has_not_seen_the_servers_proof_does_not_say_who_it_is() {
+    let who = identity("float32");
+    for kind in (0..=u8::MAX).filter(|kind| *kind != PROOF) {
+        let (_, mut client, challenge) = challenged(&who);
+        client.frame(&challenge, &who, |_| Ok(())).unwrap();
+        let frame = [&[kind][..], &[0; 64]].concat();
+        let step = client.frame(&frame, &who, |_| Ok(()));
+        assert_eq!(said(step), (vec![], false), "kind {kind}");
+    }
+}
+
+#[test]
+fn a_proof_that_differs_in_any_bit_is_refused_and_there_is_no_second_try() {
+    let who = identity("float32");
+    for bit in 0..256 {
+        let (mut server, mut client, challenge) = challenged(&who);
+        let (proof, _) = said(client.frame(&challenge, &who, |_| Ok(())));
+        let mut wrong = proof[0].clone();
+        wrong[1 + bit / 8] ^= 1 << (bit % 8);
+        let refused = said(server.frame(&wrong, &who, |_| Ok(())));
+        assert_eq!(refused, (vec![vec![REFUSED, 1]], false), "bit {bit}");
+        let again = said(server.frame(&proof[0], &who, |_| Ok(())));
+        assert_eq!(again, (vec![], false), "bit {bit}");
+    }
+}
+
+#[test]
+fn an_identity_changed_on_the_way_is_refused_by_both_sides() {
+    let who = identity("float32");
+    let (mut server, mut client, challenge) = challenged(&who);
+    let (proof, _) = said(client.frame(&challenge, &who, |_| Ok(())));
+    let (proof, _) = said(server.frame(&proof[0], &who, |_| Ok(())));
+    let (mut named, _) = said(client.frame(&proof[0], &who, |_| Ok(())));
+    let honest = named[0].clone();
+    *named[0].last_mut().unwrap() ^= 1;
+    let step = server.frame(&named[0], &who, |_| panic!("accepted"));
+    assert!(matches!(step, Err(Error::Authentication(_))), "{step:?}");
+
+    server.state = State::ServerIdentity;
+    let (mut welcome, _) = said(server.frame(&honest, &who, |_| Ok(())));
+    *welcome[0].last_mut().unwrap() ^= 1;
+    let step = client.frame(&welcome[0], &who, |_| Ok(()));
+    assert!(matches!(step, Err(Error::Authentication(_))), "{step:?}");
+}
+
+#[test]
+fn no_nonce_comes_twice() {
+    let mut nonces = std::collections::HashSet::new();
+    for _ in 0..500 {
+        let server = Handshake::server(b"t", "client").unwrap();
+        let (client, hello) = Handshake::client(b"t", "server").unwrap();
+        assert!(hello.ends_with(&client.nonce_client));
+        assert!(nonces.insert(server.nonce_server));
+        assert!(nonces.insert(client.nonce_client));
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_frames_give_steps_or_errors(frames: Vec<Vec<u8>>) {
+        let who = identity("float32");
+        let mut server = Handshake::server(b"t", "peer").unwrap();
+        for frame in frames {
+            let _ = server.frame(&frame, &who, |_| Ok(()));
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Connecting to a peer. Resolving its name blocks, so that each attempt has a thread of its own, which ends with the
+//! reactor (but for a resolver that does not answer; it ends when that does).
+
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+
+use crate::work::timespec;
+
+/// Tries the addresses of `name` in turn, until one accepts, `timeout` has passed since `begun`, or `stop` is readable.
+pub(super) fn open(
+    name: &str,
+    begun: Instant,
+    timeout: Duration,
+    stop: &OwnedFd,
+) -> Result<TcpStream, String> {
+    let deadline = begun + timeout;
+    let candidates = name.to_socket_addrs().map_err(|error| error.to_string())?;
+    try_all(&candidates.collect::<Vec<_>>(), deadline, stop).map_err(|errno| match errno {
+        None => "the name has no address".to_owned(),
+        Some(Errno::TIMEDOUT) => format!("no answer within {timeout:?}"),
+        Some(error) => error.to_string(),
+    })
+}
+
+/// Each address has its share of the time that is left: one that is silent leaves some to the others. The last one's error
+/// counts, if there is one.
+fn try_all(
+    candidates: &[SocketAddr],
+    deadline: Instant,
+    stop: &OwnedFd,
+) -> Result<TcpStream, Option<Errno>> {
+    let mut last = None;
+    for (address, num_left) in candidates.iter().zip((1..=candidates.len() as u32).rev()) {
+        let now = Instant::now();
+        let share = deadline.saturating_duration_since(now) / num_left;
+        match try_one(*address, now + share, stop) {
+            Ok(stream) => return Ok(stream),
+            Err(Errno::CANCELED) => return Err(Some(Errno::CANCELED)),
+            Err(error) => last = Some(error),
+        }
+    }
+    Err(last)
+}
+
+fn try_one(address: SocketAddr, deadline: Instant, stop: &OwnedFd) -> Result<TcpStream, Errno> {
+    let family = if address.is_ipv4() {
+        AddressFamily::INET
+    } else {
+        AddressFamily::INET6
+    };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+    match rustix::net::connect(&socket, &address) {
+        Ok(()) => return Ok(socket.into()),
+        Err(Errno::INPROGRESS) => {}
+        Err(error) => return Err(error),
+    }
+    loop {
+        let left = timespec(deadline.saturating_duration_since(Instant::now()));
+        let mut polled = [
+            PollFd::new(&socket, PollFlags::OUT),
+            PollFd::new(stop, PollFlags::IN),
+        ];
+        match rustix::event::poll(&mut polled, Some(&left)) {
+            Ok(0) => return Err(Errno::TIMEDOUT),
+            Ok(_) if !polled[1].revents().is_empty() => return Err(Errno::CANCELED),
+            Ok(_) => break,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    sockopt::socket_error(&socket)??;
+    Ok(socket.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(4);
+
+    /// A listener that takes nobody, and those who keep others from it: what more asks is not answered.
+    fn silent() -> (SocketAddr, TcpListener, Vec<OwnedFd>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        let address = listener.local_addr().unwrap();
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let waits = |_| {
+            let (family, stream) = (AddressFamily::INET, SocketType::STREAM);
+            let socket = rustix::net::socket_with(family, stream, flags, None).unwrap();
+            let _ = rustix::net::connect(&socket, &address);
+            socket
+        };
+        let crowd = (0..4).map(waits).collect();
+        (address, listener, crowd)
+    }
+
+    fn never() -> OwnedFd {
+        eventfd(0, EventfdFlags::CLOEXEC).unwrap()
+    }
+
+    #[test]
+    fn a_silent_address_leaves_time_for_the_next_one() {
+        let (silent, _listener, _crowd) = silent();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let good = listener.local_addr().unwrap();
+        let deadline = Instant::now() + PATIENCE;
+        let stream = try_all(&[silent, good], deadline, &never()).unwrap();
+        assert_eq!(stream.peer_addr().unwrap(), good);
+        assert!(Instant::now() < deadline, "in its own share of the time");
+    }
+
+    #[test]
+    fn a_node_that_ends_tries_no_other_address() {
+        let (silent, _listener, _crowd) = silent();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stop = eventfd(1, EventfdFlags::CLOEXEC).unwrap();
+        let candidates = [silent, listener.local_addr().unwrap()];
+        let tried = try_all(&candidates, Instant::now() + PATIENCE, &stop);
+        assert_eq!(tried.unwrap_err(), Some(Errno::CANCELED));
+    }
+}

@@ -1,0 +1,188 @@
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+
+use kvpipe_ucx::{Buffer, Config, Library, MemoryKind, Search};
+
+use super::*;
+use crate::error::Result;
+use crate::net::identity::Identity;
+use crate::reactor::commands;
+use crate::transport::{Context, Get, Memory, RemoteKey, Worker};
+
+/// Notes at each command whether the session had failed.
+#[derive(Default)]
+struct Noting(Vec<bool>);
+
+impl Service for Noting {
+    type Command = SessionKey;
+
+    fn command(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        self.0.push(cx.has_failed(session));
+    }
+    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
+    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn what_is_asked_for_while_the_end_of_a_link_is_seen_knows_of_it() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let mut cx = ReactorContext::manual(None);
+    let (session, now) = (cx.new_session(), cx.now);
+    cx.add(session, stream, "peer".to_owned(), false, now)
+        .unwrap();
+    let (commands, receiver) = commands::channel();
+    let mut reactor = ReactorCore::new(cx, Noting::default(), receiver);
+    drop(listener.accept().unwrap());
+    while reactor.service.0.last() != Some(&true) {
+        // The end is on its way, and a command is there whenever it is seen.
+        commands.send(ReactorCommand::Command(session)).unwrap();
+        reactor.serve(session, epoll::EventFlags::empty());
+        let has_failed = reactor.cx.has_failed(session);
+        assert_eq!(reactor.service.0.last(), Some(&has_failed));
+    }
+}
+
+#[test]
+fn one_look_hears_of_all_who_have_said_something() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut cx = ReactorContext::manual(None);
+    let begun = cx.now;
+    let mut peer = |_| {
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let stream = listener.accept().unwrap().0;
+        peer.write_all(&[0]).unwrap();
+        stream.peek(&mut [0]).unwrap();
+        let session = cx.new_session();
+        cx.add(session, stream, "peer".to_owned(), true, begun)
+            .unwrap();
+        (session, peer)
+    };
+    let peers: Vec<_> = (0..200).map(&mut peer).collect();
+    let (_commands, receiver) = commands::channel();
+    let mut reactor = ReactorCore::new(cx, Noting::default(), receiver);
+    reactor.look_at_sockets(Instant::now());
+    let is_heard =
+        |(session, _): &(SessionKey, TcpStream)| reactor.cx.last_rx(*session) > Some(begun);
+    assert_eq!(peers.iter().filter(|peer| is_heard(peer)).count(), 200);
+}
+
+/// Over TCP, where a read waits for the peer. `None` after saying why there is no UCX.
+#[allow(clippy::print_stderr, reason = "a skipped test says why")]
+fn ucx_over_tcp() -> Option<Context> {
+    let search = Search {
+        explicit: std::env::var_os("KVPIPE_UCX_LIB").map(PathBuf::from),
+        wheel_dir: None,
+    };
+    let library = Library::load(&search).map_err(|error| eprintln!("skipped: {error}"));
+    let mut config = Config::new();
+    config.pin("TLS", "tcp");
+    config.pin("NET_DEVICES", "lo");
+    let context = kvpipe_ucx::Context::new(library.ok()?, &config);
+    Some(Context::Ucx(context.expect("context")))
+}
+
+/// A peer that does nothing: as if it was stopped, until it is worked on.
+struct Still {
+    worker: Worker,
+    memory: Arc<Memory>,
+}
+
+/// Reads from a peer, and tells what it says of its end.
+struct Reading {
+    peer: (Vec<u8>, u64, Vec<u8>),
+    into: Arc<Memory>,
+    key: Option<RemoteKey>,
+    told: Sender<String>,
+}
+
+impl Service for Reading {
+    type Command = ();
+
+    fn command(&mut self, cx: &mut ReactorContext, _command: ()) {
+        let (address, remote, packed) = &self.peer;
+        let worker = &cx.data.as_ref().expect("data plane").worker;
+        let endpoint = worker.connect(address).expect("connect");
+        let key = worker.unpack_rkey(endpoint, packed, MemoryKind::Host);
+        let key = self.key.insert(key.expect("unpack"));
+        let get = Get {
+            local: &self.into,
+            offset: 0,
+            len: 64,
+            remote: *remote,
+            key,
+            token: 1,
+        };
+        worker.get(endpoint, get).expect("get");
+    }
+    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
+    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
+        Ok(())
+    }
+    fn stop(&mut self, cx: &mut ReactorContext) {
+        let _ = self.told.send(cx.closed("closed").to_string());
+    }
+}
+
+#[test]
+fn a_read_of_a_stopped_peer_outlives_its_node_with_its_memory_until_the_peer_goes_on() {
+    let (Some(context), Some(theirs)) = (ucx_over_tcp(), ucx_over_tcp()) else {
+        return;
+    };
+    let register = |context: &Context| context.register(Buffer::zeroed(64)).expect("register");
+    let peer = Still {
+        worker: theirs.worker().expect("worker"),
+        memory: register(&theirs),
+    };
+    let into = register(&context);
+    let (told, hears) = channel();
+    let card = (
+        peer.worker.address().expect("address"),
+        peer.memory.buffer().address() as u64,
+        peer.memory.pack_rkey().expect("key"),
+    );
+    let reading = Reading {
+        peer: card,
+        into: Arc::clone(&into),
+        key: None,
+        told,
+    };
+    let (commands, receiver) = commands::channel();
+    let cx = ReactorContext::manual(Some(context));
+    let pending = cx.pending_reads.clone();
+    let mut reactor = ReactorCore::new(cx, reading, receiver);
+    commands.send(ReactorCommand::Command(())).unwrap();
+    reactor.turn();
+    assert_eq!(pending.check(), Ok(()), "it has not been closed");
+    reactor.end();
+    let said = hears.recv().expect("it has ended");
+    assert!(said.contains("1 reads have not ended"), "{said}");
+    assert!(matches!(pending.check(), Err(Error::Timeout(_))));
+    let kept = ucx(&into);
+    drop(into);
+    assert_eq!(Arc::strong_count(&kept), 2, "ours and the read's");
+    let give_up = Instant::now() + Duration::from_secs(20);
+    while pending.check().is_err() && Instant::now() < give_up {
+        if peer.worker.progress() == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        while peer.worker.next_event().is_some() {}
+    }
+    assert_eq!(pending.check(), Ok(()));
+    assert_eq!(Arc::strong_count(&kept), 1);
+}
+
+/// UCX's own, which its operations hold.
+fn ucx(memory: &Memory) -> Arc<kvpipe_ucx::Memory> {
+    match memory {
+        Memory::Ucx(memory) => Arc::clone(memory),
+        Memory::Twin(_) => panic!("of UCX"),
+    }
+}

@@ -1,0 +1,214 @@
+//! Registered memory for what is received. A fresh allocation costs a page fault for every page that is written
+//! (a tensor of 64 MiB took seven times as long with them); memory that comes back when a received tensor is let go
+//! has been written and registered before.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use kvpipe_ucx::Buffer;
+
+use crate::error::{Error, Result};
+use crate::process::Process;
+use crate::reactor::ReactorContext;
+use crate::transport::Memory;
+
+/// Most bytes that wait to be used again; more is given back to the system at once.
+const BYTES_CAP: usize = 1 << 30;
+/// What nobody has used for so long is given back.
+const IDLE: Duration = Duration::from_secs(60);
+/// Sizes are rounded up to a multiple of it: the size of a huge page.
+const GRAIN: usize = 2 << 20;
+
+/// Memory that can be used again, registered or plain. Clones share it.
+#[derive(Debug)]
+pub(crate) struct Pool<M = Memory>(Arc<Mutex<Free<M>>>);
+
+/// What a pool keeps.
+pub(crate) trait Pooled: Send + Sync + 'static {
+    /// The bytes.
+    fn buffer(&self) -> &Buffer;
+}
+
+impl Pooled for Memory {
+    fn buffer(&self) -> &Buffer {
+        self.buffer()
+    }
+}
+
+impl Pooled for Buffer {
+    fn buffer(&self) -> &Buffer {
+        self
+    }
+}
+
+impl<M> Clone for Pool<M> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<M> Default for Pool<M> {
+    fn default() -> Self {
+        Self(Arc::new(Mutex::new(Free {
+            memories: Vec::new(),
+            num_bytes: 0,
+        })))
+    }
+}
+
+#[derive(Debug)]
+struct Free<M> {
+    /// In the order in which they came back.
+    memories: Vec<(Arc<M>, Instant)>,
+    num_bytes: usize,
+}
+
+fn mapped(len: usize) -> Result<Buffer> {
+    let capacity = len.checked_next_multiple_of(GRAIN).unwrap_or(len);
+    Buffer::mapped(capacity).map_err(|error| {
+        Error::Exhausted(format!("no memory for a tensor of {len} bytes ({error})"))
+    })
+}
+
+impl Pool<Memory> {
+    /// Memory of at least `len` bytes; what is in it is of no meaning.
+    ///
+    /// # Errors
+    /// There is not so much memory (`Exhausted`).
+    pub(crate) fn take(&self, cx: &ReactorContext, len: usize) -> Result<Arc<Memory>> {
+        if let Some(memory) = lock(&self.0).take(len) {
+            return Ok(memory);
+        }
+        cx.register(mapped(len)?)
+    }
+}
+
+impl Pool<Buffer> {
+    /// As of registered memory.
+    pub(crate) fn take_plain(&self, len: usize) -> Result<Arc<Buffer>> {
+        if let Some(memory) = lock(&self.0).take(len) {
+            return Ok(memory);
+        }
+        mapped(len).map(Arc::new)
+    }
+}
+
+impl<M: Pooled> Pool<M> {
+    /// The first `len` bytes, for whoever receives them; once they are let go, the memory comes back.
+    pub(crate) fn lend(&self, memory: Arc<M>, len: usize) -> Option<Buffer> {
+        let buffer = memory.buffer().clone();
+        let lease = Lease {
+            memory: Some(memory),
+            pool: Arc::downgrade(&self.0),
+            process: Process::this(),
+        };
+        buffer.first(len, Box::new(lease))
+    }
+
+    /// Gives back what has been idle for too long, and tells when to come back.
+    pub(crate) fn expire(&self, now: Instant) -> Option<Instant> {
+        let expired = lock(&self.0).expire(now);
+        drop(expired); // deregistered without the lock
+        lock(&self.0)
+            .memories
+            .first()
+            .map(|(_, since)| *since + IDLE)
+    }
+}
+
+impl<M: Pooled> Free<M> {
+    /// The smallest that is large enough, and not so large that most of it would be wasted.
+    fn take(&mut self, len: usize) -> Option<Arc<M>> {
+        let size = |memory: &M| memory.buffer().len();
+        let fits = |(_, (memory, _)): &(usize, &(Arc<M>, Instant))| {
+            (len..=len.saturating_mul(2).max(GRAIN)).contains(&size(memory))
+        };
+        let fitting = self.memories.iter().enumerate().filter(fits);
+        let (at, _) = fitting.min_by_key(|(_, (memory, _))| size(memory))?;
+        let (memory, _) = self.memories.remove(at);
+        self.num_bytes -= size(&memory);
+        Some(memory)
+    }
+
+    fn put(&mut self, memory: Arc<M>) -> Option<Arc<M>> {
+        let len = memory.buffer().len();
+        if self.num_bytes + len > BYTES_CAP {
+            return Some(memory);
+        }
+        self.num_bytes += len;
+        self.memories.push((memory, Instant::now()));
+        None
+    }
+
+    fn expire(&mut self, now: Instant) -> Vec<(Arc<M>, Instant)> {
+        let is_late = |(_, since): &(Arc<M>, Instant)| *since + IDLE <= now;
+        let num_late = self
+            .memories
+            .iter()
+            .take_while(|free| is_late(free))
+            .count();
+        let expired: Vec<_> = self.memories.drain(..num_late).collect();
+        let of = |(memory, _): &(Arc<M>, Instant)| memory.buffer().len();
+        self.num_bytes -= expired.iter().map(of).sum::<usize>();
+        expired
+    }
+}
+
+/// Keeps memory with what was received, and brings it back.
+#[derive(Debug)]
+struct Lease<M: Pooled> {
+    memory: Option<Arc<M>>,
+    pool: Weak<Mutex<Free<M>>>,
+    process: Process,
+}
+
+impl<M: Pooled> Drop for Lease<M> {
+    fn drop(&mut self) {
+        let memory = self.memory.take();
+        if self.process.check().is_err() {
+            return std::mem::forget(memory); // the parent's, as is UCX
+        }
+        let Some(pool) = self.pool.upgrade() else {
+            return;
+        };
+        let surplus = memory.and_then(|memory| lock(&pool).put(memory));
+        drop(surplus); // deregistered without the lock
+    }
+}
+
+fn lock<M>(free: &Mutex<Free<M>>) -> MutexGuard<'_, Free<M>> {
+    free.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEN: usize = 1 << 10;
+
+    fn num_free(pool: &Pool<Buffer>) -> usize {
+        lock(&pool.0).memories.len()
+    }
+
+    #[test]
+    fn memory_comes_back_when_what_was_received_is_let_go() {
+        let pool = Pool::<Buffer>::default();
+        let memory = pool.take_plain(LEN).expect("memory");
+        let received = pool.lend(memory, LEN);
+        assert_eq!(num_free(&pool), 0);
+        drop(received);
+        assert_eq!(num_free(&pool), 1);
+    }
+
+    #[test]
+    fn what_was_received_before_a_fork_is_let_go_in_the_child_without_the_pool() {
+        let pool = Pool::<Buffer>::default();
+        let lease = Lease {
+            memory: Some(pool.take_plain(LEN).expect("memory")),
+            pool: Arc::downgrade(&pool.0),
+            process: Process::another(),
+        };
+        drop(lease);
+        assert_eq!(num_free(&pool), 0);
+    }
+}

@@ -1,0 +1,286 @@
+//! Regions: registered memory seen as equal blocks with ids. A transfer names `(region, ids)`, never addresses;
+//! bounds are checked here, and runs of ids that lie side by side on both ends become one operation.
+
+use crate::error::{Error, Result};
+use crate::net::codec::{Reader, Writer};
+
+/// Largest packed remote key.
+const RKEY_CAP: usize = 4096;
+/// Longest name of a region.
+pub(crate) const NAME_CAP: usize = 256;
+/// Longest name of a device.
+const DEVICE_CAP: usize = 64;
+
+/// How memory is cut into blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    /// Number of blocks.
+    pub num_blocks: u64,
+    /// Bytes of one block.
+    pub block_bytes: u64,
+    /// Bytes from the start of a block to the start of the next.
+    pub stride: u64,
+}
+
+impl Layout {
+    /// Checks that the blocks fit into `len` bytes.
+    pub fn new(len: u64, block_bytes: u64, stride: u64) -> Result<Self> {
+        if block_bytes == 0 || stride < block_bytes {
+            return Err(Error::Config(format!(
+                "block_bytes={block_bytes} with stride={stride}: a block needs at least one byte and a stride that is not smaller"
+            )));
+        }
+        if len < block_bytes {
+            return Err(Error::Config(format!(
+                "{len} bytes hold no block of {block_bytes} bytes"
+            )));
+        }
+        let num_blocks = (len - block_bytes) / stride + 1;
+        if num_blocks > u64::from(u32::MAX) {
+            return Err(Error::Config(format!(
+                "{num_blocks} blocks of {block_bytes} bytes: ids have 32 bits, use larger blocks"
+            )));
+        }
+        Ok(Self {
+            num_blocks,
+            block_bytes,
+            stride,
+        })
+    }
+
+    /// Where a block begins.
+    ///
+    /// # Errors
+    /// The id is out of range.
+    pub fn offset(&self, id: u32) -> Result<u64> {
+        if u64::from(id) >= self.num_blocks {
+            return Err(Error::Config(format!(
+                "block id {id} is out of range: the region has {} blocks",
+                self.num_blocks
+            )));
+        }
+        Ok(u64::from(id) * self.stride)
+    }
+
+    fn is_dense(&self) -> bool {
+        self.stride == self.block_bytes
+    }
+}
+
+/// Names a region within its agent; in the order of registration, never used again.
+pub type RegionId = u32;
+
+/// A region as its owner describes it to a peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RemoteRegion {
+    /// Names it on its agent.
+    pub id: RegionId,
+    /// Its name.
+    pub name: String,
+    /// How it is cut.
+    pub layout: Layout,
+    /// Where its memory is: `cpu`, or `cuda:0` and so on.
+    pub device: String,
+    /// Whether peers may have their blocks taken into it.
+    pub is_writable: bool,
+    /// Address of its first byte in the owner's process.
+    pub base: u64,
+    /// The packed key for UCX.
+    pub rkey: Vec<u8>,
+}
+
+impl RemoteRegion {
+    /// Whether its memory is a GPU's.
+    pub(crate) fn is_cuda(&self) -> bool {
+        self.device.starts_with("cuda")
+    }
+
+    pub(crate) fn write(&self, writer: Writer) -> Writer {
+        let Layout {
+            num_blocks,
+            block_bytes,
+            stride,
+        } = self.layout;
+        writer
+            .u32(self.id)
+            .str(&self.name)
+            .u64(num_blocks)
+            .u64(block_bytes)
+            .u64(stride)
+            .str(&self.device)
+            .u8(self.is_writable.into())
+            .u64(self.base)
+            .bytes(&self.rkey)
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
+        let (id, name) = (reader.u32()?, reader.str(NAME_CAP)?);
+        let layout = Layout {
+            num_blocks: reader.u64()?,
+            block_bytes: reader.u64()?,
+            stride: reader.u64()?,
+        };
+        let (device, is_writable) = (reader.str(DEVICE_CAP)?, reader.flag()?);
+        let (base, rkey) = (reader.u64()?, reader.bytes(RKEY_CAP)?.to_vec());
+        let end = layout
+            .num_blocks
+            .checked_mul(layout.stride)
+            .and_then(|len| base.checked_add(len));
+        if end.is_none()
+            || id == RegionId::MAX
+            || layout.num_blocks > u64::from(u32::MAX)
+            || layout.block_bytes > layout.stride
+            || layout.block_bytes == 0
+        {
+            return Err(Error::protocol(format_args!(
+                "region {name:?} has an impossible layout {layout:?}"
+            )));
+        }
+        Ok(Self {
+            id,
+            name,
+            layout,
+            device,
+            is_writable,
+            base,
+            rkey,
+        })
+    }
+}
+
+/// One contiguous piece of a transfer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    /// Offset in the destination.
+    pub to: u64,
+    /// Offset in the source.
+    pub from: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// The blocks of a transfer in the order of their destinations, whatever order they were named in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pieces {
+    /// Contiguous pieces; blocks that lie side by side on both ends are one.
+    pub runs: Vec<Run>,
+    /// Destination ids.
+    pub to_ids: Vec<u32>,
+    /// Source ids.
+    pub from_ids: Vec<u32>,
+    /// Bytes of all blocks.
+    pub num_bytes: u64,
+}
+
+impl Pieces {
+    /// All of a buffer, which has no blocks.
+    pub(crate) fn whole(len: u64) -> Self {
+        Self {
+            runs: vec![Run {
+                to: 0,
+                from: 0,
+                len,
+            }],
+            to_ids: Vec::new(),
+            from_ids: Vec::new(),
+            num_bytes: len,
+        }
+    }
+}
+
+/// Checks and orders the blocks of a transfer.
+///
+/// # Errors
+/// Numbers or sizes of blocks differ, an id is out of range, or a destination is named twice.
+pub fn coalesce(to: (&Layout, &[u32]), from: (&Layout, &[u32])) -> Result<Pieces> {
+    let ((to, to_ids), (from, from_ids)) = (to, from);
+    check_sizes(to, from)?;
+    let pairs = by_destination(to_ids, from_ids)?;
+    let mut runs = Runs::new(to.is_dense() && from.is_dense(), to.block_bytes);
+    for &(to_id, from_id) in &pairs {
+        runs.add(to.offset(to_id)?, from.offset(from_id)?);
+    }
+    Ok(Pieces {
+        runs: runs.joined,
+        num_bytes: pairs.len() as u64 * to.block_bytes,
+        to_ids: pairs.iter().map(|pair| pair.0).collect(),
+        from_ids: pairs.iter().map(|pair| pair.1).collect(),
+    })
+}
+
+/// Blocks in the order in which they are named, as pieces of a sequence of bytes without gaps.
+///
+/// # Errors
+/// An id is out of range.
+pub fn sequence(layout: &Layout, ids: &[u32]) -> Result<Vec<Run>> {
+    let mut runs = Runs::new(layout.is_dense(), layout.block_bytes);
+    for (&id, index) in ids.iter().zip(0..) {
+        runs.add(index * layout.block_bytes, layout.offset(id)?);
+    }
+    Ok(runs.joined)
+}
+
+/// # Errors
+/// Blocks of one do not fit the other.
+pub(crate) fn check_sizes(to: &Layout, from: &Layout) -> Result<()> {
+    if to.block_bytes == from.block_bytes {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "blocks of {} bytes cannot hold blocks of {} bytes",
+        to.block_bytes, from.block_bytes
+    )))
+}
+
+/// Pairs of ids by their first, which may be named once.
+fn by_destination(to_ids: &[u32], from_ids: &[u32]) -> Result<Vec<(u32, u32)>> {
+    if to_ids.len() != from_ids.len() {
+        return Err(Error::Config(format!(
+            "{} destination ids for {} source ids",
+            to_ids.len(),
+            from_ids.len()
+        )));
+    }
+    let ids = to_ids.iter().copied().zip(from_ids.iter().copied());
+    let mut pairs: Vec<(u32, u32)> = ids.collect();
+    if !to_ids.is_sorted() {
+        pairs.sort_unstable_by_key(|pair| pair.0);
+    }
+    let repeated = pairs.windows(2).find(|two| two[0].0 == two[1].0);
+    repeated.map_or(Ok(()), |two| {
+        let id = two[0].0;
+        let text = format!("destination block id {id} is named twice");
+        Err(Error::Config(text))
+    })?;
+    Ok(pairs)
+}
+
+/// Joins blocks that follow each other.
+struct Runs {
+    joined: Vec<Run>,
+    is_dense: bool,
+    block_bytes: u64,
+}
+
+impl Runs {
+    fn new(is_dense: bool, block_bytes: u64) -> Self {
+        Self {
+            joined: Vec::new(),
+            is_dense,
+            block_bytes,
+        }
+    }
+
+    fn add(&mut self, to: u64, from: u64) {
+        let len = self.block_bytes;
+        match self.joined.last_mut() {
+            Some(run) if self.is_dense && run.to + run.len == to && run.from + run.len == from => {
+                run.len += len;
+            }
+            _ => self.joined.push(Run { to, from, len }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,332 @@
+//! A stream at its destination.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use kvpipe_ucx::{AmData, Placer};
+
+use super::WINDOW;
+use crate::checksum;
+use crate::error::{Error, Result};
+use crate::net::codec::Reader;
+use crate::reactor::{ReactorContext, SessionKey};
+use crate::transfer::cursor::Cursor;
+use crate::transfer::region::Pieces;
+use crate::transport::{Memory, Payload};
+
+/// What begins the header of a message with data: session, kind, id of the stream.
+const NAME_LEN: usize = 16 + 1 + 8;
+
+type Name = [u8; NAME_LEN];
+
+fn name(cx: &ReactorContext, session: SessionKey, (kind, id): (u8, u64)) -> Name {
+    let mut name = [0; NAME_LEN];
+    let header = cx.header(session, kind).u64(id).finish();
+    for (to, from) in name.iter_mut().zip(header) {
+        *to = from;
+    }
+    name
+}
+
+/// What is expected of a stream, and where it goes.
+#[derive(Debug)]
+struct Landing {
+    memory: Arc<Memory>,
+    pieces: Arc<Pieces>,
+    cursor: Cursor,
+    num_placed: u64,
+    is_checksummed: bool,
+    /// Where the first piece begins that differs from its checksum.
+    corrupt: Option<u64>,
+}
+
+impl Landing {
+    /// Puts a piece where it belongs. Pieces come in order, so that any other is an error of the peer.
+    fn place(&mut self, mut header: Reader<'_>, data: &[u8]) -> Result<()> {
+        let (offset, checksum) = (header.u64()?, header.u64()?);
+        header.end()?;
+        let (len, num_bytes) = (data.len() as u64, self.pieces.num_bytes);
+        if offset != self.num_placed || len == 0 || len > num_bytes - offset {
+            return Err(Error::protocol(format_args!(
+                "{len} bytes at {offset} of {num_bytes}, {} expected next",
+                self.num_placed
+            )));
+        }
+        self.write(data)?;
+        if self.is_checksummed && checksum::of(data) != checksum {
+            self.corrupt.get_or_insert(offset);
+        }
+        self.num_placed += len;
+        Ok(())
+    }
+
+    fn write(&mut self, mut data: &[u8]) -> Result<()> {
+        let runs = &self.pieces.runs;
+        while let Some(run) = self.cursor.piece(runs, data.len() as u64)
+            && let Some((piece, rest)) = data.split_at_checked(run.len as usize)
+            && !piece.is_empty()
+        {
+            if !self.memory.buffer().write(run.to as usize, piece) {
+                let text = "the CUDA driver could not write into the destination";
+                return Err(Error::Unavailable(text.to_owned()));
+            }
+            self.cursor.advance(runs, run.len);
+            data = rest;
+        }
+        Ok(())
+    }
+}
+
+/// Where the streams to a reactor land, by what their headers begin with.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Landings(Rc<RefCell<HashMap<Name, Rc<RefCell<Landing>>>>>);
+
+impl Landings {
+    /// What the worker offers payloads to. It is called by C, and must not panic.
+    pub(crate) fn placer(&self) -> Placer {
+        let landings = self.clone();
+        Box::new(move |header, data| landings.place(header, data).unwrap_or(false))
+    }
+
+    /// A payload that is not placed, whatever is wrong with it, becomes an event, where that is found again.
+    fn place(&self, header: &[u8], data: &[u8]) -> Option<bool> {
+        let (name, rest) = header.split_first_chunk()?;
+        let landings = self.0.try_borrow().ok()?;
+        let mut landing = landings.get(name)?.try_borrow_mut().ok()?;
+        Some(landing.place(Reader::new(rest), data).is_ok())
+    }
+}
+
+/// A stream at its destination, which takes it until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Incoming {
+    landings: Landings,
+    name: Name,
+    landing: Rc<RefCell<Landing>>,
+    num_bytes: u64,
+    /// Bytes of the messages that have been taken, and those of them that the source has no credit for yet.
+    num_taken: u64,
+    uncredited: u64,
+}
+
+impl Incoming {
+    /// Takes a stream into `memory`: messages of this kind and id.
+    pub(crate) fn begin(
+        cx: &ReactorContext,
+        session: SessionKey,
+        (kind, id): (u8, u64),
+        memory: Arc<Memory>,
+        pieces: Arc<Pieces>,
+        is_checksummed: bool,
+    ) -> Self {
+        let (landings, name) = (cx.landings(), name(cx, session, (kind, id)));
+        let num_bytes = pieces.num_bytes;
+        let landing = Rc::new(RefCell::new(Landing {
+            memory,
+            pieces,
+            cursor: Cursor::default(),
+            num_placed: 0,
+            is_checksummed,
+            corrupt: None,
+        }));
+        landings.0.borrow_mut().insert(name, Rc::clone(&landing));
+        Self {
+            landings,
+            name,
+            landing,
+            num_bytes,
+            num_taken: 0,
+            uncredited: 0,
+        }
+    }
+
+    /// Takes a message of the stream: what follows its kind and id, and its payload, which may be in place already.
+    pub(crate) fn take(&mut self, header: Reader<'_>, data: &AmData) -> Result<()> {
+        let mut landing = self.landing.borrow_mut();
+        if let AmData::Bytes(bytes) = data {
+            landing.place(header, bytes)?;
+        }
+        let num_taken = self.num_taken + data.num_bytes() as u64;
+        if num_taken > landing.num_placed {
+            let text = "a message of a stream that ended before this one";
+            return Err(Error::protocol(text));
+        }
+        self.uncredited += num_taken - self.num_taken;
+        self.num_taken = num_taken;
+        Ok(())
+    }
+
+    /// Gives the source credit when it is due, in messages of this kind.
+    pub(crate) fn credit(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        (kind, id): (u8, u64),
+    ) {
+        if self.uncredited >= WINDOW / 4 && !self.is_here() {
+            let credit = std::mem::take(&mut self.uncredited);
+            let header = cx.header(session, kind).u64(id).u64(credit);
+            cx.message(session, header, Payload::None);
+        }
+    }
+
+    /// Bytes that have come.
+    pub(crate) fn num_taken(&self) -> u64 {
+        self.num_taken
+    }
+
+    /// Whether all of it has come.
+    pub(crate) fn is_here(&self) -> bool {
+        self.num_taken == self.num_bytes
+    }
+
+    /// Whether each piece has a checksum.
+    pub(crate) fn is_checksummed(&self) -> bool {
+        self.landing.borrow().is_checksummed
+    }
+
+    /// Where the first piece begins that differs from its checksum.
+    pub(crate) fn corrupt(&self) -> Option<u64> {
+        self.landing.borrow().corrupt
+    }
+}
+
+impl Drop for Incoming {
+    fn drop(&mut self) {
+        self.landings.0.borrow_mut().remove(&self.name);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use kvpipe_ucx::Buffer;
+
+    use super::*;
+    use crate::transfer::region::Run;
+    use crate::transport::{MemoryPath, Transport};
+
+    const LINK: SessionKey = 20;
+    const SESSION: [u8; 16] = [1; 16];
+    const DATA: u8 = 4;
+
+    /// A reactor with a session, and 16 bytes of memory.
+    fn reactor() -> (ReactorContext, Arc<Memory>) {
+        let transport = Transport::Memory(MemoryPath::Stream);
+        let context = transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let memory = context.register(Buffer::zeroed(16)).unwrap();
+        let mut cx = ReactorContext::manual(Some(context));
+        cx.data.as_mut().unwrap().admit(LINK, SESSION);
+        (cx, memory)
+    }
+
+    /// Takes a stream of 8 bytes: four go to 12, four to 2.
+    fn begin(cx: &ReactorContext, memory: &Arc<Memory>) -> Incoming {
+        let run = |to| Run {
+            to,
+            from: 0,
+            len: 4,
+        };
+        let runs = vec![run(12), run(2)];
+        let pieces = Pieces {
+            runs,
+            num_bytes: 8,
+            ..Pieces::whole(8)
+        };
+        Incoming::begin(
+            cx,
+            LINK,
+            (DATA, 7),
+            Arc::clone(memory),
+            Arc::new(pieces),
+            true,
+        )
+    }
+
+    fn header(offset: u64, data: &[u8]) -> Vec<u8> {
+        let fields = [7, offset, checksum::of(data)]
+            .map(u64::to_le_bytes)
+            .concat();
+        [&SESSION[..], &[DATA], &fields].concat()
+    }
+
+    fn bytes(memory: &Memory) -> Vec<u8> {
+        memory.buffer().bytes(0, 16).unwrap().to_vec()
+    }
+
+    #[test]
+    fn pieces_are_placed_where_they_belong_before_they_are_events() {
+        let (cx, memory) = reactor();
+        let (mut incoming, place) = (begin(&cx, &memory), cx.landings().placer());
+        assert!(place(&header(0, b"abc"), b"abc"));
+        assert!(place(&header(3, b"defgh"), b"defgh"));
+        assert_eq!(bytes(&memory), *b"\0\0efgh\0\0\0\0\0\0abcd");
+        assert!(!incoming.is_here());
+        for len in [3, 5] {
+            incoming
+                .take(Reader::new(&[]), &AmData::Placed(len))
+                .unwrap();
+        }
+        assert!(incoming.is_here());
+        assert_eq!(incoming.corrupt(), None);
+    }
+
+    #[test]
+    fn what_does_not_come_next_or_is_too_much_is_not_placed_and_is_an_error_as_an_event() {
+        let (cx, memory) = reactor();
+        let (mut incoming, place) = (begin(&cx, &memory), cx.landings().placer());
+        for (offset, data) in [
+            (1, &b"b"[..]),
+            (0, b""),
+            (0, b"123456789"),
+            (u64::MAX, b"1"),
+        ] {
+            let header = header(offset, data);
+            assert!(!place(&header, data), "{offset}");
+            let data = AmData::Bytes(data.to_vec());
+            assert!(
+                incoming
+                    .take(Reader::new(&header[NAME_LEN..]), &data)
+                    .is_err()
+            );
+        }
+        assert!(!place(&header(0, b"a")[..NAME_LEN + 8], b"a"));
+        assert_eq!(bytes(&memory), [0; 16]);
+    }
+
+    #[test]
+    fn what_is_of_another_session_or_stream_is_not_placed() {
+        let (cx, memory) = reactor();
+        let (_incoming, place) = (begin(&cx, &memory), cx.landings().placer());
+        for at in [0, 15, 16, 17] {
+            let mut header = header(0, b"abcd");
+            header[at] ^= 1;
+            assert!(!place(&header, b"abcd"), "{at}");
+        }
+        assert!(!place(b"", b"abcd"));
+        assert_eq!(bytes(&memory), [0; 16]);
+    }
+
+    #[test]
+    fn nothing_is_placed_once_the_stream_was_let_go() {
+        let (cx, memory) = reactor();
+        let (incoming, place) = (begin(&cx, &memory), cx.landings().placer());
+        assert!(place(&header(0, b"abcd"), b"abcd"));
+        let before = bytes(&memory);
+        drop(incoming);
+        assert!(!place(&header(4, b"efgh"), b"efgh"));
+        assert_eq!(bytes(&memory), before);
+    }
+
+    #[test]
+    fn a_piece_that_differs_from_its_checksum_is_remembered() {
+        let (cx, memory) = reactor();
+        let (incoming, place) = (begin(&cx, &memory), cx.landings().placer());
+        assert!(place(&header(0, b"abcd"), b"abcd"));
+        assert!(place(&header(4, b"efgh"), b"efgx"));
+        assert_eq!(incoming.corrupt(), Some(4));
+    }
+}

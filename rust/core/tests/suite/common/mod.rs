@@ -1,0 +1,381 @@
+//! What the tests share: where UCX is, every data path, other processes, and a peer that keeps to no rules.
+
+pub mod pipes;
+pub mod relay;
+pub mod sockets;
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvpipe_core::net::handshake::{Handshake, SessionId, Step};
+use kvpipe_core::net::identity::{Identity, SessionKind};
+use kvpipe_core::transport::{MemoryPath, Transport};
+use kvpipe_ucx::{Buffer, Config, Context, EndpointId, Event, Library, Payload, Search, Worker};
+
+pub const TOKEN: &[u8] = b"token of the tests";
+/// Longer than anything takes on a busy machine with two cores, also where a sanitizer slows it.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+/// Within this, the loss of a peer is known.
+pub const PROMPT: Duration = Duration::from_secs(2);
+
+const INSIDE: &str = "KVPIPE_TEST_INSIDE";
+const PARENT: &str = "KVPIPE_TEST_PARENT";
+const ROLE: &str = "KVPIPE_TEST_ROLE";
+const ARGUMENT: &str = "KVPIPE_TEST_ARGUMENT";
+
+/// Set in the machine of `tests/rdma`: the address of its RDMA device.
+const LOCAL: &str = "KVPIPE_TEST_LOCAL";
+
+/// Where reactors listen: loopback, but where the tests run over RDMA.
+pub fn local() -> String {
+    let address = std::env::var(LOCAL);
+    format!("{}:0", address.as_deref().unwrap_or("127.0.0.1"))
+}
+
+/// Whether the tests run over RDMA, in the machine of `tests/rdma`.
+pub fn is_rdma() -> bool {
+    std::env::var_os(LOCAL).is_some()
+}
+
+/// Where UCX is, or None after printing why the test cannot run.
+#[allow(clippy::print_stderr, reason = "a skipped test says why")]
+pub fn ucx() -> Option<Search> {
+    let search = Search {
+        explicit: std::env::var_os("KVPIPE_UCX_LIB").map(PathBuf::from),
+        wheel_dir: wheel_dir(),
+    };
+    Library::load(&search)
+        .map_err(|error| eprintln!("skipped: {error}"))
+        .ok()
+        .map(|_| search)
+}
+
+fn wheel_dir() -> Option<PathBuf> {
+    let code = "import libucx; print(list(libucx.__path__)[0])";
+    let output = Command::new("python3").args(["-c", code]).output().ok()?;
+    let path = String::from_utf8(output.stdout).ok()?;
+    output.status.success().then(|| PathBuf::from(path.trim()))
+}
+
+/// Runs a test's body in memory by either data path, then over UCX as [`on_both_paths`] does.
+pub fn on_every_path(body: impl Fn(&Transport)) {
+    if std::env::var_os(INSIDE).is_none() {
+        for data_path in [MemoryPath::RemoteRead, MemoryPath::Stream] {
+            body(&Transport::Memory(data_path));
+        }
+    }
+    on_both_paths(|search| body(&search.clone().into()));
+}
+
+/// Whether this is what a transport is called where its name is shown.
+pub fn is_name(name: &str, transport: &Transport) -> bool {
+    match transport {
+        Transport::Ucx(_) => (name == "tcp") == is_tcp(),
+        Transport::Memory(_) => name == "memory",
+    }
+}
+
+/// Runs a test's body over UCX's own choice (CMA on one machine), then over TCP alone, which takes a process with
+/// another environment.
+pub fn on_both_paths(body: impl FnOnce(&Search)) {
+    let Some(search) = ucx() else { return };
+    body(&search);
+    if std::env::var_os(INSIDE).is_none() {
+        run_alone(&[("UCX_TLS", "tcp")]);
+    }
+}
+
+/// Runs a test's body in a process of its own.
+pub fn alone(body: impl FnOnce(&Search)) {
+    if std::env::var_os(INSIDE).is_none() {
+        return run_alone(&[]);
+    }
+    if let Some(search) = ucx() {
+        body(&search);
+    }
+}
+
+/// Runs the current test in another process.
+fn run_alone(env: &[(&str, &str)]) {
+    let test = current_test();
+    let output = run_test(&test)
+        .env(INSIDE, "1")
+        .envs(env.iter().copied())
+        .output()
+        .expect("run");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && stdout.contains("1 passed"),
+        "{test} with {env:?}: {}\n{stdout}{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+/// The full path of the running test: libtest gives it to the test's thread as its name.
+fn current_test() -> String {
+    let thread = std::thread::current();
+    thread.name().expect("a test's own thread").to_owned()
+}
+
+/// A process that runs one test of this program.
+fn run_test(test: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("own path"));
+    command.args(["--exact", test, "--nocapture"]);
+    command
+}
+
+/// Whether bytes move by messages: the environment says so, or there is no CMA (before UCX 1.20) and no RDMA.
+pub fn is_tcp() -> bool {
+    std::env::var("UCX_TLS").map_or_else(|_| !has_cma(), |tls| tls == "tcp")
+}
+
+fn has_cma() -> bool {
+    let library = ucx().and_then(|search| Library::load(&search).ok());
+    library.is_some_and(|library| library.version() >= (1, 20, 0))
+}
+
+/// Another process, which is killed at the end of the test at the latest.
+pub struct Process {
+    child: Child,
+    said: BufReader<TcpStream>,
+}
+
+impl Process {
+    /// Starts `role` of the test `peer_process` beside the running test.
+    pub fn start(role: &str, argument: &str) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+        let address = listener.local_addr().expect("address").to_string();
+        let test = current_test();
+        let (module, _) = test.rsplit_once("::").expect("a module's test");
+        let child = run_test(&format!("{module}::peer_process"))
+            .env(PARENT, address)
+            .env(ROLE, role)
+            .env(ARGUMENT, argument)
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("spawn");
+        let (stream, _) = listener.accept().expect("accept");
+        Self {
+            child,
+            said: BufReader::new(stream),
+        }
+    }
+
+    /// The next line that it says.
+    pub fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.said.read_line(&mut line).expect("a line");
+        line.trim().to_owned()
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().expect("kill");
+    }
+
+    /// How it ended, if it has.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().expect("wait")
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// In the other process: its role, its argument, and where to say something. None in the parent.
+pub fn role() -> Option<(String, String, TcpStream)> {
+    let role = std::env::var(ROLE).ok()?;
+    let parent = std::env::var(PARENT).ok()?;
+    let argument = std::env::var(ARGUMENT).unwrap_or_default();
+    Some((
+        role,
+        argument,
+        TcpStream::connect(parent).expect("connect to parent"),
+    ))
+}
+
+pub fn say(parent: &mut TcpStream, line: &str) {
+    parent
+        .write_all(format!("{line}\n").as_bytes())
+        .expect("say");
+}
+
+/// Waits to be killed; ends with the parent, should that forget.
+pub fn wait_for_the_end(mut parent: TcpStream) {
+    let _ = parent.read(&mut [0]);
+}
+
+/// Repeats until `find` finds something.
+pub fn eventually<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = find() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "not seen in time: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Bytes that differ from place to place and from seed to seed.
+pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    let mix = |i: usize| {
+        (i as u64 ^ seed.wrapping_mul(0x51_7c_c1_b7_27_22_0a_95))
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+            .to_be_bytes()[0]
+    };
+    (0..len).map(mix).collect()
+}
+
+pub fn bytes(buffer: &Buffer) -> Vec<u8> {
+    buffer.bytes(0, buffer.len()).expect("host memory").to_vec()
+}
+
+/// A peer that is authenticated but says what it likes.
+pub struct Raw {
+    pub stream: TcpStream,
+    pub session_id: SessionId,
+    /// The frames with which the handshake ends, while they are held back.
+    ready: Vec<Vec<u8>>,
+    pub context: Arc<Context>,
+    pub worker: Worker,
+    pub endpoint: EndpointId,
+}
+
+impl Raw {
+    /// Establishes a session.
+    pub fn connect(search: &Search, address: SocketAddr, kind: SessionKind) -> Self {
+        let mut raw = Self::begin(search, address, kind);
+        for frame in std::mem::take(&mut raw.ready) {
+            send_frame(&mut raw.stream, &frame);
+        }
+        raw.send(&[0], &[]);
+        raw.message(0);
+        while raw.worker.outstanding() > 0 {
+            raw.worker.progress();
+        }
+        raw
+    }
+
+    /// Shakes hands but for the last frame.
+    pub fn begin(search: &Search, address: SocketAddr, kind: SessionKind) -> Self {
+        let mut config = Config::new();
+        config.pin("NET_DEVICES", "lo");
+        let library = Library::load(search).expect("UCX");
+        let context = Context::new(library, &config).expect("context");
+        let worker = Worker::new(&context).expect("worker");
+        let mut ours = Identity::new(kind, "raw", Vec::new()).expect("identity");
+        ours.ucx_address = worker.address().expect("address");
+        let mut stream = TcpStream::connect(address).expect("connect");
+        stream.set_read_timeout(Some(PATIENCE)).expect("timeout");
+        let (mut handshake, hello) = Handshake::client(TOKEN, "raw").expect("handshake");
+        let mut to_send = vec![hello];
+        loop {
+            to_send
+                .drain(..)
+                .for_each(|frame| send_frame(&mut stream, &frame));
+            let frame = receive_frame(&mut stream).expect("frame");
+            match handshake
+                .frame(&frame, &ours, |_| Ok(()))
+                .expect("accepted")
+            {
+                Step::Continue(frames) => to_send = frames,
+                Step::Admitted {
+                    frames,
+                    peer,
+                    session_id,
+                    ..
+                } => {
+                    let endpoint = worker.connect(&peer.ucx_address).expect("endpoint");
+                    return Self {
+                        stream,
+                        session_id,
+                        ready: frames,
+                        context,
+                        worker,
+                        endpoint,
+                    };
+                }
+                step => panic!("unexpected {step:?}"),
+            }
+        }
+    }
+
+    /// Sends an active message: type and the rest of the header after the session id.
+    pub fn send(&self, header: &[u8], payload: &[u8]) {
+        let header = [&self.session_id[..], header].concat();
+        let payload = Payload::Bytes(payload.to_vec());
+        self.worker
+            .am_send(self.endpoint, header, payload, 0)
+            .expect("send");
+    }
+
+    /// Waits for an active message whose type is `kind`: the rest of its header, and its payload.
+    pub fn message(&self, kind: u8) -> (Vec<u8>, Vec<u8>) {
+        self.message_within(kind, PATIENCE)
+            .unwrap_or_else(|| panic!("no message {kind}"))
+    }
+
+    /// As [`message`](Self::message); `None` when there is none in time.
+    pub fn message_within(&self, kind: u8, patience: Duration) -> Option<(Vec<u8>, Vec<u8>)> {
+        let deadline = Instant::now() + patience;
+        while Instant::now() < deadline {
+            self.worker.progress();
+            while let Some(event) = self.worker.next_event() {
+                if let Event::Message { header, data } = event
+                    && header.get(16) == Some(&kind)
+                {
+                    return Some((header[17..].to_vec(), data.to_vec()));
+                }
+            }
+            std::thread::yield_now();
+        }
+        None
+    }
+
+    /// Works until the other side has closed the connection, sooner than it would for silence.
+    pub fn is_closed(&mut self) -> bool {
+        self.stream
+            .set_read_timeout(Some(Duration::from_millis(5)))
+            .expect("timeout");
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while Instant::now() < deadline {
+            self.worker.progress();
+            match self.stream.read(&mut [0; 4096]) {
+                Ok(0) => return true,
+                Err(error)
+                    if !matches!(
+                        error.kind(),
+                        std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut
+                    ) =>
+                {
+                    return true;
+                }
+                _ => {}
+            }
+        }
+        false
+    }
+}
+
+pub fn send_frame(stream: &mut TcpStream, frame: &[u8]) {
+    let len = u32::try_from(frame.len()).expect("length");
+    let framed = [&len.to_le_bytes()[..], frame].concat();
+    stream.write_all(&framed).expect("send frame");
+}
+
+pub fn receive_frame(stream: &mut TcpStream) -> std::io::Result<Vec<u8>> {
+    let mut len = [0; 4];
+    stream.read_exact(&mut len)?;
+    let mut frame = vec![0; u32::from_le_bytes(len) as usize];
+    stream.read_exact(&mut frame)?;
+    Ok(frame)
+}

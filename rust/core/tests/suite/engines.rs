@@ -1,0 +1,156 @@
+//! Control ports of engines, and what tests do with them.
+
+use std::cell::RefCell;
+use std::time::Duration;
+
+use kvpipe_core::control::{
+    Control, ControlTimeouts, Event, Opening, Question, Rank, SequenceState,
+};
+use kvpipe_core::handoff::HandoffId;
+use kvpipe_core::session::SessionTimeouts;
+
+use crate::common::{PATIENCE, TOKEN, eventually};
+
+pub const ID: HandoffId = [3; 16];
+pub const OTHER: HandoffId = [4; 16];
+
+pub fn patience() -> ControlTimeouts {
+    ControlTimeouts {
+        timeouts: SessionTimeouts::default(),
+        lease: PATIENCE,
+        open: PATIENCE,
+        handoff: PATIENCE,
+    }
+}
+
+pub struct Engine {
+    pub control: Control,
+    seen: RefCell<Vec<Event>>,
+}
+
+pub fn engine_with(patience: ControlTimeouts, fingerprint: &[(&str, &str)]) -> Engine {
+    let fields = fingerprint
+        .iter()
+        .map(|(field, value)| ((*field).to_owned(), (*value).to_owned()));
+    let control = Control::new(
+        Some("127.0.0.1:0"),
+        TOKEN,
+        "engine",
+        fields.collect(),
+        patience,
+    );
+    Engine {
+        control: control.expect("control"),
+        seen: RefCell::default(),
+    }
+}
+
+pub fn engine() -> Engine {
+    engine_with(patience(), &[])
+}
+
+pub fn opening() -> Opening {
+    Opening {
+        prompt_hash: [7; 32],
+        num_tokens: 100,
+        epoch: 2,
+        ranks: vec![Rank {
+            address: "10.0.0.1:7".to_owned(),
+            incarnation: [5; 16],
+        }],
+    }
+}
+
+pub fn state() -> SequenceState {
+    SequenceState {
+        output_ids: vec![42],
+        finish_reason: "length".to_owned(),
+        num_cached_tokens: 16,
+    }
+}
+
+pub fn opened() -> Event {
+    Event::Opened {
+        handoff: ID,
+        opening: opening(),
+    }
+}
+
+pub fn finished() -> Event {
+    Event::Finished {
+        handoff: ID,
+        state: state(),
+    }
+}
+
+impl Engine {
+    pub fn address(&self) -> String {
+        self.control.address().expect("address").to_string()
+    }
+
+    pub fn open(&self) {
+        self.control.open(ID, opening()).expect("open");
+    }
+
+    pub fn finish(&self) {
+        self.control.finish(ID, state()).expect("finish");
+    }
+
+    pub fn watch(&self, producer: &Self) {
+        self.control.watch(ID, &producer.address()).expect("watch");
+    }
+
+    pub fn events(&self) -> Vec<Event> {
+        let mut seen = self.seen.borrow_mut();
+        let events = self.control.drain().into_iter();
+        seen.extend(events.filter(|event| !matches!(event, Event::Log(_))));
+        seen.clone()
+    }
+
+    pub fn sees(&self, expected: &[Event]) {
+        eventually(&format!("{expected:?}"), || {
+            (self.events().len() >= expected.len()).then_some(())
+        });
+        assert_eq!(self.events(), expected);
+    }
+
+    pub fn sees_nothing_more(&self, so_far: &[Event]) {
+        std::thread::sleep(Duration::from_millis(80));
+        assert_eq!(self.events(), so_far);
+    }
+
+    /// The reason of the one `Released`.
+    pub fn released(&self) -> String {
+        let events = eventually("Released", || {
+            Some(self.events()).filter(|events| !events.is_empty())
+        });
+        match &events[..] {
+            [
+                Event::Released {
+                    handoff: ID,
+                    reason,
+                },
+            ] => reason.clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The reason of the `Gone` that comes last.
+    pub fn gone(&self) -> String {
+        eventually("Gone", || match self.events().last() {
+            Some(Event::Ended {
+                handoff: ID,
+                reason,
+                ..
+            }) => Some(reason.clone()),
+            _ => None,
+        })
+    }
+
+    pub fn ask(&self, other: &Self, question: Question) -> kvpipe_core::Result<String> {
+        self.control
+            .ask(&other.address(), question, PATIENCE)
+            .expect("ask")
+            .wait_for(PATIENCE)
+    }
+}

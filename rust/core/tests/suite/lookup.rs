@@ -1,0 +1,386 @@
+//! What a served lookup buffer does with clients that keep to no rules. What it promises to those that do is tested from
+//! Python.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvpipe_core::Error;
+use kvpipe_core::lookup::{Items, Local, Query, Remote};
+use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::identity::SessionKind;
+use kvpipe_core::pipe::{Meta, Received};
+use kvpipe_core::transport::{MemoryPath, Transport};
+use kvpipe_core::work::Then;
+use kvpipe_ucx::{Buffer, Search};
+
+use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_paths};
+
+const INSERT: u8 = 16;
+const INSERTED: u8 = 17;
+const REFUSED: u8 = 18;
+const SELECT: u8 = 19;
+const OFFER: u8 = 20;
+const TAKE: u8 = 22;
+const TAKEN: u8 = 23;
+const SETTLE: u8 = 24;
+const WITHDRAW: u8 = 25;
+/// Of the fetch that follows an offer.
+const CHECKSUMS: u8 = 9;
+const CAPACITY: u64 = 1 << 20;
+/// Bytes of a key beside which no other entry has place.
+const FULL: usize = CAPACITY as usize - 3000;
+
+fn serve(search: &Search) -> Local {
+    serve_with(search, true)
+}
+
+fn serve_with(search: &Search, is_checksummed: bool) -> Local {
+    let local = Local::new(CAPACITY);
+    local
+        .serve("127.0.0.1:0", TOKEN, search.clone().into(), is_checksummed)
+        .expect("serve");
+    local
+}
+
+fn raw(search: &Search, local: &Local) -> Raw {
+    let address = local.address().expect("address");
+    Raw::connect(search, address, SessionKind::Lookup)
+}
+
+fn items(key: Vec<u8>) -> Items {
+    let nothing = || Received {
+        meta: Meta::default(),
+        buffer: None,
+    };
+    let meta = Meta {
+        family: 2,
+        dtype: "uint8".to_owned(),
+        shape: vec![key.len() as u64],
+    };
+    let mut items = [(); 5].map(|()| Arc::new(nothing()));
+    items[2] = Arc::new(Received {
+        meta,
+        buffer: Some(Buffer::from_vec(key)),
+    });
+    Items(items)
+}
+
+fn insert(local: &Local, tokens: &[i64], key: Vec<u8>) {
+    let inserted = local
+        .insert(tokens.to_vec(), items(key), None)
+        .expect("insert");
+    assert!(inserted.is_completed());
+}
+
+/// Header and payload of an insert of token 1 with the given tensors.
+fn an_insert(operation: u64, tensors: &[u8]) -> (Vec<u8>, Vec<u8>) {
+    let payload = Writer::default()
+        .u64(u64::MAX)
+        .list(&[1u64], |w, token| w.u64(*token))
+        .raw(tensors)
+        .finish();
+    let sum = crc_of(&payload);
+    (
+        Writer::new(INSERT).u64(operation).u64(sum).finish(),
+        payload,
+    )
+}
+
+/// CRC-64/NVME, bit by bit.
+fn crc_of(bytes: &[u8]) -> u64 {
+    let step = |crc: u64| (crc >> 1) ^ (0x9a6c_9329_ac4b_c9b5 & (crc & 1).wrapping_neg());
+    let byte = |crc: u64, byte: &u8| (0..8).fold(crc ^ u64::from(*byte), |crc, _| step(crc));
+    !bytes.iter().fold(u64::MAX, byte)
+}
+
+fn a_select(operation: u64) -> (Vec<u8>, Vec<u8>) {
+    let payload = Writer::default().u64(u64::MAX).u8(0).finish();
+    (Writer::new(SELECT).u64(operation).finish(), payload)
+}
+
+fn about(kind: u8, operation: u64) -> Vec<u8> {
+    Writer::new(kind).u64(operation).finish()
+}
+
+fn settle(operation: u64, is_taken: u8) -> Vec<u8> {
+    Writer::new(SETTLE).u64(operation).u8(is_taken).finish()
+}
+
+#[test]
+fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
+    on_both_paths(|search| {
+        let local = serve(search);
+        let nonsense: Vec<(Vec<u8>, Vec<u8>)> = vec![
+            (vec![INSERT], vec![]),
+            an_insert(1, &[0; 4]),
+            an_insert(1, &[0; 6]),
+            an_insert(1, &[9; 5]),
+            (Writer::new(SELECT).u64(1).finish(), vec![]),
+            (
+                Writer::new(SELECT).u64(1).finish(),
+                Writer::default().u64(0).u8(1).u32(0).finish(),
+            ),
+            (about(TAKE, 7), vec![]),
+            (settle(7, 1), vec![]),
+            (about(OFFER, 7), vec![]),
+            an_insert(u64::MAX / 5, &[0; 5]),
+            a_select(u64::MAX),
+            (about(99, 7), vec![]),
+        ];
+        for (header, payload) in nonsense {
+            let mut raw = raw(search, &local);
+            raw.send(&header, &payload);
+            assert!(raw.is_closed(), "{header:?} {payload:?}");
+        }
+        insert(&local, &[1], vec![7; 100]);
+        let raw = raw(search, &local);
+        let (header, payload) = a_select(1);
+        raw.send(&header, &payload);
+        raw.message(OFFER);
+    });
+}
+
+#[test]
+fn checksums_of_large_tensors_are_told_unless_they_are_switched_off() {
+    let Some(search) = common::ucx() else { return };
+    for is_checksummed in [true, false] {
+        let local = serve_with(&search, is_checksummed);
+        insert(&local, &[1], vec![7; 256 << 10]);
+        let raw = raw(&search, &local);
+        let (header, payload) = a_select(1);
+        raw.send(&header, &payload);
+        raw.message(OFFER);
+        let told = raw.message_within(CHECKSUMS, Duration::from_millis(300));
+        // Over TCP each message brings its own.
+        assert_eq!(told.is_some(), is_checksummed && !common::is_tcp());
+    }
+}
+
+#[test]
+fn a_damaged_insert_is_refused_and_the_client_goes_on() {
+    on_both_paths(|search| {
+        let local = serve(search);
+        let raw = raw(search, &local);
+        let (header, mut payload) = an_insert(1, &[0; 5]);
+        payload[9] ^= 1;
+        raw.send(&header, &payload);
+        let (operation, refusal) = raw.message(REFUSED);
+        assert_eq!((&operation[..], refusal[0]), (&1u64.to_le_bytes()[..], 3));
+        let (header, payload) = an_insert(2, &[0; 5]);
+        raw.send(&header, &payload);
+        assert_eq!(raw.message(INSERTED).0, 2u64.to_le_bytes());
+        assert_eq!(local.info().num_entries, Some(1));
+    });
+}
+
+#[test]
+fn an_offer_that_is_never_fetched_holds_its_place_only_as_long_as_its_client() {
+    on_both_paths(|search| {
+        let local = serve(search);
+        insert(&local, &[1], vec![7; 100_000]);
+        let first = raw(search, &local);
+        let (header, payload) = a_select(1);
+        first.send(&header, &payload);
+        first.message(OFFER);
+        assert_eq!(
+            (local.info().num_entries, local.info().num_leased),
+            (Some(0), Some(1))
+        );
+        drop(first);
+        eventually("it goes back", || {
+            (local.info().num_entries == Some(1)).then_some(())
+        });
+    });
+}
+
+#[test]
+fn a_client_that_settles_what_it_did_not_take_is_cut_off_and_the_entry_goes_back() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search);
+    insert(&local, &[1], vec![7; 100]);
+    let mut client = raw(&search, &local);
+    let (header, payload) = a_select(1);
+    client.send(&header, &payload);
+    client.message(OFFER);
+    client.send(&settle(1, 1), &[]);
+    assert!(client.is_closed());
+    let held = || {
+        let info = local.info();
+        (info.num_entries, info.num_leased)
+    };
+    eventually("it goes back", || {
+        (held() == (Some(1), Some(0))).then_some(())
+    });
+}
+
+#[test]
+fn a_client_that_settles_a_select_that_waits_is_cut_off_and_the_select_ends() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search);
+    let mut client = raw(&search, &local);
+    let (header, payload) = a_select(1);
+    client.send(&header, &payload);
+    client.send(&settle(1, 0), &[]);
+    assert!(client.is_closed());
+    insert(&local, &[1], vec![7; 100]);
+    eventually("it is there for others", || {
+        (local.info().num_entries == Some(1)).then_some(())
+    });
+}
+
+#[test]
+fn what_was_acknowledged_is_gone_with_its_client_and_what_was_not_is_not() {
+    on_both_paths(|search| {
+        let local = serve(search);
+        insert(&local, &[1], vec![1; 10]);
+        insert(&local, &[2], vec![2; 10]);
+        let client = raw(search, &local);
+        for operation in [1, 2] {
+            let (header, payload) = a_select(operation);
+            client.send(&header, &payload);
+            assert_eq!(client.message(OFFER).0[..8], operation.to_le_bytes());
+        }
+        client.send(&about(TAKE, 1), &[]);
+        assert_eq!(client.message(TAKEN).0, 1u64.to_le_bytes());
+        drop(client);
+        eventually("one goes back", || {
+            (local.info().num_entries == Some(1)).then_some(())
+        });
+        assert_eq!(
+            (local.info().num_leased, local.info().num_taken),
+            (Some(0), 1)
+        );
+        let left = local.select(Query::Tokens(vec![2]), None).expect("select");
+        assert!(left.is_completed());
+    });
+}
+
+#[test]
+fn an_acknowledged_entry_that_nobody_wants_goes_back() {
+    on_both_paths(|search| {
+        let local = serve(search);
+        insert(&local, &[1], vec![1; 10]);
+        let client = raw(search, &local);
+        for operation in [1, 2] {
+            let (header, payload) = a_select(operation);
+            client.send(&header, &payload);
+            client.message(OFFER);
+            client.send(&about(TAKE, operation), &[]);
+            client.message(TAKEN);
+            client.send(&settle(operation, 0), &[]);
+        }
+        eventually("it goes back", || {
+            (local.info().num_entries == Some(1)).then_some(())
+        });
+        assert_eq!(local.info().num_taken, 0);
+    });
+}
+
+#[test]
+fn a_withdrawn_insert_gives_its_turn_to_the_next() {
+    on_both_paths(|search| {
+        let local = serve(search);
+        insert(&local, &[1], vec![0; FULL]);
+        let address = local.address().expect("address").to_string();
+        let (remote, connected) =
+            Remote::connect(vec![address], TOKEN, search.clone().into(), true, PATIENCE)
+                .expect("connect");
+        connected.wait_for(PATIENCE).expect("connected");
+        let first = remote
+            .insert(vec![2], items(vec![0; 100_000]), None, Then::GoOn)
+            .expect("insert");
+        let second = remote
+            .insert(vec![3], items(vec![0; 10]), None, Then::GoOn)
+            .expect("insert");
+        eventually("both wait", || {
+            (local.info().num_waiting == 2).then_some(())
+        });
+        first.withdraw();
+        eventually("it ends", || first.is_completed().then_some(()));
+        let taken = local
+            .select(Query::Any, Some(Duration::ZERO))
+            .expect("select");
+        taken
+            .result()
+            .expect("there")
+            .expect("no error")
+            .expect("an entry")
+            .take();
+        eventually("the second has its place", || {
+            second.is_completed().then_some(())
+        });
+        assert_eq!(local.info().num_inserted, 2);
+        assert_eq!(second.result(), Some(Ok(())));
+        let raw = raw(search, &local);
+        raw.send(&about(WITHDRAW, 99), &[]); // unknown ones are of no meaning
+        let (header, payload) = a_select(1);
+        raw.send(&header, &payload);
+        raw.message(OFFER);
+    });
+}
+
+#[test]
+fn a_client_that_is_not_connected_yet_says_so() {
+    on_both_paths(|search| {
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
+        let address = silent.local_addr().expect("address").to_string();
+        let transport = search.clone().into();
+        let (remote, _) =
+            Remote::connect(vec![address], TOKEN, transport, true, PATIENCE).expect("begun");
+        let selected = remote.select(Query::Any, None, Then::GoOn).expect("select");
+        let inserted = remote
+            .insert(vec![1], items(vec![1]), None, Then::GoOn)
+            .expect("insert");
+        eventually("it ends", || inserted.is_completed().then_some(()));
+        assert!(matches!(inserted.result(), Some(Err(Error::Connect(_)))));
+        assert!(matches!(selected.result(), Some(Err(Error::Connect(_)))));
+    });
+}
+
+#[test]
+fn a_buffer_can_be_asked_for_its_address_while_it_opens_ucx() {
+    let Some(search) = common::ucx() else { return };
+    // It listens before it opens UCX, which is mostly slower than to connect and ask.
+    let is_answered = || {
+        let port = std::net::TcpListener::bind(common::local()).expect("bind");
+        let at = port.local_addr().expect("address");
+        drop(port);
+        let local = Local::new(CAPACITY);
+        std::thread::scope(|scope| {
+            let serving =
+                scope.spawn(|| local.serve(&at.to_string(), TOKEN, search.clone().into(), true));
+            eventually("it listens", || std::net::TcpStream::connect(at).ok());
+            let address = local.address();
+            match serving.join().expect("no panic") {
+                // Another test has the port by now.
+                Err(Error::Config(text)) if text.contains("cannot listen") => false,
+                served => {
+                    assert_eq!(served, Ok(()));
+                    address.is_none()
+                }
+            }
+        })
+    };
+    assert!((0..20).any(|_| is_answered()));
+}
+
+#[test]
+fn of_threads_that_serve_a_buffer_at_once_one_does_and_the_others_are_told_where() {
+    let local = Local::new(CAPACITY);
+    let serve = || {
+        let transport = Transport::Memory(MemoryPath::RemoteRead);
+        local.serve("127.0.0.1:0", TOKEN, transport, true)
+    };
+    let served: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(serve)).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, _>| thread.join().expect("no panic");
+        threads.into_iter().map(join).collect()
+    });
+    let at = local.address().expect("served");
+    let already = Error::Config(format!("the buffer is served at {at} already"));
+    let num_told = served
+        .iter()
+        .filter(|served| **served == Err(already.clone()))
+        .count();
+    assert_eq!((num_told, served.contains(&Ok(()))), (7, true));
+}

@@ -1,0 +1,223 @@
+//! What a lookup buffer's entries, and what waits there, may take: tokens and descriptions as much as tensors.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvpipe_core::Error;
+use kvpipe_core::checksum;
+use kvpipe_core::lookup::{Items, Local, Operation, Query, Remote, Selected};
+use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::identity::SessionKind;
+use kvpipe_core::pipe::{Meta, Received};
+use kvpipe_core::work::Then;
+use kvpipe_ucx::{Buffer, Search};
+
+use crate::common::{self, PATIENCE, Raw, TOKEN, eventually};
+
+const INSERT: u8 = 16;
+/// Most tokens of an entry or a query.
+const TOKENS_CAP: usize = 1 << 22;
+/// What an entry takes besides tokens, tensors and their descriptions.
+const BOOKKEEPING: u64 = 2048;
+
+fn serve(search: &Search, capacity_bytes: u64) -> Local {
+    let local = Local::new(capacity_bytes);
+    local
+        .serve("127.0.0.1:0", TOKEN, search.clone().into(), true)
+        .expect("serve");
+    local
+}
+
+fn connect(search: &Search, local: &Local) -> Remote {
+    let address = local.address().expect("address").to_string();
+    let transport = search.clone().into();
+    let (remote, connected) =
+        Remote::connect(vec![address], TOKEN, transport, true, PATIENCE).expect("connect");
+    connected.wait_for(PATIENCE).expect("connected");
+    remote
+}
+
+/// The key has this dtype, and is all there is.
+fn items(dtype: String, key: Vec<u8>) -> Items {
+    let nothing = Arc::new(Received {
+        meta: Meta::default(),
+        buffer: None,
+    });
+    let mut items = [(); 5].map(|()| Arc::clone(&nothing));
+    items[2] = Arc::new(Received {
+        meta: Meta {
+            family: 2,
+            dtype,
+            shape: vec![key.len() as u64],
+        },
+        buffer: Some(Buffer::from_vec(key)),
+    });
+    Items(items)
+}
+
+fn nothing() -> Items {
+    items(String::new(), Vec::new())
+}
+
+fn waits(local: &Local, num_waiting: usize) {
+    eventually("it waits", || {
+        (local.info().num_waiting == num_waiting).then_some(())
+    });
+}
+
+fn ends<T: Clone>(operation: &Operation<T>) -> Result<T, Error> {
+    eventually("it ends", || operation.result())
+}
+
+#[test]
+fn an_entry_counts_all_that_it_takes_whoever_inserts_it() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search, 1 << 20);
+    let remote = connect(&search, &local);
+    let entry = || items("d".repeat(3000), vec![7; 50_000]);
+    let num_bytes = BOOKKEEPING + 8 * 1000 + 3000 + 8 + 50_000;
+    let here = local
+        .insert(vec![1; 1000], entry(), None)
+        .expect("inserted");
+    assert_eq!(ends(&here), Ok(()));
+    assert_eq!(local.info().num_bytes, Some(num_bytes));
+    let there = remote
+        .insert(vec![1; 1000], entry(), None, Then::GoOn)
+        .expect("inserted");
+    assert_eq!(ends(&there), Ok(()));
+    assert_eq!(local.info().num_bytes, Some(2 * num_bytes));
+}
+
+#[test]
+fn tokens_find_no_place_where_tensors_would_find_none() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search, 1 << 20);
+    let remote = connect(&search, &local);
+    let insert = |num_tokens, timeout| {
+        let inserted = remote.insert(vec![1; num_tokens], nothing(), timeout, Then::GoOn);
+        ends(&inserted.expect("begun"))
+    };
+    assert!(matches!(insert(1 << 17, None), Err(Error::Config(_))));
+    assert_eq!(insert(1 << 16, None), Ok(()));
+    let refused = insert(1 << 16, Some(Duration::ZERO));
+    assert!(matches!(refused, Err(Error::Exhausted(_))), "{refused:?}");
+    let entry = local.insert(vec![1; 1 << 17], nothing(), None);
+    assert!(matches!(entry, Err(Error::Config(_))), "{entry:?}");
+}
+
+fn select(remote: &Remote, num_tokens: usize) -> Operation<Selected> {
+    let query = Query::Tokens(vec![1; num_tokens]);
+    remote.select(query, None, Then::GoOn).expect("begun")
+}
+
+#[test]
+fn a_select_with_too_many_tokens_beside_those_that_wait_is_refused_and_they_go_on() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search, 1 << 20);
+    let remote = connect(&search, &local);
+    let mut waiting: Vec<_> = (0..4).map(|_| select(&remote, TOKENS_CAP)).collect();
+    waits(&local, 4);
+    let refused = ends(&select(&remote, 5)).expect_err("too many");
+    assert!(matches!(refused, Error::Exhausted(_)), "{refused}");
+    let text = refused.to_string();
+    for number in ["16777216 tokens wait", "5 more cannot"] {
+        assert!(text.contains(number), "{text}");
+    }
+    let other = connect(&search, &local);
+    let others = select(&other, 5);
+    waits(&local, 5);
+    waiting.pop();
+    waits(&local, 4);
+    let next = select(&remote, 5);
+    waits(&local, 5);
+    drop((waiting, others));
+    waits(&local, 1);
+    local.insert(vec![1], nothing(), None).expect("inserted");
+    assert!(ends(&next).expect("no error").is_some());
+}
+
+#[test]
+fn inserts_with_too_many_tokens_together_for_the_server_wait_in_the_client() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search, 64 << 20);
+    let remote = connect(&search, &local);
+    let full = items(String::new(), vec![0; 60 << 20]);
+    local.insert(vec![1], full, None).expect("inserted");
+    let insert = |num_tokens, timeout| {
+        let inserted = remote.insert(vec![1; num_tokens], nothing(), timeout, Then::GoOn);
+        inserted.expect("begun")
+    };
+    let inserts = [TOKENS_CAP / 2 + 1, TOKENS_CAP / 2, 1].map(|num| insert(num, None));
+    waits(&local, 1);
+    eventually("the others wait in the client", || {
+        (remote.info().num_waiting == 3).then_some(())
+    });
+    let refused = ends(&insert(1, Some(Duration::ZERO))).expect_err("no place");
+    assert!(
+        matches!(&refused, Error::Exhausted(text) if text.starts_with("1 earlier insert")),
+        "{refused}"
+    );
+    assert_eq!(local.info().num_waiting, 1);
+    let taken = local.select(Query::Any, None).expect("select");
+    ends(&taken).expect("no error").expect("an entry").take();
+    for insert in &inserts {
+        assert_eq!(ends(insert), Ok(()));
+    }
+}
+
+#[test]
+fn an_insert_goes_to_the_server_once_one_before_it_with_too_many_tokens_has_given_up() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search, 64 << 20);
+    let full = items(String::new(), vec![0; 60 << 20]);
+    local.insert(vec![1], full, None).expect("inserted");
+    for is_late in [true, false] {
+        let remote = connect(&search, &local);
+        let timeout = is_late.then_some(Duration::from_millis(100));
+        let insert = |num_tokens, timeout| {
+            let inserted = remote.insert(vec![1; num_tokens], nothing(), timeout, Then::GoOn);
+            inserted.expect("begun")
+        };
+        let _first = insert(TOKENS_CAP - 1, None);
+        let (large, _small) = (insert(2, timeout), insert(1, None));
+        waits(&local, 1);
+        if !is_late {
+            large.withdraw();
+        }
+        waits(&local, 2);
+        assert!(ends(&large).is_err());
+        remote.close();
+        waits(&local, 0);
+    }
+}
+
+#[test]
+fn a_client_that_does_not_keep_them_back_is_cut_off() {
+    let Some(search) = common::ucx() else { return };
+    let local = serve(&search, 64 << 20);
+    let full = items(String::new(), vec![0; 60 << 20]);
+    local.insert(vec![1], full, None).expect("inserted");
+    let mut raw = Raw::connect(
+        &search,
+        local.address().expect("address"),
+        SessionKind::Lookup,
+    );
+    let insert = |raw: &Raw, operation: u64, num_tokens: usize| {
+        let payload = Writer::default()
+            .u64(u64::MAX)
+            .list(&vec![1u64; num_tokens], |w, token| w.u64(*token))
+            .raw(&[0; 5])
+            .finish();
+        let sum = checksum::of(&payload);
+        let header = Writer::new(INSERT).u64(operation).u64(sum).finish();
+        raw.send(&header, &payload);
+        while raw.worker.outstanding() > 0 {
+            raw.worker.progress();
+        }
+    };
+    insert(&raw, 1, TOKENS_CAP);
+    waits(&local, 1);
+    insert(&raw, 2, 1);
+    assert!(raw.is_closed());
+    waits(&local, 0);
+}

@@ -1,0 +1,27 @@
+//! Behaviour of two or more reactors, over every data path. These are one binary because every test binary sessions the core anew.
+
+#![allow(unreachable_pub, reason = "modules of one binary")]
+
+mod agents;
+mod blocks;
+mod blocks_close;
+mod blocks_notify;
+mod blocks_proof;
+mod blocks_write;
+mod common;
+mod control;
+mod engines;
+mod fuzz_corpus;
+mod handoff;
+mod handoff_layers;
+mod handoff_retry;
+mod hostile;
+mod lookup;
+mod lookup_tokens;
+mod peer_loss;
+mod pipe;
+mod pipe_misuse;
+mod security;
+mod sessions;
+mod subscriptions;
+mod workers;

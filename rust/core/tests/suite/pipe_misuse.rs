@@ -1,0 +1,237 @@
+//! What a pipe does when its sender keeps to no rules.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crc_fast::{CrcAlgorithm, checksum};
+use kvpipe_core::Error;
+use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::identity::SessionKind;
+use kvpipe_core::pipe::{Pipe, Received};
+use kvpipe_core::work::Work;
+use kvpipe_ucx::{Buffer, Search};
+
+use crate::common::pipes::{content, receive, send, sender_to};
+use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_paths, pattern};
+
+const EAGER: u8 = 1;
+const OFFER: u8 = 2;
+const ACCEPT: u8 = 3;
+const DATA: u8 = 4;
+const CHECKSUMS: u8 = 9;
+const CORRUPT: u8 = 10;
+const TAKEN: u8 = 6;
+
+/// Where offered memory is.
+const HOST: u8 = 0;
+const CUDA: u8 = 1;
+
+fn eager(sequence: u64, content: &[u8]) -> (Vec<u8>, Vec<u8>) {
+    let payload = described(content.len()).bytes(content).finish();
+    (unsummed(EAGER, sequence), payload)
+}
+
+/// The header of a tensor without checksum.
+fn unsummed(kind: u8, sequence: u64) -> Vec<u8> {
+    Writer::new(kind).u64(sequence).u8(0).u64(0).finish()
+}
+
+fn summed(kind: u8, sequence: u64, sum: u64) -> Vec<u8> {
+    Writer::new(kind).u64(sequence).u8(1).u64(sum).finish()
+}
+
+fn sum(payload: &[u8]) -> u64 {
+    checksum(CrcAlgorithm::Crc64Nvme, payload)
+}
+
+/// The payload of an offer: length, address, how it is proved, key.
+fn offer(len: u64, address: u64, proof: u8, key: &[u8]) -> Vec<u8> {
+    let offer = described(len as usize).u64(len).u64(address);
+    offer.u8(HOST).u8(proof).bytes(key).finish()
+}
+
+fn described(len: usize) -> Writer {
+    Writer::default()
+        .u8(2)
+        .str("uint8")
+        .list(&[len as u64], |w, n| w.u64(*n))
+}
+
+fn raw(search: &Search) -> (Raw, Pipe) {
+    let receiver =
+        Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
+    let address = receiver.address().expect("address");
+    (Raw::connect(search, address, SessionKind::Pipe), receiver)
+}
+
+#[test]
+fn a_message_before_the_session_is_established_ends_it() {
+    let Some(search) = common::ucx() else { return };
+    let rx =
+        Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
+    let mut raw = Raw::begin(&search, rx.address().expect("address"), SessionKind::Pipe);
+    let (header, payload) = eager(0, b"early");
+    raw.send(&header, &payload);
+    assert!(raw.is_closed());
+}
+
+impl Raw {
+    fn message_while(&self, begin: impl FnOnce() -> Work<Arc<Received>>, expected: &[u8]) {
+        let received = begin();
+        self.message(TAKEN);
+        assert_eq!(content(&received), expected);
+    }
+}
+
+#[test]
+fn a_sender_that_leaves_before_it_is_established_leaves_its_place() {
+    let Some(search) = common::ucx() else { return };
+    let rx =
+        Pipe::listen("127.0.0.1:0", TOKEN, search.clone().into(), Duration::ZERO).expect("listen");
+    drop(Raw::begin(
+        &search,
+        rx.address().expect("address"),
+        SessionKind::Pipe,
+    ));
+    std::thread::sleep(Duration::from_millis(100));
+    let tx = sender_to(&search.into(), &rx);
+    let _sent = send(&tx, pattern(10, 1));
+    assert_eq!(content(&receive(&rx)), pattern(10, 1));
+}
+
+#[test]
+fn an_offer_that_no_memory_can_hold_is_an_error_and_not_the_end() {
+    let Some(search) = common::ucx() else { return };
+    let (raw, rx) = raw(&search);
+    let len = 1u64 << 60;
+    let header = unsummed(OFFER, 0);
+    raw.send(&header, &offer(len, 4096, 0, &[0; 16]));
+    let received = receive(&rx);
+    eventually("the refusal", || {
+        raw.worker.progress();
+        received.is_completed().then_some(())
+    });
+    let error = received.wait_for(PATIENCE).expect_err("no such memory");
+    assert!(
+        matches!(&error, Error::Exhausted(text) if text.contains("not consumed")),
+        "{error}"
+    );
+    assert_eq!(rx.info().state, "open");
+}
+
+/// Without a GPU at this end: whatever the data path, nobody reads across.
+#[test]
+fn an_offer_of_cuda_memory_comes_to_the_host_as_messages_however_small() {
+    on_both_paths(|search| {
+        let (raw, rx) = raw(search);
+        let offer = described(5).u64(5).u64(1 << 40).u8(CUDA).u8(0).bytes(&[]);
+        raw.send(&unsummed(OFFER, 0), &offer.finish());
+        let received = receive(&rx);
+        raw.message(ACCEPT);
+        let header = Writer::new(DATA).u64(0).u64(0).u64(0).finish();
+        raw.send(&header, b"on it");
+        raw.message(TAKEN);
+        assert_eq!(content(&received), b"on it");
+    });
+}
+
+fn is_corrupt(received: &Work<Arc<Received>>) -> bool {
+    matches!(received.wait_for(PATIENCE), Err(Error::Corrupt(text)) if text.contains("checksum"))
+}
+
+#[test]
+fn a_small_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_goes_on() {
+    let Some(search) = common::ucx() else { return };
+    let (raw, rx) = raw(&search);
+    raw.send(&summed(EAGER, 0, 7), &eager(0, b"flipped").1);
+    let received = receive(&rx);
+    raw.message(TAKEN);
+    assert!(is_corrupt(&received));
+    raw.send(&eager(1, b"next").0, &eager(1, b"next").1);
+    raw.message_while(|| receive(&rx), b"next");
+}
+
+/// The payload says "uint8"; that is where it is changed.
+fn described_otherwise(payload: &[u8]) -> Vec<u8> {
+    let mut payload = payload.to_vec();
+    payload[5] ^= 1;
+    payload
+}
+
+#[test]
+fn a_tensor_whose_description_differs_from_its_checksum_is_not_delivered_and_the_pipe_goes_on() {
+    let Some(search) = common::ucx() else { return };
+    let large = offer(64 << 10, 4096, 1, &[0; 16]);
+    for (kind, payload, answer) in [
+        (EAGER, eager(0, b"small").1, TAKEN),
+        (OFFER, large, CORRUPT),
+    ] {
+        let (raw, rx) = raw(&search);
+        let header = summed(kind, 0, sum(&payload));
+        raw.send(&header, &described_otherwise(&payload));
+        let received = receive(&rx);
+        assert_eq!(raw.message(answer).0, 0u64.to_le_bytes());
+        assert!(is_corrupt(&received));
+        let (_, next) = eager(1, b"next");
+        raw.send(&summed(EAGER, 1, sum(&next)), &next);
+        raw.message_while(|| receive(&rx), b"next");
+    }
+}
+
+#[test]
+fn a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_goes_on() {
+    on_both_paths(|search| {
+        let (raw, rx) = raw(search);
+        let len = 64 << 10;
+        let buffer = Buffer::from_vec(pattern(len, 3));
+        let memory = raw.context.register(buffer).expect("memory");
+        let (address, key) = (memory.buffer().address() as u64, memory.pack_rkey());
+        let is_read = !common::is_tcp();
+        let proof = if is_read { 1 } else { 2 };
+        let header = unsummed(OFFER, 0);
+        raw.send(
+            &header,
+            &offer(len as u64, address, proof, &key.expect("key")),
+        );
+        let received = receive(&rx);
+        if is_read {
+            let wrong = Writer::default().list(&[7], |w, sum| w.u64(*sum)).finish();
+            raw.send(&Writer::new(CHECKSUMS).u64(0).finish(), &wrong);
+        } else {
+            raw.message(ACCEPT);
+            let header = Writer::new(DATA).u64(0).u64(0).u64(7).finish();
+            raw.send(&header, &pattern(len, 3));
+        }
+        raw.message(CORRUPT);
+        assert!(is_corrupt(&received));
+        raw.send(&eager(1, b"next").0, &eager(1, b"next").1);
+        raw.message_while(|| receive(&rx), b"next");
+    });
+}
+
+#[test]
+fn a_sender_that_ignores_its_credit_or_its_bounds_is_cut_off() {
+    let Some(search) = common::ucx() else { return };
+    let too_many: Vec<_> = (0..100).map(|i| eager(i, b"x")).collect();
+    let header = unsummed(OFFER, 0);
+    let wraps = vec![(header, offer(1 << 40, u64::MAX - 4096, 0, &[0; 16]))];
+    let unasked = vec![(
+        Writer::new(DATA).u64(0).u64(u64::MAX).u64(0).finish(),
+        b"data".to_vec(),
+    )];
+    let skips = vec![eager(1, b"x")];
+    let unknown = vec![(vec![99; 9], vec![])];
+    let cut = vec![(vec![EAGER, 0], vec![])];
+    for messages in [too_many, wraps, unasked, skips, unknown, cut] {
+        let (mut raw, rx) = raw(&search);
+        for (header, payload) in &messages {
+            if raw.worker.outstanding() > 1000 {
+                break;
+            }
+            raw.send(header, payload);
+        }
+        assert!(raw.is_closed());
+        let error = eventually("the end", || receive(&rx).wait_for(PATIENCE).err());
+        assert!(matches!(error, Error::Protocol(_)), "{error}");
+    }
+}

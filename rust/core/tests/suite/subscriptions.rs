@@ -1,0 +1,173 @@
+//! Who asks a control port to be told: of the end of a prefill, or of a consumer.
+
+use std::time::Duration;
+
+use kvpipe_core::control::{ControlTimeouts, Question};
+use kvpipe_core::work::Work;
+
+use crate::common::PATIENCE;
+use crate::engines::{Engine, ID, OTHER, engine, engine_with, patience};
+
+const LEAD: Duration = Duration::from_secs(1);
+
+impl Engine {
+    fn subscribe(&self, other: &Self, question: Question) -> Work<String> {
+        let asked = self.control.ask(&other.address(), question, PATIENCE);
+        asked.expect("ask")
+    }
+
+    fn subscribe_to_the_end(&self, other: &Self, lead: Duration) -> Work<String> {
+        let handoff = ID;
+        self.subscribe(other, Question::Subscribe { handoff, lead })
+    }
+
+    /// Waits until the other one has seen what was asked before.
+    fn is_heard_by(&self, other: &Self) {
+        self.ask(other, Question::Describe).expect("answer");
+    }
+}
+
+fn told(work: &Work<String>) -> String {
+    work.wait_for(PATIENCE).expect("an answer")
+}
+
+#[test]
+fn a_subscriber_is_told_between_two_predictions_when_the_end_is_its_lead_away() {
+    let (producer, proxy) = (engine(), engine());
+    let subscribed = proxy.subscribe_to_the_end(&producer, LEAD);
+    producer.open();
+    let progress = |remaining| producer.control.progress(ID, remaining).expect("progress");
+    progress(PATIENCE);
+    proxy.is_heard_by(&producer);
+    assert!(!subscribed.is_completed(), "{:?}", subscribed.result());
+    progress(LEAD + Duration::from_millis(300));
+    // Nothing more is said by the producer: the timer alone tells.
+    assert!(told(&subscribed).starts_with(r#"{"moment": "due", "remaining_s": "#));
+}
+
+#[test]
+fn a_subscriber_whose_lead_is_longer_than_what_remains_is_told_at_once() {
+    let (producer, proxy) = (engine(), engine());
+    producer.open();
+    producer.control.progress(ID, LEAD).expect("progress");
+    assert!(told(&proxy.subscribe_to_the_end(&producer, PATIENCE)).contains("due"));
+}
+
+#[test]
+fn a_worker_that_foresees_the_end_of_its_step_corrects_the_prediction() {
+    let (producer, worker, proxy) = (engine(), engine(), engine());
+    let foresees = |handoff, remaining| {
+        let question = Question::Progress { handoff, remaining };
+        told(&worker.subscribe(&producer, question))
+    };
+    assert_eq!(foresees(ID, LEAD), "false");
+    producer.open();
+    producer.control.progress(ID, PATIENCE).expect("progress");
+    let subscribed = proxy.subscribe_to_the_end(&producer, LEAD);
+    proxy.is_heard_by(&producer);
+    assert!(!subscribed.is_completed());
+    assert_eq!(foresees(OTHER, Duration::ZERO), "false");
+    assert_eq!(foresees(ID, LEAD / 2), "true");
+    assert!(told(&subscribed).contains("due"));
+    producer.finish();
+    assert_eq!(foresees(ID, LEAD), "false");
+}
+
+#[test]
+fn a_subscriber_that_is_told_of_the_end_is_told_how_far_off_the_prediction_was() {
+    let (producer, proxy) = (engine(), engine());
+    producer.open();
+    producer.control.progress(ID, PATIENCE).expect("progress");
+    producer.finish();
+    let told = told(&proxy.subscribe_to_the_end(&producer, LEAD));
+    assert!(
+        told.starts_with(r#"{"moment": "finished", "remaining_s": "#),
+        "{told}"
+    );
+}
+
+#[test]
+fn a_subscriber_hears_nothing_without_a_prediction_and_is_told_of_the_end() {
+    let (producer, proxy) = (engine(), engine());
+    let subscribed = proxy.subscribe_to_the_end(&producer, PATIENCE);
+    producer.open();
+    proxy.is_heard_by(&producer);
+    assert!(!subscribed.is_completed());
+    producer.finish();
+    assert_eq!(told(&subscribed), r#"{"moment": "finished"}"#);
+    let late = proxy.subscribe_to_the_end(&producer, LEAD);
+    assert_eq!(told(&late), r#"{"moment": "finished"}"#);
+}
+
+#[test]
+fn a_subscriber_is_told_that_the_handoff_is_gone_and_why() {
+    let (producer, proxy) = (engine(), engine());
+    producer.open();
+    let subscribed = proxy.subscribe_to_the_end(&producer, LEAD);
+    let awaiting = proxy.subscribe(&producer, Question::Watched(ID));
+    proxy.is_heard_by(&producer);
+    producer
+        .control
+        .withdraw(ID, "\"preempted\"")
+        .expect("withdraw");
+    let gone = r#"{"moment": "ended", "reason": "\"preempted\""}"#;
+    let late = proxy.subscribe_to_the_end(&producer, LEAD);
+    for work in [subscribed, awaiting, late] {
+        assert_eq!(told(&work), gone);
+    }
+}
+
+#[test]
+fn a_subscription_to_a_handoff_that_never_opens_ends_unless_it_is_expected() {
+    let open = Duration::from_millis(100);
+    let producer = engine_with(ControlTimeouts { open, ..patience() }, &[]);
+    let proxy = engine();
+    producer.control.expect(OTHER).expect("expect");
+    let expected = proxy.subscribe(&producer, Question::Watched(OTHER));
+    let unknown = proxy.subscribe_to_the_end(&producer, LEAD);
+    assert!(told(&unknown).contains("not known"));
+    assert!(!expected.is_completed());
+    producer
+        .control
+        .withdraw(OTHER, "aborted")
+        .expect("withdraw");
+    assert!(told(&expected).contains("aborted"));
+}
+
+#[test]
+fn who_asks_for_a_consumer_is_told_when_one_watches() {
+    let (producer, consumer, proxy) = (engine(), engine(), engine());
+    let awaiting = proxy.subscribe(&producer, Question::Watched(ID));
+    producer.open();
+    proxy.is_heard_by(&producer);
+    assert!(!awaiting.is_completed());
+    consumer.watch(&producer);
+    assert_eq!(told(&awaiting), r#"{"moment": "watched"}"#);
+}
+
+#[test]
+fn a_watch_that_comes_before_the_opening_counts_once_it_is_open() {
+    let (producer, consumer, proxy) = (engine(), engine(), engine());
+    consumer.watch(&producer);
+    consumer.is_heard_by(&producer);
+    let awaiting = proxy.subscribe(&producer, Question::Watched(ID));
+    producer.open();
+    assert_eq!(told(&awaiting), r#"{"moment": "watched"}"#);
+}
+
+#[test]
+fn a_subscription_keeps_no_lease_and_ends_with_it() {
+    let lease = Duration::from_millis(100);
+    let producer = engine_with(
+        ControlTimeouts {
+            lease,
+            ..patience()
+        },
+        &[],
+    );
+    let proxy = engine();
+    producer.open();
+    let awaiting = proxy.subscribe(&producer, Question::Watched(ID));
+    producer.finish();
+    assert!(told(&awaiting).contains("lease"));
+}

@@ -1,0 +1,145 @@
+//! Workers of vLLM's connector as far as Rust goes: agents with a region for each layer.
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use kvpipe_core::blocks::{Agent, Event, LoadRequest, ReadyBlocks, ReadyRange, Region};
+use kvpipe_core::handoff::HandoffId;
+use kvpipe_core::session::SessionTimeouts;
+use kvpipe_core::transport::Transport;
+use kvpipe_ucx::Buffer;
+
+use crate::common::{PATIENCE, TOKEN, bytes, eventually, local, pattern};
+
+pub const BLOCK: usize = 8192;
+pub const COUNT: usize = 32;
+pub const LAYERS: usize = 3;
+pub const ID: HandoffId = [9; 16];
+
+pub struct Worker {
+    pub agent: Agent,
+    pub layers: Vec<Buffer>,
+    pub regions: Vec<Region>,
+    pub seen: RefCell<Vec<Event>>,
+}
+
+/// A worker whose layers hold patterns from `seed` on.
+pub fn worker(transport: &Transport, seed: u64) -> Worker {
+    let timeouts = SessionTimeouts::default();
+    let agent =
+        Agent::new(&local(), TOKEN, transport.clone(), "", vec![], timeouts).expect("agent");
+    let layers: Vec<Buffer> = (0..LAYERS as u64)
+        .map(|layer| Buffer::from_vec(pattern(COUNT * BLOCK, seed + layer)))
+        .collect();
+    let register = |(index, layer): (usize, &Buffer)| {
+        let name = format!("layer.{index}");
+        agent
+            .register(&name, layer.clone(), BLOCK as u64, BLOCK as u64)
+            .expect("register")
+            .wait_for(PATIENCE)
+            .expect("registered")
+    };
+    let regions = layers.iter().enumerate().map(register).collect();
+    Worker {
+        agent,
+        layers,
+        regions,
+        seen: RefCell::default(),
+    }
+}
+
+impl Worker {
+    pub fn request(&self, block_ids: &[u32]) -> LoadRequest {
+        LoadRequest {
+            handoff: ID,
+            producer: self.agent.address().expect("address").to_string(),
+            incarnation: self.agent.incarnation(),
+            epoch: 1,
+            first: 0,
+            block_ids: block_ids.to_vec(),
+            is_committed: true,
+        }
+    }
+
+    /// A step is over.
+    pub fn mark_ready(&self, first: u32, block_ids: &[u32]) {
+        let ready = step(1, first, block_ids).expect("a step");
+        self.save(&ready, 0..LAYERS);
+    }
+
+    /// A step has computed some of its layers.
+    pub fn save(&self, ready: &ReadyBlocks, layers: Range<usize>) {
+        self.agent
+            .mark_ready(ready, &self.regions[layers])
+            .expect("mark_ready");
+    }
+
+    pub fn load(&self, request: LoadRequest) {
+        self.agent.load(request).expect("load");
+    }
+
+    pub fn events(&self) -> Vec<Event> {
+        let mut seen = self.seen.borrow_mut();
+        let is_log = |event: &Event| matches!(event, Event::Log(_));
+        seen.extend(
+            self.agent
+                .drain()
+                .into_iter()
+                .filter(|event| !is_log(event)),
+        );
+        seen.clone()
+    }
+
+    /// How the load ended, which it did once.
+    pub fn ended(&self) -> Event {
+        let is_end = |event: &Event| !matches!(event, Event::BlocksVerified { .. });
+        eventually("the end of the load", || {
+            self.events().into_iter().find(is_end)
+        })
+    }
+
+    pub fn loaded(&self) -> u64 {
+        match self.ended() {
+            Event::LoadCompleted { counts, .. } => counts.num_bytes,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn failed(&self) -> (Vec<u32>, String) {
+        match self.ended() {
+            Event::LoadFailed {
+                missing, reason, ..
+            } => (missing, reason),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn block(&self, layer: usize, id: u32) -> Vec<u8> {
+        let at = id as usize * BLOCK;
+        bytes(&self.layers[layer])[at..at + BLOCK].to_vec()
+    }
+
+    pub fn has(&self, ids: &[u32], producer: &Self, from: &[u32]) -> bool {
+        let same = |layer| {
+            let pairs = ids.iter().zip(from);
+            pairs
+                .into_iter()
+                .all(|(&id, &from)| self.block(layer, id) == producer.block(layer, from))
+        };
+        (0..LAYERS).all(same)
+    }
+}
+
+/// What a step of this handoff makes final.
+pub fn step(epoch: u32, first: u32, block_ids: &[u32]) -> kvpipe_core::Result<ReadyBlocks> {
+    ReadyBlocks::new(vec![ReadyRange {
+        handoff: ID,
+        epoch,
+        first,
+        block_ids: block_ids.to_vec(),
+    }])
+}
+
+pub fn pair(transport: &Transport) -> (Worker, Worker) {
+    (worker(transport, 100), worker(transport, 900))
+}

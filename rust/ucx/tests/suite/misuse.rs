@@ -1,0 +1,127 @@
+//! What the crate refuses before UCX can be harmed by it.
+
+use kvpipe_ucx::{Buffer, Event, MemoryKind, Payload, Status};
+
+use crate::common::{self, Node, REGION_BYTES, Visitor, visit_thread};
+
+/// UCX's codes, for the errors that callers tell apart.
+const INVALID_PARAM: i32 = -5;
+const INVALID_ADDR: i32 = -7;
+const OUT_OF_RANGE: i32 = -19;
+const EXCEEDS_LIMIT: i32 = -21;
+const NOT_CONNECTED: i32 = -24;
+
+fn code<T: std::fmt::Debug>(result: Result<T, Status>) -> i32 {
+    result.expect_err("an error").code
+}
+
+#[test]
+fn impossible_operands_are_refused_without_a_done() {
+    let Some(library) = common::library() else {
+        return;
+    };
+    let visitor = visit_thread(&library, None);
+    visitor.greet();
+    let Visitor {
+        node,
+        endpoint: ep,
+        card,
+        ..
+    } = &visitor;
+    let (worker, region, key) = (&node.worker, &node.region, visitor.key());
+    let end = REGION_BYTES;
+    assert_eq!(
+        code(worker.get(*ep, region, end, 1, card.region, &key, 1)),
+        OUT_OF_RANGE
+    );
+    assert_eq!(
+        code(worker.put(*ep, region, usize::MAX, 2, card.region, &key, 1)),
+        OUT_OF_RANGE
+    );
+    let outside = Payload::Memory {
+        memory: region.clone(),
+        offset: 1,
+        len: end,
+    };
+    assert_eq!(code(worker.am_send(*ep, b"h", outside, 1)), OUT_OF_RANGE);
+    let header = vec![0; worker.max_header_bytes() + 1];
+    assert_eq!(
+        code(worker.am_send(*ep, header.as_slice(), Payload::None, 1)),
+        EXCEEDS_LIMIT
+    );
+    let foreign = Node::new(common::context(&library, None)).region;
+    assert_eq!(
+        code(worker.get(*ep, &foreign, 0, 1, card.region, &key, 1)),
+        INVALID_PARAM
+    );
+    let other = worker.connect(&card.worker).expect("second endpoint");
+    assert_eq!(
+        code(worker.get(other, region, 0, 1, card.region, &key, 1)),
+        INVALID_PARAM
+    );
+    assert_eq!(
+        code(node.context.register(Buffer::zeroed(0))),
+        INVALID_PARAM
+    );
+    assert_eq!(worker.outstanding(), 0);
+    assert!(
+        node.wait(std::time::Duration::from_millis(50), |event| match event {
+            Event::Done { token: 1, .. } => Some(()),
+            _ => None,
+        })
+        .is_none()
+    );
+}
+
+#[test]
+fn closed_endpoint_and_its_keys_refuse_use() {
+    let Some(library) = common::library() else {
+        return;
+    };
+    let visitor = visit_thread(&library, None);
+    visitor.greet();
+    let Visitor {
+        node,
+        endpoint,
+        card,
+        ..
+    } = &visitor;
+    let (key, worker) = (visitor.key(), &node.worker);
+    worker.close(*endpoint);
+    worker.close(*endpoint);
+    assert_eq!(code(worker.flush(*endpoint, 1)), NOT_CONNECTED);
+    node.close(*endpoint);
+    assert_eq!(worker.outstanding(), 0);
+    worker.close(*endpoint);
+    assert_eq!(worker.outstanding(), 0);
+    assert!(worker.lanes(*endpoint).is_empty());
+    let get = worker.get(*endpoint, &node.region, 0, 1, card.region, &key, 1);
+    assert_eq!(code(get), NOT_CONNECTED);
+    let again = worker.connect(&card.worker).expect("connect again");
+    assert_ne!(again, *endpoint);
+    assert_eq!(
+        code(worker.get(again, &node.region, 0, 1, card.region, &key, 1)),
+        INVALID_PARAM
+    );
+}
+
+#[test]
+fn short_addresses_and_truncated_keys_are_errors() {
+    let Some(library) = common::library() else {
+        return;
+    };
+    let visitor = visit_thread(&library, None);
+    visitor.greet();
+    let (worker, card) = (&visitor.node.worker, &visitor.card);
+    assert_eq!(code(worker.connect(&[])), INVALID_ADDR);
+    assert_eq!(code(worker.connect(&card.worker[..9])), INVALID_ADDR);
+    assert_eq!(code(worker.connect(&vec![0; 1 << 20])), INVALID_ADDR);
+    for len in 0..9 {
+        let unpacked = worker.unpack_rkey(visitor.endpoint, &card.rkey[..len], MemoryKind::Host);
+        assert_eq!(code(unpacked), INVALID_PARAM);
+    }
+    assert_eq!(
+        code(worker.unpack_rkey(visitor.endpoint, &[0xff; 64], MemoryKind::Host)),
+        INVALID_PARAM
+    );
+}
