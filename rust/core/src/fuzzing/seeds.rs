@@ -1,5 +1,5 @@
 //! Conversations as they should go, written with the product's encoders: what fuzzing starts from. The numbers of kinds
-//! are those of docs/wire-format.md.
+//! are those of docs/reference/wire-format.md.
 
 use super::agent::{ANOTHER, HANDOFFS, THEIRS};
 use super::control::{opening, sequence_state};
