@@ -236,7 +236,7 @@ def test_the_senders_close_raises_when_not_all_is_taken_in_time():
     with Pipe.listen() as receiver:
         sender = Pipe.connect(receiver.address)
         sender.send_tensor(SMALL)
-        with pytest.raises(TransferTimeoutError, match="1 tensors had not been taken in time; the pipe is closed"):
+        with pytest.raises(TransferTimeoutError, match="1 tensors had not been received in time; the pipe is closed"):
             sender.close(timeout=0.05)
         with pytest.raises(ClosedError):
             sender.send_tensor(SMALL)

@@ -15,6 +15,7 @@ pub mod events;
 #[cfg(feature = "fuzzing")]
 pub mod fuzzing;
 pub mod handoff;
+pub mod ids;
 pub mod lookup;
 pub mod net;
 pub mod pipe;
@@ -22,6 +23,7 @@ mod process;
 pub mod reactor;
 mod recent;
 pub mod session;
+pub mod tensor;
 pub mod trace;
 mod transfer;
 pub mod transport;

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::handoff::HandoffId;
+use crate::ids::HandoffId;
 
 /// Handoffs that are remembered.
 const CAP: usize = 4096;

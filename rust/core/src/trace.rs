@@ -14,7 +14,7 @@ use std::time::Duration;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::error::{Error, Result};
-use crate::handoff::HandoffId;
+use crate::ids::HandoffId;
 use crate::process::Thread;
 
 /// Lines come in bursts, from threads that compute: waking the writer for each of them would take CPU from those.

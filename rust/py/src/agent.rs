@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::blocks::{self, Event, LoadRequest, Notification, Options};
 use kvpipe_core::handoff::HandoffId;
-use kvpipe_core::handoff::consumer::Counts as LoadCounts;
+use kvpipe_core::handoff::consumer::LoadCounts;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Waited;
 use pyo3::prelude::*;

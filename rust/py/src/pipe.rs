@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use kvpipe_core::pipe::{Deadline, Meta, Pipe};
+use kvpipe_core::pipe::{Deadline, Pipe};
 use kvpipe_core::reactor::default_busy_poll;
+use kvpipe_core::tensor::Meta;
 use pyo3::prelude::*;
 
 use crate::buffer::{from_python, release_let_go};
@@ -121,13 +122,13 @@ impl PipeEnd {
         self.0.address().map(|address| address.to_string())
     }
 
-    /// `(state, peer, transport, num_tensors, num_bytes, in_flight)`.
     /// Why large tensors take a slower data path than they could; empty otherwise.
     #[getter]
     fn advice(&self) -> &'static str {
         self.0.info().advice
     }
 
+    /// `(state, peer, transport, num_tensors, num_bytes, in_flight)`.
     fn info(&self) -> (&'static str, String, String, u64, u64, usize) {
         let info = self.0.info();
         (

@@ -34,7 +34,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::handoff::HandoffId;
-use crate::handoff::consumer::Counts;
+use crate::handoff::consumer::LoadCounts;
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, Incarnation, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig, SessionKey, default_busy_poll};
@@ -62,7 +62,7 @@ pub enum Event {
         /// Which.
         handoff: HandoffId,
         /// In numbers.
-        counts: Counts,
+        counts: LoadCounts,
         /// By which transport.
         transport: String,
         /// From the start of the load to its last block.
@@ -73,7 +73,7 @@ pub enum Event {
         /// Which.
         handoff: HandoffId,
         /// In numbers.
-        counts: Counts,
+        counts: LoadCounts,
         /// By which transport.
         transport: String,
         /// From the start of the load to its end.
@@ -84,7 +84,7 @@ pub enum Event {
         /// Which.
         handoff: HandoffId,
         /// In numbers.
-        counts: Counts,
+        counts: LoadCounts,
         /// By which transport; empty if no session is left.
         transport: String,
         /// From the start of the load to its end.

@@ -1,16 +1,16 @@
-//! What is watched and asked elsewhere.
+//! What is watched and queried elsewhere.
 
 use std::time::Instant;
 
-use super::messages::Message;
-use super::service::{Asked, Schedulers, Watched};
-use super::{Event, Question};
+use super::messages::ControlMessage;
+use super::service::{ControlService, HandoffWatch, PendingQuery};
+use super::{ControlEvent, ControlQuery};
 use crate::error::Error;
-use crate::handoff::HandoffId;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::ids::{HandoffId, SessionKey};
+use crate::reactor::ReactorContext;
 use crate::work::Completer;
 
-impl Schedulers {
+impl ControlService {
     /// The link to an address: the one there is, unless its end is about to be reported, or a new one.
     pub(super) fn session_to(&mut self, cx: &mut ReactorContext, address: &str) -> SessionKey {
         let known = self.by_address.get(address);
@@ -24,10 +24,10 @@ impl Schedulers {
 
     pub(super) fn watch(&mut self, cx: &mut ReactorContext, handoff: HandoffId, producer: &str) {
         let session = self.session_to(cx, producer);
-        let watched = Watched::new(session, cx.now + self.timeouts.handoff);
+        let watched = HandoffWatch::new(session, cx.now + self.timeouts.handoff);
         self.watched.insert(handoff, watched);
         if cx.is_up(session) {
-            Self::say(cx, session, &Message::Watch(handoff));
+            Self::say(cx, session, &ControlMessage::Watch(handoff));
         }
     }
 
@@ -35,7 +35,7 @@ impl Schedulers {
         &mut self,
         cx: &mut ReactorContext,
         address: &str,
-        question: Question,
+        query: ControlQuery,
         deadline: Instant,
         completer: Completer<String>,
     ) {
@@ -45,17 +45,17 @@ impl Schedulers {
             Self::say(
                 cx,
                 session,
-                &Message::Ask {
+                &ControlMessage::Query {
                     id,
-                    question: question.clone(),
+                    query: query.clone(),
                 },
             );
         }
-        self.asked.insert(
+        self.queries.insert(
             id,
-            Asked {
+            PendingQuery {
                 session,
-                question,
+                query,
                 deadline,
                 completer,
             },
@@ -73,7 +73,7 @@ impl Schedulers {
         &mut self,
         handoff: &HandoffId,
         session: SessionKey,
-        is_told: impl FnOnce(&mut Watched) -> &mut bool,
+        is_told: impl FnOnce(&mut HandoffWatch) -> &mut bool,
     ) -> bool {
         let watched = self.watched.get_mut(handoff);
         watched
@@ -91,7 +91,7 @@ impl Schedulers {
             Self::say(
                 cx,
                 watched.session,
-                &Message::Unwatch {
+                &ControlMessage::Unwatch {
                     handoff,
                     is_acknowledged,
                 },
@@ -100,7 +100,7 @@ impl Schedulers {
     }
 
     pub(super) fn expire_watches(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let is_late = |watched: &Watched| watched.until <= cx.now;
+        let is_late = |watched: &HandoffWatch| watched.until <= cx.now;
         let late: Vec<HandoffId> = self
             .watched
             .iter()
@@ -113,7 +113,7 @@ impl Schedulers {
                 "nothing came within {:?} (handoff_timeout_s)",
                 self.timeouts.handoff
             );
-            self.events.push(Event::Ended {
+            self.events.push(ControlEvent::Ended {
                 handoff,
                 reason,
                 is_withdrawn: false,
@@ -122,17 +122,17 @@ impl Schedulers {
         self.watched.values().map(|watched| watched.until).min()
     }
 
-    pub(super) fn expire_questions(&mut self, cx: &ReactorContext) -> Option<Instant> {
+    pub(super) fn expire_queries(&mut self, cx: &ReactorContext) -> Option<Instant> {
         let late: Vec<u64> = self
-            .asked
+            .queries
             .iter()
-            .filter(|(_, asked)| asked.deadline <= cx.now)
+            .filter(|(_, queries)| queries.deadline <= cx.now)
             .map(|(id, _)| *id)
             .collect();
-        for asked in late.iter().filter_map(|id| self.asked.remove(id)) {
-            let text = format!("{} did not answer in time", cx.peer(asked.session));
-            asked.completer.complete(Err(Error::Timeout(text)));
+        for queries in late.iter().filter_map(|id| self.queries.remove(id)) {
+            let text = format!("{} did not answer in time", cx.peer(queries.session));
+            queries.completer.complete(Err(Error::Timeout(text)));
         }
-        self.asked.values().map(|asked| asked.deadline).min()
+        self.queries.values().map(|queries| queries.deadline).min()
     }
 }

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use super::messages::Message;
-use super::{Control, Opening, Question, SequenceState};
-use crate::handoff::HandoffId;
+use super::messages::ControlMessage;
+use super::{Control, ControlQuery, Opening, SequenceState};
+use crate::ids::HandoffId;
 use crate::reactor::manual::Round;
 
 impl Control {
@@ -15,42 +15,42 @@ impl Control {
 
 /// What can be read is written as it was.
 pub(crate) fn decode(bytes: &[u8]) {
-    if let Ok(message) = Message::decode(bytes) {
+    if let Ok(message) = ControlMessage::decode(bytes) {
         assert_eq!(message.encode(), bytes);
     }
 }
 
 /// One message of each kind.
 pub(crate) fn messages(handoff: HandoffId, opening: Opening, state: SequenceState) -> Vec<Vec<u8>> {
-    let ask = |question| Message::Ask { id: 1, question };
+    let ask = |query| ControlMessage::Query { id: 1, query };
     let messages = [
-        Message::Watch(handoff),
-        Message::Opened { handoff, opening },
-        Message::Finished { handoff, state },
-        Message::Ended {
+        ControlMessage::Watch(handoff),
+        ControlMessage::Opened { handoff, opening },
+        ControlMessage::Finished { handoff, state },
+        ControlMessage::Ended {
             handoff,
             reason: "aborted".to_owned(),
         },
-        Message::Unwatch {
+        ControlMessage::Unwatch {
             handoff,
             is_acknowledged: true,
         },
-        ask(Question::Describe),
-        ask(Question::Release(handoff)),
-        ask(Question::Result(handoff)),
-        ask(Question::Subscribe {
+        ask(ControlQuery::Describe),
+        ask(ControlQuery::Release(handoff)),
+        ask(ControlQuery::Result(handoff)),
+        ask(ControlQuery::Subscribe {
             handoff,
             lead: Duration::from_millis(200),
         }),
-        ask(Question::Watched(handoff)),
-        ask(Question::Progress {
+        ask(ControlQuery::Watched(handoff)),
+        ask(ControlQuery::Progress {
             handoff,
             remaining: Duration::from_millis(70),
         }),
-        Message::Answer {
+        ControlMessage::Reply {
             id: 1,
             json: "{}".to_owned(),
         },
     ];
-    messages.iter().map(Message::encode).collect()
+    messages.iter().map(ControlMessage::encode).collect()
 }

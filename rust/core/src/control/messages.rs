@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use super::{Opening, Question, Rank, SequenceState};
+use super::{ControlQuery, Opening, Rank, SequenceState};
 use crate::error::{Error, Result};
-use crate::handoff::HandoffId;
+use crate::ids::HandoffId;
 use crate::net::codec::{Reader, Writer};
 
 const TEXT_CAP: usize = 4096;
@@ -16,7 +16,7 @@ const OUTPUT_IDS_CAP: usize = 4096;
 
 /// Everything that one scheduler (or the proxy) says to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Message {
+pub(super) enum ControlMessage {
     Watch(HandoffId),
     Unwatch {
         handoff: HandoffId,
@@ -34,11 +34,11 @@ pub(super) enum Message {
         handoff: HandoffId,
         reason: String,
     },
-    Ask {
+    Query {
         id: u64,
-        question: Question,
+        query: ControlQuery,
     },
-    Answer {
+    Reply {
         id: u64,
         json: String,
     },
@@ -57,7 +57,7 @@ const SUBSCRIBE: u8 = 10;
 const WATCHED: u8 = 11;
 const PROGRESS: u8 = 12;
 
-impl Message {
+impl ControlMessage {
     pub(super) fn encode(&self) -> Vec<u8> {
         match self {
             Self::Watch(handoff) => Writer::new(WATCH).raw(handoff),
@@ -83,37 +83,37 @@ impl Message {
             Self::Ended { handoff, reason } => {
                 Writer::new(ENDED).raw(handoff).text(reason, TEXT_CAP)
             }
-            Self::Ask {
+            Self::Query {
                 id,
-                question: Question::Describe,
+                query: ControlQuery::Describe,
             } => Writer::new(DESCRIBE).u64(*id),
-            Self::Ask {
+            Self::Query {
                 id,
-                question: Question::Release(handoff),
+                query: ControlQuery::Release(handoff),
             } => Writer::new(RELEASE).u64(*id).raw(handoff),
-            Self::Ask {
+            Self::Query {
                 id,
-                question: Question::Result(handoff),
+                query: ControlQuery::Result(handoff),
             } => Writer::new(RESULT).u64(*id).raw(handoff),
-            Self::Ask {
+            Self::Query {
                 id,
-                question: Question::Subscribe { handoff, lead },
+                query: ControlQuery::Subscribe { handoff, lead },
             } => Writer::new(SUBSCRIBE)
                 .u64(*id)
                 .raw(handoff)
                 .u64(micros(*lead)),
-            Self::Ask {
+            Self::Query {
                 id,
-                question: Question::Progress { handoff, remaining },
+                query: ControlQuery::Progress { handoff, remaining },
             } => Writer::new(PROGRESS)
                 .u64(*id)
                 .raw(handoff)
                 .u64(micros(*remaining)),
-            Self::Ask {
+            Self::Query {
                 id,
-                question: Question::Watched(handoff),
+                query: ControlQuery::Watched(handoff),
             } => Writer::new(WATCHED).u64(*id).raw(handoff),
-            Self::Answer { id, json } => Writer::new(ANSWER).u64(*id).str(json),
+            Self::Reply { id, json } => Writer::new(ANSWER).u64(*id).str(json),
         }
         .finish()
     }
@@ -138,37 +138,37 @@ impl Message {
                 handoff: reader.fixed()?,
                 reason: reader.str(TEXT_CAP)?,
             },
-            DESCRIBE => Self::Ask {
+            DESCRIBE => Self::Query {
                 id: reader.u64()?,
-                question: Question::Describe,
+                query: ControlQuery::Describe,
             },
-            RELEASE => Self::Ask {
+            RELEASE => Self::Query {
                 id: reader.u64()?,
-                question: Question::Release(reader.fixed()?),
+                query: ControlQuery::Release(reader.fixed()?),
             },
-            RESULT => Self::Ask {
+            RESULT => Self::Query {
                 id: reader.u64()?,
-                question: Question::Result(reader.fixed()?),
+                query: ControlQuery::Result(reader.fixed()?),
             },
-            SUBSCRIBE => Self::Ask {
+            SUBSCRIBE => Self::Query {
                 id: reader.u64()?,
-                question: Question::Subscribe {
+                query: ControlQuery::Subscribe {
                     handoff: reader.fixed()?,
                     lead: Duration::from_micros(reader.u64()?),
                 },
             },
-            PROGRESS => Self::Ask {
+            PROGRESS => Self::Query {
                 id: reader.u64()?,
-                question: Question::Progress {
+                query: ControlQuery::Progress {
                     handoff: reader.fixed()?,
                     remaining: Duration::from_micros(reader.u64()?),
                 },
             },
-            WATCHED => Self::Ask {
+            WATCHED => Self::Query {
                 id: reader.u64()?,
-                question: Question::Watched(reader.fixed()?),
+                query: ControlQuery::Watched(reader.fixed()?),
             },
-            ANSWER => Self::Answer {
+            ANSWER => Self::Reply {
                 id: reader.u64()?,
                 json: reader.str(JSON_CAP)?,
             },
@@ -233,67 +233,67 @@ mod tests {
         };
         let handoff = [1; 16];
         for message in [
-            Message::Watch(handoff),
-            Message::Unwatch {
+            ControlMessage::Watch(handoff),
+            ControlMessage::Unwatch {
                 handoff,
                 is_acknowledged: true,
             },
-            Message::Opened { handoff, opening },
-            Message::Finished { handoff, state },
-            Message::Ended {
+            ControlMessage::Opened { handoff, opening },
+            ControlMessage::Finished { handoff, state },
+            ControlMessage::Ended {
                 handoff,
                 reason: "aborted".to_owned(),
             },
-            Message::Ask {
+            ControlMessage::Query {
                 id: 1,
-                question: Question::Describe,
+                query: ControlQuery::Describe,
             },
-            Message::Ask {
+            ControlMessage::Query {
                 id: 2,
-                question: Question::Release(handoff),
+                query: ControlQuery::Release(handoff),
             },
-            Message::Ask {
+            ControlMessage::Query {
                 id: 3,
-                question: Question::Result(handoff),
+                query: ControlQuery::Result(handoff),
             },
-            Message::Ask {
+            ControlMessage::Query {
                 id: 5,
-                question: Question::Subscribe {
+                query: ControlQuery::Subscribe {
                     handoff,
                     lead: Duration::from_millis(200),
                 },
             },
-            Message::Ask {
+            ControlMessage::Query {
                 id: 6,
-                question: Question::Watched(handoff),
+                query: ControlQuery::Watched(handoff),
             },
-            Message::Ask {
+            ControlMessage::Query {
                 id: 7,
-                question: Question::Progress {
+                query: ControlQuery::Progress {
                     handoff,
                     remaining: Duration::from_millis(70),
                 },
             },
-            Message::Answer {
+            ControlMessage::Reply {
                 id: 4,
                 json: "{}".to_owned(),
             },
         ] {
-            assert_eq!(Message::decode(&message.encode()).unwrap(), message);
+            assert_eq!(ControlMessage::decode(&message.encode()).unwrap(), message);
         }
     }
 
     proptest! {
         #[test]
         fn any_frame_gives_a_message_or_an_error(frame: Vec<u8>) {
-            let _ = Message::decode(&frame);
+            let _ = ControlMessage::decode(&frame);
         }
 
         #[test]
         fn a_cut_message_is_an_error(cut in 0usize..32) {
-            let whole = Message::Ended { handoff: [1; 16], reason: "a reason".to_owned() }.encode();
+            let whole = ControlMessage::Ended { handoff: [1; 16], reason: "a reason".to_owned() }.encode();
             prop_assume!(cut < whole.len());
-            prop_assert!(Message::decode(&whole[..cut]).is_err());
+            prop_assert!(ControlMessage::decode(&whole[..cut]).is_err());
         }
     }
 }

@@ -1,20 +1,20 @@
-//! The control plane: handoffs between the schedulers of prefill and decode instances, and the proxy's questions.
+//! The control plane: handoffs between the schedulers of prefill and decode instances, and the proxy's queries.
 //! One authenticated TCP port per engine, no UCX.
 
 mod consumer;
+mod deferred_queries;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 mod messages;
 mod producer;
 mod service;
-mod subscriptions;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use crate::error::Result;
 use crate::events::Events;
-use crate::handoff::HandoffId;
+use crate::ids::HandoffId;
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, Incarnation, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig};
@@ -22,7 +22,7 @@ use crate::session::connection::SessionTimeouts;
 use crate::trace::Trace;
 use crate::work::Work;
 
-use service::{Command, Schedulers};
+use service::{ControlCommand, ControlService};
 
 /// A worker of a producer: where its agent listens, and its life.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,7 +59,7 @@ pub struct SequenceState {
 
 /// What happened on the control plane, for the scheduler role that drains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event {
+pub enum ControlEvent {
     /// Producer: nobody will read these blocks (any more).
     Released {
         /// Which handoff.
@@ -94,9 +94,9 @@ pub enum Event {
     Log(String),
 }
 
-/// A question to another engine's control port.
+/// A query to another engine's control port.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Question {
+pub enum ControlQuery {
     /// Who are you? Answered with JSON.
     Describe,
     /// Give the blocks of a handoff back. Answered with `true` when the handoff was known.
@@ -111,7 +111,7 @@ pub enum Question {
         /// How long before the end to be told; whole microseconds count.
         lead: Duration,
     },
-    /// Not a question: a worker of this producer knows by its layers when a prefill will end. Answered with `true` when
+    /// Not a query: a worker of this producer knows by its layers when a prefill will end. Answered with `true` when
     /// the handoff is open.
     Progress {
         /// Which handoff.
@@ -130,7 +130,7 @@ pub struct ControlTimeouts {
     pub timeouts: SessionTimeouts,
     /// How long finished blocks wait for a first consumer.
     pub lease: Duration,
-    /// How long a watch or a subscription waits for a handoff that is not open.
+    /// How long a watch or a deferred query waits for a handoff that is not open.
     pub open: Duration,
     /// How long a consumer waits for its handoff as long as the producer lives.
     pub handoff: Duration,
@@ -139,8 +139,8 @@ pub struct ControlTimeouts {
 /// One engine's control port, or (without `listen`) somebody who asks others'. Any thread may call.
 #[derive(Debug)]
 pub struct Control {
-    reactor: Reactor<Command>,
-    events: Events<Event>,
+    reactor: Reactor<ControlCommand>,
+    events: Events<ControlEvent>,
 }
 
 impl Control {
@@ -166,7 +166,7 @@ impl Control {
         };
         let events = Events::default();
         let in_thread = events.clone();
-        let reactor = Reactor::spawn(config, move || Schedulers::new(in_thread, timeouts))?;
+        let reactor = Reactor::spawn(config, move || ControlService::new(in_thread, timeouts))?;
         Ok(Self { reactor, events })
     }
 
@@ -177,34 +177,35 @@ impl Control {
 
     /// Sets the JSON with which `Describe` is answered.
     pub fn describe_as(&self, json: String) -> Result<()> {
-        self.reactor.send(Command::Describe { json })
+        self.reactor.send(ControlCommand::Describe { json })
     }
 
     /// Producer: a request of this handoff has come and waits to be scheduled. Its consumers wait with it; others'
     /// watches end after [`ControlTimeouts::open`]. Ends with `open` or `withdraw`.
     pub fn expect(&self, handoff: HandoffId) -> Result<()> {
-        self.reactor.send(Command::Expect { handoff })
+        self.reactor.send(ControlCommand::Expect { handoff })
     }
 
     /// Producer: a request of this handoff is scheduled.
     pub fn open(&self, handoff: HandoffId, opening: Opening) -> Result<()> {
-        self.reactor.send(Command::Open { handoff, opening })
+        self.reactor.send(ControlCommand::Open { handoff, opening })
     }
 
     /// Producer: its prefill is predicted to end when `remaining` has passed. Counts while it is open.
     pub fn progress(&self, handoff: HandoffId, remaining: Duration) -> Result<()> {
         let ends_at = Instant::now() + remaining;
-        self.reactor.send(Command::Progress { handoff, ends_at })
+        self.reactor
+            .send(ControlCommand::Progress { handoff, ends_at })
     }
 
     /// Producer: it has finished; its blocks are leased until they are taken, released, or the lease ends.
     pub fn finish(&self, handoff: HandoffId, state: SequenceState) -> Result<()> {
-        self.reactor.send(Command::Finish { handoff, state })
+        self.reactor.send(ControlCommand::Finish { handoff, state })
     }
 
     /// Producer: it was aborted or preempted; consumers are told.
     pub fn withdraw(&self, handoff: HandoffId, reason: &str) -> Result<()> {
-        self.reactor.send(Command::Withdraw {
+        self.reactor.send(ControlCommand::Withdraw {
             handoff,
             reason: reason.to_owned(),
         })
@@ -212,7 +213,7 @@ impl Control {
 
     /// Consumer: begins to watch a handoff at its producer.
     pub fn watch(&self, handoff: HandoffId, producer: &str) -> Result<()> {
-        self.reactor.send(Command::Watch {
+        self.reactor.send(ControlCommand::Watch {
             handoff,
             producer: producer.to_owned(),
         })
@@ -220,7 +221,7 @@ impl Control {
 
     /// Consumer: ends the watch. Not taken: the producer may free the blocks.
     pub fn unwatch(&self, handoff: HandoffId, is_acknowledged: bool) -> Result<()> {
-        self.reactor.send(Command::Unwatch {
+        self.reactor.send(ControlCommand::Unwatch {
             handoff,
             is_acknowledged,
         })
@@ -228,21 +229,22 @@ impl Control {
 
     /// Keeps the JSON with which `Result` is answered.
     pub fn set_result(&self, handoff: HandoffId, json: String) -> Result<()> {
-        self.reactor.send(Command::SetResult { handoff, json })
+        self.reactor
+            .send(ControlCommand::SetResult { handoff, json })
     }
 
     /// Asks another engine; the work ends with JSON.
-    pub fn ask(
+    pub fn query(
         &self,
         address: &str,
-        question: Question,
+        query: ControlQuery,
         timeout: Duration,
     ) -> Result<Work<String>> {
         let (done, completer) = self.reactor.work();
         let deadline = Instant::now() + timeout;
-        self.reactor.send(Command::Ask {
+        self.reactor.send(ControlCommand::Query {
             address: address.to_owned(),
-            question,
+            query,
             deadline,
             completer,
         })?;
@@ -251,11 +253,11 @@ impl Control {
 
     /// Traces handoffs from now on.
     pub fn trace_to(&self, trace: Trace) -> Result<()> {
-        self.reactor.send(Command::Trace(trace))
+        self.reactor.send(ControlCommand::Trace(trace))
     }
 
     /// What has happened since the last call.
-    pub fn drain(&self) -> Vec<Event> {
+    pub fn drain(&self) -> Vec<ControlEvent> {
         self.events.drain()
     }
 

@@ -2,19 +2,19 @@
 
 use std::time::Instant;
 
-use super::messages::Message;
-use super::service::{LeasedHandoff, PARKED_CAP, Parked, Schedulers};
-use super::{Event, Opening, SequenceState};
-use crate::handoff::HandoffId;
-use crate::reactor::{ReactorContext, SessionKey};
+use super::messages::ControlMessage;
+use super::service::{ControlService, LeasedHandoff, PENDING_CAP, PendingWatch};
+use super::{ControlEvent, Opening, SequenceState};
+use crate::ids::{HandoffId, SessionKey};
+use crate::reactor::ReactorContext;
 use crate::session::fair_waitlist::waitlist_full;
 
-impl Schedulers {
+impl ControlService {
     pub(super) fn open(&mut self, cx: &mut ReactorContext, handoff: HandoffId, opening: Opening) {
         self.expected.remove(&handoff);
         if let Some(reason) = self.ended.get(&handoff) {
             // Released or withdrawn before it was opened.
-            return self.events.push(Event::Released {
+            return self.events.push(ControlEvent::Released {
                 handoff,
                 reason: reason.clone(),
             });
@@ -24,7 +24,7 @@ impl Schedulers {
         let watchers = watchers.unwrap_or_default();
         for &session in &watchers {
             let opening = opening.clone();
-            Self::say(cx, session, &Message::Opened { handoff, opening });
+            Self::say(cx, session, &ControlMessage::Opened { handoff, opening });
         }
         let leased = LeasedHandoff {
             opening,
@@ -35,7 +35,7 @@ impl Schedulers {
             is_abandoned: false,
         };
         self.leased.insert(handoff, leased);
-        for watch in self.parked.remove_if(|watch| watch.handoff == handoff) {
+        for watch in self.pending.remove_if(|watch| watch.handoff == handoff) {
             self.watch_here(cx, watch.session, handoff);
         }
     }
@@ -53,14 +53,14 @@ impl Schedulers {
                 .get(&handoff)
                 .map_or("it was never opened", String::as_str)
                 .to_owned();
-            return self.events.push(Event::Released { handoff, reason });
+            return self.events.push(ControlEvent::Released { handoff, reason });
         };
         leased.lease_ends = Some(lease_ends);
         for &session in &leased.watchers {
             Self::say(
                 cx,
                 session,
-                &Message::Finished {
+                &ControlMessage::Finished {
                     handoff,
                     state: state.clone(),
                 },
@@ -82,12 +82,12 @@ impl Schedulers {
         self.expected.remove(&handoff);
         self.ended.insert(handoff, reason.to_owned());
         let leased = self.leased.remove(&handoff);
-        let waiting = self.parked.remove_if(|watch| watch.handoff == handoff);
+        let waiting = self.pending.remove_if(|watch| watch.handoff == handoff);
         let mut told: Vec<SessionKey> = waiting.iter().map(|watch| watch.session).collect();
         told.extend(leased.iter().flat_map(|leased| &leased.watchers));
         for session in told {
             let reason = reason.to_owned();
-            Self::say(cx, session, &Message::Ended { handoff, reason });
+            Self::say(cx, session, &ControlMessage::Ended { handoff, reason });
         }
         leased
     }
@@ -101,7 +101,7 @@ impl Schedulers {
     ) -> bool {
         let was_lent = self.end(cx, handoff, reason).is_some();
         if was_lent {
-            self.events.push(Event::Released {
+            self.events.push(ControlEvent::Released {
                 handoff,
                 reason: reason.to_owned(),
             });
@@ -121,48 +121,48 @@ impl Schedulers {
             Self::say(
                 cx,
                 session,
-                &Message::Opened {
+                &ControlMessage::Opened {
                     handoff,
                     opening: leased.opening.clone(),
                 },
             );
             if let Some(state) = leased.state.clone() {
-                Self::say(cx, session, &Message::Finished { handoff, state });
+                Self::say(cx, session, &ControlMessage::Finished { handoff, state });
             }
         } else if let Some(reason) = self.ended.get(&handoff) {
             Self::say(
                 cx,
                 session,
-                &Message::Ended {
+                &ControlMessage::Ended {
                     handoff,
                     reason: reason.clone(),
                 },
             );
-        } else if self.is_parked(session, handoff) {
+        } else if self.is_pending(session, handoff) {
             // Said again, it waits no longer, and takes no more of the room of others.
         } else {
-            self.park(cx, session, handoff);
+            self.admit(cx, session, handoff);
         }
     }
 
-    fn park(&mut self, cx: &mut ReactorContext, session: SessionKey, handoff: HandoffId) {
-        let watch = Parked {
+    fn admit(&mut self, cx: &mut ReactorContext, session: SessionKey, handoff: HandoffId) {
+        let watch = PendingWatch {
             handoff,
             session,
             until: cx.now + self.timeouts.open,
         };
-        if let Some(Parked {
+        if let Some(PendingWatch {
             handoff, session, ..
-        }) = self.parked.admit(watch)
+        }) = self.pending.admit(watch)
         {
-            let reason = waitlist_full("watches of handoffs that are not open", PARKED_CAP);
-            Self::say(cx, session, &Message::Ended { handoff, reason });
+            let reason = waitlist_full("watches of handoffs that are not open", PENDING_CAP);
+            Self::say(cx, session, &ControlMessage::Ended { handoff, reason });
         }
     }
 
-    fn is_parked(&self, session: SessionKey, handoff: HandoffId) -> bool {
-        let mut parked = self.parked.iter();
-        parked.any(|watch| watch.is_of(session, handoff))
+    fn is_pending(&self, session: SessionKey, handoff: HandoffId) -> bool {
+        let mut pending = self.pending.iter();
+        pending.any(|watch| watch.is_of(session, handoff))
     }
 
     pub(super) fn unwatch_here(
@@ -172,8 +172,10 @@ impl Schedulers {
         handoff: HandoffId,
         is_acknowledged: bool,
     ) {
-        let given_up = self.parked.remove_if(|watch| watch.is_of(session, handoff));
-        let waits = self.parked.iter().any(|watch| watch.handoff == handoff);
+        let given_up = self
+            .pending
+            .remove_if(|watch| watch.is_of(session, handoff));
+        let waits = self.pending.iter().any(|watch| watch.handoff == handoff);
         if !given_up.is_empty() && !is_acknowledged && !waits {
             // Nobody is left to read it: once opened, it is given back at once.
             self.ended
@@ -231,18 +233,19 @@ impl Schedulers {
             .min()
     }
 
-    pub(super) fn expire_parked(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+    pub(super) fn expire_pending(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let (now, expected) = (cx.now, &self.expected);
-        let is_late = |watch: &Parked| watch.until <= now && !expected.contains(&watch.handoff);
-        for Parked {
+        let is_late =
+            |watch: &PendingWatch| watch.until <= now && !expected.contains(&watch.handoff);
+        for PendingWatch {
             handoff, session, ..
-        } in self.parked.remove_if(is_late)
+        } in self.pending.remove_if(is_late)
         {
             let reason = "the handoff is not known to its producer".to_owned();
-            Self::say(cx, session, &Message::Ended { handoff, reason });
+            Self::say(cx, session, &ControlMessage::Ended { handoff, reason });
         }
-        let unknown = |watch: &&Parked| !expected.contains(&watch.handoff);
-        let parked = self.parked.iter().filter(unknown);
-        parked.map(|watch| watch.until).min()
+        let unknown = |watch: &&PendingWatch| !expected.contains(&watch.handoff);
+        let pending = self.pending.iter().filter(unknown);
+        pending.map(|watch| watch.until).min()
     }
 }

@@ -3,24 +3,24 @@
 use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
-use super::messages::Message;
-use super::subscriptions::{Awaited, Subscription};
-use super::{ControlTimeouts, Event, Opening, Question, SequenceState};
+use super::deferred_queries::{Condition, DeferredQuery};
+use super::messages::ControlMessage;
+use super::{ControlEvent, ControlQuery, ControlTimeouts, Opening, SequenceState};
 use crate::error::{Error, Result};
 use crate::events::Events;
-use crate::handoff::HandoffId;
+use crate::ids::{HandoffId, SessionKey};
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::reactor::{ReactorContext, Service};
 use crate::recent::RecentHandoffs;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter};
 use crate::trace::{Trace, Track};
 use crate::work::Completer;
 
-/// Watches that may wait for handoffs that are not open; as many subscriptions may wait.
-pub(super) const PARKED_CAP: usize = 1024;
+/// Watches that may wait for handoffs that are not open; as many deferred queries may wait.
+pub(super) const PENDING_CAP: usize = 1024;
 
 #[derive(Debug)]
-pub(super) enum Command {
+pub(super) enum ControlCommand {
     Describe {
         json: String,
     },
@@ -55,9 +55,9 @@ pub(super) enum Command {
         handoff: HandoffId,
         json: String,
     },
-    Ask {
+    Query {
         address: String,
-        question: Question,
+        query: ControlQuery,
         deadline: Instant,
         completer: Completer<String>,
     },
@@ -76,7 +76,7 @@ pub(super) struct LeasedHandoff {
     pub(super) is_abandoned: bool,
 }
 
-pub(super) struct Watched {
+pub(super) struct HandoffWatch {
     pub(super) session: SessionKey,
     pub(super) until: Instant,
     /// What has been told of it: each counts once, because nobody may drain what a peer repeats.
@@ -84,7 +84,7 @@ pub(super) struct Watched {
     pub(super) is_finished: bool,
 }
 
-impl Watched {
+impl HandoffWatch {
     pub(super) fn new(session: SessionKey, until: Instant) -> Self {
         Self {
             session,
@@ -95,35 +95,35 @@ impl Watched {
     }
 }
 
-pub(super) struct Asked {
+pub(super) struct PendingQuery {
     pub(super) session: SessionKey,
-    pub(super) question: Question,
+    pub(super) query: ControlQuery,
     pub(super) deadline: Instant,
     pub(super) completer: Completer<String>,
 }
 
 /// A watch of a handoff that is not open, and until when it waits.
 #[derive(Debug)]
-pub(super) struct Parked {
+pub(super) struct PendingWatch {
     pub(super) handoff: HandoffId,
     pub(super) session: SessionKey,
     pub(super) until: Instant,
 }
 
-impl Parked {
+impl PendingWatch {
     pub(super) fn is_of(&self, session: SessionKey, handoff: HandoffId) -> bool {
         (self.session, self.handoff) == (session, handoff)
     }
 }
 
-impl Waiter for Parked {
+impl Waiter for PendingWatch {
     fn session(&self) -> SessionKey {
         self.session
     }
 }
 
-pub(super) struct Schedulers {
-    pub(super) events: Events<Event>,
+pub(super) struct ControlService {
+    pub(super) events: Events<ControlEvent>,
     pub(super) trace: Trace,
     pub(super) timeouts: ControlTimeouts,
     pub(super) description: String,
@@ -132,15 +132,15 @@ pub(super) struct Schedulers {
     pub(super) results: RecentHandoffs<String>,
     /// Requests that have come but are not scheduled: their watches wait as long as it takes.
     pub(super) expected: HashSet<HandoffId>,
-    pub(super) parked: FairWaitlist<Parked>,
-    pub(super) subscriptions: FairWaitlist<Subscription>,
-    pub(super) watched: HashMap<HandoffId, Watched>,
-    pub(super) asked: HashMap<u64, Asked>,
+    pub(super) pending: FairWaitlist<PendingWatch>,
+    pub(super) deferred_queries: FairWaitlist<DeferredQuery>,
+    pub(super) watched: HashMap<HandoffId, HandoffWatch>,
+    pub(super) queries: HashMap<u64, PendingQuery>,
     pub(super) by_address: HashMap<String, SessionKey>,
 }
 
-impl Schedulers {
-    pub(super) fn new(events: Events<Event>, timeouts: ControlTimeouts) -> Self {
+impl ControlService {
+    pub(super) fn new(events: Events<ControlEvent>, timeouts: ControlTimeouts) -> Self {
         Self {
             events,
             trace: Trace::default(),
@@ -150,146 +150,148 @@ impl Schedulers {
             ended: RecentHandoffs::default(),
             results: RecentHandoffs::default(),
             expected: HashSet::new(),
-            parked: FairWaitlist::new(PARKED_CAP),
-            subscriptions: FairWaitlist::new(PARKED_CAP),
+            pending: FairWaitlist::new(PENDING_CAP),
+            deferred_queries: FairWaitlist::new(PENDING_CAP),
             watched: HashMap::new(),
-            asked: HashMap::new(),
+            queries: HashMap::new(),
             by_address: HashMap::new(),
         }
     }
 
-    pub(super) fn say(cx: &mut ReactorContext, session: SessionKey, message: &Message) {
+    pub(super) fn say(cx: &mut ReactorContext, session: SessionKey, message: &ControlMessage) {
         cx.send(session, &message.encode());
     }
 
-    fn told(&mut self, cx: &mut ReactorContext, session: SessionKey, message: Message) {
+    fn told(&mut self, cx: &mut ReactorContext, session: SessionKey, message: ControlMessage) {
         match message {
-            Message::Watch(handoff) => {
+            ControlMessage::Watch(handoff) => {
                 self.trace.instant(Track::Reactor, "watched", &handoff, &[]);
                 self.watch_here(cx, session, handoff);
             }
-            Message::Unwatch {
+            ControlMessage::Unwatch {
                 handoff,
                 is_acknowledged,
             } => {
                 self.unwatch_here(cx, session, handoff, is_acknowledged);
             }
-            Message::Ask { id, question } => self.asked_here(cx, session, id, &question),
-            Message::Opened { handoff, opening }
+            ControlMessage::Query { id, query } => self.asked_here(cx, session, id, &query),
+            ControlMessage::Opened { handoff, opening }
                 if self.is_first(&handoff, session, |watched| &mut watched.is_opened) =>
             {
                 self.trace.instant(Track::Reactor, "opened", &handoff, &[]);
-                self.events.push(Event::Opened { handoff, opening });
+                self.events.push(ControlEvent::Opened { handoff, opening });
             }
-            Message::Finished { handoff, state }
+            ControlMessage::Finished { handoff, state }
                 if self.is_first(&handoff, session, |watched| &mut watched.is_finished) =>
             {
                 self.trace
                     .instant(Track::Reactor, "finished", &handoff, &[]);
-                self.events.push(Event::Finished { handoff, state });
+                self.events.push(ControlEvent::Finished { handoff, state });
             }
-            Message::Ended { handoff, reason } if self.watches(&handoff, session) => {
+            ControlMessage::Ended { handoff, reason } if self.watches(&handoff, session) => {
                 self.watched.remove(&handoff);
                 self.trace.instant(Track::Reactor, "ended", &handoff, &[]);
-                self.events.push(Event::Ended {
+                self.events.push(ControlEvent::Ended {
                     handoff,
                     reason,
                     is_withdrawn: true,
                 });
             }
-            Message::Answer { id, json } => {
+            ControlMessage::Reply { id, json } => {
                 let is_asked = self
-                    .asked
+                    .queries
                     .get(&id)
-                    .is_some_and(|asked| asked.session == session);
-                if is_asked && let Some(asked) = self.asked.remove(&id) {
-                    asked.completer.complete(Ok(json));
+                    .is_some_and(|queries| queries.session == session);
+                if is_asked && let Some(queries) = self.queries.remove(&id) {
+                    queries.completer.complete(Ok(json));
                 }
             }
             // Of a handoff that is not watched any more, or once more.
-            Message::Opened { .. } | Message::Finished { .. } | Message::Ended { .. } => {}
+            ControlMessage::Opened { .. }
+            | ControlMessage::Finished { .. }
+            | ControlMessage::Ended { .. } => {}
         }
     }
 
-    /// Answers a question, or keeps it until it can be answered.
+    /// Answers a query, or keeps it until it can be answered.
     fn asked_here(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         id: u64,
-        question: &Question,
+        query: &ControlQuery,
     ) {
         let until = cx.now + self.timeouts.open;
-        let later = |handoff, awaited| Subscription {
+        let later = |handoff, condition| DeferredQuery {
             handoff,
             session,
             id,
-            awaited,
+            condition,
             until,
         };
-        let json = match *question {
-            Question::Describe => self.description.clone(),
-            Question::Release(handoff) => {
+        let json = match *query {
+            ControlQuery::Describe => self.description.clone(),
+            ControlQuery::Release(handoff) => {
                 let was_lent = self.release(cx, handoff, "it was released");
                 was_lent.to_string()
             }
-            Question::Result(handoff) => self
+            ControlQuery::Result(handoff) => self
                 .results
                 .get(&handoff)
                 .map_or("null".to_owned(), Clone::clone),
             // Of a time that no clock knows nothing is noted.
-            Question::Progress { handoff, remaining } => (cx.now.checked_add(remaining))
+            ControlQuery::Progress { handoff, remaining } => (cx.now.checked_add(remaining))
                 .is_some_and(|ends_at| self.progress(&handoff, ends_at))
                 .to_string(),
-            Question::Subscribe { handoff, lead } => {
-                return self.subscribe_here(cx, later(handoff, Awaited::End { lead }));
+            ControlQuery::Subscribe { handoff, lead } => {
+                return self.subscribe_here(cx, later(handoff, Condition::End { lead }));
             }
-            Question::Watched(handoff) => {
-                return self.subscribe_here(cx, later(handoff, Awaited::Consumer));
+            ControlQuery::Watched(handoff) => {
+                return self.subscribe_here(cx, later(handoff, Condition::Consumer));
             }
         };
-        Self::say(cx, session, &Message::Answer { id, json });
+        Self::say(cx, session, &ControlMessage::Reply { id, json });
     }
 }
 
-impl Service for Schedulers {
-    type Command = Command;
+impl Service for ControlService {
+    type Command = ControlCommand;
 
-    fn command(&mut self, cx: &mut ReactorContext, command: Command) {
+    fn command(&mut self, cx: &mut ReactorContext, command: ControlCommand) {
         match command {
-            Command::Describe { json } => self.description = json,
-            Command::Expect { handoff } => {
+            ControlCommand::Describe { json } => self.description = json,
+            ControlCommand::Expect { handoff } => {
                 self.expected.insert(handoff);
             }
-            Command::Open { handoff, opening } => self.open(cx, handoff, opening),
-            Command::Progress { handoff, ends_at } => {
+            ControlCommand::Open { handoff, opening } => self.open(cx, handoff, opening),
+            ControlCommand::Progress { handoff, ends_at } => {
                 self.progress(&handoff, ends_at);
             }
-            Command::Finish { handoff, state } => self.finish(cx, handoff, state),
-            Command::Withdraw { handoff, reason } => {
+            ControlCommand::Finish { handoff, state } => self.finish(cx, handoff, state),
+            ControlCommand::Withdraw { handoff, reason } => {
                 self.end(cx, handoff, &reason);
             }
-            Command::Watch { handoff, producer } => self.watch(cx, handoff, &producer),
-            Command::Unwatch {
+            ControlCommand::Watch { handoff, producer } => self.watch(cx, handoff, &producer),
+            ControlCommand::Unwatch {
                 handoff,
                 is_acknowledged,
             } => self.unwatch(cx, handoff, is_acknowledged),
-            Command::SetResult { handoff, json } => self.results.insert(handoff, json),
-            Command::Ask {
+            ControlCommand::SetResult { handoff, json } => self.results.insert(handoff, json),
+            ControlCommand::Query {
                 address,
-                question,
+                query,
                 deadline,
                 completer,
             } => {
-                self.ask(cx, &address, question, deadline, completer);
+                self.ask(cx, &address, query, deadline, completer);
             }
-            Command::Trace(trace) => self.trace = trace,
+            ControlCommand::Trace(trace) => self.trace = trace,
         }
     }
 
     fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
         let (address, engine) = (cx.peer(session), &peer.engine_id);
-        self.events.push_minor(Event::Log(format!(
+        self.events.push_minor(ControlEvent::Log(format!(
             "control.open peer={address} engine_id={engine}"
         )));
         for (&handoff, _) in self
@@ -297,27 +299,27 @@ impl Service for Schedulers {
             .iter()
             .filter(|(_, watched)| watched.session == session)
         {
-            Self::say(cx, session, &Message::Watch(handoff));
+            Self::say(cx, session, &ControlMessage::Watch(handoff));
         }
         let here = self
-            .asked
+            .queries
             .iter()
-            .filter(|(_, asked)| asked.session == session);
-        let mut waiting: Vec<_> = here.map(|(&id, asked)| (id, &asked.question)).collect();
-        // In the order in which they were asked: a later word on a prefill's end replaces an earlier one.
+            .filter(|(_, queries)| queries.session == session);
+        let mut waiting: Vec<_> = here.map(|(&id, queries)| (id, &queries.query)).collect();
+        // In the order in which they were made: a later word on a prefill's end replaces an earlier one.
         waiting.sort_unstable_by_key(|(id, _)| *id);
-        for (id, question) in waiting {
-            let question = question.clone();
-            Self::say(cx, session, &Message::Ask { id, question });
+        for (id, query) in waiting {
+            let query = query.clone();
+            Self::say(cx, session, &ControlMessage::Query { id, query });
         }
     }
 
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
         self.events
-            .push_minor(Event::Log(format!("control.closed {error}")));
+            .push_minor(ControlEvent::Log(format!("control.closed {error}")));
         self.by_address.retain(|_, other| *other != session);
-        self.parked.remove_if(|watch| watch.session == session);
-        self.subscriptions.remove_if(|it| it.session == session);
+        self.pending.remove_if(|watch| watch.session == session);
+        self.deferred_queries.remove_if(|it| it.session == session);
         let watching: Vec<HandoffId> = self
             .leased
             .iter()
@@ -338,43 +340,43 @@ impl Service for Schedulers {
             .collect();
         for handoff in lost {
             self.watched.remove(&handoff);
-            self.events.push(Event::Ended {
+            self.events.push(ControlEvent::Ended {
                 handoff,
                 reason: error.to_string(),
                 is_withdrawn: false,
             });
         }
         let unanswered: Vec<u64> = self
-            .asked
+            .queries
             .iter()
-            .filter(|(_, asked)| asked.session == session)
+            .filter(|(_, queries)| queries.session == session)
             .map(|(id, _)| *id)
             .collect();
-        for asked in unanswered.iter().filter_map(|id| self.asked.remove(id)) {
-            asked.completer.complete(Err(error.clone()));
+        for queries in unanswered.iter().filter_map(|id| self.queries.remove(id)) {
+            queries.completer.complete(Err(error.clone()));
         }
     }
 
     fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()> {
-        self.told(cx, session, Message::decode(frame)?);
+        self.told(cx, session, ControlMessage::decode(frame)?);
         Ok(())
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let deadlines = [
             self.expire_leases(cx),
-            self.expire_parked(cx),
+            self.expire_pending(cx),
             self.expire_watches(cx),
-            self.expire_questions(cx),
+            self.expire_queries(cx),
             // Last: what the others have ended is told too.
-            self.expire_subscriptions(cx),
+            self.expire_deferred(cx),
         ];
         deadlines.into_iter().flatten().min()
     }
 
     fn log(&mut self, text: String) {
         self.events
-            .push_minor(Event::Log(format!("control.refused {text}")));
+            .push_minor(ControlEvent::Log(format!("control.refused {text}")));
     }
 }
 

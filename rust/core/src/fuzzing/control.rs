@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use super::hostile::{Hostile, TOKEN};
 use super::script::{Victim, perform, read};
-use crate::control::{Control, ControlTimeouts, Event, Opening, Question, Rank, SequenceState};
+use crate::control::{
+    Control, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank, SequenceState,
+};
 use crate::net::identity::SessionKind;
 use crate::reactor::manual::{Round, without_threads};
 use crate::session::connection::SessionTimeouts;
@@ -44,9 +46,9 @@ struct Side {
 }
 
 impl Side {
-    fn ask(&mut self, question: Question) {
+    fn query(&mut self, query: ControlQuery) {
         if !self.address.is_empty() {
-            let asked = self.control.ask(&self.address, question, PATIENCE);
+            let asked = self.control.query(&self.address, query, PATIENCE);
             self.asked.extend(asked);
         }
     }
@@ -60,7 +62,7 @@ impl Side {
 
     fn drain(&mut self) {
         for event in self.control.drain() {
-            if let Event::Ended { handoff, .. } = event
+            if let ControlEvent::Ended { handoff, .. } = event
                 && let Some(index) = HANDOFFS.iter().position(|other| *other == handoff)
             {
                 self.num_ended[index] += 1;
@@ -90,26 +92,26 @@ impl Victim for Side {
                 Ok(())
             }
             7 => {
-                self.ask(Question::Release(handoff));
+                self.query(ControlQuery::Release(handoff));
                 Ok(())
             }
             8 => {
-                self.ask(Question::Describe);
+                self.query(ControlQuery::Describe);
                 Ok(())
             }
             9 => control.progress(handoff, Duration::from_millis(u64::from(argument))),
             10 => {
                 let lead = Duration::from_millis(u64::from(argument));
-                self.ask(Question::Subscribe { handoff, lead });
+                self.query(ControlQuery::Subscribe { handoff, lead });
                 Ok(())
             }
             11 => {
                 let remaining = Duration::from_millis(u64::from(argument));
-                self.ask(Question::Progress { handoff, remaining });
+                self.query(ControlQuery::Progress { handoff, remaining });
                 Ok(())
             }
             _ => {
-                self.ask(Question::Watched(handoff));
+                self.query(ControlQuery::Watched(handoff));
                 Ok(())
             }
         };
@@ -123,7 +125,7 @@ impl Victim for Side {
 
     fn check(&mut self) {
         self.drain();
-        assert!(self.asked.iter().all(Work::is_completed), "a question");
+        assert!(self.asked.iter().all(Work::is_completed), "a query");
         for (ended, watches) in self.num_ended.iter().zip(self.num_watches) {
             assert!(*ended <= watches, "a watch that ended twice");
         }
@@ -158,6 +160,6 @@ pub(super) fn control(bytes: &[u8]) {
         num_ended: [0; 2],
         num_watches: [0; 2],
     };
-    side.ask(Question::Describe);
+    side.query(ControlQuery::Describe);
     perform(side, hostile, flags, steps);
 }

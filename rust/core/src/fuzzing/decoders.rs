@@ -2,7 +2,7 @@
 
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
-use crate::pipe::Meta;
+use crate::tensor::Meta;
 use crate::transfer::fetch::Offer;
 use crate::transfer::region::RemoteRegion;
 use crate::{blocks, control, lookup};

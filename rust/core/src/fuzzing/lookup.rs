@@ -8,10 +8,12 @@ use kvpipe_ucx::Buffer;
 use super::hostile::{Hostile, TOKEN, transport};
 use super::pipe::meta;
 use super::script::{Victim, perform, read};
-use crate::lookup::{Items, Local, NUM_ITEMS, Operation, Query, Remote, Selected};
+use crate::lookup::{
+    Items, LocalBuffer, LookupQuery, NUM_ITEMS, Operation, RemoteBuffer, Selected,
+};
 use crate::net::identity::SessionKind;
-use crate::pipe::Received;
 use crate::reactor::manual::{Round, without_threads};
+use crate::tensor::Received;
 use crate::work::{Then, Work};
 
 const TIMEOUT: Duration = Duration::from_secs(600);
@@ -21,16 +23,16 @@ const CAPACITY: u64 = 1 << 20;
 /// The two kinds of buffer, as their users see them.
 trait Buffered {
     fn insert(&self, items: Items) -> Option<Operation<()>>;
-    fn select(&self, query: Query) -> Option<Operation<Selected>>;
+    fn select(&self, query: LookupQuery) -> Option<Operation<Selected>>;
     fn round(&self) -> Round;
     fn close(&self);
 }
 
-impl Buffered for Local {
+impl Buffered for LocalBuffer {
     fn insert(&self, items: Items) -> Option<Operation<()>> {
         self.insert(vec![1, 2], items, None).ok()
     }
-    fn select(&self, query: Query) -> Option<Operation<Selected>> {
+    fn select(&self, query: LookupQuery) -> Option<Operation<Selected>> {
         self.select(query, None).ok()
     }
     fn round(&self) -> Round {
@@ -41,11 +43,11 @@ impl Buffered for Local {
     }
 }
 
-impl Buffered for Remote {
+impl Buffered for RemoteBuffer {
     fn insert(&self, items: Items) -> Option<Operation<()>> {
         self.insert(vec![1, 2], items, None, Then::GoOn).ok()
     }
-    fn select(&self, query: Query) -> Option<Operation<Selected>> {
+    fn select(&self, query: LookupQuery) -> Option<Operation<Selected>> {
         self.select(query, None, Then::GoOn).ok()
     }
     fn round(&self) -> Round {
@@ -102,16 +104,16 @@ impl<B: Buffered> Victim for Side<B> {
                 let items = self.items(argument);
                 self.inserts.extend(self.buffer.insert(items));
             }
-            1 => self.selects.extend(self.buffer.select(Query::Any)),
+            1 => self.selects.extend(self.buffer.select(LookupQuery::Any)),
             2 => {
-                let tokens = Query::Tokens(vec![argument.into()]);
+                let tokens = LookupQuery::Tokens(vec![argument.into()]);
                 self.selects.extend(self.buffer.select(tokens));
             }
             3 => drop(self.selects.pop()),
             4 => {
                 let select = self.selects.last();
                 if let Some(Ok(Some(delivery))) = select.and_then(Operation::result) {
-                    delivery.take();
+                    delivery.consume();
                 }
             }
             _ => {
@@ -152,7 +154,7 @@ impl<B: Buffered> Victim for Side<B> {
 pub(super) fn server(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
-    let buffer = Local::new(CAPACITY);
+    let buffer = LocalBuffer::new(CAPACITY);
     let is_checksummed = !flags.is_unsummed();
     let serve = || buffer.serve("127.0.0.1:0", TOKEN, transport.clone(), is_checksummed);
     without_threads(serve).expect("served");
@@ -171,7 +173,7 @@ pub(super) fn client(bytes: &[u8]) {
     let is_checksummed = !flags.is_unsummed();
     let connect = || {
         let addresses = vec![address];
-        Remote::connect(addresses, TOKEN, transport.clone(), is_checksummed, TIMEOUT)
+        RemoteBuffer::connect(addresses, TOKEN, transport.clone(), is_checksummed, TIMEOUT)
     };
     let (buffer, connected) = without_threads(connect).expect("buffer");
     perform(Side::new(buffer, Some(connected)), hostile, flags, steps);

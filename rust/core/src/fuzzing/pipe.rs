@@ -8,8 +8,9 @@ use kvpipe_ucx::Buffer;
 use super::hostile::{Hostile, TOKEN, transport};
 use super::script::{Victim, perform, read};
 use crate::net::identity::SessionKind;
-use crate::pipe::{Deadline, Meta, Pipe, Received};
+use crate::pipe::{Deadline, Pipe};
 use crate::reactor::manual::{Round, without_threads};
+use crate::tensor::{Meta, Received};
 use crate::work::{Then, Work};
 
 /// Longer than any conversation.

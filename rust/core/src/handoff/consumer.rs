@@ -1,4 +1,4 @@
-//! The receiving side: what has been announced, what is being read, what has arrived whole, what is asked for again.
+//! The receiving side: what has been announced, what is being read, what has been verified, what is read again.
 
 mod state;
 #[cfg(test)]
@@ -7,7 +7,7 @@ mod tests;
 use std::collections::HashMap;
 use std::time::Duration;
 
-use self::state::{Ending, State};
+use self::state::{LoadEnding, LoadState};
 use super::{HandoffId, ReadyBlock};
 use crate::error::{Error, Result};
 
@@ -30,11 +30,11 @@ pub struct Load {
 
 /// Blocks of one region that can be read now.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Batch {
+pub struct ReadBatch {
     /// The region on both sides.
     pub region: u16,
     /// Whether a read of them has failed before.
-    pub is_again: bool,
+    pub is_retry: bool,
     /// What is read, and its checksums.
     pub blocks: Vec<ReadyBlock>,
     /// Destination ids, in the same order.
@@ -43,14 +43,14 @@ pub struct Batch {
 
 /// What a load has come to, in numbers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct LoadCounts {
     /// Bytes that were moved.
     pub num_bytes: u64,
     /// Blocks of the request that are here whole, in every region.
     pub num_received: u64,
     /// Blocks that are not.
     pub num_missing: u64,
-    /// Blocks of which a region was asked for again.
+    /// Blocks of which a region was read again.
     pub num_retried: u64,
     /// Comparisons with the producer's checksums, one for each block and region that was read.
     pub num_compared: u64,
@@ -65,23 +65,23 @@ pub struct Counts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct VerifiedLoad {
     /// In numbers.
-    pub counts: Counts,
+    pub counts: LoadCounts,
     /// Whether the sequence state is here too, which ends it.
     pub is_committed: bool,
 }
 
 /// How a load ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Outcome {
+pub struct LoadOutcome {
     /// In numbers.
-    pub counts: Counts,
+    pub counts: LoadCounts,
     /// What is missing, unless everything is here and verified.
-    pub failure: Option<Failure>,
+    pub failure: Option<LoadFailure>,
 }
 
 /// What is missing of a load.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Failure {
+pub struct LoadFailure {
     /// Indices into `block_ids` of the blocks that are not here whole.
     pub missing: Vec<u32>,
     /// Why.
@@ -91,7 +91,7 @@ pub struct Failure {
 /// All loads of this worker.
 #[derive(Debug, Default)]
 pub struct Consumer {
-    loads: HashMap<HandoffId, State>,
+    loads: HashMap<HandoffId, LoadState>,
 }
 
 impl Consumer {
@@ -105,7 +105,7 @@ impl Consumer {
                 "this handoff is being loaded already".to_owned(),
             ));
         }
-        self.loads.insert(handoff, State::new(load));
+        self.loads.insert(handoff, LoadState::new(load));
         Ok(())
     }
 
@@ -114,7 +114,7 @@ impl Consumer {
     pub fn select(&mut self, handoff: &HandoffId) -> Option<(u32, u32)> {
         let state = self.loads.get_mut(handoff)?;
         state.is_selected = true;
-        state.again.clear();
+        state.retries.clear();
         let load = &state.load;
         let end = load.first.saturating_add(load.block_ids.len() as u32);
         Some((load.first, end))
@@ -127,18 +127,18 @@ impl Consumer {
 
     /// Whether every block is here, and only the sequence state is not.
     pub fn has_all(&self, handoff: &HandoffId) -> bool {
-        self.loads.get(handoff).is_some_and(State::is_complete)
+        self.loads.get(handoff).is_some_and(LoadState::is_complete)
     }
 
     /// What a load has come to when every block is here and nothing can write into them any more; told once, and not of
     /// one that has failed.
     pub fn next_verified(&mut self, handoff: &HandoffId) -> Option<VerifiedLoad> {
         let state = self.loads.get_mut(handoff)?;
-        let is_proper = state.reason.is_none() && state.ended.is_none() && !state.is_told;
+        let is_proper = state.reason.is_none() && state.ended.is_none() && !state.is_reported;
         if !is_proper || state.num_reading > 0 || !state.is_complete() {
             return None;
         }
-        state.is_told = true;
+        state.is_reported = true;
         Some(VerifiedLoad {
             counts: state.counts(0),
             is_committed: state.load.is_committed,
@@ -158,12 +158,12 @@ impl Consumer {
     ///
     /// # Errors
     /// A region that this side does not have.
-    pub fn announced(
+    pub fn blocks_announced(
         &mut self,
         handoff: &HandoffId,
         epoch: u32,
         blocks: &[ReadyBlock],
-    ) -> Result<Vec<Batch>> {
+    ) -> Result<Vec<ReadBatch>> {
         // Of a load that has ended meanwhile, or of another epoch: nothing to do, not even an error.
         let Some(state) = self.loads.get_mut(handoff) else {
             return Ok(Vec::new());
@@ -182,17 +182,23 @@ impl Consumer {
     }
 
     /// What to read once more, by another data path, from the session that is there.
-    pub fn again(&mut self, handoff: &HandoffId) -> Vec<Batch> {
+    pub fn next_retries(&mut self, handoff: &HandoffId) -> Vec<ReadBatch> {
         let state = self.loads.get_mut(handoff);
         let Some(state) = state.filter(|state| state.ended.is_none()) else {
             return Vec::new();
         };
-        let again = std::mem::take(&mut state.again);
-        state.batches(again.into_iter())
+        let retries = std::mem::take(&mut state.retries);
+        state.batches(retries.into_iter())
     }
 
     /// A read has ended. `whole` tells for each of its blocks whether it is here with the right checksum.
-    pub fn read(&mut self, handoff: &HandoffId, batch: &Batch, verified: &[bool], num_bytes: u64) {
+    pub fn read_completed(
+        &mut self,
+        handoff: &HandoffId,
+        batch: &ReadBatch,
+        verified: &[bool],
+        num_bytes: u64,
+    ) {
         let Some(state) = self.loads.get_mut(handoff) else {
             return;
         };
@@ -201,23 +207,23 @@ impl Consumer {
         state.counts.num_compared += verified.len() as u64;
         for (block, is_verified) in batch.blocks.iter().zip(verified) {
             if *is_verified {
-                state.arrive(block);
+                state.block_verified(block);
                 continue;
             }
             state.counts.num_corrupt += 1;
             let (position, region) = (block.position, block.region);
-            state.miss(block, || {
+            state.read_missed(block, || {
                 format!("block {position} of region {region} differs from its checksum")
             });
         }
     }
 
     /// A read has ended without its data.
-    pub fn read_failed(&mut self, handoff: &HandoffId, batch: &Batch, reason: &str) {
+    pub fn read_failed(&mut self, handoff: &HandoffId, batch: &ReadBatch, reason: &str) {
         if let Some(state) = self.loads.get_mut(handoff) {
             state.num_reading -= 1;
             for block in &batch.blocks {
-                state.miss(block, || reason.to_owned());
+                state.read_missed(block, || reason.to_owned());
             }
         }
     }
@@ -243,20 +249,20 @@ impl Consumer {
     pub fn fail(&mut self, handoff: &HandoffId, reason: &str) {
         if let Some(state) = self.loads.get_mut(handoff) {
             state.reason.get_or_insert(reason.to_owned());
-            state.ended.get_or_insert(Ending::Kept);
+            state.ended.get_or_insert(LoadEnding::Kept);
         }
     }
 
     /// Nothing more will come, and what has come may not be used: the producer says that it does not stand any more.
     pub fn withdraw(&mut self, handoff: &HandoffId) {
         if let Some(state) = self.loads.get_mut(handoff) {
-            state.ended = Some(Ending::Withdrawn);
+            state.ended = Some(LoadEnding::Withdrawn);
         }
     }
 
     /// How the load ended, once: only after the last read that could still write into its blocks.
-    pub fn next_outcome(&mut self, handoff: &HandoffId) -> Option<Outcome> {
-        self.loads.get(handoff).filter(|state| state.is_over())?;
+    pub fn next_outcome(&mut self, handoff: &HandoffId) -> Option<LoadOutcome> {
+        self.loads.get(handoff).filter(|state| state.has_ended())?;
         Some(self.loads.remove(handoff)?.outcome())
     }
 

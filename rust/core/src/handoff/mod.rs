@@ -6,9 +6,7 @@ pub mod consumer;
 pub mod producer;
 
 use crate::checksum::bound;
-
-/// Names one attempt to move one request's KV; random, minted by the proxy.
-pub type HandoffId = [u8; 16];
+pub use crate::ids::HandoffId;
 
 /// A block of one region (layer) that will not change any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

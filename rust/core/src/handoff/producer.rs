@@ -4,18 +4,18 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::{HandoffId, ReadyBlock};
-use crate::reactor::SessionKey;
+use crate::ids::SessionKey;
 use crate::recent::RecentHandoffs;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
 /// Selects that may wait for handoffs that are not known yet.
-const PARKED_CAP: usize = 1024;
+const PENDING_CAP: usize = 1024;
 /// Most blocks of one announcement: a select that comes late is told of all blocks in all regions, which may be millions.
 const ANNOUNCED_CAP: usize = 16 << 10;
 
 /// What the producer has to tell a consumer.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum ProducerAction {
     /// These blocks may be read.
     Announce {
         /// To whom.
@@ -40,7 +40,7 @@ pub enum Action {
 
 /// A consumer's wish: the blocks from a position to another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Select {
+pub struct BlockSelection {
     /// Who asks.
     pub session: SessionKey,
     /// The first position it does not have.
@@ -50,16 +50,16 @@ pub struct Select {
 }
 
 #[derive(Debug, Default)]
-struct LeasedHandoff {
+struct ReadyHandoff {
     epoch: u32,
     blocks: Vec<ReadyBlock>,
-    selects: Vec<Select>,
+    selects: Vec<BlockSelection>,
 }
 
 /// A select of a handoff that is not known, and until when it waits.
-type Parked = (HandoffId, Select, Instant);
+type PendingSelection = (HandoffId, BlockSelection, Instant);
 
-impl Waiter for Parked {
+impl Waiter for PendingSelection {
     fn session(&self) -> SessionKey {
         self.1.session
     }
@@ -68,8 +68,8 @@ impl Waiter for Parked {
 /// All handoffs that this worker lends.
 #[derive(Debug)]
 pub struct Producer {
-    leased: HashMap<HandoffId, LeasedHandoff>,
-    parked: FairWaitlist<Parked>,
+    leased: HashMap<HandoffId, ReadyHandoff>,
+    pending: FairWaitlist<PendingSelection>,
     /// Why handoffs have ended, so that a late select is answered at once.
     ended: RecentHandoffs<String>,
 }
@@ -78,7 +78,7 @@ impl Default for Producer {
     fn default() -> Self {
         Self {
             leased: HashMap::new(),
-            parked: FairWaitlist::new(PARKED_CAP),
+            pending: FairWaitlist::new(PENDING_CAP),
             ended: RecentHandoffs::default(),
         }
     }
@@ -91,7 +91,7 @@ impl Producer {
         handoff: HandoffId,
         epoch: u32,
         blocks: &[ReadyBlock],
-    ) -> Vec<Action> {
+    ) -> Vec<ProducerAction> {
         if self.ended.get(&handoff).is_some() {
             return Vec::new();
         }
@@ -101,21 +101,26 @@ impl Producer {
             leased.blocks.clear();
         }
         leased.blocks.extend_from_slice(blocks);
-        let mut actions: Vec<Action> = leased
+        let mut actions: Vec<ProducerAction> = leased
             .selects
             .iter()
             .flat_map(|select| announce(select, handoff, epoch, blocks))
             .collect();
-        for (_, select, until) in self.parked.remove_if(|(id, ..)| *id == handoff) {
+        for (_, select, until) in self.pending.remove_if(|(id, ..)| *id == handoff) {
             actions.extend(self.select(select, handoff, until));
         }
         actions
     }
 
     /// A consumer selects blocks. An unknown handoff may still be opened, until `until`.
-    pub fn select(&mut self, select: Select, handoff: HandoffId, until: Instant) -> Vec<Action> {
+    pub fn select(
+        &mut self,
+        select: BlockSelection,
+        handoff: HandoffId,
+        until: Instant,
+    ) -> Vec<ProducerAction> {
         let gone = |reason: &str| {
-            vec![Action::End {
+            vec![ProducerAction::End {
                 session: select.session,
                 handoff,
                 reason: reason.to_owned(),
@@ -132,22 +137,22 @@ impl Producer {
             leased.selects.push(select);
             return announce(&select, handoff, leased.epoch, &leased.blocks).collect();
         }
-        self.parked
+        self.pending
             .remove_if(|(id, other, _)| (*id, other.session) == (handoff, select.session));
-        self.park((handoff, select, until))
+        self.admit((handoff, select, until))
     }
 
-    fn park(&mut self, one: Parked) -> Vec<Action> {
-        let gone = |(handoff, select, _): Parked| Action::End {
+    fn admit(&mut self, one: PendingSelection) -> Vec<ProducerAction> {
+        let gone = |(handoff, select, _): PendingSelection| ProducerAction::End {
             session: select.session,
             handoff,
-            reason: waitlist_full("selects of handoffs that are not open", PARKED_CAP),
+            reason: waitlist_full("selects of handoffs that are not open", PENDING_CAP),
         };
-        self.parked.admit(one).map(gone).into_iter().collect()
+        self.pending.admit(one).map(gone).into_iter().collect()
     }
 
     /// Forgets a handoff: its blocks may change from now on.
-    pub fn end(&mut self, handoff: HandoffId, reason: &str) -> Vec<Action> {
+    pub fn end_handoff(&mut self, handoff: HandoffId, reason: &str) -> Vec<ProducerAction> {
         if self.ended.get(&handoff).is_none() {
             self.ended.insert(handoff, reason.to_owned());
         }
@@ -156,10 +161,10 @@ impl Producer {
             .remove(&handoff)
             .map(|leased| leased.selects)
             .unwrap_or_default();
-        let parked = self.parked.remove_if(|(id, ..)| *id == handoff);
-        let parked = parked.into_iter().map(|(_, select, _)| select);
-        let told = selects.into_iter().chain(parked);
-        told.map(|select| Action::End {
+        let pending = self.pending.remove_if(|(id, ..)| *id == handoff);
+        let pending = pending.into_iter().map(|(_, select, _)| select);
+        let told = selects.into_iter().chain(pending);
+        told.map(|select| ProducerAction::End {
             session: select.session,
             handoff,
             reason: reason.to_owned(),
@@ -177,7 +182,7 @@ impl Producer {
         });
         if has_selected {
             self.leased.remove(&handoff);
-            self.end(handoff, "it has been taken");
+            self.end_handoff(handoff, "it has been taken");
         }
         has_selected
     }
@@ -187,21 +192,21 @@ impl Producer {
         for leased in self.leased.values_mut() {
             leased.selects.retain(|select| select.session != session);
         }
-        self.parked
+        self.pending
             .remove_if(|(_, select, _)| select.session == session);
     }
 
     /// Refuses selects whose handoff was not opened in time, and tells when to come back.
-    pub fn expire(&mut self, now: Instant) -> (Vec<Action>, Option<Instant>) {
-        let expired = self.parked.remove_if(|(_, _, until)| *until <= now);
-        let gone = |(handoff, select, _): Parked| Action::End {
+    pub fn expire(&mut self, now: Instant) -> (Vec<ProducerAction>, Option<Instant>) {
+        let expired = self.pending.remove_if(|(_, _, until)| *until <= now);
+        let gone = |(handoff, select, _): PendingSelection| ProducerAction::End {
             session: select.session,
             handoff,
             reason: "the handoff is not known here".to_owned(),
         };
         (
             expired.into_iter().map(gone).collect(),
-            self.parked.iter().map(|(_, _, until)| *until).min(),
+            self.pending.iter().map(|(_, _, until)| *until).min(),
         )
     }
 
@@ -213,15 +218,15 @@ impl Producer {
 
 /// How long a select waits for the first ready block. It comes after the scheduler has opened the handoff, whose end
 /// this side is told of; prefill may compute for a long time.
-pub const OPEN_TIMEOUT: Duration = Duration::from_secs(300);
+pub const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(300);
 
 fn announce(
-    select: &Select,
+    select: &BlockSelection,
     handoff: HandoffId,
     epoch: u32,
     blocks: &[ReadyBlock],
-) -> impl Iterator<Item = Action> {
-    let Select {
+) -> impl Iterator<Item = ProducerAction> {
+    let BlockSelection {
         session,
         first,
         end,
@@ -231,7 +236,7 @@ fn announce(
         .filter(move |block| (first..end).contains(&block.position));
     std::iter::from_fn(move || {
         let blocks: Vec<ReadyBlock> = wanted.by_ref().take(ANNOUNCED_CAP).copied().collect();
-        (!blocks.is_empty()).then_some(Action::Announce {
+        (!blocks.is_empty()).then_some(ProducerAction::Announce {
             session,
             handoff,
             epoch,

@@ -33,15 +33,13 @@ use commands::{CommandSender, ReactorCommand};
 use driver::Driver;
 use run::ReactorCore;
 
+pub use crate::ids::SessionKey;
 pub(crate) use driver::{Drive, Driven};
 pub use io::ReactorContext;
 pub(crate) use pending_reads::PendingReads;
 
 /// What is said to who asks for something once the reactor has ended.
 pub(crate) const ENDED: &str = "already closed";
-
-/// Names a session of a reactor; never reused.
-pub type SessionKey = u64;
 
 /// What runs on a reactor. All calls come from the thread that runs the reactor, one at a time; it is not always the same.
 /// So a service keeps nothing in thread-locals, and gives nothing away that shares with it without atomics.

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use crate::reactor::SessionKey;
+use crate::ids::SessionKey;
 
 /// A place of which it is known which session has it.
 pub(crate) trait Waiter {

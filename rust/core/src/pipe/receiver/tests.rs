@@ -4,8 +4,8 @@ use crate::work::work;
 /// How a receive ends that is under way when the pipe ends.
 fn ended_with(cx: &mut ReactorContext) -> String {
     let (work, completer) = work();
-    let mut receiver = Receiver::new(Shared::default());
-    receiver.wanted.push_back(Wanted {
+    let mut receiver = Receiver::new(SharedInfo::default());
+    receiver.receives.push_back(PendingReceive {
         out: None,
         deadline: Deadline::default(),
         completer,

@@ -3,42 +3,42 @@
 
 use std::time::{Duration, Instant};
 
-use super::messages::Message;
-use super::service::{PARKED_CAP, Schedulers};
-use crate::handoff::HandoffId;
-use crate::reactor::{ReactorContext, SessionKey};
+use super::messages::ControlMessage;
+use super::service::{ControlService, PENDING_CAP};
+use crate::ids::{HandoffId, SessionKey};
+use crate::reactor::ReactorContext;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
-/// What a subscription waits for.
+/// What a deferred query waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Awaited {
+pub(super) enum Condition {
     /// That the predicted end of the prefill is no further away than this.
     End { lead: Duration },
     /// That somebody watches it.
     Consumer,
 }
 
-/// A question that is answered later.
+/// A query that is answered later.
 #[derive(Debug)]
-pub(super) struct Subscription {
+pub(super) struct DeferredQuery {
     pub(super) handoff: HandoffId,
     pub(super) session: SessionKey,
-    /// Of the question.
+    /// Of the query.
     pub(super) id: u64,
-    pub(super) awaited: Awaited,
+    pub(super) condition: Condition,
     /// When it ends if the handoff is not known by then.
     pub(super) until: Instant,
 }
 
-impl Waiter for Subscription {
+impl Waiter for DeferredQuery {
     fn session(&self) -> SessionKey {
         self.session
     }
 }
 
-/// How a subscription ends.
+/// How a deferred query ends.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Moment {
+pub(super) enum DeferredReply {
     /// Prefill is predicted to end after this time.
     Due(Duration),
     /// What was left of it by the prediction, if there was one.
@@ -47,7 +47,7 @@ pub(super) enum Moment {
     Ended(String),
 }
 
-impl Moment {
+impl DeferredReply {
     fn to_json(&self) -> String {
         match self {
             Self::Due(remaining) => {
@@ -78,11 +78,11 @@ fn quoted(text: &str) -> String {
     format!("\"{}\"", quoted.collect::<String>())
 }
 
-impl Schedulers {
-    pub(super) fn subscribe_here(&mut self, cx: &mut ReactorContext, subscription: Subscription) {
-        if let Some(refused) = self.subscriptions.admit(subscription) {
-            let reason = waitlist_full("subscriptions", PARKED_CAP);
-            tell(cx, &refused, &Moment::Ended(reason));
+impl ControlService {
+    pub(super) fn subscribe_here(&mut self, cx: &mut ReactorContext, deferred: DeferredQuery) {
+        if let Some(refused) = self.deferred_queries.admit(deferred) {
+            let reason = waitlist_full("deferred_queries", PENDING_CAP);
+            tell(cx, &refused, &DeferredReply::Ended(reason));
         }
     }
 
@@ -92,59 +92,63 @@ impl Schedulers {
         open.map(|leased| leased.ends_at = Some(ends_at)).is_some()
     }
 
-    pub(super) fn expire_subscriptions(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+    pub(super) fn expire_deferred(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let mut waitlist =
-            std::mem::replace(&mut self.subscriptions, FairWaitlist::new(PARKED_CAP));
+            std::mem::replace(&mut self.deferred_queries, FairWaitlist::new(PENDING_CAP));
         waitlist.remove_if(|it| {
             let moment = self.moment(it, cx.now);
             moment.map(|moment| tell(cx, it, &moment)).is_some()
         });
-        self.subscriptions = waitlist;
-        let waiting = self.subscriptions.iter();
+        self.deferred_queries = waitlist;
+        let waiting = self.deferred_queries.iter();
         waiting.filter_map(|it| self.look_again_at(it)).min()
     }
 
     /// What is to be said to a subscriber, once there is something.
-    pub(super) fn moment(&self, it: &Subscription, now: Instant) -> Option<Moment> {
+    pub(super) fn moment(&self, it: &DeferredQuery, now: Instant) -> Option<DeferredReply> {
         let Some(leased) = self.leased.get(&it.handoff) else {
             return self.moment_of_what_is_not_lent(it, now);
         };
-        match it.awaited {
-            Awaited::Consumer => (!leased.watchers.is_empty()).then_some(Moment::Watched),
-            Awaited::End { .. } if leased.state.is_some() => Some(Moment::Finished(
+        match it.condition {
+            Condition::Consumer => (!leased.watchers.is_empty()).then_some(DeferredReply::Watched),
+            Condition::End { .. } if leased.state.is_some() => Some(DeferredReply::Finished(
                 leased.ends_at.map(|end| end.saturating_duration_since(now)),
             )),
-            Awaited::End { lead } => {
+            Condition::End { lead } => {
                 let remaining = leased.ends_at?.saturating_duration_since(now);
-                (remaining <= lead).then_some(Moment::Due(remaining))
+                (remaining <= lead).then_some(DeferredReply::Due(remaining))
             }
         }
     }
 
-    fn moment_of_what_is_not_lent(&self, it: &Subscription, now: Instant) -> Option<Moment> {
+    fn moment_of_what_is_not_lent(
+        &self,
+        it: &DeferredQuery,
+        now: Instant,
+    ) -> Option<DeferredReply> {
         if let Some(reason) = self.ended.get(&it.handoff) {
-            return Some(Moment::Ended(reason.clone()));
+            return Some(DeferredReply::Ended(reason.clone()));
         }
         let is_late = it.until <= now && !self.expected.contains(&it.handoff);
-        is_late.then(|| Moment::Ended("the handoff is not known to its producer".to_owned()))
+        is_late.then(|| DeferredReply::Ended("the handoff is not known to its producer".to_owned()))
     }
 
     /// When there is something to say to a subscriber if nothing happens until then.
-    pub(super) fn look_again_at(&self, it: &Subscription) -> Option<Instant> {
-        match (self.leased.get(&it.handoff), it.awaited) {
-            (Some(leased), Awaited::End { lead }) => leased.ends_at?.checked_sub(lead),
-            (Some(_), Awaited::Consumer) => None,
+    pub(super) fn look_again_at(&self, it: &DeferredQuery) -> Option<Instant> {
+        match (self.leased.get(&it.handoff), it.condition) {
+            (Some(leased), Condition::End { lead }) => leased.ends_at?.checked_sub(lead),
+            (Some(_), Condition::Consumer) => None,
             (None, _) => (!self.expected.contains(&it.handoff)).then_some(it.until),
         }
     }
 }
 
-fn tell(cx: &mut ReactorContext, subscription: &Subscription, moment: &Moment) {
-    let answer = Message::Answer {
-        id: subscription.id,
+fn tell(cx: &mut ReactorContext, deferred: &DeferredQuery, moment: &DeferredReply) {
+    let answer = ControlMessage::Reply {
+        id: deferred.id,
         json: moment.to_json(),
     };
-    Schedulers::say(cx, subscription.session, &answer);
+    ControlService::say(cx, deferred.session, &answer);
 }
 
 #[cfg(test)]
