@@ -34,7 +34,7 @@ _NUMPY = {
 _TYPESTR = re.compile(r"[<>|][biufc]\d+")
 _LEGACY_DEFAULT_STREAM = 1
 
-_is_told = False
+_is_logged = False
 
 
 class OnGpu(NamedTuple):
@@ -59,7 +59,7 @@ def of_torch(torch: Any, tensor: Any) -> OnGpu:
         raise _unusable(tensor, str(tensor.device), "this torch is not built for CUDA")
     device = tensor.device.index
     memory = _kvpipe.CudaMemory(tensor.data_ptr(), tensor.nbytes, device, tensor)
-    _tell_if_not_exportable(memory.address)
+    _warn_if_not_exportable(memory.address)
     return OnGpu(memory, record(device))
 
 
@@ -97,7 +97,7 @@ def of_array(tensor: Any, interface: Mapping[str, Any], *, must_be_in_place: boo
         raise _unusable(tensor, "cuda", str(error)) from error
     stream = interface.get("stream")
     ready = None if stream is None else _kvpipe.CudaEvent.record(device, stream)
-    _tell_if_not_exportable(address)
+    _warn_if_not_exportable(address)
     return repr(typestr), OnGpu(_kvpipe.CudaMemory(address, num_bytes, device, tensor), ready)
 
 
@@ -134,12 +134,12 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int] | None, itemsize
     return steps[-1][1] == itemsize and all(outer[1] == inner[0] * inner[1] for outer, inner in pairwise(steps))
 
 
-def _tell_if_not_exportable(address: int) -> None:
+def _warn_if_not_exportable(address: int) -> None:
     """Says once why tensors go slower than they could."""
-    global _is_told  # noqa: PLW0603 - once in a process
-    if _is_told or _kvpipe.cuda_is_exportable(address):
+    global _is_logged  # noqa: PLW0603 - once in a process
+    if _is_logged or _kvpipe.cuda_is_exportable(address):
         return
-    _is_told = True
+    _is_logged = True
     logger.warning(
         "cuda.not_shared memory of this allocator cannot be opened by every other process; unless UCX can, its bytes "
         "go through the host: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpipe import _kvpipe
 from kvpipe._closing import Closing
-from kvpipe._following import Follower
+from kvpipe._deferred import DeferredQueue
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.exceptions import ConfigError
@@ -59,7 +59,7 @@ class Agent(Closing):
 
     def __init__(self, listen: str = "127.0.0.1:0", token: str | None = None, *, checksum: bool = True) -> None:
         self._native = _kvpipe.Agent(listen, resolve_token(token), transport(), checksum=checksum)
-        self._follower = Follower()
+        self._deferred = DeferredQueue()
         self._is_closed = False
 
     @property
@@ -70,7 +70,7 @@ class Agent(Closing):
     @property
     def peers(self) -> list[Peer]:
         """The peers that are connected now, whichever side began."""
-        return [Peer(self._native, peer, self._follower) for peer in self._native.peers()]
+        return [Peer(self._native, peer, self._deferred) for peer in self._native.peers()]
 
     def register(
         self,
@@ -143,7 +143,7 @@ class Agent(Closing):
         return self._peer(self._native.add_peer(metadata), timeout)
 
     def _peer(self, connected: _kvpipe.Work, timeout: float | None) -> Peer:
-        return Work(connected, lambda native: Peer(self._native, native, self._follower)).wait(timeout)
+        return Work(connected, lambda native: Peer(self._native, native, self._deferred)).wait(timeout)
 
     def notifications(self, timeout: float | None = None) -> list[tuple[Peer, bytes]]:
         """Takes the notifications of peers, and waits for at least one.
@@ -160,7 +160,7 @@ class Agent(Closing):
         Raises:
             ClosedError: The agent was closed and nothing is left to take.
         """
-        return [(Peer(self._native, peer, self._follower), tag) for peer, tag in self._native.notifications(timeout)]
+        return [(Peer(self._native, peer, self._deferred), tag) for peer, tag in self._native.notifications(timeout)]
 
     async def anotifications(self) -> list[tuple[Peer, bytes]]:
         """As `notifications`, in an asyncio loop: no thread waits. Cancelling it, as a time-out does, loses none."""
@@ -183,7 +183,7 @@ class Agent(Closing):
                 until closing again, the agent or the region, raises nothing any more.
         """
         self._is_closed = True
-        self._follower.close()
+        self._deferred.close()
         self._native.close()
 
     def __repr__(self) -> str:

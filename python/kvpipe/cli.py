@@ -125,8 +125,8 @@ def _info(_: argparse.Namespace) -> int:
 
 def _up(args: argparse.Namespace) -> int:
     try:
-        from kvpipe.deployment import DeploymentSpec
-        from kvpipe.up import run_up
+        from kvpipe.launch.deployment import DeploymentSpec
+        from kvpipe.launch.up import run_up
     except ModuleNotFoundError as error:
         raise _missing_extra(error) from error
     spec = DeploymentSpec(

@@ -183,12 +183,12 @@ class LookupBuffer(Closing):
             ClosedError: The buffer was closed here.
         """
         native = self._select(input_tokens, roi, timeout, is_waited=True)
-        return _take(native, _wait(native))
+        return _consume(native, _wait(native))
 
     def idrop_select(self, input_tokens: Any, roi: Any) -> Work[list[Any]]:
         """Begins `drop_select`. A work that is dropped before its result was asked for takes nothing."""
         native = self._select(input_tokens, roi, None, is_waited=False)
-        return Work(native, lambda entry: _take(native, entry))
+        return Work(native, lambda entry: _consume(native, entry))
 
     def _select(self, input_tokens: Any, roi: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work:
         if input_tokens is None:
@@ -230,7 +230,7 @@ def _wait(native: _kvpipe.Work) -> Any:
     return native.result()
 
 
-def _take(native: _kvpipe.Work, entry: list[tuple[int, str, list[int], Any]] | None) -> list[Any]:
+def _consume(native: _kvpipe.Work, entry: list[tuple[int, str, list[int], Any]] | None) -> list[Any]:
     if entry is None:
         return [None] * _NUM_TENSORS
     tensors = [rebuild((family, dtype, shape), b"" if data is None else data) for family, dtype, shape, data in entry]

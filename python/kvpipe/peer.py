@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kvpipe import _kvpipe
-    from kvpipe._following import Follower
+    from kvpipe._deferred import DeferredQueue
     from kvpipe.region import Region
 
     Ready = Callable[[], _kvpipe.CudaEvent | None]
@@ -45,28 +45,28 @@ class Plan:
     """A transfer that was checked, ordered and joined once, to be made many times; see `Peer.prepare`."""
 
     def __init__(
-        self, agent: _kvpipe.Agent, native: _kvpipe.Plan, ready: Ready, follower: Follower, about: str
+        self, agent: _kvpipe.Agent, native: _kvpipe.Plan, ready: Ready, queue: DeferredQueue, about: str
     ) -> None:
         self._agent = agent
         self._native = native
         self._ready = ready
-        self._follower = follower
+        self._deferred = queue
         self._about = about
 
     def read(self, *, notify: bytes | None = None, timeout: float | None = None) -> Work[int]:
         """As `Peer.read_blocks`."""
         tag, ready = _tag(notify), self._ready()
-        if ready is None and self._follower.is_idle:
+        if ready is None and self._deferred.is_idle:
             return Work(self._agent.read(self._native, tag, timeout), int)
-        native = self._follower.post(ready, lambda left: self._agent.read(self._native, tag, left), timeout)
+        native = self._deferred.post(ready, lambda left: self._agent.read(self._native, tag, left), timeout)
         return Work(native, int)
 
     def write(self, *, notify: bytes | None = None, timeout: float | None = None) -> Work[int]:
         """As `Peer.write_blocks`."""
         tag, ready = _tag(notify), self._ready()
-        if ready is None and self._follower.is_idle:
+        if ready is None and self._deferred.is_idle:
             return Work(self._agent.write(self._native, tag, timeout), int)
-        native = self._follower.post(ready, lambda left: self._agent.write(self._native, tag, left), timeout)
+        native = self._deferred.post(ready, lambda left: self._agent.write(self._native, tag, left), timeout)
         return Work(native, int)
 
     def __repr__(self) -> str:
@@ -83,10 +83,10 @@ class Peer:
     out of or into our GPU blocks waits for no stream of ours: tell it of blocks when they are there.
     """
 
-    def __init__(self, agent: _kvpipe.Agent, native: _kvpipe.Peer, follower: Follower) -> None:
+    def __init__(self, agent: _kvpipe.Agent, native: _kvpipe.Peer, queue: DeferredQueue) -> None:
         self._agent = agent
         self._native = native
-        self._follower = follower
+        self._deferred = queue
 
     @property
     def address(self) -> str:
@@ -185,7 +185,7 @@ class Peer:
         local, remote = _without_torch(local_ids), _without_torch(remote_ids)
         native = self._agent.prepare(self._native, region._native, local, remote_region, remote)  # noqa: SLF001 - one package
         about = f"of {region.name!r} here and {remote_region!r} at {self.address}"
-        return Plan(self._agent, native, region._ready, self._follower, about)  # noqa: SLF001 - one package
+        return Plan(self._agent, native, region._ready, self._deferred, about)  # noqa: SLF001 - one package
 
     def notify(self, tag: bytes) -> Work[None]:
         """Sends a tag to this peer, whose `Agent.notifications` returns it, at most 64 KiB.
@@ -202,9 +202,9 @@ class Peer:
             ClosedError: The agent was closed.
         """
         tag = _tag(tag) or b""
-        if self._follower.is_idle:
+        if self._deferred.is_idle:
             return Work(self._agent.notify(self._native, tag), lambda _: None)
-        native = self._follower.post(None, lambda _: self._agent.notify(self._native, tag))
+        native = self._deferred.post(None, lambda _: self._agent.notify(self._native, tag))
         return Work(native, lambda _: None)
 
     def stats(self) -> PeerStats:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from kvpipe import _kvpipe
-from kvpipe._following import Follower, Following
+from kvpipe._deferred import Deferred, DeferredQueue
 from kvpipe._tensor import NOTHING, NUMPY, describe, rebuild
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
@@ -67,8 +67,8 @@ class Pipe:
     def __init__(self, end: _kvpipe.PipeEnd, *, is_sender: bool) -> None:
         self._end = end
         self._is_sender = is_sender
-        self._is_told = False
-        self._follower = Follower()
+        self._is_logged = False
+        self._deferred = DeferredQueue()
 
     @classmethod
     def listen(cls, address: str = "127.0.0.1:0", token: str | None = None, *, busy_poll_us: int | None = None) -> Pipe:
@@ -123,7 +123,7 @@ class Pipe:
             end.stop()
             raise
         pipe = cls(end, is_sender=True)
-        pipe._tell_opened()
+        pipe._log_opened()
         return pipe
 
     def send_tensor(self, tensor: Any, timeout: float | None = None) -> None:
@@ -162,18 +162,18 @@ class Pipe:
         """
         return Work(self._send(tensor, None, is_waited=False), lambda _: None)
 
-    def _send(self, tensor: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work | Following:
+    def _send(self, tensor: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work | Deferred:
         if not self._is_sender:
             message = "this is the receiving end of the pipe; it cannot send"
             raise ConfigError(message)
         described = describe(tensor)
-        if described.ready is None and self._follower.is_idle:
+        if described.ready is None and self._deferred.is_idle:
             return self._end.send(described.meta, described.data, timeout, is_waited)
 
         def begin(left: float | None) -> _kvpipe.Work:
             return self._end.send(described.meta, described.data, left, is_waited=False)
 
-        return self._follower.post(described.ready, begin, timeout)
+        return self._deferred.post(described.ready, begin, timeout)
 
     def recv_tensor(self, out: Any = None, device: str | None = None, timeout: float | None = None) -> Any:
         """Receives the next tensor. Several threads may receive at once; each tensor goes to one of them.
@@ -211,7 +211,7 @@ class Pipe:
                 self._withdraw(native)
             raise
         received = native.result()
-        self._tell_opened()
+        self._log_opened()
         if bring is not None:
             return bring(received)
         return _rebuild(received) if out is None else out
@@ -229,35 +229,35 @@ class Pipe:
         convert = bring or (_rebuild if out is None else lambda _: out)
         return Work(self._receive(out, None, is_waited=False), convert)
 
-    def _receive(self, out: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work | Following:
+    def _receive(self, out: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work | Deferred:
         if self._is_sender:
             message = "this is the sending end of the pipe; it cannot receive"
             raise ConfigError(message)
-        self._tell_opened()
+        self._log_opened()
         place, ready = None, None
         if out is not None:
             described = describe(out, must_be_in_place=True)
             place, ready = (described.meta, described.data), described.ready
-        if ready is None and self._follower.is_idle:
+        if ready is None and self._deferred.is_idle:
             return self._end.receive(place, timeout, is_waited)
 
         def begin(left: float | None) -> _kvpipe.Work:
             return self._end.receive(place, left, is_waited=False)
 
-        return self._follower.post(ready, begin, timeout)
+        return self._deferred.post(ready, begin, timeout)
 
-    def _withdraw(self, native: _kvpipe.Work | Following) -> None:
-        if isinstance(native, Following):
+    def _withdraw(self, native: _kvpipe.Work | Deferred) -> None:
+        if isinstance(native, Deferred):
             native.withdraw(ClosedError("the receive was withdrawn; the pipe is usable"))
-        begun = native.begun if isinstance(native, Following) else native
+        begun = native.begun if isinstance(native, Deferred) else native
         if begun is not None:
             self._end.withdraw(begun)
 
-    def _tell_opened(self) -> None:
+    def _log_opened(self) -> None:
         """Logs once which way the tensors take, as soon as the two ends have met."""
-        if self._is_told or not (transport := self.transport):
+        if self._is_logged or not (transport := self.transport):
             return
-        self._is_told = True
+        self._is_logged = True
         logger.info("pipe.open peer=%s transport=%s", self.peer, transport)
         if advice := self._end.advice:
             logger.warning("pipe.slow peer=%s %s", self.peer, advice)
@@ -290,11 +290,11 @@ class Pipe:
     def _drain(self, timeout: float | None) -> tuple[bool, float | None]:
         """Has the sender's streams done first: whether they are, and what is left of the time."""
         is_drained, left = True, timeout
-        if self._is_sender and not self._follower.is_idle:
+        if self._is_sender and not self._deferred.is_idle:
             begun = time.monotonic()
-            is_drained = self._follower.drain(timeout)
+            is_drained = self._deferred.drain(timeout)
             left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
-        self._follower.close()
+        self._deferred.close()
         return is_drained, left
 
     @property
@@ -329,7 +329,7 @@ class Pipe:
         if kind is None:
             self.close()
         else:
-            self._follower.close()
+            self._deferred.close()
             self._end.stop()
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from kvpipe import _kvpipe
-from kvpipe._transport import in_force
+from kvpipe._transport import override_transport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ __all__ = ["memory_transport"]
 
 
 @contextmanager
-def memory_transport(road: Literal["get", "messages"] = "get") -> Iterator[None]:
+def memory_transport(data_path: Literal["get", "messages"] = "get") -> Iterator[None]:
     """Pipes and agents that are made in this block move their bytes in the memory of this process.
 
     Everything above UCX is the real thing: sessions over loopback, tokens, order, timeouts, threads, errors. What is
@@ -35,11 +35,11 @@ def memory_transport(road: Literal["get", "messages"] = "get") -> Iterator[None]
     The block holds for all threads of the process, so tests that run side by side need processes of their own.
 
     Args:
-        road: How tensors and blocks get to their destination: `get` as over CMA and RDMA, where the destination reads,
-            or `messages` as over TCP, where the source streams.
+        data_path: How bytes reach their destination: `get`, as over CMA and RDMA, lets the destination read the source;
+            `messages`, as over TCP, lets the source stream.
 
     Raises:
-        ConfigError: There is no such road.
+        ConfigError: There is no such data path.
     """
-    with in_force(_kvpipe.Transport.memory(road)):
+    with override_transport(_kvpipe.Transport.memory(data_path)):
         yield

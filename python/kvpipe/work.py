@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from kvpipe._following import Following
+from kvpipe._deferred import Deferred
 from kvpipe.exceptions import TransferTimeoutError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Work(Generic[T]):
     the operation alive.
     """
 
-    def __init__(self, native: _kvpipe.Work | Following, convert: Callable[[Any], T]) -> None:
+    def __init__(self, native: _kvpipe.Work | Deferred, convert: Callable[[Any], T]) -> None:
         self._native = native
         self._convert = convert
         self._converted: tuple[T] | None = None
@@ -62,10 +62,10 @@ class Work(Generic[T]):
         return self._wait_in_loop().__await__()
 
     async def _wait_in_loop(self) -> T:
-        following = self._native
-        if isinstance(following, Following):
-            await following.settled()
-        begun = following.begun if isinstance(following, Following) else following
+        deferred = self._native
+        if isinstance(deferred, Deferred):
+            await deferred.settled()
+        begun = deferred.begun if isinstance(deferred, Deferred) else deferred
         if begun is not None and not begun.is_completed():
             await readable(begun.fileno())
         return self.result()

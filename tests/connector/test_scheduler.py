@@ -316,8 +316,8 @@ def test_blocks_are_announced_in_the_step_that_completes_them(engine: Engine) ->
     request, handoff = produced(engine, prompt(300))
     _, first = engine.step()
     _, second = engine.step()
-    table = first.finals[0][3] + second.finals[0][3]
-    assert [(final[0], final[2], len(final[3])) for final in first.finals + second.finals] == [
+    table = first.ready[0][3] + second.ready[0][3]
+    assert [(final[0], final[2], len(final[3])) for final in first.ready + second.ready] == [
         (handoff, 0, 8),
         (handoff, 8, 2),
     ]
@@ -331,7 +331,7 @@ def test_blocks_are_held_until_the_worker_has_sent_them(engine: Engine) -> None:
     assert request.is_finished()
     assert engine.num_free_blocks == FREE - 4
     _, metadata = engine.step()
-    assert metadata.held == [(handoff, request.request_id)]
+    assert metadata.leased == [(handoff, request.request_id)]
     engine.step(finished_sending={request.request_id})
     assert engine.num_free_blocks == FREE
     assert len(engine.role._producing) == 0

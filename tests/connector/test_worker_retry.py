@@ -60,7 +60,7 @@ def test_a_load_that_is_refused_ends_at_once_with_the_reason(pair: Pair) -> None
 def test_cached_blocks_move_before_the_forward_pass(pair: Pair) -> None:
     pair.load([5, 4, 1])
     finals = [(pair.handoff, 0, 2, [9])]
-    pair.producer.begin_step(StepMetadata(cached=[(pair.handoff, 0, 0, [2, 3])], finals=finals))
+    pair.producer.begin_step(StepMetadata(cached=[(pair.handoff, 0, 0, [2, 3])], ready=finals))
     until(lambda: pair.arrived([2, 3], [5, 4]))
     time.sleep(0.05)
     assert not pair.arrived([9], [1])

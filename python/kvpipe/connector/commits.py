@@ -25,48 +25,48 @@ class Commits:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._whole: set[str] = set()
+        self._verified: set[str] = set()
         self._committed: set[str] = set()
         # Until the workers have said that they report nothing of them any more.
-        self._untaken: dict[bytes, str] = {}
+        self._unacknowledged: dict[bytes, str] = {}
 
-    def blocks_are_here(self, request_id: str, consumed: Consumed, ranks: list[dict[str, Any]]) -> None:
+    def blocks_verified(self, request_id: str, consumed: Consumed, ranks: list[dict[str, Any]]) -> None:
         """Some ranks, perhaps all, have all blocks of a load, proved."""
         if consumed.phase != "loading" or consumed.ending or consumed.has_state or consumed.outcome is not None:
             # With an outcome, a rank has ended it: the others do too.
             return
-        consumed.whole += ranks
-        if len(consumed.whole) == self._num_ranks:
-            self._whole.add(request_id)
+        consumed.verified += ranks
+        if len(consumed.verified) == self._num_ranks:
+            self._verified.add(request_id)
 
-    def state_is_here(self, request_id: str, consumed: Consumed) -> bool:
+    def state_received(self, request_id: str, consumed: Consumed) -> bool:
         """The sequence state has come: whether that commits the load."""
-        if request_id not in self._whole:
+        if request_id not in self._verified:
             return False
-        self._whole.remove(request_id)
+        self._verified.remove(request_id)
         self._committed.add(request_id)
-        self._untaken[consumed.handoff] = request_id
-        consumed.outcome = functools.reduce(merge, consumed.whole)
+        self._unacknowledged[consumed.handoff] = request_id
+        consumed.outcome = functools.reduce(merge, consumed.verified)
         return True
 
     def is_over(self, request_id: str) -> None:
         """The load ends by the workers' word, or has on one of them."""
-        self._whole.discard(request_id)
+        self._verified.discard(request_id)
 
-    def ended(self, output: KVConnectorOutput) -> None:
+    def drop_unacknowledged(self, output: KVConnectorOutput) -> None:
         """Loads that the workers report as ended; never a second time what was committed: vLLM would die of it."""
         if output.finished_recving:
-            output.finished_recving = output.finished_recving - set(self._untaken.values())
+            output.finished_recving = output.finished_recving - set(self._unacknowledged.values())
 
-    def is_untaken(self, handoff: bytes) -> bool:
+    def is_unacknowledged(self, handoff: bytes) -> bool:
         """Whether a load was committed, and the workers may not know yet."""
-        return handoff in self._untaken
+        return handoff in self._unacknowledged
 
-    def taken(self, handoff: bytes) -> None:
+    def acknowledged(self, handoff: bytes) -> None:
         """The workers know, and have told the producer."""
-        self._untaken.pop(handoff, None)
+        self._unacknowledged.pop(handoff, None)
 
-    def tell(self, output: KVConnectorOutput) -> None:
+    def report(self, output: KVConnectorOutput) -> None:
         """Adds what was committed to what vLLM may schedule from its next step on; it looks at that after our hook."""
         if self._committed:
             output.finished_recving = (output.finished_recving or set()) | self._committed

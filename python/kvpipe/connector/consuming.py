@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvpipe.connector.obstacles import Obstacles
+    from kvpipe.connector.first_token_support import FirstTokenSupport
     from kvpipe.connector.outbox import Outbox
 
 logger = init_logger("vllm.kvpipe.scheduler")
@@ -38,7 +38,7 @@ class Consuming:
     def __init__(
         self,
         outbox: Outbox,
-        obstacles: Obstacles,
+        first_token_support: FirstTokenSupport,
         *,
         block_size: int,
         vocab_size: int,
@@ -46,7 +46,7 @@ class Consuming:
         is_recomputed: bool,
     ) -> None:
         self._out = outbox
-        self._obstacles = obstacles
+        self._first_token_support = first_token_support
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._is_recomputed = is_recomputed
@@ -61,7 +61,7 @@ class Consuming:
 
     def add(self, request: Request, consumed: Consumed) -> None:
         """Takes a new request; unless it needs nothing from the producer, its handoff is watched from now on."""
-        consumed.obstacle = self._obstacles.of(request)
+        consumed.unsupported_reason = self._first_token_support.unsupported_reason(request)
         self._check_first_token(consumed)
         self._consumed.add(request.request_id, consumed)
         if consumed.phase == "waiting":
@@ -72,7 +72,7 @@ class Consuming:
         token = consumed.first_token
         if token is not None and not 0 <= token < self._vocab_size:
             # The sampler would die of it, and the engine with it.
-            consumed.obstacle = f"first token {token} is outside the vocabulary of {self._vocab_size}"
+            consumed.unsupported_reason = f"first token {token} is outside the vocabulary of {self._vocab_size}"
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens come from the producer: `(None, False)` as long as it has not opened the handoff."""
@@ -98,7 +98,7 @@ class Consuming:
 
     def _fails(self, consumed: Consumed) -> bool:
         """Whether a request fails whose KV cannot come. vLLM lets it fail by a load, so one is claimed, and refused."""
-        return consumed.phase == "gone" and consumed.is_lost and not self._is_recomputed
+        return consumed.phase == "ended" and consumed.is_lost and not self._is_recomputed
 
     def _is_same_prompt(self, consumed: Consumed, request: Request) -> bool:
         """Compares prompts once: a full engine asks for its first request in every step."""
@@ -123,9 +123,9 @@ class Consuming:
             self._begin_load(consumed, first, list(blocks.get_block_ids()[0][first:end]))
 
     def _begin_load(self, consumed: Consumed, first: int, block_ids: list[int]) -> None:
-        refusal = consumed.reason if consumed.phase == "gone" else ""
+        refusal = consumed.reason if consumed.phase == "ended" else ""
         opening = {} if refusal or consumed.opening is None else consumed.opening
-        consumed.phase, consumed.outcome, consumed.whole = "loading", None, []
+        consumed.phase, consumed.outcome, consumed.verified = "loading", None, []
         self._out.trace.instant("admitted", consumed.handoff, blocks=len(block_ids))
         self._out.step.loads.append(
             Load(
@@ -141,7 +141,7 @@ class Consuming:
         )
 
     def _give_up(self, consumed: Consumed, reason: str) -> None:
-        consumed.phase, consumed.reason = "gone", reason
+        consumed.phase, consumed.reason = "ended", reason
         self._out.control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
 
     def scheduled(self, request_id: str, num_before: int, num_new: int) -> None:
@@ -152,7 +152,7 @@ class Consuming:
     def _force(self, request_id: str) -> None:
         """Has the producer's token come first; said until there is an output, for the step may be preempted."""
         consumed = self._consumed.get(request_id)
-        if consumed is None or consumed.first_token is None or consumed.obstacle:
+        if consumed is None or consumed.first_token is None or consumed.unsupported_reason:
             return
         if consumed.request.num_output_tokens == 0:
             self._out.step.first_tokens[consumed.handoff] = consumed.first_token
@@ -169,38 +169,38 @@ class Consuming:
             self._report(consumed)
 
     def _report(self, consumed: Consumed) -> None:
-        consumed.is_reported, consumed.is_held = True, False
+        consumed.is_reported, consumed.is_leased = True, False
         # The producer must not be told before our workers know of a commit: it would end the load that they have.
-        if not self._commits.is_untaken(consumed.handoff):
+        if not self._commits.is_unacknowledged(consumed.handoff):
             self._out.control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
         report = consumed.report()
         self._out.control.set_result(consumed.handoff, json.dumps(report))
         fields = " ".join(f"{name}={value}" for name, value in report.items() if value != "")
         logger.info("handoff.end %s", fields)
 
-    def hear(self, output: KVConnectorOutput) -> None:
+    def receive_outcomes(self, output: KVConnectorOutput) -> None:
         """Takes the workers' word: how loads ended, which have all blocks, and which commits they know of."""
         words = output.kv_connector_worker_meta
         for request_id, outcome in getattr(words, "outcomes", {}).items():
             self._note_outcome(request_id, outcome)
-        for request_id, ranks in getattr(words, "whole", {}).items():
+        for request_id, ranks in getattr(words, "verified", {}).items():
             if (consumed := self._consumed.get(request_id)) is not None:
-                self._commits.blocks_are_here(request_id, consumed, ranks)
-        for handoff in getattr(words, "taken", ()):
-            self._commits.taken(handoff)
+                self._commits.blocks_verified(request_id, consumed, ranks)
+        for handoff in getattr(words, "acknowledged", ()):
+            self._commits.acknowledged(handoff)
             self._out.control.unwatch(handoff, True)  # noqa: FBT003 - a native method
-        self._commits.ended(output)
+        self._commits.drop_unacknowledged(output)
 
-    def end(self, output: KVConnectorOutput) -> None:
+    def report_committed(self, output: KVConnectorOutput) -> None:
         """Adds to the ended loads what was committed here, and takes leave of all of them."""
-        self._commits.tell(output)
+        self._commits.report(output)
         for request_id in output.finished_recving or ():
             self._received(request_id)
 
     def _note_outcome(self, request_id: str, outcome: dict[str, Any]) -> None:
         consumed = self._consumed.get(request_id)
         # What was committed stays as it was then, whatever ends the producer's handoff afterwards.
-        if consumed is not None and not self._commits.is_untaken(consumed.handoff):
+        if consumed is not None and not self._commits.is_unacknowledged(consumed.handoff):
             # One rank's word may come steps before the last one's.
             consumed.outcome = outcome if consumed.outcome is None else merge(consumed.outcome, outcome)
             self._commits.is_over(request_id)
@@ -214,8 +214,8 @@ class Consuming:
         consumed.phase = "done"
         self._out.trace.instant("received", consumed.handoff)
         if is_loaded:
-            consumed.is_held = False
-        if is_loaded and not self._commits.is_untaken(consumed.handoff):
+            consumed.is_leased = False
+        if is_loaded and not self._commits.is_unacknowledged(consumed.handoff):
             self._out.control.unwatch(consumed.handoff, True)  # noqa: FBT003 - a native method
         # Of one that is not, the producer keeps the blocks until the prompt is computed: see `note_preemptions`.
         if consumed.ending:
@@ -245,7 +245,7 @@ class Consuming:
         """The producer has scheduled the request."""
         consumed = self._consumed.of(event["handoff"])
         if consumed is not None and consumed.phase == "waiting":
-            consumed.phase, consumed.opening, consumed.is_held = "opened", event, True
+            consumed.phase, consumed.opening, consumed.is_leased = "opened", event, True
 
     def on_finished(self, event: dict[str, Any]) -> None:
         """The sequence state is here."""
@@ -256,18 +256,18 @@ class Consuming:
         if consumed.first_token is None and event["output_ids"] and self._is_same_prompt(consumed, consumed.request):
             consumed.first_token = event["output_ids"][0]
             self._check_first_token(consumed)
-        if self._commits.state_is_here(consumed.request.request_id, consumed):
+        if self._commits.state_received(consumed.request.request_id, consumed):
             self._out.step.committed.append(consumed.handoff)
         elif consumed.phase == "loading":
             self._out.step.commits.append(consumed.handoff)
 
-    def on_gone(self, event: dict[str, Any]) -> None:
+    def on_ended(self, event: dict[str, Any]) -> None:
         """Nothing (more) will come."""
         consumed = self._consumed.of(event["handoff"])
         if consumed is None:
             return
-        consumed.is_held = False
+        consumed.is_leased = False
         if consumed.phase == "loading":
             self._out.step.cancels.append((consumed.handoff, event["reason"], event["is_withdrawn"]))
         elif consumed.phase in ("waiting", "opened"):
-            consumed.phase, consumed.reason, consumed.is_lost = "gone", event["reason"], True
+            consumed.phase, consumed.reason, consumed.is_lost = "ended", event["reason"], True

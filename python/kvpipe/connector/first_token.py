@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 
 
-class Due:
+class PendingFirstTokens:
     """First tokens that are due in the present step of this worker process.
 
     Attributes:
         tokens: Token id by handoff.
-        is_heeded: Whether a processor that forces them has been made in this process.
+        has_processor: Whether a processor that forces them has been made in this process.
     """
 
     def __init__(self) -> None:
         self.tokens: dict[bytes, int] = {}
-        self.is_heeded = False
+        self.has_processor = False
 
 
 # Of this process: vLLM makes the processor and the connector's worker role, and neither knows the other.
-DUE = Due()
+PENDING_FIRST_TOKENS = PendingFirstTokens()
 
 
 class FirstToken(V1LogitsProcessor, V2LogitsProcessor):
@@ -61,7 +61,7 @@ class FirstToken(V1LogitsProcessor, V2LogitsProcessor):
         self._rows: dict[int, tuple[bytes, list[int]]] = {}
         self._slots: dict[int, bytes] = {}
         # A draft's tokens have rows of their own.
-        DUE.is_heeded = vllm_config.speculative_config is None
+        PENDING_FIRST_TOKENS.has_processor = vllm_config.speculative_config is None
 
     def is_argmax_invariant(self) -> bool:
         """It decides what is sampled, also greedily."""
@@ -89,9 +89,9 @@ class FirstToken(V1LogitsProcessor, V2LogitsProcessor):
             logits: `[num_rows, vocab_size]`, changed in place.
             ctx: V2: this step's batch.
         """
-        if DUE.tokens:
+        if PENDING_FIRST_TOKENS.tokens:
             for row, handoff in self._first_rows() if ctx is None else self._first_rows_of(ctx):
-                token = DUE.tokens.get(handoff)
+                token = PENDING_FIRST_TOKENS.tokens.get(handoff)
                 if token is not None:
                     logits[row].fill_(float("-inf"))
                     logits[row, token] = 0

@@ -69,8 +69,8 @@ class StepMetadata(KVConnectorMetadata):
     cancels: list[tuple[bytes, str, bool]] = field(default_factory=list)
     ended: list[tuple[bytes, str]] = field(default_factory=list)
     cached: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
-    finals: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
-    held: list[tuple[bytes, str]] = field(default_factory=list)
+    ready: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
+    leased: list[tuple[bytes, str]] = field(default_factory=list)
     progress: list[tuple[bytes, float]] = field(default_factory=list)
     control: str = ""
     first_tokens: dict[bytes, int] = field(default_factory=dict)
@@ -102,8 +102,8 @@ class WorkerOutcomes(KVConnectorWorkerMetadata):
     """
 
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    whole: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    taken: list[bytes] = field(default_factory=list)
+    verified: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    acknowledged: list[bytes] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerOutcomes:
         """Merges two ranks: loaded if both are, a block received if it is on both, bytes added, the longer time."""
@@ -111,11 +111,11 @@ class WorkerOutcomes(KVConnectorWorkerMetadata):
         for request_id, theirs in getattr(other, "outcomes", {}).items():
             ours = merged.get(request_id)
             merged[request_id] = theirs if ours is None else merge(ours, theirs)
-        whole = dict(self.whole)
-        for request_id, ranks in getattr(other, "whole", {}).items():
-            whole[request_id] = [*whole.get(request_id, []), *ranks]
+        verified = dict(self.verified)
+        for request_id, ranks in getattr(other, "verified", {}).items():
+            verified[request_id] = [*verified.get(request_id, []), *ranks]
         # All ranks are told in the same step.
-        return WorkerOutcomes(merged, whole, self.taken)
+        return WorkerOutcomes(merged, verified, self.acknowledged)
 
 
 _MERGED: dict[str, Callable[[Any, Any], Any]] = {

@@ -100,8 +100,8 @@ class Producing:
                 lambda block: block not in written, block_ids[: num_before // self._block_size]
             )
             self._out.step.cached.extend(produced.announce(list(cached)))
-        num_final = produced.num_final(num_before + num_new, self._block_size)
-        self._out.step.finals.extend(produced.announce(list(block_ids[produced.num_announced : num_final])))
+        num_ready = produced.num_ready(num_before + num_new, self._block_size)
+        self._out.step.ready.extend(produced.announce(list(block_ids[produced.num_announced : num_ready])))
 
     def _predict(self, request_id: str, num_before: int, num_new: int, now_s: float) -> None:
         """Says when a producing request's prefill will end, if its engine's speed is known."""
@@ -152,9 +152,9 @@ class Producing:
             self._produced.pop(request.request_id)
             self._withdraw(produced, f"the producer ended the request: {request.status.name}")
             return False, None
-        produced.is_held = True
+        produced.is_leased = True
         self._out.trace.instant("sampled", produced.handoff)
-        self._out.step.held.append((produced.handoff, request.request_id))
+        self._out.step.leased.append((produced.handoff, request.request_id))
         self._out.control.finish(
             produced.handoff, list(request.output_token_ids), reason, produced.num_cached_tokens or 0
         )

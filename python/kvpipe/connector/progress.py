@@ -69,23 +69,23 @@ class Progress:
         self._client: _kvpipe.Control | None = None
         self._step: StepMetadata | None = None
         self._pace = StepPace(0)
-        self._told_s = _NEVER_S
-        self._told_left_s = 0.0
+        self._reported_s = _NEVER_S
+        self._reported_left_s = 0.0
 
     def begin_step(self, step: StepMetadata, num_layers: int) -> None:
         """Before the forward pass."""
         self._step = None if self._is_silent or not step.progress else step
         self._pace = StepPace(num_layers)
-        self._told_s = _NEVER_S
+        self._reported_s = _NEVER_S
 
     def layer_saved(self, now_s: float) -> None:
         """After a layer's attention."""
         if self._step is None:
             return
         left_s = self._pace.layer_saved(now_s)
-        if left_s is None or not self._is_news(now_s + left_s, left_s):
+        if left_s is None or not self._has_changed(now_s + left_s, left_s):
             return
-        self._told_s, self._told_left_s = now_s + left_s, left_s
+        self._reported_s, self._reported_left_s = now_s + left_s, left_s
         try:
             self._report(self._step, left_s)
         except KVPipeError as error:
@@ -93,9 +93,9 @@ class Progress:
             logger.warning("progress.end predictions are made by steps from now on, not by layers: %s", error)
             self._is_silent, self._step = True, None
 
-    def _is_news(self, ends_at_s: float, left_s: float) -> bool:
-        has_moved = abs(ends_at_s - self._told_s) > max(_APART_S, _SHARE * left_s)
-        return has_moved or left_s <= self._told_left_s / 2
+    def _has_changed(self, ends_at_s: float, left_s: float) -> bool:
+        has_moved = abs(ends_at_s - self._reported_s) > max(_APART_S, _SHARE * left_s)
+        return has_moved or left_s <= self._reported_left_s / 2
 
     def _report(self, step: StepMetadata, left_s: float) -> None:
         if self._client is None:

@@ -30,7 +30,7 @@ class Produced:
         num_announced: Blocks that the worker was told to announce.
         announced_ids: Those blocks.
         is_open: Whether consumers have been told that it is scheduled.
-        is_held: Whether it has finished and its blocks are held.
+        is_leased: Whether it has finished and its blocks are held.
         is_withdrawn: Whether nobody may read them any more.
     """
 
@@ -40,10 +40,10 @@ class Produced:
     num_announced: int = 0
     announced_ids: set[int] = field(default_factory=set)
     is_open: bool = False
-    is_held: bool = False
+    is_leased: bool = False
     is_withdrawn: bool = False
 
-    def num_final(self, num_tokens: int, block_size: int) -> int:
+    def num_ready(self, num_tokens: int, block_size: int) -> int:
         """Blocks that are final when so many tokens are computed: full ones, and with the prompt the last one too."""
         if num_tokens >= self.num_prompt_tokens:
             return -(-self.num_prompt_tokens // block_size)
@@ -81,7 +81,7 @@ class Consumed:
         whole: What each rank has said of a load that lacks the sequence state only.
         outcome: The workers' word on the load.
         reason: Why nothing, or not everything, came.
-        is_held: Whether the producer holds its blocks for us.
+        is_leased: Whether the producer holds its blocks for us.
         is_lost: Whether nothing can come of what was to be loaded.
         is_reported: Whether the result has been reported.
         ending: How the request ended before its prompt was computed: `aborted` or `failed`; empty if it did not.
@@ -94,7 +94,7 @@ class Consumed:
     arrived_at: float = field(default_factory=time.monotonic)
     phase: str = "waiting"
     first_token: int | None = None
-    obstacle: str = ""
+    unsupported_reason: str = ""
     is_forced: bool = False
     opening: dict[str, Any] | None = None
     is_same_prompt: bool | None = None
@@ -102,10 +102,10 @@ class Consumed:
     num_local_tokens: int = 0
     num_computed: int = 0
     num_preemptions: int = 0
-    whole: list[dict[str, Any]] = field(default_factory=list)
+    verified: list[dict[str, Any]] = field(default_factory=list)
     outcome: dict[str, Any] | None = None
     reason: str = ""
-    is_held: bool = False
+    is_leased: bool = False
     is_lost: bool = False
     is_reported: bool = False
     ending: str = ""
@@ -118,12 +118,12 @@ class Consumed:
         if self.request.num_preemptions == self.num_preemptions:
             return
         self.num_preemptions, self.num_computed = self.request.num_preemptions, 0
-        if self.phase == "done" and self.is_held:
+        if self.phase == "done" and self.is_leased:
             self.phase = "opened"
 
     def awaits_first_token(self) -> bool:
         """Whether the producer may still say which token comes first."""
-        return not self.has_state and self.first_token is None and not self.obstacle
+        return not self.has_state and self.first_token is None and not self.unsupported_reason
 
     def report(self) -> dict[str, Any]:
         """The handoff's result, for the control port and the log."""
@@ -148,7 +148,7 @@ class Consumed:
             "handover_ms": round((time.monotonic() - self.arrived_at) * 1000, 3),
             "reason": outcome.get("reason") or self.reason,
             "first_token": "exact" if self.is_forced else "sampled",
-            "first_token_reason": "" if self.is_forced else self.obstacle or "the producer's is not known",
+            "first_token_reason": "" if self.is_forced else self.unsupported_reason or "the producer's is not known",
         }
 
     def _result(self, *, is_loaded: bool) -> str:
@@ -249,7 +249,7 @@ def _consumed(request: Request, handoff: bytes, producer: str, first_token: Any)
         raise ConfigError(message)
     consumed = Consumed(handoff, producer, request.num_prompt_tokens, request, first_token=first_token)
     if not producer:
-        consumed.phase, consumed.reason = "gone", "no producer was named"
+        consumed.phase, consumed.reason = "ended", "no producer was named"
     return consumed
 
 

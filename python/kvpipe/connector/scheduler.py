@@ -16,7 +16,7 @@ from kvpipe import _kvpipe
 from kvpipe.config import resolve_token
 from kvpipe.connector.consuming import Consuming
 from kvpipe.connector.fingerprint import fingerprint
-from kvpipe.connector.obstacles import Obstacles
+from kvpipe.connector.first_token_support import FirstTokenSupport
 from kvpipe.connector.outbox import Outbox
 from kvpipe.connector.producing import Producing
 from kvpipe.connector.requests import Consumed, Produced, parse
@@ -45,7 +45,7 @@ class SchedulerRole:
     def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._role = str(vllm_config.kv_transfer_config.kv_role)
-        self._obstacles = Obstacles(vllm_config)
+        self._first_token_support = FirstTokenSupport(vllm_config)
         self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
         self._fingerprint = fingerprint(vllm_config)
         control = _kvpipe.Control(
@@ -65,7 +65,7 @@ class SchedulerRole:
         self._producing = Producing(self._out, block_size)
         self._consuming = Consuming(
             self._out,
-            self._obstacles,
+            self._first_token_support,
             block_size=block_size,
             vocab_size=vllm_config.model_config.get_vocab_size(),
             num_ranks=vllm_config.parallel_config.world_size,
@@ -76,7 +76,7 @@ class SchedulerRole:
             "released": self._producing.on_released,
             "opened": self._consuming.on_opened,
             "finished": self._consuming.on_finished,
-            "gone": self._consuming.on_gone,
+            "gone": self._consuming.on_ended,
         }
         logger.info(
             "control.listen address=%s engine_id=%s role=%s",
@@ -97,7 +97,7 @@ class SchedulerRole:
     def set_workers(self, workers: dict[int, HandshakeMetadata]) -> None:
         """Takes the addresses of this engine's workers, by tensor-parallel rank."""
         ranks = [(workers[rank].address, workers[rank].incarnation) for rank in sorted(workers)]
-        self._obstacles.are_workers_ready = bool(workers) and all(
+        self._first_token_support.are_workers_ready = bool(workers) and all(
             worker.forces_first_tokens for worker in workers.values()
         )
         self._producing.ranks = ranks
@@ -109,7 +109,7 @@ class SchedulerRole:
             "role": self._role,
             "ranks": [address for address, _ in ranks],
             "fingerprint": dict(self._fingerprint),
-            "forces_first_tokens": self._obstacles.are_none(),
+            "forces_first_tokens": self._first_token_support.is_supported(),
             "reasoning_parser": self._reasoning_parser,
         }
         self._out.control.describe_as(json.dumps(description))
@@ -136,7 +136,7 @@ class SchedulerRole:
         """How many tokens come from the producer: `(None, False)` as long as it has not opened the handoff."""
         self._producing.matched(request.request_id, num_local_tokens)
         if request.request_id in self._consuming:
-            self._take_events()
+            self._drain_events()
         return self._consuming.match(request, num_local_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -153,7 +153,7 @@ class SchedulerRole:
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """What the worker role has to know before this step's forward pass."""
-        self._take_events()
+        self._drain_events()
         for request_id in output.preempted_req_ids or ():
             self._producing.preempted(request_id)
         now_s = time.monotonic()
@@ -167,10 +167,10 @@ class SchedulerRole:
     def update(self, output: KVConnectorOutput) -> None:
         """Takes the worker role's word on the loads that ended in this step, and that it has ended."""
         self._producing.step_ended(time.monotonic())
-        self._consuming.hear(output)
+        self._consuming.receive_outcomes(output)
         # The sequence state may have come during the step.
-        self._take_events()
-        self._consuming.end(output)
+        self._drain_events()
+        self._consuming.report_committed(output)
         for request_id in output.finished_sending or ():
             self._producing.sent(request_id)
         if output.invalid_block_ids:
@@ -178,7 +178,7 @@ class SchedulerRole:
 
     # --- what the Rust thread has to say
 
-    def _take_events(self) -> None:
+    def _drain_events(self) -> None:
         for event in self._out.control.drain():
             self._handlers[event["event"]](event)
 

@@ -15,10 +15,9 @@ from vllm.logger import init_logger
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
-from kvpipe.connector.first_token import DUE
+from kvpipe.connector.first_token import PENDING_FIRST_TOKENS
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
 from kvpipe.connector.progress import Progress
-from kvpipe.connector.trace import WorkerTrace
 from kvpipe.exceptions import ConfigError, TransferTimeoutError
 
 if TYPE_CHECKING:
@@ -57,17 +56,17 @@ class WorkerRole:
         self._regions: dict[str, _kvpipe.Region] = {}
         self._is_by_layer = _calls_each_layer_once(vllm_config)
         self._step = StepMetadata()
-        self._finals: _kvpipe.Finals | None = None
+        self._ready: _kvpipe.Finals | None = None
         self._unsaved: dict[str, _kvpipe.Region] = {}
         self._loading: dict[bytes, Load] = {}
-        self._held: dict[bytes, str] = {}
+        self._leased: dict[bytes, str] = {}
         self._released: set[bytes] = set()
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._progress = Progress(self._rank, self._engine_id)
-        self._whole: dict[str, list[dict[str, Any]]] = {}
-        self._taken: list[bytes] = []
+        self._verified: dict[str, list[dict[str, Any]]] = {}
+        self._acknowledged: list[bytes] = []
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Starts the agent and registers each layer's cache, `[num_blocks, …]`, as a region.
@@ -110,7 +109,9 @@ class WorkerRole:
         """Where this rank's agent listens."""
         if self._agent is None or self._agent.address is None:
             return None
-        return HandshakeMetadata(self._agent.address, bytes(self._agent.incarnation), DUE.is_heeded)
+        return HandshakeMetadata(
+            self._agent.address, bytes(self._agent.incarnation), PENDING_FIRST_TOKENS.has_processor
+        )
 
     # --- every step
 
@@ -136,15 +137,15 @@ class WorkerRole:
         for handoff in step.committed:
             self._loading.pop(handoff, None)
             agent.commit(handoff)
-        self._taken = step.committed
+        self._acknowledged = step.committed
         for handoff, reason, is_withdrawn in step.cancels:
             agent.cancel(handoff, reason, is_withdrawn)
-        for handoff, request_id in step.held:
-            self._held[handoff] = request_id
-        if step.finals:
-            self._step, self._finals, self._unsaved = step, _kvpipe.Finals(step.finals), dict(self._regions)
+        for handoff, request_id in step.leased:
+            self._leased[handoff] = request_id
+        if step.ready:
+            self._step, self._ready, self._unsaved = step, _kvpipe.Finals(step.ready), dict(self._regions)
             self._progress.begin_step(step, len(self._regions))
-        DUE.tokens = step.first_tokens
+        PENDING_FIRST_TOKENS.tokens = step.first_tokens
         self._trace.begin_step(step)
 
     def _load(self, agent: _kvpipe.Agent, load: Load) -> None:
@@ -176,11 +177,11 @@ class WorkerRole:
 
     def save_layer(self, layer_name: str) -> None:
         """After a layer's attention: this step's blocks are final in it. Most steps have none."""
-        if self._finals is None or self._agent is None or not self._is_by_layer:
+        if self._ready is None or self._agent is None or not self._is_by_layer:
             return
         if (region := self._unsaved.pop(layer_name, None)) is not None:
             self._trace.layers_computed()
-            self._agent.finalize(self._finals, [region])
+            self._agent.finalize(self._ready, [region])
             self._progress.layer_saved(time.monotonic())
         elif layer_name in self._regions:
             self._withdraw_step(self._agent, layer_name)
@@ -189,20 +190,20 @@ class WorkerRole:
         """What was announced of the layer may have changed: nobody may use it, and no step is announced so again."""
         logger.error("layer.twice name=%s: blocks are announced once a step from now on", layer_name)
         self._is_by_layer = False
-        for handoff, *_ in self._step.finals:
+        for handoff, *_ in self._step.ready:
             agent.end(handoff, f"layer {layer_name} was computed twice in a step")
-        self._forget_finals()
+        self._forget_ready()
 
     def end_forward(self) -> None:
         """After the forward pass: this step's blocks are final in the layers that are left."""
-        if self._finals is not None and self._agent is not None and self._unsaved:
+        if self._ready is not None and self._agent is not None and self._unsaved:
             self._trace.layers_computed()
-            self._agent.finalize(self._finals, list(self._unsaved.values()))
+            self._agent.finalize(self._ready, list(self._unsaved.values()))
         self._trace.end_forward()
-        self._forget_finals()
+        self._forget_ready()
 
-    def _forget_finals(self) -> None:
-        self._step, self._finals, self._unsaved = StepMetadata(), None, {}
+    def _forget_ready(self) -> None:
+        self._step, self._ready, self._unsaved = StepMetadata(), None, {}
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Requests whose blocks nobody reads any more, and requests whose load has ended; each exactly once."""
@@ -213,25 +214,25 @@ class WorkerRole:
             elif event["event"] == "taken":
                 self._released.add(event["handoff"])
             elif event["event"] == "whole":
-                self._note_whole(event)
+                self._note_verified(event)
             elif (load := self._loading.pop(event["handoff"], None)) is not None:
                 self._end_load(load, event)
         received, self._received = self._received, set()
-        for handoff in self._released & self._held.keys():
-            sent.add(self._held.pop(handoff))
+        for handoff in self._released & self._leased.keys():
+            sent.add(self._leased.pop(handoff))
         # A handoff that ended before its request finished is never held: it is not remembered.
-        self._released.intersection_update(self._held)
+        self._released.intersection_update(self._leased)
         return sent, received
 
-    def _note_whole(self, event: dict[str, Any]) -> None:
+    def _note_verified(self, event: dict[str, Any]) -> None:
         if (load := self._loading.get(event["handoff"])) is not None:
-            self._whole[load.request_id] = [_facts(event, is_loaded=True)]
+            self._verified[load.request_id] = [_facts(event, is_loaded=True)]
 
     def _end_load(self, load: Load, event: dict[str, Any]) -> None:
         missing = [load.block_ids[index] for index in event.get("missing", ())]
         self._invalid_block_ids.update(missing)
         self._received.add(load.request_id)
-        self._whole.pop(load.request_id, None)
+        self._verified.pop(load.request_id, None)
         self._outcomes[load.request_id] = _facts(event, is_loaded="reason" not in event)
 
     def take_invalid_block_ids(self) -> set[int]:
@@ -245,12 +246,12 @@ class WorkerRole:
         With nothing to say, vLLM does not call the scheduler role after a step without tokens: a committed load is
         always answered, and so is each step of a load, for its sequence state may have come meanwhile.
         """
-        if not (self._outcomes or self._whole or self._taken or self._loading):
+        if not (self._outcomes or self._verified or self._acknowledged or self._loading):
             return None
-        taken, self._taken = self._taken, []
+        acknowledged, self._acknowledged = self._acknowledged, []
         outcomes, self._outcomes = self._outcomes, {}
-        whole, self._whole = self._whole, {}
-        return WorkerOutcomes(outcomes, whole, taken)
+        verified, self._verified = self._verified, {}
+        return WorkerOutcomes(outcomes, verified, acknowledged)
 
     def close(self) -> None:
         """Ends the agent; peers are told."""
@@ -260,7 +261,7 @@ class WorkerRole:
         try:
             self._agent.close()
         except TransferTimeoutError as error:  # the engine ends, and the caches' memory with its process
-            logger.warning("agent.unended %s", error)
+            logger.warning("agent.pending_reads %s", error)
 
 
 def _facts(event: dict[str, Any], *, is_loaded: bool) -> dict[str, Any]:
@@ -271,3 +272,39 @@ def _facts(event: dict[str, Any], *, is_loaded: bool) -> dict[str, Any]:
 def _calls_each_layer_once(vllm_config: VllmConfig) -> bool:
     """Whether vLLM calls each layer once a step, when all its blocks are written: not with micro-batches or drafts."""
     return vllm_config.speculative_config is None and not vllm_config.parallel_config.use_ubatching
+
+
+class WorkerTrace:
+    """Layers that prefill computes and the first step of decode, as spans; costs nothing without a file.
+
+    Attributes:
+        lines: Where they go.
+    """
+
+    def __init__(self, config: ConnectorConfig, process: str) -> None:
+        self.lines = _kvpipe.Trace(config.trace, process)
+        self._step = StepMetadata()
+        self._began_s = self._since_s = 0.0
+        self._num_layers = 0
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Before the forward pass."""
+        if self.lines.is_on:
+            self._step = step
+            self._began_s = self._since_s = time.monotonic()
+            self._num_layers = 0
+
+    def layers_computed(self) -> None:
+        """All since the last call, for each handoff of this step."""
+        if self.lines.is_on:
+            for handoff, _, first, block_ids in self._step.ready:
+                facts = {"layer": self._num_layers, "first": first, "blocks": len(block_ids)}
+                self.lines.span("computed", handoff, self._since_s, **facts)
+            self._since_s = time.monotonic()
+            self._num_layers += 1
+
+    def end_forward(self) -> None:
+        """After the forward pass."""
+        for handoff in self._step.first_tokens:
+            self.lines.span("first step", handoff, self._began_s)
+        self._step = StepMetadata()

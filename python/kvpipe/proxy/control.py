@@ -1,7 +1,12 @@
-"""What the proxy asks of control ports."""
+"""What the proxy asks of control ports, and the log of those that fail."""
 
+import logging
 from collections.abc import Awaitable
 from typing import Any, Literal, Protocol
+
+_LOG_INTERVAL_S = 60.0
+
+logger = logging.getLogger(__name__)
 
 
 class Moment(Protocol):
@@ -40,3 +45,23 @@ class Control(Protocol):
 
     def watched(self, address: str, handoff: str, timeout: float = ...) -> Awaitable[Moment]:
         """Wait until a consumer watches a handoff at `address`, or none will."""
+
+
+class FailureLog:
+    """Remembers when each instance was last logged."""
+
+    def __init__(self) -> None:
+        self._logged_at_s: dict[tuple[str, str], float] = {}
+        self._num_suppressed: dict[tuple[str, str], int] = {}
+
+    def note(self, role: str, url: str, reason: str, now_s: float) -> bool:
+        """Count one failure and log it when its instance's minute is over; True when logged."""
+        key = (role, url)
+        last_s = self._logged_at_s.get(key)
+        if last_s is not None and now_s - last_s < _LOG_INTERVAL_S:
+            self._num_suppressed[key] = self._num_suppressed.get(key, 0) + 1
+            return False
+        self._logged_at_s[key] = now_s
+        num_suppressed = self._num_suppressed.pop(key, 0)
+        logger.warning("instance.failed role=%s url=%s reason=%r suppressed=%d", role, url, reason, num_suppressed)
+        return True

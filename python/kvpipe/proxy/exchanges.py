@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable
 from http import HTTPStatus
 
-from kvpipe.proxy.upstream import Answer, Early, InstanceError
+from kvpipe.proxy.upstream import Answer, EarlyStart, InstanceError
 
 
 def has_answer(task: asyncio.Task[Answer]) -> bool:
@@ -24,17 +24,17 @@ async def without_server_error(exchange: Awaitable[Answer]) -> Answer:
     return answer
 
 
-def has_nothing_to_show(early: Early) -> bool:
+def has_no_token(start: EarlyStart) -> bool:
     """Whether it is known that the client cannot be told anything before the stream begins."""
-    return early.token.done() and early.token.result() is None
+    return start.token.done() and start.token.result() is None
 
 
 def has_begun(decoding: asyncio.Task[Answer]) -> bool:
     """Whether D's answer is there, a stream's first bytes or early end included."""
     if not has_answer(decoding):
         return False
-    early = decoding.result().early
-    return early is None or early.begun.done()
+    start = decoding.result().early_start
+    return start is None or start.first_bytes.done()
 
 
 def discard(decoding: asyncio.Task[Answer]) -> None:
@@ -52,7 +52,7 @@ def failed(answer: Answer) -> InstanceError:
     return InstanceError(answer.role, answer.instance, reason, answer=answer)
 
 
-def last_word(error: InstanceError) -> Answer:
+def final_error(error: InstanceError) -> Answer:
     """What the client gets when nobody is left to ask: D's own error, else the exception."""
     if error.role == "decode" and error.answer is not None:
         return error.answer

@@ -10,8 +10,7 @@ from statistics import fmean, median
 from typing import Literal
 
 from kvpipe.exceptions import KVPipeError
-from kvpipe.proxy.control import Control
-from kvpipe.proxy.failures import FailureLog
+from kvpipe.proxy.control import Control, FailureLog
 
 # What is assumed of an instance that has not been measured.
 _FIRST_ADMISSION_S = 0.18
@@ -22,7 +21,7 @@ _BOUND_S = 0.2
 _LONGEST_S = 5.0
 # What a request's bytes are counted with: a short one takes its time too, and says little of what a long one takes.
 _BASE_BYTES = 4096
-# Of these the median is taken: two after a first one that is far out, it is forgotten; five make a change usual.
+# Of these the median is taken: two after a first one that is far out, it is forgotten; five make a change the median.
 _NUM_REMEMBERED = 8
 # How many mean deviations a time is expected to stray.
 _NUM_DEVIATIONS = 2
@@ -30,7 +29,7 @@ _NUM_DEVIATIONS = 2
 Trigger = Literal["due", "finished", "answer"]
 
 
-class Usual:
+class RollingMedian:
     """What a time usually is, and how far it strays, by the last 8 measurements; a single one far out hardly counts.
 
     Args:
@@ -54,11 +53,11 @@ class Usual:
         return fmean(distances_s) if distances_s else 0.0
 
     @property
-    def most_s(self) -> float:
+    def upper_s(self) -> float:
         """What few go beyond."""
         return self.median_s + _NUM_DEVIATIONS * self.deviation_s
 
-    def measured(self, seconds: float) -> None:
+    def add(self, seconds: float) -> None:
         """Take one more measurement."""
         self._latest_s.append(seconds)
 
@@ -72,31 +71,31 @@ class Leads:
     """
 
     def __init__(self) -> None:
-        self._admissions: dict[str, Usual] = {}
-        self._backlogs_by_byte: dict[str, Usual] = {}
-        self._errors: dict[str, Usual] = {}
+        self._admissions: dict[str, RollingMedian] = {}
+        self._backlogs_by_byte: dict[str, RollingMedian] = {}
+        self._errors: dict[str, RollingMedian] = {}
 
     def lead_s(self, prefill_url: str, decode_url: str, num_bytes: int) -> float:
         """For a request of so many bytes: up to 200 ms, to 5 s where D's admission alone usually takes longer."""
-        admission = self._admissions.get(decode_url, Usual(_FIRST_ADMISSION_S))
-        backlog_s = (_BASE_BYTES + num_bytes) * self._backlogs_by_byte.get(decode_url, Usual()).most_s
-        error = self._errors.get(prefill_url, Usual())
-        wanted_s = _MARGIN_S + admission.most_s + backlog_s + error.most_s
+        admission = self._admissions.get(decode_url, RollingMedian(_FIRST_ADMISSION_S))
+        backlog_s = (_BASE_BYTES + num_bytes) * self._backlogs_by_byte.get(decode_url, RollingMedian()).upper_s
+        error = self._errors.get(prefill_url, RollingMedian())
+        wanted_s = _MARGIN_S + admission.upper_s + backlog_s + error.upper_s
         bound_s = max(_BOUND_S, _MARGIN_S + admission.median_s)
         return max(0.0, min(wanted_s, bound_s, _LONGEST_S))
 
     def admitted(self, decode_url: str, admission_s: float) -> None:
         """Take one more time from a D's request to its watch, 0 or more seconds."""
-        self._admissions.setdefault(decode_url, Usual()).measured(min(admission_s, _LONGEST_S))
+        self._admissions.setdefault(decode_url, RollingMedian()).add(min(admission_s, _LONGEST_S))
 
     def moved(self, decode_url: str, backlog_s: float, num_bytes: int) -> None:
         """Take one more time in which a D read what was final before, 0 or more seconds; bytes as of `lead_s`."""
         by_byte_s = min(backlog_s, _LONGEST_S) / (_BASE_BYTES + num_bytes)
-        self._backlogs_by_byte.setdefault(decode_url, Usual()).measured(by_byte_s)
+        self._backlogs_by_byte.setdefault(decode_url, RollingMedian()).add(by_byte_s)
 
     def answered(self, prefill_url: str, error_s: float) -> None:
         """Take one more error of a P's prediction, in seconds: above 0 when it ended earlier than was predicted."""
-        self._errors.setdefault(prefill_url, Usual()).measured(max(-_LONGEST_S, min(error_s, _LONGEST_S)))
+        self._errors.setdefault(prefill_url, RollingMedian()).add(max(-_LONGEST_S, min(error_s, _LONGEST_S)))
 
 
 @dataclass(slots=True)
@@ -159,7 +158,7 @@ class JustInTime:
         try:
             moment = await self._control.subscribe(address, handoff, timing.lead_s, self._timeout_s)
         except (KVPipeError, OSError) as error:
-            return self._falls_back(timing, address, str(error) or type(error).__name__)
+            return self._fall_back(timing, address, str(error) or type(error).__name__)
         if moment.kind == "due":
             timing.predicted_at_s = time.monotonic() + (moment.remaining_s or 0.0)
             timing.trigger = "due"
@@ -168,10 +167,10 @@ class JustInTime:
             if moment.remaining_s is not None:
                 timing.predicted_at_s = time.monotonic() + moment.remaining_s
         else:
-            return self._falls_back(timing, address, moment.reason)
+            return self._fall_back(timing, address, moment.reason)
         return True
 
-    def _falls_back(self, timing: Timing, address: str, reason: str) -> bool:
+    def _fall_back(self, timing: Timing, address: str, reason: str) -> bool:
         timing.reason = reason
         self._failures.note("control", address, f"subscribe: {reason}; sequential dispatch instead", time.monotonic())
         return False

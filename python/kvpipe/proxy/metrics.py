@@ -50,7 +50,9 @@ class Metrics:
         )
         about = "Between the predicted end of a prefill and its answer: early, the prediction lay before it."
         self._error = self._histogram("prediction_error_seconds", about, "was")
-        self._shown = self._counter("first_tokens_shown", "Tokens of prefill that were shown before decode had spoken.")
+        self._early_tokens = self._counter(
+            "early_tokens", "Tokens of prefill that were shown before decode had spoken."
+        )
         about = (
             "Instances in whose place another one was asked for a handoff: they failed, or contradicted a shown token."
         )
@@ -96,9 +98,9 @@ class Metrics:
         if timing.error_s is not None:
             self._error.labels("early" if timing.error_s < 0 else "late").observe(abs(timing.error_s))
 
-    def first_token_shown(self) -> None:
+    def early_token_sent(self) -> None:
         """Count a token that a client has before decode has said anything."""
-        self._shown.inc()
+        self._early_tokens.inc()
 
     def replaced(self, role: Role, reason: Fault) -> None:
         """Count an instance in whose place another one is asked."""

@@ -11,8 +11,8 @@ from typing import Any
 from aiohttp import web
 
 from kvpipe.proxy.bodies import error_body
-from kvpipe.proxy.early import ContradictionError, FirstToken, Reconciled
-from kvpipe.proxy.upstream import Answer, Early, Fault, InstanceError
+from kvpipe.proxy.early_token import Continuation, ContradictionError, EarlyToken
+from kvpipe.proxy.upstream import Answer, EarlyStart, Fault, InstanceError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,9 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float) -> web.S
 async def _relay_stream(client: "_Client", response: web.StreamResponse, answer: Answer) -> None:
     last = b"\n\n"
     try:
-        async for piece in _pieces(answer) if answer.early is None else _with_first_token(answer, answer.early):
+        async for piece in (
+            _pieces(answer) if answer.early_start is None else _with_early_token(answer, answer.early_start)
+        ):
             await client.takes(response.write(piece))
             last = piece
     except InstanceError as error:
@@ -57,53 +59,53 @@ async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def _with_first_token(answer: Answer, early: Early) -> AsyncIterator[bytes]:
+async def _with_early_token(answer: Answer, start: EarlyStart) -> AsyncIterator[bytes]:
     """D's stream, and before it P's token, if that is there first.
 
     Raises:
-        InstanceError: the stream broke off, or no instance's begins as it was shown.
+        InstanceError: the stream broke off, or no instance's begins with the early token.
     """
-    either: set[asyncio.Future[Any]] = {early.begun, early.token}
+    either: set[asyncio.Future[Any]] = {start.first_bytes, start.token}
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    shown = None if early.begun.done() else early.token.result()
-    if shown is None:
-        answer.body = await early.begun
+    token = None if start.first_bytes.done() else start.token.result()
+    if token is None:
+        answer.body = await start.first_bytes
         async for piece in _pieces(answer):
             yield piece
         return
-    early.shown()
-    yield shown.events()
-    async for event in _after(shown, answer, early):
+    start.on_sent()
+    yield token.events()
+    async for event in _after(token, answer, start):
         yield event
 
 
-async def _after(shown: FirstToken, answer: Answer, early: Early) -> AsyncIterator[bytes]:
-    reconciled = Reconciled(shown)
+async def _after(token: EarlyToken, answer: Answer, start: EarlyStart) -> AsyncIterator[bytes]:
+    continuation = Continuation(token)
     try:
-        answer.body = await early.begun
-        async for event in _reconciled(reconciled, answer):
+        answer.body = await start.first_bytes
+        async for event in _continued(continuation, answer):
             yield event
     except (ContradictionError, InstanceError) as error:
-        if reconciled.has_passed:
+        if continuation.has_sent:
             raise
-        logger.warning("first_token.again url=%s: %s", answer.instance.url, error)
+        logger.warning("early_token.retry url=%s: %s", answer.instance.url, error)
         fault: Fault = "contradicted" if isinstance(error, ContradictionError) else "failed"
     else:
         return
     answer.close()
-    answer.replace_stream(await early.again(shown, fault))
+    answer.replace_stream(await start.retry(token, fault))
     try:
-        async for event in _reconciled(Reconciled(shown), answer):
+        async for event in _continued(Continuation(token), answer):
             yield event
     except ContradictionError as error:
         raise InstanceError(answer.role, answer.instance, str(error)) from error
 
 
-async def _reconciled(reconciled: Reconciled, answer: Answer) -> AsyncIterator[bytes]:
+async def _continued(continuation: Continuation, answer: Answer) -> AsyncIterator[bytes]:
     async for piece in _pieces(answer):
-        for event in reconciled.feed(piece):
+        for event in continuation.feed(piece):
             yield event
-    if rest := reconciled.end():
+    if rest := continuation.end():
         yield rest
 
 

@@ -12,12 +12,12 @@ from multidict import CIMultiDict
 
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.config import ProxyConfig
-from kvpipe.proxy.early import FirstToken
+from kvpipe.proxy.early_token import EarlyToken
 from kvpipe.proxy.headers import response_headers
 from kvpipe.proxy.instances import Instance
 
 Role = Literal["prefill", "decode"]
-# What another instance is asked for: this one failed, or said something else than the token that was shown.
+# Why another instance is asked: this one failed, or its stream contradicts the early token.
 Fault = Literal["failed", "contradicted"]
 
 # vLLM's uvicorn closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A POST
@@ -54,20 +54,20 @@ class InstanceError(KVPipeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Early:
+class EarlyStart:
     """What a client can be told before the stream has begun.
 
     Attributes:
-        token: P's, or None when it cannot be shown.
-        begun: the first bytes of the stream.
-        shown: to be called when the token is shown.
-        again: asks for a stream that begins with that token, instead of the one that did not, and why it did not.
+        token: P's, or None when it cannot be sent early.
+        first_bytes: the first bytes of the stream.
+        on_sent: to be called when the token is sent.
+        retry: asks for a stream that begins with that token, instead of the one that did not, and why it did not.
     """
 
-    token: asyncio.Future[FirstToken | None]
-    begun: asyncio.Task[bytes]
-    shown: Callable[[], None]
-    again: "Callable[[FirstToken, Fault], Awaitable[Answer]]"
+    token: asyncio.Future[EarlyToken | None]
+    first_bytes: asyncio.Task[bytes]
+    on_sent: Callable[[], None]
+    retry: "Callable[[EarlyToken, Fault], Awaitable[Answer]]"
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Answer:
         body: all bytes, or the first ones of a stream; none of a stream that has not begun.
         stream: the open response when more is to come; `close` ends it.
         is_complete: whether the last byte has come in.
-        early: what can be told before the stream has begun.
+        early_start: what can be told before the stream has begun.
     """
 
     role: Role
@@ -90,7 +90,7 @@ class Answer:
     body: bytes
     stream: aiohttp.ClientResponse | None = None
     is_complete: bool = True
-    early: Early | None = None
+    early_start: EarlyStart | None = None
 
     def replace_stream(self, other: "Answer") -> None:
         """Go on with another answer's stream."""
@@ -120,8 +120,8 @@ class Answer:
 
     def close(self) -> None:
         """Close the connection of an unfinished stream, which aborts the request in vLLM."""
-        if self.early is not None:
-            self.early.begun.cancel()
+        if self.early_start is not None:
+            self.early_start.first_bytes.cancel()
         if self.stream is not None:
             self.stream.close()
 

@@ -28,7 +28,7 @@ class Ready(Protocol):
         """Waits for it."""
 
 
-class Follower:
+class DeferredQueue:
     """Begins operations one after the other, each when what it waits for is done, on a thread of its own.
 
     Only what has to wait, or comes after such, gets to the thread, which the first of them makes.
@@ -40,11 +40,11 @@ class Follower:
     def __init__(self) -> None:
         self.is_idle = True
         self._changed = threading.Condition()
-        self._waiting: deque[Following] = deque()
+        self._waiting: deque[Deferred] = deque()
         self._is_running = False
         self._is_closed = False
 
-    def post(self, ready: Ready | None, begin: Begin, timeout: float | None = None) -> _kvpipe.Work | Following:
+    def post(self, ready: Ready | None, begin: Begin, timeout: float | None = None) -> _kvpipe.Work | Deferred:
         """Begins an operation now, or when its turn has come and what it waits for is done.
 
         Args:
@@ -61,28 +61,28 @@ class Follower:
             if self._is_closed:
                 message = "the pipe or agent was closed"
                 raise ClosedError(message)
-            following = Following(ready, begin, timeout)
-            self._waiting.append(following)
+            deferred = Deferred(ready, begin, timeout)
+            self._waiting.append(deferred)
             self.is_idle = False
             self._wake()
-        return following
+        return deferred
 
     def _wake(self) -> None:
         if self._is_running:
             self._changed.notify_all()
             return
         self._is_running = True
-        threading.Thread(target=self._run, name="kvpipe-follower", daemon=True).start()
+        threading.Thread(target=self._run, name="kvpipe-deferred", daemon=True).start()
 
     def _run(self) -> None:
-        while self._follow_next():
+        while self._begin_next():
             pass  # and keeps nothing of it alive
 
-    def _follow_next(self) -> bool:
-        following = self._next()
-        if following is None:
+    def _begin_next(self) -> bool:
+        deferred = self._next()
+        if deferred is None:
             return False
-        following.follow()
+        deferred.run()
         with self._changed:
             if self._waiting:  # else closed meanwhile
                 self._waiting.popleft()
@@ -90,7 +90,7 @@ class Follower:
             self._changed.notify_all()
         return True
 
-    def _next(self) -> Following | None:
+    def _next(self) -> Deferred | None:
         with self._changed:
             if not self._waiting and not self._is_closed:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed, _IDLE_S)
@@ -114,11 +114,11 @@ class Follower:
             self.is_idle = True
             self._changed.notify_all()
         message = "it was closed before the tensor's stream was done"
-        for following in abandoned:
-            following.withdraw(ClosedError(message))
+        for deferred in abandoned:
+            deferred.withdraw(ClosedError(message))
 
 
-class Following:
+class Deferred:
     """An operation that begins later; till then it stands in for the native one.
 
     Attributes:
@@ -134,7 +134,7 @@ class Following:
         self._is_settled = threading.Event()  # has begun, or never will
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
-    def follow(self) -> None:
+    def run(self) -> None:
         """Waits for what is to be waited for, then begins; errors come out of the result."""
         steps = self._steps
         if steps is None:
@@ -166,7 +166,7 @@ class Following:
             self._is_settled.set()
             sleepers, self._sleepers = self._sleepers, []
         for loop, slept in sleepers:
-            loop.call_soon_threadsafe(_end_sleep, slept)
+            loop.call_soon_threadsafe(_wake_sleeper, slept)
 
     def _left(self, timeout: float | None) -> float | None:
         """Seconds until the operation's own end, or the caller's if that is sooner."""
@@ -218,6 +218,6 @@ class Following:
         await slept
 
 
-def _end_sleep(slept: asyncio.Future[None]) -> None:
+def _wake_sleeper(slept: asyncio.Future[None]) -> None:
     if not slept.done():
         slept.set_result(None)

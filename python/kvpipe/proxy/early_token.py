@@ -28,7 +28,7 @@ class ContradictionError(KVPipeError):
     """D's stream says something else than what was shown."""
 
 
-def may_show(body: dict[str, Any]) -> bool:
+def allows_early_token(body: dict[str, Any]) -> bool:
     """Whether P's token can be shown to the client of this request before D has said it."""
     options = body.get("stream_options")
     has_usage_in_chunks = isinstance(options, dict) and bool(options.get("continuous_usage_stats"))
@@ -42,7 +42,7 @@ def _is_set(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
+class EarlyToken:
     """What P's answer says about the first token.
 
     Attributes:
@@ -95,15 +95,15 @@ class FirstToken:
         return _written(self.head | {"choices": [choice]})
 
 
-class Reconciled:
+class Continuation:
     """D's stream, as it goes on after what was shown."""
 
-    def __init__(self, first: FirstToken) -> None:
+    def __init__(self, first: EarlyToken) -> None:
         self._head = {name: first.head[name] for name in ("id", "created")}
         self._missing = first.text
         self._is_chat = first.head["object"] != "text_completion"
         self._rest = b""
-        self.has_passed = False
+        self.has_sent = False
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
         """The events for the client that a piece of D's stream completes.
@@ -114,7 +114,7 @@ class Reconciled:
         *events, self._rest = (self._rest + piece).split(b"\n\n")
         for event in events:
             if (passed := self._reconciled(event)) is not None:
-                self.has_passed = True
+                self.has_sent = True
                 yield passed
 
     def end(self) -> bytes:

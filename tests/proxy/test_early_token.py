@@ -1,7 +1,7 @@
 import orjson
 import pytest
 
-from kvpipe.proxy.early import ContradictionError, FirstToken, Reconciled, may_show
+from kvpipe.proxy.early_token import Continuation, ContradictionError, EarlyToken, allows_early_token
 
 from .harness import CHAT, COMPLETIONS, REQUEST
 
@@ -12,7 +12,7 @@ def prefilled(path=COMPLETIONS, text="ab", token=7, finish_reason="length", **me
     said = {"message": {"content": text, **message}} if path == CHAT else {"text": text}
     choice = {"index": 0, "finish_reason": finish_reason, **said}
     params = {"kvpipe": {"first_token": token}}
-    return FirstToken.of(path, orjson.dumps(HEAD | {"choices": [choice], "kv_transfer_params": params}))
+    return EarlyToken.of(path, orjson.dumps(HEAD | {"choices": [choice], "kv_transfer_params": params}))
 
 
 def chunk(text, path=COMPLETIONS, finish_reason=None, **more):
@@ -45,7 +45,7 @@ def test_the_client_gets_each_character_once_however_the_stream_is_cut(path, cut
     stream = b"".join(chunk(text, path) for text in texts) + chunk("", path, "length") + DONE
     if path == CHAT:
         stream = chunk("", path, role="assistant") + stream
-    reconciled = Reconciled(first)
+    reconciled = Continuation(first)
     pieces = [stream[at : at + piece_len] for at in range(0, len(stream), piece_len)]
     events = first.events() + b"".join(event for piece in pieces for event in reconciled.feed(piece)) + reconciled.end()
     assert text_of(events) == whole
@@ -71,21 +71,21 @@ def test_the_client_gets_each_character_once_however_the_stream_is_cut(path, cut
     ],
 )
 def test_a_stream_that_contradicts_what_was_shown_is_no_answer(said):
-    reconciled = Reconciled(prefilled())
+    reconciled = Continuation(prefilled())
     with pytest.raises(ContradictionError):
         list(reconciled.feed(b"".join(said)))
-    assert not reconciled.has_passed
+    assert not reconciled.has_sent
 
 
 def test_a_stream_that_ends_before_it_has_said_what_was_shown_is_no_answer():
-    reconciled = Reconciled(prefilled())
+    reconciled = Continuation(prefilled())
     assert list(reconciled.feed(chunk("a"))) == []
     with pytest.raises(ContradictionError):
         reconciled.end()
 
 
 def test_usage_and_errors_pass():
-    reconciled = Reconciled(prefilled())
+    reconciled = Continuation(prefilled())
     usage = b'data: {"id":"other","created":6,"choices":[],"usage":{"prompt_tokens":3}}\n\n'
     error = b'data: {"error":{"code":500}}\n\n'
     passed = list(reconciled.feed(chunk("ab") + usage + error))
@@ -106,10 +106,10 @@ def test_usage_and_errors_pass():
         prefilled(text=None),
         prefilled(CHAT, reasoning="so"),
         prefilled(CHAT, tool_calls=[{}]),
-        FirstToken.of(COMPLETIONS, b'{"choices":[{"text":"a"}],"kv_transfer_params":null}'),
-        FirstToken.of(COMPLETIONS, b"no JSON"),
-        FirstToken.of(COMPLETIONS, b"[]"),
-        FirstToken.of(COMPLETIONS, b'{"choices":[]}'),
+        EarlyToken.of(COMPLETIONS, b'{"choices":[{"text":"a"}],"kv_transfer_params":null}'),
+        EarlyToken.of(COMPLETIONS, b"no JSON"),
+        EarlyToken.of(COMPLETIONS, b"[]"),
+        EarlyToken.of(COMPLETIONS, b'{"choices":[]}'),
     ],
 )
 def test_a_token_that_is_not_whole_or_ends_the_request_is_not_shown(answer):
@@ -133,7 +133,7 @@ def test_a_token_that_is_not_whole_or_ends_the_request_is_not_shown(answer):
     ],
 )
 def test_only_plain_streams_are_shown_a_token(more, is_shown):
-    assert may_show(REQUEST | {"stream": True} | more) == is_shown
+    assert allows_early_token(REQUEST | {"stream": True} | more) == is_shown
 
 
 def test_a_token_without_text_shows_the_role_alone():

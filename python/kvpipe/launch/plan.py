@@ -1,4 +1,4 @@
-"""What a deployment starts: its spec, and from that the ports, environments and command lines."""
+"""From a spec to processes: free ports, environments and command lines. Starts nothing."""
 
 import dataclasses
 import importlib.metadata
@@ -8,83 +8,24 @@ import os
 import random
 import secrets
 import socket
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from kvpipe._groups import Watchdog
-from kvpipe._process import ChildProcess
 from kvpipe.exceptions import ConfigError
+from kvpipe.launch.process import ChildProcess
+from kvpipe.launch.spec import LOOPBACK, DeploymentSpec
+from kvpipe.launch.watchdog import Watchdog
 
 Role = Literal["prefill", "decode", "undivided", "proxy"]
 Echo = Callable[[str], None]
 
-VLLM_COMMAND = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
-PROXY_COMMAND = (sys.executable, "-m", "kvpipe", "proxy")
-
-LOOPBACK = "127.0.0.1"
 _LOWEST_PORT = 10_000
 _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 # vLLM's CPU build: instances on one machine share its cores, where the default binds all of them to
 # the same ones; 1 GiB of KV each, where the default takes a share of all memory for every one.
 _CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeploymentSpec:
-    """What to start. The defaults are those of `kvpipe up`."""
-
-    model: str
-    """Folder or name of the model, as vLLM takes it."""
-    num_prefill: int = 1
-    num_decode: int = 1
-    num_undivided: int = 0
-    """Instances without a connector, which the proxy does not know: to compare with."""
-    host: str = LOOPBACK
-    """Address of the proxy. The instances always listen on loopback."""
-    port: int = 0
-    """Port of the proxy; 0 takes a free one."""
-    dispatch: Literal["just-in-time", "sequential", "concurrent"] = "just-in-time"
-    block_size: int | None = None
-    """Tokens in a KV block; None leaves it to vLLM."""
-    token: str | None = None
-    """Shared secret of all of them; None takes KVPIPE_TOKEN, else a random one for this run."""
-    vllm_args: Sequence[str] = ()
-    connector_module: str = "kvpipe.connector"
-    """Module of the `KVPipeConnector` that the instances load, for those who subclass it."""
-    connector_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """More keys of `kv_connector_extra_config`, for every instance."""
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Environment of every process, over this process's own."""
-    log_dir: Path | None = None
-    """Where `<name>.log` of each process is kept; None keeps no files."""
-    startup_timeout_s: float = 900.0
-    grace_s: float = 15.0
-    """Between SIGTERM and SIGKILL when ending."""
-    server_command: Sequence[str] = VLLM_COMMAND
-    proxy_command: Sequence[str] | None = PROXY_COMMAND
-    """None starts no proxy."""
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot be started."""
-        for name, least in (("num_prefill", 1), ("num_decode", 1), ("num_undivided", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if self.block_size is not None and self.block_size < 1:
-            raise ConfigError(f"block_size must be at least 1, not {self.block_size}")
-
-    @property
-    def served_model(self) -> str:
-        """The name under which clients ask for the model."""
-        args = list(self.vllm_args)
-        for index, arg in enumerate(args):
-            if arg == "--served-model-name" and index + 1 < len(args):
-                return args[index + 1]
-            if arg.startswith("--served-model-name="):
-                return arg.partition("=")[2]
-        return self.model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +64,7 @@ class Planner:
         self._echo = echo
         self._watchdog = watchdog
         self._env = _environment(spec)
-        self._ports = iter(_free_ports(2 * num_engines + spec.num_undivided + 1))
+        self._ports = iter(free_ports(2 * num_engines + spec.num_undivided + 1))
 
     def plan(self) -> Plan:
         """The processes of the spec."""
@@ -206,7 +147,7 @@ def _kv_transfer_config(spec: DeploymentSpec, role: Role, control: str) -> dict[
     }
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Different ports that are free now and will be in a minute, when an instance binds them.
 
     The system hands the ports of its own range to whoever asks for any port, so that one of those may be taken

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class Obstacles:
+class FirstTokenSupport:
     """What stands against it on one engine.
 
     Attributes:
@@ -21,11 +21,11 @@ class Obstacles:
         self._logprobs_mode = str(vllm_config.model_config.logprobs_mode)
         self.are_workers_ready = False
 
-    def are_none(self) -> bool:
+    def is_supported(self) -> bool:
         """Whether this engine forces tokens at all."""
         return self.are_workers_ready and not self._is_speculative
 
-    def of(self, request: Request) -> str:
+    def unsupported_reason(self, request: Request) -> str:
         """Why the first token of a request is sampled here; empty if it need not be."""
         params = request.sampling_params
         if self._is_speculative:

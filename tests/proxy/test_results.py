@@ -1,4 +1,4 @@
-from kvpipe.proxy.handoffs import RecentHandoffs
+from kvpipe.proxy.results import RecentHandoffs
 
 
 def test_only_the_latest_handoffs_are_remembered_and_others_mean_everyone():

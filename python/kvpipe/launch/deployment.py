@@ -17,10 +17,11 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from kvpipe._groups import Watchdog
-from kvpipe._launch import DeploymentSpec, Echo, Instance, Planner
-from kvpipe._process import ChildProcess
 from kvpipe.exceptions import ConfigError, KVPipeError
+from kvpipe.launch.plan import Echo, Instance, Planner
+from kvpipe.launch.process import ChildProcess
+from kvpipe.launch.spec import DeploymentSpec
+from kvpipe.launch.watchdog import Watchdog
 
 __all__ = ["Deployment", "DeploymentSpec", "DeploymentThread", "Instance"]
 

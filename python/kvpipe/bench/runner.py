@@ -1,4 +1,4 @@
-"""Contestants and what they run: pairs of processes, or one process that copies."""
+"""Subjects and what they run: pairs of processes, or one process that copies."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Sample:
     cpu_s_per_gib: float | None
 
 
-class Field(Protocol):
-    """What contestants run on once it is opened."""
+class Runner(Protocol):
+    """What subjects run on once it is opened."""
 
     transport: str
     version: str
@@ -52,7 +52,7 @@ class Field(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """How the processes of a contestant are started. Contestants with the same program share them.
+    """How the processes of a subject are started. Subjects with the same program share them.
 
     Attributes:
         name: The program's.
@@ -75,7 +75,7 @@ class Program:
         line = compose(role, {**dict(self.setup), **words}).split()
         return Process([*self.command, *line], dict(self.env))
 
-    def open(self, words: Mapping[str, object]) -> Field:
+    def open(self, words: Mapping[str, object]) -> Runner:
         """Starts all its processes and lets them meet; with `is_pinned` each on a CPU of its own."""
         started: list[Process] = []
         try:
@@ -92,17 +92,17 @@ class Program:
 class Startable(Protocol):
     """Something that can be opened: a program, or a tool that is started anew for each sample."""
 
-    def open(self, words: Mapping[str, object]) -> Field:
+    def open(self, words: Mapping[str, object]) -> Runner:
         """Starts it."""
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Subject:
     """One line of a table.
 
     Attributes:
         name: In the table.
-        road: `default` (what UCX chooses), `tcp`, or empty where no transport is involved.
+        data_path: `default` (what UCX chooses), `tcp`, or empty where no transport is involved.
         program: What runs it.
         kinds: Of cases that it can do.
         options: Words of each request.
@@ -111,7 +111,7 @@ class Contestant:
     """
 
     name: str
-    road: str
+    data_path: str
     program: Startable
     kinds: frozenset[str]
     options: Pairs = ()

@@ -1,9 +1,9 @@
-"""Process groups: who is in one, and a watchdog that ends those whose launcher is gone.
+"""Process groups: their members, and a watchdog that kills the groups of a launcher that died.
 
-The watchdog is a process of its own: `python -m kvpipe._groups`, told over its stdin. It outlives
-a launcher that was killed, and ends what vLLM leaves behind when its API server was killed too. The
-kernel's PR_SET_PDEATHSIG would not do: it reaches only the first process, and a launcher with
-threads that dies can send it more than once, the second into the shutdown that the first began.
+The watchdog is this file run as a program of its own, with group ids on its stdin. It outlives a launcher that was
+killed, and kills what vLLM leaves behind when its API server was killed too. The kernel's PR_SET_PDEATHSIG is not
+enough: it reaches the first process only. A launcher with several threads can also send it twice, and the second
+signal interrupts the shutdown that the first one began.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ def kill_members(group_id: int) -> list[int]:
 
 
 class Watchdog:
-    """The launcher's side: names the groups to end should this process die."""
+    """The launcher's end of the watchdog: names the groups to kill if this process dies."""
 
     def __init__(self) -> None:
         """Starts nothing: the process starts with the first group."""
@@ -59,11 +59,11 @@ class Watchdog:
     def watch(self, group_id: int) -> None:
         """From now on the group ends with this process."""
         if self._process is None:
-            # Its own session, so that the terminal's Ctrl-C does not reach it
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvpipe._groups"],
+            self._process = subprocess.Popen(  # noqa: S603 - this file
+                # By path and isolated, so that it imports the standard library only
+                [sys.executable, "-I", __file__],
                 stdin=subprocess.PIPE,
-                start_new_session=True,
+                start_new_session=True,  # the terminal's Ctrl-C does not reach it
             )
         self._tell(f"+{group_id}\n")
 

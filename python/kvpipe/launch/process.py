@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from kvpipe._groups import Watchdog, kill_members
+from kvpipe.launch.watchdog import Watchdog, kill_members
 
 # Lines kept for the message about a child that died.
 _NUM_TAIL_LINES = 30

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from .harness import CHAT, COMPLETIONS, REQUEST, answers, breaks_off, never_ends, run, stage, streams
-from .test_early import DONE, chunk, parsed, text_of
+from .test_early_token import DONE, chunk, parsed, text_of
 
 STREAMED = REQUEST | {"stream": True}
 MODES = ["sequential", "concurrent", "just-in-time"]

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
-from kvpipe._launch import VLLM_COMMAND
-from kvpipe.deployment import Deployment, DeploymentSpec, exit_text
 from kvpipe.exceptions import ConfigError
+from kvpipe.launch.deployment import Deployment, exit_text
+from kvpipe.launch.spec import VLLM_COMMAND, DeploymentSpec
 
 T = TypeVar("T")
 

@@ -11,16 +11,17 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvpipe._launch import LOOPBACK, VLLM_COMMAND, _free_ports
 from kvpipe.bench.handoff import client
 from kvpipe.bench.handoff.model import dtype
 from kvpipe.control import ControlClient
+from kvpipe.launch.plan import free_ports
+from kvpipe.launch.spec import LOOPBACK, VLLM_COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from kvpipe.bench.handoff.servers import Park, Server
+    from kvpipe.bench.handoff.servers import Server, ServerPool
 
 TOKEN = "the token of the benchmark"  # noqa: S105 - of processes on loopback that end with this one
 # UCX's default segments of 8 KiB make TCP four times slower; where CMA carries the bytes they change nothing
@@ -34,7 +35,7 @@ _NO_REMOTE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host
 
 
 @dataclass(frozen=True)
-class Asked:
+class Times:
     """What a client saw of one request: when it asked, and when the first and the second token came; its handoff."""
 
     asked_s: float
@@ -43,14 +44,14 @@ class Asked:
     handoff: str = ""
 
 
-class Contestant(Protocol):
+class Subject(Protocol):
     """Somebody who answers requests."""
 
     @property
     def name(self) -> str:
         """Such as `kvpipe sequential`."""
 
-    def ask(self, tokens: list[int]) -> Asked:
+    def ask(self, tokens: list[int]) -> Times:
         """Asks for a few tokens."""
 
 
@@ -62,7 +63,7 @@ class Group:
         name: Such as `nixl pull`.
         prefill: The instance that computes prompts.
         decode: The one that goes on; `None` of an undivided instance.
-        contestants: Ways to ask them.
+        subjects: Ways to ask them.
         apart: More ways, measured after all others: they change what the instances know of their speed.
         prefill_once: Has the prompt computed by `prefill` alone, and gives its blocks back; seconds.
         others: More processes of it.
@@ -73,10 +74,10 @@ class Group:
     name: str
     prefill: Server
     decode: Server | None
-    contestants: Sequence[Contestant]
+    subjects: Sequence[Subject]
     prefill_once: Callable[[list[int]], float]
     others: Sequence[Server] = field(default_factory=list)
-    apart: Sequence[Contestant] = field(default_factory=list)
+    apart: Sequence[Subject] = field(default_factory=list)
     plain_once: Callable[[list[int]], float] | None = None
 
     @property
@@ -116,9 +117,9 @@ class Setting:
         """Where the connectors write what they do."""
         return self.work / "trace.json"
 
-    def start(self, park: Park, name: str, transfer: dict[str, Any] | None = None, **env: str) -> Server:
+    def start(self, pool: ServerPool, name: str, transfer: dict[str, Any] | None = None, **env: str) -> Server:
         """Starts an instance."""
-        (port,) = _free_ports(1)
+        (port,) = free_ports(1)
         command = [*VLLM_COMMAND, "--model", str(self.model), "--host", LOOPBACK, "--port", str(port)]
         command += ["--served-model-name", client.MODEL, "--load-format", "dummy", "--dtype", dtype()]
         command += ["--max-num-batched-tokens", str(self.step_tokens), "--max-model-len", str(self.max_tokens + 64)]
@@ -138,7 +139,7 @@ class Setting:
             "KVPIPE_TRACE": str(self.trace),
         }
         log = self.work / f"{name.replace(' ', '-')}.log"
-        return park.start(name, f"http://{LOOPBACK}:{port}", command, common | env, log)
+        return pool.start(name, f"http://{LOOPBACK}:{port}", command, common | env, log)
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -157,16 +158,16 @@ class Direct:
     name: str
     url: str
 
-    def ask(self, tokens: list[int]) -> Asked:
+    def ask(self, tokens: list[int]) -> Times:
         """Asks for a few tokens."""
         found = client.stream(self.url, tokens)
         first_s, second_s = found.texts_s[:2]
-        return Asked(found.asked_s, first_s, second_s, found.headers.get("x-kvpipe-handoff", ""))
+        return Times(found.asked_s, first_s, second_s, found.headers.get("x-kvpipe-handoff", ""))
 
 
-def undivided(park: Park, setting: Setting) -> Group:
+def undivided(pool: ServerPool, setting: Setting) -> Group:
     """One instance without a connector."""
-    server = setting.start(park, "undivided")
+    server = setting.start(pool, "undivided")
     server.until_healthy()
     return Group("undivided", server, None, [Direct("undivided", server.url)], _plain(server))
 
@@ -178,13 +179,13 @@ def _plain(server: Server) -> Callable[[list[int]], float]:
 # --- kvpipe -----------------------------------------------------------------------------------------------------
 
 
-def kvpipe(park: Park, setting: Setting) -> Group:
+def kvpipe(pool: ServerPool, setting: Setting) -> Group:
     """A prefill and a decode instance, and a proxy for each way of dispatch."""
-    ports = _free_ports(2)
+    ports = free_ports(2)
     controls = [f"{LOOPBACK}:{port}" for port in ports]
     servers = [
         setting.start(
-            park,
+            pool,
             f"kvpipe {name}",
             {
                 "kv_connector": "KVPipeConnector",
@@ -197,7 +198,7 @@ def kvpipe(park: Park, setting: Setting) -> Group:
     ]
     for server in servers:
         server.until_healthy()
-    proxies = [_proxy(park, setting, way, servers, controls) for way in _WAYS]
+    proxies = [_proxy(pool, setting, way, servers, controls) for way in _WAYS]
     found = {way: Direct(f"kvpipe {way}", proxy.url) for way, proxy in zip(_WAYS, proxies, strict=True)}
     # Decode that waits takes prefill's CPU: prefill would predict by that speed for the others too.
     apart = [found.pop("concurrent")]
@@ -215,13 +216,13 @@ def kvpipe(park: Park, setting: Setting) -> Group:
     )
 
 
-def _proxy(park: Park, setting: Setting, way: str, servers: Sequence[Server], controls: Sequence[str]) -> Server:
-    (port,) = _free_ports(1)
+def _proxy(pool: ServerPool, setting: Setting, way: str, servers: Sequence[Server], controls: Sequence[str]) -> Server:
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "kvpipe", "proxy", "--port", str(port), "--dispatch", way]
     for role, server, control in zip(("prefill", "decode"), servers, controls, strict=True):
         command += [f"--{role}", f"{server.url},{control}"]
     env = {"KVPIPE_TOKEN": TOKEN}
-    proxy = park.start(f"proxy {way}", f"http://{LOOPBACK}:{port}", command, env, setting.work / f"proxy-{way}.log")
+    proxy = pool.start(f"proxy {way}", f"http://{LOOPBACK}:{port}", command, env, setting.work / f"proxy-{way}.log")
     proxy.until_healthy()
     return proxy
 
@@ -238,13 +239,13 @@ class Nixl:
     decode_url: str
     is_push: bool
 
-    def ask(self, tokens: list[int]) -> Asked:
+    def ask(self, tokens: list[int]) -> Times:
         """Asks for a few tokens; all of them are decode's, which computes the last prompt token again."""
         handoff = secrets.token_hex(16)
         asked_s = time.monotonic()
         found = self._decode(tokens, handoff, self._prefill(tokens, handoff))
         first_s, second_s = found.texts_s[:2]
-        return Asked(asked_s, first_s, second_s, handoff)
+        return Times(asked_s, first_s, second_s, handoff)
 
     def prefill_s(self, tokens: list[int]) -> float:
         """Seconds in which prefill computes a prompt. Decode then fetches it, or its blocks would stay held."""
@@ -268,15 +269,15 @@ class Nixl:
         return client.stream(self.decode_url, tokens, {"X-Request-Id": handoff}, kv_transfer_params=held)
 
 
-def nixl(mode: str) -> Callable[[Park, Setting], Group]:
+def nixl(mode: str) -> Callable[[ServerPool, Setting], Group]:
     """A prefill and a decode instance with NixlConnector; `mode` is `Pull` or `Push`."""
 
-    def group(park: Park, setting: Setting) -> Group:
+    def group(pool: ServerPool, setting: Setting) -> Group:
         name = f"nixl {mode.lower()}"
-        ports = _free_ports(2)
+        ports = free_ports(2)
         servers = [
             setting.start(
-                park,
+                pool,
                 f"{name} {part}",
                 {
                     "kv_connector": f"Nixl{mode}Connector",
@@ -294,14 +295,14 @@ def nixl(mode: str) -> Callable[[Park, Setting], Group]:
         ]
         for server in servers:
             server.until_healthy()
-        contestant = Nixl(name, servers[0].url, servers[1].url, mode == "Push")
+        subject = Nixl(name, servers[0].url, servers[1].url, mode == "Push")
         plain = _plain(servers[0])
-        return Group(name, servers[0], servers[1], [contestant], contestant.prefill_s, plain_once=plain)
+        return Group(name, servers[0], servers[1], [subject], subject.prefill_s, plain_once=plain)
 
     return group
 
 
-GROUPS: dict[str, Callable[[Park, Setting], Group]] = {
+GROUPS: dict[str, Callable[[ServerPool, Setting], Group]] = {
     "undivided": undivided,
     "kvpipe": kvpipe,
     "nixl pull": nixl("Pull"),
@@ -309,7 +310,7 @@ GROUPS: dict[str, Callable[[Park, Setting], Group]] = {
 }
 
 
-def reason_against(name: str, nixl_path: Path) -> str:
+def unavailable_reason(name: str, nixl_path: Path) -> str:
     """Why a group cannot take part here; empty if it can."""
     if not name.startswith("nixl") or (nixl_path / "nixl").is_dir() or importlib.util.find_spec("nixl"):
         return ""
