@@ -19,6 +19,7 @@ LONGEST_PAGE = 200
 LONG_PAGES = {"docs/benchmarks.md"}
 # vLLM's own, not ours.
 OF_VLLM = ("KVPipeConnector received pp_rank > 0", "No package metadata", "Turning off hybrid")
+MONITORING = "docs/guide/monitoring.md"
 SETTINGS, METRICS, FAILURES = (f"docs/reference/{name}.md" for name in ("settings", "metrics", "failures"))
 
 
@@ -166,6 +167,21 @@ def test_the_messages_that_an_operator_meets_are_quoted():
 def test_a_quoted_message_is_one_of_the_products(message):
     parts = [part.strip(" '\":;=()") for part in re.split(r"…|\.\.\.", message)]
     assert [part for part in parts if part not in strings()] == []
+
+
+def test_the_log_lines_of_the_product_are_in_the_page_on_monitoring():
+    logs = [cell for cell in first_cells(MONITORING, "Logs") if cell.startswith("`")]
+    documented = {event for cell in logs for event in re.findall(r"`([a-z_]+\.[a-z_]+)", cell)}
+    logged = set(re.findall(r'logger\.(?:info|warning|error)\(\s*"([a-z_]+\.[a-z_]+)', strings()))
+    assert logged - documented == set()
+    assert [event for event in documented if f'"{event}' not in strings()] == []
+
+
+def test_the_lines_of_the_trace_are_those_of_the_product():
+    rows = text_of(MONITORING).partition("\n## Trace\n")[2]
+    names = [name for row in rows.splitlines() if row.startswith("| ") for name in re.findall(r"`([a-z ]+)`", row)]
+    assert "announced" in names
+    assert [name for name in names if f'"{name}"' not in strings()] == []
 
 
 def test_every_row_of_the_failure_table_names_a_test_that_exists():
