@@ -21,7 +21,6 @@ pub mod net;
 pub mod pipe;
 mod process;
 pub mod reactor;
-mod recent;
 pub mod session;
 pub mod tensor;
 pub mod trace;
@@ -30,5 +29,5 @@ pub mod transport;
 pub mod work;
 
 pub use error::{Error, Result};
-pub use transfer::data_path::DataPath;
 pub use transfer::region;
+pub use transport::DataPath;

@@ -1,6 +1,7 @@
 //! Completion of an operation: its reactor completes it once, any thread waits for it. A thread that waits runs the reactor
 //! meanwhile; where another does, it sleeps on a futex, in asyncio on an eventfd that is made when somebody needs it.
 
+use std::fmt;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,7 +12,6 @@ use rustix::io::Errno;
 use rustix::thread::futex;
 
 use crate::error::{Error, Result};
-use crate::reactor::{Drive, Driven};
 
 /// A wait is cut into slices of this length, so that a signal that arrives just before the wait is seen too.
 const SIGNAL_SLICE: Duration = Duration::from_secs(1);
@@ -34,6 +34,27 @@ const UNDER_WAY: u32 = 0;
 /// As before, and threads sleep until it has ended.
 const WAITED_FOR: u32 = 1;
 const ENDED: u32 = 2;
+
+/// A reactor as a waiting caller sees it: the caller runs the reactor while it waits.
+pub(crate) trait Drive: Send + Sync + fmt::Debug {
+    /// Runs the reactor on the calling thread until `is_done`, `until` or a signal.
+    fn drive(&self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven;
+}
+
+/// How [`Drive::drive`] ended.
+#[derive(Debug)]
+pub(crate) enum Driven {
+    /// `is_done` holds.
+    Done,
+    /// `until` has passed.
+    TimedOut,
+    /// A signal arrived, or it is time to look for one.
+    Interrupted,
+    /// Another thread runs the reactor, or the reactor has ended: the caller sleeps until its work is completed.
+    Busy,
+    /// This process was forked from the one that made the reactor.
+    Forked(Error),
+}
 
 /// An operation that is under way or done. Clones share it; dropping all of them cancels nothing.
 #[derive(Debug)]

@@ -6,6 +6,7 @@ pub mod consumer;
 pub mod producer;
 
 use crate::checksum::bound;
+
 pub use crate::ids::HandoffId;
 
 /// A block of one region (layer) that will not change any more.

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::{HandoffId, ReadyBlock};
+use crate::ids::RecentHandoffs;
 use crate::ids::SessionKey;
-use crate::recent::RecentHandoffs;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
 /// Selects that may wait for handoffs that are not known yet.

@@ -345,7 +345,7 @@ impl Incoming {
         if len < HUGE {
             return cx.register(Buffer::zeroed(len));
         }
-        self.pool.take(cx, len)
+        self.pool.take(len, |buffer| cx.register(buffer))
     }
 
     /// Puts the tensor that is here where it belongs.

@@ -19,6 +19,7 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use crate::error::{Error, Result};
+pub use crate::ids::SessionId;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::{Identity, random};
 
@@ -38,8 +39,6 @@ const WELCOME: u8 = 5;
 const READY: u8 = 6;
 const REFUSED: u8 = 7;
 
-/// Names a session on the data plane; known only to the two sides that passed the challenge.
-pub type SessionId = [u8; 16];
 type Nonce = [u8; 32];
 
 /// What a frame led to.

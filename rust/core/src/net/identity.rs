@@ -2,6 +2,7 @@
 //! UCX address of its worker where it has one.
 
 use crate::error::{Error, Result};
+pub use crate::ids::Incarnation;
 use crate::net::codec::{Reader, Writer};
 
 /// Longest text in an identity.
@@ -10,9 +11,6 @@ const TEXT_CAP: usize = 4096;
 const ADDRESS_CAP: usize = 32 << 10;
 /// Most fields of a fingerprint.
 const FIELDS_CAP: usize = 256;
-
-/// One life of a process: random, so that nothing of an earlier life is ever taken for the present one.
-pub type Incarnation = [u8; 16];
 
 /// What a session is for; a peer that wants something else is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

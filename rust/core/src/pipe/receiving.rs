@@ -58,7 +58,7 @@ impl Receiver {
         let Some(session) = self.session else { return };
         let memory = match &receive.out {
             Some((_, buffer)) => cx.register(buffer.clone()),
-            None => self.pool.take(cx, offer.len),
+            None => self.pool.take(offer.len, |buffer| cx.register(buffer)),
         };
         let memory = match memory {
             Ok(memory) => memory,

@@ -16,32 +16,14 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::run::{Next, ReactorCore};
 use super::{Service, signal};
-use crate::error::Error;
 use crate::process::Process;
-use crate::work::timespec;
+use crate::work::{Drive, Driven, timespec};
 
 /// How long after a caller's turn the thread leaves the reactor to the next caller, up to twice that.
 const LINGER: Duration = Duration::from_millis(1);
 
-/// How a caller's turn ended.
-#[derive(Debug)]
-pub(crate) enum Driven {
-    /// What it waited for is there.
-    Done,
-    /// It is not there in time.
-    TimedOut,
-    /// A signal came.
-    Interrupted,
-    /// The thread or another caller runs the reactor, or it ends; wait for them.
-    Busy,
-    /// The reactor is of the process that this one was forked from, and nobody runs it here.
-    Forked(Error),
-}
-
-/// A reactor as those see it who run it for a while.
-pub(crate) trait Drive: Send + Sync + fmt::Debug {
-    /// Runs the reactor until `is_done`, `until` or a signal.
-    fn drive(&self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven;
+/// A [`Driver`] without the type of what it runs.
+pub(crate) trait DriverHandle: Drive {
     /// There is something to do: whoever runs the reactor takes notice.
     fn notify(&self);
     /// Whether the calling thread is the one that runs the reactor now.
@@ -313,7 +295,9 @@ impl<S: Service> Drive for Driver<S> {
             Driven::Busy
         })
     }
+}
 
+impl<S: Service> DriverHandle for Driver<S> {
     fn notify(&self) {
         if self.process.check().is_err() {
             return;

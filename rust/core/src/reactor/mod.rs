@@ -24,17 +24,16 @@ use kvpipe_ucx::{AmData, AssertSend, Buffer, Status};
 use rustix::event::EventfdFlags;
 
 use crate::error::{Error, Result};
+pub use crate::ids::SessionKey;
 use crate::net::identity::Identity;
 use crate::process::{Process, Thread};
 use crate::session::connection::SessionTimeouts;
 use crate::transport::{Context, Memory, Transport};
 use crate::work::{Completer, Then, Work, work};
 use commands::{CommandSender, ReactorCommand};
-use driver::Driver;
+use driver::{Driver, DriverHandle};
 use run::ReactorCore;
 
-pub use crate::ids::SessionKey;
-pub(crate) use driver::{Drive, Driven};
 pub use io::ReactorContext;
 pub(crate) use pending_reads::PendingReads;
 
@@ -137,7 +136,7 @@ pub fn default_busy_poll() -> Duration {
 #[derive(Debug)]
 pub struct Reactor<C> {
     commands: CommandSender<C>,
-    driver: Arc<dyn Drive>,
+    driver: Arc<dyn DriverHandle>,
     thread: Mutex<Option<Thread>>,
     address: Option<SocketAddr>,
     /// Where its data plane registers memory; it ends with the data plane.
@@ -221,7 +220,8 @@ impl<C: Send + 'static> Reactor<C> {
     /// A work of this reactor: who waits for it runs the reactor.
     pub(crate) fn work<T>(&self) -> (Work<T>, Completer<T>) {
         let (work, completer) = work();
-        (work.driven_by(Arc::clone(&self.driver)), completer)
+        let driver = Arc::clone(&self.driver);
+        (work.driven_by(driver), completer)
     }
 
     /// Hands a command to the reactor, which takes it, be it only to end it when the reactor ends.
@@ -245,7 +245,7 @@ impl<C: Send + 'static> Reactor<C> {
 
 /// Wakes a reactor, which then calls [`Service::work`].
 #[derive(Debug, Clone)]
-pub(crate) struct Waker(Arc<dyn Drive>);
+pub(crate) struct Waker(Arc<dyn DriverHandle>);
 
 impl Waker {
     pub(crate) fn wake(&self) {

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 
 use super::commands::{CommandReceiver, ReactorCommand};
-use super::{Driven, ReactorContext, Service, SessionKey};
+use super::{ReactorContext, Service, SessionKey};
 use crate::error::Error;
+use crate::work::Driven;
 
 /// Longest sleep. UCX has lost wake-ups in the past (NIXL keeps a finite poll for the same reason).
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);

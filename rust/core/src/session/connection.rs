@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::error::{Error, Result};
+use crate::ids::SessionId;
 use crate::net::codec::{Reader, Writer};
-use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Handshake, SessionId, Step};
+use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Handshake, Step};
 use crate::net::identity::Identity;
 use crate::work::timespec;
 

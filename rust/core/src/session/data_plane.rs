@@ -8,12 +8,14 @@ use std::sync::atomic::AtomicUsize;
 use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Reaper, Status};
 
 use crate::error::{Error, Result};
+use crate::ids::SessionId;
+use crate::ids::SessionKey;
 use crate::net::codec::Writer;
-use crate::net::handshake::SessionId;
-use crate::reactor::{ENDED, ReactorContext, SessionKey};
-use crate::transfer::data_path::{DataPath, is_direct, reads_host};
+use crate::reactor::{ENDED, ReactorContext};
 use crate::transfer::stream::Landings;
-use crate::transport::{Context, Get, Memory, Payload, RemoteKey, Worker};
+use crate::transport::{
+    Context, DataPath, Get, Memory, Payload, RemoteKey, Worker, is_direct, reads_host,
+};
 
 /// The first message of each side of a session: it says nothing, and has UCX connect.
 pub(crate) const HELLO: u8 = 0;

@@ -3,7 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::ids::SessionKey;
+use crate::reactor::ReactorContext;
 
 /// So long before the deadline the peer is asked for a sign of life.
 const ASK_BEFORE: Duration = Duration::from_millis(500);

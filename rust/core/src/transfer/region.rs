@@ -2,6 +2,7 @@
 //! bounds are checked here, and runs of ids that lie side by side on both ends become one operation.
 
 use crate::error::{Error, Result};
+pub use crate::ids::RegionId;
 use crate::net::codec::{Reader, Writer};
 
 /// Largest packed remote key.
@@ -66,9 +67,6 @@ impl Layout {
         self.stride == self.block_bytes
     }
 }
-
-/// Names a region within its agent; in the order of registration, never used again.
-pub type RegionId = u32;
 
 /// A region as its owner describes it to a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,8 +3,10 @@
 //! Both are the same to `data.rs`: an engine for one thread with endpoints, messages, reads of remote memory, and a
 //! file descriptor to sleep on. The types here choose between the two by one branch a call.
 
+mod data_path;
 mod devices;
 mod memory;
+mod pool;
 mod ucx;
 
 use std::net::IpAddr;
@@ -17,6 +19,10 @@ use kvpipe_ucx::{
 };
 
 use crate::error::{Error, Result};
+
+pub use data_path::DataPath;
+pub(crate) use data_path::{is_direct, reads_host};
+pub(crate) use pool::Pool;
 
 type Answer<T> = std::result::Result<T, Status>;
 

@@ -2,9 +2,10 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::thread::{self, ThreadId};
 
 use super::*;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::identity::{Identity, SessionKind};
-use crate::reactor::{Reactor, ReactorConfig, ReactorContext, SessionKey};
+use crate::reactor::{Reactor, ReactorConfig, ReactorContext};
 use crate::session::connection::SessionTimeouts;
 use crate::work::{Completer, Then, Work};
 

@@ -9,8 +9,9 @@ use rustix::io::Errno;
 
 use super::ReactorCore;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::reactor::Service;
 use crate::reactor::io::{Connected, LISTENER, UCX, WAKE};
-use crate::reactor::{Service, SessionKey};
 use crate::session::connection::ConnectionEvent;
 use crate::work::timespec;
 

@@ -5,7 +5,8 @@ use rustix::event::epoll;
 
 use super::{EVENTS_PER_ROUND, ReactorCore};
 use crate::error::Error;
-use crate::reactor::{Service, SessionKey};
+use crate::ids::SessionKey;
+use crate::reactor::Service;
 use crate::session::data_plane::{DataPlane, HELLO};
 
 /// Wakes by UCX's descriptor, one after the other, that may lead to nothing.

@@ -7,10 +7,9 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Buffer;
 
+use super::Memory;
 use crate::error::{Error, Result};
 use crate::process::Process;
-use crate::reactor::ReactorContext;
-use crate::transport::Memory;
 
 /// Most bytes that wait to be used again; more is given back to the system at once.
 const BYTES_CAP: usize = 1 << 30;
@@ -71,15 +70,19 @@ fn mapped(len: usize) -> Result<Buffer> {
 }
 
 impl Pool<Memory> {
-    /// Memory of at least `len` bytes; what is in it is of no meaning.
+    /// Memory of at least `len` bytes, with any content. `register` registers what the pool does not have.
     ///
     /// # Errors
-    /// There is not so much memory (`Exhausted`).
-    pub(crate) fn take(&self, cx: &ReactorContext, len: usize) -> Result<Arc<Memory>> {
+    /// The system has no such memory (`Exhausted`), or the transport cannot register it.
+    pub(crate) fn take(
+        &self,
+        len: usize,
+        register: impl FnOnce(Buffer) -> Result<Arc<Memory>>,
+    ) -> Result<Arc<Memory>> {
         if let Some(memory) = lock(&self.0).take(len) {
             return Ok(memory);
         }
-        cx.register(mapped(len)?)
+        register(mapped(len)?)
     }
 }
 

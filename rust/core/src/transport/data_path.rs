@@ -1,0 +1,73 @@
+//! Which data path bytes take: reads by the destination, or messages of the source.
+
+use kvpipe_ucx::Lane;
+
+/// How bytes get to where they belong. Whoever owns the destination writes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DataPath {
+    /// The destination's side reads the source's memory; names the transport (`cma`, `rc_mlx5`, …).
+    RemoteRead(String),
+    /// The source sends messages that the destination's own code places: TCP, where UCX checks no remote key.
+    Stream(String),
+}
+
+impl DataPath {
+    /// The transport that carries the bytes.
+    pub fn transport(&self) -> &str {
+        match self {
+            Self::RemoteRead(name) | Self::Stream(name) => name,
+        }
+    }
+
+    pub(crate) fn choose(lanes: &[Lane]) -> Self {
+        if let Some(lane) = lanes.iter().find(|lane| reads_host(lane)) {
+            return Self::RemoteRead(lane.transport.clone());
+        }
+        let message = lanes.iter().find(|lane| lane.is_am).or(lanes.first());
+        Self::Stream(message.map_or_else(|| "unknown".to_owned(), |lane| lane.transport.clone()))
+    }
+}
+
+/// Transports that reach no memory of the host's.
+const OF_GPUS: [&str; 3] = ["cuda_ipc", "cuda_copy", "gdr_copy"];
+
+/// Whether reads over a lane are not served in software by the other side.
+pub(crate) fn is_direct(lane: &Lane) -> bool {
+    lane.is_rma && !["tcp", "self", "posix", "sysv"].contains(&&lane.transport[..])
+}
+
+/// Whether a lane can read the other side's memory on the host, or part of it.
+pub(crate) fn reads_host(lane: &Lane) -> bool {
+    is_direct(lane) && !OF_GPUS.contains(&&lane.transport[..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lane(transport: &str, is_rma: bool) -> Lane {
+        Lane {
+            transport: transport.to_owned(),
+            device: "any".to_owned(),
+            is_rma,
+            is_am: !is_rma,
+            domain: Some(1),
+            remote_domain: Some(1),
+        }
+    }
+
+    #[test]
+    fn lanes_of_gpus_are_no_road_for_memory_of_the_host() {
+        let (tcp, cuda, cma) = (
+            lane("tcp", false),
+            lane("cuda_ipc", true),
+            lane("cma", true),
+        );
+        let messages = DataPath::Stream("tcp".to_owned());
+        assert_eq!(DataPath::choose(&[tcp.clone(), cuda.clone()]), messages);
+        assert_eq!(
+            DataPath::choose(&[tcp, cuda, cma]),
+            DataPath::RemoteRead("cma".to_owned())
+        );
+    }
+}
