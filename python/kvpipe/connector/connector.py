@@ -37,7 +37,7 @@ _TESTED_VLLM = "0.32"
 
 
 class KVPipeConnector(KVConnectorBase_V1):
-    """Moves the KV cache of a request from a prefill instance to a decode instance; see docs/design.md.
+    """Moves the KV cache of a request from a prefill instance to a decode instance; see docs/concepts/handoff.md.
 
     Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.32.
     """
