@@ -10,7 +10,7 @@ use super::messages::{
 use super::ready::ReadyRange;
 use super::service::Blocks;
 use crate::error::Result;
-use crate::handoff::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, ProducerAction};
+use crate::handoff::producer::{BlockSelection, ProducerAction};
 use crate::handoff::{HandoffId, ReadyBlock, checksum};
 use crate::net::codec::{Reader, Writer};
 use crate::reactor::{ReactorContext, SessionKey};
@@ -138,14 +138,13 @@ impl Blocks {
                 let _generation = header.u32()?;
                 let (first, end) = (header.u32()?, header.u32()?);
                 header.end()?;
-                let select = BlockSelection {
+                let selection = BlockSelection {
                     session,
+                    handoff,
                     first,
                     end,
                 };
-                let actions = self
-                    .producer
-                    .select(select, handoff, cx.now + FIRST_BLOCK_TIMEOUT);
+                let actions = self.producer.select(selection, cx.now);
                 self.act(cx, actions);
             }
             BLOCKS_READY => {

@@ -16,7 +16,7 @@ const OUTPUT_IDS_CAP: usize = 4096;
 
 /// Everything that one scheduler (or the proxy) says to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum ControlMessage {
+pub(crate) enum ControlMessage {
     Watch(HandoffId),
     Unwatch {
         handoff: HandoffId,
@@ -58,7 +58,7 @@ const WATCHED: u8 = 11;
 const PROGRESS: u8 = 12;
 
 impl ControlMessage {
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         match self {
             Self::Watch(handoff) => Writer::new(WATCH).raw(handoff),
             Self::Unwatch {
@@ -118,7 +118,7 @@ impl ControlMessage {
         .finish()
     }
 
-    pub(super) fn decode(frame: &[u8]) -> Result<Self> {
+    pub(crate) fn decode(frame: &[u8]) -> Result<Self> {
         let mut reader = Reader::new(frame);
         let message = match reader.u8()? {
             WATCH => Self::Watch(reader.fixed()?),

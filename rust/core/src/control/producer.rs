@@ -191,7 +191,7 @@ impl ControlService {
         leased.watchers.remove(&session);
         if is_acknowledged {
             // Its workers have told ours, if no message was lost; this frees the blocks in any case.
-            self.release(cx, handoff, "it has been taken");
+            self.release(cx, handoff, "its consumer acknowledged it");
         } else {
             self.abandon(cx, handoff, "its consumer gave up");
         }

@@ -63,14 +63,14 @@ fn a_handoff_opened_again_keeps_those_who_watch_it() {
 }
 
 #[test]
-fn a_taken_handoff_is_released_once() {
+fn an_acknowledged_handoff_is_released_once() {
     let (producer, consumer) = (engine(), engine());
     producer.open();
     consumer.watch(&producer);
     producer.finish();
     consumer.sees(&[opened(), finished()]);
     consumer.control.unwatch(ID, true).expect("unwatch");
-    assert!(producer.released().contains("taken"));
+    assert!(producer.released().contains("acknowledged"));
     assert_eq!(
         consumer.query(&producer, ControlQuery::Release(ID)),
         Ok("false".to_owned())

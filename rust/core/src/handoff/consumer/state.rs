@@ -1,14 +1,13 @@
-//! One load: which of its blocks are here, are being read, are to be read again, or are lost.
+//! One load: which of its blocks are verified, are being read, are to be read again, or are lost.
 
 use std::collections::BTreeMap;
 
 use super::{Load, LoadCounts, LoadFailure, LoadOutcome, ReadBatch};
 use crate::handoff::ReadyBlock;
 
-/// How often a block of one region is read at most: by the session's data path, then once more by messages.
+/// Most reads of a block of one region: by the session's data path, then once more as a stream.
 const MAX_READS: u8 = 2;
 
-/// A wanted block in one region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum BlockStage {
     /// To be announced, or to be read again.
@@ -16,94 +15,107 @@ enum BlockStage {
     Awaited,
     Reading,
     Verified,
-    /// No read of it has brought what was announced.
+    /// No read brought what was announced.
     Lost,
 }
 
+/// The reads of a selected block in one region.
 #[derive(Debug, Clone, Copy, Default)]
-struct BlockRead {
+struct BlockReads {
     stage: BlockStage,
     num_reads: u8,
 }
 
-/// What counts of a load of which nothing more will come.
+/// What an ended load keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LoadEnding {
-    /// What is here and verified.
+    /// The verified blocks.
     Kept,
-    /// Nothing: the producer has taken back what it had announced.
+    /// Nothing: the producer has withdrawn what it announced.
     Withdrawn,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LoadPhase {
+    /// The producer has not been asked for blocks.
+    Created,
+    Selected,
+    /// All blocks are verified, and the caller knows.
+    Reported,
+    /// No more blocks will come.
+    Ended(LoadEnding),
 }
 
 #[derive(Debug)]
 pub(super) struct LoadState {
     pub(super) load: Load,
-    /// For each wanted block and region: `[block][region]`.
-    block_reads: Vec<BlockRead>,
-    /// For each wanted block, the regions in which it is verified.
+    pub(super) phase: LoadPhase,
+    /// For each selected block and region: `[block][region]`.
+    reads: Vec<BlockReads>,
+    /// For each selected block, the number of regions in which it is verified.
     num_verified: Vec<u16>,
-    /// Blocks from here on are not wanted any more: the one at this index is lost, and without it they are of no use.
+    /// Index of the first lost block. The blocks after it are useless without it, and no longer read.
     end: usize,
-    /// Blocks of the session that is there whose read has failed.
+    /// Blocks to read again from the present session.
     pub(super) retries: Vec<ReadyBlock>,
     pub(super) num_reading: usize,
     pub(super) counts: LoadCounts,
-    pub(super) is_selected: bool,
-    /// Whether it has been told that every block is here.
-    pub(super) is_reported: bool,
-    /// Why something is lost.
-    pub(super) reason: Option<String>,
-    /// Once nothing more will come.
-    pub(super) ended: Option<LoadEnding>,
+    /// Why the load fails: a lost block, or its end.
+    pub(super) failure: Option<String>,
 }
 
 impl LoadState {
     pub(super) fn new(load: Load) -> Self {
         let count = load.block_ids.len();
         Self {
-            block_reads: vec![BlockRead::default(); count * usize::from(load.num_regions)],
+            reads: vec![BlockReads::default(); count * usize::from(load.num_regions)],
             load,
+            phase: LoadPhase::Created,
             num_verified: vec![0; count],
             end: count,
             retries: Vec::new(),
             num_reading: 0,
             counts: LoadCounts::default(),
-            is_selected: false,
-            is_reported: false,
-            reason: None,
-            ended: None,
+            failure: None,
         }
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        matches!(self.phase, LoadPhase::Ended(_))
     }
 
     fn index(&self, block: &ReadyBlock) -> Option<usize> {
         Some(block.position.checked_sub(self.load.first)? as usize)
     }
 
-    fn block_read(&mut self, block: &ReadyBlock) -> Option<&mut BlockRead> {
+    fn reads_of(&mut self, block: &ReadyBlock) -> Option<&mut BlockReads> {
         let regions = usize::from(self.load.num_regions);
         let at = self.index(block)? * regions + usize::from(block.region);
-        self.block_reads.get_mut(at)
+        self.reads.get_mut(at)
     }
 
-    /// Where a block goes, when it is wanted and not being read, and whether it was read before.
+    /// The destination of a block and whether it was read before; `None` for a block that need not be read now.
     fn begin_read(&mut self, block: &ReadyBlock) -> Option<(u32, bool)> {
         let index = self.index(block).filter(|index| *index < self.end)?;
         let local = *self.load.block_ids.get(index)?;
-        let block_read = self.block_read(block)?;
-        if block_read.stage != BlockStage::Awaited {
+        let reads = self.reads_of(block)?;
+        if reads.stage != BlockStage::Awaited {
             return None;
         }
-        block_read.stage = BlockStage::Reading;
-        block_read.num_reads += 1;
-        Some((local, block_read.num_reads > 1))
+        reads.stage = BlockStage::Reading;
+        reads.num_reads += 1;
+        Some((local, reads.num_reads > 1))
     }
 
-    /// Batches of those that are wanted.
-    pub(super) fn batches(&mut self, blocks: impl Iterator<Item = ReadyBlock>) -> Vec<ReadBatch> {
-        let mut wanted: BTreeMap<(u16, bool), Vec<(ReadyBlock, u32)>> = BTreeMap::new();
+    /// Begins the reads of those blocks that need one.
+    pub(super) fn begin_batches(
+        &mut self,
+        blocks: impl Iterator<Item = ReadyBlock>,
+    ) -> Vec<ReadBatch> {
+        let mut begun: BTreeMap<(u16, bool), Vec<(ReadyBlock, u32)>> = BTreeMap::new();
         for block in blocks {
             if let Some((local, is_retry)) = self.begin_read(&block) {
-                let of_region = wanted.entry((block.region, is_retry)).or_default();
+                let of_region = begun.entry((block.region, is_retry)).or_default();
                 of_region.push((block, local));
             }
         }
@@ -117,7 +129,7 @@ impl LoadState {
             }
         };
         let max_batch = self.load.max_batch.max(1);
-        let batches: Vec<ReadBatch> = wanted
+        let batches: Vec<ReadBatch> = begun
             .iter()
             .flat_map(|(&key, all)| all.chunks(max_batch).map(move |part| batch(key, part)))
             .collect();
@@ -126,26 +138,26 @@ impl LoadState {
     }
 
     pub(super) fn block_verified(&mut self, block: &ReadyBlock) {
-        if let Some(block_read) = self.block_read(block) {
-            block_read.stage = BlockStage::Verified;
+        if let Some(reads) = self.reads_of(block) {
+            reads.stage = BlockStage::Verified;
         }
         if let Some(index) = self.index(block) {
             self.num_verified[index] += 1;
         }
     }
 
-    /// A read of a block has failed: it is read again, or lost.
-    pub(super) fn read_missed(&mut self, block: &ReadyBlock, reason: impl FnOnce() -> String) {
-        let (Some(index), Some(block_read)) = (self.index(block), self.block_read(block)) else {
+    /// A read of a block has failed: the block is read again, or lost.
+    pub(super) fn block_failed(&mut self, block: &ReadyBlock, reason: impl FnOnce() -> String) {
+        let (Some(index), Some(reads)) = (self.index(block), self.reads_of(block)) else {
             return;
         };
-        if block_read.num_reads < MAX_READS {
-            block_read.stage = BlockStage::Awaited;
+        if reads.num_reads < MAX_READS {
+            reads.stage = BlockStage::Awaited;
             self.retries.push(*block);
             return;
         }
-        block_read.stage = BlockStage::Lost;
-        self.reason.get_or_insert_with(reason);
+        reads.stage = BlockStage::Lost;
+        self.failure.get_or_insert_with(reason);
         self.end = self.end.min(index);
     }
 
@@ -153,28 +165,26 @@ impl LoadState {
         self.num_verified[index] == self.load.num_regions
     }
 
-    /// Whether all that is still wanted is here.
+    /// Whether all blocks before the first lost one are verified.
     pub(super) fn is_complete(&self) -> bool {
-        self.is_selected && (0..self.end).all(|index| self.is_verified(index))
+        let is_selected = matches!(self.phase, LoadPhase::Selected | LoadPhase::Reported);
+        is_selected && (0..self.end).all(|index| self.is_verified(index))
     }
 
-    pub(super) fn has_ended(&self) -> bool {
-        let is_enough = self.load.is_committed || self.reason.is_some();
-        self.num_reading == 0 && (self.ended.is_some() || is_enough && self.is_complete())
+    /// Whether the outcome is known, and no read can still write into the destination.
+    pub(super) fn is_over(&self) -> bool {
+        let is_enough = self.load.is_committed || self.failure.is_some();
+        self.num_reading == 0 && (self.has_ended() || is_enough && self.is_complete())
     }
 
     fn num_retried(&self) -> u64 {
-        let blocks = self.block_reads.chunks(self.load.num_regions.max(1).into());
-        let is_retried = |block_reads: &&[BlockRead]| {
-            block_reads
-                .iter()
-                .any(|block_read| block_read.num_reads > 1)
-        };
+        let blocks = self.reads.chunks(self.load.num_regions.max(1).into());
+        let is_retried = |regions: &&[BlockReads]| regions.iter().any(|reads| reads.num_reads > 1);
         blocks.filter(is_retried).count() as u64
     }
 
     fn missing(&self) -> Vec<u32> {
-        let is_withdrawn = self.ended == Some(LoadEnding::Withdrawn);
+        let is_withdrawn = self.phase == LoadPhase::Ended(LoadEnding::Withdrawn);
         (0..self.load.block_ids.len())
             .filter(|&index| is_withdrawn || !self.is_verified(index))
             .map(|index| index as u32)
@@ -193,7 +203,7 @@ impl LoadState {
     pub(super) fn outcome(self) -> LoadOutcome {
         let missing = self.missing();
         let counts = self.counts(missing.len());
-        let failure = self.reason.map(|reason| LoadFailure { missing, reason });
+        let failure = self.failure.map(|reason| LoadFailure { missing, reason });
         LoadOutcome { counts, failure }
     }
 }

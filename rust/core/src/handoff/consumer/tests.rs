@@ -37,7 +37,7 @@ fn read_all(consumer: &mut Consumer) {
 }
 
 /// The first block of each batch differs from its checksum.
-fn spoil(consumer: &mut Consumer, batches: &[ReadBatch]) {
+fn corrupt(consumer: &mut Consumer, batches: &[ReadBatch]) {
     for batch in batches {
         let mut verified = vec![true; batch.blocks.len()];
         verified[0] = false;
@@ -73,7 +73,7 @@ fn all_blocks_and_the_sequence_state_end_a_load_once() {
 }
 
 #[test]
-fn a_load_whose_blocks_are_all_here_is_told_once_and_not_over() {
+fn a_load_whose_blocks_are_all_verified_is_reported_once_and_not_over() {
     let mut consumer = consumer(false);
     let batches = consumer.blocks_announced(&ID, 3, &all()).unwrap();
     consumer.read_completed(&ID, &batches[0], &[true, true], 10);
@@ -89,13 +89,13 @@ fn a_load_whose_blocks_are_all_here_is_told_once_and_not_over() {
 }
 
 #[test]
-fn a_load_that_lacks_a_block_or_has_failed_is_never_told_as_whole() {
+fn a_load_that_lacks_a_block_or_has_failed_is_never_reported_as_verified() {
     let mut lacking = consumer(true);
     let batches = lacking.blocks_announced(&ID, 3, &all()).unwrap();
-    spoil(&mut lacking, &batches);
+    corrupt(&mut lacking, &batches);
     assert_eq!(lacking.next_verified(&ID), None);
     let retries = lacking.next_retries(&ID);
-    spoil(&mut lacking, &retries);
+    corrupt(&mut lacking, &retries);
     assert_eq!(lacking.next_verified(&ID), None);
     let mut failed = consumer(false);
     read_all(&mut failed);
@@ -104,7 +104,7 @@ fn a_load_that_lacks_a_block_or_has_failed_is_never_told_as_whole() {
 }
 
 #[test]
-fn of_what_is_withdrawn_every_block_is_missing() {
+fn a_withdrawn_load_misses_every_block() {
     let mut consumer = consumer(false);
     read_all(&mut consumer);
     consumer.withdraw(&ID);
@@ -128,10 +128,10 @@ fn a_failed_load_ends_after_its_last_read() {
 }
 
 #[test]
-fn a_corrupt_block_is_asked_for_once_more_and_arrives() {
+fn a_corrupt_block_is_read_once_more_and_verified() {
     let mut consumer = consumer(true);
     let batches = consumer.blocks_announced(&ID, 3, &all()).unwrap();
-    spoil(&mut consumer, &batches);
+    corrupt(&mut consumer, &batches);
     assert_eq!(consumer.next_outcome(&ID), None);
     let retries = consumer.next_retries(&ID);
     assert_eq!(retries.len(), 2);
@@ -161,9 +161,9 @@ fn a_corrupt_block_is_asked_for_once_more_and_arrives() {
 fn a_block_that_is_corrupt_twice_is_missing_and_the_others_are_not() {
     let mut consumer = consumer(true);
     let batches = consumer.blocks_announced(&ID, 3, &all()).unwrap();
-    spoil(&mut consumer, &batches);
+    corrupt(&mut consumer, &batches);
     let retries = consumer.next_retries(&ID);
-    spoil(&mut consumer, &retries);
+    corrupt(&mut consumer, &retries);
     assert_eq!(consumer.next_retries(&ID), []);
     let outcome = consumer.next_outcome(&ID).unwrap();
     let reason = "block 2 of region 0 differs from its checksum";
@@ -173,7 +173,7 @@ fn a_block_that_is_corrupt_twice_is_missing_and_the_others_are_not() {
 }
 
 #[test]
-fn a_read_that_failed_is_asked_for_once_more_and_no_oftener() {
+fn a_failed_read_is_repeated_once_and_no_oftener() {
     let mut consumer = consumer(true);
     for is_retry in [false, true] {
         let mut batches = consumer.blocks_announced(&ID, 3, &all()).unwrap();
@@ -190,12 +190,12 @@ fn a_read_that_failed_is_asked_for_once_more_and_no_oftener() {
 }
 
 #[test]
-fn a_lost_block_ends_the_load_when_all_before_it_are_here() {
+fn a_lost_block_ends_the_load_when_all_before_it_are_verified() {
     let mut consumer = consumer(false);
     for _ in 0..2 {
         let mut batches = consumer.blocks_announced(&ID, 3, &[block(0, 3)]).unwrap();
         batches.extend(consumer.next_retries(&ID));
-        spoil(&mut consumer, &batches);
+        corrupt(&mut consumer, &batches);
     }
     // The first block may still come: without it none before the hole could be used.
     assert_eq!(consumer.next_outcome(&ID), None);
@@ -210,7 +210,7 @@ fn a_lost_block_ends_the_load_when_all_before_it_are_here() {
 }
 
 #[test]
-fn a_fresh_session_is_asked_for_what_is_not_here_and_reads_again_what_was_read() {
+fn a_fresh_session_reads_what_is_missing_and_repeats_reads_that_failed() {
     let mut consumer = consumer(true);
     let first = [block(0, 2), block(1, 2)];
     let batches = consumer.blocks_announced(&ID, 3, &first).unwrap();
@@ -232,12 +232,12 @@ fn a_fresh_session_is_asked_for_what_is_not_here_and_reads_again_what_was_read()
 }
 
 #[test]
-fn blocks_of_another_generation_are_not_read() {
+fn blocks_of_another_epoch_are_not_read() {
     assert_eq!(consumer(true).blocks_announced(&ID, 2, &all()).unwrap(), []);
 }
 
 #[test]
-fn blocks_that_were_not_asked_for_are_not_read() {
+fn blocks_that_were_not_selected_are_not_read() {
     let blocks = [block(0, 4), block(0, 1), block(0, 3)];
     let batches = consumer(true).blocks_announced(&ID, 3, &blocks).unwrap();
     assert_eq!(batches.len(), 1);
@@ -276,7 +276,7 @@ fn many_blocks_are_read_in_batches_of_bounded_size() {
 }
 
 #[test]
-fn a_region_that_is_not_there_is_an_error() {
+fn a_block_of_an_unknown_region_is_an_error() {
     assert!(
         consumer(true)
             .blocks_announced(&ID, 3, &[block(2, 2)])
@@ -306,7 +306,7 @@ fn a_block_announced_twice_in_one_region_does_not_stand_for_another_region() {
 }
 
 #[test]
-fn a_load_of_nothing_ends_only_after_its_select() {
+fn an_empty_load_ends_only_after_its_selection() {
     let mut consumer = Consumer::default();
     let load = Load {
         epoch: 0,

@@ -3,15 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvpipe_core::fuzzing::{Round, without_threads};
+use kvpipe_core::net::identity::SessionKind;
+use kvpipe_core::pipe::{Deadline, Pipe};
+use kvpipe_core::tensor::{Meta, Received};
+use kvpipe_core::work::{Then, Work};
 use kvpipe_ucx::Buffer;
 
-use super::hostile::{Hostile, TOKEN, transport};
-use super::script::{Victim, perform, read};
-use crate::net::identity::SessionKind;
-use crate::pipe::{Deadline, Pipe};
-use crate::reactor::manual::{Round, without_threads};
-use crate::tensor::{Meta, Received};
-use crate::work::{Then, Work};
+use crate::hostile::{Hostile, TOKEN, transport};
+use crate::script::{Victim, read, run_session};
 
 /// Longer than any conversation.
 const TIMEOUT: Duration = Duration::from_secs(600);
@@ -21,7 +21,7 @@ struct Receiver {
     receives: Vec<Work<Arc<Received>>>,
 }
 
-pub(super) fn meta(shape: u64) -> Meta {
+pub(crate) fn meta(shape: u64) -> Meta {
     Meta {
         family: 2,
         dtype: "u1".to_owned(),
@@ -74,21 +74,21 @@ impl Victim for Receiver {
 /// The receiving end.
 ///
 /// # Panics
-/// It does not keep its promises.
-pub(super) fn receiver(bytes: &[u8]) {
+/// The pipe breaks a promise.
+pub(crate) fn receiver(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let listen = || Pipe::listen("127.0.0.1:0", TOKEN, transport.clone(), Duration::ZERO);
     let pipe = without_threads(listen).expect("pipe");
     let hostile = Hostile::connect(SessionKind::Pipe, Some(&transport), pipe.address());
     let receives = Vec::new();
-    perform(Receiver { pipe, receives }, hostile, flags, steps);
+    run_session(Receiver { pipe, receives }, hostile, flags, steps);
 }
 
 struct Sender {
     pipe: Pipe,
     sends: Vec<Work<()>>,
-    /// Shared by every tensor: at the end nobody else has it.
+    /// Shared by every tensor, and released by all of them at the end.
     owner: Arc<()>,
 }
 
@@ -128,12 +128,12 @@ impl Victim for Sender {
 /// The sending end.
 ///
 /// # Panics
-/// It does not keep its promises.
-pub(super) fn sender(bytes: &[u8]) {
+/// The pipe breaks a promise.
+pub(crate) fn sender(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let (hostile, address) = Hostile::listen(SessionKind::Pipe, Some(&transport));
-    let is_checksummed = !flags.is_unsummed();
+    let is_checksummed = !flags.has_no_checksums();
     let connect = || {
         Pipe::connect(
             &address,
@@ -150,5 +150,5 @@ pub(super) fn sender(bytes: &[u8]) {
         sends: vec![connected],
         owner: Arc::new(()),
     };
-    perform(sender, hostile, flags, steps);
+    run_session(sender, hostile, flags, steps);
 }

@@ -1,4 +1,4 @@
-//! One worker with one region, and the endpoint to the other process's.
+//! One UCX worker with one region, and the endpoint to the worker of the other process.
 
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
@@ -12,30 +12,30 @@ use kvpipe_ucx::{
 use crate::Result;
 use crate::request::{Request, Role, pattern};
 
-/// No operation waits for its own `Done` under this token.
-const NOBODY: Token = 0;
+/// Token of messages whose end is not waited for.
+const UNTRACKED: Token = 0;
 
-/// What this process knows of the other.
+/// The other process, once connected.
 pub(crate) struct Peer {
     pub(crate) endpoint: EndpointId,
     pub(crate) key: RemoteKey,
     pub(crate) region: u64,
-    /// Remote memory can be read by something better than UCX's software over TCP.
-    pub(crate) has_get: bool,
+    /// Remote memory is read by hardware or by the kernel, not by UCX's emulation over TCP.
+    pub(crate) has_remote_read: bool,
 }
 
-/// This process's side.
-pub(crate) struct Node {
+/// The worker of this process.
+pub(crate) struct BareWorker {
     pub(crate) role: Role,
     pub(crate) region: Arc<Memory>,
     pub(crate) peer: Option<Peer>,
-    /// Looks for events without ever sleeping.
+    /// Polls without sleeping.
     pub(crate) is_polling: bool,
     pub(crate) in_flight: usize,
     worker: Worker,
 }
 
-impl Node {
+impl BareWorker {
     pub(crate) fn new(role: Role, total: usize) -> Result<Self> {
         let search = Search {
             explicit: std::env::var_os("KVPIPE_UCX_LIB").map(PathBuf::from),
@@ -63,8 +63,8 @@ impl Node {
         ))
     }
 
-    /// Connects to the process that said this hello, and waits until both are connected.
-    pub(crate) fn meet(&mut self, request: &Request) -> Result<String> {
+    /// Connects to the process with this hello, and waits until both are connected.
+    pub(crate) fn connect(&mut self, request: &Request) -> Result<String> {
         let endpoint = self.worker.connect(&unhex(request.text("worker")?)?)?;
         let key =
             self.worker
@@ -74,16 +74,16 @@ impl Node {
             endpoint,
             key,
             region,
-            has_get: false,
+            has_remote_read: false,
         });
-        self.tell(b"hello")?;
+        self.send_header(b"hello")?;
         self.wait_for(b"hello")?;
         let lanes = self.worker.lanes(endpoint);
         let mut readers = lanes.iter().filter(|lane| lane.is_rma);
         let reader = readers.find(|lane| lane.transport != "tcp");
         let data_path = reader.map_or("tcp", |lane| &lane.transport).to_owned();
         if let Some(peer) = &mut self.peer {
-            peer.has_get = reader.is_some();
+            peer.has_remote_read = reader.is_some();
         }
         Ok(format!("ok transport={data_path}"))
     }
@@ -92,12 +92,12 @@ impl Node {
         Ok(self.peer.as_ref().ok_or("run before meet")?)
     }
 
-    /// Sends a message without payload; its end is not waited for.
-    pub(crate) fn tell(&self, header: &[u8]) -> Result<()> {
+    /// Sends a message without payload. Its end is not waited for.
+    pub(crate) fn send_header(&self, header: &[u8]) -> Result<()> {
         let endpoint = self.peer()?.endpoint;
         Ok(self
             .worker
-            .am_send(endpoint, header, Payload::None, NOBODY)?)
+            .am_send(endpoint, header, Payload::None, UNTRACKED)?)
     }
 
     /// Sends a piece of the region.
@@ -123,10 +123,10 @@ impl Node {
         Ok(())
     }
 
-    /// Waits until fewer than `limit` operations of ours are in flight.
+    /// Waits until fewer than `limit` operations are in flight.
     pub(crate) fn wait_below(&mut self, limit: usize) -> Result<()> {
         while self.in_flight >= limit {
-            if let Some((header, _)) = self.next()? {
+            if let Some((header, _)) = self.poll_event()? {
                 return Err(format!("message {header:?} while sending").into());
             }
         }
@@ -142,7 +142,7 @@ impl Node {
         Err(format!("message {found:?} instead of {header:?}").into())
     }
 
-    /// Has messages whose header is an offset put there as UCX hands them over.
+    /// Places messages at the offset in their header, from UCX's receive buffer.
     pub(crate) fn place_by_offset(&self) {
         let memory = Arc::clone(&self.region);
         let place = move |header: &[u8], data: &[u8]| {
@@ -155,19 +155,19 @@ impl Node {
     /// Waits for the next message.
     pub(crate) fn message(&mut self) -> Result<(Vec<u8>, AmData)> {
         loop {
-            if let Some(message) = self.next()? {
+            if let Some(message) = self.poll_event()? {
                 return Ok(message);
             }
         }
     }
 
-    /// Takes one event, asleep when there is none; messages are returned.
-    fn next(&mut self) -> Result<Option<(Vec<u8>, AmData)>> {
+    /// Handles one event, or sleeps if there is none. Returns a message.
+    fn poll_event(&mut self) -> Result<Option<(Vec<u8>, AmData)>> {
         match self.worker.next_event() {
             Some(Event::Message { header, data }) => return Ok(Some((header, data))),
             Some(Event::Done { token, result }) => {
                 result?;
-                self.in_flight -= usize::from(token != NOBODY);
+                self.in_flight -= usize::from(token != UNTRACKED);
             }
             Some(Event::EndpointFailed { status, .. }) => return Err(status.into()),
             Some(Event::Closed { .. }) => {}
@@ -186,7 +186,7 @@ impl Node {
             events: libc::POLLIN,
             revents: 0,
         };
-        // SAFETY: one valid pollfd, and a count of one. A second at most, as kvpipe's own loop.
+        // SAFETY: one valid pollfd, and a count of one. It sleeps a second at most, as kvpipe's reactor does.
         unsafe { libc::poll(&raw mut poll, 1, 1000) };
     }
 }

@@ -3,25 +3,27 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvpipe_core::Result;
+use kvpipe_core::blocks::{
+    Agent, Event, LoadRequest, Options, Peer, ReadyBlocks, ReadyRange, Region,
+};
+use kvpipe_core::fuzzing::{Round, without_threads};
+use kvpipe_core::net::identity::SessionKind;
+use kvpipe_core::session::SessionTimeouts;
+use kvpipe_core::work::Work;
 use kvpipe_ucx::Buffer;
 
-use super::hostile::{Hostile, TOKEN, transport};
-use super::script::{Victim, perform, read};
-use crate::blocks::{Agent, Event, LoadRequest, Options, Peer, ReadyBlocks, ReadyRange, Region};
-use crate::error::Result;
-use crate::net::identity::SessionKind;
-use crate::reactor::manual::{Round, without_threads};
-use crate::session::connection::SessionTimeouts;
-use crate::work::Work;
+use crate::hostile::{Hostile, TOKEN, transport};
+use crate::script::{Victim, read, run_session};
 
 const BLOCK: usize = 1 << 10;
 const COUNT: usize = 16;
-/// The handoff that is lent, and the one that is loaded.
-pub(super) const HANDOFFS: [[u8; 16]; 2] = [[1; 16], [2; 16]];
-/// Of the peer's regions the one that the user knows, and ours of that name.
-pub(super) const THEIRS: &str = "kv";
-/// Its other one, and ours of that name, which is writable.
-pub(super) const ANOTHER: &str = "another";
+/// The handoff that the victim produces, and the one that it consumes.
+pub(crate) const HANDOFFS: [[u8; 16]; 2] = [[1; 16], [2; 16]];
+/// The region of the peer that the user transfers with, and the victim's of the same name.
+pub(crate) const KV: &str = "kv";
+/// Another region of the peer, and the victim's of the same name, which is writable.
+pub(crate) const ANOTHER: &str = "another";
 
 struct Side {
     agent: Agent,
@@ -29,7 +31,7 @@ struct Side {
     regions: Vec<Region>,
     works: Vec<Work<u64>>,
     closes: Vec<Work<()>>,
-    /// Shared by all memory: at the end nobody else has it.
+    /// Shared by all memory, and released by all of it at the end.
     owner: Arc<()>,
     num_loads: usize,
     events: Vec<Event>,
@@ -47,7 +49,7 @@ impl Side {
             num_loads: 0,
             events: Vec::new(),
         };
-        side.register(THEIRS, false);
+        side.register(KV, false);
         side.register(ANOTHER, true);
         side
     }
@@ -72,12 +74,12 @@ impl Side {
         self.agent.peers().into_iter().next()
     }
 
-    /// Begins a transfer of some blocks, if there is a peer and it has a region for it.
+    /// Begins a transfer of some blocks, if the peer is connected and has the region.
     fn transfer(&mut self, argument: u8, is_read: bool) {
         let Some(peer) = self.peer() else { return };
         let ids: Vec<u32> = (0..u32::from(argument % 8)).map(|id| id * 2).collect();
         let local = (&self.regions[usize::from(argument >> 7)], ids.clone());
-        let Ok(plan) = self.agent.prepare(&peer, local, (THEIRS, ids)) else {
+        let Ok(plan) = self.agent.prepare(&peer, local, (KV, ids)) else {
             return;
         };
         let options = Options {
@@ -105,7 +107,7 @@ impl Side {
         self.num_loads += usize::from(self.agent.load(request).is_ok());
     }
 
-    /// Blocks become final in one region after the other.
+    /// Marks blocks as ready in one region after the other.
     fn mark_ready(&self, epoch: u32, block_ids: Vec<u32>) -> Result<()> {
         let part = ReadyRange {
             handoff: HANDOFFS[0],
@@ -122,7 +124,7 @@ impl Side {
     fn handoff(&mut self, what: u8, argument: u8) {
         let ids = (0..u32::from(argument % 8)).collect();
         let epoch = u32::from(argument >> 6);
-        let told = match what {
+        let result = match what {
             0 => self.mark_ready(epoch, ids),
             1 => self.agent.end(HANDOFFS[0], "withdrawn"),
             2 => self.agent.commit(HANDOFFS[1]),
@@ -130,7 +132,7 @@ impl Side {
                 .agent
                 .cancel(HANDOFFS[1], "the client left", argument & 32 != 0),
         };
-        assert!(told.is_ok());
+        assert!(result.is_ok());
     }
 }
 
@@ -173,7 +175,7 @@ impl Victim for Side {
         self.events.extend(self.agent.drain());
         let ends = |event: &&Event| match event {
             Event::LoadCompleted { .. } | Event::LoadFailed { .. } => true,
-            // The handoff was being loaded already.
+            // The handoff was being loaded.
             Event::Log(text) => text.starts_with("load refused"),
             _ => false,
         };
@@ -187,8 +189,8 @@ impl Victim for Side {
 /// An agent that listens, or that connects.
 ///
 /// # Panics
-/// It does not keep its promises.
-pub(super) fn agent(bytes: &[u8]) {
+/// The agent breaks a promise.
+pub(crate) fn agent(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let agent = || {
@@ -203,7 +205,7 @@ pub(super) fn agent(bytes: &[u8]) {
         )
     };
     let mut agent = without_threads(agent).expect("agent");
-    if flags.is_unsummed() {
+    if flags.has_no_checksums() {
         agent = agent.without_checksums();
     }
     let (hostile, address) = if flags.is_server() {
@@ -214,5 +216,5 @@ pub(super) fn agent(bytes: &[u8]) {
         let hostile = Hostile::connect(SessionKind::Agent, Some(&transport), agent.address());
         (hostile, String::new())
     };
-    perform(Side::new(agent, address), hostile, flags, steps);
+    run_session(Side::new(agent, address), hostile, flags, steps);
 }

@@ -1,66 +1,49 @@
 //! A peer in the same process that passes the handshake and then does what a script says.
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
-use kvpipe_ucx::{Buffer, EndpointId};
+use kvpipe_core::checksum;
+use kvpipe_core::fuzzing::PeerPlane;
+use kvpipe_core::net::handshake::{Handshake, SessionId, Step as HandshakeStep};
+use kvpipe_core::net::identity::{Identity, SessionKind};
+use kvpipe_core::transport::{MemoryPath, Transport};
 use rustix::net::sockopt;
 
-use super::script::{ADDRESS, Flags, KEY, Step, Victim};
-use crate::checksum;
-use crate::net::handshake::{Handshake, SessionId, Step as Shake};
-use crate::net::identity::{Identity, SessionKind};
-use crate::transport::{Memory, MemoryPath, Payload, Transport, Worker};
+use crate::script::{ADDRESS, Flags, KEY, Step, Victim};
 
-/// What both sides share.
-pub(super) const TOKEN: &[u8] = b"token";
-/// Of the peer's memory.
-const LEN: usize = 64 << 10;
-/// Of what the other side says, so much is kept.
-const HEARD: usize = 64 << 10;
-/// Looks at a socket during the handshake, which takes the other side a thread.
-const LOOKS: usize = 1_000_000;
+/// The secret that both sides share.
+pub(crate) const TOKEN: &[u8] = b"token";
+/// Bytes of the peer's memory.
+const EXPOSED_BYTES: usize = 64 << 10;
+/// Most bytes of the victim's that are kept.
+const RECEIVED_CAP: usize = 64 << 10;
+/// Most rounds of a handshake.
+const HANDSHAKE_ROUNDS: usize = 1_000_000;
 
-pub(super) fn transport(flags: Flags) -> Transport {
-    Transport::Memory(if flags.is_get() {
+pub(crate) fn transport(flags: Flags) -> Transport {
+    Transport::Memory(if flags.is_remote_read() {
         MemoryPath::RemoteRead
     } else {
         MemoryPath::Stream
     })
 }
 
-/// Its data plane.
-struct Plane {
-    worker: Worker,
-    memory: Arc<Memory>,
-    endpoint: Option<EndpointId>,
-}
-
-pub(super) struct Hostile {
+pub(crate) struct Hostile {
     listener: Option<TcpListener>,
     stream: Option<TcpStream>,
     inbox: Vec<u8>,
-    /// What the other side has said on the socket since the handshake, as far as anybody looks at it.
-    heard: Vec<u8>,
+    /// What the victim has sent on the socket since the handshake, up to [`RECEIVED_CAP`].
+    received: Vec<u8>,
     identity: Identity,
-    plane: Option<Plane>,
+    plane: Option<PeerPlane>,
     session_id: SessionId,
 }
 
-fn plane(transport: &Transport) -> Plane {
-    let context = transport.open(Ipv4Addr::LOCALHOST.into()).expect("twin");
-    Plane {
-        worker: context.worker().expect("worker"),
-        memory: context.register(Buffer::zeroed(LEN)).expect("memory"),
-        endpoint: None,
-    }
-}
-
 impl Hostile {
-    /// One that is connected to, at the address.
-    pub(super) fn listen(kind: SessionKind, transport: Option<&Transport>) -> (Self, String) {
+    /// A peer that the victim connects to, at the address.
+    pub(crate) fn listen(kind: SessionKind, transport: Option<&Transport>) -> (Self, String) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
         let address = listener.local_addr().expect("address").to_string();
         let mut hostile = Self::new(kind, transport);
@@ -68,15 +51,15 @@ impl Hostile {
         (hostile, address)
     }
 
-    /// One that connects.
-    pub(super) fn connect(
+    /// A peer that connects to the victim.
+    pub(crate) fn connect(
         kind: SessionKind,
         transport: Option<&Transport>,
         address: Option<SocketAddr>,
     ) -> Self {
         let mut hostile = Self::new(kind, transport);
         let stream = TcpStream::connect(address.expect("address")).expect("connect");
-        hostile.take(stream);
+        hostile.use_stream(stream);
         hostile
     }
 
@@ -85,32 +68,32 @@ impl Hostile {
             listener: None,
             stream: None,
             inbox: Vec::new(),
-            heard: Vec::new(),
+            received: Vec::new(),
             identity: Identity::new(kind, "hostile", Vec::new()).expect("identity"),
-            plane: transport.map(plane),
+            plane: transport.map(|it| PeerPlane::open(it, EXPOSED_BYTES).expect("plane")),
             session_id: [0; 16],
         }
     }
 
-    fn take(&mut self, stream: TcpStream) {
-        // Millions of conversations: none may leave a port in TIME_WAIT.
+    fn use_stream(&mut self, stream: TcpStream) {
+        // A connection in TIME_WAIT occupies its port, and there are millions of conversations.
         sockopt::set_socket_linger(&stream, Some(Duration::ZERO)).expect("linger");
         stream.set_nonblocking(true).expect("nonblocking");
         stream.set_nodelay(true).expect("nodelay");
         self.stream = Some(stream);
     }
 
-    /// Passes the handshake, but for what the flags leave out.
-    pub(super) fn meet(&mut self, victim: &impl Victim, flags: Flags) {
+    /// Passes the handshake, except for what the flags leave out.
+    pub(crate) fn handshake(&mut self, victim: &impl Victim, flags: Flags) {
         if let Some(plane) = &self.plane
             && !flags.is_unreachable()
         {
-            self.identity.ucx_address = plane.worker.address().expect("address");
+            self.identity.ucx_address = plane.ucx_address().expect("address");
         }
         let (mut handshake, hello) = if let Some(listener) = self.listener.take() {
             victim.round();
             let stream = listener.accept().expect("accept").0;
-            self.take(stream);
+            self.use_stream(stream);
             (Handshake::server(TOKEN, "victim").expect("server"), None)
         } else {
             let (handshake, hello) = Handshake::client(TOKEN, "victim").expect("client");
@@ -119,13 +102,13 @@ impl Hostile {
         if let Some(hello) = hello {
             self.send(&hello);
         }
-        for _ in 0..LOOKS {
+        for _ in 0..HANDSHAKE_ROUNDS {
             victim.round();
-            self.fill();
+            self.read_socket();
             while let Some(frame) = self.next_frame() {
                 let ours = self.identity.clone();
                 let step = handshake.frame(&frame, &ours, |_| Ok(()));
-                if self.shake(step.expect("an honest peer"), flags) {
+                if self.advance_handshake(step.expect("an honest victim"), flags) {
                     return;
                 }
             }
@@ -134,11 +117,11 @@ impl Hostile {
         panic!("no handshake")
     }
 
-    /// Goes on with the handshake; whether it is over.
-    fn shake(&mut self, step: Shake, flags: Flags) -> bool {
+    /// Sends what follows in the handshake; true when it is over.
+    fn advance_handshake(&mut self, step: HandshakeStep, flags: Flags) -> bool {
         match step {
-            Shake::Continue(frames) => frames.iter().for_each(|frame| self.send(frame)),
-            Shake::Admitted {
+            HandshakeStep::Continue(frames) => frames.iter().for_each(|frame| self.send(frame)),
+            HandshakeStep::Admitted {
                 frames,
                 peer,
                 session_id,
@@ -152,26 +135,25 @@ impl Hostile {
                     self.send(frame);
                 }
                 if let Some(plane) = &mut self.plane {
-                    let endpoint = plane.worker.connect(&peer.ucx_address);
-                    plane.endpoint = Some(endpoint.expect("endpoint"));
+                    plane.connect(&peer.ucx_address).expect("endpoint");
                 }
                 if is_ready {
                     self.message(&[0], &[]);
                     return true;
                 }
             }
-            Shake::Ready => {
+            HandshakeStep::Ready => {
                 if !flags.is_unready() {
                     self.message(&[0], &[]);
                 }
                 return true;
             }
-            Shake::Refuse(_, error) => panic!("an honest peer was refused: {error}"),
+            HandshakeStep::Refuse(_, error) => panic!("an honest victim was refused: {error}"),
         }
         false
     }
 
-    fn fill(&mut self) {
+    fn read_socket(&mut self) {
         if let Some(stream) = &mut self.stream {
             let _ = stream.read_to_end(&mut self.inbox);
         }
@@ -185,31 +167,30 @@ impl Hostile {
         Some(frame)
     }
 
-    /// Does not shake hands, but knows where the data plane is.
-    pub(super) fn stand_before(mut self, ucx_address: &[u8]) -> Self {
+    /// Connects socket and data plane, and passes no handshake.
+    pub(crate) fn skip_handshake(mut self, ucx_address: &[u8]) -> Self {
         if let Some(listener) = self.listener.take() {
             let stream = listener.accept().expect("accept").0;
-            self.take(stream);
+            self.use_stream(stream);
         }
         if let Some(plane) = &mut self.plane {
-            plane.endpoint = plane.worker.connect(ucx_address).ok();
+            plane.connect(ucx_address).expect("endpoint");
         }
         self
     }
 
-    /// What the other side has said.
-    pub(super) fn into_heard(self) -> Vec<u8> {
-        self.heard
+    /// What the victim has sent on the socket.
+    pub(crate) fn into_received(self) -> Vec<u8> {
+        self.received
     }
 
-    /// Takes what has come.
-    pub(super) fn listen_to(&mut self) {
-        self.fill();
-        self.heard.append(&mut self.inbox);
-        self.heard.truncate(HEARD);
+    /// Receives what the victim has sent.
+    pub(crate) fn receive(&mut self) {
+        self.read_socket();
+        self.received.append(&mut self.inbox);
+        self.received.truncate(RECEIVED_CAP);
         if let Some(plane) = &self.plane {
-            plane.worker.progress();
-            while plane.worker.next_event().is_some() {}
+            plane.progress();
         }
     }
 
@@ -229,21 +210,18 @@ impl Hostile {
     }
 
     fn post(&self, header: Vec<u8>, payload: &[u8]) {
-        let Some(plane) = &self.plane else { return };
-        if let Some(endpoint) = plane.endpoint {
-            let payload = Payload::Bytes(payload.to_vec());
-            let _ = plane.worker.am_send(endpoint, header, payload, 0);
+        if let Some(plane) = &self.plane {
+            plane.send(header, payload);
         }
     }
 
-    /// Puts its own address and key where the script says.
+    /// Replaces the placeholders by address and key of its memory.
     fn fill_in(&self, mut bytes: Vec<u8>) -> Vec<u8> {
         let Some(plane) = &self.plane else {
             return bytes;
         };
-        let address = (plane.memory.buffer().address() as u64).to_le_bytes();
-        let key = plane.memory.pack_rkey().expect("key");
-        for (placeholder, value) in [(ADDRESS, &address[..]), (KEY, &key)] {
+        let (address, key) = plane.exposed().expect("key");
+        for (placeholder, value) in [(ADDRESS, &address.to_le_bytes()[..]), (KEY, &key)] {
             let placeholder = placeholder.to_le_bytes();
             let at = |bytes: &[u8]| bytes.windows(8).position(|window| window == placeholder);
             while let Some(at) = at(&bytes) {
@@ -253,7 +231,7 @@ impl Hostile {
         bytes
     }
 
-    pub(super) fn act(&mut self, step: Step) {
+    pub(crate) fn act(&mut self, step: Step) {
         match step {
             Step::Socket(bytes) => self.write(&bytes),
             Step::Connection(frame) => self.send(&frame),

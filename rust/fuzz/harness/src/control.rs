@@ -2,21 +2,22 @@
 
 use std::time::Duration;
 
-use super::hostile::{Hostile, TOKEN};
-use super::script::{Victim, perform, read};
-use crate::control::{
+use kvpipe_core::control::{
     Control, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank, SequenceState,
 };
-use crate::net::identity::SessionKind;
-use crate::reactor::manual::{Round, without_threads};
-use crate::session::connection::SessionTimeouts;
-use crate::work::Work;
+use kvpipe_core::fuzzing::{Round, without_threads};
+use kvpipe_core::net::identity::SessionKind;
+use kvpipe_core::session::SessionTimeouts;
+use kvpipe_core::work::Work;
 
-const PATIENCE: Duration = Duration::from_secs(600);
-/// What both sides speak of.
-pub(super) const HANDOFFS: [[u8; 16]; 2] = [[1; 16], [2; 16]];
+use crate::hostile::{Hostile, TOKEN};
+use crate::script::{Victim, read, run_session};
 
-pub(super) fn opening() -> Opening {
+const TIMEOUT: Duration = Duration::from_secs(600);
+/// The handoffs that both sides know.
+pub(crate) const HANDOFFS: [[u8; 16]; 2] = [[1; 16], [2; 16]];
+
+pub(crate) fn opening() -> Opening {
     Opening {
         prompt_hash: [3; 32],
         num_tokens: 5,
@@ -28,7 +29,7 @@ pub(super) fn opening() -> Opening {
     }
 }
 
-pub(super) fn sequence_state() -> SequenceState {
+pub(crate) fn sequence_state() -> SequenceState {
     SequenceState {
         output_ids: vec![6],
         finish_reason: "length".to_owned(),
@@ -38,7 +39,7 @@ pub(super) fn sequence_state() -> SequenceState {
 
 struct Side {
     control: Control,
-    /// Of the peer, if it is connected to.
+    /// The peer's; empty if the peer connects.
     address: String,
     asked: Vec<Work<String>>,
     num_ended: [usize; 2],
@@ -48,7 +49,7 @@ struct Side {
 impl Side {
     fn query(&mut self, query: ControlQuery) {
         if !self.address.is_empty() {
-            let asked = self.control.query(&self.address, query, PATIENCE);
+            let asked = self.control.query(&self.address, query, TIMEOUT);
             self.asked.extend(asked);
         }
     }
@@ -80,7 +81,7 @@ impl Victim for Side {
         let index = usize::from(argument & 1);
         let handoff = HANDOFFS[index];
         let control = &self.control;
-        let told = match what % 13 {
+        let result = match what % 13 {
             0 => control.expect(handoff),
             1 => control.open(handoff, opening()),
             2 => control.finish(handoff, sequence_state()),
@@ -115,7 +116,7 @@ impl Victim for Side {
                 Ok(())
             }
         };
-        assert!(told.is_ok());
+        assert!(result.is_ok());
         self.drain();
     }
 
@@ -135,14 +136,14 @@ impl Victim for Side {
 /// A control port that listens, or that asks.
 ///
 /// # Panics
-/// It does not keep its promises.
-pub(super) fn control(bytes: &[u8]) {
+/// The control port breaks a promise.
+pub(crate) fn control(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let timeouts = ControlTimeouts {
         timeouts: SessionTimeouts::default(),
-        lease: PATIENCE,
-        open: PATIENCE,
-        handoff: PATIENCE,
+        lease: TIMEOUT,
+        open: TIMEOUT,
+        handoff: TIMEOUT,
     };
     let listen = Some("127.0.0.1:0");
     let control = without_threads(|| Control::new(listen, TOKEN, "engine", Vec::new(), timeouts));
@@ -161,5 +162,5 @@ pub(super) fn control(bytes: &[u8]) {
         num_watches: [0; 2],
     };
     side.query(ControlQuery::Describe);
-    perform(side, hostile, flags, steps);
+    run_session(side, hostile, flags, steps);
 }

@@ -1,47 +1,47 @@
-//! The bootstrap conversation as a state machine, against a peer that says what it should, something near to it, or
-//! anything else.
+//! The handshake as a state machine, against a peer that sends what it should, something near to it, or anything else.
 
-use super::hostile::TOKEN;
-use crate::error::Result;
-use crate::net::codec::Reader;
-use crate::net::handshake::{Handshake, Step};
-use crate::net::identity::{Identity, SessionKind};
+use kvpipe_core::Result;
+use kvpipe_core::net::codec::Reader;
+use kvpipe_core::net::handshake::{Handshake, Step};
+use kvpipe_core::net::identity::{Identity, SessionKind};
 
-/// In what one side says, this shows that it has told who it is.
-const WHO: &str = "engine of the side under test";
+use crate::hostile::TOKEN;
+
+/// The engine id of the victim: a frame that contains it has disclosed its identity.
+const ENGINE_ID: &str = "engine of the side under test";
 
 const HONEST: u8 = 0;
 const OTHER: u8 = 2;
 const MOVES: u8 = 3;
 
-/// The peer, and what it has not said yet.
+/// The peer, and the frames that it has not sent yet.
 struct Peer {
     handshake: Handshake,
     identity: Identity,
-    to_say: Vec<Vec<u8>>,
+    outbox: Vec<Vec<u8>>,
 }
 
 impl Peer {
-    fn hear(&mut self, frame: &[u8]) {
+    fn receive(&mut self, frame: &[u8]) {
         let step = self
             .handshake
             .frame(frame, &self.identity.clone(), |_| Ok(()));
         match step {
-            Ok(Step::Continue(frames) | Step::Admitted { frames, .. }) => self.to_say = frames,
-            Ok(Step::Refuse(frame, _)) => self.to_say = vec![frame],
+            Ok(Step::Continue(frames) | Step::Admitted { frames, .. }) => self.outbox = frames,
+            Ok(Step::Refuse(frame, _)) => self.outbox = vec![frame],
             Ok(Step::Ready) | Err(_) => {}
         }
     }
 }
 
-/// The next frame as the bytes have it, and whether it is what an honest peer says now.
+/// The next frame as the bytes have it, and whether an honest peer would send it now.
 fn next_frame(reader: &mut Reader<'_>, peer: &mut Peer) -> Result<Option<(Vec<u8>, bool)>> {
     let kind = reader.u8()? % MOVES;
     if kind == OTHER {
         let len = reader.u16()?;
         return Ok(Some((reader.raw(len.into())?.to_vec(), false)));
     }
-    let Some(mut frame) = peer.to_say.pop() else {
+    let Some(mut frame) = peer.outbox.pop() else {
         return Ok(None);
     };
     if kind == HONEST {
@@ -63,23 +63,23 @@ fn contains(frame: &[u8], text: &str) -> bool {
         .any(|part| part == text.as_bytes())
 }
 
-/// Nobody is admitted, or told anything, but a peer that holds the token and has kept to every byte.
+/// Only a peer that holds the token and has kept to every byte is admitted, and learns who the victim is.
 ///
 /// # Panics
-/// Somebody was.
-pub fn handshake(bytes: &[u8]) {
+/// Another peer is admitted or learns it.
+pub(crate) fn handshake(bytes: &[u8]) {
     let Some((flags, rest)) = bytes.split_first() else {
         return;
     };
     let (is_server, has_token) = (flags & 1 != 0, flags & 2 == 0);
     let token = if has_token { TOKEN } else { b"another" };
-    let ours = identity(WHO);
+    let ours = identity(ENGINE_ID);
     let client = |token| Handshake::client(token, "peer").expect("client");
     let server = |token| Handshake::server(token, "peer").expect("server");
-    let (mut under_test, mut peer) = {
+    let (mut victim, mut peer) = {
         let (client, hello) = client(if is_server { token } else { TOKEN });
         let server = server(if is_server { TOKEN } else { token });
-        let (under_test, handshake) = if is_server {
+        let (victim, handshake) = if is_server {
             (server, client)
         } else {
             (client, server)
@@ -88,20 +88,20 @@ pub fn handshake(bytes: &[u8]) {
         let mut peer = Peer {
             handshake,
             identity,
-            to_say: Vec::new(),
+            outbox: Vec::new(),
         };
         if is_server {
-            peer.to_say.push(hello);
+            peer.outbox.push(hello);
         } else {
-            peer.hear(&hello);
+            peer.receive(&hello);
         }
-        (under_test, peer)
+        (victim, peer)
     };
     let mut is_honest = has_token;
     let mut reader = Reader::new(rest);
     while let Ok(Some((frame, is_right))) = next_frame(&mut reader, &mut peer) {
         is_honest &= is_right;
-        let frames = match under_test.frame(&frame, &ours, |_| Ok(())) {
+        let frames = match victim.frame(&frame, &ours, |_| Ok(())) {
             Ok(Step::Continue(frames)) => frames,
             Ok(Step::Admitted { frames, .. }) => {
                 assert!(is_honest, "a stranger was admitted");
@@ -111,9 +111,9 @@ pub fn handshake(bytes: &[u8]) {
             Ok(Step::Refuse(frame, _)) => vec![frame],
         };
         for frame in frames {
-            let is_told = contains(&frame, WHO);
-            assert!(is_honest || !is_told, "a stranger was told who this is");
-            peer.hear(&frame);
+            let is_disclosed = contains(&frame, ENGINE_ID);
+            assert!(is_honest || !is_disclosed, "a stranger learns who this is");
+            peer.receive(&frame);
         }
     }
 }

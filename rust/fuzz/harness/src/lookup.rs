@@ -3,24 +3,24 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_ucx::Buffer;
-
-use super::hostile::{Hostile, TOKEN, transport};
-use super::pipe::meta;
-use super::script::{Victim, perform, read};
-use crate::lookup::{
+use kvpipe_core::fuzzing::{Round, without_threads};
+use kvpipe_core::lookup::{
     Items, LocalBuffer, LookupQuery, NUM_ITEMS, Operation, RemoteBuffer, Selected,
 };
-use crate::net::identity::SessionKind;
-use crate::reactor::manual::{Round, without_threads};
-use crate::tensor::Received;
-use crate::work::{Then, Work};
+use kvpipe_core::net::identity::SessionKind;
+use kvpipe_core::tensor::Received;
+use kvpipe_core::work::{Then, Work};
+use kvpipe_ucx::Buffer;
+
+use crate::hostile::{Hostile, TOKEN, transport};
+use crate::pipe::meta;
+use crate::script::{Victim, read, run_session};
 
 const TIMEOUT: Duration = Duration::from_secs(600);
-/// Of the buffer.
+/// Bytes that the buffer holds at most.
 const CAPACITY: u64 = 1 << 20;
 
-/// The two kinds of buffer, as their users see them.
+/// What the two kinds of buffer have in common for their users.
 trait Buffered {
     fn insert(&self, items: Items) -> Option<Operation<()>>;
     fn select(&self, query: LookupQuery) -> Option<Operation<Selected>>;
@@ -62,7 +62,7 @@ struct Side<B> {
     buffer: B,
     inserts: Vec<Operation<()>>,
     selects: Vec<Operation<Selected>>,
-    /// Shared by all tensors: at the end nobody else has it.
+    /// Shared by all tensors, and released by all of them at the end.
     owner: Arc<()>,
     connected: Option<Work<()>>,
 }
@@ -128,7 +128,7 @@ impl<B: Buffered> Victim for Side<B> {
         self.buffer.close();
     }
 
-    /// A client ends with its server; what waits in a buffer that is served waits for others.
+    /// The operations of a client end with its server. Those on a served buffer may wait for other clients.
     fn check_without_peer(&self) {
         if let Some(connected) = &self.connected {
             assert!(connected.is_completed(), "connecting");
@@ -150,31 +150,31 @@ impl<B: Buffered> Victim for Side<B> {
 /// A buffer that is served.
 ///
 /// # Panics
-/// It does not keep its promises.
-pub(super) fn server(bytes: &[u8]) {
+/// The lookup buffer breaks a promise.
+pub(crate) fn server(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let buffer = LocalBuffer::new(CAPACITY);
-    let is_checksummed = !flags.is_unsummed();
+    let is_checksummed = !flags.has_no_checksums();
     let serve = || buffer.serve("127.0.0.1:0", TOKEN, transport.clone(), is_checksummed);
     without_threads(serve).expect("served");
     let hostile = Hostile::connect(SessionKind::Lookup, Some(&transport), buffer.address());
-    perform(Side::new(buffer, None), hostile, flags, steps);
+    run_session(Side::new(buffer, None), hostile, flags, steps);
 }
 
 /// A client of a buffer.
 ///
 /// # Panics
-/// It does not keep its promises.
-pub(super) fn client(bytes: &[u8]) {
+/// The lookup buffer breaks a promise.
+pub(crate) fn client(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let (hostile, address) = Hostile::listen(SessionKind::Lookup, Some(&transport));
-    let is_checksummed = !flags.is_unsummed();
+    let is_checksummed = !flags.has_no_checksums();
     let connect = || {
         let addresses = vec![address];
         RemoteBuffer::connect(addresses, TOKEN, transport.clone(), is_checksummed, TIMEOUT)
     };
     let (buffer, connected) = without_threads(connect).expect("buffer");
-    perform(Side::new(buffer, Some(connected)), hostile, flags, steps);
+    run_session(Side::new(buffer, Some(connected)), hostile, flags, steps);
 }

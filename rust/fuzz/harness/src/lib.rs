@@ -1,7 +1,8 @@
-//! What the fuzz targets of `rust/fuzz` run, and the conversations that they start from: one function for each target.
-//! Each takes any bytes, and panics when what is promised of such bytes does not hold.
+//! What the fuzz targets of `rust/fuzz` run, and the seeds they start from: one function for each target. Each takes any
+//! bytes, and panics when the side under test breaks a promise.
 
 mod agent;
+mod bootstrap;
 mod control;
 mod decoders;
 mod handshake;
@@ -10,12 +11,10 @@ mod lookup;
 mod pipe;
 mod script;
 mod seeds;
-mod strangers;
+mod wire;
 
 pub use decoders::decoders;
-pub use handshake::handshake;
 pub use seeds::seeds;
-pub use strangers::bootstrap;
 
 /// A target: any bytes.
 pub type Target = fn(&[u8]);
@@ -23,10 +22,10 @@ pub type Target = fn(&[u8]);
 /// Every target, by name.
 pub const TARGETS: [(&str, Target); 9] = [
     ("agent", agent::agent),
-    ("bootstrap", bootstrap),
+    ("bootstrap", bootstrap::bootstrap),
     ("control", control::control),
     ("decoders", decoders),
-    ("handshake", handshake),
+    ("handshake", handshake::handshake),
     ("lookup_client", lookup::client),
     ("lookup_server", lookup::server),
     ("pipe_receiver", pipe::receiver),
@@ -36,7 +35,7 @@ pub const TARGETS: [(&str, Target); 9] = [
 /// Runs the target of this name.
 ///
 /// # Panics
-/// There is none, or what it promises does not hold.
+/// There is no such target, or the side under test breaks a promise.
 pub fn run(name: &str, bytes: &[u8]) {
     let target = TARGETS.iter().find(|(target, _)| *target == name);
     let Some((_, target)) = target else {
