@@ -1,4 +1,4 @@
-//! What fuzz targets reach of a control port: its rounds, and its messages.
+//! What fuzz targets use of a control port: its rounds, and its messages.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ impl Control {
     }
 }
 
-/// What can be read is written as it was.
+/// A message that decodes encodes to the same bytes.
 pub(crate) fn decode(bytes: &[u8]) {
     if let Ok(message) = ControlMessage::decode(bytes) {
         assert_eq!(message.encode(), bytes);
@@ -22,7 +22,7 @@ pub(crate) fn decode(bytes: &[u8]) {
 
 /// One message of each kind.
 pub(crate) fn messages(handoff: HandoffId, opening: Opening, state: SequenceState) -> Vec<Vec<u8>> {
-    let ask = |query| ControlMessage::Query { id: 1, query };
+    let query = |query| ControlMessage::Query { id: 1, query };
     let messages = [
         ControlMessage::Watch(handoff),
         ControlMessage::Opened { handoff, opening },
@@ -35,15 +35,15 @@ pub(crate) fn messages(handoff: HandoffId, opening: Opening, state: SequenceStat
             handoff,
             is_acknowledged: true,
         },
-        ask(ControlQuery::Describe),
-        ask(ControlQuery::Release(handoff)),
-        ask(ControlQuery::Result(handoff)),
-        ask(ControlQuery::Subscribe {
+        query(ControlQuery::Describe),
+        query(ControlQuery::Release(handoff)),
+        query(ControlQuery::Result(handoff)),
+        query(ControlQuery::Subscribe {
             handoff,
             lead: Duration::from_millis(200),
         }),
-        ask(ControlQuery::Watched(handoff)),
-        ask(ControlQuery::Progress {
+        query(ControlQuery::Watched(handoff)),
+        query(ControlQuery::Progress {
             handoff,
             remaining: Duration::from_millis(70),
         }),
