@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpipe.bench import machine, measure, plot, remote, report
+from kvpipe.bench import builds, machine, measure, plot, remote, report
 from kvpipe.bench.benchmarks import BENCHMARKS, Benchmark, subjects_of
 from kvpipe.bench.bounds import Bound, bounds_of
 from kvpipe.bench.handoff import command as handoff
@@ -108,6 +108,9 @@ def _add_benchmark(parser: argparse.ArgumentParser, benchmark: Benchmark) -> Non
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them; needs matplotlib")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="print ratios to an older run")
+    parser.add_argument(
+        "--against", type=Path, metavar="PYTHON", help="measure the kvpipe of another environment in the same rounds"
+    )
     parser.set_defaults(peer=None, token=None)
     if benchmark.remote:
         parser.add_argument("--peer", metavar="HOST:PORT", help="measure to the host where `kvpipe bench serve` runs")
@@ -134,8 +137,16 @@ def _check(args: argparse.Namespace) -> None:
             _refuse("file", file, "there is no such folder")
     if args.plot:
         plot.require()
+    _check_against(args)
     if args.peer:
         _check_peer(args)
+
+
+def _check_against(args: argparse.Namespace) -> None:
+    if args.against and args.peer:
+        _refuse("--against", "with --peer", "builds are compared on one host")
+    if args.against and not os.access(args.against, os.X_OK):
+        _refuse("--against", args.against, "expected the Python of an environment with kvpipe")
 
 
 def _check_peer(args: argparse.Namespace) -> None:
@@ -162,10 +173,13 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace) -> Findings:
     if not any(one.can(case) for one in subjects for case in cases):
         _refuse("--only", args.only, "nobody of that name takes part")
     baselines = (args.baseline,) if args.baseline else benchmark.baselines
+    if args.against:
+        subjects = builds.beside(subjects, str(args.against))
     skipped: dict[str, str] = {}
     versions: set[str] = set()
     rows: list[Row] = []
     bounds: list[Bound] = []
+    differences: list[builds.Difference] = []
     progress = Progress()
     for kind in dict.fromkeys(case.kind for case in cases):
         chosen = [case for case in cases if case.kind == kind]
@@ -174,10 +188,11 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace) -> Findings:
             run.measure(args.rounds)
         rows += rows_of(run.entries, baselines)
         bounds += bounds_of(run.entries)
+        differences += builds.differences_of(run.entries)
         skipped |= run.skipped
         versions |= run.versions
     facts |= {"peers": " ".join(sorted(versions)), "load_average_after": machine.load_average()}
-    return Findings(facts, skipped, rows, bounds)
+    return Findings(facts, skipped, rows, bounds, differences)
 
 
 def _data_paths(args: argparse.Namespace) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvpipe.bench.bounds import Bound
+    from kvpipe.bench.builds import Difference, Interval
     from kvpipe.bench.measure import Summary
     from kvpipe.bench.results import Findings, Row
 
@@ -73,6 +74,8 @@ def text(found: Findings) -> str:
     parts = [describe(found.facts), tables(found.rows)]
     if found.bounds:
         parts.append(_bounds(found.bounds))
+    if found.differences:
+        parts.append(_differences(found.differences))
     if found.skipped:
         parts.append("\n".join(f"skipped: {name}: {reason}" for name, reason in found.skipped.items()))
     return "\n\n".join(parts)
@@ -87,6 +90,22 @@ def _bounds(bounds: Sequence[Bound]) -> str:
         parts = [cell(bound.value), number(bound.copy.median), number(bound.hash.median), cell(bound.serial)]
         lines.append([label, bound.subject, bound.data_path, *parts, f"{bound.ratio:.2f}"])
     return table(header, lines)
+
+
+def _differences(differences: Sequence[Difference]) -> str:
+    header = ["this build / other", "subject", "data path", "speed", "CPU s/GiB"]
+    lines, last = [], ""
+    for difference in differences:
+        label = f"{difference.case.kind} {difference.case.label}"
+        cpu = _interval(difference.cpu) if difference.cpu else ""
+        shown = "" if label == last else label
+        last = label
+        lines.append([shown, difference.subject, difference.data_path, _interval(difference.speed), cpu])
+    return table(header, lines)
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.median:.3f} ({interval.low:.3f}-{interval.high:.3f})"
 
 
 def as_json(found: Findings) -> str:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpipe.bench.bounds import Bound
+    from kvpipe.bench.builds import Difference
     from kvpipe.bench.runner import Sample, Subject
 
 
@@ -82,12 +83,14 @@ class Findings:
         skipped: Subjects that were left out, each with the reason.
         rows: Figures.
         bounds: What checksums cost.
+        differences: This build against another one; empty without one.
     """
 
     facts: Mapping[str, Any]
     skipped: Mapping[str, str]
     rows: Sequence[Row]
     bounds: Sequence[Bound]
+    differences: Sequence[Difference] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The findings with plain types."""
@@ -96,6 +99,7 @@ class Findings:
             "skipped": dict(self.skipped),
             "rows": [row.as_json() for row in self.rows],
             "bounds": [bound.as_json() for bound in self.bounds],
+            "differences": [difference.as_json() for difference in self.differences],
         }
 
 

@@ -12,7 +12,7 @@ pub mod control;
 mod earliest;
 mod error;
 pub mod events;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 pub mod handoff;
 pub mod ids;

@@ -35,7 +35,7 @@ static ALLOCATOR: Counting = Counting;
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let before = HELD.load(Ordering::Relaxed);
     MOST.store(before, Ordering::Relaxed);
-    kvpipe_core::fuzzing::decoders(bytes);
+    kvpipe_fuzz_harness::decoders(bytes);
     let taken = MOST.load(Ordering::Relaxed) - before;
     let allowed = PER_BYTE * bytes.len() + BESIDES;
     assert!(

@@ -2,7 +2,7 @@
 //!
 //! A load whose session is lost gets one fresh session; a block whose read has failed is read once more, by messages.
 
-#[cfg(all(test, feature = "fuzzing"))]
+#[cfg(test)]
 mod tests;
 
 use std::collections::BTreeMap;

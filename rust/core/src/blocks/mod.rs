@@ -2,12 +2,10 @@
 
 mod api;
 mod ends;
-#[cfg(feature = "fuzzing")]
-pub(crate) mod fuzzing;
 mod handoffs;
 mod inbox;
 mod loads;
-mod messages;
+pub(crate) mod messages;
 mod metadata;
 mod notices;
 mod notify;
@@ -213,6 +211,12 @@ impl Agent {
     pub fn without_checksums(mut self) -> Self {
         self.is_checksummed = false;
         self
+    }
+
+    /// Runs one round of a reactor without a thread.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub fn round(&self) -> crate::reactor::manual::Round {
+        self.reactor.round()
     }
 
     /// Where peers connect.

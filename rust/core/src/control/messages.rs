@@ -1,4 +1,4 @@
-//! Frames of the control plane; see docs/wire-format.md.
+//! Frames of the control plane; see docs/reference/wire-control.md.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ const OUTPUT_IDS_CAP: usize = 4096;
 
 /// A frame between two control ports, or between the proxy and one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum ControlMessage {
+pub(crate) enum ControlMessage {
     Watch(HandoffId),
     Unwatch {
         handoff: HandoffId,
@@ -60,7 +60,7 @@ const WATCHED: u8 = 11;
 const PROGRESS: u8 = 12;
 
 impl ControlMessage {
-    pub(super) fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         match self {
             Self::Watch(handoff) => Writer::new(WATCH).raw(handoff),
             Self::Unwatch {
@@ -104,7 +104,7 @@ impl ControlMessage {
         .finish()
     }
 
-    pub(super) fn decode(frame: &[u8]) -> Result<Self> {
+    pub(crate) fn decode(frame: &[u8]) -> Result<Self> {
         let mut reader = Reader::new(frame);
         let message = match reader.u8()? {
             WATCH => Self::Watch(reader.fixed()?),

@@ -3,9 +3,7 @@
 
 mod consumer;
 mod deferred_queries;
-#[cfg(feature = "fuzzing")]
-pub(crate) mod fuzzing;
-mod messages;
+pub(crate) mod messages;
 mod producer;
 mod queries;
 mod service;
@@ -169,6 +167,12 @@ impl Control {
         let in_thread = events.clone();
         let reactor = Reactor::spawn(config, move || ControlService::new(in_thread, timeouts))?;
         Ok(Self { reactor, events })
+    }
+
+    /// Runs one round of a reactor without a thread.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub fn round(&self) -> crate::reactor::manual::Round {
+        self.reactor.round()
     }
 
     /// The address that others connect to.

@@ -373,5 +373,4 @@ impl Drop for LookupClient {
 }
 
 #[cfg(test)]
-#[cfg(feature = "fuzzing")]
 mod tests;

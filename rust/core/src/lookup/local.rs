@@ -139,16 +139,16 @@ impl LocalBuffer {
     }
 }
 
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 impl LocalBuffer {
-    pub(crate) fn manual_round(&self) -> crate::reactor::manual::Round {
+    /// Runs one round of a reactor without a thread.
+    pub fn manual_round(&self) -> crate::reactor::manual::Round {
         let over = crate::reactor::manual::Round::Over;
         self.reactor.get().map_or(over, Reactor::round)
     }
 }
 
 #[cfg(test)]
-#[cfg(feature = "fuzzing")]
 mod tests {
     use super::*;
     use crate::lookup::manual::entry;

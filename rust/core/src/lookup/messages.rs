@@ -1,5 +1,5 @@
 //! What client and server of a lookup buffer say to each other besides the bytes of large tensors; see
-//! docs/wire-format.md.
+//! docs/reference/wire-lookup.md.
 
 use std::time::Duration;
 
@@ -61,7 +61,7 @@ pub(super) fn read_timeout(reader: &mut Reader<'_>) -> Result<Option<Duration>> 
     Ok((micros != FOREVER).then(|| Duration::from_micros(micros)))
 }
 
-pub(super) fn write_select(query: &LookupQuery, timeout: Option<Duration>) -> Vec<u8> {
+pub(crate) fn write_select(query: &LookupQuery, timeout: Option<Duration>) -> Vec<u8> {
     let writer = write_timeout(Writer::default(), timeout);
     match query {
         LookupQuery::Any => writer.u8(0),
@@ -70,7 +70,7 @@ pub(super) fn write_select(query: &LookupQuery, timeout: Option<Duration>) -> Ve
     .finish()
 }
 
-pub(super) fn read_select(payload: &[u8]) -> Result<(LookupQuery, Option<Duration>)> {
+pub(crate) fn read_select(payload: &[u8]) -> Result<(LookupQuery, Option<Duration>)> {
     let mut reader = Reader::new(payload);
     let timeout = read_timeout(&mut reader)?;
     let query = match reader.u8()? {
@@ -88,7 +88,7 @@ pub(super) fn read_select(payload: &[u8]) -> Result<(LookupQuery, Option<Duratio
 }
 
 /// Of the errors with which a server answers, those that a caller can tell apart.
-pub(super) fn write_refusal(error: &Error) -> Vec<u8> {
+pub(crate) fn write_refusal(error: &Error) -> Vec<u8> {
     let kind = match error {
         Error::Config(_) => 1,
         Error::Exhausted(_) => 2,
@@ -100,7 +100,7 @@ pub(super) fn write_refusal(error: &Error) -> Vec<u8> {
         .finish()
 }
 
-pub(super) fn read_refusal(payload: &[u8]) -> Result<Error> {
+pub(crate) fn read_refusal(payload: &[u8]) -> Result<Error> {
     let mut reader = Reader::new(payload);
     let (kind, text) = (reader.u8()?, reader.str(TEXT_CAP)?);
     reader.end()?;

@@ -4,15 +4,12 @@
 mod client;
 mod command_queue;
 mod copying;
-#[cfg(feature = "fuzzing")]
-pub(crate) mod fuzzing;
 mod index;
 mod inserts;
 mod local;
 #[cfg(test)]
-#[cfg(feature = "fuzzing")]
 mod manual;
-mod messages;
+pub(crate) mod messages;
 #[cfg(test)]
 mod model;
 mod operation;
@@ -22,7 +19,7 @@ mod shared;
 mod state;
 mod store;
 mod tensors;
-mod transfer;
+pub(crate) mod transfer;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -164,9 +164,10 @@ impl RemoteBuffer {
     }
 }
 
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 impl RemoteBuffer {
-    pub(crate) fn manual_round(&self) -> crate::reactor::manual::Round {
+    /// Runs one round of a reactor without a thread.
+    pub fn manual_round(&self) -> crate::reactor::manual::Round {
         self.reactor.round()
     }
 }

@@ -471,5 +471,4 @@ impl Drop for LookupServer {
 }
 
 #[cfg(test)]
-#[cfg(feature = "fuzzing")]
 mod tests;

@@ -52,7 +52,6 @@ impl LookupShared {
 
     /// As a fork has it.
     #[cfg(test)]
-    #[cfg(feature = "fuzzing")]
     pub(super) fn fork(&mut self) {
         self.process = Process::another();
     }

@@ -182,14 +182,14 @@ enum Slot {
 
 /// An entry as its message describes it.
 #[derive(Debug)]
-pub(super) struct EntryTransfer {
+pub(crate) struct EntryTransfer {
     metas: [Meta; NUM_ITEMS],
     slots: [Slot; NUM_ITEMS],
 }
 
 impl EntryTransfer {
     /// Reads the tensors of a message, to its end.
-    pub(super) fn read(mut reader: Reader<'_>) -> Result<Self> {
+    pub(crate) fn read(mut reader: Reader<'_>) -> Result<Self> {
         let mut entry = Self {
             metas: Default::default(),
             slots: [const { Slot::Nothing }; NUM_ITEMS],

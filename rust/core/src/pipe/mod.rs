@@ -2,8 +2,6 @@
 //! connects. A small tensor travels inside its message. A large one is offered, and the receiver fetches it into its
 //! destination by the data path of the session.
 
-#[cfg(feature = "fuzzing")]
-pub(crate) mod fuzzing;
 mod incoming;
 mod posted;
 mod receiver;
@@ -286,6 +284,15 @@ impl Pipe {
             End::Receiver(reactor) => reactor.stop(),
         }
         self.shared.get().state = "closed";
+    }
+
+    /// Runs one round of a reactor without a thread.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub fn round(&self) -> crate::reactor::manual::Round {
+        match &self.end {
+            End::Sender(reactor) => reactor.round(),
+            End::Receiver(reactor) => reactor.round(),
+        }
     }
 
     /// The address a sender connects to; `None` at the sending end.

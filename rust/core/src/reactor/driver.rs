@@ -29,10 +29,10 @@ pub(crate) trait DriverHandle: Drive {
     /// Whether the calling thread is the one that runs the reactor now.
     fn is_run_here(&self) -> bool;
     /// One round of a reactor that has no thread.
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     fn round(&self) -> super::manual::Round;
     /// Drops a reactor that has no thread: it and who holds a [`Waker`](super::Waker) of it would keep each other.
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     fn let_go(&self);
 }
 
@@ -251,7 +251,7 @@ impl<S: Service> Driver<S> {
     }
 }
 
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 impl<S: Service> Driver<S> {
     /// A round on a thread of the caller's, whatever is to hurry: nobody else runs the reactor.
     fn run_manual(&self) -> super::manual::Round {
@@ -317,12 +317,12 @@ impl<S: Service> DriverHandle for Driver<S> {
         }
     }
 
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     fn round(&self) -> super::manual::Round {
         self.run_manual()
     }
 
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     fn let_go(&self) {
         let reactor = self.lock().take(Place::Ended);
         drop(reactor);

@@ -143,7 +143,7 @@ impl ReactorContext {
             });
             signal(&wake);
         };
-        #[cfg(feature = "fuzzing")]
+        #[cfg(any(test, feature = "fuzzing"))]
         if super::manual::is_on() {
             attempt();
             return session;

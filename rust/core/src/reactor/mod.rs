@@ -8,7 +8,7 @@ mod commands;
 mod connect;
 mod driver;
 mod io;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod manual;
 #[cfg(test)]
 mod manual_context;
@@ -176,7 +176,7 @@ impl<C: Send + 'static> Reactor<C> {
         // here, and `make`, being Send, brings nothing that shares without atomics. Services keep to what `Service` demands.
         let reactor = unsafe { AssertSend::new(ReactorCore::new(cx, make(), taken)) };
         let driver = Arc::new(Driver::new(reactor, epoll, wake, eventfd()?));
-        #[cfg(feature = "fuzzing")]
+        #[cfg(any(test, feature = "fuzzing"))]
         if manual::is_on() {
             return Ok(Self {
                 commands,
@@ -285,7 +285,7 @@ impl<C> Reactor<C> {
 impl<C> Drop for Reactor<C> {
     fn drop(&mut self) {
         self.stop();
-        #[cfg(feature = "fuzzing")]
+        #[cfg(any(test, feature = "fuzzing"))]
         if self.process.check().is_ok() {
             self.driver.let_go();
         }

@@ -154,7 +154,7 @@ impl<S: Service> ReactorCore<S> {
     }
 
     /// Connections, whatever has become of them.
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn num_sessions(&self) -> usize {
         self.cx.sessions.len()
     }

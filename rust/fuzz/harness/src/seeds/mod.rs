@@ -1,0 +1,43 @@
+//! Conversations as they should go: what fuzzing starts from. The kinds of messages are those of docs/reference/wire-*.md.
+
+mod agent;
+mod bootstrap;
+mod control;
+mod decoders;
+mod lookup;
+mod pipe;
+
+use kvpipe_core::net::codec::Writer;
+
+use crate::script::Script;
+
+// Flags of scripts.
+const REMOTE_READ: u8 = 1;
+const SERVER: u8 = 2;
+const NO_CHECKSUMS: u8 = 16;
+
+/// Seeds of every target, by its name.
+pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
+    let with_name = |name, scripts: Vec<Vec<u8>>| scripts.into_iter().map(move |it| (name, it));
+    [
+        with_name("agent", agent::agent()),
+        with_name("bootstrap", bootstrap::bootstrap()),
+        with_name("control", control::control()),
+        with_name("decoders", decoders::decoders()),
+        with_name("handshake", bootstrap::handshake()),
+        with_name("lookup_client", lookup::client()),
+        with_name("lookup_server", lookup::server()),
+        with_name("pipe_receiver", pipe::receiver()),
+        with_name("pipe_sender", pipe::sender()),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+/// Ends the session in order.
+fn goodbye(script: Script) -> Vec<u8> {
+    let goodbye = Writer::new(34).str("it is over").finish();
+    let script = script.connection(&[32]).connection(&goodbye);
+    script.shut().finish()
+}
