@@ -447,7 +447,7 @@ def test_an_unknown_setting_is_named() -> None:
         ({"on_load_failure": "retry"}, "recompute, fail"),
         ({"listen": "here"}, "HOST:PORT"),
         ({"listen": 7}, "listen=7"),
-        ({"listen": "0.0.0.0:7100"}, "name the address"),
+        ({"listen": "0.0.0.0:7100"}, "cannot be advertised"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_value(setting: dict[str, Any], message: str) -> None:

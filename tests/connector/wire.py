@@ -1,8 +1,8 @@
 """The control plane as a script: notes what the scheduler role commands, says what the test has happened elsewhere.
 
 It stands for the thread and the network behind `_kvpipe.Control`, so that a random run can be repeated. What it says is
-what that thread could say: docs/design.md, state machines; that the thread does so is what `test_scheduler.py` and the
-tests of the core show.
+what that thread could say (docs/concepts/failure.md has the states); that the thread does so is what `test_scheduler.py`
+and the tests of the core show.
 """
 
 from collections.abc import Sequence

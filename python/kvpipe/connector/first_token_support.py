@@ -1,4 +1,4 @@
-"""Where the producer's first token cannot be forced, so that this engine samples its own."""
+"""Whether this engine can force the producer's first token; otherwise it samples its own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class FirstTokenSupport:
-    """What stands against it on one engine.
+    """Conditions under which one engine forces first tokens.
 
     Attributes:
-        are_workers_ready: Whether all ranks have the logits processor; they say so once they have started.
+        are_workers_ready: Whether all ranks have the logits processor; they report that after their start.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -22,11 +22,11 @@ class FirstTokenSupport:
         self.are_workers_ready = False
 
     def is_supported(self) -> bool:
-        """Whether this engine forces tokens at all."""
+        """Whether this engine can force first tokens at all."""
         return self.are_workers_ready and not self._is_speculative
 
     def unsupported_reason(self, request: Request) -> str:
-        """Why the first token of a request is sampled here; empty if it need not be."""
+        """Why the first token of a request cannot be forced; empty if it can."""
         params = request.sampling_params
         if self._is_speculative:
             return "speculative decoding"

@@ -1,6 +1,6 @@
-"""The worker role: the agent of this rank, its KV cache as regions, and exactly-once reports to vLLM.
+"""The worker role: this rank's agent, its KV cache as regions, and exactly-once reports to vLLM.
 
-Runs on the worker's main thread. A hook hands commands to the Rust thread and drains its events; it never waits, but
+It runs on the worker's main thread. Hooks send commands to the Rust thread and drain its events. No hook waits, except
 for the registration at the start.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpipe.worker")
 
 
-# What the agent says of a load that has ended, and what stands for it where the load never began.
+# Fields of an outcome, with their values for a load that never began.
 _FACTS: dict[str, Any] = {
     "num_bytes": 0,
     "num_received": 0,
@@ -44,7 +44,7 @@ _FACTS: dict[str, Any] = {
 
 
 class WorkerRole:
-    """Loads and lends the KV blocks of one rank."""
+    """Loads the KV blocks of one rank, and exposes them to consumers."""
 
     def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
@@ -73,7 +73,7 @@ class WorkerRole:
 
         Raises:
             TransportUnavailableError: There is no UCX, or the cache is on a device that it cannot reach.
-            ConfigError: A layer's blocks are not contiguous.
+            ConfigError: A cache is not in host memory, or a layer's blocks are not contiguous.
         """
         host = self._config.listen.rpartition(":")[0]
         self._agent = _kvpipe.Agent(
@@ -90,10 +90,10 @@ class WorkerRole:
 
     def _register_layer(self, agent: _kvpipe.Agent, name: str, cache: torch.Tensor) -> _kvpipe.Region:
         if cache.device.type != "cpu":
-            message = f"the KV cache is on {cache.device}; this version moves KV in host memory only"
+            message = f"KV cache is on {cache.device}; kvpipe supports vLLM's CPU build only"
             raise ConfigError(message)
         if not cache[0].is_contiguous():
-            message = f"layer {name}: blocks of strides {cache.stride()} are not contiguous and cannot be moved"
+            message = f"layer {name}: its blocks are not contiguous (strides {cache.stride()}), and cannot be moved"
             raise ConfigError(message)
         block_bytes = cache[0].numel() * cache.element_size()
         stride = cache.stride(0) * cache.element_size()
@@ -106,7 +106,7 @@ class WorkerRole:
         return region
 
     def handshake(self) -> HandshakeMetadata | None:
-        """Where this rank's agent listens."""
+        """Returns the address of this rank's agent."""
         if self._agent is None or self._agent.address is None:
             return None
         return HandshakeMetadata(
@@ -116,7 +116,7 @@ class WorkerRole:
     # --- every step
 
     def end_handoffs(self, step: StepMetadata) -> None:
-        """Before anything of this step may write into blocks: takes back those that are not lent any more."""
+        """Ends handoffs before this step writes into their blocks."""
         if self._agent is None:
             return
         for handoff, reason in step.ended:
@@ -124,7 +124,7 @@ class WorkerRole:
             self._released.add(handoff)
 
     def begin_step(self, step: StepMetadata) -> None:
-        """Before the forward pass: begins and ends loads."""
+        """Begins and ends loads before the forward pass."""
         agent = self._agent
         if agent is None:
             return
@@ -170,13 +170,13 @@ class WorkerRole:
         if load.refusal:
             return load.refusal
         if load.handoff in self._loading:
-            return "its handoff is being loaded"
+            return "its handoff is being loaded already"
         if self._rank >= len(load.ranks):
-            return f"the producer has {len(load.ranks)} workers, this is rank {self._rank}"
+            return f"the producer has {len(load.ranks)} workers, none for rank {self._rank}"
         return ""
 
     def save_layer(self, layer_name: str) -> None:
-        """After a layer's attention: this step's blocks are final in it. Most steps have none."""
+        """Marks this step's blocks as ready in a layer whose attention is done. Most steps have none."""
         if self._ready is None or self._agent is None or not self._is_by_layer:
             return
         if (region := self._unsaved.pop(layer_name, None)) is not None:
@@ -187,15 +187,15 @@ class WorkerRole:
             self._withdraw_step(self._agent, layer_name)
 
     def _withdraw_step(self, agent: _kvpipe.Agent, layer_name: str) -> None:
-        """What was announced of the layer may have changed: nobody may use it, and no step is announced so again."""
-        logger.error("layer.twice name=%s: blocks are announced once a step from now on", layer_name)
+        """Ends the step's handoffs, whose announced blocks may have changed, and announces by step from now on."""
+        logger.error("layer.twice name=%s blocks are announced once a step from now on", layer_name)
         self._is_by_layer = False
         for handoff, *_ in self._step.ready:
             agent.end(handoff, f"layer {layer_name} was computed twice in a step")
         self._forget_ready()
 
     def end_forward(self) -> None:
-        """After the forward pass: this step's blocks are final in the layers that are left."""
+        """Marks this step's blocks as ready in the remaining layers, after the forward pass."""
         if self._ready is not None and self._agent is not None and self._unsaved:
             self._trace.layers_computed()
             self._agent.finalize(self._ready, list(self._unsaved.values()))
@@ -206,7 +206,7 @@ class WorkerRole:
         self._step, self._ready, self._unsaved = StepMetadata(), None, {}
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose blocks nobody reads any more, and requests whose load has ended; each exactly once."""
+        """Returns requests whose lease has ended, and requests whose load has ended, each exactly once."""
         sent: set[str] = set()
         for event in self._agent.drain() if self._agent is not None else ():
             if event["event"] == "log":
@@ -220,7 +220,7 @@ class WorkerRole:
         received, self._received = self._received, set()
         for handoff in self._released & self._leased.keys():
             sent.add(self._leased.pop(handoff))
-        # A handoff that ended before its request finished is never held: it is not remembered.
+        # A handoff that ended before its request finished is never leased, so it is forgotten.
         self._released.intersection_update(self._leased)
         return sent, received
 
@@ -236,15 +236,15 @@ class WorkerRole:
         self._outcomes[load.request_id] = _facts(event, is_loaded="reason" not in event)
 
     def take_invalid_block_ids(self) -> set[int]:
-        """Blocks that did not arrive, of the loads that `finished` has just reported."""
+        """Returns missing blocks of the loads that `finished` has just reported."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
     def take_outcomes(self) -> WorkerOutcomes | None:
-        """How those loads ended, and which need nothing but the sequence state, for the scheduler role.
+        """Returns ended and verified loads for the scheduler role; `None` if there is nothing to report.
 
-        With nothing to say, vLLM does not call the scheduler role after a step without tokens: a committed load is
-        always answered, and so is each step of a load, for its sequence state may have come meanwhile.
+        After a step without tokens, vLLM calls the scheduler role only if there is a report. So commits are always
+        acknowledged, and each step of a load reports: its sequence state may have arrived meanwhile.
         """
         if not (self._outcomes or self._verified or self._acknowledged or self._loading):
             return None
@@ -254,13 +254,13 @@ class WorkerRole:
         return WorkerOutcomes(outcomes, verified, acknowledged)
 
     def close(self) -> None:
-        """Ends the agent; peers are told."""
+        """Closes the agent, which notifies its peers."""
         self._progress.close()
         if self._agent is None:
             return
         try:
             self._agent.close()
-        except TransferTimeoutError as error:  # the engine ends, and the caches' memory with its process
+        except TransferTimeoutError as error:  # harmless: the caches' memory ends with this process
             logger.warning("agent.pending_reads %s", error)
 
 
@@ -270,15 +270,17 @@ def _facts(event: dict[str, Any], *, is_loaded: bool) -> dict[str, Any]:
 
 
 def _calls_each_layer_once(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM calls each layer once a step, when all its blocks are written: not with micro-batches or drafts."""
+    """Whether vLLM calls `save_kv_layer` once for each layer and step: not with micro-batches or drafts."""
     return vllm_config.speculative_config is None and not vllm_config.parallel_config.use_ubatching
 
 
 class WorkerTrace:
-    """Layers that prefill computes and the first step of decode, as spans; costs nothing without a file.
+    """Traces the layers of a prefill and the first step of a decode as spans. It costs nothing without a file.
+
+    Rust traces the other events of a handoff where they happen.
 
     Attributes:
-        lines: Where they go.
+        lines: The trace file.
     """
 
     def __init__(self, config: ConnectorConfig, process: str) -> None:
@@ -288,14 +290,14 @@ class WorkerTrace:
         self._num_layers = 0
 
     def begin_step(self, step: StepMetadata) -> None:
-        """Before the forward pass."""
+        """Notes the step and its time, before the forward pass."""
         if self.lines.is_on:
             self._step = step
             self._began_s = self._since_s = time.monotonic()
             self._num_layers = 0
 
     def layers_computed(self) -> None:
-        """All since the last call, for each handoff of this step."""
+        """Writes a span since the last call, for each handoff of this step."""
         if self.lines.is_on:
             for handoff, _, first, block_ids in self._step.ready:
                 facts = {"layer": self._num_layers, "first": first, "blocks": len(block_ids)}
@@ -304,7 +306,7 @@ class WorkerTrace:
             self._num_layers += 1
 
     def end_forward(self) -> None:
-        """After the forward pass."""
+        """Writes the span of a request's first step, after the forward pass."""
         for handoff in self._step.first_tokens:
             self.lines.span("first step", handoff, self._began_s)
         self._step = StepMetadata()

@@ -27,9 +27,8 @@ logger = logging.getLogger(__name__)
 def create_app(config: ProxyConfig, control: Control) -> web.Application:
     """The proxy as an aiohttp application.
 
-    Run it with `handler_cancellation=True`: a handler that is cancelled when its client leaves is
-    what aborts the instances' requests. The caller owns `control` and closes it after the
-    application's cleanup.
+    Run it with `handler_cancellation=True`: when a client leaves, the cancelled handler aborts the instances' requests.
+    The caller owns `control` and closes it after the application's cleanup.
     """
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_openai_errors])
     proxy = _Proxy(config, control)
@@ -44,7 +43,7 @@ def create_app(config: ProxyConfig, control: Control) -> web.Application:
 
 
 class _Proxy:
-    """The handlers, and what they share while the application runs."""
+    """Request handlers and their shared state."""
 
     _upstream: Upstream
     _dispatcher: Dispatcher
@@ -128,9 +127,9 @@ def _error(status: HTTPStatus, message: str) -> web.Response:
 
 
 async def _report_health(config: ProxyConfig, upstream: Upstream) -> tuple[bool, dict[str, Any]]:
-    """Whether one P and one D at least are healthy, and what each instance said.
+    """Probes all instances: whether at least one P and one D are healthy, and each one's state.
 
-    Takes `connect_timeout_s` at most.
+    It takes `connect_timeout_s` at most.
     """
     prefill, decode = await asyncio.gather(
         _probe_all(config, upstream, "prefill", config.prefill),
@@ -145,8 +144,8 @@ async def _probe_all(
     config: ProxyConfig, upstream: Upstream, role: Role, instances: tuple[Instance, ...]
 ) -> dict[str, str]:
     probes = (_probe(config.connect_timeout_s, upstream, role, i) for i in instances)
-    said = await asyncio.gather(*probes)
-    return {instance.url: text for instance, text in zip(instances, said, strict=True)}
+    states = await asyncio.gather(*probes)
+    return {instance.url: state for instance, state in zip(instances, states, strict=True)}
 
 
 async def _probe(timeout_s: float, upstream: Upstream, role: Role, instance: Instance) -> str:

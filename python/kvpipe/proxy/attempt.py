@@ -1,4 +1,4 @@
-"""One attempt at a handoff."""
+"""State of one attempt at a handoff."""
 
 import asyncio
 import logging
@@ -15,17 +15,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One try at a handoff from one P to one D, under an id of its own.
+    """One attempt at a handoff from one P to one D, under an id of its own.
 
     Attributes:
-        may_hold_kv: P may hold blocks for this handoff, so that it has to be told if it fails.
-        prefilling: P's exchange, when it runs beside D's.
-        early_token: what P has sampled, where that can be shown before D says it.
-        repeats_token: whether D's stream will begin with that.
-        timing: how D's part is timed, with just-in-time dispatch.
-        is_decode_asked: D has been asked, whether it answered or not.
-        measuring: waits for D's admission.
-        is_settled: it has ended, and its timing has been logged.
+        may_hold_kv: P may hold blocks for this handoff, so a failed attempt has to release them.
+        prefilling: the exchange with P, when it runs beside the one with D.
+        early_token: P's token or None, once P has answered; unset where the proxy cannot stream it early.
+        repeats_token: whether D's stream will begin with that token.
+        timing: timing of D's part, with just-in-time dispatch.
+        is_decode_asked: the request has been sent to D.
+        measuring: the task that measures D's admission.
+        is_settled: the attempt has ended, and its timing has been logged.
     """
 
     prefill: Instance
@@ -41,7 +41,7 @@ class Attempt:
     is_settled: bool = False
 
     def set_early_token(self, token: EarlyToken | None) -> None:
-        """P has answered, with this token or none."""
+        """Set the result of P's answer: its token, or None."""
         if self.early_token is not None and not self.early_token.done():
             self.early_token.set_result(token)
 

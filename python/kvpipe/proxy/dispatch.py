@@ -1,9 +1,8 @@
-"""The attempts a request is made of: which instance is asked what, and what is given back after.
+"""Answers requests by attempts at a handoff: selects instances, sends them requests, releases KV afterwards.
 
-Ownership: every task here is in `Dispatcher._tasks` until it has ended, the requests' own tasks
-included, and `Dispatcher.close` waits for all of them. Every wait is bounded by a setting of
-`ProxyConfig`: HTTP by `connect_timeout_s` and `silence_timeout_s`, control by `control_timeout_s`,
-subscriptions by what they are about: P's answer.
+Ownership: `Dispatcher._tasks` holds every task until it has ended, the requests' own tasks included, and
+`Dispatcher.close` waits for all of them. A setting of `ProxyConfig` bounds every wait: `connect_timeout_s` and
+`silence_timeout_s` bound HTTP, `control_timeout_s` bounds control ports. P's answer ends a subscription.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ from kvpipe.proxy.routing import RoundRobin, goes_to_decode_alone
 from kvpipe.proxy.tasks import OwnedTasks
 from kvpipe.proxy.upstream import Answer, EarlyStart, Fault, InstanceError, Upstream
 
-# With concurrent dispatch D's answer can be complete while P's is still on its way.
+# With concurrent dispatch D's answer can be complete before P's has arrived.
 _PREFILL_GRACE_S = 2.0
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A client's request: path of the API, parsed body and its bytes, headers for the instances."""
+    """A client's request: API path, parsed body, size of the body, headers for the instances."""
 
     path: str
     body: dict[str, Any]
@@ -60,13 +59,13 @@ class Call:
 
 
 class Dispatcher:
-    """Answers calls, with a handoff where that is possible.
+    """Answers calls, by a handoff where that is possible.
 
     Args:
-        config: the proxy's settings.
-        upstream: HTTP to the instances.
-        control: control ports; the caller closes it, after this.
-        metrics: where attempts are counted.
+        config: settings of the proxy.
+        upstream: HTTP client of the instances.
+        control: client of control ports; the caller closes it after the dispatcher.
+        metrics: counters of attempts.
     """
 
     def __init__(self, config: ProxyConfig, upstream: Upstream, control: Control, metrics: Metrics) -> None:
@@ -82,8 +81,8 @@ class Dispatcher:
             "just-in-time": self._just_in_time,
         }
         self._exchange = exchanges[config.dispatch]
-        everyone = [i.control for i in (*config.decode, *config.prefill) if i.control]
-        self.recent = RecentHandoffs(tuple(dict.fromkeys(everyone)))
+        all_addresses = [i.control for i in (*config.decode, *config.prefill) if i.control]
+        self.recent = RecentHandoffs(tuple(dict.fromkeys(all_addresses)))
         self.results = Results(control, self.recent, config.control_timeout_s)
         self._failures = FailureLog()
         self._timer = JustInTime(control, self._failures, config.silence_timeout_s)
@@ -101,16 +100,16 @@ class Dispatcher:
         await self.close()
 
     async def close(self) -> None:
-        """Wait for what is still running, releases above all; cancel what takes too long."""
+        """Wait for running tasks, mainly releases; cancel those that take too long."""
         self._recorder.close()
         await self._tasks.close(self._control_timeout_s + _PREFILL_GRACE_S)
 
     @asynccontextmanager
     async def answer(self, call: Call) -> AsyncIterator[Answer]:
-        """The answer to a call, its status decided; leaving before its end aborts and releases.
+        """Yields the answer to a call, with its status; leaving before its end aborts requests and releases KV.
 
         Raises:
-            InstanceError: no instance was left that could be asked.
+            InstanceError: every instance of a role has failed.
         """
         self._tasks.adopt_current()
         answer, attempt = await self._dispatch(call)
@@ -122,7 +121,7 @@ class Dispatcher:
                 self._settle(attempt, is_delivered=answer.is_complete)
 
     async def ask_decode(self, path: str, headers: CIMultiDict[str]) -> Answer:
-        """GET from the decode instances, until one answers without a server error."""
+        """Send a GET to decode instances, until one answers without a server error."""
         return await self._until_one_answers(lambda instance: self._upstream.get("decode", instance, path, headers))
 
     async def _dispatch(self, call: Call) -> tuple[Answer, Attempt | None]:
@@ -135,7 +134,7 @@ class Dispatcher:
                 return await self._attempt(call, attempt), attempt
             except InstanceError as error:
                 if error.answer is not None:
-                    error.answer.headers[HANDOFF] = attempt.handoff  # its result says why
+                    error.answer.headers[HANDOFF] = attempt.handoff  # the reason is in its result
                 del left[error.role][0]
                 if not left[error.role]:
                     return final_error(error), None
@@ -189,7 +188,7 @@ class Dispatcher:
         return await self._overlap(attempt.prefilling, call, attempt)
 
     async def _just_in_time(self, call: Call, attempt: Attempt) -> Answer:
-        """Ask P, and D when P is said to be almost ready, or has answered."""
+        """Ask P, then D shortly before the predicted end of P's prefill, or when P has answered."""
         attempt.prefilling = self._tasks.spawn(self._ask_prefill(call, attempt))
         await self._until_due(attempt.prefilling, attempt)
         if attempt.prefilling.done():
@@ -209,7 +208,7 @@ class Dispatcher:
             waiting.cancel()
 
     async def _overlap(self, prefilling: asyncio.Task[Answer | None], call: Call, attempt: Attempt) -> Answer:
-        """Ask D while P is at work. D's answer counts as soon as it begins; before that, P's refusal does."""
+        """Ask D while P computes. D's answer is used once it begins; until then P's refusal is."""
         decoding = self._tasks.spawn(self._ask_decode(call, attempt))
         try:
             await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
@@ -227,7 +226,7 @@ class Dispatcher:
             raise
 
     async def _without_early_token(self, answer: Answer) -> Answer:
-        """A stream of which nothing is shown early, with its first bytes: until then another D can be asked."""
+        """Wait for the first bytes of a stream without an early token: until then another D can be asked."""
         start = answer.early_start
         if start is not None and (start.first_bytes.done() or has_no_token(start)):
             answer.body = await self._logged(start.first_bytes)
@@ -235,7 +234,7 @@ class Dispatcher:
         return answer
 
     async def _ask_prefill(self, call: Call, attempt: Attempt) -> Answer | None:
-        """Ask P; None when it has done its part, its answer when the request itself is bad."""
+        """Ask P; returns None on success, and P's answer when the request itself is bad."""
         body = prefill_body(call.body, call.path, attempt.handoff)
         attempt.may_hold_kv = True
         try:
@@ -261,8 +260,8 @@ class Dispatcher:
         attempt.is_decode_asked = True
         if attempt.timing is not None:
             self._metrics.dispatched(attempt.timing)
-            whom = attempt.decode.url, attempt.prefill.control, attempt.handoff
-            attempt.measuring = self._tasks.spawn(self._timer.measure(attempt.timing, *whom))
+            arguments = attempt.decode.url, attempt.prefill.control, attempt.handoff
+            attempt.measuring = self._tasks.spawn(self._timer.measure(attempt.timing, *arguments))
         early_token = attempt.early_token
         may_come_early = early_token is not None and (not early_token.done() or early_token.result() is not None)
         answer = await self._post_to_decode(call, attempt.decode, body, awaits_first_byte=not may_come_early)
@@ -278,9 +277,9 @@ class Dispatcher:
         return answer
 
     async def _retry_decode(self, call: Call, decode: Instance, token: EarlyToken, fault: Fault) -> Answer:
-        """A stream that begins with the token that was shown; of another D, if there is one, and without P's KV.
+        """Ask for a stream that begins with the early token, from another D if there is one, without P's KV.
 
-        The handoff is a new one: a D that is asked again may not have ended the first request yet.
+        The handoff id is new, because the same D may not have ended the first request yet.
         """
         others = [instance for instance in self._decode.order() if instance != decode]
         if others:
@@ -299,7 +298,7 @@ class Dispatcher:
         return await self._checked(asked)
 
     async def _decode_repeats_token(self, decode: Instance, path: str) -> bool:
-        """Whether a D's stream begins with P's token as it is; a parser of D's may take it apart."""
+        """Whether a D's stream begins with P's token unchanged; a reasoning parser may split it."""
         try:
             async with asyncio.timeout(self._control_timeout_s):
                 described = await self._control.describe(decode.control, self._control_timeout_s)
@@ -311,7 +310,7 @@ class Dispatcher:
         return described.get("forces_first_tokens") is True and not has_parser
 
     async def _checked(self, exchange: Awaitable[Answer]) -> Answer:
-        """An answer that is no server error; else the instance's failure, logged."""
+        """Return an answer unless it is a server error, which is logged and raised as `InstanceError`."""
         return await self._logged(without_server_error(exchange))
 
     async def _logged(self, exchange: Awaitable[T]) -> T:
@@ -323,11 +322,11 @@ class Dispatcher:
             raise
 
     def _settle(self, attempt: Attempt, *, is_delivered: bool) -> None:
-        """End an attempt: P's request is aborted and its KV released unless D has answered."""
+        """End an attempt: abort P's request and release its KV, unless D has answered."""
         attempt.end_timing()
         if not attempt.is_settled:
-            whom = attempt.handoff, attempt.decode, attempt.timing
-            self._tasks.spawn(self._recorder.record(*whom, is_decode_asked=attempt.is_decode_asked))
+            arguments = attempt.handoff, attempt.decode, attempt.timing
+            self._tasks.spawn(self._recorder.record(*arguments, is_decode_asked=attempt.is_decode_asked))
         attempt.is_settled = True
         prefilling, attempt.prefilling = attempt.prefilling, None
         if is_delivered:

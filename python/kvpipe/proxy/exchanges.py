@@ -1,4 +1,4 @@
-"""What is known of an exchange with an instance: whether it has begun, and what the client gets where it fails."""
+"""State of an exchange with an instance, and the error that its client gets."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -8,12 +8,12 @@ from kvpipe.proxy.upstream import Answer, EarlyStart, InstanceError
 
 
 def has_answer(task: asyncio.Task[Answer]) -> bool:
-    """Whether the exchange has come to an answer."""
+    """Whether the exchange has ended with an answer."""
     return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def without_server_error(exchange: Awaitable[Answer]) -> Answer:
-    """An answer that is no server error.
+    """Returns an answer that is no server error.
 
     Raises:
         InstanceError: It is one.
@@ -25,12 +25,12 @@ async def without_server_error(exchange: Awaitable[Answer]) -> Answer:
 
 
 def has_no_token(start: EarlyStart) -> bool:
-    """Whether it is known that the client cannot be told anything before the stream begins."""
+    """Whether it is certain that nothing can be sent before the stream begins."""
     return start.token.done() and start.token.result() is None
 
 
 def has_begun(decoding: asyncio.Task[Answer]) -> bool:
-    """Whether D's answer is there, a stream's first bytes or early end included."""
+    """Whether D has answered, and a stream has its first bytes or has ended."""
     if not has_answer(decoding):
         return False
     start = decoding.result().early_start
@@ -38,7 +38,7 @@ def has_begun(decoding: asyncio.Task[Answer]) -> bool:
 
 
 def discard(decoding: asyncio.Task[Answer]) -> None:
-    """Abort D's exchange at whatever point it is."""
+    """Abort the exchange with D, whether it has an answer or not."""
     if has_answer(decoding):
         decoding.result().close()
     else:
@@ -46,14 +46,14 @@ def discard(decoding: asyncio.Task[Answer]) -> None:
 
 
 def failed(answer: Answer) -> InstanceError:
-    """The failure that a server error is."""
+    """Turns a server error into an `InstanceError`."""
     excerpt = answer.body[:200].decode(errors="replace")
     reason = f"answered {answer.status}: {excerpt}"
     return InstanceError(answer.role, answer.instance, reason, answer=answer)
 
 
 def final_error(error: InstanceError) -> Answer:
-    """What the client gets when nobody is left to ask: D's own error, else the exception."""
+    """Returns D's own error as the client's answer, when no instance is left; otherwise raises."""
     if error.role == "decode" and error.answer is not None:
         return error.answer
     raise error

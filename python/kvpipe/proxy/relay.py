@@ -1,6 +1,6 @@
-"""Writes an answer to the client: at once and unchanged, but for a first token that is shown early.
+"""Sends an answer to the client, at once and unchanged except for an early token.
 
-A client that takes nothing for `client_timeout_s` loses its connection, which cancels the handler.
+A client that accepts no data for `client_timeout_s` loses its connection, which cancels the handler.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float) -> web.S
         response: web.StreamResponse = web.Response(status=answer.status, headers=answer.headers, body=answer.body)
     else:
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
-    await client.takes(response.prepare(request))
+    await client.send(response.prepare(request))
     if answer.stream is not None:
         await _relay_stream(client, response, answer)
-    await client.takes(response.write_eof())
+    await client.send(response.write_eof())
     return response
 
 
@@ -46,10 +46,10 @@ async def _relay_stream(client: "_Client", response: web.StreamResponse, answer:
         async for piece in (
             _pieces(answer) if answer.early_start is None else _with_early_token(answer, answer.early_start)
         ):
-            await client.takes(response.write(piece))
+            await client.send(response.write(piece))
             last = piece
     except InstanceError as error:
-        await client.takes(response.write(_error_event(error, last)))
+        await client.send(response.write(_error_event(error, last)))
 
 
 async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
@@ -60,10 +60,10 @@ async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
 
 
 async def _with_early_token(answer: Answer, start: EarlyStart) -> AsyncIterator[bytes]:
-    """D's stream, and before it P's token, if that is there first.
+    """Yields P's token if it arrives first, then D's stream.
 
     Raises:
-        InstanceError: the stream broke off, or no instance's begins with the early token.
+        InstanceError: the stream broke off, or no instance's stream begins with the early token.
     """
     either: set[asyncio.Future[Any]] = {start.first_bytes, start.token}
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -110,7 +110,7 @@ async def _continued(continuation: Continuation, answer: Answer) -> AsyncIterato
 
 
 def _error_event(error: InstanceError, last: bytes) -> bytes:
-    """An SSE event that says why no more comes; it starts anew where the last one broke off."""
+    """An SSE event with the error; it begins a new event where the last one broke off."""
     gap = b"" if last.endswith(b"\n\n") else b"\n\n"
     return gap + b"data: " + error_body(502, str(error), "BadGatewayError") + b"\n\n"
 
@@ -122,12 +122,12 @@ class _Client:
         self._request = request
         self._timeout_s = timeout_s
 
-    async def takes(self, work: Awaitable[object]) -> None:
+    async def send(self, work: Awaitable[object]) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await work
         except TimeoutError as error:
             if self._request.transport is not None:
-                # close() would wait for the buffer that the client does not take.
+                # close() would wait for a buffer that the client does not read.
                 self._request.transport.abort()
-            raise StalledClientError(f"no data taken for {self._timeout_s} s") from error
+            raise StalledClientError(f"client accepted no data for {self._timeout_s} s") from error

@@ -1,4 +1,4 @@
-//! Messages of the blocks' data plane; see docs/wire-format.md.
+//! Messages of the blocks' data plane; see docs/reference/wire-agent.md.
 
 use crate::error::{Error, Result};
 use crate::handoff::ReadyBlock;

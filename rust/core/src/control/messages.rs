@@ -1,4 +1,4 @@
-//! Frames of the control plane; see docs/wire-format.md.
+//! Frames of the control plane; see docs/reference/wire-control.md.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
 //! What client and server of a lookup buffer say to each other besides the bytes of large tensors; see
-//! docs/wire-format.md.
+//! docs/reference/wire-lookup.md.
 
 use std::time::Duration;
 
