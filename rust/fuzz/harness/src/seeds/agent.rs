@@ -4,10 +4,10 @@ use kvpipe_core::checksum;
 use kvpipe_core::handoff::{self, ReadyBlock};
 use kvpipe_core::net::codec::Writer;
 
-use super::{NO_CHECKSUMS, REMOTE_READ, SERVER, goodbye, send};
+use super::{goodbye, send};
 use crate::agent::{ANOTHER, HANDOFFS, IS_COMMITTED, KV, WITH_TAG, user};
 use crate::kinds::agent as kind;
-use crate::script::Script;
+use crate::script::{NO_CHECKSUMS, REMOTE_READ, SERVER, Script};
 use crate::wire::{BLOCK_BYTES, block_ids, head, numbers, ready_blocks, regions, text};
 
 /// A script after the exchange of regions.

@@ -3,10 +3,9 @@
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::handshake::PROTOCOL_VERSION;
 
-use super::{REMOTE_READ, SERVER};
 use crate::kinds::bootstrap::{CHALLENGE, HELLO, PROOF, REFUSED};
 use crate::kinds::session::APPLICATION;
-use crate::script::Script;
+use crate::script::{REMOTE_READ, SERVER, Script};
 
 fn hello(version: u16) -> Vec<u8> {
     let hello = Writer::new(HELLO).raw(b"KVPP").u16(version);

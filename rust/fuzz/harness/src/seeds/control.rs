@@ -1,8 +1,8 @@
 //! Seeds of a control port.
 
-use super::{SERVER, goodbye};
+use super::goodbye;
 use crate::control::{HANDOFFS, opening, sequence_state, user};
-use crate::script::Script;
+use crate::script::{SERVER, Script};
 use crate::wire;
 
 pub(super) fn control() -> Vec<Vec<u8>> {

@@ -2,10 +2,10 @@
 
 use kvpipe_core::net::codec::Writer;
 
-use super::{REMOTE_READ, goodbye, send, stream};
+use super::{goodbye, send, stream};
 use crate::kinds::{lookup, tensor};
 use crate::lookup::user;
-use crate::script::Script;
+use crate::script::{REMOTE_READ, Script};
 use crate::wire::{head, meta, offer};
 
 const NO_TIMEOUT: u64 = u64::MAX;

@@ -14,11 +14,6 @@ use crate::kinds::tensor::DATA;
 use crate::script::Script;
 use crate::wire::head;
 
-// Flags of scripts.
-const REMOTE_READ: u8 = 1;
-const SERVER: u8 = 2;
-const NO_CHECKSUMS: u8 = 16;
-
 /// Seeds of every target, by its name.
 pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let with_name = |name, scripts: Vec<Vec<u8>>| scripts.into_iter().map(move |it| (name, it));

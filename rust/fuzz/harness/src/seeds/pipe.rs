@@ -3,10 +3,10 @@
 use kvpipe_core::checksum;
 use kvpipe_core::net::codec::Writer;
 
-use super::{REMOTE_READ, goodbye, send, stream};
+use super::{goodbye, send, stream};
 use crate::kinds::{pipe, tensor};
 use crate::pipe::{receiver_user, sender_user};
-use crate::script::Script;
+use crate::script::{REMOTE_READ, Script};
 use crate::wire::{head, meta, numbers, offer};
 
 /// Of the large tensor.
