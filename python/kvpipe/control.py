@@ -42,7 +42,7 @@ class Moment:
         reason: With `gone`, why.
     """
 
-    kind: Literal["due", "finished", "watched", "gone"]
+    kind: Literal["due", "finished", "watched", "ended"]
     remaining_s: float | None = None
     reason: str = ""
 

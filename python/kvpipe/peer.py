@@ -214,10 +214,10 @@ class Peer:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Peer):
             return NotImplemented
-        return self._agent is other._agent and self._native.link == other._native.link
+        return self._agent is other._agent and self._native.session_key == other._native.session_key
 
     def __hash__(self) -> int:
-        return hash((id(self._agent), self._native.link))
+        return hash((id(self._agent), self._native.session_key))
 
     def __repr__(self) -> str:
         if (reason := self._native.lost) is not None:

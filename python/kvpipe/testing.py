@@ -25,7 +25,7 @@ __all__ = ["memory_transport"]
 
 
 @contextmanager
-def memory_transport(data_path: Literal["get", "messages"] = "get") -> Iterator[None]:
+def memory_transport(data_path: Literal["remote_read", "stream"] = "remote_read") -> Iterator[None]:
     """Pipes and agents that are made in this block move their bytes in the memory of this process.
 
     Everything above UCX is the real thing: sessions over loopback, tokens, order, timeouts, threads, errors. What is

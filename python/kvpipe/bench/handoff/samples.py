@@ -50,8 +50,8 @@ def exposed(life: Sequence[Event]) -> Exposed | None:
 
 def _both_here_s(ends: dict[str, float]) -> float:
     """When D had blocks and token; of NIXL, which moves no token, the blocks."""
-    if "whole" in ends and "finished" in ends:
-        return max(ends["whole"], ends["finished"])
+    if "verified" in ends and "finished" in ends:
+        return max(ends["verified"], ends["finished"])
     return ends["loaded"]
 
 
