@@ -120,7 +120,7 @@ class Transport:
     def ucx(wheel_dir: str | Path | None) -> Transport: ...
     @staticmethod
     def memory(data_path: str) -> Transport:
-        """Between objects of this process; the road is `get` or `messages`."""
+        """Between objects of this process; the data path is `remote_read` or `stream`."""
 
 @final
 class Work:

@@ -35,8 +35,8 @@ def memory_transport(data_path: Literal["remote_read", "stream"] = "remote_read"
     The block applies to all threads of the process, so parallel tests need separate processes.
 
     Args:
-        data_path: How bytes reach their destination: `remote_read`, as over CMA and RDMA, lets the destination read the source;
-            `stream`, as over TCP, lets the source stream.
+        data_path: How bytes reach their destination. With `remote_read`, as over CMA and RDMA, the destination reads
+            them. With `stream`, as over TCP, the source streams them.
 
     Raises:
         ConfigError: The data path is unknown.
