@@ -160,7 +160,7 @@ impl InsertQueue {
 
 fn crowded(num_sent: usize) -> Error {
     Error::Exhausted(format!(
-        "{num_sent} earlier inserts of this buffer wait for place, as many as may ({INSERTS_IN_FLIGHT}, with {TOKENS_CAP} tokens assert_send); nothing was inserted, the buffer is usable"
+        "{num_sent} earlier inserts of this buffer wait for place, as many as may ({INSERTS_IN_FLIGHT}, with {TOKENS_CAP} tokens together); nothing was inserted, the buffer is usable"
     ))
 }
 

@@ -39,6 +39,6 @@ pub enum Round {
 impl<C> Reactor<C> {
     /// Looks at everything once.
     pub fn round(&self) -> Round {
-        without_threads(|| self.driver.round())
+        without_threads(|| self.driver.run_once())
     }
 }

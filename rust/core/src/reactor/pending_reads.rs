@@ -11,12 +11,12 @@ pub(crate) struct PendingReads(Arc<AtomicUsize>);
 
 impl PendingReads {
     /// For who ends the worker.
-    pub(super) fn counter(&self) -> Arc<AtomicUsize> {
+    pub(crate) fn counter(&self) -> Arc<AtomicUsize> {
         Arc::clone(&self.0)
     }
 
     /// The error of what the reactor's end has ended: `reason`, and what is to be known of memory that was read into.
-    pub(super) fn closed(&self, reason: &str) -> Error {
+    pub(crate) fn closed(&self, reason: &str) -> Error {
         let pending = self.describe();
         Error::Closed(pending.map_or_else(
             || reason.to_owned(),
