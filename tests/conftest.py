@@ -1,4 +1,4 @@
-"""Fixtures of the tests: which road the bytes take, and other processes that are really there."""
+"""Fixtures of the tests: which data path the bytes take, and other processes that are really there."""
 
 import contextlib
 import functools
@@ -15,8 +15,8 @@ from tests.peers import Child
 # In the background of a script, SIGINT is ignored, and the programs that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ROADS = {"default": None, "tcp": "tcp"}
-IN_MEMORY = {"memory": "get", "messages in memory": "messages"}
+DATA_PATHS = {"default": None, "tcp": "tcp"}
+IN_MEMORY = {"memory": "remote_read", "stream in memory": "stream"}
 
 
 def pytest_collection_modifyitems(items):
@@ -61,15 +61,15 @@ def no_settings_of_the_user():
         yield
 
 
-def is_tcp(road):
+def is_tcp(data_path):
     """Whether bytes go over TCP: there is nothing else, which is so on one machine before UCX 1.20 too."""
-    return road == "tcp" or (road == "default" and tuple(map(int, info()["ucx"].split("."))) < (1, 20))
+    return data_path == "tcp" or (data_path == "default" and tuple(map(int, info()["ucx"].split("."))) < (1, 20))
 
 
-@pytest.fixture(params=ROADS, scope="module")
-def road(request):
+@pytest.fixture(params=DATA_PATHS, scope="module")
+def data_path(request):
     """`default` is what UCX chooses on one machine (CMA where the kernel allows it); `tcp` allows nothing else."""
-    with _ucx_over(ROADS[request.param]):
+    with _ucx_over(DATA_PATHS[request.param]):
         yield request.param
 
 
@@ -81,12 +81,16 @@ def _ucx_over(transports):
         yield
 
 
-@pytest.fixture(params=[*ROADS, *IN_MEMORY])
+@pytest.fixture(params=[*DATA_PATHS, *IN_MEMORY])
 def transport(request):
-    """For tests that need no other process: the roads of UCX, and those of its twin in memory, which needs no UCX."""
-    if request.param in ROADS and _why_no_ucx():
+    """For tests in one process: the data paths of UCX, and those of its twin in memory, which needs no UCX."""
+    if request.param in DATA_PATHS and _why_no_ucx():
         pytest.skip(_why_no_ucx())
-    way = _ucx_over(ROADS[request.param]) if request.param in ROADS else memory_transport(IN_MEMORY[request.param])
+    way = (
+        _ucx_over(DATA_PATHS[request.param])
+        if request.param in DATA_PATHS
+        else memory_transport(IN_MEMORY[request.param])
+    )
     with way:
         yield request.param
 
@@ -144,7 +148,7 @@ def other(transport):
 
 
 @pytest.fixture
-def over_ucx(road):
+def over_ucx(data_path):
     """An agent that reaches other processes."""
     with Agent() as agent:
         yield agent

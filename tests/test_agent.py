@@ -19,7 +19,7 @@ from kvpipe import (
     Pipe,
     RegionInfo,
 )
-from tests.conftest import ROADS, is_tcp
+from tests.conftest import DATA_PATHS, is_tcp
 from tests.peers import pattern, serving, wait_until
 
 NUM_BLOCKS, BLOCK_BYTES = 300, 4096
@@ -28,14 +28,14 @@ LOST_WITHIN_S = 2.0
 
 @pytest.fixture(scope="module")
 def start_server(start_for_module):
-    """Starts an agent in another process once for each road; see `tests.peers.serve_blocks`."""
+    """Starts an agent in another process once for each data path; see `tests.peers.serve_blocks`."""
     return functools.cache(lambda _: start_for_module("serve_blocks", NUM_BLOCKS, BLOCK_BYTES).read())
 
 
 @pytest.fixture
 def served(transport, start_server):
     """The address of an agent: in another process, or in memory in this one."""
-    if transport in ROADS:
+    if transport in DATA_PATHS:
         yield start_server(transport)
     else:
         with serving(NUM_BLOCKS, BLOCK_BYTES) as server:
@@ -52,14 +52,14 @@ def blocks():
     return np.zeros((NUM_BLOCKS, BLOCK_BYTES // 4), np.uint32)
 
 
-def test_a_peer_tells_its_regions_and_its_road(peer, served, transport):
+def test_a_peer_tells_its_regions_and_its_data_path(peer, served, transport):
     assert peer.regions == {
         "kv": RegionInfo(NUM_BLOCKS, BLOCK_BYTES, "cpu", is_writable=True),
         "strided": RegionInfo(NUM_BLOCKS, BLOCK_BYTES, "cpu", is_writable=False),
     }
     assert peer.address == served
     assert (peer.transport == "tcp") == is_tcp(transport)
-    assert (peer.transport == "memory") == (transport not in ROADS)
+    assert (peer.transport == "memory") == (transport not in DATA_PATHS)
     assert repr(peer) == f"<Peer {served} transport={peer.transport}, 2 regions>"
 
 
@@ -234,7 +234,7 @@ def test_both_sides_may_read_from_each_other_at_once(agent):
 
 
 @pytest.mark.ucx
-def test_a_peer_that_is_killed_is_lost_within_2_s_and_its_successor_is_another(road, start):
+def test_a_peer_that_is_killed_is_lost_within_2_s_and_its_successor_is_another(data_path, start):
     agent = Agent()
     child = start("serve_blocks", 64, 1 << 20)
     region = agent.register(np.zeros((64, 1 << 20), np.uint8), "kv", 1 << 20)

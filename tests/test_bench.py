@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 
 from kvpipe import ConfigError, TransportUnavailableError, _kvpipe
-from kvpipe.bench import bounds, command, contestants, machine, measure, perftest, report, subjects
-from kvpipe.bench.contest import Contestant, Group, Program, Sample
+from kvpipe.bench import benchmarks, bounds, builds, command, machine, measure, perftest, report, subjects
 from kvpipe.bench.measure import Case, Summary
-from kvpipe.bench.processes import ContestantError, Process
+from kvpipe.bench.processes import Process, SubjectError
 from kvpipe.bench.programs import blocks, checksum_tensors, lookup_inserts, lookup_wakes, request, side, tensors
 from kvpipe.bench.progress import Progress
 from kvpipe.bench.results import Entry, rows_of
-from kvpipe.bench.run import Contest
+from kvpipe.bench.run import Run
+from kvpipe.bench.runner import Group, Program, Sample, Subject
 
-SMALL = ("--rounds", "5", "--working-set", "8M", "--road", "default")
+SMALL = ("--rounds", "5", "--working-set", "8M", "--data-path", "default")
 
 
 def bench(*arguments):
@@ -83,7 +83,7 @@ def test_a_round_moves_neither_too_little_nor_too_much(kind, size):
     assert case.payload_bytes(case.count) <= max(measure.ROUND_BYTES, 4 * size)
 
 
-def test_a_slow_contestant_moves_less_a_round_and_a_fast_one_no_more():
+def test_a_slow_subject_moves_less_a_round_and_a_fast_one_no_more():
     case = Case("tensors", 1 << 20)
     assert case.fitting_count(0.0) == case.fitting_count(0.2) == case.count
     assert case.fitting_count(0.5) == case.count // 2
@@ -97,7 +97,7 @@ def test_buffers_of_both_sides_together_are_larger_than_the_cache():
 
 def test_a_ratio_is_the_median_of_the_ratios_of_the_rounds():
     case, program = Case("tensors", 8), Program("", ())
-    named = {name: Contestant(name, "default", program, frozenset({"tensors"})) for name in ("ours", "base")}
+    named = {name: Subject(name, "default", program, frozenset({"tensors"})) for name in ("ours", "base")}
     ours, base = (Entry(case, named[name]) for name in ("ours", "base"))
     # the machine was slow for both in the second round
     ours.samples = [Sample(8, 1), Sample(1, 3), Sample(6, None)]
@@ -107,14 +107,46 @@ def test_a_ratio_is_the_median_of_the_ratios_of_the_rounds():
     assert rows[0].cpu_s_per_gib == Summary(2, 1.2, 2.8, 2)
 
 
-def test_a_baseline_is_of_the_same_case_and_road_or_of_none():
+def test_a_baseline_is_of_the_same_case_and_data_path_or_of_none():
     case, program = Case("tensors", 8), Program("", ())
     entries = [
-        Entry(case, Contestant(name, road, program, frozenset()), samples=[Sample(1, None)])
-        for name, road in [("ours", "tcp"), ("base", "default"), ("memcpy", "")]
+        Entry(case, Subject(name, data_path, program, frozenset()), samples=[Sample(1, None)])
+        for name, data_path in [("ours", "tcp"), ("base", "default"), ("memcpy", "")]
     ]
     found = [row.baseline for row in rows_of(entries, ["base", "memcpy"])]
     assert found == ["memcpy", "base", "memcpy"]
+
+
+def test_the_interval_of_a_median_leaves_out_as_many_samples_as_the_binomial_distribution_allows():
+    samples = [float(n) for n in range(15)][::-1]
+    assert builds.interval(samples) == builds.Interval(3, 7, 11)  # 96.5 %; 4 to 10 would be 88 %
+    assert builds.interval([3, 1, 2]) == builds.Interval(1, 2, 3)
+    assert builds.interval([5.0]) == builds.Interval(5, 5, 5)
+
+
+def test_a_build_is_faster_when_its_throughput_is_higher_or_its_time_is_shorter():
+    program = Program("", ())
+    found = {}
+    for kind in ("tensors", "latency"):
+        case = Case(kind, 8)
+        ours, other = (
+            Entry(case, Subject(name, "tcp", program, frozenset({kind})), samples=[Sample(value, cpu)] * 6)
+            for name, value, cpu in (("kvpipe", 4.0, 1.0), (f"kvpipe{builds.OTHER}", 2.0, 4.0))
+        )
+        found[kind] = builds.differences_of([ours, other])
+    assert [one.speed.median for one in found["tensors"]] == [2.0]
+    assert [one.speed.median for one in found["latency"]] == [0.5]
+    assert [one.cpu.low for one in found["tensors"]] == [0.25]
+
+
+def test_a_build_is_measured_beside_another_in_the_same_rounds(tmp_path):
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    wrapper.chmod(0o755)
+    ran = run_bench("pipe", *SMALL, "--sizes", "64K", "--only", "kvpipe out=", "--against", wrapper)
+    assert ran.returncode == 0, ran.stderr
+    assert "kvpipe out= (other build)" in ran.stdout
+    assert "this build / other" in ran.stdout
 
 
 def test_the_serial_bound_is_of_hashing_and_then_moving_round_by_round():
@@ -123,15 +155,17 @@ def test_the_serial_bound_is_of_hashing_and_then_moving_round_by_round():
         ("kvpipe out=", "tcp"): [2, 6, 3],
         ("kvpipe out=, no checksum", "tcp"): [6, 3, 12],
         ("kvpipe fresh", "tcp"): [2, 6, 3],  # nobody to hold it against
-        (contestants.HASH, ""): [3, 6, 4],
+        (subjects.HASH, ""): [3, 6, 4],
     }
     entries = [
-        Entry(case, Contestant(*name, Program("", ()), frozenset()), samples=[Sample(value, None) for value in values])
+        Entry(case, Subject(*name, Program("", ()), frozenset()), samples=[Sample(value, None) for value in values])
         for case in cases
         for name, values in figures.items()
     ]
     found = bounds.bounds_of(entries)
-    assert [(bound.case, bound.contestant, bound.road) for bound in found] == [(c, "kvpipe out=", "tcp") for c in cases]
+    assert [(bound.case, bound.subject, bound.data_path) for bound in found] == [
+        (c, "kvpipe out=", "tcp") for c in cases
+    ]
     assert (found[0].value.median, found[0].copy.median, found[0].hash.median) == (3, 6, 4)
     assert (found[0].serial.median, found[0].serial.p90) == pytest.approx((2, 2.8))  # of 2, 2, 3
     assert found[0].ratio == pytest.approx(1)  # of 1, 3, 1
@@ -161,27 +195,27 @@ def test_scattered_blocks_are_all_of_them_in_another_order_on_each_side():
 
 
 def test_a_byte_that_did_not_arrive_is_found():
-    room = tensors.Room(1024)
-    room.data[:] = request.pattern(1024)
-    room.verify(task())
-    room.data[130] ^= 1
+    buffer = tensors.ReceiveBuffer(1024)
+    buffer.data[:] = request.pattern(1024)
+    buffer.verify(task())
+    buffer.data[130] ^= 1
     with pytest.raises(ValueError, match="tensors did not arrive"):
-        room.verify(task())
-    room.clear()
-    room.fresh = request.pattern(1024)[128:192]
-    room.verify(task())
+        buffer.verify(task())
+    buffer.clear()
+    buffer.fresh = request.pattern(1024)[128:192]
+    buffer.verify(task())
 
 
 def test_a_block_in_the_wrong_place_is_found():
     asked = task("blocks", 64, 4, "scattered", count=2)
-    room = np.zeros(1024, np.uint8)
+    buffer = np.zeros(1024, np.uint8)
     pairs = zip(asked.transfers(1024, request.LOCAL), asked.transfers(1024, request.REMOTE), strict=True)
     for to, source in pairs:
-        room.reshape(-1, 64)[to] = request.pattern(1024).reshape(-1, 64)[source]
-    blocks.verify_blocks(room, asked)
-    room[:64], room[64:128] = room[64:128].copy(), room[:64].copy()
+        buffer.reshape(-1, 64)[to] = request.pattern(1024).reshape(-1, 64)[source]
+    blocks.verify_blocks(buffer, asked)
+    buffer[:64], buffer[64:128] = buffer[64:128].copy(), buffer[:64].copy()
     with pytest.raises(ValueError, match="blocks did not arrive"):
-        blocks.verify_blocks(room, asked)
+        blocks.verify_blocks(buffer, asked)
 
 
 def test_the_checksum_that_is_measured_is_that_of_pipes_and_of_the_tensors_asked_for():
@@ -260,12 +294,12 @@ def test_progress_is_lines_where_there_is_no_terminal_and_a_bar_where_there_is()
     assert terminal.getvalue().endswith("\n")
 
 
-# --- contestants ------------------------------------------------------------------------------------------------
+# --- subjects ------------------------------------------------------------------------------------------------
 
 
 def test_a_process_that_ends_is_told_with_its_last_words():
     process = Process([sys.executable, "-c", "import sys; sys.exit('no such device')"], {})
-    with contextlib.closing(process), pytest.raises(ContestantError, match="ended with status 1: no such device"):
+    with contextlib.closing(process), pytest.raises(SubjectError, match="ended with status 1: no such device"):
         process.answer()
 
 
@@ -298,14 +332,14 @@ def test_processes_meet_by_the_words_of_all_others():
 def test_figures_of_ucx_perftest_are_taken_from_its_final_line():
     line = "        2000      6.149    20.733    20.733        0.37       0.37       48233       48233\n"
     assert perftest.figures(f"+---+\n| Test |\n{line}", "")[1] == 6.149
-    with pytest.raises(ContestantError, match="gave no figures: it broke"):
+    with pytest.raises(SubjectError, match="gave no figures: it broke"):
         perftest.figures("", "it broke")
 
 
-def test_every_contestant_has_a_name_of_its_own_on_its_road():
+def test_every_subject_has_a_name_of_its_own_on_its_data_path():
     args = command.parse(["peers"])
-    found = subjects.contestants(subjects.SUBJECTS["peers"], contestants.ROADS, args)
-    names = [(one.name, one.road, kind) for one in found for kind in one.kinds]
+    found = benchmarks.subjects_of(benchmarks.BENCHMARKS["peers"], subjects.DATA_PATHS, args)
+    names = [(one.name, one.data_path, kind) for one in found for kind in one.kinds]
     assert len(names) == len(set(names))
     assert {"NIXL READ", "NIXL WRITE", "ucxx", "Mooncake READ", "gloo", "ZeroMQ tcp", "memcpy"} <= {
         n for n, *_ in names
@@ -325,7 +359,7 @@ def test_every_contestant_has_a_name_of_its_own_on_its_road():
         ),
     ],
 )
-def test_a_subject_runs_to_its_end_and_tells_it_in_text_json_and_plot(tmp_path, arguments, names):
+def test_a_benchmark_runs_to_its_end_and_tells_it_in_text_json_and_plot(tmp_path, arguments, names):
     figures, drawing = tmp_path / "figures.json", tmp_path / "drawing.png"
     done = run_bench(*arguments, *SMALL, "--json", figures, "--plot", drawing)
     assert done.returncode == 0, done.stderr
@@ -337,12 +371,12 @@ def test_a_subject_runs_to_its_end_and_tells_it_in_text_json_and_plot(tmp_path, 
     assert {"system", "cpu", "num_cpus", "cache_bytes", "load_average", "kvpipe", "python", "ucx"} <= set(
         found["machine"]
     )
-    assert names <= {row["contestant"] for row in found["rows"]}
+    assert names <= {row["subject"] for row in found["rows"]}
     for row in found["rows"]:
         assert row["value"]["num_samples"] == 5
         assert row["value"]["p10"] <= row["value"]["median"] <= row["value"]["p90"]
         assert (row["cpu_s_per_gib"] is None) == (row["unit"] == "us")
-    fields = "kind bytes num_blocks layout contestant road transport unit value cpu_s_per_gib ratio baseline"
+    fields = "kind bytes num_blocks layout subject data_path transport unit value cpu_s_per_gib ratio baseline"
     assert all(list(row) == fields.split() for row in found["rows"])
     assert drawing.read_bytes().startswith(b"\x89PNG")
 
@@ -354,13 +388,13 @@ def test_a_pipe_with_checksums_is_held_against_the_serial_bound_in_text_and_json
     assert done.returncode == 0, done.stderr
     found = json.loads(figures.read_text())
     bound = found["bounds"][0]
-    assert [(one["contestant"], one["bytes"]) for one in found["bounds"]] == [
+    assert [(one["subject"], one["bytes"]) for one in found["bounds"]] == [
         ("kvpipe out=", 65536),
         ("kvpipe fresh", 65536),
         ("kvpipe out=", 1 << 20),
         ("kvpipe fresh", 1 << 20),
     ]
-    by_name = {row["contestant"]: row["value"] for row in found["rows"] if row["bytes"] == 65536}
+    by_name = {row["subject"]: row["value"] for row in found["rows"] if row["bytes"] == 65536}
     names = ("kvpipe out=", "kvpipe out=, no checksum", "kvpipe checksum")
     assert [bound[key] for key in ("value", "copy", "hash")] == [by_name[name] for name in names]
     assert 0 < bound["serial"]["median"] < min(bound["copy"]["p90"], bound["hash"]["p90"])
@@ -393,7 +427,7 @@ def test_a_peer_that_is_not_installed_is_named_and_an_older_run_compared(tmp_pat
 
 @pytest.mark.ucx
 def test_the_bare_loop_moves_the_same_bytes(tmp_path):
-    program = contestants.bare("default")[0].program
+    program = subjects.bare("default")[0].program
     if not Path(program.command[0]).exists():
         pytest.skip("not built: cargo build --release --example bare_loop -p kvpipe-ucx")
     for kind in (["pipe", "--sizes", "8,1M"], ["blocks", "--blocks", "64Kx4"], ["latency", "--sizes", "8"]):
@@ -420,11 +454,11 @@ def server():
 def test_it_measures_to_another_process_that_serves(server, tmp_path):
     process, address = server
     figures = tmp_path / "figures.json"
-    for subject in (["pipe", "--sizes", "64K"], ["blocks", "--blocks", "64Kx4"], ["latency", "--sizes", "8"]):
-        done = run_bench(*subject, *SMALL, "--peer", address, "--token", "secret", "--json", figures)
+    for benchmark in (["pipe", "--sizes", "64K"], ["blocks", "--blocks", "64Kx4"], ["latency", "--sizes", "8"]):
+        done = run_bench(*benchmark, *SMALL, "--peer", address, "--token", "secret", "--json", figures)
         assert done.returncode == 0, done.stderr
         found = json.loads(figures.read_text())
-        assert {row["contestant"].split(",")[0].split()[0] for row in found["rows"]} == {"kvpipe"}
+        assert {row["subject"].split(",")[0].split()[0] for row in found["rows"]} == {"kvpipe"}
         assert found["machine"]["peer"] == address
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 130
@@ -478,8 +512,8 @@ def children_of(pid):
 
 
 @pytest.mark.ucx
-@pytest.mark.parametrize("options", [("--pin", "--road", "tcp")])
-def test_pinned_processes_of_a_contestant_have_a_cpu_of_their_own_each(running):
+@pytest.mark.parametrize("options", [("--pin", "--data-path", "tcp")])
+def test_pinned_processes_of_a_subject_have_a_cpu_of_their_own_each(running):
     places = [os.sched_getaffinity(child) for child in children_of(running.pid)]
     cpus = sorted(os.sched_getaffinity(0))
     assert places == [{cpus[0]}, {cpus[1 % len(cpus)]}]
@@ -488,9 +522,9 @@ def test_pinned_processes_of_a_contestant_have_a_cpu_of_their_own_each(running):
 
 def test_each_round_has_an_order_of_its_own_and_each_run_the_same():
     case, program = Case("tensors", 8), Program("", ())
-    field = [Contestant(str(n), "default", program, frozenset({"tensors"})) for n in range(6)]
-    contests = [Contest(field, [case], Progress()) for _ in range(2)]
-    orders = [[[entry.contestant.name for entry in contest._order(n)] for n in range(5)] for contest in contests]
+    measured = [Subject(str(n), "default", program, frozenset({"tensors"})) for n in range(6)]
+    runs = [Run(measured, [case], Progress()) for _ in range(2)]
+    orders = [[[entry.subject.name for entry in run._order(n)] for n in range(5)] for run in runs]
     assert orders[0] == orders[1]
     assert all(sorted(order) == list("012345") for order in orders[0])
     before = [set(itertools.pairwise(order)) for order in orders[0]]
@@ -522,7 +556,7 @@ def test_ctrl_c_ends_all_processes(running):
     [
         (["pipe", "--rounds", "4"], "--rounds 4: a median"),
         (["pipe", "--sizes", "7"], "size '7'"),
-        (["pipe", "--road", "rdma"], "--road rdma"),
+        (["pipe", "--data-path", "rdma"], "--data-path rdma"),
         (["pipe", "--only", "nobody"], "--only nobody"),
         (["pipe", "--sizes", "64M", "--working-set", "1M"], "--working-set 1M: the largest case needs 128 MiB"),
         (["pipe", "--working-set", "8192G"], "the buffers need"),

@@ -16,9 +16,9 @@ import pytest
 
 from kvpipe import _kvpipe
 from kvpipe.bench import timeline, trace
-from kvpipe.bench.handoff import command, field, report, run, samples
+from kvpipe.bench.handoff import command, report, run, samples, subjects
 from kvpipe.bench.handoff.client import CpuClock
-from kvpipe.bench.handoff.servers import Park, Server, thawed
+from kvpipe.bench.handoff.servers import Server, ServerPool, resumed
 from kvpipe.bench.trace import Event
 from kvpipe.exceptions import ConfigError
 
@@ -34,9 +34,9 @@ def life(**times_s: float) -> list[Event]:
     ]
 
 
-def sample(contestant: str, first_ms: float, cpu_s: float, handoff: str = "", **more: Any) -> samples.Sample:
+def sample(subject: str, first_ms: float, cpu_s: float, handoff: str = "", **more: Any) -> samples.Sample:
     fields = {"decode_share": None, "exposed": None} | more
-    return samples.Sample(contestant, 512, first_ms, 2 * first_ms, cpu_s, handoff=handoff, **fields)
+    return samples.Sample(subject, 512, first_ms, 2 * first_ms, cpu_s, handoff=handoff, **fields)
 
 
 # --- the trace
@@ -135,17 +135,17 @@ def test_cpu_is_counted_beyond_that_of_one_instance_for_each_gib() -> None:
     undivided, kvpipe = found
     assert kvpipe.ratio == pytest.approx(1.1)
     assert kvpipe.cpu_s_per_gib == pytest.approx(0.6 / 0.5)
-    assert (kvpipe.num_whole, kvpipe.num_handoffs) == (0, 2)
+    assert (kvpipe.num_full, kvpipe.num_handoffs) == (0, 2)
     assert (undivided.ratio, undivided.cpu_s_per_gib, undivided.num_handoffs) == (1.0, None, 0)
 
 
 def test_the_report_tells_every_row_and_who_was_left_out() -> None:
     whole = samples.Exposed(12.5, (0.0, 0.0, 8.0, 4.5), 3.0)
-    taken = [sample("undivided", 800, 1.0), sample("kvpipe just-in-time", 840, 1.2, "h", exposed=whole)]
-    rows = samples.rows(taken, 65536)
+    measured = [sample("undivided", 800, 1.0), sample("kvpipe just-in-time", 840, 1.2, "h", exposed=whole)]
+    rows = samples.rows(measured, 65536)
     facts = {"cpu": "a CPU", "num_cpus": 2, "dtype": "float32"}
     prefill = ({"undivided": [0.8], "kvpipe": [0.88, 0.82, 0.9]}, {"kvpipe": [0.8, 0.81, 0.9]}, 512)
-    found = report.Findings(facts, {"nixl pull": "not there"}, rows, taken, *prefill, {"undivided": 1.5})
+    found = report.Findings(facts, {"nixl pull": "not there"}, rows, measured, *prefill, {"undivided": 1.5})
     text = report.text(found)
     for words in ("kvpipe just-in-time", "12.5 (12.5, 1.0x)", "1.05", "1 of 1", "skipped: nixl pull: not there"):
         assert words in text
@@ -158,9 +158,11 @@ def test_the_report_tells_every_row_and_who_was_left_out() -> None:
 def test_a_plot_has_a_row_for_each_length(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     whole = samples.Exposed(12.5, (0.0, 0.0, 8.0, 4.5), 3.0)
-    taken = [sample("undivided", 800, 1.0), sample("kvpipe", 840, 1.2, "h", exposed=whole)]
+    measured = [sample("undivided", 800, 1.0), sample("kvpipe", 840, 1.2, "h", exposed=whole)]
     facts = {"cpu": "a CPU", "num_cpus": 2, "dtype": "float32"}
-    report.draw(tmp_path / "f.png", report.Findings(facts, {}, samples.rows(taken, 65536), taken, {}, {}, 512, {}))
+    report.draw(
+        tmp_path / "f.png", report.Findings(facts, {}, samples.rows(measured, 65536), measured, {}, {}, 512, {})
+    )
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -205,7 +207,7 @@ def test_without_memory_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nixl_is_left_out_with_the_reason_where_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(field.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(subjects.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(command.machine, "available_bytes", lambda: 100 * GIB)
     names, skipped = command._names(arguments(only="undivided,nixl", nixl_path=tmp_path))
     assert names == ["undivided"]
@@ -224,16 +226,16 @@ def test_the_other_benchmarks_need_neither_vllm_nor_the_proxy() -> None:
 
 
 class Noted:
-    """A contestant that notes who was asked."""
+    """A subject that notes who was asked."""
 
     name = "noted"
 
     def __init__(self, name: str, asked: list[tuple[str, int]]) -> None:
         self.name, self._asked = name, asked
 
-    def ask(self, tokens: list[int]) -> field.Asked:
+    def ask(self, tokens: list[int]) -> subjects.Times:
         self._asked.append((self.name, len(tokens)))
-        return field.Asked(0.0, 1.0, 2.0)
+        return subjects.Times(0.0, 1.0, 2.0)
 
 
 class Idle:
@@ -256,7 +258,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> run.Run:
     monkeypatch.setattr(run, "_SETTLE_S", 0.0)
     monkeypatch.setattr(run, "_QUIET_S", 0.0)
     asked: list[tuple[str, int]] = []
-    groups = [field.Group(name, Idle(), None, [Noted(name, asked)], lambda _: 1.0) for name in "abc"]
+    groups = [subjects.Group(name, Idle(), None, [Noted(name, asked)], lambda _: 1.0) for name in "abc"]
     found = run.Run(groups)
     monkeypatch.setattr(run, "say", lambda _: None)
     found.asked = asked  # type: ignore[attr-defined]
@@ -267,7 +269,7 @@ def test_another_group_begins_in_each_round_and_the_first_round_does_not_count(r
     running.rounds(512, 3, math.inf, times_prefill=True)
     long = "".join(name for name, num_tokens in running.asked if num_tokens == 512)
     assert long == "abc" + "bca" + "cab" + "abc"
-    assert len(running.taken) == 3 * 3
+    assert len(running.measured) == 3 * 3
     assert running.prefill_s == {name: [1.0] * 3 for name in "abc"}
 
 
@@ -281,7 +283,7 @@ def test_prefill_with_and_without_a_handoff_take_turns_in_coming_first(running: 
     assert running.plain_s == {"b": [0.0] * 3}
 
 
-def test_each_long_request_follows_a_short_one_of_the_same_contestant(running: run.Run) -> None:
+def test_each_long_request_follows_a_short_one_of_the_same_subject(running: run.Run) -> None:
     running.rounds(512, 2, math.inf, times_prefill=False)
     pairs = list(zip(running.asked[::2], running.asked[1::2], strict=True))
     assert all(short[0] == long[0] and short[1] < long[1] == 512 for short, long in pairs)
@@ -295,7 +297,7 @@ def test_all_but_one_group_are_frozen_at_any_time(running: run.Run) -> None:
 
 def test_when_time_is_over_three_rounds_are_made_all_the_same(running: run.Run) -> None:
     running.rounds(512, 20, 0.0, times_prefill=False)
-    assert len(running.taken) == 3 * 3
+    assert len(running.measured) == 3 * 3
 
 
 def test_a_length_whose_prefill_takes_too_long_is_left_out(running: run.Run) -> None:
@@ -309,9 +311,9 @@ def state(pid: int) -> str:
 
 def test_a_server_is_frozen_outside_its_turn_and_gone_at_the_end(tmp_path: Path) -> None:
     program = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with Park() as park:
-        server: Server = park.start("sleeper", "http://127.0.0.1:1", program, {}, tmp_path / "log")
-        with thawed([server]):
+    with ServerPool() as pool:
+        server: Server = pool.start("sleeper", "http://127.0.0.1:1", program, {}, tmp_path / "log")
+        with resumed([server]):
             assert state(server.group) != "T"
         deadline = time.monotonic() + 10
         while state(server.group) != "T":

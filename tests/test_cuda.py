@@ -19,13 +19,13 @@ from kvpipe import (
     _cuda,
     _kvpipe,
 )
-from kvpipe._following import Follower
+from kvpipe._deferred import DeferredQueue
 from kvpipe._tensor import describe
 from kvpipe.pipe import _moved
 
 torch = pytest.importorskip("torch")
 
-PATIENCE_S = 20
+TIMEOUT_S = 20
 SIZES = [3, 20_000]  # inside a message, were they on the host, and larger
 
 
@@ -45,7 +45,7 @@ class Stream:
         self.done = threading.Event()
 
     def wait(self):
-        assert self.done.wait(PATIENCE_S)
+        assert self.done.wait(TIMEOUT_S)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def slow(monkeypatch):
 
 
 def threads():
-    return {thread for thread in threading.enumerate() if thread.name == "kvpipe-follower"}
+    return {thread for thread in threading.enumerate() if thread.name == "kvpipe-deferred"}
 
 
 # --- recognition ------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_without_a_driver_a_cuda_array_is_refused_with_the_remedy(pair):
         with pytest.raises(TransportUnavailableError, match=r"CudaArray on device cuda cannot.*copy it to the CPU"):
             attempt(CudaArray())
     pair[0].send_tensor(None)
-    assert pair[1].recv_tensor(timeout=PATIENCE_S) is None
+    assert pair[1].recv_tensor(timeout=TIMEOUT_S) is None
 
 
 def test_where_the_transport_has_no_cuda_the_error_names_the_remedy_and_the_pipe_is_usable(driver, pair):
@@ -179,7 +179,7 @@ def test_where_the_transport_has_no_cuda_the_error_names_the_remedy_and_the_pipe
         with pytest.raises(TransportUnavailableError, match=r"needs a UCX with CUDA.*kvpipe\[ucx-cu12\]"):
             sender.send_tensor(CudaArray())
     sender.send_tensor(np.arange(3))
-    assert receiver.recv_tensor(timeout=PATIENCE_S).tolist() == [0, 1, 2]
+    assert receiver.recv_tensor(timeout=TIMEOUT_S).tolist() == [0, 1, 2]
 
 
 def test_where_the_transport_has_no_cuda_a_region_on_a_gpu_is_refused_with_the_remedy(driver, transport):
@@ -188,7 +188,7 @@ def test_where_the_transport_has_no_cuda_a_region_on_a_gpu_is_refused_with_the_r
 
 
 def test_memory_that_other_processes_cannot_open_is_told_once_with_the_remedy(driver, monkeypatch, caplog):
-    monkeypatch.setattr(_cuda, "_is_told", False)
+    monkeypatch.setattr(_cuda, "_is_logged", False)
     monkeypatch.setattr(_cuda._kvpipe, "cuda_is_exportable", lambda address: False)
     for _ in range(2):
         describe(CudaArray())
@@ -219,8 +219,8 @@ def test_tensors_of_the_host_make_no_thread(pair):
     (sender, receiver), before = pair, threads()
     for size in SIZES:
         work = sender.isend_tensor(np.zeros(size))
-        assert receiver.recv_tensor(out=np.ones(size), timeout=PATIENCE_S).sum() == 0
-        work.wait(PATIENCE_S)
+        assert receiver.recv_tensor(out=np.ones(size), timeout=TIMEOUT_S).sum() == 0
+        work.wait(TIMEOUT_S)
     assert threads() <= before
 
 
@@ -235,17 +235,17 @@ def test_what_is_sent_after_a_tensor_whose_stream_is_not_done_arrives_after_it(p
     assert not any(work.is_completed() for work in works)
     with pytest.raises(ConfigError, match="wait"):
         works[0].result()
-    with pytest.raises(TransferTimeoutError, match="goes on"):
+    with pytest.raises(TransferTimeoutError, match="continues"):
         works[1].wait(0.05)
     with pytest.raises(TransferTimeoutError, match="usable"):
         receiver.recv_tensor(timeout=0.05)
     tensor[:] = 7  # the stream's own work
     stream.done.set()
-    assert (receiver.recv_tensor(timeout=PATIENCE_S) == 7).all()
-    assert receiver.recv_tensor(timeout=PATIENCE_S) is None
-    assert receiver.recv_tensor(timeout=PATIENCE_S).tolist() == [1]
+    assert (receiver.recv_tensor(timeout=TIMEOUT_S) == 7).all()
+    assert receiver.recv_tensor(timeout=TIMEOUT_S) is None
+    assert receiver.recv_tensor(timeout=TIMEOUT_S).tolist() == [1]
     for work in works:
-        work.wait(PATIENCE_S)
+        work.wait(TIMEOUT_S)
         assert work.result() is None
 
 
@@ -257,8 +257,8 @@ def test_a_send_that_expires_before_its_stream_is_done_is_withdrawn_and_the_pipe
     with pytest.raises(TransferTimeoutError, match="withdrawn"):
         sender.send_tensor(np.zeros(3), timeout=0.05)
     stream.done.set()
-    sender.send_tensor(np.ones(1), timeout=PATIENCE_S)
-    assert receiver.recv_tensor(timeout=PATIENCE_S).tolist() == [1]
+    sender.send_tensor(np.ones(1), timeout=TIMEOUT_S)
+    assert receiver.recv_tensor(timeout=TIMEOUT_S).tolist() == [1]
 
 
 def test_a_receive_writes_into_out_only_when_the_stream_of_out_is_done(pair, slow):
@@ -269,17 +269,17 @@ def test_a_receive_writes_into_out_only_when_the_stream_of_out_is_done(pair, slo
     sender.send_tensor(np.arange(3.0))
     stream = slow(pipe)
     out = np.zeros(3)
-    receiver.recv_tensor(timeout=PATIENCE_S)
+    receiver.recv_tensor(timeout=TIMEOUT_S)
     work = receiver.irecv_tensor(out=out)
     after = receiver.irecv_tensor()
     with pytest.raises(TransferTimeoutError):
         work.wait(0.05)
     assert not out.any()
     stream.done.set()
-    assert work.wait(PATIENCE_S) is out
+    assert work.wait(TIMEOUT_S) is out
     assert out.tolist() == [0, 1, 2]
     sender.send_tensor(np.ones(1))
-    assert after.wait(PATIENCE_S).tolist() == [1]
+    assert after.wait(TIMEOUT_S).tolist() == [1]
 
 
 def test_a_close_waits_for_the_streams_of_what_was_sent(pair, slow):
@@ -291,8 +291,8 @@ def test_a_close_waits_for_the_streams_of_what_was_sent(pair, slow):
     closing = threading.Thread(target=sender.close)
     closing.start()
     stream.done.set()
-    assert receiver.recv_tensor(timeout=PATIENCE_S).tolist() == [0, 1, 2]
-    closing.join(PATIENCE_S)
+    assert receiver.recv_tensor(timeout=TIMEOUT_S).tolist() == [0, 1, 2]
+    closing.join(TIMEOUT_S)
     assert not closing.is_alive()
 
 
@@ -304,7 +304,7 @@ def test_a_close_that_expires_before_a_stream_is_done_says_that_the_tensor_was_n
     with pytest.raises(TransferTimeoutError, match="the tensor was not sent"):
         pair[0].close(timeout=0.05)
     with pytest.raises(ClosedError):
-        work.wait(PATIENCE_S)
+        work.wait(TIMEOUT_S)
     stream.done.set()
 
 
@@ -325,7 +325,7 @@ def test_work_that_has_not_begun_can_be_awaited(pair, slow):
     assert asyncio.run(both())[-1] == 19_999
 
 
-# --- the follower -----------------------------------------------------------------------------------------------
+# --- the queue -----------------------------------------------------------------------------------------------
 
 
 class Native:
@@ -345,29 +345,29 @@ class Native:
 
 
 def test_a_follower_begins_at_once_what_nothing_is_before():
-    follower, before = Follower(), threads()
-    assert follower.post(None, Native, 3.0).result() == 3.0
+    queue, before = DeferredQueue(), threads()
+    assert queue.post(None, Native, 3.0).result() == 3.0
     assert threads() <= before
 
 
 def test_a_follower_begins_in_the_order_of_the_calls_and_tells_what_is_left_of_the_time():
-    follower, stream, begun, before = Follower(), Stream(), [], threads()
+    queue, stream, begun, before = DeferredQueue(), Stream(), [], threads()
 
     def begin(name):
         return lambda left: begun.append((name, left)) or Native(name)
 
-    works = [follower.post(stream if at == 0 else None, begin(at), 60.0 if at else None) for at in range(3)]
-    assert not follower.is_idle
+    works = [queue.post(stream if at == 0 else None, begin(at), 60.0 if at else None) for at in range(3)]
+    assert not queue.is_idle
     stream.done.set()
-    assert all(work.wait(PATIENCE_S) for work in works)
+    assert all(work.wait(TIMEOUT_S) for work in works)
     assert [work.result() for work in works] == [0, 1, 2]
     assert [name for name, _ in begun] == [0, 1, 2]
     assert begun[0][1] is None
     assert 0 < begun[1][1] < 60
-    assert follower.drain(PATIENCE_S)
-    assert follower.is_idle
+    assert queue.drain(TIMEOUT_S)
+    assert queue.is_idle
     assert len(threads() - before) == 1
-    follower.close()
+    queue.close()
 
 
 def test_what_goes_wrong_in_a_stream_comes_out_of_the_work_and_the_next_goes_on():
@@ -375,30 +375,30 @@ def test_what_goes_wrong_in_a_stream_comes_out_of_the_work_and_the_next_goes_on(
         def wait(self):
             raise TransportUnavailableError("cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS (700)")
 
-    follower = Follower()
-    bad, good = (follower.post(ready, lambda _: Native(5)) for ready in (Broken(), Stream()))
-    assert bad.wait(PATIENCE_S)
+    queue = DeferredQueue()
+    bad, good = (queue.post(ready, lambda _: Native(5)) for ready in (Broken(), Stream()))
+    assert bad.wait(TIMEOUT_S)
     with pytest.raises(TransportUnavailableError, match="ILLEGAL_ADDRESS"):
         bad.result()
     assert bad.is_completed()
-    follower._waiting[0]._steps[0].done.set()
-    assert good.wait(PATIENCE_S)
+    queue._waiting[0]._steps[0].done.set()
+    assert good.wait(TIMEOUT_S)
     assert good.result() == 5
-    follower.close()
+    queue.close()
 
 
 def test_a_closed_follower_ends_its_thread_and_what_has_not_begun():
-    follower, stream, before = Follower(), Stream(), threads()
-    works = [follower.post(stream, lambda _: Native(0)) for _ in range(2)]
-    follower.close()
+    queue, stream, before = DeferredQueue(), Stream(), threads()
+    works = [queue.post(stream, lambda _: Native(0)) for _ in range(2)]
+    queue.close()
     for work in works:
-        assert work.wait(PATIENCE_S)
+        assert work.wait(TIMEOUT_S)
         with pytest.raises(ClosedError):
             work.result()
     with pytest.raises(ClosedError):
-        follower.post(Stream(), lambda _: Native(0))
+        queue.post(Stream(), lambda _: Native(0))
     stream.done.set()
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while threads() - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threads() <= before
@@ -417,10 +417,10 @@ def test_a_transfer_of_blocks_waits_for_the_stream_and_later_notifications_wait_
         told.wait(0.05)
     assert not target.any()
     stream.done.set()
-    assert read.wait(PATIENCE_S) == 16
-    told.wait(PATIENCE_S)
+    assert read.wait(TIMEOUT_S) == 16
+    told.wait(TIMEOUT_S)
     assert target.tolist() == [*range(8, 16), *range(8)]
-    assert [tag for _, tag in other.notifications(PATIENCE_S) + other.notifications(0)] == [b"read", b"later"]
+    assert [tag for _, tag in other.notifications(TIMEOUT_S) + other.notifications(0)] == [b"read", b"later"]
 
 
 # --- with a GPU: none of this has run ---------------------------------------------------------------------------
@@ -438,8 +438,8 @@ def test_tensors_go_between_gpu_and_host_in_every_pairing(size):
         for source in (values, values.cuda()):
             for out in (torch.zeros_like(values), torch.zeros_like(values).cuda()):
                 sent = sender.isend_tensor(source)
-                assert receiver.recv_tensor(out=out, timeout=PATIENCE_S) is out
-                sent.wait(PATIENCE_S)
+                assert receiver.recv_tensor(out=out, timeout=TIMEOUT_S) is out
+                sent.wait(TIMEOUT_S)
                 assert torch.equal(out.cpu(), values)
 
 
@@ -448,8 +448,8 @@ def test_a_tensor_is_received_on_a_gpu_without_out():
     with Pipe.listen() as receiver, Pipe.connect(receiver.address) as sender:
         for values in (torch.arange(20_000), np.arange(20_000), None):
             sent = sender.isend_tensor(values)
-            received = receiver.recv_tensor(device="cuda:0", timeout=PATIENCE_S)
-            sent.wait(PATIENCE_S)
+            received = receiver.recv_tensor(device="cuda:0", timeout=TIMEOUT_S)
+            sent.wait(TIMEOUT_S)
             if values is None:
                 assert received is None
             else:
@@ -464,8 +464,8 @@ def test_a_send_sees_what_the_current_stream_was_given_before_it():
         torch.cuda._sleep(1 << 30)
         tensor += 7
         sent = sender.isend_tensor(tensor)
-        assert (receiver.recv_tensor(timeout=PATIENCE_S) == 7).all()
-        sent.wait(PATIENCE_S)
+        assert (receiver.recv_tensor(timeout=TIMEOUT_S) == 7).all()
+        sent.wait(TIMEOUT_S)
 
 
 def _send_on_gpu(address, size):
@@ -498,7 +498,7 @@ def test_blocks_go_between_gpu_and_host_in_every_pairing():
                 assert own.device == str(target.device)
                 peer = reader.connect(owner.address)
                 assert peer.regions["kv"].device == str(source.device)
-                peer.read_blocks(own, [0, 2], "kv", [2, 0]).wait(PATIENCE_S)
+                peer.read_blocks(own, [0, 2], "kv", [2, 0]).wait(TIMEOUT_S)
                 assert torch.equal(target[:1024].cpu(), source[2048:3072].cpu())
 
 
@@ -506,6 +506,6 @@ def test_blocks_go_between_gpu_and_host_in_every_pairing():
 def test_a_cuda_tensor_is_inserted_into_a_lookup_buffer_as_a_copy_on_the_host():
     buffer, tokens = LookupBuffer(), torch.arange(8)
     buffer.insert(tokens.cuda(), None, on_gpu([1.0]), None, None)
-    entry = buffer.drop_select(tokens, None, timeout=PATIENCE_S)
+    entry = buffer.drop_select(tokens, None, timeout=TIMEOUT_S)
     assert entry[2].tolist() == [1.0]
     assert not entry[2].is_cuda

@@ -14,7 +14,7 @@ import pytest
 from kvpipe import KVPipeError, LookupBuffer, Pipe, TransferTimeoutError
 from tests.peers import LARGE, MIB
 
-pytestmark = [pytest.mark.ucx, pytest.mark.usefixtures("road")]
+pytestmark = [pytest.mark.ucx, pytest.mark.usefixtures("data_path")]
 
 TRIES = 5
 DEADLINE_S = 0.3

@@ -23,29 +23,31 @@ pytestmark = pytest.mark.ucx
 
 FEW = ("--rounds", "1", "--warm-up", "0", "--seed", "1")
 
-both_roads = pytest.mark.parametrize("road", ["default", "tcp"])
+both_data_paths = pytest.mark.parametrize("data_path", ["default", "tcp"])
 
 
 @pytest.fixture
 def strike(monkeypatch, capsys):
     """Does a round at each stage. Fails when the survivor knew too late, or when something is left behind."""
-    monkeypatch.setenv("UCX_TLS", "")  # put back afterwards; main() sets it by road
+    monkeypatch.setenv("UCX_TLS", "")  # put back afterwards; main() sets it by data path
 
-    def begin(fault, road):
-        status = main([*FEW, "--faults", fault, "--roads", road])
+    def begin(fault, data_path):
+        status = main([*FEW, "--faults", fault, "--data-paths", data_path])
         assert status == 0, capsys.readouterr().out
 
     return begin
 
 
-@both_roads
-def test_a_peer_that_is_killed_at_any_stage_is_noticed_in_time_and_leaves_nothing_behind(strike, road):
-    strike("kill", road)
+@both_data_paths
+def test_a_peer_that_is_killed_at_any_stage_is_noticed_in_time_and_leaves_nothing_behind(strike, data_path):
+    strike("kill", data_path)
 
 
-@both_roads
-def test_a_deadline_holds_when_the_peer_is_stopped_at_any_stage_and_one_that_goes_on_is_reached_again(strike, road):
-    strike("stop", road)
+@both_data_paths
+def test_a_deadline_holds_when_the_peer_is_stopped_at_any_stage_and_one_that_goes_on_is_reached_again(
+    strike, data_path
+):
+    strike("stop", data_path)
 
 
 @pytest.mark.slow
@@ -104,25 +106,25 @@ def test_what_a_sender_has_back_after_its_deadline_is_not_delivered_changed(monk
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 def test_a_deadline_holds_when_the_network_is_cut_at_any_stage_and_the_peer_is_reached_again_afterwards():
     # In a process of its own: see tests/hosts/namespaces.py.
-    command = [sys.executable, "-m", "tests.faults", *FEW, "--faults", "partition", "--roads", "tcp"]
+    command = [sys.executable, "-m", "tests.faults", *FEW, "--faults", "partition", "--data-paths", "tcp"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@both_roads
-def test_a_server_that_was_killed_and_started_again_is_reached_again_from_the_same_process(strike, road):
-    strike("restart", road)
+@both_data_paths
+def test_a_server_that_was_killed_and_started_again_is_reached_again_from_the_same_process(strike, data_path):
+    strike("restart", data_path)
 
 
 def test_garbage_on_a_port_keeps_nobody_out(strike):
     strike("garbage", "default")
 
 
-@both_roads
-def test_a_slow_receiver_slows_its_sender_and_gets_everything_in_order(strike, road):
-    strike("slow", road)
+@both_data_paths
+def test_a_slow_receiver_slows_its_sender_and_gets_everything_in_order(strike, data_path):
+    strike("slow", data_path)
 
 
-@both_roads
-def test_inserts_into_a_full_buffer_whose_consumer_fails_end_in_time_and_go_on_once_there_is_place(strike, road):
-    strike("full", road)
+@both_data_paths
+def test_inserts_into_a_full_buffer_whose_consumer_fails_end_in_time_and_go_on_once_there_is_place(strike, data_path):
+    strike("full", data_path)

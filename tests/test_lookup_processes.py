@@ -11,7 +11,7 @@ import pytest
 
 from kvpipe import LookupBuffer, PeerLostError
 from tests.peers import MIB
-from tests.test_lookup_buffer import MOST, PATIENCE_S, eventually, finish, in_thread, insert, select
+from tests.test_lookup_buffer import MOST, TIMEOUT_S, eventually, finish, in_thread, insert, select
 
 pytestmark = pytest.mark.ucx
 
@@ -50,11 +50,11 @@ def caught_reading(server, start, big):
     pytest.fail("the consumer was faster each time")
 
 
-@pytest.mark.usefixtures("road")
+@pytest.mark.usefixtures("data_path")
 def test_the_entry_of_a_consumer_that_is_killed_while_it_reads_goes_to_another(server, start, big):
     child = caught_reading(server, start, big)
     with LookupBuffer.connect(server.address) as client:
-        waiting = in_thread(lambda: client.drop_select(np.array([1]), None, timeout=PATIENCE_S))
+        waiting = in_thread(lambda: client.drop_select(np.array([1]), None, timeout=TIMEOUT_S))
         eventually(lambda: server.stats().num_waiting == 1)
         child.process.kill()
         assert np.array_equal(finish(*waiting)[2], big)
@@ -71,7 +71,7 @@ def test_the_entry_of_a_consumer_that_is_stopped_goes_to_another_and_is_not_deli
     assert server.stats().num_taken == num_taken + 1
 
 
-@pytest.mark.usefixtures("road")
+@pytest.mark.usefixtures("data_path")
 def test_a_producer_that_is_killed_while_it_inserts_leaves_nothing_behind(server, start):
     child = start("insert_for_ever", server.address, BIG)
     assert child.read() == "ready"
@@ -85,14 +85,14 @@ def test_a_producer_that_is_killed_while_it_inserts_leaves_nothing_behind(server
     assert server.stats().num_waiting == 0
 
 
-@pytest.mark.usefixtures("road")
+@pytest.mark.usefixtures("data_path")
 def test_a_server_that_is_killed_is_lost_for_who_waits_within_2_s(start):
     child = start("serve_entries", MIB)
     address = child.read()
     consumer, producer = LookupBuffer.connect(address), LookupBuffer.connect(address)
     insert(producer, [1], MOST)
     waits = [in_thread(lambda: select(consumer, [2], None)), in_thread(lambda: insert(producer, [2], timeout=60))]
-    give_up_at = time.monotonic() + PATIENCE_S
+    give_up_at = time.monotonic() + TIMEOUT_S
     while counters(child)["num_waiting"] < 2:
         assert time.monotonic() < give_up_at
     killed_at = child.kill_after(0)

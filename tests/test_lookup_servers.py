@@ -5,7 +5,7 @@ import pytest
 
 from kvpipe import CapacityError, LookupBuffer, PeerLostError
 from tests.peers import MIB
-from tests.test_lookup_buffer import HALF, MOST, PATIENCE_S, eventually, finish, in_thread, insert, select
+from tests.test_lookup_buffer import HALF, MOST, TIMEOUT_S, eventually, finish, in_thread, insert, select
 
 pytestmark = pytest.mark.ucx
 
@@ -36,7 +36,7 @@ def test_entries_of_all_servers_at_once_are_taken_once_each():
             for i in range(100):
                 insert(one, [i], HALF[:100_000])
                 insert(two, [1000 + i], HALF[:100_000])
-            taken = [select(client, None, PATIENCE_S)[0] for _ in range(200)]
+            taken = [select(client, None, TIMEOUT_S)[0] for _ in range(200)]
             assert sorted(taken) == [*range(100), *range(1000, 1100)]
             assert select(client, None) is None
         eventually(lambda: one.stats().num_taken == two.stats().num_taken == 100)
@@ -68,9 +68,9 @@ def test_inserts_beyond_those_that_may_wait_at_the_server_wait_in_the_client():
                 with pytest.raises(CapacityError, match="64 earlier inserts of this buffer wait for place"):
                     insert(client, [99], timeout=timeout)
             assert client.stats().num_waiting == len(works)
-            assert [select(client, None, PATIENCE_S)[0] for _ in range(80)] == list(range(80))
+            assert [select(client, None, TIMEOUT_S)[0] for _ in range(80)] == list(range(80))
             for work in works:
-                work.wait(PATIENCE_S)
+                work.wait(TIMEOUT_S)
 
 
 def test_hundreds_of_selects_may_wait_and_those_that_are_dropped_leave_nothing():
@@ -83,6 +83,6 @@ def test_hundreds_of_selects_may_wait_and_those_that_are_dropped_leave_nothing()
             eventually(lambda: server.stats().num_waiting == 100)
             for i in reversed(range(500)):
                 insert(server, [i])
-            assert [work.wait(PATIENCE_S)[0].tolist() for work in works] == [[i] for i in range(100)]
+            assert [work.wait(TIMEOUT_S)[0].tolist() for work in works] == [[i] for i in range(100)]
             eventually(lambda: server.stats().num_leased == 0)
             assert server.stats().num_entries == 400

@@ -31,7 +31,7 @@ def test_without_ucx_the_error_names_what_was_tried_and_the_remedy():
     assert "pip install 'kvpipe[ucx-cu12]', or set KVPIPE_UCX_LIB" in done.stderr
 
 
-@pytest.mark.usefixtures("road")
+@pytest.mark.usefixtures("data_path")
 def test_a_receiver_that_stops_while_it_is_connected_to_costs_no_cpu(start):
     """It has said where UCX reaches it and never answers there: the descriptor of UCX is then readable all the time."""
     with stopped_after_its_welcome(start("receive_nothing")) as address:
@@ -140,7 +140,7 @@ def until_lost(attempt):
     return time.monotonic()
 
 
-@pytest.mark.usefixtures("road")
+@pytest.mark.usefixtures("data_path")
 def test_a_receiver_that_is_killed_is_lost_within_2_s(start):
     child = start("receive_for_ever")
     tensor = np.ones(LARGE, np.uint8)
@@ -151,7 +151,7 @@ def test_a_receiver_that_is_killed_is_lost_within_2_s(start):
     assert lost_at - killed_at[0] < LOST_WITHIN_S
 
 
-@pytest.mark.usefixtures("road")
+@pytest.mark.usefixtures("data_path")
 def test_a_sender_that_is_killed_is_lost_within_2_s(start):
     receiver = Pipe.listen()
     child = start("send_for_ever", receiver.address)
@@ -163,7 +163,7 @@ def test_a_sender_that_is_killed_is_lost_within_2_s(start):
     receiver.close()
 
 
-@pytest.mark.usefixtures("road")
+@pytest.mark.usefixtures("data_path")
 def test_a_peer_that_is_killed_before_anything_moved_is_lost_within_2_s(start):
     child = start("receive_nothing")
     sender = Pipe.connect(child.read())
@@ -180,7 +180,7 @@ def test_a_peer_that_is_killed_before_anything_moved_is_lost_within_2_s(start):
     receiver.close()
 
 
-@pytest.mark.usefixtures("road")
+@pytest.mark.usefixtures("data_path")
 def test_memory_does_not_grow_with_what_is_moved(start):
     num_tensors, allowed = 40, 1.5 * LARGE
     child = start("receive_and_weigh", num_tensors)
@@ -205,7 +205,7 @@ def test_ctrl_c_interrupts_every_wait_and_a_receive_then_takes_no_tensor(start, 
     assert child.process.wait(10) == 0
 
 
-@pytest.mark.usefixtures("road")
+@pytest.mark.usefixtures("data_path")
 @pytest.mark.parametrize("end", ["recv", "send", "both", "close", "connect", "agent"])
 def test_a_process_exits_in_order_while_daemon_threads_wait(start, end):
     assert start("exits_while_others_wait", end).process.wait(20) == 0
@@ -219,7 +219,7 @@ def test_a_forked_child_gets_errors_where_ucx_is_needed_and_the_parent_goes_on(s
     assert child.process.wait(10) == 0
 
 
-def test_the_way_of_the_tensors_is_logged_once_and_tcp_on_one_machine_is_warned_about(road, caplog):
+def test_the_transport_of_the_tensors_is_logged_once_and_tcp_on_one_machine_is_warned_about(data_path, caplog):
     caplog.set_level("INFO", logger="kvpipe")
     with Pipe.listen() as receiver, Pipe.connect(receiver.address) as sender:
         for _ in range(3):
@@ -230,5 +230,5 @@ def test_the_way_of_the_tensors_is_logged_once_and_tcp_on_one_machine_is_warned_
     warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert len(opened) == 2  # one at each end
     assert all(f"transport={transport}" in each for each in opened)
-    assert len(warned) == (2 if is_tcp(road) else 0)
+    assert len(warned) == (2 if is_tcp(data_path) else 0)
     assert all("CMA" in each for each in warned)

@@ -1,4 +1,4 @@
-"""The Python of README.md, run as it stands: both ends in this process, nothing added but tensors and addresses."""
+"""The Python of README.md and of the Python API's page, run as it stands: both ends in this process, tensors added."""
 
 import re
 import threading
@@ -12,27 +12,30 @@ from tests.peers import pattern, wait_until
 
 pytestmark = pytest.mark.ucx
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-SECTIONS = {text.partition("\n")[0]: text for text in README.split("\n## ")[1:]}
+ROOT = Path(__file__).parents[1]
+README, API = (ROOT / "README.md").read_text(), (ROOT / "docs/guide/python-api.md").read_text()
 BLOCK_BYTES, NUM_BLOCKS = 65536, 64
 
 
-def examples(section):
+def sections(page):
+    return {text.partition("\n")[0]: text for text in page.split("\n## ")[1:]}
+
+
+def examples(page, section):
     """The Python blocks of a section, cut where there is an empty line: each part belongs to one process."""
-    blocks = re.findall(r"^```python\n(.*?)^```", SECTIONS[section], re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```", sections(page)[section], re.DOTALL | re.MULTILINE)
     return [block.split("\n\n") for block in blocks]
 
 
-def test_these_are_all_of_its_examples():
-    assert {name: len(examples(name)) for name in SECTIONS if examples(name)} == {
-        "Pipe": 1,
-        "LookupBuffer": 1,
-        "Agent": 1,
-    }
+@pytest.mark.parametrize(("page", "names"), [(README, ["Python API"]), (API, ["Pipe", "LookupBuffer", "Agent"])])
+def test_these_are_all_of_its_examples(page, names):
+    numbers = {name: len(examples(page, name)) for name in sections(page)}
+    assert {name: number for name, number in numbers.items() if number} == dict.fromkeys(names, 1)
 
 
-def test_a_pipe_takes_a_tensor_to_another_process():
-    [[imported, here, elsewhere]] = examples("Pipe")
+@pytest.mark.parametrize(("page", "section"), [(README, "Python API"), (API, "Pipe")])
+def test_a_pipe_takes_a_tensor_to_another_process(page, section):
+    [[imported, here, elsewhere]] = examples(page, section)
     sent, names = np.arange(12).reshape(3, 4), {}
     exec(imported, names)
     receiver = threading.Thread(target=exec, args=(here, names))
@@ -45,7 +48,7 @@ def test_a_pipe_takes_a_tensor_to_another_process():
 
 
 def test_a_lookup_buffer_delivers_an_entry_by_its_tokens():
-    [[here, elsewhere]] = examples("LookupBuffer")
+    [[here, elsewhere]] = examples(API, "LookupBuffer")
     tokens = np.arange(10)
     names = {"kvpipe": kvpipe, "input_tokens": tokens, "roi": None, "key": tokens + 1, "value": None, "hidden": None}
     exec(here, names)
@@ -56,7 +59,7 @@ def test_a_lookup_buffer_delivers_an_entry_by_its_tokens():
 
 
 def test_an_agent_reads_and_writes_blocks_of_a_peer_and_tells_it():
-    [[both, here, elsewhere]] = examples("Agent")
+    [[both, here, elsewhere]] = examples(API, "Agent")
     mine, theirs = ({"kvpipe": kvpipe, "memory": pattern(NUM_BLOCKS, BLOCK_BYTES) + salt} for salt in (0, 1 << 24))
     for names in (mine, theirs):
         exec(both, names)

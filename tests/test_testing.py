@@ -42,7 +42,7 @@ def test_pipes_and_agents_work_in_memory_where_there_is_no_ucx():
 
 
 def test_what_was_made_in_the_block_stays_in_memory_after_its_end():
-    with memory_transport("messages"):
+    with memory_transport("stream"):
         receiver = Pipe.listen()
         sender = Pipe.connect(receiver.address)
     sender.isend_tensor(np.full(MIB, 3))
@@ -72,9 +72,9 @@ def test_an_end_in_memory_and_one_with_ucx_refuse_each_other():
         Pipe.connect(receiver.address, timeout=20)
 
 
-@pytest.mark.parametrize("road", ["get", "messages"])
-def test_a_peer_that_leaves_under_a_transfer_is_lost(road):
-    with memory_transport(road):
+@pytest.mark.parametrize("data_path", ["remote_read", "stream"])
+def test_a_peer_that_leaves_under_a_transfer_is_lost(data_path):
+    with memory_transport(data_path):
         receiver = Pipe.listen()
         sender = Pipe.connect(receiver.address)
     work = sender.isend_tensor(np.zeros(64 * MIB))
@@ -85,6 +85,6 @@ def test_a_peer_that_leaves_under_a_transfer_is_lost(road):
     assert received.is_completed()
 
 
-def test_an_unknown_road_is_named():
+def test_an_unknown_data_path_is_named():
     with pytest.raises(ConfigError, match="road=\"put\": expected 'get' or 'messages'"), memory_transport("put"):
         pass

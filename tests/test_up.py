@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe._groups import group_members
-from kvpipe._launch import is_cpu_vllm
-from kvpipe.deployment import DeploymentSpec, DeploymentThread
 from kvpipe.exceptions import ConfigError, KVPipeError
+from kvpipe.launch.deployment import DeploymentSpec, DeploymentThread
+from kvpipe.launch.plan import is_cpu_vllm
+from kvpipe.launch.watchdog import group_members
 
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in_server.py")))
 
 # Runs the command with the stand-in, which the command line has no option for
 UP = """
 import asyncio, sys
-from kvpipe.deployment import DeploymentSpec
-from kvpipe.up import run_up
+from kvpipe.launch.deployment import DeploymentSpec
+from kvpipe.launch.up import run_up
 command = sys.argv[1:]
 spec = DeploymentSpec(model="fine", server_command=command, proxy_command=command, grace_s=5.0)
 sys.exit(asyncio.run(run_up(spec)))
@@ -80,7 +80,7 @@ def test_all_are_healthy_inside_the_context_and_gone_after_it():
         pids = [process.child.pid for process in deployment.processes]
         assert names == ["prefill-0", "prefill-1", "decode-0", "undivided-0", "proxy"]
         assert all(len(group_members(pid)) == 2 for pid in pids)
-        # One session, which is what Linux schedules as a group: see kvpipe._process.
+        # One session, which is what Linux schedules as a group: see kvpipe.launch.process.
         assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}
     assert [group_members(pid) for pid in pids] == [[]] * 5
 

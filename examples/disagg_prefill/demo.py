@@ -27,8 +27,8 @@ from tiny_model import make_tiny_model
 from tokenizers import Tokenizer
 
 from kvpipe.bench import timeline, trace
-from kvpipe.deployment import Deployment, DeploymentSpec
 from kvpipe.exceptions import ConfigError, KVPipeError
+from kvpipe.launch.deployment import Deployment, DeploymentSpec
 
 REPOSITORY = Path(__file__).parents[2]
 LOG_DIR = REPOSITORY / ".cache" / "demo-logs"

@@ -1,7 +1,9 @@
 """kvpipe: moves KV caches between LLM serving instances."""
 
-from kvpipe import exceptions
-from kvpipe._info import info
+import sys
+import typing
+
+from kvpipe import _kvpipe, config, exceptions
 from kvpipe.agent import Agent, AgentStats
 from kvpipe.exceptions import (
     AuthenticationError,
@@ -56,3 +58,23 @@ __all__ = [
     "exceptions",
     "info",
 ]
+
+
+def info() -> dict[str, typing.Any]:
+    """Describes this installation.
+
+    Returns:
+        `kvpipe` and `python` versions; `ucx` version, `ucx_path`, `ucx_has_cuda`, `rdma_devices`.
+
+    Raises:
+        TransportUnavailableError: There is no usable UCX.
+    """
+    ucx = _kvpipe.ucx_info(config.ucx_wheel_dir())
+    return {
+        "kvpipe": __version__,
+        "python": sys.version.partition(" ")[0],
+        "ucx": ucx["version"],
+        "ucx_path": str(ucx["path"]),
+        "ucx_has_cuda": ucx["has_cuda"],
+        "rdma_devices": ucx["has_rdma_devices"],
+    }

@@ -1,4 +1,4 @@
-"""What the pipes and agents of this process move their bytes with: UCX, or in tests its twin in memory."""
+"""The transport of this process's pipes and agents: UCX, or in tests its twin in memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kvpipe.config import ucx_wheel_dir
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_in_force: list[_kvpipe.Transport] = []
+_overrides: list[_kvpipe.Transport] = []
 
 
 def transport() -> _kvpipe.Transport:
-    """The transport of a pipe or agent that is made now."""
-    return _in_force[-1] if _in_force else _kvpipe.Transport.ucx(ucx_wheel_dir())
+    """Returns the transport for a new pipe or agent."""
+    return _overrides[-1] if _overrides else _kvpipe.Transport.ucx(ucx_wheel_dir())
 
 
 @contextmanager
-def in_force(replacement: _kvpipe.Transport) -> Iterator[None]:
-    """Has `transport` answer with another one, in all threads."""
-    _in_force.append(replacement)
+def override_transport(replacement: _kvpipe.Transport) -> Iterator[None]:
+    """Makes `transport` return another one inside the block, in all threads."""
+    _overrides.append(replacement)
     try:
         yield
     finally:
-        _in_force.remove(replacement)
+        _overrides.remove(replacement)

@@ -90,7 +90,7 @@ class Engine:
             req_ids=list(output.num_scheduled_tokens),
             req_id_to_index={request_id: index for index, request_id in enumerate(output.num_scheduled_tokens)},
             sampled_token_ids=sampled,
-            kv_connector_output=None if is_unsaid(output, words) else words,
+            kv_connector_output=None if is_unreported(output, words) else words,
         )
         self.scheduler.update_from_output(output, result)
 
@@ -116,7 +116,7 @@ class Engine:
         self.scheduler.connector.shutdown()
 
 
-def is_unsaid(output: SchedulerOutput, words: KVConnectorOutput) -> bool:
+def is_unreported(output: SchedulerOutput, words: KVConnectorOutput) -> bool:
     """Whether vLLM's worker drops what the connector says: nothing, after a step without tokens."""
     return not output.num_scheduled_tokens and words.is_empty()
 

@@ -29,7 +29,7 @@ class Scene:
         handoff = new_id()
         self.handoff = bytes.fromhex(handoff)
         self.request: Request = engine.add(TOKENS, handoff=handoff, role="consume", producer="127.0.0.1:1")
-        self.wire.say_opened(self.handoff, prompt_hash(self.request), len(TOKENS))
+        self.wire.send_opened(self.handoff, prompt_hash(self.request), len(TOKENS))
         assert self.step()[1].loads
 
     def step(self, **worker: Any) -> tuple[int, StepMetadata]:
@@ -41,17 +41,17 @@ class Scene:
     def end(self, output: Any, **worker: Any) -> None:
         """The second half of a step, in which workers answer what they were told."""
         words = worker.setdefault("kv_connector_worker_meta", WorkerOutcomes())
-        words.taken = output.kv_connector_metadata.committed
+        words.acknowledged = output.kv_connector_metadata.committed
         self.engine.end(output, **worker)
 
-    def blocks_are_here(self, num_ranks: int = 1) -> tuple[int, StepMetadata]:
+    def blocks_verified(self, num_ranks: int = 1) -> tuple[int, StepMetadata]:
         """A step in which so many ranks say that they have all blocks."""
         facts = outcome(self.request, num_received=4).outcomes[self.request.request_id]
-        whole = WorkerOutcomes(whole={self.request.request_id: [facts] * num_ranks})
-        return self.step(kv_connector_worker_meta=whole)
+        verified = WorkerOutcomes(verified={self.request.request_id: [facts] * num_ranks})
+        return self.step(kv_connector_worker_meta=verified)
 
-    def say_finished(self) -> None:
-        self.wire.say_finished(self.handoff, [7])
+    def send_finished(self) -> None:
+        self.wire.send_finished(self.handoff, [7])
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ def scene(engine: Engine) -> Scene:
 
 
 def test_a_state_that_comes_during_a_step_has_the_next_one_compute(scene: Scene) -> None:
-    scene.blocks_are_here()
+    scene.blocks_verified()
     output = scene.engine.scheduler.schedule()
-    scene.say_finished()
+    scene.send_finished()
     scene.end(output)
     num_tokens, metadata = scene.step()
     assert (num_tokens, metadata.committed, metadata.commits) == (1, [scene.handoff], [])
@@ -70,8 +70,8 @@ def test_a_state_that_comes_during_a_step_has_the_next_one_compute(scene: Scene)
 
 
 def test_a_state_that_comes_between_steps_has_the_step_after_the_next_compute(scene: Scene) -> None:
-    scene.blocks_are_here()
-    scene.say_finished()
+    scene.blocks_verified()
+    scene.send_finished()
     assert scene.step()[1].committed == [scene.handoff]
     assert scene.step()[0] == 1
     assert scene.wire.watched[scene.handoff].is_over
@@ -79,11 +79,11 @@ def test_a_state_that_comes_between_steps_has_the_step_after_the_next_compute(sc
 
 def test_nothing_is_committed_before_the_last_rank_has_all_blocks(engine: Engine) -> None:
     scene = Scene(engine, num_ranks=2)
-    scene.blocks_are_here(1)
-    scene.say_finished()
+    scene.blocks_verified(1)
+    scene.send_finished()
     num_tokens, metadata = scene.step()
     assert (num_tokens, metadata.committed, metadata.commits) == (0, [], [scene.handoff])
-    assert scene.blocks_are_here(1)[0] == 0
+    assert scene.blocks_verified(1)[0] == 0
     assert scene.step()[0] == 0, "the workers end it, for they were told of the state"
     done = outcome(scene.request)
     scene.step(finished_recving={scene.request.request_id}, kv_connector_worker_meta=done)
@@ -93,24 +93,24 @@ def test_nothing_is_committed_before_the_last_rank_has_all_blocks(engine: Engine
 def test_ranks_that_have_all_blocks_in_one_step_count_together(engine: Engine) -> None:
     scene = Scene(engine, num_ranks=2)
     facts = WorkerOutcomes(
-        whole={scene.request.request_id: [outcome(scene.request).outcomes[scene.request.request_id]]}
+        verified={scene.request.request_id: [outcome(scene.request).outcomes[scene.request.request_id]]}
     )
     scene.step(kv_connector_worker_meta=facts.aggregate(facts))
-    scene.say_finished()
+    scene.send_finished()
     scene.step()
     assert scene.step()[0] == 1
 
 
 def test_nothing_is_committed_without_the_sequence_state(scene: Scene) -> None:
-    scene.blocks_are_here()
+    scene.blocks_verified()
     for _ in range(5):
         num_tokens, metadata = scene.step()
         assert (num_tokens, metadata.committed) == (0, [])
 
 
 def test_a_handoff_that_is_gone_is_cancelled_and_not_committed(scene: Scene) -> None:
-    scene.blocks_are_here()
-    scene.wire.say_gone(scene.handoff)
+    scene.blocks_verified()
+    scene.wire.send_ended(scene.handoff)
     num_tokens, metadata = scene.step()
     assert (num_tokens, metadata.committed) == (0, [])
     assert metadata.cancels[0][0] == scene.handoff
@@ -120,16 +120,16 @@ def test_a_handoff_that_is_gone_is_cancelled_and_not_committed(scene: Scene) -> 
 def test_the_workers_hear_whether_the_producer_has_withdrawn_what_it_announced(
     scene: Scene, *, is_withdrawn: bool
 ) -> None:
-    scene.blocks_are_here()
-    scene.wire.say_gone(scene.handoff, is_withdrawn=is_withdrawn)
+    scene.blocks_verified()
+    scene.wire.send_ended(scene.handoff, is_withdrawn=is_withdrawn)
     assert scene.step()[1].cancels == [(scene.handoff, "it is gone", is_withdrawn)]
 
 
 def test_a_rank_that_fails_after_it_had_all_blocks_is_not_committed(engine: Engine) -> None:
     scene = Scene(engine, num_ranks=2)
-    scene.blocks_are_here(2)
+    scene.blocks_verified(2)
     scene.step(kv_connector_worker_meta=outcome(scene.request, is_loaded=False))
-    scene.say_finished()
+    scene.send_finished()
     num_tokens, metadata = scene.step()
     assert (num_tokens, metadata.committed, metadata.commits) == (0, [], [scene.handoff])
 
@@ -137,25 +137,25 @@ def test_a_rank_that_fails_after_it_had_all_blocks_is_not_committed(engine: Engi
 def test_a_rank_that_has_failed_counts_as_whole_no_more(engine: Engine) -> None:
     scene = Scene(engine, num_ranks=2)
     scene.step(kv_connector_worker_meta=outcome(scene.request, is_loaded=False))
-    scene.blocks_are_here(2)
-    scene.say_finished()
+    scene.blocks_verified(2)
+    scene.send_finished()
     assert scene.step()[1].committed == []
 
 
-@pytest.mark.parametrize("is_whole_before", [True, False])
-def test_an_aborted_request_is_not_committed(scene: Scene, *, is_whole_before: bool) -> None:
-    if is_whole_before:
-        scene.blocks_are_here()
+@pytest.mark.parametrize("is_verified_before", [True, False])
+def test_an_aborted_request_is_not_committed(scene: Scene, *, is_verified_before: bool) -> None:
+    if is_verified_before:
+        scene.blocks_verified()
     scene.engine.abort(scene.request)
-    if not is_whole_before:
-        scene.blocks_are_here()
-    scene.say_finished()
+    if not is_verified_before:
+        scene.blocks_verified()
+    scene.send_finished()
     assert scene.step()[1].committed == []
 
 
 def test_the_result_of_a_committed_load_counts_its_blocks(scene: Scene) -> None:
-    scene.blocks_are_here()
-    scene.say_finished()
+    scene.blocks_verified()
+    scene.send_finished()
     while not scene.request.is_finished():
         scene.step()
     (result,) = scene.wire.results[scene.handoff]
@@ -164,10 +164,10 @@ def test_the_result_of_a_committed_load_counts_its_blocks(scene: Scene) -> None:
 
 
 def test_an_abort_after_the_commit_gives_the_blocks_back_once(scene: Scene) -> None:
-    scene.blocks_are_here()
+    scene.blocks_verified()
     output = scene.engine.scheduler.schedule()
-    scene.say_finished()
-    scene.engine.role._take_events()
+    scene.send_finished()
+    scene.engine.role._drain_events()
     scene.engine.abort(scene.request)
     scene.end(output)
     assert scene.engine.num_free_blocks == NUM_BLOCKS - 1
@@ -177,21 +177,21 @@ def test_an_abort_after_the_commit_gives_the_blocks_back_once(scene: Scene) -> N
 
 
 def test_a_producer_is_told_that_all_was_taken_when_the_workers_know_and_not_before(scene: Scene) -> None:
-    scene.blocks_are_here()
+    scene.blocks_verified()
     output = scene.engine.scheduler.schedule()
-    scene.say_finished()
+    scene.send_finished()
     scene.end(output)
     output = scene.engine.scheduler.schedule()
     assert output.num_scheduled_tokens
     assert not scene.wire.watched[scene.handoff].is_over, "it would end the load that the workers still have"
     scene.end(output)
-    assert scene.wire.watched[scene.handoff].is_taken
+    assert scene.wire.watched[scene.handoff].is_acknowledged
 
 
 def test_a_second_end_of_a_committed_load_never_reaches_vllm(scene: Scene) -> None:
-    scene.blocks_are_here()
+    scene.blocks_verified()
     output = scene.engine.scheduler.schedule()
-    scene.say_finished()
+    scene.send_finished()
     scene.end(output)
     output = scene.engine.scheduler.schedule()
     failed = outcome(scene.request, is_loaded=False)
@@ -202,9 +202,9 @@ def test_a_second_end_of_a_committed_load_never_reaches_vllm(scene: Scene) -> No
 
 
 def test_a_load_that_fails_in_the_step_in_which_its_state_comes_is_not_committed(scene: Scene) -> None:
-    scene.blocks_are_here()
+    scene.blocks_verified()
     output = scene.engine.scheduler.schedule()
-    scene.say_finished()
+    scene.send_finished()
     failed = outcome(scene.request, is_loaded=False)
     scene.engine.end(output, finished_recving={scene.request.request_id}, kv_connector_worker_meta=failed)
     assert scene.step()[1].committed == []

@@ -15,7 +15,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor.loader import build_custom_logits_processors
 
-from kvpipe.connector.first_token import DUE, FirstToken, consumed_handoff
+from kvpipe.connector.first_token import PENDING_FIRST_TOKENS, FirstToken, consumed_handoff
 from tests.connector.engine import new_id
 
 pytestmark = pytest.mark.vllm
@@ -26,7 +26,7 @@ VOCAB = 16
 @pytest.fixture(autouse=True)
 def _nothing_due() -> Any:
     yield
-    DUE.tokens = {}
+    PENDING_FIRST_TOKENS.tokens = {}
 
 
 def consuming(handoff: str) -> SamplingParams:
@@ -64,13 +64,13 @@ def forced(processor: FirstToken, *context: LogitsContext) -> dict[int, int]:
 
 
 def due(**tokens: int) -> None:
-    DUE.tokens = {bytes.fromhex(handoff): token for handoff, token in tokens.items()}
+    PENDING_FIRST_TOKENS.tokens = {bytes.fromhex(handoff): token for handoff, token in tokens.items()}
 
 
 def test_both_model_runners_load_the_processor_of_the_entry_point(config: VllmConfig) -> None:
-    DUE.is_heeded = False
+    PENDING_FIRST_TOKENS.has_processor = False
     assert not v1(config).is_argmax_invariant()
-    assert DUE.is_heeded
+    assert PENDING_FIRST_TOKENS.has_processor
     assert v2(config).add_request(0, consuming(new_id()))
 
 

@@ -29,20 +29,21 @@ def forced(engine: Engine, request: Request, handoff: bytes) -> int | None:
     return until(done).first_tokens.get(handoff)
 
 
-def told(engine: Engine, handoff: bytes) -> None:
-    """The producer's word on the sequence may come after that on its opening."""
+def finish_received(engine: Engine, handoff: bytes) -> None:
+    """The producer's message on the sequence state may arrive after the one that opens the handoff."""
     until(lambda: engine.step() and engine.role._consuming._consumed.of(handoff).has_state)
 
 
-def loaded(engine: Engine, request: Request) -> None:
+def loaded(engine: Engine, request: Request, handoff: bytes) -> None:
     loading(engine, request)
+    finish_received(engine, handoff)  # no worker reports a load as complete before
     engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
 
 
 def test_the_producers_token_goes_along_until_there_is_an_output(engine: Engine, producer: _kvpipe.Control) -> None:
     request, handoff = consuming(engine, producer, prompt(100))
     opened(producer, request, handoff)
-    loaded(engine, request)
+    loaded(engine, request, handoff)
     assert forced(engine, request, handoff) == THEIRS
     assert engine.step()[1].first_tokens == {}
     assert reported(engine, handoff.hex())["first_token"] == "exact"
@@ -52,7 +53,7 @@ def test_it_is_forced_when_blocks_are_missing_too(engine: Engine, producer: _kvp
     request, handoff = consuming(engine, producer, prompt(500))
     opened(producer, request, handoff)
     load = loading(engine, request)
-    told(engine, handoff)
+    finish_received(engine, handoff)
     engine.step(
         finished_recving={request.request_id},
         invalid_block_ids=set(load.block_ids),
@@ -69,7 +70,7 @@ def test_a_request_that_is_preempted_before_its_output_is_forced_again(
     request, handoff = consuming(engine, producer, prompt(400))
     opened(producer, request, handoff)
     load = loading(engine, request)
-    told(engine, handoff)
+    finish_received(engine, handoff)
     engine.step(
         finished_recving={request.request_id},
         invalid_block_ids=set(load.block_ids),
@@ -79,7 +80,7 @@ def test_a_request_that_is_preempted_before_its_output_is_forced_again(
     assert request.num_output_tokens == 0
     engine.scheduler._preempt_request(request, 0.0)
     engine.scheduler.running.remove(request)
-    loaded(engine, request)
+    loaded(engine, request, handoff)
     assert forced(engine, request, handoff) == THEIRS
 
 
@@ -142,7 +143,7 @@ def test_a_token_outside_the_vocabulary_never_reaches_the_sampler(
 ) -> None:
     request, handoff = consuming(engine, producer, prompt(40), first_token=token)
     opened(producer, request, handoff)
-    loaded(engine, request)
+    loaded(engine, request, handoff)
     assert forced(engine, request, handoff) is None
     result = reported(engine, handoff.hex())
     assert result["first_token"] == "sampled"
@@ -153,7 +154,7 @@ def test_without_the_processor_decode_samples_and_says_why(engine: Engine, produ
     engine.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=False)})
     request, handoff = consuming(engine, producer, prompt(40))
     opened(producer, request, handoff)
-    loaded(engine, request)
+    loaded(engine, request, handoff)
     assert forced(engine, request, handoff) is None
     assert "logits processor" in reported(engine, handoff.hex())["first_token_reason"]
 
@@ -193,7 +194,7 @@ def test_what_cannot_be_exact_is_named(
     engine = new_engine()
     request = engine.add(prompt(10))
     request.sampling_params = params
-    engine.role._obstacles._logprobs_mode = mode
-    found = engine.role._obstacles.of(request)
+    engine.role._first_token_support._logprobs_mode = mode
+    found = engine.role._first_token_support.unsupported_reason(request)
     assert reason in found
     assert bool(found) == bool(reason)

@@ -31,12 +31,12 @@ MAX_LENGTH = 256
 MUST_BE_SEEN = (
     "load",
     "load beyond the own cache",
-    "load whole",
+    "load verified",
     "load without some blocks",
     "load without any block",
     "load cancelled",
     "load withdrawn by its producer",
-    "load whole before its sequence state",
+    "load verified before its sequence state",
     "load committed by the scheduler",
     "loan",
     "abort while a load runs",
@@ -120,9 +120,9 @@ class Engines(RuleBasedStateMachine):
         handoff = self._handoff()
         request = self.world.add(tokens, max_tokens, handoff=handoff, role="consume", producer="127.0.0.1:1", **more)
         if told != "nothing":
-            self.world.wire.say_opened(bytes.fromhex(handoff), prompt_hash(request), len(tokens))
+            self.world.wire.send_opened(bytes.fromhex(handoff), prompt_hash(request), len(tokens))
         if told == "finished":
-            self.world.wire.say_finished(bytes.fromhex(handoff), [THEIRS])
+            self.world.wire.send_finished(bytes.fromhex(handoff), [THEIRS])
 
     @precondition(lambda self: self.world.unfinished())
     @rule(pick=picks, is_meant=rarely)
@@ -143,7 +143,7 @@ class Engines(RuleBasedStateMachine):
         return [
             request
             for request in self.world.unfinished()
-            if request.num_computed_tokens and self.world.handoffs.get(request.request_id) in self.world.wire.lent
+            if request.num_computed_tokens and self.world.handoffs.get(request.request_id) in self.world.wire.produced
         ]
 
     def _abort(self, request: Request) -> None:
@@ -157,7 +157,7 @@ class Engines(RuleBasedStateMachine):
             self.world.seen["abort while a load runs"] += 1
         elif handoff in self._waiting():
             self.world.seen["abort while it waits for its producer"] += 1
-        elif handoff in self.world.wire.lent and request.num_computed_tokens:
+        elif handoff in self.world.wire.produced and request.num_computed_tokens:
             self.world.seen["abort of a prefill"] += 1
 
     # --- other engines
@@ -193,13 +193,13 @@ class Engines(RuleBasedStateMachine):
         if is_other_prompt:
             self.world.foreign.add(handoff)
         hashed = bytes(32) if is_other_prompt else prompt_hash(request)
-        self.world.wire.say_opened(handoff, hashed, request.num_prompt_tokens)
+        self.world.wire.send_opened(handoff, hashed, request.num_prompt_tokens)
 
     @precondition(lambda self: self._opened())
     @rule(pick=picks)
     def a_producer_finishes(self, pick: int) -> None:
         handoffs = self._opened()
-        self.world.wire.say_finished(handoffs[pick % len(handoffs)], [THEIRS])
+        self.world.wire.send_finished(handoffs[pick % len(handoffs)], [THEIRS])
 
     @precondition(lambda self: any(not watched.is_over for watched in self.world.wire.watched.values()))
     @rule(pick=picks, is_meant=rarely, is_withdrawn=st.booleans())
@@ -209,41 +209,41 @@ class Engines(RuleBasedStateMachine):
         watched = self.world.wire.watched
         loading = [transfer.load.handoff for transfer in self.world.transfers.values()]
         if handoffs := [it for it in loading if not (watched[it].is_over or watched[it].is_finished)]:
-            self.world.wire.say_gone(handoffs[pick % len(handoffs)], is_withdrawn=is_withdrawn)
+            self.world.wire.send_ended(handoffs[pick % len(handoffs)], is_withdrawn=is_withdrawn)
             return
         handoffs = [handoff for handoff, watched in watched.items() if not watched.is_over]
-        self.world.wire.say_gone(handoffs[pick % len(handoffs)])
+        self.world.wire.send_ended(handoffs[pick % len(handoffs)])
 
-    @precondition(lambda self: any(lent.state != "ended" for lent in self.world.wire.lent.values()))
+    @precondition(lambda self: any(produced.state != "ended" for produced in self.world.wire.produced.values()))
     @rule(pick=picks)
     def a_handoff_is_taken_or_given_back(self, pick: int) -> None:
-        handoffs = [handoff for handoff, lent in self.world.wire.lent.items() if lent.state != "ended"]
+        handoffs = [handoff for handoff, produced in self.world.wire.produced.items() if produced.state != "ended"]
         self.world.wire.release(handoffs[pick % len(handoffs)])
 
-    @precondition(lambda self: self.world.held)
+    @precondition(lambda self: self.world.leased)
     @rule(pick=picks)
     def a_consumers_worker_says_done(self, pick: int) -> None:
-        handoffs = sorted(self.world.held)
+        handoffs = sorted(self.world.leased)
         self.world.released.add(handoffs[pick % len(handoffs)])
 
     # --- this engine's workers
 
     @precondition(lambda self: any(transfer.ending is None for transfer in self.world.transfers.values()))
-    @rule(pick=picks, missing=st.sets(st.integers(0, 5)), is_whole=st.booleans())
-    def a_load_ends(self, pick: int, missing: set[int], *, is_whole: bool) -> None:
+    @rule(pick=picks, missing=st.sets(st.integers(0, 5)), is_verified=st.booleans())
+    def a_load_ends(self, pick: int, missing: set[int], *, is_verified: bool) -> None:
         transfers = [transfer for transfer in self.world.transfers.values() if transfer.ending is None]
         transfer = transfers[pick % len(transfers)]
         num_blocks = len(transfer.load.block_ids)
         if transfer.is_withdrawn:
             transfer.ending = (False, list(range(num_blocks)))
             return
-        if transfer.is_committed and (is_whole or transfer.is_whole):
+        if transfer.is_committed and (is_verified or transfer.is_verified):
             transfer.ending = (True, [])
-            self.world.seen["load whole"] += 1
+            self.world.seen["load verified"] += 1
             return
-        if transfer.is_whole and not transfer.is_cancelled:
+        if transfer.is_verified and not transfer.is_cancelled:
             return
-        if transfer.is_whole:
+        if transfer.is_verified:
             missing = set()
         kept = sorted(index for index in missing if index < num_blocks)
         transfer.ending = (False, kept)
@@ -255,22 +255,22 @@ class Engines(RuleBasedStateMachine):
     @rule(pick=picks)
     def all_blocks_of_a_load_arrive(self, pick: int) -> None:
         transfers = self._incomplete()
-        self.world.blocks_are_here(transfers[pick % len(transfers)])
+        self.world.blocks_verified(transfers[pick % len(transfers)])
 
     @precondition(lambda self: self._incomplete())
     @rule(pick=picks, is_at_once=st.booleans())
     def a_producer_finishes_after_its_blocks(self, pick: int, *, is_at_once: bool) -> None:
         transfers = self._incomplete()
         transfer = transfers[pick % len(transfers)]
-        self.world.blocks_are_here(transfer)
+        self.world.blocks_verified(transfer)
         if not is_at_once:
             self.world.step()
         if transfer.load.handoff in self._opened():
-            self.world.wire.say_finished(transfer.load.handoff, [THEIRS])
+            self.world.wire.send_finished(transfer.load.handoff, [THEIRS])
 
     def _incomplete(self) -> list[Transfer]:
         transfers = self.world.transfers.values()
-        return [it for it in transfers if it.ending is None and not (it.is_whole or it.is_cancelled)]
+        return [it for it in transfers if it.ending is None and not (it.is_verified or it.is_cancelled)]
 
     # --- steps
 
@@ -299,7 +299,7 @@ class Engines(RuleBasedStateMachine):
         world = self.world
         for _ in range(5000):
             self._everybody_else_ends()
-            if not world.engine.scheduler.requests and not world.transfers and not world.lent:
+            if not world.engine.scheduler.requests and not world.transfers and not world.exposed:
                 break
             world.step()
         type(self).seen += world.seen
@@ -309,12 +309,12 @@ class Engines(RuleBasedStateMachine):
         wire = self.world.wire
         for handoff, watched in wire.watched.items():
             if not watched.is_over:
-                wire.say_gone(handoff)
-        for handoff, lent in wire.lent.items():
-            if lent.state == "finished":
+                wire.send_ended(handoff)
+        for handoff, produced in wire.produced.items():
+            if produced.state == "finished":
                 wire.release(handoff)
         for transfer in self.world.transfers.values():
-            is_kept = transfer.is_whole and not transfer.is_withdrawn
+            is_kept = transfer.is_verified and not transfer.is_withdrawn
             missing = range(len(transfer.load.block_ids)) if transfer.is_withdrawn else [0]
             transfer.ending = transfer.ending or (False, [] if is_kept else list(missing))
 

@@ -47,7 +47,7 @@ def lost(load: Load, holes: list[int], **facts: Any) -> dict[str, Any]:
     }
 
 
-def whole(request: Request) -> dict[str, Any]:
+def loaded(request: Request) -> dict[str, Any]:
     """A worker's word on a load that is complete."""
     return {"finished_recving": {request.request_id}, "kv_connector_worker_meta": outcome(request)}
 
@@ -80,7 +80,7 @@ def test_only_the_tokens_without_kv_are_prefilled_of_each_request(engine: Engine
     begun = loads(engine, requests)
     has_all, has_two, has_none = requests
     word = together(
-        whole(has_all), lost(begun[has_two.request_id], [2]), lost(begun[has_none.request_id], [0, 1, 2, 3])
+        loaded(has_all), lost(begun[has_two.request_id], [2]), lost(begun[has_none.request_id], [0, 1, 2, 3])
     )
     engine.step(**word)
     output, _ = engine.step()
@@ -105,7 +105,7 @@ def test_a_request_that_lost_its_kv_neither_delays_nor_recomputes_another(
     for request, handoff in pairs:
         opened(producer, request, handoff)
     begun = loads(engine, [request for request, _ in pairs])
-    engine.step(**together(whole(before), lost(begun[loser.request_id], [0]), whole(after)))
+    engine.step(**together(loaded(before), lost(begun[loser.request_id], [0]), loaded(after)))
     output, _ = engine.step()
     ids = [request.request_id for request in (running, before, loser, after)]
     assert [output.num_scheduled_tokens[request_id] for request_id in ids] == [1, 1, 200, 1]
@@ -184,7 +184,7 @@ def test_a_request_that_fails_fails_no_other(strict: Engine, producer: _kvpipe.C
     for request, of in ((loser, handoff), (other, kept)):
         opened(producer, request, of)
     begun = loads(strict, [loser, other])
-    strict.step(**together(lost(begun[loser.request_id], [0]), whole(other)))
+    strict.step(**together(lost(begun[loser.request_id], [0]), loaded(other)))
     assert loser.status == RequestStatus.FINISHED_ERROR
     assert scheduled(strict, other) == 1
     until(lambda: strict.step() and other.is_finished())
@@ -240,8 +240,8 @@ def test_a_preempted_request_is_loaded_again_while_its_producer_holds_the_blocks
     load = loading(engine, request)
     assert (load.first, len(load.block_ids), load.ranks) == (0, 19, RANKS)
     # No worker ends a load before the sequence state is known here.
-    until(lambda: engine.role._take_events() or engine.role._consuming._consumed.of(handoff).has_state)
-    engine.step(**whole(request))
+    until(lambda: engine.role._drain_events() or engine.role._consuming._consumed.of(handoff).has_state)
+    engine.step(**loaded(request))
     assert scheduled(engine, request) == 1
     result = reported(engine, handoff.hex())
     assert (result["result"], result["computed_tokens"], result["first_token"]) == ("full", 1, "exact")
@@ -266,7 +266,7 @@ def test_a_preempted_request_whose_producer_is_gone_is_computed(engine: Engine, 
     engine.step(**lost(loading(engine, request), [1]))
     assert scheduled(engine, request) == STEP_TOKENS
     producer.withdraw(handoff, "its lease ended")
-    until(lambda: engine.role._take_events() or not engine.role._consuming._consumed.of(handoff).is_held)
+    until(lambda: engine.role._drain_events() or not engine.role._consuming._consumed.of(handoff).is_leased)
     preempt_all(engine)
     output, metadata = engine.step()
     assert (output.num_scheduled_tokens, metadata.loads) == ({request.request_id: STEP_TOKENS}, [])
@@ -331,7 +331,7 @@ def test_blocks_of_an_earlier_step_are_announced_before_the_forward_pass(engine:
     handoff = produce(engine, prompt(100) + prompt(40, seed=2))
     _, metadata = engine.step()
     assert announced(metadata.cached, handoff) == [(0, 3)]
-    assert announced(metadata.finals, handoff) == [(3, 2)]
+    assert announced(metadata.ready, handoff) == [(3, 2)]
 
 
 def test_blocks_that_another_request_computes_in_this_step_are_announced_after_it(engine: Engine) -> None:
@@ -341,7 +341,7 @@ def test_blocks_that_another_request_computes_in_this_step_are_announced_after_i
     # Both are in one step, and the second has the blocks of the first.
     assert list(output.num_scheduled_tokens.values()) == [100, 4]
     assert announced(metadata.cached, handoff) == []
-    assert announced(metadata.finals, handoff) == [(0, 4)]
+    assert announced(metadata.ready, handoff) == [(0, 4)]
 
 
 def test_of_shared_blocks_those_before_the_step_are_announced_first(engine: Engine) -> None:
@@ -351,7 +351,7 @@ def test_of_shared_blocks_those_before_the_step_are_announced_first(engine: Engi
     output, metadata = engine.step()
     assert next(iter(output.num_scheduled_tokens.values())) == 400 - STEP_TOKENS
     assert announced(metadata.cached, handoff) == [(0, STEP_TOKENS // BLOCK)]
-    assert announced(metadata.finals, handoff)[0][0] == STEP_TOKENS // BLOCK
+    assert announced(metadata.ready, handoff)[0][0] == STEP_TOKENS // BLOCK
 
 
 def test_what_another_connector_loads_within_the_step_is_announced_after_it(engine: Engine) -> None:
@@ -367,4 +367,4 @@ def test_what_another_connector_loads_within_the_step_is_announced_after_it(engi
     engine.role.match = none_local
     _, metadata = engine.step()
     assert announced(metadata.cached, handoff) == []
-    assert announced(metadata.finals, handoff) == [(0, 4)]
+    assert announced(metadata.ready, handoff) == [(0, 4)]

@@ -316,8 +316,8 @@ def test_blocks_are_announced_in_the_step_that_completes_them(engine: Engine) ->
     request, handoff = produced(engine, prompt(300))
     _, first = engine.step()
     _, second = engine.step()
-    table = first.finals[0][3] + second.finals[0][3]
-    assert [(final[0], final[2], len(final[3])) for final in first.finals + second.finals] == [
+    table = first.ready[0][3] + second.ready[0][3]
+    assert [(final[0], final[2], len(final[3])) for final in first.ready + second.ready] == [
         (handoff, 0, 8),
         (handoff, 8, 2),
     ]
@@ -331,7 +331,7 @@ def test_blocks_are_held_until_the_worker_has_sent_them(engine: Engine) -> None:
     assert request.is_finished()
     assert engine.num_free_blocks == FREE - 4
     _, metadata = engine.step()
-    assert metadata.held == [(handoff, request.request_id)]
+    assert metadata.leased == [(handoff, request.request_id)]
     engine.step(finished_sending={request.request_id})
     assert engine.num_free_blocks == FREE
     assert len(engine.role._producing) == 0
@@ -374,7 +374,7 @@ def test_an_aborted_prefill_holds_nothing_and_its_consumer_is_told(engine: Engin
     _, metadata = engine.step()
     assert [ended[0] for ended in metadata.ended] == [handoff]
     assert engine.num_free_blocks == FREE
-    gone = until(lambda: [event for event in consumer.drain() if event["event"] == "gone"])
+    gone = until(lambda: [event for event in consumer.drain() if event["event"] == "ended"])
     assert "FINISHED_ABORTED" in gone[0]["reason"]
     assert gone[0]["is_withdrawn"]
     consumer.close()
@@ -447,7 +447,7 @@ def test_a_watch_of_an_unknown_handoff_ends_in_time(new_engine: Callable[..., En
     engine = new_engine(open_timeout_s=0.2)
     consumer = _kvpipe.Control(None, b"", "consumer", engine.role._fingerprint)
     consumer.watch(bytes(16), engine.role.address)
-    until(lambda: [event for event in consumer.drain() if event["event"] == "gone"])
+    until(lambda: [event for event in consumer.drain() if event["event"] == "ended"])
     consumer.close()
 
 

@@ -53,7 +53,7 @@ class Pair:
         return load
 
     def begin_step(self, block_ids: list[int], first: int = 0) -> None:
-        self.producer.begin_step(StepMetadata(finals=[(self.handoff, 0, first, block_ids)]))
+        self.producer.begin_step(StepMetadata(ready=[(self.handoff, 0, first, block_ids)]))
 
     def announce(self, block_ids: list[int], first: int = 0) -> None:
         self.begin_step(block_ids, first)
@@ -63,7 +63,7 @@ class Pair:
         self.producer.end_handoffs(StepMetadata(ended=[(self.handoff, reason)]))
 
     def hold(self) -> None:
-        self.producer.begin_step(StepMetadata(held=[(self.handoff, "producing")]))
+        self.producer.begin_step(StepMetadata(leased=[(self.handoff, "producing")]))
 
     def arrived(self, source: list[int], target: list[int], layers: range = range(LAYERS)) -> bool:
         names = [f"layer.{index}" for index in layers]
@@ -77,9 +77,9 @@ class Recorded:
         self.num_layers: list[int] = []
         self._agent, worker._agent = worker._agent, self
 
-    def finalize(self, finals: Any, regions: list[Any]) -> None:
+    def mark_ready(self, ready: Any, regions: list[Any]) -> None:
         self.num_layers.append(len(regions))
-        self._agent.finalize(finals, regions)
+        self._agent.mark_ready(ready, regions)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
@@ -189,7 +189,7 @@ def test_a_step_whose_layers_were_all_saved_announces_nothing_at_its_end(pair: P
 def test_a_step_without_final_blocks_sends_nothing(pair: Pair) -> None:
     recorded = Recorded(pair.producer)
     for finals in ([], [(pair.handoff, 0, 0, [2])], [], []):
-        pair.producer.begin_step(StepMetadata(finals=finals))
+        pair.producer.begin_step(StepMetadata(ready=finals))
         for layer in range(LAYERS):
             pair.producer.save_layer(f"layer.{layer}")
         pair.producer.end_forward()
@@ -227,7 +227,7 @@ def test_layers_that_are_called_before_all_is_written_are_announced_at_the_end(s
     worker = role(**setting)
     worker.register(caches())
     recorded = Recorded(worker)
-    worker.begin_step(StepMetadata(finals=[(bytes.fromhex(new_id()), 0, 0, [2])]))
+    worker.begin_step(StepMetadata(ready=[(bytes.fromhex(new_id()), 0, 0, [2])]))
     for _ in range(2):
         worker.save_layer("layer.0")
     assert recorded.num_layers == []
@@ -260,23 +260,23 @@ def test_a_load_ends_only_with_the_sequence_state(pair: Pair) -> None:
     assert received(pair.consumer) == {"consuming"}
 
 
-def whole(worker: WorkerRole) -> dict[str, Any]:
+def verified(worker: WorkerRole) -> dict[str, Any]:
     """What a worker says of loads that lack the sequence state only."""
 
     def said() -> WorkerOutcomes | None:
         worker.finished()
         words = worker.take_outcomes()
-        return words if words is not None and words.whole else None
+        return words if words is not None and words.verified else None
 
     words = until(said)
     assert words.outcomes == {}
-    return words.whole
+    return words.verified
 
 
 def test_blocks_that_are_all_here_are_told_before_the_sequence_state_comes(pair: Pair) -> None:
     pair.announce([2, 3])
     pair.load([5, 4], is_committed=False)
-    (facts,) = whole(pair.consumer)["consuming"]
+    (facts,) = verified(pair.consumer)["consuming"]
     assert (facts["is_loaded"], facts["num_received"], facts["num_missing"]) == (True, 2, 0)
     assert pair.arrived([2, 3], [5, 4])
 
@@ -284,7 +284,7 @@ def test_blocks_that_are_all_here_are_told_before_the_sequence_state_comes(pair:
 def test_vllm_calls_the_scheduler_role_after_every_step_while_a_load_runs_and_not_after_it(pair: Pair) -> None:
     pair.announce([2])
     pair.load([5], is_committed=False)
-    assert whole(pair.consumer).keys() == {"consuming"}
+    assert verified(pair.consumer).keys() == {"consuming"}
     pair.consumer.begin_step(StepMetadata())
     assert pair.consumer.finished() == (set(), set())
     assert pair.consumer.take_outcomes() == WorkerOutcomes(), "nothing at all is dropped by vLLM's worker"
@@ -298,9 +298,9 @@ def test_a_load_that_the_scheduler_has_committed_is_taken_and_reported_no_more(p
     pair.hold()
     pair.announce([2])
     pair.load([5], is_committed=False)
-    assert whole(pair.consumer).keys() == {"consuming"}
+    assert verified(pair.consumer).keys() == {"consuming"}
     pair.consumer.begin_step(StepMetadata(committed=[pair.handoff]))
-    assert pair.consumer.take_outcomes().taken == [pair.handoff]
+    assert pair.consumer.take_outcomes().acknowledged == [pair.handoff]
     assert sent(pair.producer) == {"producing"}
     assert pair.consumer.finished() == (set(), set())
     pair.consumer.begin_step(StepMetadata())
@@ -316,12 +316,12 @@ def test_a_load_that_fails_after_its_blocks_came_is_reported_as_failed_only(pair
     time.sleep(0.05)
     assert received(pair.consumer) == {"consuming"}
     words = pair.consumer.take_outcomes()
-    assert (words.whole, words.outcomes["consuming"]["is_loaded"]) == ({}, False)
+    assert (words.verified, words.outcomes["consuming"]["is_loaded"]) == ({}, False)
 
 
 def test_a_block_that_changes_after_its_checksum_is_reported_as_invalid(pair: Pair) -> None:
     pair.announce([2, 3])
-    until(lambda: pair.producer._agent.num_lent == 1)
+    until(lambda: pair.producer._agent.num_leased == 1)
     pair.source["layer.1"][3].neg_()
     pair.load([5, 4])
     assert received(pair.consumer) == {"consuming"}
@@ -334,7 +334,7 @@ def test_a_block_that_changes_after_its_checksum_is_reported_as_invalid(pair: Pa
 
 @pytest.mark.parametrize("block_ids", [[5, 4], [5]])
 def test_of_a_handoff_that_its_producer_takes_back_no_block_is_used(pair: Pair, block_ids: list[int]) -> None:
-    # With one block it is whole, and lacks the sequence state only.
+    # With one block it is verified, and lacks the sequence state only.
     pair.announce([2])
     pair.load(block_ids, is_committed=len(block_ids) > 1)
     until(lambda: pair.arrived([2], [5]))
@@ -447,7 +447,7 @@ def test_an_unknown_setting_is_named() -> None:
         ({"on_load_failure": "retry"}, "recompute, fail"),
         ({"listen": "here"}, "HOST:PORT"),
         ({"listen": 7}, "listen=7"),
-        ({"listen": "0.0.0.0:7100"}, "name the address"),
+        ({"listen": "0.0.0.0:7100"}, "cannot be advertised"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_value(setting: dict[str, Any], message: str) -> None:

@@ -21,7 +21,7 @@ def pair() -> Iterator[Pair]:
 
 def test_the_outcome_counts_blocks_and_comparisons_and_what_was_asked_for_again(pair: Pair) -> None:
     pair.announce([2, 3])
-    until(lambda: pair.producer._agent.num_lent == 1)
+    until(lambda: pair.producer._agent.num_leased == 1)
     pair.source["layer.1"][3].neg_()
     pair.load([5, 4])
     assert received(pair.consumer) == {"consuming"}
@@ -35,7 +35,7 @@ def test_the_outcome_counts_blocks_and_comparisons_and_what_was_asked_for_again(
 
 def test_a_load_that_failed_may_be_begun_again_while_its_blocks_are_lent(pair: Pair) -> None:
     pair.announce([2, 3])
-    until(lambda: pair.producer._agent.num_lent == 1)
+    until(lambda: pair.producer._agent.num_leased == 1)
     right = pair.source["layer.1"][3].clone()
     pair.source["layer.1"][3].neg_()
     pair.load([5, 4])
@@ -60,7 +60,7 @@ def test_a_load_that_is_refused_ends_at_once_with_the_reason(pair: Pair) -> None
 def test_cached_blocks_move_before_the_forward_pass(pair: Pair) -> None:
     pair.load([5, 4, 1])
     finals = [(pair.handoff, 0, 2, [9])]
-    pair.producer.begin_step(StepMetadata(cached=[(pair.handoff, 0, 0, [2, 3])], finals=finals))
+    pair.producer.begin_step(StepMetadata(cached=[(pair.handoff, 0, 0, [2, 3])], ready=finals))
     until(lambda: pair.arrived([2, 3], [5, 4]))
     time.sleep(0.05)
     assert not pair.arrived([9], [1])

@@ -1,8 +1,8 @@
 """The control plane as a script: notes what the scheduler role commands, says what the test has happened elsewhere.
 
 It stands for the thread and the network behind `_kvpipe.Control`, so that a random run can be repeated. What it says is
-what that thread could say: docs/design.md, state machines; that the thread does so is what `test_scheduler.py` and the
-tests of the core show.
+what that thread could say (docs/concepts/failure.md has the states); that the thread does so is what
+`test_scheduler.py` and the tests of the core show.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass
-class Lent:
+class Produced:
     """A handoff that this engine produces: `expected`, `open`, `finished` or `ended`."""
 
     state: str = "expected"
@@ -24,9 +24,9 @@ class Watched:
 
     is_opened: bool = False
     is_finished: bool = False
-    is_gone: bool = False
+    is_ended: bool = False
     is_over: bool = False
-    is_taken: bool = False
+    is_acknowledged: bool = False
 
 
 class Wire:
@@ -35,7 +35,7 @@ class Wire:
     address = "127.0.0.1:0"
 
     def __init__(self) -> None:
-        self.lent: dict[bytes, Lent] = {}
+        self.produced: dict[bytes, Produced] = {}
         self.watched: dict[bytes, Watched] = {}
         self.results: dict[bytes, list[str]] = {}
         self._events: list[dict[str, Any]] = []
@@ -50,39 +50,39 @@ class Wire:
     # --- this engine produces
 
     def expect(self, handoff: bytes) -> None:
-        self.lent[handoff] = Lent()
+        self.produced[handoff] = Produced()
 
-    def open(self, handoff: bytes, prompt_hash: bytes, num_tokens: int, generation: int, ranks: Any) -> None:
-        lent = self.lent[handoff]
-        assert lent.state in ("expected", "ended"), "a handoff is opened once"
-        if lent.state == "ended":
-            self._say_released(handoff)
+    def open(self, handoff: bytes, prompt_hash: bytes, num_tokens: int, epoch: int, ranks: Any) -> None:
+        produced = self.produced[handoff]
+        assert produced.state in ("expected", "ended"), "a handoff is opened once"
+        if produced.state == "ended":
+            self._send_released(handoff)
         else:
-            lent.state = "open"
+            produced.state = "open"
 
     def progress(self, handoff: bytes, remaining: float) -> None:
         assert remaining >= 0
 
     def finish(self, handoff: bytes, output_ids: Sequence[int], finish_reason: str, num_cached_tokens: int) -> None:
-        lent = self.lent[handoff]
-        assert lent.state in ("open", "ended"), "a handoff that is not open cannot finish"
+        produced = self.produced[handoff]
+        assert produced.state in ("open", "ended"), "a handoff that is not open cannot finish"
         assert len(output_ids) == 1
-        if lent.state == "ended":
-            self._say_released(handoff)
+        if produced.state == "ended":
+            self._send_released(handoff)
         else:
-            lent.state, lent.output_ids = "finished", output_ids
+            produced.state, produced.output_ids = "finished", output_ids
 
     def withdraw(self, handoff: bytes, reason: str) -> None:
-        self.lent[handoff].state = "ended"
+        self.produced[handoff].state = "ended"
 
     def release(self, handoff: bytes) -> None:
         """It was taken or given back, the proxy released it, its lease ended, its consumer died."""
-        lent = self.lent[handoff]
-        if lent.state in ("open", "finished"):
-            self._say_released(handoff)
-        lent.state = "ended"
+        produced = self.produced[handoff]
+        if produced.state in ("open", "finished"):
+            self._send_released(handoff)
+        produced.state = "ended"
 
-    def _say_released(self, handoff: bytes) -> None:
+    def _send_released(self, handoff: bytes) -> None:
         self._events.append({"event": "released", "handoff": handoff, "reason": "it was released"})
 
     # --- this engine consumes
@@ -91,15 +91,15 @@ class Wire:
         assert handoff not in self.watched, "a handoff is watched once"
         self.watched[handoff] = Watched()
 
-    def unwatch(self, handoff: bytes, is_taken: bool) -> None:  # noqa: FBT001 - the native method's
+    def unwatch(self, handoff: bytes, is_acknowledged: bool) -> None:  # noqa: FBT001 - the native method's
         watched = self.watched[handoff]
-        assert not is_taken or watched.is_finished, "only what is whole is taken"
-        watched.is_over, watched.is_taken = True, is_taken
+        assert not is_acknowledged or watched.is_finished, "only a verified load is acknowledged"
+        watched.is_over, watched.is_acknowledged = True, is_acknowledged
 
     def set_result(self, handoff: bytes, json: str) -> None:
         self.results.setdefault(handoff, []).append(json)
 
-    def say_opened(self, handoff: bytes, prompt_hash: bytes, num_tokens: int) -> None:
+    def send_opened(self, handoff: bytes, prompt_hash: bytes, num_tokens: int) -> None:
         """The producer has scheduled its request."""
         self.watched[handoff].is_opened = True
         self._say(
@@ -107,19 +107,19 @@ class Wire:
             "opened",
             prompt_hash=prompt_hash,
             num_tokens=num_tokens,
-            generation=0,
+            epoch=0,
             ranks=[("127.0.0.1:1", bytes(16))],
         )
 
-    def say_finished(self, handoff: bytes, output_ids: list[int]) -> None:
+    def send_finished(self, handoff: bytes, output_ids: list[int]) -> None:
         """The producer has sampled its token."""
         self.watched[handoff].is_finished = True
         self._say(handoff, "finished", output_ids=output_ids, finish_reason="length", num_cached_tokens=0)
 
-    def say_gone(self, handoff: bytes, *, is_withdrawn: bool = False) -> None:
+    def send_ended(self, handoff: bytes, *, is_withdrawn: bool = False) -> None:
         """The producer died or nothing came in time; or it has withdrawn what it announced."""
-        self.watched[handoff].is_gone = self.watched[handoff].is_over = True
-        self._say(handoff, "gone", reason="it is gone", is_withdrawn=is_withdrawn)
+        self.watched[handoff].is_ended = self.watched[handoff].is_over = True
+        self._say(handoff, "ended", reason="it is gone", is_withdrawn=is_withdrawn)
 
     def _say(self, handoff: bytes, event: str, **fields: Any) -> None:
         self._events.append({"event": event, "handoff": handoff, **fields})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvpipe.connector.metadata import WorkerOutcomes
-from tests.connector.engine import BLOCK, Engine, is_unsaid, outcome
+from tests.connector.engine import BLOCK, Engine, is_unreported, outcome
 from tests.connector.wire import Wire
 
 if TYPE_CHECKING:
@@ -63,13 +63,13 @@ class Transfer:
     is_committed: bool
     is_cancelled: bool = False
     is_withdrawn: bool = False
-    is_whole: bool = False
-    is_told: bool = False
+    is_verified: bool = False
+    is_reported: bool = False
     ending: tuple[bool, list[int]] | None = None
 
 
 @dataclass
-class Lending:
+class Exposed:
     """Blocks that consumers have been told are final."""
 
     request: Request
@@ -85,13 +85,13 @@ class World:
         self.wire = self.engine.role._out.control = Wire()
         self.cache = Cache()
         self.transfers: dict[str, Transfer] = {}
-        self.lent: dict[bytes, Lending] = {}
-        self.held: dict[bytes, str] = {}
+        self.exposed: dict[bytes, Exposed] = {}
+        self.leased: dict[bytes, str] = {}
         self.released: set[bytes] = set()
         self.requests: list[Request] = []
         self.handoffs: dict[str, bytes] = {}
         self.foreign: set[bytes] = set()
-        self.taken: list[bytes] = []
+        self.acknowledged: list[bytes] = []
         self.given: dict[bytes, int] = {}
         self.seen: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
@@ -139,24 +139,24 @@ class World:
         output = self.engine.scheduler.schedule()
         step = output.kv_connector_metadata
         self._note_preemptions(output)
-        self.taken = step.committed
+        self.acknowledged = step.committed
         self._begin(step)
         self._loads_are_told_what_is_known()
         if is_prompt:
             for load in step.loads:
                 self.transfers[load.request_id].ending = (False, list(range(len(load.block_ids))))
-        self._lend(step.cached)
-        self._what_is_lent_is_kept()
+        self._expose(step.cached)
+        self._exposed_blocks_are_kept()
         self._compute(output)
-        self._lend(step.finals)
-        self._what_is_lent_is_kept()
+        self._expose(step.ready)
+        self._exposed_blocks_are_kept()
         sampled = [self._sample(request_id, step) for request_id in output.num_scheduled_tokens]
         report = self._report()
         result = ModelRunnerOutput(
             req_ids=list(output.num_scheduled_tokens),
             req_id_to_index={request_id: index for index, request_id in enumerate(output.num_scheduled_tokens)},
             sampled_token_ids=sampled,
-            kv_connector_output=None if is_unsaid(output, report) else report,
+            kv_connector_output=None if is_unreported(output, report) else report,
         )
         self.engine.scheduler.update_from_output(output, result)
         self.check()
@@ -166,14 +166,14 @@ class World:
             request = self.engine.scheduler.requests.get(request_id)
             role = "plain"
             if (handoff := self.handoffs.get(request_id)) is not None:
-                role = "producing" if handoff in self.wire.lent else "consuming"
+                role = "producing" if handoff in self.wire.produced else "consuming"
             when = "decode" if request is not None and request.num_output_tokens else "prefill"
             self.seen[f"{role} request preempted in {when}"] += 1
 
     def _begin(self, step: StepMetadata) -> None:
         """`handle_preemptions` and `bind_connector_metadata`."""
         for handoff, _ in step.ended:
-            self.lent.pop(handoff, None)
+            self.exposed.pop(handoff, None)
             self.released.add(handoff)
         for handoff in step.committed:
             self._end_committed(handoff)
@@ -190,26 +190,26 @@ class World:
                 if transfer.is_withdrawn:
                     self.cache.spoil(transfer.load.block_ids)
                     self.seen["load withdrawn by its producer"] += 1
-        for handoff, request_id in step.held:
-            assert handoff not in self.held, "a request is held once"
-            self.held[handoff] = request_id
+        for handoff, request_id in step.leased:
+            assert handoff not in self.leased, "a request is held once"
+            self.leased[handoff] = request_id
             self.seen["loan"] += 1
 
     def _end_committed(self, handoff: bytes) -> None:
         """The scheduler role has ended a load by itself, which nobody reports any more."""
         transfer = next(transfer for transfer in self.transfers.values() if transfer.load.handoff == handoff)
-        assert transfer.is_told, "blocks that are not here are not committed"
+        assert transfer.is_reported, "blocks that are not here are not committed"
         assert not transfer.is_committed, "a load is committed once"
         assert not transfer.is_cancelled, "a load that is cancelled is not committed"
         assert self.wire.watched[handoff].is_finished, "without the sequence state nothing is committed"
         del self.transfers[transfer.load.request_id]
         self.seen["load committed by the scheduler"] += 1
 
-    def blocks_are_here(self, transfer: Transfer) -> None:
+    def blocks_verified(self, transfer: Transfer) -> None:
         """All blocks of a load have arrived; nothing writes into them any more."""
-        transfer.is_whole = True
+        transfer.is_verified = True
         self._arrive(transfer.load, [])
-        self.seen["load whole before its sequence state"] += not transfer.is_committed
+        self.seen["load verified before its sequence state"] += not transfer.is_committed
 
     def _begin_load(self, load: Load) -> None:
         assert load.request_id not in self.transfers, "one load at a time for each request"
@@ -238,16 +238,16 @@ class World:
         for request_id, table, history, _, end in spans:
             assert self.cache.holds(table, history, 0, end), f"{request_id} was computed on KV that is not its own"
 
-    def _lend(self, parts: list[tuple[bytes, int, int, list[int]]]) -> None:
+    def _expose(self, parts: list[tuple[bytes, int, int, list[int]]]) -> None:
         """What is final can be read by others from now on."""
-        for handoff, generation, first, block_ids in parts:
-            if handoff not in self.lent:
+        for handoff, epoch, first, block_ids in parts:
+            if handoff not in self.exposed:
                 request_id = next(key for key, value in self.handoffs.items() if value == handoff)
-                self.lent[handoff] = Lending(self.engine.scheduler.requests[request_id])
-            lending = self.lent[handoff]
-            assert first == len(lending.block_ids), "blocks become final in the order of the prompt, each once"
-            assert generation == 0
-            lending.block_ids += block_ids
+                self.exposed[handoff] = Exposed(self.engine.scheduler.requests[request_id])
+            exposed = self.exposed[handoff]
+            assert first == len(exposed.block_ids), "blocks become final in the order of the prompt, each once"
+            assert epoch == 0
+            exposed.block_ids += block_ids
 
     def _sample(self, request_id: str, step: StepMetadata) -> list[int]:
         request = self.engine.scheduler.requests[request_id]
@@ -278,30 +278,30 @@ class World:
             del self.transfers[load.request_id]
             invalid |= {load.block_ids[index] for index in missing}
             outcomes |= outcome(load, is_loaded=is_loaded).outcomes
-            if not transfer.is_whole:
+            if not transfer.is_verified:
                 self._arrive(load, missing)
-        whole = self._whole()
-        sending = {self.held.pop(handoff) for handoff in self.released & self.held.keys()}
-        self.released &= self.held.keys()
+        verified = self._newly_verified()
+        sending = {self.leased.pop(handoff) for handoff in self.released & self.leased.keys()}
+        self.released &= self.leased.keys()
         for request_id in sending:
-            self.lent.pop(self.handoffs[request_id], None)
+            self.exposed.pop(self.handoffs[request_id], None)
             self.sent[request_id] += 1
         for request_id in {*outcomes, *sending}:
             assert request_id in self.engine.scheduler.requests, "vLLM knows no request of this report"
-        has_words = outcomes or whole or self.taken or self.transfers
+        has_reports = outcomes or verified or self.acknowledged or self.transfers
         return KVConnectorOutput(
             finished_recving=set(outcomes),
             finished_sending=sending,
             invalid_block_ids=invalid,
-            kv_connector_worker_meta=WorkerOutcomes(outcomes, whole, self.taken) if has_words else None,
+            kv_connector_worker_meta=WorkerOutcomes(outcomes, verified, self.acknowledged) if has_reports else None,
         )
 
-    def _whole(self) -> dict[str, list[dict[str, Any]]]:
-        """Loads that are whole, each once; what the scheduler role says meanwhile is known a step later."""
-        told = [transfer for transfer in self.transfers.values() if transfer.is_whole and not transfer.is_told]
-        for transfer in told:
-            transfer.is_told = True
-        return {who.load.request_id: [outcome(who.load).outcomes[who.load.request_id]] for who in told}
+    def _newly_verified(self) -> dict[str, list[dict[str, Any]]]:
+        """Loads that are verified, each once. The worker knows the scheduler role's answer a step later."""
+        new = [transfer for transfer in self.transfers.values() if transfer.is_verified and not transfer.is_reported]
+        for transfer in new:
+            transfer.is_reported = True
+        return {who.load.request_id: [outcome(who.load).outcomes[who.load.request_id]] for who in new}
 
     def _arrive(self, load: Load, missing: list[int]) -> None:
         """The other blocks hold the KV that the producer computed."""
@@ -318,24 +318,26 @@ class World:
 
     def check(self) -> None:
         """Between any two hooks no block that others write or read can be given to another request."""
-        writing = [transfer for transfer in self.transfers.values() if not transfer.is_whole]
+        writing = [transfer for transfer in self.transfers.values() if not transfer.is_verified]
         written = [block_id for transfer in writing for block_id in transfer.load.block_ids]
         assert len(written) == len(set(written)), "two loads write into one block"
         assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id in written), "a block is free during its load"
-        held = [block_id for handoff in self.held for block_id in self.lent[handoff].block_ids]
+        held = [block_id for handoff in self.leased for block_id in self.exposed[handoff].block_ids]
         assert all(self.pool.blocks[block_id].ref_cnt > 0 for block_id in held), "a block is free while it is held"
         assert all(count == 1 for count in self.sent.values()), "finished_sending comes once for each request"
         ended = [request.request_id for request in self.requests if request.is_finished()]
         waited_for = [self.wire.watched.get(self.handoffs.get(who, b"")) for who in ended if who not in self.transfers]
         assert all(watched is None or watched.is_over for watched in waited_for), "a watch outlives its request"
 
-    def _what_is_lent_is_kept(self) -> None:
+    def _exposed_blocks_are_kept(self) -> None:
         """In each step consumers find the KV of the prompt, or the worker was told that the handoff ended."""
-        for lending in self.lent.values():
-            assert all(self.pool.blocks[block_id].ref_cnt > 0 for block_id in lending.block_ids), "a lent block is free"
-            history = self.cache.history(lending.request.prompt_token_ids)
-            end = min(len(lending.block_ids) * BLOCK, len(history))
-            assert self.cache.holds(lending.block_ids, history, 0, end), "a lent block has changed"
+        for exposed in self.exposed.values():
+            assert all(self.pool.blocks[block_id].ref_cnt > 0 for block_id in exposed.block_ids), (
+                "an exposed block is free"
+            )
+            history = self.cache.history(exposed.request.prompt_token_ids)
+            end = min(len(exposed.block_ids) * BLOCK, len(history))
+            assert self.cache.holds(exposed.block_ids, history, 0, end), "an exposed block has changed"
 
     def _loads_are_told_what_is_known(self) -> None:
         """A load that nobody needs or serves is ended in the next step; one that may be committed is."""
@@ -344,18 +346,20 @@ class World:
                 continue
             watched = self.wire.watched[transfer.load.handoff]
             is_aborted = self.engine.scheduler.requests[transfer.load.request_id].is_finished()
-            assert transfer.is_cancelled == (is_aborted or watched.is_gone), "a load is cancelled if it has to be"
+            assert transfer.is_cancelled == (is_aborted or watched.is_ended), "a load is cancelled if it has to be"
             assert transfer.is_committed == watched.is_finished, "a load is committed with the sequence state"
 
     def check_rest(self) -> None:
         """When all has ended, all blocks are free and nothing is remembered."""
         assert not self.engine.scheduler.requests
         assert not self.transfers
-        assert not self.held
-        assert not self.lent, "consumers were not told that blocks are not lent any more"
+        assert not self.leased
+        assert not self.exposed, "consumers were not told that blocks are not exposed any more"
         assert self.engine.num_free_blocks == NUM_FREE
         assert len(self.engine.role._producing) == len(self.engine.role._consuming) == 0
-        assert all(lent.state == "ended" for lent in self.wire.lent.values()), "a handoff outlives its request"
+        assert all(produced.state == "ended" for produced in self.wire.produced.values()), (
+            "a handoff outlives its request"
+        )
         assert all(len(results) == 1 for results in self.wire.results.values()), "a handoff has one result"
         assert self.wire.results.keys() == self.wire.watched.keys(), "each consumed handoff has a result"
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvpipe.deployment import DeploymentThread, Instance
+from kvpipe.launch.deployment import DeploymentThread, Instance
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TIMEOUT_S = 120

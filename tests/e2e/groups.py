@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvpipe._launch import _free_ports
-from kvpipe.deployment import Deployment, DeploymentSpec, DeploymentThread, Instance
+from kvpipe.launch.deployment import Deployment, DeploymentSpec, DeploymentThread, Instance
+from kvpipe.launch.plan import free_ports
 from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def proxy(deployment: Deployment, dispatch: str, *, is_reversed: bool = False) -
     """One more proxy before the same instances; reversed, the decode instance prefills and the other decodes."""
     prefill, decode = deployment.prefill[0], deployment.decode[0]
     roles = {"--prefill": decode, "--decode": prefill} if is_reversed else {"--prefill": prefill, "--decode": decode}
-    port = _free_ports(1)[0]
+    port = free_ports(1)[0]
     engines = [part for flag, who in roles.items() for part in (flag, f"{who.url},{who.control}")]
     command = [sys.executable, "-m", "kvpipe", "proxy", "--port", str(port), "--dispatch", dispatch, *engines]
     url = f"http://127.0.0.1:{port}"

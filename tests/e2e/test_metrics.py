@@ -38,4 +38,4 @@ def test_streams_are_counted_and_some_of_them_begin_before_decode_has_spoken(ser
     assert more("kvpipe_handoff_received_bytes_total") == sum(result["bytes"] for result in results)
     assert more("kvpipe_handoff_recomputed_tokens_total") == 0
     # Not of each: a text may end within a character, and on a busy machine decode may have spoken meanwhile.
-    assert more("kvpipe_first_tokens_shown_total") > 0
+    assert more("kvpipe_early_tokens_total") > 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.deployment import Instance
+from kvpipe.launch.deployment import Instance
 from tests.e2e.client import COMPLETIONS, Servers, completion, prompt, until
 from tests.e2e.identity import BY_ID, Said, ask, differences
 from tests.e2e.test_answers import BLOCK, REQUESTS

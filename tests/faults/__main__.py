@@ -1,4 +1,4 @@
-"""`python -m tests.faults`: many rounds of every fault at every stage on every road, and a table."""
+"""`python -m tests.faults`: many rounds of every fault at every stage on every data path, and a table."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from tests.faults.stages import Place
 from tests.hosts.namespaces import Cable, Host, why_no_hosts
 from tests.peers import Child
 
-ROADS = {"default": None, "tcp": "tcp"}
+DATA_PATHS = {"default": None, "tcp": "tcp"}
 # A cable joins hosts that share no memory: whatever UCX may use, it is TCP.
 WIRES = ("tcp",)
 # What Python opens on its way; memory that the allocator keeps.
@@ -36,27 +36,27 @@ def main(argv=None):
     rng = random.Random(options.seed)
     logging.getLogger("kvpipe").setLevel(logging.ERROR)  # that TCP is slower is known
     print(f"seed {options.seed}, {options.rounds} rounds of each")
-    print(f"{'fault':10}{'stage':28}{'road':9}{'median ms':>10}{'p99 ms':>9}{'max ms':>9}  leaked")
+    print(f"{'fault':10}{'stage':28}{'data path':11}{'median ms':>10}{'p99 ms':>9}{'max ms':>9}  leaked")
     is_fine = True
     for name in options.faults:
-        for road in options.roads:
-            is_fine &= _strike(FAULTS[name], (name, road), options, rng)
+        for data_path in options.data_paths:
+            is_fine &= _strike(FAULTS[name], (name, data_path), options, rng)
     return 0 if is_fine else 1
 
 
 def _strike(fault, names, options, rng):
-    _, road = names
-    if fault.needs_cable and road not in WIRES:
+    _, data_path = names
+    if fault.needs_cable and data_path not in WIRES:
         return True
     if fault.needs_cable and why_no_hosts():
         print(f"{names[0]:10}skipped: {why_no_hosts()}")
         return True
     is_fine = True
-    take(road)
+    use(data_path)
     with _place(fault) as place:
         fault.strike(fault.stages[-1], rng, place)  # opens what stays open
         for stage in fault.stages:
-            label = f"{names[0]:10}{stage.__name__:28}{names[1]:9}"
+            label = f"{names[0]:10}{stage.__name__:28}{names[1]:11}"
             is_fine &= _repeat(label, fault, partial(fault.strike, stage, rng, place), options)
     return is_fine
 
@@ -108,21 +108,21 @@ def leaked(before, after, more_bytes=MORE_BYTES):
     return ", ".join(filter(None, more)) or "nothing"
 
 
-def take(road):
-    """What is opened from now on goes by this road."""
+def use(data_path):
+    """What is opened from now on goes by this data path."""
     os.environ.pop("UCX_TLS", None)
-    if ROADS[road]:
-        os.environ["UCX_TLS"] = ROADS[road]
+    if DATA_PATHS[data_path]:
+        os.environ["UCX_TLS"] = DATA_PATHS[data_path]
 
 
 def _parse(argv):
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="of each fault, stage and road; default 20")
+    parser.add_argument("--rounds", type=int, default=20, help="of each fault, stage and data path; default 20")
     parser.add_argument(
         "--warm-up", type=int, default=3, help="more rounds of each, before leaks are counted; default 3"
     )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="of the moments")
-    parser.add_argument("--roads", nargs="+", choices=ROADS, default=list(ROADS))
+    parser.add_argument("--data-paths", nargs="+", choices=DATA_PATHS, default=list(DATA_PATHS))
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     return parser.parse_args(argv)
 

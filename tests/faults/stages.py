@@ -16,7 +16,7 @@ from tests.peers import LARGE, LOOPBACK, MIB, Child
 BLOCK_BYTES = MIB
 NUM_BLOCKS = 64
 ENTRY_BYTES = 4 * MIB
-PATIENCE_S = 15.0
+TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Situation:
             try:
                 self.server.reach()
             except KVPipeError:
-                assert time.monotonic() - begun < PATIENCE_S, "the peer that is back was not reached again"
+                assert time.monotonic() - begun < TIMEOUT_S, "the peer that is back was not reached again"
                 time.sleep(0.01)
             else:
                 return time.monotonic() - begun

@@ -71,7 +71,7 @@ def test_status_is_decodes_result_of_the_handoff():
 
 
 @pytest.mark.parametrize("decodes_result", [None, ConnectError("refused")])
-def test_status_falls_back_to_prefills_result(decodes_result):
+def test_status_fall_back_to_prefills_result(decodes_result):
     async def scene():
         async with stage([answers()] * 2, [answers()] * 2) as s:
             s.control.results = {

@@ -9,7 +9,7 @@ import pytest
 
 from kvpipe import _kvpipe
 from kvpipe.control import ControlClient
-from kvpipe.proxy.just_in_time import Leads, Timing, Usual
+from kvpipe.proxy.just_in_time import Leads, RollingMedian, Timing
 
 from .harness import answers, dead_port, never_ends, run, stage
 
@@ -232,7 +232,7 @@ def test_leaving_before_decode_is_due_aborts_prefill_and_releases_the_handoff():
             posting.cancel()
             await s.prefill[0].aborted.wait()
             told = await subscribed
-            assert (told.kind, told.reason) == ("gone", "it was released")
+            assert (told.kind, told.reason) == ("ended", "it was released")
             assert s.decode[0].bodies == []
 
     run(scene)
@@ -247,7 +247,7 @@ def test_leaving_after_decode_was_asked_aborts_both_and_releases_the_handoff():
             posting.cancel()
             await s.prefill[0].aborted.wait()
             await s.decode[0].aborted.wait()
-            assert (await awaited).kind == "gone"
+            assert (await awaited).kind == "ended"
 
     run(scene)
 
@@ -263,13 +263,13 @@ def test_a_prefill_that_fails_before_decode_is_due_is_followed_by_the_next():
 
 
 def measured(*seconds):
-    usual = Usual()
+    times = RollingMedian()
     for each in seconds:
-        usual.measured(each)
-    return usual
+        times.add(each)
+    return times
 
 
-def test_a_lead_is_the_usual_admission_and_a_margin():
+def test_a_lead_is_the_median_admission_and_a_margin():
     leads = Leads()
     assert leads.lead_s("p", "d", 1000) == pytest.approx(0.19)
     leads.admitted("d", 0.03)
@@ -344,17 +344,17 @@ def test_predictions_that_are_too_early_never_make_a_lead_negative():
 
 
 def test_one_time_that_is_far_out_hardly_counts():
-    assert measured(*[0.1] * 20, 60.0).most_s == pytest.approx(0.1)
+    assert measured(*[0.1] * 20, 60.0).upper_s == pytest.approx(0.1)
     around = [0.09, 0.1, 0.11, 0.1] * 5
-    assert measured(*around, 60.0).most_s == pytest.approx(measured(*around).most_s, abs=0.02)
+    assert measured(*around, 60.0).upper_s == pytest.approx(measured(*around).upper_s, abs=0.02)
 
 
 def test_times_that_vary_are_expected_within_twice_their_mean_deviation():
-    assert measured(*[0.1, 0.3] * 20).most_s == pytest.approx(0.4, abs=0.05)
+    assert measured(*[0.1, 0.3] * 20).upper_s == pytest.approx(0.4, abs=0.05)
 
 
-def test_what_has_changed_is_what_is_usual_after_eight_measurements():
-    assert measured(*[0.1] * 20, *[0.4] * 8).most_s == pytest.approx(0.4)
+def test_a_change_is_the_median_after_eight_measurements():
+    assert measured(*[0.1] * 20, *[0.4] * 8).upper_s == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("first_s", [3.0, 1e9])

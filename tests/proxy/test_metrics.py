@@ -20,8 +20,8 @@ from .harness import (
     stage,
     streams,
 )
-from .test_early import DONE, chunk
-from .test_first_token import STREAMED, held, prefilled
+from .test_early_streams import STREAMED, held, prefilled
+from .test_early_token import DONE, chunk
 from .test_just_in_time import NEAR_S, prefilling
 
 
@@ -140,7 +140,7 @@ class AnswersLater(RecordingControl):
 
 @pytest.mark.parametrize(("told", "result"), [({"result": "aborted"}, "aborted"), (None, "unknown")])
 def test_a_decode_that_knows_no_result_yet_is_asked_once_more_after_a_while(monkeypatch, told, result):
-    monkeypatch.setattr("kvpipe.proxy.endings._ABORTED_AFTER_S", 0.05)
+    monkeypatch.setattr("kvpipe.proxy.results._ABORTED_AFTER_S", 0.05)
 
     async def scene():
         async with stage(decode=[never_ends], control=AnswersLater(told)) as s:
@@ -166,7 +166,7 @@ def test_a_result_is_asked_for_once_where_decode_was_not_asked():
 
 
 def test_a_proxy_that_stops_does_not_wait_before_it_asks_once_more(monkeypatch):
-    monkeypatch.setattr("kvpipe.proxy.endings._ABORTED_AFTER_S", 1000.0)
+    monkeypatch.setattr("kvpipe.proxy.results._ABORTED_AFTER_S", 1000.0)
 
     async def scene():
         async with stage(control=AnswersLater({"result": "aborted"})) as s:
@@ -181,7 +181,7 @@ def test_a_proxy_that_stops_does_not_wait_before_it_asks_once_more(monkeypatch):
 
 
 def test_attempts_that_nobody_knows_are_counted_and_so_are_the_instances_that_were_replaced(monkeypatch):
-    monkeypatch.setattr("kvpipe.proxy.endings._ABORTED_AFTER_S", 0.0)
+    monkeypatch.setattr("kvpipe.proxy.results._ABORTED_AFTER_S", 0.0)
 
     async def scene():
         async with stage(prefill=[answers(500), answers()], decode=[answers(500), answers()]) as s:
@@ -195,11 +195,11 @@ def test_attempts_that_nobody_knows_are_counted_and_so_are_the_instances_that_we
 
 @pytest.mark.parametrize(("prefill", "asked"), [([answers(404)], 0), ([answers(500), answers()], 1)])
 def test_a_dispatch_is_counted_only_where_decode_is_asked(monkeypatch, prefill, asked):
-    monkeypatch.setattr("kvpipe.proxy.endings._ABORTED_AFTER_S", 0.0)
+    monkeypatch.setattr("kvpipe.proxy.results._ABORTED_AFTER_S", 0.0)
 
     async def scene():
         control = RecordingControl()
-        control.moment = Moment("gone", reason="preempted")
+        control.moment = Moment("ended", reason="preempted")
         async with stage(prefill=prefill, control=control, dispatch="just-in-time") as s:
             await s.post()
             found = await counted(s, "kvpipe_handoffs_total", "unknown", value=len(prefill))
@@ -238,7 +238,7 @@ def test_a_token_that_is_shown_and_a_decode_that_is_replaced_for_it_are_counted(
     async def scene():
         second = streams(chunk("abcd", finish_reason="length"), DONE)
         found = await after_a_shown_token([second], *pieces, then=then)
-        assert found["kvpipe_first_tokens_shown_total",] == 1
+        assert found["kvpipe_early_tokens_total",] == 1
         assert replaced(found) == {("kvpipe_replaced_instances_total", reason, "decode"): 1}
 
     run(scene)
@@ -247,7 +247,7 @@ def test_a_token_that_is_shown_and_a_decode_that_is_replaced_for_it_are_counted(
 def test_a_lone_decode_that_is_asked_again_is_not_counted_as_replaced():
     async def scene():
         found = await after_a_shown_token([], chunk("xb"), DONE, outcome="broken_off")
-        assert found["kvpipe_first_tokens_shown_total",] == 1
+        assert found["kvpipe_early_tokens_total",] == 1
         assert replaced(found) == {}
 
     run(scene)
@@ -273,6 +273,6 @@ def test_a_token_that_is_not_shown_is_not_counted():
         async with stage(prefill=[prefilled()], decode=[answers()]) as s:
             await s.post(body=REQUEST)
             found = await counted(s, "kvpipe_requests_total", "answered")
-            assert found["kvpipe_first_tokens_shown_total",] == 0
+            assert found["kvpipe_early_tokens_total",] == 0
 
     run(scene)

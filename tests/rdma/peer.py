@@ -39,7 +39,7 @@ def receive_for_ever(num_bytes):
         receiver.recv_tensor(out=out)
 
 
-def lend_blocks(num_blocks, block_bytes):
+def expose_blocks(num_blocks, block_bytes):
     """An agent whose region `kv` may be read and written."""
     with Agent(LISTEN) as agent:
         agent.register(pattern(int(num_blocks), int(block_bytes)), "kv", int(block_bytes), writable=True)
@@ -47,7 +47,7 @@ def lend_blocks(num_blocks, block_bytes):
         wait_for_the_end()
 
 
-PROGRAMS = {program.__name__: program for program in (echo, lend_blocks, receive_for_ever, send_for_ever)}
+PROGRAMS = {program.__name__: program for program in (echo, expose_blocks, receive_for_ever, send_for_ever)}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](*sys.argv[2:])

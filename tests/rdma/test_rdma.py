@@ -20,7 +20,7 @@ pytestmark = [
 
 NUM_BLOCKS, BLOCK_BYTES = 256, 4096
 LARGE = 16 * MIB
-PATIENCE_S = 60  # the processor is interpreted, and so is the network card
+TIMEOUT_S = 60  # the processor is interpreted, and so is the network card
 LOST_WITHIN_S = 10
 
 
@@ -53,13 +53,13 @@ def agent():
 
 
 @pytest.fixture
-def lender(start):
-    return start("lend_blocks", NUM_BLOCKS, BLOCK_BYTES)
+def source(start):
+    return start("expose_blocks", NUM_BLOCKS, BLOCK_BYTES)
 
 
 @pytest.fixture
-def peer(agent, lender):
-    return agent.connect(lender.read(), timeout=PATIENCE_S)
+def peer(agent, source):
+    return agent.connect(source.read(), timeout=TIMEOUT_S)
 
 
 @pytest.fixture
@@ -75,12 +75,12 @@ def test_the_machine_has_a_device_and_a_ucx_for_it():
 
 def echoed(child, tensors):
     """What comes back of each tensor, and what carried it there."""
-    with Pipe.listen(LISTEN) as receiver, Pipe.connect(child.read(), timeout=PATIENCE_S) as sender:
+    with Pipe.listen(LISTEN) as receiver, Pipe.connect(child.read(), timeout=TIMEOUT_S) as sender:
         child.tell(receiver.address)
         back = []
         for tensor in tensors:
-            sender.send_tensor(tensor, timeout=PATIENCE_S)
-            back.append(receiver.recv_tensor(timeout=PATIENCE_S))
+            sender.send_tensor(tensor, timeout=TIMEOUT_S)
+            back.append(receiver.recv_tensor(timeout=TIMEOUT_S))
         return back, sender.transport
 
 
@@ -112,7 +112,7 @@ def test_scattered_blocks_are_read_with_the_keys_of_the_peer_and_nothing_else_is
     region = agent.register(blocks, "own", BLOCK_BYTES)
     local, remote = [7, 0, 1, 2, 250, 9], [255, 10, 11, 12, 0, 10]
     assert peer.transport == "rc_verbs"
-    assert peer.read_blocks(region, local, "kv", remote).wait(PATIENCE_S) == len(local) * BLOCK_BYTES
+    assert peer.read_blocks(region, local, "kv", remote).wait(TIMEOUT_S) == len(local) * BLOCK_BYTES
     expected = np.zeros_like(blocks)
     expected[local] = pattern(NUM_BLOCKS, BLOCK_BYTES)[remote]
     assert np.array_equal(blocks, expected)
@@ -122,8 +122,8 @@ def test_what_was_written_to_a_peer_is_read_back(agent, peer, blocks):
     blocks[:] = np.arange(NUM_BLOCKS)[:, None]
     region = agent.register(blocks, "own", BLOCK_BYTES)
     written, back = list(range(8)), list(range(100, 108))
-    assert peer.write_blocks(region, written, "kv", back).wait(PATIENCE_S) == 8 * BLOCK_BYTES
-    assert peer.read_blocks(region, back, "kv", back).wait(PATIENCE_S) == 8 * BLOCK_BYTES
+    assert peer.write_blocks(region, written, "kv", back).wait(TIMEOUT_S) == 8 * BLOCK_BYTES
+    assert peer.read_blocks(region, back, "kv", back).wait(TIMEOUT_S) == 8 * BLOCK_BYTES
     assert np.array_equal(blocks[back], blocks[written])
 
 
@@ -151,8 +151,8 @@ def until_lost(attempt):
 def test_a_receiver_that_is_killed_is_lost_in_time(start):
     child = start("receive_for_ever", LARGE)
     tensor = np.ones(LARGE, np.uint8)
-    sender = Pipe.connect(child.read(), timeout=PATIENCE_S)
-    sender.send_tensor(tensor, timeout=PATIENCE_S)
+    sender = Pipe.connect(child.read(), timeout=TIMEOUT_S)
+    sender.send_tensor(tensor, timeout=TIMEOUT_S)
     killed_at = child.kill_after(0.2)
     assert until_lost(lambda: sender.send_tensor(tensor)) - killed_at[0] < LOST_WITHIN_S
 
@@ -161,21 +161,21 @@ def test_a_sender_that_is_killed_is_lost_in_time(start):
     receiver = Pipe.listen(LISTEN)
     child = start("send_for_ever", receiver.address, LARGE)
     out = np.empty(LARGE, np.uint8)
-    receiver.recv_tensor(out=out, timeout=PATIENCE_S)
+    receiver.recv_tensor(out=out, timeout=TIMEOUT_S)
     killed_at = child.kill_after(0.2)
     assert until_lost(lambda: receiver.recv_tensor(out=out)) - killed_at[0] < LOST_WITHIN_S
     receiver.close()
 
 
-def test_reads_of_a_peer_that_is_killed_end_in_time_and_their_memory_is_given_back(agent, lender, peer):
+def test_reads_of_a_peer_that_is_killed_end_in_time_and_their_memory_is_given_back(agent, source, peer):
     every, memory = range(NUM_BLOCKS), np.zeros(NUM_BLOCKS * BLOCK_BYTES, np.uint8)
     with agent.register(memory, "first", BLOCK_BYTES) as first:
         # UCX pins what it sends from when it is first used, to ask for checksums.
-        peer.read_blocks(first, every, "kv", every).wait(PATIENCE_S)
+        peer.read_blocks(first, every, "kv", every).wait(TIMEOUT_S)
     before = pinned_kb()
     region = agent.register(memory, "own", BLOCK_BYTES)
-    killed_at = lender.kill_after(0.2)
-    lost_at = until_lost(lambda: peer.read_blocks(region, every, "kv", every).wait(PATIENCE_S))
+    killed_at = source.kill_after(0.2)
+    lost_at = until_lost(lambda: peer.read_blocks(region, every, "kv", every).wait(TIMEOUT_S))
     assert lost_at - killed_at[0] < LOST_WITHIN_S
     region.close()
     wait_until(lambda: pinned_kb() - before < memory.nbytes >> 10)
@@ -190,7 +190,7 @@ def test_a_receive_from_a_peer_that_is_stopped_ends_at_its_deadline(start):
     receiver = Pipe.listen(LISTEN)
     child = start("send_for_ever", receiver.address, LARGE)
     out = np.empty(LARGE, np.uint8)
-    receiver.recv_tensor(out=out, timeout=PATIENCE_S)
+    receiver.recv_tensor(out=out, timeout=TIMEOUT_S)
     child.process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises((TransferTimeoutError, PeerLostError)):
@@ -199,10 +199,10 @@ def test_a_receive_from_a_peer_that_is_stopped_ends_at_its_deadline(start):
     receiver.close()
 
 
-def test_a_peer_that_was_lost_is_replaced_by_another(agent, lender, start, blocks):
+def test_a_peer_that_was_lost_is_replaced_by_another(agent, source, start, blocks):
     region = agent.register(blocks, "own", BLOCK_BYTES)
-    agent.connect(lender.read(), timeout=PATIENCE_S)
-    lender.process.kill()
-    peer = agent.connect(start("lend_blocks", NUM_BLOCKS, BLOCK_BYTES).read(), timeout=PATIENCE_S)
-    assert peer.read_blocks(region, [3], "kv", [4]).wait(PATIENCE_S) == BLOCK_BYTES
+    agent.connect(source.read(), timeout=TIMEOUT_S)
+    source.process.kill()
+    peer = agent.connect(start("expose_blocks", NUM_BLOCKS, BLOCK_BYTES).read(), timeout=TIMEOUT_S)
+    assert peer.read_blocks(region, [3], "kv", [4]).wait(TIMEOUT_S) == BLOCK_BYTES
     assert np.array_equal(blocks[3], pattern(NUM_BLOCKS, BLOCK_BYTES)[4])

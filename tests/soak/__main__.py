@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 
 from kvpipe.bench.progress import Progress
-from tests.faults.__main__ import ROADS, leaked, take
+from tests.faults.__main__ import DATA_PATHS, leaked, use
 from tests.faults.rounds import Holdings
 from tests.soak.actors import ACTORS, Round, begin
 from tests.soak.clock import Clock
@@ -40,11 +40,11 @@ def main(argv=None):
     shared = {"counts": Counter(), "times": {}, "clock": Clock(), "late": []}
     progress.expect(num_rounds)
     for number in range(num_rounds):
-        road = list(ROADS)[number % len(ROADS)]
-        take(road)
+        data_path = list(DATA_PATHS)[number % len(DATA_PATHS)]
+        use(data_path)
         failures = _round(f"{options.seed} {number}", shared)
         done = (f"{shared['counts'][what]} {what}" for what in ("tensors", "blocks", "entries", "faults"))
-        label = f"{road}: {', '.join(done)}"
+        label = f"{data_path}: {', '.join(done)}"
         progress.step(label)
         progress.line(f"round {number + 1} of {num_rounds}, {label}, {_held().num_bytes >> 20} MiB held")
         if failures:

@@ -21,7 +21,7 @@ DTYPES = ("uint8", "int16", "float32", "complex128")
 LARGEST_BYTES = 16 * MIB
 NUM_BLOCKS, BLOCK_BYTES = 64, 256 << 10
 CAPACITY_BYTES = 64 * MIB
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 FAULT_EVERY = 12
 PAUSE_S = 0.3
 LOST_WITHIN_S = 2.0
@@ -127,18 +127,18 @@ def _echo(rng, shared):
         child = Forked("echo")
         stack.callback(child.end)
         receiver = stack.enter_context(Pipe.listen())
-        sender = Pipe.connect(child.read(), timeout=PATIENCE_S)
+        sender = Pipe.connect(child.read(), timeout=TIMEOUT_S)
         stack.callback(_close, sender)
         child.tell(receiver.address)
-        sender.send_tensor(None, timeout=PATIENCE_S)
-        receiver.recv_tensor(timeout=PATIENCE_S)  # it has connected: from now on its loss is one
+        sender.send_tensor(None, timeout=TIMEOUT_S)
+        receiver.recv_tensor(timeout=TIMEOUT_S)  # it has connected: from now on its loss is one
         while shared.goes_on("tensors"):
             dtype = np.dtype(rng.choice(DTYPES))
             tensor = _bytes(rng, _size(rng) // dtype.itemsize * dtype.itemsize).view(dtype)
             with _hurt(child, rng, shared):
                 sent = sender.isend_tensor(tensor)
-                _same(receiver.recv_tensor(timeout=PATIENCE_S), tensor, "a tensor")
-                sent.wait(PATIENCE_S)
+                _same(receiver.recv_tensor(timeout=TIMEOUT_S), tensor, "a tensor")
+                sent.wait(TIMEOUT_S)
             shared.goes_on("tensors", tensors=1, bytes=2 * tensor.nbytes)
 
 
@@ -159,7 +159,7 @@ def _write_and_read(rng, shared):
         agent = stack.enter_context(Agent())
         memory = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
         region = agent.register(memory, "own", BLOCK_BYTES)
-        peer = agent.connect(child.read(), timeout=PATIENCE_S)
+        peer = agent.connect(child.read(), timeout=TIMEOUT_S)
         while shared.goes_on("blocks"):
             count = rng.randrange(1, NUM_BLOCKS // 2)
             ours, back = (rng.sample(range(half, half + NUM_BLOCKS // 2), count) for half in (0, NUM_BLOCKS // 2))
@@ -168,8 +168,8 @@ def _write_and_read(rng, shared):
             memory[:, 0] = rng.randrange(256)
             memory[ours, 1] = np.arange(count)
             with _hurt(child, rng, shared):
-                peer.write_blocks(region, ours, "kv", theirs).wait(PATIENCE_S)
-                peer.read_blocks(region, back, "kv", theirs).wait(PATIENCE_S)
+                peer.write_blocks(region, ours, "kv", theirs).wait(TIMEOUT_S)
+                peer.read_blocks(region, back, "kv", theirs).wait(TIMEOUT_S)
             _same(memory[back], memory[ours], "blocks")
             shared.goes_on("blocks", blocks=2 * count, bytes=2 * count * BLOCK_BYTES)
 
@@ -179,8 +179,8 @@ def lookups(rng, shared):
     with LookupBuffer(CAPACITY_BYTES) as server:
         server.serve()
         with (
-            LookupBuffer.connect(server.address, timeout=PATIENCE_S) as producer,
-            LookupBuffer.connect(server.address, timeout=PATIENCE_S) as consumer,
+            LookupBuffer.connect(server.address, timeout=TIMEOUT_S) as producer,
+            LookupBuffer.connect(server.address, timeout=TIMEOUT_S) as consumer,
         ):
             while shared.goes_on("lookups"):
                 _insert_and_take(rng, shared, (server, producer, consumer))
@@ -191,7 +191,7 @@ def _insert_and_take(rng, shared, buffers):
     server, producer, consumer = buffers
     entries = {number: _bytes(rng, 1 + _size(rng) // 4) for number in rng.sample(range(1 << 40), rng.randrange(1, 12))}
     for number, key in entries.items():
-        rng.choice((server, producer)).insert(np.array([number, 7]), None, key, None, None, timeout=PATIENCE_S)
+        rng.choice((server, producer)).insert(np.array([number, 7]), None, key, None, None, timeout=TIMEOUT_S)
     left = dict(entries)
     is_hurt = rng.randrange(4 * FAULT_EVERY) == 0
     if is_hurt:
@@ -200,7 +200,7 @@ def _insert_and_take(rng, shared, buffers):
     rng.shuffle(wanted)
     for number in wanted:
         query = np.array([number])
-        found = rng.choice((server, consumer)).drop_select(query, None, timeout=0 if is_hurt else PATIENCE_S)
+        found = rng.choice((server, consumer)).drop_select(query, None, timeout=0 if is_hurt else TIMEOUT_S)
         if found[0] is not None:
             assert found[0][0] == number, f"delivered: entry {found[0][0]} instead of {number}"
             _same(found[2], left.pop(number), "an entry")

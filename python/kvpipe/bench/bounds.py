@@ -1,8 +1,8 @@
-"""What checksums leave of a road: measured with them, beside the serial bound. No clock, no input, no output.
+"""The cost of checksums: throughput with them, beside the serial bound. No clock, no input, no output.
 
-The serial bound of a road is what one thread would reach that hashed each byte and then moved it: 1/(1/copy + 1/hash).
-Copy is the same road without checksums, hash the checksum alone over memory that no cache holds; both of the same run.
-Whoever is above it hashes while others move, or hashes what is still in the cache.
+The serial bound is the speed of one thread that hashes each byte and then moves it: 1/(1/copy + 1/hash). Copy is the
+same subject without checksums. Hash is the checksum alone, over memory that no cache holds. Both are of the same run. A
+subject above the bound hashes while another thread moves bytes, or hashes bytes that are still in the cache.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kvpipe.bench.contestants import HASH, WITHOUT_CHECKSUM
 from kvpipe.bench.measure import Case, Summary, summarize
+from kvpipe.bench.subjects import HASH, WITHOUT_CHECKSUM
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bound:
-    """One contestant with checksums, and what it is held against. All in GB/s.
+    """One subject with checksums, and what it is held against. All in GB/s.
 
     Attributes:
         case: What was measured.
-        contestant: Who.
-        road: `default` or `tcp`.
+        subject: Who.
+        data_path: `default` or `tcp`.
         value: With checksums.
         copy: The same without.
         hash: The checksum alone.
-        serial: 1/(1/copy + 1/hash), taken round by round.
+        serial: 1/(1/copy + 1/hash), measured round by round.
         ratio: Of `value` to `serial`: the median of the ratios of the rounds.
     """
 
     case: Case
-    contestant: str
-    road: str
+    subject: str
+    data_path: str
     value: Summary
     copy: Summary
     hash: Summary
@@ -53,10 +53,10 @@ class Bound:
 
 def bounds_of(entries: Sequence[Entry]) -> list[Bound]:
     """Of everybody who was measured with and without checksums, where the checksum alone was measured too."""
-    named = {(entry.case, entry.contestant.road, entry.contestant.name): entry for entry in entries}
+    named = {(entry.case, entry.subject.data_path, entry.subject.name): entry for entry in entries}
     bounds = []
-    for (case, road, name), entry in named.items():
-        copy, hashed = named.get((case, road, f"{name}{WITHOUT_CHECKSUM}")), named.get((case, "", HASH))
+    for (case, data_path, name), entry in named.items():
+        copy, hashed = named.get((case, data_path, f"{name}{WITHOUT_CHECKSUM}")), named.get((case, "", HASH))
         if copy and hashed:
             bounds.append(_bound(entry, copy, hashed))
     return bounds
@@ -68,8 +68,8 @@ def _bound(entry: Entry, copy: Entry, hashed: Entry) -> Bound:
     ratio = median(value / bound for (value, _, _), bound in zip(rounds, serial, strict=True))
     return Bound(
         entry.case,
-        entry.contestant.name,
-        entry.contestant.road,
+        entry.subject.name,
+        entry.subject.data_path,
         summarize(entry.values),
         summarize(copy.values),
         summarize(hashed.values),

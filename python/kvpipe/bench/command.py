@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpipe.bench import machine, measure, plot, remote, report
+from kvpipe.bench import builds, machine, measure, plot, remote, report
+from kvpipe.bench.benchmarks import BENCHMARKS, Benchmark, subjects_of
 from kvpipe.bench.bounds import Bound, bounds_of
-from kvpipe.bench.contestants import ROADS
 from kvpipe.bench.handoff import command as handoff
 from kvpipe.bench.measure import UNITS
 from kvpipe.bench.progress import Progress
 from kvpipe.bench.results import Findings, Row, rows_of
-from kvpipe.bench.run import Contest
-from kvpipe.bench.subjects import SUBJECTS, Subject, contestants
+from kvpipe.bench.run import Run
+from kvpipe.bench.subjects import DATA_PATHS
 from kvpipe.exceptions import ConfigError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _HELP = {
 }
 _EPILOG = (
     "Each cell is the median of the rounds and, in brackets, the 10th and the 90th percentile. ratio: to the baseline "
-    "of the same road, the median of the ratios of the rounds. CPU: of both sides. GB/s are 10^9 bytes of payload."
+    "of the same data path, the median of the ratios of the rounds. CPU: of both sides. GB/s are 10^9 bytes of payload."
 )
 
 
@@ -53,17 +53,17 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises:
         ConfigError: An argument is bad.
-        ContestantError: kvpipe itself could not be measured.
+        SubjectError: kvpipe itself could not be measured.
     """
     args = parse(arguments)
-    if args.subject == "serve":
+    if args.benchmark == "serve":
         remote.serve(args.listen, args.token)
         return 0
-    if args.subject == "handoff":
+    if args.benchmark == "handoff":
         return handoff.main(args)
     _check(args)
     old = report.read_json(args.compare) if args.compare else None
-    found = _measure(SUBJECTS[args.subject], args)
+    found = _measure(BENCHMARKS[args.benchmark], args)
     sys.stdout.write(f"{report.text(found)}\n")
     if old:
         sys.stdout.write(f"\n{report.comparison(old, found)}\n")
@@ -80,37 +80,39 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """What the arguments ask for."""
     parser = argparse.ArgumentParser(prog="kvpipe bench", description="Measures kvpipe and what it is held against.")
-    subjects = parser.add_subparsers(title="subjects", required=True, metavar="SUBJECT", dest="subject")
-    for name, subject in SUBJECTS.items():
-        _add_subject(
-            subjects.add_parser(name, help=subject.summary, description=subject.summary, epilog=_EPILOG), subject
+    benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK", dest="benchmark")
+    for name, benchmark in BENCHMARKS.items():
+        _add_benchmark(
+            benchmarks.add_parser(name, help=benchmark.summary, description=benchmark.summary, epilog=_EPILOG),
+            benchmark,
         )
-    handoff.add_arguments(subjects.add_parser("handoff", help=handoff.SUMMARY, description=handoff.SUMMARY))
-    server = subjects.add_parser("serve", help="the other side of a benchmark between two hosts")
+    handoff.add_arguments(benchmarks.add_parser("handoff", help=handoff.SUMMARY, description=handoff.SUMMARY))
+    server = benchmarks.add_parser("serve", help="the other side of a benchmark between two hosts")
     server.add_argument("--listen", required=True, metavar="HOST:PORT", help="where the other host connects to")
     _add_token(server)
     return parser.parse_args(arguments)
 
 
-def _add_subject(parser: argparse.ArgumentParser, subject: Subject) -> None:
-    for name, default in subject.defaults.items():
+def _add_benchmark(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
+    for name, default in benchmark.defaults.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, default=default, metavar="LIST", help=f"{_HELP[name]}; default {default}")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="at least 5, default 7")
-    parser.add_argument("--road", default="both", help="default (what UCX chooses), tcp, or both; default both")
-    parser.add_argument(
-        "--only", metavar="NAMES", help="contestants whose names hold one of these, such as kvpipe,nixl"
-    )
-    parser.add_argument("--baseline", metavar="NAME", help=f"ratios to this one, default {subject.baselines[0]}")
+    parser.add_argument("--data-path", default="both", help="default (what UCX chooses), tcp, or both; default both")
+    parser.add_argument("--only", metavar="NAMES", help="subjects whose names hold one of these, such as kvpipe,nixl")
+    parser.add_argument("--baseline", metavar="NAME", help=f"ratios to this one, default {benchmark.baselines[0]}")
     parser.add_argument("--working-set", metavar="SIZE", help="bytes of each buffer; default 1.25 of the largest cache")
     parser.add_argument(
-        "--pin", action="store_true", help="each process of a contestant on a CPU of its own, as numactl would"
+        "--pin", action="store_true", help="each process of a subject on a CPU of its own, as numactl would"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them; needs matplotlib")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="print ratios to an older run")
+    parser.add_argument(
+        "--against", type=Path, metavar="PYTHON", help="measure the kvpipe of another environment in the same rounds"
+    )
     parser.set_defaults(peer=None, token=None)
-    if subject.remote:
+    if benchmark.remote:
         parser.add_argument("--peer", metavar="HOST:PORT", help="measure to the host where `kvpipe bench serve` runs")
         _add_token(parser)
 
@@ -123,8 +125,8 @@ def _check(args: argparse.Namespace) -> None:
     """Finds what is wrong before anything is measured."""
     if args.rounds < _LEAST_ROUNDS:
         _refuse("--rounds", args.rounds, f"a median with percentiles needs at least {_LEAST_ROUNDS}")
-    if args.road not in (*ROADS, "both"):
-        _refuse("--road", args.road, f"expected {', '.join(ROADS)} or both")
+    if args.data_path not in (*DATA_PATHS, "both"):
+        _refuse("--data-path", args.data_path, f"expected {', '.join(DATA_PATHS)} or both")
     if "layout" in args and args.layout not in ("contiguous", "scattered", "both"):
         _refuse("--layout", args.layout, "expected contiguous, scattered or both")
     for kind in args.kinds.split(",") if "kinds" in args else ():
@@ -135,8 +137,16 @@ def _check(args: argparse.Namespace) -> None:
             _refuse("file", file, "there is no such folder")
     if args.plot:
         plot.require()
+    _check_against(args)
     if args.peer:
         _check_peer(args)
+
+
+def _check_against(args: argparse.Namespace) -> None:
+    if args.against and args.peer:
+        _refuse("--against", "with --peer", "builds are compared on one host")
+    if args.against and not os.access(args.against, os.X_OK):
+        _refuse("--against", args.against, "expected the Python of an environment with kvpipe")
 
 
 def _check_peer(args: argparse.Namespace) -> None:
@@ -153,39 +163,43 @@ def _refuse(name: str, value: object, expected: str) -> None:
 # --- measuring --------------------------------------------------------------------------------------------------
 
 
-def _measure(subject: Subject, args: argparse.Namespace) -> Findings:
+def _measure(benchmark: Benchmark, args: argparse.Namespace) -> Findings:
     facts = machine.machine()
-    cases = subject.cases(args)
+    cases = benchmark.cases(args)
     total = _working_set(args, facts["cache_bytes"], cases)
     pinned: dict[str, object] = {"is_pinned": 1} if args.pin else {}
     facts |= pinned | {"working_set_bytes": total, "rounds": args.rounds, "peer": args.peer}
-    field = contestants(subject, _roads(args), args)
-    if not any(one.can(case) for one in field for case in cases):
+    subjects = subjects_of(benchmark, _data_paths(args), args)
+    if not any(one.can(case) for one in subjects for case in cases):
         _refuse("--only", args.only, "nobody of that name takes part")
-    baselines = (args.baseline,) if args.baseline else subject.baselines
+    baselines = (args.baseline,) if args.baseline else benchmark.baselines
+    if args.against:
+        subjects = builds.beside(subjects, str(args.against))
     skipped: dict[str, str] = {}
     versions: set[str] = set()
     rows: list[Row] = []
     bounds: list[Bound] = []
+    differences: list[builds.Difference] = []
     progress = Progress()
     for kind in dict.fromkeys(case.kind for case in cases):
         chosen = [case for case in cases if case.kind == kind]
-        with Contest(field, chosen, progress) as contest:
-            contest.start(_words(contest, total, kind) | pinned)
-            contest.run(args.rounds)
-        rows += rows_of(contest.entries, baselines)
-        bounds += bounds_of(contest.entries)
-        skipped |= contest.skipped
-        versions |= contest.versions
+        with Run(subjects, chosen, progress) as run:
+            run.start(_words(run, total, kind) | pinned)
+            run.measure(args.rounds)
+        rows += rows_of(run.entries, baselines)
+        bounds += bounds_of(run.entries)
+        differences += builds.differences_of(run.entries)
+        skipped |= run.skipped
+        versions |= run.versions
     facts |= {"peers": " ".join(sorted(versions)), "load_average_after": machine.load_average()}
-    return Findings(facts, skipped, rows, bounds)
+    return Findings(facts, skipped, rows, bounds, differences)
 
 
-def _roads(args: argparse.Namespace) -> tuple[str, ...]:
-    """The user's own UCX_TLS is the only road there is then."""
-    if args.road == "both":
-        return ("default",) if "UCX_TLS" in os.environ else ROADS
-    return (args.road,)
+def _data_paths(args: argparse.Namespace) -> tuple[str, ...]:
+    """The data paths to measure. A UCX_TLS of the user's own leaves one."""
+    if args.data_path == "both":
+        return ("default",) if "UCX_TLS" in os.environ else DATA_PATHS
+    return (args.data_path,)
 
 
 def _working_set(args: argparse.Namespace, cache_bytes: int | None, cases: Sequence[Case]) -> int:
@@ -198,14 +212,14 @@ def _working_set(args: argparse.Namespace, cache_bytes: int | None, cases: Seque
     return total
 
 
-def _words(contest: Contest, total: int, kind: str) -> dict[str, object]:
+def _words(run: Run, total: int, kind: str) -> dict[str, object]:
     """What every process is given, when the memory is there for all of them."""
     if UNITS[kind] == "us":
-        total = max(_LATENCY_BUFFER_BYTES, *(entry.case.num_bytes for entry in contest.entries))
-    there, needed = machine.available_bytes(), total * contest.num_processes
+        total = max(_LATENCY_BUFFER_BYTES, *(entry.case.num_bytes for entry in run.entries))
+    there, needed = machine.available_bytes(), total * run.num_processes
     if there is not None and needed > there:
-        text = f"{needed / 1e9:.1f} GB for {contest.num_processes} processes, {there / 1e9:.1f} GB are available"
-        message = f"the buffers need {text}; a smaller --working-set or fewer contestants with --only will do"
+        text = f"{needed / 1e9:.1f} GB for {run.num_processes} processes, {there / 1e9:.1f} GB are available"
+        message = f"the buffers need {text}; a smaller --working-set or fewer subjects with --only will do"
         raise ConfigError(message)
     return {"total": total}
 

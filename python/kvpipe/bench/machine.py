@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from kvpipe._info import info
+from kvpipe import info
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _MEMINFO = Path("/proc/meminfo")

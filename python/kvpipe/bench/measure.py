@@ -18,7 +18,7 @@ ROUND_BYTES = 128 << 20
 _MOST_TENSORS, _LEAST_TENSORS = 1000, 4
 _MOST_PINGS, _FIRST_PINGS = 300, 20
 _LEAST_WORKING_SET_BYTES = 64 << 20
-# A slow contestant moves less a round, so that a run of all of them takes minutes
+# A slow subject moves less a round, so that a run of all of them takes minutes
 _ROUND_S = 0.25
 
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpipe.bench.contest import Sample
-from kvpipe.bench.processes import ANSWER_WITHIN_S, ContestantError, on_cpu
+from kvpipe.bench.processes import ANSWER_WITHIN_S, SubjectError, on_cpu
+from kvpipe.bench.runner import Sample
 from kvpipe.config import ucx_wheel_dir
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvpipe.bench.contest import Pairs
     from kvpipe.bench.measure import Case
+    from kvpipe.bench.runner import Pairs
 
 _MIB = 1 << 20
 _WARM_UP = "10"
@@ -38,25 +38,25 @@ class Perftest:
 
     env: Pairs = ()
 
-    def open(self, words: Mapping[str, object]) -> PerftestField:
+    def open(self, words: Mapping[str, object]) -> PerftestRunner:
         """Looks for the tool.
 
         Raises:
-            ContestantError: It is not there.
+            SubjectError: It is not there.
         """
         wheel, is_pinned = Path(ucx_wheel_dir() or ""), bool(words.get("is_pinned"))
         if (wheel / "bin/ucx_perftest").exists():
             env = {**dict(self.env), "LD_LIBRARY_PATH": f"{wheel}/lib"}
-            return PerftestField(wheel / "bin/ucx_perftest", env, is_pinned=is_pinned)
+            return PerftestRunner(wheel / "bin/ucx_perftest", env, is_pinned=is_pinned)
         found = shutil.which("ucx_perftest")
         if found is None:
             message = "ucx_perftest is neither in the libucx wheel nor on PATH"
-            raise ContestantError(message)
-        return PerftestField(Path(found), dict(self.env), is_pinned=is_pinned)
+            raise SubjectError(message)
+        return PerftestRunner(Path(found), dict(self.env), is_pinned=is_pinned)
 
 
-class PerftestField:
-    """The tool as a contestant runs it."""
+class PerftestRunner:
+    """The tool as a subject runs it."""
 
     def __init__(self, path: Path, env: Mapping[str, str], *, is_pinned: bool = False) -> None:
         self._places = (0, 1) if is_pinned else (None, None)
@@ -103,7 +103,7 @@ class PerftestField:
                 )
         except subprocess.TimeoutExpired as error:
             message = f"did not end within {ANSWER_WITHIN_S:.0f} s"
-            raise ContestantError(message) from error
+            raise SubjectError(message) from error
         finally:
             server.kill()
             server.wait()
@@ -127,7 +127,7 @@ class PerftestField:
         except OSError as error:  # the terminal of a process that has ended
             os.close(terminal)
             message = f"its server ended with status {server.wait()}: {said.decode(errors='replace').strip()[-200:]}"
-            raise ContestantError(message) from error
+            raise SubjectError(message) from error
         return server, terminal
 
     def close(self) -> None:
@@ -138,14 +138,14 @@ def figures(output: str, errors: str) -> list[float]:
     """The columns of the final line of its output.
 
     Raises:
-        ContestantError: There is none.
+        SubjectError: There is none.
     """
     for line in output.splitlines():
         words = line.split()
         if len(words) == _NUM_COLUMNS and words[0].isdecimal():
             return [float(word) for word in words]
     message = f"gave no figures: {errors.strip()[-200:] or output.strip()[-200:]}"
-    raise ContestantError(message)
+    raise SubjectError(message)
 
 
 def _free_port() -> int:

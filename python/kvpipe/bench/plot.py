@@ -1,4 +1,4 @@
-"""The plot of a benchmark: one line for each contestant over the sizes, with the 10th to 90th percentile shaded."""
+"""The plot of a benchmark: one line for each subject over the sizes, with the 10th to 90th percentile shaded."""
 
 from __future__ import annotations
 
@@ -46,24 +46,26 @@ def matplotlib() -> Any:
 
 
 def write(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Draws into a PNG file: a row of panels for each kind and layout, a column for each road.
+    """Draws into a PNG file: a row of panels for each kind and layout, a column for each data path.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     mpl, figure = matplotlib()
-    roads = list(dict.fromkeys(row.road for row in rows if row.road)) or [""]
-    subjects = list(dict.fromkeys((row.case.kind, row.case.layout) for row in rows))
-    drawing = figure.Figure(figsize=(_WIDTH * len(roads), _HEIGHT * len(subjects)), layout="constrained")
-    grid = drawing.subplots(len(subjects), len(roads), squeeze=False)
-    for axes, subject in zip(grid, subjects, strict=True):
-        names = dict.fromkeys(row.contestant for row in rows if row.case.kind == subject[0])
+    data_paths = list(dict.fromkeys(row.data_path for row in rows if row.data_path)) or [""]
+    panels = list(dict.fromkeys((row.case.kind, row.case.layout) for row in rows))
+    drawing = figure.Figure(figsize=(_WIDTH * len(data_paths), _HEIGHT * len(panels)), layout="constrained")
+    grid = drawing.subplots(len(panels), len(data_paths), squeeze=False)
+    for axes, panel in zip(grid, panels, strict=True):
+        names = dict.fromkeys(row.subject for row in rows if row.case.kind == panel[0])
         styles = {name: (mpl.colormaps["tab20"](_SHADES[i % 20]), _MARKERS[i % 10]) for i, name in enumerate(names)}
-        for axis, road in zip(axes, roads, strict=True):
-            here = [row for row in rows if (row.case.kind, row.case.layout) == subject and row.road in (road, "")]
-            _draw(axis, subject[0], here, styles)
-            over = f"{road} road" if any(row.road for row in here) else ""
-            axis.set_title(", ".join(filter(None, [*subject, over])), fontsize=11)
+        for axis, data_path in zip(axes, data_paths, strict=True):
+            here = [
+                row for row in rows if (row.case.kind, row.case.layout) == panel and row.data_path in (data_path, "")
+            ]
+            _draw(axis, panel[0], here, styles)
+            over = data_path if any(row.data_path for row in here) else ""
+            axis.set_title(", ".join(filter(None, [*panel, over])), fontsize=11)
     drawing.suptitle(title, fontsize=9, color="dimgray")
     save(drawing, path)
 
@@ -83,7 +85,7 @@ def save(drawing: Any, path: Path) -> None:
 
 def _draw(axis: Any, kind: str, rows: Sequence[Row], styles: Mapping[str, tuple[Any, str]]) -> None:
     for name, (color, marker) in styles.items():
-        _line(axis, name, [row for row in rows if row.contestant == name], color, marker)
+        _line(axis, name, [row for row in rows if row.subject == name], color, marker)
     ticks = sorted({row.case.num_bytes for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [size_text(tick) for tick in ticks], rotation=30, ha="right", fontsize=8)

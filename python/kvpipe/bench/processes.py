@@ -22,21 +22,21 @@ _CHUNK_BYTES = 1 << 16
 _TOLD_CHARACTERS = 300
 
 
-class ContestantError(KVPipeError):
-    """A contestant could not be started, or failed."""
+class SubjectError(KVPipeError):
+    """A subject could not be started, or failed."""
 
 
 class Side(Protocol):
     """One process of a program, here or on another host."""
 
     def ask(self, line: str) -> None:
-        """Sends a request; the answer is taken by `answer`."""
+        """Sends a request; `answer` returns the answer."""
 
     def answer(self) -> dict[str, str]:
         """Waits for the answer to the oldest request.
 
         Raises:
-            ContestantError: The answer is an error, or there is none in time.
+            SubjectError: The answer is an error, or there is none in time.
         """
 
     def cpu_s(self) -> float:
@@ -50,11 +50,11 @@ def understand(line: str) -> dict[str, str]:
     """The words of an answer.
 
     Raises:
-        ContestantError: The answer is an error.
+        SubjectError: The answer is an error.
     """
     verb, _, text = line.partition(" ")
     if verb not in ("hello", "ok"):
-        raise ContestantError(text[:_TOLD_CHARACTERS] or line)
+        raise SubjectError(text[:_TOLD_CHARACTERS] or line)
     return request.parse(line)[1]
 
 
@@ -96,7 +96,7 @@ class Process:
         except OSError as error:
             self._errors.close()
             message = f"cannot start {command[0]}: {error.strerror}"
-            raise ContestantError(message) from error
+            raise SubjectError(message) from error
 
     def ask(self, line: str) -> None:
         """Sends a request."""
@@ -115,7 +115,7 @@ class Process:
         """The next line that it says.
 
         Raises:
-            ContestantError: It says nothing in time, or has ended.
+            SubjectError: It says nothing in time, or has ended.
         """
         give_up_at = time.monotonic() + ANSWER_WITHIN_S
         while b"\n" not in self._unread:
@@ -129,19 +129,19 @@ class Process:
         readable, _, _ = select.select([descriptor], [], [], max(0.0, give_up_at - time.monotonic()))
         if not readable:
             message = f"did not answer within {ANSWER_WITHIN_S:.0f} s"
-            raise ContestantError(message)
+            raise SubjectError(message)
         chunk = os.read(descriptor, _CHUNK_BYTES)
         if not chunk:
             raise self._ended()
         self._unread += chunk
 
-    def _ended(self) -> ContestantError:
+    def _ended(self) -> SubjectError:
         status = self._process.wait()
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")
         reason = f": {said[:_TOLD_CHARACTERS]}" if said else ""
-        return ContestantError(f"its process ended with status {status}{reason}")
+        return SubjectError(f"its process ended with status {status}{reason}")
 
     def cpu_s(self) -> float:
         """Seconds of CPU that its threads have used so far."""

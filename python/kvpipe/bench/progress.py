@@ -40,6 +40,6 @@ class Progress:
             self._stream.flush()
 
     def end(self) -> None:
-        """Makes room for what comes after the bar."""
+        """Ends the line of the bar."""
         if self._is_terminal and self._done:
             self._stream.write("\n")

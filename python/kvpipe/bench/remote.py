@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpipe.bench.contest import Group, Pairs, Program
 from kvpipe.bench.machine import available_bytes
-from kvpipe.bench.processes import ANSWER_WITHIN_S, ContestantError, Process, Side, understand
+from kvpipe.bench.processes import ANSWER_WITHIN_S, Process, Side, SubjectError, understand
 from kvpipe.bench.programs.request import compose, parse
+from kvpipe.bench.runner import Group, Pairs, Program
 from kvpipe.exceptions import ConfigError, EndOfPipeError, KVPipeError, PeerLostError
 from kvpipe.pipe import Pipe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvpipe.bench.contest import Field
+    from kvpipe.bench.runner import Runner
 
 # What a client may have started
 _PROGRAMS = ("pipe_tensors", "agent_blocks")
@@ -91,7 +91,7 @@ class RemoteSide:
             return understand(_text(self._back.recv_tensor(timeout=ANSWER_WITHIN_S)))
         except (EndOfPipeError, PeerLostError, TimeoutError) as error:
             message = f"the other host: {error}"
-            raise ContestantError(message) from error
+            raise SubjectError(message) from error
 
     def cpu_s(self) -> float:
         """Seconds of CPU that the process there has used so far."""
@@ -119,7 +119,7 @@ class RemoteProgram:
     address: str
     token: str | None
 
-    def open(self, words: Mapping[str, object]) -> Field:
+    def open(self, words: Mapping[str, object]) -> Runner:
         """Starts both and lets them meet."""
         setup: Pairs = self.local.setup
         passive = RemoteSide(self.address, self.token, {**words, **dict(setup), "program": self.local.name})
@@ -187,5 +187,5 @@ def _relay(asked: Pipe, back: Pipe, process: Process) -> None:
                 continue
             process.ask(line)
             _send(back, process.line())
-    except ContestantError as error:
+    except SubjectError as error:
         _send(back, f"error {error}")

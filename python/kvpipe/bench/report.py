@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvpipe.bench.bounds import Bound
+    from kvpipe.bench.builds import Difference, Interval
     from kvpipe.bench.measure import Summary
     from kvpipe.bench.results import Findings, Row
 
@@ -35,15 +36,15 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def _table_of(kind: str, rows: Sequence[Row]) -> str:
-    header = [kind, "contestant", "road", UNITS[kind], "ratio", "to", "CPU s/GiB"]
+    header = [kind, "subject", "data path", UNITS[kind], "ratio", "to", "CPU s/GiB"]
     lines, last = [], ""
     for row in rows:
-        road = f"{row.road} ({row.transport})" if row.transport not in ("", row.road) else row.road
+        data_path = f"{row.data_path} ({row.transport})" if row.transport not in ("", row.data_path) else row.data_path
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         cpu = cell(row.cpu_s_per_gib) if row.cpu_s_per_gib else ""
         label = "" if row.case.label == last else row.case.label
         last = row.case.label
-        lines.append([label, row.contestant, road, cell(row.value), ratio, row.baseline or "", cpu])
+        lines.append([label, row.subject, data_path, cell(row.value), ratio, row.baseline or "", cpu])
     shown = [i for i in range(len(header)) if any(line[i] for line in lines)]
     return table([header[i] for i in shown], [[line[i] for i in shown] for line in lines])
 
@@ -73,20 +74,38 @@ def text(found: Findings) -> str:
     parts = [describe(found.facts), tables(found.rows)]
     if found.bounds:
         parts.append(_bounds(found.bounds))
+    if found.differences:
+        parts.append(_differences(found.differences))
     if found.skipped:
         parts.append("\n".join(f"skipped: {name}: {reason}" for name, reason in found.skipped.items()))
     return "\n\n".join(parts)
 
 
 def _bounds(bounds: Sequence[Bound]) -> str:
-    header = ["checksums", "contestant", "road", "GB/s", "copy", "hash", "serial bound", "ratio"]
+    header = ["checksums", "subject", "data path", "GB/s", "copy", "hash", "serial bound", "ratio"]
     lines, last = [], ""
     for bound in bounds:
         label = "" if bound.case.label == last else bound.case.label
         last = bound.case.label
         parts = [cell(bound.value), number(bound.copy.median), number(bound.hash.median), cell(bound.serial)]
-        lines.append([label, bound.contestant, bound.road, *parts, f"{bound.ratio:.2f}"])
+        lines.append([label, bound.subject, bound.data_path, *parts, f"{bound.ratio:.2f}"])
     return table(header, lines)
+
+
+def _differences(differences: Sequence[Difference]) -> str:
+    header = ["this build / other", "subject", "data path", "speed", "CPU s/GiB"]
+    lines, last = [], ""
+    for difference in differences:
+        label = f"{difference.case.kind} {difference.case.label}"
+        cpu = _interval(difference.cpu) if difference.cpu else ""
+        shown = "" if label == last else label
+        last = label
+        lines.append([shown, difference.subject, difference.data_path, _interval(difference.speed), cpu])
+    return table(header, lines)
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.median:.3f} ({interval.low:.3f}-{interval.high:.3f})"
 
 
 def as_json(found: Findings) -> str:
@@ -117,7 +136,7 @@ def comparison(old: Mapping[str, Any], new: Findings) -> str:
     """The ratio of each figure to the older one; above it, what makes them hard to compare."""
     before = {_key(row): row for row in old["rows"]}
     lines = [_compared(row.as_json(), before.get(_key(row.as_json()))) for row in new.rows]
-    header = ["case", "contestant", "road", "unit", "old", "new", "new/old", "CPU new/old"]
+    header = ["case", "subject", "data path", "unit", "old", "new", "new/old", "CPU new/old"]
     warnings = [
         f"{key} differs: {old['machine'].get(key)!r} then, {new.facts.get(key)!r} now"
         for key in _SAME
@@ -127,7 +146,7 @@ def comparison(old: Mapping[str, Any], new: Findings) -> str:
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    names = ("kind", "bytes", "num_blocks", "layout", "contestant", "road")
+    names = ("kind", "bytes", "num_blocks", "layout", "subject", "data_path")
     row["value"]["median"]  # a row without it is none of ours
     return tuple(row[name] for name in names)
 
@@ -136,7 +155,7 @@ def _compared(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> list[str
     shape = f" x {new['num_blocks']} {new['layout']}" if new["kind"] == "blocks" else ""
     label = f"{new['kind']} {size_text(new['bytes'])}{shape}"
     now = new["value"]["median"]
-    line = [label, new["contestant"], new["road"], new["unit"]]
+    line = [label, new["subject"], new["data_path"], new["unit"]]
     if old is None:
         return [*line, "", number(now), "", ""]
     then = old["value"]["median"]

@@ -1,4 +1,4 @@
-"""What a benchmark found, and how it is ranked: no clock, no input, no output."""
+"""Results of a benchmark and their ratios to a baseline. No clock, no input, no output."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvpipe.bench.bounds import Bound
-    from kvpipe.bench.contest import Contestant, Sample
+    from kvpipe.bench.builds import Difference
+    from kvpipe.bench.runner import Sample, Subject
 
 
 @dataclass(eq=False)
 class Entry:
-    """One contestant's samples of one case, a sample a round, each of `count` tensors, transfers or round trips."""
+    """The samples of one subject and case: one a round, each of `count` tensors, transfers or round trips."""
 
     case: Case
-    contestant: Contestant
+    subject: Subject
     transport: str = ""
     count: int = 0
     samples: list[Sample] = field(default_factory=list)
@@ -37,18 +38,18 @@ class Row:
 
     Attributes:
         case: What was measured.
-        contestant: Who.
-        road: `default`, `tcp`, or empty.
-        transport: What carried the bytes, as far as the contestant tells.
+        subject: Its name.
+        data_path: `default`, `tcp`, or empty.
+        transport: What carried the bytes, if the subject reports it.
         value: GB/s, or microseconds.
         cpu_s_per_gib: Seconds of CPU of both sides for each GiB; `None` where it cannot be told.
         ratio: Of `value` to the baseline's: the median of the ratios of the rounds.
-        baseline: To whom.
+        baseline: The name of that one.
     """
 
     case: Case
-    contestant: str
-    road: str
+    subject: str
+    data_path: str
     transport: str
     value: Summary
     cpu_s_per_gib: Summary | None
@@ -62,8 +63,8 @@ class Row:
             "bytes": self.case.num_bytes,
             "num_blocks": self.case.num_blocks,
             "layout": self.case.layout,
-            "contestant": self.contestant,
-            "road": self.road,
+            "subject": self.subject,
+            "data_path": self.data_path,
             "transport": self.transport,
             "unit": self.case.unit,
             "value": asdict(self.value),
@@ -75,19 +76,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a run found.
+    """Everything that a run measured.
 
     Attributes:
         facts: About the machine and the run.
-        skipped: Who did not take part (any more), and why.
+        skipped: Subjects that were left out, each with the reason.
         rows: Figures.
-        bounds: What checksums leave of them.
+        bounds: What checksums cost.
+        differences: This build against another one; empty without one.
     """
 
     facts: Mapping[str, Any]
     skipped: Mapping[str, str]
     rows: Sequence[Row]
     bounds: Sequence[Bound]
+    differences: Sequence[Difference] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The findings with plain types."""
@@ -96,11 +99,12 @@ class Findings:
             "skipped": dict(self.skipped),
             "rows": [row.as_json() for row in self.rows],
             "bounds": [bound.as_json() for bound in self.bounds],
+            "differences": [difference.as_json() for difference in self.differences],
         }
 
 
 def rows_of(entries: Sequence[Entry], baselines: Sequence[str]) -> list[Row]:
-    """Rows in the order of the cases; each is compared with the first of `baselines` that its case and road have."""
+    """Rows in the order of the cases. Each has a ratio to the first of `baselines` that ran its case and data path."""
     rows = []
     for entry in entries:
         base = _baseline(entry, entries, baselines)
@@ -108,13 +112,13 @@ def rows_of(entries: Sequence[Entry], baselines: Sequence[str]) -> list[Row]:
         rows.append(
             Row(
                 entry.case,
-                entry.contestant.name,
-                entry.contestant.road,
+                entry.subject.name,
+                entry.subject.data_path,
                 entry.transport,
                 summarize(entry.values),
                 _cpu(entry.samples),
                 ratio,
-                base.contestant.name if base else None,
+                base.subject.name if base else None,
             )
         )
     return rows
@@ -122,8 +126,8 @@ def rows_of(entries: Sequence[Entry], baselines: Sequence[str]) -> list[Row]:
 
 def _baseline(entry: Entry, entries: Sequence[Entry], baselines: Sequence[str]) -> Entry | None:
     beside = [other for other in entries if other.case == entry.case]
-    fitting = [other for other in beside if other.contestant.road in (entry.contestant.road, "")]
-    by_name: Mapping[str, Entry] = {other.contestant.name: other for other in reversed(fitting)}
+    fitting = [other for other in beside if other.subject.data_path in (entry.subject.data_path, "")]
+    by_name: Mapping[str, Entry] = {other.subject.name: other for other in reversed(fitting)}
     return next((by_name[name] for name in baselines if name in by_name), None)
 
 

@@ -1,4 +1,4 @@
-"""Runs contestants against each other: every round measures each case by all of them, one after the other."""
+"""Runs subjects against each other: every round measures each case by all of them, one after the other."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ import random
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
-from kvpipe.bench.contestants import reason
-from kvpipe.bench.processes import ContestantError
+from kvpipe.bench.processes import SubjectError
 from kvpipe.bench.results import Entry
+from kvpipe.bench.subjects import reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvpipe.bench.contest import Contestant, Field, Startable
     from kvpipe.bench.measure import Case
     from kvpipe.bench.progress import Progress
+    from kvpipe.bench.runner import Runner, Startable, Subject
 
 
-class Contest:
-    """Contestants and the cases of one kind; a context manager that ends their processes.
+class Run:
+    """Subjects and the cases of one kind; a context manager that ends their processes.
 
     Attributes:
-        entries: Samples, in the order of the cases, then of the contestants.
+        entries: Samples, in the order of the cases, then of the subjects.
         skipped: Who does not take part (any more), and why.
         versions: Of the peers that do.
     """
 
-    def __init__(self, contestants: Sequence[Contestant], cases: Sequence[Case], progress: Progress) -> None:
+    def __init__(self, subjects: Sequence[Subject], cases: Sequence[Case], progress: Progress) -> None:
         self._progress = progress
-        self._fields: dict[Startable, Field] = {}
-        self.entries = [Entry(case, one) for case in cases for one in contestants if one.can(case)]
+        self._runners: dict[Startable, Runner] = {}
+        self.entries = [Entry(case, one) for case in cases for one in subjects if one.can(case)]
         self.skipped: dict[str, str] = {}
         self.versions: set[str] = set()
 
     @property
     def num_processes(self) -> int:
         """How many processes with a buffer of their own take part."""
-        programs = {entry.contestant.program for entry in self.entries}
+        programs = {entry.subject.program for entry in self.entries}
         return sum(len(getattr(program, "roles", ())) for program in programs)
 
     def __enter__(self) -> Self:
@@ -46,28 +46,28 @@ class Contest:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.ExitStack() as closing:
-            for opened in self._fields.values():
+            for opened in self._runners.values():
                 closing.callback(opened.close)
 
     def start(self, words: Mapping[str, object]) -> None:
         """Starts all processes; `words` is what each is given.
 
         Raises:
-            ContestantError: kvpipe itself failed, here and below. Others are left out, with the reason.
+            SubjectError: kvpipe itself failed, here and below. Others are left out, with the reason.
         """
         for entry in list(self.entries):
             self._attempt(entry, partial(self._open, entry, words))
 
     def _open(self, entry: Entry, words: Mapping[str, object]) -> None:
-        program = entry.contestant.program
-        if program not in self._fields:
+        program = entry.subject.program
+        if program not in self._runners:
             self._progress.line(f"starting {_name(entry)}")
-            self._fields[program] = program.open(words)
-        opened = self._fields[program]
+            self._runners[program] = program.open(words)
+        opened = self._runners[program]
         entry.transport = opened.transport
         self.versions |= {opened.version} - {""}
 
-    def run(self, rounds: int) -> None:
+    def measure(self, rounds: int) -> None:
         """Checks what each moves, then measures."""
         self._progress.expect((rounds + 1) * len(self.entries))
         self._progress.line("checking what each moves")
@@ -86,31 +86,31 @@ class Contest:
         return random.Random(number).sample(self.entries, len(self.entries))  # noqa: S311 - no secret
 
     def _check(self, entry: Entry) -> None:
-        took_s = self._field(entry).check(entry.case, entry.contestant.options)
+        took_s = self._runner(entry).check(entry.case, entry.subject.options)
         entry.count = entry.case.fitting_count(took_s)
 
     def _sample(self, entry: Entry, number: int) -> None:
-        entry.samples.append(self._field(entry).sample(entry.case, entry.contestant.options, number, entry.count))
+        entry.samples.append(self._runner(entry).sample(entry.case, entry.subject.options, number, entry.count))
 
-    def _field(self, entry: Entry) -> Field:
-        return self._fields[entry.contestant.program]
+    def _runner(self, entry: Entry) -> Runner:
+        return self._runners[entry.subject.program]
 
     def _attempt(self, entry: Entry, step: Callable[[], None]) -> None:
-        """Does a step of a contestant that is still in; one that fails is out, with all that share its processes."""
+        """Does a step of a subject that is still in; one that fails is out, with all that share its processes."""
         if entry not in self.entries:
             return
-        one = entry.contestant
+        one = entry.subject
         try:
             step()
-        except ContestantError as error:
+        except SubjectError as error:
             if one.is_ours:
                 message = f"{_name(entry)}: {error}"
-                raise ContestantError(message) from error
+                raise SubjectError(message) from error
             for other in self.entries:
-                if other.contestant.program == one.program:
-                    self.skipped[_name(other)] = reason(other.contestant, error)
-            self.entries = [other for other in self.entries if other.contestant.program != one.program]
+                if other.subject.program == one.program:
+                    self.skipped[_name(other)] = reason(other.subject, error)
+            self.entries = [other for other in self.entries if other.subject.program != one.program]
 
 
 def _name(entry: Entry) -> str:
-    return f"{entry.contestant.name} {entry.contestant.road}".rstrip()
+    return f"{entry.subject.name} {entry.subject.data_path}".rstrip()

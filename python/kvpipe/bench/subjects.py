@@ -1,165 +1,270 @@
-"""The subjects of `kvpipe bench`: which cases, and who takes part."""
+"""Who takes part: kvpipe, what it is held against, and its peers, each at the best setting it offers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpipe.bench import contestants as of
-from kvpipe.bench.measure import Case, parse_blocks, parse_sizes
-from kvpipe.bench.remote import RemoteProgram
+from kvpipe import info
+from kvpipe.bench.perftest import Perftest
+from kvpipe.bench.runner import Pairs, Program, Startable, Subject
+from kvpipe.config import ucx_wheel_dir
+from kvpipe.exceptions import TransportUnavailableError
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from kvpipe.bench.contest import Contestant, Pairs
+    from kvpipe.bench.measure import Case
+    from kvpipe.bench.processes import SubjectError
 
-_WAKE_BYTES = 8  # the time at which the insert began
-_LAYOUTS = ("contiguous", "scattered")
-_BLOCKS = "4Kx8192,16Kx2048,64Kx512,256Kx128,1Mx32"
+_BENCH = Path(__file__).parent
+_CHECKOUT = _BENCH.parents[2]
+# In environments without kvpipe: the programs alone, behind everything else that can be imported
+_ALONE = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('programs', run_name='__main__')"
+
+TENSORS, BLOCKS, LATENCY = (frozenset({kind}) for kind in ("tensors", "blocks", "latency"))
+WAKE, INSERT = (frozenset({kind}) for kind in ("wake", "insert"))
+DATA_PATHS = ("default", "tcp")
+IN_FLIGHT: Pairs = (("in_flight", "4"),)
+# UCX's defaults make TCP several times slower: what a user who knows would set
+_TUNED_TCP: Pairs = (("UCX_TCP_TX_SEG_SIZE", "256k"), ("UCX_TCP_RX_SEG_SIZE", "1m"))
+# As kvpipe sets: without it UCX gives up its one-sided lanes in the error mode that kvpipe needs
+_ONE_SIDED: Pairs = (("UCX_RNDV_THRESH", "inf"),)
+_LOOPBACK: Pairs = (("UCX_NET_DEVICES", "lo"),)
+# As kvpipe.bench.bounds sets them beside each other
+WITHOUT_CHECKSUM = ", no checksum"
+HASH = "kvpipe checksum"
+_EAGER_CAP = 32 << 10
+_BUSY_POLL_US = "1000"
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What follows `kvpipe bench`.
+def ucx_env(data_path: str) -> Pairs:
+    """The variables that put UCX on a data path."""
+    return (("UCX_TLS", "tcp"),) if data_path == "tcp" else ()
 
-    Attributes:
-        summary: For `--help`.
-        cases: The cases that arguments ask for.
-        field: Contestants of a road.
-        roadless: Contestants that need no transport.
-        baselines: To whom ratios are taken: the first of them that is there.
-        defaults: Of the options that only some subjects have.
-        remote: Contestants between two hosts; `None` where that makes no sense.
+
+def _gpu_env(data_path: str) -> Pairs:
+    return (("UCX_TLS", "tcp,cuda_copy"),) if data_path == "tcp" else ()
+
+
+def kvpipe_pipe(data_path: str, program: Startable | None = None) -> list[Subject]:
+    """A Pipe: into memory that is there, and fresh. `program` is what runs it, by default two processes here."""
+    program = program or ours("pipe_tensors", env=ucx_env(data_path))
+    checked, unchecked = (("way", "checked"),), (("way", "unchecked"),)
+    out, fresh = (("into", "out"), *IN_FLIGHT), (("into", "fresh"), *IN_FLIGHT)
+    return [
+        Subject("kvpipe out=", data_path, program, TENSORS, (*out, *checked), is_ours=True),
+        Subject(f"kvpipe out={WITHOUT_CHECKSUM}", data_path, program, TENSORS, (*out, *unchecked), is_ours=True),
+        Subject("kvpipe fresh", data_path, program, TENSORS, (*fresh, *checked), is_ours=True),
+        Subject(f"kvpipe fresh{WITHOUT_CHECKSUM}", data_path, program, TENSORS, (*fresh, *unchecked), is_ours=True),
+        Subject("kvpipe", data_path, program, LATENCY, checked, is_ours=True),
+    ]
+
+
+def kvpipe_polling(data_path: str) -> list[Subject]:
+    """A Pipe that looks for more for longer than any message takes, before it sleeps."""
+    program = ours("pipe_tensors", (("busy_poll_us", _BUSY_POLL_US),), ucx_env(data_path))
+    return [Subject("kvpipe polling", data_path, program, LATENCY, (("way", "checked"),), is_ours=True)]
+
+
+def kvpipe_blocks(data_path: str, setup: Pairs, program: Startable | None = None) -> list[Subject]:
+    """An Agent that reads blocks of the sizes that `setup` names."""
+    program = program or ours("agent_blocks", setup, ucx_env(data_path))
+    checked, unchecked = (("way", "checked"),), (("way", "unchecked"),)
+    return [
+        Subject("kvpipe", data_path, program, BLOCKS, checked, is_ours=True),
+        Subject(f"kvpipe{WITHOUT_CHECKSUM}", data_path, program, BLOCKS, unchecked, is_ours=True),
+    ]
+
+
+def memcpy() -> list[Subject]:
+    """Copies of one thread in one process."""
+    program = ours("memcpy_tensors", roles=("copy",))
+    return [
+        Subject("memcpy", "", program, TENSORS, (("into", "out"),)),
+        Subject("memcpy fresh", "", program, TENSORS, (("into", "fresh"),)),
+        Subject("memcpy", "", _bare(roles=("copy",)), BLOCKS),
+    ]
+
+
+def checksum() -> list[Subject]:
+    """The checksum of a Pipe alone, by one thread."""
+    return [Subject(HASH, "", ours("checksum_tensors", roles=("alone",)), TENSORS, is_ours=True)]
+
+
+def lookup_wakes(data_path: str) -> list[Subject]:
+    """A LookupBuffer between processes, which the producer's serves or one of its own."""
+    served = ours("lookup_wakes", env=ucx_env(data_path), roles=("consumer", "serving_producer"))
+    apart = ours("lookup_wakes", env=ucx_env(data_path), roles=("consumer", "producer", "server"))
+    return [
+        Subject("kvpipe, producer serves", data_path, served, WAKE, is_ours=True),
+        Subject("kvpipe, server apart", data_path, apart, WAKE, is_ours=True),
+    ]
+
+
+def lookup_inserts() -> list[Subject]:
+    """A LookupBuffer of one process, beside numpy's copy into new memory."""
+    program = ours("lookup_inserts", roles=("alone",))
+    return [
+        Subject("kvpipe insert", "", program, INSERT, (("by", "insert"),), is_ours=True),
+        Subject("numpy copy", "", program, INSERT, (("by", "copy"),)),
+    ]
+
+
+def bare(data_path: str) -> list[Subject]:
+    """UCX without kvpipe: `rust/ucx/examples/bare_loop`."""
+    program = _bare(env=(*_LOOPBACK, *ucx_env(data_path)))
+    latency = [
+        Subject("bare UCX sleeping", data_path, program, LATENCY),
+        Subject("bare UCX polling", data_path, program, LATENCY, (("wait", "poll"),)),
+    ]
+    one_sided = [Subject("bare UCX, a get a block", data_path, program, BLOCKS)] if data_path == "default" else []
+    return [Subject("bare UCX", data_path, program, TENSORS), *latency, *one_sided]
+
+
+def ucx_perftest(data_path: str) -> list[Subject]:
+    """UCX's own tool, with the settings of kvpipe."""
+    tool = Perftest((*_LOOPBACK, *_ONE_SIDED, *_TUNED_TCP, *ucx_env(data_path)))
+    messages = (("test", "ucp_am_bw"),)
+    reads = (("test", "ucp_get"), ("in_flight", "4"))
+    streams = messages if data_path == "tcp" else reads
+    latency = (("test", "ucp_am_lat"),)
+    return [
+        Subject("ucx_perftest (hot)", data_path, tool, TENSORS, streams, fits=_is_large),
+        Subject("ucx_perftest -E sleep", data_path, tool, LATENCY, (*latency, ("wait", "sleep"))),
+        Subject("ucx_perftest", data_path, tool, LATENCY, latency),
+    ]
+
+
+def _is_large(case: Case) -> bool:
+    """Smaller tensors travel in messages; reading them one by one would be another thing."""
+    return case.num_bytes > _EAGER_CAP
+
+
+def require_gpu(device: str) -> None:
+    """Finds out whether tensors can be there.
+
+    Raises:
+        TransportUnavailableError: No.
     """
-
-    summary: str
-    cases: Callable[[argparse.Namespace], list[Case]]
-    field: Callable[[str, argparse.Namespace], list[Contestant]]
-    roadless: Callable[[], list[Contestant]]
-    baselines: tuple[str, ...]
-    defaults: dict[str, str]
-    remote: Callable[[argparse.Namespace], list[Contestant]] | None = None
-
-
-def _tensors(args: argparse.Namespace) -> list[Case]:
-    return [Case("tensors", size) for size in parse_sizes(args.sizes)]
-
-
-def _latency(args: argparse.Namespace) -> list[Case]:
-    return [Case("latency", size) for size in parse_sizes(args.sizes)]
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        message = "kvpipe bench gpu needs torch, which makes the tensors: pip install torch"
+        raise TransportUnavailableError(message) from error
+    if not torch.cuda.is_available():
+        message = f"there is no {device}: torch sees no CUDA device; run this where there is one, with torch for CUDA"
+        raise TransportUnavailableError(message)
+    if not info()["ucx_has_cuda"]:
+        message = "this UCX has no CUDA: pip install 'kvpipe[ucx-cu12]', and let UCX_TLS, if set, allow cuda"
+        raise TransportUnavailableError(message)
 
 
-def _lookup(args: argparse.Namespace) -> list[Case]:
-    return [Case("wake", _WAKE_BYTES), *(Case("insert", size) for size in parse_sizes(args.sizes))]
+def kvpipe_gpu(data_path: str, device: str) -> list[Subject]:
+    """A Pipe between tensors on a GPU, in place."""
+    program = ours("gpu_tensors", (("device", device),), _gpu_env(data_path))
+    return [Subject("kvpipe out= on the GPU", data_path, program, TENSORS, IN_FLIGHT, is_ours=True)]
 
 
-def _blocks(args: argparse.Namespace) -> list[Case]:
-    layouts = _LAYOUTS if args.layout == "both" else (args.layout,)
-    shapes = parse_blocks(args.blocks)
-    return [Case("blocks", size, number, layout) for layout in layouts for size, number in shapes]
+def ucx_perftest_gpu(data_path: str) -> list[Subject]:
+    """UCX's own tool between buffers on a GPU, read as kvpipe reads them; without gets over TCP."""
+    if data_path == "tcp":
+        return []
+    tool = Perftest((*_LOOPBACK, *_ONE_SIDED, ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")))
+    reads = (("test", "ucp_get"), ("in_flight", "4"), ("memory", "cuda"))
+    return [Subject("ucx_perftest -m cuda (hot)", data_path, tool, TENSORS, reads)]
 
 
-def _all_kinds(args: argparse.Namespace) -> list[Case]:
-    pings = [Case("latency", size) for size in parse_sizes(args.latency_sizes)]
-    cases = {"tensors": _tensors(args), "blocks": _blocks(args), "latency": pings}
-    return [case for kind in args.kinds.split(",") for case in cases[kind]]
+def nixl(data_path: str) -> list[Subject]:
+    """NIXL, READ and WRITE; over TCP as it ships and with UCX's segments as kvpipe sets them."""
+    tunings: dict[str, Pairs] = {"": (), ", tuned segments": _TUNED_TCP} if data_path == "tcp" else {"": ()}
+    return [
+        Subject(f"NIXL {op}{name}", data_path, _peer("nixl_blocks", (("op", op),), (*env, *ucx_env(data_path))), BLOCKS)
+        for name, env in tunings.items()
+        for op in ("READ", "WRITE")
+    ]
 
 
-def _sizes(args: argparse.Namespace) -> Pairs:
-    """The block sizes, as the programs want them."""
-    return (("sizes", ",".join(str(size) for size in dict.fromkeys(size for size, _ in parse_blocks(args.blocks)))),)
+def mooncake() -> list[Subject]:
+    """Mooncake's transfer engine, which has TCP and RDMA."""
+    libraries = _CHECKOUT / ".venv-peers/lib-system"
+    path = ":".join(filter(None, [str(libraries), os.environ.get("LD_LIBRARY_PATH", "")]))
+    env = (("LD_LIBRARY_PATH", path), ("GLOG_minloglevel", "2"))
+    return [
+        Subject(f"Mooncake {op}", "tcp", _peer("mooncake_blocks", (("op", op),), env), BLOCKS)
+        for op in ("READ", "WRITE")
+    ]
 
 
-def _remote(args: argparse.Namespace, program: str, setup: Pairs = ()) -> RemoteProgram:
-    return RemoteProgram(of.ours(program, setup), args.peer, args.token)
+def ucxx(data_path: str) -> list[Subject]:
+    """RAPIDS' ucxx as it ships, and with UCX set as kvpipe sets it; its blocking mode has the lowest latency."""
+    kinds, env = TENSORS | LATENCY, ucx_env(data_path)
+    tuned = (*_ONE_SIDED, *_TUNED_TCP, *env)
+    blocking = (*tuned, ("UCXPY_PROGRESS_MODE", "blocking"))
+    return [
+        Subject("ucxx", data_path, _peer("ucxx_tensors", env=env), kinds, IN_FLIGHT),
+        Subject("ucxx, tuned", data_path, _peer("ucxx_tensors", env=tuned), kinds, IN_FLIGHT),
+        Subject("ucxx, tuned, blocking", data_path, _peer("ucxx_tensors", env=blocking), LATENCY),
+    ]
 
 
-def _pipe_field(road: str, _: argparse.Namespace) -> list[Contestant]:
-    return [*of.kvpipe_pipe(road), *of.kvpipe_polling(road), *of.bare(road), *of.ucx_perftest(road)]
+def zeromq() -> list[Subject]:
+    """ZeroMQ over both of its transports between processes."""
+    data_paths = {"ipc": "default", "tcp": "tcp"}
+    return [
+        Subject(f"ZeroMQ {name}", data_path, _peer("zmq_tensors", (("endpoint", name),)), TENSORS | LATENCY)
+        for name, data_path in data_paths.items()
+    ]
 
 
-def _blocks_field(road: str, args: argparse.Namespace) -> list[Contestant]:
-    return [*of.kvpipe_blocks(road, _sizes(args)), *of.bare(road)]
+def gloo() -> list[Subject]:
+    """torch.distributed on CPUs; with the torch of kvpipe's own environment."""
+    return [Subject("gloo", "tcp", ours("gloo_tensors"), TENSORS | LATENCY, IN_FLIGHT)]
 
 
-def _everybody(road: str, args: argparse.Namespace) -> list[Contestant]:
-    ours = [*of.kvpipe_pipe(road), *of.kvpipe_polling(road), *of.kvpipe_blocks(road, _sizes(args))]
-    return [*ours, *of.bare(road), *of.peers(road)]
+def peers(data_path: str) -> list[Subject]:
+    """All of a data path that is not kvpipe, memcpy or bare UCX."""
+    both = [*ucx_perftest(data_path), *nixl(data_path), *ucxx(data_path)]
+    return [*both, *(one for one in (*mooncake(), *zeromq(), *gloo()) if one.data_path == data_path)]
 
 
-def _gpu_field(road: str, args: argparse.Namespace) -> list[Contestant]:
-    of.require_gpu(args.device)
-    return [*of.kvpipe_gpu(road, args.device), *of.ucx_perftest_gpu(road)]
+def ours(name: str, setup: Pairs = (), env: Pairs = (), roles: Sequence[str] = ("active", "passive")) -> Program:
+    """A program that runs in this environment."""
+    command = (sys.executable, "-m", "kvpipe.bench.programs", name)
+    return Program(name, command, tuple(roles), setup, env)
 
 
-SUBJECTS: dict[str, Subject] = {
-    "pipe": Subject(
-        "GB/s of tensors through a Pipe, beside bare UCX, ucx_perftest and memcpy",
-        _tensors,
-        _pipe_field,
-        lambda: [*of.memcpy(), *of.checksum()],
-        ("bare UCX", "memcpy"),
-        {"sizes": "8,4K,64K,256K,1M,4M,16M,64M"},
-        lambda args: of.kvpipe_pipe("default", _remote(args, "pipe_tensors")),
-    ),
-    "blocks": Subject(
-        "GB/s of blocks read by an Agent, contiguous and scattered, beside bare UCX and memcpy",
-        _blocks,
-        _blocks_field,
-        of.memcpy,
-        ("memcpy",),
-        {"blocks": _BLOCKS, "layout": "both"},
-        lambda args: of.kvpipe_blocks("default", (), _remote(args, "agent_blocks", _sizes(args))),
-    ),
-    "gpu": Subject(
-        "GB/s of tensors on a GPU through a Pipe into another process, beside ucx_perftest -m cuda",
-        _tensors,
-        _gpu_field,
-        list,
-        ("ucx_perftest -m cuda (hot)",),
-        {"sizes": "64K,1M,16M,64M", "device": "cuda:0"},
-    ),
-    "latency": Subject(
-        "half a round trip through two Pipes, beside bare UCX and ucx_perftest",
-        _latency,
-        _pipe_field,
-        list,
-        ("ucx_perftest -E sleep", "bare UCX sleeping"),
-        {"sizes": "8,64,512,4K,32K,256K"},
-        lambda args: of.kvpipe_pipe("default", _remote(args, "pipe_tensors")),
-    ),
-    "lookup": Subject(
-        "how long a waiting drop_select sleeps after an insert elsewhere, and inserts beside numpy's copy",
-        _lookup,
-        lambda road, _: of.lookup_wakes(road),
-        of.lookup_inserts,
-        ("kvpipe, producer serves", "numpy copy"),
-        {"sizes": "64M"},
-    ),
-    "peers": Subject(
-        "kvpipe beside NIXL, ucxx, Mooncake, gloo, ZeroMQ, ucx_perftest, bare UCX and memcpy",
-        _all_kinds,
-        _everybody,
-        of.memcpy,
-        ("kvpipe out=", "kvpipe"),
-        {
-            "kinds": "tensors,blocks,latency",
-            "sizes": "64K,1M,16M,64M",
-            "blocks": "4Kx8192,16Kx2048,64Kx512",
-            "layout": "both",
-            "latency_sizes": "8",
-        },
-    ),
+def _peer(name: str, setup: Pairs = (), env: Pairs = ()) -> Program:
+    python = os.environ.get("KVPIPE_BENCH_PEERS_PYTHON") or _CHECKOUT / ".venv-peers/bin/python"
+    if not Path(python).exists():
+        python = sys.executable
+    command = (str(python), "-c", _ALONE, str(_BENCH), name)
+    return Program(name, command, setup=setup, env=(*_LOOPBACK, *env), is_paused=True)
+
+
+def _bare(env: Pairs = (), roles: Sequence[str] = ("active", "passive")) -> Program:
+    target = Path(os.environ.get("CARGO_TARGET_DIR") or _CHECKOUT / "target")
+    wheel = ucx_wheel_dir()
+    library = (("KVPIPE_UCX_LIB", f"{wheel}/lib/libucp.so.0"),) if wheel and "KVPIPE_UCX_LIB" not in os.environ else ()
+    return Program("bare_loop", (str(target / "release/examples/bare_loop"),), tuple(roles), env=(*library, *env))
+
+
+REMEDIES = {
+    "bare_loop": "cargo build --release --example bare_loop -p kvpipe-ucx, or make bench",
+    "gloo_tensors": "install torch",
+    "nixl_blocks": "make bench-peers",
+    "ucxx_tensors": "make bench-peers",
+    "zmq_tensors": "make bench-peers",
+    "mooncake_blocks": "make bench-peers",
 }
 
 
-def contestants(subject: Subject, roads: Sequence[str], args: argparse.Namespace) -> list[Contestant]:
-    """Who takes part, on every road, then those that need none; `--only` chooses by what their names hold."""
-    if args.peer and subject.remote:
-        found = subject.remote(args)
-    else:
-        found = [*(one for road in roads for one in subject.field(road, args)), *subject.roadless()]
-    wanted = [name.strip().lower() for name in args.only.split(",")] if args.only else [""]
-    return [one for one in found if any(name in one.name.lower() for name in wanted)]
+def reason(subject: Subject, error: SubjectError) -> str:
+    """Why it does not take part, with what can be done when it is not installed."""
+    text = str(error)
+    is_missing = "ModuleNotFoundError" in text or "ImportError" in text or "cannot start" in text
+    remedy = REMEDIES.get(getattr(subject.program, "name", ""))
+    return f"{text} ({remedy})" if is_missing and remedy else text

@@ -1,4 +1,4 @@
-"""Loads that end here, because this role knows first that their blocks and their sequence state are both here."""
+"""Loads that the scheduler role commits itself, because it learns first that blocks and sequence state are complete."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ if TYPE_CHECKING:
 
 
 class Commits:
-    """Which requests lack the sequence state only, and which do not any more though vLLM has not been told.
+    """Verified loads that wait for their sequence state, and committed loads that vLLM does not know of yet.
 
-    What is whole before its sequence state comes is committed here. In the other order the workers end the load: they
-    are told of the state, and report when they have the blocks. A load takes one way or the other, never both.
+    A load whose blocks are verified before its sequence state arrives is committed here. In the other order the workers
+    end it: they receive the state, and report once they have the blocks. A load ends in one of these ways, never both.
 
     Args:
-        num_ranks: Of this engine; each of them says that it has all blocks.
+        num_ranks: Workers of this engine; each reports its own blocks.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._whole: set[str] = set()
+        self._verified: set[str] = set()
         self._committed: set[str] = set()
-        # Until the workers have said that they report nothing of them any more.
-        self._untaken: dict[bytes, str] = {}
+        # Until the workers acknowledge the commit; they do not report the load afterwards.
+        self._unacknowledged: dict[bytes, str] = {}
 
-    def blocks_are_here(self, request_id: str, consumed: Consumed, ranks: list[dict[str, Any]]) -> None:
-        """Some ranks, perhaps all, have all blocks of a load, proved."""
+    def blocks_verified(self, request_id: str, consumed: Consumed, ranks: list[dict[str, Any]]) -> None:
+        """Notes that some ranks, or all, have verified all blocks of a load."""
         if consumed.phase != "loading" or consumed.ending or consumed.has_state or consumed.outcome is not None:
-            # With an outcome, a rank has ended it: the others do too.
+            # An outcome means that a rank has ended the load; the other ranks will too.
             return
-        consumed.whole += ranks
-        if len(consumed.whole) == self._num_ranks:
-            self._whole.add(request_id)
+        consumed.verified += ranks
+        if len(consumed.verified) == self._num_ranks:
+            self._verified.add(request_id)
 
-    def state_is_here(self, request_id: str, consumed: Consumed) -> bool:
-        """The sequence state has come: whether that commits the load."""
-        if request_id not in self._whole:
+    def state_received(self, request_id: str, consumed: Consumed) -> bool:
+        """Returns whether the arrival of the sequence state commits the load."""
+        if request_id not in self._verified:
             return False
-        self._whole.remove(request_id)
+        self._verified.remove(request_id)
         self._committed.add(request_id)
-        self._untaken[consumed.handoff] = request_id
-        consumed.outcome = functools.reduce(merge, consumed.whole)
+        self._unacknowledged[consumed.handoff] = request_id
+        consumed.outcome = functools.reduce(merge, consumed.verified)
         return True
 
     def is_over(self, request_id: str) -> None:
-        """The load ends by the workers' word, or has on one of them."""
-        self._whole.discard(request_id)
+        """Forgets a load that the workers end, or that has ended on one of them."""
+        self._verified.discard(request_id)
 
-    def ended(self, output: KVConnectorOutput) -> None:
-        """Loads that the workers report as ended; never a second time what was committed: vLLM would die of it."""
+    def drop_unacknowledged(self, output: KVConnectorOutput) -> None:
+        """Removes committed loads from the workers' report: vLLM fails when a load is reported twice."""
         if output.finished_recving:
-            output.finished_recving = output.finished_recving - set(self._untaken.values())
+            output.finished_recving = output.finished_recving - set(self._unacknowledged.values())
 
-    def is_untaken(self, handoff: bytes) -> bool:
-        """Whether a load was committed, and the workers may not know yet."""
-        return handoff in self._untaken
+    def is_unacknowledged(self, handoff: bytes) -> bool:
+        """Whether a load is committed and the workers have not acknowledged that."""
+        return handoff in self._unacknowledged
 
-    def taken(self, handoff: bytes) -> None:
-        """The workers know, and have told the producer."""
-        self._untaken.pop(handoff, None)
+    def acknowledged(self, handoff: bytes) -> None:
+        """Notes that the workers know of a commit."""
+        self._unacknowledged.pop(handoff, None)
 
-    def tell(self, output: KVConnectorOutput) -> None:
-        """Adds what was committed to what vLLM may schedule from its next step on; it looks at that after our hook."""
+    def report(self, output: KVConnectorOutput) -> None:
+        """Adds committed loads to `finished_recving`, which vLLM reads after this hook."""
         if self._committed:
             output.finished_recving = (output.finished_recving or set()) | self._committed
             self._committed = set()

@@ -19,17 +19,17 @@ class ConnectorConfig:
     """Settings of one engine.
 
     Attributes:
-        listen: `host:port` of the control port, as other instances reach it (no wildcard). Port 0 picks a free one,
-            which the log names. The workers' agents listen on free ports of the same host.
-        on_load_failure: What becomes of a request whose KV did not arrive, or cannot come: `recompute` (decode computes
-            what is missing) or `fail` (HTTP 500; the handoff's result says why). For the whole engine.
+        listen: `host:port` of the control port, at an address that other instances can reach (no wildcard). Port 0
+            picks a free port, which the log names. The workers' agents listen on free ports of the same host.
+        on_load_failure: What happens to a request whose KV does not arrive: `recompute` (decode computes what is
+            missing) or `fail` (HTTP 500; the handoff's result has the reason). It applies to the whole engine.
         lease_s: Seconds that finished blocks wait for a first consumer before they are freed.
-        open_timeout_s: Seconds that a consumer may wait for a handoff that its producer does not know.
-        handoff_timeout_s: Seconds from a consumer's request to its KV; only reached when a producer lives and
-            computes for that long.
-        silence_s: Seconds without any sign of life after which a peer counts as lost.
-        trace: File to which the lives of handoffs are appended, in Chrome's trace format; all processes of a host may
-            share it. Empty: none.
+        open_timeout_s: Seconds that a consumer waits for a handoff that its producer does not know.
+        handoff_timeout_s: Seconds from a consumer's request to its KV. It limits a producer that is alive and keeps
+            computing.
+        silence_s: Seconds without data from a peer after which the peer counts as lost.
+        trace: File to which handoffs are traced, in Chrome's trace format. All processes of a host may share it. Empty
+            turns tracing off.
     """
 
     listen: str = "127.0.0.1:0"
@@ -45,7 +45,7 @@ class ConnectorConfig:
         """Reads the settings.
 
         Raises:
-            ConfigError: An unknown key or a bad value; names it and what would do.
+            ConfigError: A key is unknown or a value is bad; the message names it and what is expected.
         """
         known = {field.name: field for field in fields(cls)}
         unknown = sorted(set(extra) - set(known))
@@ -66,7 +66,7 @@ class ConnectorConfig:
             message = f"listen={self.listen!r}: expected HOST:PORT"
             raise ConfigError(message)
         if host in ("", "0.0.0.0", "::", "[::]"):  # noqa: S104 - refused, not bound
-            message = f"listen={self.listen!r}: name the address at which the other instances reach this one"
+            message = f"listen={self.listen!r}: a wildcard cannot be advertised; set the IP or name of this host"
             raise ConfigError(message)
 
 
@@ -76,13 +76,13 @@ def _value(name: str, extra: Mapping[str, Any], default: Any) -> Any:
     if not isinstance(default, float):
         if isinstance(value, str):
             return value
-        message = f"{name}={value!r}: expected a text"
+        message = f"{name}={value!r}: expected a string"
         raise ConfigError(message)
     try:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        message = f"{name}={value!r}: expected seconds, more than 0"
+        message = f"{name}={value!r}: expected a number of seconds above 0"
         raise ConfigError(message)
     return seconds

@@ -1,4 +1,4 @@
-"""The facade that vLLM talks to: one object in each of its processes, in one of two roles."""
+"""The connector class that vLLM loads: a facade over the scheduler role or the worker role of its process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TESTED_VLLM = "0.32"
 
 
 class KVPipeConnector(KVConnectorBase_V1):
-    """Moves the KV of a request from a prefill to a decode instance; see docs/design.md.
+    """Moves the KV cache of a request from a prefill instance to a decode instance; see docs/concepts/handoff.md.
 
     Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.32.
     """
@@ -82,26 +82,26 @@ class KVPipeConnector(KVConnectorBase_V1):
         self._of_worker().register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Where this rank's agent listens."""
+        """Returns the address of this rank's agent."""
         return self._of_worker().handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Before anything of this step may write into blocks."""
-        # Another type is another connector's, under MultiConnector.
+        """Ends handoffs before this step writes into their blocks."""
+        # Under MultiConnector the metadata may be another connector's.
         if isinstance(kv_connector_metadata, StepMetadata):
             self._of_worker().end_handoffs(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Before the forward pass."""
+        """Begins the step's loads, before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata):
             self._of_worker().begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Nothing: loads begin in `bind_connector_metadata`, before the forward pass and not after it."""
+        """Does nothing: loads begin in `bind_connector_metadata`, which vLLM calls before the forward pass."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request is scheduled once its load has ended."""
+        """Does nothing: vLLM schedules a request only after its load has ended."""
 
     def save_kv_layer(
         self,
@@ -110,77 +110,77 @@ class KVPipeConnector(KVConnectorBase_V1):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """After a layer's attention: this step's blocks are final in it."""
+        """Marks this step's blocks as ready in a layer whose attention is done."""
         self._of_worker().save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """After the forward pass: this step's blocks are final in the layers that are left."""
+        """Marks this step's blocks as ready in the remaining layers, after the forward pass."""
         self._of_worker().end_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose sending or receiving has ended; each exactly once."""
+        """Returns requests whose sending or receiving has ended, each exactly once."""
         return self._of_worker().finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that did not arrive, of the requests that `get_finished` has just returned."""
+        """Returns missing blocks of the requests that `get_finished` has just returned."""
         return self._of_worker().take_invalid_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """How loads ended."""
+        """Returns how loads ended."""
         return self._of_worker().take_outcomes()
 
     # --- scheduler role
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Takes the manager, which knows the blocks of each request."""
+        """Stores the manager, which knows the blocks of each request."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._of_scheduler().bind_kv_cache_manager(kv_cache_manager)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Takes the workers' addresses. Another type is another connector's, under MultiConnector."""
+        """Stores the workers' addresses. Under MultiConnector some entries may be another connector's."""
         workers = {rank: found for rank, found in metadata.items() if isinstance(found, HandshakeMetadata)}
         self._of_scheduler().set_workers(workers)
 
     def on_new_request(self, request: Request) -> None:
-        """Notes what the proxy wants with the request."""
+        """Reads the request's kvpipe parameters."""
         self._of_scheduler().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens come from the producer; `None` as long as it has not opened the handoff."""
+        """Returns how many tokens the producer provides; `None` while it has not opened the handoff."""
         return self._of_scheduler().match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Opens a handoff, or begins a load."""
+        """Opens a handoff as the producer, or begins a load as the consumer."""
         self._of_scheduler().allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What the worker role has to know before this step's forward pass."""
+        """Returns the scheduler role's metadata for the worker role."""
         return self._of_scheduler().build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Takes the worker role's word on loads."""
+        """Processes the worker role's reports on loads."""
         self._of_scheduler().update(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks are held for a consumer."""
+        """Returns whether the blocks are leased to a consumer, and the parameters of the response."""
         return self._of_scheduler().finished(request)
 
     # --- both
 
     def shutdown(self) -> None:
-        """Ends the threads; peers are told."""
+        """Closes the role of this process, which notifies its peers."""
         for role in (self._scheduler, self._worker):
             if role is not None:
                 role.close()
 
 
 def _check_cache(kv_cache_config: KVCacheConfig) -> None:
-    """Refuses caches in which a position of a request may have no block, or more than one."""
+    """Refuses KV caches in which a token position can have no block, or more than one."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         return
     kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-    message = f"KV cache groups {kinds or 'none'}: this version moves models of full attention in one group only"
+    message = f"model unsupported: kvpipe needs one KV cache group of full attention, this model has {kinds or 'none'}"
     raise ConfigError(message)
 
 

@@ -1,4 +1,4 @@
-"""The scheduler role as a consumer: requests whose KV another engine computes, from their arrival to their result."""
+"""The scheduler role as a consumer: requests whose KV another engine computes, from arrival to result."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kvpipe.connector.obstacles import Obstacles
+    from kvpipe.connector.first_token_support import FirstTokenSupport
     from kvpipe.connector.outbox import Outbox
 
 logger = init_logger("vllm.kvpipe.scheduler")
 
 
 class Consuming:
-    """Handoffs that this engine takes.
+    """Handoffs that this engine consumes.
 
     Args:
-        outbox: Where producers and workers are told.
-        obstacles: What speaks against the producer's first token.
+        outbox: Outgoing messages to producers and workers.
+        first_token_support: Whether this engine can force the producer's first token.
         block_size: Tokens of a block.
-        vocab_size: Tokens that the sampler knows.
+        vocab_size: Size of the sampler's vocabulary.
         num_ranks: Workers of this engine.
-        is_recomputed: Whether KV that is lost is computed here, instead of failing its request.
+        is_recomputed: Whether this engine computes lost KV; otherwise lost KV fails its request.
     """
 
     def __init__(
         self,
         outbox: Outbox,
-        obstacles: Obstacles,
+        first_token_support: FirstTokenSupport,
         *,
         block_size: int,
         vocab_size: int,
@@ -46,7 +46,7 @@ class Consuming:
         is_recomputed: bool,
     ) -> None:
         self._out = outbox
-        self._obstacles = obstacles
+        self._first_token_support = first_token_support
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._is_recomputed = is_recomputed
@@ -60,29 +60,29 @@ class Consuming:
         return len(self._consumed)
 
     def add(self, request: Request, consumed: Consumed) -> None:
-        """Takes a new request; unless it needs nothing from the producer, its handoff is watched from now on."""
-        consumed.obstacle = self._obstacles.of(request)
+        """Adds a new request, and watches its handoff if it needs KV from the producer."""
+        consumed.unsupported_reason = self._first_token_support.unsupported_reason(request)
         self._check_first_token(consumed)
         self._consumed.add(request.request_id, consumed)
         if consumed.phase == "waiting":
-            # At once, not when the request is scheduled: a watch keeps the producer's lease while it queues here.
+            # Not only when it is scheduled: a watch extends the producer's lease while the request queues here.
             self._out.control.watch(consumed.handoff, consumed.producer)
 
     def _check_first_token(self, consumed: Consumed) -> None:
         token = consumed.first_token
         if token is not None and not 0 <= token < self._vocab_size:
-            # The sampler would die of it, and the engine with it.
-            consumed.obstacle = f"first token {token} is outside the vocabulary of {self._vocab_size}"
+            # An index outside the vocabulary would crash the sampler, and the engine with it.
+            consumed.unsupported_reason = f"first token {token} is outside the vocabulary of {self._vocab_size}"
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens come from the producer: `(None, False)` as long as it has not opened the handoff."""
+        """Returns how many tokens the producer provides: `(None, False)` while it has not opened the handoff."""
         consumed = self._consumed.get(request.request_id)
         if consumed is None:
             return 0, False
         consumed.note_preemptions()
         if consumed.phase == "waiting":
             return None, False
-        # vLLM computes the last prompt token itself in any case: alone, it is nothing to move.
+        # vLLM computes the last prompt token itself in any case; alone it is not worth a load.
         wanted = request.num_prompt_tokens - num_local_tokens
         has_output = request.num_tokens != request.num_prompt_tokens
         is_wanted = wanted > 1 and not has_output
@@ -97,11 +97,11 @@ class Consuming:
         return 0, False
 
     def _fails(self, consumed: Consumed) -> bool:
-        """Whether a request fails whose KV cannot come. vLLM lets it fail by a load, so one is claimed, and refused."""
-        return consumed.phase == "gone" and consumed.is_lost and not self._is_recomputed
+        """Whether a request fails because its KV cannot arrive. vLLM fails it by a failed load, so one is claimed."""
+        return consumed.phase == "ended" and consumed.is_lost and not self._is_recomputed
 
     def _is_same_prompt(self, consumed: Consumed, request: Request) -> bool:
-        """Compares prompts once: a full engine asks for its first request in every step."""
+        """Compares prompts once: a full engine matches its first waiting request in every step."""
         if consumed.is_same_prompt is None and consumed.opening is not None:
             theirs = consumed.opening["prompt_hash"], consumed.opening["num_tokens"]
             consumed.is_same_prompt = theirs == (prompt_hash(request), request.num_prompt_tokens)
@@ -111,7 +111,7 @@ class Consuming:
         return bool(consumed.is_same_prompt)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks have been allocated: begins the load that goes there."""
+        """Begins the load into newly allocated blocks."""
         consumed = self._consumed.get(request.request_id)
         if consumed is None or num_external_tokens == 0:
             if consumed is not None and consumed.phase in ("waiting", "opened"):
@@ -123,15 +123,15 @@ class Consuming:
             self._begin_load(consumed, first, list(blocks.get_block_ids()[0][first:end]))
 
     def _begin_load(self, consumed: Consumed, first: int, block_ids: list[int]) -> None:
-        refusal = consumed.reason if consumed.phase == "gone" else ""
+        refusal = consumed.reason if consumed.phase == "ended" else ""
         opening = {} if refusal or consumed.opening is None else consumed.opening
-        consumed.phase, consumed.outcome, consumed.whole = "loading", None, []
+        consumed.phase, consumed.outcome, consumed.verified = "loading", None, []
         self._out.trace.instant("admitted", consumed.handoff, blocks=len(block_ids))
         self._out.step.loads.append(
             Load(
                 request_id=consumed.request.request_id,
                 handoff=consumed.handoff,
-                generation=opening.get("generation", 0),
+                epoch=opening.get("epoch", 0),
                 first=first,
                 block_ids=block_ids,
                 ranks=opening.get("ranks", []),
@@ -141,25 +141,25 @@ class Consuming:
         )
 
     def _give_up(self, consumed: Consumed, reason: str) -> None:
-        consumed.phase, consumed.reason = "gone", reason
+        consumed.phase, consumed.reason = "ended", reason
         self._out.control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
 
     def scheduled(self, request_id: str, num_before: int, num_new: int) -> None:
-        """A request takes part in the step: its first token may have to be forced, its prompt may be done."""
+        """Forces the first token of a scheduled request, and reports when its prompt is done."""
         self._force(request_id)
         self._count(request_id, num_before, num_new)
 
     def _force(self, request_id: str) -> None:
-        """Has the producer's token come first; said until there is an output, for the step may be preempted."""
+        """Forces the producer's token, in each step until there is an output, because a step may be preempted."""
         consumed = self._consumed.get(request_id)
-        if consumed is None or consumed.first_token is None or consumed.obstacle:
+        if consumed is None or consumed.first_token is None or consumed.unsupported_reason:
             return
         if consumed.request.num_output_tokens == 0:
             self._out.step.first_tokens[consumed.handoff] = consumed.first_token
             consumed.is_forced = True
 
     def _count(self, request_id: str, num_before: int, num_new: int) -> None:
-        """Counts the prompt tokens that a consuming request computes itself; reports when its prompt is done."""
+        """Counts the prompt tokens that this engine computes, and reports the result when the prompt is done."""
         consumed = self._consumed.get(request_id)
         if consumed is None or consumed.is_reported:
             return
@@ -169,39 +169,39 @@ class Consuming:
             self._report(consumed)
 
     def _report(self, consumed: Consumed) -> None:
-        consumed.is_reported, consumed.is_held = True, False
-        # The producer must not be told before our workers know of a commit: it would end the load that they have.
-        if not self._commits.is_untaken(consumed.handoff):
+        consumed.is_reported, consumed.is_leased = True, False
+        # The workers must know of a commit before the producer ends the handoff: it would end the load they still have.
+        if not self._commits.is_unacknowledged(consumed.handoff):
             self._out.control.unwatch(consumed.handoff, False)  # noqa: FBT003 - a native method
         report = consumed.report()
         self._out.control.set_result(consumed.handoff, json.dumps(report))
         fields = " ".join(f"{name}={value}" for name, value in report.items() if value != "")
         logger.info("handoff.end %s", fields)
 
-    def hear(self, output: KVConnectorOutput) -> None:
-        """Takes the workers' word: how loads ended, which have all blocks, and which commits they know of."""
-        words = output.kv_connector_worker_meta
-        for request_id, outcome in getattr(words, "outcomes", {}).items():
+    def receive_outcomes(self, output: KVConnectorOutput) -> None:
+        """Processes the workers' reports: ended loads, verified loads, and acknowledged commits."""
+        reports = output.kv_connector_worker_meta
+        for request_id, outcome in getattr(reports, "outcomes", {}).items():
             self._note_outcome(request_id, outcome)
-        for request_id, ranks in getattr(words, "whole", {}).items():
+        for request_id, ranks in getattr(reports, "verified", {}).items():
             if (consumed := self._consumed.get(request_id)) is not None:
-                self._commits.blocks_are_here(request_id, consumed, ranks)
-        for handoff in getattr(words, "taken", ()):
-            self._commits.taken(handoff)
+                self._commits.blocks_verified(request_id, consumed, ranks)
+        for handoff in getattr(reports, "acknowledged", ()):
+            self._commits.acknowledged(handoff)
             self._out.control.unwatch(handoff, True)  # noqa: FBT003 - a native method
-        self._commits.ended(output)
+        self._commits.drop_unacknowledged(output)
 
-    def end(self, output: KVConnectorOutput) -> None:
-        """Adds to the ended loads what was committed here, and takes leave of all of them."""
-        self._commits.tell(output)
+    def report_committed(self, output: KVConnectorOutput) -> None:
+        """Adds locally committed loads to `finished_recving` and forgets them."""
+        self._commits.report(output)
         for request_id in output.finished_recving or ():
             self._received(request_id)
 
     def _note_outcome(self, request_id: str, outcome: dict[str, Any]) -> None:
         consumed = self._consumed.get(request_id)
-        # What was committed stays as it was then, whatever ends the producer's handoff afterwards.
-        if consumed is not None and not self._commits.is_untaken(consumed.handoff):
-            # One rank's word may come steps before the last one's.
+        # The outcome of a committed load is fixed, whatever ends the producer's handoff afterwards.
+        if consumed is not None and not self._commits.is_unacknowledged(consumed.handoff):
+            # Ranks may report in different steps.
             consumed.outcome = outcome if consumed.outcome is None else merge(consumed.outcome, outcome)
             self._commits.is_over(request_id)
 
@@ -214,22 +214,22 @@ class Consuming:
         consumed.phase = "done"
         self._out.trace.instant("received", consumed.handoff)
         if is_loaded:
-            consumed.is_held = False
-        if is_loaded and not self._commits.is_untaken(consumed.handoff):
+            consumed.is_leased = False
+        if is_loaded and not self._commits.is_unacknowledged(consumed.handoff):
             self._out.control.unwatch(consumed.handoff, True)  # noqa: FBT003 - a native method
-        # Of one that is not, the producer keeps the blocks until the prompt is computed: see `note_preemptions`.
+        # After an incomplete load the producer keeps the blocks until the prompt is computed: see `note_preemptions`.
         if consumed.ending:
             self._forget(request_id, consumed)
 
     def finished(self, request: Request) -> None:
-        """A request has finished: a load that still runs is cancelled, else its result is written."""
+        """Cancels the load of a finished request, or reports its result if no load runs."""
         consumed = self._consumed.get(request.request_id)
         if consumed is None:
             return
         consumed.ending = "failed" if request.status == RequestStatus.FINISHED_ERROR else "aborted"
         if consumed.phase == "loading":
             self._commits.is_over(request.request_id)
-            # The worker still writes into the blocks: vLLM frees them when it reports the end of the load.
+            # The worker role still writes into the blocks; vLLM frees them when it reports the end of the load.
             self._out.step.cancels.append((consumed.handoff, "the request was aborted", False))
             return
         if consumed.phase in ("waiting", "opened"):
@@ -242,13 +242,13 @@ class Consuming:
             self._report(consumed)
 
     def on_opened(self, event: dict[str, Any]) -> None:
-        """The producer has scheduled the request."""
+        """Notes that the producer has scheduled the request."""
         consumed = self._consumed.of(event["handoff"])
         if consumed is not None and consumed.phase == "waiting":
-            consumed.phase, consumed.opening, consumed.is_held = "opened", event, True
+            consumed.phase, consumed.opening, consumed.is_leased = "opened", event, True
 
     def on_finished(self, event: dict[str, Any]) -> None:
-        """The sequence state is here."""
+        """Processes the sequence state: the producer has sampled its token."""
         consumed = self._consumed.of(event["handoff"])
         if consumed is None:
             return
@@ -256,18 +256,18 @@ class Consuming:
         if consumed.first_token is None and event["output_ids"] and self._is_same_prompt(consumed, consumed.request):
             consumed.first_token = event["output_ids"][0]
             self._check_first_token(consumed)
-        if self._commits.state_is_here(consumed.request.request_id, consumed):
+        if self._commits.state_received(consumed.request.request_id, consumed):
             self._out.step.committed.append(consumed.handoff)
         elif consumed.phase == "loading":
             self._out.step.commits.append(consumed.handoff)
 
-    def on_gone(self, event: dict[str, Any]) -> None:
-        """Nothing (more) will come."""
+    def on_ended(self, event: dict[str, Any]) -> None:
+        """Ends a handoff: the producer will send no more KV, or has withdrawn its blocks."""
         consumed = self._consumed.of(event["handoff"])
         if consumed is None:
             return
-        consumed.is_held = False
+        consumed.is_leased = False
         if consumed.phase == "loading":
             self._out.step.cancels.append((consumed.handoff, event["reason"], event["is_withdrawn"]))
         elif consumed.phase in ("waiting", "opened"):
-            consumed.phase, consumed.reason, consumed.is_lost = "gone", event["reason"], True
+            consumed.phase, consumed.reason, consumed.is_lost = "ended", event["reason"], True

@@ -1,4 +1,7 @@
-"""What two engines must agree on before one reads the other's KV. A mismatch is an error that names the field."""
+"""The fingerprint of an engine: properties that must match before one engine reads another's KV.
+
+A mismatch is an error that names the property and both values.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Bytes read from the middle of each weight tensor: enough to tell checkpoints apart, cheap for 100,000 tensors.
+# Bytes sampled from the middle of each weight tensor: they distinguish checkpoints, and 100,000 tensors stay cheap.
 _SAMPLE_BYTES = 16
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -24,7 +27,7 @@ _TOKENIZER_FILES = (
 
 
 def fingerprint(config: VllmConfig) -> list[tuple[str, str]]:
-    """The properties of an engine, in the order in which they are compared."""
+    """Returns an engine's properties, in the order of their comparison."""
     from vllm import __version__  # noqa: PLC0415 - the version alone
 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
@@ -48,7 +51,7 @@ def fingerprint(config: VllmConfig) -> list[tuple[str, str]]:
 
 
 def _attention(config: VllmConfig) -> str:
-    """The layout of KV inside a block depends on the CPU's instructions, not only on shapes."""
+    """Names what determines the layout inside a block: on CPUs also the instruction set."""
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     if not current_platform.is_cpu():
@@ -61,7 +64,7 @@ def _attention(config: VllmConfig) -> str:
 
 def _hash_json(value: object) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
-    # Where the same files lie does not matter.
+    # The path of the files does not matter.
     plain = json.loads(text)
     if isinstance(plain, dict):
         plain.pop("_name_or_path", None)
@@ -80,7 +83,7 @@ def _hash_files(folder: Path, names: tuple[str, ...]) -> str:
 
 
 def _hash_weights(folder: Path) -> str:
-    """Header and a few bytes of every tensor of the safetensors files, when they are local."""
+    """Hashes the header and a few bytes of every tensor of local safetensors files."""
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not files:
         return "not local"

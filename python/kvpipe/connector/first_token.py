@@ -1,8 +1,8 @@
-"""The producer's first token, forced on the consumer: a logits processor that both of vLLM's model runners load.
+"""A logits processor that forces the producer's first token on the consumer, for both of vLLM's model runners.
 
-The worker role says before each step which tokens are due; the processor, in the same process, looks them up when it is
-applied. A request is known by the handoff id in its parameters, its first output by its position: one that was
-preempted or computed in several chunks is forced when it comes to its first token, and never again.
+Before each step the worker role sets the pending first tokens. The processor, in the same process, looks them up when
+vLLM applies it. It finds a request by the handoff id in its parameters, and its first output by position. So a request
+that was preempted or computed in chunks is forced once, at its first token.
 
 Sources: `vllm/v1/sample/logits_processor/interface.py` and `vllm/v1/worker/gpu/sample/logits_processor/interface.py`
 of vLLM 0.32.
@@ -20,7 +20,7 @@ from kvpipe.exceptions import ConfigError
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2LogitsProcessor
-except ImportError:  # another vLLM: its loader would end every engine, also those without kvpipe
+except ImportError:  # another vLLM; a failed import would stop every engine, also those without kvpipe
     V2LogitsProcessor = object
 
 if TYPE_CHECKING:
@@ -31,50 +31,50 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 
 
-class Due:
-    """First tokens that are due in the present step of this worker process.
+class PendingFirstTokens:
+    """First tokens to force in the current step of this worker process.
 
     Attributes:
         tokens: Token id by handoff.
-        is_heeded: Whether a processor that forces them has been made in this process.
+        has_processor: Whether this process has a processor that forces them.
     """
 
     def __init__(self) -> None:
         self.tokens: dict[bytes, int] = {}
-        self.is_heeded = False
+        self.has_processor = False
 
 
-# Of this process: vLLM makes the processor and the connector's worker role, and neither knows the other.
-DUE = Due()
+# Global, because vLLM makes the processor and the worker role, and neither has a reference to the other.
+PENDING_FIRST_TOKENS = PendingFirstTokens()
 
 
 class FirstToken(V1LogitsProcessor, V2LogitsProcessor):
-    """Masks everything but the producer's token at a consuming request's first output.
+    """Masks all tokens but the producer's at the first output of a consuming request.
 
-    Sampling goes on as without it: penalties, grammar, stop strings and a seeded generator advance as on one instance.
+    Sampling itself is unchanged: penalties, grammar, stop strings and seeded generators advance as on one instance.
     """
 
     def __init__(self, vllm_config: VllmConfig, *state: Any) -> None:
-        """Takes what either runner gives: V1 a device and whether memory is pinned, V2 its requests' state."""
+        """Accepts the arguments of either runner: V1 gives a device and a pinning flag, V2 its request state."""
         self._requests: LogitsProcRequestState | None = state[0] if len(state) == 1 else None
         # V1: handoff and output ids by row; V2: handoff by slot.
         self._rows: dict[int, tuple[bytes, list[int]]] = {}
         self._slots: dict[int, bytes] = {}
-        # A draft's tokens have rows of their own.
-        DUE.is_heeded = vllm_config.speculative_config is None
+        # Draft tokens have rows of their own.
+        PENDING_FIRST_TOKENS.has_processor = vllm_config.speculative_config is None
 
     def is_argmax_invariant(self) -> bool:
-        """It decides what is sampled, also greedily."""
+        """Always false: it changes greedy sampling too."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """V1: follows the rows of consuming requests that have no output."""
+        """V1: tracks the rows of consuming requests without output."""
         process_dict_updates(self._rows, batch_update, _consuming_row)
         for row in [row for row, (_, output_ids) in self._rows.items() if output_ids]:
             del self._rows[row]
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """V2: follows the slot of a consuming request."""
+        """V2: tracks the slot of a consuming request."""
         handoff = consumed_handoff(sampling_params)
         if handoff is None:
             self._slots.pop(req_idx, None)
@@ -83,15 +83,15 @@ class FirstToken(V1LogitsProcessor, V2LogitsProcessor):
         return True
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
-        """Forces what is due.
+        """Forces pending first tokens.
 
         Args:
             logits: `[num_rows, vocab_size]`, changed in place.
-            ctx: V2: this step's batch.
+            ctx: V2: the batch of this step.
         """
-        if DUE.tokens:
+        if PENDING_FIRST_TOKENS.tokens:
             for row, handoff in self._first_rows() if ctx is None else self._first_rows_of(ctx):
-                token = DUE.tokens.get(handoff)
+                token = PENDING_FIRST_TOKENS.tokens.get(handoff)
                 if token is not None:
                     logits[row].fill_(float("-inf"))
                     logits[row, token] = 0
@@ -117,7 +117,7 @@ def _consuming_row(params: SamplingParams, _: Any, output_ids: list[int]) -> tup
 
 
 def consumed_handoff(params: SamplingParams) -> bytes | None:
-    """The handoff that a request consumes, by its parameters; anybody could have sent them."""
+    """Returns the handoff that a request's parameters name; any client may have sent them."""
     outer = (params.extra_args or {}).get("kv_transfer_params")
     ours = outer.get("kvpipe") if isinstance(outer, dict) else None
     if not isinstance(ours, dict) or ours.get("role") != "consume":

@@ -1,4 +1,4 @@
-"""What the two roles of one engine tell each other, once a step. Plain values only: ids are bytes, times seconds."""
+"""Messages between the two roles of one engine, one a step each way. Ids are bytes, times are seconds."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Load:
-    """Consumer: blocks to be read.
+    """Consumer: blocks to read from a producer.
 
     Attributes:
         request_id: vLLM's id on this engine.
         handoff: The handoff's id.
-        generation: Of the producer's blocks.
+        epoch: Generation of the producer's blocks.
         first: Position in the prompt of the first block to read.
-        block_ids: Destination blocks, one a position.
+        block_ids: Destination blocks, one for each position.
         ranks: `(address, incarnation)` of the producer's workers, by tensor-parallel rank.
-        is_committed: Whether the sequence state is here.
-        refusal: Why none of them can come; empty if they can.
+        is_committed: Whether the sequence state has arrived.
+        refusal: Why no block can be loaded; empty if they can.
     """
 
     request_id: str
     handoff: bytes
-    generation: int
+    epoch: int
     first: int
     block_ids: list[int]
     ranks: list[tuple[str, bytes]]
@@ -47,20 +47,20 @@ class StepMetadata(KVConnectorMetadata):
 
     Attributes:
         loads: Consumer: loads to begin.
-        commits: Consumer: handoffs whose sequence state has come, before all blocks were known to be here: the worker
-            role reports when they are.
-        committed: Consumer: handoffs of which the scheduler role knows both to be here. The producer is to be told,
-            and vLLM not: the scheduler role does that.
-        cancels: Consumer: `(handoff, reason, is_withdrawn)` of loads to end. Of what its producer has withdrawn nothing
-            counts that is here.
+        commits: Consumer: handoffs whose sequence state has arrived before all blocks were verified. The worker role
+            reports their end.
+        committed: Consumer: handoffs whose blocks are verified and whose sequence state has arrived. The worker role
+            acknowledges them to the producer; the scheduler role reports them to vLLM.
+        cancels: Consumer: `(handoff, reason, is_withdrawn)` of loads to cancel. Blocks of a handoff that its producer
+            has withdrawn count as missing.
         ended: Producer: `(handoff, reason)` of handoffs whose blocks may change from this step on.
-        cached: Producer: as `finals`; final before this step's forward pass.
-        finals: Producer: `(handoff, generation, first, block_ids)`; final when this step's forward pass is done.
-        held: Producer: `(handoff, request_id)` of finished requests whose blocks are held.
-        progress: Producer: `(handoff, seconds)` of prefills whose end the worker role can foresee: how long they take
-            beyond this step.
-        control: Where it tells that: this engine's control port; empty without `progress`.
-        first_tokens: Consumer: token id by handoff, of the requests in this step that have no output yet.
+        cached: Producer: as `ready`, for blocks that are ready before this step's forward pass.
+        ready: Producer: `(handoff, epoch, first, block_ids)` of blocks that this step's forward pass completes.
+        leased: Producer: `(handoff, request_id)` of finished requests whose blocks are leased to a consumer.
+        progress: Producer: `(handoff, seconds)` of prefills whose end the worker role can predict: their time beyond
+            this step.
+        control: This engine's control port, which receives the predictions; empty without `progress`.
+        first_tokens: Consumer: token id by handoff, for the requests in this step that have no output yet.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -69,8 +69,8 @@ class StepMetadata(KVConnectorMetadata):
     cancels: list[tuple[bytes, str, bool]] = field(default_factory=list)
     ended: list[tuple[bytes, str]] = field(default_factory=list)
     cached: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
-    finals: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
-    held: list[tuple[bytes, str]] = field(default_factory=list)
+    ready: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
+    leased: list[tuple[bytes, str]] = field(default_factory=list)
     progress: list[tuple[bytes, float]] = field(default_factory=list)
     control: str = ""
     first_tokens: dict[bytes, int] = field(default_factory=dict)
@@ -81,9 +81,9 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
     """Worker role to scheduler role, once.
 
     Attributes:
-        address: Where this rank's agent listens.
-        incarnation: Its life.
-        forces_first_tokens: Whether this rank's sampler heeds `StepMetadata.first_tokens`.
+        address: Address of this rank's agent.
+        incarnation: Incarnation of that agent.
+        forces_first_tokens: Whether this rank's sampler applies `StepMetadata.first_tokens`.
     """
 
     address: str
@@ -93,29 +93,28 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class WorkerOutcomes(KVConnectorWorkerMetadata):
-    """Worker role to scheduler role: how loads ended, and which lack the sequence state only, by request id.
+    """Worker role to scheduler role: loads that ended, and loads that lack only the sequence state, by request id.
 
-    Each outcome, and what each rank says of one that is `whole`, has `is_loaded`, `transport`, `elapsed_s`,
-    `backlog_s`, `reason`, `num_bytes`; of the blocks `num_received`, `num_missing` and `num_retried`; of their
-    checksums in each region `num_compared` and `num_corrupt`. Of handoffs that are `taken` nothing
-    more will be said.
+    Each outcome has `is_loaded`, `transport`, `elapsed_s`, `backlog_s`, `reason` and `num_bytes`; the block counts
+    `num_received`, `num_missing` and `num_retried`; and the checksum counts `num_compared` and `num_corrupt`. A load in
+    `verified` has one such outcome for each rank. The worker role reports nothing more of a handoff in `acknowledged`.
     """
 
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    whole: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    taken: list[bytes] = field(default_factory=list)
+    verified: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    acknowledged: list[bytes] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerOutcomes:
-        """Merges two ranks: loaded if both are, a block received if it is on both, bytes added, the longer time."""
+        """Merges the reports of two ranks, see `merge`."""
         merged = dict(self.outcomes)
         for request_id, theirs in getattr(other, "outcomes", {}).items():
             ours = merged.get(request_id)
             merged[request_id] = theirs if ours is None else merge(ours, theirs)
-        whole = dict(self.whole)
-        for request_id, ranks in getattr(other, "whole", {}).items():
-            whole[request_id] = [*whole.get(request_id, []), *ranks]
-        # All ranks are told in the same step.
-        return WorkerOutcomes(merged, whole, self.taken)
+        verified = dict(self.verified)
+        for request_id, ranks in getattr(other, "verified", {}).items():
+            verified[request_id] = [*verified.get(request_id, []), *ranks]
+        # All ranks receive a commit in the same step.
+        return WorkerOutcomes(merged, verified, self.acknowledged)
 
 
 _MERGED: dict[str, Callable[[Any, Any], Any]] = {
@@ -131,7 +130,7 @@ _MERGED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def merge(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Two ranks' words on one load."""
+    """Merges two ranks' outcomes of one load: it is loaded if both are, bytes add up, the longer time counts."""
     return {
         "is_loaded": ours["is_loaded"] and theirs["is_loaded"],
         **{name: how(ours[name], theirs[name]) for name, how in _MERGED.items()},

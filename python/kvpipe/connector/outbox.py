@@ -1,4 +1,4 @@
-"""Where the scheduler role says things."""
+"""Outgoing messages of the scheduler role."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Outbox:
-    """To other engines, to the trace, and to its own workers with the next step.
+    """Outgoing messages of the scheduler role: control commands, trace events, and metadata of the next step.
 
     Attributes:
         control: The control plane.
-        trace: The life of handoffs.
-        step: What the workers are told before the next step's forward pass.
+        trace: The trace of handoffs.
+        step: Metadata for the workers, sent before the next step's forward pass.
     """
 
     control: _kvpipe.Control
@@ -26,6 +26,6 @@ class Outbox:
     step: StepMetadata = field(default_factory=StepMetadata)
 
     def take_step(self) -> StepMetadata:
-        """What has been said to the workers since the last call."""
+        """Returns the metadata collected since the last call."""
         step, self.step = self.step, StepMetadata()
         return step

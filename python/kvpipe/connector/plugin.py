@@ -1,4 +1,4 @@
-"""Entry point of the group `vllm.general_plugins`: makes the connector known by name alone."""
+"""Entry point of the group `vllm.general_plugins`: vLLM then finds the connector by name alone."""
 
 
 def register() -> None:

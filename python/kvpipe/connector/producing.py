@@ -1,4 +1,4 @@
-"""The scheduler role as a producer: requests whose KV another engine takes, until the loan ends."""
+"""The scheduler role as a producer: requests whose KV another engine reads, until the end of their lease."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _FINISH_REASONS = {
 
 
 class Producing:
-    """Handoffs that this engine lends.
+    """Handoffs that this engine produces.
 
     Args:
-        outbox: Where consumers and workers are told.
+        outbox: Outgoing messages to consumers and workers.
         block_size: Tokens of a block.
 
     Attributes:
         ranks: Address and incarnation of each of this engine's workers, once known.
-        manager: Knows the blocks of each request; `None` before vLLM gives it.
+        manager: Knows the blocks of each request; `None` before vLLM provides it.
     """
 
     def __init__(self, outbox: Outbox, block_size: int) -> None:
@@ -50,19 +50,19 @@ class Producing:
         return len(self._produced)
 
     def add(self, request: Request, produced: Produced) -> None:
-        """Takes a new request.
+        """Adds a new request.
 
         Raises:
             ConfigError: The workers' addresses are unknown.
         """
         if not self.ranks:
-            message = "this engine cannot lend: its workers' addresses are unknown"
+            message = "the addresses of this engine's workers are unknown; put KVPipeConnector first in MultiConnector"
             raise ConfigError(message)
         self._produced.add(request.request_id, produced)
         self._out.control.expect(produced.handoff)
 
     def allocated(self, request: Request) -> None:
-        """Blocks have been allocated: opens the handoff."""
+        """Opens the handoff once blocks are allocated."""
         produced = self._produced.get(request.request_id)
         if produced is not None and not produced.is_open:
             produced.is_open = True
@@ -71,24 +71,24 @@ class Producing:
             self._out.control.open(produced.handoff, hashed, request.num_prompt_tokens, 0, self.ranks)
 
     def matched(self, request_id: str, num_local_tokens: int) -> None:
-        """So many tokens of a request were in this engine's own cache."""
+        """Notes how many tokens of a request were in this engine's prefix cache."""
         self._num_local_tokens[request_id] = num_local_tokens
 
     def begin_step(self, num_tokens: int, now_s: float) -> None:
-        """A step of so many tokens, of all requests together, is scheduled."""
+        """Notes that a step of `num_tokens`, of all requests together, is scheduled."""
         self._clock.scheduled(num_tokens, now_s)
 
     def scheduled(self, output: SchedulerOutput, request_id: str, num_before: int, num_new: int, now_s: float) -> None:
-        """A request takes part in the step: predicts when its prefill ends, and announces its final blocks."""
+        """Predicts when the prefill of a scheduled request ends, and announces its ready blocks."""
         self._predict(request_id, num_before, num_new, now_s)
         self._announce(output, request_id, num_before, num_new)
 
     def end_step(self) -> None:
-        """All of the step's requests have been said."""
+        """Forgets what applied to the requests of one step."""
         self._num_local_tokens.clear()
 
     def _announce(self, output: SchedulerOutput, request_id: str, num_before: int, num_new: int) -> None:
-        """Announces the blocks that are final before this step, and those that are after it."""
+        """Announces the blocks that are ready before this step, and those that are ready after it."""
         produced = self._produced.get(request_id)
         if produced is None or not produced.is_open or produced.is_withdrawn or self.manager is None:
             return
@@ -100,11 +100,11 @@ class Producing:
                 lambda block: block not in written, block_ids[: num_before // self._block_size]
             )
             self._out.step.cached.extend(produced.announce(list(cached)))
-        num_final = produced.num_final(num_before + num_new, self._block_size)
-        self._out.step.finals.extend(produced.announce(list(block_ids[produced.num_announced : num_final])))
+        num_ready = produced.num_ready(num_before + num_new, self._block_size)
+        self._out.step.ready.extend(produced.announce(list(block_ids[produced.num_announced : num_ready])))
 
     def _predict(self, request_id: str, num_before: int, num_new: int, now_s: float) -> None:
-        """Says when a producing request's prefill will end, if its engine's speed is known."""
+        """Reports when a producing request's prefill will end, if the engine's speed is known."""
         produced = self._produced.get(request_id)
         if produced is None or not produced.is_open or num_new < 1 or num_before >= produced.num_prompt_tokens:
             return
@@ -117,33 +117,33 @@ class Producing:
             self._out.step.control = self._out.control.address or ""
 
     def preempted(self, request_id: str) -> None:
-        """Its blocks may change: consumers are told."""
+        """Withdraws the blocks of a preempted request, because they may change."""
         produced = self._produced.pop(request_id)
         if produced is not None:
             self._withdraw(produced, "the producer preempted the request")
 
     def _withdraw(self, produced: Produced, reason: str) -> None:
-        """Before blocks may change: consumers are told, and the worker stops announcing them."""
+        """Withdraws blocks before they may change: notifies consumers, and stops announcements."""
         self._out.control.withdraw(produced.handoff, reason)
         self._out.step.ended.append((produced.handoff, reason))
 
     def step_ended(self, now_s: float) -> None:
-        """The oldest step under way has ended."""
+        """Notes that the oldest step under way has ended."""
         self._clock.ended(now_s)
 
     def sent(self, request_id: str) -> None:
-        """Nobody reads a held request's blocks any more."""
+        """Forgets a request whose leased blocks are free again."""
         self._produced.pop(request_id)
 
     def withdraw_invalid(self, invalid_block_ids: set[int]) -> None:
-        """Another connector of a MultiConnector could not load what this one has announced as final."""
+        """Withdraws announced blocks that another connector of a MultiConnector could not load."""
         for produced in self._produced.values():
             if not invalid_block_ids.isdisjoint(produced.announced_ids):
                 self._withdraw(produced, "the producer has to compute its blocks again")
                 produced.is_withdrawn = True
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """A request has finished: whether its blocks are held for a consumer, and what its answer says about it."""
+        """Returns whether a finished request's blocks are leased to a consumer, and parameters for its response."""
         produced = self._produced.get(request.request_id)
         if produced is None:
             return False, None
@@ -152,9 +152,9 @@ class Producing:
             self._produced.pop(request.request_id)
             self._withdraw(produced, f"the producer ended the request: {request.status.name}")
             return False, None
-        produced.is_held = True
+        produced.is_leased = True
         self._out.trace.instant("sampled", produced.handoff)
-        self._out.step.held.append((produced.handoff, request.request_id))
+        self._out.step.leased.append((produced.handoff, request.request_id))
         self._out.control.finish(
             produced.handoff, list(request.output_token_ids), reason, produced.num_cached_tokens or 0
         )
@@ -166,7 +166,7 @@ class Producing:
         return True, {"kvpipe": facts}
 
     def on_released(self, event: dict[str, Any]) -> None:
-        """Nobody will read a produced request's blocks (any more)."""
+        """Ends a handoff whose blocks no consumer will read any more."""
         produced = self._produced.of(event["handoff"])
         if produced is not None:
             self._out.step.ended.append((produced.handoff, event["reason"]))

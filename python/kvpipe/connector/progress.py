@@ -1,7 +1,8 @@
-"""When will this step end? Its worker knows best: by the layers that are behind it.
+"""Predicts the end of the current step from the layers that are done.
 
-How fast the steps before were says little where a prompt is one step: on a shared machine the same step takes 0.7 to
-1.3 s. Its last layers take what those before them did. True on CPUs, where a layer is computed when its hook is called.
+The speed of earlier steps predicts little where a prompt is one step: on a shared machine the same step takes 0.7 to
+1.3 s, but its last layers take as long as the layers before them. This holds on CPUs, where vLLM calls a layer's hook
+after computing the layer.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpipe.worker")
 
-# Layers whose median counts: one that was held up does not.
+# Layers in the median, so that one delayed layer does not count.
 _NUM_RECENT = 3
-# A prediction is told again when it has moved by more than this and by more than a tenth of what is left: until it is
-# due there is time to tell a better one, and each takes CPU from the forward pass. A steady one is told again with half
-# of the time left, for the first may have come late.
+# A prediction is reported again when it moves by more than this and by more than a tenth of the time left. Each report
+# takes CPU from the forward pass, and there is time for a better one. A steady prediction is repeated at half of the
+# time left, because the first report may have been late.
 _APART_S = 0.005
 _SHARE = 0.1
 _TIMEOUT_S = 5.0
@@ -33,19 +34,19 @@ _NEVER_S = float("-inf")
 
 
 class StepPace:
-    """What is left of a step with so many layers. Times are seconds of one monotonic clock."""
+    """Remaining time of a step with `num_layers` layers. Times are seconds of one monotonic clock."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._saved_at_s: list[float] = []
 
     def layer_saved(self, now_s: float) -> float | None:
-        """One more layer's attention is done: seconds until the step has ended, 0 or more.
+        """Notes that one more layer's attention is done.
 
-        What follows the last attention (its MLP, the logits, sampling) counts as one layer more.
+        The work after the last attention (its MLP, the logits, sampling) counts as one more layer.
 
         Returns:
-            `None` before enough layers have been seen.
+            Seconds until the end of the step, 0 or more; `None` before enough layers are done.
         """
         self._saved_at_s.append(now_s)
         recent = self._saved_at_s[-_NUM_RECENT - 1 :]
@@ -56,11 +57,11 @@ class StepPace:
 
 
 class Progress:
-    """Tells the control port of its own engine when prefills will end; rank 0 does, for all.
+    """Reports to the control port of its own engine when prefills will end. Rank 0 reports for all ranks.
 
     Args:
-        rank: Of this worker.
-        engine_id: Its engine.
+        rank: Rank of this worker.
+        engine_id: Id of its engine.
     """
 
     def __init__(self, rank: int, engine_id: str) -> None:
@@ -69,42 +70,42 @@ class Progress:
         self._client: _kvpipe.Control | None = None
         self._step: StepMetadata | None = None
         self._pace = StepPace(0)
-        self._told_s = _NEVER_S
-        self._told_left_s = 0.0
+        self._reported_s = _NEVER_S
+        self._reported_left_s = 0.0
 
     def begin_step(self, step: StepMetadata, num_layers: int) -> None:
-        """Before the forward pass."""
+        """Starts a step, before its forward pass."""
         self._step = None if self._is_silent or not step.progress else step
         self._pace = StepPace(num_layers)
-        self._told_s = _NEVER_S
+        self._reported_s = _NEVER_S
 
     def layer_saved(self, now_s: float) -> None:
-        """After a layer's attention."""
+        """Updates the prediction after a layer's attention."""
         if self._step is None:
             return
         left_s = self._pace.layer_saved(now_s)
-        if left_s is None or not self._is_news(now_s + left_s, left_s):
+        if left_s is None or not self._has_changed(now_s + left_s, left_s):
             return
-        self._told_s, self._told_left_s = now_s + left_s, left_s
+        self._reported_s, self._reported_left_s = now_s + left_s, left_s
         try:
             self._report(self._step, left_s)
         except KVPipeError as error:
-            # Never into the forward pass: a request without a prediction is as right, and later.
-            logger.warning("progress.end predictions are made by steps from now on, not by layers: %s", error)
+            # Must not fail the forward pass: without a prediction a request is only slower.
+            logger.warning("progress.end ends are predicted by steps from now on, not by layers: %s", error)
             self._is_silent, self._step = True, None
 
-    def _is_news(self, ends_at_s: float, left_s: float) -> bool:
-        has_moved = abs(ends_at_s - self._told_s) > max(_APART_S, _SHARE * left_s)
-        return has_moved or left_s <= self._told_left_s / 2
+    def _has_changed(self, ends_at_s: float, left_s: float) -> bool:
+        has_moved = abs(ends_at_s - self._reported_s) > max(_APART_S, _SHARE * left_s)
+        return has_moved or left_s <= self._reported_left_s / 2
 
     def _report(self, step: StepMetadata, left_s: float) -> None:
         if self._client is None:
-            # Not before it is needed: an instance that only decodes has no thread for it.
+            # Made on demand, so that an instance that only decodes has no thread for it.
             self._client = _kvpipe.Control(None, resolve_token(), self._engine_id)
         for handoff, beyond_s in step.progress:
             self._client.report_progress(step.control, handoff, left_s + beyond_s, _TIMEOUT_S)
 
     def close(self) -> None:
-        """Ends the session with the control port."""
+        """Closes the session with the control port."""
         if self._client is not None:
             self._client.close()

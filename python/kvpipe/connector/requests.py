@@ -1,4 +1,4 @@
-"""What the scheduler role remembers of each request that takes part in a handoff."""
+"""State of requests that take part in a handoff, as the scheduler role keeps it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# A name of the DNS and a port. Addresses that are not reached are named in results, which are remembered.
+# A DNS name and a port. Results name addresses that could not be reached, and results are kept.
 _LONGEST_ADDRESS = 253 + len(":65535")
 
 
 @dataclass
 class Produced:
-    """A request whose KV another engine will read.
+    """A request whose KV another engine reads.
 
     Attributes:
         handoff: The handoff's id.
         num_prompt_tokens: Length of the prompt.
-        num_cached_tokens: Prompt tokens that were in the own prefix cache.
-        num_announced: Blocks that the worker was told to announce.
+        num_cached_tokens: Prompt tokens found in this engine's prefix cache.
+        num_announced: Blocks that the worker role announces or has announced.
         announced_ids: Those blocks.
-        is_open: Whether consumers have been told that it is scheduled.
-        is_held: Whether it has finished and its blocks are held.
-        is_withdrawn: Whether nobody may read them any more.
+        is_open: Whether the handoff is open: the request is scheduled, and consumers know that.
+        is_leased: Whether the request has finished and its blocks are leased.
+        is_withdrawn: Whether the blocks are withdrawn: no consumer may read them.
     """
 
     handoff: bytes
@@ -40,17 +40,17 @@ class Produced:
     num_announced: int = 0
     announced_ids: set[int] = field(default_factory=set)
     is_open: bool = False
-    is_held: bool = False
+    is_leased: bool = False
     is_withdrawn: bool = False
 
-    def num_final(self, num_tokens: int, block_size: int) -> int:
-        """Blocks that are final when so many tokens are computed: full ones, and with the prompt the last one too."""
+    def num_ready(self, num_tokens: int, block_size: int) -> int:
+        """Returns how many blocks are ready after `num_tokens`: full ones, and the last one with the prompt's end."""
         if num_tokens >= self.num_prompt_tokens:
             return -(-self.num_prompt_tokens // block_size)
         return num_tokens // block_size
 
     def announce(self, block_ids: list[int]) -> list[tuple[bytes, int, int, list[int]]]:
-        """What the worker has to say of the next blocks: `(handoff, generation, first, block_ids)`, or nothing."""
+        """Returns the announcement of the next blocks: `(handoff, epoch, first, block_ids)`, or none."""
         first = self.num_announced
         self.num_announced += len(block_ids)
         self.announced_ids.update(block_ids)
@@ -59,30 +59,31 @@ class Produced:
 
 @dataclass
 class Consumed:
-    """A request whose KV comes from another engine.
+    """A request whose KV another engine computes.
 
-    `phase`: `waiting` (for the producer to open) → `opened` → `loading` → `done`; `gone` from the first
-    two. In `gone` and `done` decode computes whatever it lacks, unless loads that fail are to fail their requests.
+    `phase`: `waiting` (for the producer to open) → `opened` → `loading` → `done`; `ended` from the first two. In
+    `ended` and `done` this engine computes missing KV, unless a failed load is set to fail its request.
 
     Attributes:
         handoff: The handoff's id.
         producer: Control address of the producer.
         num_prompt_tokens: Length of the prompt.
-        opening: What the producer said when it opened the handoff.
-        is_same_prompt: Whether it computes the same prompt; compared once.
-        request: vLLM's.
-        has_state: Whether the sequence state has come.
+        request: vLLM's request.
+        arrived_at: When it arrived, by `time.monotonic`.
+        opening: The producer's message that opened the handoff.
+        is_same_prompt: Whether the producer computes the same prompt; compared once.
+        has_state: Whether the sequence state has arrived.
         first_token: The token that the producer sampled, once it is known.
-        obstacle: Why it cannot be forced here; empty if it can.
+        unsupported_reason: Why that token cannot be forced here; empty if it can.
         is_forced: Whether it was forced when the prompt was done.
-        num_local_tokens: Tokens found in the own prefix cache when the load was claimed.
-        num_computed: Prompt tokens that this engine computed itself, since it was preempted if it was.
-        num_preemptions: How often it was preempted, as far as it has been noted.
-        whole: What each rank has said of a load that lacks the sequence state only.
-        outcome: The workers' word on the load.
-        reason: Why nothing, or not everything, came.
-        is_held: Whether the producer holds its blocks for us.
-        is_lost: Whether nothing can come of what was to be loaded.
+        num_local_tokens: Tokens found in this engine's prefix cache when the load was claimed.
+        num_computed: Prompt tokens that this engine has computed since the last preemption.
+        num_preemptions: Preemptions that this object has processed.
+        verified: Outcomes, one a rank, of a load that lacks only the sequence state.
+        outcome: The workers' merged outcome of the load.
+        reason: Why KV is missing.
+        is_leased: Whether the producer leases its blocks to this request.
+        is_lost: Whether the KV to load cannot arrive any more.
         is_reported: Whether the result has been reported.
         ending: How the request ended before its prompt was computed: `aborted` or `failed`; empty if it did not.
     """
@@ -94,7 +95,7 @@ class Consumed:
     arrived_at: float = field(default_factory=time.monotonic)
     phase: str = "waiting"
     first_token: int | None = None
-    obstacle: str = ""
+    unsupported_reason: str = ""
     is_forced: bool = False
     opening: dict[str, Any] | None = None
     is_same_prompt: bool | None = None
@@ -102,31 +103,31 @@ class Consumed:
     num_local_tokens: int = 0
     num_computed: int = 0
     num_preemptions: int = 0
-    whole: list[dict[str, Any]] = field(default_factory=list)
+    verified: list[dict[str, Any]] = field(default_factory=list)
     outcome: dict[str, Any] | None = None
     reason: str = ""
-    is_held: bool = False
+    is_leased: bool = False
     is_lost: bool = False
     is_reported: bool = False
     ending: str = ""
 
     def note_preemptions(self) -> None:
-        """Loads again what a preemption has taken, if the producer still holds it.
+        """After a preemption, allows a second load if the producer still leases its blocks.
 
-        A load that was whole is not repeated: the producer was told, and most of it is in the own prefix cache.
+        A complete load is not repeated: its blocks are acknowledged, and this engine's prefix cache has most of them.
         """
         if self.request.num_preemptions == self.num_preemptions:
             return
         self.num_preemptions, self.num_computed = self.request.num_preemptions, 0
-        if self.phase == "done" and self.is_held:
+        if self.phase == "done" and self.is_leased:
             self.phase = "opened"
 
     def awaits_first_token(self) -> bool:
-        """Whether the producer may still say which token comes first."""
-        return not self.has_state and self.first_token is None and not self.obstacle
+        """Whether the producer may still send the first token."""
+        return not self.has_state and self.first_token is None and not self.unsupported_reason
 
     def report(self) -> dict[str, Any]:
-        """The handoff's result, for the control port and the log."""
+        """Returns the handoff's result, for the control port and the log."""
         outcome = self.outcome or {}
         return {
             "handoff": self.handoff.hex(),
@@ -134,7 +135,7 @@ class Consumed:
             "prompt_tokens": self.num_prompt_tokens,
             "local_tokens": self.num_local_tokens,
             "computed_tokens": self.num_computed,
-            # The last token of a prompt is computed for its logits whether its KV is here or not.
+            # vLLM computes the last prompt token in any case, for its logits.
             "recomputed_tokens": max(0, self.num_computed - 1),
             "blocks_received": outcome.get("num_received", 0),
             "blocks_missing": outcome.get("num_missing", 0),
@@ -148,7 +149,7 @@ class Consumed:
             "handover_ms": round((time.monotonic() - self.arrived_at) * 1000, 3),
             "reason": outcome.get("reason") or self.reason,
             "first_token": "exact" if self.is_forced else "sampled",
-            "first_token_reason": "" if self.is_forced else self.obstacle or "the producer's is not known",
+            "first_token_reason": "" if self.is_forced else self.unsupported_reason or "the producer's is not known",
         }
 
     def _result(self, *, is_loaded: bool) -> str:
@@ -169,7 +170,7 @@ T = TypeVar("T", bound=_HasHandoff)
 
 
 class Handoffs(Generic[T]):
-    """Requests of one role, found by request id and by handoff; each handoff belongs to one request."""
+    """Requests of one role, by request id and by handoff. Each handoff belongs to one request."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, T] = {}
@@ -179,7 +180,7 @@ class Handoffs(Generic[T]):
         """Adds a request.
 
         Raises:
-            ConfigError: Its handoff belongs to another request (n > 1, or an id that was used again).
+            ConfigError: Its handoff belongs to another request (n > 1, or a reused id).
         """
         if item.handoff in self._request_ids:
             message = f"handoff {item.handoff.hex()} belongs to request {self._request_ids[item.handoff]}"
@@ -188,22 +189,22 @@ class Handoffs(Generic[T]):
         self._request_ids[item.handoff] = request_id
 
     def get(self, request_id: str) -> T | None:
-        """The request of this id."""
+        """Returns the request with this id."""
         return self._by_request.get(request_id)
 
     def of(self, handoff: bytes) -> T | None:
-        """The request of this handoff."""
+        """Returns the request of this handoff."""
         return self._by_request.get(self._request_ids.get(handoff, ""))
 
     def pop(self, request_id: str) -> T | None:
-        """Forgets a request."""
+        """Removes and returns a request."""
         item = self._by_request.pop(request_id, None)
         if item is not None:
             del self._request_ids[item.handoff]
         return item
 
     def values(self) -> list[T]:
-        """All of them."""
+        """Returns all requests."""
         return list(self._by_request.values())
 
     def __len__(self) -> int:
@@ -211,20 +212,20 @@ class Handoffs(Generic[T]):
 
 
 def parse(request: Request) -> Produced | Consumed | None:
-    """What the proxy wants with a request; `None` without its parameters.
+    """Parses a request's kvpipe parameters; returns `None` if it has none.
 
     Raises:
-        ConfigError: The parameters, which anybody could have sent, are wrong.
+        ConfigError: The parameters are wrong. Any client may have sent them.
     """
     outer = request.kv_transfer_params
     params = outer.get("kvpipe") if isinstance(outer, dict) else None
     if params is None:
         return None
     if not isinstance(params, dict):
-        message = f"kvpipe parameters {params!r}: expected an object"
+        message = f"kvpipe={params!r}: expected a JSON object"
         raise ConfigError(message)
     if request.prompt_token_ids is None:
-        message = "a prompt of embeddings has no token ids that both engines could compare"
+        message = "a prompt of embeddings has no token ids, which both engines compare"
         raise ConfigError(message)
     handoff, role, producer = parse_handoff(params.get("handoff")), params.get("role"), params.get("producer")
     if role == "produce":
@@ -236,25 +237,28 @@ def parse(request: Request) -> Produced | Consumed | None:
         producer = ""
     if role == "consume" and isinstance(producer, str):
         return _consumed(request, handoff, producer, params.get("first_token"))
-    message = f"kvpipe parameters {params!r}: expected role produce, or consume with a producer or a first token"
+    example = '{"handoff": "32 hex digits", "role": "consume", "producer": "host:port"}'
+    message = (
+        f"kvpipe={params!r}: expected role produce, or role consume with producer or first_token, such as {example}"
+    )
     raise ConfigError(message)
 
 
 def _consumed(request: Request, handoff: bytes, producer: str, first_token: Any) -> Consumed:
     if len(producer) > _LONGEST_ADDRESS:
-        message = f"producer of {len(producer)} characters: an address has {_LONGEST_ADDRESS} at most"
+        message = f"producer of {len(producer)} characters: an address has at most {_LONGEST_ADDRESS}"
         raise ConfigError(message)
     if first_token is not None and type(first_token) is not int:
         message = f"first_token={first_token!r}: expected a token id"
         raise ConfigError(message)
     consumed = Consumed(handoff, producer, request.num_prompt_tokens, request, first_token=first_token)
     if not producer:
-        consumed.phase, consumed.reason = "gone", "no producer was named"
+        consumed.phase, consumed.reason = "ended", "no producer was named"
     return consumed
 
 
 def prompt_hash(request: Request) -> bytes:
-    """What a prompt's KV depends on besides the model: token ids, LoRA adapter, images."""
+    """Hashes what a prompt's KV depends on besides the model: token ids, LoRA adapter, images."""
     digest = hashlib.sha256(array("I", request.prompt_token_ids or ()).tobytes())
     lora = request.lora_request
     digest.update(repr(lora.lora_name if lora is not None else None).encode())

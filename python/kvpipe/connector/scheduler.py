@@ -1,7 +1,7 @@
-"""The scheduler role: which requests produce or consume a handoff, and what has become of it.
+"""The scheduler role: requests that produce or consume a handoff, from their arrival to the handoff's result.
 
-Runs on EngineCore's main thread. Sockets, deadlines and leases live in the Rust thread of `Control`; a hook only hands
-commands to it and drains its events.
+It runs on EngineCore's main thread. The Rust thread of `Control` owns sockets, deadlines and leases; hooks send it
+commands and drain its events.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvpipe import _kvpipe
 from kvpipe.config import resolve_token
 from kvpipe.connector.consuming import Consuming
 from kvpipe.connector.fingerprint import fingerprint
-from kvpipe.connector.obstacles import Obstacles
+from kvpipe.connector.first_token_support import FirstTokenSupport
 from kvpipe.connector.outbox import Outbox
 from kvpipe.connector.producing import Producing
 from kvpipe.connector.requests import Consumed, Produced, parse
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from kvpipe.connector.config import ConnectorConfig
     from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata
 
-# A child of vLLM's logger: vLLM gives handlers to that one only.
+# vLLM installs handlers on its own logger only, so this one is its child.
 logger = init_logger("vllm.kvpipe.scheduler")
 
 
 class SchedulerRole:
-    """Handoffs of one engine, as its scheduler sees them."""
+    """The handoffs of one engine, on the side of its scheduler."""
 
     def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._role = str(vllm_config.kv_transfer_config.kv_role)
-        self._obstacles = Obstacles(vllm_config)
+        self._first_token_support = FirstTokenSupport(vllm_config)
         self._reasoning_parser = str(vllm_config.structured_outputs_config.reasoning_parser or "")
         self._fingerprint = fingerprint(vllm_config)
         control = _kvpipe.Control(
@@ -65,7 +65,7 @@ class SchedulerRole:
         self._producing = Producing(self._out, block_size)
         self._consuming = Consuming(
             self._out,
-            self._obstacles,
+            self._first_token_support,
             block_size=block_size,
             vocab_size=vllm_config.model_config.get_vocab_size(),
             num_ranks=vllm_config.parallel_config.world_size,
@@ -76,7 +76,7 @@ class SchedulerRole:
             "released": self._producing.on_released,
             "opened": self._consuming.on_opened,
             "finished": self._consuming.on_finished,
-            "gone": self._consuming.on_gone,
+            "ended": self._consuming.on_ended,
         }
         logger.info(
             "control.listen address=%s engine_id=%s role=%s",
@@ -91,25 +91,25 @@ class SchedulerRole:
         return self._out.control.address or ""
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        """Takes the manager, which knows the blocks of each request."""
+        """Stores the manager, which knows the blocks of each request."""
         self._producing.manager = manager
 
     def set_workers(self, workers: dict[int, HandshakeMetadata]) -> None:
-        """Takes the addresses of this engine's workers, by tensor-parallel rank."""
+        """Stores the addresses of this engine's workers, by tensor-parallel rank."""
         ranks = [(workers[rank].address, workers[rank].incarnation) for rank in sorted(workers)]
-        self._obstacles.are_workers_ready = bool(workers) and all(
+        self._first_token_support.are_workers_ready = bool(workers) and all(
             worker.forces_first_tokens for worker in workers.values()
         )
         self._producing.ranks = ranks
         if not ranks:
-            # MultiConnector hands over one connector's metadata only.
-            logger.error("this engine lends nothing: its workers' addresses are unknown; list kvpipe first")
+            # MultiConnector passes on the handshake metadata of one connector only.
+            logger.error("workers.unknown no KV is sent; put KVPipeConnector first in MultiConnector")
         description = {
             "engine_id": self._engine_id,
             "role": self._role,
             "ranks": [address for address, _ in ranks],
             "fingerprint": dict(self._fingerprint),
-            "forces_first_tokens": self._obstacles.are_none(),
+            "forces_first_tokens": self._first_token_support.is_supported(),
             "reasoning_parser": self._reasoning_parser,
         }
         self._out.control.describe_as(json.dumps(description))
@@ -117,11 +117,13 @@ class SchedulerRole:
     # --- requests
 
     def on_new_request(self, request: Request) -> None:
-        """Notes what the proxy wants with a request; without its parameters the request is none of ours."""
+        """Reads the kvpipe parameters of a request; a request without them takes no part."""
         try:
             self._note(request)
         except ConfigError as error:
-            logger.warning("request.ignored request_id=%s: %s", request.request_id, error)
+            logger.warning(
+                "request.ignored request_id=%s KV transfer is disabled for it: %s", request.request_id, error
+            )
 
     def _note(self, request: Request) -> None:
         wanted = parse(request)
@@ -133,27 +135,27 @@ class SchedulerRole:
             self._consuming.add(request, wanted)
 
     def match(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens come from the producer: `(None, False)` as long as it has not opened the handoff."""
+        """Returns how many tokens the producer provides: `(None, False)` while it has not opened the handoff."""
         self._producing.matched(request.request_id, num_local_tokens)
         if request.request_id in self._consuming:
-            self._take_events()
+            self._drain_events()
         return self._consuming.match(request, num_local_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks have been allocated: opens a producing request's handoff, or begins a consuming one's load."""
+        """Opens a producing request's handoff, or begins a consuming one's load, once blocks are allocated."""
         self._producing.allocated(request)
         self._consuming.allocated(request, blocks, num_external_tokens)
 
     def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """A request has finished: whether its blocks are held for a consumer, and what its answer says about it."""
+        """Returns whether a finished request's blocks are leased to a consumer, and parameters for its response."""
         self._consuming.finished(request)
         return self._producing.finished(request)
 
     # --- every step
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """What the worker role has to know before this step's forward pass."""
-        self._take_events()
+        """Returns what the worker role has to do in this step."""
+        self._drain_events()
         for request_id in output.preempted_req_ids or ():
             self._producing.preempted(request_id)
         now_s = time.monotonic()
@@ -165,20 +167,20 @@ class SchedulerRole:
         return self._out.take_step()
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Takes the worker role's word on the loads that ended in this step, and that it has ended."""
+        """Processes the worker role's report on the step that has ended and on its loads."""
         self._producing.step_ended(time.monotonic())
-        self._consuming.hear(output)
-        # The sequence state may have come during the step.
-        self._take_events()
-        self._consuming.end(output)
+        self._consuming.receive_outcomes(output)
+        # The sequence state may have arrived during the step.
+        self._drain_events()
+        self._consuming.report_committed(output)
         for request_id in output.finished_sending or ():
             self._producing.sent(request_id)
         if output.invalid_block_ids:
             self._producing.withdraw_invalid(output.invalid_block_ids)
 
-    # --- what the Rust thread has to say
+    # --- events of the Rust thread
 
-    def _take_events(self) -> None:
+    def _drain_events(self) -> None:
         for event in self._out.control.drain():
             self._handlers[event["event"]](event)
 
@@ -186,5 +188,5 @@ class SchedulerRole:
         logger.info("%s", event["text"])
 
     def close(self) -> None:
-        """Ends the control plane; consumers are told."""
+        """Closes the control plane, which notifies consumers."""
         self._out.control.close()

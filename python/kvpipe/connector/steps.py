@@ -1,4 +1,4 @@
-"""What vLLM's scheduler has put into a step, as the scheduler role needs to know it."""
+"""Requests and blocks of a step, read from vLLM's scheduler output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int, int]]:
-    """`(request_id, computed before, computed in this step)` of every scheduled request."""
+    """Yields `(request_id, tokens computed before, tokens of this step)` for each scheduled request."""
     counts = output.num_scheduled_tokens
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens, counts.get(new.req_id, 0)
@@ -24,13 +24,13 @@ def scheduled(output: SchedulerOutput) -> Iterator[tuple[str, int, int]]:
 def written_blocks(
     output: SchedulerOutput, manager: KVCacheManager, num_local_tokens: Mapping[str, int], block_size: int
 ) -> set[int]:
-    """Blocks that this step writes, which vLLM shares by their hash already: they count as cached once scheduled.
+    """Returns blocks that this step writes, although vLLM already shares them by hash and counts them as cached.
 
     Args:
         output: The step.
         manager: Knows the blocks of each request.
-        num_local_tokens: Of the requests that were admitted in this step, the tokens found in the own prefix cache.
-            What lies between them and those computed before is loaded within this step by another connector.
+        num_local_tokens: For requests admitted in this step, tokens found in this engine's prefix cache. Another
+            connector loads the tokens between these and those computed before, within this step.
         block_size: Tokens in a block.
     """
     written: set[int] = set()

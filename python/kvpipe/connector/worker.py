@@ -1,6 +1,6 @@
-"""The worker role: the agent of this rank, its KV cache as regions, and exactly-once reports to vLLM.
+"""The worker role: this rank's agent, its KV cache as regions, and exactly-once reports to vLLM.
 
-Runs on the worker's main thread. A hook hands commands to the Rust thread and drains its events; it never waits, but
+It runs on the worker's main thread. Hooks send commands to the Rust thread and drain its events. No hook waits, except
 for the registration at the start.
 """
 
@@ -15,10 +15,9 @@ from vllm.logger import init_logger
 from kvpipe import _kvpipe
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
-from kvpipe.connector.first_token import DUE
+from kvpipe.connector.first_token import PENDING_FIRST_TOKENS
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
 from kvpipe.connector.progress import Progress
-from kvpipe.connector.trace import WorkerTrace
 from kvpipe.exceptions import ConfigError, TransferTimeoutError
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvpipe.worker")
 
 
-# What the agent says of a load that has ended, and what stands for it where the load never began.
+# Fields of an outcome, with their values for a load that never began.
 _FACTS: dict[str, Any] = {
     "num_bytes": 0,
     "num_received": 0,
@@ -45,7 +44,7 @@ _FACTS: dict[str, Any] = {
 
 
 class WorkerRole:
-    """Loads and lends the KV blocks of one rank."""
+    """Loads the KV blocks of one rank, and exposes them to consumers."""
 
     def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
@@ -57,24 +56,24 @@ class WorkerRole:
         self._regions: dict[str, _kvpipe.Region] = {}
         self._is_by_layer = _calls_each_layer_once(vllm_config)
         self._step = StepMetadata()
-        self._finals: _kvpipe.Finals | None = None
+        self._ready: _kvpipe.ReadyBlocks | None = None
         self._unsaved: dict[str, _kvpipe.Region] = {}
         self._loading: dict[bytes, Load] = {}
-        self._held: dict[bytes, str] = {}
+        self._leased: dict[bytes, str] = {}
         self._released: set[bytes] = set()
         self._received: set[str] = set()
         self._invalid_block_ids: set[int] = set()
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._progress = Progress(self._rank, self._engine_id)
-        self._whole: dict[str, list[dict[str, Any]]] = {}
-        self._taken: list[bytes] = []
+        self._verified: dict[str, list[dict[str, Any]]] = {}
+        self._acknowledged: list[bytes] = []
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Starts the agent and registers each layer's cache, `[num_blocks, …]`, as a region.
 
         Raises:
             TransportUnavailableError: There is no UCX, or the cache is on a device that it cannot reach.
-            ConfigError: A layer's blocks are not contiguous.
+            ConfigError: A cache is not in host memory, or a layer's blocks are not contiguous.
         """
         host = self._config.listen.rpartition(":")[0]
         self._agent = _kvpipe.Agent(
@@ -91,10 +90,10 @@ class WorkerRole:
 
     def _register_layer(self, agent: _kvpipe.Agent, name: str, cache: torch.Tensor) -> _kvpipe.Region:
         if cache.device.type != "cpu":
-            message = f"the KV cache is on {cache.device}; this version moves KV in host memory only"
+            message = f"KV cache is on {cache.device}; kvpipe supports vLLM's CPU build only"
             raise ConfigError(message)
         if not cache[0].is_contiguous():
-            message = f"layer {name}: blocks of strides {cache.stride()} are not contiguous and cannot be moved"
+            message = f"layer {name}: its blocks are not contiguous (strides {cache.stride()}), and cannot be moved"
             raise ConfigError(message)
         block_bytes = cache[0].numel() * cache.element_size()
         stride = cache.stride(0) * cache.element_size()
@@ -107,15 +106,17 @@ class WorkerRole:
         return region
 
     def handshake(self) -> HandshakeMetadata | None:
-        """Where this rank's agent listens."""
+        """Returns the address of this rank's agent."""
         if self._agent is None or self._agent.address is None:
             return None
-        return HandshakeMetadata(self._agent.address, bytes(self._agent.incarnation), DUE.is_heeded)
+        return HandshakeMetadata(
+            self._agent.address, bytes(self._agent.incarnation), PENDING_FIRST_TOKENS.has_processor
+        )
 
     # --- every step
 
     def end_handoffs(self, step: StepMetadata) -> None:
-        """Before anything of this step may write into blocks: takes back those that are not lent any more."""
+        """Ends handoffs before this step writes into their blocks."""
         if self._agent is None:
             return
         for handoff, reason in step.ended:
@@ -123,12 +124,12 @@ class WorkerRole:
             self._released.add(handoff)
 
     def begin_step(self, step: StepMetadata) -> None:
-        """Before the forward pass: begins and ends loads."""
+        """Begins and ends loads before the forward pass."""
         agent = self._agent
         if agent is None:
             return
         if step.cached:
-            agent.finalize(_kvpipe.Finals(step.cached), list(self._regions.values()))
+            agent.mark_ready(_kvpipe.ReadyBlocks(step.cached), list(self._regions.values()))
         for load in step.loads:
             self._load(agent, load)
         for handoff in step.commits:
@@ -136,15 +137,15 @@ class WorkerRole:
         for handoff in step.committed:
             self._loading.pop(handoff, None)
             agent.commit(handoff)
-        self._taken = step.committed
+        self._acknowledged = step.committed
         for handoff, reason, is_withdrawn in step.cancels:
             agent.cancel(handoff, reason, is_withdrawn)
-        for handoff, request_id in step.held:
-            self._held[handoff] = request_id
-        if step.finals:
-            self._step, self._finals, self._unsaved = step, _kvpipe.Finals(step.finals), dict(self._regions)
+        for handoff, request_id in step.leased:
+            self._leased[handoff] = request_id
+        if step.ready:
+            self._step, self._ready, self._unsaved = step, _kvpipe.ReadyBlocks(step.ready), dict(self._regions)
             self._progress.begin_step(step, len(self._regions))
-        DUE.tokens = step.first_tokens
+        PENDING_FIRST_TOKENS.tokens = step.first_tokens
         self._trace.begin_step(step)
 
     def _load(self, agent: _kvpipe.Agent, load: Load) -> None:
@@ -158,7 +159,7 @@ class WorkerRole:
             load.handoff,
             address,
             incarnation,
-            load.generation,
+            load.epoch,
             load.first,
             load.block_ids,
             load.is_committed,
@@ -169,98 +170,98 @@ class WorkerRole:
         if load.refusal:
             return load.refusal
         if load.handoff in self._loading:
-            return "its handoff is being loaded"
+            return "its handoff is being loaded already"
         if self._rank >= len(load.ranks):
-            return f"the producer has {len(load.ranks)} workers, this is rank {self._rank}"
+            return f"the producer has {len(load.ranks)} workers, none for rank {self._rank}"
         return ""
 
     def save_layer(self, layer_name: str) -> None:
-        """After a layer's attention: this step's blocks are final in it. Most steps have none."""
-        if self._finals is None or self._agent is None or not self._is_by_layer:
+        """Marks this step's blocks as ready in a layer whose attention is done. Most steps have none."""
+        if self._ready is None or self._agent is None or not self._is_by_layer:
             return
         if (region := self._unsaved.pop(layer_name, None)) is not None:
             self._trace.layers_computed()
-            self._agent.finalize(self._finals, [region])
+            self._agent.mark_ready(self._ready, [region])
             self._progress.layer_saved(time.monotonic())
         elif layer_name in self._regions:
             self._withdraw_step(self._agent, layer_name)
 
     def _withdraw_step(self, agent: _kvpipe.Agent, layer_name: str) -> None:
-        """What was announced of the layer may have changed: nobody may use it, and no step is announced so again."""
-        logger.error("layer.twice name=%s: blocks are announced once a step from now on", layer_name)
+        """Ends the step's handoffs, whose announced blocks may have changed, and announces by step from now on."""
+        logger.error("layer.twice name=%s blocks are announced once a step from now on", layer_name)
         self._is_by_layer = False
-        for handoff, *_ in self._step.finals:
+        for handoff, *_ in self._step.ready:
             agent.end(handoff, f"layer {layer_name} was computed twice in a step")
-        self._forget_finals()
+        self._forget_ready()
 
     def end_forward(self) -> None:
-        """After the forward pass: this step's blocks are final in the layers that are left."""
-        if self._finals is not None and self._agent is not None and self._unsaved:
+        """Marks this step's blocks as ready in the remaining layers, after the forward pass."""
+        if self._ready is not None and self._agent is not None and self._unsaved:
             self._trace.layers_computed()
-            self._agent.finalize(self._finals, list(self._unsaved.values()))
+            self._agent.mark_ready(self._ready, list(self._unsaved.values()))
         self._trace.end_forward()
-        self._forget_finals()
+        self._forget_ready()
 
-    def _forget_finals(self) -> None:
-        self._step, self._finals, self._unsaved = StepMetadata(), None, {}
+    def _forget_ready(self) -> None:
+        self._step, self._ready, self._unsaved = StepMetadata(), None, {}
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose blocks nobody reads any more, and requests whose load has ended; each exactly once."""
+        """Returns requests whose lease has ended, and requests whose load has ended, each exactly once."""
         sent: set[str] = set()
         for event in self._agent.drain() if self._agent is not None else ():
             if event["event"] == "log":
                 logger.info("%s", event["text"])
-            elif event["event"] == "taken":
+            elif event["event"] == "acknowledged":
                 self._released.add(event["handoff"])
-            elif event["event"] == "whole":
-                self._note_whole(event)
+            elif event["event"] == "blocks_verified":
+                self._note_verified(event)
             elif (load := self._loading.pop(event["handoff"], None)) is not None:
                 self._end_load(load, event)
         received, self._received = self._received, set()
-        for handoff in self._released & self._held.keys():
-            sent.add(self._held.pop(handoff))
-        # A handoff that ended before its request finished is never held: it is not remembered.
-        self._released.intersection_update(self._held)
+        for handoff in self._released & self._leased.keys():
+            sent.add(self._leased.pop(handoff))
+        # A handoff that ended before its request finished is never leased, so it is forgotten.
+        self._released.intersection_update(self._leased)
         return sent, received
 
-    def _note_whole(self, event: dict[str, Any]) -> None:
+    def _note_verified(self, event: dict[str, Any]) -> None:
         if (load := self._loading.get(event["handoff"])) is not None:
-            self._whole[load.request_id] = [_facts(event, is_loaded=True)]
+            self._verified[load.request_id] = [_facts(event, is_loaded=True)]
 
     def _end_load(self, load: Load, event: dict[str, Any]) -> None:
         missing = [load.block_ids[index] for index in event.get("missing", ())]
         self._invalid_block_ids.update(missing)
         self._received.add(load.request_id)
-        self._whole.pop(load.request_id, None)
+        self._verified.pop(load.request_id, None)
         self._outcomes[load.request_id] = _facts(event, is_loaded="reason" not in event)
 
     def take_invalid_block_ids(self) -> set[int]:
-        """Blocks that did not arrive, of the loads that `finished` has just reported."""
+        """Returns missing blocks of the loads that `finished` has just reported."""
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
     def take_outcomes(self) -> WorkerOutcomes | None:
-        """How those loads ended, and which need nothing but the sequence state, for the scheduler role.
+        """Returns ended and verified loads for the scheduler role; `None` if there is nothing to report.
 
-        With nothing to say, vLLM does not call the scheduler role after a step without tokens: a committed load is
-        always answered, and so is each step of a load, for its sequence state may have come meanwhile.
+        After a step without tokens, vLLM calls the scheduler role only if there is a report. So commits are always
+        acknowledged, and each step of a load reports: its sequence state may have arrived meanwhile.
         """
-        if not (self._outcomes or self._whole or self._taken or self._loading):
+        if not (self._outcomes or self._verified or self._acknowledged or self._loading):
             return None
-        taken, self._taken = self._taken, []
+        acknowledged, self._acknowledged = self._acknowledged, []
         outcomes, self._outcomes = self._outcomes, {}
-        whole, self._whole = self._whole, {}
-        return WorkerOutcomes(outcomes, whole, taken)
+        verified, self._verified = self._verified, {}
+        return WorkerOutcomes(outcomes, verified, acknowledged)
 
     def close(self) -> None:
-        """Ends the agent; peers are told."""
+        """Closes the agent, which notifies its peers."""
         self._progress.close()
         if self._agent is None:
             return
         try:
             self._agent.close()
-        except TransferTimeoutError as error:  # the engine ends, and the caches' memory with its process
-            logger.warning("agent.unended %s", error)
+        except TransferTimeoutError as error:  # harmless: the caches' memory ends with this process
+            logger.warning("agent.pending_reads %s", error)
 
 
 def _facts(event: dict[str, Any], *, is_loaded: bool) -> dict[str, Any]:
@@ -269,5 +270,43 @@ def _facts(event: dict[str, Any], *, is_loaded: bool) -> dict[str, Any]:
 
 
 def _calls_each_layer_once(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM calls each layer once a step, when all its blocks are written: not with micro-batches or drafts."""
+    """Whether vLLM calls `save_kv_layer` once for each layer and step: not with micro-batches or drafts."""
     return vllm_config.speculative_config is None and not vllm_config.parallel_config.use_ubatching
+
+
+class WorkerTrace:
+    """Traces the layers of a prefill and the first step of a decode as spans. It costs nothing without a file.
+
+    Rust traces the other events of a handoff where they happen.
+
+    Attributes:
+        lines: The trace file.
+    """
+
+    def __init__(self, config: ConnectorConfig, process: str) -> None:
+        self.lines = _kvpipe.Trace(config.trace, process)
+        self._step = StepMetadata()
+        self._began_s = self._since_s = 0.0
+        self._num_layers = 0
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Notes the step and its time, before the forward pass."""
+        if self.lines.is_on:
+            self._step = step
+            self._began_s = self._since_s = time.monotonic()
+            self._num_layers = 0
+
+    def layers_computed(self) -> None:
+        """Writes a span since the last call, for each handoff of this step."""
+        if self.lines.is_on:
+            for handoff, _, first, block_ids in self._step.ready:
+                facts = {"layer": self._num_layers, "first": first, "blocks": len(block_ids)}
+                self.lines.span("computed", handoff, self._since_s, **facts)
+            self._since_s = time.monotonic()
+            self._num_layers += 1
+
+    def end_forward(self) -> None:
+        """Writes the span of a request's first step, after the forward pass."""
+        for handoff in self._step.first_tokens:
+            self.lines.span("first step", handoff, self._began_s)
+        self._step = StepMetadata()

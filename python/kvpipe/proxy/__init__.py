@@ -1,6 +1,6 @@
 """One OpenAI-compatible endpoint over X prefill and Y decode instances.
 
-`run(ProxyConfig(...))` serves until a signal; `create_app` is for those who embed it.
+`run(ProxyConfig(...))` serves until a signal; `create_app` returns the application for embedding.
 """
 
 from kvpipe.proxy.app import create_app

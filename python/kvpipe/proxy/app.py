@@ -9,16 +9,17 @@ from typing import Any
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from multidict import CIMultiDict
 
 from kvpipe.proxy.bodies import CHAT_PATH, BodyError, error_body, parse_body
 from kvpipe.proxy.config import ProxyConfig
 from kvpipe.proxy.control import Control
 from kvpipe.proxy.dispatch import Call, Dispatcher
 from kvpipe.proxy.headers import request_headers
-from kvpipe.proxy.health import report_health
+from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.metrics import Metrics
 from kvpipe.proxy.relay import relay
-from kvpipe.proxy.upstream import InstanceError, Upstream, open_session
+from kvpipe.proxy.upstream import InstanceError, Role, Upstream, open_session
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,8 @@ logger = logging.getLogger(__name__)
 def create_app(config: ProxyConfig, control: Control) -> web.Application:
     """The proxy as an aiohttp application.
 
-    Run it with `handler_cancellation=True`: a handler that is cancelled when its client leaves is
-    what aborts the instances' requests. The caller owns `control` and closes it after the
-    application's cleanup.
+    Run it with `handler_cancellation=True`: when a client leaves, the cancelled handler aborts the instances' requests.
+    The caller owns `control` and closes it after the application's cleanup.
     """
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_openai_errors])
     proxy = _Proxy(config, control)
@@ -43,7 +43,7 @@ def create_app(config: ProxyConfig, control: Control) -> web.Application:
 
 
 class _Proxy:
-    """The handlers, and what they share while the application runs."""
+    """Request handlers and their shared state."""
 
     _upstream: Upstream
     _dispatcher: Dispatcher
@@ -74,7 +74,7 @@ class _Proxy:
         return await relay(request, answer, self._config.client_timeout_s)
 
     async def health(self, _: web.Request) -> web.Response:
-        is_up, report = await report_health(self._config, self._upstream)
+        is_up, report = await _report_health(self._config, self._upstream)
         return _json(HTTPStatus.OK if is_up else HTTPStatus.SERVICE_UNAVAILABLE, report)
 
     async def metrics(self, _: web.Request) -> web.Response:
@@ -124,3 +124,36 @@ def _json(status: HTTPStatus, value: dict[str, Any]) -> web.Response:
 def _error(status: HTTPStatus, message: str) -> web.Response:
     kind = status.phrase.title().replace(" ", "") + "Error"  # BadRequestError, NotFoundError, …
     return web.Response(status=status, body=error_body(status, message, kind), content_type="application/json")
+
+
+async def _report_health(config: ProxyConfig, upstream: Upstream) -> tuple[bool, dict[str, Any]]:
+    """Probes all instances: whether at least one P and one D are healthy, and each one's state.
+
+    It takes `connect_timeout_s` at most.
+    """
+    prefill, decode = await asyncio.gather(
+        _probe_all(config, upstream, "prefill", config.prefill),
+        _probe_all(config, upstream, "decode", config.decode),
+    )
+    is_up = "ok" in prefill.values() and "ok" in decode.values()
+    status = "ok" if is_up else "unavailable"
+    return is_up, {"status": status, "prefill": prefill, "decode": decode}
+
+
+async def _probe_all(
+    config: ProxyConfig, upstream: Upstream, role: Role, instances: tuple[Instance, ...]
+) -> dict[str, str]:
+    probes = (_probe(config.connect_timeout_s, upstream, role, i) for i in instances)
+    states = await asyncio.gather(*probes)
+    return {instance.url: state for instance, state in zip(instances, states, strict=True)}
+
+
+async def _probe(timeout_s: float, upstream: Upstream, role: Role, instance: Instance) -> str:
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = await upstream.get(role, instance, "/health", CIMultiDict())
+    except InstanceError as error:
+        return error.reason
+    except TimeoutError:
+        return "no answer in time"
+    return "ok" if answer.status == HTTPStatus.OK else f"answered {answer.status}"

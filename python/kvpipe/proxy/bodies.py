@@ -1,4 +1,4 @@
-"""The bodies that P and D get, made from the client's. Pure."""
+"""Request bodies for P and D, made from the client's body. Pure."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ class BodyError(KVPipeError, ValueError):
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """Read a client's body, without the transfer parameters it may have brought.
+    """Parse a client's body, and remove its transfer parameters.
 
-    Those decide which memory D reads, so they are the proxy's to set. `vllm_xargs` is a second door
-    to the same place: vLLM merges both into `SamplingParams.extra_args`.
+    These decide which memory D reads, so only the proxy may set them. `vllm_xargs` can carry them too, because vLLM
+    merges both into `SamplingParams.extra_args`.
 
     Raises:
         BodyError: not JSON, or not an object.
@@ -36,10 +36,10 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def prefill_body(body: dict[str, Any], path: str, handoff: str) -> bytes:
-    """P's body: the client's request cut to its first token, not streamed, producing `handoff`."""
+    """Body for P: the client's request, limited to its first token, not streamed, producing `handoff`."""
     changed = {key: value for key, value in body.items() if key != "stream_options"}
     changed |= {"max_tokens": 1, "n": 1, "stream": False}
-    if path == CHAT_PATH:  # vLLM's completions protocol has no such field
+    if path == CHAT_PATH:  # vLLM's completions protocol lacks this field
         changed["max_completion_tokens"] = 1
     if isinstance(min_tokens := body.get("min_tokens"), int):
         changed["min_tokens"] = min(1, min_tokens)
@@ -48,19 +48,19 @@ def prefill_body(body: dict[str, Any], path: str, handoff: str) -> bytes:
 
 
 def decode_body(body: dict[str, Any], handoff: str, producer: str) -> bytes:
-    """D's body: the client's request, consuming `handoff` from the control port `producer`."""
+    """Body for D: the client's request, consuming `handoff` from the control port `producer`."""
     params = {"handoff": handoff, "role": "consume", "producer": producer}
     return orjson.dumps(body | {_PARAMS: {"kvpipe": params}})
 
 
 def resumed_body(body: dict[str, Any], handoff: str, first_token: int) -> bytes:
-    """D's body when it works alone from a first token that the client has been shown; `handoff` is a new id."""
+    """Body for a D that continues alone after an early token; `handoff` is a new id."""
     params = {"handoff": handoff, "role": "consume", "first_token": first_token}
     return orjson.dumps(body | {_PARAMS: {"kvpipe": params}})
 
 
 def plain_body(body: dict[str, Any]) -> bytes:
-    """D's body when it works alone: no handoff."""
+    """Body for a D that works alone, without a handoff."""
     return orjson.dumps(body)
 
 

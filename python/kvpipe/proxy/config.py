@@ -1,4 +1,4 @@
-"""The proxy's settings: parsed once at the edge, frozen afterwards."""
+"""Settings of the proxy, checked when they are made."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -24,24 +24,21 @@ class ProxyConfig:
 
     Attributes:
         prefill: instances that compute prompts; each needs its control address.
-        decode: instances that answer; the control address is optional (then `/status` asks P).
+        decode: instances that answer; the control address is optional (without it, `/status` asks P).
         host: interface to listen on. Default: loopback only.
-        port: TCP port to listen on; 0 takes a free one, which is logged.
-        dispatch: `sequential` asks D when P has answered; `concurrent` asks both at once, so that
-            D's admission overlaps the prefill at the price of D's CPU while it waits;
-            `just-in-time` asks D so long before the end of the prefill, as P predicts it, as D
-            takes to admit a request.
+        port: TCP port to listen on; 0 picks a free one, which the log names.
+        dispatch: when D gets a request. `sequential`: after P's answer. `concurrent`: at once, so that D's admission
+            overlaps the prefill, while waiting costs CPU on D. `just-in-time`: before the predicted end of the prefill,
+            by the time that D takes to admit a request.
         token: shared secret for the control ports; None leaves the choice to the control client.
-        max_body_bytes: largest request body that is read; each one in work costs about three times
-            its size in memory.
-        connect_timeout_s: for name, TCP and TLS of one connection to an instance, and for one
-            health probe.
-        silence_timeout_s: how long an instance may say nothing: P until it has answered, D until
-            its first byte and between bytes. An answer that is not streamed is silence until it is
-            complete. The default is that of OpenAI's own clients.
-        client_timeout_s: how long a client may take to send its body, or to accept one piece.
-        control_timeout_s: for one call to a control port (`release`, `result`).
-        drain_timeout_s: after SIGTERM or SIGINT, how long running requests may go on.
+        max_body_bytes: largest accepted request body; a request in progress takes about three times its size in memory.
+        connect_timeout_s: limit for name lookup, TCP and TLS of a connection to an instance, and for a health probe.
+        silence_timeout_s: limit for an instance without output: P until its answer, D until its first byte and between
+            bytes. An answer that is not streamed counts as silence until it is complete. The default is that of
+            OpenAI's clients.
+        client_timeout_s: limit for a client to send its body, or to accept one piece.
+        control_timeout_s: limit for one call to a control port (`release`, `result`).
+        drain_timeout_s: time for running requests to end after SIGTERM or SIGINT.
     """
 
     prefill: tuple[Instance, ...]

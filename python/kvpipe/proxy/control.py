@@ -1,23 +1,28 @@
-"""What the proxy asks of control ports."""
+"""The interface to control ports, and a log of failing instances and ports."""
 
+import logging
 from collections.abc import Awaitable
 from typing import Any, Literal, Protocol
+
+_LOG_INTERVAL_S = 60.0
+
+logger = logging.getLogger(__name__)
 
 
 class Moment(Protocol):
     """What ended a subscription; `kvpipe.control.Moment` is one."""
 
     @property
-    def kind(self) -> Literal["due", "finished", "watched", "gone"]:
-        """What has come about."""
+    def kind(self) -> Literal["due", "finished", "watched", "ended"]:
+        """The event."""
 
     @property
     def remaining_s(self) -> float | None:
-        """With `due`, and with `finished` if there was a prediction: seconds to the predicted end; else None."""
+        """Seconds to the predicted end, with `due`, and with `finished` if there was a prediction; otherwise None."""
 
     @property
     def reason(self) -> str:
-        """With `gone`: why."""
+        """The reason of `gone`."""
 
 
 class Control(Protocol):
@@ -27,16 +32,37 @@ class Control(Protocol):
     """
 
     def release(self, address: str, handoff: str, timeout: float = ...) -> Awaitable[bool]:
-        """Let the producer at `address` free a handoff; False when it does not know it."""
+        """Free a handoff at its producer; False if the producer does not know it."""
 
     def result(self, address: str, handoff: str, timeout: float = ...) -> Awaitable[dict[str, Any] | None]:
-        """What became of a handoff, as `address` sees it; None when it does not know it."""
+        """Return a handoff's result at `address`; None if it is unknown there."""
 
     def describe(self, address: str, timeout: float = ...) -> Awaitable[dict[str, Any]]:
-        """What an engine says of itself."""
+        """Return the engine's description."""
 
     def subscribe(self, address: str, handoff: str, lead_s: float, timeout: float = ...) -> Awaitable[Moment]:
-        """Wait until a prefill at `address` is predicted to end within `lead_s`, has ended, or never will."""
+        """Wait until a prefill at `address` is predicted to end within `lead_s`, has ended, or cannot end."""
 
     def watched(self, address: str, handoff: str, timeout: float = ...) -> Awaitable[Moment]:
-        """Wait until a consumer watches a handoff at `address`, or none will."""
+        """Wait until a consumer watches a handoff at `address`, or the handoff has ended."""
+
+
+class FailureLog:
+    """Logs each failing instance or control port at most once a minute, with the number of suppressed lines."""
+
+    def __init__(self) -> None:
+        self._logged_at_s: dict[tuple[str, str], float] = {}
+        self._num_suppressed: dict[tuple[str, str], int] = {}
+
+    def note(self, role: str, url: str, reason: str, now_s: float) -> bool:
+        """Log a failure unless one was logged within a minute; returns whether it was logged."""
+        key = (role, url)
+        last_s = self._logged_at_s.get(key)
+        if last_s is not None and now_s - last_s < _LOG_INTERVAL_S:
+            self._num_suppressed[key] = self._num_suppressed.get(key, 0) + 1
+            return False
+        self._logged_at_s[key] = now_s
+        num_suppressed = self._num_suppressed.pop(key, 0)
+        similar = f" ({num_suppressed} similar suppressed)" if num_suppressed else ""
+        logger.warning("instance.failed role=%s url=%s reason=%r%s", role, url, reason, similar)
+        return True

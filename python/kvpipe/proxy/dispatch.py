@@ -1,9 +1,8 @@
-"""The attempts a request is made of: which instance is asked what, and what is given back after.
+"""Answers requests by attempts at a handoff: selects instances, sends them requests, releases KV afterwards.
 
-Ownership: every task here is in `Dispatcher._tasks` until it has ended, the requests' own tasks
-included, and `Dispatcher.close` waits for all of them. Every wait is bounded by a setting of
-`ProxyConfig`: HTTP by `connect_timeout_s` and `silence_timeout_s`, control by `control_timeout_s`,
-subscriptions by what they are about: P's answer.
+Ownership: `Dispatcher._tasks` holds every task until it has ended, the requests' own tasks included, and
+`Dispatcher.close` waits for all of them. A setting of `ProxyConfig` bounds every wait: `connect_timeout_s` and
+`silence_timeout_s` bound HTTP, `control_timeout_s` bounds control ports. P's answer ends a subscription.
 """
 
 import asyncio
@@ -11,39 +10,37 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Self, TypeVar
 
 from multidict import CIMultiDict
 
 from kvpipe.exceptions import KVPipeError
+from kvpipe.proxy.attempt import Attempt
 from kvpipe.proxy.bodies import CHAT_PATH, decode_body, plain_body, prefill_body, resumed_body
 from kvpipe.proxy.config import ProxyConfig
-from kvpipe.proxy.control import Control
-from kvpipe.proxy.early import FirstToken, may_show
-from kvpipe.proxy.endings import Endings
+from kvpipe.proxy.control import Control, FailureLog
+from kvpipe.proxy.early_token import EarlyToken, allows_early_token
 from kvpipe.proxy.exchanges import (
     discard,
     failed,
+    final_error,
     has_answer,
     has_begun,
-    has_nothing_to_show,
-    last_word,
+    has_no_token,
     without_server_error,
 )
-from kvpipe.proxy.failures import FailureLog
-from kvpipe.proxy.handoffs import RecentHandoffs
 from kvpipe.proxy.headers import HANDOFF
 from kvpipe.proxy.instances import Instance
 from kvpipe.proxy.just_in_time import JustInTime, Timing
 from kvpipe.proxy.metrics import Metrics
-from kvpipe.proxy.results import Results
+from kvpipe.proxy.results import RecentHandoffs, ResultRecorder, Results
 from kvpipe.proxy.routing import RoundRobin, goes_to_decode_alone
 from kvpipe.proxy.tasks import OwnedTasks
-from kvpipe.proxy.upstream import Answer, Early, Fault, InstanceError, Upstream
+from kvpipe.proxy.upstream import Answer, EarlyStart, Fault, InstanceError, Upstream
 
-# With concurrent dispatch D's answer can be complete while P's is still on its way.
+# With concurrent dispatch D's answer can be complete before P's has arrived.
 _PREFILL_GRACE_S = 2.0
 
 logger = logging.getLogger(__name__)
@@ -53,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A client's request: path of the API, parsed body and its bytes, headers for the instances."""
+    """A client's request: API path, parsed body, size of the body, headers for the instances."""
 
     path: str
     body: dict[str, Any]
@@ -61,42 +58,14 @@ class Call:
     headers: CIMultiDict[str]
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One try at a handoff from one P to one D, under an id of its own.
-
-    Attributes:
-        may_hold_kv: P may hold blocks for this handoff, so that it has to be told if it fails.
-        prefilling: P's exchange, when it runs beside D's.
-        first_token: what P has sampled, where that can be shown before D says it.
-        begins_with_it: whether D's stream will begin with that.
-        timing: how D's part is timed, with just-in-time dispatch.
-        is_decode_asked: D has been asked, whether it answered or not.
-        measuring: waits for D's admission.
-        is_settled: it has ended, and its timing has been logged.
-    """
-
-    prefill: Instance
-    decode: Instance
-    handoff: str = field(default_factory=lambda: secrets.token_hex(16))
-    may_hold_kv: bool = False
-    prefilling: asyncio.Task[Answer | None] | None = None
-    first_token: asyncio.Future[FirstToken | None] | None = None
-    begins_with_it: asyncio.Task[bool] | None = None
-    timing: Timing | None = None
-    is_decode_asked: bool = False
-    measuring: asyncio.Task[None] | None = None
-    is_settled: bool = False
-
-
 class Dispatcher:
-    """Answers calls, with a handoff where that is possible.
+    """Answers calls, by a handoff where that is possible.
 
     Args:
-        config: the proxy's settings.
-        upstream: HTTP to the instances.
-        control: control ports; the caller closes it, after this.
-        metrics: where attempts are counted.
+        config: settings of the proxy.
+        upstream: HTTP client of the instances.
+        control: client of control ports; the caller closes it after the dispatcher.
+        metrics: counters of attempts.
     """
 
     def __init__(self, config: ProxyConfig, upstream: Upstream, control: Control, metrics: Metrics) -> None:
@@ -112,12 +81,12 @@ class Dispatcher:
             "just-in-time": self._just_in_time,
         }
         self._exchange = exchanges[config.dispatch]
-        everyone = [i.control for i in (*config.decode, *config.prefill) if i.control]
-        self.recent = RecentHandoffs(tuple(dict.fromkeys(everyone)))
+        all_addresses = [i.control for i in (*config.decode, *config.prefill) if i.control]
+        self.recent = RecentHandoffs(tuple(dict.fromkeys(all_addresses)))
         self.results = Results(control, self.recent, config.control_timeout_s)
         self._failures = FailureLog()
         self._timer = JustInTime(control, self._failures, config.silence_timeout_s)
-        self._endings = Endings(self.results, metrics, self._timer.leads, self._failures)
+        self._recorder = ResultRecorder(self.results, metrics, self._timer.leads, self._failures)
         self._is_timed = config.dispatch == "just-in-time"
         self._tasks = OwnedTasks()
 
@@ -131,16 +100,16 @@ class Dispatcher:
         await self.close()
 
     async def close(self) -> None:
-        """Wait for what is still running, releases above all; cancel what takes too long."""
-        self._endings.close()
+        """Wait for running tasks, mainly releases; cancel those that take too long."""
+        self._recorder.close()
         await self._tasks.close(self._control_timeout_s + _PREFILL_GRACE_S)
 
     @asynccontextmanager
     async def answer(self, call: Call) -> AsyncIterator[Answer]:
-        """The answer to a call, its status decided; leaving before its end aborts and releases.
+        """Yields the answer to a call, with its status; leaving before its end aborts requests and releases KV.
 
         Raises:
-            InstanceError: no instance was left that could be asked.
+            InstanceError: every instance of a role has failed.
         """
         self._tasks.adopt_current()
         answer, attempt = await self._dispatch(call)
@@ -152,7 +121,7 @@ class Dispatcher:
                 self._settle(attempt, is_delivered=answer.is_complete)
 
     async def ask_decode(self, path: str, headers: CIMultiDict[str]) -> Answer:
-        """GET from the decode instances, until one answers without a server error."""
+        """Send a GET to decode instances, until one answers without a server error."""
         return await self._until_one_answers(lambda instance: self._upstream.get("decode", instance, path, headers))
 
     async def _dispatch(self, call: Call) -> tuple[Answer, Attempt | None]:
@@ -165,10 +134,10 @@ class Dispatcher:
                 return await self._attempt(call, attempt), attempt
             except InstanceError as error:
                 if error.answer is not None:
-                    error.answer.headers[HANDOFF] = attempt.handoff  # its result says why
+                    error.answer.headers[HANDOFF] = attempt.handoff  # the reason is in its result
                 del left[error.role][0]
                 if not left[error.role]:
-                    return last_word(error), None
+                    return final_error(error), None
                 self._metrics.replaced(error.role, "failed")
 
     async def _decode_alone(self, call: Call) -> Answer:
@@ -184,13 +153,13 @@ class Dispatcher:
                 return await self._checked(ask(instances.pop(0)))
             except InstanceError as error:
                 if not instances:
-                    return last_word(error)
+                    return final_error(error)
 
     async def _attempt(self, call: Call, attempt: Attempt) -> Answer:
         attempt.timing = self._begin_timing(attempt, call.num_bytes)
-        if may_show(call.body) and attempt.decode.control:
-            attempt.first_token = asyncio.get_running_loop().create_future()
-            attempt.begins_with_it = self._tasks.spawn(self._begins_with_it(attempt.decode, call.path))
+        if allows_early_token(call.body) and attempt.decode.control:
+            attempt.early_token = asyncio.get_running_loop().create_future()
+            attempt.repeats_token = self._tasks.spawn(self._decode_repeats_token(attempt.decode, call.path))
         addresses = attempt.decode.control, attempt.prefill.control
         self.recent.remember(attempt.handoff, *addresses, timing=attempt.timing)
         logger.debug(
@@ -216,15 +185,15 @@ class Dispatcher:
 
     async def _concurrent(self, call: Call, attempt: Attempt) -> Answer:
         attempt.prefilling = self._tasks.spawn(self._ask_prefill(call, attempt))
-        return await self._beside(attempt.prefilling, call, attempt)
+        return await self._overlap(attempt.prefilling, call, attempt)
 
     async def _just_in_time(self, call: Call, attempt: Attempt) -> Answer:
-        """Ask P, and D when P is said to be almost ready, or has answered."""
+        """Ask P, then D shortly before the predicted end of P's prefill, or when P has answered."""
         attempt.prefilling = self._tasks.spawn(self._ask_prefill(call, attempt))
         await self._until_due(attempt.prefilling, attempt)
         if attempt.prefilling.done():
             return attempt.prefilling.result() or await self._ask_decode(call, attempt)
-        return await self._beside(attempt.prefilling, call, attempt)
+        return await self._overlap(attempt.prefilling, call, attempt)
 
     async def _until_due(self, prefilling: asyncio.Task[Answer | None], attempt: Attempt) -> None:
         if attempt.timing is None:
@@ -238,46 +207,46 @@ class Dispatcher:
         finally:
             waiting.cancel()
 
-    async def _beside(self, prefilling: asyncio.Task[Answer | None], call: Call, attempt: Attempt) -> Answer:
-        """Ask D while P is at work. D's answer counts as soon as it begins; before that, P's refusal does."""
+    async def _overlap(self, prefilling: asyncio.Task[Answer | None], call: Call, attempt: Attempt) -> Answer:
+        """Ask D while P computes. D's answer is used once it begins; until then P's refusal is."""
         decoding = self._tasks.spawn(self._ask_decode(call, attempt))
         try:
             await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
-            if has_answer(decoding) and (early := decoding.result().early) is not None:
-                either: set[asyncio.Task[Any]] = {prefilling, early.begun}
+            if has_answer(decoding) and (start := decoding.result().early_start) is not None:
+                either: set[asyncio.Task[Any]] = {prefilling, start.first_bytes}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not has_begun(decoding) and prefilling.done():
                 refusal = prefilling.result()
                 if refusal is not None:
                     discard(decoding)
                     return refusal
-            return await self._unless_shown(await decoding)
+            return await self._without_early_token(await decoding)
         except BaseException:
             discard(decoding)
             raise
 
-    async def _unless_shown(self, answer: Answer) -> Answer:
-        """A stream of which nothing is shown early, with its first bytes: until then another D can be asked."""
-        early = answer.early
-        if early is not None and (early.begun.done() or has_nothing_to_show(early)):
-            answer.body = await self._noted(early.begun)
-            answer.early = None
+    async def _without_early_token(self, answer: Answer) -> Answer:
+        """Wait for the first bytes of a stream without an early token: until then another D can be asked."""
+        start = answer.early_start
+        if start is not None and (start.first_bytes.done() or has_no_token(start)):
+            answer.body = await self._logged(start.first_bytes)
+            answer.early_start = None
         return answer
 
     async def _ask_prefill(self, call: Call, attempt: Attempt) -> Answer | None:
-        """Ask P; None when it has done its part, its answer when the request itself is bad."""
+        """Ask P; returns None on success, and P's answer when the request itself is bad."""
         body = prefill_body(call.body, call.path, attempt.handoff)
         attempt.may_hold_kv = True
         try:
             answer = await self._checked(self._upstream.post("prefill", attempt.prefill, call.path, call.headers, body))
         except InstanceError as error:
             attempt.may_hold_kv = error.reached
-            _tell_first_token(attempt, None)
+            attempt.set_early_token(None)
             raise
-        first_token = FirstToken.of(call.path, answer.body)
-        if attempt.begins_with_it is not None and not await attempt.begins_with_it:
-            first_token = None
-        _tell_first_token(attempt, first_token)
+        early_token = EarlyToken.of(call.path, answer.body)
+        if attempt.repeats_token is not None and not await attempt.repeats_token:
+            early_token = None
+        attempt.set_early_token(early_token)
         if answer.status == HTTPStatus.OK:
             if attempt.timing is not None:
                 self._timer.answered(attempt.timing, attempt.prefill.url)
@@ -291,32 +260,32 @@ class Dispatcher:
         attempt.is_decode_asked = True
         if attempt.timing is not None:
             self._metrics.dispatched(attempt.timing)
-            whom = attempt.decode.url, attempt.prefill.control, attempt.handoff
-            attempt.measuring = self._tasks.spawn(self._timer.measure(attempt.timing, *whom))
-        first_token = attempt.first_token
-        is_shown = first_token is not None and (not first_token.done() or first_token.result() is not None)
-        answer = await self._post_to_decode(call, attempt.decode, body, awaits_first_byte=not is_shown)
+            arguments = attempt.decode.url, attempt.prefill.control, attempt.handoff
+            attempt.measuring = self._tasks.spawn(self._timer.measure(attempt.timing, *arguments))
+        early_token = attempt.early_token
+        may_come_early = early_token is not None and (not early_token.done() or early_token.result() is not None)
+        answer = await self._post_to_decode(call, attempt.decode, body, awaits_first_byte=not may_come_early)
         answer.headers[HANDOFF] = attempt.handoff
-        if first_token is not None and is_shown and not answer.is_complete:
-            begun = self._tasks.spawn(answer.piece())
-            answer.early = Early(
-                first_token,
-                begun,
-                self._metrics.first_token_shown,
-                lambda shown, fault: self._ask_again(call, attempt.decode, shown, fault),
+        if early_token is not None and may_come_early and not answer.is_complete:
+            first_bytes = self._tasks.spawn(answer.piece())
+            answer.early_start = EarlyStart(
+                early_token,
+                first_bytes,
+                self._metrics.early_token_sent,
+                lambda token, fault: self._retry_decode(call, attempt.decode, token, fault),
             )
         return answer
 
-    async def _ask_again(self, call: Call, decode: Instance, shown: FirstToken, fault: Fault) -> Answer:
-        """A stream that begins with the token that was shown; of another D, if there is one, and without P's KV.
+    async def _retry_decode(self, call: Call, decode: Instance, token: EarlyToken, fault: Fault) -> Answer:
+        """Ask for a stream that begins with the early token, from another D if there is one, without P's KV.
 
-        The handoff is a new one: a D that is asked again may not have ended the first request yet.
+        The handoff id is new, because the same D may not have ended the first request yet.
         """
         others = [instance for instance in self._decode.order() if instance != decode]
         if others:
             self._metrics.replaced("decode", fault)
             decode = others[0]
-        body = resumed_body(call.body, secrets.token_hex(16), shown.token)
+        body = resumed_body(call.body, secrets.token_hex(16), token.token)
         answer = await self._post_to_decode(call, decode, body, awaits_first_byte=True)
         if answer.is_complete:
             raise failed(answer)
@@ -328,8 +297,8 @@ class Dispatcher:
         )
         return await self._checked(asked)
 
-    async def _begins_with_it(self, decode: Instance, path: str) -> bool:
-        """Whether a D's stream begins with P's token as it is; a parser of D's may take it apart."""
+    async def _decode_repeats_token(self, decode: Instance, path: str) -> bool:
+        """Whether a D's stream begins with P's token unchanged; a reasoning parser may split it."""
         try:
             async with asyncio.timeout(self._control_timeout_s):
                 described = await self._control.describe(decode.control, self._control_timeout_s)
@@ -341,10 +310,10 @@ class Dispatcher:
         return described.get("forces_first_tokens") is True and not has_parser
 
     async def _checked(self, exchange: Awaitable[Answer]) -> Answer:
-        """An answer that is no server error; else the instance's failure, logged."""
-        return await self._noted(without_server_error(exchange))
+        """Return an answer unless it is a server error, which is logged and raised as `InstanceError`."""
+        return await self._logged(without_server_error(exchange))
 
-    async def _noted(self, exchange: Awaitable[T]) -> T:
+    async def _logged(self, exchange: Awaitable[T]) -> T:
         try:
             return await exchange
         except InstanceError as error:
@@ -353,16 +322,16 @@ class Dispatcher:
             raise
 
     def _settle(self, attempt: Attempt, *, is_delivered: bool) -> None:
-        """End an attempt: P's request is aborted and its KV released unless D has answered."""
-        _end_timing(attempt)
+        """End an attempt: abort P's request and release its KV, unless D has answered."""
+        attempt.end_timing()
         if not attempt.is_settled:
-            whom = attempt.handoff, attempt.decode, attempt.timing
-            self._tasks.spawn(self._endings.take(*whom, is_decode_asked=attempt.is_decode_asked))
+            arguments = attempt.handoff, attempt.decode, attempt.timing
+            self._tasks.spawn(self._recorder.record(*arguments, is_decode_asked=attempt.is_decode_asked))
         attempt.is_settled = True
         prefilling, attempt.prefilling = attempt.prefilling, None
         if is_delivered:
             if prefilling is not None and not prefilling.done():
-                self._tasks.spawn(self._let_end(attempt, prefilling))
+                self._tasks.spawn(self._await_prefill(attempt, prefilling))
             return
         if prefilling is not None:
             prefilling.cancel()
@@ -370,7 +339,7 @@ class Dispatcher:
             attempt.may_hold_kv = False
             self._tasks.spawn(self._release(attempt))
 
-    async def _let_end(self, attempt: Attempt, prefilling: asyncio.Task[Answer | None]) -> None:
+    async def _await_prefill(self, attempt: Attempt, prefilling: asyncio.Task[Answer | None]) -> None:
         _, pending = await asyncio.wait({prefilling}, timeout=_PREFILL_GRACE_S)
         if pending:
             prefilling.cancel()
@@ -386,16 +355,3 @@ class Dispatcher:
             self._failures.note("control", address, reason, asyncio.get_running_loop().time())
         else:
             logger.debug("handoff.released handoff=%s known=%s", handoff, is_known)
-
-
-def _tell_first_token(attempt: Attempt, token: FirstToken | None) -> None:
-    if attempt.first_token is not None and not attempt.first_token.done():
-        attempt.first_token.set_result(token)
-
-
-def _end_timing(attempt: Attempt) -> None:
-    if attempt.measuring is not None:
-        attempt.measuring.cancel()
-    if attempt.timing is not None and not attempt.is_settled:
-        fields = " ".join(f"{name}={value}" for name, value in attempt.timing.report().items())
-        logger.debug("handoff.dispatch handoff=%s %s", attempt.handoff, fields)

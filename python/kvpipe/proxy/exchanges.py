@@ -1,19 +1,19 @@
-"""What is known of an exchange with an instance: whether it has begun, and what the client gets where it fails."""
+"""State of an exchange with an instance, and the error that its client gets."""
 
 import asyncio
 from collections.abc import Awaitable
 from http import HTTPStatus
 
-from kvpipe.proxy.upstream import Answer, Early, InstanceError
+from kvpipe.proxy.upstream import Answer, EarlyStart, InstanceError
 
 
 def has_answer(task: asyncio.Task[Answer]) -> bool:
-    """Whether the exchange has come to an answer."""
+    """Whether the exchange has ended with an answer."""
     return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def without_server_error(exchange: Awaitable[Answer]) -> Answer:
-    """An answer that is no server error.
+    """Returns an answer that is no server error.
 
     Raises:
         InstanceError: It is one.
@@ -24,21 +24,21 @@ async def without_server_error(exchange: Awaitable[Answer]) -> Answer:
     return answer
 
 
-def has_nothing_to_show(early: Early) -> bool:
-    """Whether it is known that the client cannot be told anything before the stream begins."""
-    return early.token.done() and early.token.result() is None
+def has_no_token(start: EarlyStart) -> bool:
+    """Whether it is certain that nothing can be sent before the stream begins."""
+    return start.token.done() and start.token.result() is None
 
 
 def has_begun(decoding: asyncio.Task[Answer]) -> bool:
-    """Whether D's answer is there, a stream's first bytes or early end included."""
+    """Whether D has answered, and a stream has its first bytes or has ended."""
     if not has_answer(decoding):
         return False
-    early = decoding.result().early
-    return early is None or early.begun.done()
+    start = decoding.result().early_start
+    return start is None or start.first_bytes.done()
 
 
 def discard(decoding: asyncio.Task[Answer]) -> None:
-    """Abort D's exchange at whatever point it is."""
+    """Abort the exchange with D, whether it has an answer or not."""
     if has_answer(decoding):
         decoding.result().close()
     else:
@@ -46,14 +46,14 @@ def discard(decoding: asyncio.Task[Answer]) -> None:
 
 
 def failed(answer: Answer) -> InstanceError:
-    """The failure that a server error is."""
+    """Turns a server error into an `InstanceError`."""
     excerpt = answer.body[:200].decode(errors="replace")
     reason = f"answered {answer.status}: {excerpt}"
     return InstanceError(answer.role, answer.instance, reason, answer=answer)
 
 
-def last_word(error: InstanceError) -> Answer:
-    """What the client gets when nobody is left to ask: D's own error, else the exception."""
+def final_error(error: InstanceError) -> Answer:
+    """Returns D's own error as the client's answer, when no instance is left; otherwise raises."""
     if error.role == "decode" and error.answer is not None:
         return error.answer
     raise error

@@ -1,4 +1,4 @@
-"""Which headers pass through the proxy, either way. Pure."""
+"""Headers that the proxy passes through, either way. Pure."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ _HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-# The body is written anew and goes uncompressed: an error event must fit behind D's last byte.
+# The proxy writes the body anew and uncompressed, so that it can append an error event after D's last byte.
 _OURS_IN_REQUEST = _HOP_BY_HOP | {
     "accept-encoding",
     "content-encoding",

@@ -1,4 +1,4 @@
-"""What an instance is, and how the command line names one."""
+"""A vLLM instance, and its form on the command line."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -27,7 +27,7 @@ class Instance:
         """Read `http://host:port`, or `http://host:port,control-host:port`.
 
         Raises:
-            ConfigError: the text has another form; it is named with the form wanted.
+            ConfigError: the text has another form; the message names both.
         """
         url, comma, control = text.strip().partition(",")
         url = url.rstrip("/")

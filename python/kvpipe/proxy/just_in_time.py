@@ -1,6 +1,7 @@
-"""When D gets its request: so long before the predicted end of P's prefill as D takes to admit it.
+"""Just-in-time dispatch: D gets a request shortly before the predicted end of P's prefill.
 
-A prediction that is wrong, late or missing costs time only: at the latest D is asked when P has answered.
+The lead is the time that D takes to admit a request. A wrong, late or missing prediction costs only time: at the latest
+D is asked when P has answered.
 """
 
 import time
@@ -10,31 +11,30 @@ from statistics import fmean, median
 from typing import Literal
 
 from kvpipe.exceptions import KVPipeError
-from kvpipe.proxy.control import Control
-from kvpipe.proxy.failures import FailureLog
+from kvpipe.proxy.control import Control, FailureLog
 
-# What is assumed of an instance that has not been measured.
+# Assumed for an instance that has not been measured.
 _FIRST_ADMISSION_S = 0.18
-# For D's steps between its watch and its load.
+# Time for D's steps between its watch and its load.
 _MARGIN_S = 0.01
-# Errors of prediction and backlogs never have D asked earlier than this: until then its CPU is P's.
+# Prediction errors and backlogs never extend the lead beyond this, because an early D takes CPU from P.
 _BOUND_S = 0.2
 _LONGEST_S = 5.0
-# What a request's bytes are counted with: a short one takes its time too, and says little of what a long one takes.
+# Added to a request's bytes, because a short request takes time too, and predicts little about a long one.
 _BASE_BYTES = 4096
-# Of these the median is taken: two after a first one that is far out, it is forgotten; five make a change usual.
+# Samples in the rolling median: a first outlier loses its effect after two more, a change takes over after five.
 _NUM_REMEMBERED = 8
-# How many mean deviations a time is expected to stray.
+# Mean deviations added to the median.
 _NUM_DEVIATIONS = 2
 
 Trigger = Literal["due", "finished", "answer"]
 
 
-class Usual:
-    """What a time usually is, and how far it strays, by the last 8 measurements; a single one far out hardly counts.
+class RollingMedian:
+    """Rolling median of the last 8 measurements, with their deviation; a single outlier has little effect.
 
     Args:
-        assumed_s: what it is before the first measurement, which replaces that.
+        assumed_s: value before the first measurement.
     """
 
     def __init__(self, assumed_s: float = 0.0) -> None:
@@ -43,74 +43,74 @@ class Usual:
 
     @property
     def median_s(self) -> float:
-        """The middle of the measurements."""
+        """Median of the measurements."""
         return median(self._latest_s) if self._latest_s else self._assumed_s
 
     @property
     def deviation_s(self) -> float:
-        """The average distance from the median, the furthest measurement left out; 0 before the second one."""
+        """Mean distance from the median without the largest one; 0 before the second measurement."""
         around_s = self.median_s
         *distances_s, _ = sorted(abs(each - around_s) for each in self._latest_s) or [0.0]
         return fmean(distances_s) if distances_s else 0.0
 
     @property
-    def most_s(self) -> float:
-        """What few go beyond."""
+    def upper_s(self) -> float:
+        """Median plus two mean deviations: few measurements are longer."""
         return self.median_s + _NUM_DEVIATIONS * self.deviation_s
 
-    def measured(self, seconds: float) -> None:
-        """Take one more measurement."""
+    def add(self, seconds: float) -> None:
+        """Add a measurement."""
         self._latest_s.append(seconds)
 
 
 class Leads:
-    """How long before the end of prefill each D is asked.
+    """Learns the lead: how long before the end of the prefill each D is asked.
 
-    It covers the time until D watches the handoff (admission) and has what was final by then (backlog), both D's, and
-    how much too late P's prediction of its end is, with twice the mean deviation of each. A backlog is as long as its
-    prompt, of which the proxy knows the request's bytes: it is learned by the byte.
+    A lead is the sum of D's admission (until it watches the handoff), D's backlog (until it has read the blocks that
+    were ready by then) and the error of P's prediction, each with twice its mean deviation. A backlog grows with the
+    prompt, of which the proxy knows the request's bytes, so backlogs are learned by the byte.
     """
 
     def __init__(self) -> None:
-        self._admissions: dict[str, Usual] = {}
-        self._backlogs_by_byte: dict[str, Usual] = {}
-        self._errors: dict[str, Usual] = {}
+        self._admissions: dict[str, RollingMedian] = {}
+        self._backlogs_by_byte: dict[str, RollingMedian] = {}
+        self._errors: dict[str, RollingMedian] = {}
 
     def lead_s(self, prefill_url: str, decode_url: str, num_bytes: int) -> float:
-        """For a request of so many bytes: up to 200 ms, to 5 s where D's admission alone usually takes longer."""
-        admission = self._admissions.get(decode_url, Usual(_FIRST_ADMISSION_S))
-        backlog_s = (_BASE_BYTES + num_bytes) * self._backlogs_by_byte.get(decode_url, Usual()).most_s
-        error = self._errors.get(prefill_url, Usual())
-        wanted_s = _MARGIN_S + admission.most_s + backlog_s + error.most_s
+        """Lead for a request of `num_bytes`: up to 200 ms, or up to 5 s where D's median admission takes longer."""
+        admission = self._admissions.get(decode_url, RollingMedian(_FIRST_ADMISSION_S))
+        backlog_s = (_BASE_BYTES + num_bytes) * self._backlogs_by_byte.get(decode_url, RollingMedian()).upper_s
+        error = self._errors.get(prefill_url, RollingMedian())
+        wanted_s = _MARGIN_S + admission.upper_s + backlog_s + error.upper_s
         bound_s = max(_BOUND_S, _MARGIN_S + admission.median_s)
         return max(0.0, min(wanted_s, bound_s, _LONGEST_S))
 
     def admitted(self, decode_url: str, admission_s: float) -> None:
-        """Take one more time from a D's request to its watch, 0 or more seconds."""
-        self._admissions.setdefault(decode_url, Usual()).measured(min(admission_s, _LONGEST_S))
+        """Add the time from a D's request to its watch, 0 or more seconds."""
+        self._admissions.setdefault(decode_url, RollingMedian()).add(min(admission_s, _LONGEST_S))
 
     def moved(self, decode_url: str, backlog_s: float, num_bytes: int) -> None:
-        """Take one more time in which a D read what was final before, 0 or more seconds; bytes as of `lead_s`."""
+        """Add the time in which a D read its backlog, 0 or more seconds; `num_bytes` as in `lead_s`."""
         by_byte_s = min(backlog_s, _LONGEST_S) / (_BASE_BYTES + num_bytes)
-        self._backlogs_by_byte.setdefault(decode_url, Usual()).measured(by_byte_s)
+        self._backlogs_by_byte.setdefault(decode_url, RollingMedian()).add(by_byte_s)
 
     def answered(self, prefill_url: str, error_s: float) -> None:
-        """Take one more error of a P's prediction, in seconds: above 0 when it ended earlier than was predicted."""
-        self._errors.setdefault(prefill_url, Usual()).measured(max(-_LONGEST_S, min(error_s, _LONGEST_S)))
+        """Add the error of a P's prediction, in seconds: above 0 when the prefill ended before the predicted time."""
+        self._errors.setdefault(prefill_url, RollingMedian()).add(max(-_LONGEST_S, min(error_s, _LONGEST_S)))
 
 
 @dataclass(slots=True)
 class Timing:
-    """How one handoff was timed. Instants are those of `time.monotonic`, in seconds.
+    """Timing of one handoff. Instants are those of `time.monotonic`, in seconds.
 
     Attributes:
-        lead_s: how long before the predicted end D was to be asked.
-        num_bytes: of the client's request.
-        trigger: what D was asked on: `due` or `finished` from P's control port, or P's `answer`.
-        reason: why the control port had nothing to say.
-        admission_s: from asking D until it watched the handoff.
-        predicted_at_s: when P was to be ready by the prediction that made it due.
-        answered_at_s: when P answered.
+        lead_s: planned time between asking D and the predicted end.
+        num_bytes: size of the client's request.
+        trigger: event on which D was asked: `due` or `finished` from P's control port, or P's `answer`.
+        reason: why the control port reported neither.
+        admission_s: time from asking D until it watched the handoff.
+        predicted_at_s: predicted end of the prefill.
+        answered_at_s: time of P's answer.
     """
 
     lead_s: float
@@ -123,25 +123,25 @@ class Timing:
 
     @property
     def error_s(self) -> float | None:
-        """Predicted end less P's answer: below 0 when the prediction was too early."""
+        """Predicted end minus P's answer: below 0 when the prediction was too early."""
         if self.predicted_at_s is None or self.answered_at_s is None:
             return None
         return self.predicted_at_s - self.answered_at_s
 
     def report(self) -> dict[str, str | float]:
-        """What is known, for the log and `/status`."""
+        """The known facts, for the log and `/status`."""
         times = {"lead_ms": self.lead_s, "admission_ms": self.admission_s, "prediction_error_ms": self.error_s}
         known = {name: round(seconds * 1000, 3) for name, seconds in times.items() if seconds is not None}
         return {"trigger": self.trigger} | known | ({"reason": self.reason} if self.reason else {})
 
 
 class JustInTime:
-    """Asks P's control port when the time has come.
+    """Waits for the predicted end at P's control port, and measures predictions and admissions.
 
     Args:
-        control: control ports.
-        failures: where a port that does not answer is logged.
-        timeout_s: how long P may take.
+        control: client of control ports.
+        failures: log of ports that do not answer.
+        timeout_s: limit for P's prefill.
     """
 
     def __init__(self, control: Control, failures: FailureLog, timeout_s: float) -> None:
@@ -151,15 +151,15 @@ class JustInTime:
         self.leads = Leads()
 
     def begin(self, prefill_url: str, decode_url: str, num_bytes: int) -> Timing:
-        """The timing of a handoff from that P to that D, of a request of so many bytes."""
+        """Timing of a handoff from P to D for a request of `num_bytes`."""
         return Timing(self.leads.lead_s(prefill_url, decode_url, num_bytes), num_bytes)
 
     async def is_due(self, timing: Timing, address: str, handoff: str) -> bool:
-        """Wait until D is to be asked; False when only P's answer will tell."""
+        """Wait until D should be asked; False if D has to wait for P's answer."""
         try:
             moment = await self._control.subscribe(address, handoff, timing.lead_s, self._timeout_s)
         except (KVPipeError, OSError) as error:
-            return self._falls_back(timing, address, str(error) or type(error).__name__)
+            return self._fall_back(timing, address, str(error) or type(error).__name__)
         if moment.kind == "due":
             timing.predicted_at_s = time.monotonic() + (moment.remaining_s or 0.0)
             timing.trigger = "due"
@@ -168,16 +168,16 @@ class JustInTime:
             if moment.remaining_s is not None:
                 timing.predicted_at_s = time.monotonic() + moment.remaining_s
         else:
-            return self._falls_back(timing, address, moment.reason)
+            return self._fall_back(timing, address, moment.reason)
         return True
 
-    def _falls_back(self, timing: Timing, address: str, reason: str) -> bool:
+    def _fall_back(self, timing: Timing, address: str, reason: str) -> bool:
         timing.reason = reason
         self._failures.note("control", address, f"subscribe: {reason}; sequential dispatch instead", time.monotonic())
         return False
 
     async def measure(self, timing: Timing, decode_url: str, address: str, handoff: str) -> None:
-        """From now, when D is asked, until it watches the handoff at P's control port."""
+        """Measure D's admission: from now until D watches the handoff at P's control port."""
         asked_at_s = time.monotonic()
         try:
             moment = await self._control.watched(address, handoff, self._timeout_s)
@@ -189,7 +189,7 @@ class JustInTime:
             self.leads.admitted(decode_url, timing.admission_s)
 
     def answered(self, timing: Timing, prefill_url: str) -> None:
-        """P has answered: how far off its prediction was."""
+        """Note P's answer, and learn the prediction's error."""
         timing.answered_at_s = time.monotonic()
         if timing.error_s is not None:
             self.leads.answered(prefill_url, timing.error_s)

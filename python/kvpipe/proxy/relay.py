@@ -1,6 +1,6 @@
-"""Writes an answer to the client: at once and unchanged, but for a first token that is shown early.
+"""Sends an answer to the client, at once and unchanged except for an early token.
 
-A client that takes nothing for `client_timeout_s` loses its connection, which cancels the handler.
+A client that accepts no data for `client_timeout_s` loses its connection, which cancels the handler.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from typing import Any
 from aiohttp import web
 
 from kvpipe.proxy.bodies import error_body
-from kvpipe.proxy.early import ContradictionError, FirstToken, Reconciled
-from kvpipe.proxy.upstream import Answer, Early, Fault, InstanceError
+from kvpipe.proxy.early_token import Continuation, ContradictionError, EarlyToken
+from kvpipe.proxy.upstream import Answer, EarlyStart, Fault, InstanceError
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +33,23 @@ async def relay(request: web.Request, answer: Answer, timeout_s: float) -> web.S
         response: web.StreamResponse = web.Response(status=answer.status, headers=answer.headers, body=answer.body)
     else:
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
-    await client.takes(response.prepare(request))
+    await client.send(response.prepare(request))
     if answer.stream is not None:
         await _relay_stream(client, response, answer)
-    await client.takes(response.write_eof())
+    await client.send(response.write_eof())
     return response
 
 
 async def _relay_stream(client: "_Client", response: web.StreamResponse, answer: Answer) -> None:
     last = b"\n\n"
     try:
-        async for piece in _pieces(answer) if answer.early is None else _with_first_token(answer, answer.early):
-            await client.takes(response.write(piece))
+        async for piece in (
+            _pieces(answer) if answer.early_start is None else _with_early_token(answer, answer.early_start)
+        ):
+            await client.send(response.write(piece))
             last = piece
     except InstanceError as error:
-        await client.takes(response.write(_error_event(error, last)))
+        await client.send(response.write(_error_event(error, last)))
 
 
 async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
@@ -57,58 +59,58 @@ async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def _with_first_token(answer: Answer, early: Early) -> AsyncIterator[bytes]:
-    """D's stream, and before it P's token, if that is there first.
+async def _with_early_token(answer: Answer, start: EarlyStart) -> AsyncIterator[bytes]:
+    """Yields P's token if it arrives first, then D's stream.
 
     Raises:
-        InstanceError: the stream broke off, or no instance's begins as it was shown.
+        InstanceError: the stream broke off, or no instance's stream begins with the early token.
     """
-    either: set[asyncio.Future[Any]] = {early.begun, early.token}
+    either: set[asyncio.Future[Any]] = {start.first_bytes, start.token}
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    shown = None if early.begun.done() else early.token.result()
-    if shown is None:
-        answer.body = await early.begun
+    token = None if start.first_bytes.done() else start.token.result()
+    if token is None:
+        answer.body = await start.first_bytes
         async for piece in _pieces(answer):
             yield piece
         return
-    early.shown()
-    yield shown.events()
-    async for event in _after(shown, answer, early):
+    start.on_sent()
+    yield token.events()
+    async for event in _after(token, answer, start):
         yield event
 
 
-async def _after(shown: FirstToken, answer: Answer, early: Early) -> AsyncIterator[bytes]:
-    reconciled = Reconciled(shown)
+async def _after(token: EarlyToken, answer: Answer, start: EarlyStart) -> AsyncIterator[bytes]:
+    continuation = Continuation(token)
     try:
-        answer.body = await early.begun
-        async for event in _reconciled(reconciled, answer):
+        answer.body = await start.first_bytes
+        async for event in _continued(continuation, answer):
             yield event
     except (ContradictionError, InstanceError) as error:
-        if reconciled.has_passed:
+        if continuation.has_sent:
             raise
-        logger.warning("first_token.again url=%s: %s", answer.instance.url, error)
+        logger.warning("early_token.retry url=%s: %s", answer.instance.url, error)
         fault: Fault = "contradicted" if isinstance(error, ContradictionError) else "failed"
     else:
         return
     answer.close()
-    answer.replace_stream(await early.again(shown, fault))
+    answer.replace_stream(await start.retry(token, fault))
     try:
-        async for event in _reconciled(Reconciled(shown), answer):
+        async for event in _continued(Continuation(token), answer):
             yield event
     except ContradictionError as error:
         raise InstanceError(answer.role, answer.instance, str(error)) from error
 
 
-async def _reconciled(reconciled: Reconciled, answer: Answer) -> AsyncIterator[bytes]:
+async def _continued(continuation: Continuation, answer: Answer) -> AsyncIterator[bytes]:
     async for piece in _pieces(answer):
-        for event in reconciled.feed(piece):
+        for event in continuation.feed(piece):
             yield event
-    if rest := reconciled.end():
+    if rest := continuation.end():
         yield rest
 
 
 def _error_event(error: InstanceError, last: bytes) -> bytes:
-    """An SSE event that says why no more comes; it starts anew where the last one broke off."""
+    """An SSE event with the error; it begins a new event where the last one broke off."""
     gap = b"" if last.endswith(b"\n\n") else b"\n\n"
     return gap + b"data: " + error_body(502, str(error), "BadGatewayError") + b"\n\n"
 
@@ -120,12 +122,12 @@ class _Client:
         self._request = request
         self._timeout_s = timeout_s
 
-    async def takes(self, work: Awaitable[object]) -> None:
+    async def send(self, work: Awaitable[object]) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await work
         except TimeoutError as error:
             if self._request.transport is not None:
-                # close() would wait for the buffer that the client does not take.
+                # close() would wait for a buffer that the client does not read.
                 self._request.transport.abort()
-            raise StalledClientError(f"no data taken for {self._timeout_s} s") from error
+            raise StalledClientError(f"client accepted no data for {self._timeout_s} s") from error

@@ -1,4 +1,4 @@
-"""Which instances a request goes to. Pure: no input or output, no clock."""
+"""Selects instances for a request. Pure: no input or output, no clock."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,17 +17,17 @@ class RoundRobin:
         return f"<RoundRobin next={self._instances[self._next].url} of {len(self._instances)}>"
 
     def order(self) -> list[Instance]:
-        """All instances, the one whose turn it is first."""
+        """All instances, the next one first."""
         start = self._next
         self._next = (start + 1) % len(self._instances)
         return [*self._instances[start:], *self._instances[:start]]
 
 
 def goes_to_decode_alone(body: dict[str, Any]) -> bool:
-    """Whether a request cannot be one handoff: several sequences, or outputs about its prompt.
+    """Whether a request cannot be one handoff: it has several sequences, or returns outputs about its prompt.
 
-    Values are read as leniently as vLLM reads them (`"n": "2"` is 2 there), in doubt D alone:
-    that is always correct, only slower.
+    Values are parsed as leniently as in vLLM (`"n": "2"` is 2 there). In doubt D works alone, which is always correct,
+    only slower.
     """
     return (
         _has_several_prompts(body)
@@ -41,7 +41,7 @@ def goes_to_decode_alone(body: dict[str, Any]) -> bool:
 
 def _has_several_prompts(body: dict[str, Any]) -> bool:
     prompt = body.get("prompt")
-    # Embeddings stand beside the prompt, and no token names them: nothing could prove the handoff.
+    # Embeddings have no token ids, so P and D could not compare their prompts.
     if body.get("prompt_embeds") is not None:
         return True
     return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)

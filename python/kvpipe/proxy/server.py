@@ -1,4 +1,4 @@
-"""Runs the application until a signal, then drains it."""
+"""Serves the application until a signal, then drains it."""
 
 import asyncio
 import logging
@@ -21,13 +21,12 @@ logger = logging.getLogger(__name__)
 def run(config: ProxyConfig) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    A second signal while draining ends the process at once; the producers' leases then free what
-    was not released.
+    A second signal while draining ends the process at once. The producers' leases then free what was not released.
 
     Raises:
         OSError: the port cannot be listened on.
     """
-    # Imported here: it loads the native module, which those who bring their own control need not.
+    # Imported here, because it loads the extension, which callers with their own control client do not need.
     from kvpipe.control import ControlClient  # noqa: PLC0415
 
     async def main() -> None:
@@ -42,7 +41,7 @@ def run(config: ProxyConfig) -> None:
 
 
 async def serve(config: ProxyConfig, control: Control) -> None:
-    """As `run`, in a running loop on the main thread, with a control client of the caller's."""
+    """As `run`, in a running loop on the main thread, with the caller's control client."""
     runner = create_runner(config, control)
     await runner.setup()
     try:
@@ -57,12 +56,12 @@ async def serve(config: ProxyConfig, control: Control) -> None:
 
 
 def create_runner(config: ProxyConfig, control: Control) -> web.AppRunner:
-    """The application, ready to be given a socket; `cleanup` drains it."""
+    """The application as a runner that needs a socket; `cleanup` drains it."""
     return web.AppRunner(
         create_app(config, control),
         access_log=None,
         handler_cancellation=True,
-        # aiohttp waits this long for handlers, then as long again, and only then cancels them.
+        # aiohttp waits for handlers this long, twice, before it cancels them.
         shutdown_timeout=config.drain_timeout_s / 2,
     )
 

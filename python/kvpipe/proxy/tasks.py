@@ -1,4 +1,4 @@
-"""Tasks with an owner, who waits for all of them before it ends."""
+"""Tasks with an owner that waits for all of them before it ends."""
 
 import asyncio
 import logging
@@ -22,21 +22,21 @@ class OwnedTasks:
         return len(self._running)
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task; errors other than `KVPipeError` are logged if nobody awaits it."""
+        """Start a task; its error is logged, unless it is a `KVPipeError`."""
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._end)
         return task
 
     def adopt_current(self) -> None:
-        """Own the task that calls this, which somebody else started."""
+        """Own the calling task, which another owner has started."""
         task = asyncio.current_task()
         if task is not None:
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
     async def close(self, timeout_s: float) -> None:
-        """Wait for all tasks, also those that they start meanwhile; cancel the rest."""
+        """Wait for all tasks, and for tasks that they start; cancel the rest at the timeout."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         while self._running and (left_s := deadline_s - loop.time()) > 0:

@@ -1,4 +1,4 @@
-"""HTTP to the instances: one exchange, every failure of it as one exception."""
+"""HTTP client of the instances. Every failure of an exchange is an `InstanceError`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,18 +12,18 @@ from multidict import CIMultiDict
 
 from kvpipe.exceptions import KVPipeError
 from kvpipe.proxy.config import ProxyConfig
-from kvpipe.proxy.early import FirstToken
+from kvpipe.proxy.early_token import EarlyToken
 from kvpipe.proxy.headers import response_headers
 from kvpipe.proxy.instances import Instance
 
 Role = Literal["prefill", "decode"]
-# What another instance is asked for: this one failed, or said something else than the token that was shown.
+# Why another instance is asked: this one failed, or its stream contradicts the early token.
 Fault = Literal["failed", "contradicted"]
 
-# vLLM's uvicorn closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A POST
-# that meets that close fails and cannot safely be repeated, so ours are given up well before.
+# vLLM's uvicorn closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A POST that races with that
+# close fails and cannot safely be repeated, so the proxy closes idle connections well before.
 _KEEPALIVE_S = 2.0
-# aiohttp warns about larger bodies given as bytes; a file object it writes in pieces.
+# aiohttp warns about larger bodies of type bytes; it writes a file object in pieces.
 _MAX_ONE_PIECE_BYTES = 1 << 20
 
 
@@ -31,9 +31,9 @@ class InstanceError(KVPipeError):
     """An instance failed a request.
 
     Attributes:
-        role: which of the two it was asked as.
-        reached: False when no connection came about, so that it knows nothing of the request.
-        answer: the error response, when it gave one.
+        role: the role in which it was asked.
+        reached: False when there was no connection, so the instance never saw the request.
+        answer: the error response, if there was one.
     """
 
     def __init__(
@@ -54,33 +54,33 @@ class InstanceError(KVPipeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Early:
-    """What a client can be told before the stream has begun.
+class EarlyStart:
+    """What the proxy can send to the client before D's stream begins.
 
     Attributes:
-        token: P's, or None when it cannot be shown.
-        begun: the first bytes of the stream.
-        shown: to be called when the token is shown.
-        again: asks for a stream that begins with that token, instead of the one that did not, and why it did not.
+        token: P's token, or None when it cannot be sent early.
+        first_bytes: the first bytes of D's stream.
+        on_sent: called when the token is sent.
+        retry: asks for a stream that begins with the token, after one that failed for the given reason.
     """
 
-    token: asyncio.Future[FirstToken | None]
-    begun: asyncio.Task[bytes]
-    shown: Callable[[], None]
-    again: "Callable[[FirstToken, Fault], Awaitable[Answer]]"
+    token: asyncio.Future[EarlyToken | None]
+    first_bytes: asyncio.Task[bytes]
+    on_sent: Callable[[], None]
+    retry: "Callable[[EarlyToken, Fault], Awaitable[Answer]]"
 
 
 @dataclass(slots=True)
 class Answer:
-    """What an instance answered: complete, or a stream of which the first bytes are here.
+    """An instance's answer: complete, or a stream with its first bytes.
 
     Attributes:
         status: HTTP status.
-        headers: those that pass through.
-        body: all bytes, or the first ones of a stream; none of a stream that has not begun.
-        stream: the open response when more is to come; `close` ends it.
-        is_complete: whether the last byte has come in.
-        early: what can be told before the stream has begun.
+        headers: headers for the client.
+        body: all bytes, or the first bytes of a stream; empty for a stream that has not begun.
+        stream: the open response of an unfinished stream; `close` ends it.
+        is_complete: whether the last byte has arrived.
+        early_start: what can be sent before the stream begins.
     """
 
     role: Role
@@ -90,24 +90,24 @@ class Answer:
     body: bytes
     stream: aiohttp.ClientResponse | None = None
     is_complete: bool = True
-    early: Early | None = None
+    early_start: EarlyStart | None = None
 
     def replace_stream(self, other: "Answer") -> None:
-        """Go on with another answer's stream."""
+        """Continue with the stream of another answer."""
         self.instance, self.body, self.stream = other.instance, other.body, other.stream
         self.is_complete = other.is_complete
 
     async def rest(self) -> AsyncIterator[bytes]:
-        """The bytes after the first, as they come.
+        """Yields the bytes after `body`, as they arrive.
 
         Raises:
-            InstanceError: the instance died, or said nothing for the silence timeout.
+            InstanceError: the instance died, or sent nothing for the silence timeout.
         """
         while self.stream is not None and (piece := await self.piece()):
             yield piece
 
     async def piece(self) -> bytes:
-        """The next bytes of a stream, none at its end; raises as `rest`."""
+        """Returns the next bytes of a stream, none at its end; raises as `rest`."""
         if self.stream is None:
             return b""
         try:
@@ -120,19 +120,19 @@ class Answer:
 
     def close(self) -> None:
         """Close the connection of an unfinished stream, which aborts the request in vLLM."""
-        if self.early is not None:
-            self.early.begun.cancel()
+        if self.early_start is not None:
+            self.early_start.first_bytes.cancel()
         if self.stream is not None:
             self.stream.close()
 
 
 class Upstream:
-    """Asks instances over one shared session.
+    """Sends requests to instances over one shared session.
 
     Args:
         session: made by `open_session`; the caller closes it.
-        silence_timeout_s: bound for an exchange up to the end of its body, for a stream up to its
-            first byte. Later bytes are bounded by the session's `sock_read`.
+        silence_timeout_s: limit for an exchange up to the end of its body, or up to the first byte of a stream. The
+            session's `sock_read` limits later bytes.
     """
 
     def __init__(self, session: aiohttp.ClientSession, silence_timeout_s: float) -> None:
@@ -151,10 +151,10 @@ class Upstream:
     ) -> Answer:
         """Post a body; any status is an answer. Cancelling closes the connection.
 
-        Without `awaits_first_byte` the answer is a stream's as soon as its headers are here.
+        Without `awaits_first_byte`, the answer to a stream returns once its headers have arrived.
 
         Raises:
-            InstanceError: not reached, broken off, or silent for too long.
+            InstanceError: the instance was not reached, broke off, or sent nothing for too long.
         """
         data = body if len(body) <= _MAX_ONE_PIECE_BYTES else BytesIO(body)
         request = self._session.post(instance.url + path, headers=headers, data=data, allow_redirects=False)
@@ -182,7 +182,7 @@ class Upstream:
 
 
 def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
-    """The one session to all instances: no limit on connections, bytes untouched."""
+    """Open the session to all instances: no limit on connections, bytes unchanged."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
         timeout=aiohttp.ClientTimeout(

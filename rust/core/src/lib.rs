@@ -12,7 +12,7 @@ pub mod control;
 mod earliest;
 mod error;
 pub mod events;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 pub mod handoff;
 pub mod ids;
@@ -21,10 +21,8 @@ pub mod net;
 pub mod pipe;
 mod process;
 pub mod reactor;
-mod recent {
-    pub(crate) use crate::ids::RecentHandoffs;
-}
 pub mod session;
+pub mod tensor;
 pub mod trace;
 mod transfer;
 pub mod transport;

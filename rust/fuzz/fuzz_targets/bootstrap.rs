@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvpipe_core::fuzzing::run("bootstrap", bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvpipe_fuzz_harness::run("bootstrap", bytes));

@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvpipe_core::fuzzing::run("lookup_server", bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvpipe_fuzz_harness::run("lookup_server", bytes));

@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvpipe_core::fuzzing::run("pipe_sender", bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvpipe_fuzz_harness::run("pipe_sender", bytes));

@@ -4,7 +4,7 @@ use std::ffi::c_int;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kvpipe_core::Error;
-use kvpipe_core::pipe::Received;
+use kvpipe_core::tensor::Received;
 use kvpipe_ucx::{Buffer, MemoryKind};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;

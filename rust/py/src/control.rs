@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use kvpipe_core::control::{self, ControlTimeouts, Event, Opening, Question, Rank, SequenceState};
+use kvpipe_core::control::{
+    self, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank, SequenceState,
+};
 use kvpipe_core::handoff::HandoffId;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -132,15 +134,15 @@ impl Control {
     }
 
     fn ask_description(&self, address: &str, timeout: f64) -> PyResult<Work> {
-        self.ask(address, Question::Describe, timeout)
+        self.query(address, ControlQuery::Describe, timeout)
     }
 
     fn ask_release(&self, address: &str, handoff: &[u8], timeout: f64) -> PyResult<Work> {
-        self.ask(address, Question::Release(id(handoff)?), timeout)
+        self.query(address, ControlQuery::Release(id(handoff)?), timeout)
     }
 
     fn ask_result(&self, address: &str, handoff: &[u8], timeout: f64) -> PyResult<Work> {
-        self.ask(address, Question::Result(id(handoff)?), timeout)
+        self.query(address, ControlQuery::Result(id(handoff)?), timeout)
     }
 
     fn ask_subscription(
@@ -151,7 +153,7 @@ impl Control {
         timeout: f64,
     ) -> PyResult<Work> {
         let (handoff, lead) = (id(handoff)?, duration(Some(lead))?.unwrap_or(FOREVER));
-        self.ask(address, Question::Subscribe { handoff, lead }, timeout)
+        self.query(address, ControlQuery::Subscribe { handoff, lead }, timeout)
     }
 
     fn report_progress(
@@ -162,11 +164,15 @@ impl Control {
         timeout: f64,
     ) -> PyResult<Work> {
         let (handoff, remaining) = (id(handoff)?, duration(Some(remaining))?.unwrap_or(FOREVER));
-        self.ask(address, Question::Progress { handoff, remaining }, timeout)
+        self.query(
+            address,
+            ControlQuery::Progress { handoff, remaining },
+            timeout,
+        )
     }
 
     fn ask_watched(&self, address: &str, handoff: &[u8], timeout: f64) -> PyResult<Work> {
-        self.ask(address, Question::Watched(id(handoff)?), timeout)
+        self.query(address, ControlQuery::Watched(id(handoff)?), timeout)
     }
 
     fn drain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
@@ -183,31 +189,31 @@ impl Control {
 }
 
 impl Control {
-    fn ask(&self, address: &str, question: Question, timeout: f64) -> PyResult<Work> {
+    fn query(&self, address: &str, query: ControlQuery, timeout: f64) -> PyResult<Work> {
         let timeout = duration(Some(timeout))?.unwrap_or(FOREVER);
         self.0
-            .ask(address, question, timeout)
+            .query(address, query, timeout)
             .map(|work| Work::new(Kind::Text(work)))
             .map_err(to_py)
     }
 }
 
-fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> {
+fn to_dict<'py>(py: Python<'py>, event: &ControlEvent) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     let set = |kind: &str, handoff: &HandoffId| {
         dict.set_item("event", kind)?;
         dict.set_item("handoff", handoff.as_slice())
     };
     match event {
-        Event::Released { handoff, reason } => {
+        ControlEvent::Released { handoff, reason } => {
             set("released", handoff)?;
             dict.set_item("reason", reason)?;
         }
-        Event::Opened { handoff, opening } => {
+        ControlEvent::Opened { handoff, opening } => {
             set("opened", handoff)?;
             dict.set_item("prompt_hash", opening.prompt_hash.as_slice())?;
             dict.set_item("num_tokens", opening.num_tokens)?;
-            dict.set_item("generation", opening.epoch)?;
+            dict.set_item("epoch", opening.epoch)?;
             let ranks: Vec<(&str, &[u8])> = opening
                 .ranks
                 .iter()
@@ -215,22 +221,22 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
                 .collect();
             dict.set_item("ranks", ranks)?;
         }
-        Event::Finished { handoff, state } => {
+        ControlEvent::Finished { handoff, state } => {
             set("finished", handoff)?;
             dict.set_item("output_ids", &state.output_ids)?;
             dict.set_item("finish_reason", &state.finish_reason)?;
             dict.set_item("num_cached_tokens", state.num_cached_tokens)?;
         }
-        Event::Ended {
+        ControlEvent::Ended {
             handoff,
             reason,
             is_withdrawn,
         } => {
-            set("gone", handoff)?;
+            set("ended", handoff)?;
             dict.set_item("reason", reason)?;
             dict.set_item("is_withdrawn", is_withdrawn)?;
         }
-        Event::Log(text) => {
+        ControlEvent::Log(text) => {
             dict.set_item("event", "log")?;
             dict.set_item("text", text)?;
         }

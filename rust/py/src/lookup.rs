@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_core::lookup::{self, Items, Local, NUM_ITEMS, Query, Remote};
-use kvpipe_core::pipe::{Meta, Received};
+use kvpipe_core::lookup::{self, Items, LocalBuffer, LookupQuery, NUM_ITEMS, RemoteBuffer};
+use kvpipe_core::tensor::{Meta, Received};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -41,7 +41,9 @@ fn items(tensors: Vec<(MetaTuple, Bound<'_, PyAny>)>) -> PyResult<Items> {
 impl LookupBuffer {
     #[new]
     fn new(capacity_bytes: u64) -> Self {
-        Self(lookup::LookupBuffer::Local(Local::new(capacity_bytes)))
+        Self(lookup::LookupBuffer::Local(LocalBuffer::new(
+            capacity_bytes,
+        )))
     }
 
     #[staticmethod]
@@ -50,13 +52,14 @@ impl LookupBuffer {
         addresses: Vec<String>,
         token: &[u8],
         transport: &Transport,
-        is_summed: bool,
+        is_checksummed: bool,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let transport = transport.core();
-        let route = wait_for_route(py, || Remote::route(addresses, timeout))?;
-        let connected = py.detach(|| Remote::connect_along(&route, token, transport, is_summed));
+        let route = wait_for_route(py, || RemoteBuffer::route(addresses, timeout))?;
+        let connected =
+            py.detach(|| RemoteBuffer::connect_along(&route, token, transport, is_checksummed));
         let (remote, connected) = connected.map_err(to_py)?;
         let buffer = Self(lookup::LookupBuffer::Remote(remote));
         Ok((buffer, Work::new(Kind::Nothing(connected))))
@@ -68,10 +71,10 @@ impl LookupBuffer {
         address: &str,
         token: &[u8],
         transport: &Transport,
-        is_summed: bool,
+        is_checksummed: bool,
     ) -> PyResult<()> {
         let transport = transport.core();
-        py.detach(|| self.0.serve(address, token, transport, is_summed))
+        py.detach(|| self.0.serve(address, token, transport, is_checksummed))
             .map_err(to_py)
     }
 
@@ -102,8 +105,8 @@ impl LookupBuffer {
         is_waited: bool,
     ) -> PyResult<Work> {
         let query = match tokens {
-            Some(tokens) => Query::Tokens(tokens.to_vec(py)?),
-            None => Query::Any,
+            Some(tokens) => LookupQuery::Tokens(tokens.to_vec(py)?),
+            None => LookupQuery::Any,
         };
         let timeout = duration(timeout)?;
         let selected = py
@@ -117,7 +120,7 @@ impl LookupBuffer {
         let dict = PyDict::new(py);
         dict.set_item("state", info.state)?;
         dict.set_item("num_inserted", info.num_inserted)?;
-        dict.set_item("num_taken", info.num_taken)?;
+        dict.set_item("num_taken", info.num_consumed)?;
         dict.set_item("num_waiting", info.num_waiting)?;
         dict.set_item("num_entries", info.num_entries)?;
         dict.set_item("num_leased", info.num_leased)?;

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use kvpipe_core::pipe::{Deadline, Meta, Pipe};
+use kvpipe_core::pipe::{Deadline, Pipe};
 use kvpipe_core::reactor::default_busy_poll;
+use kvpipe_core::tensor::Meta;
 use pyo3::prelude::*;
 
 use crate::buffer::{from_python, release_let_go};
@@ -46,7 +47,7 @@ impl PipeEnd {
         address: &str,
         token: &[u8],
         transport: &Transport,
-        is_summed: bool,
+        is_checksummed: bool,
         busy_poll_us: Option<u64>,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
@@ -54,7 +55,7 @@ impl PipeEnd {
         let (transport, busy_poll) = (transport.core(), busy_poll(busy_poll_us));
         let route = wait_for_route(py, || Pipe::route(address, timeout))?;
         let connected =
-            py.detach(|| Pipe::connect_along(&route, token, transport, is_summed, busy_poll));
+            py.detach(|| Pipe::connect_along(&route, token, transport, is_checksummed, busy_poll));
         let (pipe, connected) = connected.map_err(to_py)?;
         Ok((Self(pipe), Work::new(Kind::Nothing(connected))))
     }
@@ -121,13 +122,13 @@ impl PipeEnd {
         self.0.address().map(|address| address.to_string())
     }
 
-    /// `(state, peer, transport, num_tensors, num_bytes, in_flight)`.
     /// Why large tensors take a slower data path than they could; empty otherwise.
     #[getter]
     fn advice(&self) -> &'static str {
         self.0.info().advice
     }
 
+    /// `(state, peer, transport, num_tensors, num_bytes, in_flight)`.
     fn info(&self) -> (&'static str, String, String, u64, u64, usize) {
         let info = self.0.info();
         (

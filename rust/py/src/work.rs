@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kvpipe_core::blocks;
 use kvpipe_core::lookup::{Operation, Selected};
 use kvpipe_core::net::address::Route;
-use kvpipe_core::pipe::Received;
+use kvpipe_core::tensor::Received;
 use kvpipe_core::work::{Then, Waited, Work as CoreWork};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
@@ -124,7 +124,7 @@ impl Work {
         if let Kind::Selected(work) = &self.0
             && let Some(Ok(Some(delivery))) = work.result()
         {
-            py.detach(|| delivery.take());
+            py.detach(|| delivery.consume());
         }
     }
 

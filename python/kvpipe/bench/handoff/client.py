@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from kvpipe.bench.handoff.model import VOCAB_SIZE
-from kvpipe.bench.processes import ContestantError
+from kvpipe.bench.processes import SubjectError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +50,7 @@ def _post(url: str, body: dict[str, Any], headers: Mapping[str, str]) -> http.cl
     response = connection.getresponse()
     if response.status != http.HTTPStatus.OK:
         message = f"{url} answered {response.status}: {response.read()[:300]!r}"
-        raise ContestantError(message)
+        raise SubjectError(message)
     return response
 
 
@@ -58,7 +58,7 @@ def stream(url: str, tokens: list[int], headers: Mapping[str, str] | None = None
     """Streams a completion to its end.
 
     Raises:
-        ContestantError: The answer is an error, or has fewer than two pieces of text.
+        SubjectError: The answer is an error, or has fewer than two pieces of text.
     """
     asked_s = time.monotonic()
     body = _body(tokens, {"max_tokens": OUTPUT_TOKENS, "stream": True, **more})
@@ -71,7 +71,7 @@ def stream(url: str, tokens: list[int], headers: Mapping[str, str] | None = None
                 texts_s.append(time.monotonic())
     if len(texts_s) < 2:  # noqa: PLR2004 - first and second token
         message = f"{url}: a stream of {len(texts_s)} pieces of text"
-        raise ContestantError(message)
+        raise SubjectError(message)
     return Streamed(asked_s, texts_s, dict(response.headers))
 
 

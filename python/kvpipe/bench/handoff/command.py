@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from kvpipe.bench import machine, timeline, trace
 from kvpipe.bench.handoff import model, report, run, samples
-from kvpipe.bench.handoff.field import GROUPS, NIXL_ENV, Setting, reason_against
-from kvpipe.bench.handoff.servers import Park
+from kvpipe.bench.handoff.servers import ServerPool
+from kvpipe.bench.handoff.subjects import GROUPS, NIXL_ENV, Setting, unavailable_reason
 from kvpipe.bench.plot import require
 from kvpipe.exceptions import ConfigError
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add = parser.add_argument
     add("--tokens", default="512,2048,4096", help="lengths of prompts; default 512,2048,4096")
-    add("--rounds", default="20,10,10", help="requests of each contestant at these lengths; default 20,10,10")
+    add("--rounds", default="20,10,10", help="requests of each subject at these lengths; default 20,10,10")
     add("--minutes", type=float, default=45, help="lengths share this; three rounds of each at least; default 45")
     add("--only", metavar="NAMES", help=f"groups whose names hold one of these: {', '.join(GROUPS)}")
     add("--omp-threads", type=int, default=os.cpu_count(), metavar="N", help="of each worker; default: all CPUs")
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: An argument is bad, or there is too little memory.
-        ContestantError: A server did not start, or did not answer.
+        SubjectError: A server did not start, or did not answer.
     """
     began_s = time.monotonic()
     lengths = _lengths(args)
@@ -66,17 +66,17 @@ def main(args: argparse.Namespace) -> int:
     setting.trace.unlink(missing_ok=True)
     facts = _facts(args)
     end_at = began_s + 60 * args.minutes
-    with Park() as park:
-        running = run.start(park, setting, names)
+    with ServerPool() as pool:
+        running = run.start(pool, setting, names)
         running.idle_workers(args.idle_s)
         measured = _measure(running, lengths, end_at)
         for num_tokens, num_rounds in measured:
             running.rounds_apart(num_tokens, num_rounds, end_at)
-        taken = running.samples(setting)
+        requests = running.samples(setting)
     facts |= {"load_average_after": machine.load_average(), "minutes": round((time.monotonic() - began_s) / 60, 1)}
-    rows = samples.rows(taken, model.kv_bytes_per_token())
+    rows = samples.rows(requests, model.kv_bytes_per_token())
     prefill = (running.prefill_s, running.plain_s, lengths[0][0])
-    found = report.Findings(facts, skipped, rows, taken, *prefill, running.idle)
+    found = report.Findings(facts, skipped, rows, requests, *prefill, running.idle)
     sys.stdout.write(f"{report.text(found)}\n")
     _write(args, found, setting)
     return 0
@@ -116,7 +116,7 @@ def _names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     if not chosen:
         message = f"--only {args.only}: expected some of {', '.join(GROUPS)}"
         raise ConfigError(message)
-    skipped = {name: reason for name in chosen if (reason := reason_against(name, args.nixl_path))}
+    skipped = {name: reason for name in chosen if (reason := unavailable_reason(name, args.nixl_path))}
     names = [name for name in chosen if name not in skipped]
     num_instances = sum(1 if name == "undivided" else 2 for name in names)
     there, needed = machine.available_bytes(), num_instances * _BYTES_PER_INSTANCE
@@ -156,13 +156,13 @@ def _write(args: argparse.Namespace, found: report.Findings, setting: Setting) -
         timeline.draw(args.timeline, life, f"a handoff of {found.rows[-1].num_tokens} tokens, {_DRAWN}")
 
 
-def _timed_well(taken: list[samples.Sample], setting: Setting) -> list[trace.Event]:
+def _timed_well(requests: list[samples.Sample], setting: Setting) -> list[trace.Event]:
     """The life of the handoff of the longest prompts whose hand-over is the median."""
-    longest = max(sample.num_tokens for sample in taken)
+    longest = max(sample.num_tokens for sample in requests)
     found = [
         (sample.exposed.total_ms, sample.handoff)
-        for sample in taken
-        if (sample.contestant, sample.num_tokens) == (_DRAWN, longest) and sample.exposed
+        for sample in requests
+        if (sample.subject, sample.num_tokens) == (_DRAWN, longest) and sample.exposed
     ]
     if not found:
         message = f"no handoff of {_DRAWN} was whole: there is no timeline to draw"

@@ -20,12 +20,12 @@ first, second: ms from the client's request to the first and second token, media
 hand-over: ms from P's scheduler learning its first token to the beginning of D's first forward pass with the KV, median
   (largest, largest/median); of it, medians: until D's scheduler has the request (asked), its worker begins to load
   (admitted), all KV is there (moved; kvpipe: and proved), the forward pass (resumed). last block: until it arrived.
-  Times of kvpipe are those of its trace (KVPIPE_TRACE), NIXL's are taken in the same hooks of vLLM by a subclass.
+  Times of kvpipe are those of its trace (KVPIPE_TRACE), NIXL's are measured in the same hooks of vLLM by a subclass.
 D's CPU: per cent of one CPU, from the request to 200 ms before P's first token, all processes of D.
 Prefill alone, to that: the median of each turn's prompt with a handoff over one without, by the same instance.
 CPU s/GiB: CPU of all processes of P and D for a request, less the undivided instance's, for each GiB of KV.
 While a group is measured all others are frozen (SIGSTOP): an idle worker with NIXL spins. After it is let go it has
-0.5 s; before each measured request its contestant is asked a short one, and has 1.2 s: vLLM's readers spin for one.
+0.5 s; before each measured request its subject is asked a short one, and has 1.2 s: vLLM's readers spin for one.
 NIXL is asked without a proxy between. kvpipe concurrent is measured after all others: what P learns of its speed then
 would mislead them."""
 
@@ -37,7 +37,7 @@ class Findings:
     Attributes:
         facts: What the figures depend on.
         skipped: Who does not take part, and why.
-        rows: Of contestants and lengths.
+        rows: Of subjects and lengths.
         samples: What they are made of.
         prefill_s: Prompts computed by prefill alone, by group.
         plain_s: The same without a handoff.
@@ -70,7 +70,7 @@ def _table(rows: list[Row]) -> str:
     header = [f"{rows[0].num_tokens} tokens", "first", "ratio", "second", "hand-over", *PHASES, "last block"]
     lines = [
         [
-            row.contestant,
+            row.subject,
             _spread(row.first_ms),
             f"{row.ratio:.2f}" if row.ratio else "",
             _spread(row.second_ms),
@@ -79,7 +79,7 @@ def _table(rows: list[Row]) -> str:
             _spread(row.last_block_ms),
             _spread(row.decode_share),
             number(row.cpu_s_per_gib) if row.cpu_s_per_gib is not None else "",
-            f"{row.num_whole} of {row.num_handoffs}" if row.num_handoffs else "",
+            f"{row.num_full} of {row.num_handoffs}" if row.num_handoffs else "",
         ]
         for row in rows
     ]
@@ -144,7 +144,7 @@ def draw(path: Path, found: Findings) -> None:
 
 
 def _draw_first(axis: Any, rows: list[Row], num_tokens: int) -> None:
-    names = [row.contestant for row in rows]
+    names = [row.subject for row in rows]
     axis.barh(names, [row.first_ms.median for row in rows], color="tab:blue")
     axis.plot([row.first_ms.largest for row in rows], names, "k|", markersize=9)
     axis.invert_yaxis()
@@ -152,7 +152,7 @@ def _draw_first(axis: Any, rows: list[Row], num_tokens: int) -> None:
 
 
 def _draw_phases(axis: Any, rows: list[Row]) -> None:
-    names, left = [row.contestant for row in rows], [0.0] * len(rows)
+    names, left = [row.subject for row in rows], [0.0] * len(rows)
     for index, phase in enumerate(PHASES):
         widths = [row.phases_ms[index] for row in rows]
         axis.barh(names, widths, left=left, label=phase)

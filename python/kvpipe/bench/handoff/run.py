@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from kvpipe.bench import trace
 from kvpipe.bench.handoff import client, samples
-from kvpipe.bench.handoff.field import GROUPS
-from kvpipe.bench.handoff.servers import thawed
+from kvpipe.bench.handoff.servers import resumed
+from kvpipe.bench.handoff.subjects import GROUPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvpipe.bench.handoff.field import Asked, Contestant, Group, Setting
-    from kvpipe.bench.handoff.servers import Park
+    from kvpipe.bench.handoff.servers import ServerPool
+    from kvpipe.bench.handoff.subjects import Group, Setting, Subject, Times
 
 # Until processes that were frozen have done what has become due.
 _SETTLE_S = 0.5
@@ -29,12 +29,12 @@ _LEAST_ROUNDS = 3
 
 
 @dataclass
-class Taken:
+class Measured:
     """A request before the trace has been read."""
 
-    contestant: str
+    subject: str
     num_tokens: int
-    asked: Asked
+    asked: Times
     cpu_s: float
     clock: client.CpuClock | None
 
@@ -45,14 +45,14 @@ class Run:
 
     Attributes:
         groups: Those that take part.
-        taken: Requests.
+        measured: Requests.
         prefill_s: Seconds of one prompt computed by a group's prefill instance alone, by group.
         plain_s: The same without a handoff, of groups that can do both; the n-th of both are of one turn.
         idle: Per cent of a CPU that each idle worker took, by server.
     """
 
     groups: list[Group]
-    taken: list[Taken] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
     prefill_s: dict[str, list[float]] = field(default_factory=dict)
     plain_s: dict[str, list[float]] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
@@ -60,38 +60,38 @@ class Run:
     def seconds_of_prefill(self, num_tokens: int) -> float:
         """How long the first group's prefill takes for a prompt of this length."""
         group = self.groups[0]
-        with thawed(group.servers):
+        with resumed(group.servers):
             return group.prefill_once(client.prompt(num_tokens, f"probe {num_tokens}"))
 
     def rounds_apart(self, num_tokens: int, num_rounds: int, end_at: float) -> None:
         """The same with those that are measured apart."""
-        groups = [replace(group, contestants=group.apart) for group in self.groups if group.apart]
+        groups = [replace(group, subjects=group.apart) for group in self.groups if group.apart]
         if groups:
             apart = replace(self, groups=groups)
             apart.rounds(num_tokens, num_rounds, end_at, times_prefill=False)
 
     def rounds(self, num_tokens: int, num_rounds: int, end_at: float, *, times_prefill: bool) -> None:
-        """Every round asks all contestants, another group first; only the first 3 may begin after `end_at`."""
+        """Every round asks all subjects, another group first; only the first 3 may begin after `end_at`."""
         for number in range(num_rounds + 1):
             if number > _LEAST_ROUNDS and time.monotonic() > end_at:
                 say(f"{num_tokens} tokens: time is over after {number - 1} rounds")
                 return
             first = number % len(self.groups)
             for group in [*self.groups[first:], *self.groups[:first]]:
-                with thawed(group.servers):
+                with resumed(group.servers):
                     time.sleep(_SETTLE_S)
                     self._turn(group, num_tokens, number, times_prefill=times_prefill)
             say(f"{num_tokens} tokens: round {number} of {num_rounds}")
 
     def _turn(self, group: Group, num_tokens: int, number: int, *, times_prefill: bool) -> None:
-        for contestant in group.contestants:
-            seed = f"{number} {contestant.name} {num_tokens}"
+        for subject in group.subjects:
+            seed = f"{number} {subject.name} {num_tokens}"
             # Sessions that broke in the frost are made again, for everybody alike.
-            contestant.ask(client.prompt(_WARM_UP_TOKENS, f"warm {seed}"))
+            subject.ask(client.prompt(_WARM_UP_TOKENS, f"warm {seed}"))
             time.sleep(_QUIET_S)
-            taken = _take(group, contestant, client.prompt(num_tokens, seed))
+            measured = _measure(group, subject, client.prompt(num_tokens, seed))
             if number != _FIRST_ROUND:
-                self.taken.append(taken)
+                self.measured.append(measured)
         if times_prefill:
             self._time_prefill(group, num_tokens, number)
 
@@ -109,7 +109,7 @@ class Run:
     def idle_workers(self, seconds: float) -> None:
         """Measures each group's workers while nobody asks anything."""
         for group in self.groups:
-            with thawed(group.servers):
+            with resumed(group.servers):
                 instances = [group.prefill, *([group.decode] if group.decode else [])]
                 time.sleep(_SETTLE_S + _QUIET_S)
                 before = [server.worker_cpu_s() for server in instances]
@@ -120,43 +120,43 @@ class Run:
     def samples(self, setting: Setting) -> list[samples.Sample]:
         """All requests, with what the trace says of them."""
         lives = trace.lives(trace.read(setting.trace))
-        return [_sample(taken, lives.get(taken.asked.handoff, [])) for taken in self.taken]
+        return [_sample(measured, lives.get(measured.asked.handoff, [])) for measured in self.measured]
 
 
-def _take(group: Group, contestant: Contestant, tokens: list[int]) -> Taken:
+def _measure(group: Group, subject: Subject, tokens: list[int]) -> Measured:
     before_s = group.cpu_s()
     if group.decode is None:
-        asked, clock = contestant.ask(tokens), None
+        asked, clock = subject.ask(tokens), None
     else:
         with client.CpuClock(group.decode) as clock:
-            asked = contestant.ask(tokens)
-    return Taken(contestant.name, len(tokens), asked, group.cpu_s() - before_s, clock)
+            asked = subject.ask(tokens)
+    return Measured(subject.name, len(tokens), asked, group.cpu_s() - before_s, clock)
 
 
-def _sample(taken: Taken, life: list[trace.Event]) -> samples.Sample:
-    asked = taken.asked
-    share = taken.clock.share(*samples.prefill_span(asked.asked_s, life)) if taken.clock else None
+def _sample(measured: Measured, life: list[trace.Event]) -> samples.Sample:
+    asked = measured.asked
+    share = measured.clock.share(*samples.prefill_span(asked.asked_s, life)) if measured.clock else None
     return samples.Sample(
-        contestant=taken.contestant,
-        num_tokens=taken.num_tokens,
+        subject=measured.subject,
+        num_tokens=measured.num_tokens,
         first_ms=1e3 * (asked.first_s - asked.asked_s),
         second_ms=1e3 * (asked.second_s - asked.asked_s),
-        cpu_s=taken.cpu_s,
+        cpu_s=measured.cpu_s,
         decode_share=share,
         exposed=samples.exposed(life),
         handoff=asked.handoff,
     )
 
 
-def start(park: Park, setting: Setting, names: Sequence[str]) -> Run:
+def start(pool: ServerPool, setting: Setting, names: Sequence[str]) -> Run:
     """Starts groups, one after the other; each is frozen when it is up."""
     groups = []
     for name in names:
         say(f"starting {name}")
-        group = GROUPS[name](park, setting)
-        with thawed(group.servers):
-            for contestant in (*group.contestants, *group.apart):
-                contestant.ask(client.prompt(_WARM_UP_TOKENS, f"first {contestant.name}"))
+        group = GROUPS[name](pool, setting)
+        with resumed(group.servers):
+            for subject in (*group.subjects, *group.apart):
+                subject.ask(client.prompt(_WARM_UP_TOKENS, f"first {subject.name}"))
         groups.append(group)
     return Run(groups)
 

@@ -50,8 +50,8 @@ def exposed(life: Sequence[Event]) -> Exposed | None:
 
 def _both_here_s(ends: dict[str, float]) -> float:
     """When D had blocks and token; of NIXL, which moves no token, the blocks."""
-    if "whole" in ends and "finished" in ends:
-        return max(ends["whole"], ends["finished"])
+    if "verified" in ends and "finished" in ends:
+        return max(ends["verified"], ends["finished"])
     return ends["loaded"]
 
 
@@ -60,7 +60,7 @@ class Sample:
     """One request.
 
     Attributes:
-        contestant: Who answered it.
+        subject: Who answered it.
         num_tokens: Length of its prompt.
         first_ms: From the request to the first token.
         second_ms: From the request to the second one.
@@ -71,7 +71,7 @@ class Sample:
         handoff: Its id; empty where there is none to be.
     """
 
-    contestant: str
+    subject: str
     num_tokens: int
     first_ms: float
     second_ms: float
@@ -104,10 +104,10 @@ def spread(figures: Iterable[float | None]) -> Spread | None:
 
 @dataclass(frozen=True)
 class Row:
-    """A contestant at one length of prompts.
+    """A subject at one length of prompts.
 
     Attributes:
-        contestant: Who.
+        subject: Who.
         num_tokens: The length.
         first_ms: To the first token.
         ratio: Its median to that of the undivided instance.
@@ -117,11 +117,11 @@ class Row:
         last_block_ms: From P's sampling to the last block.
         decode_share: D's CPU while P computes.
         cpu_s_per_gib: CPU of both beyond that of the undivided instance, for each GiB of KV.
-        num_whole: Handoffs with all KV from P.
+        num_full: Handoffs with all KV from P.
         num_handoffs: Of so many.
     """
 
-    contestant: str
+    subject: str
     num_tokens: int
     first_ms: Spread
     ratio: float | None
@@ -131,31 +131,31 @@ class Row:
     last_block_ms: Spread | None
     decode_share: Spread | None
     cpu_s_per_gib: float | None
-    num_whole: int
+    num_full: int
     num_handoffs: int
 
 
 def rows(samples: Sequence[Sample], kv_bytes_per_token: int) -> list[Row]:
-    """A row for each contestant and length."""
-    keys = dict.fromkeys((sample.num_tokens, sample.contestant) for sample in samples)
+    """A row for each subject and length."""
+    keys = dict.fromkeys((sample.num_tokens, sample.subject) for sample in samples)
     return [_row(num_tokens, name, samples, kv_bytes_per_token) for num_tokens, name in keys]
 
 
 def _row(num_tokens: int, name: str, samples: Sequence[Sample], kv_bytes_per_token: int) -> Row:
     here = [sample for sample in samples if sample.num_tokens == num_tokens]
-    own = [sample for sample in here if sample.contestant == name]
-    base = [sample for sample in here if sample.contestant == "undivided"]
+    own = [sample for sample in here if sample.subject == name]
+    base = [sample for sample in here if sample.subject == "undivided"]
     handed = [sample for sample in own if sample.handoff]
     handovers = [sample.exposed for sample in handed if sample.exposed]
     first, second = spread(s.first_ms for s in own), spread(s.second_ms for s in own)
-    assert first is not None  # noqa: S101 - for mypy: the contestant has samples
+    assert first is not None  # noqa: S101 - for mypy: the subject has samples
     assert second is not None  # noqa: S101 - for mypy
     cpu_s = None
     if base and handed:
         extra_s = median(s.cpu_s for s in handed) - median(s.cpu_s for s in base)
         cpu_s = extra_s / (num_tokens * kv_bytes_per_token / (1 << 30))
     return Row(
-        contestant=name,
+        subject=name,
         num_tokens=num_tokens,
         first_ms=first,
         ratio=first.median / median(s.first_ms for s in base) if base else None,
@@ -165,6 +165,6 @@ def _row(num_tokens: int, name: str, samples: Sequence[Sample], kv_bytes_per_tok
         last_block_ms=spread(it.last_block_ms for it in handovers),
         decode_share=spread(s.decode_share for s in handed),
         cpu_s_per_gib=cpu_s,
-        num_whole=len(handovers),
+        num_full=len(handovers),
         num_handoffs=len(handed),
     )

@@ -12,8 +12,8 @@ import time
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
-from kvpipe._groups import Watchdog, group_members, kill_members
-from kvpipe.bench.processes import ContestantError
+from kvpipe.bench.processes import SubjectError
+from kvpipe.launch.watchdog import Watchdog, group_members, kill_members
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,14 +56,14 @@ class Server:
         """Waits until `/health` answers with 200.
 
         Raises:
-            ContestantError: It has ended, or takes too long.
+            SubjectError: It has ended, or takes too long.
         """
         give_up_at = time.monotonic() + _START_WITHIN_S
         while not self._is_healthy():
             if self._process.poll() is not None or time.monotonic() > give_up_at:
                 lines = self._log.read_text(errors="replace").splitlines()
                 message = "\n".join([f"{self.name} did not start; {self._log} ends with", *lines[-_TAIL_LINES:]])
-                raise ContestantError(message)
+                raise SubjectError(message)
             time.sleep(0.5)
         self._members = group_members(self.group)
 
@@ -105,7 +105,7 @@ def _is_worker(pid: int) -> bool:
         return "Worker" in name.read()
 
 
-class Park:
+class ServerPool:
     """All servers; a context manager that ends them, as does a watchdog should this process die."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Park:
 
 
 @contextlib.contextmanager
-def thawed(servers: Iterable[Server]) -> Iterator[None]:
+def resumed(servers: Iterable[Server]) -> Iterator[None]:
     """Lets frozen servers run inside, and freezes them again."""
     servers = list(servers)
     for server in servers:

@@ -10,14 +10,14 @@ import kvpipe
 
 from .blocks import verify_blocks
 from .request import LOCAL, REMOTE, pattern
-from .side import WAYS, Quiet, Setup, Words, seconds
+from .side import WAYS, Idle, Setup, Words, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from .request import Task
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 
 
 def _regions(agent: kvpipe.Agent, data: object, setup: Setup) -> dict[int, kvpipe.Region]:
@@ -30,7 +30,7 @@ def _name(size: int) -> str:
     return f"kv-{size}"
 
 
-class Passive(Quiet):
+class Passive(Idle):
     """Holds the blocks."""
 
     def __init__(self, setup: Setup) -> None:
@@ -42,24 +42,24 @@ class Passive(Quiet):
         return {"address": self._agent.address}
 
 
-class Active(Quiet):
+class Active(Idle):
     """Reads the blocks."""
 
     def __init__(self, setup: Setup) -> None:
-        self._room: Any = np.ones(setup.total, np.uint8)
+        self._buffer: Any = np.ones(setup.total, np.uint8)
         self._agents = {way: kvpipe.Agent(f"{setup.host}:0", checksum=way == "checked") for way in WAYS}
-        self._regions = {way: _regions(agent, self._room, setup) for way, agent in self._agents.items()}
+        self._regions = {way: _regions(agent, self._buffer, setup) for way, agent in self._agents.items()}
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects."""
         address = words["address"]
-        self._peers = {way: agent.connect(address, timeout=_PATIENCE_S) for way, agent in self._agents.items()}
+        self._peers = {way: agent.connect(address, timeout=_TIMEOUT_S) for way, agent in self._agents.items()}
         return {"transport": self._peers["checked"].transport}
 
     def clear(self, task: Task) -> None:
         """Forgets what arrived."""
         del task
-        self._room[:] = 0
+        self._buffer[:] = 0
 
     def run(self, task: Task) -> Words:
         """One transfer after the other."""
@@ -67,14 +67,14 @@ class Active(Quiet):
 
         def all_reads() -> None:
             for read in reads:
-                read().wait(_PATIENCE_S)
+                read().wait(_TIMEOUT_S)
 
         return seconds(all_reads)
 
     def _reads(self, task: Task) -> list[Callable[[], kvpipe.Work[int]]]:
         """What begins each transfer of the run; made before the clock starts."""
         way = task.options["way"]
-        total, peer, region = len(self._room), self._peers[way], self._regions[way][task.num_bytes]
+        total, peer, region = len(self._buffer), self._peers[way], self._regions[way][task.num_bytes]
         local, remote = task.transfers(total, LOCAL), task.transfers(total, REMOTE)
 
         def reader(to: list[int], source: list[int]) -> Callable[[], kvpipe.Work[int]]:
@@ -84,7 +84,7 @@ class Active(Quiet):
 
     def verify(self, task: Task) -> None:
         """Whether every block is where it was to be read to."""
-        verify_blocks(self._room, task)
+        verify_blocks(self._buffer, task)
 
 
 ROLES = {"active": Active, "passive": Passive}

@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .request import LOCAL, REMOTE, pattern
-from .side import Quiet, Setup, expect
+from .side import Idle, Setup, expect
 
 if TYPE_CHECKING:
     from .request import Task
 
 
-def verify_blocks(room: Any, task: Task, *, swap: bool = False) -> None:
-    """Raises unless the blocks of the run are in the room.
+def verify_blocks(buffer: Any, task: Task, *, swap: bool = False) -> None:
+    """Raises unless the blocks of the run are in the buffer.
 
     Args:
-        room: Bytes.
+        buffer: Bytes.
         task: The run.
-        swap: The room is what the active side calls remote.
+        swap: The buffer is what the active side calls remote.
     """
-    total, size = len(room), task.num_bytes
+    total, size = len(buffer), task.num_bytes
     places = total // size
-    here, there = (data[: places * size].reshape(-1, size) for data in (room, pattern(total)))
+    here, there = (data[: places * size].reshape(-1, size) for data in (buffer, pattern(total)))
     local, remote = task.transfers(total, LOCAL), task.transfers(total, REMOTE)
     if swap:
         local, remote = remote, local
@@ -31,7 +31,7 @@ def verify_blocks(room: Any, task: Task, *, swap: bool = False) -> None:
         expect(here[local[i]], there[remote[i]], "blocks")
 
 
-class OneSided(Quiet):
+class OneSided(Idle):
     """A role with one buffer. READ fills the active side's from the passive one's, WRITE the other way round.
 
     The buffer that is filled begins with ones, the other one holds the pattern.
@@ -41,15 +41,15 @@ class OneSided(Quiet):
 
     def __init__(self, setup: Setup) -> None:
         self._is_filled = self.is_active == (setup.options["op"] == "READ")
-        self.room: Any = np.ones(setup.total, np.uint8) if self._is_filled else pattern(setup.total)
+        self.buffer: Any = np.ones(setup.total, np.uint8) if self._is_filled else pattern(setup.total)
 
     def clear(self, task: Task) -> None:
         """Forgets what arrived."""
         del task
         if self._is_filled:
-            self.room[:] = 0
+            self.buffer[:] = 0
 
     def verify(self, task: Task) -> None:
         """Whether every block is where it was to go."""
         if self._is_filled:
-            verify_blocks(self.room, task, swap=not self.is_active)
+            verify_blocks(self.buffer, task, swap=not self.is_active)

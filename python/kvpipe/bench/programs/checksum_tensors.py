@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from kvpipe import _kvpipe
 
 from .request import pattern
-from .side import Quiet, Setup, Words, seconds
+from .side import Idle, Setup, Words, seconds
 
 if TYPE_CHECKING:
     from .request import Task
 
 
-class Alone(Quiet):
+class Alone(Idle):
     """Hashes one tensor after the other, in one call."""
 
     def __init__(self, setup: Setup) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from .request import pattern
-from .side import Quiet, Setup, Words, half_round_trip_us, keep_in_flight, seconds
+from .side import Idle, Setup, Words, half_round_trip_us, keep_in_flight, seconds
 from .tensors import Receiving
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .request import Task
 
 
-class _Node(Quiet):
+class _Node(Idle):
     """What both roles are: one of two ranks."""
 
     rank = 0
@@ -38,7 +38,7 @@ class Passive(_Node, Receiving):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._tensor = torch.from_numpy(self._room.data)
+        self._tensor = torch.from_numpy(self._buffer.data)
         # Both ranks meet over a file, which must not be there before
         self._file = f"{tempfile.gettempdir()}/kvpipe-bench-{uuid.uuid4().hex}"
 
@@ -69,10 +69,10 @@ class Passive(_Node, Receiving):
         return {}
 
     def _echo(self, task: Task) -> None:
-        room = self._tensor[: task.num_bytes]
+        buffer = self._tensor[: task.num_bytes]
         for _ in range(task.count):
-            distributed.recv(room, 0)
-            distributed.send(room, 0)
+            distributed.recv(buffer, 0)
+            distributed.send(buffer, 0)
 
 
 class Active(_Node):

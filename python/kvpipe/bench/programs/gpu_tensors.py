@@ -9,7 +9,7 @@ import torch
 import kvpipe
 
 from .request import pattern
-from .side import Quiet, Setup, Words, keep_in_flight, seconds
+from .side import Idle, Setup, Words, keep_in_flight, seconds
 from .tensors import Receiving
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from .request import Task
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 
 
-class Active(Quiet):
+class Active(Idle):
     """Sends, and is told when all has been received."""
 
     def __init__(self, setup: Setup) -> None:
@@ -33,7 +33,7 @@ class Active(Quiet):
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects the way there."""
-        self._there = kvpipe.Pipe.connect(words["there"], timeout=_PATIENCE_S)
+        self._there = kvpipe.Pipe.connect(words["there"], timeout=_TIMEOUT_S)
         return {"transport": self._there.transport}
 
     def run(self, task: Task) -> Words:
@@ -45,7 +45,7 @@ class Active(Quiet):
         offsets = task.offsets(len(self._source))
         begun = (self._there.isend_tensor(self._source[at : at + size]) for at in offsets)
         keep_in_flight(int(task.options["in_flight"]), begun)
-        self._back.recv_tensor(timeout=_PATIENCE_S)
+        self._back.recv_tensor(timeout=_TIMEOUT_S)
 
 
 class Passive(Receiving):
@@ -62,7 +62,7 @@ class Passive(Receiving):
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects the way back."""
-        self._back = kvpipe.Pipe.connect(words["address"], timeout=_PATIENCE_S)
+        self._back = kvpipe.Pipe.connect(words["address"], timeout=_TIMEOUT_S)
         return {}
 
     def run(self, task: Task) -> Words:
@@ -71,7 +71,7 @@ class Passive(Receiving):
         offsets = task.offsets(len(self._on_gpu))
         begun = (self._there.irecv_tensor(out=self._on_gpu[at : at + size]) for at in offsets)
         keep_in_flight(int(task.options["in_flight"]), begun)
-        self._back.send_tensor(None, timeout=_PATIENCE_S)
+        self._back.send_tensor(None, timeout=_TIMEOUT_S)
         return {}
 
     def clear(self, task: Task) -> None:
@@ -81,7 +81,7 @@ class Passive(Receiving):
 
     def verify(self, task: Task) -> None:
         """Whether all has arrived."""
-        self._room.data[:] = self._on_gpu.cpu().numpy()
+        self._buffer.data[:] = self._on_gpu.cpu().numpy()
         super().verify(task)
 
 

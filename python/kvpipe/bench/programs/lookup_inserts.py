@@ -10,7 +10,7 @@ import numpy as np
 import kvpipe
 
 from .request import pattern
-from .side import Quiet, Setup, Words, expect
+from .side import Idle, Setup, Words, expect
 
 if TYPE_CHECKING:
     from .request import Task
@@ -20,7 +20,7 @@ _TOKENS = np.arange(4)
 _BESIDES_BYTES = 4096
 
 
-class Alone(Quiet):
+class Alone(Idle):
     """Inserts or copies, and lets go before the next one: that takes no time of the run."""
 
     def __init__(self, setup: Setup) -> None:

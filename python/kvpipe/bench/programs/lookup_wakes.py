@@ -10,25 +10,25 @@ import numpy as np
 
 import kvpipe
 
-from .side import Quiet, Setup, Words, expect
+from .side import Idle, Setup, Words, expect
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .request import Task
 
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 _PREFIX = (1, 2, 3)
 # A consumer that has its entry is back in its next drop_select, and asleep, by then
 _PAUSE_S = 0.005
 
 
-class Consumer(Quiet):
+class Consumer(Idle):
     """Waits for each entry, and takes the time: processes of one machine have the same monotonic clock."""
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects to whoever serves."""
-        self._buffer = kvpipe.LookupBuffer.connect(words["address"], timeout=_PATIENCE_S)
+        self._buffer = kvpipe.LookupBuffer.connect(words["address"], timeout=_TIMEOUT_S)
         return {"transport": self._buffer.stats().transport}
 
     def clear(self, task: Task) -> None:
@@ -41,10 +41,10 @@ class Consumer(Quiet):
         return {"us": statistics.median(self._wake_us() for _ in range(task.count))}
 
     def _wake_us(self) -> float:
-        tokens, _, key, _, _ = self._buffer.drop_select(None, None, timeout=_PATIENCE_S)
+        tokens, _, key, _, _ = self._buffer.drop_select(None, None, timeout=_TIMEOUT_S)
         arrived_ns = time.monotonic_ns()
         if key is None:
-            message = f"no entry within {_PATIENCE_S:.0f} s"
+            message = f"no entry within {_TIMEOUT_S:.0f} s"
             raise TimeoutError(message)
         self._numbers.append(int(tokens[-1]))
         return (arrived_ns - int(key[0])) / 1e3
@@ -54,12 +54,12 @@ class Consumer(Quiet):
         expect(self._numbers, list(range(task.count)), "entries")
 
 
-class Producer(Quiet):
+class Producer(Idle):
     """Inserts entries that are waited for."""
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects to the server."""
-        self._buffer = kvpipe.LookupBuffer.connect(words["address"], timeout=_PATIENCE_S)
+        self._buffer = kvpipe.LookupBuffer.connect(words["address"], timeout=_TIMEOUT_S)
         return {}
 
     def run(self, task: Task) -> Words:
@@ -71,7 +71,7 @@ class Producer(Quiet):
         return {}
 
 
-class Server(Quiet):
+class Server(Idle):
     """Keeps the entries."""
 
     def __init__(self, setup: Setup) -> None:

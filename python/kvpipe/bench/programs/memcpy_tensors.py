@@ -24,15 +24,15 @@ class Copy(Receiving):
         return seconds(lambda: self._copy(task))
 
     def _copy(self, task: Task) -> None:
-        is_fresh, size, room = task.options["into"] == "fresh", task.num_bytes, self._room
+        is_fresh, size, buffer = task.options["into"] == "fresh", task.num_bytes, self._buffer
         for at in task.offsets(len(self._source)):
             if is_fresh:
                 copied = self._source[at : at + size].copy()
                 if task.is_checked:
-                    room.fresh = copied
+                    buffer.fresh = copied
                 del copied
             else:
-                room.data[at : at + size] = self._source[at : at + size]
+                buffer.data[at : at + size] = self._source[at : at + size]
 
 
 ROLES = {"copy": Copy}

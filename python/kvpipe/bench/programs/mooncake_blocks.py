@@ -31,14 +31,14 @@ class _Node(OneSided):
         self._host = setup.host
         self.engine = TransferEngine()
         _check(self.engine.initialize(setup.host, "P2PHANDSHAKE", "tcp", ""), "initialize")
-        _check(self.engine.register_memory(self.room.ctypes.data, setup.total), "register_memory")
+        _check(self.engine.register_memory(self.buffer.ctypes.data, setup.total), "register_memory")
 
     def hello(self) -> Words:
         """The session's name, and where the buffer is."""
         session = f"{self._host}:{self.engine.get_rpc_port()}"
         return {
             "session": session,
-            "address": self.room.ctypes.data,
+            "address": self.buffer.ctypes.data,
             "version": f"mooncake-{version(_DISTRIBUTION)}",
         }
 
@@ -64,11 +64,11 @@ class Active(_Node):
 
     def run(self, task: Task) -> Words:
         """One batch after the other."""
-        total, size = len(self.room), task.num_bytes
+        total, size = len(self.buffer), task.num_bytes
         local, remote = task.transfers(total, LOCAL), task.transfers(total, REMOTE)
         batches = [
             (
-                _addresses(self.room.ctypes.data, size, local[i][at:end]),
+                _addresses(self.buffer.ctypes.data, size, local[i][at:end]),
                 _addresses(self.remote_address, size, remote[i][at:end]),
             )
             for i in task.chosen(total)

@@ -30,12 +30,12 @@ class _Node(OneSided):
         # NIXL's own thread never sleeps and makes transfers slower: each side lets NIXL work as it asks it
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self.agent = nixl.nixl_agent(self.name, config)
-        self.agent.register_memory([(self.room.ctypes.data, setup.total, 0, "")], _MEMORY)
+        self.agent.register_memory([(self.buffer.ctypes.data, setup.total, 0, "")], _MEMORY)
 
     def hello(self) -> Words:
         """Its metadata, and where the buffer is."""
         metadata: bytes = self.agent.get_agent_metadata()
-        return {"metadata": metadata.hex(), "address": self.room.ctypes.data, "version": f"nixl-{version('nixl')}"}
+        return {"metadata": metadata.hex(), "address": self.buffer.ctypes.data, "version": f"nixl-{version('nixl')}"}
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Adds the other agent."""
@@ -70,7 +70,7 @@ class Active(_Node):
     def run(self, task: Task) -> Words:
         """One transfer after the other, each asked for until it is done: NIXL has nothing to sleep on."""
         handles = self._handles(task)
-        chosen = [handles[i] for i in task.chosen(len(self.room))]
+        chosen = [handles[i] for i in task.chosen(len(self.buffer))]
 
         def all_transfers() -> None:
             for handle in chosen:
@@ -95,15 +95,15 @@ class Active(_Node):
         return self._prepared[key]
 
     def _prepare(self, task: Task) -> list[Any]:
-        total, size = len(self.room), task.num_bytes
-        ours = self._descriptors("NIXL_INIT_AGENT", self.room.ctypes.data, size)
+        total, size = len(self.buffer), task.num_bytes
+        ours = self._descriptors("NIXL_INIT_AGENT", self.buffer.ctypes.data, size)
         theirs = self._descriptors("passive", self.remote_address, size)
         pairs = zip(task.transfers(total, LOCAL), task.transfers(total, REMOTE), strict=True)
         return [self.agent.make_prepped_xfer(self._op, ours, to, theirs, there) for to, there in pairs]
 
     def _descriptors(self, agent: str, address: int, size: int) -> Any:
         # address, length, device, stride, count: blocks without gaps, whose neighbours NIXL joins
-        blocks = np.array([[address, size, 0, size, len(self.room) // size]], np.uint64)
+        blocks = np.array([[address, size, 0, size, len(self.buffer) // size]], np.uint64)
         return self.agent.prep_xfer_dlist(agent, blocks, _MEMORY)
 
 

@@ -9,15 +9,15 @@ import numpy as np
 import kvpipe
 
 from .request import pattern
-from .side import WAYS, Quiet, Setup, Words, half_round_trip_us, keep_in_flight, seconds
-from .tensors import Receiving, Room
+from .side import WAYS, Idle, Setup, Words, half_round_trip_us, keep_in_flight, seconds
+from .tensors import ReceiveBuffer, Receiving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from .request import Task
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 
 
 def _busy_poll_us(setup: Setup) -> int | None:
@@ -25,7 +25,7 @@ def _busy_poll_us(setup: Setup) -> int | None:
     return int(text) if text else None
 
 
-class Active(Quiet):
+class Active(Idle):
     """Sends, and is told when all has been received."""
 
     def __init__(self, setup: Setup) -> None:
@@ -41,7 +41,7 @@ class Active(Quiet):
         """Connects the ways there."""
         self._there = {
             name: kvpipe.Pipe.connect(
-                words[name], timeout=_PATIENCE_S, checksum=name == "checked", busy_poll_us=self._busy_poll_us
+                words[name], timeout=_TIMEOUT_S, checksum=name == "checked", busy_poll_us=self._busy_poll_us
             )
             for name in WAYS
         }
@@ -51,7 +51,7 @@ class Active(Quiet):
         """Sends, or sends and receives."""
         if task.kind == "latency":
             return self._latency(task)
-        self._back.recv_tensor(timeout=_PATIENCE_S)  # ready: as the bare loop, whose clock starts then
+        self._back.recv_tensor(timeout=_TIMEOUT_S)  # ready: as the bare loop, whose clock starts then
         return seconds(lambda: self._send(task))
 
     def _send(self, task: Task) -> None:
@@ -60,7 +60,7 @@ class Active(Quiet):
         there = self._there[task.options["way"]]
         begun = (there.isend_tensor(self._source[at : at + size]) for at in offsets)
         keep_in_flight(int(task.options["in_flight"]), begun)
-        self._back.recv_tensor(timeout=_PATIENCE_S)
+        self._back.recv_tensor(timeout=_TIMEOUT_S)
 
     def _latency(self, task: Task) -> Words:
         ping = self._source[: task.num_bytes]
@@ -68,8 +68,8 @@ class Active(Quiet):
         there = self._there[task.options["way"]]
 
         def once() -> None:
-            there.send_tensor(ping, timeout=_PATIENCE_S)
-            self._back.recv_tensor(out=pong, timeout=_PATIENCE_S)
+            there.send_tensor(ping, timeout=_TIMEOUT_S)
+            self._back.recv_tensor(out=pong, timeout=_TIMEOUT_S)
 
         return half_round_trip_us(task.count, once)
 
@@ -88,7 +88,7 @@ class Passive(Receiving):
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects the way back."""
-        self._back = kvpipe.Pipe.connect(words["address"], timeout=_PATIENCE_S, busy_poll_us=self._busy_poll_us)
+        self._back = kvpipe.Pipe.connect(words["address"], timeout=_TIMEOUT_S, busy_poll_us=self._busy_poll_us)
         return {}
 
     def run(self, task: Task) -> Words:
@@ -96,32 +96,32 @@ class Passive(Receiving):
         if task.kind == "latency":
             self._echo(task)
         else:
-            self._back.send_tensor(None, timeout=_PATIENCE_S)
+            self._back.send_tensor(None, timeout=_TIMEOUT_S)
             keep_in_flight(int(task.options["in_flight"]), self._received(task))
-            self._back.send_tensor(None, timeout=_PATIENCE_S)
+            self._back.send_tensor(None, timeout=_TIMEOUT_S)
         return {}
 
     def _echo(self, task: Task) -> None:
-        room, there = self._room.data[: task.num_bytes], self._there[task.options["way"]]
+        buffer, there = self._buffer.data[: task.num_bytes], self._there[task.options["way"]]
         for _ in range(task.count):
-            self._back.send_tensor(there.recv_tensor(out=room, timeout=_PATIENCE_S), timeout=_PATIENCE_S)
+            self._back.send_tensor(there.recv_tensor(out=buffer, timeout=_TIMEOUT_S), timeout=_TIMEOUT_S)
 
     def _received(self, task: Task) -> Iterator[Any]:
         is_fresh = task.options["into"] == "fresh"
-        size, room, there = task.num_bytes, self._room, self._there[task.options["way"]]
-        for at in task.offsets(len(room.data)):
-            work = there.irecv_tensor(out=None if is_fresh else room.data[at : at + size])
-            yield _Kept(work, room) if is_fresh and task.is_checked else work
+        size, buffer, there = task.num_bytes, self._buffer, self._there[task.options["way"]]
+        for at in task.offsets(len(buffer.data)):
+            work = there.irecv_tensor(out=None if is_fresh else buffer.data[at : at + size])
+            yield _Kept(work, buffer) if is_fresh and task.is_checked else work
 
 
 class _Kept:
     """A receive whose tensor is looked at by `verify`."""
 
-    def __init__(self, work: kvpipe.Work[Any], room: Room) -> None:
-        self._work, self._room = work, room
+    def __init__(self, work: kvpipe.Work[Any], buffer: ReceiveBuffer) -> None:
+        self._work, self._buffer = work, buffer
 
     def wait(self) -> None:
-        self._room.fresh = self._work.wait(_PATIENCE_S)
+        self._buffer.fresh = self._work.wait(_TIMEOUT_S)
 
 
 ROLES = {"active": Active, "passive": Passive}

@@ -60,7 +60,7 @@ class Side(Protocol):
         """Raises unless all of the run's bytes have arrived."""
 
 
-class Quiet:
+class Idle:
     """A role that knows nothing the others need, and where nothing arrives; the others override what they do."""
 
     def __init__(self, setup: Setup) -> None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .request import pattern
-from .side import Quiet, Setup, expect
+from .side import Idle, Setup, expect
 
 if TYPE_CHECKING:
     from .request import Task
 
 
-class Room:
+class ReceiveBuffer:
     """Memory that is there before tensors arrive; they land at the offsets they were sent from.
 
     Attributes:
@@ -42,18 +42,18 @@ class Room:
             expect(self.data[at : at + size], sent[at : at + size], "tensors")
 
 
-class Receiving(Quiet):
-    """A role into whose room tensors arrive."""
+class Receiving(Idle):
+    """A role into whose buffer tensors arrive."""
 
     def __init__(self, setup: Setup) -> None:
-        self._room = Room(setup.total)
+        self._buffer = ReceiveBuffer(setup.total)
 
     def clear(self, task: Task) -> None:
         """Forgets what arrived."""
         del task
-        self._room.clear()
+        self._buffer.clear()
 
     def verify(self, task: Task) -> None:
         """Whether all has arrived."""
         if task.kind == "tensors":
-            self._room.verify(task)
+            self._buffer.verify(task)

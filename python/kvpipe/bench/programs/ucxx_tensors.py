@@ -11,7 +11,7 @@ import numpy as np
 import ucxx
 
 from .request import pattern
-from .side import Quiet, Setup, Words, half_median_us, seconds
+from .side import Idle, Setup, Words, half_median_us, seconds
 from .tensors import Receiving
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .request import Task
 
 
-class _Node(Quiet):
+class _Node(Idle):
     """What both roles are: one loop, which runs while there is something to do."""
 
     def __init__(self, setup: Setup) -> None:
@@ -75,16 +75,16 @@ class Passive(_Node, Receiving):
         return {}
 
     async def _receive(self, task: Task) -> None:
-        size, room = task.num_bytes, self._room.data
-        begun = (self.endpoint.recv(room[at : at + size]) for at in task.offsets(len(room)))
+        size, buffer = task.num_bytes, self._buffer.data
+        begun = (self.endpoint.recv(buffer[at : at + size]) for at in task.offsets(len(buffer)))
         await self.in_flight(task, begun)
-        await self.endpoint.send(room[:8])
+        await self.endpoint.send(buffer[:8])
 
     async def _echo(self, task: Task) -> None:
-        room = self._room.data[: task.num_bytes]
+        buffer = self._buffer.data[: task.num_bytes]
         for _ in range(task.count):
-            await self.endpoint.recv(room)
-            await self.endpoint.send(room)
+            await self.endpoint.recv(buffer)
+            await self.endpoint.send(buffer)
 
 
 class Active(_Node):

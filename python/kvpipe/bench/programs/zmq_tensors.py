@@ -9,7 +9,7 @@ import numpy as np
 import zmq
 
 from .request import pattern
-from .side import Quiet, Setup, Words, half_round_trip_us, seconds
+from .side import Idle, Setup, Words, half_round_trip_us, seconds
 from .tensors import Receiving
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class Passive(Receiving):
             if task.kind == "latency":
                 self._socket.send(frame, copy=False)
         if task.kind == "tensors":
-            self._room.fresh = np.frombuffer(frame, np.uint8)
+            self._buffer.fresh = np.frombuffer(frame, np.uint8)
             self._socket.send(b"done")
         return {}
 
 
-class Active(Quiet):
+class Active(Idle):
     """Connects and sends."""
 
     def __init__(self, setup: Setup) -> None:

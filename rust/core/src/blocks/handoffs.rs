@@ -10,7 +10,7 @@ use super::messages::{
 use super::ready::ReadyRange;
 use super::service::Blocks;
 use crate::error::Result;
-use crate::handoff::producer::{Action, OPEN_TIMEOUT, Select};
+use crate::handoff::producer::{BlockSelection, ProducerAction};
 use crate::handoff::{HandoffId, ReadyBlock, checksum};
 use crate::net::codec::{Reader, Writer};
 use crate::reactor::{ReactorContext, SessionKey};
@@ -90,14 +90,14 @@ impl Blocks {
     pub(super) fn end(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
         self.trace.instant(Track::Reactor, "ended", &handoff, &[]);
         self.ready.forget(&handoff);
-        let actions = self.producer.end(handoff, reason);
+        let actions = self.producer.end_handoff(handoff, reason);
         self.act(cx, actions);
     }
 
-    pub(super) fn act(&mut self, cx: &mut ReactorContext, actions: Vec<Action>) {
+    pub(super) fn act(&mut self, cx: &mut ReactorContext, actions: Vec<ProducerAction>) {
         for action in actions {
             match action {
-                Action::Announce {
+                ProducerAction::Announce {
                     session,
                     handoff,
                     epoch,
@@ -106,7 +106,7 @@ impl Blocks {
                     let header = cx.header(session, BLOCKS_READY).raw(&handoff).u32(epoch);
                     cx.message(session, header, Payload::Bytes(ready_blocks(&blocks)));
                 }
-                Action::End {
+                ProducerAction::End {
                     session,
                     handoff,
                     reason,
@@ -138,12 +138,13 @@ impl Blocks {
                 let _generation = header.u32()?;
                 let (first, end) = (header.u32()?, header.u32()?);
                 header.end()?;
-                let select = Select {
+                let selection = BlockSelection {
                     session,
+                    handoff,
                     first,
                     end,
                 };
-                let actions = self.producer.select(select, handoff, cx.now + OPEN_TIMEOUT);
+                let actions = self.producer.select(selection, cx.now);
                 self.act(cx, actions);
             }
             BLOCKS_READY => {
@@ -162,7 +163,8 @@ impl Blocks {
             _ => {
                 header.end()?;
                 if self.producer.acknowledge(session, handoff) {
-                    self.trace.instant(Track::Reactor, "taken", &handoff, &[]);
+                    self.trace
+                        .instant(Track::Reactor, "acknowledged", &handoff, &[]);
                     self.events.push(Event::Acknowledged { handoff });
                     self.act(cx, Vec::new());
                 }

@@ -2,7 +2,7 @@
 //!
 //! A load whose session is lost gets one fresh session; a block whose read has failed is read once more, by messages.
 
-#[cfg(all(test, feature = "fuzzing"))]
+#[cfg(test)]
 mod tests;
 
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ use super::service::{Blocks, Loading};
 use super::transfer::{Arrived, Owner, Take};
 use super::{Event, LoadRequest};
 use crate::error::{Error, Result};
-use crate::handoff::consumer::{Batch, Load};
+use crate::handoff::consumer::{Load, ReadBatch};
 use crate::handoff::{HandoffId, ReadyBlock, checksum};
 use crate::reactor::{ReactorContext, SessionKey};
 use crate::trace::Track;
@@ -127,7 +127,7 @@ impl Blocks {
         if self.is_lost(cx, session) {
             return; // its end, which is about to be reported, leads to a fresh one
         }
-        for batch in self.consumer.again(&handoff) {
+        for batch in self.consumer.next_retries(&handoff) {
             self.read_batch(cx, session, handoff, batch);
         }
     }
@@ -151,7 +151,7 @@ impl Blocks {
             return Ok(());
         };
         loading.announced.get_or_insert(cx.now);
-        for batch in self.consumer.announced(&handoff, epoch, blocks)? {
+        for batch in self.consumer.blocks_announced(&handoff, epoch, blocks)? {
             self.read_batch(cx, session, handoff, batch);
         }
         Ok(())
@@ -162,7 +162,7 @@ impl Blocks {
         cx: &mut ReactorContext,
         session: SessionKey,
         handoff: HandoffId,
-        batch: Batch,
+        batch: ReadBatch,
     ) {
         match self.plan_batch(session, &batch) {
             Ok((region, remote_region, pieces)) => {
@@ -187,7 +187,7 @@ impl Blocks {
         &mut self,
         cx: &mut ReactorContext,
         handoff: HandoffId,
-        batch: &Batch,
+        batch: &ReadBatch,
         outcome: Result<Arrived>,
     ) {
         match outcome {
@@ -195,7 +195,8 @@ impl Blocks {
                 let verified = self.verify(&handoff, batch, &arrived.memory, &arrived.layout);
                 self.trace_arrival(&handoff, batch, &verified, &arrived);
                 let num_bytes = arrived.num_bytes;
-                self.consumer.read(&handoff, batch, &verified, num_bytes);
+                self.consumer
+                    .read_completed(&handoff, batch, &verified, num_bytes);
             }
             Err(error) => {
                 let reason = error.to_string();
@@ -213,7 +214,7 @@ impl Blocks {
     fn trace_arrival(
         &self,
         handoff: &HandoffId,
-        batch: &Batch,
+        batch: &ReadBatch,
         verified: &[bool],
         arrived: &Arrived,
     ) {
@@ -232,7 +233,7 @@ impl Blocks {
     fn plan_batch(
         &self,
         session: SessionKey,
-        batch: &Batch,
+        batch: &ReadBatch,
     ) -> Result<(RegionId, RegionId, Pieces)> {
         let place = usize::from(batch.region);
         let peer = self.peers.get(&session);
@@ -252,7 +253,7 @@ impl Blocks {
     fn verify(
         &self,
         handoff: &HandoffId,
-        batch: &Batch,
+        batch: &ReadBatch,
         memory: &Memory,
         layout: &Layout,
     ) -> Vec<bool> {

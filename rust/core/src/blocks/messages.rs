@@ -1,4 +1,4 @@
-//! Messages of the blocks' data plane; see docs/wire-format.md.
+//! Messages of the blocks' data plane; see docs/reference/wire-agent.md.
 
 use crate::error::{Error, Result};
 use crate::handoff::ReadyBlock;
@@ -59,18 +59,18 @@ pub(super) const CHECKSUMS_CAP: usize = 4096;
 /// Longest reason.
 pub(super) const REASON_CAP: usize = 4096;
 
-pub(super) fn regions(regions: &[RemoteRegion]) -> Vec<u8> {
+pub(crate) fn regions(regions: &[RemoteRegion]) -> Vec<u8> {
     Writer::new(REGIONS)
         .list(regions, |writer, region| region.write(writer))
         .finish()
 }
 
 /// What a peer says in [`REGIONS`].
-pub(super) struct RemoteRegions(pub(super) Vec<RemoteRegion>);
+pub(crate) struct RemoteRegions(pub(crate) Vec<RemoteRegion>);
 
 impl RemoteRegions {
     /// Reads what follows the type.
-    pub(super) fn read(mut reader: Reader<'_>) -> Result<Self> {
+    pub(crate) fn read(mut reader: Reader<'_>) -> Result<Self> {
         let regions = reader.list(REGIONS_CAP, RemoteRegion::read)?;
         reader.end()?;
         if !regions.is_sorted_by(|a, b| a.id < b.id) {
@@ -103,13 +103,13 @@ impl Wanted {
     }
 }
 
-pub(super) fn checksums(checksums: &[u64]) -> Vec<u8> {
+pub(crate) fn checksums(checksums: &[u64]) -> Vec<u8> {
     Writer::default()
         .list(checksums, |w, checksum| w.u64(*checksum))
         .finish()
 }
 
-pub(super) fn read_checksums(payload: &[u8]) -> Result<Vec<u64>> {
+pub(crate) fn read_checksums(payload: &[u8]) -> Result<Vec<u64>> {
     let mut reader = Reader::new(payload);
     let checksums = reader.list(CHECKSUMS_CAP, Reader::u64)?;
     reader.end()?;
@@ -118,22 +118,22 @@ pub(super) fn read_checksums(payload: &[u8]) -> Result<Vec<u64>> {
 
 /// Blocks that a writer offers.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Offered {
-    pub(super) offer: u64,
+pub(crate) struct Offered {
+    pub(crate) offer: u64,
     /// On the target.
-    pub(super) to: RegionId,
+    pub(crate) to: RegionId,
     /// On the writer.
-    pub(super) from: RegionId,
-    pub(super) to_ids: Vec<u32>,
-    pub(super) from_ids: Vec<u32>,
-    pub(super) is_checksummed: bool,
+    pub(crate) from: RegionId,
+    pub(crate) to_ids: Vec<u32>,
+    pub(crate) from_ids: Vec<u32>,
+    pub(crate) is_checksummed: bool,
     /// Number and content of its notification.
-    pub(super) notice: Option<(u64, Vec<u8>)>,
+    pub(crate) notice: Option<(u64, Vec<u8>)>,
 }
 
 impl Offered {
     /// Continues a header, and makes the payload.
-    pub(super) fn write(
+    pub(crate) fn write(
         header: Writer,
         (offer, to, from): (u64, RegionId, RegionId),
         pieces: &Pieces,
@@ -156,7 +156,7 @@ impl Offered {
         (header, payload.finish())
     }
 
-    pub(super) fn read(mut header: Reader<'_>, payload: &[u8]) -> Result<Self> {
+    pub(crate) fn read(mut header: Reader<'_>, payload: &[u8]) -> Result<Self> {
         let (offer, to, from) = (header.u64()?, header.u32()?, header.u32()?);
         let is_checksummed = header.flag()?;
         let number = header.flag()?.then(|| header.u64()).transpose()?;
@@ -181,18 +181,18 @@ impl Offered {
     }
 }
 
-pub(super) fn ids(ids: &[u32]) -> Vec<u8> {
+pub(crate) fn ids(ids: &[u32]) -> Vec<u8> {
     Writer::default().list(ids, |w, id| w.u32(*id)).finish()
 }
 
-pub(super) fn read_ids(payload: &[u8]) -> Result<Vec<u32>> {
+pub(crate) fn read_ids(payload: &[u8]) -> Result<Vec<u32>> {
     let mut reader = Reader::new(payload);
     let ids = reader.list(BLOCKS_CAP, Reader::u32)?;
     reader.end()?;
     Ok(ids)
 }
 
-pub(super) fn ready_blocks(blocks: &[ReadyBlock]) -> Vec<u8> {
+pub(crate) fn ready_blocks(blocks: &[ReadyBlock]) -> Vec<u8> {
     Writer::default()
         .list(blocks, |w, block| {
             w.u16(block.region)
@@ -203,7 +203,7 @@ pub(super) fn ready_blocks(blocks: &[ReadyBlock]) -> Vec<u8> {
         .finish()
 }
 
-pub(super) fn read_ready_blocks(payload: &[u8]) -> Result<Vec<ReadyBlock>> {
+pub(crate) fn read_ready_blocks(payload: &[u8]) -> Result<Vec<ReadyBlock>> {
     let mut reader = Reader::new(payload);
     let blocks = reader.list(BLOCKS_CAP, |r| {
         Ok(ReadyBlock {
@@ -217,7 +217,7 @@ pub(super) fn read_ready_blocks(payload: &[u8]) -> Result<Vec<ReadyBlock>> {
     Ok(blocks)
 }
 
-pub(super) fn reason(payload: &[u8]) -> Result<String> {
+pub(crate) fn reason(payload: &[u8]) -> Result<String> {
     let mut reader = Reader::new(payload);
     let reason = reader.str(REASON_CAP)?;
     reader.end()?;

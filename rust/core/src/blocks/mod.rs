@@ -2,12 +2,10 @@
 
 mod api;
 mod ends;
-#[cfg(feature = "fuzzing")]
-pub(crate) mod fuzzing;
 mod handoffs;
 mod inbox;
 mod loads;
-mod messages;
+pub(crate) mod messages;
 mod metadata;
 mod notices;
 mod notify;
@@ -34,7 +32,7 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::handoff::HandoffId;
-use crate::handoff::consumer::Counts;
+use crate::handoff::consumer::LoadCounts;
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, Incarnation, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig, SessionKey, default_busy_poll};
@@ -62,7 +60,7 @@ pub enum Event {
         /// Which.
         handoff: HandoffId,
         /// In numbers.
-        counts: Counts,
+        counts: LoadCounts,
         /// By which transport.
         transport: String,
         /// From the start of the load to its last block.
@@ -73,7 +71,7 @@ pub enum Event {
         /// Which.
         handoff: HandoffId,
         /// In numbers.
-        counts: Counts,
+        counts: LoadCounts,
         /// By which transport.
         transport: String,
         /// From the start of the load to its end.
@@ -84,7 +82,7 @@ pub enum Event {
         /// Which.
         handoff: HandoffId,
         /// In numbers.
-        counts: Counts,
+        counts: LoadCounts,
         /// By which transport; empty if no session is left.
         transport: String,
         /// From the start of the load to its end.
@@ -213,6 +211,12 @@ impl Agent {
     pub fn without_checksums(mut self) -> Self {
         self.is_checksummed = false;
         self
+    }
+
+    /// Runs one round of a reactor without a thread.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub fn round(&self) -> crate::reactor::manual::Round {
+        self.reactor.round()
     }
 
     /// Where peers connect.

@@ -59,7 +59,6 @@ fn a_region_that_is_closed_after_its_agent_says_that_reads_have_not_ended() {
     assert_eq!(close(), Ok(()), "they have ended since");
 }
 
-#[cfg(feature = "fuzzing")]
 #[test]
 fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
     use crate::reactor::manual::{Round, without_threads};
@@ -101,7 +100,6 @@ fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
     }
 }
 
-#[cfg(feature = "fuzzing")]
 #[test]
 fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not_ended() {
     use crate::reactor::manual::{Round, without_threads};
@@ -126,7 +124,6 @@ fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not
 }
 
 /// Two agents that are run by hand, blocks of a region of each, and whether they can come although their source has ended.
-#[cfg(feature = "fuzzing")]
 mod by_messages {
     use super::*;
     use crate::reactor::manual::{Round, without_threads};

@@ -10,7 +10,7 @@ use super::peer::Peer;
 use super::verifier::Verifier;
 use crate::error::Error;
 use crate::handoff::HandoffId;
-use crate::handoff::consumer::Batch;
+use crate::handoff::consumer::ReadBatch;
 use crate::reactor::SessionKey;
 use crate::transfer::cursor::Cursor;
 use crate::transfer::region::{Layout, Pieces, RegionId, Run};
@@ -37,7 +37,7 @@ pub(super) fn split_token(token: u64) -> (u64, u64) {
 pub(super) enum Owner {
     /// Our user, and the peer's if there is a tag.
     Caller(Completer<u64>, Option<Notify>),
-    Handoff(HandoffId, Batch),
+    Handoff(HandoffId, ReadBatch),
     /// The peer that offered the blocks, and our user if there is a tag.
     Offer {
         offer: u64,
@@ -141,7 +141,7 @@ impl Transfer {
 
     /// Whether it goes by messages whatever the data path of the session is: the other data path has failed.
     pub(super) fn is_by_messages(&self) -> bool {
-        matches!(&self.owner, Owner::Handoff(_, batch) if batch.is_again)
+        matches!(&self.owner, Owner::Handoff(_, batch) if batch.is_retry)
     }
 
     /// Remote read: what to ask for next.

@@ -1,22 +1,24 @@
-//! Frames of the control plane; see docs/wire-format.md.
+//! Frames of the control plane; see docs/reference/wire-control.md.
 
 use std::time::Duration;
 
-use super::{Opening, Question, Rank, SequenceState};
+use super::{ControlQuery, Opening, Rank, SequenceState};
 use crate::error::{Error, Result};
-use crate::handoff::HandoffId;
+use crate::ids::HandoffId;
 use crate::net::codec::{Reader, Writer};
 
+/// Longest text: a reason or an address.
 const TEXT_CAP: usize = 4096;
-/// Largest JSON answer.
+/// Largest JSON reply.
 const JSON_CAP: usize = 1 << 20;
+/// Most workers of a producer.
 const RANKS_CAP: usize = 4096;
-/// Most ids that a prefill may hand over.
+/// Most token ids that prefill samples.
 const OUTPUT_IDS_CAP: usize = 4096;
 
-/// Everything that one scheduler (or the proxy) says to another.
+/// A frame between two control ports, or between the proxy and one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Message {
+pub(crate) enum ControlMessage {
     Watch(HandoffId),
     Unwatch {
         handoff: HandoffId,
@@ -34,11 +36,11 @@ pub(super) enum Message {
         handoff: HandoffId,
         reason: String,
     },
-    Ask {
+    Query {
         id: u64,
-        question: Question,
+        query: ControlQuery,
     },
-    Answer {
+    Reply {
         id: u64,
         json: String,
     },
@@ -52,13 +54,13 @@ const ENDED: u8 = 5;
 const DESCRIBE: u8 = 6;
 const RELEASE: u8 = 7;
 const RESULT: u8 = 8;
-const ANSWER: u8 = 9;
+const REPLY: u8 = 9;
 const SUBSCRIBE: u8 = 10;
 const WATCHED: u8 = 11;
 const PROGRESS: u8 = 12;
 
-impl Message {
-    pub(super) fn encode(&self) -> Vec<u8> {
+impl ControlMessage {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         match self {
             Self::Watch(handoff) => Writer::new(WATCH).raw(handoff),
             Self::Unwatch {
@@ -83,42 +85,26 @@ impl Message {
             Self::Ended { handoff, reason } => {
                 Writer::new(ENDED).raw(handoff).text(reason, TEXT_CAP)
             }
-            Self::Ask {
-                id,
-                question: Question::Describe,
-            } => Writer::new(DESCRIBE).u64(*id),
-            Self::Ask {
-                id,
-                question: Question::Release(handoff),
-            } => Writer::new(RELEASE).u64(*id).raw(handoff),
-            Self::Ask {
-                id,
-                question: Question::Result(handoff),
-            } => Writer::new(RESULT).u64(*id).raw(handoff),
-            Self::Ask {
-                id,
-                question: Question::Subscribe { handoff, lead },
-            } => Writer::new(SUBSCRIBE)
-                .u64(*id)
-                .raw(handoff)
-                .u64(micros(*lead)),
-            Self::Ask {
-                id,
-                question: Question::Progress { handoff, remaining },
-            } => Writer::new(PROGRESS)
-                .u64(*id)
-                .raw(handoff)
-                .u64(micros(*remaining)),
-            Self::Ask {
-                id,
-                question: Question::Watched(handoff),
-            } => Writer::new(WATCHED).u64(*id).raw(handoff),
-            Self::Answer { id, json } => Writer::new(ANSWER).u64(*id).str(json),
+            Self::Query { id, query } => match query {
+                ControlQuery::Describe => Writer::new(DESCRIBE).u64(*id),
+                ControlQuery::Release(handoff) => Writer::new(RELEASE).u64(*id).raw(handoff),
+                ControlQuery::Result(handoff) => Writer::new(RESULT).u64(*id).raw(handoff),
+                ControlQuery::Subscribe { handoff, lead } => Writer::new(SUBSCRIBE)
+                    .u64(*id)
+                    .raw(handoff)
+                    .u64(micros(*lead)),
+                ControlQuery::Progress { handoff, remaining } => Writer::new(PROGRESS)
+                    .u64(*id)
+                    .raw(handoff)
+                    .u64(micros(*remaining)),
+                ControlQuery::Watched(handoff) => Writer::new(WATCHED).u64(*id).raw(handoff),
+            },
+            Self::Reply { id, json } => Writer::new(REPLY).u64(*id).str(json),
         }
         .finish()
     }
 
-    pub(super) fn decode(frame: &[u8]) -> Result<Self> {
+    pub(crate) fn decode(frame: &[u8]) -> Result<Self> {
         let mut reader = Reader::new(frame);
         let message = match reader.u8()? {
             WATCH => Self::Watch(reader.fixed()?),
@@ -138,37 +124,11 @@ impl Message {
                 handoff: reader.fixed()?,
                 reason: reader.str(TEXT_CAP)?,
             },
-            DESCRIBE => Self::Ask {
+            kind @ (DESCRIBE | RELEASE | RESULT | SUBSCRIBE | PROGRESS | WATCHED) => Self::Query {
                 id: reader.u64()?,
-                question: Question::Describe,
+                query: query(kind, &mut reader)?,
             },
-            RELEASE => Self::Ask {
-                id: reader.u64()?,
-                question: Question::Release(reader.fixed()?),
-            },
-            RESULT => Self::Ask {
-                id: reader.u64()?,
-                question: Question::Result(reader.fixed()?),
-            },
-            SUBSCRIBE => Self::Ask {
-                id: reader.u64()?,
-                question: Question::Subscribe {
-                    handoff: reader.fixed()?,
-                    lead: Duration::from_micros(reader.u64()?),
-                },
-            },
-            PROGRESS => Self::Ask {
-                id: reader.u64()?,
-                question: Question::Progress {
-                    handoff: reader.fixed()?,
-                    remaining: Duration::from_micros(reader.u64()?),
-                },
-            },
-            WATCHED => Self::Ask {
-                id: reader.u64()?,
-                question: Question::Watched(reader.fixed()?),
-            },
-            ANSWER => Self::Answer {
+            REPLY => Self::Reply {
                 id: reader.u64()?,
                 json: reader.str(JSON_CAP)?,
             },
@@ -185,6 +145,26 @@ impl Message {
 
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn query(kind: u8, reader: &mut Reader<'_>) -> Result<ControlQuery> {
+    if kind == DESCRIBE {
+        return Ok(ControlQuery::Describe);
+    }
+    let handoff = reader.fixed()?;
+    Ok(match kind {
+        RELEASE => ControlQuery::Release(handoff),
+        RESULT => ControlQuery::Result(handoff),
+        SUBSCRIBE => ControlQuery::Subscribe {
+            handoff,
+            lead: Duration::from_micros(reader.u64()?),
+        },
+        PROGRESS => ControlQuery::Progress {
+            handoff,
+            remaining: Duration::from_micros(reader.u64()?),
+        },
+        _ => ControlQuery::Watched(handoff),
+    })
 }
 
 fn opening(reader: &mut Reader<'_>) -> Result<Opening> {
@@ -215,7 +195,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn every_message_is_read_as_written() {
+    fn every_message_decodes_to_itself() {
         let rank = Rank {
             address: "127.0.0.1:1".to_owned(),
             incarnation: [3; 16],
@@ -233,67 +213,67 @@ mod tests {
         };
         let handoff = [1; 16];
         for message in [
-            Message::Watch(handoff),
-            Message::Unwatch {
+            ControlMessage::Watch(handoff),
+            ControlMessage::Unwatch {
                 handoff,
                 is_acknowledged: true,
             },
-            Message::Opened { handoff, opening },
-            Message::Finished { handoff, state },
-            Message::Ended {
+            ControlMessage::Opened { handoff, opening },
+            ControlMessage::Finished { handoff, state },
+            ControlMessage::Ended {
                 handoff,
                 reason: "aborted".to_owned(),
             },
-            Message::Ask {
+            ControlMessage::Query {
                 id: 1,
-                question: Question::Describe,
+                query: ControlQuery::Describe,
             },
-            Message::Ask {
+            ControlMessage::Query {
                 id: 2,
-                question: Question::Release(handoff),
+                query: ControlQuery::Release(handoff),
             },
-            Message::Ask {
+            ControlMessage::Query {
                 id: 3,
-                question: Question::Result(handoff),
+                query: ControlQuery::Result(handoff),
             },
-            Message::Ask {
+            ControlMessage::Query {
                 id: 5,
-                question: Question::Subscribe {
+                query: ControlQuery::Subscribe {
                     handoff,
                     lead: Duration::from_millis(200),
                 },
             },
-            Message::Ask {
+            ControlMessage::Query {
                 id: 6,
-                question: Question::Watched(handoff),
+                query: ControlQuery::Watched(handoff),
             },
-            Message::Ask {
+            ControlMessage::Query {
                 id: 7,
-                question: Question::Progress {
+                query: ControlQuery::Progress {
                     handoff,
                     remaining: Duration::from_millis(70),
                 },
             },
-            Message::Answer {
+            ControlMessage::Reply {
                 id: 4,
                 json: "{}".to_owned(),
             },
         ] {
-            assert_eq!(Message::decode(&message.encode()).unwrap(), message);
+            assert_eq!(ControlMessage::decode(&message.encode()).unwrap(), message);
         }
     }
 
     proptest! {
         #[test]
-        fn any_frame_gives_a_message_or_an_error(frame: Vec<u8>) {
-            let _ = Message::decode(&frame);
+        fn any_frame_decodes_to_a_message_or_an_error(frame: Vec<u8>) {
+            let _ = ControlMessage::decode(&frame);
         }
 
         #[test]
-        fn a_cut_message_is_an_error(cut in 0usize..32) {
-            let whole = Message::Ended { handoff: [1; 16], reason: "a reason".to_owned() }.encode();
-            prop_assume!(cut < whole.len());
-            prop_assert!(Message::decode(&whole[..cut]).is_err());
+        fn a_truncated_message_is_an_error(cut in 0usize..32) {
+            let frame = ControlMessage::Ended { handoff: [1; 16], reason: "a reason".to_owned() }.encode();
+            prop_assume!(cut < frame.len());
+            prop_assert!(ControlMessage::decode(&frame[..cut]).is_err());
         }
     }
 }

@@ -1,6 +1,6 @@
-//! One request's KV on its way from a prefill to a decode worker, as two pure state machines: events in, actions
-//! out. The producer announces blocks once they are ready; the consumer reads them, in whatever batches they come,
-//! and knows for every block whether it has arrived with the checksum that the producer computed.
+//! One request's KV on its way from a prefill to a decode worker, as two pure state machines: events in, actions out. The
+//! [`producer`] announces blocks once they are ready. The [`consumer`] reads them in batches, and verifies each block with
+//! the checksum that the producer computed.
 
 pub mod consumer;
 pub mod producer;
@@ -22,8 +22,8 @@ pub struct ReadyBlock {
     pub checksum: u64,
 }
 
-/// The checksum of a block, bound to where it belongs, so that a block of another handoff, epoch, layer or
-/// place never passes for this one.
+/// The checksum of a block. It covers the block's place too, so that a block of another handoff, epoch, layer or position
+/// never passes for this one.
 pub fn checksum(handoff: &HandoffId, epoch: u32, region: u16, position: u32, bytes: &[u8]) -> u64 {
     let mut place = [0; 26];
     place[..16].copy_from_slice(handoff);

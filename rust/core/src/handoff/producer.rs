@@ -1,76 +1,122 @@
-//! The producer's side: which blocks are ready, who has selected them, and what is to be told to whom.
+//! The producer of handoffs as a pure state machine: which blocks are ready, which consumers selected them, and what to
+//! send to each.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::time::{Duration, Instant};
 
-use super::{HandoffId, ReadyBlock};
-use crate::reactor::SessionKey;
-use crate::recent::RecentHandoffs;
+use super::ReadyBlock;
+use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
-/// Selects that may wait for handoffs that are not known yet.
-const PARKED_CAP: usize = 1024;
-/// Most blocks of one announcement: a select that comes late is told of all blocks in all regions, which may be millions.
+/// Selections that may wait for unknown handoffs: bounds what peers make this worker remember.
+const PENDING_CAP: usize = 1024;
+/// Most blocks of one announcement. A late selection asks for all blocks in all regions, which may be millions.
 const ANNOUNCED_CAP: usize = 16 << 10;
+/// How long a selection waits for the first ready block. The scheduler has opened the handoff before, and reports its
+/// end to this worker; prefill itself may compute for minutes.
+const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// What the producer has to tell a consumer.
+/// A message that the producer sends to a consumer.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Action {
-    /// These blocks may be read.
+pub enum ProducerAction {
+    /// The consumer may read these blocks.
     Announce {
-        /// To whom.
+        /// The consumer.
         session: SessionKey,
-        /// Of which handoff.
+        /// The handoff of the blocks.
         handoff: HandoffId,
-        /// In which epoch.
+        /// Its epoch.
         epoch: u32,
         /// The blocks.
         blocks: Vec<ReadyBlock>,
     },
-    /// Nothing more will come.
+    /// The handoff has ended; no more blocks follow.
     End {
-        /// To whom.
+        /// The consumer.
         session: SessionKey,
-        /// Of which handoff.
+        /// The handoff.
         handoff: HandoffId,
-        /// Why.
+        /// Why it ended.
         reason: String,
     },
 }
 
-/// A consumer's wish: the blocks from a position to another.
+/// A consumer's request for the blocks of a handoff from one position to another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Select {
-    /// Who asks.
+pub struct BlockSelection {
+    /// The consumer.
     pub session: SessionKey,
-    /// The first position it does not have.
+    /// The handoff.
+    pub handoff: HandoffId,
+    /// The first position that the consumer lacks.
     pub first: u32,
     /// The position after the last.
     pub end: u32,
 }
 
-#[derive(Debug, Default)]
-struct LeasedHandoff {
-    epoch: u32,
-    blocks: Vec<ReadyBlock>,
-    selects: Vec<Select>,
-}
+impl BlockSelection {
+    fn announce(
+        self,
+        epoch: u32,
+        blocks: &[ReadyBlock],
+    ) -> impl Iterator<Item = ProducerAction> + use<'_> {
+        let Self {
+            session,
+            handoff,
+            first,
+            end,
+        } = self;
+        let mut selected = blocks
+            .iter()
+            .filter(move |block| (first..end).contains(&block.position));
+        std::iter::from_fn(move || {
+            let blocks: Vec<ReadyBlock> = selected.by_ref().take(ANNOUNCED_CAP).copied().collect();
+            (!blocks.is_empty()).then_some(ProducerAction::Announce {
+                session,
+                handoff,
+                epoch,
+                blocks,
+            })
+        })
+    }
 
-/// A select of a handoff that is not known, and until when it waits.
-type Parked = (HandoffId, Select, Instant);
-
-impl Waiter for Parked {
-    fn session(&self) -> SessionKey {
-        self.1.session
+    fn end(self, reason: &str) -> ProducerAction {
+        ProducerAction::End {
+            session: self.session,
+            handoff: self.handoff,
+            reason: reason.to_owned(),
+        }
     }
 }
 
-/// All handoffs that this worker lends.
+/// A handoff of which some blocks are ready.
+#[derive(Debug)]
+struct ReadyHandoff {
+    epoch: u32,
+    blocks: Vec<ReadyBlock>,
+    selections: Vec<BlockSelection>,
+}
+
+/// A selection of an unknown handoff.
+#[derive(Debug)]
+struct PendingSelection {
+    selection: BlockSelection,
+    deadline: Instant,
+}
+
+impl Waiter for PendingSelection {
+    fn session(&self) -> SessionKey {
+        self.selection.session
+    }
+}
+
+/// All handoffs that this worker produces.
 #[derive(Debug)]
 pub struct Producer {
-    leased: HashMap<HandoffId, LeasedHandoff>,
-    parked: FairWaitlist<Parked>,
-    /// Why handoffs have ended, so that a late select is answered at once.
+    leased: HashMap<HandoffId, ReadyHandoff>,
+    pending: FairWaitlist<PendingSelection>,
+    /// Why handoffs ended, to answer late selections at once.
     ended: RecentHandoffs<String>,
 }
 
@@ -78,166 +124,127 @@ impl Default for Producer {
     fn default() -> Self {
         Self {
             leased: HashMap::new(),
-            parked: FairWaitlist::new(PARKED_CAP),
+            pending: FairWaitlist::new(PENDING_CAP),
             ended: RecentHandoffs::default(),
         }
     }
 }
 
 impl Producer {
-    /// More blocks of a handoff are ready. A new epoch voids everything announced before.
+    /// Adds ready blocks to a handoff. A new epoch voids all earlier announcements.
     pub fn mark_ready(
         &mut self,
         handoff: HandoffId,
         epoch: u32,
         blocks: &[ReadyBlock],
-    ) -> Vec<Action> {
+    ) -> Vec<ProducerAction> {
         if self.ended.get(&handoff).is_some() {
             return Vec::new();
         }
-        let leased = self.leased.entry(handoff).or_default();
+        let leased = match self.leased.entry(handoff) {
+            Entry::Occupied(leased) => leased.into_mut(),
+            Entry::Vacant(unknown) => {
+                let pending = self
+                    .pending
+                    .remove_if(|one| one.selection.handoff == handoff);
+                unknown.insert(ReadyHandoff {
+                    epoch,
+                    blocks: Vec::new(),
+                    selections: pending.into_iter().map(|one| one.selection).collect(),
+                })
+            }
+        };
         if leased.epoch != epoch {
             leased.epoch = epoch;
             leased.blocks.clear();
         }
         leased.blocks.extend_from_slice(blocks);
-        let mut actions: Vec<Action> = leased
-            .selects
-            .iter()
-            .flat_map(|select| announce(select, handoff, epoch, blocks))
-            .collect();
-        for (_, select, until) in self.parked.remove_if(|(id, ..)| *id == handoff) {
-            actions.extend(self.select(select, handoff, until));
-        }
-        actions
+        let selections = leased.selections.iter();
+        selections
+            .flat_map(|selection| selection.announce(epoch, blocks))
+            .collect()
     }
 
-    /// A consumer selects blocks. An unknown handoff may still be opened, until `until`.
-    pub fn select(&mut self, select: Select, handoff: HandoffId, until: Instant) -> Vec<Action> {
-        let gone = |reason: &str| {
-            vec![Action::End {
-                session: select.session,
-                handoff,
-                reason: reason.to_owned(),
-            }]
-        };
+    /// Receives a selection. One of an unknown handoff waits for its first ready block.
+    pub fn select(&mut self, selection: BlockSelection, now: Instant) -> Vec<ProducerAction> {
+        let BlockSelection {
+            session, handoff, ..
+        } = selection;
         if let Some(reason) = self.ended.get(&handoff) {
-            return gone(reason);
+            return vec![selection.end(reason)];
         }
         if let Some(leased) = self.leased.get_mut(&handoff) {
-            // A consumer that tries again has given up what it asked for before.
-            leased
-                .selects
-                .retain(|other| other.session != select.session);
-            leased.selects.push(select);
-            return announce(&select, handoff, leased.epoch, &leased.blocks).collect();
+            // A consumer that selects again has given up its earlier selection.
+            leased.selections.retain(|other| other.session != session);
+            leased.selections.push(selection);
+            return selection.announce(leased.epoch, &leased.blocks).collect();
         }
-        self.parked
-            .remove_if(|(id, other, _)| (*id, other.session) == (handoff, select.session));
-        self.park((handoff, select, until))
+        self.pending.remove_if(|other| {
+            (other.selection.handoff, other.selection.session) == (handoff, session)
+        });
+        let displaced = self.pending.admit(PendingSelection {
+            selection,
+            deadline: now + FIRST_BLOCK_TIMEOUT,
+        });
+        let reason = || waitlist_full("selects of handoffs that are not open", PENDING_CAP);
+        let ended = displaced.map(|displaced| displaced.selection.end(&reason()));
+        ended.into_iter().collect()
     }
 
-    fn park(&mut self, one: Parked) -> Vec<Action> {
-        let gone = |(handoff, select, _): Parked| Action::End {
-            session: select.session,
-            handoff,
-            reason: waitlist_full("selects of handoffs that are not open", PARKED_CAP),
-        };
-        self.parked.admit(one).map(gone).into_iter().collect()
-    }
-
-    /// Forgets a handoff: its blocks may change from now on.
-    pub fn end(&mut self, handoff: HandoffId, reason: &str) -> Vec<Action> {
+    /// Ends a handoff: its blocks may change from now on.
+    pub fn end_handoff(&mut self, handoff: HandoffId, reason: &str) -> Vec<ProducerAction> {
         if self.ended.get(&handoff).is_none() {
             self.ended.insert(handoff, reason.to_owned());
         }
-        let selects = self
-            .leased
-            .remove(&handoff)
-            .map(|leased| leased.selects)
-            .unwrap_or_default();
-        let parked = self.parked.remove_if(|(id, ..)| *id == handoff);
-        let parked = parked.into_iter().map(|(_, select, _)| select);
-        let told = selects.into_iter().chain(parked);
-        told.map(|select| Action::End {
-            session: select.session,
-            handoff,
-            reason: reason.to_owned(),
-        })
-        .collect()
+        let leased = self.leased.remove(&handoff);
+        let pending = self
+            .pending
+            .remove_if(|one| one.selection.handoff == handoff);
+        let pending = pending.into_iter().map(|one| one.selection);
+        let selections = leased.into_iter().flat_map(|leased| leased.selections);
+        selections
+            .chain(pending)
+            .map(|selection| selection.end(reason))
+            .collect()
     }
 
-    /// A consumer has everything; whether this is the first time that it says so of a handoff that is leased.
+    /// Receives a consumer's acknowledgement. The first one of a leased handoff ends it, and returns true.
     pub fn acknowledge(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
-        let has_selected = self.leased.get(&handoff).is_some_and(|leased| {
-            leased
-                .selects
-                .iter()
-                .any(|select| select.session == session)
-        });
+        let Entry::Occupied(leased) = self.leased.entry(handoff) else {
+            return false;
+        };
+        let mut selections = leased.get().selections.iter();
+        let has_selected = selections.any(|selection| selection.session == session);
         if has_selected {
-            self.leased.remove(&handoff);
-            self.end(handoff, "it has been taken");
+            leased.remove();
+            self.ended
+                .insert(handoff, "its consumer acknowledged it".to_owned());
         }
         has_selected
     }
 
-    /// A consumer is gone.
+    /// Forgets the selections of a lost session.
     pub fn session_down(&mut self, session: SessionKey) {
         for leased in self.leased.values_mut() {
-            leased.selects.retain(|select| select.session != session);
+            leased.selections.retain(|other| other.session != session);
         }
-        self.parked
-            .remove_if(|(_, select, _)| select.session == session);
+        self.pending
+            .remove_if(|other| other.selection.session == session);
     }
 
-    /// Refuses selects whose handoff was not opened in time, and tells when to come back.
-    pub fn expire(&mut self, now: Instant) -> (Vec<Action>, Option<Instant>) {
-        let expired = self.parked.remove_if(|(_, _, until)| *until <= now);
-        let gone = |(handoff, select, _): Parked| Action::End {
-            session: select.session,
-            handoff,
-            reason: "the handoff is not known here".to_owned(),
-        };
-        (
-            expired.into_iter().map(gone).collect(),
-            self.parked.iter().map(|(_, _, until)| *until).min(),
-        )
+    /// Refuses selections whose first block was not ready in time, and returns the next deadline.
+    pub fn expire(&mut self, now: Instant) -> (Vec<ProducerAction>, Option<Instant>) {
+        let expired = self.pending.remove_if(|one| one.deadline <= now);
+        let reason = "the handoff is not known here";
+        let ended = expired.iter().map(|one| one.selection.end(reason));
+        let next = self.pending.iter().map(|one| one.deadline).min();
+        (ended.collect(), next)
     }
 
     /// Number of handoffs that are leased.
     pub fn num_leased(&self) -> usize {
         self.leased.len()
     }
-}
-
-/// How long a select waits for the first ready block. It comes after the scheduler has opened the handoff, whose end
-/// this side is told of; prefill may compute for a long time.
-pub const OPEN_TIMEOUT: Duration = Duration::from_secs(300);
-
-fn announce(
-    select: &Select,
-    handoff: HandoffId,
-    epoch: u32,
-    blocks: &[ReadyBlock],
-) -> impl Iterator<Item = Action> {
-    let Select {
-        session,
-        first,
-        end,
-    } = *select;
-    let mut wanted = blocks
-        .iter()
-        .filter(move |block| (first..end).contains(&block.position));
-    std::iter::from_fn(move || {
-        let blocks: Vec<ReadyBlock> = wanted.by_ref().take(ANNOUNCED_CAP).copied().collect();
-        (!blocks.is_empty()).then_some(Action::Announce {
-            session,
-            handoff,
-            epoch,
-            blocks,
-        })
-    })
 }
 
 #[cfg(test)]

@@ -9,37 +9,38 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::command_queue::{Command, CommandQueue};
-use super::inserts::{Insert, Inserts};
+use super::command_queue::{CommandQueue, LookupCommand};
+use super::inserts::{InsertQueue, QueuedInsert};
 use super::messages::{
-    INSERTED, NOTHING, OFFER, REFUSED, SETTLE, TAKEN, WITHDRAW, read_refusal, write_select,
+    CONSUMED, INSERTED, NOTHING, OFFER, REFUSED, SETTLE, WITHDRAW, read_refusal, write_select,
 };
 use super::tensors::Tensors;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::reactor::{ReactorContext, Service};
 use crate::session::grace::GracePeriod;
 use crate::transfer::pool::Pool;
 use crate::transport::Payload;
 use crate::work::Completer;
-use selects::Select;
+use selects::PendingSelect;
 
-struct Server {
+struct ServerSession {
     is_up: bool,
     tensors: Tensors,
 }
 
-pub(super) struct Client {
+pub(super) struct LookupClient {
     command_queue: Arc<CommandQueue>,
     is_checksummed: bool,
     /// In the order of their addresses.
     sessions: Vec<SessionKey>,
-    servers: HashMap<SessionKey, Server>,
+    servers: HashMap<SessionKey, ServerSession>,
     connecting: Option<Completer<()>>,
-    inserts: Inserts,
-    selects: HashMap<u64, Select>,
+    inserts: InsertQueue,
+    selects: HashMap<u64, PendingSelect>,
     /// When the selects have to be looked at.
     looks: Earliest,
     /// Entries that callers have not looked at, by the server that keeps them.
@@ -53,15 +54,15 @@ fn say(cx: &mut ReactorContext, session: SessionKey, kind: u8, operation: u64) {
     cx.message(session, header, Payload::None);
 }
 
-fn settle(cx: &mut ReactorContext, session: SessionKey, operation: u64, is_taken: bool) {
+fn settle(cx: &mut ReactorContext, session: SessionKey, operation: u64, is_consumed: bool) {
     let header = cx
         .header(session, SETTLE)
         .u64(operation)
-        .u8(is_taken.into());
+        .u8(is_consumed.into());
     cx.message(session, header, Payload::None);
 }
 
-impl Client {
+impl LookupClient {
     pub(super) fn new(command_queue: Arc<CommandQueue>, is_checksummed: bool) -> Self {
         Self {
             command_queue,
@@ -69,7 +70,7 @@ impl Client {
             sessions: Vec::new(),
             servers: HashMap::new(),
             connecting: None,
-            inserts: Inserts::default(),
+            inserts: InsertQueue::default(),
             selects: HashMap::new(),
             looks: Earliest::default(),
             delivered: HashMap::new(),
@@ -78,14 +79,14 @@ impl Client {
         }
     }
 
-    fn take_command(&mut self, cx: &mut ReactorContext, command: Command) {
+    fn take_command(&mut self, cx: &mut ReactorContext, command: LookupCommand) {
         match command {
-            Command::Connect {
+            LookupCommand::Connect {
                 addresses,
                 completer,
             } => self.connect(cx, &addresses, completer),
-            Command::Insert(insert) => self.insert(cx, insert),
-            Command::Select {
+            LookupCommand::Insert(insert) => self.insert(cx, insert),
+            LookupCommand::Select {
                 operation,
                 query,
                 timeout,
@@ -95,13 +96,13 @@ impl Client {
                 let grace = timeout.map(|timeout| GracePeriod::new(cx.now, cx.now + timeout));
                 self.select(cx, operation, &payload, grace, completer);
             }
-            Command::Withdraw(operation) => self.withdraw(cx, operation),
-            Command::Settle {
+            LookupCommand::Withdraw(operation) => self.withdraw(cx, operation),
+            LookupCommand::Settle {
                 operation,
-                is_taken,
+                is_consumed,
             } => {
                 if let Some(session) = self.delivered.remove(&operation) {
-                    settle(cx, session, operation, is_taken);
+                    settle(cx, session, operation, is_consumed);
                 }
             }
         }
@@ -112,7 +113,7 @@ impl Client {
         for address in addresses {
             let session = cx.connect(address);
             self.sessions.push(session);
-            let server = Server {
+            let server = ServerSession {
                 is_up: false,
                 tensors: Tensors::new(session, self.pool.clone(), self.is_checksummed),
             };
@@ -128,7 +129,7 @@ impl Client {
         self.failure.clone().or(early)
     }
 
-    fn insert(&mut self, cx: &mut ReactorContext, insert: Insert) {
+    fn insert(&mut self, cx: &mut ReactorContext, insert: QueuedInsert) {
         if let Some(error) = self.obstacle() {
             return insert.completer.complete(Err(error));
         }
@@ -237,13 +238,13 @@ impl Client {
         self.command_queue.count(|info| info.num_waiting = waiting);
     }
 
-    fn server(&mut self, session: SessionKey) -> Result<&mut Server> {
+    fn server(&mut self, session: SessionKey) -> Result<&mut ServerSession> {
         let unknown = || Error::protocol("a message of a server that is not connected");
         self.servers.get_mut(&session).ok_or_else(unknown)
     }
 }
 
-impl Service for Client {
+impl Service for LookupClient {
     type Command = Infallible;
 
     fn command(&mut self, _io: &mut ReactorContext, command: Infallible) {
@@ -300,7 +301,7 @@ impl Service for Client {
             REFUSED => self.refused(cx, session, id, read_refusal(&data)?),
             OFFER => self.offer(cx, session, id, reader, &data)?,
             NOTHING => self.nothing(session, id),
-            TAKEN => self.taken(cx, session, id)?,
+            CONSUMED => self.taken(cx, session, id)?,
             other => {
                 let tensors = &mut self.server(session)?.tensors;
                 if !tensors.message(cx, session, (other, id), reader, &data)? {
@@ -365,12 +366,11 @@ impl Service for Client {
 }
 
 /// Also without [`stop`](Service::stop), as when the reactor panics: else what is handed in later would wait for ever.
-impl Drop for Client {
+impl Drop for LookupClient {
     fn drop(&mut self) {
         self.command_queue.close();
     }
 }
 
 #[cfg(test)]
-#[cfg(feature = "fuzzing")]
 mod tests;

@@ -5,45 +5,45 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use super::inserts::Insert;
+use super::inserts::QueuedInsert;
 use super::operation::{Origin, Selected};
 use super::store::Ticket;
-use super::{LookupInfo, Query};
+use super::{LookupInfo, LookupQuery};
 use crate::error::{Error, Result};
 use crate::process::Process;
 use crate::reactor::Waker;
 use crate::work::{Completer, Then};
 
 #[derive(Debug)]
-pub(super) enum Command {
+pub(super) enum LookupCommand {
     Connect {
         addresses: Vec<String>,
         completer: Completer<()>,
     },
-    Insert(Insert),
+    Insert(QueuedInsert),
     Select {
         operation: u64,
-        query: Query,
+        query: LookupQuery,
         timeout: Option<Duration>,
         completer: Completer<Selected>,
     },
     Withdraw(u64),
     Settle {
         operation: u64,
-        is_taken: bool,
+        is_consumed: bool,
     },
 }
 
 #[derive(Debug, Default)]
-struct State {
-    commands: VecDeque<Command>,
+struct QueueState {
+    commands: VecDeque<LookupCommand>,
     info: LookupInfo,
     is_closed: bool,
 }
 
 #[derive(Debug)]
 pub(super) struct CommandQueue {
-    state: Mutex<State>,
+    state: Mutex<QueueState>,
     waker: OnceLock<Waker>,
     next_operation: AtomicU64,
     process: Process,
@@ -69,16 +69,16 @@ impl CommandQueue {
         self.next_operation.fetch_add(1, Ordering::Relaxed)
     }
 
-    fn lock(&self) -> Result<MutexGuard<'_, State>> {
+    fn lock(&self) -> Result<MutexGuard<'_, QueueState>> {
         self.process.check()?;
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(super) fn send(&self, command: Command) -> Result<()> {
+    pub(super) fn send(&self, command: LookupCommand) -> Result<()> {
         self.hand(command, Then::GoOn)
     }
 
-    pub(super) fn hand(&self, command: Command, then: Then) -> Result<()> {
+    pub(super) fn hand(&self, command: LookupCommand, then: Then) -> Result<()> {
         let mut state = self.lock()?;
         if state.is_closed {
             return Err(Error::Closed("the lookup buffer is closed".to_owned()));
@@ -93,7 +93,7 @@ impl CommandQueue {
         Ok(())
     }
 
-    pub(super) fn take(&self) -> VecDeque<Command> {
+    pub(super) fn take(&self) -> VecDeque<LookupCommand> {
         self.lock()
             .map(|mut state| std::mem::take(&mut state.commands))
             .unwrap_or_default()
@@ -127,15 +127,15 @@ impl CommandQueue {
 /// Of a closed buffer nothing is withdrawn or settled: its servers see to that when its sessions end.
 impl Origin for CommandQueue {
     fn withdraw(&self, ticket: Ticket) {
-        let _ = self.send(Command::Withdraw(ticket));
+        let _ = self.send(LookupCommand::Withdraw(ticket));
     }
 
-    fn settle(&self, entry: Ticket, is_taken: bool) {
-        self.count(|info| info.num_taken += u64::from(is_taken));
+    fn settle(&self, entry: Ticket, is_consumed: bool) {
+        self.count(|info| info.num_consumed += u64::from(is_consumed));
         let operation = entry;
-        let _ = self.send(Command::Settle {
+        let _ = self.send(LookupCommand::Settle {
             operation,
-            is_taken,
+            is_consumed,
         });
     }
 

@@ -4,24 +4,24 @@ use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use super::state::Insert;
+use super::state::LocalInsert;
 use super::store::Ticket;
 use super::{HUGE, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
-use crate::pipe::Received;
+use crate::tensor::Received;
 use crate::transfer::pool::Pool;
 
-pub(super) struct Copying {
+pub(super) struct EntryCopy {
     pub(super) ticket: Ticket,
-    pub(super) insert: Insert,
+    pub(super) insert: LocalInsert,
     /// Tensors that are there, which have replaced the caller's.
     num_copied: usize,
     /// What is there of the next one, if it is large: its first bytes.
     begun: Option<(Arc<Buffer>, usize)>,
 }
 
-impl Copying {
-    pub(super) fn new(ticket: Ticket, insert: Insert) -> Self {
+impl EntryCopy {
+    pub(super) fn new(ticket: Ticket, insert: LocalInsert) -> Self {
         Self {
             ticket,
             insert,

@@ -8,15 +8,16 @@ use super::transfer::{Outgoing, seal};
 use super::{INSERTS_IN_FLIGHT, Items};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::Writer;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::reactor::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transport::Payload;
 use crate::work::Completer;
 
 /// An insert that has not been sent.
 #[derive(Debug)]
-pub(super) struct Insert {
+pub(super) struct QueuedInsert {
     pub(super) operation: u64,
     pub(super) tokens: Vec<i64>,
     pub(super) items: Items,
@@ -26,23 +27,23 @@ pub(super) struct Insert {
 
 /// One that the server has not answered. It sees to the deadline itself, as long as it is awake.
 #[derive(Debug)]
-struct Sent {
+struct SentInsert {
     num_tokens: usize,
     completer: Completer<()>,
     grace: Option<GracePeriod>,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Inserts {
-    queue: VecDeque<Insert>,
+pub(super) struct InsertQueue {
+    queue: VecDeque<QueuedInsert>,
     deadlines: Earliest,
-    sent: HashMap<u64, Sent>,
+    sent: HashMap<u64, SentInsert>,
     /// Those that have failed, until their callers are told.
     failed: Vec<(Completer<()>, Error)>,
 }
 
-impl Inserts {
-    pub(super) fn add(&mut self, insert: Insert) {
+impl InsertQueue {
+    pub(super) fn add(&mut self, insert: QueuedInsert) {
         self.deadlines.add(insert.deadline);
         self.queue.push_back(insert);
     }
@@ -59,7 +60,7 @@ impl Inserts {
                 Ok(()) => {
                     let grace = insert.deadline.map(|at| GracePeriod::new(cx.now, at));
                     let completer = insert.completer;
-                    let sent = Sent {
+                    let sent = SentInsert {
                         num_tokens: insert.tokens.len(),
                         completer,
                         grace,
@@ -75,7 +76,7 @@ impl Inserts {
     }
 
     /// The first one, if the server lets it wait beside those that were sent.
-    fn next(&mut self) -> Option<Insert> {
+    fn next(&mut self) -> Option<QueuedInsert> {
         let first = self.queue.front()?;
         let sent: usize = self.sent.values().map(|sent| sent.num_tokens).sum();
         let may_wait =
@@ -110,7 +111,7 @@ impl Inserts {
     /// Ends those that were not sent in time, and tells when to come back.
     pub(super) fn expire(&mut self, now: Instant) -> Option<Instant> {
         if self.deadlines.take_if_past(now) {
-            let is_late = |insert: &Insert| insert.deadline.is_some_and(|at| at <= now);
+            let is_late = |insert: &QueuedInsert| insert.deadline.is_some_and(|at| at <= now);
             let (late, kept): (VecDeque<_>, VecDeque<_>) = self.queue.drain(..).partition(is_late);
             for insert in late {
                 self.failed
@@ -173,7 +174,7 @@ fn send(
     cx: &mut ReactorContext,
     session: SessionKey,
     outgoing: &mut Outgoing,
-    insert: &Insert,
+    insert: &QueuedInsert,
 ) -> Result<()> {
     let left = insert
         .deadline

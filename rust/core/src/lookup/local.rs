@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::operation::{Operation, Origin, Selected};
-use super::server::Server;
-use super::shared::{Handle, Shared};
-use super::{Items, LookupInfo, Query, check_entry};
+use super::server::LookupServer;
+use super::shared::{Handle, LookupShared};
+use super::{Items, LookupInfo, LookupQuery, check_entry};
 use crate::error::{Error, Result};
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
@@ -19,19 +19,19 @@ use crate::work::work;
 
 /// A lookup buffer in this process. Any thread may call; nothing waits but the copy of an insert.
 #[derive(Debug)]
-pub struct Local {
-    shared: Arc<Shared>,
+pub struct LocalBuffer {
+    shared: Arc<LookupShared>,
     reactor: OnceLock<Reactor<Infallible>>,
     /// Of whoever makes or ends the reactor: to open UCX takes up to a second, and who only asks does not wait for that.
     serving: Mutex<()>,
 }
 
-impl Local {
+impl LocalBuffer {
     /// Makes an empty buffer for entries that take at most `capacity_bytes` together: each its tensors with their dtypes
     /// and shapes, 8 bytes for each token, and 2 KiB of bookkeeping.
     pub fn new(capacity_bytes: u64) -> Self {
         Self {
-            shared: Arc::new(Shared::new(capacity_bytes)),
+            shared: Arc::new(LookupShared::new(capacity_bytes)),
             reactor: OnceLock::new(),
             serving: Mutex::default(),
         }
@@ -72,7 +72,7 @@ impl Local {
             busy_poll: default_busy_poll(),
         };
         let shared = Arc::clone(&self.shared);
-        let served = Reactor::spawn(config, move || Server::new(shared, is_checksummed))?;
+        let served = Reactor::spawn(config, move || LookupServer::new(shared, is_checksummed))?;
         self.shared.serve(served.waker());
         self.reactor.get_or_init(|| served);
         Ok(())
@@ -108,7 +108,11 @@ impl Local {
     }
 
     /// Takes an entry; ends with `None` at `timeout`.
-    pub fn select(&self, query: Query, timeout: Option<Duration>) -> Result<Operation<Selected>> {
+    pub fn select(
+        &self,
+        query: LookupQuery,
+        timeout: Option<Duration>,
+    ) -> Result<Operation<Selected>> {
         query.check()?;
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let (selected, completer) = work();
@@ -135,26 +139,26 @@ impl Local {
     }
 }
 
-#[cfg(feature = "fuzzing")]
-impl Local {
-    pub(crate) fn manual_round(&self) -> crate::reactor::manual::Round {
+#[cfg(any(test, feature = "fuzzing"))]
+impl LocalBuffer {
+    /// Runs one round of a reactor without a thread.
+    pub fn manual_round(&self) -> crate::reactor::manual::Round {
         let over = crate::reactor::manual::Round::Over;
         self.reactor.get().map_or(over, Reactor::round)
     }
 }
 
 #[cfg(test)]
-#[cfg(feature = "fuzzing")]
 mod tests {
     use super::*;
     use crate::lookup::manual::entry;
-    use crate::pipe::Meta;
+    use crate::tensor::Meta;
     use crate::transport::MemoryPath;
 
     #[test]
     fn in_a_fork_a_buffer_touches_no_lock_that_another_thread_may_have_held() {
         const PATIENCE: Duration = Duration::from_secs(20);
-        let mut local = Local::new(1 << 20);
+        let mut local = LocalBuffer::new(1 << 20);
         Arc::get_mut(&mut local.shared).unwrap().fork();
         let local = Arc::new(local);
         let _serving = local.serving();

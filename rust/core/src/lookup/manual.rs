@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use kvpipe_ucx::Buffer;
 
-use super::{Items, Local, Operation, Query, Remote, Selected};
-use crate::pipe::{Meta, Received};
+use super::{Items, LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
 use crate::reactor::manual::{Round, without_threads};
+use crate::tensor::{Meta, Received};
 use crate::transport::{MemoryPath, Transport};
 use crate::work::Then;
 
@@ -31,13 +31,13 @@ pub(super) fn entry(key: Meta, num_bytes: usize) -> Items {
 }
 
 /// A buffer with these entries.
-pub(super) fn serve(entries: Vec<Items>) -> Local {
+pub(super) fn serve(entries: Vec<Items>) -> LocalBuffer {
     serve_within(u64::MAX, entries)
 }
 
 /// One of so many bytes.
-pub(super) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> Local {
-    let local = Local::new(capacity_bytes);
+pub(super) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> LocalBuffer {
+    let local = LocalBuffer::new(capacity_bytes);
     for entry in entries {
         let inserted = local.insert(vec![1], entry, None).unwrap();
         assert!(inserted.is_completed());
@@ -48,10 +48,10 @@ pub(super) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> Local {
 }
 
 /// A client of all of them.
-pub(super) fn connect(locals: &[&Local]) -> Remote {
-    let address = |local: &&Local| local.address().unwrap().to_string();
+pub(super) fn connect(locals: &[&LocalBuffer]) -> RemoteBuffer {
+    let address = |local: &&LocalBuffer| local.address().unwrap().to_string();
     let addresses = locals.iter().map(address).collect();
-    let connect = || Remote::connect(addresses, b"token", TRANSPORT, true, TIMEOUT);
+    let connect = || RemoteBuffer::connect(addresses, b"token", TRANSPORT, true, TIMEOUT);
     let (remote, connected) = without_threads(connect).unwrap();
     for _ in 0..ROUNDS {
         if connected.is_completed() {
@@ -68,8 +68,8 @@ pub(super) fn connect(locals: &[&Local]) -> Remote {
 }
 
 /// Asks for an entry, and lets the question leave.
-pub(super) fn select(remote: &Remote) -> Operation<Selected> {
-    let selected = remote.select(Query::Any, None, Then::GoOn).unwrap();
+pub(super) fn select(remote: &RemoteBuffer) -> Operation<Selected> {
+    let selected = remote.select(LookupQuery::Any, None, Then::GoOn).unwrap();
     rest(|| remote.manual_round());
     selected
 }

@@ -1,9 +1,9 @@
 //! What client and server of a lookup buffer say to each other besides the bytes of large tensors; see
-//! docs/wire-format.md.
+//! docs/reference/wire-lookup.md.
 
 use std::time::Duration;
 
-use super::Query;
+use super::LookupQuery;
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
 
@@ -21,9 +21,9 @@ pub(super) const OFFER: u8 = 20;
 /// Server: there was nothing in time.
 pub(super) const NOTHING: u8 = 21;
 /// Client: all of it is here; is it mine?
-pub(super) const TAKE: u8 = 22;
+pub(super) const CONSUME: u8 = 22;
 /// Server: it is, and will not be offered again unless you give it back.
-pub(super) const TAKEN: u8 = 23;
+pub(super) const CONSUMED: u8 = 23;
 /// Client: somebody has it, or nobody wants it.
 pub(super) const SETTLE: u8 = 24;
 /// Client: forget an operation that has not met its other side.
@@ -61,25 +61,25 @@ pub(super) fn read_timeout(reader: &mut Reader<'_>) -> Result<Option<Duration>> 
     Ok((micros != FOREVER).then(|| Duration::from_micros(micros)))
 }
 
-pub(super) fn write_select(query: &Query, timeout: Option<Duration>) -> Vec<u8> {
+pub(crate) fn write_select(query: &LookupQuery, timeout: Option<Duration>) -> Vec<u8> {
     let writer = write_timeout(Writer::default(), timeout);
     match query {
-        Query::Any => writer.u8(0),
-        Query::Tokens(tokens) => write_tokens(writer.u8(1), tokens),
+        LookupQuery::Any => writer.u8(0),
+        LookupQuery::Tokens(tokens) => write_tokens(writer.u8(1), tokens),
     }
     .finish()
 }
 
-pub(super) fn read_select(payload: &[u8]) -> Result<(Query, Option<Duration>)> {
+pub(crate) fn read_select(payload: &[u8]) -> Result<(LookupQuery, Option<Duration>)> {
     let mut reader = Reader::new(payload);
     let timeout = read_timeout(&mut reader)?;
     let query = match reader.u8()? {
-        0 => Query::Any,
+        0 => LookupQuery::Any,
         1 => {
             let mut tokens = read_tokens(&mut reader)?;
             // It may wait for long, and up to half of it is room to grow.
             tokens.shrink_to_fit();
-            Query::Tokens(tokens)
+            LookupQuery::Tokens(tokens)
         }
         other => return Err(Error::protocol(format_args!("query {other}"))),
     };
@@ -88,7 +88,7 @@ pub(super) fn read_select(payload: &[u8]) -> Result<(Query, Option<Duration>)> {
 }
 
 /// Of the errors with which a server answers, those that a caller can tell apart.
-pub(super) fn write_refusal(error: &Error) -> Vec<u8> {
+pub(crate) fn write_refusal(error: &Error) -> Vec<u8> {
     let kind = match error {
         Error::Config(_) => 1,
         Error::Exhausted(_) => 2,
@@ -100,7 +100,7 @@ pub(super) fn write_refusal(error: &Error) -> Vec<u8> {
         .finish()
 }
 
-pub(super) fn read_refusal(payload: &[u8]) -> Result<Error> {
+pub(crate) fn read_refusal(payload: &[u8]) -> Result<Error> {
     let mut reader = Reader::new(payload);
     let (kind, text) = (reader.u8()?, reader.str(TEXT_CAP)?);
     reader.end()?;
@@ -132,14 +132,14 @@ mod tests {
 
     #[test]
     fn a_query_without_tokens_is_refused() {
-        let written = write_select(&Query::Tokens(Vec::new()), None);
+        let written = write_select(&LookupQuery::Tokens(Vec::new()), None);
         assert!(read_select(&written).is_err());
     }
 
     proptest! {
         #[test]
         fn a_select_is_read_as_written(tokens: Vec<i64>, micros: Option<u32>) {
-            let query = if tokens.is_empty() { Query::Any } else { Query::Tokens(tokens) };
+            let query = if tokens.is_empty() { LookupQuery::Any } else { LookupQuery::Tokens(tokens) };
             let timeout = micros.map(|micros| Duration::from_micros(micros.into()));
             prop_assert_eq!(read_select(&write_select(&query, timeout)).unwrap(), (query, timeout));
         }

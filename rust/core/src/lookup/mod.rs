@@ -1,18 +1,15 @@
 //! Lookup buffers: KV entries that are found by their tokens, each delivered to exactly one consumer and then gone. In one
-//! process ([`Local`]), which may serve it to others, who connect ([`Remote`]).
+//! process ([`LocalBuffer`]), which may serve it to others, who connect ([`RemoteBuffer`]).
 
 mod client;
 mod command_queue;
 mod copying;
-#[cfg(feature = "fuzzing")]
-pub(crate) mod fuzzing;
 mod index;
 mod inserts;
 mod local;
 #[cfg(test)]
-#[cfg(feature = "fuzzing")]
 mod manual;
-mod messages;
+pub(crate) mod messages;
 #[cfg(test)]
 mod model;
 mod operation;
@@ -22,7 +19,7 @@ mod shared;
 mod state;
 mod store;
 mod tensors;
-mod transfer;
+pub(crate) mod transfer;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,13 +27,13 @@ use std::time::Duration;
 use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
-use crate::pipe::{Meta, Received};
+use crate::tensor::{Meta, Received};
 use crate::transport::Transport;
 use crate::work::Then;
 
-pub use local::Local;
+pub use local::LocalBuffer;
 pub use operation::{Delivery, Operation, Selected};
-pub use remote::Remote;
+pub use remote::RemoteBuffer;
 
 /// Inserts of one client that a server lets wait; the client keeps more of them back.
 const INSERTS_IN_FLIGHT: usize = 64;
@@ -57,14 +54,14 @@ pub const NUM_ITEMS: usize = 5;
 
 /// What a select asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Query {
+pub enum LookupQuery {
     /// The oldest entry.
     Any,
     /// The entry that shares the longest prefix with these tokens, of several the oldest. Not empty.
     Tokens(Vec<i64>),
 }
 
-impl Query {
+impl LookupQuery {
     fn takes(&self, tokens: &[i64]) -> bool {
         match self {
             Self::Any => true,
@@ -136,7 +133,7 @@ pub struct LookupInfo {
     /// Entries that were inserted here, or at a server those of its clients too.
     pub num_inserted: u64,
     /// Entries that were taken here, or at a server those of its clients too.
-    pub num_taken: u64,
+    pub num_consumed: u64,
     /// Inserts and selects that wait.
     pub num_waiting: usize,
     /// Entries that can be selected.
@@ -155,13 +152,13 @@ pub struct LookupInfo {
 #[derive(Debug)]
 pub enum LookupBuffer {
     /// In this process.
-    Local(Local),
+    Local(LocalBuffer),
     /// In others.
-    Remote(Remote),
+    Remote(RemoteBuffer),
 }
 
 impl LookupBuffer {
-    /// Inserts the tensors; see [`Local::insert`] and [`Remote::insert`].
+    /// Inserts the tensors; see [`LocalBuffer::insert`] and [`RemoteBuffer::insert`].
     pub fn insert(
         &self,
         tokens: Vec<i64>,
@@ -178,7 +175,7 @@ impl LookupBuffer {
     /// Takes an entry; the operation ends with `None` at `timeout`.
     pub fn select(
         &self,
-        query: Query,
+        query: LookupQuery,
         timeout: Option<Duration>,
         then: Then,
     ) -> Result<Operation<Selected>> {
@@ -188,7 +185,7 @@ impl LookupBuffer {
         }
     }
 
-    /// Lets others connect; see [`Local::serve`].
+    /// Lets others connect; see [`LocalBuffer::serve`].
     pub fn serve(
         &self,
         address: &str,

@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::Query;
-use super::store::{Action, Store, Ticket};
+use super::LookupQuery;
+use super::store::{Store, StoreAction, Ticket};
 
 const CAPACITY: u64 = 100;
 
 /// What may happen to a store, in any order.
 #[derive(Debug, Clone)]
-enum Step {
+enum StoreStep {
     Insert {
         tokens: Vec<i64>,
         num_bytes: u64,
@@ -29,17 +29,18 @@ enum Step {
     Later,
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = StoreStep> {
     let tokens = || proptest::collection::vec(0..2i64, 1..4);
     prop_oneof![
-        (tokens(), 1..60u64).prop_map(|(tokens, num_bytes)| Step::Insert { tokens, num_bytes }),
-        proptest::option::of(tokens()).prop_map(|tokens| Step::Select { tokens }),
-        (0..8usize).prop_map(Step::Commit),
-        (0..8usize).prop_map(Step::Abandon),
-        (0..8usize).prop_map(Step::Drop),
-        (0..8usize).prop_map(Step::PutBack),
-        (0..8usize).prop_map(Step::Cancel),
-        Just(Step::Later),
+        (tokens(), 1..60u64)
+            .prop_map(|(tokens, num_bytes)| StoreStep::Insert { tokens, num_bytes }),
+        proptest::option::of(tokens()).prop_map(|tokens| StoreStep::Select { tokens }),
+        (0..8usize).prop_map(StoreStep::Commit),
+        (0..8usize).prop_map(StoreStep::Abandon),
+        (0..8usize).prop_map(StoreStep::Drop),
+        (0..8usize).prop_map(StoreStep::PutBack),
+        (0..8usize).prop_map(StoreStep::Cancel),
+        Just(StoreStep::Later),
     ]
 }
 
@@ -53,7 +54,7 @@ struct Model {
     granted: Vec<Ticket>,
     visible: BTreeSet<Ticket>,
     leased: Vec<Ticket>,
-    selects: HashMap<Ticket, Query>,
+    selects: HashMap<Ticket, LookupQuery>,
     /// By consumers, for good.
     taken: BTreeSet<Ticket>,
 }
@@ -74,52 +75,52 @@ impl Model {
         }
     }
 
-    fn step(&mut self, step: Step) {
+    fn step(&mut self, step: StoreStep) {
         let deadline = Some(self.now + Duration::from_secs(3));
         match step {
-            Step::Insert { tokens, num_bytes } => {
+            StoreStep::Insert { tokens, num_bytes } => {
                 let ticket = self.store.reserve(num_bytes, deadline, self.now).unwrap();
                 self.sizes.insert(ticket, num_bytes);
                 self.tokens.insert(ticket, tokens);
                 self.waiting.push(ticket);
             }
-            Step::Select { tokens } => {
-                let query = tokens.map_or(Query::Any, Query::Tokens);
+            StoreStep::Select { tokens } => {
+                let query = tokens.map_or(LookupQuery::Any, LookupQuery::Tokens);
                 let select = self.store.select(query.clone(), deadline, self.now);
                 self.selects.insert(select, query);
             }
-            Step::Commit(n) => {
+            StoreStep::Commit(n) => {
                 if let Some(ticket) = take(&mut self.granted, n) {
                     self.visible.insert(ticket);
                     let tokens = self.tokens[&ticket].as_slice().into();
                     self.store.commit(ticket, tokens, ticket);
                 }
             }
-            Step::Abandon(n) => {
+            StoreStep::Abandon(n) => {
                 if let Some(ticket) = take(&mut self.granted, n) {
                     assert!(self.store.abandon(ticket));
                 }
             }
-            Step::Drop(n) => {
+            StoreStep::Drop(n) => {
                 if let Some(entry) = take(&mut self.leased, n) {
                     assert!(self.taken.insert(entry), "{entry} was taken twice");
                     self.store.drop_entry(entry);
                 }
             }
-            Step::PutBack(n) => {
+            StoreStep::PutBack(n) => {
                 if let Some(entry) = take(&mut self.leased, n) {
                     self.visible.insert(entry);
                     self.store.put_back(entry);
                 }
             }
-            Step::Cancel(n) => {
+            StoreStep::Cancel(n) => {
                 let select = self.selects.keys().nth(n).copied();
                 if let Some(select) = select {
                     self.selects.remove(&select);
                     assert!(self.store.cancel(select));
                 }
             }
-            Step::Later => {
+            StoreStep::Later => {
                 self.now += Duration::from_secs(1);
                 self.store.expire(self.now);
             }
@@ -131,12 +132,12 @@ impl Model {
     fn follow(&mut self) {
         while let Some(action) = self.store.next_action() {
             match action {
-                Action::Grant(ticket) => {
+                StoreAction::Grant(ticket) => {
                     assert_eq!(self.waiting.remove(0), ticket, "out of turn");
                     self.granted.push(ticket);
                 }
-                Action::Full(ticket) => self.waiting.retain(|waiting| *waiting != ticket),
-                Action::Deliver {
+                StoreAction::Full(ticket) => self.waiting.retain(|waiting| *waiting != ticket),
+                StoreAction::Deliver {
                     select,
                     entry,
                     content,
@@ -147,7 +148,7 @@ impl Model {
                     assert_eq!(content, entry);
                     self.leased.push(entry);
                 }
-                Action::Nothing(select) => {
+                StoreAction::Nothing(select) => {
                     self.selects.remove(&select).expect("it waited");
                 }
             }

@@ -15,7 +15,7 @@ pub(crate) trait Origin: Send + Sync + std::fmt::Debug {
     /// Gives up an insert or a select that has not met its other side.
     fn withdraw(&self, ticket: Ticket);
     /// A delivered entry was taken, or nobody has looked at it and it goes back.
-    fn settle(&self, entry: Ticket, is_taken: bool);
+    fn settle(&self, entry: Ticket, is_consumed: bool);
     /// Ends what has waited for too long.
     fn expire(&self);
 }
@@ -23,13 +23,13 @@ pub(crate) trait Origin: Send + Sync + std::fmt::Debug {
 /// How a select ended: with an entry, or with nothing in time.
 pub type Selected = Option<Arc<Delivery>>;
 
-/// An entry that has reached its consumer. Dropped without [`take`](Self::take), it goes back to its old place.
+/// An entry that has reached its consumer. Dropped without [`consume`](Self::consume), it goes back to its old place.
 #[derive(Debug)]
 pub struct Delivery {
     items: Items,
     entry: Ticket,
     origin: Arc<dyn Origin>,
-    is_taken: AtomicBool,
+    is_consumed: AtomicBool,
 }
 
 impl Delivery {
@@ -38,7 +38,7 @@ impl Delivery {
             items,
             entry,
             origin,
-            is_taken: AtomicBool::new(false),
+            is_consumed: AtomicBool::new(false),
         }
     }
 
@@ -48,8 +48,8 @@ impl Delivery {
     }
 
     /// Makes the tensors the caller's, and the buffer forget them.
-    pub fn take(&self) {
-        if !self.is_taken.swap(true, Ordering::AcqRel) {
+    pub fn consume(&self) {
+        if !self.is_consumed.swap(true, Ordering::AcqRel) {
             self.origin.settle(self.entry, true);
         }
     }
@@ -57,7 +57,7 @@ impl Delivery {
 
 impl Drop for Delivery {
     fn drop(&mut self) {
-        if !*self.is_taken.get_mut() {
+        if !*self.is_consumed.get_mut() {
             self.origin.settle(self.entry, false);
         }
     }

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::client::Client;
-use super::command_queue::{Command, CommandQueue};
-use super::inserts::Insert;
+use super::client::LookupClient;
+use super::command_queue::{CommandQueue, LookupCommand};
+use super::inserts::QueuedInsert;
 use super::messages::TOKENS_CAP;
 use super::operation::{Operation, Origin, Selected};
-use super::{Items, LookupInfo, Query, check_entry};
+use super::{Items, LookupInfo, LookupQuery, check_entry};
 use crate::error::{Error, Result};
 use crate::net::address::Route;
 use crate::net::identity::{Identity, SessionKind};
@@ -19,7 +19,7 @@ use crate::work::{Then, Work};
 
 /// The buffers of one or more servers: inserts go to the first, selects to all. Any thread may call.
 #[derive(Debug)]
-pub struct Remote {
+pub struct RemoteBuffer {
     reactor: Reactor<std::convert::Infallible>,
     command_queue: Arc<CommandQueue>,
     addresses: Vec<String>,
@@ -35,7 +35,7 @@ fn too_many(tokens: &[i64]) -> Result<()> {
     Ok(())
 }
 
-impl Remote {
+impl RemoteBuffer {
     /// Looks for the way to all servers, for [`connect_along`](Self::connect_along).
     pub fn route(addresses: Vec<String>, timeout: Duration) -> Result<Route> {
         if addresses.is_empty() {
@@ -77,7 +77,7 @@ impl Remote {
         let command_queue = Arc::new(CommandQueue::new());
         command_queue.count(|info| info.state = "connecting");
         let in_thread = Arc::clone(&command_queue);
-        let reactor = Reactor::spawn(config, move || Client::new(in_thread, is_checksummed))?;
+        let reactor = Reactor::spawn(config, move || LookupClient::new(in_thread, is_checksummed))?;
         command_queue.open(reactor.waker());
         let (connected, completer) = reactor.work();
         let remote = Self {
@@ -85,7 +85,7 @@ impl Remote {
             command_queue,
             addresses: route.addresses().to_vec(),
         };
-        remote.command_queue.send(Command::Connect {
+        remote.command_queue.send(LookupCommand::Connect {
             addresses: remote.addresses.clone(),
             completer,
         })?;
@@ -113,31 +113,32 @@ impl Remote {
         too_many(&tokens)?;
         let (inserted, completer) = self.reactor.work();
         let operation = self.command_queue.operation();
-        let insert = Insert {
+        let insert = QueuedInsert {
             operation,
             tokens,
             items,
             deadline: timeout.map(|timeout| Instant::now() + timeout),
             completer,
         };
-        self.command_queue.hand(Command::Insert(insert), then)?;
+        self.command_queue
+            .hand(LookupCommand::Insert(insert), then)?;
         Ok(Operation::insert(inserted, operation, self.origin()))
     }
 
     /// Takes an entry of any server; ends with `None` when all have waited for `timeout`.
     pub fn select(
         &self,
-        query: Query,
+        query: LookupQuery,
         timeout: Option<Duration>,
         then: Then,
     ) -> Result<Operation<Selected>> {
         query.check()?;
-        if let Query::Tokens(tokens) = &query {
+        if let LookupQuery::Tokens(tokens) = &query {
             too_many(tokens)?;
         }
         let (selected, completer) = self.reactor.work();
         let operation = self.command_queue.operation();
-        let select = Command::Select {
+        let select = LookupCommand::Select {
             operation,
             query,
             timeout,
@@ -164,9 +165,10 @@ impl Remote {
     }
 }
 
-#[cfg(feature = "fuzzing")]
-impl Remote {
-    pub(crate) fn manual_round(&self) -> crate::reactor::manual::Round {
+#[cfg(any(test, feature = "fuzzing"))]
+impl RemoteBuffer {
+    /// Runs one round of a reactor without a thread.
+    pub fn manual_round(&self) -> crate::reactor::manual::Round {
         self.reactor.round()
     }
 }

@@ -11,34 +11,35 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::{AmData, Status};
 
 use super::Items;
-use super::copying::Copying;
+use super::copying::EntryCopy;
 use super::messages::{
-    INSERT, INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, TAKE, TAKEN, WITHDRAW, read_select,
-    read_timeout, read_tokens, write_refusal,
+    CONSUME, CONSUMED, INSERT, INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, WITHDRAW,
+    read_select, read_timeout, read_tokens, write_refusal,
 };
-use super::shared::Shared;
-use super::store::{Action, Ticket};
+use super::shared::LookupShared;
+use super::store::{StoreAction, Ticket};
 use super::tensors::Tensors;
 use super::transfer::{Arrived, EntryTransfer, check_operation, check_seal, seal};
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::reactor::{ReactorContext, Service};
 use crate::transfer::pool::Pool;
 use crate::transport::Payload;
-use client::{Client, Insert, Select};
+use client::{ClientInsert, ClientSelect, ClientSession};
 
-pub(super) struct Server {
-    shared: Arc<Shared>,
+pub(super) struct LookupServer {
+    shared: Arc<LookupShared>,
     is_checksummed: bool,
-    clients: HashMap<SessionKey, Client>,
+    clients: HashMap<SessionKey, ClientSession>,
     /// They get their checksums in turns. Whose turn was last is the last one here.
     turns: VecDeque<SessionKey>,
     /// Whose tickets those are that have not met their other side.
     tickets: HashMap<Ticket, (SessionKey, u64)>,
     pool: Pool,
     /// An insert of this process, of whose copy each round does a slice.
-    copying: Option<Copying>,
+    copying: Option<EntryCopy>,
 }
 
 fn after(timeout: Option<Duration>) -> Option<Instant> {
@@ -55,8 +56,8 @@ fn refuse(cx: &mut ReactorContext, session: SessionKey, operation: u64, error: &
     cx.message(session, header, Payload::Bytes(write_refusal(error)));
 }
 
-impl Server {
-    pub(super) fn new(shared: Arc<Shared>, is_checksummed: bool) -> Self {
+impl LookupServer {
+    pub(super) fn new(shared: Arc<LookupShared>, is_checksummed: bool) -> Self {
         Self {
             shared,
             is_checksummed,
@@ -68,7 +69,7 @@ impl Server {
         }
     }
 
-    fn client(&mut self, session: SessionKey) -> Result<&mut Client> {
+    fn client(&mut self, session: SessionKey) -> Result<&mut ClientSession> {
         let unknown = || Error::protocol("a message of a client that is not connected");
         self.clients.get_mut(&session).ok_or_else(unknown)
     }
@@ -103,7 +104,7 @@ impl Server {
         self.tickets.insert(ticket, (session, operation));
         let client = self.client(session)?;
         client.tensors.incoming.add(operation, entry);
-        let insert = Insert {
+        let insert = ClientInsert {
             ticket,
             tokens: tokens.into(),
             num_bytes,
@@ -129,7 +130,7 @@ impl Server {
         let num_tokens = query.num_tokens();
         let ticket = self.shared.select(query, after(timeout))?;
         self.tickets.insert(ticket, (session, operation));
-        let waiting = Select::Waiting { ticket, num_tokens };
+        let waiting = ClientSelect::Waiting { ticket, num_tokens };
         self.client(session)?.selects.insert(operation, waiting);
         Ok(())
     }
@@ -137,10 +138,10 @@ impl Server {
     /// Does what the shared state has for clients.
     fn take_mail(&mut self, cx: &mut ReactorContext) {
         for action in self.shared.take_mail() {
-            let (Action::Grant(ticket)
-            | Action::Full(ticket)
-            | Action::Nothing(ticket)
-            | Action::Deliver { select: ticket, .. }) = &action;
+            let (StoreAction::Grant(ticket)
+            | StoreAction::Full(ticket)
+            | StoreAction::Nothing(ticket)
+            | StoreAction::Deliver { select: ticket, .. }) = &action;
             match self.tickets.remove(ticket) {
                 Some((session, operation)) => self.act(cx, session, operation, action),
                 None => self.decline(&action),
@@ -149,11 +150,11 @@ impl Server {
     }
 
     /// The client is gone, or has withdrawn.
-    fn decline(&self, action: &Action<Items>) {
+    fn decline(&self, action: &StoreAction<Items>) {
         match action {
-            Action::Grant(ticket) => self.shared.forget(*ticket),
-            Action::Deliver { entry, .. } => self.shared.put_back(*entry),
-            Action::Full(_) | Action::Nothing(_) => {}
+            StoreAction::Grant(ticket) => self.shared.forget(*ticket),
+            StoreAction::Deliver { entry, .. } => self.shared.put_back(*entry),
+            StoreAction::Full(_) | StoreAction::Nothing(_) => {}
         }
     }
 
@@ -162,17 +163,17 @@ impl Server {
         cx: &mut ReactorContext,
         session: SessionKey,
         operation: u64,
-        action: Action<Items>,
+        action: StoreAction<Items>,
     ) {
         let Some(client) = self.clients.get_mut(&session) else {
             return self.decline(&action);
         };
         match action {
-            Action::Grant(_) => {
+            StoreAction::Grant(_) => {
                 client.tensors.incoming.begin(operation);
                 self.advance(cx, session);
             }
-            Action::Full(_) => {
+            StoreAction::Full(_) => {
                 client.tensors.incoming.forget(operation);
                 let num_bytes = client
                     .inserts
@@ -180,11 +181,11 @@ impl Server {
                     .map_or(0, |insert| insert.num_bytes);
                 refuse(cx, session, operation, &self.shared.full(num_bytes));
             }
-            Action::Nothing(_) => {
+            StoreAction::Nothing(_) => {
                 client.selects.remove(&operation);
                 say(cx, session, NOTHING, operation);
             }
-            Action::Deliver { entry, content, .. } => {
+            StoreAction::Deliver { entry, content, .. } => {
                 self.offer(cx, session, operation, entry, &content);
             }
         }
@@ -206,7 +207,9 @@ impl Server {
             Ok(writer) => {
                 let (checksum, payload) = seal(writer);
                 let header = cx.header(session, OFFER).u64(operation).u64(checksum);
-                client.selects.insert(operation, Select::Leased(entry));
+                client
+                    .selects
+                    .insert(operation, ClientSelect::Leased(entry));
                 cx.message(session, header, Payload::Bytes(payload));
             }
             Err(error) => {
@@ -256,25 +259,25 @@ impl Server {
                 "select {operation} is unknown"
             )));
         };
-        let Select::Leased(entry) = *select else {
+        let ClientSelect::Leased(entry) = *select else {
             return Err(Error::protocol(format_args!(
                 "select {operation} has no lease"
             )));
         };
-        *select = Select::Taken(entry);
+        *select = ClientSelect::Consumed(entry);
         client.tensors.outgoing.release(operation);
         self.shared.acknowledge();
-        say(cx, session, TAKEN, operation);
+        say(cx, session, CONSUMED, operation);
         Ok(())
     }
 
-    fn settle(&mut self, session: SessionKey, operation: u64, is_taken: bool) -> Result<()> {
+    fn settle(&mut self, session: SessionKey, operation: u64, is_consumed: bool) -> Result<()> {
         let client = self.client(session)?;
         // One that breaks the rules ends with the session, which puts its entry back.
-        let may_settle = |select: &Select| match select {
-            Select::Taken(_) => true,
-            Select::Leased(_) => !is_taken,
-            Select::Waiting { .. } => false,
+        let may_settle = |select: &ClientSelect| match select {
+            ClientSelect::Consumed(_) => true,
+            ClientSelect::Leased(_) => !is_consumed,
+            ClientSelect::Waiting { .. } => false,
         };
         if !client.selects.get(&operation).is_some_and(may_settle) {
             return Err(Error::protocol(format_args!(
@@ -283,7 +286,7 @@ impl Server {
         }
         client.tensors.outgoing.release(operation);
         if let Some(select) = client.selects.remove(&operation) {
-            self.abandon(select, is_taken);
+            self.abandon(select, is_consumed);
         }
         Ok(())
     }
@@ -334,7 +337,7 @@ impl Server {
     }
 
     /// A client is gone: what it has of the buffer goes back.
-    fn release(&mut self, client: Client) {
+    fn release(&mut self, client: ClientSession) {
         for insert in client.inserts.into_values() {
             self.forget(insert.ticket);
         }
@@ -343,17 +346,17 @@ impl Server {
         }
     }
 
-    /// A client ends: of what it was told to be its own, `keeps_taken` says whose it is.
-    fn abandon(&mut self, select: Select, keeps_taken: bool) {
+    /// A client ends: of what it was told to be its own, `keeps_consumed` says whose it is.
+    fn abandon(&mut self, select: ClientSelect, keeps_consumed: bool) {
         match select {
-            Select::Waiting { ticket, .. } => self.forget(ticket),
-            Select::Leased(entry) => self.shared.put_back(entry),
-            Select::Taken(entry) => self.shared.conclude(entry, keeps_taken),
+            ClientSelect::Waiting { ticket, .. } => self.forget(ticket),
+            ClientSelect::Leased(entry) => self.shared.put_back(entry),
+            ClientSelect::Consumed(entry) => self.shared.conclude(entry, keeps_consumed),
         }
     }
 }
 
-impl Service for Server {
+impl Service for LookupServer {
     type Command = Infallible;
 
     fn command(&mut self, _io: &mut ReactorContext, command: Infallible) {
@@ -362,7 +365,7 @@ impl Service for Server {
 
     fn session_up(&mut self, _io: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
         let tensors = Tensors::new(session, self.pool.clone(), self.is_checksummed);
-        self.clients.insert(session, Client::new(tensors));
+        self.clients.insert(session, ClientSession::new(tensors));
         self.turns.push_back(session);
     }
 
@@ -395,7 +398,7 @@ impl Service for Server {
                 check_operation(id)?;
                 self.select(cx, session, id, &data)?;
             }
-            TAKE => self.take(cx, session, id)?,
+            CONSUME => self.take(cx, session, id)?,
             SETTLE => self.settle(session, id, reader.flag()?)?,
             WITHDRAW => self.withdraw(cx, session, id)?,
             other => {
@@ -448,7 +451,7 @@ impl Service for Server {
 }
 
 /// Also when the reactor panics: the buffer itself is as good as before.
-impl Drop for Server {
+impl Drop for LookupServer {
     fn drop(&mut self) {
         for (_, client) in std::mem::take(&mut self.clients) {
             self.release(client);
@@ -468,5 +471,4 @@ impl Drop for Server {
 }
 
 #[cfg(test)]
-#[cfg(feature = "fuzzing")]
 mod tests;

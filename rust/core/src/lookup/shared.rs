@@ -7,11 +7,11 @@ use std::time::Instant;
 
 use kvpipe_ucx::Buffer;
 
-use super::copying::Copying;
+use super::copying::EntryCopy;
 use super::operation::{Delivery, Origin, Selected};
-use super::state::{By, Effect, Insert, State, Waiting};
-use super::store::{Action, Ticket};
-use super::{Items, LookupInfo, Query};
+use super::state::{BufferState, By, Effect, LocalInsert, Waiting};
+use super::store::{StoreAction, Ticket};
+use super::{Items, LookupInfo, LookupQuery};
 use crate::error::{Error, Result};
 use crate::process::Process;
 use crate::reactor::Waker;
@@ -22,17 +22,17 @@ use crate::work::Completer;
 const SLICE: usize = 4 << 20;
 
 /// The state that callers, deliveries and the server's thread share.
-pub(super) struct Shared {
-    state: Mutex<State>,
+pub(super) struct LookupShared {
+    state: Mutex<BufferState>,
     waker: OnceLock<Waker>,
     /// Memory of entries that were let go. Without a thread, it is given back with the next insert.
     pool: Pool<Buffer>,
     process: Process,
 }
 
-impl std::fmt::Debug for Shared {
+impl std::fmt::Debug for LookupShared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shared").finish_non_exhaustive()
+        f.debug_struct("LookupShared").finish_non_exhaustive()
     }
 }
 
@@ -40,10 +40,10 @@ fn closed() -> Error {
     Error::Closed("the lookup buffer is closed".to_owned())
 }
 
-impl Shared {
+impl LookupShared {
     pub(super) fn new(capacity_bytes: u64) -> Self {
         Self {
-            state: Mutex::new(State::new(capacity_bytes)),
+            state: Mutex::new(BufferState::new(capacity_bytes)),
             waker: OnceLock::new(),
             pool: Pool::default(),
             process: Process::this(),
@@ -52,7 +52,6 @@ impl Shared {
 
     /// As a fork has it.
     #[cfg(test)]
-    #[cfg(feature = "fuzzing")]
     pub(super) fn fork(&mut self) {
         self.process = Process::another();
     }
@@ -62,20 +61,23 @@ impl Shared {
         self.process.check()
     }
 
-    fn lock(&self) -> Result<MutexGuard<'_, State>> {
+    fn lock(&self) -> Result<MutexGuard<'_, BufferState>> {
         self.check_process()?;
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Changes the state, then does what follows from it.
-    fn update<R>(self: &Arc<Self>, change: impl FnOnce(&mut State) -> Result<R>) -> Result<R> {
+    fn update<R>(
+        self: &Arc<Self>,
+        change: impl FnOnce(&mut BufferState) -> Result<R>,
+    ) -> Result<R> {
         self.update_by(By::Caller, change)
     }
 
     fn update_by<R>(
         self: &Arc<Self>,
         by: By,
-        change: impl FnOnce(&mut State) -> Result<R>,
+        change: impl FnOnce(&mut BufferState) -> Result<R>,
     ) -> Result<R> {
         let mut effects = Vec::new();
         let result = self.change(by, &mut effects, change);
@@ -87,7 +89,7 @@ impl Shared {
         &self,
         by: By,
         effects: &mut Vec<Effect>,
-        change: impl FnOnce(&mut State) -> Result<R>,
+        change: impl FnOnce(&mut BufferState) -> Result<R>,
     ) -> Result<R> {
         let mut state = self.lock()?;
         if state.is_closed {
@@ -133,9 +135,9 @@ impl Shared {
     }
 
     /// Makes an insert of this process visible, or gives up its place.
-    fn copied(&self, by: By, effects: &mut Vec<Effect>, copying: Copying, ended: Result<bool>) {
-        let Copying { ticket, insert, .. } = copying;
-        let Insert {
+    fn copied(&self, by: By, effects: &mut Vec<Effect>, copying: EntryCopy, ended: Result<bool>) {
+        let EntryCopy { ticket, insert, .. } = copying;
+        let LocalInsert {
             tokens,
             items,
             completer,
@@ -157,7 +159,7 @@ impl Shared {
 
     /// On the server's thread: goes on with the copies of inserts of this process whose place it has made, by a slice;
     /// whether there was one.
-    pub(super) fn copy_on(self: &Arc<Self>, copying: &mut Option<Copying>) -> bool {
+    pub(super) fn copy_on(self: &Arc<Self>, copying: &mut Option<EntryCopy>) -> bool {
         let next = || self.lock().ok()?.next_granted();
         let Some(mut under_way) = copying.take().or_else(next) else {
             return false;
@@ -174,7 +176,7 @@ impl Shared {
     }
 
     /// Ends the inserts of this process that wait for a copy by the server's thread, which has ended.
-    pub(super) fn end_copies(self: &Arc<Self>, mut copying: Option<Copying>) {
+    pub(super) fn end_copies(self: &Arc<Self>, mut copying: Option<EntryCopy>) {
         let mut effects = Vec::new();
         let next = || self.lock().ok()?.next_granted();
         while let Some(waiting) = copying.take().or_else(next) {
@@ -207,7 +209,7 @@ impl Shared {
         self.update(|state| {
             let num_bytes = items.entry_bytes(&tokens);
             let ticket = state.store.reserve(num_bytes, deadline, Instant::now())?;
-            let insert = Insert {
+            let insert = LocalInsert {
                 tokens,
                 items,
                 completer,
@@ -220,7 +222,7 @@ impl Shared {
     /// Begins a select of this process.
     pub(super) fn select_here(
         self: &Arc<Self>,
-        query: Query,
+        query: LookupQuery,
         deadline: Option<Instant>,
         completer: Completer<Selected>,
     ) -> Result<Ticket> {
@@ -248,7 +250,8 @@ impl Shared {
         num_bytes: u64,
         deadline: Option<Instant>,
     ) -> Result<Ticket> {
-        let reserve = |state: &mut State| state.store.reserve(num_bytes, deadline, Instant::now());
+        let reserve =
+            |state: &mut BufferState| state.store.reserve(num_bytes, deadline, Instant::now());
         self.update_by(By::Server, reserve)
     }
 
@@ -268,10 +271,11 @@ impl Shared {
     /// Begins a select of a client.
     pub(super) fn select(
         self: &Arc<Self>,
-        query: Query,
+        query: LookupQuery,
         deadline: Option<Instant>,
     ) -> Result<Ticket> {
-        let select = |state: &mut State| Ok(state.store.select(query, deadline, Instant::now()));
+        let select =
+            |state: &mut BufferState| Ok(state.store.select(query, deadline, Instant::now()));
         self.update_by(By::Server, select)
     }
 
@@ -286,15 +290,15 @@ impl Shared {
     /// A client has an entry whole, and it is his.
     pub(super) fn acknowledge(&self) {
         if let Ok(mut state) = self.lock() {
-            state.num_taken += 1;
+            state.num_consumed += 1;
         }
     }
 
     /// What a client acknowledged is dropped, or goes back because nobody looked at it.
-    pub(super) fn conclude(self: &Arc<Self>, entry: Ticket, is_taken: bool) {
+    pub(super) fn conclude(self: &Arc<Self>, entry: Ticket, is_consumed: bool) {
         let _ = self.update_by(By::Server, |state| {
-            state.num_taken -= 1;
-            state.settle(entry, is_taken);
+            state.num_consumed -= 1;
+            state.settle(entry, is_consumed);
             Ok(())
         });
     }
@@ -316,7 +320,7 @@ impl Shared {
     }
 
     /// What there is to do for clients.
-    pub(super) fn take_mail(&self) -> VecDeque<Action<Items>> {
+    pub(super) fn take_mail(&self) -> VecDeque<StoreAction<Items>> {
         self.lock()
             .map(|mut state| std::mem::take(&mut state.outbox))
             .unwrap_or_default()
@@ -346,7 +350,7 @@ impl Shared {
 
 /// The trait for an `Arc`, because what follows may have to deliver, which needs one.
 #[derive(Debug)]
-pub(super) struct Handle(pub(super) Arc<Shared>);
+pub(super) struct Handle(pub(super) Arc<LookupShared>);
 
 /// A buffer that is closed has nothing to withdraw, settle or expire: those errors are no news.
 impl Origin for Handle {
@@ -357,9 +361,9 @@ impl Origin for Handle {
         });
     }
 
-    fn settle(&self, entry: Ticket, is_taken: bool) {
+    fn settle(&self, entry: Ticket, is_consumed: bool) {
         let _ = self.0.update(|state| {
-            state.settle(entry, is_taken);
+            state.settle(entry, is_consumed);
             Ok(())
         });
     }

@@ -3,15 +3,15 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use super::copying::Copying;
+use super::copying::EntryCopy;
 use super::operation::Selected;
-use super::store::{Action, Store, Ticket};
+use super::store::{Store, StoreAction, Ticket};
 use super::{Items, LookupInfo};
 use crate::error::{Error, Result};
 use crate::work::Completer;
 
 /// An insert of this process.
-pub(super) struct Insert {
+pub(super) struct LocalInsert {
     pub(super) tokens: Arc<[i64]>,
     pub(super) items: Items,
     pub(super) completer: Completer<()>,
@@ -19,22 +19,22 @@ pub(super) struct Insert {
 
 /// Who waits in this process.
 pub(super) enum Waiting {
-    Insert(Insert),
+    Insert(LocalInsert),
     Select(Completer<Selected>),
 }
 
 /// All that the lock guards.
-pub(super) struct State {
+pub(super) struct BufferState {
     pub(super) store: Store<Items>,
     capacity_bytes: u64,
     pub(super) waiting: HashMap<Ticket, Waiting>,
     /// Actions for others' clients, until the server's thread fetches them.
-    pub(super) outbox: VecDeque<Action<Items>>,
+    pub(super) outbox: VecDeque<StoreAction<Items>>,
     /// Inserts of this process whose place the server's thread has made: it copies them in turns. Those that do not wait
     /// any more are of no meaning.
     granted: VecDeque<Ticket>,
     num_inserted: u64,
-    pub(super) num_taken: u64,
+    pub(super) num_consumed: u64,
     pub(super) is_closed: bool,
 }
 
@@ -49,7 +49,7 @@ pub(super) enum By {
 
 /// What is done without the lock.
 pub(super) enum Effect {
-    Copy(Copying),
+    Copy(EntryCopy),
     Inserted(Completer<()>, Result<()>),
     Selected(Completer<Selected>, Result<Option<(Ticket, Items)>>),
 }
@@ -63,7 +63,7 @@ impl Waiting {
     }
 }
 
-impl State {
+impl BufferState {
     pub(super) fn new(capacity_bytes: u64) -> Self {
         Self {
             store: Store::new(capacity_bytes),
@@ -72,7 +72,7 @@ impl State {
             outbox: VecDeque::new(),
             granted: VecDeque::new(),
             num_inserted: 0,
-            num_taken: 0,
+            num_consumed: 0,
             is_closed: false,
         }
     }
@@ -82,7 +82,7 @@ impl State {
         LookupInfo {
             state: if self.is_closed { "closed" } else { "open" },
             num_inserted: self.num_inserted,
-            num_taken: self.num_taken,
+            num_consumed: self.num_consumed,
             num_waiting: counts.num_waiting_inserts + counts.num_waiting_selects,
             num_entries: Some(counts.num_entries),
             num_leased: Some(counts.num_leased),
@@ -105,7 +105,7 @@ impl State {
     pub(super) fn effects(&mut self, by: By) -> Vec<Effect> {
         let mut effects = Vec::new();
         while let Some(action) = self.store.next_action() {
-            if let (By::Server, Action::Grant(ticket)) = (by, &action)
+            if let (By::Server, StoreAction::Grant(ticket)) = (by, &action)
                 && self.waiting.contains_key(ticket)
             {
                 self.granted.push_back(*ticket);
@@ -119,23 +119,26 @@ impl State {
         effects
     }
 
-    fn effect(&mut self, action: Action<Items>) -> std::result::Result<Effect, Action<Items>> {
-        let (Action::Grant(ticket)
-        | Action::Full(ticket)
-        | Action::Nothing(ticket)
-        | Action::Deliver { select: ticket, .. }) = &action;
+    fn effect(
+        &mut self,
+        action: StoreAction<Items>,
+    ) -> std::result::Result<Effect, StoreAction<Items>> {
+        let (StoreAction::Grant(ticket)
+        | StoreAction::Full(ticket)
+        | StoreAction::Nothing(ticket)
+        | StoreAction::Deliver { select: ticket, .. }) = &action;
         let Some(waiting) = self.waiting.remove(ticket) else {
             return Err(action);
         };
         Ok(match (waiting, action) {
-            (Waiting::Insert(insert), Action::Grant(ticket)) => {
-                Effect::Copy(Copying::new(ticket, insert))
+            (Waiting::Insert(insert), StoreAction::Grant(ticket)) => {
+                Effect::Copy(EntryCopy::new(ticket, insert))
             }
             (Waiting::Insert(insert), _) => {
                 let full = self.full(insert.items.entry_bytes(&insert.tokens));
                 Effect::Inserted(insert.completer, Err(full))
             }
-            (Waiting::Select(completer), Action::Deliver { entry, content, .. }) => {
+            (Waiting::Select(completer), StoreAction::Deliver { entry, content, .. }) => {
                 Effect::Selected(completer, Ok(Some((entry, content))))
             }
             (Waiting::Select(completer), _) => Effect::Selected(completer, Ok(None)),
@@ -148,10 +151,10 @@ impl State {
     }
 
     /// The next insert for the server's thread to copy.
-    pub(super) fn next_granted(&mut self) -> Option<Copying> {
+    pub(super) fn next_granted(&mut self) -> Option<EntryCopy> {
         while let Some(ticket) = self.granted.pop_front() {
             if let Some(Waiting::Insert(insert)) = self.waiting.remove(&ticket) {
-                return Some(Copying::new(ticket, insert));
+                return Some(EntryCopy::new(ticket, insert));
             }
         }
         None
@@ -175,9 +178,9 @@ impl State {
         }
     }
 
-    pub(super) fn settle(&mut self, entry: Ticket, is_taken: bool) {
-        if is_taken {
-            self.num_taken += 1;
+    pub(super) fn settle(&mut self, entry: Ticket, is_consumed: bool) {
+        if is_consumed {
+            self.num_consumed += 1;
             self.store.drop_entry(entry);
         } else {
             self.store.put_back(entry);

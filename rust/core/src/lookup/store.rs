@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::Query;
+use super::LookupQuery;
 use super::index::Index;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ pub(crate) type Ticket = u64;
 
 /// What is to be done outside.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Action<C> {
+pub(super) enum StoreAction<C> {
     /// The bytes of an insert have their place: move them, then [`Store::commit`] or [`Store::abandon`].
     Grant(Ticket),
     /// An insert found no place in time; it is forgotten.
@@ -46,14 +46,14 @@ struct WaitingInsert {
 
 #[derive(Debug)]
 struct WaitingSelect {
-    query: Query,
+    query: LookupQuery,
     deadline: Option<Instant>,
 }
 
 /// How much there is of what.
 #[expect(clippy::struct_field_names, reason = "counts are named num_*")]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Counts {
+pub(super) struct StoreCounts {
     pub(super) num_entries: usize,
     pub(super) num_leased: usize,
     pub(super) num_reserved: usize,
@@ -79,7 +79,7 @@ pub(super) struct Store<C> {
     inserts: VecDeque<WaitingInsert>,
     selects: BTreeMap<Ticket, WaitingSelect>,
     deadlines: Earliest,
-    actions: VecDeque<Action<C>>,
+    actions: VecDeque<StoreAction<C>>,
 }
 
 impl<C: Clone> Store<C> {
@@ -146,7 +146,7 @@ impl<C: Clone> Store<C> {
             }
             self.num_bytes += first.num_bytes;
             self.reserved.insert(first.ticket, first.num_bytes);
-            self.actions.push_back(Action::Grant(first.ticket));
+            self.actions.push_back(StoreAction::Grant(first.ticket));
             self.inserts.pop_front();
         }
     }
@@ -180,7 +180,7 @@ impl<C: Clone> Store<C> {
     }
 
     fn lease(&mut self, select: Ticket, ticket: Ticket, entry: Entry<C>) {
-        self.actions.push_back(Action::Deliver {
+        self.actions.push_back(StoreAction::Deliver {
             select,
             entry: ticket,
             content: entry.content.clone(),
@@ -203,14 +203,14 @@ impl<C: Clone> Store<C> {
     /// Asks for an entry; `Deliver` or `Nothing` follows.
     pub(super) fn select(
         &mut self,
-        query: Query,
+        query: LookupQuery,
         deadline: Option<Instant>,
         now: Instant,
     ) -> Ticket {
         let select = self.ticket();
         let found = match &query {
-            Query::Any => self.entries.keys().next().copied(),
-            Query::Tokens(tokens) => self.index.find(tokens),
+            LookupQuery::Any => self.entries.keys().next().copied(),
+            LookupQuery::Tokens(tokens) => self.index.find(tokens),
         };
         if let Some((ticket, entry)) =
             found.and_then(|ticket| Some((ticket, self.entries.remove(&ticket)?)))
@@ -256,7 +256,7 @@ impl<C: Clone> Store<C> {
             return;
         }
         let (actions, deadlines) = (&mut self.actions, &mut self.deadlines);
-        let mut is_kept = |deadline: Option<Instant>, action: Action<C>| {
+        let mut is_kept = |deadline: Option<Instant>, action: StoreAction<C>| {
             let is_late = deadline.is_some_and(|at| at <= now);
             if is_late {
                 actions.push_back(action);
@@ -266,9 +266,9 @@ impl<C: Clone> Store<C> {
             !is_late
         };
         self.inserts
-            .retain(|waiting| is_kept(waiting.deadline, Action::Full(waiting.ticket)));
+            .retain(|waiting| is_kept(waiting.deadline, StoreAction::Full(waiting.ticket)));
         self.selects
-            .retain(|select, waiting| is_kept(waiting.deadline, Action::Nothing(*select)));
+            .retain(|select, waiting| is_kept(waiting.deadline, StoreAction::Nothing(*select)));
         self.grant();
     }
 
@@ -278,13 +278,13 @@ impl<C: Clone> Store<C> {
     }
 
     /// The next thing to do.
-    pub(super) fn next_action(&mut self) -> Option<Action<C>> {
+    pub(super) fn next_action(&mut self) -> Option<StoreAction<C>> {
         self.actions.pop_front()
     }
 
     /// How much there is of what.
-    pub(super) fn counts(&self) -> Counts {
-        Counts {
+    pub(super) fn counts(&self) -> StoreCounts {
+        StoreCounts {
             num_entries: self.entries.len(),
             num_leased: self.leased.len(),
             num_reserved: self.reserved.len(),

@@ -4,8 +4,9 @@ use kvpipe_ucx::AmData;
 
 use super::transfer::{Incoming, Outgoing};
 use crate::error::Result;
+use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::reactor::ReactorContext;
 use crate::transfer::fetch::{ACCEPT, CHECKSUMS, CREDIT, DATA};
 use crate::transfer::pool::Pool;
 

@@ -8,9 +8,10 @@ use kvpipe_ucx::{AmData, Buffer, Status};
 use super::{HUGE, Items, NUM_ITEMS, entry_bytes};
 use crate::checksum;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
-use crate::pipe::{Meta, Received};
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::reactor::ReactorContext;
+use crate::tensor::{Meta, Received};
 use crate::transfer::fetch::{ExposedBuffer, Fetch, Offer};
 use crate::transfer::pool::Pool;
 use crate::transport::Memory;
@@ -181,14 +182,14 @@ enum Slot {
 
 /// An entry as its message describes it.
 #[derive(Debug)]
-pub(super) struct EntryTransfer {
+pub(crate) struct EntryTransfer {
     metas: [Meta; NUM_ITEMS],
     slots: [Slot; NUM_ITEMS],
 }
 
 impl EntryTransfer {
     /// Reads the tensors of a message, to its end.
-    pub(super) fn read(mut reader: Reader<'_>) -> Result<Self> {
+    pub(crate) fn read(mut reader: Reader<'_>) -> Result<Self> {
         let mut entry = Self {
             metas: Default::default(),
             slots: [const { Slot::Nothing }; NUM_ITEMS],

@@ -1,4 +1,4 @@
-//! What has left the sending end and was not taken yet.
+//! Tensors that the sender has posted and the receiver has not acknowledged.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -11,20 +11,20 @@ use crate::transfer::fetch::ExposedBuffer;
 use crate::transport::Payload;
 use crate::work::Completer;
 
-/// A tensor that the receiver has not taken. Small ones have completed already and wait for their credit only.
-pub(super) struct Posted {
+/// A posted tensor. The send of a small one has completed already; only its place in the window is still occupied.
+pub(super) struct PostedSend {
     sequence: u64,
-    pub(super) large: Option<Large>,
+    pub(super) large: Option<LargeSend>,
 }
 
-pub(super) struct Large {
+pub(super) struct LargeSend {
     pub(super) exposed: ExposedBuffer,
     completer: Completer<()>,
     grace: Option<GracePeriod>,
     is_withdrawn: bool,
 }
 
-impl Large {
+impl LargeSend {
     pub(super) fn new(
         exposed: ExposedBuffer,
         completer: Completer<()>,
@@ -38,84 +38,81 @@ impl Large {
         }
     }
 
-    /// First deregistered and let go, then reported: the caller may free the tensor at once.
+    /// Deregisters and releases the buffer before it reports the result: the caller may free the tensor at once.
     pub(super) fn complete(self, result: Result<()>) {
         drop(self.exposed);
         self.completer.complete(result);
     }
 }
 
-/// All of them, in the order in which they left.
+/// All posted tensors, in the order of their sequence numbers.
 #[derive(Default)]
-pub(super) struct OnTheirWay {
-    tensors: VecDeque<Posted>,
+pub(super) struct PostedSends {
+    sends: VecDeque<PostedSend>,
     next_sequence: u64,
 }
 
-impl OnTheirWay {
-    /// The number of the tensor that is added next.
+impl PostedSends {
+    /// The sequence number of the next tensor.
     pub(super) fn next_sequence(&self) -> u64 {
         self.next_sequence
     }
 
-    pub(super) fn add(&mut self, large: Option<Large>) {
+    pub(super) fn add(&mut self, large: Option<LargeSend>) {
         let sequence = self.next_sequence;
         self.next_sequence += 1;
-        self.tensors.push_back(Posted { sequence, large });
+        self.sends.push_back(PostedSend { sequence, large });
     }
 
     pub(super) fn len(&self) -> usize {
-        self.tensors.len()
+        self.sends.len()
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.tensors.is_empty()
+        self.sends.is_empty()
     }
 
-    pub(super) fn large(&mut self, sequence: u64) -> Option<&mut Large> {
-        let mut tensors = self.tensors.iter_mut();
-        let posted = tensors.find(|posted| posted.sequence == sequence)?;
+    pub(super) fn large(&mut self, sequence: u64) -> Option<&mut LargeSend> {
+        let mut sends = self.sends.iter_mut();
+        let posted = sends.find(|posted| posted.sequence == sequence)?;
         posted.large.as_mut()
     }
 
-    pub(super) fn remove(&mut self, sequence: u64) -> Option<Posted> {
-        let is_it = |posted: &Posted| posted.sequence == sequence;
-        let at = self.tensors.iter().position(is_it)?;
-        self.tensors.remove(at)
+    pub(super) fn remove(&mut self, sequence: u64) -> Option<PostedSend> {
+        let is_match = |posted: &PostedSend| posted.sequence == sequence;
+        let at = self.sends.iter().position(is_match)?;
+        self.sends.remove(at)
     }
 
-    pub(super) fn drain(&mut self) -> impl Iterator<Item = Large> {
-        self.tensors.drain(..).filter_map(|posted| posted.large)
+    pub(super) fn drain(&mut self) -> impl Iterator<Item = LargeSend> {
+        self.sends.drain(..).filter_map(|posted| posted.large)
     }
 
-    /// Hashes a slice of what has not been hashed; whether there was any.
+    /// Computes the next slice of missing checksums; false if none is missing.
     pub(super) fn run_checksum_slice(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
     ) -> bool {
         let mut larges = self
-            .tensors
+            .sends
             .iter_mut()
             .filter_map(|posted| posted.large.as_mut());
         larges.any(|large| large.exposed.run_checksum_slice(cx, session))
     }
 
-    /// When one of them has to be looked at.
+    /// The time of the next call of [`expire`](Self::expire).
     pub(super) fn next(&self, cx: &ReactorContext, session: SessionKey) -> Option<Instant> {
-        let larges = self
-            .tensors
-            .iter()
-            .filter_map(|posted| posted.large.as_ref());
-        let patiences = larges.filter_map(|large| large.grace.as_ref());
-        patiences.map(|grace| grace.next(cx, &[session])).min()
+        let larges = self.sends.iter().filter_map(|posted| posted.large.as_ref());
+        let grace_periods = larges.filter_map(|large| large.grace.as_ref());
+        grace_periods.map(|grace| grace.next(cx, &[session])).min()
     }
 
-    /// Withdraws offers that nobody asked for in time; closes the pipe under one whose withdrawal is not answered: the
-    /// receiver may be reading, and the memory must go back to the caller now.
+    /// Withdraws offers whose deadline has passed. Without an answer within the grace period the session fails: the
+    /// receiver may still be reading, and the caller needs its memory back.
     pub(super) fn expire(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         let mut withdraw = Vec::new();
-        for posted in &mut self.tensors {
+        for posted in &mut self.sends {
             let Some(large) = &mut posted.large else {
                 continue;
             };

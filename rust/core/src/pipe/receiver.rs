@@ -1,4 +1,4 @@
-//! The receiving end: what has come, who waits for it, and the one large tensor that is being fetched.
+//! The receiving end: queued tensors, pending receives, and the large tensors that are being fetched.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -6,86 +6,78 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Buffer, Status};
 
-use super::arrivals::{Arrivals, Arrived, Content};
-use super::receiving::Receiving;
+use super::incoming::{Content, IncomingQueue, IncomingTensor};
+use super::receiving::LargeReceive;
 use super::{
-    CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAW,
+    ACK, CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, OFFER, SharedInfo, WITHDRAW,
 };
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
 use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::tensor::{Meta, Received};
 use crate::transfer::fetch::{CHECKSUMS, DATA};
 use crate::transfer::pool::Pool;
 use crate::transport::Payload;
 use crate::work::{Completer, Work};
 
-/// The frame with which a sender ends the pipe in order; all tensors have been taken before it.
+/// The frame with which a sender ends the pipe in order, after all tensors have been acknowledged.
 pub(super) const END: &[u8] = b"end";
 
-/// A sender is told of the small tensors that were taken within this time.
-const TELL_WITHIN: Duration = Duration::from_micros(500);
-
-/// A tensor that was received.
-#[derive(Debug)]
-pub struct Received {
-    /// What it is.
-    pub meta: Meta,
-    /// Its bytes, when they were not received into memory of the caller.
-    pub buffer: Option<Buffer>,
-}
+/// Longest delay of the acknowledgement of a small tensor.
+const MAX_ACK_DELAY: Duration = Duration::from_micros(500);
 
 #[derive(Debug)]
-pub(super) enum Command {
+pub(super) enum ReceiverCommand {
     Receive {
         out: Option<(Meta, Buffer)>,
         deadline: Deadline,
         completer: Completer<Arc<Received>>,
     },
-    /// Nobody waits for this receive any more.
+    /// Nobody waits for this receive.
     Withdraw(Work<Arc<Received>>),
 }
 
-pub(super) struct Wanted {
+pub(super) struct PendingReceive {
     pub(super) out: Option<(Meta, Buffer)>,
     pub(super) deadline: Deadline,
     pub(super) completer: Completer<Arc<Received>>,
 }
 
 pub(super) struct Receiver {
-    pub(super) shared: Shared,
-    /// The one sender, from the moment it was let in.
+    pub(super) shared: SharedInfo,
+    /// The one sender, from its admission on.
     pub(super) sender: Option<SessionKey>,
     /// The same, while its session is established.
     pub(super) session: Option<SessionKey>,
-    pub(super) arrived: Arrivals,
-    pub(super) wanted: VecDeque<Wanted>,
+    pub(super) incoming: IncomingQueue,
+    pub(super) receives: VecDeque<PendingReceive>,
     pub(super) deadlines: Earliest,
-    /// In the order in which they are delivered.
-    pub(super) receiving: VecDeque<Receiving>,
-    /// Taken, and the sender has not been told; when it is told at the latest.
-    pub(super) taken: Vec<u64>,
-    pub(super) tell_at: Option<Instant>,
+    /// Large tensors, in the order in which they complete.
+    pub(super) large_receives: VecDeque<LargeReceive>,
+    /// Received tensors that are not acknowledged yet, and the time when they are at the latest.
+    pub(super) unacknowledged: Vec<u64>,
+    pub(super) ack_at: Option<Instant>,
     pub(super) pool: Pool,
-    /// The last tensors that were withdrawn while they were fetched; messages of them may still come.
+    /// The last tensors that were withdrawn while they were fetched. Their messages may still arrive.
     pub(super) withdrawn: VecDeque<u64>,
     pub(super) has_ended: bool,
     pub(super) failure: Option<Error>,
 }
 
 impl Receiver {
-    pub(super) fn new(shared: Shared) -> Self {
+    pub(super) fn new(shared: SharedInfo) -> Self {
         Self {
             shared,
             sender: None,
             session: None,
-            arrived: Arrivals::default(),
-            wanted: VecDeque::new(),
+            incoming: IncomingQueue::default(),
+            receives: VecDeque::new(),
             deadlines: Earliest::default(),
-            receiving: VecDeque::new(),
-            taken: Vec::new(),
-            tell_at: None,
+            large_receives: VecDeque::new(),
+            unacknowledged: Vec::new(),
+            ack_at: None,
             pool: Pool::default(),
             withdrawn: VecDeque::new(),
             has_ended: false,
@@ -93,48 +85,48 @@ impl Receiver {
         }
     }
 
-    /// Brings what has come and who waits together, in order, until one of them is missing.
-    pub(super) fn pair(&mut self, cx: &mut ReactorContext) {
-        while self.may_begin() && !self.wanted.is_empty() {
-            let Some(wanted) = self.wanted.pop_front() else {
+    /// Matches queued tensors with pending receives, in order, until one of the two queues is empty.
+    pub(super) fn match_receives(&mut self, cx: &mut ReactorContext) {
+        while self.can_begin() && !self.receives.is_empty() {
+            let Some(receive) = self.receives.pop_front() else {
                 return;
             };
-            let Some(arrived) = self.arrived.take_next() else {
+            let Some(tensor) = self.incoming.pop() else {
                 return;
             };
             self.count_waiting();
-            if let Some(error) = mismatch(&wanted, &arrived) {
-                self.arrived.put_back(arrived);
-                wanted.completer.complete(Err(error));
+            if let Some(error) = mismatch(&receive, &tensor) {
+                self.incoming.requeue(tensor);
+                receive.completer.complete(Err(error));
                 continue;
             }
-            let (sequence, meta) = (arrived.sequence, arrived.meta);
-            match arrived.content {
-                Content::Eager(bytes) => self.deliver(cx, sequence, meta, bytes, wanted),
+            let (sequence, meta) = (tensor.sequence, tensor.meta);
+            match tensor.content {
+                Content::Eager(bytes) => self.deliver(cx, sequence, meta, bytes, receive),
                 Content::Corrupt { was_offered } => {
                     if was_offered {
-                        self.say(cx, CORRUPT, sequence);
+                        self.reply(cx, CORRUPT, sequence);
                     } else {
-                        self.take(cx, sequence, 0);
+                        self.record_received(cx, sequence, 0);
                     }
                     let text = format!(
                         "tensor {sequence} differs from its checksum; it is lost, the pipe is usable"
                     );
-                    wanted.completer.complete(Err(Error::Corrupt(text)));
+                    receive.completer.complete(Err(Error::Corrupt(text)));
                 }
-                Content::Offer(offer) => self.begin(cx, sequence, meta, offer, wanted),
+                Content::Offer(offer) => self.begin_fetch(cx, sequence, meta, offer, receive),
             }
         }
-        if self.arrived.is_empty() && self.receiving.is_empty() {
-            self.report_end();
+        if self.incoming.is_empty() && self.large_receives.is_empty() {
+            self.fail_receives();
         }
         self.count_waiting();
     }
 
-    fn report_end(&mut self) {
+    fn fail_receives(&mut self) {
         let Some(error) = &self.failure else { return };
-        for wanted in self.wanted.drain(..) {
-            wanted.completer.complete(Err(error.clone()));
+        for receive in self.receives.drain(..) {
+            receive.completer.complete(Err(error.clone()));
         }
     }
 
@@ -144,109 +136,111 @@ impl Receiver {
         sequence: u64,
         meta: Meta,
         bytes: Vec<u8>,
-        wanted: Wanted,
+        receive: PendingReceive,
     ) {
-        self.take(cx, sequence, bytes.len());
-        let buffer = match wanted.out {
+        self.record_received(cx, sequence, bytes.len());
+        let buffer = match receive.out {
             Some((_, out)) if !out.write(0, &bytes) => {
                 let text = "the CUDA driver could not write into out=; the tensor is lost, the pipe is usable";
                 let error = Error::Unavailable(text.to_owned());
-                return wanted.completer.complete(Err(error));
+                return receive.completer.complete(Err(error));
             }
             Some(_) => None,
             None => Some(Buffer::from_vec(bytes)),
         };
         let received = Received { meta, buffer };
-        wanted.completer.complete(Ok(Arc::new(received)));
+        receive.completer.complete(Ok(Arc::new(received)));
     }
 
-    /// Takes a tensor. The sender of a small one waits for nothing but its credit: it is told with others, so that it
-    /// need not wake for each.
-    pub(super) fn take(&mut self, cx: &mut ReactorContext, sequence: u64, len: usize) {
-        self.taken.push(sequence);
-        if len > EAGER_CAP || self.taken.len() >= MESSAGES_IN_FLIGHT / 4 {
-            self.tell_taken(cx);
+    /// Counts and acknowledges a received tensor. Acknowledgements of small ones are batched: their sends have completed,
+    /// and each message would wake the sender.
+    pub(super) fn record_received(&mut self, cx: &mut ReactorContext, sequence: u64, len: usize) {
+        self.unacknowledged.push(sequence);
+        if len > EAGER_CAP || self.unacknowledged.len() >= MESSAGES_IN_FLIGHT / 4 {
+            self.send_acks(cx);
         } else {
-            self.tell_at.get_or_insert(cx.now + TELL_WITHIN);
+            self.ack_at.get_or_insert(cx.now + MAX_ACK_DELAY);
         }
         let mut info = self.shared.get();
         info.num_tensors += 1;
         info.num_bytes += len as u64;
     }
 
-    fn tell_taken(&mut self, cx: &mut ReactorContext) {
-        self.tell_at = None;
-        let taken = std::mem::take(&mut self.taken);
-        if let (Some(session), Some((first, rest))) = (self.session, taken.split_first()) {
-            let header = cx.header(session, TAKEN).u64(*first);
+    fn send_acks(&mut self, cx: &mut ReactorContext) {
+        self.ack_at = None;
+        let received = std::mem::take(&mut self.unacknowledged);
+        if let (Some(session), Some((first, rest))) = (self.session, received.split_first()) {
+            let header = cx.header(session, ACK).u64(*first);
             let rest = Writer::default().list(rest, |w, sequence| w.u64(*sequence));
             cx.message(session, header, Payload::Bytes(rest.finish()));
         }
     }
 
-    /// Tells the sender something about one of its tensors.
-    pub(super) fn say(&self, cx: &mut ReactorContext, kind: u8, sequence: u64) {
+    /// Sends a message without payload about one tensor.
+    pub(super) fn reply(&self, cx: &mut ReactorContext, kind: u8, sequence: u64) {
         if let Some(session) = self.session {
             let header = cx.header(session, kind).u64(sequence);
             cx.message(session, header, Payload::None);
         }
     }
 
-    fn withdraw_receive(&mut self, receive: &Work<Arc<Received>>) {
-        let is_it = |wanted: &Wanted| wanted.completer.completes(receive);
-        let at = self.wanted.iter().position(is_it);
-        if let Some(wanted) = at.and_then(|at| self.wanted.remove(at)) {
+    fn withdraw_receive(&mut self, work: &Work<Arc<Received>>) {
+        let is_match = |receive: &PendingReceive| receive.completer.completes(work);
+        let at = self.receives.iter().position(is_match);
+        if let Some(receive) = at.and_then(|at| self.receives.remove(at)) {
             self.count_waiting();
             let error = Error::Closed("the receive was withdrawn; the pipe is usable".to_owned());
-            wanted.completer.complete(Err(error));
+            receive.completer.complete(Err(error));
         }
     }
 
-    /// Called before an operation completes: whoever sees its end finds it counted.
+    /// Called before an operation completes, so that its caller sees the new count.
     pub(super) fn count_waiting(&self) {
-        self.shared.get().in_flight = self.wanted.len() + self.receiving.len();
+        self.shared.get().in_flight = self.receives.len() + self.large_receives.len();
     }
 
     fn expire(&mut self, cx: &mut ReactorContext) {
         let now = cx.now;
         if self.deadlines.take_if_past(now) {
-            let late = |wanted: &Wanted| wanted.deadline.meet_by.is_some_and(|at| at <= now);
-            let (expired, kept): (VecDeque<_>, VecDeque<_>) = self.wanted.drain(..).partition(late);
-            self.wanted = kept;
+            let late =
+                |receive: &PendingReceive| receive.deadline.meet_by.is_some_and(|at| at <= now);
+            let (expired, kept): (VecDeque<_>, VecDeque<_>) =
+                self.receives.drain(..).partition(late);
+            self.receives = kept;
             self.count_waiting();
-            for wanted in expired {
+            for receive in expired {
                 let text = "no tensor came in time; the pipe is usable";
                 let error = Error::Timeout(text.to_owned());
-                wanted.completer.complete(Err(error));
+                receive.completer.complete(Err(error));
             }
-            for wanted in &self.wanted {
-                self.deadlines.add(wanted.deadline.meet_by);
+            for receive in &self.receives {
+                self.deadlines.add(receive.deadline.meet_by);
             }
         }
-        let is_late = |receiving: &&mut Receiving| {
-            let done_by = receiving.deadline.done_by;
-            !receiving.fetch.has_failed() && done_by.is_some_and(|at| at <= now)
+        let is_late = |large: &&mut LargeReceive| {
+            let done_by = large.deadline.done_by;
+            !large.fetch.has_failed() && done_by.is_some_and(|at| at <= now)
         };
-        if let (Some(session), Some(receiving)) =
-            (self.session, self.receiving.iter_mut().find(is_late))
+        if let (Some(session), Some(large)) =
+            (self.session, self.large_receives.iter_mut().find(is_late))
         {
-            let len = receiving.fetch.len();
+            let len = large.fetch.len();
             let text =
                 format!("a tensor of {len} bytes was not received in time; the pipe is closed");
-            receiving.fetch.fail(Error::Timeout(text.clone()));
+            large.fetch.fail(Error::Timeout(text.clone()));
             cx.fail(session, Error::Timeout(text));
         }
     }
 }
 
-fn mismatch(wanted: &Wanted, arrived: &Arrived) -> Option<Error> {
-    let (meta, buffer) = wanted.out.as_ref()?;
-    let len = match &arrived.content {
+fn mismatch(receive: &PendingReceive, tensor: &IncomingTensor) -> Option<Error> {
+    let (meta, buffer) = receive.out.as_ref()?;
+    let len = match &tensor.content {
         Content::Eager(bytes) => bytes.len(),
         Content::Offer(offer) => offer.len,
         Content::Corrupt { .. } => return None,
     };
-    if *meta == arrived.meta && buffer.len() == len {
+    if *meta == tensor.meta && buffer.len() == len {
         return None;
     }
     let show = |meta: &Meta| match meta.family {
@@ -257,29 +251,29 @@ fn mismatch(wanted: &Wanted, arrived: &Arrived) -> Option<Error> {
     Some(Error::Config(format!(
         "out= is {}, the next tensor is {}; it was not consumed, receive it with a matching out= or without",
         show(meta),
-        show(&arrived.meta)
+        show(&tensor.meta)
     )))
 }
 
 impl Service for Receiver {
-    type Command = Command;
+    type Command = ReceiverCommand;
 
-    fn command(&mut self, cx: &mut ReactorContext, command: Command) {
+    fn command(&mut self, cx: &mut ReactorContext, command: ReceiverCommand) {
         match command {
-            Command::Receive {
+            ReceiverCommand::Receive {
                 out,
                 deadline,
                 completer,
             } => {
                 self.deadlines.add(deadline.meet_by);
-                self.wanted.push_back(Wanted {
+                self.receives.push_back(PendingReceive {
                     out,
                     deadline,
                     completer,
                 });
-                self.pair(cx);
+                self.match_receives(cx);
             }
-            Command::Withdraw(receive) => self.withdraw_receive(&receive),
+            ReceiverCommand::Withdraw(receive) => self.withdraw_receive(&receive),
         }
     }
 
@@ -302,7 +296,7 @@ impl Service for Receiver {
         self.shared.open(cx, session, peer);
     }
 
-    fn session_down(&mut self, cx: &mut ReactorContext, _link: SessionKey, error: Error) {
+    fn session_down(&mut self, cx: &mut ReactorContext, _session: SessionKey, error: Error) {
         let error = if self.has_ended {
             Error::EndOfPipe
         } else {
@@ -310,17 +304,22 @@ impl Service for Receiver {
         };
         self.failure.get_or_insert(error.clone());
         self.session = None;
-        // What came whole can still be received; an offer cannot, its memory is gone with the sender.
-        self.arrived.lose_offers();
-        for receiving in &mut self.receiving {
-            receiving.fetch.fail(error.clone());
+        // Eager tensors can still be received. Offers cannot: their memory is gone with the sender.
+        self.incoming.drop_offers();
+        for large in &mut self.large_receives {
+            large.fetch.fail(error.clone());
         }
         self.shared.get().state = "closed";
-        self.finish(cx);
-        self.pair(cx);
+        self.complete_fetched(cx);
+        self.match_receives(cx);
     }
 
-    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, frame: &[u8]) -> Result<()> {
+    fn frame(
+        &mut self,
+        _cx: &mut ReactorContext,
+        _session: SessionKey,
+        frame: &[u8],
+    ) -> Result<()> {
         if frame != END {
             return Err(Error::protocol(
                 "the sender of a pipe sent an unknown frame",
@@ -341,16 +340,16 @@ impl Service for Receiver {
         let kind = reader.u8()?;
         let sequence = reader.u64()?;
         match kind {
-            EAGER => self.arrived.eager(sequence, reader, &data)?,
-            OFFER => self.arrived.offer(sequence, reader, &data)?,
+            EAGER => self.incoming.eager(sequence, reader, &data)?,
+            OFFER => self.incoming.offer(sequence, reader, &data)?,
             DATA => {
-                self.place(cx, session, sequence, reader, &data)?;
-                self.finish(cx);
+                self.receive_data(cx, session, sequence, reader, &data)?;
+                self.complete_fetched(cx);
             }
             CHECKSUMS => {
                 reader.end()?;
-                self.checksums(sequence, &data)?;
-                self.finish(cx);
+                self.receive_checksums(sequence, &data)?;
+                self.complete_fetched(cx);
             }
             WITHDRAW => self.withdraw(cx, sequence),
             other => {
@@ -360,7 +359,7 @@ impl Service for Receiver {
             }
         }
         drop(data);
-        self.pair(cx);
+        self.match_receives(cx);
         Ok(())
     }
 
@@ -370,43 +369,43 @@ impl Service for Receiver {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        for receiving in &mut self.receiving {
-            if receiving.fetch.done(cx, self.session, token, result) {
+        for large in &mut self.large_receives {
+            if large.fetch.done(cx, self.session, token, result) {
                 break;
             }
         }
-        // Also of a session that has gone: the last read that ends is what its receive has waited for.
-        self.finish(cx);
+        // Without a session too: a receive whose session has ended completes when its last read has ended.
+        self.complete_fetched(cx);
     }
 
     fn closing(&mut self, cx: &mut ReactorContext) {
-        self.tell_taken(cx);
+        self.send_acks(cx);
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        if self.tell_at.is_some_and(|at| at <= cx.now) {
-            self.tell_taken(cx);
+        if self.ack_at.is_some_and(|at| at <= cx.now) {
+            self.send_acks(cx);
         }
         self.expire(cx);
-        let receiving = self
-            .receiving
+        let large_deadlines = self
+            .large_receives
             .iter()
-            .filter(|receiving| !receiving.fetch.has_failed())
-            .filter_map(|receiving| receiving.deadline.done_by);
-        receiving
+            .filter(|large| !large.fetch.has_failed())
+            .filter_map(|large| large.deadline.done_by);
+        large_deadlines
             .chain(self.deadlines.at())
-            .chain(self.tell_at)
+            .chain(self.ack_at)
             .chain(self.pool.expire(cx.now))
             .min()
     }
 
     fn stop(&mut self, cx: &mut ReactorContext) {
         let closed = || cx.closed("the pipe is closed");
-        for wanted in self.wanted.drain(..) {
-            wanted.completer.complete(Err(closed()));
+        for receive in self.receives.drain(..) {
+            receive.completer.complete(Err(closed()));
         }
-        for receiving in self.receiving.drain(..) {
-            receiving.completer.complete(Err(closed()));
+        for large in self.large_receives.drain(..) {
+            large.completer.complete(Err(closed()));
         }
     }
 }

@@ -1,13 +1,13 @@
-//! The sending end: a queue of tensors, some of them on their way.
+//! The sending end: queued and posted tensors.
 
 use std::collections::VecDeque;
 use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Buffer, MemoryKind};
 
-use super::posted::{Large, OnTheirWay};
+use super::posted::{LargeSend, PostedSends};
 use super::{
-    CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, Meta, OFFER, Shared, TAKEN, WITHDRAWN,
+    ACK, CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, OFFER, SharedInfo, WITHDRAWN,
 };
 use crate::checksum;
 use crate::earliest::Earliest;
@@ -16,12 +16,13 @@ use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
 use crate::reactor::{ReactorContext, Service, SessionKey};
 use crate::session::grace::GracePeriod;
+use crate::tensor::Meta;
 use crate::transfer::fetch::{ACCEPT, CREDIT, ExposedBuffer};
 use crate::transport::Payload;
 use crate::work::Completer;
 
 #[derive(Debug)]
-pub(super) enum Command {
+pub(super) enum SenderCommand {
     Connect {
         address: String,
         completer: Completer<()>,
@@ -47,24 +48,24 @@ struct Queued {
 }
 
 pub(super) struct Sender {
-    shared: Shared,
-    /// Whether what is sent has checksums.
+    shared: SharedInfo,
+    /// Whether tensors are sent with checksums.
     is_checksummed: bool,
     session: Option<SessionKey>,
     is_up: bool,
     connecting: Option<Completer<()>>,
     queue: VecDeque<Queued>,
     deadlines: Earliest,
-    posted: OnTheirWay,
-    /// Who waits for the end.
+    posted: PostedSends,
+    /// Callers that wait for the end of the pipe.
     closing: Vec<(Deadline, Completer<()>)>,
     failure: Option<Error>,
-    /// Whether there were tensors that had not been taken when it failed.
+    /// Whether tensors were not acknowledged when the session failed.
     has_lost: bool,
 }
 
 impl Sender {
-    pub(super) fn new(shared: Shared, is_checksummed: bool) -> Self {
+    pub(super) fn new(shared: SharedInfo, is_checksummed: bool) -> Self {
         Self {
             shared,
             is_checksummed,
@@ -73,7 +74,7 @@ impl Sender {
             connecting: None,
             queue: VecDeque::new(),
             deadlines: Earliest::default(),
-            posted: OnTheirWay::default(),
+            posted: PostedSends::default(),
             closing: Vec::new(),
             failure: None,
             has_lost: false,
@@ -95,7 +96,7 @@ impl Sender {
                 self.post_offer(cx, session, queued)
             };
             if let Some(queued) = unsent {
-                // The session is lost, and its end will be that of all that is queued.
+                // The session is lost; its end fails everything that is queued.
                 self.queue.push_front(queued);
                 return;
             }
@@ -103,7 +104,7 @@ impl Sender {
         self.finish_closing(cx);
     }
 
-    /// Gives a tensor back that cannot be sent because the session is lost.
+    /// Posts a small tensor inside its message. Returns it if the session is lost.
     fn post_eager(
         &mut self,
         cx: &mut ReactorContext,
@@ -120,17 +121,17 @@ impl Sender {
         };
         let payload = queued.meta.write(Writer::default()).bytes(bytes).finish();
         let header = cx.header(session, EAGER).u64(self.posted.next_sequence());
-        let header = self.seal(header, &payload);
+        let header = self.add_checksum(header, &payload);
         if !cx.message(session, header, Payload::Bytes(payload)) {
             return Some(queued);
         }
-        self.count(len);
+        self.count_sent(len);
         self.posted.add(None);
         queued.completer.complete(Ok(()));
         None
     }
 
-    /// As [`post_eager`](Self::post_eager).
+    /// Posts the offer of a large tensor. Returns it if the session is lost.
     fn post_offer(
         &mut self,
         cx: &mut ReactorContext,
@@ -153,7 +154,7 @@ impl Sender {
             }
         };
         let payload = offer.write(queued.meta.write(Writer::default())).finish();
-        let header = self.seal(cx.header(session, OFFER).u64(sequence), &payload);
+        let header = self.add_checksum(cx.header(session, OFFER).u64(sequence), &payload);
         if !cx.message(session, header, Payload::Bytes(payload)) {
             return Some(queued);
         }
@@ -162,41 +163,41 @@ impl Sender {
             .meet_by
             .map(|at| GracePeriod::new(cx.now, at));
         self.posted
-            .add(Some(Large::new(exposed, queued.completer, grace)));
+            .add(Some(LargeSend::new(exposed, queued.completer, grace)));
         None
     }
 
-    /// Ends the header of a payload.
-    fn seal(&self, header: Writer, payload: &[u8]) -> Writer {
+    /// Appends the checksum of the payload to its header.
+    fn add_checksum(&self, header: Writer, payload: &[u8]) -> Writer {
         let checksum = self.is_checksummed.then(|| checksum::of(payload));
         header
             .u8(self.is_checksummed.into())
             .u64(checksum.unwrap_or(0))
     }
 
-    fn taken(&mut self, cx: &mut ReactorContext, sequence: u64) -> Result<()> {
+    fn receive_ack(&mut self, cx: &mut ReactorContext, sequence: u64) -> Result<()> {
         let Some(posted) = self.posted.remove(sequence) else {
             return Err(Error::protocol(format_args!(
-                "tensor {sequence} was taken, but is not on its way"
+                "tensor {sequence} was acknowledged, but is not posted"
             )));
         };
         if let Some(large) = posted.large {
-            self.count(large.exposed.len());
+            self.count_sent(large.exposed.len());
             large.complete(Ok(()));
         }
         self.post(cx);
         Ok(())
     }
 
-    /// The receiver will not take a large tensor.
-    fn refused(&mut self, cx: &mut ReactorContext, sequence: u64, error: Error) {
+    /// The receiver does not receive a large tensor.
+    fn fail_send(&mut self, cx: &mut ReactorContext, sequence: u64, error: Error) {
         if let Some(large) = self.posted.remove(sequence).and_then(|posted| posted.large) {
             large.complete(Err(error));
         }
         self.post(cx);
     }
 
-    /// Ends the pipe when a close has been asked for and everything has been taken.
+    /// Ends the pipe when it is closing and everything has been acknowledged.
     fn finish_closing(&mut self, cx: &mut ReactorContext) {
         if self.closing.is_empty() || !self.queue.is_empty() || !self.posted.is_empty() {
             return;
@@ -234,7 +235,7 @@ impl Sender {
         info.in_flight = 0;
     }
 
-    fn count(&self, len: usize) {
+    fn count_sent(&self, len: usize) {
         let mut info = self.shared.get();
         info.num_tensors += 1;
         info.num_bytes += len as u64;
@@ -271,15 +272,15 @@ impl Sender {
 }
 
 impl Service for Sender {
-    type Command = Command;
+    type Command = SenderCommand;
 
-    fn command(&mut self, cx: &mut ReactorContext, command: Command) {
+    fn command(&mut self, cx: &mut ReactorContext, command: SenderCommand) {
         match command {
-            Command::Connect { address, completer } => {
+            SenderCommand::Connect { address, completer } => {
                 self.connecting = Some(completer);
                 self.session = Some(cx.connect(&address));
             }
-            Command::Send {
+            SenderCommand::Send {
                 meta,
                 buffer,
                 deadline,
@@ -301,12 +302,12 @@ impl Service for Sender {
                 });
                 self.post(cx);
             }
-            Command::Close {
+            SenderCommand::Close {
                 deadline,
                 completer,
             } => {
                 if let Some(error) = &self.failure {
-                    // Small tensors were reported as sent when they had left: that they are lost is said here, once.
+                    // The sends of small tensors have completed without an acknowledgement: their loss is reported here, once.
                     let has_lost = std::mem::take(&mut self.has_lost);
                     let ended = if has_lost { Err(error.clone()) } else { Ok(()) };
                     return completer.complete(ended);
@@ -327,11 +328,16 @@ impl Service for Sender {
         self.post(cx);
     }
 
-    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, error: Error) {
+    fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, error: Error) {
         self.fail(&error);
     }
 
-    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
+    fn frame(
+        &mut self,
+        _cx: &mut ReactorContext,
+        _session: SessionKey,
+        _frame: &[u8],
+    ) -> Result<()> {
         Err(Error::protocol("the receiver of a pipe sent a frame"))
     }
 
@@ -357,21 +363,21 @@ impl Service for Sender {
                     large.exposed.credit(cx, session, credit);
                 }
             }
-            TAKEN => {
+            ACK => {
                 let mut rest = Reader::new(&data);
                 let others = rest.list(MESSAGES_IN_FLIGHT, Reader::u64)?;
                 rest.end()?;
                 for sequence in [sequence].into_iter().chain(others) {
-                    self.taken(cx, sequence)?;
+                    self.receive_ack(cx, sequence)?;
                 }
             }
             WITHDRAWN => {
                 let text = "the receiver did not ask for the tensor in time; it was withdrawn, the pipe is usable";
-                self.refused(cx, sequence, Error::Timeout(text.to_owned()));
+                self.fail_send(cx, sequence, Error::Timeout(text.to_owned()));
             }
             CORRUPT => {
                 let text = "the tensor came with another checksum than it had here; it was changed while it was sent, or on its way; the pipe is usable";
-                self.refused(cx, sequence, Error::Corrupt(text.to_owned()));
+                self.fail_send(cx, sequence, Error::Corrupt(text.to_owned()));
             }
             other => {
                 return Err(Error::protocol(format_args!(
@@ -399,9 +405,9 @@ impl Service for Sender {
         let is_late = |(deadline, _): &(Deadline, _)| deadline.meet_by.is_some_and(|at| at <= now);
         if self.closing.iter().any(is_late) {
             let left = self.queue.len() + self.posted.len();
-            let text = format!("{left} tensors had not been taken in time; the pipe is closed");
+            let text = format!("{left} tensors had not been received in time; the pipe is closed");
             match self.session {
-                // The receiver may be reading: everything ends with the session.
+                // The receiver may be reading: only the end of the session stops it.
                 Some(session) if !cx.has_failed(session) => cx.fail(session, Error::Timeout(text)),
                 Some(_) => {}
                 None => self.fail(&Error::Timeout(text)),
@@ -410,7 +416,7 @@ impl Service for Sender {
         self.next_deadline(cx)
     }
 
-    fn stop(&mut self, _io: &mut ReactorContext) {
+    fn stop(&mut self, _cx: &mut ReactorContext) {
         self.fail(&Error::Closed("the pipe is closed".to_owned()));
     }
 }

@@ -52,11 +52,11 @@ pub(crate) trait DriverHandle: Drive {
     /// Whether the calling thread runs the reactor now.
     fn is_run_here(&self) -> bool;
     /// One round of a reactor that has no thread.
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     fn run_once(&self) -> super::manual::Round;
     /// Drops the core of a reactor that has no thread: it and the holder of a [`Waker`](super::Waker) would keep each
     /// other.
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     fn drop_core(&self);
 }
 
@@ -300,7 +300,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
         }
     }
 
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     fn run_once(&self) -> super::manual::Round {
         use super::manual::Round;
         let holder = Holder::HeldByCaller(thread::current().id());
@@ -322,7 +322,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
         }
     }
 
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     fn drop_core(&self) {
         let core = self.lock().take_core(Holder::Ended);
         drop(core);

@@ -15,7 +15,7 @@ pub(super) fn is_on() -> bool {
 }
 
 /// Makes reactors, or runs them, without threads of their own.
-pub(crate) fn without_threads<T>(what: impl FnOnce() -> T) -> T {
+pub fn without_threads<T>(what: impl FnOnce() -> T) -> T {
     IS_ON.set(true);
     let made = what();
     IS_ON.set(false);
@@ -24,7 +24,7 @@ pub(crate) fn without_threads<T>(what: impl FnOnce() -> T) -> T {
 
 /// How a round ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Round {
+pub enum Round {
     /// There is more to do now.
     Busy,
     /// It would sleep now.
@@ -38,7 +38,7 @@ pub(crate) enum Round {
 
 impl<C> Reactor<C> {
     /// Runs one round.
-    pub(crate) fn round(&self) -> Round {
+    pub fn round(&self) -> Round {
         without_threads(|| self.driver.run_once())
     }
 }

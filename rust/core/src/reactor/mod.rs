@@ -6,7 +6,7 @@
 mod commands;
 mod connect;
 mod driver;
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 pub(crate) mod manual;
 mod pending_reads;
 mod poller;
@@ -70,7 +70,7 @@ pub(crate) trait EventHandler {
     /// The reactor has stopped: ends the data plane, then everything that is under way.
     fn end(self);
     /// Sockets that are registered.
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     fn num_sessions(&self) -> usize;
 }
 
@@ -134,9 +134,9 @@ impl<C: Send + 'static> Reactor<C> {
         let driver = Arc::new(Driver::new(core, poller)?);
         let in_thread = Arc::clone(&driver);
         let start = || Thread::spawn("kvpipe", move || in_thread.run_thread());
-        #[cfg(feature = "fuzzing")]
+        #[cfg(any(test, feature = "fuzzing"))]
         let start = || (!manual::is_on()).then(start).transpose();
-        #[cfg(not(feature = "fuzzing"))]
+        #[cfg(not(any(test, feature = "fuzzing")))]
         let start = || start().map(Some);
         let thread = start().map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
         Ok(Self {
@@ -234,7 +234,7 @@ impl<C> Reactor<C> {
 impl<C> Drop for Reactor<C> {
     fn drop(&mut self) {
         self.stop();
-        #[cfg(feature = "fuzzing")]
+        #[cfg(any(test, feature = "fuzzing"))]
         if self.process.check().is_ok() {
             self.driver.drop_core();
         }

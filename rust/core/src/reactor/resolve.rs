@@ -135,7 +135,7 @@ mod tests {
     use std::sync::{Arc, Barrier, mpsc};
 
     use super::*;
-    use crate::lookup::Remote;
+    use crate::lookup::RemoteBuffer;
     use crate::pipe::Pipe;
     use crate::transport::{MemoryPath, Transport};
 
@@ -228,7 +228,8 @@ mod tests {
     fn a_lookup_buffer_connects_in_what_resolving_has_left_of_the_timeout() {
         let (route, _silent) = nearly_late();
         let transport = Transport::Memory(MemoryPath::RemoteRead);
-        let (_buffer, connected) = Remote::connect_along(&route, b"", transport, true).unwrap();
+        let (_buffer, connected) =
+            RemoteBuffer::connect_along(&route, b"", transport, true).unwrap();
         assert_late(&connected);
     }
 

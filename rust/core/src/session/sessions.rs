@@ -149,7 +149,7 @@ impl<S: Service> EventHandler for Sessions<S> {
         drop(reaper);
     }
 
-    #[cfg(feature = "fuzzing")]
+    #[cfg(any(test, feature = "fuzzing"))]
     fn num_sessions(&self) -> usize {
         let sessions = self.cx.sessions.values();
         sessions.filter(|it| it.connection.is_some()).count()

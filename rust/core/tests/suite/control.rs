@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
-use kvpipe_core::control::{ControlTimeouts, Event, Question};
+use kvpipe_core::control::{ControlEvent, ControlQuery, ControlTimeouts};
 
 use crate::common::{self, PATIENCE, PROMPT, Process, eventually, say};
 use crate::engines::{ID, OTHER, engine, engine_with, finished, opened, patience};
@@ -63,16 +63,16 @@ fn a_handoff_opened_again_keeps_those_who_watch_it() {
 }
 
 #[test]
-fn a_taken_handoff_is_released_once() {
+fn an_acknowledged_handoff_is_released_once() {
     let (producer, consumer) = (engine(), engine());
     producer.open();
     consumer.watch(&producer);
     producer.finish();
     consumer.sees(&[opened(), finished()]);
     consumer.control.unwatch(ID, true).expect("unwatch");
-    assert!(producer.released().contains("taken"));
+    assert!(producer.released().contains("acknowledged"));
     assert_eq!(
-        consumer.ask(&producer, Question::Release(ID)),
+        consumer.query(&producer, ControlQuery::Release(ID)),
         Ok("false".to_owned())
     );
     producer.sees_nothing_more(&producer.events());
@@ -100,7 +100,9 @@ fn a_consumer_that_comes_after_one_that_gave_up_gets_the_handoff() {
     first.sees(&[opened()]);
     first.control.unwatch(ID, false).expect("unwatch");
     // Questions of one session are answered in order: the unwatch has been seen.
-    first.ask(&producer, Question::Describe).expect("answer");
+    first
+        .query(&producer, ControlQuery::Describe)
+        .expect("answer");
     second.watch(&producer);
     second.sees(&[opened()]);
     producer.finish();
@@ -115,7 +117,7 @@ fn an_unwatch_before_the_session_is_up_disturbs_nothing() {
     consumer.watch(&producer);
     consumer.control.unwatch(ID, false).expect("unwatch");
     assert_eq!(
-        consumer.ask(&producer, Question::Describe),
+        consumer.query(&producer, ControlQuery::Describe),
         Ok("{}".to_owned())
     );
     assert_eq!(consumer.events(), []);
@@ -130,13 +132,13 @@ fn a_release_gives_a_known_handoff_back_and_tells_those_who_watch() {
     consumer.watch(&producer);
     consumer.sees(&[opened()]);
     assert_eq!(
-        proxy.ask(&producer, Question::Release(ID)),
+        proxy.query(&producer, ControlQuery::Release(ID)),
         Ok("true".to_owned())
     );
     assert!(producer.released().contains("released"));
     assert!(consumer.gone().contains("released"));
     assert_eq!(
-        proxy.ask(&producer, Question::Release(ID)),
+        proxy.query(&producer, ControlQuery::Release(ID)),
         Ok("false".to_owned())
     );
 }
@@ -145,9 +147,11 @@ fn a_release_gives_a_known_handoff_back_and_tells_those_who_watch() {
 fn a_release_before_the_opening_holds_for_it_and_tells_those_who_wait() {
     let (producer, consumer, proxy) = (engine(), engine(), engine());
     consumer.watch(&producer);
-    consumer.ask(&producer, Question::Describe).expect("answer");
+    consumer
+        .query(&producer, ControlQuery::Describe)
+        .expect("answer");
     assert_eq!(
-        proxy.ask(&producer, Question::Release(ID)),
+        proxy.query(&producer, ControlQuery::Release(ID)),
         Ok("false".to_owned())
     );
     assert!(consumer.gone().contains("released"));
@@ -273,7 +277,9 @@ fn a_producer_that_is_killed_is_gone_promptly() {
     assert!(consumer.gone().contains("lost peer"));
     assert!(killed.elapsed() < PROMPT);
     // And questions to it end too.
-    let asked = consumer.control.ask(&address, Question::Describe, PATIENCE);
+    let asked = consumer
+        .control
+        .query(&address, ControlQuery::Describe, PATIENCE);
     let error = asked
         .expect("ask")
         .wait_for(PROMPT)
@@ -286,7 +292,7 @@ fn fingerprints_that_differ_are_refused_with_field_and_values_on_both_sides() {
     let here = engine_with(patience(), &[("model", "m"), ("dtype", "float32")]);
     let there = engine_with(patience(), &[("model", "m"), ("dtype", "bfloat16")]);
     let error = here
-        .ask(&there, Question::Describe)
+        .query(&there, ControlQuery::Describe)
         .expect_err("they differ");
     let Error::Incompatible {
         field,
@@ -303,7 +309,7 @@ fn fingerprints_that_differ_are_refused_with_field_and_values_on_both_sides() {
     );
     let logged = eventually("the log line", || {
         let refused = |event| match event {
-            Event::Log(text) if text.contains("refused") => Some(text),
+            ControlEvent::Log(text) if text.contains("refused") => Some(text),
             _ => None,
         };
         there.control.drain().into_iter().find_map(refused)
@@ -319,13 +325,16 @@ fn fingerprints_that_differ_are_refused_with_field_and_values_on_both_sides() {
 #[test]
 fn descriptions_and_results_are_answered() {
     let (here, there) = (engine(), engine());
-    assert_eq!(here.ask(&there, Question::Describe), Ok("{}".to_owned()));
+    assert_eq!(
+        here.query(&there, ControlQuery::Describe),
+        Ok("{}".to_owned())
+    );
     there
         .control
         .describe_as(r#"{"role": "producer"}"#.to_owned())
         .expect("describe");
     assert_eq!(
-        here.ask(&there, Question::Describe),
+        here.query(&there, ControlQuery::Describe),
         Ok(r#"{"role": "producer"}"#.to_owned())
     );
     let result = r#"{"tokens": 3}"#.to_owned();
@@ -333,9 +342,9 @@ fn descriptions_and_results_are_answered() {
         .control
         .set_result(ID, result.clone())
         .expect("set result");
-    assert_eq!(here.ask(&there, Question::Result(ID)), Ok(result));
+    assert_eq!(here.query(&there, ControlQuery::Result(ID)), Ok(result));
     assert_eq!(
-        here.ask(&there, Question::Result(OTHER)),
+        here.query(&there, ControlQuery::Result(OTHER)),
         Ok("null".to_owned())
     );
 }
@@ -346,7 +355,7 @@ fn what_was_said_before_a_question_is_in_its_answer() {
     for round in 0..2000 {
         let json = round.to_string();
         there.control.describe_as(json.clone()).expect("describe");
-        assert_eq!(here.ask(&there, Question::Describe), Ok(json));
+        assert_eq!(here.query(&there, ControlQuery::Describe), Ok(json));
     }
 }
 
@@ -359,7 +368,7 @@ fn a_question_that_is_not_answered_ends_at_its_deadline() {
     let soon = Duration::from_millis(100);
     let asked = here
         .control
-        .ask(&address, Question::Describe, soon)
+        .query(&address, ControlQuery::Describe, soon)
         .expect("ask");
     let error = asked.wait_for(PATIENCE).expect_err("no answer");
     assert!(matches!(error, Error::Timeout(_)), "{error}");

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use kvpipe_core::control::{
-    Control, ControlTimeouts, Event, Opening, Question, Rank, SequenceState,
+    Control, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank, SequenceState,
 };
 use kvpipe_core::handoff::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
@@ -25,7 +25,7 @@ pub fn patience() -> ControlTimeouts {
 
 pub struct Engine {
     pub control: Control,
-    seen: RefCell<Vec<Event>>,
+    seen: RefCell<Vec<ControlEvent>>,
 }
 
 pub fn engine_with(patience: ControlTimeouts, fingerprint: &[(&str, &str)]) -> Engine {
@@ -69,15 +69,15 @@ pub fn state() -> SequenceState {
     }
 }
 
-pub fn opened() -> Event {
-    Event::Opened {
+pub fn opened() -> ControlEvent {
+    ControlEvent::Opened {
         handoff: ID,
         opening: opening(),
     }
 }
 
-pub fn finished() -> Event {
-    Event::Finished {
+pub fn finished() -> ControlEvent {
+    ControlEvent::Finished {
         handoff: ID,
         state: state(),
     }
@@ -100,21 +100,21 @@ impl Engine {
         self.control.watch(ID, &producer.address()).expect("watch");
     }
 
-    pub fn events(&self) -> Vec<Event> {
+    pub fn events(&self) -> Vec<ControlEvent> {
         let mut seen = self.seen.borrow_mut();
         let events = self.control.drain().into_iter();
-        seen.extend(events.filter(|event| !matches!(event, Event::Log(_))));
+        seen.extend(events.filter(|event| !matches!(event, ControlEvent::Log(_))));
         seen.clone()
     }
 
-    pub fn sees(&self, expected: &[Event]) {
+    pub fn sees(&self, expected: &[ControlEvent]) {
         eventually(&format!("{expected:?}"), || {
             (self.events().len() >= expected.len()).then_some(())
         });
         assert_eq!(self.events(), expected);
     }
 
-    pub fn sees_nothing_more(&self, so_far: &[Event]) {
+    pub fn sees_nothing_more(&self, so_far: &[ControlEvent]) {
         std::thread::sleep(Duration::from_millis(80));
         assert_eq!(self.events(), so_far);
     }
@@ -126,7 +126,7 @@ impl Engine {
         });
         match &events[..] {
             [
-                Event::Released {
+                ControlEvent::Released {
                     handoff: ID,
                     reason,
                 },
@@ -138,7 +138,7 @@ impl Engine {
     /// The reason of the `Gone` that comes last.
     pub fn gone(&self) -> String {
         eventually("Gone", || match self.events().last() {
-            Some(Event::Ended {
+            Some(ControlEvent::Ended {
                 handoff: ID,
                 reason,
                 ..
@@ -147,9 +147,9 @@ impl Engine {
         })
     }
 
-    pub fn ask(&self, other: &Self, question: Question) -> kvpipe_core::Result<String> {
+    pub fn query(&self, other: &Self, query: ControlQuery) -> kvpipe_core::Result<String> {
         self.control
-            .ask(&other.address(), question, PATIENCE)
+            .query(&other.address(), query, PATIENCE)
             .expect("ask")
             .wait_for(PATIENCE)
     }

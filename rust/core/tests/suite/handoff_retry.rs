@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use kvpipe_core::blocks::Event;
-use kvpipe_core::handoff::consumer::Counts;
+use kvpipe_core::handoff::consumer::LoadCounts;
 
 use crate::common::{self, eventually, on_every_path};
 use crate::workers::{BLOCK, ID, LAYERS, Worker, pair, worker};
@@ -74,7 +74,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream) {
     let _ = to.shutdown(Shutdown::Both);
 }
 
-fn counts(worker: &Worker) -> Counts {
+fn counts(worker: &Worker) -> LoadCounts {
     match worker.ended() {
         Event::LoadCompleted { counts, .. } | Event::LoadFailed { counts, .. } => counts,
         other => panic!("{other:?}"),
@@ -191,7 +191,7 @@ fn a_block_that_differs_is_read_once_more_and_no_oftener() {
         consumer.load(producer.request(&[1, 2, 3]));
         assert_eq!(consumer.failed().0, [1]);
         let (blocks, regions) = (3, LAYERS as u64);
-        let expected = Counts {
+        let expected = LoadCounts {
             num_bytes: (blocks * regions + 1) * BLOCK as u64,
             num_received: 2,
             num_missing: 1,
@@ -203,7 +203,7 @@ fn a_block_that_differs_is_read_once_more_and_no_oftener() {
         let found = counts(&consumer);
         assert!(!found.backlog.is_zero());
         let backlog = Duration::ZERO;
-        assert_eq!(Counts { backlog, ..found }, expected);
+        assert_eq!(LoadCounts { backlog, ..found }, expected);
     });
 }
 

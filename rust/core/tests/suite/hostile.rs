@@ -1,6 +1,6 @@
 //! A stranger at the UCX port of a process: a UCX client of our own that does not hold the token and knows of its victim
 //! what a scan of ports shows. UCX authenticates nobody, so some of these tests show what kvpipe does *not* protect;
-//! docs/security.md says the same in words. Victim and stranger are processes of their own: either may crash.
+//! docs/guide/security.md says the same in words. Victim and stranger are processes of their own: either may crash.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};

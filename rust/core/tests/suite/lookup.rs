@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpipe_core::Error;
-use kvpipe_core::lookup::{Items, Local, Query, Remote};
+use kvpipe_core::lookup::{Items, LocalBuffer, LookupQuery, RemoteBuffer};
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
-use kvpipe_core::pipe::{Meta, Received};
+use kvpipe_core::tensor::{Meta, Received};
 use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_core::work::Then;
 use kvpipe_ucx::{Buffer, Search};
@@ -20,8 +20,8 @@ const INSERTED: u8 = 17;
 const REFUSED: u8 = 18;
 const SELECT: u8 = 19;
 const OFFER: u8 = 20;
-const TAKE: u8 = 22;
-const TAKEN: u8 = 23;
+const CONSUME: u8 = 22;
+const CONSUMED: u8 = 23;
 const SETTLE: u8 = 24;
 const WITHDRAW: u8 = 25;
 /// Of the fetch that follows an offer.
@@ -30,19 +30,19 @@ const CAPACITY: u64 = 1 << 20;
 /// Bytes of a key beside which no other entry has place.
 const FULL: usize = CAPACITY as usize - 3000;
 
-fn serve(search: &Search) -> Local {
+fn serve(search: &Search) -> LocalBuffer {
     serve_with(search, true)
 }
 
-fn serve_with(search: &Search, is_checksummed: bool) -> Local {
-    let local = Local::new(CAPACITY);
+fn serve_with(search: &Search, is_checksummed: bool) -> LocalBuffer {
+    let local = LocalBuffer::new(CAPACITY);
     local
         .serve("127.0.0.1:0", TOKEN, search.clone().into(), is_checksummed)
         .expect("serve");
     local
 }
 
-fn raw(search: &Search, local: &Local) -> Raw {
+fn raw(search: &Search, local: &LocalBuffer) -> Raw {
     let address = local.address().expect("address");
     Raw::connect(search, address, SessionKind::Lookup)
 }
@@ -65,7 +65,7 @@ fn items(key: Vec<u8>) -> Items {
     Items(items)
 }
 
-fn insert(local: &Local, tokens: &[i64], key: Vec<u8>) {
+fn insert(local: &LocalBuffer, tokens: &[i64], key: Vec<u8>) {
     let inserted = local
         .insert(tokens.to_vec(), items(key), None)
         .expect("insert");
@@ -102,8 +102,8 @@ fn about(kind: u8, operation: u64) -> Vec<u8> {
     Writer::new(kind).u64(operation).finish()
 }
 
-fn settle(operation: u64, is_taken: u8) -> Vec<u8> {
-    Writer::new(SETTLE).u64(operation).u8(is_taken).finish()
+fn settle(operation: u64, is_consumed: u8) -> Vec<u8> {
+    Writer::new(SETTLE).u64(operation).u8(is_consumed).finish()
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
                 Writer::new(SELECT).u64(1).finish(),
                 Writer::default().u64(0).u8(1).u32(0).finish(),
             ),
-            (about(TAKE, 7), vec![]),
+            (about(CONSUME, 7), vec![]),
             (settle(7, 1), vec![]),
             (about(OFFER, 7), vec![]),
             an_insert(u64::MAX / 5, &[0; 5]),
@@ -240,17 +240,19 @@ fn what_was_acknowledged_is_gone_with_its_client_and_what_was_not_is_not() {
             client.send(&header, &payload);
             assert_eq!(client.message(OFFER).0[..8], operation.to_le_bytes());
         }
-        client.send(&about(TAKE, 1), &[]);
-        assert_eq!(client.message(TAKEN).0, 1u64.to_le_bytes());
+        client.send(&about(CONSUME, 1), &[]);
+        assert_eq!(client.message(CONSUMED).0, 1u64.to_le_bytes());
         drop(client);
         eventually("one goes back", || {
             (local.info().num_entries == Some(1)).then_some(())
         });
         assert_eq!(
-            (local.info().num_leased, local.info().num_taken),
+            (local.info().num_leased, local.info().num_consumed),
             (Some(0), 1)
         );
-        let left = local.select(Query::Tokens(vec![2]), None).expect("select");
+        let left = local
+            .select(LookupQuery::Tokens(vec![2]), None)
+            .expect("select");
         assert!(left.is_completed());
     });
 }
@@ -265,14 +267,14 @@ fn an_acknowledged_entry_that_nobody_wants_goes_back() {
             let (header, payload) = a_select(operation);
             client.send(&header, &payload);
             client.message(OFFER);
-            client.send(&about(TAKE, operation), &[]);
-            client.message(TAKEN);
+            client.send(&about(CONSUME, operation), &[]);
+            client.message(CONSUMED);
             client.send(&settle(operation, 0), &[]);
         }
         eventually("it goes back", || {
             (local.info().num_entries == Some(1)).then_some(())
         });
-        assert_eq!(local.info().num_taken, 0);
+        assert_eq!(local.info().num_consumed, 0);
     });
 }
 
@@ -283,7 +285,7 @@ fn a_withdrawn_insert_gives_its_turn_to_the_next() {
         insert(&local, &[1], vec![0; FULL]);
         let address = local.address().expect("address").to_string();
         let (remote, connected) =
-            Remote::connect(vec![address], TOKEN, search.clone().into(), true, PATIENCE)
+            RemoteBuffer::connect(vec![address], TOKEN, search.clone().into(), true, PATIENCE)
                 .expect("connect");
         connected.wait_for(PATIENCE).expect("connected");
         let first = remote
@@ -298,14 +300,14 @@ fn a_withdrawn_insert_gives_its_turn_to_the_next() {
         first.withdraw();
         eventually("it ends", || first.is_completed().then_some(()));
         let taken = local
-            .select(Query::Any, Some(Duration::ZERO))
+            .select(LookupQuery::Any, Some(Duration::ZERO))
             .expect("select");
         taken
             .result()
             .expect("there")
             .expect("no error")
             .expect("an entry")
-            .take();
+            .consume();
         eventually("the second has its place", || {
             second.is_completed().then_some(())
         });
@@ -326,8 +328,10 @@ fn a_client_that_is_not_connected_yet_says_so() {
         let address = silent.local_addr().expect("address").to_string();
         let transport = search.clone().into();
         let (remote, _) =
-            Remote::connect(vec![address], TOKEN, transport, true, PATIENCE).expect("begun");
-        let selected = remote.select(Query::Any, None, Then::GoOn).expect("select");
+            RemoteBuffer::connect(vec![address], TOKEN, transport, true, PATIENCE).expect("begun");
+        let selected = remote
+            .select(LookupQuery::Any, None, Then::GoOn)
+            .expect("select");
         let inserted = remote
             .insert(vec![1], items(vec![1]), None, Then::GoOn)
             .expect("insert");
@@ -345,7 +349,7 @@ fn a_buffer_can_be_asked_for_its_address_while_it_opens_ucx() {
         let port = std::net::TcpListener::bind(common::local()).expect("bind");
         let at = port.local_addr().expect("address");
         drop(port);
-        let local = Local::new(CAPACITY);
+        let local = LocalBuffer::new(CAPACITY);
         std::thread::scope(|scope| {
             let serving =
                 scope.spawn(|| local.serve(&at.to_string(), TOKEN, search.clone().into(), true));
@@ -366,7 +370,7 @@ fn a_buffer_can_be_asked_for_its_address_while_it_opens_ucx() {
 
 #[test]
 fn of_threads_that_serve_a_buffer_at_once_one_does_and_the_others_are_told_where() {
-    let local = Local::new(CAPACITY);
+    let local = LocalBuffer::new(CAPACITY);
     let serve = || {
         let transport = Transport::Memory(MemoryPath::RemoteRead);
         local.serve("127.0.0.1:0", TOKEN, transport, true)

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use kvpipe_core::Error;
 use kvpipe_core::checksum;
-use kvpipe_core::lookup::{Items, Local, Operation, Query, Remote, Selected};
+use kvpipe_core::lookup::{Items, LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
-use kvpipe_core::pipe::{Meta, Received};
+use kvpipe_core::tensor::{Meta, Received};
 use kvpipe_core::work::Then;
 use kvpipe_ucx::{Buffer, Search};
 
@@ -20,19 +20,19 @@ const TOKENS_CAP: usize = 1 << 22;
 /// What an entry takes besides tokens, tensors and their descriptions.
 const BOOKKEEPING: u64 = 2048;
 
-fn serve(search: &Search, capacity_bytes: u64) -> Local {
-    let local = Local::new(capacity_bytes);
+fn serve(search: &Search, capacity_bytes: u64) -> LocalBuffer {
+    let local = LocalBuffer::new(capacity_bytes);
     local
         .serve("127.0.0.1:0", TOKEN, search.clone().into(), true)
         .expect("serve");
     local
 }
 
-fn connect(search: &Search, local: &Local) -> Remote {
+fn connect(search: &Search, local: &LocalBuffer) -> RemoteBuffer {
     let address = local.address().expect("address").to_string();
     let transport = search.clone().into();
     let (remote, connected) =
-        Remote::connect(vec![address], TOKEN, transport, true, PATIENCE).expect("connect");
+        RemoteBuffer::connect(vec![address], TOKEN, transport, true, PATIENCE).expect("connect");
     connected.wait_for(PATIENCE).expect("connected");
     remote
 }
@@ -59,7 +59,7 @@ fn nothing() -> Items {
     items(String::new(), Vec::new())
 }
 
-fn waits(local: &Local, num_waiting: usize) {
+fn waits(local: &LocalBuffer, num_waiting: usize) {
     eventually("it waits", || {
         (local.info().num_waiting == num_waiting).then_some(())
     });
@@ -105,8 +105,8 @@ fn tokens_find_no_place_where_tensors_would_find_none() {
     assert!(matches!(entry, Err(Error::Config(_))), "{entry:?}");
 }
 
-fn select(remote: &Remote, num_tokens: usize) -> Operation<Selected> {
-    let query = Query::Tokens(vec![1; num_tokens]);
+fn select(remote: &RemoteBuffer, num_tokens: usize) -> Operation<Selected> {
+    let query = LookupQuery::Tokens(vec![1; num_tokens]);
     remote.select(query, None, Then::GoOn).expect("begun")
 }
 
@@ -158,8 +158,8 @@ fn inserts_with_too_many_tokens_together_for_the_server_wait_in_the_client() {
         "{refused}"
     );
     assert_eq!(local.info().num_waiting, 1);
-    let taken = local.select(Query::Any, None).expect("select");
-    ends(&taken).expect("no error").expect("an entry").take();
+    let taken = local.select(LookupQuery::Any, None).expect("select");
+    ends(&taken).expect("no error").expect("an entry").consume();
     for insert in &inserts {
         assert_eq!(ends(insert), Ok(()));
     }

@@ -11,7 +11,6 @@ mod blocks_write;
 mod common;
 mod control;
 mod engines;
-mod fuzz_corpus;
 mod handoff;
 mod handoff_layers;
 mod handoff_retry;

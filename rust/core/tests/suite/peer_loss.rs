@@ -4,8 +4,9 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
 use kvpipe_core::blocks::{Agent, Options, Region};
-use kvpipe_core::pipe::{Deadline, Meta, Pipe};
+use kvpipe_core::pipe::{Deadline, Pipe};
 use kvpipe_core::session::SessionTimeouts;
+use kvpipe_core::tensor::Meta;
 use kvpipe_core::work::Then;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::{Buffer, Search};

@@ -7,7 +7,8 @@ use crc_fast::{CrcAlgorithm, checksum};
 use kvpipe_core::Error;
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
-use kvpipe_core::pipe::{Pipe, Received};
+use kvpipe_core::pipe::Pipe;
+use kvpipe_core::tensor::Received;
 use kvpipe_core::work::Work;
 use kvpipe_ucx::{Buffer, Search};
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvpipe_core::Error;
 use kvpipe_core::blocks::Agent;
-use kvpipe_core::control::{Control, ControlTimeouts, Event, Question};
+use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlTimeouts};
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::pipe::Pipe;
@@ -41,7 +41,7 @@ fn control() -> Control {
 }
 
 fn ask(from: &Control, address: SocketAddr) -> kvpipe_core::Result<String> {
-    from.ask(&address.to_string(), Question::Describe, PATIENCE)
+    from.query(&address.to_string(), ControlQuery::Describe, PATIENCE)
         .expect("ask")
         .wait_for(PATIENCE)
 }
@@ -70,7 +70,7 @@ fn a_recorded_session_played_again_is_refused_and_asks_nothing() {
         "{answers:?}"
     );
     eventually("the refusal", || {
-        let refused = |event: &Event| matches!(event, Event::Log(text) if text.contains("token"));
+        let refused = |event: &ControlEvent| matches!(event, ControlEvent::Log(text) if text.contains("token"));
         server.drain().iter().any(refused).then_some(())
     });
     assert_eq!(ask(&control(), address), Ok("{}".to_owned()));

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
 use kvpipe_core::blocks::Agent;
-use kvpipe_core::control::{Control, ControlTimeouts, Event, Question};
+use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlTimeouts};
 use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Identity, SessionKind};
 use kvpipe_core::pipe::Pipe;
@@ -36,7 +36,7 @@ fn address(control: &Control) -> SocketAddr {
 }
 
 fn ask(from: &Control, to: &Control) -> kvpipe_core::Result<String> {
-    from.ask(&address(to).to_string(), Question::Describe, PATIENCE)
+    from.query(&address(to).to_string(), ControlQuery::Describe, PATIENCE)
         .expect("ask")
         .wait_for(PATIENCE)
 }
@@ -66,7 +66,8 @@ fn a_wrong_token_is_an_authentication_error_and_the_server_works_on() {
         );
     }
     assert_eq!(ask(&control(), &server), Ok("{}".to_owned()));
-    let refused = |event: Event| matches!(event, Event::Log(text) if text.contains("token"));
+    let refused =
+        |event: ControlEvent| matches!(event, ControlEvent::Log(text) if text.contains("token"));
     assert!(server.drain().into_iter().any(refused));
 }
 
@@ -298,7 +299,7 @@ fn an_address_that_does_not_answer_ends_at_the_deadline_and_leaves_no_thread() {
         };
         let here = control_with(TOKEN, timeouts);
         let begun = Instant::now();
-        let asked = here.ask(&address, Question::Describe, PATIENCE);
+        let asked = here.query(&address, ControlQuery::Describe, PATIENCE);
         let error = asked
             .expect("ask")
             .wait_for(PATIENCE)
@@ -311,7 +312,7 @@ fn an_address_that_does_not_answer_ends_at_the_deadline_and_leaves_no_thread() {
 
         let patient = control();
         patient
-            .ask(&address, Question::Describe, PATIENCE)
+            .query(&address, ControlQuery::Describe, PATIENCE)
             .expect("ask");
         eventually("the thread", || connecting().then_some(()));
         patient.close();

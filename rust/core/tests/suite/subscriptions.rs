@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvpipe_core::control::{ControlTimeouts, Question};
+use kvpipe_core::control::{ControlQuery, ControlTimeouts};
 use kvpipe_core::work::Work;
 
 use crate::common::PATIENCE;
@@ -11,19 +11,19 @@ use crate::engines::{Engine, ID, OTHER, engine, engine_with, patience};
 const LEAD: Duration = Duration::from_secs(1);
 
 impl Engine {
-    fn subscribe(&self, other: &Self, question: Question) -> Work<String> {
-        let asked = self.control.ask(&other.address(), question, PATIENCE);
+    fn subscribe(&self, other: &Self, query: ControlQuery) -> Work<String> {
+        let asked = self.control.query(&other.address(), query, PATIENCE);
         asked.expect("ask")
     }
 
     fn subscribe_to_the_end(&self, other: &Self, lead: Duration) -> Work<String> {
         let handoff = ID;
-        self.subscribe(other, Question::Subscribe { handoff, lead })
+        self.subscribe(other, ControlQuery::Subscribe { handoff, lead })
     }
 
     /// Waits until the other one has seen what was asked before.
     fn is_heard_by(&self, other: &Self) {
-        self.ask(other, Question::Describe).expect("answer");
+        self.query(other, ControlQuery::Describe).expect("answer");
     }
 }
 
@@ -57,8 +57,8 @@ fn a_subscriber_whose_lead_is_longer_than_what_remains_is_told_at_once() {
 fn a_worker_that_foresees_the_end_of_its_step_corrects_the_prediction() {
     let (producer, worker, proxy) = (engine(), engine(), engine());
     let foresees = |handoff, remaining| {
-        let question = Question::Progress { handoff, remaining };
-        told(&worker.subscribe(&producer, question))
+        let query = ControlQuery::Progress { handoff, remaining };
+        told(&worker.subscribe(&producer, query))
     };
     assert_eq!(foresees(ID, LEAD), "false");
     producer.open();
@@ -104,7 +104,7 @@ fn a_subscriber_is_told_that_the_handoff_is_gone_and_why() {
     let (producer, proxy) = (engine(), engine());
     producer.open();
     let subscribed = proxy.subscribe_to_the_end(&producer, LEAD);
-    let awaiting = proxy.subscribe(&producer, Question::Watched(ID));
+    let awaiting = proxy.subscribe(&producer, ControlQuery::Watched(ID));
     proxy.is_heard_by(&producer);
     producer
         .control
@@ -123,7 +123,7 @@ fn a_subscription_to_a_handoff_that_never_opens_ends_unless_it_is_expected() {
     let producer = engine_with(ControlTimeouts { open, ..patience() }, &[]);
     let proxy = engine();
     producer.control.expect(OTHER).expect("expect");
-    let expected = proxy.subscribe(&producer, Question::Watched(OTHER));
+    let expected = proxy.subscribe(&producer, ControlQuery::Watched(OTHER));
     let unknown = proxy.subscribe_to_the_end(&producer, LEAD);
     assert!(told(&unknown).contains("not known"));
     assert!(!expected.is_completed());
@@ -137,7 +137,7 @@ fn a_subscription_to_a_handoff_that_never_opens_ends_unless_it_is_expected() {
 #[test]
 fn who_asks_for_a_consumer_is_told_when_one_watches() {
     let (producer, consumer, proxy) = (engine(), engine(), engine());
-    let awaiting = proxy.subscribe(&producer, Question::Watched(ID));
+    let awaiting = proxy.subscribe(&producer, ControlQuery::Watched(ID));
     producer.open();
     proxy.is_heard_by(&producer);
     assert!(!awaiting.is_completed());
@@ -150,7 +150,7 @@ fn a_watch_that_comes_before_the_opening_counts_once_it_is_open() {
     let (producer, consumer, proxy) = (engine(), engine(), engine());
     consumer.watch(&producer);
     consumer.is_heard_by(&producer);
-    let awaiting = proxy.subscribe(&producer, Question::Watched(ID));
+    let awaiting = proxy.subscribe(&producer, ControlQuery::Watched(ID));
     producer.open();
     assert_eq!(told(&awaiting), r#"{"moment": "watched"}"#);
 }
@@ -167,7 +167,7 @@ fn a_subscription_keeps_no_lease_and_ends_with_it() {
     );
     let proxy = engine();
     producer.open();
-    let awaiting = proxy.subscribe(&producer, Question::Watched(ID));
+    let awaiting = proxy.subscribe(&producer, ControlQuery::Watched(ID));
     producer.finish();
     assert!(told(&awaiting).contains("lease"));
 }

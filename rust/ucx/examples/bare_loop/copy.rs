@@ -1,17 +1,17 @@
-//! Blocks copied by one thread within one process: what the memory can do.
+//! Blocks copied by one thread within one process: the speed of the memory.
 
 use std::time::Instant;
 
 use crate::Result;
 use crate::request::{Case, Request, pattern};
 
-/// The two buffers.
-pub(crate) struct Room {
+/// Source and target of the copies.
+pub(crate) struct CopyBuffers {
     source: Vec<u8>,
     target: std::cell::RefCell<Vec<u8>>,
 }
 
-impl Room {
+impl CopyBuffers {
     pub(crate) fn new(total: usize) -> Self {
         Self {
             source: pattern(total),
@@ -19,7 +19,7 @@ impl Room {
         }
     }
 
-    /// Does what one request asks.
+    /// Answers one request.
     pub(crate) fn answer(&self, request: &Request) -> Result<String> {
         if request.verb == "meet" {
             return Ok("ok".to_owned());
@@ -43,12 +43,12 @@ impl Room {
                 Ok("ok".to_owned())
             }
             _ => {
-                let is_right = |(to, from): (&usize, &usize)| {
+                let is_equal = |(to, from): (&usize, &usize)| {
                     target[*to..*to + case.bytes] == self.source[*from..*from + case.bytes]
                 };
                 let differs = || "the copy differs from its source".into();
                 pairs()
-                    .all(is_right)
+                    .all(is_equal)
                     .then(|| "ok".to_owned())
                     .ok_or_else(differs)
             }

@@ -1,23 +1,23 @@
-//! The least that UCX needs to move tensors and blocks: what `kvpipe bench` holds a Pipe and an
-//! Agent against. Same library, settings, error mode and window, cold buffers; no sessions, no
-//! queue, no threads, no Python.
+//! The least that UCX needs to move tensors and blocks: the baseline of `kvpipe bench`. It has the
+//! library, settings, error mode and window of a Pipe and an Agent, and cold buffers. It has no
+//! sessions, queues, threads or Python.
 //!
-//! `bare_loop ROLE total=BYTES` takes one request a line on stdin and answers each with a line
-//! (`python/kvpipe/bench/programs` speaks the same). `active` and `passive` are the two processes
+//! `bare_loop ROLE total=BYTES` reads one request a line from stdin and answers each with a line
+//! (`python/kvpipe/bench/programs` is the other side). `active` and `passive` are the two processes
 //! of a transfer, `copy` is one process that copies blocks within its memory.
 
 mod copy;
-mod node;
 mod request;
 mod transfers;
+mod worker;
 
 use std::error::Error;
 use std::io::{BufRead, Write};
 
-use node::Node;
 use request::{Request, Role};
+use worker::BareWorker;
 
-/// Whatever stops the program; it is answered, then the program goes on with the next request.
+/// An error is the answer to its request; the program goes on with the next one.
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 fn main() -> Result<()> {
@@ -26,18 +26,18 @@ fn main() -> Result<()> {
     let total = request.number("total")?;
     match Role::parse(&request.verb)? {
         Role::Copy => {
-            let room = copy::Room::new(total);
-            answer("ok", |request| room.answer(request))
+            let buffers = copy::CopyBuffers::new(total);
+            answer("ok", |request| buffers.answer(request))
         }
         role => {
-            let mut node = Node::new(role, total)?;
-            let hello = node.hello()?;
-            answer(&hello, |request| transfers::answer(&mut node, request))
+            let mut worker = BareWorker::new(role, total)?;
+            let hello = worker.hello()?;
+            answer(&hello, |request| transfers::answer(&mut worker, request))
         }
     }
 }
 
-/// Says `hello`, then answers requests until stdin ends.
+/// Writes `hello`, then answers requests until stdin ends.
 fn answer(hello: &str, mut reply: impl FnMut(&Request) -> Result<String>) -> Result<()> {
     let mut out = std::io::stdout();
     writeln!(out, "{hello}")?;

@@ -4,10 +4,10 @@ use std::collections::HashMap;
 
 use crate::Result;
 
-/// What this process is.
+/// The role of this process.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// Asks for transfers and takes the time: source of tensors, destination of blocks.
+    /// Starts transfers and measures their time: source of tensors, destination of blocks.
     Active,
     /// The other side.
     Passive,
@@ -61,7 +61,7 @@ impl Request {
     }
 }
 
-/// What is measured: `count` times `blocks` pieces of `bytes`, somewhere else in each round.
+/// One measurement: `count` times `blocks` pieces of `bytes`, at other offsets in each round.
 pub(crate) struct Case {
     pub(crate) bytes: usize,
     pub(crate) blocks: usize,
@@ -81,16 +81,16 @@ impl Case {
         })
     }
 
-    /// Where each tensor of the round begins in a buffer of `total` bytes: the walk goes on where
-    /// the round before ended.
+    /// Where each tensor of the round begins in a buffer of `total` bytes. A round continues where
+    /// the last one ended.
     pub(crate) fn offsets(&self, total: usize) -> impl Iterator<Item = usize> {
-        // a cache line, so that small tensors leave the cache too
+        // A cache line: small tensors leave the cache too.
         let stride = self.bytes.max(64);
         let (places, first) = ((total / stride).max(1), self.round * self.count);
         (first..first + self.count).map(move |i| i % places * stride)
     }
 
-    /// The offsets of each transfer's blocks at one side; `seed` tells the sides apart.
+    /// The offsets of each transfer's blocks at one side, which `seed` selects.
     pub(crate) fn transfers(&self, total: usize, seed: u64) -> Vec<Vec<usize>> {
         let mut ids: Vec<usize> = (0..total / self.bytes).collect();
         if self.is_scattered {
@@ -125,7 +125,7 @@ pub(crate) fn pattern(len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Half of the middle of the times there and back, in microseconds.
+/// Half the median of the round-trip times, in microseconds.
 pub(crate) fn half_median_us(mut seconds: Vec<f64>) -> f64 {
     seconds.sort_by(f64::total_cmp);
     seconds

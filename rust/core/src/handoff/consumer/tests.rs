@@ -31,22 +31,22 @@ fn all() -> Vec<ReadyBlock> {
 }
 
 fn read_all(consumer: &mut Consumer) {
-    for batch in consumer.announced(&ID, 3, &all()).unwrap() {
-        consumer.read(&ID, &batch, &[true, true], 10);
+    for batch in consumer.blocks_announced(&ID, 3, &all()).unwrap() {
+        consumer.read_completed(&ID, &batch, &[true, true], 10);
     }
 }
 
 /// The first block of each batch differs from its checksum.
-fn spoil(consumer: &mut Consumer, batches: &[Batch]) {
+fn corrupt(consumer: &mut Consumer, batches: &[ReadBatch]) {
     for batch in batches {
         let mut verified = vec![true; batch.blocks.len()];
         verified[0] = false;
-        consumer.read(&ID, batch, &verified, 10);
+        consumer.read_completed(&ID, batch, &verified, 10);
     }
 }
 
-fn failure(missing: &[u32], reason: &str) -> Failure {
-    Failure {
+fn failure(missing: &[u32], reason: &str) -> LoadFailure {
+    LoadFailure {
         missing: missing.to_vec(),
         reason: reason.to_owned(),
     }
@@ -58,27 +58,27 @@ fn all_blocks_and_the_sequence_state_end_a_load_once() {
     read_all(&mut consumer);
     assert_eq!(consumer.next_outcome(&ID), None);
     consumer.commit(&ID);
-    let counts = Counts {
+    let counts = LoadCounts {
         num_bytes: 20,
         num_received: 2,
         num_compared: 4,
-        ..Counts::default()
+        ..LoadCounts::default()
     };
     let failure = None;
     assert_eq!(
         consumer.next_outcome(&ID),
-        Some(Outcome { counts, failure })
+        Some(LoadOutcome { counts, failure })
     );
     assert_eq!(consumer.next_outcome(&ID), None);
 }
 
 #[test]
-fn a_load_whose_blocks_are_all_here_is_told_once_and_not_over() {
+fn a_load_whose_blocks_are_all_verified_is_reported_once_and_not_over() {
     let mut consumer = consumer(false);
-    let batches = consumer.announced(&ID, 3, &all()).unwrap();
-    consumer.read(&ID, &batches[0], &[true, true], 10);
+    let batches = consumer.blocks_announced(&ID, 3, &all()).unwrap();
+    consumer.read_completed(&ID, &batches[0], &[true, true], 10);
     assert_eq!(consumer.next_verified(&ID), None);
-    consumer.read(&ID, &batches[1], &[true, true], 10);
+    consumer.read_completed(&ID, &batches[1], &[true, true], 10);
     let verified = consumer.next_verified(&ID).unwrap();
     assert_eq!(
         (verified.counts.num_received, verified.is_committed),
@@ -89,13 +89,13 @@ fn a_load_whose_blocks_are_all_here_is_told_once_and_not_over() {
 }
 
 #[test]
-fn a_load_that_lacks_a_block_or_has_failed_is_never_told_as_whole() {
+fn a_load_that_lacks_a_block_or_has_failed_is_never_reported_as_verified() {
     let mut lacking = consumer(true);
-    let batches = lacking.announced(&ID, 3, &all()).unwrap();
-    spoil(&mut lacking, &batches);
+    let batches = lacking.blocks_announced(&ID, 3, &all()).unwrap();
+    corrupt(&mut lacking, &batches);
     assert_eq!(lacking.next_verified(&ID), None);
-    let again = lacking.again(&ID);
-    spoil(&mut lacking, &again);
+    let retries = lacking.next_retries(&ID);
+    corrupt(&mut lacking, &retries);
     assert_eq!(lacking.next_verified(&ID), None);
     let mut failed = consumer(false);
     read_all(&mut failed);
@@ -104,7 +104,7 @@ fn a_load_that_lacks_a_block_or_has_failed_is_never_told_as_whole() {
 }
 
 #[test]
-fn of_what_is_withdrawn_every_block_is_missing() {
+fn a_withdrawn_load_misses_every_block() {
     let mut consumer = consumer(false);
     read_all(&mut consumer);
     consumer.withdraw(&ID);
@@ -117,42 +117,42 @@ fn of_what_is_withdrawn_every_block_is_missing() {
 #[test]
 fn a_failed_load_ends_after_its_last_read() {
     let mut consumer = consumer(true);
-    let batches = consumer.announced(&ID, 3, &all()).unwrap();
-    consumer.read(&ID, &batches[0], &[true, true], 10);
+    let batches = consumer.blocks_announced(&ID, 3, &all()).unwrap();
+    consumer.read_completed(&ID, &batches[0], &[true, true], 10);
     consumer.fail(&ID, "lost");
     assert_eq!(consumer.next_outcome(&ID), None);
     consumer.read_failed(&ID, &batches[1], "late");
-    assert_eq!(consumer.again(&ID), []);
+    assert_eq!(consumer.next_retries(&ID), []);
     let outcome = consumer.next_outcome(&ID).unwrap();
     assert_eq!(outcome.failure, Some(failure(&[0, 1], "lost")));
 }
 
 #[test]
-fn a_corrupt_block_is_asked_for_once_more_and_arrives() {
+fn a_corrupt_block_is_read_once_more_and_verified() {
     let mut consumer = consumer(true);
-    let batches = consumer.announced(&ID, 3, &all()).unwrap();
-    spoil(&mut consumer, &batches);
+    let batches = consumer.blocks_announced(&ID, 3, &all()).unwrap();
+    corrupt(&mut consumer, &batches);
     assert_eq!(consumer.next_outcome(&ID), None);
-    let again = consumer.again(&ID);
-    assert_eq!(again.len(), 2);
-    for batch in &again {
-        assert!(batch.is_again && !consumer.is_reading(&[8; 16]));
+    let retries = consumer.next_retries(&ID);
+    assert_eq!(retries.len(), 2);
+    for batch in &retries {
+        assert!(batch.is_retry && !consumer.is_reading(&[8; 16]));
         assert_eq!(
             (batch.blocks[0].position, &batch.local_ids[..]),
             (2, &[50][..])
         );
-        consumer.read(&ID, batch, &[true], 5);
+        consumer.read_completed(&ID, batch, &[true], 5);
     }
     let outcome = consumer.next_outcome(&ID).unwrap();
     assert_eq!(outcome.failure, None);
-    let counts = Counts {
+    let counts = LoadCounts {
         num_bytes: 30,
         num_received: 2,
         num_missing: 0,
         num_retried: 1,
         num_compared: 6,
         num_corrupt: 2,
-        ..Counts::default()
+        ..LoadCounts::default()
     };
     assert_eq!(outcome.counts, counts);
 }
@@ -160,11 +160,11 @@ fn a_corrupt_block_is_asked_for_once_more_and_arrives() {
 #[test]
 fn a_block_that_is_corrupt_twice_is_missing_and_the_others_are_not() {
     let mut consumer = consumer(true);
-    let batches = consumer.announced(&ID, 3, &all()).unwrap();
-    spoil(&mut consumer, &batches);
-    let again = consumer.again(&ID);
-    spoil(&mut consumer, &again);
-    assert_eq!(consumer.again(&ID), []);
+    let batches = consumer.blocks_announced(&ID, 3, &all()).unwrap();
+    corrupt(&mut consumer, &batches);
+    let retries = consumer.next_retries(&ID);
+    corrupt(&mut consumer, &retries);
+    assert_eq!(consumer.next_retries(&ID), []);
     let outcome = consumer.next_outcome(&ID).unwrap();
     let reason = "block 2 of region 0 differs from its checksum";
     assert_eq!(outcome.failure, Some(failure(&[0], reason)));
@@ -173,14 +173,14 @@ fn a_block_that_is_corrupt_twice_is_missing_and_the_others_are_not() {
 }
 
 #[test]
-fn a_read_that_failed_is_asked_for_once_more_and_no_oftener() {
+fn a_failed_read_is_repeated_once_and_no_oftener() {
     let mut consumer = consumer(true);
-    for is_again in [false, true] {
-        let mut batches = consumer.announced(&ID, 3, &all()).unwrap();
-        batches.extend(consumer.again(&ID));
+    for is_retry in [false, true] {
+        let mut batches = consumer.blocks_announced(&ID, 3, &all()).unwrap();
+        batches.extend(consumer.next_retries(&ID));
         assert_eq!(batches.len(), 2);
         for batch in &batches {
-            assert_eq!(batch.is_again, is_again);
+            assert_eq!(batch.is_retry, is_retry);
             assert_eq!(consumer.next_outcome(&ID), None);
             consumer.read_failed(&ID, batch, "refused");
         }
@@ -190,56 +190,56 @@ fn a_read_that_failed_is_asked_for_once_more_and_no_oftener() {
 }
 
 #[test]
-fn a_lost_block_ends_the_load_when_all_before_it_are_here() {
+fn a_lost_block_ends_the_load_when_all_before_it_are_verified() {
     let mut consumer = consumer(false);
     for _ in 0..2 {
-        let mut batches = consumer.announced(&ID, 3, &[block(0, 3)]).unwrap();
-        batches.extend(consumer.again(&ID));
-        spoil(&mut consumer, &batches);
+        let mut batches = consumer.blocks_announced(&ID, 3, &[block(0, 3)]).unwrap();
+        batches.extend(consumer.next_retries(&ID));
+        corrupt(&mut consumer, &batches);
     }
     // The first block may still come: without it none before the hole could be used.
     assert_eq!(consumer.next_outcome(&ID), None);
-    let wanted = consumer.announced(&ID, 3, &all()).unwrap();
+    let wanted = consumer.blocks_announced(&ID, 3, &all()).unwrap();
     let positions = wanted.iter().flat_map(|batch| &batch.blocks);
     assert!(positions.into_iter().all(|block| block.position == 2));
     for batch in &wanted {
-        consumer.read(&ID, batch, &[true], 5);
+        consumer.read_completed(&ID, batch, &[true], 5);
     }
     let outcome = consumer.next_outcome(&ID).unwrap();
     assert_eq!(outcome.failure.unwrap().missing, [1]);
 }
 
 #[test]
-fn a_fresh_session_is_asked_for_what_is_not_here_and_reads_again_what_was_read() {
+fn a_fresh_session_reads_what_is_missing_and_repeats_reads_that_failed() {
     let mut consumer = consumer(true);
     let first = [block(0, 2), block(1, 2)];
-    let batches = consumer.announced(&ID, 3, &first).unwrap();
-    consumer.read(&ID, &batches[0], &[true], 5);
+    let batches = consumer.blocks_announced(&ID, 3, &first).unwrap();
+    consumer.read_completed(&ID, &batches[0], &[true], 5);
     assert!(consumer.is_reading(&ID));
     consumer.read_failed(&ID, &batches[1], "lost peer");
     assert!(!consumer.is_reading(&ID));
     assert_eq!(consumer.select(&ID), Some((2, 4)));
-    assert_eq!(consumer.again(&ID), []);
-    let batches = consumer.announced(&ID, 3, &all()).unwrap();
-    let wanted = |batch: &Batch| (batch.region, batch.is_again, batch.blocks[0].position);
+    assert_eq!(consumer.next_retries(&ID), []);
+    let batches = consumer.blocks_announced(&ID, 3, &all()).unwrap();
+    let wanted = |batch: &ReadBatch| (batch.region, batch.is_retry, batch.blocks[0].position);
     let wanted: Vec<_> = batches.iter().map(wanted).collect();
     assert_eq!(wanted, [(0, false, 3), (1, false, 3), (1, true, 2)]);
     for batch in &batches {
-        consumer.read(&ID, batch, &[true], 5);
+        consumer.read_completed(&ID, batch, &[true], 5);
     }
     let outcome = consumer.next_outcome(&ID).unwrap();
     assert_eq!((outcome.failure, outcome.counts.num_retried), (None, 1));
 }
 
 #[test]
-fn blocks_of_another_generation_are_not_read() {
-    assert_eq!(consumer(true).announced(&ID, 2, &all()).unwrap(), []);
+fn blocks_of_another_epoch_are_not_read() {
+    assert_eq!(consumer(true).blocks_announced(&ID, 2, &all()).unwrap(), []);
 }
 
 #[test]
-fn blocks_that_were_not_asked_for_are_not_read() {
+fn blocks_that_were_not_selected_are_not_read() {
     let blocks = [block(0, 4), block(0, 1), block(0, 3)];
-    let batches = consumer(true).announced(&ID, 3, &blocks).unwrap();
+    let batches = consumer(true).blocks_announced(&ID, 3, &blocks).unwrap();
     assert_eq!(batches.len(), 1);
     assert_eq!(batches[0].blocks, [block(0, 3)]);
     assert_eq!(batches[0].local_ids, [51]);
@@ -259,7 +259,7 @@ fn many_blocks_are_read_in_batches_of_bounded_size() {
     consumer.begin(ID, load).unwrap();
     consumer.select(&ID);
     let blocks: Vec<ReadyBlock> = (0..5).map(|position| block(0, position)).collect();
-    let batches = consumer.announced(&ID, 0, &blocks).unwrap();
+    let batches = consumer.blocks_announced(&ID, 0, &blocks).unwrap();
     assert_eq!(
         batches
             .iter()
@@ -269,37 +269,44 @@ fn many_blocks_are_read_in_batches_of_bounded_size() {
     );
     for batch in &batches {
         assert_eq!(consumer.next_outcome(&ID), None);
-        consumer.read(&ID, batch, &vec![true; batch.blocks.len()], 1);
+        consumer.read_completed(&ID, batch, &vec![true; batch.blocks.len()], 1);
     }
     let outcome = consumer.next_outcome(&ID).unwrap();
     assert_eq!((outcome.counts.num_bytes, outcome.failure), (3, None));
 }
 
 #[test]
-fn a_region_that_is_not_there_is_an_error() {
-    assert!(consumer(true).announced(&ID, 3, &[block(2, 2)]).is_err());
+fn a_block_of_an_unknown_region_is_an_error() {
+    assert!(
+        consumer(true)
+            .blocks_announced(&ID, 3, &[block(2, 2)])
+            .is_err()
+    );
 }
 
 #[test]
 fn a_block_announced_twice_is_read_once() {
     let mut consumer = consumer(true);
-    consumer.announced(&ID, 3, &all()).unwrap();
-    assert_eq!(consumer.announced(&ID, 3, &[block(0, 2)]).unwrap(), []);
+    consumer.blocks_announced(&ID, 3, &all()).unwrap();
+    assert_eq!(
+        consumer.blocks_announced(&ID, 3, &[block(0, 2)]).unwrap(),
+        []
+    );
 }
 
 #[test]
 fn a_block_announced_twice_in_one_region_does_not_stand_for_another_region() {
     let mut consumer = consumer(true);
     let twice = [block(0, 2), block(0, 2), block(0, 3), block(0, 3)];
-    for batch in consumer.announced(&ID, 3, &twice).unwrap() {
+    for batch in consumer.blocks_announced(&ID, 3, &twice).unwrap() {
         let verified = vec![true; batch.blocks.len()];
-        consumer.read(&ID, &batch, &verified, 10);
+        consumer.read_completed(&ID, &batch, &verified, 10);
     }
     assert_eq!(consumer.next_outcome(&ID), None);
 }
 
 #[test]
-fn a_load_of_nothing_ends_only_after_its_select() {
+fn an_empty_load_ends_only_after_its_selection() {
     let mut consumer = Consumer::default();
     let load = Load {
         epoch: 0,

@@ -4,19 +4,20 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::super::command_queue::CommandQueue;
-use super::super::messages::{SELECT, TAKE, WITHDRAW};
+use super::super::messages::{CONSUME, SELECT, WITHDRAW};
 use super::super::operation::{Delivery, Origin, Selected};
 use super::super::transfer::{Arrived, EntryTransfer, check_seal};
 use super::super::{Items, SELECTS_CAP};
-use super::{Client, say, settle};
+use super::{LookupClient, say, settle};
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::reactor::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transport::Payload;
 use crate::work::Completer;
 
-pub(super) struct Select {
+pub(super) struct PendingSelect {
     /// None once the caller was told.
     pub(super) completer: Option<Completer<Selected>>,
     /// For answers: the servers see to the deadline themselves, as long as they are awake.
@@ -30,7 +31,7 @@ pub(super) struct Select {
     pub(super) is_withdrawn: bool,
 }
 
-impl Client {
+impl LookupClient {
     pub(super) fn select(
         &mut self,
         cx: &mut ReactorContext,
@@ -52,7 +53,7 @@ impl Client {
         }
         self.looks
             .add(grace.map(|grace| grace.next(cx, &self.sessions)));
-        let select = Select {
+        let select = PendingSelect {
             completer: Some(completer),
             grace,
             asked: self.sessions.iter().copied().collect(),
@@ -141,7 +142,7 @@ impl Client {
         match items {
             Ok(items) if !select.is_withdrawn => {
                 select.items = Some(items);
-                say(cx, session, TAKE, operation);
+                say(cx, session, CONSUME, operation);
             }
             Ok(_) => self.give_back(cx, session, operation, Ok(None)),
             Err(error) => self.give_back(cx, session, operation, Err(error)),
@@ -168,7 +169,8 @@ impl Client {
         session: SessionKey,
         operation: u64,
     ) -> Result<()> {
-        let is_asked = |select: &Select| select.from == Some(session) && select.items.is_some();
+        let is_asked =
+            |select: &PendingSelect| select.from == Some(session) && select.items.is_some();
         let is_known = self.selects.get(&operation).is_some_and(is_asked);
         let known = is_known.then(|| self.selects.remove(&operation)).flatten();
         let Some(select) = known else {

@@ -1,9 +1,9 @@
 //! A client of several servers when they disagree, and how what it was asked for ends. All reactors run by hand.
 
 use super::super::manual::{ROUNDS, connect, entry, rest, select, serve};
-use super::super::{Local, Operation, Query, Remote, Selected};
+use super::super::{LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
 use super::*;
-use crate::pipe::Meta;
+use crate::tensor::Meta;
 use crate::work::{Work, work};
 
 /// Bytes of an entry that travels inside its message, and of one that is fetched.
@@ -11,7 +11,7 @@ const LENS: [usize; 2] = [100, 1 << 20];
 const LINKS: [SessionKey; 2] = [16, 17];
 
 /// Two servers, the first with an entry of so many bytes. The second refuses each select: what it has, nobody would take.
-fn servers(num_bytes: usize) -> [Local; 2] {
+fn servers(num_bytes: usize) -> [LocalBuffer; 2] {
     let shape = vec![1; 1 << 10];
     let misshapen = Meta {
         shape,
@@ -24,7 +24,7 @@ fn servers(num_bytes: usize) -> [Local; 2] {
 }
 
 /// Runs all reactors until it has come to this.
-fn run_until(remote: &Remote, servers: &[Local], has_come: impl Fn() -> bool) {
+fn run_until(remote: &RemoteBuffer, servers: &[LocalBuffer], has_come: impl Fn() -> bool) {
     for _ in 0..ROUNDS {
         if has_come() {
             return;
@@ -37,13 +37,17 @@ fn run_until(remote: &Remote, servers: &[Local], has_come: impl Fn() -> bool) {
     panic!("it does not come to that")
 }
 
-fn end(remote: &Remote, servers: &[Local], selected: &Operation<Selected>) -> Result<Selected> {
+fn end(
+    remote: &RemoteBuffer,
+    servers: &[LocalBuffer],
+    selected: &Operation<Selected>,
+) -> Result<Selected> {
     run_until(remote, servers, || selected.is_completed());
     selected.result().unwrap()
 }
 
 /// Entries that can be selected, and those on their way.
-fn held(server: &Local) -> (Option<usize>, Option<usize>) {
+fn held(server: &LocalBuffer) -> (Option<usize>, Option<usize>) {
     let info = server.info();
     (info.num_entries, info.num_leased)
 }
@@ -59,9 +63,9 @@ fn an_entry_that_one_server_has_offered_comes_although_another_one_refuses() {
         assert_eq!(held(first), (Some(0), Some(1)));
         rest(|| second.manual_round());
         let delivery = end(&remote, &servers, &selected);
-        delivery.unwrap().expect("an entry").take();
+        delivery.unwrap().expect("an entry").consume();
         run_until(&remote, &servers, || held(first) == (Some(0), Some(0)));
-        assert_eq!(first.info().num_taken, 1);
+        assert_eq!(first.info().num_consumed, 1);
         assert_eq!(remote.info().state, "open");
     }
 }
@@ -83,15 +87,18 @@ fn an_entry_goes_back_that_is_offered_when_another_server_has_refused() {
     }
 }
 
-fn client() -> (Client, Arc<CommandQueue>) {
+fn client() -> (LookupClient, Arc<CommandQueue>) {
     let command_queue = Arc::new(CommandQueue::new());
-    (Client::new(Arc::clone(&command_queue), true), command_queue)
+    (
+        LookupClient::new(Arc::clone(&command_queue), true),
+        command_queue,
+    )
 }
 
 /// Has it wait until it can be sent.
-fn insert(client: &mut Client) -> Work<()> {
+fn insert(client: &mut LookupClient) -> Work<()> {
     let (inserted, completer) = work();
-    client.inserts.add(Insert {
+    client.inserts.add(QueuedInsert {
         operation: 0,
         tokens: vec![1],
         items: entry(Meta::default(), 1),
@@ -109,7 +116,9 @@ fn an_insert_ends_with_the_first_lost_server_when_no_other_can_read_it_any_more(
         let tensors = Tensors::new(session, client.pool.clone(), true);
         let is_up = true;
         client.sessions.push(session);
-        client.servers.insert(session, Server { is_up, tensors });
+        client
+            .servers
+            .insert(session, ServerSession { is_up, tensors });
     }
     let inserted = insert(&mut client);
     let lost = Error::lost("second", "gone");
@@ -125,9 +134,9 @@ fn a_client_whose_node_panics_ends_what_was_handed_in_and_refuses_what_follows()
     let (client, command_queue) = client();
     let select = || {
         let (selected, completer) = work();
-        let command = Command::Select {
+        let command = LookupCommand::Select {
             operation: command_queue.operation(),
-            query: Query::Any,
+            query: LookupQuery::Any,
             timeout: None,
             completer,
         };

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use super::super::messages::TOKENS_CAP;
 use super::super::store::Ticket;
 use super::super::tensors::Tensors;
-use super::super::{INSERTS_IN_FLIGHT, Query, SELECT_TOKENS_CAP, SELECTS_CAP};
+use super::super::{INSERTS_IN_FLIGHT, LookupQuery, SELECT_TOKENS_CAP, SELECTS_CAP};
 use crate::error::{Error, Result};
 
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Select {
+pub(super) enum ClientSelect {
     Waiting {
         ticket: Ticket,
         num_tokens: usize,
@@ -18,33 +18,33 @@ pub(super) enum Select {
     /// Offered. When the client is lost, the entry goes back.
     Leased(Ticket),
     /// The client has it whole and was told that it is his. He may still give it back.
-    Taken(Ticket),
+    Consumed(Ticket),
 }
 
-impl Select {
+impl ClientSelect {
     /// Tokens that are kept for it.
     fn num_tokens(&self) -> usize {
         match self {
             Self::Waiting { num_tokens, .. } => *num_tokens,
-            Self::Leased(_) | Self::Taken(_) => 0,
+            Self::Leased(_) | Self::Consumed(_) => 0,
         }
     }
 }
 
 #[derive(Debug)]
-pub(super) struct Insert {
+pub(super) struct ClientInsert {
     pub(super) ticket: Ticket,
     pub(super) tokens: Arc<[i64]>,
     pub(super) num_bytes: u64,
 }
 
-pub(super) struct Client {
+pub(super) struct ClientSession {
     pub(super) tensors: Tensors,
-    pub(super) inserts: HashMap<u64, Insert>,
-    pub(super) selects: HashMap<u64, Select>,
+    pub(super) inserts: HashMap<u64, ClientInsert>,
+    pub(super) selects: HashMap<u64, ClientSelect>,
 }
 
-impl Client {
+impl ClientSession {
     pub(super) fn new(tensors: Tensors) -> Self {
         Self {
             tensors,
@@ -80,8 +80,8 @@ impl Client {
 
     /// # Errors
     /// `Exhausted`: with the tokens of this query too many would wait.
-    pub(super) fn check_tokens(&self, query: &Query) -> Result<()> {
-        let num_waiting: usize = self.selects.values().map(Select::num_tokens).sum();
+    pub(super) fn check_tokens(&self, query: &LookupQuery) -> Result<()> {
+        let num_waiting: usize = self.selects.values().map(ClientSelect::num_tokens).sum();
         let num_more = query.num_tokens();
         if num_waiting + num_more > SELECT_TOKENS_CAP {
             return Err(Error::Exhausted(format!(

@@ -4,8 +4,8 @@
 mod copies;
 
 use super::super::manual::{ROUNDS, connect, entry, rest, select, serve};
-use super::super::{Items, Local, Operation, Remote, Selected};
-use crate::pipe::Meta;
+use super::super::{Items, LocalBuffer, Operation, RemoteBuffer, Selected};
+use crate::tensor::Meta;
 
 /// Of an entry.
 const SLICES: usize = 8;
@@ -17,7 +17,11 @@ fn entries(count: usize) -> Vec<Items> {
 }
 
 /// In which round of the server each select ends.
-fn ends(local: &Local, remotes: &[Remote], selects: &[Operation<Selected>]) -> Vec<usize> {
+fn ends(
+    local: &LocalBuffer,
+    remotes: &[RemoteBuffer],
+    selects: &[Operation<Selected>],
+) -> Vec<usize> {
     let mut ends = vec![None; selects.len()];
     for round in 0..ROUNDS {
         local.manual_round();

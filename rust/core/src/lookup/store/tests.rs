@@ -8,7 +8,7 @@ fn store() -> Store<char> {
     Store::new(CAPACITY)
 }
 
-fn actions(store: &mut Store<char>) -> Vec<Action<char>> {
+fn actions(store: &mut Store<char>) -> Vec<StoreAction<char>> {
     std::iter::from_fn(|| store.next_action()).collect()
 }
 
@@ -23,11 +23,11 @@ fn insert(store: &mut Store<char>, tokens: &[i64], content: char) -> Ticket {
 }
 
 fn select(store: &mut Store<char>, tokens: &[i64]) -> Ticket {
-    store.select(Query::Tokens(tokens.into()), None, Instant::now())
+    store.select(LookupQuery::Tokens(tokens.into()), None, Instant::now())
 }
 
-fn deliver(select: Ticket, entry: Ticket, content: char) -> Action<char> {
-    Action::Deliver {
+fn deliver(select: Ticket, entry: Ticket, content: char) -> StoreAction<char> {
+    StoreAction::Deliver {
         select,
         entry,
         content,
@@ -38,7 +38,7 @@ fn deliver(select: Ticket, entry: Ticket, content: char) -> Action<char> {
 fn an_entry_is_invisible_until_it_is_committed() {
     let mut store = store();
     let entry = reserve(&mut store, 10);
-    assert_eq!(actions(&mut store), [Action::Grant(entry)]);
+    assert_eq!(actions(&mut store), [StoreAction::Grant(entry)]);
     let waiting = select(&mut store, &[1]);
     assert_eq!(actions(&mut store), []);
     store.commit(entry, [1, 2].into(), 'a');
@@ -53,9 +53,9 @@ fn a_commit_wakes_the_select_that_has_waited_longest() {
     let a = insert(&mut store, &[1], 'a');
     let b = insert(&mut store, &[1], 'b');
     let expected = [
-        Action::Grant(a),
+        StoreAction::Grant(a),
         deliver(first, a, 'a'),
-        Action::Grant(b),
+        StoreAction::Grant(b),
         deliver(second, b, 'b'),
     ];
     assert_eq!(actions(&mut store), expected);
@@ -68,7 +68,7 @@ fn any_takes_the_oldest() {
     let a = insert(&mut store, &[5], 'a');
     insert(&mut store, &[1], 'b');
     actions(&mut store);
-    let any = store.select(Query::Any, None, Instant::now());
+    let any = store.select(LookupQuery::Any, None, Instant::now());
     assert_eq!(actions(&mut store), [deliver(any, a, 'a')]);
 }
 
@@ -105,7 +105,7 @@ fn a_leased_entry_takes_its_bytes_until_it_is_dropped() {
     let waiting = reserve(&mut store, 1);
     assert_eq!(actions(&mut store), []);
     store.drop_entry(large);
-    assert_eq!(actions(&mut store), [Action::Grant(waiting)]);
+    assert_eq!(actions(&mut store), [StoreAction::Grant(waiting)]);
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn inserts_are_granted_in_the_order_of_their_calls() {
     let (large, small) = (reserve(&mut store, 60), reserve(&mut store, 1));
     actions(&mut store);
     assert!(store.abandon(first));
-    let expected = [Action::Grant(large), Action::Grant(small)];
+    let expected = [StoreAction::Grant(large), StoreAction::Grant(small)];
     assert_eq!(actions(&mut store), expected);
 }
 
@@ -126,7 +126,7 @@ fn an_insert_that_is_given_up_lets_the_next_one_in() {
     let (large, small) = (reserve(&mut store, 60), reserve(&mut store, 50));
     actions(&mut store);
     assert!(store.abandon(large));
-    assert_eq!(actions(&mut store), [Action::Grant(small)]);
+    assert_eq!(actions(&mut store), [StoreAction::Grant(small)]);
 }
 
 #[test]
@@ -145,13 +145,13 @@ fn what_waits_ends_at_its_deadline_and_leaves_nothing() {
     let (now, at) = (Instant::now(), Instant::now() + Duration::from_secs(1));
     reserve(&mut store, CAPACITY);
     let late = store.reserve(10, Some(at), now).unwrap();
-    let select = store.select(Query::Any, Some(at), now);
+    let select = store.select(LookupQuery::Any, Some(at), now);
     actions(&mut store);
     store.expire(now);
     assert_eq!(actions(&mut store), []);
     assert_eq!(store.next_deadline(), Some(at));
     store.expire(at);
-    let expected = [Action::Full(late), Action::Nothing(select)];
+    let expected = [StoreAction::Full(late), StoreAction::Nothing(select)];
     assert_eq!(actions(&mut store), expected);
     let counts = store.counts();
     assert_eq!(
@@ -165,9 +165,9 @@ fn what_waits_ends_at_its_deadline_and_leaves_nothing() {
 fn a_deadline_that_has_come_asks_once() {
     let mut store = store();
     let now = Instant::now();
-    let nothing = store.select(Query::Any, Some(now), now);
-    assert_eq!(actions(&mut store), [Action::Nothing(nothing)]);
+    let nothing = store.select(LookupQuery::Any, Some(now), now);
+    assert_eq!(actions(&mut store), [StoreAction::Nothing(nothing)]);
     insert(&mut store, &[1], 'a');
     let full = store.reserve(CAPACITY, Some(now), now).unwrap();
-    assert_eq!(actions(&mut store).last(), Some(&Action::Full(full)));
+    assert_eq!(actions(&mut store).last(), Some(&StoreAction::Full(full)));
 }

@@ -4,8 +4,8 @@ use crate::work::work;
 /// How a receive ends that is under way when the pipe ends.
 fn ended_with(cx: &mut ReactorContext) -> String {
     let (work, completer) = work();
-    let mut receiver = Receiver::new(Shared::default());
-    receiver.wanted.push_back(Wanted {
+    let mut receiver = Receiver::new(SharedInfo::default());
+    receiver.receives.push_back(PendingReceive {
         out: None,
         deadline: Deadline::default(),
         completer,
@@ -39,7 +39,6 @@ fn a_receive_says_nothing_of_its_memory_when_all_reads_have_ended() {
 }
 
 /// How a tensor arrives whose last message is here before the end of the session is seen.
-#[cfg(feature = "fuzzing")]
 fn arrives(is_checksummed: bool, has_sender_ended: bool) -> Result<Arc<Received>> {
     use crate::pipe::Pipe;
     use crate::reactor::manual::{Round, without_threads};
@@ -87,7 +86,6 @@ fn arrives(is_checksummed: bool, has_sender_ended: bool) -> Result<Arc<Received>
 
 /// Its sender may have changed it, as after its deadline.
 #[test]
-#[cfg(feature = "fuzzing")]
 fn what_came_without_checksums_as_messages_counts_only_if_its_sender_holds_the_session() {
     for (is_checksummed, has_sender_ended) in [(true, true), (true, false), (false, false)] {
         assert!(arrives(is_checksummed, has_sender_ended).is_ok());

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_core::pipe::{Deadline, Meta, Pipe, Received};
+use kvpipe_core::pipe::{Deadline, Pipe};
+use kvpipe_core::tensor::{Meta, Received};
 use kvpipe_core::transport::Transport;
 use kvpipe_core::work::Then;
 use kvpipe_core::work::Work;

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::super::super::manual::serve_within;
-use super::super::{Action, Client, Select, Server, Shared, Tensors};
+use super::super::{ClientSelect, ClientSession, LookupServer, LookupShared, StoreAction, Tensors};
 use super::*;
 use crate::error::Error;
-use crate::lookup::Query;
+use crate::lookup::LookupQuery;
 use crate::reactor::manual::Round;
 use crate::work::{Waited, work};
 
@@ -17,7 +17,7 @@ const NUM_SLICES: usize = 2;
 const INSERTS: usize = 3;
 
 /// A full buffer whose inserts get their place, all at once, with the next round.
-fn about_to_grant() -> (Local, Remote, Vec<Operation<()>>) {
+fn about_to_grant() -> (LocalBuffer, RemoteBuffer, Vec<Operation<()>>) {
     let local = serve_within((SLICES * SLICE + (8 << 10)) as u64, entries(1));
     let remote = connect(&[&local]);
     let insert = |_| {
@@ -32,7 +32,7 @@ fn about_to_grant() -> (Local, Remote, Vec<Operation<()>>) {
         std::slice::from_ref(&selected),
     );
     let delivery = selected.result().unwrap().unwrap().unwrap();
-    delivery.take();
+    delivery.consume();
     while remote.manual_round() == Round::Busy {}
     (local, remote, inserts)
 }
@@ -43,7 +43,7 @@ fn num_completed(inserts: &[Operation<()>]) -> usize {
 }
 
 /// Rounds until the next insert ends.
-fn rounds_to_next(local: &Local, inserts: &[Operation<()>]) -> usize {
+fn rounds_to_next(local: &LocalBuffer, inserts: &[Operation<()>]) -> usize {
     let before = num_completed(inserts);
     for round in 1..ROUNDS {
         local.manual_round();
@@ -55,7 +55,7 @@ fn rounds_to_next(local: &Local, inserts: &[Operation<()>]) -> usize {
 }
 
 /// All have their place, none is copied.
-fn granted(local: &Local, inserts: &[Operation<()>]) {
+fn granted(local: &LocalBuffer, inserts: &[Operation<()>]) {
     for _ in 0..ROUNDS {
         if local.info().num_waiting == 0 {
             assert_eq!(num_completed(inserts), 0);
@@ -118,14 +118,14 @@ fn who_waits_for_an_insert_that_is_copied_at_its_deadline_sleeps() {
 
 #[test]
 fn inserts_whose_place_the_server_has_made_end_with_it_and_give_their_place_back() {
-    let shared = Arc::new(Shared::new(20 << 10));
+    let shared = Arc::new(LookupShared::new(20 << 10));
     let insert = |num_bytes| {
         let (inserted, completer) = work();
         let items = entry(Meta::default(), num_bytes);
         let ticket = shared.insert_here(vec![1].into(), items, None, completer);
         (inserted, ticket.unwrap())
     };
-    let server = Server::new(Arc::clone(&shared), true);
+    let server = LookupServer::new(Arc::clone(&shared), true);
     let place = shared.reserve(16 << 10, None).unwrap();
     let (inserted, _) = insert(4 << 10);
     assert!(inserted.result().is_none());
@@ -139,26 +139,30 @@ fn inserts_whose_place_the_server_has_made_end_with_it_and_give_their_place_back
 #[test]
 fn an_entry_that_one_client_gives_back_as_the_server_ends_is_not_kept_for_another() {
     for _ in 0..16 {
-        let shared = Arc::new(Shared::new(20 << 10));
-        let mut server = Server::new(Arc::clone(&shared), true);
+        let shared = Arc::new(LookupShared::new(20 << 10));
+        let mut server = LookupServer::new(Arc::clone(&shared), true);
         let (_inserted, completer) = work();
         let items = entry(Meta::default(), 1);
         let inserted = shared.insert_here(vec![1].into(), items, None, completer);
         inserted.unwrap();
-        let select = |server: &mut Server, session, select| {
+        let select = |server: &mut LookupServer, session, select| {
             let tensors = Tensors::new(session, server.pool.clone(), true);
-            let mut client = Client::new(tensors);
+            let mut client = ClientSession::new(tensors);
             client.selects.insert(1, select);
             server.clients.insert(session, client);
         };
-        shared.select(Query::Any, None).unwrap();
-        let Some(Action::Deliver { entry, .. }) = shared.take_mail().pop_front() else {
+        shared.select(LookupQuery::Any, None).unwrap();
+        let Some(StoreAction::Deliver { entry, .. }) = shared.take_mail().pop_front() else {
             panic!("it matches");
         };
-        select(&mut server, 16, Select::Leased(entry));
-        let ticket = shared.select(Query::Any, None).unwrap();
+        select(&mut server, 16, ClientSelect::Leased(entry));
+        let ticket = shared.select(LookupQuery::Any, None).unwrap();
         let num_tokens = 0;
-        select(&mut server, 17, Select::Waiting { ticket, num_tokens });
+        select(
+            &mut server,
+            17,
+            ClientSelect::Waiting { ticket, num_tokens },
+        );
         drop(server);
         let info = shared.info();
         assert_eq!((info.num_entries, info.num_leased), (Some(1), Some(0)));

@@ -1,0 +1,317 @@
+"""Who takes part: an undivided instance, kvpipe with each way of dispatch, NixlConnector's pull and push."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvpipe.bench.handoff import client
+from kvpipe.bench.handoff.model import dtype
+from kvpipe.control import ControlClient
+from kvpipe.launch.plan import free_ports
+from kvpipe.launch.spec import LOOPBACK, VLLM_COMMAND
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from kvpipe.bench.handoff.servers import Server, ServerPool
+
+TOKEN = "the token of the benchmark"  # noqa: S105 - of processes on loopback that end with this one
+# UCX's default segments of 8 KiB make TCP four times slower; where CMA carries the bytes they change nothing
+NIXL_ENV = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "1m"}
+# vLLM's default on CPUs
+_BLOCK_SIZE = 128
+# Held by prefill for a consumer that never comes, and the short requests before what is measured.
+_SPARE_TOKENS = 1024
+_WAYS = ("just-in-time", "sequential", "concurrent")
+_NO_REMOTE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a client saw of one request: when it asked, and when the first and the second token came; its handoff."""
+
+    asked_s: float
+    first_s: float
+    second_s: float
+    handoff: str = ""
+
+
+class Subject(Protocol):
+    """Somebody who answers requests."""
+
+    @property
+    def name(self) -> str:
+        """Such as `kvpipe sequential`."""
+
+    def ask(self, tokens: list[int]) -> Times:
+        """Asks for a few tokens."""
+
+
+@dataclass
+class Group:
+    """Instances that run together while all others are frozen.
+
+    Attributes:
+        name: Such as `nixl pull`.
+        prefill: The instance that computes prompts.
+        decode: The one that goes on; `None` of an undivided instance.
+        subjects: Ways to ask them.
+        apart: More ways, measured after all others: they change what the instances know of their speed.
+        prefill_once: Has the prompt computed by `prefill` alone, and gives its blocks back; seconds.
+        others: More processes of it.
+        plain_once: The same as a request without a handoff, which the connector leaves alone: what a handoff costs
+            `prefill` is seen within one process, for two of them differ by more.
+    """
+
+    name: str
+    prefill: Server
+    decode: Server | None
+    subjects: Sequence[Subject]
+    prefill_once: Callable[[list[int]], float]
+    others: Sequence[Server] = field(default_factory=list)
+    apart: Sequence[Subject] = field(default_factory=list)
+    plain_once: Callable[[list[int]], float] | None = None
+
+    @property
+    def servers(self) -> list[Server]:
+        """All processes."""
+        return [self.prefill, *([self.decode] if self.decode else []), *self.others]
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU that its vLLM instances have used."""
+        return self.prefill.cpu_s() + (self.decode.cpu_s() if self.decode else 0.0)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all instances have in common.
+
+    Attributes:
+        work: Folder of model, logs and trace.
+        model: Folder of the model.
+        omp_threads: Of each worker.
+        step_tokens: Most tokens of one step.
+        nixl_threads: `num_threads` of NixlConnector.
+        nixl_path: Where NIXL is, if it is not installed beside vLLM.
+        max_tokens: Longest prompt; the KV cache of each instance has room for it and a little more.
+    """
+
+    work: Path
+    model: Path
+    omp_threads: int
+    step_tokens: int
+    nixl_threads: int
+    nixl_path: Path
+    max_tokens: int
+
+    @property
+    def trace(self) -> Path:
+        """Where the connectors write what they do."""
+        return self.work / "trace.json"
+
+    def start(self, pool: ServerPool, name: str, transfer: dict[str, Any] | None = None, **env: str) -> Server:
+        """Starts an instance."""
+        (port,) = free_ports(1)
+        command = [*VLLM_COMMAND, "--model", str(self.model), "--host", LOOPBACK, "--port", str(port)]
+        command += ["--served-model-name", client.MODEL, "--load-format", "dummy", "--dtype", dtype()]
+        command += ["--max-num-batched-tokens", str(self.step_tokens), "--max-model-len", str(self.max_tokens + 64)]
+        # All instances are in memory at once, and a KV cache takes all of its own from the start.
+        num_blocks = -(-(self.max_tokens + _SPARE_TOKENS) // _BLOCK_SIZE)
+        command += ["--block-size", str(_BLOCK_SIZE), "--num-gpu-blocks-override", str(num_blocks), "--enforce-eager"]
+        if transfer:
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        common = {
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(self.omp_threads),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "KVPIPE_TOKEN": TOKEN,
+            "KVPIPE_TRACE": str(self.trace),
+        }
+        log = self.work / f"{name.replace(' ', '-')}.log"
+        return pool.start(name, f"http://{LOOPBACK}:{port}", command, common | env, log)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began_s = time.monotonic()
+    work()
+    return time.monotonic() - began_s
+
+
+# --- one instance -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Direct:
+    """An instance, or a proxy, that is asked itself."""
+
+    name: str
+    url: str
+
+    def ask(self, tokens: list[int]) -> Times:
+        """Asks for a few tokens."""
+        found = client.stream(self.url, tokens)
+        first_s, second_s = found.texts_s[:2]
+        return Times(found.asked_s, first_s, second_s, found.headers.get("x-kvpipe-handoff", ""))
+
+
+def undivided(pool: ServerPool, setting: Setting) -> Group:
+    """One instance without a connector."""
+    server = setting.start(pool, "undivided")
+    server.until_healthy()
+    return Group("undivided", server, None, [Direct("undivided", server.url)], _plain(server))
+
+
+def _plain(server: Server) -> Callable[[list[int]], float]:
+    return lambda tokens: _timed(lambda: client.prefill(server.url, tokens))
+
+
+# --- kvpipe -----------------------------------------------------------------------------------------------------
+
+
+def kvpipe(pool: ServerPool, setting: Setting) -> Group:
+    """A prefill and a decode instance, and a proxy for each way of dispatch."""
+    ports = free_ports(2)
+    controls = [f"{LOOPBACK}:{port}" for port in ports]
+    servers = [
+        setting.start(
+            pool,
+            f"kvpipe {name}",
+            {
+                "kv_connector": "KVPipeConnector",
+                "kv_connector_module_path": "kvpipe.connector",
+                "kv_role": role,
+                "kv_connector_extra_config": {"listen": control},
+            },
+        )
+        for name, role, control in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), controls, strict=True)
+    ]
+    for server in servers:
+        server.until_healthy()
+    proxies = [_proxy(pool, setting, way, servers, controls) for way in _WAYS]
+    found = {way: Direct(f"kvpipe {way}", proxy.url) for way, proxy in zip(_WAYS, proxies, strict=True)}
+    # Decode that waits takes prefill's CPU: prefill would predict by that speed for the others too.
+    apart = [found.pop("concurrent")]
+    asker = ControlClient(TOKEN)
+
+    def once(tokens: list[int]) -> float:
+        handoff = secrets.token_hex(16)
+        params = {"kvpipe": {"handoff": handoff, "role": "produce"}}
+        took_s = _timed(lambda: client.prefill(servers[0].url, tokens, kv_transfer_params=params))
+        asker.release(controls[0], handoff).wait()
+        return took_s
+
+    return Group(
+        "kvpipe", servers[0], servers[1], list(found.values()), once, proxies, apart, plain_once=_plain(servers[0])
+    )
+
+
+def _proxy(pool: ServerPool, setting: Setting, way: str, servers: Sequence[Server], controls: Sequence[str]) -> Server:
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "kvpipe", "proxy", "--port", str(port), "--dispatch", way]
+    for role, server, control in zip(("prefill", "decode"), servers, controls, strict=True):
+        command += [f"--{role}", f"{server.url},{control}"]
+    env = {"KVPIPE_TOKEN": TOKEN}
+    proxy = pool.start(f"proxy {way}", f"http://{LOOPBACK}:{port}", command, env, setting.work / f"proxy-{way}.log")
+    proxy.until_healthy()
+    return proxy
+
+
+# --- NixlConnector ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Nixl:
+    """Asks as vLLM's own toy proxies do, but without a proxy between: prefill, then decode with what it answered."""
+
+    name: str
+    prefill_url: str
+    decode_url: str
+    is_push: bool
+
+    def ask(self, tokens: list[int]) -> Times:
+        """Asks for a few tokens; all of them are decode's, which computes the last prompt token again."""
+        handoff = secrets.token_hex(16)
+        asked_s = time.monotonic()
+        found = self._decode(tokens, handoff, self._prefill(tokens, handoff))
+        first_s, second_s = found.texts_s[:2]
+        return Times(asked_s, first_s, second_s, handoff)
+
+    def prefill_s(self, tokens: list[int]) -> float:
+        """Seconds in which prefill computes a prompt. Decode then fetches it, or its blocks would stay held."""
+        handoff = secrets.token_hex(16)
+        held: list[dict[str, Any]] = []
+        took_s = _timed(lambda: held.append(self._prefill(tokens, handoff)))
+        self._decode(tokens, handoff, held[0])
+        return took_s
+
+    def _prefill(self, tokens: list[int], handoff: str) -> dict[str, Any]:
+        """Has prefill compute a prompt and hold its blocks: where they are."""
+        params = {"do_remote_decode": True, "do_remote_prefill": False, **_NO_REMOTE}
+        done = client.prefill(self.prefill_url, tokens, {"X-Request-Id": handoff}, kv_transfer_params=params)
+        held: dict[str, Any] = done["kv_transfer_params"]
+        return held
+
+    def _decode(self, tokens: list[int], handoff: str, held: dict[str, Any]) -> client.Streamed:
+        if self.is_push:
+            # prefill writes where decode tells it to
+            held = {key: value for key, value in held.items() if key != "remote_block_ids"}
+        return client.stream(self.decode_url, tokens, {"X-Request-Id": handoff}, kv_transfer_params=held)
+
+
+def nixl(mode: str) -> Callable[[ServerPool, Setting], Group]:
+    """A prefill and a decode instance with NixlConnector; `mode` is `Pull` or `Push`."""
+
+    def group(pool: ServerPool, setting: Setting) -> Group:
+        name = f"nixl {mode.lower()}"
+        ports = free_ports(2)
+        servers = [
+            setting.start(
+                pool,
+                f"{name} {part}",
+                {
+                    "kv_connector": f"Nixl{mode}Connector",
+                    "kv_connector_module_path": "kvpipe.bench.handoff.nixl_connector",
+                    "kv_role": role,
+                    "kv_buffer_device": "cpu",
+                    "kv_connector_extra_config": {"num_threads": setting.nixl_threads},
+                },
+                PYTHONPATH=os.pathsep.join(filter(None, [str(setting.nixl_path), os.environ.get("PYTHONPATH")])),
+                VLLM_NIXL_SIDE_CHANNEL_HOST=LOOPBACK,
+                VLLM_NIXL_SIDE_CHANNEL_PORT=str(port),
+                **NIXL_ENV,
+            )
+            for part, role, port in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), ports, strict=True)
+        ]
+        for server in servers:
+            server.until_healthy()
+        subject = Nixl(name, servers[0].url, servers[1].url, mode == "Push")
+        plain = _plain(servers[0])
+        return Group(name, servers[0], servers[1], [subject], subject.prefill_s, plain_once=plain)
+
+    return group
+
+
+GROUPS: dict[str, Callable[[ServerPool, Setting], Group]] = {
+    "undivided": undivided,
+    "kvpipe": kvpipe,
+    "nixl pull": nixl("Pull"),
+    "nixl push": nixl("Push"),
+}
+
+
+def unavailable_reason(name: str, nixl_path: Path) -> str:
+    """Why a group cannot take part here; empty if it can."""
+    if not name.startswith("nixl") or (nixl_path / "nixl").is_dir() or importlib.util.find_spec("nixl"):
+        return ""
+    return f"nixl is not installed; pip install --no-deps --target {nixl_path} nixl nixl-cu12"

@@ -1,0 +1,210 @@
+"""Subjects and what they run: pairs of processes, or one process that copies."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kvpipe.bench.processes import Process, Side, on_cpu
+from kvpipe.bench.programs.request import compose
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from kvpipe.bench.measure import Case
+
+_GIB = 1 << 30
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one round of a case gave.
+
+    Attributes:
+        value: GB/s (10^9 bytes a second of payload), or microseconds: of half a round trip, of a wake.
+        cpu_s_per_gib: Seconds of CPU of all processes for each GiB of payload; `None` where it cannot be told.
+    """
+
+    value: float
+    cpu_s_per_gib: float | None
+
+
+class Runner(Protocol):
+    """What subjects run on once it is opened."""
+
+    transport: str
+    version: str
+
+    def check(self, case: Case, options: Pairs) -> float:
+        """One round whose result is compared, byte by byte; the seconds it took. It is the warm-up too."""
+
+    def sample(self, case: Case, options: Pairs, number: int, count: int) -> Sample:
+        """Another round, of so many tensors, transfers or round trips."""
+
+    def close(self) -> None:
+        """Ends all processes."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """How the processes of a subject are started. Subjects with the same program share them.
+
+    Attributes:
+        name: The program's.
+        command: What is started, before the role.
+        roles: Of its processes; the first takes the time, the last is asked first.
+        setup: Words that every process is given besides the size of its buffer.
+        env: Variables that every process is given.
+        is_paused: Its processes are stopped while others are measured: some never sleep.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    roles: tuple[str, ...] = ("active", "passive")
+    setup: Pairs = ()
+    env: Pairs = ()
+    is_paused: bool = False
+
+    def start(self, role: str, words: Mapping[str, object]) -> Process:
+        """Starts the process of one role, which says hello."""
+        line = compose(role, {**dict(self.setup), **words}).split()
+        return Process([*self.command, *line], dict(self.env))
+
+    def open(self, words: Mapping[str, object]) -> Runner:
+        """Starts all its processes and lets them meet; with `is_pinned` each on a CPU of its own."""
+        started: list[Process] = []
+        try:
+            for place, role in enumerate(self.roles):
+                with on_cpu(place if words.get("is_pinned") else None):
+                    started.append(self.start(role, words))
+            return PausedGroup(started) if self.is_paused else Group(started)
+        except BaseException:
+            for side in started:
+                side.close()
+            raise
+
+
+class Startable(Protocol):
+    """Something that can be opened: a program, or a tool that is started anew for each sample."""
+
+    def open(self, words: Mapping[str, object]) -> Runner:
+        """Starts it."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One line of a table.
+
+    Attributes:
+        name: In the table.
+        data_path: `default` (what UCX chooses), `tcp`, or empty where no transport is involved.
+        program: What runs it.
+        kinds: Of cases that it can do.
+        options: Words of each request.
+        is_ours: It is kvpipe: its failure is the benchmark's.
+        fits: Whether it can do a case of its kinds.
+    """
+
+    name: str
+    data_path: str
+    program: Startable
+    kinds: frozenset[str]
+    options: Pairs = ()
+    is_ours: bool = False
+    fits: Callable[[Case], bool] = field(default=lambda _: True, compare=False)
+
+    def can(self, case: Case) -> bool:
+        """Whether it takes part in a case."""
+        return case.kind in self.kinds and self.fits(case)
+
+
+class Group:
+    """Processes that have met. The first takes the time."""
+
+    def __init__(self, sides: Sequence[Side]) -> None:
+        self._sides = sides
+        hellos = [side.answer() for side in sides]
+        for side, own in zip(sides, hellos, strict=True):
+            others = (hello.items() for hello in hellos if hello is not own)
+            side.ask(compose("meet", dict(itertools.chain.from_iterable(others))))
+        met = [side.answer() for side in sides]
+        self.transport = next((words["transport"] for words in met if "transport" in words), "")
+        self.version = next((words["version"] for words in hellos if "version" in words), "")
+
+    def check(self, case: Case, options: Pairs) -> float:
+        """One round whose result is compared; the seconds it took."""
+        self._ask_all("clear", case, options, 0, case.first_count)
+        started = time.monotonic()
+        self._ask_all("run", case, options, 0, case.first_count)
+        took_s = time.monotonic() - started
+        self._ask_all("verify", case, options, 0, case.first_count)
+        return took_s
+
+    def sample(self, case: Case, options: Pairs, number: int, count: int) -> Sample:
+        """Another round."""
+        before = self._cpu_s()
+        answer = self._ask_all("run", case, options, number, count)
+        cpu_s = self._cpu_s() - before
+        if case.is_timed:
+            return Sample(float(answer["us"]), None)
+        num_bytes = case.payload_bytes(count)
+        return Sample(num_bytes / float(answer["seconds"]) / 1e9, cpu_s / num_bytes * _GIB)
+
+    def _ask_all(self, verb: str, case: Case, options: Pairs, number: int, count: int) -> dict[str, str]:
+        words = {
+            "kind": case.kind,
+            "bytes": case.num_bytes,
+            "blocks": case.num_blocks,
+            "layout": case.layout or "none",
+            "count": count,
+            "round": number,
+            **dict(options),
+        }
+        for side in reversed(self._sides):  # the passive one first: it should be ready when the other begins
+            side.ask(compose(verb, words))
+        answers = [side.answer() for side in self._sides]
+        return answers[0]
+
+    def _cpu_s(self) -> float:
+        return sum(side.cpu_s() for side in self._sides)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for side in self._sides:
+            side.close()
+
+
+class PausedGroup(Group):
+    """Processes that run only while they are measured."""
+
+    def __init__(self, processes: Sequence[Process]) -> None:
+        self._processes = processes
+        super().__init__(processes)
+        self._signal(signal.SIGSTOP)
+
+    def check(self, case: Case, options: Pairs) -> float:
+        """One round whose result is compared; the seconds it took."""
+        with self._running():
+            return super().check(case, options)
+
+    def sample(self, case: Case, options: Pairs, number: int, count: int) -> Sample:
+        """Another round."""
+        with self._running():
+            return super().sample(case, options, number, count)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            process.signal(number)

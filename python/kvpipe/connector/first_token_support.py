@@ -1,0 +1,39 @@
+"""Whether this engine can force the producer's first token; otherwise it samples its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+
+class FirstTokenSupport:
+    """Conditions under which one engine forces first tokens.
+
+    Attributes:
+        are_workers_ready: Whether all ranks have the logits processor; they report that after their start.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._is_speculative = vllm_config.speculative_config is not None
+        self._logprobs_mode = str(vllm_config.model_config.logprobs_mode)
+        self.are_workers_ready = False
+
+    def is_supported(self) -> bool:
+        """Whether this engine can force first tokens at all."""
+        return self.are_workers_ready and not self._is_speculative
+
+    def unsupported_reason(self, request: Request) -> str:
+        """Why the first token of a request cannot be forced; empty if it can."""
+        params = request.sampling_params
+        if self._is_speculative:
+            return "speculative decoding"
+        if not self.are_workers_ready:
+            return "vLLM did not load kvpipe's logits processor"
+        if params is not None and params.prompt_logprobs is not None:
+            return "prompt logprobs"
+        if params is not None and params.logprobs is not None and self._logprobs_mode.startswith("processed"):
+            return f"logprobs in mode {self._logprobs_mode} would be those of a masked distribution"
+        return ""

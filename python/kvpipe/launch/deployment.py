@@ -1,0 +1,234 @@
+"""Prefill and decode instances and their proxy, on one machine.
+
+`Deployment` starts, watches and ends the processes. It does not react when one dies, so that tests can kill and restart
+processes.
+"""
+
+import asyncio
+import http
+import signal
+import socket
+import threading
+import time
+from collections.abc import Coroutine, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from kvpipe.exceptions import ConfigError, KVPipeError
+from kvpipe.launch.plan import Echo, Instance, Planner
+from kvpipe.launch.process import ChildProcess
+from kvpipe.launch.spec import DeploymentSpec
+from kvpipe.launch.watchdog import Watchdog
+
+__all__ = ["Deployment", "DeploymentSpec", "DeploymentThread", "Instance"]
+
+T = TypeVar("T")
+
+_HEALTH_INTERVAL_S = 1.0
+_HEALTH_TIMEOUT_S = 5.0
+_PROGRESS_INTERVAL_S = 5.0
+
+
+class Deployment:
+    """The processes of a `DeploymentSpec`.
+
+    An asynchronous context manager: the processes are healthy inside its block, and ended after it.
+    """
+
+    def __init__(self, spec: DeploymentSpec, *, echo: Echo | None = None, report: Echo | None = None) -> None:
+        """Plans ports and command lines; starts nothing.
+
+        Args:
+            spec: The processes to start.
+            echo: Called with each log line of each process, prefixed with its name.
+            report: Called with a progress line every few seconds during the start.
+        """
+        self.spec = spec
+        self._report = report or (lambda _: None)
+        self._watchdog = Watchdog()
+        plan = Planner(spec, self._watchdog, echo).plan()
+        self.prefill, self.decode = plan.prefill, plan.decode
+        self.undivided, self.proxy = plan.undivided, plan.proxy
+
+    @property
+    def instances(self) -> list[Instance]:
+        """All processes except the proxy."""
+        return [*self.prefill, *self.decode, *self.undivided]
+
+    @property
+    def processes(self) -> list[Instance]:
+        """All processes."""
+        return self.instances if self.proxy is None else [*self.instances, self.proxy]
+
+    @property
+    def url(self) -> str:
+        """The proxy's address."""
+        if self.proxy is None:
+            raise ConfigError("this deployment has no proxy: its spec has proxy_command=None")
+        return self.proxy.url
+
+    async def __aenter__(self) -> Self:
+        """Starts all processes; ends them again if that fails."""
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends all processes."""
+        await self.stop()
+
+    async def start(self) -> None:
+        """Starts the instances, then the proxy, and returns when all answer `/health` with 200.
+
+        Raises:
+            KVPipeError: A process ended, or the timeout has passed. The others keep running until `stop`.
+        """
+        if self.proxy is not None:
+            _check_address_is_free(self.spec.host, self.proxy.url)
+        for instance in self.instances:
+            await instance.child.start()
+        await self.until_healthy(self.instances)
+        if self.proxy is not None:
+            await self.proxy.child.start()
+            await self.until_healthy([self.proxy])
+
+    async def restart(self, instance: Instance) -> None:
+        """Kills one process, and starts it again with the same addresses."""
+        await instance.child.stop(0)
+        await instance.child.start()
+        await self.until_healthy([instance])
+
+    async def stop(self) -> None:
+        """Ends all processes and their children, the proxy first."""
+        if self.proxy is not None:
+            await self.proxy.child.stop(self.spec.grace_s)
+        grace_s = self.spec.grace_s
+        await asyncio.gather(*(instance.child.stop(grace_s) for instance in self.instances))
+        await self._watchdog.close()
+
+    def kill(self) -> None:
+        """Kills the processes that a pending `stop` waits for."""
+        for process in self.processes:
+            process.child.send_signal(signal.SIGKILL)
+
+    async def first_exit(self) -> Instance:
+        """Waits until a process has ended, and returns it."""
+        waits = {asyncio.create_task(process.child.wait()): process for process in self.processes}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        return waits[done.pop()]
+
+    async def until_healthy(self, processes: Iterable[Instance]) -> None:
+        """Waits until each of `processes` answers `/health` with 200.
+
+        Raises:
+            KVPipeError: A process ended (the message has its last lines), or the timeout has passed.
+        """
+        began = reported = time.monotonic()
+        pending = list(processes)
+        timeout = aiohttp.ClientTimeout(total=_HEALTH_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while pending := await _not_yet_healthy(session, pending):
+                names = ", ".join(process.name for process in pending)
+                now = time.monotonic()
+                if now - began > self.spec.startup_timeout_s:
+                    raise KVPipeError(f"{names}: not healthy after {self.spec.startup_timeout_s:.0f} s")
+                if now - reported >= _PROGRESS_INTERVAL_S:
+                    reported = now
+                    self._report(f"{now - began:.0f} s, still starting: {names}")
+                await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+
+class DeploymentThread:
+    """A `Deployment` for callers without an event loop: a context manager with a loop in a thread.
+
+    `deployment` is the deployment; `call` runs a coroutine of it, or of one of its children, to the end.
+    """
+
+    def __init__(self, spec: DeploymentSpec, *, echo: Echo | None = None, report: Echo | None = None) -> None:
+        """Accepts the arguments of `Deployment`; starts nothing."""
+        self.deployment = Deployment(spec, echo=echo, report=report)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvpipe-up", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Starts all processes; ends them again if that fails."""
+        self._thread.start()
+        try:
+            self.call(self.deployment.start())
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends all processes and the thread."""
+        try:
+            self.call(self.deployment.stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the deployment's loop, and returns its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def _check_address_is_free(host: str, url: str) -> None:
+    """Finds a port in use before the models are loaded, not after."""
+    port = urlsplit(url).port
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; use another --port") from error
+
+
+async def _not_yet_healthy(session: aiohttp.ClientSession, processes: list[Instance]) -> list[Instance]:
+    for process in processes:
+        if not process.child.is_running:
+            await process.child.stop(grace_s=0)  # afterwards all of its output has been read
+            raise KVPipeError(_early_exit(process.child))
+    healthy = await asyncio.gather(*(_is_healthy(session, process.url) for process in processes))
+    return [process for process, is_healthy in zip(processes, healthy, strict=True) if not is_healthy]
+
+
+async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == http.HTTPStatus.OK
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def _early_exit(child: ChildProcess) -> str:
+    lines = "\n".join(f"  [{child.name}] {line}" for line in child.tail)
+    how = exit_text(child.returncode)
+    return f"{child.name} ended with {how} before it was healthy; its last lines:\n{lines}"
+
+
+def exit_text(returncode: int | None) -> str:
+    """Describes how a process ended: `exit code 1`, `signal SIGKILL`."""
+    if returncode is not None and returncode < 0:
+        return f"signal {signal.Signals(-returncode).name}"
+    return f"exit code {returncode}"

@@ -1,0 +1,177 @@
+"""Plans the processes of a spec: ports, environments and command lines. Starts nothing."""
+
+import dataclasses
+import importlib.metadata
+import itertools
+import json
+import os
+import random
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from kvpipe.exceptions import ConfigError
+from kvpipe.launch.process import ChildProcess
+from kvpipe.launch.spec import LOOPBACK, DeploymentSpec
+from kvpipe.launch.watchdog import Watchdog
+
+Role = Literal["prefill", "decode", "undivided", "proxy"]
+Echo = Callable[[str], None]
+
+_LOWEST_PORT = 10_000
+_KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+# For vLLM's CPU build. By default, all instances bind to the same cores, and each takes a share of all memory for its
+# KV. With these, they share the cores and have 1 GiB of KV each.
+_CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Instance:
+    """One process of a deployment, with its addresses."""
+
+    role: Role
+    url: str
+    control: str | None
+    """`host:port` of the connector's control port; None without a connector."""
+    child: ChildProcess
+
+    @property
+    def name(self) -> str:
+        """Name of the process, such as `prefill-0`."""
+        return self.child.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The processes of a deployment, with their addresses, before their start."""
+
+    prefill: list[Instance]
+    decode: list[Instance]
+    undivided: list[Instance]
+    proxy: Instance | None
+
+
+class Planner:
+    """Turns a spec into a plan. Picks free ports; starts nothing."""
+
+    def __init__(self, spec: DeploymentSpec, watchdog: Watchdog, echo: Echo | None) -> None:
+        """Accepts the arguments of `Deployment`, and the watchdog for its processes."""
+        num_engines = spec.num_prefill + spec.num_decode
+        self._spec = spec
+        self._echo = echo
+        self._watchdog = watchdog
+        self._env = _environment(spec)
+        self._ports = iter(free_ports(2 * num_engines + spec.num_undivided + 1))
+
+    def plan(self) -> Plan:
+        """Returns the processes of the spec."""
+        spec = self._spec
+        prefill = [self._instance("prefill", index) for index in range(spec.num_prefill)]
+        decode = [self._instance("decode", index) for index in range(spec.num_decode)]
+        undivided = [self._instance("undivided", index) for index in range(spec.num_undivided)]
+        proxy = None
+        if spec.proxy_command is not None:
+            proxy = self._proxy(spec.proxy_command, [*prefill, *decode])
+        return Plan(prefill, decode, undivided, proxy)
+
+    def _instance(self, role: Role, index: int) -> Instance:
+        spec, port = self._spec, str(next(self._ports))
+        where = ["--model", spec.model, "--host", LOOPBACK, "--port", port]
+        command = [*spec.server_command, *where]
+        if spec.block_size is not None:
+            command += ["--block-size", str(spec.block_size)]
+        control = None
+        if role in _KV_ROLE:
+            control = f"{LOOPBACK}:{next(self._ports)}"
+            command += [
+                "--kv-transfer-config",
+                json.dumps(_kv_transfer_config(spec, role, control)),
+            ]
+        command += spec.vllm_args
+        child = self._child(f"{role}-{index}", command)
+        return Instance(role, f"http://{LOOPBACK}:{port}", control, child)
+
+    def _proxy(self, command: Sequence[str], engines: Sequence[Instance]) -> Instance:
+        spec, port = self._spec, self._spec.port or next(self._ports)
+        where = ["--host", spec.host, "--port", str(port)]
+        command = [*command, *where, "--dispatch", spec.dispatch]
+        for engine in engines:
+            command += [f"--{engine.role}", f"{engine.url},{engine.control}"]
+        return Instance("proxy", f"http://{spec.host}:{port}", None, self._child("proxy", command))
+
+    def _child(self, name: str, command: Sequence[str]) -> ChildProcess:
+        log_dir = self._spec.log_dir
+        log_path = None if log_dir is None else log_dir / f"{name}.log"
+        return ChildProcess(
+            name,
+            command,
+            self._env,
+            watchdog=self._watchdog,
+            log_path=log_path,
+            echo=self._echo,
+        )
+
+
+def is_cpu_vllm() -> bool:
+    """Whether the vLLM installed here is its CPU build, by the rule that vLLM itself uses."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return distribution == "vllm-cpu" or "cpu" in version
+    return False
+
+
+def _environment(spec: DeploymentSpec) -> dict[str, str]:
+    """This process's environment with defaults for missing variables; the user's own values stay."""
+    env = {**os.environ, **spec.env}
+    defaults = {"PYTHONUNBUFFERED": "1"}
+    if is_cpu_vllm():
+        defaults |= _CPU_ENV
+    if Path(spec.model).is_dir():
+        defaults["HF_HUB_OFFLINE"] = "1"
+    token = spec.token or env.get("KVPIPE_TOKEN") or secrets.token_hex(16)
+    return {**defaults, **env, "KVPIPE_TOKEN": token}
+
+
+def _kv_transfer_config(spec: DeploymentSpec, role: Role, control: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVPipeConnector",
+        "kv_connector_module_path": spec.connector_module,
+        "kv_role": _KV_ROLE[role],
+        "kv_connector_extra_config": {"listen": control, **spec.connector_config},
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Picks different ports that are free now, and likely a minute later, when an instance binds them.
+
+    They lie below the range of ephemeral ports, which the kernel assigns to any socket meanwhile.
+    """
+    candidates = random.sample(range(_LOWEST_PORT, max(_first_ephemeral_port(), _LOWEST_PORT + 10_000)), 10_000)
+    ports = list(itertools.islice(filter(_is_free, candidates), count))
+    if len(ports) < count:
+        raise ConfigError(
+            f"found {len(ports)} of {count} free ports from {_LOWEST_PORT} on; end programs that listen there"
+        )
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as attempt:
+        try:
+            attempt.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 32768  # Linux's default

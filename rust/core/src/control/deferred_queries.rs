@@ -1,0 +1,271 @@
+//! Queries to this control port that have no reply yet: they wait for a handoff's prefill to end soon, or for its consumer.
+//! Each round of the reactor compares them with the producer's handoffs.
+
+use std::time::{Duration, Instant};
+
+use super::messages::ControlMessage;
+use super::producer::{HandoffStatus, LeasedHandoff, ProducerRole, UNKNOWN_HANDOFF};
+use super::service::Outbox;
+use crate::ids::{HandoffId, SessionKey};
+use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
+
+/// Queries that may wait: bounds what peers make this engine remember.
+pub(super) const DEFERRED_CAP: usize = 1024;
+
+/// What a deferred query waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ReplyCondition {
+    /// The predicted end of prefill is at most `lead` away.
+    PrefillEnd { lead: Duration },
+    /// A consumer watches the handoff.
+    Consumer,
+}
+
+#[derive(Debug)]
+pub(super) struct DeferredQuery {
+    pub(super) session: SessionKey,
+    pub(super) id: u64,
+    pub(super) handoff: HandoffId,
+    pub(super) condition: ReplyCondition,
+    /// When the query ends if its handoff is still unknown.
+    pub(super) deadline: Instant,
+}
+
+impl Waiter for DeferredQuery {
+    fn session(&self) -> SessionKey {
+        self.session
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum DeferredReply {
+    /// Prefill is predicted to end after this time.
+    Due(Duration),
+    /// Prefill has finished this long before the prediction, if there was one.
+    Finished(Option<Duration>),
+    /// A consumer watches.
+    Watched,
+    /// The handoff has ended for this reason.
+    Ended(String),
+}
+
+impl DeferredReply {
+    fn to_json(&self) -> String {
+        match self {
+            Self::Due(remaining) => {
+                let remaining = remaining.as_secs_f64();
+                format!(r#"{{"moment": "due", "remaining_s": {remaining}}}"#)
+            }
+            Self::Finished(None) => r#"{"moment": "finished"}"#.to_owned(),
+            Self::Finished(Some(remaining)) => {
+                let remaining = remaining.as_secs_f64();
+                format!(r#"{{"moment": "finished", "remaining_s": {remaining}}}"#)
+            }
+            Self::Watched => r#"{"moment": "watched"}"#.to_owned(),
+            Self::Ended(reason) => {
+                let reason = json_string(reason);
+                format!(r#"{{"moment": "ended", "reason": {reason}}}"#)
+            }
+        }
+    }
+}
+
+fn json_string(text: &str) -> String {
+    let escaped = text.chars().map(|char| match char {
+        '"' | '\\' => format!("\\{char}"),
+        '\0'..='\x1f' => format!("\\u{:04x}", u32::from(char)),
+        _ => char.to_string(),
+    });
+    format!("\"{}\"", escaped.collect::<String>())
+}
+
+impl DeferredQuery {
+    fn send_reply(&self, out: &mut Outbox, reply: &DeferredReply) {
+        let (id, json) = (self.id, reply.to_json());
+        out.send(self.session, ControlMessage::Reply { id, json });
+    }
+
+    /// The reply, once the condition holds or never will.
+    fn reply(&self, now: Instant, producer: &ProducerRole) -> Option<DeferredReply> {
+        match producer.status(&self.handoff) {
+            HandoffStatus::Leased(leased) => self.reply_about(leased, now),
+            HandoffStatus::Ended(reason) => Some(DeferredReply::Ended(reason.to_owned())),
+            HandoffStatus::Unknown if self.deadline <= now => {
+                Some(DeferredReply::Ended(UNKNOWN_HANDOFF.to_owned()))
+            }
+            HandoffStatus::Unknown | HandoffStatus::Expected => None,
+        }
+    }
+
+    fn reply_about(&self, leased: &LeasedHandoff, now: Instant) -> Option<DeferredReply> {
+        let remaining = || Some(leased.prefill_ends?.saturating_duration_since(now));
+        match self.condition {
+            ReplyCondition::Consumer if leased.watchers.is_empty() => None,
+            ReplyCondition::Consumer => Some(DeferredReply::Watched),
+            ReplyCondition::PrefillEnd { .. } if leased.is_finished() => {
+                Some(DeferredReply::Finished(remaining()))
+            }
+            ReplyCondition::PrefillEnd { lead } => {
+                let is_due = |remaining: &Duration| *remaining <= lead;
+                remaining().filter(is_due).map(DeferredReply::Due)
+            }
+        }
+    }
+
+    /// When there is a reply if nothing else happens until then.
+    fn next_look(&self, producer: &ProducerRole) -> Option<Instant> {
+        match (producer.status(&self.handoff), self.condition) {
+            (HandoffStatus::Leased(leased), ReplyCondition::PrefillEnd { lead }) => {
+                leased.prefill_ends?.checked_sub(lead)
+            }
+            (HandoffStatus::Unknown, _) => Some(self.deadline),
+            _ => None,
+        }
+    }
+}
+
+pub(super) struct DeferredQueries(FairWaitlist<DeferredQuery>);
+
+impl Default for DeferredQueries {
+    fn default() -> Self {
+        Self(FairWaitlist::new(DEFERRED_CAP))
+    }
+}
+
+impl DeferredQueries {
+    pub(super) fn add(&mut self, out: &mut Outbox, query: DeferredQuery) {
+        if let Some(displaced) = self.0.admit(query) {
+            let reason = waitlist_full("subscriptions", DEFERRED_CAP);
+            displaced.send_reply(out, &DeferredReply::Ended(reason));
+        }
+    }
+
+    pub(super) fn session_down(&mut self, session: SessionKey) {
+        self.0.remove_if(|query| query.session == session);
+    }
+
+    /// Replies to queries whose condition holds, and returns when to look again.
+    pub(super) fn poll(
+        &mut self,
+        out: &mut Outbox,
+        now: Instant,
+        producer: &ProducerRole,
+    ) -> Option<Instant> {
+        self.0.remove_if(|query| {
+            let reply = query.reply(now, producer);
+            reply.map(|reply| query.send_reply(out, &reply)).is_some()
+        });
+        let waiting = self.0.iter();
+        waiting.filter_map(|query| query.next_look(producer)).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::producer::tests::{opening, producer};
+    use super::*;
+
+    const ID: HandoffId = [1; 16];
+    const LEAD: Duration = Duration::from_secs(2);
+
+    fn query(now: Instant, condition: ReplyCondition) -> DeferredQuery {
+        DeferredQuery {
+            session: 20,
+            id: 0,
+            handoff: ID,
+            condition,
+            deadline: now + Duration::from_secs(60),
+        }
+    }
+
+    fn opened() -> ProducerRole {
+        let mut producer = producer();
+        producer.open(&mut Outbox::default(), ID, opening());
+        producer
+    }
+
+    #[test]
+    fn a_reason_of_any_characters_stays_json() {
+        let escaped = json_string("a \"b\"\\\n\u{1}é");
+        assert_eq!(escaped, r#""a \"b\"\\\u000a\u0001é""#);
+    }
+
+    #[test]
+    fn a_query_is_due_when_the_predicted_end_is_its_lead_away_and_not_before() {
+        let (mut producer, begun) = (opened(), Instant::now());
+        let it = query(begun, ReplyCondition::PrefillEnd { lead: LEAD });
+        assert_eq!(it.next_look(&producer), None, "no prediction");
+        producer.predict_end(&ID, begun + Duration::from_secs(5));
+        let due = begun + Duration::from_secs(3);
+        assert_eq!(it.next_look(&producer), Some(due));
+        let before = due.checked_sub(Duration::from_micros(1)).unwrap();
+        assert_eq!(it.reply(before, &producer), None);
+        assert_eq!(it.reply(due, &producer), Some(DeferredReply::Due(LEAD)));
+        let late = begun + Duration::from_secs(9);
+        let overdue = Some(DeferredReply::Due(Duration::ZERO));
+        assert_eq!(it.reply(late, &producer), overdue);
+    }
+
+    #[test]
+    fn a_later_prediction_replaces_an_earlier_one() {
+        let (mut producer, begun) = (opened(), Instant::now());
+        let it = query(begun, ReplyCondition::PrefillEnd { lead: LEAD });
+        for seconds in [5, 8, 4] {
+            let ends_at = begun + Duration::from_secs(seconds);
+            producer.predict_end(&ID, ends_at);
+            assert_eq!(it.next_look(&producer), ends_at.checked_sub(LEAD));
+        }
+    }
+
+    #[test]
+    fn a_handoff_opened_again_has_no_prediction_until_one_is_made() {
+        let (mut producer, now) = (opened(), Instant::now());
+        producer.predict_end(&ID, now);
+        producer.open(&mut Outbox::default(), ID, opening());
+        let it = query(now, ReplyCondition::PrefillEnd { lead: LEAD });
+        assert_eq!(it.reply(now, &producer), None);
+    }
+
+    #[test]
+    fn a_query_about_an_expected_handoff_has_no_deadline() {
+        let (mut producer, now) = (producer(), Instant::now());
+        let it = query(now, ReplyCondition::Consumer);
+        let late = it.deadline + Duration::from_secs(1);
+        assert_eq!(it.next_look(&producer), Some(it.deadline));
+        let unknown = DeferredReply::Ended(UNKNOWN_HANDOFF.to_owned());
+        assert_eq!(it.reply(late, &producer), Some(unknown));
+        producer.expect(ID);
+        assert_eq!(it.next_look(&producer), None);
+        assert_eq!(it.reply(late, &producer), None);
+    }
+
+    #[test]
+    fn deferred_queries_are_capped_without_shutting_out_another_peer() {
+        let (mut deferred, now) = (DeferredQueries::default(), Instant::now());
+        let mut out = Outbox::default();
+        for _ in 0..=DEFERRED_CAP {
+            deferred.add(&mut out, query(now, ReplyCondition::Consumer));
+        }
+        assert_eq!(deferred.0.iter().len(), DEFERRED_CAP);
+        assert_eq!(out.messages.len(), 1, "one has its reply");
+        let other = DeferredQuery {
+            session: 21,
+            ..query(now, ReplyCondition::Consumer)
+        };
+        deferred.add(&mut out, other);
+        let of_other = deferred.0.iter().filter(|it| it.session == 21);
+        assert_eq!(
+            (of_other.count(), deferred.0.iter().len()),
+            (1, DEFERRED_CAP)
+        );
+    }
+
+    #[test]
+    fn deferred_queries_end_with_their_session() {
+        let (mut deferred, mut out) = (DeferredQueries::default(), Outbox::default());
+        let query = query(Instant::now(), ReplyCondition::Consumer);
+        deferred.add(&mut out, query);
+        deferred.session_down(20);
+        assert_eq!(deferred.0.iter().len(), 0);
+    }
+}

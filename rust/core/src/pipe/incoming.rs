@@ -1,0 +1,145 @@
+//! Tensors that have arrived at the receiving end and wait for a receive, in order.
+
+use std::collections::VecDeque;
+
+use super::{EAGER_CAP, MESSAGES_IN_FLIGHT};
+use crate::checksum;
+use crate::error::{Error, Result};
+use crate::net::codec::Reader;
+use crate::tensor::Meta;
+use crate::transfer::fetch::{Held, Offer};
+
+/// A tensor that is here, or that can be fetched.
+pub(super) struct IncomingTensor {
+    pub(super) sequence: u64,
+    pub(super) meta: Meta,
+    pub(super) content: Content,
+}
+
+pub(super) enum Content {
+    Eager(Vec<u8>),
+    /// The message differs from its checksum.
+    Corrupt {
+        /// An offer: its sender waits for an answer.
+        was_offered: bool,
+    },
+    Offer(Offer),
+}
+
+/// The queue, and the sequence number of the next tensor.
+#[derive(Default)]
+pub(super) struct IncomingQueue {
+    queue: VecDeque<IncomingTensor>,
+    next_sequence: u64,
+}
+
+/// Messages of the sender.
+impl IncomingQueue {
+    /// A small tensor with its bytes.
+    pub(super) fn eager(&mut self, sequence: u64, header: Reader<'_>, data: &[u8]) -> Result<()> {
+        if !matches_checksum(header, data)? {
+            return self.corrupt(sequence, false);
+        }
+        let mut reader = Reader::new(data);
+        let meta = Meta::read(&mut reader)?;
+        let bytes = reader.bytes(EAGER_CAP)?.to_vec();
+        reader.end()?;
+        self.push(IncomingTensor {
+            sequence,
+            meta,
+            content: Content::Eager(bytes),
+        })
+    }
+
+    /// A large tensor, to be fetched.
+    pub(super) fn offer(&mut self, sequence: u64, header: Reader<'_>, data: &[u8]) -> Result<()> {
+        if !matches_checksum(header, data)? {
+            return self.corrupt(sequence, true);
+        }
+        let mut reader = Reader::new(data);
+        let meta = Meta::read(&mut reader)?;
+        let offer = Offer::read(&mut reader)?;
+        reader.end()?;
+        if offer.len <= EAGER_CAP && offer.held == Held::Host {
+            let len = offer.len;
+            return Err(Error::protocol(format_args!("an offer of {len} bytes")));
+        }
+        self.push(IncomingTensor {
+            sequence,
+            meta,
+            content: Content::Offer(offer),
+        })
+    }
+
+    /// A message that differs from its checksum: none of its fields can be trusted.
+    fn corrupt(&mut self, sequence: u64, was_offered: bool) -> Result<()> {
+        self.push(IncomingTensor {
+            sequence,
+            meta: Meta::default(),
+            content: Content::Corrupt { was_offered },
+        })
+    }
+
+    fn push(&mut self, tensor: IncomingTensor) -> Result<()> {
+        if tensor.sequence != self.next_sequence || self.queue.len() >= MESSAGES_IN_FLIGHT {
+            return Err(Error::protocol(format_args!(
+                "tensor {} arrived, {} was next and {} wait",
+                tensor.sequence,
+                self.next_sequence,
+                self.queue.len()
+            )));
+        }
+        self.next_sequence += 1;
+        self.queue.push_back(tensor);
+        Ok(())
+    }
+
+    /// Drops a tensor that its sender withdraws; false if it is not in the queue.
+    pub(super) fn withdraw(&mut self, sequence: u64) -> bool {
+        let is_match = |tensor: &IncomingTensor| tensor.sequence == sequence;
+        let at = self.queue.iter().position(is_match);
+        at.and_then(|at| self.queue.remove(at)).is_some()
+    }
+
+    /// Drops the offers, whose memory is gone with the sender. Eager tensors stay.
+    pub(super) fn drop_offers(&mut self) {
+        self.queue
+            .retain(|tensor| !matches!(tensor.content, Content::Offer(_)));
+    }
+}
+
+/// The receiver's side.
+impl IncomingQueue {
+    pub(super) fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    pub(super) fn next(&self) -> Option<&IncomingTensor> {
+        self.queue.front()
+    }
+
+    pub(super) fn pop(&mut self) -> Option<IncomingTensor> {
+        self.queue.pop_front()
+    }
+
+    /// Returns a popped tensor that was not received to the front.
+    pub(super) fn requeue(&mut self, tensor: IncomingTensor) {
+        self.queue.push_front(tensor);
+    }
+
+    /// The offer with this sequence number, if it is queued.
+    pub(super) fn offer_of(&mut self, sequence: u64) -> Option<&mut Offer> {
+        let is_match = |tensor: &&mut IncomingTensor| tensor.sequence == sequence;
+        match &mut self.queue.iter_mut().find(is_match)?.content {
+            Content::Offer(offer) => Some(offer),
+            _ => None,
+        }
+    }
+}
+
+/// Compares a payload with the checksum in the rest of its header; true without a checksum.
+fn matches_checksum(mut header: Reader<'_>, payload: &[u8]) -> Result<bool> {
+    let (is_checksummed, checksum) = (header.flag()?, header.u64()?);
+    header.end()?;
+    Ok(!is_checksummed || checksum::of(payload) == checksum)
+}

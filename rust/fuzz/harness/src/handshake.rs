@@ -1,0 +1,119 @@
+//! The handshake as a state machine, against a peer that sends what it should, something near to it, or anything else.
+
+use kvpipe_core::Result;
+use kvpipe_core::net::codec::Reader;
+use kvpipe_core::net::handshake::{Handshake, Step};
+use kvpipe_core::net::identity::{Identity, SessionKind};
+
+use crate::hostile::TOKEN;
+
+/// The engine id of the victim: a frame that contains it has disclosed its identity.
+const ENGINE_ID: &str = "engine of the side under test";
+
+const HONEST: u8 = 0;
+const OTHER: u8 = 2;
+const MOVES: u8 = 3;
+
+/// The peer, and the frames that it has not sent yet.
+struct Peer {
+    handshake: Handshake,
+    identity: Identity,
+    outbox: Vec<Vec<u8>>,
+}
+
+impl Peer {
+    fn receive(&mut self, frame: &[u8]) {
+        let step = self
+            .handshake
+            .frame(frame, &self.identity.clone(), |_| Ok(()));
+        match step {
+            Ok(Step::Continue(frames) | Step::Admitted { frames, .. }) => self.outbox = frames,
+            Ok(Step::Refuse(frame, _)) => self.outbox = vec![frame],
+            Ok(Step::Ready) | Err(_) => {}
+        }
+    }
+}
+
+/// The next frame as the bytes have it, and whether an honest peer would send it now.
+fn next_frame(reader: &mut Reader<'_>, peer: &mut Peer) -> Result<Option<(Vec<u8>, bool)>> {
+    let kind = reader.u8()? % MOVES;
+    if kind == OTHER {
+        let len = reader.u16()?;
+        return Ok(Some((reader.raw(len.into())?.to_vec(), false)));
+    }
+    let Some(mut frame) = peer.outbox.pop() else {
+        return Ok(None);
+    };
+    if kind == HONEST {
+        return Ok(Some((frame, true)));
+    }
+    let (at, flip) = (reader.u16()?, reader.u8()?);
+    let at = usize::from(at) % frame.len();
+    frame[at] ^= flip;
+    Ok(Some((frame, flip == 0)))
+}
+
+fn identity(engine_id: &str) -> Identity {
+    Identity::new(SessionKind::Pipe, engine_id, Vec::new()).expect("identity")
+}
+
+fn contains(frame: &[u8], text: &str) -> bool {
+    frame
+        .windows(text.len())
+        .any(|part| part == text.as_bytes())
+}
+
+/// Only a peer that holds the token and has kept to every byte is admitted, and learns who the victim is.
+///
+/// # Panics
+/// Another peer is admitted or learns it.
+pub(crate) fn handshake(bytes: &[u8]) {
+    let Some((flags, rest)) = bytes.split_first() else {
+        return;
+    };
+    let (is_server, has_token) = (flags & 1 != 0, flags & 2 == 0);
+    let token = if has_token { TOKEN } else { b"another" };
+    let ours = identity(ENGINE_ID);
+    let client = |token| Handshake::client(token, "peer").expect("client");
+    let server = |token| Handshake::server(token, "peer").expect("server");
+    let (mut victim, mut peer) = {
+        let (client, hello) = client(if is_server { token } else { TOKEN });
+        let server = server(if is_server { TOKEN } else { token });
+        let (victim, handshake) = if is_server {
+            (server, client)
+        } else {
+            (client, server)
+        };
+        let identity = identity("the peer");
+        let mut peer = Peer {
+            handshake,
+            identity,
+            outbox: Vec::new(),
+        };
+        if is_server {
+            peer.outbox.push(hello);
+        } else {
+            peer.receive(&hello);
+        }
+        (victim, peer)
+    };
+    let mut is_honest = has_token;
+    let mut reader = Reader::new(rest);
+    while let Ok(Some((frame, is_right))) = next_frame(&mut reader, &mut peer) {
+        is_honest &= is_right;
+        let frames = match victim.frame(&frame, &ours, |_| Ok(())) {
+            Ok(Step::Continue(frames)) => frames,
+            Ok(Step::Admitted { frames, .. }) => {
+                assert!(is_honest, "a stranger was admitted");
+                frames
+            }
+            Ok(Step::Ready) | Err(_) => return,
+            Ok(Step::Refuse(frame, _)) => vec![frame],
+        };
+        for frame in frames {
+            let is_disclosed = contains(&frame, ENGINE_ID);
+            assert!(is_honest || !is_disclosed, "a stranger learns who this is");
+            peer.receive(&frame);
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! A peer in the same process that passes the handshake and then does what a script says.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::Duration;
+
+use kvpipe_core::checksum;
+use kvpipe_core::fuzzing::PeerPlane;
+use kvpipe_core::net::handshake::{Handshake, SessionId, Step as HandshakeStep};
+use kvpipe_core::net::identity::{Identity, SessionKind};
+use kvpipe_core::transport::{MemoryPath, Transport};
+use rustix::net::sockopt;
+
+use crate::kinds::session::APPLICATION;
+use crate::script::{ADDRESS, Flags, KEY, Step, Victim};
+
+/// The secret that both sides share.
+pub(crate) const TOKEN: &[u8] = b"token";
+/// Bytes of the peer's memory.
+const EXPOSED_BYTES: usize = 64 << 10;
+/// Most bytes of the victim's that are kept.
+const RECEIVED_CAP: usize = 64 << 10;
+/// Most rounds of a handshake.
+const HANDSHAKE_ROUNDS: usize = 1_000_000;
+
+pub(crate) fn transport(flags: Flags) -> Transport {
+    Transport::Memory(if flags.is_remote_read() {
+        MemoryPath::RemoteRead
+    } else {
+        MemoryPath::Stream
+    })
+}
+
+pub(crate) struct Hostile {
+    listener: Option<TcpListener>,
+    stream: Option<TcpStream>,
+    inbox: Vec<u8>,
+    /// What the victim has sent on the socket since the handshake, up to [`RECEIVED_CAP`].
+    received: Vec<u8>,
+    identity: Identity,
+    plane: Option<PeerPlane>,
+    session_id: SessionId,
+}
+
+impl Hostile {
+    /// A peer that the victim connects to, at the address.
+    pub(crate) fn listen(kind: SessionKind, transport: Option<&Transport>) -> (Self, String) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
+        let address = listener.local_addr().expect("address").to_string();
+        let mut hostile = Self::new(kind, transport);
+        hostile.listener = Some(listener);
+        (hostile, address)
+    }
+
+    /// A peer that connects to the victim.
+    pub(crate) fn connect(
+        kind: SessionKind,
+        transport: Option<&Transport>,
+        address: Option<SocketAddr>,
+    ) -> Self {
+        let mut hostile = Self::new(kind, transport);
+        let stream = TcpStream::connect(address.expect("address")).expect("connect");
+        hostile.use_stream(stream);
+        hostile
+    }
+
+    fn new(kind: SessionKind, transport: Option<&Transport>) -> Self {
+        Self {
+            listener: None,
+            stream: None,
+            inbox: Vec::new(),
+            received: Vec::new(),
+            identity: Identity::new(kind, "hostile", Vec::new()).expect("identity"),
+            plane: transport.map(|it| PeerPlane::open(it, EXPOSED_BYTES).expect("plane")),
+            session_id: [0; 16],
+        }
+    }
+
+    fn use_stream(&mut self, stream: TcpStream) {
+        // A connection in TIME_WAIT occupies its port, and there are millions of conversations.
+        sockopt::set_socket_linger(&stream, Some(Duration::ZERO)).expect("linger");
+        stream.set_nonblocking(true).expect("nonblocking");
+        stream.set_nodelay(true).expect("nodelay");
+        self.stream = Some(stream);
+    }
+
+    /// Passes the handshake, except for what the flags leave out.
+    pub(crate) fn handshake(&mut self, victim: &impl Victim, flags: Flags) {
+        if let Some(plane) = &self.plane
+            && !flags.is_unreachable()
+        {
+            self.identity.ucx_address = plane.ucx_address().expect("address");
+        }
+        let (mut handshake, hello) = if let Some(listener) = self.listener.take() {
+            victim.round();
+            let stream = listener.accept().expect("accept").0;
+            self.use_stream(stream);
+            (Handshake::server(TOKEN, "victim").expect("server"), None)
+        } else {
+            let (handshake, hello) = Handshake::client(TOKEN, "victim").expect("client");
+            (handshake, Some(hello))
+        };
+        if let Some(hello) = hello {
+            self.send(&hello);
+        }
+        for _ in 0..HANDSHAKE_ROUNDS {
+            victim.round();
+            self.read_socket();
+            while let Some(frame) = self.next_frame() {
+                let ours = self.identity.clone();
+                let step = handshake.frame(&frame, &ours, |_| Ok(()));
+                if self.advance_handshake(step.expect("an honest victim"), flags) {
+                    return;
+                }
+            }
+            std::thread::yield_now();
+        }
+        panic!("no handshake")
+    }
+
+    /// Sends what follows in the handshake; true when it is over.
+    fn advance_handshake(&mut self, step: HandshakeStep, flags: Flags) -> bool {
+        match step {
+            HandshakeStep::Continue(frames) => frames.iter().for_each(|frame| self.send(frame)),
+            HandshakeStep::Admitted {
+                frames,
+                peer,
+                session_id,
+                is_ready,
+            } => {
+                self.session_id = session_id;
+                if is_ready && flags.is_unready() {
+                    return true;
+                }
+                for frame in &frames {
+                    self.send(frame);
+                }
+                if let Some(plane) = &mut self.plane {
+                    plane.connect(&peer.ucx_address).expect("endpoint");
+                }
+                if is_ready {
+                    self.message(&[0], &[]);
+                    return true;
+                }
+            }
+            HandshakeStep::Ready => {
+                if !flags.is_unready() {
+                    self.message(&[0], &[]);
+                }
+                return true;
+            }
+            HandshakeStep::Refuse(_, error) => panic!("an honest victim was refused: {error}"),
+        }
+        false
+    }
+
+    fn read_socket(&mut self) {
+        if let Some(stream) = &mut self.stream {
+            let _ = stream.read_to_end(&mut self.inbox);
+        }
+    }
+
+    fn next_frame(&mut self) -> Option<Vec<u8>> {
+        let (len, rest) = self.inbox.split_first_chunk::<4>()?;
+        let len = u32::from_le_bytes(*len) as usize;
+        let frame = rest.get(..len)?.to_vec();
+        self.inbox.drain(..4 + len);
+        Some(frame)
+    }
+
+    /// Connects socket and data plane, and passes no handshake.
+    pub(crate) fn skip_handshake(mut self, ucx_address: &[u8]) -> Self {
+        if let Some(listener) = self.listener.take() {
+            let stream = listener.accept().expect("accept").0;
+            self.use_stream(stream);
+        }
+        if let Some(plane) = &mut self.plane {
+            plane.connect(ucx_address).expect("endpoint");
+        }
+        self
+    }
+
+    /// What the victim has sent on the socket.
+    pub(crate) fn into_received(self) -> Vec<u8> {
+        self.received
+    }
+
+    /// Receives what the victim has sent.
+    pub(crate) fn receive(&mut self) {
+        self.read_socket();
+        self.received.append(&mut self.inbox);
+        self.received.truncate(RECEIVED_CAP);
+        if let Some(plane) = &self.plane {
+            plane.progress();
+        }
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        if let Some(stream) = &mut self.stream {
+            let _ = stream.write_all(bytes);
+        }
+    }
+
+    fn send(&mut self, frame: &[u8]) {
+        self.write(&(frame.len() as u32).to_le_bytes());
+        self.write(frame);
+    }
+
+    fn message(&self, header: &[u8], payload: &[u8]) {
+        self.post([&self.session_id[..], header].concat(), payload);
+    }
+
+    fn post(&self, header: Vec<u8>, payload: &[u8]) {
+        if let Some(plane) = &self.plane {
+            plane.send(header, payload);
+        }
+    }
+
+    /// Replaces the placeholders by address and key of its memory.
+    fn fill_in(&self, mut bytes: Vec<u8>) -> Vec<u8> {
+        let Some(plane) = &self.plane else {
+            return bytes;
+        };
+        let (address, key) = plane.exposed().expect("key");
+        for (placeholder, value) in [(ADDRESS, &address.to_le_bytes()[..]), (KEY, &key)] {
+            let placeholder = placeholder.to_le_bytes();
+            let at = |bytes: &[u8]| bytes.windows(8).position(|window| window == placeholder);
+            while let Some(at) = at(&bytes) {
+                bytes[at..at + 8].copy_from_slice(value);
+            }
+        }
+        bytes
+    }
+
+    pub(crate) fn act(&mut self, step: Step) {
+        match step {
+            Step::Socket(bytes) => self.write(&bytes),
+            Step::Connection(frame) => self.send(&frame),
+            Step::Frame(frame) => {
+                let frame = self.fill_in(frame);
+                self.send(&[&[APPLICATION], &frame[..]].concat());
+            }
+            Step::Message(header, payload) => {
+                let (header, payload) = (self.fill_in(header), self.fill_in(payload));
+                self.message(&header, &payload);
+            }
+            Step::Sealed(header, payload) => {
+                let (mut header, payload) = (self.fill_in(header), self.fill_in(payload));
+                header.extend(checksum::of(&payload).to_le_bytes());
+                self.message(&header, &payload);
+            }
+            Step::Stranger(header) => self.post(header, &[]),
+            Step::Shut => {
+                if let Some(stream) = &self.stream {
+                    let _ = stream.shutdown(std::net::Shutdown::Write);
+                }
+            }
+            Step::Leave => self.plane = None,
+            Step::User(..) => {}
+        }
+    }
+}

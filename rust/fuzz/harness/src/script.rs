@@ -1,0 +1,250 @@
+//! What a peer does that keeps to no rules, as read from any bytes, and how the victim is run through it.
+
+use kvpipe_core::Result;
+use kvpipe_core::fuzzing::Round;
+use kvpipe_core::net::codec::{Reader, Writer};
+
+use crate::hostile::Hostile;
+
+/// A reactor is idle again within so many rounds, whatever a peer sends.
+const ROUNDS: usize = 10_000;
+/// Placeholders in a script for address and key of the peer's memory, which are known at run time only.
+pub(crate) const ADDRESS: u64 = u64::from_le_bytes(*b"\xfaADDRESS");
+pub(crate) const KEY: u64 = u64::from_le_bytes(*b"\xfaKEY_KEY");
+
+// Kinds of steps; what is left of `KINDS` is `Step::Leave`.
+const SOCKET: u8 = 0;
+const CONNECTION: u8 = 1;
+const FRAME: u8 = 2;
+const MESSAGE: u8 = 3;
+const SEALED: u8 = 4;
+const LARGE: u8 = 5;
+const STRANGER: u8 = 6;
+const USER: u8 = 7;
+const SHUT: u8 = 8;
+const KINDS: u8 = 10;
+
+// Bits of the first byte of a script.
+pub(crate) const REMOTE_READ: u8 = 1;
+pub(crate) const SERVER: u8 = 2;
+const UNREADY: u8 = 4;
+const UNREACHABLE: u8 = 8;
+pub(crate) const NO_CHECKSUMS: u8 = 16;
+
+/// The first byte of a script: which data path, which side connects, and what of the handshake is missing.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Flags(u8);
+
+impl Flags {
+    /// The data path is remote read, else stream.
+    pub(crate) fn is_remote_read(self) -> bool {
+        self.0 & REMOTE_READ != 0
+    }
+
+    /// The victim connects to the peer, else the peer to the victim.
+    pub(crate) fn is_server(self) -> bool {
+        self.0 & SERVER != 0
+    }
+
+    /// The peer sends nothing after its proof.
+    pub(crate) fn is_unready(self) -> bool {
+        self.0 & UNREADY != 0
+    }
+
+    /// The peer has no UCX address.
+    pub(crate) fn is_unreachable(self) -> bool {
+        self.0 & UNREACHABLE != 0
+    }
+
+    /// Checksums are switched off on the victim's side.
+    pub(crate) fn has_no_checksums(self) -> bool {
+        self.0 & NO_CHECKSUMS != 0
+    }
+}
+
+/// One action of the peer, or of the victim's user.
+#[derive(Debug)]
+pub(crate) enum Step {
+    /// Raw bytes on the socket.
+    Socket(Vec<u8>),
+    /// A frame of any type.
+    Connection(Vec<u8>),
+    /// An application frame.
+    Frame(Vec<u8>),
+    /// An active message of the session: header, payload.
+    Message(Vec<u8>, Vec<u8>),
+    /// The same with the checksum of its payload at the end of its header.
+    Sealed(Vec<u8>, Vec<u8>),
+    /// An active message of no session.
+    Stranger(Vec<u8>),
+    /// The victim's user calls something.
+    User(u8, u8),
+    /// The peer shuts its side of the socket down.
+    Shut,
+    /// The peer's data plane ends.
+    Leave,
+}
+
+/// A script that is being written, for a seed.
+#[derive(Debug)]
+pub(crate) struct Script(Writer);
+
+fn short(writer: Writer, bytes: &[u8]) -> Writer {
+    writer.u16(bytes.len() as u16).raw(bytes)
+}
+
+impl Script {
+    pub(crate) fn new(flags: u8) -> Self {
+        Self(Writer::new(flags))
+    }
+
+    pub(crate) fn connection(self, bytes: &[u8]) -> Self {
+        Self(short(self.0.u8(CONNECTION), bytes))
+    }
+
+    pub(crate) fn frame(self, bytes: &[u8]) -> Self {
+        Self(short(self.0.u8(FRAME), bytes))
+    }
+
+    pub(crate) fn message(self, header: &[u8], payload: &[u8]) -> Self {
+        let writer = self.0.u8(MESSAGE).u8(header.len() as u8).raw(header);
+        Self(short(writer, payload))
+    }
+
+    /// A message whose header ends with the checksum of its payload.
+    pub(crate) fn sealed(self, header: &[u8], payload: &[u8]) -> Self {
+        let writer = self.0.u8(SEALED).u8(header.len() as u8).raw(header);
+        Self(short(writer, payload))
+    }
+
+    /// A message whose header ends with the checksum of its payload, `kib` KiB of one byte.
+    pub(crate) fn large(self, header: &[u8], (kib, fill): (u8, u8)) -> Self {
+        let writer = self.0.u8(LARGE).u8(header.len() as u8).raw(header);
+        Self(writer.u8(kib).u8(fill))
+    }
+
+    pub(crate) fn user(self, what: u8, argument: u8) -> Self {
+        Self(self.0.u8(USER).u8(what).u8(argument))
+    }
+
+    pub(crate) fn shut(self) -> Self {
+        Self(self.0.u8(SHUT))
+    }
+
+    pub(crate) fn finish(self) -> Vec<u8> {
+        self.0.finish()
+    }
+}
+
+fn bytes(reader: &mut Reader<'_>) -> Result<Vec<u8>> {
+    let len = reader.u16()?;
+    reader.raw(len.into()).map(<[u8]>::to_vec)
+}
+
+fn header(reader: &mut Reader<'_>) -> Result<Vec<u8>> {
+    let len = reader.u8()?;
+    reader.raw(len.into()).map(<[u8]>::to_vec)
+}
+
+fn step(reader: &mut Reader<'_>) -> Result<Step> {
+    Ok(match reader.u8()? % KINDS {
+        SOCKET => Step::Socket(bytes(reader)?),
+        CONNECTION => Step::Connection(bytes(reader)?),
+        FRAME => Step::Frame(bytes(reader)?),
+        MESSAGE => Step::Message(header(reader)?, bytes(reader)?),
+        SEALED => Step::Sealed(header(reader)?, bytes(reader)?),
+        LARGE => {
+            let header = header(reader)?;
+            let (kib, fill) = (reader.u8()?, reader.u8()?);
+            Step::Sealed(header, vec![fill; usize::from(kib) << 10])
+        }
+        STRANGER => Step::Stranger(header(reader)?),
+        USER => Step::User(reader.u8()?, reader.u8()?),
+        SHUT => Step::Shut,
+        _ => Step::Leave,
+    })
+}
+
+/// The flags and the complete steps of a script.
+pub(crate) fn read(script: &[u8]) -> (Flags, impl Iterator<Item = Step>) {
+    let (flags, rest) = script.split_first().unwrap_or((&0, &[]));
+    let mut reader = Reader::new(rest);
+    let steps = std::iter::from_fn(move || step(&mut reader).ok());
+    (Flags(*flags), steps)
+}
+
+/// The side under test, with its user.
+pub(crate) trait Victim {
+    /// One round of its reactor.
+    fn round(&self) -> Round;
+    /// Its user calls something.
+    fn act(&mut self, what: u8, argument: u8);
+    /// Its user closes it.
+    fn close(&mut self);
+    /// Every operation that needed the peer has ended. Called when the peer is gone and the reactor still runs.
+    fn check_without_peer(&self) {}
+    /// Every operation has ended, and no memory of the user is kept. Called after the end of the reactor.
+    fn check(&mut self);
+}
+
+/// Runs the reactor until it would sleep; returns the number of its connections.
+fn settle(victim: &impl Victim) -> usize {
+    for _ in 0..ROUNDS {
+        match victim.round() {
+            Round::Busy => {}
+            Round::AtRest { num_sessions } => return num_sessions,
+            Round::Over => return 0,
+        }
+    }
+    panic!("the reactor does not become idle")
+}
+
+/// Runs the reactor until it has dropped its peer. A thread may still be about to hand it the connection.
+fn forget_peer(victim: &impl Victim) {
+    for _ in 0..ROUNDS {
+        if settle(victim) == 0 {
+            return;
+        }
+        std::thread::yield_now();
+    }
+    panic!("the reactor keeps a connection without a peer")
+}
+
+/// Passes the handshake, then runs the script as [`run_script`].
+pub(crate) fn run_session(
+    victim: impl Victim,
+    mut hostile: Hostile,
+    flags: Flags,
+    steps: impl Iterator<Item = Step>,
+) {
+    hostile.handshake(&victim, flags);
+    run_script(victim, hostile, steps);
+}
+
+/// Runs the script, then drops the peer, then ends the reactor. Returns what the victim has sent on the socket.
+pub(crate) fn run_script(
+    mut victim: impl Victim,
+    mut hostile: Hostile,
+    steps: impl Iterator<Item = Step>,
+) -> Vec<u8> {
+    settle(&victim);
+    for step in steps {
+        match step {
+            Step::User(what, argument) => victim.act(what, argument),
+            step => hostile.act(step),
+        }
+        settle(&victim);
+        hostile.receive();
+    }
+    let received = hostile.into_received();
+    forget_peer(&victim);
+    victim.check_without_peer();
+    victim.close();
+    for _ in 0..ROUNDS {
+        if victim.round() == Round::Over {
+            victim.check();
+            return received;
+        }
+    }
+    panic!("the reactor does not end")
+}

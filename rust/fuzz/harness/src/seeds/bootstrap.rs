@@ -1,0 +1,50 @@
+//! Seeds of the bootstrap and of the handshake.
+
+use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::handshake::PROTOCOL_VERSION;
+
+use crate::kinds::bootstrap::{CHALLENGE, HELLO, PROOF, REFUSED};
+use crate::kinds::session::APPLICATION;
+use crate::script::{REMOTE_READ, SERVER, Script};
+
+fn hello(version: u16) -> Vec<u8> {
+    let hello = Writer::new(HELLO).raw(b"KVPP").u16(version);
+    hello.raw(&[7; 32]).finish()
+}
+
+pub(super) fn bootstrap() -> Vec<Vec<u8>> {
+    let challenge = Writer::new(CHALLENGE).u16(PROTOCOL_VERSION);
+    let challenge = challenge.raw(&[7; 32]).finish();
+    let proof = Writer::new(PROOF).raw(&[7; 32]).finish();
+    let refusal = Writer::new(REFUSED).u8(3).str("not now").finish();
+    let differs = Writer::new(REFUSED).u8(2).str("a").str("b").str("c");
+    let scripts = [
+        Script::new(0)
+            .connection(&hello(PROTOCOL_VERSION))
+            .connection(&proof)
+            .shut(),
+        Script::new(0)
+            .connection(&hello(PROTOCOL_VERSION + 1))
+            .message(&[0], &[]),
+        Script::new(SERVER)
+            .connection(&challenge)
+            .connection(&proof),
+        Script::new(SERVER).connection(&refusal),
+        Script::new(REMOTE_READ)
+            .connection(&differs.finish())
+            .connection(&[APPLICATION]),
+    ];
+    scripts.map(Script::finish).to_vec()
+}
+
+pub(super) fn handshake() -> Vec<Vec<u8>> {
+    // An honest peer; one that changes a byte of its second frame; one that sends other bytes in its place.
+    let flags = [0, 1, 2, 3];
+    let with = |moves: &'static [u8]| flags.map(|flags| [&[flags], moves].concat());
+    [
+        with(&[0; 5]),
+        with(&[0, 1, 9, 0, 1, 0]),
+        with(&[0, 2, 2, 0, 7, 1]),
+    ]
+    .concat()
+}

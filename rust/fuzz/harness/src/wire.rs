@@ -1,0 +1,94 @@
+//! Parts of messages as docs/reference/wire-*.md have them, written without the product's own encoders.
+
+use kvpipe_core::control::{Opening, SequenceState};
+use kvpipe_core::handoff::ReadyBlock;
+use kvpipe_core::net::codec::Writer;
+
+use crate::kinds::{agent, control};
+use crate::script::{ADDRESS, KEY};
+
+/// Of the peer's regions.
+pub(crate) const BLOCK_BYTES: u64 = 1 << 10;
+const HOST_MEMORY: u8 = 0;
+const NUMPY: u8 = 2;
+
+/// The beginning of a header: its kind, and what it is about.
+pub(crate) fn head(kind: u8, id: u64) -> Writer {
+    Writer::new(kind).u64(id)
+}
+
+pub(crate) fn text(text: &str) -> Vec<u8> {
+    Writer::default().str(text).finish()
+}
+
+/// A message about a tensor of so many bytes goes on with what that is.
+pub(crate) fn meta(writer: Writer, len: u64) -> Writer {
+    let writer = writer.u8(NUMPY).str("u1");
+    writer.list(&[len], |w, extent| w.u64(*extent))
+}
+
+/// A message goes on with an offer of the peer's memory.
+pub(crate) fn offer(writer: Writer, len: u64, checksum_mode: u8) -> Writer {
+    let writer = writer.u64(len).u64(ADDRESS);
+    let writer = writer.u8(HOST_MEMORY).u8(checksum_mode);
+    writer.bytes(&KEY.to_le_bytes())
+}
+
+/// A region of the peer's memory, writable.
+pub(crate) fn region(writer: Writer, (id, name): (u32, &str)) -> Writer {
+    let writer = writer.u32(id).str(name);
+    let layout = writer.u64(16).u64(BLOCK_BYTES).u64(BLOCK_BYTES);
+    let memory = layout.str("cpu").u8(1).u64(ADDRESS);
+    memory.bytes(&KEY.to_le_bytes())
+}
+
+/// The frame with all regions of the peer.
+pub(crate) fn regions(regions: &[(u32, &str)]) -> Vec<u8> {
+    let frame = Writer::new(agent::REGIONS).list(regions, |w, named| region(w, *named));
+    frame.finish()
+}
+
+pub(crate) fn block_ids(ids: &[u32]) -> Vec<u8> {
+    Writer::default().list(ids, |w, id| w.u32(*id)).finish()
+}
+
+pub(crate) fn numbers(numbers: &[u64]) -> Vec<u8> {
+    let list = Writer::default().list(numbers, |w, number| w.u64(*number));
+    list.finish()
+}
+
+pub(crate) fn ready_blocks(blocks: &[ReadyBlock]) -> Vec<u8> {
+    let list = Writer::default().list(blocks, |w, block| {
+        let w = w.u16(block.region).u32(block.position);
+        w.u32(block.block_id).u64(block.checksum)
+    });
+    list.finish()
+}
+
+/// One frame of each kind between schedulers.
+pub(crate) fn control(handoff: [u8; 16], opening: &Opening, state: &SequenceState) -> Vec<Vec<u8>> {
+    let of_handoff = |kind| Writer::new(kind).raw(&handoff);
+    let question = |kind| head(kind, 1).raw(&handoff);
+    let opened = of_handoff(control::OPENED).raw(&opening.prompt_hash);
+    let opened = opened.u32(opening.num_tokens).u32(opening.epoch);
+    let frames = [
+        of_handoff(control::WATCH),
+        opened.list(&opening.ranks, |w, rank| {
+            w.str(&rank.address).raw(&rank.incarnation)
+        }),
+        of_handoff(control::FINISHED)
+            .list(&state.output_ids, |w, id| w.u32(*id))
+            .str(&state.finish_reason)
+            .u32(state.num_cached_tokens),
+        of_handoff(control::ENDED).str("aborted"),
+        of_handoff(control::UNWATCH).u8(1),
+        head(control::DESCRIBE, 1),
+        question(control::RELEASE),
+        question(control::RESULT),
+        question(control::SUBSCRIBE).u64(200_000),
+        question(control::WATCHED),
+        question(control::PROGRESS).u64(70_000),
+        head(control::ANSWER, 1).str("{}"),
+    ];
+    frames.map(Writer::finish).to_vec()
+}

@@ -1,0 +1,204 @@
+//! One UCX worker with one region, and the endpoint to the worker of the other process.
+
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kvpipe_ucx::{
+    AmData, Buffer, Config, Context, EndpointId, Event, Library, Memory, MemoryKind, Payload,
+    RemoteKey, Search, Token, Worker,
+};
+
+use crate::Result;
+use crate::request::{Request, Role, pattern};
+
+/// Token of messages whose end is not waited for.
+const UNTRACKED: Token = 0;
+
+/// The other process, once connected.
+pub(crate) struct Peer {
+    pub(crate) endpoint: EndpointId,
+    pub(crate) key: RemoteKey,
+    pub(crate) region: u64,
+    /// Remote memory is read by hardware or by the kernel, not by UCX's emulation over TCP.
+    pub(crate) has_remote_read: bool,
+}
+
+/// The worker of this process.
+pub(crate) struct BareWorker {
+    pub(crate) role: Role,
+    pub(crate) region: Arc<Memory>,
+    pub(crate) peer: Option<Peer>,
+    /// Polls without sleeping.
+    pub(crate) is_polling: bool,
+    pub(crate) in_flight: usize,
+    worker: Worker,
+}
+
+impl BareWorker {
+    pub(crate) fn new(role: Role, total: usize) -> Result<Self> {
+        let search = Search {
+            explicit: std::env::var_os("KVPIPE_UCX_LIB").map(PathBuf::from),
+            wheel_dir: None,
+        };
+        let context = Context::new(Library::load(&search)?, &Config::new())?;
+        Ok(Self {
+            role,
+            region: context.register(Buffer::from_vec(pattern(total)))?,
+            peer: None,
+            is_polling: false,
+            in_flight: 0,
+            worker: Worker::new(&context)?,
+        })
+    }
+
+    /// What the other process needs to reach this one.
+    pub(crate) fn hello(&self) -> Result<String> {
+        let (worker, key) = (self.worker.address()?, self.region.pack_rkey()?);
+        let region = self.region.buffer().address();
+        Ok(format!(
+            "hello worker={} region={region} rkey={}",
+            hex(&worker),
+            hex(&key)
+        ))
+    }
+
+    /// Connects to the process with this hello, and waits until both are connected.
+    pub(crate) fn connect(&mut self, request: &Request) -> Result<String> {
+        let endpoint = self.worker.connect(&unhex(request.text("worker")?)?)?;
+        let key =
+            self.worker
+                .unpack_rkey(endpoint, &unhex(request.text("rkey")?)?, MemoryKind::Host)?;
+        let region = request.number("region")? as u64;
+        self.peer = Some(Peer {
+            endpoint,
+            key,
+            region,
+            has_remote_read: false,
+        });
+        self.send_header(b"hello")?;
+        self.wait_for(b"hello")?;
+        let lanes = self.worker.lanes(endpoint);
+        let mut readers = lanes.iter().filter(|lane| lane.is_rma);
+        let reader = readers.find(|lane| lane.transport != "tcp");
+        let data_path = reader.map_or("tcp", |lane| &lane.transport).to_owned();
+        if let Some(peer) = &mut self.peer {
+            peer.has_remote_read = reader.is_some();
+        }
+        Ok(format!("ok transport={data_path}"))
+    }
+
+    pub(crate) fn peer(&self) -> Result<&Peer> {
+        Ok(self.peer.as_ref().ok_or("run before meet")?)
+    }
+
+    /// Sends a message without payload. Its end is not waited for.
+    pub(crate) fn send_header(&self, header: &[u8]) -> Result<()> {
+        let endpoint = self.peer()?.endpoint;
+        Ok(self
+            .worker
+            .am_send(endpoint, header, Payload::None, UNTRACKED)?)
+    }
+
+    /// Sends a piece of the region.
+    pub(crate) fn send(&mut self, header: &[u8], offset: usize, len: usize) -> Result<()> {
+        let payload = Payload::Memory {
+            memory: Arc::clone(&self.region),
+            offset,
+            len,
+        };
+        let endpoint = self.peer()?.endpoint;
+        self.worker.am_send(endpoint, header, payload, 1)?;
+        self.in_flight += 1;
+        Ok(())
+    }
+
+    /// Reads a piece of the other's region.
+    pub(crate) fn get(&mut self, offset: usize, len: usize, remote: usize) -> Result<()> {
+        let peer = self.peer()?;
+        let (from, endpoint) = (peer.region + remote as u64, peer.endpoint);
+        self.worker
+            .get(endpoint, &self.region, offset, len, from, &peer.key, 1)?;
+        self.in_flight += 1;
+        Ok(())
+    }
+
+    /// Waits until fewer than `limit` operations are in flight.
+    pub(crate) fn wait_below(&mut self, limit: usize) -> Result<()> {
+        while self.in_flight >= limit {
+            if let Some((header, _)) = self.poll_event()? {
+                return Err(format!("message {header:?} while sending").into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the message with this header.
+    pub(crate) fn wait_for(&mut self, header: &[u8]) -> Result<()> {
+        let (found, _) = self.message()?;
+        if found == header {
+            return Ok(());
+        }
+        Err(format!("message {found:?} instead of {header:?}").into())
+    }
+
+    /// Places messages at the offset in their header, from UCX's receive buffer.
+    pub(crate) fn place_by_offset(&self) {
+        let memory = Arc::clone(&self.region);
+        let place = move |header: &[u8], data: &[u8]| {
+            let start = header.try_into().map(u64::from_le_bytes);
+            start.is_ok_and(|start| memory.buffer().write(start as usize, data))
+        };
+        self.worker.place_with(Box::new(place));
+    }
+
+    /// Waits for the next message.
+    pub(crate) fn message(&mut self) -> Result<(Vec<u8>, AmData)> {
+        loop {
+            if let Some(message) = self.poll_event()? {
+                return Ok(message);
+            }
+        }
+    }
+
+    /// Handles one event, or sleeps if there is none. Returns a message.
+    fn poll_event(&mut self) -> Result<Option<(Vec<u8>, AmData)>> {
+        match self.worker.next_event() {
+            Some(Event::Message { header, data }) => return Ok(Some((header, data))),
+            Some(Event::Done { token, result }) => {
+                result?;
+                self.in_flight -= usize::from(token != UNTRACKED);
+            }
+            Some(Event::EndpointFailed { status, .. }) => return Err(status.into()),
+            Some(Event::Closed { .. }) => {}
+            None => {
+                if self.worker.progress() == 0 && !self.is_polling && self.worker.arm()? {
+                    self.sleep();
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn sleep(&self) {
+        let mut poll = libc::pollfd {
+            fd: self.worker.event_fd().as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        // SAFETY: one valid pollfd, and a count of one. It sleeps a second at most, as kvpipe's reactor does.
+        unsafe { libc::poll(&raw mut poll, 1, 1000) };
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    let digit = |half: u8| char::from_digit(half.into(), 16).unwrap_or_default();
+    let digits = bytes.iter().flat_map(|byte| [byte >> 4, byte & 0xf]);
+    digits.map(digit).collect()
+}
+
+fn unhex(text: &str) -> Result<Vec<u8>> {
+    let digits = text.as_bytes().chunks(2);
+    let byte = |pair: &[u8]| Ok(u8::from_str_radix(std::str::from_utf8(pair)?, 16)?);
+    digits.map(byte).collect()
+}

@@ -1,0 +1,226 @@
+"""P's token before D's stream, through a real proxy."""
+
+import asyncio
+
+import orjson
+import pytest
+
+from .harness import CHAT, COMPLETIONS, REQUEST, answers, breaks_off, never_ends, run, stage, streams
+from .test_early_token import DONE, chunk, parsed, text_of
+
+STREAMED = REQUEST | {"stream": True}
+MODES = ["sequential", "concurrent", "just-in-time"]
+
+
+def prefilled(path=COMPLETIONS, text="ab", token=7):
+    said = {"message": {"role": "assistant", "content": text}} if path == CHAT else {"text": text}
+    choice = {"index": 0, "finish_reason": "length", **said}
+    params = {"kvpipe": {"first_token": token}}
+    head = {"id": "cmpl-1", "created": 5, "model": "m"}
+    return answers(body=orjson.dumps(head | {"choices": [choice], "kv_transfer_params": params}))
+
+
+def held(*pieces, then=None):
+    """Streams its headers at once, the rest when `go` is set; `then` as in `streams`."""
+    go = asyncio.Event()
+
+    async def behaviour(request):
+        response = await streams()(request)
+        await go.wait()
+        for piece in pieces:
+            await response.write(piece)
+        if then is not None:
+            await then(request)
+        return response
+
+    return behaviour, go
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("dispatch", MODES)
+def test_the_client_has_the_first_token_before_decode_says_anything(dispatch, path):
+    async def scene():
+        decode, go = held(chunk("ab", path), chunk("cd", path), chunk("", path, "length"), DONE)
+        async with (
+            stage(prefill=[prefilled(path)], decode=[decode], dispatch=dispatch) as s,
+            s.client.post(s.url + path, json=STREAMED) as response,
+        ):
+            shown = b""
+            while text_of(shown) != "ab":
+                shown += await response.content.readany()
+            go.set()
+            whole = shown + await response.content.read()
+            assert text_of(whole) == "abcd"
+            assert whole.endswith(DONE)
+            assert {event["id"] for event in parsed(whole)} == {"cmpl-1"}
+
+    run(scene)
+
+
+@pytest.mark.parametrize("dispatch", MODES)
+@pytest.mark.parametrize("spoiled", [[chunk("xb"), DONE], [chunk("a"), chunk("x")], [chunk("a")], []])
+def test_a_decode_that_contradicts_is_replaced_by_one_that_is_told_the_token(dispatch, spoiled):
+    async def scene():
+        first, go = held(*spoiled)
+        second = streams(chunk("a"), chunk("bcd", finish_reason="length"), DONE)
+        async with (
+            stage(prefill=[prefilled()], decode=[first, second], dispatch=dispatch) as s,
+            s.client.post(s.url + COMPLETIONS, json=STREAMED) as response,
+        ):
+            shown = await response.content.readany()
+            assert text_of(shown) == "ab"
+            go.set()
+            assert text_of(shown + await response.content.read()) == "abcd"
+            params = s.decode[1].bodies[0]["kv_transfer_params"]["kvpipe"]
+            assert (params["role"], params["first_token"], "producer" in params) == ("consume", 7, False)
+            assert params["handoff"] != s.decode[0].handoffs[0]
+
+    run(scene)
+
+
+def test_a_lone_decode_that_contradicts_ends_its_request_before_it_is_asked_again():
+    async def scene():
+        may_speak = asyncio.Event()
+
+        async def contradicts_first(request):
+            if len(s.decode[0].bodies) > 1:
+                await s.decode[0].aborted.wait()
+                return await streams(chunk("abcd"), DONE)(request)
+            response = await streams()(request)
+            await may_speak.wait()
+            await response.write(chunk("xb"))
+            return await never_ends(request)
+
+        async with (
+            stage(prefill=[prefilled()], decode=[contradicts_first]) as s,
+            s.client.post(s.url + COMPLETIONS, json=STREAMED) as response,
+        ):
+            shown = await response.content.readany()
+            may_speak.set()
+            assert text_of(shown + await response.content.read()) == "abcd"
+
+    run(scene)
+
+
+def test_a_decode_that_dies_before_it_speaks_is_replaced_by_one_that_is_told_the_token():
+    async def scene():
+        async with stage(prefill=[prefilled()], decode=[streams(then=breaks_off), streams(chunk("abcd"), DONE)]) as s:
+            _, body, _ = await s.post(body=STREAMED)
+            assert text_of(body) == "abcd"
+            assert s.decode[1].bodies[0]["kv_transfer_params"]["kvpipe"]["first_token"] == 7
+
+    run(scene)
+
+
+def test_a_second_contradiction_ends_the_stream_with_an_error():
+    async def scene():
+        async with stage(prefill=[prefilled()], decode=[streams(chunk("x")), streams(chunk("y"))]) as s:
+            _, body, _ = await s.post(body=STREAMED)
+            *shown, last = parsed(body)
+            assert [event["choices"][0]["text"] for event in shown] in (["ab"], [])
+            assert shown == [] or last["error"]["code"] == 502
+
+    run(scene)
+
+
+def test_a_decode_that_dies_after_it_has_spoken_is_not_asked_again():
+    async def scene():
+        async with stage(
+            prefill=[prefilled()], decode=[streams(chunk("abc"), then=breaks_off), streams(chunk("abcd"), DONE)]
+        ) as s:
+            _, body, _ = await s.post(body=STREAMED)
+            assert text_of(body[: body.rindex(b"data: ")]) == "abc"
+            assert parsed(body)[-1]["error"]["code"] == 502
+            assert s.decode[1].bodies == []
+
+    run(scene)
+
+
+def test_a_decode_that_ended_with_an_error_before_it_spoke_is_replaced():
+    async def scene():
+        error = b'data: {"error":{"code":500}}\n\n'
+        async with stage(prefill=[prefilled()], decode=[streams(error, DONE), streams(chunk("abcd"), DONE)]) as s:
+            _, body, _ = await s.post(body=STREAMED)
+            # Seen before the token was shown, it is the answer, as without it.
+            assert body == error + DONE or text_of(body) == "abcd"
+
+    run(scene)
+
+
+@pytest.mark.parametrize("dispatch", MODES)
+def test_a_decode_that_dies_before_it_speaks_is_replaced_where_nothing_was_shown(dispatch):
+    async def scene():
+        async with stage(decode=[streams(then=breaks_off), streams(chunk("abcd"), DONE)], dispatch=dispatch) as s:
+            _, body, _ = await s.post(body=STREAMED)
+            assert body == chunk("abcd") + DONE
+            assert "producer" in s.decode[1].bodies[0]["kv_transfer_params"]["kvpipe"]
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("description", "path"),
+    [
+        ({}, COMPLETIONS),
+        ({"forces_first_tokens": False}, COMPLETIONS),
+        ({"forces_first_tokens": True, "reasoning_parser": "olmo3"}, CHAT),
+        (OSError("not reached"), COMPLETIONS),
+    ],
+)
+@pytest.mark.parametrize("dispatch", MODES)
+def test_nothing_is_shown_where_decode_may_begin_with_something_else(dispatch, description, path):
+    async def scene():
+        decode = streams(chunk("xy", path), DONE)
+        async with stage(prefill=[prefilled(path)], decode=[decode], dispatch=dispatch) as s:
+            s.control.description = description
+            _, body, _ = await s.post(path, STREAMED)
+            assert body == chunk("xy", path) + DONE
+
+    run(scene)
+
+
+def test_nothing_is_shown_where_the_stream_is_not_plain():
+    async def scene():
+        decode, go = held(chunk("ab"), DONE)
+        async with stage(prefill=[prefilled()], decode=[decode]) as s:
+            posting = asyncio.create_task(s.post(body=STREAMED | {"stop": ["b"]}))
+            await s.decode[0].asked.wait()
+            assert not posting.done()
+            go.set()
+            _, body, _ = await posting
+            assert body == chunk("ab") + DONE
+
+    run(scene)
+
+
+def test_a_prefill_that_fails_beside_a_waiting_decode_is_replaced():
+    async def scene():
+        async def waits(_):
+            await asyncio.Event().wait()
+
+        async def waits_first(request):
+            is_first = len(s.decode[0].bodies) == 1
+            return await (streams(then=waits) if is_first else streams(chunk("abcd"), DONE))(request)
+
+        async def fails(request):
+            await s.decode[0].asked.wait()
+            return await answers(500)(request)
+
+        async with stage(prefill=[fails, prefilled()], decode=[waits_first], dispatch="concurrent") as s:
+            _, body, _ = await s.post(body=STREAMED)
+            assert text_of(body) == "abcd"
+            await s.decode[0].aborted.wait()
+
+    run(scene)
+
+
+def test_a_client_that_leaves_after_the_first_token_ends_the_request():
+    async def scene():
+        decode, _ = held()
+        async with stage(prefill=[prefilled()], decode=[decode]) as s:
+            async with s.client.post(s.url + COMPLETIONS, json=STREAMED) as response:
+                assert text_of(await response.content.readany()) == "ab"
+            await s.decode[0].aborted.wait()
+            await s.control.until_released()
+
+    run(scene)

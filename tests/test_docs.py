@@ -1,0 +1,191 @@
+"""README.md and docs/ beside the code: the links, settings, flags, variables, metrics, messages and tests they name."""
+
+import ast
+import dataclasses
+import functools
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvpipe import cli, exceptions
+from kvpipe.proxy import ProxyConfig
+from kvpipe.proxy.metrics import Metrics
+
+ROOT = Path(__file__).parents[1]
+LONGEST_PAGE = 200
+# Figures that were measured are not left out.
+LONG_PAGES = {"docs/benchmarks.md"}
+# vLLM's own, not ours.
+OF_VLLM = ("KVPipeConnector received pp_rank > 0", "No package metadata", "Turning off hybrid")
+MONITORING = "docs/guide/monitoring.md"
+SETTINGS, METRICS, FAILURES = (f"docs/reference/{name}.md" for name in ("settings", "metrics", "failures"))
+
+
+def tracked():
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    return [path for path in listed.splitlines() if (ROOT / path).is_file()]
+
+
+FILES = tracked()
+PAGES = [path for path in FILES if path.endswith(".md")]
+DOCS = [path for path in PAGES if path.startswith("docs/")]
+CODE = [path for path in FILES if path.endswith((".py", ".pyi", ".rs", ".toml", ".sh"))]
+PRODUCT = [path for path in CODE if re.match(r"python/kvpipe/|rust/\w+/src/", path)]
+
+
+@functools.cache
+def text_of(path):
+    return (ROOT / path).read_text()
+
+
+def prose(path):
+    return re.sub(r"^```.*?^```", "", text_of(path), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path):
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def links(path):
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)) if "://" not in target]
+
+
+def resolved(path, target):
+    return str((ROOT / path).parent.joinpath(target).resolve().relative_to(ROOT))
+
+
+def first_cells(path, section=""):
+    """The first cell of each row of a page's tables, or of those of one of its sections."""
+    part = text_of(path).partition(f"\n## {section}\n")[2].partition("\n## ")[0] if section else text_of(path)
+    return re.findall(r"^\| ([^|]+) \|", part, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_relative_link_leads_somewhere(path):
+    for target in links(path):
+        file, _, fragment = target.partition("#")
+        page = resolved(path, file) if file else path
+        assert (ROOT / page).exists(), target
+        assert not fragment or fragment in anchors(page), target
+
+
+def test_code_names_only_pages_that_exist():
+    named = {(path, page) for path in CODE for page in re.findall(r"\bdocs/[\w/-]+\.md", text_of(path))}
+    assert named
+    assert [(path, page) for path, page in named if page not in DOCS] == []
+
+
+@pytest.mark.parametrize("path", DOCS)
+def test_a_page_says_first_who_it_is_for_and_fits_one_sitting(path):
+    assert re.match(r"# [^\n]+\n\nThis (page|index) is for [^\n]+\.\n[A-Z][^\n]+\n", text_of(path))
+    assert path in LONG_PAGES or len(text_of(path).splitlines()) <= LONGEST_PAGE
+
+
+def test_every_page_is_reached_from_the_index():
+    reached, left = set(), ["docs/README.md"]
+    while left:
+        page = left.pop()
+        if page not in reached and page in DOCS:
+            reached.add(page)
+            left += [resolved(page, target.partition("#")[0]) for target in links(page) if not target.startswith("#")]
+    assert sorted(set(DOCS) - reached) == []
+
+
+def connector_settings():
+    """Names and defaults, without vLLM, which importing the connector would take."""
+    tree = ast.parse(text_of("python/kvpipe/connector/config.py"))
+    [config] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ConnectorConfig"]
+    fields = [node for node in config.body if isinstance(node, ast.AnnAssign)]
+    return {field.target.id: ast.literal_eval(field.value) for field in fields}
+
+
+@pytest.mark.parametrize(("name", "default"), connector_settings().items())
+def test_every_setting_of_the_connector_is_in_the_reference_with_its_default(name, default):
+    text = f"{default:g}" if isinstance(default, float) else f"`{default}`" if default else "empty"
+    assert f"| `{name}` | {text} |" in text_of(SETTINGS)
+    assert f"`KVPIPE_{name.upper()}`" in text_of(SETTINGS)
+
+
+def test_every_setting_of_the_proxy_is_in_the_reference():
+    missing = [
+        field.name for field in dataclasses.fields(ProxyConfig) if f"| `{field.name}` |" not in text_of(SETTINGS)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("command", ["up", "proxy"])
+def test_every_flag_is_in_the_reference(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert "--port" in flags
+    assert [flag for flag in flags if f"`{flag}" not in text_of(SETTINGS)] == []
+
+
+def test_every_variable_that_the_product_reads_is_in_the_reference():
+    variables = {name for path in PRODUCT for name in re.findall(r"\bKVPIPE_[A-Z_]*[A-Z]\b", text_of(path))}
+    documented = {name for name in variables if f"`{name}`" in text_of(SETTINGS)}
+    assert "KVPIPE_TOKEN" in documented
+    assert {name for name in variables - documented if not name.startswith("KVPIPE_TEST_")} == set()
+
+
+def test_every_metric_is_in_the_reference_and_no_other():
+    exposed = re.findall(r"^# TYPE (\S+)", Metrics().response().body.decode(), re.MULTILINE)
+    metrics = {name for name in exposed if not name.endswith("_created")}
+    documented = {cell.strip("`") for cell in first_cells(METRICS) if cell.startswith("`kvpipe_")}
+    assert documented == metrics != set()
+
+
+def test_every_error_class_is_in_the_python_api():
+    classes = {f"`{name}`" for name, value in vars(exceptions).items() if isinstance(value, type)} - {"`KVPipeError`"}
+    assert {cell for cell in first_cells("docs/guide/python-api.md", "Errors") if cell.startswith("`")} == classes
+
+
+def quoted_messages():
+    """Messages of ours that the documentation quotes; `…` stands for what varies."""
+    cells = [re.fullmatch(r"`([^`]+)`", cell) for cell in first_cells("docs/guide/troubleshooting.md")]
+    refusals = re.findall(r"(?:\*\*refused\*\*|warning)[^|`]*: `([^`]+)`", text_of("docs/reference/compatibility.md"))
+    quoted = {cell[1] for cell in cells if cell} | set(refusals)
+    return sorted(message for message in quoted if " " in message and not message.startswith(OF_VLLM))
+
+
+@functools.cache
+def strings():
+    """The product's source, with its strings joined where they are broken over lines."""
+    return "\n".join(re.sub(r'\\\n\s*|"\s*\n\s*f?"', "", text_of(path)) for path in PRODUCT)
+
+
+def test_the_messages_that_an_operator_meets_are_quoted():
+    assert len(quoted_messages()) > 50
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_a_quoted_message_is_one_of_the_products(message):
+    parts = [part.strip(" '\":;=()") for part in re.split(r"…|\.\.\.", message)]
+    assert [part for part in parts if part not in strings()] == []
+
+
+def test_the_log_lines_of_the_product_are_in_the_page_on_monitoring():
+    logs = [cell for cell in first_cells(MONITORING, "Logs") if cell.startswith("`")]
+    documented = {event for cell in logs for event in re.findall(r"`([a-z_]+\.[a-z_]+)", cell)}
+    logged = set(re.findall(r'logger\.(?:info|warning|error)\(\s*"([a-z_]+\.[a-z_]+)', strings()))
+    assert logged - documented == set()
+    assert [event for event in documented if f'"{event}' not in strings()] == []
+
+
+def test_the_lines_of_the_trace_are_those_of_the_product():
+    rows = text_of(MONITORING).partition("\n## Trace\n")[2]
+    names = [name for row in rows.splitlines() if row.startswith("| ") for name in re.findall(r"`([a-z ]+)`", row)]
+    assert "announced" in names
+    assert [name for name in names if f'"{name}"' not in strings()] == []
+
+
+def test_every_row_of_the_failure_table_names_a_test_that_exists():
+    named = re.findall(r"^\| .* \| `(\w+)` \|$", text_of(FAILURES), re.MULTILINE)
+    assert len(named) == len([cell for cell in first_cells(FAILURES) if cell != "event" and not cell.startswith("-")])
+    tests = "\n".join(text_of(path) for path in CODE if path.endswith((".py", ".rs")))
+    assert [name for name in named if not re.search(rf"\b(def|fn) {name}\(", tests)] == []
