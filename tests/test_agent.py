@@ -267,7 +267,7 @@ def test_a_wrong_token_is_refused(agent):
 
 
 def test_an_agent_and_a_pipe_refuse_each_other_by_name(agent):
-    with Pipe.listen() as receiver, pytest.raises(IncompatiblePeerError, match='"Blocks" here and "Pipe" there'):
+    with Pipe.listen() as receiver, pytest.raises(IncompatiblePeerError, match='"Agent" here and "Pipe" there'):
         agent.connect(receiver.address)
 
 
