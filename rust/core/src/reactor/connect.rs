@@ -164,7 +164,7 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(4);
 
-    /// A listener that takes nobody, and those who keep others from it: what more asks is not answered.
+    /// A listener that accepts nothing, with a full backlog: later connections are not answered.
     fn silent() -> (SocketAddr, TcpListener, Vec<OwnedFd>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         rustix::net::listen(&listener, 0).unwrap();

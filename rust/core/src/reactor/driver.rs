@@ -1,30 +1,32 @@
 //! Which thread runs a reactor: its own, or a caller that waits for a work of the reactor. Such a caller saves two hops
-//! between threads, 20 to 30 us each. One thread at a time holds the core; it puts the core back for the others.
+//! between threads, 20 to 30 us each. One thread at a time holds the core, and puts it back for the others.
 //!
 //! ```text
-//!                   drive(): a caller waits                        nothing to do, or a caller waits
-//!            ┌─────────────────────────────────┐              ┌──────────────────────────────────────┐
-//!            ▼                                 │              ▼                                      │
-//!     HeldByCaller ── its work is done, ───► Free(core) ◄─────┘── something to do, and no caller ─► HeldByThread
-//!            │        deadline, signal         │                  for HANDBACK_DELAY                 │
-//!            └── stopped, panic ──────────► Ended ◄───────────────────────── stopped, panic ─────────┘
+//!                  take_for_caller                 take_for_thread
+//! HeldByCaller ◄──────────────────────── Free ────────────────────────► HeldByThread
+//!      │                                 ▲  ▲                                 │
+//!      ├──────────── put_back ───────────┘  └─── sleep, yield_to_caller ──────┤
+//!      │                                                                      │
+//!      └──────────── panic ────────────► Ended ◄──────── stopped, panic ──────┘
 //!
-//!     Reactor's thread:  Running ──► Polling    holds the core; nothing to do, but looks for more
-//!                        Running ──► Sleeping   core is Free; in poll(2) on {epoll, thread_wake}
-//!                        Running ──► Parked     a caller holds the core; on `for_thread`, however long that takes
+//! take_for_caller  a caller waits, the core is free, and `thread_must_run` is not set
+//! put_back         its work is completed, its deadline has passed, a signal arrived, or the reactor is to stop
+//! take_for_thread  no caller has held the core for HANDBACK_DELAY, or `thread_must_run` is set
+//! sleep            nothing is to be done before a deadline
+//! yield_to_caller  nothing is to be done, and `caller_waits` is set
 //! ```
-//! Who wakes whom:
-//! - [`notify`](DriverHandle::notify) (a command, a waker) signals the poller's eventfd, which wakes whoever waits in epoll,
-//!   and `for_thread`, which ends Parked. `thread_must_run` then has the thread take the core before any caller.
-//! - A caller that takes the core from a sleeping thread signals `thread_wake`: the thread's sleep does not know the
-//!   deadlines that the caller adds. The thread then finds the core held, and parks.
-//! - A caller that finds the thread Polling sets `caller_waits` and sleeps on `for_caller`; the thread puts the core back.
-//! - A caller that puts the core back wakes a parked thread. A thread that sleeps in epoll needs no wake, unless the core is
-//!   not at rest.
-//! - A caller that finds the core held returns [`Driven::Busy`] and sleeps until its work is completed.
+//! The reactor's thread is Running; or Polling, while it holds the core without anything to do; or Sleeping, while the core
+//! is free; or Parked, while a caller holds the core.
 //!
-//! Callers come one after the other: the thread leaves them the core for [`HANDBACK_DELAY`] after the last one, unless
-//! something is under way.
+//! Who wakes whom:
+//! - [`notify`](DriverHandle::notify), after a command or by a waker, signals the poller's eventfd, which wakes the thread
+//!   that waits in epoll, and `for_thread`, which wakes a parked thread. It sets `thread_must_run`, unless the thread holds
+//!   the core already.
+//! - A caller that takes the core from a sleeping thread signals `thread_wake`, because the thread does not know the
+//!   deadlines that the caller adds. The thread finds the core held, and parks.
+//! - A caller that finds the thread polling sets `caller_waits` and sleeps on `for_caller`, until the thread yields.
+//! - A caller that puts the core back wakes a parked thread, and sets `thread_must_run` for it.
+//! - A caller that finds the core held gets [`Driven::Busy`], and sleeps until its work is completed.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -47,7 +49,7 @@ const HANDBACK_DELAY: Duration = Duration::from_millis(1);
 
 /// A [`Driver`] without the type of its core.
 pub(crate) trait DriverHandle: Drive {
-    /// There is something to do: wakes whoever runs the reactor, or has the thread run it.
+    /// There is something to do: wakes the thread that runs the reactor, or has the reactor's own thread run it.
     fn notify(&self);
     /// Whether the calling thread runs the reactor now.
     fn is_run_here(&self) -> bool;

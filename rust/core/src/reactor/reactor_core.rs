@@ -86,7 +86,7 @@ impl<H: EventHandler> ReactorCore<H> {
         is_busy |= self.has_work;
         let deadline = self.handler.expire();
         is_busy |= self.report_failures();
-        // What was posted since may be done already, and then no descriptor tells of it.
+        // An operation posted since may have ended already, and then no descriptor reports it.
         is_busy |= self.handle_ucx_events();
         if self.handler.is_stopping() {
             return Next::End;
@@ -147,7 +147,7 @@ impl<H: EventHandler> ReactorCore<H> {
             || self.handler.has_failures())
     }
 
-    /// The last round. Works that nobody has completed end with it.
+    /// The last round. Works that are not completed end with it.
     pub(crate) fn end(mut self) {
         self.handler.closing();
         self.flush();

@@ -123,7 +123,7 @@ fn local_towards(peer: &str, resolved: SocketAddr) -> Result<IpAddr> {
         socket.connect(resolved)?;
         socket.local_addr()
     });
-    // Without a route, UCX must not be told of every interface instead.
+    // Without a route, UCX must not listen on every interface instead.
     route.map_or_else(
         |error| Err(Error::Connect(format!("cannot reach {peer}: {error}"))),
         |address| Ok(address.ip()),
@@ -166,12 +166,12 @@ mod tests {
 
     /// No such address is on any network.
     #[test]
-    fn without_a_route_no_interface_is_taken_in_its_place() {
+    fn without_a_route_no_other_interface_is_used() {
         let error = local("[100::1]:9");
         assert!(!error.is_ok_and(|local| local.is_unspecified()));
     }
 
-    /// A resolver that never answers, and what lets its threads end.
+    /// A resolver that never answers; dropping the sender ends its threads.
     fn hanging() -> (impl LookUp, mpsc::Sender<()>) {
         let (lets_end, may_end) = mpsc::channel::<()>();
         let may_end = Arc::new(std::sync::Mutex::new(may_end));
@@ -195,13 +195,13 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_for_a_name_sees_signals_before_it_is_resolved() {
+    fn a_caller_that_waits_for_a_name_checks_for_signals() {
         let (look_up, _lets_end) = hanging();
         let route = Route::with(to(&["a:9"]), TIMEOUT, look_up).unwrap();
         assert!(!route.wait().unwrap());
     }
 
-    /// The way to a listener that says nothing, as it was after all but a second of the timeout had gone by in resolving.
+    /// The route to a silent listener, after resolving has used all but a second of the timeout.
     fn nearly_late() -> (Route, std::net::TcpListener) {
         let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = silent.local_addr().unwrap().to_string();
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_nobody_has_is_told_of_while_another_is_being_resolved() {
+    fn an_unknown_name_is_reported_while_another_is_being_resolved() {
         let (hangs, _lets_end) = hanging();
         let look_up = move |name: &str| match name {
             "typo:9" => Ok(None),
@@ -246,12 +246,12 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_not_resolved_in_time_are_told_of() {
+    fn names_that_are_not_resolved_in_time_are_reported() {
         let (look_up, _lets_end) = hanging();
         let timeout = Duration::from_millis(20);
         let route = Route::with(to(&["a:9", "b:9"]), timeout, look_up).unwrap();
         let error = route.wait().unwrap_err();
-        let told = "\"a:9\" was not resolved within 20ms; is the name server reachable?";
-        assert_eq!(error, Error::Connect(told.to_owned()));
+        let text = "\"a:9\" was not resolved within 20ms; is the name server reachable?";
+        assert_eq!(error, Error::Connect(text.to_owned()));
     }
 }

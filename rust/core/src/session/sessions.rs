@@ -14,7 +14,7 @@ use crate::transport::Worker;
 
 use std::time::Instant;
 
-/// Most handshakes of peers at once. One more ends the oldest, so that silent connections keep nobody out.
+/// Most handshakes of peers at once. One more ends the oldest, so that silent connections shut out no peer.
 const HANDSHAKES_CAP: usize = 64;
 
 pub(super) struct Sessions<S: Service> {
@@ -271,7 +271,7 @@ impl<S: Service> Sessions<S> {
         }
     }
 
-    /// Ends a session whose peer misbehaved: nothing more of it is taken.
+    /// Ends a session whose peer broke the protocol: no more of its messages are taken.
     fn cut(&mut self, key: SessionKey, error: Error) {
         self.cx.mute(key);
         self.cx.fail(key, error);
@@ -331,7 +331,7 @@ impl<S: Service> Sessions<S> {
         let Some((session_id, header)) = header.split_first_chunk::<16>() else {
             return;
         };
-        // Without a live session nothing is said about the message, not even that it was wrong.
+        // A stranger's message gets no answer, not even an error.
         let plane = self.cx.data.as_ref();
         let Some(key) = plane.and_then(|plane| plane.key_of(session_id)) else {
             return;

@@ -9,7 +9,7 @@ use crate::transport::MemoryPath;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Is busy with its first command until it is let go.
+/// Is busy with its first command until it may end.
 struct Busy {
     begun: std::sync::mpsc::SyncSender<()>,
     may_end: Receiver<()>,
@@ -18,13 +18,18 @@ struct Busy {
 impl Service for Busy {
     type Command = ();
 
-    fn command(&mut self, _io: &mut ReactorContext, _command: ()) {
+    fn command(&mut self, _cx: &mut ReactorContext, _command: ()) {
         let _ = self.begun.send(());
         let _ = self.may_end.recv_timeout(TIMEOUT);
     }
-    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
-    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
+    fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
+    fn frame(
+        &mut self,
+        _cx: &mut ReactorContext,
+        _session: SessionKey,
+        _frame: &[u8],
+    ) -> Result<()> {
         Ok(())
     }
 }
@@ -42,7 +47,7 @@ fn config() -> ReactorConfig {
 }
 
 #[test]
-fn memory_is_registered_on_the_callers_thread_whatever_the_node_is_busy_with() {
+fn memory_is_registered_on_the_callers_thread_while_the_reactor_is_busy() {
     let ((begun, begins), (lets_end, may_end)) = (sync_channel(1), sync_channel(1));
     let reactor = spawn(config(), || Busy { begun, may_end }).expect("reactor");
     reactor.send(()).expect("it runs");
@@ -53,7 +58,7 @@ fn memory_is_registered_on_the_callers_thread_whatever_the_node_is_busy_with() {
 }
 
 #[test]
-fn nothing_is_registered_with_a_node_that_has_ended() {
+fn nothing_is_registered_with_a_reactor_that_has_ended() {
     let ((begun, _begins), (_lets_end, may_end)) = (sync_channel(1), sync_channel(1));
     let reactor = spawn(config(), || Busy { begun, may_end }).expect("reactor");
     reactor.stop();
@@ -63,23 +68,28 @@ fn nothing_is_registered_with_a_node_that_has_ended() {
     assert!(matches!(refused, Error::Closed(_)), "{refused}");
 }
 
-/// Takes its time to end.
-struct Lasting {
+/// Takes long to end.
+struct SlowToEnd {
     ends: std::sync::mpsc::SyncSender<()>,
     may_end: Receiver<()>,
     has_ended: Arc<AtomicBool>,
 }
 
-impl Service for Lasting {
+impl Service for SlowToEnd {
     type Command = ();
 
-    fn command(&mut self, _io: &mut ReactorContext, _command: ()) {}
-    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
-    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
+    fn command(&mut self, _cx: &mut ReactorContext, _command: ()) {}
+    fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
+    fn frame(
+        &mut self,
+        _cx: &mut ReactorContext,
+        _session: SessionKey,
+        _frame: &[u8],
+    ) -> Result<()> {
         Ok(())
     }
-    fn stop(&mut self, _io: &mut ReactorContext) {
+    fn stop(&mut self, _cx: &mut ReactorContext) {
         let _ = self.ends.send(());
         let _ = self.may_end.recv_timeout(TIMEOUT);
         self.has_ended.store(true, Ordering::Release);
@@ -87,10 +97,10 @@ impl Service for Lasting {
 }
 
 #[test]
-fn whoever_stops_a_node_that_is_ending_returns_when_it_has_ended() {
+fn every_caller_of_stop_returns_when_the_reactor_has_ended() {
     let ((ends, is_ending), (lets_end, may_end)) = (sync_channel(1), sync_channel(1));
     let has_ended = Arc::new(AtomicBool::new(false));
-    let lasting = Lasting {
+    let lasting = SlowToEnd {
         ends,
         may_end,
         has_ended: Arc::clone(&has_ended),
@@ -104,7 +114,7 @@ fn whoever_stops_a_node_that_is_ending_returns_when_it_has_ended() {
         let first = scope.spawn(stop);
         is_ending.recv_timeout(TIMEOUT).expect("it is ending");
         let others = [scope.spawn(stop), scope.spawn(stop)];
-        // Time for those who would not wait.
+        // Time for callers that would not wait.
         std::thread::sleep(Duration::from_millis(50));
         lets_end.send(()).expect("it is ending still");
         for stopping in others.into_iter().chain([first]) {
@@ -114,35 +124,40 @@ fn whoever_stops_a_node_that_is_ending_returns_when_it_has_ended() {
     assert!(stop(), "and it may be stopped once more");
 }
 
-/// Counts what it is asked.
-struct Counting(Arc<AtomicUsize>);
+/// Counts its commands.
+struct CommandCounter(Arc<AtomicUsize>);
 
-impl Service for Counting {
+impl Service for CommandCounter {
     type Command = ();
 
-    fn command(&mut self, _io: &mut ReactorContext, _command: ()) {
+    fn command(&mut self, _cx: &mut ReactorContext, _command: ()) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
-    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
-    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
+    fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
+    fn frame(
+        &mut self,
+        _cx: &mut ReactorContext,
+        _session: SessionKey,
+        _frame: &[u8],
+    ) -> Result<()> {
         Ok(())
     }
 }
 
 #[test]
-fn what_a_node_does_not_refuse_it_takes_whenever_it_is_stopped() {
+fn every_accepted_command_is_handled_whenever_the_reactor_is_stopped() {
     for _ in 0..50 {
-        let num_taken = Arc::new(AtomicUsize::new(0));
-        let counting = Counting(Arc::clone(&num_taken));
+        let num_handled = Arc::new(AtomicUsize::new(0));
+        let counting = CommandCounter(Arc::clone(&num_handled));
         let reactor = spawn(config(), || counting).expect("reactor");
         let ask = || std::iter::from_fn(|| reactor.send(()).ok()).count();
-        let num_pings = std::thread::scope(|scope| {
+        let num_accepted = std::thread::scope(|scope| {
             let callers = [scope.spawn(ask), scope.spawn(ask)];
             reactor.stop();
             callers.map(|caller| caller.join().expect("refused"))
         });
-        let num_pings: usize = num_pings.iter().sum();
-        assert_eq!(num_taken.load(Ordering::Relaxed), num_pings);
+        let num_accepted: usize = num_accepted.iter().sum();
+        assert_eq!(num_handled.load(Ordering::Relaxed), num_accepted);
     }
 }

@@ -14,9 +14,9 @@ use crate::transport::{Context, Get, Memory, RemoteKey};
 
 /// Notes at each command whether the session had failed.
 #[derive(Default)]
-struct Noting(Vec<bool>);
+struct FailureNotes(Vec<bool>);
 
-impl Service for Noting {
+impl Service for FailureNotes {
     type Command = SessionKey;
 
     fn command(&mut self, cx: &mut ReactorContext, session: SessionKey) {
@@ -41,7 +41,7 @@ fn a_command_that_comes_while_the_end_of_a_session_is_seen_knows_of_it() {
     let mut cx = ReactorContext::manual(None);
     let session = cx.add_accepted(stream, "peer".to_owned()).unwrap();
     let (send, receiver) = CommandReceiver::manual();
-    let mut sessions = Sessions::new(cx, Noting::default(), receiver, None);
+    let mut sessions = Sessions::new(cx, FailureNotes::default(), receiver, None);
     drop(listener.accept().unwrap());
     while sessions.service.0.last() != Some(&true) {
         // The end is on its way, and a command is there whenever it is seen.
@@ -66,12 +66,12 @@ fn one_poll_receives_from_all_peers_that_have_sent() {
     };
     let peers: Vec<_> = (0..200).map(&mut peer).collect();
     let (_send, receiver) = CommandReceiver::manual();
-    let sessions = Sessions::new(cx, Noting::default(), receiver, None);
+    let sessions = Sessions::new(cx, FailureNotes::default(), receiver, None);
     let mut core = ReactorCore::new(sessions, poller, Duration::ZERO).unwrap();
     core.poll_sockets(Instant::now());
-    let is_heard =
+    let has_received =
         |(session, _): &(SessionKey, TcpStream)| core.handler.cx.last_rx(*session) > Some(begun);
-    assert_eq!(peers.iter().filter(|peer| is_heard(peer)).count(), 200);
+    assert_eq!(peers.iter().filter(|peer| has_received(peer)).count(), 200);
 }
 
 /// Over TCP, where a read waits for the peer. `None` after saying why there is no UCX.
@@ -89,18 +89,18 @@ fn ucx_over_tcp() -> Option<Context> {
     Some(Context::Ucx(context.expect("context")))
 }
 
-/// A peer that does nothing: as if it was stopped, until it is worked on.
-struct Still {
+/// A peer that does nothing, as if it was stopped, until it is progressed.
+struct StoppedPeer {
     worker: Worker,
     memory: Arc<Memory>,
 }
 
-/// Reads from a peer, and tells what it says of its end.
+/// Reads from a peer, and reports the error with which it ends.
 struct Reading {
     peer: (Vec<u8>, u64, Vec<u8>),
     into: Arc<Memory>,
     key: Option<RemoteKey>,
-    told: Sender<String>,
+    ended: Sender<String>,
 }
 
 impl Service for Reading {
@@ -133,7 +133,7 @@ impl Service for Reading {
         Ok(())
     }
     fn stop(&mut self, cx: &mut ReactorContext) {
-        let _ = self.told.send(cx.closed("closed").to_string());
+        let _ = self.ended.send(cx.closed("closed").to_string());
     }
 }
 
@@ -143,12 +143,12 @@ fn a_read_of_a_stopped_peer_outlives_its_reactor_with_its_memory_until_the_peer_
         return;
     };
     let register = |context: &Context| context.register(Buffer::zeroed(64)).expect("register");
-    let peer = Still {
+    let peer = StoppedPeer {
         worker: theirs.worker().expect("worker"),
         memory: register(&theirs),
     };
     let into = register(&context);
-    let (told, hears) = channel();
+    let (ended, end) = channel();
     let card = (
         peer.worker.address().expect("address"),
         peer.memory.buffer().address() as u64,
@@ -158,7 +158,7 @@ fn a_read_of_a_stopped_peer_outlives_its_reactor_with_its_memory_until_the_peer_
         peer: card,
         into: Arc::clone(&into),
         key: None,
-        told,
+        ended,
     };
     let (send, receiver) = CommandReceiver::manual();
     let cx = ReactorContext::manual(Some(context));
@@ -169,8 +169,8 @@ fn a_read_of_a_stopped_peer_outlives_its_reactor_with_its_memory_until_the_peer_
     core.run_once();
     assert_eq!(pending.check(), Ok(()), "it has not been closed");
     core.end();
-    let said = hears.recv().expect("it has ended");
-    assert!(said.contains("1 reads have not ended"), "{said}");
+    let error = end.recv().expect("it has ended");
+    assert!(error.contains("1 reads have not ended"), "{error}");
     assert!(matches!(pending.check(), Err(Error::Timeout(_))));
     let kept = ucx(&into);
     drop(into);

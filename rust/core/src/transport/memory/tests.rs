@@ -1,4 +1,4 @@
-//! UCX's rules, kept by its twin.
+//! The in-memory twin follows UCX's rules.
 
 use std::time::Duration;
 
@@ -43,10 +43,10 @@ fn read<'a>(
     }
 }
 
-/// Works until there is nothing to do; what has happened, but for the ends of messages.
+/// Progresses until there is nothing to do; the events, but for the ends of messages.
 fn events(worker: &MemoryWorker) -> Vec<String> {
     while worker.progress() > 0 {}
-    let told = std::iter::from_fn(|| worker.next_event()).filter_map(|event| match event {
+    let events = std::iter::from_fn(|| worker.next_event()).filter_map(|event| match event {
         Event::Message { header, data } => Some(format!("{header:?} {:?}", &data[..])),
         Event::Done { token: 0, .. } => None,
         Event::Done { token, result } => Some(format!(
@@ -56,7 +56,7 @@ fn events(worker: &MemoryWorker) -> Vec<String> {
         Event::EndpointFailed { status, .. } => Some(format!("failed {}", status.code)),
         Event::Closed { .. } => Some("closed".to_owned()),
     });
-    told.collect()
+    events.collect()
 }
 
 fn is_readable(worker: &MemoryWorker) -> bool {
