@@ -197,7 +197,7 @@ impl<S: Service> ReactorCore<S> {
         while !self.is_stopping {
             match self.commands.next() {
                 Some(ReactorCommand::Command(command)) => {
-                    self.service.command(&mut self.cx, command)
+                    self.service.command(&mut self.cx, command);
                 }
                 Some(ReactorCommand::Stop) => self.is_stopping = true,
                 None => break,

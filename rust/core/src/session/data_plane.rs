@@ -12,7 +12,7 @@ use crate::ids::SessionId;
 use crate::ids::SessionKey;
 use crate::net::codec::Writer;
 use crate::reactor::{ENDED, ReactorContext};
-use crate::transfer::stream::Landings;
+use crate::session::landings::Landings;
 use crate::transport::{
     Context, DataPath, Get, Memory, Payload, RemoteKey, Worker, is_direct, reads_host,
 };

@@ -4,5 +4,6 @@ pub mod connection;
 pub(crate) mod data_plane;
 pub(crate) mod fair_waitlist;
 pub(crate) mod grace;
+pub(crate) mod landings;
 
 pub use connection::SessionTimeouts;

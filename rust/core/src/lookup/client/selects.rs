@@ -110,10 +110,8 @@ impl LookupClient {
         }
         select.from = Some(session);
         let entry = EntryTransfer::read(Reader::new(payload))?;
-        if let Some(server) = self.servers.get_mut(&session) {
-            server.tensors.incoming.add(operation, entry);
-            server.tensors.incoming.begin(operation);
-        }
+        self.tensors.add(session, operation, entry);
+        self.tensors.begin(cx, session, operation);
         Ok(())
     }
 

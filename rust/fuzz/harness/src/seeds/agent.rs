@@ -14,7 +14,7 @@ pub(super) fn agent() -> Vec<Vec<u8>> {
     let met = |flags| Script::new(flags).frame(&known);
     let ids = block_ids(&[0, 2, 4]);
     let blocks = |count: usize| vec![0; count << 10];
-    let wanted = |what| head(32, 1).u32(0).u8(what).finish();
+    let wanted = |what| head(32, 1).u64(0).u8(what).finish();
     let piece = head(33, 1).u64(0).finish();
     let checksums = numbers(&[checksum::of(&[0; BLOCK_BYTES as usize]); 3]);
     let offer = |number: Option<u64>| {

@@ -1,6 +1,6 @@
 //! Seeds of the decoders.
 
-use kvpipe_core::blocks::Metadata;
+use kvpipe_core::agent::Metadata;
 use kvpipe_core::fuzzing::DECODERS;
 use kvpipe_core::net::codec::Writer;
 
@@ -29,6 +29,14 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
     let header = head(36, 1).u32(1).u32(0).u8(1).u8(1).u64(0).finish();
     let offered = Writer::default().bytes(&header[1..]);
     let offered = offered.raw(&ids).raw(&ids).bytes(b"tag").finish();
+    let message = |header: Writer, payload: &[u8]| {
+        let header = Writer::default().bytes(&header.finish());
+        header.raw(payload).finish()
+    };
+    let read = message(head(32, 1).u64(0).u8(2), &ids);
+    let checksums = message(head(43, 1).u64(0), &numbers(&[1]));
+    let ready = Writer::new(49).raw(&HANDOFFS[1]).u32(0);
+    let ready = message(ready, &ready_blocks(&[ready_block(0, 1)]));
     let metadata = Metadata {
         address: "127.0.0.1:4000".to_owned(),
         incarnation: [1; 16],
@@ -37,19 +45,19 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
     let single = [
         ("identity", identity()),
         ("meta", meta(Writer::default(), 3).finish()),
-        ("offer", offer(1).finish()),
+        ("buffer", offer(1).finish()),
         ("region", region(Writer::default(), (0, KV)).finish()),
         ("regions", regions(&[(0, KV)])[1..].to_vec()),
         ("offered_blocks", offered),
-        ("block_ids", ids),
-        ("ready_blocks", ready_blocks(&[ready_block(0, 1)])),
+        ("transfer", read),
+        ("transfer", checksums),
+        ("handoff", ready),
         ("reason", text("a reason")),
-        ("block_checksums", numbers(&[1])),
         ("metadata", metadata.to_bytes()),
         ("select", select),
         ("refusal", Writer::new(2).str("no place").finish()),
         ("entry", tensors),
-        ("offer_checksums", offer(1).bytes(&numbers(&[1])).finish()),
+        ("buffer_checksums", offer(1).bytes(&numbers(&[1])).finish()),
     ];
     let control = wire::control(HANDOFFS[0], &opening(), &sequence_state());
     let control = control.into_iter().map(|frame| ("control", frame));

@@ -4,7 +4,7 @@ use kvpipe_core::net::codec::Writer;
 
 use super::{REMOTE_READ, goodbye};
 use crate::script::Script;
-use crate::wire::{head, meta, offer};
+use crate::wire::{block_ids, head, meta, offer};
 
 /// A timeout with tokens, and the five tensors of an entry: one inside the message, one offered, three absent.
 pub(super) fn entry() -> (Vec<u8>, Vec<u8>) {
@@ -25,7 +25,8 @@ pub(super) fn server() -> Vec<Vec<u8>> {
     let asked = |script: Script, query: &[u8]| script.message(&head(19, 1).finish(), query);
     let take = |script: Script| script.message(&head(22, 1).finish(), &[]);
     let settle = |is_consumed| head(24, 1).u8(is_consumed).finish();
-    let data = head(4, 2).u64(0).finish();
+    let data = head(33, 1).u64(0).finish();
+    let read = head(32, 1).u64(5).u8(1).finish();
     let withdraw = |id| head(25, id).finish();
     vec![
         goodbye(take(asked(insert(REMOTE_READ), &select)).message(&settle(1), &[])),
@@ -35,7 +36,7 @@ pub(super) fn server() -> Vec<Vec<u8>> {
             &any,
         ))),
         goodbye(take(asked(Script::new(REMOTE_READ).user(0, 40), &any)).message(&settle(1), &[])),
-        goodbye(asked(Script::new(0).user(0, 40), &select).message(&head(3, 5).finish(), &[])),
+        goodbye(asked(Script::new(0).user(0, 40), &select).message(&read, &block_ids(&[0]))),
         goodbye(
             asked(Script::new(0), &any)
                 .message(&withdraw(1), &[])
@@ -53,11 +54,12 @@ pub(super) fn client() -> Vec<Vec<u8>> {
     let refused = Writer::new(2).str("no place").finish();
     let inserting = |flags| Script::new(flags).user(0, 40);
     let selecting = |flags| Script::new(flags).user(1, 0);
+    let read = head(32, 1).u64(0).u8(1).finish();
     let offered = |script: Script| script.sealed(&head(20, 0).finish(), &tensors);
-    let data = head(4, 2).u64(0).finish();
+    let data = head(33, 1).u64(0).finish();
     vec![
         goodbye(send(inserting(REMOTE_READ), 17, 0)),
-        goodbye(send(send(inserting(0), 3, 0), 17, 0)),
+        goodbye(send(inserting(0).message(&read, &block_ids(&[0])), 17, 0)),
         goodbye(inserting(0).message(&head(18, 0).finish(), &refused)),
         goodbye(send(offered(selecting(REMOTE_READ)), 23, 0).user(4, 0)),
         goodbye(send(offered(selecting(0)).large(&data, (40, 0)), 23, 0).user(3, 0)),

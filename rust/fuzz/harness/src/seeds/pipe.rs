@@ -5,7 +5,7 @@ use kvpipe_core::net::codec::Writer;
 
 use super::{REMOTE_READ, goodbye};
 use crate::script::Script;
-use crate::wire::{head, meta, numbers, offer};
+use crate::wire::{block_ids, head, meta, numbers, offer};
 
 pub(super) fn receiver() -> Vec<Vec<u8>> {
     let eager = |id| head(1, id).u8(1).finish();
@@ -20,11 +20,11 @@ pub(super) fn receiver() -> Vec<Vec<u8>> {
             .user(1, 40)
             .sealed(&offer, &offered(checksum_mode).finish())
     };
-    let data = head(4, 1).u64(0).finish();
+    let data = head(33, 1).u64(0).finish();
     let ended = |script: Script| script.user(0, 0).frame(b"end").shut().finish();
     vec![
         ended(announced(0, 2).large(&data, (40, 0))),
-        ended(announced(REMOTE_READ, 1).message(&head(9, 1).finish(), &checksums)),
+        ended(announced(REMOTE_READ, 1).message(&head(44, 1).u64(0).finish(), &checksums)),
         goodbye(announced(REMOTE_READ, 0).message(&head(7, 1).finish(), &[])),
         goodbye(announced(0, 0).user(2, 0).large(&data, (20, 0))),
     ]
@@ -34,8 +34,11 @@ pub(super) fn sender() -> Vec<Vec<u8>> {
     let acked = |script: Script, id| script.message(&head(6, id).finish(), &numbers(&[]));
     let reply = |script: Script, kind, id| script.message(&head(kind, id).finish(), &[]);
     let posted = |flags| acked(Script::new(flags).user(0, 1).user(0, 80), 0);
-    let credit = head(5, 1).u64(40 << 10).finish();
-    let accepted = reply(posted(0), 3, 1).message(&credit, &[]);
+    let credit = head(34, 1).u64(40 << 10).finish();
+    let read = head(32, 1).u64(1).u8(1).finish();
+    let accepted = posted(0)
+        .message(&read, &block_ids(&[0]))
+        .message(&credit, &[]);
     let both = head(6, 0).finish();
     vec![
         acked(accepted, 1).user(3, 0).shut().finish(),
