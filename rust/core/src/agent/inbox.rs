@@ -10,7 +10,7 @@ use rustix::event::EventfdFlags;
 use super::notices::{WINDOW, WINDOW_BYTES};
 use super::peer::Peer;
 use crate::error::{Error, Result};
-use crate::reactor::SessionKey;
+use crate::ids::SessionKey;
 use crate::work::{Waited, wait_readable};
 
 /// A peer's word, in the order in which it gave them.

@@ -20,10 +20,12 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex};
 
 use crate::error::Result;
+use crate::ids::SessionKey;
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, Incarnation, SessionKind};
-use crate::reactor::{Reactor, ReactorConfig, Service, SessionKey, default_busy_poll};
+use crate::reactor::{Reactor, default_busy_poll};
 use crate::session::connection::SessionTimeouts;
+use crate::session::{ReactorConfig, Service};
 use crate::transport::Transport;
 
 pub use agent_core::AgentCommand;

@@ -7,8 +7,9 @@ use super::notices::Notice;
 use super::plan::peer_gone;
 use super::reads::{Notify, Reader as BlockReader};
 use crate::error::Result;
+use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::ReactorContext;
 use crate::transport::Payload;
 use crate::work::Completer;
 

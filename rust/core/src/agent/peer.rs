@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::identity::Incarnation;
-use crate::reactor::SessionKey;
 use crate::transfer::region::{Layout, RegionId, RemoteRegion};
 
 /// A region of a peer.

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use super::notices::check_tag;
 use super::peer::{Peer, RegionInfo};
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::identity::Incarnation;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::ReactorContext;
 use crate::transfer::message::BLOCKS_CAP;
 use crate::transfer::region::{Layout, Pieces, RegionId, check_sizes, coalesce};
 

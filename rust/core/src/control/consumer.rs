@@ -1,138 +1,200 @@
-//! What is watched and queried elsewhere.
+//! The consumer's half of the control plane: the handoffs that this engine watches at their producers. A pure state machine,
+//! as the producer's half.
 
-use std::time::Instant;
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
 
 use super::messages::ControlMessage;
-use super::service::{ControlService, HandoffWatch, PendingQuery};
-use super::{ControlEvent, ControlQuery};
-use crate::error::Error;
+use super::service::Outbox;
+use super::{ControlEvent, Opening, SequenceState};
 use crate::ids::{HandoffId, SessionKey};
-use crate::reactor::ReactorContext;
-use crate::work::Completer;
 
-impl ControlService {
-    /// The link to an address: the one there is, unless its end is about to be reported, or a new one.
-    pub(super) fn session_to(&mut self, cx: &mut ReactorContext, address: &str) -> SessionKey {
-        let known = self.by_address.get(address);
-        if let Some(&session) = known.filter(|session| !cx.has_failed(**session)) {
-            return session;
-        }
-        let session = cx.connect(address);
-        self.by_address.insert(address.to_owned(), session);
-        session
-    }
+/// A watched handoff. Its first `Opened` and its first `Finished` count: a peer that repeats them cannot fill the queue of
+/// events.
+struct HandoffWatch {
+    session: SessionKey,
+    deadline: Instant,
+    is_opened: bool,
+    is_finished: bool,
+}
 
-    pub(super) fn watch(&mut self, cx: &mut ReactorContext, handoff: HandoffId, producer: &str) {
-        let session = self.session_to(cx, producer);
-        let watched = HandoffWatch::new(session, cx.now + self.timeouts.handoff);
-        self.watched.insert(handoff, watched);
-        if cx.is_up(session) {
-            Self::say(cx, session, &ControlMessage::Watch(handoff));
-        }
-    }
+pub(super) struct ConsumerRole {
+    handoff_timeout: Duration,
+    watches: HashMap<HandoffId, HandoffWatch>,
+}
 
-    pub(super) fn ask(
-        &mut self,
-        cx: &mut ReactorContext,
-        address: &str,
-        query: ControlQuery,
-        deadline: Instant,
-        completer: Completer<String>,
-    ) {
-        let session = self.session_to(cx, address);
-        let id = cx.token();
-        if cx.is_up(session) {
-            Self::say(
-                cx,
-                session,
-                &ControlMessage::Query {
-                    id,
-                    query: query.clone(),
-                },
-            );
-        }
-        self.queries.insert(
-            id,
-            PendingQuery {
-                session,
-                query,
-                deadline,
-                completer,
-            },
-        );
-    }
-
-    pub(super) fn watches(&self, handoff: &HandoffId, session: SessionKey) -> bool {
-        self.watched
-            .get(handoff)
-            .is_some_and(|watched| watched.session == session)
-    }
-
-    /// Whether the peer tells this for the first time of a handoff that is watched there.
-    pub(super) fn is_first(
-        &mut self,
-        handoff: &HandoffId,
-        session: SessionKey,
-        is_told: impl FnOnce(&mut HandoffWatch) -> &mut bool,
-    ) -> bool {
-        let watched = self.watched.get_mut(handoff);
-        watched
-            .filter(|watched| watched.session == session)
-            .is_some_and(|watched| !std::mem::replace(is_told(watched), true))
-    }
-
-    pub(super) fn unwatch(
-        &mut self,
-        cx: &mut ReactorContext,
-        handoff: HandoffId,
-        is_acknowledged: bool,
-    ) {
-        if let Some(watched) = self.watched.remove(&handoff) {
-            Self::say(
-                cx,
-                watched.session,
-                &ControlMessage::Unwatch {
-                    handoff,
-                    is_acknowledged,
-                },
-            );
+impl ConsumerRole {
+    pub(super) fn new(handoff_timeout: Duration) -> Self {
+        Self {
+            handoff_timeout,
+            watches: HashMap::new(),
         }
     }
 
-    pub(super) fn expire_watches(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let is_late = |watched: &HandoffWatch| watched.until <= cx.now;
-        let late: Vec<HandoffId> = self
-            .watched
-            .iter()
-            .filter(|(_, watched)| is_late(watched))
-            .map(|(id, _)| *id)
-            .collect();
-        for handoff in late {
-            self.unwatch(cx, handoff, false);
-            let reason = format!(
-                "nothing came within {:?} (handoff_timeout_s)",
-                self.timeouts.handoff
-            );
-            self.events.push(ControlEvent::Ended {
+    /// Watches a handoff at its producer. The producer learns of it now, or when its session is established.
+    pub(super) fn watch(&mut self, now: Instant, handoff: HandoffId, session: SessionKey) {
+        let watch = HandoffWatch {
+            session,
+            deadline: now + self.handoff_timeout,
+            is_opened: false,
+            is_finished: false,
+        };
+        self.watches.insert(handoff, watch);
+    }
+
+    pub(super) fn session_up(&self, out: &mut Outbox, session: SessionKey) {
+        for (&handoff, watch) in &self.watches {
+            if watch.session == session {
+                out.send(session, ControlMessage::Watch(handoff));
+            }
+        }
+    }
+
+    pub(super) fn unwatch(&mut self, out: &mut Outbox, handoff: HandoffId, is_acknowledged: bool) {
+        if let Some(watch) = self.watches.remove(&handoff) {
+            let unwatch = ControlMessage::Unwatch {
                 handoff,
-                reason,
-                is_withdrawn: false,
-            });
+                is_acknowledged,
+            };
+            out.send(watch.session, unwatch);
         }
-        self.watched.values().map(|watched| watched.until).min()
     }
 
-    pub(super) fn expire_queries(&mut self, cx: &ReactorContext) -> Option<Instant> {
-        let late: Vec<u64> = self
-            .queries
-            .iter()
-            .filter(|(_, queries)| queries.deadline <= cx.now)
-            .map(|(id, _)| *id)
-            .collect();
-        for queries in late.iter().filter_map(|id| self.queries.remove(id)) {
-            let text = format!("{} did not answer in time", cx.peer(queries.session));
-            queries.completer.complete(Err(Error::Timeout(text)));
+    /// The watch of a handoff, if it is watched on this session.
+    fn watch_on(&mut self, session: SessionKey, handoff: &HandoffId) -> Option<&mut HandoffWatch> {
+        let watch = self.watches.get_mut(handoff)?;
+        (watch.session == session).then_some(watch)
+    }
+
+    pub(super) fn opened(
+        &mut self,
+        out: &mut Outbox,
+        session: SessionKey,
+        handoff: HandoffId,
+        opening: Opening,
+    ) {
+        if let Some(watch) = self.watch_on(session, &handoff)
+            && !std::mem::replace(&mut watch.is_opened, true)
+        {
+            out.trace("opened", &handoff);
+            out.events.push(ControlEvent::Opened { handoff, opening });
         }
-        self.queries.values().map(|queries| queries.deadline).min()
+    }
+
+    pub(super) fn finished(
+        &mut self,
+        out: &mut Outbox,
+        session: SessionKey,
+        handoff: HandoffId,
+        state: SequenceState,
+    ) {
+        if let Some(watch) = self.watch_on(session, &handoff)
+            && !std::mem::replace(&mut watch.is_finished, true)
+        {
+            out.trace("finished", &handoff);
+            out.events.push(ControlEvent::Finished { handoff, state });
+        }
+    }
+
+    pub(super) fn ended(
+        &mut self,
+        out: &mut Outbox,
+        session: SessionKey,
+        handoff: HandoffId,
+        reason: String,
+    ) {
+        if self.watch_on(session, &handoff).is_some() {
+            out.trace("ended", &handoff);
+            self.end_watch(out, handoff, reason, true);
+        }
+    }
+
+    fn end_watch(
+        &mut self,
+        out: &mut Outbox,
+        handoff: HandoffId,
+        reason: String,
+        is_withdrawn: bool,
+    ) {
+        self.watches.remove(&handoff);
+        out.events.push(ControlEvent::Ended {
+            handoff,
+            reason,
+            is_withdrawn,
+        });
+    }
+
+    fn handoffs(&self, is_wanted: impl Fn(&HandoffWatch) -> bool) -> Vec<HandoffId> {
+        let watches = self.watches.iter();
+        let wanted = watches.filter(|(_, watch)| is_wanted(watch));
+        wanted.map(|(id, _)| *id).collect()
+    }
+
+    pub(super) fn session_down(&mut self, out: &mut Outbox, session: SessionKey, reason: &str) {
+        for handoff in self.handoffs(|watch| watch.session == session) {
+            self.end_watch(out, handoff, reason.to_owned(), false);
+        }
+    }
+
+    /// Ends watches whose handoff took too long, and returns the next deadline.
+    pub(super) fn expire(&mut self, out: &mut Outbox, now: Instant) -> Option<Instant> {
+        for handoff in self.handoffs(|watch| watch.deadline <= now) {
+            self.unwatch(out, handoff, false);
+            let timeout = self.handoff_timeout;
+            let reason = format!("nothing came within {timeout:?} (handoff_timeout_s)");
+            self.end_watch(out, handoff, reason, false);
+        }
+        self.watches.values().map(|watch| watch.deadline).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::producer::tests::opening;
+    use super::*;
+
+    const ID: HandoffId = [1; 16];
+
+    #[test]
+    fn a_producer_that_repeats_itself_causes_each_event_once() {
+        let mut consumer = ConsumerRole::new(Duration::from_secs(60));
+        let (mut out, now, handoff) = (Outbox::default(), Instant::now(), ID);
+        let state = SequenceState::default;
+        let expected = [
+            ControlEvent::Opened {
+                handoff,
+                opening: opening(),
+            },
+            ControlEvent::Finished {
+                handoff,
+                state: state(),
+            },
+        ];
+        for _ in 0..2 {
+            consumer.watch(now, ID, 20);
+            for session in [99, 20, 20, 99] {
+                consumer.opened(&mut out, session, ID, opening());
+                consumer.finished(&mut out, session, ID, state());
+            }
+            assert_eq!(out.events.drain(), expected, "a new watch counts anew");
+        }
+    }
+
+    #[test]
+    fn only_the_session_of_a_watch_ends_it() {
+        let mut consumer = ConsumerRole::new(Duration::from_secs(60));
+        let mut out = Outbox::default();
+        consumer.watch(Instant::now(), ID, 20);
+        consumer.ended(&mut out, 21, ID, "aborted".to_owned());
+        consumer.session_down(&mut out, 21, "lost");
+        assert_eq!(out.events.drain(), []);
+        consumer.ended(&mut out, 20, ID, "aborted".to_owned());
+        consumer.session_down(&mut out, 20, "lost");
+        let ended = ControlEvent::Ended {
+            handoff: ID,
+            reason: "aborted".to_owned(),
+            is_withdrawn: true,
+        };
+        assert_eq!(out.events.drain(), [ended]);
     }
 }

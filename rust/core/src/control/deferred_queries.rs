@@ -1,33 +1,34 @@
-//! Who is to be told once of a handoff here: that its prefill ends soon, or that a consumer has come. Whatever changes
-//! a handoff says nothing of it: each round of the reactor ends with a look at those who wait.
+//! Queries to this control port that have no reply yet: they wait for a handoff's prefill to end soon, or for its consumer.
+//! Each round of the reactor compares them with the producer's handoffs.
 
 use std::time::{Duration, Instant};
 
 use super::messages::ControlMessage;
-use super::service::{ControlService, PENDING_CAP};
+use super::producer::{HandoffStatus, LeasedHandoff, ProducerRole, UNKNOWN_HANDOFF};
+use super::service::Outbox;
 use crate::ids::{HandoffId, SessionKey};
-use crate::reactor::ReactorContext;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
+
+/// Queries that may wait: bounds what peers make this engine remember.
+pub(super) const DEFERRED_CAP: usize = 1024;
 
 /// What a deferred query waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Condition {
-    /// That the predicted end of the prefill is no further away than this.
-    End { lead: Duration },
-    /// That somebody watches it.
+pub(super) enum ReplyCondition {
+    /// The predicted end of prefill is at most `lead` away.
+    PrefillEnd { lead: Duration },
+    /// A consumer watches the handoff.
     Consumer,
 }
 
-/// A query that is answered later.
 #[derive(Debug)]
 pub(super) struct DeferredQuery {
-    pub(super) handoff: HandoffId,
     pub(super) session: SessionKey,
-    /// Of the query.
     pub(super) id: u64,
-    pub(super) condition: Condition,
-    /// When it ends if the handoff is not known by then.
-    pub(super) until: Instant,
+    pub(super) handoff: HandoffId,
+    pub(super) condition: ReplyCondition,
+    /// When the query ends if its handoff is still unknown.
+    pub(super) deadline: Instant,
 }
 
 impl Waiter for DeferredQuery {
@@ -36,14 +37,15 @@ impl Waiter for DeferredQuery {
     }
 }
 
-/// How a deferred query ends.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum DeferredReply {
     /// Prefill is predicted to end after this time.
     Due(Duration),
-    /// What was left of it by the prediction, if there was one.
+    /// Prefill has finished this long before the prediction, if there was one.
     Finished(Option<Duration>),
+    /// A consumer watches.
     Watched,
+    /// The handoff has ended for this reason.
     Ended(String),
 }
 
@@ -61,102 +63,209 @@ impl DeferredReply {
             }
             Self::Watched => r#"{"moment": "watched"}"#.to_owned(),
             Self::Ended(reason) => {
-                let reason = quoted(reason);
+                let reason = json_string(reason);
                 format!(r#"{{"moment": "ended", "reason": {reason}}}"#)
             }
         }
     }
 }
 
-/// A string of JSON.
-fn quoted(text: &str) -> String {
-    let quoted = text.chars().map(|char| match char {
+fn json_string(text: &str) -> String {
+    let escaped = text.chars().map(|char| match char {
         '"' | '\\' => format!("\\{char}"),
         '\0'..='\x1f' => format!("\\u{:04x}", u32::from(char)),
         _ => char.to_string(),
     });
-    format!("\"{}\"", quoted.collect::<String>())
+    format!("\"{}\"", escaped.collect::<String>())
 }
 
-impl ControlService {
-    pub(super) fn subscribe_here(&mut self, cx: &mut ReactorContext, deferred: DeferredQuery) {
-        if let Some(refused) = self.deferred_queries.admit(deferred) {
-            let reason = waitlist_full("deferred_queries", PENDING_CAP);
-            tell(cx, &refused, &DeferredReply::Ended(reason));
+impl DeferredQuery {
+    fn send_reply(&self, out: &mut Outbox, reply: &DeferredReply) {
+        let (id, json) = (self.id, reply.to_json());
+        out.send(self.session, ControlMessage::Reply { id, json });
+    }
+
+    /// The reply, once the condition holds or never will.
+    fn reply(&self, now: Instant, producer: &ProducerRole) -> Option<DeferredReply> {
+        match producer.status(&self.handoff) {
+            HandoffStatus::Leased(leased) => self.reply_about(leased, now),
+            HandoffStatus::Ended(reason) => Some(DeferredReply::Ended(reason.to_owned())),
+            HandoffStatus::Unknown if self.deadline <= now => {
+                Some(DeferredReply::Ended(UNKNOWN_HANDOFF.to_owned()))
+            }
+            HandoffStatus::Unknown | HandoffStatus::Expected => None,
         }
     }
 
-    /// Producer: a prefill is predicted to end then; whether it is under way.
-    pub(super) fn progress(&mut self, handoff: &HandoffId, ends_at: Instant) -> bool {
-        let open = self.leased.get_mut(handoff).filter(|it| it.state.is_none());
-        open.map(|leased| leased.ends_at = Some(ends_at)).is_some()
-    }
-
-    pub(super) fn expire_deferred(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let mut waitlist =
-            std::mem::replace(&mut self.deferred_queries, FairWaitlist::new(PENDING_CAP));
-        waitlist.remove_if(|it| {
-            let moment = self.moment(it, cx.now);
-            moment.map(|moment| tell(cx, it, &moment)).is_some()
-        });
-        self.deferred_queries = waitlist;
-        let waiting = self.deferred_queries.iter();
-        waiting.filter_map(|it| self.look_again_at(it)).min()
-    }
-
-    /// What is to be said to a subscriber, once there is something.
-    pub(super) fn moment(&self, it: &DeferredQuery, now: Instant) -> Option<DeferredReply> {
-        let Some(leased) = self.leased.get(&it.handoff) else {
-            return self.moment_of_what_is_not_lent(it, now);
-        };
-        match it.condition {
-            Condition::Consumer => (!leased.watchers.is_empty()).then_some(DeferredReply::Watched),
-            Condition::End { .. } if leased.state.is_some() => Some(DeferredReply::Finished(
-                leased.ends_at.map(|end| end.saturating_duration_since(now)),
-            )),
-            Condition::End { lead } => {
-                let remaining = leased.ends_at?.saturating_duration_since(now);
-                (remaining <= lead).then_some(DeferredReply::Due(remaining))
+    fn reply_about(&self, leased: &LeasedHandoff, now: Instant) -> Option<DeferredReply> {
+        let remaining = || Some(leased.prefill_ends?.saturating_duration_since(now));
+        match self.condition {
+            ReplyCondition::Consumer if leased.watchers.is_empty() => None,
+            ReplyCondition::Consumer => Some(DeferredReply::Watched),
+            ReplyCondition::PrefillEnd { .. } if leased.is_finished() => {
+                Some(DeferredReply::Finished(remaining()))
+            }
+            ReplyCondition::PrefillEnd { lead } => {
+                let is_due = |remaining: &Duration| *remaining <= lead;
+                remaining().filter(is_due).map(DeferredReply::Due)
             }
         }
     }
 
-    fn moment_of_what_is_not_lent(
-        &self,
-        it: &DeferredQuery,
-        now: Instant,
-    ) -> Option<DeferredReply> {
-        if let Some(reason) = self.ended.get(&it.handoff) {
-            return Some(DeferredReply::Ended(reason.clone()));
-        }
-        let is_late = it.until <= now && !self.expected.contains(&it.handoff);
-        is_late.then(|| DeferredReply::Ended("the handoff is not known to its producer".to_owned()))
-    }
-
-    /// When there is something to say to a subscriber if nothing happens until then.
-    pub(super) fn look_again_at(&self, it: &DeferredQuery) -> Option<Instant> {
-        match (self.leased.get(&it.handoff), it.condition) {
-            (Some(leased), Condition::End { lead }) => leased.ends_at?.checked_sub(lead),
-            (Some(_), Condition::Consumer) => None,
-            (None, _) => (!self.expected.contains(&it.handoff)).then_some(it.until),
+    /// When there is a reply if nothing else happens until then.
+    fn next_look(&self, producer: &ProducerRole) -> Option<Instant> {
+        match (producer.status(&self.handoff), self.condition) {
+            (HandoffStatus::Leased(leased), ReplyCondition::PrefillEnd { lead }) => {
+                leased.prefill_ends?.checked_sub(lead)
+            }
+            (HandoffStatus::Unknown, _) => Some(self.deadline),
+            _ => None,
         }
     }
 }
 
-fn tell(cx: &mut ReactorContext, deferred: &DeferredQuery, moment: &DeferredReply) {
-    let answer = ControlMessage::Reply {
-        id: deferred.id,
-        json: moment.to_json(),
-    };
-    ControlService::say(cx, deferred.session, &answer);
+pub(super) struct DeferredQueries(FairWaitlist<DeferredQuery>);
+
+impl Default for DeferredQueries {
+    fn default() -> Self {
+        Self(FairWaitlist::new(DEFERRED_CAP))
+    }
+}
+
+impl DeferredQueries {
+    pub(super) fn add(&mut self, out: &mut Outbox, query: DeferredQuery) {
+        if let Some(displaced) = self.0.admit(query) {
+            let reason = waitlist_full("subscriptions", DEFERRED_CAP);
+            displaced.send_reply(out, &DeferredReply::Ended(reason));
+        }
+    }
+
+    pub(super) fn session_down(&mut self, session: SessionKey) {
+        self.0.remove_if(|query| query.session == session);
+    }
+
+    /// Replies to queries whose condition holds, and returns when to look again.
+    pub(super) fn poll(
+        &mut self,
+        out: &mut Outbox,
+        now: Instant,
+        producer: &ProducerRole,
+    ) -> Option<Instant> {
+        self.0.remove_if(|query| {
+            let reply = query.reply(now, producer);
+            reply.map(|reply| query.send_reply(out, &reply)).is_some()
+        });
+        let waiting = self.0.iter();
+        waiting.filter_map(|query| query.next_look(producer)).min()
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::producer::tests::{opening, producer};
     use super::*;
+
+    const ID: HandoffId = [1; 16];
+    const LEAD: Duration = Duration::from_secs(2);
+
+    fn query(now: Instant, condition: ReplyCondition) -> DeferredQuery {
+        DeferredQuery {
+            session: 20,
+            id: 0,
+            handoff: ID,
+            condition,
+            deadline: now + Duration::from_secs(60),
+        }
+    }
+
+    fn opened() -> ProducerRole {
+        let mut producer = producer();
+        producer.open(&mut Outbox::default(), ID, opening());
+        producer
+    }
 
     #[test]
     fn a_reason_of_any_characters_stays_json() {
-        assert_eq!(quoted("a \"b\"\\\n\u{1}é"), r#""a \"b\"\\\u000a\u0001é""#);
+        let escaped = json_string("a \"b\"\\\n\u{1}é");
+        assert_eq!(escaped, r#""a \"b\"\\\u000a\u0001é""#);
+    }
+
+    #[test]
+    fn a_query_is_due_when_the_predicted_end_is_its_lead_away_and_not_before() {
+        let (mut producer, begun) = (opened(), Instant::now());
+        let it = query(begun, ReplyCondition::PrefillEnd { lead: LEAD });
+        assert_eq!(it.next_look(&producer), None, "no prediction");
+        producer.predict_end(&ID, begun + Duration::from_secs(5));
+        let due = begun + Duration::from_secs(3);
+        assert_eq!(it.next_look(&producer), Some(due));
+        let before = due.checked_sub(Duration::from_micros(1)).unwrap();
+        assert_eq!(it.reply(before, &producer), None);
+        assert_eq!(it.reply(due, &producer), Some(DeferredReply::Due(LEAD)));
+        let late = begun + Duration::from_secs(9);
+        let overdue = Some(DeferredReply::Due(Duration::ZERO));
+        assert_eq!(it.reply(late, &producer), overdue);
+    }
+
+    #[test]
+    fn a_later_prediction_replaces_an_earlier_one() {
+        let (mut producer, begun) = (opened(), Instant::now());
+        let it = query(begun, ReplyCondition::PrefillEnd { lead: LEAD });
+        for seconds in [5, 8, 4] {
+            let ends_at = begun + Duration::from_secs(seconds);
+            producer.predict_end(&ID, ends_at);
+            assert_eq!(it.next_look(&producer), ends_at.checked_sub(LEAD));
+        }
+    }
+
+    #[test]
+    fn a_handoff_opened_again_has_no_prediction_until_one_is_made() {
+        let (mut producer, now) = (opened(), Instant::now());
+        producer.predict_end(&ID, now);
+        producer.open(&mut Outbox::default(), ID, opening());
+        let it = query(now, ReplyCondition::PrefillEnd { lead: LEAD });
+        assert_eq!(it.reply(now, &producer), None);
+    }
+
+    #[test]
+    fn a_query_about_an_expected_handoff_has_no_deadline() {
+        let (mut producer, now) = (producer(), Instant::now());
+        let it = query(now, ReplyCondition::Consumer);
+        let late = it.deadline + Duration::from_secs(1);
+        assert_eq!(it.next_look(&producer), Some(it.deadline));
+        let unknown = DeferredReply::Ended(UNKNOWN_HANDOFF.to_owned());
+        assert_eq!(it.reply(late, &producer), Some(unknown));
+        producer.expect(ID);
+        assert_eq!(it.next_look(&producer), None);
+        assert_eq!(it.reply(late, &producer), None);
+    }
+
+    #[test]
+    fn deferred_queries_are_capped_without_shutting_out_another_peer() {
+        let (mut deferred, now) = (DeferredQueries::default(), Instant::now());
+        let mut out = Outbox::default();
+        for _ in 0..=DEFERRED_CAP {
+            deferred.add(&mut out, query(now, ReplyCondition::Consumer));
+        }
+        assert_eq!(deferred.0.iter().len(), DEFERRED_CAP);
+        assert_eq!(out.messages.len(), 1, "one has its reply");
+        let other = DeferredQuery {
+            session: 21,
+            ..query(now, ReplyCondition::Consumer)
+        };
+        deferred.add(&mut out, other);
+        let of_other = deferred.0.iter().filter(|it| it.session == 21);
+        assert_eq!(
+            (of_other.count(), deferred.0.iter().len()),
+            (1, DEFERRED_CAP)
+        );
+    }
+
+    #[test]
+    fn deferred_queries_end_with_their_session() {
+        let (mut deferred, mut out) = (DeferredQueries::default(), Outbox::default());
+        let query = query(Instant::now(), ReplyCondition::Consumer);
+        deferred.add(&mut out, query);
+        deferred.session_down(20);
+        assert_eq!(deferred.0.iter().len(), 0);
     }
 }

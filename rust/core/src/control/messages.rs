@@ -7,14 +7,16 @@ use crate::error::{Error, Result};
 use crate::ids::HandoffId;
 use crate::net::codec::{Reader, Writer};
 
+/// Longest text: a reason or an address.
 const TEXT_CAP: usize = 4096;
-/// Largest JSON answer.
+/// Largest JSON reply.
 const JSON_CAP: usize = 1 << 20;
+/// Most workers of a producer.
 const RANKS_CAP: usize = 4096;
-/// Most ids that a prefill may hand over.
+/// Most token ids that prefill samples.
 const OUTPUT_IDS_CAP: usize = 4096;
 
-/// Everything that one scheduler (or the proxy) says to another.
+/// A frame between two control ports, or between the proxy and one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ControlMessage {
     Watch(HandoffId),
@@ -52,7 +54,7 @@ const ENDED: u8 = 5;
 const DESCRIBE: u8 = 6;
 const RELEASE: u8 = 7;
 const RESULT: u8 = 8;
-const ANSWER: u8 = 9;
+const REPLY: u8 = 9;
 const SUBSCRIBE: u8 = 10;
 const WATCHED: u8 = 11;
 const PROGRESS: u8 = 12;
@@ -83,37 +85,21 @@ impl ControlMessage {
             Self::Ended { handoff, reason } => {
                 Writer::new(ENDED).raw(handoff).text(reason, TEXT_CAP)
             }
-            Self::Query {
-                id,
-                query: ControlQuery::Describe,
-            } => Writer::new(DESCRIBE).u64(*id),
-            Self::Query {
-                id,
-                query: ControlQuery::Release(handoff),
-            } => Writer::new(RELEASE).u64(*id).raw(handoff),
-            Self::Query {
-                id,
-                query: ControlQuery::Result(handoff),
-            } => Writer::new(RESULT).u64(*id).raw(handoff),
-            Self::Query {
-                id,
-                query: ControlQuery::Subscribe { handoff, lead },
-            } => Writer::new(SUBSCRIBE)
-                .u64(*id)
-                .raw(handoff)
-                .u64(micros(*lead)),
-            Self::Query {
-                id,
-                query: ControlQuery::Progress { handoff, remaining },
-            } => Writer::new(PROGRESS)
-                .u64(*id)
-                .raw(handoff)
-                .u64(micros(*remaining)),
-            Self::Query {
-                id,
-                query: ControlQuery::Watched(handoff),
-            } => Writer::new(WATCHED).u64(*id).raw(handoff),
-            Self::Reply { id, json } => Writer::new(ANSWER).u64(*id).str(json),
+            Self::Query { id, query } => match query {
+                ControlQuery::Describe => Writer::new(DESCRIBE).u64(*id),
+                ControlQuery::Release(handoff) => Writer::new(RELEASE).u64(*id).raw(handoff),
+                ControlQuery::Result(handoff) => Writer::new(RESULT).u64(*id).raw(handoff),
+                ControlQuery::Subscribe { handoff, lead } => Writer::new(SUBSCRIBE)
+                    .u64(*id)
+                    .raw(handoff)
+                    .u64(micros(*lead)),
+                ControlQuery::Progress { handoff, remaining } => Writer::new(PROGRESS)
+                    .u64(*id)
+                    .raw(handoff)
+                    .u64(micros(*remaining)),
+                ControlQuery::Watched(handoff) => Writer::new(WATCHED).u64(*id).raw(handoff),
+            },
+            Self::Reply { id, json } => Writer::new(REPLY).u64(*id).str(json),
         }
         .finish()
     }
@@ -138,37 +124,11 @@ impl ControlMessage {
                 handoff: reader.fixed()?,
                 reason: reader.str(TEXT_CAP)?,
             },
-            DESCRIBE => Self::Query {
+            kind @ (DESCRIBE | RELEASE | RESULT | SUBSCRIBE | PROGRESS | WATCHED) => Self::Query {
                 id: reader.u64()?,
-                query: ControlQuery::Describe,
+                query: query(kind, &mut reader)?,
             },
-            RELEASE => Self::Query {
-                id: reader.u64()?,
-                query: ControlQuery::Release(reader.fixed()?),
-            },
-            RESULT => Self::Query {
-                id: reader.u64()?,
-                query: ControlQuery::Result(reader.fixed()?),
-            },
-            SUBSCRIBE => Self::Query {
-                id: reader.u64()?,
-                query: ControlQuery::Subscribe {
-                    handoff: reader.fixed()?,
-                    lead: Duration::from_micros(reader.u64()?),
-                },
-            },
-            PROGRESS => Self::Query {
-                id: reader.u64()?,
-                query: ControlQuery::Progress {
-                    handoff: reader.fixed()?,
-                    remaining: Duration::from_micros(reader.u64()?),
-                },
-            },
-            WATCHED => Self::Query {
-                id: reader.u64()?,
-                query: ControlQuery::Watched(reader.fixed()?),
-            },
-            ANSWER => Self::Reply {
+            REPLY => Self::Reply {
                 id: reader.u64()?,
                 json: reader.str(JSON_CAP)?,
             },
@@ -185,6 +145,26 @@ impl ControlMessage {
 
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+fn query(kind: u8, reader: &mut Reader<'_>) -> Result<ControlQuery> {
+    if kind == DESCRIBE {
+        return Ok(ControlQuery::Describe);
+    }
+    let handoff = reader.fixed()?;
+    Ok(match kind {
+        RELEASE => ControlQuery::Release(handoff),
+        RESULT => ControlQuery::Result(handoff),
+        SUBSCRIBE => ControlQuery::Subscribe {
+            handoff,
+            lead: Duration::from_micros(reader.u64()?),
+        },
+        PROGRESS => ControlQuery::Progress {
+            handoff,
+            remaining: Duration::from_micros(reader.u64()?),
+        },
+        _ => ControlQuery::Watched(handoff),
+    })
 }
 
 fn opening(reader: &mut Reader<'_>) -> Result<Opening> {
@@ -215,7 +195,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn every_message_is_read_as_written() {
+    fn every_message_decodes_to_itself() {
         let rank = Rank {
             address: "127.0.0.1:1".to_owned(),
             incarnation: [3; 16],
@@ -285,15 +265,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_frame_gives_a_message_or_an_error(frame: Vec<u8>) {
+        fn any_frame_decodes_to_a_message_or_an_error(frame: Vec<u8>) {
             let _ = ControlMessage::decode(&frame);
         }
 
         #[test]
-        fn a_cut_message_is_an_error(cut in 0usize..32) {
-            let whole = ControlMessage::Ended { handoff: [1; 16], reason: "a reason".to_owned() }.encode();
-            prop_assume!(cut < whole.len());
-            prop_assert!(ControlMessage::decode(&whole[..cut]).is_err());
+        fn a_truncated_message_is_an_error(cut in 0usize..32) {
+            let frame = ControlMessage::Ended { handoff: [1; 16], reason: "a reason".to_owned() }.encode();
+            prop_assume!(cut < frame.len());
+            prop_assert!(ControlMessage::decode(&frame[..cut]).is_err());
         }
     }
 }

@@ -1,10 +1,11 @@
-//! The control plane: handoffs between the schedulers of prefill and decode instances, and the proxy's queries.
-//! One authenticated TCP port per engine, no UCX.
+//! The control plane: the schedulers of prefill and decode instances agree on handoffs, and the proxy queries them. Each
+//! engine has one authenticated TCP port for it, without UCX.
 
 mod consumer;
 mod deferred_queries;
 pub(crate) mod messages;
 mod producer;
+mod queries;
 mod service;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -22,23 +23,23 @@ use crate::work::Work;
 
 use service::{ControlCommand, ControlService};
 
-/// A worker of a producer: where its agent listens, and its life.
+/// A worker of a producer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rank {
     /// The address of its agent.
     pub address: String,
-    /// The agent's life.
+    /// The incarnation of its agent.
     pub incarnation: Incarnation,
 }
 
-/// What a consumer needs to know to load a handoff.
+/// What a consumer needs to load a handoff.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Opening {
     /// Hash of the prompt's token ids, which the consumer compares with its own.
     pub prompt_hash: [u8; 32],
     /// Number of prompt tokens whose KV will be leased.
     pub num_tokens: u32,
-    /// Of the producer's blocks; a new one voids everything of the old.
+    /// Epoch of the producer's blocks; a new one voids all announcements of the old one.
     pub epoch: u32,
     /// The producer's workers, by tensor-parallel rank.
     pub ranks: Vec<Rank>,
@@ -55,86 +56,86 @@ pub struct SequenceState {
     pub num_cached_tokens: u32,
 }
 
-/// What happened on the control plane, for the scheduler role that drains it.
+/// An event of the control plane, for the scheduler role that drains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ControlEvent {
-    /// Producer: nobody will read these blocks (any more).
+    /// Producer: no consumer will read these blocks any more.
     Released {
-        /// Which handoff.
+        /// The handoff.
         handoff: HandoffId,
         /// Why.
         reason: String,
     },
     /// Consumer: the producer has scheduled the request.
     Opened {
-        /// Which handoff.
+        /// The handoff.
         handoff: HandoffId,
         /// What to compare and where to read.
         opening: Opening,
     },
-    /// Consumer: the producer has finished.
+    /// Consumer: the producer has finished prefill.
     Finished {
-        /// Which handoff.
+        /// The handoff.
         handoff: HandoffId,
         /// What to continue from.
         state: SequenceState,
     },
-    /// Consumer: nothing (more) will come of this handoff.
+    /// Consumer: the handoff has ended; no more events follow.
     Ended {
-        /// Which handoff.
+        /// The handoff.
         handoff: HandoffId,
         /// Why.
         reason: String,
-        /// Whether its producer says so, and what it announced does not stand any more: else it is lost or late.
+        /// Whether the producer withdrew it, which voids what it announced. Otherwise the producer is lost or late.
         is_withdrawn: bool,
     },
-    /// One line for people.
+    /// One line for the log.
     Log(String),
 }
 
-/// A query to another engine's control port.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A query to another engine's control port. Its reply is JSON.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ControlQuery {
-    /// Who are you? Answered with JSON.
+    /// Asks for the engine's description.
     Describe,
-    /// Give the blocks of a handoff back. Answered with `true` when the handoff was known.
+    /// Releases the blocks of a handoff. The reply is `true` when the handoff was leased.
     Release(HandoffId),
-    /// How did a handoff end? Answered with JSON, `null` when it is not known.
+    /// Asks how a handoff ended. The reply is `null` when that is not known.
     Result(HandoffId),
-    /// When does a handoff's prefill end? Answered once, with JSON, when the predicted end is no further away than
-    /// `lead`, or when it has finished or will not.
+    /// Asks when a handoff's prefill ends. The one reply follows when the predicted end is no further away than `lead`,
+    /// or when prefill has finished or will not.
     Subscribe {
-        /// Which handoff.
+        /// The handoff.
         handoff: HandoffId,
-        /// How long before the end to be told; whole microseconds count.
+        /// How long before the end the reply is wanted, in whole microseconds.
         lead: Duration,
     },
-    /// Not a query: a worker of this producer knows by its layers when a prefill will end. Answered with `true` when
-    /// the handoff is open.
+    /// Reports when a prefill ends: a producer's worker knows that by its layers. The reply is `true` when the handoff is
+    /// open.
     Progress {
-        /// Which handoff.
+        /// The handoff.
         handoff: HandoffId,
-        /// From now; whole microseconds count.
+        /// Time from now, in whole microseconds.
         remaining: Duration,
     },
-    /// Has a consumer come? Answered once, with JSON, when one watches the handoff, or when none will.
+    /// Asks whether a consumer has come. The one reply follows when one watches the handoff, or when none will.
     Watched(HandoffId),
 }
 
-/// How long things may take on the control plane.
+/// Time-outs of the control plane.
 #[derive(Debug, Clone, Copy)]
 pub struct ControlTimeouts {
-    /// Deadlines of sessions.
+    /// Those of sessions.
     pub timeouts: SessionTimeouts,
     /// How long finished blocks wait for a first consumer.
     pub lease: Duration,
-    /// How long a watch or a deferred query waits for a handoff that is not open.
+    /// How long a watch or a deferred query waits for an unknown handoff.
     pub open: Duration,
-    /// How long a consumer waits for its handoff as long as the producer lives.
+    /// How long a consumer waits for its handoff while the producer lives.
     pub handoff: Duration,
 }
 
-/// One engine's control port, or (without `listen`) somebody who asks others'. Any thread may call.
+/// One engine's control port, or (without `listen`) a client of other ports. Any thread may call.
 #[derive(Debug)]
 pub struct Control {
     reactor: Reactor<ControlCommand>,
@@ -174,40 +175,41 @@ impl Control {
         self.reactor.round()
     }
 
-    /// Where others connect.
+    /// The address that others connect to.
     pub fn address(&self) -> Option<SocketAddr> {
         self.reactor.address()
     }
 
-    /// Sets the JSON with which `Describe` is answered.
+    /// Sets the reply to [`ControlQuery::Describe`].
     pub fn describe_as(&self, json: String) -> Result<()> {
         self.reactor.send(ControlCommand::Describe { json })
     }
 
-    /// Producer: a request of this handoff has come and waits to be scheduled. Its consumers wait with it; others'
-    /// watches end after [`ControlTimeouts::open`]. Ends with `open` or `withdraw`.
+    /// Producer: the request of this handoff has arrived and waits to be scheduled. Until `open` or `withdraw`, its
+    /// consumers wait too; watches of other handoffs end after [`ControlTimeouts::open`].
     pub fn expect(&self, handoff: HandoffId) -> Result<()> {
         self.reactor.send(ControlCommand::Expect { handoff })
     }
 
-    /// Producer: a request of this handoff is scheduled.
+    /// Producer: the request of this handoff is scheduled.
     pub fn open(&self, handoff: HandoffId, opening: Opening) -> Result<()> {
         self.reactor.send(ControlCommand::Open { handoff, opening })
     }
 
-    /// Producer: its prefill is predicted to end when `remaining` has passed. Counts while it is open.
+    /// Producer: prefill is predicted to end after `remaining`. Ignored unless it is under way.
     pub fn progress(&self, handoff: HandoffId, remaining: Duration) -> Result<()> {
         let ends_at = Instant::now() + remaining;
         self.reactor
             .send(ControlCommand::Progress { handoff, ends_at })
     }
 
-    /// Producer: it has finished; its blocks are leased until they are taken, released, or the lease ends.
+    /// Producer: prefill has finished. The blocks stay leased until a consumer acknowledges them, they are released, or the
+    /// lease ends.
     pub fn finish(&self, handoff: HandoffId, state: SequenceState) -> Result<()> {
         self.reactor.send(ControlCommand::Finish { handoff, state })
     }
 
-    /// Producer: it was aborted or preempted; consumers are told.
+    /// Producer: the request was aborted or preempted; consumers are told.
     pub fn withdraw(&self, handoff: HandoffId, reason: &str) -> Result<()> {
         self.reactor.send(ControlCommand::Withdraw {
             handoff,
@@ -215,7 +217,7 @@ impl Control {
         })
     }
 
-    /// Consumer: begins to watch a handoff at its producer.
+    /// Consumer: watches a handoff at its producer.
     pub fn watch(&self, handoff: HandoffId, producer: &str) -> Result<()> {
         self.reactor.send(ControlCommand::Watch {
             handoff,
@@ -223,7 +225,7 @@ impl Control {
         })
     }
 
-    /// Consumer: ends the watch. Not taken: the producer may free the blocks.
+    /// Consumer: ends the watch. Unless the blocks were acknowledged, the producer may free them.
     pub fn unwatch(&self, handoff: HandoffId, is_acknowledged: bool) -> Result<()> {
         self.reactor.send(ControlCommand::Unwatch {
             handoff,
@@ -231,13 +233,13 @@ impl Control {
         })
     }
 
-    /// Keeps the JSON with which `Result` is answered.
+    /// Sets the reply to [`ControlQuery::Result`].
     pub fn set_result(&self, handoff: HandoffId, json: String) -> Result<()> {
         self.reactor
             .send(ControlCommand::SetResult { handoff, json })
     }
 
-    /// Asks another engine; the work ends with JSON.
+    /// Queries another engine; the work ends with its JSON.
     pub fn query(
         &self,
         address: &str,
@@ -260,12 +262,12 @@ impl Control {
         self.reactor.send(ControlCommand::Trace(trace))
     }
 
-    /// What has happened since the last call.
+    /// Returns the events since the last call.
     pub fn drain(&self) -> Vec<ControlEvent> {
         self.events.drain()
     }
 
-    /// Ends the control plane; peers are told.
+    /// Closes the control port; peers are told.
     pub fn close(&self) {
         self.reactor.stop();
     }

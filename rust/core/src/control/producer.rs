@@ -1,251 +1,331 @@
-//! What is leased here: handoffs that were opened, who watches them, and when they end.
+//! The producer's half of the control plane: the handoffs leased here, the consumers that watch them, and when their leases
+//! end. A pure state machine: its messages and events go to an [`Outbox`].
 
-use std::time::Instant;
+use std::collections::{HashMap, HashSet};
+use std::time::{Duration, Instant};
 
 use super::messages::ControlMessage;
-use super::service::{ControlService, LeasedHandoff, PENDING_CAP, PendingWatch};
-use super::{ControlEvent, Opening, SequenceState};
-use crate::ids::{HandoffId, SessionKey};
-use crate::reactor::ReactorContext;
-use crate::session::fair_waitlist::waitlist_full;
+use super::service::Outbox;
+use super::{ControlEvent, ControlTimeouts, Opening, SequenceState};
+use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
+use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
-impl ControlService {
-    pub(super) fn open(&mut self, cx: &mut ReactorContext, handoff: HandoffId, opening: Opening) {
+/// Watches that may wait for unknown handoffs: bounds what peers make this engine remember.
+pub(super) const PENDING_WATCHES_CAP: usize = 1024;
+/// Tells a peer that its watch or query waited for an unknown handoff until the open time-out.
+pub(super) const UNKNOWN_HANDOFF: &str = "the handoff is not known to its producer";
+
+const CONSUMER_LOST: &str = "its consumer is gone";
+const CONSUMER_GAVE_UP: &str = "its consumer gave up";
+
+/// How far a leased handoff has come.
+#[derive(Debug)]
+pub(super) enum LeasePhase {
+    Prefilling {
+        /// Whether its last consumer has left: the blocks are then released when prefill finishes.
+        is_abandoned: bool,
+    },
+    Finished {
+        state: SequenceState,
+        /// When the lease ends, unless a consumer watches.
+        lease_ends: Instant,
+    },
+}
+
+#[derive(Debug)]
+pub(super) struct LeasedHandoff {
+    pub(super) opening: Opening,
+    pub(super) phase: LeasePhase,
+    /// The last prediction of the end of prefill.
+    pub(super) prefill_ends: Option<Instant>,
+    pub(super) watchers: HashSet<SessionKey>,
+}
+
+impl LeasedHandoff {
+    pub(super) fn is_finished(&self) -> bool {
+        matches!(self.phase, LeasePhase::Finished { .. })
+    }
+
+    /// When the lease ends; `None` before prefill has finished, and while a consumer watches.
+    fn lease_ends(&self) -> Option<Instant> {
+        match self.phase {
+            LeasePhase::Finished { lease_ends, .. } if self.watchers.is_empty() => Some(lease_ends),
+            _ => None,
+        }
+    }
+}
+
+/// A watch of an unknown handoff.
+#[derive(Debug)]
+pub(super) struct PendingWatch {
+    pub(super) handoff: HandoffId,
+    pub(super) session: SessionKey,
+    deadline: Instant,
+}
+
+impl PendingWatch {
+    fn is_of(&self, session: SessionKey, handoff: HandoffId) -> bool {
+        (self.session, self.handoff) == (session, handoff)
+    }
+
+    fn end(self, out: &mut Outbox, reason: String) {
+        let handoff = self.handoff;
+        out.send(self.session, ControlMessage::Ended { handoff, reason });
+    }
+}
+
+impl Waiter for PendingWatch {
+    fn session(&self) -> SessionKey {
+        self.session
+    }
+}
+
+/// What a producer knows about a handoff.
+pub(super) enum HandoffStatus<'p> {
+    Leased(&'p LeasedHandoff),
+    Ended(&'p str),
+    /// Its request has arrived, and is not scheduled yet.
+    Expected,
+    Unknown,
+}
+
+pub(super) struct ProducerRole {
+    lease: Duration,
+    open_timeout: Duration,
+    leased: HashMap<HandoffId, LeasedHandoff>,
+    /// Why handoffs ended.
+    ended: RecentHandoffs<String>,
+    /// Handoffs whose watches and queries wait without a deadline.
+    expected: HashSet<HandoffId>,
+    pending: FairWaitlist<PendingWatch>,
+}
+
+impl ProducerRole {
+    pub(super) fn new(timeouts: &ControlTimeouts) -> Self {
+        Self {
+            lease: timeouts.lease,
+            open_timeout: timeouts.open,
+            leased: HashMap::new(),
+            ended: RecentHandoffs::default(),
+            expected: HashSet::new(),
+            pending: FairWaitlist::new(PENDING_WATCHES_CAP),
+        }
+    }
+
+    pub(super) fn status(&self, handoff: &HandoffId) -> HandoffStatus<'_> {
+        if let Some(leased) = self.leased.get(handoff) {
+            return HandoffStatus::Leased(leased);
+        }
+        if let Some(reason) = self.ended.get(handoff) {
+            return HandoffStatus::Ended(reason);
+        }
+        if self.expected.contains(handoff) {
+            return HandoffStatus::Expected;
+        }
+        HandoffStatus::Unknown
+    }
+
+    pub(super) fn expect(&mut self, handoff: HandoffId) {
+        self.expected.insert(handoff);
+    }
+
+    /// Leases a handoff whose request is scheduled. A handoff that is opened again, in a new epoch, keeps its watchers.
+    pub(super) fn open(&mut self, out: &mut Outbox, handoff: HandoffId, opening: Opening) {
         self.expected.remove(&handoff);
         if let Some(reason) = self.ended.get(&handoff) {
-            // Released or withdrawn before it was opened.
-            return self.events.push(ControlEvent::Released {
-                handoff,
-                reason: reason.clone(),
-            });
+            let reason = reason.clone();
+            return out.events.push(ControlEvent::Released { handoff, reason });
         }
-        // Opened again, in a new epoch, it keeps those who watch it.
-        let watchers = self.leased.remove(&handoff).map(|leased| leased.watchers);
-        let watchers = watchers.unwrap_or_default();
+        let before = self.leased.remove(&handoff);
+        let mut watchers = before.map_or_else(HashSet::new, |leased| leased.watchers);
+        let pending = self.pending.remove_if(|watch| watch.handoff == handoff);
+        watchers.extend(pending.iter().map(|watch| watch.session));
         for &session in &watchers {
             let opening = opening.clone();
-            Self::say(cx, session, &ControlMessage::Opened { handoff, opening });
+            out.send(session, ControlMessage::Opened { handoff, opening });
         }
         let leased = LeasedHandoff {
             opening,
-            state: None,
-            ends_at: None,
-            lease_ends: None,
+            phase: LeasePhase::Prefilling {
+                is_abandoned: false,
+            },
+            prefill_ends: None,
             watchers,
-            is_abandoned: false,
         };
         self.leased.insert(handoff, leased);
-        for watch in self.pending.remove_if(|watch| watch.handoff == handoff) {
-            self.watch_here(cx, watch.session, handoff);
-        }
+    }
+
+    /// Notes when prefill is predicted to end; false unless it is under way.
+    pub(super) fn predict_end(&mut self, handoff: &HandoffId, ends_at: Instant) -> bool {
+        let leased = self.leased.get_mut(handoff);
+        let prefilling = leased.filter(|leased| !leased.is_finished());
+        prefilling
+            .map(|leased| leased.prefill_ends = Some(ends_at))
+            .is_some()
     }
 
     pub(super) fn finish(
         &mut self,
-        cx: &mut ReactorContext,
+        out: &mut Outbox,
+        now: Instant,
         handoff: HandoffId,
         state: SequenceState,
     ) {
-        let lease_ends = cx.now + self.timeouts.lease;
         let Some(leased) = self.leased.get_mut(&handoff) else {
-            let reason = self
-                .ended
-                .get(&handoff)
-                .map_or("it was never opened", String::as_str)
-                .to_owned();
-            return self.events.push(ControlEvent::Released { handoff, reason });
+            let ended = self.ended.get(&handoff).map(String::as_str);
+            let reason = ended.unwrap_or("it was never opened").to_owned();
+            return out.events.push(ControlEvent::Released { handoff, reason });
         };
-        leased.lease_ends = Some(lease_ends);
         for &session in &leased.watchers {
-            Self::say(
-                cx,
-                session,
-                &ControlMessage::Finished {
-                    handoff,
-                    state: state.clone(),
-                },
-            );
+            let state = state.clone();
+            out.send(session, ControlMessage::Finished { handoff, state });
         }
-        leased.state = Some(state);
-        if leased.is_abandoned {
-            self.release(cx, handoff, "its consumer is gone");
+        let is_abandoned = matches!(leased.phase, LeasePhase::Prefilling { is_abandoned: true });
+        let lease_ends = now + self.lease;
+        leased.phase = LeasePhase::Finished { state, lease_ends };
+        if is_abandoned {
+            self.release(out, handoff, CONSUMER_LOST);
         }
     }
 
-    /// Ends a leased handoff and tells whoever watches it. `None`: it was not leased.
-    pub(super) fn end(
+    /// Ends a handoff and tells its watchers; true if it was leased.
+    pub(super) fn end_handoff(
         &mut self,
-        cx: &mut ReactorContext,
-        handoff: HandoffId,
-        reason: &str,
-    ) -> Option<LeasedHandoff> {
-        self.expected.remove(&handoff);
-        self.ended.insert(handoff, reason.to_owned());
-        let leased = self.leased.remove(&handoff);
-        let waiting = self.pending.remove_if(|watch| watch.handoff == handoff);
-        let mut told: Vec<SessionKey> = waiting.iter().map(|watch| watch.session).collect();
-        told.extend(leased.iter().flat_map(|leased| &leased.watchers));
-        for session in told {
-            let reason = reason.to_owned();
-            Self::say(cx, session, &ControlMessage::Ended { handoff, reason });
-        }
-        leased
-    }
-
-    /// Ends a leased handoff from outside: the scheduler is told to free its blocks.
-    pub(super) fn release(
-        &mut self,
-        cx: &mut ReactorContext,
+        out: &mut Outbox,
         handoff: HandoffId,
         reason: &str,
     ) -> bool {
-        let was_lent = self.end(cx, handoff, reason).is_some();
-        if was_lent {
-            self.events.push(ControlEvent::Released {
-                handoff,
-                reason: reason.to_owned(),
-            });
+        self.expected.remove(&handoff);
+        self.ended.insert(handoff, reason.to_owned());
+        for watch in self.pending.remove_if(|watch| watch.handoff == handoff) {
+            watch.end(out, reason.to_owned());
         }
-        was_lent
+        let Some(leased) = self.leased.remove(&handoff) else {
+            return false;
+        };
+        for session in leased.watchers {
+            let reason = reason.to_owned();
+            out.send(session, ControlMessage::Ended { handoff, reason });
+        }
+        true
     }
 
-    pub(super) fn watch_here(
+    /// Ends a leased handoff and tells the scheduler to free its blocks; false if it was not leased.
+    pub(super) fn release(&mut self, out: &mut Outbox, handoff: HandoffId, reason: &str) -> bool {
+        let was_leased = self.end_handoff(out, handoff, reason);
+        if was_leased {
+            let reason = reason.to_owned();
+            out.events.push(ControlEvent::Released { handoff, reason });
+        }
+        was_leased
+    }
+
+    /// A consumer watches a handoff.
+    pub(super) fn watch(
         &mut self,
-        cx: &mut ReactorContext,
+        out: &mut Outbox,
+        now: Instant,
         session: SessionKey,
         handoff: HandoffId,
     ) {
         if let Some(leased) = self.leased.get_mut(&handoff) {
             leased.watchers.insert(session);
-            leased.is_abandoned = false;
-            Self::say(
-                cx,
-                session,
-                &ControlMessage::Opened {
-                    handoff,
-                    opening: leased.opening.clone(),
-                },
-            );
-            if let Some(state) = leased.state.clone() {
-                Self::say(cx, session, &ControlMessage::Finished { handoff, state });
+            let opening = leased.opening.clone();
+            out.send(session, ControlMessage::Opened { handoff, opening });
+            match &mut leased.phase {
+                LeasePhase::Prefilling { is_abandoned } => *is_abandoned = false,
+                LeasePhase::Finished { state, .. } => {
+                    let state = state.clone();
+                    out.send(session, ControlMessage::Finished { handoff, state });
+                }
             }
         } else if let Some(reason) = self.ended.get(&handoff) {
-            Self::say(
-                cx,
+            let reason = reason.clone();
+            out.send(session, ControlMessage::Ended { handoff, reason });
+        } else if !self.pending.iter().any(|one| one.is_of(session, handoff)) {
+            // A repeated watch neither waits longer nor takes another place.
+            let displaced = self.pending.admit(PendingWatch {
+                handoff,
                 session,
-                &ControlMessage::Ended {
-                    handoff,
-                    reason: reason.clone(),
-                },
-            );
-        } else if self.is_pending(session, handoff) {
-            // Said again, it waits no longer, and takes no more of the room of others.
-        } else {
-            self.admit(cx, session, handoff);
+                deadline: now + self.open_timeout,
+            });
+            if let Some(displaced) = displaced {
+                let what = "watches of handoffs that are not open";
+                displaced.end(out, waitlist_full(what, PENDING_WATCHES_CAP));
+            }
         }
     }
 
-    fn admit(&mut self, cx: &mut ReactorContext, session: SessionKey, handoff: HandoffId) {
-        let watch = PendingWatch {
-            handoff,
-            session,
-            until: cx.now + self.timeouts.open,
-        };
-        if let Some(PendingWatch {
-            handoff, session, ..
-        }) = self.pending.admit(watch)
-        {
-            let reason = waitlist_full("watches of handoffs that are not open", PENDING_CAP);
-            Self::say(cx, session, &ControlMessage::Ended { handoff, reason });
-        }
-    }
-
-    fn is_pending(&self, session: SessionKey, handoff: HandoffId) -> bool {
-        let mut pending = self.pending.iter();
-        pending.any(|watch| watch.is_of(session, handoff))
-    }
-
-    pub(super) fn unwatch_here(
+    /// A consumer ends its watch: it has acknowledged the blocks, or given them up.
+    pub(super) fn unwatch(
         &mut self,
-        cx: &mut ReactorContext,
+        out: &mut Outbox,
         session: SessionKey,
         handoff: HandoffId,
         is_acknowledged: bool,
     ) {
-        let given_up = self
-            .pending
-            .remove_if(|watch| watch.is_of(session, handoff));
-        let waits = self.pending.iter().any(|watch| watch.handoff == handoff);
-        if !given_up.is_empty() && !is_acknowledged && !waits {
-            // Nobody is left to read it: once opened, it is given back at once.
-            self.ended
-                .insert(handoff, "its consumer gave up".to_owned());
+        let given_up = self.pending.remove_if(|one| one.is_of(session, handoff));
+        let has_others = self.pending.iter().any(|one| one.handoff == handoff);
+        if !given_up.is_empty() && !is_acknowledged && !has_others {
+            // No consumer is left: the scheduler gets the blocks back as soon as it opens the handoff.
+            self.ended.insert(handoff, CONSUMER_GAVE_UP.to_owned());
         }
-        let Some(leased) = self
-            .leased
-            .get_mut(&handoff)
-            .filter(|leased| leased.watchers.contains(&session))
-        else {
+        let leased = self.leased.get_mut(&handoff);
+        if !leased.is_some_and(|leased| leased.watchers.remove(&session)) {
             return;
-        };
-        leased.watchers.remove(&session);
+        }
         if is_acknowledged {
-            // Its workers have told ours, if no message was lost; this frees the blocks in any case.
-            self.release(cx, handoff, "its consumer acknowledged it");
+            // The consumer's workers acknowledge to ours too; this frees the blocks even if such a message is lost.
+            self.release(out, handoff, "its consumer acknowledged it");
         } else {
-            self.abandon(cx, handoff, "its consumer gave up");
+            self.abandon(out, handoff, CONSUMER_GAVE_UP);
         }
     }
 
-    pub(super) fn abandon(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
-        let Some(leased) = self
-            .leased
-            .get_mut(&handoff)
-            .filter(|leased| leased.watchers.is_empty())
-        else {
+    /// Releases a handoff that nobody watches any more: now, or when prefill has finished.
+    fn abandon(&mut self, out: &mut Outbox, handoff: HandoffId, reason: &str) {
+        let leased = self.leased.get_mut(&handoff);
+        let Some(leased) = leased.filter(|leased| leased.watchers.is_empty()) else {
             return;
         };
-        if leased.state.is_some() {
-            self.release(cx, handoff, reason);
+        if let LeasePhase::Prefilling { is_abandoned } = &mut leased.phase {
+            *is_abandoned = true;
         } else {
-            leased.is_abandoned = true;
+            self.release(out, handoff, reason);
         }
     }
 
-    pub(super) fn expire_leases(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let now = cx.now;
-        let is_late = |leased: &LeasedHandoff| {
-            leased.watchers.is_empty() && leased.lease_ends.is_some_and(|at| at <= now)
-        };
-        let late: Vec<HandoffId> = self
-            .leased
-            .iter()
-            .filter(|(_, leased)| is_late(leased))
-            .map(|(id, _)| *id)
-            .collect();
-        for handoff in late {
-            self.release(cx, handoff, "its lease ended before a consumer came");
+    pub(super) fn session_down(&mut self, out: &mut Outbox, session: SessionKey) {
+        self.pending.remove_if(|watch| watch.session == session);
+        let mut unwatched = Vec::new();
+        for (handoff, leased) in &mut self.leased {
+            if leased.watchers.remove(&session) {
+                unwatched.push(*handoff);
+            }
         }
-        self.leased
-            .values()
-            .filter(|leased| leased.watchers.is_empty())
-            .filter_map(|leased| leased.lease_ends)
-            .min()
+        for handoff in unwatched {
+            self.abandon(out, handoff, CONSUMER_LOST);
+        }
     }
 
-    pub(super) fn expire_pending(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let (now, expected) = (cx.now, &self.expected);
-        let is_late =
-            |watch: &PendingWatch| watch.until <= now && !expected.contains(&watch.handoff);
-        for PendingWatch {
-            handoff, session, ..
-        } in self.pending.remove_if(is_late)
-        {
-            let reason = "the handoff is not known to its producer".to_owned();
-            Self::say(cx, session, &ControlMessage::Ended { handoff, reason });
+    /// Ends leases and pending watches that are over, and returns the next deadline.
+    pub(super) fn expire(&mut self, out: &mut Outbox, now: Instant) -> Option<Instant> {
+        let ends = |leased: &LeasedHandoff| leased.lease_ends().is_some_and(|at| at <= now);
+        let ended = self.leased.iter().filter(|(_, leased)| ends(leased));
+        for handoff in ended.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.release(out, handoff, "its lease ended before a consumer came");
         }
-        let unknown = |watch: &&PendingWatch| !expected.contains(&watch.handoff);
-        let pending = self.pending.iter().filter(unknown);
-        pending.map(|watch| watch.until).min()
+        let expected = &self.expected;
+        let is_unknown = |watch: &PendingWatch| !expected.contains(&watch.handoff);
+        let is_late = |watch: &PendingWatch| watch.deadline <= now && is_unknown(watch);
+        for watch in self.pending.remove_if(is_late) {
+            watch.end(out, UNKNOWN_HANDOFF.to_owned());
+        }
+        let pending = self.pending.iter().filter(|watch| is_unknown(watch));
+        let leases = self.leased.values().filter_map(LeasedHandoff::lease_ends);
+        pending.map(|watch| watch.deadline).chain(leases).min()
     }
 }
+
+#[cfg(test)]
+pub(super) mod tests;

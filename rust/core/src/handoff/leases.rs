@@ -8,7 +8,7 @@ use super::producer::ProducerAction;
 use super::ready::ReadyRange;
 use super::service::HandoffService;
 use super::{HandoffId, ReadyBlock, checksum};
-use crate::reactor::ReactorContext;
+use crate::session::ReactorContext;
 use crate::trace::Track;
 use crate::transfer::region::{Layout, RegionId};
 use crate::transport::Memory;

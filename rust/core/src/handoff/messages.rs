@@ -3,8 +3,9 @@
 use super::{HandoffId, ReadyBlock};
 use crate::agent::reason;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::ReactorContext;
 use crate::transfer::message::{BLOCKS_CAP, REASON_CAP};
 use crate::transport::Payload;
 

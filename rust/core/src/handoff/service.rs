@@ -17,9 +17,10 @@ use super::ready::{ReadyBlocks, ReadyQueue};
 use crate::agent::{AgentCommand, AgentCore};
 use crate::error::{Error, Result};
 use crate::events::Events;
+use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::session::{ReactorContext, Service};
 use crate::trace::{Trace, Track};
 use crate::transfer::region::RegionId;
 
@@ -158,7 +159,8 @@ impl HandoffService {
             }
             HandoffMessage::Ack => {
                 if self.producer.acknowledge(session, handoff) {
-                    self.trace.instant(Track::Reactor, "taken", &handoff, &[]);
+                    self.trace
+                        .instant(Track::Reactor, "acknowledged", &handoff, &[]);
                     self.events.push(Event::Acknowledged { handoff });
                     self.act(cx, Vec::new());
                 }

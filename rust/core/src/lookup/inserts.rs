@@ -11,7 +11,7 @@ use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Writer;
-use crate::reactor::ReactorContext;
+use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transport::Payload;
 use crate::work::Completer;
@@ -161,7 +161,7 @@ impl InsertQueue {
 
 fn crowded(num_sent: usize) -> Error {
     Error::Exhausted(format!(
-        "{num_sent} earlier inserts of this buffer wait for place, as many as may ({INSERTS_IN_FLIGHT}, with {TOKENS_CAP} tokens assert_send); nothing was inserted, the buffer is usable"
+        "{num_sent} earlier inserts of this buffer wait for place, as many as may ({INSERTS_IN_FLIGHT}, with {TOKENS_CAP} tokens together); nothing was inserted, the buffer is usable"
     ))
 }
 

@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service};
+use crate::session::{ReactorContext, Service};
 use crate::transfer::Message;
 use crate::transport::Payload;
 use client::{ClientInsert, ClientSelect, ClientSession};

@@ -13,7 +13,7 @@ use super::{HUGE, Items, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
-use crate::reactor::ReactorContext;
+use crate::session::ReactorContext;
 use crate::transfer::exposed::{BufferDescription, ExposedBuffer};
 use crate::transfer::region::Layout;
 use crate::transfer::{Completion, Handled, TransferEngine, TransferRequest};

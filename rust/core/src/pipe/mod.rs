@@ -15,10 +15,12 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::address::{Route, check_address, listen_address};
 use crate::net::identity::{Identity, SessionKind};
-use crate::reactor::{Reactor, ReactorConfig, ReactorContext, SessionKey};
+use crate::reactor::Reactor;
 use crate::session::connection::SessionTimeouts;
+use crate::session::{ReactorConfig, ReactorContext};
 use crate::tensor::{Meta, Received};
 use crate::transfer::path::advice::advice;
 use crate::transport::Transport;
@@ -188,7 +190,7 @@ impl Pipe {
             info.peer.clone_from(&address);
         }
         let mut config = config(None, route.local()?, token, transport, busy_poll)?;
-        config.timeouts = route.timeouts();
+        config.timeouts = SessionTimeouts::along(route);
         let in_reactor = shared.clone();
         let reactor = Reactor::spawn(config, move || {
             sender::Sender::new(in_reactor, is_checksummed)

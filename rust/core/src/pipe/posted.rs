@@ -5,7 +5,8 @@ use std::time::Instant;
 
 use super::WITHDRAW;
 use crate::error::{Error, Result};
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::ids::SessionKey;
+use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transfer::exposed::ExposedBuffer;
 use crate::transport::Payload;

@@ -14,9 +14,10 @@ use super::{
 };
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::session::{ReactorContext, Service};
 use crate::tensor::{Meta, Received};
 use crate::transfer::{Handled, Message, TransferEngine};
 use crate::transport::{Payload, Pool};

@@ -6,7 +6,7 @@ use super::incoming::{Content, IncomingTensor};
 use super::receiver::{PendingReceive, Receiver};
 use super::{CORRUPT, Deadline, TRANSFERS_IN_FLIGHT, WITHDRAWN};
 use crate::error::{Error, Result};
-use crate::reactor::ReactorContext;
+use crate::session::ReactorContext;
 use crate::tensor::{Meta, Received};
 use crate::transfer::TransferRequest;
 use crate::transfer::exposed::BufferDescription;

@@ -14,10 +14,11 @@ use super::{
 use crate::checksum;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service, SessionKey};
 use crate::session::grace::GracePeriod;
+use crate::session::{ReactorContext, Service};
 use crate::tensor::Meta;
 use crate::transfer::exposed::ExposedBuffer;
 use crate::transfer::region::Layout;

@@ -21,8 +21,9 @@ use super::transfer::{
 use super::verifier::Verifier;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::ReactorContext;
 use crate::transport::Memory;
 
 /// Bytes of reads from one peer in flight. Of 1, 4 and 16 MiB none took less CPU than another over CMA, whose

@@ -8,8 +8,9 @@ use kvpipe_ucx::{Buffer, MemoryKind, Status};
 use super::peer::{RemoteSource, SourceChecksums};
 use super::region::{Layout, Pieces};
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::ReactorContext;
 use crate::transport::DataPath;
 use crate::transport::Memory;
 

@@ -4,8 +4,9 @@
 use std::borrow::Cow;
 
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::ReactorContext;
 use crate::transport::Payload;
 
 const READ: u8 = 32;

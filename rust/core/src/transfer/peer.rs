@@ -8,7 +8,8 @@ use kvpipe_ucx::{MemoryKind, ProcessVmReader};
 use super::path::outgoing::OutgoingStream;
 use super::source::ChecksumJob;
 use crate::error::{Error, Result};
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::ids::SessionKey;
+use crate::session::ReactorContext;
 use crate::transport::RemoteKey;
 
 /// Most units of a source whose checksums come unasked: a TiB of a buffer.

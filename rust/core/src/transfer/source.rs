@@ -10,7 +10,8 @@ use super::path::outgoing::OutgoingStream;
 use super::region::{Layout, Pieces, Run, sequence};
 use super::verifier::{UnitHasher, Units};
 use crate::error::{Error, Result};
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::ids::SessionKey;
+use crate::session::ReactorContext;
 use crate::transport::Memory;
 
 /// Bytes that are hashed in one go, which sockets and other transfers wait for: less than a millisecond.

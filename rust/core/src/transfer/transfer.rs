@@ -12,7 +12,7 @@ use super::path::incoming::IncomingStream;
 use super::region::{Pieces, Run};
 use super::verifier::Verifier;
 use crate::error::Error;
-use crate::reactor::SessionKey;
+use crate::ids::SessionKey;
 use crate::transport::{Memory, RemoteKey};
 
 /// Largest piece of one read, so that several are in flight.

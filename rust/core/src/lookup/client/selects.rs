@@ -12,7 +12,7 @@ use super::{LookupClient, say, settle};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::reactor::ReactorContext;
+use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transport::Payload;
 use crate::work::Completer;

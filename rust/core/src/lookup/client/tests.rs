@@ -112,6 +112,7 @@ fn insert(client: &mut LookupClient) -> Work<()> {
 fn an_insert_ends_with_the_first_lost_server_when_no_other_can_read_it_any_more() {
     let (mut cx, (mut client, _desk)) = (ReactorContext::manual(None), client());
     for session in LINKS {
+        cx.add_manual(session, [0; 16], None);
         let is_up = true;
         client.sessions.push(session);
         client.servers.insert(session, ServerSession { is_up });

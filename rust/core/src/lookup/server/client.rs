@@ -76,7 +76,7 @@ impl ClientSession {
         let num_more = query.num_tokens();
         if num_waiting + num_more > SELECT_TOKENS_CAP {
             return Err(Error::Exhausted(format!(
-                "selects of this client with {num_waiting} tokens wait, {num_more} more cannot: at most {SELECT_TOKENS_CAP} assert_send; let some end first, or ask with fewer tokens"
+                "selects of this client with {num_waiting} tokens wait, {num_more} more cannot: at most {SELECT_TOKENS_CAP} together; let some end first, or ask with fewer tokens"
             )));
         }
         Ok(())

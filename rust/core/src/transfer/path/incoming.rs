@@ -11,26 +11,18 @@ use kvpipe_ucx::AmData;
 use super::WINDOW;
 use crate::checksum;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::reactor::{ReactorContext, SessionKey};
-use crate::session::landings::{Landing, LandingName, Landings};
+use crate::session::ReactorContext;
+use crate::session::{RegisteredSink, StreamSink};
 use crate::transfer::cursor::Cursor;
 use crate::transfer::message::{DATA, Message};
 use crate::transfer::region::Pieces;
 use crate::transport::Memory;
 
-fn name(cx: &ReactorContext, session: SessionKey, transfer: u64) -> LandingName {
-    let mut name = [0; size_of::<LandingName>()];
-    let header = cx.header(session, DATA).u64(transfer).finish();
-    for (to, from) in name.iter_mut().zip(header) {
-        *to = from;
-    }
-    name
-}
-
 /// What is expected of a stream, and where it goes.
 #[derive(Debug)]
-struct StreamLanding {
+struct StreamDestination {
     memory: Arc<Memory>,
     pieces: Arc<Pieces>,
     cursor: Cursor,
@@ -40,7 +32,7 @@ struct StreamLanding {
     corrupt: Option<u64>,
 }
 
-impl StreamLanding {
+impl StreamDestination {
     /// Puts a piece where it belongs. Pieces come in order, so that any other is an error of the peer.
     fn put(&mut self, offset: u64, checksum: u64, data: &[u8]) -> Result<()> {
         let (len, num_bytes) = (data.len() as u64, self.pieces.num_bytes);
@@ -75,22 +67,19 @@ impl StreamLanding {
     }
 }
 
-impl Landing for StreamLanding {
-    fn place(&mut self, header: &[u8], payload: &[u8]) -> bool {
-        let mut header = Reader::new(header);
-        let (Ok(offset), Ok(checksum)) = (header.u64(), header.u64()) else {
-            return false;
-        };
-        header.end().is_ok() && self.put(offset, checksum, payload).is_ok()
+impl StreamSink for StreamDestination {
+    fn place(&mut self, mut header: Reader<'_>, data: &[u8]) -> Result<()> {
+        let (offset, checksum) = (header.u64()?, header.u64()?);
+        header.end()?;
+        self.put(offset, checksum, data)
     }
 }
 
 /// A stream at its destination, which receives it until this is dropped.
 #[derive(Debug)]
 pub(crate) struct IncomingStream {
-    landings: Landings,
-    name: LandingName,
-    landing: Rc<RefCell<StreamLanding>>,
+    _registered: RegisteredSink,
+    destination: Rc<RefCell<StreamDestination>>,
     transfer: u64,
     num_bytes: u64,
     /// Bytes of the messages that have come, and those of them that the source has no credit for yet.
@@ -107,9 +96,8 @@ impl IncomingStream {
         (memory, pieces): (Arc<Memory>, Arc<Pieces>),
         is_checksummed: bool,
     ) -> Self {
-        let (landings, name) = (cx.landings(), name(cx, session, transfer));
         let num_bytes = pieces.num_bytes;
-        let landing = Rc::new(RefCell::new(StreamLanding {
+        let destination = Rc::new(RefCell::new(StreamDestination {
             memory,
             pieces,
             cursor: Cursor::default(),
@@ -117,11 +105,9 @@ impl IncomingStream {
             is_checksummed,
             corrupt: None,
         }));
-        landings.add(name, Rc::<RefCell<StreamLanding>>::clone(&landing));
         Self {
-            landings,
-            name,
-            landing,
+            _registered: cx.register_sink(session, (DATA, transfer), destination.clone()),
+            destination,
             transfer,
             num_bytes,
             num_received: 0,
@@ -131,12 +117,12 @@ impl IncomingStream {
 
     /// A piece has come, which may be in place already.
     pub(crate) fn receive(&mut self, offset: u64, checksum: u64, data: &AmData) -> Result<()> {
-        let mut landing = self.landing.borrow_mut();
+        let mut destination = self.destination.borrow_mut();
         if let AmData::Bytes(bytes) = data {
-            landing.put(offset, checksum, bytes)?;
+            destination.put(offset, checksum, bytes)?;
         }
         let num_received = self.num_received + data.num_bytes() as u64;
-        if num_received > landing.num_placed {
+        if num_received > destination.num_placed {
             let text = "a message of a stream that ended before this one";
             return Err(Error::protocol(text));
         }
@@ -168,18 +154,12 @@ impl IncomingStream {
 
     /// Whether each piece has a checksum.
     pub(crate) fn is_checksummed(&self) -> bool {
-        self.landing.borrow().is_checksummed
+        self.destination.borrow().is_checksummed
     }
 
     /// Where the first piece begins that differs from its checksum.
     pub(crate) fn corrupt(&self) -> Option<u64> {
-        self.landing.borrow().corrupt
-    }
-}
-
-impl Drop for IncomingStream {
-    fn drop(&mut self) {
-        self.landings.remove(&self.name);
+        self.destination.borrow().corrupt
     }
 }
 
@@ -202,7 +182,7 @@ mod tests {
         let context = transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
         let memory = context.register(Buffer::zeroed(16)).unwrap();
         let mut cx = ReactorContext::manual(Some(context));
-        cx.data.as_mut().unwrap().admit(LINK, SESSION);
+        cx.add_manual(LINK, SESSION, None);
         (cx, memory)
     }
 
@@ -223,11 +203,6 @@ mod tests {
         IncomingStream::begin(cx, LINK, 7, memory, true)
     }
 
-    fn placer(cx: &ReactorContext) -> impl Fn(&[u8], &[u8]) -> bool {
-        let landings = cx.landings();
-        move |header, payload| landings.place(header, payload).unwrap_or(false)
-    }
-
     fn header(offset: u64, data: &[u8]) -> Vec<u8> {
         let fields = [7, offset, checksum::of(data)]
             .map(u64::to_le_bytes)
@@ -242,7 +217,7 @@ mod tests {
     #[test]
     fn pieces_are_placed_where_they_belong_before_they_are_events() {
         let (cx, memory) = reactor();
-        let (mut incoming, place) = (begin(&cx, &memory), placer(&cx));
+        let (mut incoming, place) = (begin(&cx, &memory), cx.placer());
         assert!(place(&header(0, b"abc"), b"abc"));
         assert!(place(&header(3, b"defgh"), b"defgh"));
         assert_eq!(bytes(&memory), *b"\0\0efgh\0\0\0\0\0\0abcd");
@@ -257,7 +232,7 @@ mod tests {
     #[test]
     fn what_does_not_come_next_or_is_too_much_is_not_placed_and_is_an_error_as_an_event() {
         let (cx, memory) = reactor();
-        let (mut incoming, place) = (begin(&cx, &memory), placer(&cx));
+        let (mut incoming, place) = (begin(&cx, &memory), cx.placer());
         for (offset, data) in [
             (1, &b"b"[..]),
             (0, b""),
@@ -269,17 +244,14 @@ mod tests {
             let data = AmData::Bytes(data.to_vec());
             assert!(incoming.receive(offset, 0, &data).is_err());
         }
-        assert!(!place(
-            &header(0, b"a")[..size_of::<LandingName>() + 8],
-            b"a"
-        ));
+        assert!(!place(&header(0, b"a")[..16 + 1 + 8 + 8], b"a"));
         assert_eq!(bytes(&memory), [0; 16]);
     }
 
     #[test]
     fn what_is_of_another_session_or_stream_is_not_placed() {
         let (cx, memory) = reactor();
-        let (_incoming, place) = (begin(&cx, &memory), placer(&cx));
+        let (_incoming, place) = (begin(&cx, &memory), cx.placer());
         for at in [0, 15, 16, 17] {
             let mut header = header(0, b"abcd");
             header[at] ^= 1;
@@ -292,7 +264,7 @@ mod tests {
     #[test]
     fn nothing_is_placed_once_the_stream_was_let_go() {
         let (cx, memory) = reactor();
-        let (incoming, place) = (begin(&cx, &memory), placer(&cx));
+        let (incoming, place) = (begin(&cx, &memory), cx.placer());
         assert!(place(&header(0, b"abcd"), b"abcd"));
         let before = bytes(&memory);
         drop(incoming);
@@ -303,7 +275,7 @@ mod tests {
     #[test]
     fn a_piece_that_differs_from_its_checksum_is_remembered() {
         let (cx, memory) = reactor();
-        let (incoming, place) = (begin(&cx, &memory), placer(&cx));
+        let (incoming, place) = (begin(&cx, &memory), cx.placer());
         assert!(place(&header(0, b"abcd"), b"abcd"));
         assert!(place(&header(4, b"efgh"), b"efgx"));
         assert_eq!(incoming.corrupt(), Some(4));

@@ -11,7 +11,8 @@ use kvpipe_ucx::{MemoryKind, ProcessVmReader};
 
 use super::peer::RemoteSource;
 use crate::error::Result;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::ids::SessionKey;
+use crate::session::ReactorContext;
 use crate::transport::DataPath;
 use crate::transport::{Memory, RemoteKey};
 

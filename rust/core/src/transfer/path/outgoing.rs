@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::WINDOW;
 use crate::checksum;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::ids::SessionKey;
+use crate::session::ReactorContext;
 use crate::transfer::cursor::Cursor;
 use crate::transfer::message::Message;
 use crate::transfer::region::Run;

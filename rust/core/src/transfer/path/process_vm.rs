@@ -4,9 +4,10 @@
 use kvpipe_ucx::{Buffer, Piece};
 
 use crate::error::Result;
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::random;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::ReactorContext;
 use crate::transfer::transfer::{ReadPath, State, Transfer};
 use crate::transport::DataPath;
 

@@ -3,18 +3,21 @@
 use kvpipe_core::agent::Metadata;
 use kvpipe_core::fuzzing::DECODERS;
 use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::identity::SessionKind;
 
 use super::agent::ready_block;
-use super::lookup::entry;
+use super::lookup::{by_tokens, tensors};
 use crate::agent::KV;
 use crate::control::{HANDOFFS, opening, sequence_state};
+use crate::kinds::{agent, transfer};
 use crate::wire::{
     self, block_ids, head, meta, numbers, offer, ready_blocks, region, regions, text,
 };
 
 fn identity() -> Vec<u8> {
-    const AGENT: u8 = 2;
-    let identity = Writer::new(AGENT).raw(&[1; 16]).str("engine");
+    let identity = Writer::new(SessionKind::Agent as u8)
+        .raw(&[1; 16])
+        .str("engine");
     let fingerprint = identity.list(&[("dtype", "bfloat16")], |w, (field, value)| {
         w.str(field).str(value)
     });
@@ -23,29 +26,28 @@ fn identity() -> Vec<u8> {
 
 /// The index of the decoder, then bytes that it accepts.
 pub(super) fn decoders() -> Vec<Vec<u8>> {
-    let (tokens, tensors) = entry();
-    let select = [&tokens[..8], &[1], &tokens[8..]].concat();
     let ids = block_ids(&[1, 2]);
-    let header = head(36, 1).u32(1).u32(0).u8(1).u8(1).u64(0).finish();
-    let offered = Writer::default().bytes(&header[1..]);
+    let header = Writer::default().u64(1).u32(1).u32(0);
+    let header = header.u8(1).u8(1).u64(0).finish();
+    let offered = Writer::default().bytes(&header);
     let offered = offered.raw(&ids).raw(&ids).bytes(b"tag").finish();
     let message = |header: Writer, payload: &[u8]| {
         let header = Writer::default().bytes(&header.finish());
         header.raw(payload).finish()
     };
-    let read = message(head(32, 1).u64(0).u8(2), &ids);
-    let checksums = message(head(43, 1).u64(0), &numbers(&[1]));
-    let ready = Writer::new(49).raw(&HANDOFFS[1]).u32(0);
+    let read = message(head(transfer::READ, 1).u64(0).u8(2), &ids);
+    let checksums = message(head(transfer::CHECKSUMS, 1).u64(0), &numbers(&[1]));
+    let ready = Writer::new(agent::BLOCKS_READY).raw(&HANDOFFS[1]).u32(0);
     let ready = message(ready, &ready_blocks(&[ready_block(0, 1)]));
     let metadata = Metadata {
         address: "127.0.0.1:4000".to_owned(),
         incarnation: [1; 16],
     };
-    let offer = |checksum_mode| offer(Writer::default(), 40 << 10, checksum_mode);
+    let offer = || offer(Writer::default(), 40 << 10, 1);
     let single = [
         ("identity", identity()),
         ("meta", meta(Writer::default(), 3).finish()),
-        ("buffer", offer(1).finish()),
+        ("buffer", offer().finish()),
         ("region", region(Writer::default(), (0, KV)).finish()),
         ("regions", regions(&[(0, KV)])[1..].to_vec()),
         ("offered_blocks", offered),
@@ -54,10 +56,10 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
         ("handoff", ready),
         ("reason", text("a reason")),
         ("metadata", metadata.to_bytes()),
-        ("select", select),
+        ("select", by_tokens()),
         ("refusal", Writer::new(2).str("no place").finish()),
-        ("entry", tensors),
-        ("buffer_checksums", offer(1).bytes(&numbers(&[1])).finish()),
+        ("entry", tensors()),
+        ("buffer_checksums", offer().bytes(&numbers(&[1])).finish()),
     ];
     let control = wire::control(HANDOFFS[0], &opening(), &sequence_state());
     let control = control.into_iter().map(|frame| ("control", frame));

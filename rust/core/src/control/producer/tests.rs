@@ -1,0 +1,87 @@
+use super::*;
+use crate::session::connection::SessionTimeouts;
+
+const ID: HandoffId = [1; 16];
+const OTHER: HandoffId = [2; 16];
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+pub(in crate::control) fn producer() -> ProducerRole {
+    ProducerRole::new(&ControlTimeouts {
+        timeouts: SessionTimeouts::default(),
+        lease: TIMEOUT,
+        open: TIMEOUT,
+        handoff: TIMEOUT,
+    })
+}
+
+pub(in crate::control) fn opening() -> Opening {
+    Opening {
+        prompt_hash: [0; 32],
+        num_tokens: 1,
+        epoch: 0,
+        ranks: Vec::new(),
+    }
+}
+
+#[test]
+fn a_repeated_watch_takes_one_place_for_each_session_and_handoff() {
+    let (mut producer, mut out, now) = (producer(), Outbox::default(), Instant::now());
+    for _ in 0..=PENDING_WATCHES_CAP {
+        producer.watch(&mut out, now, 20, ID);
+    }
+    producer.watch(&mut out, now, 21, ID);
+    producer.watch(&mut out, now, 20, OTHER);
+    let pending = producer.pending.iter().map(|it| (it.session, it.handoff));
+    let expected = [(20, ID), (21, ID), (20, OTHER)];
+    assert_eq!(pending.collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn watches_of_unknown_handoffs_do_not_shut_out_another_consumer() {
+    let (mut producer, mut out, now) = (producer(), Outbox::default(), Instant::now());
+    let handoffs = (2u128..).map(u128::to_le_bytes);
+    for handoff in handoffs.take(PENDING_WATCHES_CAP + 1) {
+        producer.watch(&mut out, now, 20, handoff);
+    }
+    producer.watch(&mut out, now, 21, ID);
+    assert_eq!(producer.pending.iter().len(), PENDING_WATCHES_CAP);
+    producer.open(&mut out, ID, opening());
+    assert_eq!(producer.leased[&ID].watchers, HashSet::from([21]));
+}
+
+#[test]
+fn a_consumer_that_gives_up_before_the_opening_takes_the_handoff_from_no_other() {
+    let (mut producer, mut out, now) = (producer(), Outbox::default(), Instant::now());
+    for session in [20, 21] {
+        producer.watch(&mut out, now, session, ID);
+    }
+    producer.unwatch(&mut out, 20, ID, false);
+    producer.open(&mut out, ID, opening());
+    assert_eq!(producer.leased[&ID].watchers, HashSet::from([21]));
+}
+
+#[test]
+fn a_handoff_given_up_during_prefill_is_released_when_prefill_finishes() {
+    let (mut producer, mut out, now) = (producer(), Outbox::default(), Instant::now());
+    producer.open(&mut out, ID, opening());
+    producer.watch(&mut out, now, 20, ID);
+    producer.unwatch(&mut out, 20, ID, false);
+    assert_eq!(out.events.drain(), []);
+    producer.finish(&mut out, now, ID, SequenceState::default());
+    let handoff = ID;
+    let reason = CONSUMER_LOST.to_owned();
+    let released = ControlEvent::Released { handoff, reason };
+    assert_eq!(out.events.drain(), [released]);
+}
+
+#[test]
+fn a_lease_has_a_deadline_only_while_nobody_watches() {
+    let (mut producer, mut out, now) = (producer(), Outbox::default(), Instant::now());
+    producer.open(&mut out, ID, opening());
+    assert_eq!(producer.expire(&mut out, now), None);
+    producer.finish(&mut out, now, ID, SequenceState::default());
+    assert_eq!(producer.expire(&mut out, now), Some(now + TIMEOUT));
+    producer.watch(&mut out, now, 20, ID);
+    assert_eq!(producer.expire(&mut out, now + TIMEOUT), None);
+    assert_eq!(out.events.drain(), []);
+}
