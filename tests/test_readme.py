@@ -31,7 +31,7 @@ def test_these_are_all_of_its_examples():
     }
 
 
-def test_a_pipe_takes_a_tensor_to_another_process():
+def test_a_pipe_moves_a_tensor_to_another_process():
     [[imported, here, elsewhere]] = examples("Pipe")
     sent, names = np.arange(12).reshape(3, 4), {}
     exec(imported, names)
@@ -55,7 +55,7 @@ def test_a_lookup_buffer_delivers_an_entry_by_its_tokens():
         assert [names[name].tolist() for name in ("input_tokens", "key")] == [tokens.tolist(), (tokens + 1).tolist()]
 
 
-def test_an_agent_reads_and_writes_blocks_of_a_peer_and_tells_it():
+def test_an_agent_reads_and_writes_blocks_of_a_peer_and_notifies_it():
     [[both, here, elsewhere]] = examples("Agent")
     mine, theirs = ({"kvpipe": kvpipe, "memory": pattern(NUM_BLOCKS, BLOCK_BYTES) + salt} for salt in (0, 1 << 24))
     for names in (mine, theirs):
