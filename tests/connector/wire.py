@@ -1,8 +1,8 @@
 """A scripted control plane: records the scheduler role's commands, and sends the events that a test chooses.
 
 It replaces the thread and the network behind `_kvpipe.Control`, so that a random run can be repeated. It sends only
-events that this thread can send (docs/concepts/failure.md has its states); `test_scheduler.py` and the tests of the core check
-the thread itself.
+events that this thread can send (docs/concepts/failure.md has its states). `test_scheduler.py` and the tests of the
+core check the thread itself.
 """
 
 from collections.abc import Sequence
