@@ -20,21 +20,19 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service};
 use crate::session::grace::GracePeriod;
-use crate::transfer::pool::Pool;
+use crate::session::{ReactorContext, Service};
+use crate::transfer::Message;
 use crate::transport::Payload;
 use crate::work::Completer;
 use selects::PendingSelect;
 
 struct ServerSession {
     is_up: bool,
-    tensors: Tensors,
 }
 
 pub(super) struct LookupClient {
     command_queue: Arc<CommandQueue>,
-    is_checksummed: bool,
     /// In the order of their addresses.
     sessions: Vec<SessionKey>,
     servers: HashMap<SessionKey, ServerSession>,
@@ -45,7 +43,7 @@ pub(super) struct LookupClient {
     looks: Earliest,
     /// Entries that callers have not looked at, by the server that keeps them.
     delivered: HashMap<u64, SessionKey>,
-    pool: Pool,
+    tensors: Tensors,
     failure: Option<Error>,
 }
 
@@ -66,7 +64,6 @@ impl LookupClient {
     pub(super) fn new(command_queue: Arc<CommandQueue>, is_checksummed: bool) -> Self {
         Self {
             command_queue,
-            is_checksummed,
             sessions: Vec::new(),
             servers: HashMap::new(),
             connecting: None,
@@ -74,7 +71,7 @@ impl LookupClient {
             selects: HashMap::new(),
             looks: Earliest::default(),
             delivered: HashMap::new(),
-            pool: Pool::default(),
+            tensors: Tensors::new(is_checksummed),
             failure: None,
         }
     }
@@ -113,11 +110,7 @@ impl LookupClient {
         for address in addresses {
             let session = cx.connect(address);
             self.sessions.push(session);
-            let server = ServerSession {
-                is_up: false,
-                tensors: Tensors::new(session, self.pool.clone(), self.is_checksummed),
-            };
-            self.servers.insert(session, server);
+            self.servers.insert(session, ServerSession { is_up: false });
         }
     }
 
@@ -138,11 +131,9 @@ impl LookupClient {
     }
 
     fn post(&mut self, cx: &mut ReactorContext) {
-        let first = self.sessions.first();
-        if let Some((&session, server)) =
-            first.and_then(|session| Some((session, self.servers.get_mut(session)?)))
-        {
-            self.inserts.post(cx, session, &mut server.tensors.outgoing);
+        let first = self.sessions.first().copied();
+        if let Some(session) = first.filter(|session| self.servers.contains_key(session)) {
+            self.inserts.post(cx, session, &mut self.tensors);
         }
         self.tell_failed();
     }
@@ -160,9 +151,7 @@ impl LookupClient {
         operation: u64,
         result: Result<()>,
     ) {
-        if let Some(server) = self.servers.get_mut(&session) {
-            server.tensors.outgoing.release(operation);
-        }
+        self.tensors.release(session, operation);
         if let Some(completer) = self.inserts.answered(operation) {
             self.command_queue
                 .count(|info| info.num_inserted += u64::from(result.is_ok()));
@@ -197,11 +186,8 @@ impl LookupClient {
     }
 
     /// Goes on with what a server's offers bring.
-    fn advance(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        let Some(server) = self.servers.get_mut(&session) else {
-            return;
-        };
-        for arrived in server.tensors.incoming.advance(cx) {
+    fn advance(&mut self, cx: &mut ReactorContext) {
+        while let Some((session, arrived)) = self.tensors.next_arrived(cx) {
             self.arrived(cx, session, arrived);
         }
     }
@@ -214,9 +200,6 @@ impl LookupClient {
         });
         if let Some(completer) = self.connecting.take() {
             completer.complete(Err(error.clone()));
-        }
-        for server in self.servers.values_mut() {
-            server.tensors.outgoing.clear();
         }
         self.inserts.fail(error);
         let selects = self.selects.drain();
@@ -237,11 +220,6 @@ impl LookupClient {
         let waiting = self.inserts.len() + self.selects.len();
         self.command_queue.count(|info| info.num_waiting = waiting);
     }
-
-    fn server(&mut self, session: SessionKey) -> Result<&mut ServerSession> {
-        let unknown = || Error::protocol("a message of a server that is not connected");
-        self.servers.get_mut(&session).ok_or_else(unknown)
-    }
 }
 
 impl Service for LookupClient {
@@ -255,6 +233,7 @@ impl Service for LookupClient {
         if let Some(server) = self.servers.get_mut(&session) {
             server.is_up = true;
         }
+        self.tensors.session_up(session);
         if let Some(data_path) = cx.data_path(session) {
             self.command_queue
                 .count(|info| data_path.transport().clone_into(&mut info.transport));
@@ -269,6 +248,7 @@ impl Service for LookupClient {
 
     /// Without one of its servers a client can neither promise that there is nothing nor where an entry went: it ends.
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
+        self.tensors.session_down(cx, session, &error);
         self.servers.remove(&session);
         self.delivered.retain(|_, from| *from != session);
         let failure = self.failure.get_or_insert(error).clone();
@@ -295,7 +275,15 @@ impl Service for LookupClient {
         data: AmData,
     ) -> Result<()> {
         let mut reader = Reader::new(header);
-        let (kind, id) = (reader.u8()?, reader.u64()?);
+        let kind = reader.u8()?;
+        if Message::is_kind(kind) {
+            self.tensors.message(cx, session, (kind, reader), &data)?;
+            drop(data);
+            self.advance(cx);
+            self.count_waiting();
+            return Ok(());
+        }
+        let id = reader.u64()?;
         match kind {
             INSERTED => self.inserted(cx, session, id, Ok(())),
             REFUSED => self.refused(cx, session, id, read_refusal(&data)?),
@@ -303,15 +291,12 @@ impl Service for LookupClient {
             NOTHING => self.nothing(session, id),
             CONSUMED => self.taken(cx, session, id)?,
             other => {
-                let tensors = &mut self.server(session)?.tensors;
-                if !tensors.message(cx, session, (other, id), reader, &data)? {
-                    let text = format_args!("message {other} to a client of a lookup buffer");
-                    return Err(Error::protocol(text));
-                }
+                let text = format_args!("message {other} to a client of a lookup buffer");
+                return Err(Error::protocol(text));
             }
         }
         drop(data);
-        self.advance(cx, session);
+        self.advance(cx);
         self.count_waiting();
         Ok(())
     }
@@ -322,16 +307,8 @@ impl Service for LookupClient {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        let owner = self.servers.iter_mut().find_map(|(session, server)| {
-            server
-                .tensors
-                .incoming
-                .done(cx, token, result)
-                .then_some(*session)
-        });
-        if let Some(session) = owner {
-            self.advance(cx, session);
-        }
+        self.tensors.read_ended(cx, token, result);
+        self.advance(cx);
     }
 
     fn work(&mut self, cx: &mut ReactorContext) -> bool {
@@ -342,9 +319,13 @@ impl Service for LookupClient {
             }
             self.count_waiting();
         }
-        self.servers
-            .iter_mut()
-            .any(|(session, server)| server.tensors.outgoing.run_checksum_slice(cx, *session))
+        let has_worked = self.tensors.run_slice(cx);
+        self.advance(cx);
+        has_worked
+    }
+
+    fn has_work(&self) -> bool {
+        self.tensors.has_work()
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
@@ -354,14 +335,16 @@ impl Service for LookupClient {
         let first = self.sessions.first().copied();
         let unanswered = first.and_then(|session| self.inserts.watch(cx, session));
         self.expire_selects(cx);
-        let idle = self.pool.expire(cx.now);
+        let idle = self.tensors.expire(cx.now);
         let looks = self.looks.at().into_iter().chain(unanswered);
         next.into_iter().chain(idle).chain(looks).min()
     }
 
     fn stop(&mut self, cx: &mut ReactorContext) {
         self.command_queue.close();
-        self.fail(&cx.closed("the lookup buffer is closed"));
+        let closed = cx.closed("the lookup buffer is closed");
+        self.tensors.stop(&closed);
+        self.fail(&closed);
     }
 }
 

@@ -9,7 +9,7 @@ use super::store::Ticket;
 use super::{HUGE, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
 use crate::tensor::Received;
-use crate::transfer::pool::Pool;
+use crate::transport::Pool;
 
 pub(super) struct EntryCopy {
     pub(super) ticket: Ticket,

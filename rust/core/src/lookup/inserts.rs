@@ -4,13 +4,14 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
 use super::messages::{INSERT, TOKENS_CAP, write_timeout, write_tokens};
-use super::transfer::{Outgoing, seal};
+use super::tensors::Tensors;
+use super::transfer::seal;
 use super::{INSERTS_IN_FLIGHT, Items};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Writer;
-use crate::reactor::ReactorContext;
+use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transport::Payload;
 use crate::work::Completer;
@@ -53,10 +54,10 @@ impl InsertQueue {
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        outgoing: &mut Outgoing,
+        tensors: &mut Tensors,
     ) {
         while let Some(insert) = self.next() {
-            match send(cx, session, outgoing, &insert) {
+            match send(cx, session, tensors, &insert) {
                 Ok(()) => {
                     let grace = insert.deadline.map(|at| GracePeriod::new(cx.now, at));
                     let completer = insert.completer;
@@ -68,7 +69,7 @@ impl InsertQueue {
                     self.sent.insert(insert.operation, sent);
                 }
                 Err(error) => {
-                    outgoing.release(insert.operation);
+                    tensors.release(session, insert.operation);
                     self.failed.push((insert.completer, error));
                 }
             }
@@ -173,14 +174,14 @@ fn unanswered() -> Error {
 fn send(
     cx: &mut ReactorContext,
     session: SessionKey,
-    outgoing: &mut Outgoing,
+    tensors: &mut Tensors,
     insert: &QueuedInsert,
 ) -> Result<()> {
     let left = insert
         .deadline
         .map(|at| at.saturating_duration_since(cx.now));
     let writer = write_tokens(write_timeout(Writer::default(), left), &insert.tokens);
-    let writer = outgoing.write(cx, session, insert.operation, &insert.items, writer)?;
+    let writer = tensors.write(cx, session, insert.operation, &insert.items, writer)?;
     let (checksum, payload) = seal(writer);
     let header = cx
         .header(session, INSERT)

@@ -3,7 +3,7 @@
 
 mod client;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,20 +24,17 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service};
-use crate::transfer::pool::Pool;
+use crate::session::{ReactorContext, Service};
+use crate::transfer::Message;
 use crate::transport::Payload;
 use client::{ClientInsert, ClientSelect, ClientSession};
 
 pub(super) struct LookupServer {
     shared: Arc<LookupShared>,
-    is_checksummed: bool,
     clients: HashMap<SessionKey, ClientSession>,
-    /// They get their checksums in turns. Whose turn was last is the last one here.
-    turns: VecDeque<SessionKey>,
     /// Whose tickets those are that have not met their other side.
     tickets: HashMap<Ticket, (SessionKey, u64)>,
-    pool: Pool,
+    tensors: Tensors,
     /// An insert of this process, of whose copy each round does a slice.
     copying: Option<EntryCopy>,
 }
@@ -60,11 +57,9 @@ impl LookupServer {
     pub(super) fn new(shared: Arc<LookupShared>, is_checksummed: bool) -> Self {
         Self {
             shared,
-            is_checksummed,
             clients: HashMap::new(),
-            turns: VecDeque::new(),
             tickets: HashMap::new(),
-            pool: Pool::default(),
+            tensors: Tensors::new(is_checksummed),
             copying: None,
         }
     }
@@ -102,8 +97,8 @@ impl LookupServer {
             }
         };
         self.tickets.insert(ticket, (session, operation));
+        self.tensors.add(session, operation, entry);
         let client = self.client(session)?;
-        client.tensors.incoming.add(operation, entry);
         let insert = ClientInsert {
             ticket,
             tokens: tokens.into(),
@@ -170,11 +165,11 @@ impl LookupServer {
         };
         match action {
             StoreAction::Grant(_) => {
-                client.tensors.incoming.begin(operation);
-                self.advance(cx, session);
+                self.tensors.begin(cx, session, operation);
+                self.advance(cx);
             }
             StoreAction::Full(_) => {
-                client.tensors.incoming.forget(operation);
+                self.tensors.forget(cx, session, operation);
                 let num_bytes = client
                     .inserts
                     .remove(&operation)
@@ -202,8 +197,10 @@ impl LookupServer {
         let Some(client) = self.clients.get_mut(&session) else {
             return;
         };
-        let outgoing = &mut client.tensors.outgoing;
-        match outgoing.write(cx, session, operation, items, Writer::default()) {
+        let written = self
+            .tensors
+            .write(cx, session, operation, items, Writer::default());
+        match written {
             Ok(writer) => {
                 let (checksum, payload) = seal(writer);
                 let header = cx.header(session, OFFER).u64(operation).u64(checksum);
@@ -213,7 +210,7 @@ impl LookupServer {
                 cx.message(session, header, Payload::Bytes(payload));
             }
             Err(error) => {
-                outgoing.release(operation);
+                self.tensors.release(session, operation);
                 client.selects.remove(&operation);
                 self.shared.put_back(entry);
                 refuse(cx, session, operation, &error);
@@ -222,11 +219,8 @@ impl LookupServer {
     }
 
     /// Goes on with what a client's inserts bring, and makes visible what is here whole.
-    fn advance(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        let Some(client) = self.clients.get_mut(&session) else {
-            return;
-        };
-        for arrived in client.tensors.incoming.advance(cx) {
+    fn advance(&mut self, cx: &mut ReactorContext) {
+        while let Some((session, arrived)) = self.tensors.next_arrived(cx) {
             self.arrived(cx, session, arrived);
         }
     }
@@ -265,7 +259,7 @@ impl LookupServer {
             )));
         };
         *select = ClientSelect::Consumed(entry);
-        client.tensors.outgoing.release(operation);
+        self.tensors.release(session, operation);
         self.shared.acknowledge();
         say(cx, session, CONSUMED, operation);
         Ok(())
@@ -284,8 +278,9 @@ impl LookupServer {
                 "select {operation} has no lease"
             )));
         }
-        client.tensors.outgoing.release(operation);
-        if let Some(select) = client.selects.remove(&operation) {
+        let select = client.selects.remove(&operation);
+        self.tensors.release(session, operation);
+        if let Some(select) = select {
             self.abandon(select, is_consumed);
         }
         Ok(())
@@ -300,10 +295,10 @@ impl LookupServer {
     ) -> Result<()> {
         let client = self.client(session)?;
         if let Some(select) = client.selects.remove(&operation) {
-            client.tensors.outgoing.release(operation);
+            self.tensors.release(session, operation);
             self.abandon(select, false);
-        } else if client.tensors.incoming.forget(operation)
-            && let Some(insert) = client.inserts.remove(&operation)
+        } else if self.tensors.forget(cx, session, operation)
+            && let Some(insert) = self.client(session)?.inserts.remove(&operation)
         {
             self.forget(insert.ticket);
             refuse(
@@ -319,21 +314,6 @@ impl LookupServer {
     fn forget(&mut self, ticket: Ticket) {
         self.tickets.remove(&ticket);
         self.shared.forget(ticket);
-    }
-
-    /// Computes and tells some checksums of the client whose turn it is; whether there were any.
-    fn run_checksum_slice(&mut self, cx: &mut ReactorContext) -> bool {
-        let clients = &mut self.clients;
-        let had_some = |session: &SessionKey| {
-            let client = clients.get_mut(session);
-            client.is_some_and(|client| client.tensors.outgoing.run_checksum_slice(cx, *session))
-        };
-        let Some(at) = self.turns.iter().position(had_some) else {
-            return false;
-        };
-        let session = self.turns.remove(at);
-        self.turns.extend(session);
-        true
     }
 
     /// A client is gone: what it has of the buffer goes back.
@@ -364,14 +344,13 @@ impl Service for LookupServer {
     }
 
     fn session_up(&mut self, _io: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
-        let tensors = Tensors::new(session, self.pool.clone(), self.is_checksummed);
-        self.clients.insert(session, ClientSession::new(tensors));
-        self.turns.push_back(session);
+        self.clients.insert(session, ClientSession::default());
+        self.tensors.session_up(session);
     }
 
-    fn session_down(&mut self, _io: &mut ReactorContext, session: SessionKey, _error: Error) {
+    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
+        self.tensors.session_down(cx, session, &error);
         if let Some(client) = self.clients.remove(&session) {
-            self.turns.retain(|other| *other != session);
             self.release(client);
         }
     }
@@ -388,7 +367,15 @@ impl Service for LookupServer {
         data: AmData,
     ) -> Result<()> {
         let mut reader = Reader::new(header);
-        let (kind, id) = (reader.u8()?, reader.u64()?);
+        let kind = reader.u8()?;
+        if Message::is_kind(kind) {
+            self.tensors.message(cx, session, (kind, reader), &data)?;
+            drop(data);
+            self.advance(cx);
+            self.take_mail(cx);
+            return Ok(());
+        }
+        let id = reader.u64()?;
         match kind {
             INSERT => {
                 check_operation(id)?;
@@ -402,15 +389,12 @@ impl Service for LookupServer {
             SETTLE => self.settle(session, id, reader.flag()?)?,
             WITHDRAW => self.withdraw(cx, session, id)?,
             other => {
-                let tensors = &mut self.client(session)?.tensors;
-                if !tensors.message(cx, session, (other, id), reader, &data)? {
-                    let text = format_args!("message {other} to a lookup buffer");
-                    return Err(Error::protocol(text));
-                }
+                let text = format_args!("message {other} to a lookup buffer");
+                return Err(Error::protocol(text));
             }
         }
         drop(data);
-        self.advance(cx, session);
+        self.advance(cx);
         self.take_mail(cx);
         Ok(())
     }
@@ -421,23 +405,24 @@ impl Service for LookupServer {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        let owner = self.clients.iter_mut().find_map(|(session, client)| {
-            client
-                .tensors
-                .incoming
-                .done(cx, token, result)
-                .then_some(*session)
-        });
-        if let Some(session) = owner {
-            self.advance(cx, session);
-            self.take_mail(cx);
-        }
+        self.tensors.read_ended(cx, token, result);
+        self.advance(cx);
+        self.take_mail(cx);
     }
 
     fn work(&mut self, cx: &mut ReactorContext) -> bool {
         let has_copied = self.shared.copy_on(&mut self.copying);
         self.take_mail(cx);
-        self.run_checksum_slice(cx) || has_copied
+        let has_worked = self.tensors.run_slice(cx);
+        if has_worked {
+            self.advance(cx);
+            self.take_mail(cx);
+        }
+        has_worked || has_copied
+    }
+
+    fn has_work(&self) -> bool {
+        self.tensors.has_work()
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
@@ -445,7 +430,7 @@ impl Service for LookupServer {
             self.shared.expire();
             self.take_mail(cx);
         }
-        let idle = self.pool.expire(cx.now);
+        let idle = self.tensors.expire(cx.now);
         self.shared.next_deadline().into_iter().chain(idle).min()
     }
 }

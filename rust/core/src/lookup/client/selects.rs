@@ -12,7 +12,7 @@ use super::{LookupClient, say, settle};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::reactor::ReactorContext;
+use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::transport::Payload;
 use crate::work::Completer;
@@ -110,10 +110,8 @@ impl LookupClient {
         }
         select.from = Some(session);
         let entry = EntryTransfer::read(Reader::new(payload))?;
-        if let Some(server) = self.servers.get_mut(&session) {
-            server.tensors.incoming.add(operation, entry);
-            server.tensors.incoming.begin(operation);
-        }
+        self.tensors.add(session, operation, entry);
+        self.tensors.begin(cx, session, operation);
         Ok(())
     }
 

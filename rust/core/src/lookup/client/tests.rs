@@ -113,12 +113,9 @@ fn an_insert_ends_with_the_first_lost_server_when_no_other_can_read_it_any_more(
     let (mut cx, (mut client, _desk)) = (ReactorContext::manual(None), client());
     for session in LINKS {
         cx.add_manual(session, [0; 16], None);
-        let tensors = Tensors::new(session, client.pool.clone(), true);
         let is_up = true;
         client.sessions.push(session);
-        client
-            .servers
-            .insert(session, ServerSession { is_up, tensors });
+        client.servers.insert(session, ServerSession { is_up });
     }
     let inserted = insert(&mut client);
     let lost = Error::lost("second", "gone");

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use super::super::messages::TOKENS_CAP;
 use super::super::store::Ticket;
-use super::super::tensors::Tensors;
 use super::super::{INSERTS_IN_FLIGHT, LookupQuery, SELECT_TOKENS_CAP, SELECTS_CAP};
 use crate::error::{Error, Result};
 
@@ -38,21 +37,13 @@ pub(super) struct ClientInsert {
     pub(super) num_bytes: u64,
 }
 
+#[derive(Default)]
 pub(super) struct ClientSession {
-    pub(super) tensors: Tensors,
     pub(super) inserts: HashMap<u64, ClientInsert>,
     pub(super) selects: HashMap<u64, ClientSelect>,
 }
 
 impl ClientSession {
-    pub(super) fn new(tensors: Tensors) -> Self {
-        Self {
-            tensors,
-            inserts: HashMap::new(),
-            selects: HashMap::new(),
-        }
-    }
-
     /// # Errors
     /// It is one more than a client that keeps to the rules sends.
     pub(super) fn check_insert(&self, operation: u64, tokens: &[i64]) -> Result<()> {

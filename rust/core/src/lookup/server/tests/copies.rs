@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::super::super::manual::serve_within;
-use super::super::{ClientSelect, ClientSession, LookupServer, LookupShared, StoreAction, Tensors};
+use super::super::{ClientSelect, ClientSession, LookupServer, LookupShared, StoreAction};
 use super::*;
 use crate::error::Error;
 use crate::lookup::LookupQuery;
@@ -146,8 +146,7 @@ fn an_entry_that_one_client_gives_back_as_the_server_ends_is_not_kept_for_anothe
         let inserted = shared.insert_here(vec![1].into(), items, None, completer);
         inserted.unwrap();
         let select = |server: &mut LookupServer, session, select| {
-            let tensors = Tensors::new(session, server.pool.clone(), true);
-            let mut client = ClientSession::new(tensors);
+            let mut client = ClientSession::default();
             client.selects.insert(1, select);
             server.clients.insert(session, client);
         };
