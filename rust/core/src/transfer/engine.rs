@@ -715,3 +715,6 @@ impl TransferEngine {
         true
     }
 }
+
+#[cfg(test)]
+mod tests;
