@@ -2,10 +2,12 @@
 
 use std::net::Ipv4Addr;
 
-use kvpipe_ucx::{Buffer, Event};
+use kvpipe_ucx::{AmData, Buffer, Event};
 
 use super::*;
 use crate::checksum;
+use crate::transfer::message::{Message, Subject, Wanted};
+use crate::transfer::peer::SourceChecksums;
 use crate::transfer::region::{Layout, coalesce};
 use crate::transport::{MemoryPath, Transport, Worker};
 
@@ -44,8 +46,8 @@ impl Fixture {
         let transport = Transport::Memory(path);
         let open = || transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
         let (context, peer) = (open(), open().worker().unwrap());
-        let content = (0..NUM_BLOCKS * BLOCK).map(|at| (at / 7) as u8).collect();
-        let source = context.register(Buffer::from_vec(content)).unwrap();
+        let bytes = (0..NUM_BLOCKS * BLOCK).map(|at| (at / 7) as u8).collect();
+        let source = context.register(Buffer::from_vec(bytes)).unwrap();
         let mut cx = ReactorContext::manual(Some(context));
         cx.add_manual(SESSION, [1; 16], Some(&peer.address().unwrap()));
         let mut engine = TransferEngine::new(MAX_IN_FLIGHT);
