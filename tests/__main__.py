@@ -82,7 +82,9 @@ class Part:
             return counts[-1]
         if num_done := len(re.findall(r"^test .* \.\.\. \w+$", text, re.MULTILINE)):
             return f"{num_done} tests"
-        return "starting" if "Compiling" not in text else "compiling"
+        if found := re.search(r"^collected .* (\d+) selected", text, re.MULTILINE):
+            return f"0/{found[1]}"
+        return "compiling" if "Compiling" in text else "starting"
 
     def outcome(self) -> str:
         """What it counted."""

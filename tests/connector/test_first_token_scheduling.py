@@ -42,7 +42,9 @@ def loaded(engine: Engine, request: Request) -> None:
 def test_the_producers_token_goes_along_until_there_is_an_output(engine: Engine, producer: _kvpipe.Control) -> None:
     request, handoff = consuming(engine, producer, prompt(100))
     opened(producer, request, handoff)
-    loaded(engine, request)
+    loading(engine, request)
+    told(engine, handoff)
+    engine.step(finished_recving={request.request_id}, kv_connector_worker_meta=outcome(request))
     assert forced(engine, request, handoff) == THEIRS
     assert engine.step()[1].first_tokens == {}
     assert reported(engine, handoff.hex())["first_token"] == "exact"
