@@ -16,7 +16,7 @@ use super::offers::Offer;
 use super::peer::Peer;
 use super::peers::PeerState;
 use super::plan::{Region, region_gone};
-use super::reads::{ActiveRead, BlocksRead, ReadCommand};
+use super::reads::{ActiveRead, BlockRead, BlocksRead};
 use super::regions::{Closing, LocalRegion};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
@@ -34,10 +34,10 @@ const TRANSFERS_IN_FLIGHT: usize = 4;
 
 /// What users of an agent ask for.
 #[derive(Debug)]
-pub struct AgentCommand(pub(super) Command);
+pub struct AgentCommand(pub(super) AgentCommandKind);
 
 #[derive(Debug)]
-pub(super) enum Command {
+pub(super) enum AgentCommandKind {
     Register {
         region: LocalRegion,
         completer: Completer<Region>,
@@ -52,7 +52,7 @@ pub(super) enum Command {
         incarnation: Option<Incarnation>,
         completer: Completer<Peer>,
     },
-    Read(ReadCommand),
+    Read(BlockRead),
     Write(Offer),
     Notify {
         session: SessionKey,
@@ -114,27 +114,27 @@ impl AgentCore {
 
     pub(crate) fn command(&mut self, cx: &mut ReactorContext, command: AgentCommand) {
         match command.0 {
-            Command::Register { region, completer } => {
+            AgentCommandKind::Register { region, completer } => {
                 self.register_command(cx, region, completer);
             }
-            Command::Close {
+            AgentCommandKind::Close {
                 region,
                 until,
                 completer,
             } => self.close_region(cx, region, until, completer),
-            Command::Connect {
+            AgentCommandKind::Connect {
                 address,
                 incarnation,
                 completer,
             } => self.connect(cx, &address, incarnation, completer),
-            Command::Read(command) => self.read_command(cx, command),
-            Command::Write(offer) => self.write_command(cx, offer),
-            Command::Notify {
+            AgentCommandKind::Read(read) => self.read(cx, read),
+            AgentCommandKind::Write(offer) => self.write_command(cx, offer),
+            AgentCommandKind::Notify {
                 session,
                 tag,
                 completer,
             } => self.notify_command(cx, session, tag, completer),
-            Command::Drained(drained) => self.drained(drained),
+            AgentCommandKind::Drained(drained) => self.drained(drained),
         }
     }
 

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Buffer;
 
-use super::agent_core::Command;
+use super::agent_core::AgentCommandKind;
 use super::metadata::Metadata;
 use super::notices::check_tag;
 use super::offers::Offer;
-use super::reads::{Notify, ReadCommand};
+use super::reads::{BlockRead, Notify, ReadOwner};
 use super::regions::LocalRegion;
 use super::{Agent, AgentCommand, Notification, Options, Peer, Plan, Region, Stats};
 use crate::error::{Error, Result};
@@ -21,7 +21,7 @@ use crate::transfer::region::{Layout, NAME_CAP};
 use crate::work::{Waited, Work};
 
 impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
-    fn send(&self, command: Command) -> Result<()> {
+    fn send(&self, command: AgentCommandKind) -> Result<()> {
         self.reactor.send(AgentCommand(command).into())
     }
 
@@ -68,7 +68,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
 
     pub(crate) fn register_region(&self, region: LocalRegion) -> Result<Work<Region>> {
         let (done, completer) = self.reactor.work();
-        self.send(Command::Register { region, completer })?;
+        self.send(AgentCommandKind::Register { region, completer })?;
         Ok(done)
     }
 
@@ -81,7 +81,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
         region.check_agent(self.incarnation)?;
         let (done, completer) = self.reactor.work();
         let was_open = region.close();
-        let sent = self.send(Command::Close {
+        let sent = self.send(AgentCommandKind::Close {
             region: region.id(),
             until: timeout.map(|timeout| Instant::now() + timeout),
             completer,
@@ -118,7 +118,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     fn connect_to(&self, address: &str, incarnation: Option<Incarnation>) -> Result<Work<Peer>> {
         check_address(address)?;
         let (done, completer) = self.reactor.work();
-        self.send(Command::Connect {
+        self.send(AgentCommandKind::Connect {
             address: address.to_owned(),
             incarnation,
             completer,
@@ -171,15 +171,16 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
         let deadline = options.check()?;
         let pieces = plan.reading()?;
         let (done, completer) = self.reactor.work();
-        self.send(Command::Read(ReadCommand {
+        let notify = options.notify.map(|tag| Notify { tag, number: None });
+        self.send(AgentCommandKind::Read(BlockRead {
             session: plan.peer.session(),
             region: plan.local.id(),
             remote_region: plan.remote.id,
             pieces,
-            notify: options.notify,
             is_checksummed: self.is_checksummed,
+            is_retry: false,
             deadline,
-            completer,
+            owner: ReadOwner::Caller(completer, notify),
         }))?;
         Ok(done)
     }
@@ -193,7 +194,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
         let pieces = plan.writing()?;
         let (done, completer) = self.reactor.work();
         let notify = options.notify.map(|tag| Notify { tag, number: None });
-        self.send(Command::Write(Offer {
+        self.send(AgentCommandKind::Write(Offer {
             session: plan.peer.session(),
             peer: plan.peer.clone(),
             region: plan.local.id(),
@@ -218,7 +219,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
         peer.check()?;
         let (done, completer) = self.reactor.work();
         let session = peer.session();
-        self.send(Command::Notify {
+        self.send(AgentCommandKind::Notify {
             session,
             tag,
             completer,
@@ -234,7 +235,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
         let (notifications, drained) = self.shared.inbox.drain()?;
         if !drained.is_empty() {
             // A closed agent has nobody to tell, and what had come is still the user's.
-            let _ = self.send(Command::Drained(drained));
+            let _ = self.send(AgentCommandKind::Drained(drained));
         }
         Ok(notifications)
     }

@@ -5,7 +5,7 @@ use super::inbox::Notification;
 use super::messages::{NOTED, NOTIFY, VOID};
 use super::notices::Notice;
 use super::plan::peer_gone;
-use super::reads::{Notify, Reader as BlockReader};
+use super::reads::{Notify, ReadOwner};
 use crate::error::Result;
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
@@ -64,7 +64,7 @@ impl AgentCore {
             return self.offer_ready(cx, session, id);
         }
         if let Some(read) = self.reads.get_mut(&id)
-            && let BlockReader::Caller(_, Some(notify)) = &mut read.reader
+            && let ReadOwner::Caller(_, Some(notify)) = &mut read.owner
         {
             notify.number = Some(number);
             return self.engine.enqueue(cx, read.transfer);

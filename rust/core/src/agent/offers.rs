@@ -9,7 +9,7 @@ use super::messages::{CORRUPT, NOT_TAKEN, OFFER, Offered, TAKEN, reason};
 use super::notices::Notice;
 use super::peer::{Counters, Peer};
 use super::plan::{not_writable, peer_gone, region_gone};
-use super::reads::{BlockRead, Notify, Reader as BlockReader};
+use super::reads::{BlockRead, Notify, ReadOwner};
 use crate::error::{Error, Result};
 use crate::ids::RegionId;
 use crate::ids::SessionKey;
@@ -237,7 +237,7 @@ impl AgentCore {
                     is_checksummed: offered.is_checksummed,
                     is_retry: false,
                     deadline: None,
-                    reader: BlockReader::Offer {
+                    owner: ReadOwner::Offer {
                         offer: offered.offer,
                         notice: offered.notice,
                     },

@@ -26,7 +26,7 @@ pub(super) struct Notify {
 
 /// Who is told when blocks are here.
 #[derive(Debug)]
-pub(super) enum Reader {
+pub(super) enum ReadOwner {
     /// Our user, and the peer's if there is a tag.
     Caller(Completer<u64>, Option<Notify>),
     /// The peer that offered the blocks, and our user if there is a tag.
@@ -48,7 +48,7 @@ pub(super) struct BlockRead {
     pub(super) is_checksummed: bool,
     pub(super) is_retry: bool,
     pub(super) deadline: Option<Instant>,
-    pub(super) reader: Reader,
+    pub(super) owner: ReadOwner,
 }
 
 /// One of them under way.
@@ -60,7 +60,7 @@ pub(super) struct ActiveRead {
     pub(super) region: RegionId,
     peer: Peer,
     layout: Layout,
-    pub(super) reader: Reader,
+    pub(super) owner: ReadOwner,
 }
 
 /// What a task's read has brought.
@@ -73,35 +73,7 @@ pub(crate) struct BlocksRead {
     pub(crate) elapsed: Duration,
 }
 
-/// What a user asks to be read.
-#[derive(Debug)]
-pub(crate) struct ReadCommand {
-    pub(super) session: SessionKey,
-    pub(super) region: RegionId,
-    pub(super) remote_region: RegionId,
-    pub(super) pieces: Arc<Pieces>,
-    pub(super) notify: Option<Vec<u8>>,
-    pub(super) is_checksummed: bool,
-    pub(super) deadline: Option<Instant>,
-    pub(super) completer: Completer<u64>,
-}
-
 impl AgentCore {
-    pub(super) fn read_command(&mut self, cx: &mut ReactorContext, command: ReadCommand) {
-        let notify = command.notify.map(|tag| Notify { tag, number: None });
-        let read = BlockRead {
-            session: command.session,
-            region: command.region,
-            remote_region: command.remote_region,
-            pieces: command.pieces,
-            is_checksummed: command.is_checksummed,
-            is_retry: false,
-            deadline: command.deadline,
-            reader: Reader::Caller(command.completer, notify),
-        };
-        self.read(cx, read);
-    }
-
     /// Begins a read for a task above; [`next_task_end`](Self::next_task_end) tells how it ended. Checksums of its own
     /// verify what comes.
     pub(crate) fn read_for_task(
@@ -121,7 +93,7 @@ impl AgentCore {
             is_checksummed: false,
             is_retry,
             deadline: None,
-            reader: Reader::Task(task),
+            owner: ReadOwner::Task(task),
         };
         self.read(cx, read);
     }
@@ -136,27 +108,27 @@ impl AgentCore {
         let session = read.session;
         let (peer, memory, layout) = match self.check_read(cx, &read) {
             Ok(all) => all,
-            Err(error) => return self.end_reader(cx, session, read.reader, Err(error)),
+            Err(error) => return self.end_read(cx, session, read.owner, Err(error)),
         };
-        if !matches!(read.reader, Reader::Offer { .. }) {
+        if !matches!(read.owner, ReadOwner::Offer { .. }) {
             self.count(&peer, Counters::begin);
         }
-        let tag_len = match &read.reader {
-            Reader::Caller(_, Some(notify)) => Some(notify.tag.len()),
+        let tag_len = match &read.owner {
+            ReadOwner::Caller(_, Some(notify)) => Some(notify.tag.len()),
             _ => None,
         };
-        let owner = match read.reader {
-            Reader::Task(task) => task,
+        let token = match read.owner {
+            ReadOwner::Task(task) => task,
             _ => cx.token(),
         };
         let transfer = self.engine.add(TransferRequest {
-            owner,
+            owner: token,
             session,
             source: read.remote_region.into(),
             memory,
             pieces: read.pieces,
             is_checksummed: read.is_checksummed,
-            is_verified_by_owner: matches!(read.reader, Reader::Task(_)),
+            is_verified_by_owner: matches!(read.owner, ReadOwner::Task(_)),
             is_retry: read.is_retry,
             deadline: read.deadline,
         });
@@ -166,11 +138,11 @@ impl AgentCore {
             region: read.region,
             peer,
             layout,
-            reader: read.reader,
+            owner: read.owner,
         };
-        self.reads.insert(owner, active);
+        self.reads.insert(token, active);
         if let Some(len) = tag_len {
-            self.notice(cx, session, Notice::Transfer(owner, len));
+            self.notice(cx, session, Notice::Transfer(token, len));
         } else {
             self.engine.enqueue(cx, transfer);
         }
@@ -213,7 +185,7 @@ impl AgentCore {
         }
     }
 
-    /// Tells readers what has ended.
+    /// Tells the owners of reads what has ended.
     pub(super) fn drain(&mut self, cx: &mut ReactorContext) {
         while let Some(completion) = self.engine.next_completion() {
             self.completed(cx, completion);
@@ -252,7 +224,7 @@ impl AgentCore {
             read.peer.lose(error);
         }
         let num_bytes = completion.pieces.num_bytes;
-        if !matches!(read.reader, Reader::Offer { .. }) {
+        if !matches!(read.owner, ReadOwner::Offer { .. }) {
             let moved = outcome.is_ok().then_some(num_bytes);
             self.count(&read.peer, |counters| counters.end_read(moved));
         }
@@ -262,26 +234,26 @@ impl AgentCore {
             num_bytes,
             elapsed: completion.elapsed,
         });
-        self.end_reader(cx, read.session, read.reader, outcome);
+        self.end_read(cx, read.session, read.owner, outcome);
     }
 
-    fn end_reader(
+    fn end_read(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        reader: Reader,
+        owner: ReadOwner,
         outcome: Result<BlocksRead>,
     ) {
-        match reader {
-            Reader::Caller(completer, notify) => {
+        match owner {
+            ReadOwner::Caller(completer, notify) => {
                 self.tell(cx, session, notify, outcome.is_ok());
                 completer.complete(outcome.map(|read| read.num_bytes));
             }
-            Reader::Offer { offer, notice } => {
+            ReadOwner::Offer { offer, notice } => {
                 let outcome = outcome.map(|_| ());
                 self.answer(cx, session, (offer, notice), outcome);
             }
-            Reader::Task(task) => self.task_ends.push_back((task, outcome)),
+            ReadOwner::Task(task) => self.task_ends.push_back((task, outcome)),
         }
     }
 }

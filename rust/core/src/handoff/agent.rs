@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::consumer::LoadCounts;
 use super::ready::{ReadyBlocks, check_positions};
-use super::service::{Command, HandoffCommand, HandoffService};
+use super::service::{HandoffCommand, HandoffCommandKind, HandoffService};
 use crate::agent::{Agent, AgentConfig, Region};
 use crate::error::Result;
 use crate::events::Events;
@@ -157,7 +157,7 @@ impl HandoffAgent {
         self
     }
 
-    fn send(&self, command: Command) -> Result<()> {
+    fn send(&self, command: HandoffCommandKind) -> Result<()> {
         self.agent.reactor.send(HandoffCommand(command))
     }
 
@@ -170,7 +170,7 @@ impl HandoffAgent {
             region.check(self.incarnation())?;
         }
         let regions = regions.iter().map(Region::id).collect();
-        self.send(Command::MarkReady(ready.clone(), regions))
+        self.send(HandoffCommandKind::MarkReady(ready.clone(), regions))
     }
 
     /// Producer: the blocks of a handoff may change from now on.
@@ -178,7 +178,7 @@ impl HandoffAgent {
     /// Marked before this returns: a checksum that is being computed over blocks that change meanwhile is discarded.
     pub fn end(&self, handoff: HandoffId, reason: &str) -> Result<()> {
         self.ended.mark(handoff);
-        self.send(Command::End {
+        self.send(HandoffCommandKind::End {
             handoff,
             reason: reason.to_owned(),
         })
@@ -188,18 +188,18 @@ impl HandoffAgent {
     /// says so.
     pub fn load(&self, request: LoadRequest) -> Result<()> {
         check_positions(request.first, request.block_ids.len())?;
-        self.send(Command::Load(request))
+        self.send(HandoffCommandKind::Load(request))
     }
 
     /// Consumer: the sequence state of a handoff is here.
     pub fn commit(&self, handoff: HandoffId) -> Result<()> {
-        self.send(Command::Commit { handoff })
+        self.send(HandoffCommandKind::Commit { handoff })
     }
 
     /// Consumer: ends a load; `Failed` follows once nothing writes into its blocks any more. `is_withdrawn`: the producer
     /// has taken back what it had announced, so that every block is missing.
     pub fn cancel(&self, handoff: HandoffId, reason: &str, is_withdrawn: bool) -> Result<()> {
-        self.send(Command::Cancel {
+        self.send(HandoffCommandKind::Cancel {
             handoff,
             reason: reason.to_owned(),
             is_withdrawn,
@@ -208,7 +208,7 @@ impl HandoffAgent {
 
     /// Traces handoffs from now on.
     pub fn trace_to(&self, trace: Trace) -> Result<()> {
-        self.send(Command::Trace(trace))
+        self.send(HandoffCommandKind::Trace(trace))
     }
 
     /// What has happened since the last call.

@@ -3,6 +3,7 @@
 //! in batches, and verifies each block with the checksum that the producer computed.
 
 mod agent;
+mod batches;
 pub mod consumer;
 mod leases;
 mod loads;

@@ -26,10 +26,10 @@ use crate::trace::{Trace, Track};
 
 /// What users of an agent and its handoffs ask for.
 #[derive(Debug)]
-pub struct HandoffCommand(pub(super) Command);
+pub struct HandoffCommand(pub(super) HandoffCommandKind);
 
 #[derive(Debug)]
-pub(super) enum Command {
+pub(super) enum HandoffCommandKind {
     Agent(AgentCommand),
     /// A step is ready in these regions.
     MarkReady(ReadyBlocks, Vec<RegionId>),
@@ -51,7 +51,7 @@ pub(super) enum Command {
 
 impl From<AgentCommand> for HandoffCommand {
     fn from(command: AgentCommand) -> Self {
-        Self(Command::Agent(command))
+        Self(HandoffCommandKind::Agent(command))
     }
 }
 
@@ -101,22 +101,22 @@ impl HandoffService {
         }
     }
 
-    fn run_command(&mut self, cx: &mut ReactorContext, command: Command) {
+    fn run_command(&mut self, cx: &mut ReactorContext, command: HandoffCommandKind) {
         match command {
-            Command::Agent(command) => self.agent.command(cx, command),
-            Command::MarkReady(ready, regions) => self.ready.push(ready, regions),
-            Command::End { handoff, reason } => {
+            HandoffCommandKind::Agent(command) => self.agent.command(cx, command),
+            HandoffCommandKind::MarkReady(ready, regions) => self.ready.push(ready, regions),
+            HandoffCommandKind::End { handoff, reason } => {
                 self.end(cx, handoff, &reason);
                 self.ended.unmark(&handoff);
             }
-            Command::Load(request) => self.load(cx, request),
-            Command::Commit { handoff } => {
+            HandoffCommandKind::Load(request) => self.load(cx, request),
+            HandoffCommandKind::Commit { handoff } => {
                 self.trace
                     .instant(Track::Reactor, "committed", &handoff, &[]);
                 self.consumer.commit(&handoff);
                 self.continue_load(cx, handoff);
             }
-            Command::Cancel {
+            HandoffCommandKind::Cancel {
                 handoff,
                 reason,
                 is_withdrawn,
@@ -126,7 +126,7 @@ impl HandoffService {
                 }
                 self.fail_load(cx, handoff, &reason);
             }
-            Command::Trace(trace) => self.trace = trace,
+            HandoffCommandKind::Trace(trace) => self.trace = trace,
         }
     }
 

@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+use kvpipe_ucx::Buffer;
+
 use super::{EAGER_CAP, MESSAGES_IN_FLIGHT};
 use crate::checksum;
 use crate::error::{Error, Result};
@@ -14,6 +16,31 @@ pub(super) struct IncomingTensor {
     pub(super) sequence: u64,
     pub(super) meta: Meta,
     pub(super) content: Content,
+}
+
+impl IncomingTensor {
+    /// Why it does not fit the memory that a caller receives into.
+    pub(super) fn mismatch(&self, out: Option<&(Meta, Buffer)>) -> Option<Error> {
+        let (meta, buffer) = out?;
+        let len = match &self.content {
+            Content::Eager(bytes) => bytes.len(),
+            Content::Offer(buffer) => buffer.len,
+            Content::Corrupt { .. } => return None,
+        };
+        if *meta == self.meta && buffer.len() == len {
+            return None;
+        }
+        let show = |meta: &Meta| match meta.family {
+            0 => "None".to_owned(),
+            1 => format!("torch {} {:?}", meta.dtype, meta.shape),
+            _ => format!("numpy {} {:?}", meta.dtype, meta.shape),
+        };
+        Some(Error::Config(format!(
+            "out= is {}, the next tensor is {}; it was not consumed, receive it with a matching out= or without",
+            show(meta),
+            show(&self.meta)
+        )))
+    }
 }
 
 pub(super) enum Content {

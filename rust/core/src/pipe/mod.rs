@@ -4,6 +4,7 @@
 
 mod incoming;
 mod posted;
+mod posting;
 mod receiver;
 mod receiving;
 mod sender;

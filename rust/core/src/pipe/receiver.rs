@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Buffer, Status};
 
-use super::incoming::{Content, IncomingQueue, IncomingTensor};
+use super::incoming::{Content, IncomingQueue};
 use super::receiving::LargeReceive;
 use super::{
     ACK, CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, OFFER, SharedInfo,
@@ -95,7 +95,7 @@ impl Receiver {
                 return;
             };
             self.count_waiting();
-            if let Some(error) = mismatch(&receive, &tensor) {
+            if let Some(error) = tensor.mismatch(receive.out.as_ref()) {
                 self.incoming.requeue(tensor);
                 receive.completer.complete(Err(error));
                 continue;
@@ -242,43 +242,8 @@ impl Receiver {
                 self.deadlines.add(receive.deadline.meet_by);
             }
         }
-        let is_late = |large: &&LargeReceive| {
-            let done_by = large.deadline.done_by;
-            !large.has_failed && done_by.is_some_and(|at| at <= now)
-        };
-        if let (Some(session), Some(large)) =
-            (self.session, self.large_receives.iter().find(is_late))
-        {
-            let (sequence, len) = (large.sequence, large.len);
-            let text =
-                format!("a tensor of {len} bytes was not received in time; the pipe is closed");
-            let error = Error::Timeout(text);
-            self.fail_large(cx, sequence, &error);
-            cx.fail(session, error);
-        }
+        self.expire_large(cx);
     }
-}
-
-fn mismatch(receive: &PendingReceive, tensor: &IncomingTensor) -> Option<Error> {
-    let (meta, buffer) = receive.out.as_ref()?;
-    let len = match &tensor.content {
-        Content::Eager(bytes) => bytes.len(),
-        Content::Offer(buffer) => buffer.len,
-        Content::Corrupt { .. } => return None,
-    };
-    if *meta == tensor.meta && buffer.len() == len {
-        return None;
-    }
-    let show = |meta: &Meta| match meta.family {
-        0 => "None".to_owned(),
-        1 => format!("torch {} {:?}", meta.dtype, meta.shape),
-        _ => format!("numpy {} {:?}", meta.dtype, meta.shape),
-    };
-    Some(Error::Config(format!(
-        "out= is {}, the next tensor is {}; it was not consumed, receive it with a matching out= or without",
-        show(meta),
-        show(&tensor.meta)
-    )))
 }
 
 impl Service for Receiver {

@@ -184,6 +184,25 @@ impl Receiver {
         }
     }
 
+    /// Closes the pipe if a large tensor is late.
+    pub(super) fn expire_large(&mut self, cx: &mut ReactorContext) {
+        let now = cx.now();
+        let is_late = |large: &&LargeReceive| {
+            let done_by = large.deadline.done_by;
+            !large.has_failed && done_by.is_some_and(|at| at <= now)
+        };
+        if let (Some(session), Some(large)) =
+            (self.session, self.large_receives.iter().find(is_late))
+        {
+            let (sequence, len) = (large.sequence, large.len);
+            let text =
+                format!("a tensor of {len} bytes was not received in time; the pipe is closed");
+            let error = Error::Timeout(text);
+            self.fail_large(cx, sequence, &error);
+            cx.fail(session, error);
+        }
+    }
+
     pub(super) fn withdraw(&mut self, cx: &mut ReactorContext, sequence: u64) {
         if let Some(large) = self.large_receive(sequence) {
             // The answer is sent when no read is under way: then the sender may reuse its memory.

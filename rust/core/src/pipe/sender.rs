@@ -6,24 +6,21 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Buffer, MemoryKind};
 
-use super::posted::{LargeSend, PostedSend, PostedSends};
+use super::posted::{PostedSend, PostedSends};
 use super::{
-    ACK, CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, OFFER, SharedInfo,
-    TRANSFERS_IN_FLIGHT, WITHDRAWN,
+    ACK, CORRUPT, Deadline, EAGER_CAP, MESSAGES_IN_FLIGHT, SharedInfo, TRANSFERS_IN_FLIGHT,
+    WITHDRAWN,
 };
-use crate::checksum;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::codec::{Reader, Writer};
+use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::grace::GracePeriod;
 use crate::session::{ReactorContext, Service};
 use crate::tensor::Meta;
-use crate::transfer::exposed::ExposedBuffer;
 use crate::transfer::region::Layout;
 use crate::transfer::{Handled, Message, TransferEngine};
-use crate::transport::{Memory, Payload};
+use crate::transport::Memory;
 use crate::work::Completer;
 
 #[derive(Debug)]
@@ -45,24 +42,24 @@ pub(super) enum SenderCommand {
 }
 
 /// A tensor that has not been posted.
-struct Queued {
-    meta: Meta,
-    buffer: Buffer,
-    deadline: Deadline,
-    completer: Completer<()>,
+pub(super) struct QueuedSend {
+    pub(super) meta: Meta,
+    pub(super) buffer: Buffer,
+    pub(super) deadline: Deadline,
+    pub(super) completer: Completer<()>,
 }
 
 pub(super) struct Sender {
     shared: SharedInfo,
     /// Whether tensors are sent with checksums.
-    is_checksummed: bool,
+    pub(super) is_checksummed: bool,
     session: Option<SessionKey>,
     is_up: bool,
     connecting: Option<Completer<()>>,
-    queue: VecDeque<Queued>,
+    queue: VecDeque<QueuedSend>,
     deadlines: Earliest,
-    posted: PostedSends,
-    engine: TransferEngine,
+    pub(super) posted: PostedSends,
+    pub(super) engine: TransferEngine,
     /// Callers that wait for the end of the pipe.
     closing: Vec<(Deadline, Completer<()>)>,
     failure: Option<Error>,
@@ -109,75 +106,6 @@ impl Sender {
             }
         }
         self.finish_closing(cx);
-    }
-
-    /// Posts a small tensor inside its message. Returns it if the session is lost.
-    fn post_eager(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        queued: Queued,
-    ) -> Option<Queued> {
-        let len = queued.buffer.len();
-        let Some(bytes) = queued.buffer.bytes(0, len) else {
-            let text =
-                "only host memory travels inside a message; copy the tensor to the CPU first";
-            let error = Error::Unavailable(text.to_owned());
-            queued.completer.complete(Err(error));
-            return None;
-        };
-        let payload = queued.meta.write(Writer::default()).bytes(bytes).finish();
-        let header = cx.header(session, EAGER).u64(self.posted.next_sequence());
-        let header = self.add_checksum(header, &payload);
-        if !cx.message(session, header, Payload::Bytes(payload)) {
-            return Some(queued);
-        }
-        self.count_sent(len);
-        self.posted.add(None);
-        queued.completer.complete(Ok(()));
-        None
-    }
-
-    /// Posts the offer of a large tensor. Returns it if the session is lost.
-    fn post_offer(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        queued: Queued,
-    ) -> Option<Queued> {
-        let sequence = self.posted.next_sequence();
-        let buffer = queued.buffer.clone();
-        let exposed = ExposedBuffer::new(cx, session, buffer, self.is_checksummed);
-        let (exposed, described) = match exposed {
-            Ok(exposed) => exposed,
-            Err(error) => {
-                queued.completer.complete(Err(error));
-                return None;
-            }
-        };
-        let payload = described
-            .write(queued.meta.write(Writer::default()))
-            .finish();
-        let header = self.add_checksum(cx.header(session, OFFER).u64(sequence), &payload);
-        if !cx.message(session, header, Payload::Bytes(payload)) {
-            return Some(queued);
-        }
-        let grace = queued
-            .deadline
-            .meet_by
-            .map(|at| GracePeriod::new(cx.now(), at));
-        self.engine.expose(session, sequence, &exposed);
-        self.posted
-            .add(Some(LargeSend::new(exposed, queued.completer, grace)));
-        None
-    }
-
-    /// Appends the checksum of the payload to its header.
-    fn add_checksum(&self, header: Writer, payload: &[u8]) -> Writer {
-        let checksum = self.is_checksummed.then(|| checksum::of(payload));
-        header
-            .u8(self.is_checksummed.into())
-            .u64(checksum.unwrap_or(0))
     }
 
     /// Removes a posted tensor, which the receiver does not read any more.
@@ -277,7 +205,7 @@ impl Sender {
         info.in_flight = 0;
     }
 
-    fn count_sent(&self, len: usize) {
+    pub(super) fn count_sent(&self, len: usize) {
         let mut info = self.shared.get();
         info.num_tensors += 1;
         info.num_bytes += len as u64;
@@ -288,7 +216,7 @@ impl Sender {
         if !self.deadlines.take_if_past(now) {
             return;
         }
-        let late = |queued: &Queued| queued.deadline.meet_by.is_some_and(|at| at <= now);
+        let late = |queued: &QueuedSend| queued.deadline.meet_by.is_some_and(|at| at <= now);
         let (expired, kept): (VecDeque<_>, VecDeque<_>) = self.queue.drain(..).partition(late);
         for queued in expired {
             let text = "the tensor was not sent in time; it was withdrawn, the pipe is usable";
@@ -336,7 +264,7 @@ impl Service for Sender {
                         .complete(Err(Error::Closed("the pipe is closing".to_owned())));
                 }
                 self.deadlines.add(deadline.meet_by);
-                self.queue.push_back(Queued {
+                self.queue.push_back(QueuedSend {
                     meta,
                     buffer,
                     deadline,

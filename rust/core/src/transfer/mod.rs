@@ -21,11 +21,13 @@
 //! than a millisecond, and slices go round among transfers and peers.
 
 pub(crate) mod cursor;
+mod destination;
 pub(crate) mod engine;
 pub(crate) mod exposed;
 pub(crate) mod message;
 pub(crate) mod path;
 pub(crate) mod peer;
+mod receive;
 pub mod region;
 pub(crate) mod source;
 #[expect(clippy::module_inception, reason = "one transfer of the engine")]

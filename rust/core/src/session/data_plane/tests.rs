@@ -22,7 +22,22 @@ impl ReactorContext {
         self.admit(key, session_id);
         if let Some(address) = worker {
             self.open_endpoint(key, address).unwrap();
+            self.read_lanes(key);
         }
+    }
+
+    /// Lets the worker work, and returns a read that has ended.
+    pub(crate) fn next_ended_read(&self) -> Option<(u64, std::result::Result<(), Status>)> {
+        let worker = &self.data.as_ref()?.worker;
+        worker.progress();
+        std::iter::from_fn(|| worker.next_event()).find_map(|event| match event {
+            Event::Done { token, result }
+                if matches!(EndedOperation::of(token), EndedOperation::Service) =>
+            {
+                Some((token, result))
+            }
+            _ => None,
+        })
     }
 }
 

@@ -1,0 +1,433 @@
+//! What the engine decides, without threads: one session whose peer is a worker that the test looks into.
+
+use std::net::Ipv4Addr;
+
+use kvpipe_ucx::{AmData, Buffer, Event};
+
+use super::*;
+use crate::checksum;
+use crate::transfer::message::{Message, Subject, Wanted};
+use crate::transfer::peer::SourceChecksums;
+use crate::transfer::region::{Layout, coalesce};
+use crate::transport::{MemoryPath, Transport, Worker};
+
+const SESSION: SessionKey = 20;
+const SOURCE: u64 = 3;
+const BLOCK: usize = 1 << 10;
+const NUM_BLOCKS: usize = 4;
+const MAX_IN_FLIGHT: usize = 2;
+
+struct Fixture {
+    cx: ReactorContext,
+    engine: TransferEngine,
+    peer: Worker,
+    /// The peer's, exposed to us.
+    source: Arc<Memory>,
+}
+
+fn layout() -> Layout {
+    let block = BLOCK as u64;
+    Layout::new(NUM_BLOCKS as u64 * block, block, block).unwrap()
+}
+
+fn failed(completion: Option<Completion>) -> Error {
+    match completion.expect("a completion").outcome {
+        Err(TransferError::Failed(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn config(text: &str) -> Error {
+    Error::Config(text.to_owned())
+}
+
+impl Fixture {
+    fn new(path: MemoryPath) -> Self {
+        let transport = Transport::Memory(path);
+        let open = || transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let (context, peer) = (open(), open().worker().unwrap());
+        let bytes = (0..NUM_BLOCKS * BLOCK).map(|at| (at / 7) as u8).collect();
+        let source = context.register(Buffer::from_vec(bytes)).unwrap();
+        let mut cx = ReactorContext::manual(Some(context));
+        cx.add_manual(SESSION, [1; 16], Some(&peer.address().unwrap()));
+        let mut engine = TransferEngine::new(MAX_IN_FLIGHT);
+        engine.session_up(SESSION);
+        let mut fixture = Self {
+            cx,
+            engine,
+            peer,
+            source,
+        };
+        fixture.add_source(SourceChecksums::Asked);
+        fixture
+    }
+
+    fn add_source(&mut self, checksums: SourceChecksums) {
+        let (base, rkey) = (
+            self.source.buffer().address() as u64,
+            self.source.pack_rkey(),
+        );
+        let source = RemoteSource::new(base, rkey.unwrap(), false, checksums);
+        self.engine.add_source(SESSION, SOURCE, source);
+    }
+
+    /// Blocks 3, 1 and 0 of the source as blocks 0, 2 and 3 of memory of ours.
+    fn request(&self, owner: u64) -> TransferRequest {
+        let memory = Buffer::zeroed(NUM_BLOCKS * BLOCK);
+        let pieces = coalesce((&layout(), &[0, 2, 3]), (&layout(), &[3, 1, 0]));
+        TransferRequest {
+            owner,
+            session: SESSION,
+            source: SOURCE,
+            memory: self.cx.register(memory).unwrap(),
+            pieces: Arc::new(pieces.unwrap()),
+            is_checksummed: true,
+            is_verified_by_owner: false,
+            is_retry: false,
+            deadline: None,
+        }
+    }
+
+    fn begin(&mut self, request: TransferRequest) -> u64 {
+        let id = self.engine.add(request);
+        self.engine.enqueue(&mut self.cx, id);
+        id
+    }
+
+    /// What has come at the peer since the last call.
+    fn sent(&self) -> Vec<(Message<'static>, Vec<u8>)> {
+        self.peer.progress();
+        let mut sent = Vec::new();
+        while let Some(event) = self.peer.next_event() {
+            if let Event::Message { header, data } = event
+                && Message::is_kind(header[16])
+            {
+                let rest = Reader::new(&header[17..]);
+                sent.push((
+                    Message::decode(header[16], rest, &data).unwrap(),
+                    data.to_vec(),
+                ));
+            }
+        }
+        sent
+    }
+
+    /// Transfers that the source has been asked to serve since the last call, with what is wanted.
+    fn asked(&self) -> Vec<(u64, Wanted)> {
+        let read = |(message, _)| match message {
+            Message::Read {
+                transfer, wanted, ..
+            } => Some((transfer, wanted)),
+            _ => None,
+        };
+        self.sent().into_iter().filter_map(read).collect()
+    }
+
+    fn receive(&mut self, message: &Message<'_>, payload: &[u8]) -> Result<Handled> {
+        let (header, encoded) = message.to_bytes();
+        let payload = [&encoded, payload].concat();
+        let header = (header[0], Reader::new(&header[1..]));
+        let data = AmData::Bytes(payload);
+        self.engine.message(&mut self.cx, SESSION, header, &data)
+    }
+
+    fn block(&self, id: usize) -> &[u8] {
+        self.source.buffer().bytes(id * BLOCK, BLOCK).unwrap()
+    }
+
+    /// All bytes of a request's stream.
+    fn data(&mut self, transfer: u64) -> Result<Handled> {
+        let data = [3, 1, 0].map(|id| self.block(id).to_vec()).concat();
+        let message = Message::Data {
+            transfer,
+            offset: 0,
+            checksum: checksum::of(&data),
+        };
+        self.receive(&message, &data)
+    }
+
+    fn checksums(&mut self, subject: Subject, checksums: Vec<u64>) -> Result<Handled> {
+        let first = 0;
+        let message = Message::Checksums {
+            subject,
+            first,
+            checksums,
+        };
+        self.receive(&message, &[])
+    }
+
+    fn block_checksums(&self) -> Vec<u64> {
+        [3, 1, 0].map(|id| checksum::of(self.block(id))).to_vec()
+    }
+
+    /// Ends all reads that are in flight.
+    fn end_reads(&mut self) {
+        while let Some((token, result)) = self.cx.next_ended_read() {
+            self.engine.read_ended(&mut self.cx, token, result);
+        }
+    }
+
+    fn assert_moved(&mut self, owner: u64) {
+        let completion = self.engine.next_completion().expect("a completion");
+        assert_eq!((completion.owner, completion.outcome), (owner, Ok(())));
+        let to = completion.memory.buffer();
+        for (to_id, from_id) in [(0, 3), (2, 1), (3, 0)] {
+            assert_eq!(to.bytes(to_id * BLOCK, BLOCK).unwrap(), self.block(from_id));
+        }
+    }
+}
+
+#[test]
+fn a_stream_is_complete_when_all_of_it_has_come() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let id = it.begin(it.request(7));
+    assert_eq!(it.asked(), [(id, Wanted::ChecksummedBytes)]);
+    assert!(it.engine.next_completion().is_none());
+    it.data(id).unwrap();
+    it.assert_moved(7);
+    // Sent before the source could know: dropped.
+    assert!(matches!(it.data(id), Ok(Handled::Done)));
+    assert!(matches!(it.data(id + 1), Ok(Handled::Unasked)));
+}
+
+#[test]
+fn a_read_is_complete_when_its_bytes_and_their_checksums_are_here() {
+    for checksums_are_first in [false, true] {
+        let mut it = Fixture::new(MemoryPath::RemoteRead);
+        let id = it.begin(it.request(7));
+        assert_eq!(it.asked(), [(id, Wanted::Checksums)]);
+        let checksums = it.block_checksums();
+        let halves = [true, false].map(|is_checksums| is_checksums == checksums_are_first);
+        for is_checksums in halves {
+            assert!(it.engine.next_completion().is_none());
+            if is_checksums {
+                it.checksums(Subject::Transfer(id), checksums.clone())
+                    .unwrap();
+            } else {
+                it.end_reads();
+            }
+        }
+        it.assert_moved(7);
+    }
+}
+
+#[test]
+fn a_read_names_the_first_block_that_differs() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    let id = it.begin(it.request(7));
+    let mut checksums = it.block_checksums();
+    checksums[1] ^= 1;
+    it.checksums(Subject::Transfer(id), checksums).unwrap();
+    it.end_reads();
+    // What differs is the source's fault only while it exposes its memory, and this one has no connection.
+    assert!(matches!(
+        failed(it.engine.next_completion()),
+        Error::PeerLost { .. }
+    ));
+}
+
+#[test]
+fn checksums_that_come_unasked_verify_a_read_whenever_they_come() {
+    for comes_first in [true, false] {
+        let mut it = Fixture::new(MemoryPath::RemoteRead);
+        it.add_source(SourceChecksums::Pushed {
+            num_units: 3,
+            known: Vec::new(),
+        });
+        let checksums = it.block_checksums();
+        if comes_first {
+            it.checksums(Subject::Source(SOURCE), checksums.clone())
+                .unwrap();
+        }
+        it.begin(it.request(7));
+        assert_eq!(it.asked(), []);
+        it.end_reads();
+        if !comes_first {
+            assert!(it.engine.next_completion().is_none());
+            it.checksums(Subject::Source(SOURCE), checksums).unwrap();
+        }
+        it.assert_moved(7);
+    }
+}
+
+#[test]
+fn a_retry_streams_whatever_the_path_of_the_session() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    let request = TransferRequest {
+        is_retry: true,
+        ..it.request(7)
+    };
+    let id = it.begin(request);
+    assert_eq!(it.asked(), [(id, Wanted::ChecksummedBytes)]);
+}
+
+#[test]
+fn transfers_from_a_peer_begin_in_order_and_a_few_at_a_time() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let ids = [0, 1, 2, 3].map(|owner| it.begin(it.request(owner)));
+    let bytes = Wanted::ChecksummedBytes;
+    assert_eq!(it.asked(), [(ids[0], bytes), (ids[1], bytes)]);
+    it.data(ids[1]).unwrap();
+    assert_eq!(it.asked(), [(ids[2], bytes)]);
+    it.assert_moved(1);
+    let reason = "no such block".to_owned();
+    let transfer = ids[0];
+    it.receive(&Message::Refused { transfer, reason }, &[])
+        .unwrap();
+    assert_eq!(it.asked(), [(ids[3], bytes)]);
+    let error = failed(it.engine.next_completion());
+    assert_eq!(error, config("the peer refused: no such block"));
+}
+
+#[test]
+fn a_transfer_that_is_held_does_not_keep_others_from_beginning() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let held = it.engine.add(it.request(0));
+    let ids = [1, 2].map(|owner| it.begin(it.request(owner)));
+    assert_eq!(it.asked().len(), ids.len());
+    it.engine.withdraw(&mut it.cx, held, &config("withdrawn"));
+    assert_eq!(failed(it.engine.next_completion()), config("withdrawn"));
+}
+
+#[test]
+fn a_failed_read_completes_when_nothing_is_in_flight_any_more() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    let id = it.begin(it.request(7));
+    it.engine.fail(&mut it.cx, id, &config("first"));
+    it.engine.fail(&mut it.cx, id, &config("second"));
+    assert!(
+        it.engine.next_completion().is_none(),
+        "reads may still write"
+    );
+    assert!(it.engine.is_reading(SESSION, SOURCE));
+    it.end_reads();
+    assert_eq!(failed(it.engine.next_completion()), config("first"));
+    assert!(!it.engine.is_reading(SESSION, SOURCE));
+}
+
+#[test]
+fn a_source_that_is_removed_fails_what_has_not_begun() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let ids = [0, 1, 2].map(|owner| it.begin(it.request(owner)));
+    it.engine
+        .remove_source(&mut it.cx, SESSION, SOURCE, &config("closed"));
+    assert_eq!(failed(it.engine.next_completion()), config("closed"));
+    assert!(it.engine.next_completion().is_none());
+    for (id, owner) in ids.into_iter().zip([0, 1]) {
+        it.data(id).unwrap();
+        it.assert_moved(owner);
+    }
+}
+
+#[test]
+fn a_late_transfer_fails_its_session_only_if_it_has_begun() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let late = |it: &Fixture, owner| TransferRequest {
+        deadline: Some(it.cx.now()),
+        ..it.request(owner)
+    };
+    it.engine.add(late(&it, 0));
+    assert_eq!(it.engine.expire(&mut it.cx), None);
+    assert!(matches!(
+        failed(it.engine.next_completion()),
+        Error::Timeout(_)
+    ));
+    assert!(!it.cx.has_failed(SESSION));
+    it.begin(late(&it, 1));
+    it.engine.expire(&mut it.cx);
+    assert!(matches!(
+        failed(it.engine.next_completion()),
+        Error::Timeout(_)
+    ));
+    assert!(it.cx.has_failed(SESSION));
+}
+
+#[test]
+fn an_abandoned_stream_may_still_end_and_nothing_else_goes_on() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let ids = [0, 1, 2].map(|owner| it.begin(it.request(owner)));
+    for id in [ids[0], ids[2]] {
+        it.engine.abandon(&mut it.cx, id, &config("abandoned"));
+    }
+    assert_eq!(failed(it.engine.next_completion()), config("abandoned"));
+    assert_eq!(
+        it.engine.expire(&mut it.cx),
+        Some(it.cx.now() + ABANDONED_WITHIN)
+    );
+    it.data(ids[0]).unwrap();
+    it.assert_moved(0);
+}
+
+#[test]
+fn the_end_of_a_session_is_that_of_its_transfers_after_their_reads() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    it.begin(it.request(0));
+    it.engine.add(it.request(1));
+    let lost = Error::lost("peer", "gone");
+    it.engine.session_down(&mut it.cx, SESSION, &lost);
+    let held = it
+        .engine
+        .next_completion()
+        .expect("nothing was read for it");
+    assert_eq!(held.owner, 1);
+    assert!(it.engine.next_completion().is_none());
+    it.end_reads();
+    assert_eq!(failed(it.engine.next_completion()), lost);
+}
+
+fn read(transfer: u64, wanted: Wanted) -> Message<'static> {
+    Message::Read {
+        transfer,
+        source: 9,
+        wanted,
+        ids: vec![2, 0].into(),
+    }
+}
+
+#[test]
+fn a_peer_gets_what_it_asks_for_and_no_more_at_once_than_it_may() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    for (transfer, wanted) in [(1, Wanted::ChecksummedBytes), (2, Wanted::Checksums)] {
+        let Ok(Handled::Request(request)) = it.receive(&read(transfer, wanted), &[]) else {
+            panic!("it may ask");
+        };
+        assert_eq!(request.source, 9);
+        let memory = Arc::clone(&it.source);
+        it.engine
+            .serve(&mut it.cx, &request, Ok((memory, layout())));
+    }
+    let data = [it.block(2), it.block(0)].concat();
+    let expected = Message::Data {
+        transfer: 1,
+        offset: 0,
+        checksum: checksum::of(&data),
+    };
+    assert_eq!(it.sent(), [(expected, data)]);
+    for transfer in 2..=MAX_IN_FLIGHT as u64 {
+        assert!(it.receive(&read(transfer, Wanted::Checksums), &[]).is_err());
+    }
+    while it.engine.run_slice(&mut it.cx) {}
+    let checksums = [2, 0].map(|id| checksum::of(it.block(id))).to_vec();
+    let expected = Message::Checksums {
+        subject: Subject::Transfer(2),
+        first: 0,
+        checksums,
+    };
+    assert_eq!(it.sent()[0].0, expected);
+    assert!(!it.engine.has_work());
+}
+
+#[test]
+fn a_peer_that_asks_for_what_is_not_there_is_refused() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let Ok(Handled::Request(request)) = it.receive(&read(1, Wanted::Bytes), &[]) else {
+        panic!("it may ask");
+    };
+    it.engine
+        .serve(&mut it.cx, &request, Err(config("no such source")));
+    let expected = Message::Refused {
+        transfer: 1,
+        reason: "no such source".to_owned(),
+    };
+    assert_eq!(it.sent()[0].0, expected);
+}
