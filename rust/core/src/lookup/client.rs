@@ -90,7 +90,7 @@ impl LookupClient {
                 completer,
             } => {
                 let payload = write_select(&query, timeout);
-                let grace = timeout.map(|timeout| GracePeriod::new(cx.now, cx.now + timeout));
+                let grace = timeout.map(|timeout| GracePeriod::new(cx.now(), cx.now() + timeout));
                 self.select(cx, operation, &payload, grace, completer);
             }
             LookupCommand::Withdraw(operation) => self.withdraw(cx, operation),
@@ -311,7 +311,7 @@ impl Service for LookupClient {
         self.advance(cx);
     }
 
-    fn work(&mut self, cx: &mut ReactorContext) -> bool {
+    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
         let mut commands = self.command_queue.take();
         if !commands.is_empty() {
             for command in commands.drain(..) {
@@ -329,13 +329,13 @@ impl Service for LookupClient {
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let next = self.inserts.expire(cx.now);
+        let next = self.inserts.expire(cx.now());
         // The first one may have given up, and the next one be less.
         self.post(cx);
         let first = self.sessions.first().copied();
         let unanswered = first.and_then(|session| self.inserts.watch(cx, session));
         self.expire_selects(cx);
-        let idle = self.tensors.expire(cx.now);
+        let idle = self.tensors.expire(cx.now());
         let looks = self.looks.at().into_iter().chain(unanswered);
         next.into_iter().chain(idle).chain(looks).min()
     }

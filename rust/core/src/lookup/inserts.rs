@@ -59,7 +59,7 @@ impl InsertQueue {
         while let Some(insert) = self.next() {
             match send(cx, session, tensors, &insert) {
                 Ok(()) => {
-                    let grace = insert.deadline.map(|at| GracePeriod::new(cx.now, at));
+                    let grace = insert.deadline.map(|at| GracePeriod::new(cx.now(), at));
                     let completer = insert.completer;
                     let sent = SentInsert {
                         num_tokens: insert.tokens.len(),
@@ -179,7 +179,7 @@ fn send(
 ) -> Result<()> {
     let left = insert
         .deadline
-        .map(|at| at.saturating_duration_since(cx.now));
+        .map(|at| at.saturating_duration_since(cx.now()));
     let writer = write_tokens(write_timeout(Writer::default(), left), &insert.tokens);
     let writer = tensors.write(cx, session, insert.operation, &insert.items, writer)?;
     let (checksum, payload) = seal(writer);

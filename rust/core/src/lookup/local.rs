@@ -14,7 +14,7 @@ use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, default_busy_poll};
 use crate::session::ReactorConfig;
-use crate::session::connection::SessionTimeouts;
+use crate::session::SessionTimeouts;
 use crate::transport::Transport;
 use crate::work::work;
 
@@ -73,7 +73,8 @@ impl LocalBuffer {
             busy_poll: default_busy_poll(),
         };
         let shared = Arc::clone(&self.shared);
-        let served = Reactor::spawn(config, move || LookupServer::new(shared, is_checksummed))?;
+        let served =
+            crate::session::spawn(config, move || LookupServer::new(shared, is_checksummed))?;
         self.shared.serve(served.waker());
         self.reactor.get_or_init(|| served);
         Ok(())

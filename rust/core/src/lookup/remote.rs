@@ -10,8 +10,8 @@ use super::messages::TOKENS_CAP;
 use super::operation::{Operation, Origin, Selected};
 use super::{Items, LookupInfo, LookupQuery, check_entry};
 use crate::error::{Error, Result};
-use crate::net::address::Route;
 use crate::net::identity::{Identity, SessionKind};
+use crate::reactor::Route;
 use crate::reactor::{Reactor, default_busy_poll};
 use crate::session::ReactorConfig;
 use crate::session::SessionTimeouts;
@@ -78,7 +78,8 @@ impl RemoteBuffer {
         let command_queue = Arc::new(CommandQueue::new());
         command_queue.count(|info| info.state = "connecting");
         let in_thread = Arc::clone(&command_queue);
-        let reactor = Reactor::spawn(config, move || LookupClient::new(in_thread, is_checksummed))?;
+        let reactor =
+            crate::session::spawn(config, move || LookupClient::new(in_thread, is_checksummed))?;
         command_queue.open(reactor.waker());
         let (connected, completer) = reactor.work();
         let remote = Self {

@@ -410,7 +410,7 @@ impl Service for LookupServer {
         self.take_mail(cx);
     }
 
-    fn work(&mut self, cx: &mut ReactorContext) -> bool {
+    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
         let has_copied = self.shared.copy_on(&mut self.copying);
         self.take_mail(cx);
         let has_worked = self.tensors.run_slice(cx);
@@ -426,11 +426,11 @@ impl Service for LookupServer {
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        if self.shared.next_deadline().is_some_and(|at| at <= cx.now) {
+        if self.shared.next_deadline().is_some_and(|at| at <= cx.now()) {
             self.shared.expire();
             self.take_mail(cx);
         }
-        let idle = self.tensors.expire(cx.now);
+        let idle = self.tensors.expire(cx.now());
         self.shared.next_deadline().into_iter().chain(idle).min()
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvpipe_core::control::{
     Control, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank, SequenceState,
 };
-use kvpipe_core::handoff::HandoffId;
+use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
 
 use crate::common::{PATIENCE, TOKEN, eventually};

@@ -1,5 +1,5 @@
 use super::*;
-use crate::session::connection::SessionTimeouts;
+use crate::session::SessionTimeouts;
 
 const ID: HandoffId = [1; 16];
 const OTHER: HandoffId = [2; 16];

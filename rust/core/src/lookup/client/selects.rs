@@ -189,7 +189,7 @@ impl LookupClient {
 
     /// Ends selects whose servers are late with an answer and silent. What is on its way, goes back.
     pub(super) fn expire_selects(&mut self, cx: &mut ReactorContext) {
-        if !self.looks.take_if_past(cx.now) {
+        if !self.looks.take_if_past(cx.now()) {
             return;
         }
         let mut ended = Vec::new();

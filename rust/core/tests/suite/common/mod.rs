@@ -11,7 +11,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_core::net::handshake::{Handshake, SessionId, Step};
+use kvpipe_core::ids::SessionId;
+use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Identity, SessionKind};
 use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_ucx::{Buffer, Config, Context, EndpointId, Event, Library, Payload, Search, Worker};
