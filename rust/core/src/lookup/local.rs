@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::operation::{Operation, Origin, Selected};
 use super::server::LookupServer;
-use super::shared::{Handle, LookupShared};
+use super::shared::LookupShared;
 use super::{Items, LookupInfo, LookupQuery, check_entry};
 use crate::error::{Error, Result};
 use crate::net::address::listen_address;
@@ -73,7 +73,7 @@ impl LocalBuffer {
         };
         let shared = Arc::clone(&self.shared);
         let served = Reactor::spawn(config, move || LookupServer::new(shared, is_checksummed))?;
-        self.shared.serve(served.waker());
+        self.shared.set_server(served.waker());
         self.reactor.get_or_init(|| served);
         Ok(())
     }
@@ -83,8 +83,8 @@ impl LocalBuffer {
         self.reactor.get()?.address()
     }
 
-    fn origin(&self) -> Arc<dyn Origin> {
-        Arc::new(Handle(Arc::clone(&self.shared)))
+    fn origin(&self) -> Origin {
+        Origin::Local(Arc::clone(&self.shared))
     }
 
     /// Inserts a copy of the tensors. The copy is made before this returns if there is place; else by whoever makes
@@ -103,7 +103,7 @@ impl LocalBuffer {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let (inserted, completer) = work();
         let shared = &self.shared;
-        let ticket = shared.insert_here(tokens.into(), items, deadline, completer)?;
+        let ticket = shared.insert(tokens.into(), items, deadline, completer)?;
         Ok(Operation::insert(inserted, ticket, self.origin()).expires(deadline))
     }
 
@@ -116,7 +116,7 @@ impl LocalBuffer {
         query.check()?;
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let (selected, completer) = work();
-        let ticket = self.shared.select_here(query, deadline, completer)?;
+        let ticket = self.shared.select(query, deadline, completer)?;
         Ok(Operation::select(selected, ticket, self.origin()).expires(deadline))
     }
 
@@ -151,7 +151,7 @@ impl LocalBuffer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lookup::manual::entry;
+    use crate::lookup::tests::manual::entry;
     use crate::tensor::Meta;
     use crate::transport::MemoryPath;
 

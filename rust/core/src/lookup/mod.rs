@@ -5,13 +5,8 @@ mod client;
 mod command_queue;
 mod copying;
 mod index;
-mod inserts;
 mod local;
-#[cfg(test)]
-mod manual;
 pub(crate) mod messages;
-#[cfg(test)]
-mod model;
 mod operation;
 mod remote;
 mod server;
@@ -19,6 +14,8 @@ mod shared;
 mod state;
 mod store;
 mod tensors;
+#[cfg(test)]
+mod tests;
 pub(crate) mod transfer;
 
 use std::sync::Arc;
@@ -62,7 +59,7 @@ pub enum LookupQuery {
 }
 
 impl LookupQuery {
-    fn takes(&self, tokens: &[i64]) -> bool {
+    fn matches(&self, tokens: &[i64]) -> bool {
         match self {
             Self::Any => true,
             Self::Tokens(query) => index::is_match(query, tokens),

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::client::LookupClient;
+use super::client::inserts::QueuedInsert;
 use super::command_queue::{CommandQueue, LookupCommand};
-use super::inserts::QueuedInsert;
 use super::messages::TOKENS_CAP;
 use super::operation::{Operation, Origin, Selected};
 use super::{Items, LookupInfo, LookupQuery, check_entry};
@@ -74,25 +74,26 @@ impl RemoteBuffer {
             busy_poll: default_busy_poll(),
         };
         let command_queue = Arc::new(CommandQueue::new());
-        command_queue.count(|info| info.state = "connecting");
+        command_queue.update_info(|info| info.state = "connecting");
         let in_thread = Arc::clone(&command_queue);
         let reactor = Reactor::spawn(config, move || LookupClient::new(in_thread, is_checksummed))?;
-        command_queue.open(reactor.waker());
+        command_queue.set_waker(reactor.waker());
         let (connected, completer) = reactor.work();
         let remote = Self {
             reactor,
             command_queue,
             addresses: route.addresses().to_vec(),
         };
-        remote.command_queue.send(LookupCommand::Connect {
+        let connect = LookupCommand::Connect {
             addresses: remote.addresses.clone(),
             completer,
-        })?;
+        };
+        remote.command_queue.send(connect, Then::GoOn)?;
         Ok((remote, connected))
     }
 
-    fn origin(&self) -> Arc<dyn Origin> {
-        Arc::<CommandQueue>::clone(&self.command_queue)
+    fn origin(&self) -> Origin {
+        Origin::Remote(Arc::clone(&self.command_queue))
     }
 
     /// Inserts the tensors at the first server, which has them when the operation is done; until then they must not be
@@ -111,7 +112,7 @@ impl RemoteBuffer {
         check_entry(&tokens)?;
         too_many(&tokens)?;
         let (inserted, completer) = self.reactor.work();
-        let operation = self.command_queue.operation();
+        let operation = self.command_queue.next_operation();
         let insert = QueuedInsert {
             operation,
             tokens,
@@ -120,7 +121,7 @@ impl RemoteBuffer {
             completer,
         };
         self.command_queue
-            .hand(LookupCommand::Insert(insert), then)?;
+            .send(LookupCommand::Insert(insert), then)?;
         Ok(Operation::insert(inserted, operation, self.origin()))
     }
 
@@ -136,14 +137,14 @@ impl RemoteBuffer {
             too_many(tokens)?;
         }
         let (selected, completer) = self.reactor.work();
-        let operation = self.command_queue.operation();
+        let operation = self.command_queue.next_operation();
         let select = LookupCommand::Select {
             operation,
             query,
             timeout,
             completer,
         };
-        self.command_queue.hand(select, then)?;
+        self.command_queue.send(select, then)?;
         Ok(Operation::select(selected, operation, self.origin()))
     }
 

@@ -1,7 +1,7 @@
-//! A buffer's service for other processes: their inserts and selects, which it passes to the shared state, and the leases
-//! of what they have not acknowledged.
+//! The server of a lookup buffer on its reactor: passes the inserts and selects of clients to the shared state, and holds
+//! the leases of entries that clients have not settled.
 
-mod client;
+mod session;
 
 use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
@@ -11,34 +11,30 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::{AmData, Status};
 
 use super::Items;
+use super::LookupQuery;
 use super::copying::EntryCopy;
-use super::messages::{
-    CONSUME, CONSUMED, INSERT, INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, WITHDRAW,
-    read_select, read_timeout, read_tokens, write_refusal,
-};
+use super::messages::LookupMessage;
 use super::shared::LookupShared;
-use super::store::{StoreAction, Ticket};
+use super::state::{BufferState, ChangedBy, ClientAction, ClientOperation, Inserter, Selector};
+use super::store::Ticket;
 use super::tensors::Tensors;
-use super::transfer::{Arrived, EntryTransfer, check_operation, check_seal, seal};
+use super::transfer::{Arrived, EntryTransfer, check_operation};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
 use crate::reactor::{ReactorContext, Service};
 use crate::transfer::pool::Pool;
-use crate::transport::Payload;
-use client::{ClientInsert, ClientSelect, ClientSession};
+use session::{ClientInsert, ClientSelect, ClientSession};
 
 pub(super) struct LookupServer {
     shared: Arc<LookupShared>,
     is_checksummed: bool,
     clients: HashMap<SessionKey, ClientSession>,
-    /// They get their checksums in turns. Whose turn was last is the last one here.
-    turns: VecDeque<SessionKey>,
-    /// Whose tickets those are that have not met their other side.
-    tickets: HashMap<Ticket, (SessionKey, u64)>,
+    /// Sessions in the order in which they get slices of checksums; the last one served is the last.
+    checksum_order: VecDeque<SessionKey>,
     pool: Pool,
-    /// An insert of this process, of whose copy each round does a slice.
+    /// An insert of this process that is being copied, a slice in each round.
     copying: Option<EntryCopy>,
 }
 
@@ -46,14 +42,16 @@ fn after(timeout: Option<Duration>) -> Option<Instant> {
     Instant::now().checked_add(timeout?)
 }
 
-fn say(cx: &mut ReactorContext, session: SessionKey, kind: u8, operation: u64) {
-    let header = cx.header(session, kind).u64(operation);
-    cx.message(session, header, Payload::None);
+fn client_of(
+    clients: &mut HashMap<SessionKey, ClientSession>,
+    session: SessionKey,
+) -> Result<&mut ClientSession> {
+    let unknown = || Error::protocol("a message of a client that is not connected");
+    clients.get_mut(&session).ok_or_else(unknown)
 }
 
-fn refuse(cx: &mut ReactorContext, session: SessionKey, operation: u64, error: &Error) {
-    let header = cx.header(session, REFUSED).u64(operation);
-    cx.message(session, header, Payload::Bytes(write_refusal(error)));
+fn no_lease(operation: u64) -> Error {
+    Error::protocol(format_args!("select {operation} has no lease"))
 }
 
 impl LookupServer {
@@ -62,140 +60,151 @@ impl LookupServer {
             shared,
             is_checksummed,
             clients: HashMap::new(),
-            turns: VecDeque::new(),
-            tickets: HashMap::new(),
+            checksum_order: VecDeque::new(),
             pool: Pool::default(),
             copying: None,
         }
     }
 
-    fn client(&mut self, session: SessionKey) -> Result<&mut ClientSession> {
-        let unknown = || Error::protocol("a message of a client that is not connected");
-        self.clients.get_mut(&session).ok_or_else(unknown)
+    fn change<R>(&self, change: impl FnOnce(&mut BufferState) -> R) -> Result<R> {
+        self.shared.change(ChangedBy::Server, change)
+    }
+
+    fn receive(
+        &mut self,
+        cx: &mut ReactorContext,
+        (session, operation): ClientOperation,
+        message: LookupMessage<'_>,
+    ) -> Result<()> {
+        match message {
+            LookupMessage::Insert {
+                timeout,
+                tokens,
+                tensors,
+            } => {
+                check_operation(operation)?;
+                let entry = EntryTransfer::read(Reader::new(&tensors))?;
+                self.insert(cx, (session, operation), after(timeout), tokens, entry)
+            }
+            LookupMessage::Select { query, timeout } => {
+                check_operation(operation)?;
+                self.select(cx, (session, operation), query, after(timeout))
+            }
+            LookupMessage::Consume => self.consume(cx, session, operation),
+            LookupMessage::Settle { is_consumed } => self.settle(session, operation, is_consumed),
+            LookupMessage::Withdraw => self.withdraw(cx, session, operation),
+            other => Err(Error::protocol(format_args!(
+                "message {} to a lookup buffer",
+                other.kind()
+            ))),
+        }
     }
 
     fn insert(
         &mut self,
         cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-        mut header: Reader<'_>,
-        payload: &[u8],
+        (session, operation): ClientOperation,
+        deadline: Option<Instant>,
+        tokens: Vec<i64>,
+        entry: EntryTransfer,
     ) -> Result<()> {
-        let checksum = header.u64()?;
-        header.end()?;
-        if let Err(error) = check_seal(checksum, payload) {
-            refuse(cx, session, operation, &error);
-            return Ok(());
-        }
-        let mut reader = Reader::new(payload);
-        let deadline = after(read_timeout(&mut reader)?);
-        let tokens = read_tokens(&mut reader)?;
-        let entry = EntryTransfer::read(reader)?;
+        client_of(&mut self.clients, session)?.check_insert(operation, &tokens)?;
         let num_bytes = entry.entry_bytes(&tokens);
-        self.client(session)?.check_insert(operation, &tokens)?;
-        let ticket = match self.shared.reserve(num_bytes, deadline) {
-            Ok(ticket) => ticket,
-            Err(error) => {
-                refuse(cx, session, operation, &error);
-                return Ok(());
+        let insert = Inserter::Client((session, operation));
+        let reserved = self.change(|state| {
+            state
+                .store
+                .reserve(num_bytes, deadline, Instant::now(), insert)
+        });
+        match reserved.flatten() {
+            Ok(ticket) => {
+                let client = client_of(&mut self.clients, session)?;
+                client.tensors.incoming.add(operation, entry);
+                let tokens = tokens.into();
+                client
+                    .inserts
+                    .insert(operation, ClientInsert { ticket, tokens });
             }
-        };
-        self.tickets.insert(ticket, (session, operation));
-        let client = self.client(session)?;
-        client.tensors.incoming.add(operation, entry);
-        let insert = ClientInsert {
-            ticket,
-            tokens: tokens.into(),
-            num_bytes,
-        };
-        client.inserts.insert(operation, insert);
+            Err(error) => LookupMessage::Refused(error).send(cx, session, operation),
+        }
         Ok(())
     }
 
     fn select(
         &mut self,
         cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-        payload: &[u8],
+        (session, operation): ClientOperation,
+        query: LookupQuery,
+        deadline: Option<Instant>,
     ) -> Result<()> {
-        let (query, timeout) = read_select(payload)?;
-        let client = self.client(session)?;
-        client.check_select(operation)?;
-        if let Err(error) = client.check_tokens(&query) {
-            refuse(cx, session, operation, &error);
-            return Ok(());
+        let client = client_of(&mut self.clients, session)?;
+        match client.check_select(operation, &query) {
+            Err(error @ Error::Exhausted(_)) => {
+                LookupMessage::Refused(error).send(cx, session, operation);
+                return Ok(());
+            }
+            checked => checked?,
         }
         let num_tokens = query.num_tokens();
-        let ticket = self.shared.select(query, after(timeout))?;
-        self.tickets.insert(ticket, (session, operation));
+        let select = Selector::Client((session, operation));
+        let ticket =
+            self.change(|state| state.store.select(query, deadline, Instant::now(), select))?;
         let waiting = ClientSelect::Waiting { ticket, num_tokens };
-        self.client(session)?.selects.insert(operation, waiting);
+        let client = client_of(&mut self.clients, session)?;
+        client.selects.insert(operation, waiting);
         Ok(())
     }
 
     /// Does what the shared state has for clients.
-    fn take_mail(&mut self, cx: &mut ReactorContext) {
-        for action in self.shared.take_mail() {
-            let (StoreAction::Grant(ticket)
-            | StoreAction::Full(ticket)
-            | StoreAction::Nothing(ticket)
-            | StoreAction::Deliver { select: ticket, .. }) = &action;
-            match self.tickets.remove(ticket) {
-                Some((session, operation)) => self.act(cx, session, operation, action),
-                None => self.decline(&action),
-            }
-        }
-    }
-
-    /// The client is gone, or has withdrawn.
-    fn decline(&self, action: &StoreAction<Items>) {
-        match action {
-            StoreAction::Grant(ticket) => self.shared.forget(*ticket),
-            StoreAction::Deliver { entry, .. } => self.shared.put_back(*entry),
-            StoreAction::Full(_) | StoreAction::Nothing(_) => {}
+    fn run_client_actions(&mut self, cx: &mut ReactorContext) {
+        for (client, action) in self.shared.drain_client_actions() {
+            self.act(cx, client, action);
         }
     }
 
     fn act(
         &mut self,
         cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-        action: StoreAction<Items>,
+        (session, operation): ClientOperation,
+        action: ClientAction,
     ) {
-        let Some(client) = self.clients.get_mut(&session) else {
+        let client = self.clients.get_mut(&session);
+        let Some(client) = client.filter(|client| client.awaits(operation, &action)) else {
             return self.decline(&action);
         };
         match action {
-            StoreAction::Grant(_) => {
+            ClientAction::Grant(_) => {
                 client.tensors.incoming.begin(operation);
                 self.advance(cx, session);
             }
-            StoreAction::Full(_) => {
+            ClientAction::Full(error) => {
                 client.tensors.incoming.forget(operation);
-                let num_bytes = client
-                    .inserts
-                    .remove(&operation)
-                    .map_or(0, |insert| insert.num_bytes);
-                refuse(cx, session, operation, &self.shared.full(num_bytes));
+                client.inserts.remove(&operation);
+                LookupMessage::Refused(error).send(cx, session, operation);
             }
-            StoreAction::Nothing(_) => {
+            ClientAction::Miss => {
                 client.selects.remove(&operation);
-                say(cx, session, NOTHING, operation);
+                LookupMessage::Nothing.send(cx, session, operation);
             }
-            StoreAction::Deliver { entry, content, .. } => {
-                self.offer(cx, session, operation, entry, &content);
+            ClientAction::Deliver(entry, items) => {
+                self.offer(cx, (session, operation), entry, &items);
             }
+        }
+    }
+
+    /// Undoes an action for a client that is lost, or an operation that was withdrawn.
+    fn decline(&self, action: &ClientAction) {
+        match action {
+            ClientAction::Grant(ticket) => self.forget(*ticket),
+            ClientAction::Deliver(entry, _) => self.put_back(*entry),
+            ClientAction::Full(_) | ClientAction::Miss => {}
         }
     }
 
     fn offer(
         &mut self,
         cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
+        (session, operation): ClientOperation,
         entry: Ticket,
         items: &Items,
     ) {
@@ -205,23 +214,22 @@ impl LookupServer {
         let outgoing = &mut client.tensors.outgoing;
         match outgoing.write(cx, session, operation, items, Writer::default()) {
             Ok(writer) => {
-                let (checksum, payload) = seal(writer);
-                let header = cx.header(session, OFFER).u64(operation).u64(checksum);
                 client
                     .selects
                     .insert(operation, ClientSelect::Leased(entry));
-                cx.message(session, header, Payload::Bytes(payload));
+                let tensors = writer.finish().into();
+                LookupMessage::Offer { tensors }.send(cx, session, operation);
             }
             Err(error) => {
                 outgoing.release(operation);
                 client.selects.remove(&operation);
-                self.shared.put_back(entry);
-                refuse(cx, session, operation, &error);
+                self.put_back(entry);
+                LookupMessage::Refused(error).send(cx, session, operation);
             }
         }
     }
 
-    /// Goes on with what a client's inserts bring, and makes visible what is here whole.
+    /// Continues the fetches of a client's inserts, and makes complete entries visible.
     fn advance(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         let Some(client) = self.clients.get_mut(&session) else {
             return;
@@ -238,120 +246,124 @@ impl LookupServer {
         (operation, items): Arrived,
     ) {
         let client = self.clients.get_mut(&session);
-        let Some(insert) = client.and_then(|client| client.inserts.remove(&operation)) else {
+        let Some(ClientInsert { ticket, tokens }) =
+            client.and_then(|client| client.inserts.remove(&operation))
+        else {
             return;
         };
-        let committed =
-            items.and_then(|items| self.shared.commit(insert.ticket, insert.tokens, items));
-        match committed {
-            Ok(()) => say(cx, session, INSERTED, operation),
+        let commit = |items| self.change(|state| state.commit(ticket, tokens, items));
+        match items.and_then(commit) {
+            Ok(()) => LookupMessage::Inserted.send(cx, session, operation),
             Err(error) => {
-                self.shared.forget(insert.ticket);
-                refuse(cx, session, operation, &error);
+                self.forget(ticket);
+                LookupMessage::Refused(error).send(cx, session, operation);
             }
         }
     }
 
-    fn take(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) -> Result<()> {
-        let client = self.client(session)?;
-        let Some(select) = client.selects.get_mut(&operation) else {
-            return Err(Error::protocol(format_args!(
-                "select {operation} is unknown"
-            )));
+    fn consume(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+    ) -> Result<()> {
+        let client = client_of(&mut self.clients, session)?;
+        let Some(select @ ClientSelect::Leased(_)) = client.selects.get_mut(&operation) else {
+            return Err(no_lease(operation));
         };
-        let ClientSelect::Leased(entry) = *select else {
-            return Err(Error::protocol(format_args!(
-                "select {operation} has no lease"
-            )));
-        };
-        *select = ClientSelect::Consumed(entry);
+        if let ClientSelect::Leased(entry) = *select {
+            *select = ClientSelect::Consumed(entry);
+        }
         client.tensors.outgoing.release(operation);
-        self.shared.acknowledge();
-        say(cx, session, CONSUMED, operation);
+        // Counted when the client has the entry, and taken back if it returns it.
+        let _ = self.change(|state| state.num_consumed += 1);
+        LookupMessage::Consumed.send(cx, session, operation);
         Ok(())
     }
 
     fn settle(&mut self, session: SessionKey, operation: u64, is_consumed: bool) -> Result<()> {
-        let client = self.client(session)?;
-        // One that breaks the rules ends with the session, which puts its entry back.
+        let client = client_of(&mut self.clients, session)?;
+        // After a violation the session ends, which returns the entry.
         let may_settle = |select: &ClientSelect| match select {
             ClientSelect::Consumed(_) => true,
             ClientSelect::Leased(_) => !is_consumed,
             ClientSelect::Waiting { .. } => false,
         };
         if !client.selects.get(&operation).is_some_and(may_settle) {
-            return Err(Error::protocol(format_args!(
-                "select {operation} has no lease"
-            )));
+            return Err(no_lease(operation));
         }
         client.tensors.outgoing.release(operation);
         if let Some(select) = client.selects.remove(&operation) {
-            self.abandon(select, is_consumed);
+            self.end_select(select, is_consumed);
         }
         Ok(())
     }
 
-    /// A select that waits or was just offered an entry, or an insert that has no place yet. Others end as they go.
+    /// Cancels a select that waits or was just offered an entry, or an insert without space. Others end in their own way.
     fn withdraw(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         operation: u64,
     ) -> Result<()> {
-        let client = self.client(session)?;
+        let client = client_of(&mut self.clients, session)?;
         if let Some(select) = client.selects.remove(&operation) {
             client.tensors.outgoing.release(operation);
-            self.abandon(select, false);
+            self.end_select(select, false);
         } else if client.tensors.incoming.forget(operation)
             && let Some(insert) = client.inserts.remove(&operation)
         {
             self.forget(insert.ticket);
-            refuse(
-                cx,
-                session,
-                operation,
-                &Error::Closed("withdrawn".to_owned()),
-            );
+            let withdrawn = Error::Closed("withdrawn".to_owned());
+            LookupMessage::Refused(withdrawn).send(cx, session, operation);
         }
         Ok(())
     }
 
-    fn forget(&mut self, ticket: Ticket) {
-        self.tickets.remove(&ticket);
-        self.shared.forget(ticket);
+    fn forget(&self, ticket: Ticket) {
+        let _ = self.change(|state| state.forget(ticket));
     }
 
-    /// Computes and tells some checksums of the client whose turn it is; whether there were any.
+    fn put_back(&self, entry: Ticket) {
+        let _ = self.change(|state| state.settle(entry, false));
+    }
+
+    /// Computes and sends some checksums for the next client that needs them; whether there was one.
     fn run_checksum_slice(&mut self, cx: &mut ReactorContext) -> bool {
         let clients = &mut self.clients;
         let had_some = |session: &SessionKey| {
             let client = clients.get_mut(session);
             client.is_some_and(|client| client.tensors.outgoing.run_checksum_slice(cx, *session))
         };
-        let Some(at) = self.turns.iter().position(had_some) else {
+        let Some(at) = self.checksum_order.iter().position(had_some) else {
             return false;
         };
-        let session = self.turns.remove(at);
-        self.turns.extend(session);
+        let session = self.checksum_order.remove(at);
+        self.checksum_order.extend(session);
         true
     }
 
-    /// A client is gone: what it has of the buffer goes back.
+    /// Ends the operations of a lost client.
     fn release(&mut self, client: ClientSession) {
         for insert in client.inserts.into_values() {
             self.forget(insert.ticket);
         }
         for select in client.selects.into_values() {
-            self.abandon(select, true);
+            self.end_select(select, true);
         }
     }
 
-    /// A client ends: of what it was told to be its own, `keeps_consumed` says whose it is.
-    fn abandon(&mut self, select: ClientSelect, keeps_consumed: bool) {
+    /// Ends a select; `keeps_consumed` says whether the client keeps an entry that it has consumed.
+    fn end_select(&self, select: ClientSelect, keeps_consumed: bool) {
         match select {
             ClientSelect::Waiting { ticket, .. } => self.forget(ticket),
-            ClientSelect::Leased(entry) => self.shared.put_back(entry),
-            ClientSelect::Consumed(entry) => self.shared.conclude(entry, keeps_consumed),
+            ClientSelect::Leased(entry) => self.put_back(entry),
+            ClientSelect::Consumed(entry) => {
+                let _ = self.change(|state| {
+                    state.num_consumed -= 1;
+                    state.settle(entry, keeps_consumed);
+                });
+            }
         }
     }
 }
@@ -366,12 +378,12 @@ impl Service for LookupServer {
     fn session_up(&mut self, _io: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
         let tensors = Tensors::new(session, self.pool.clone(), self.is_checksummed);
         self.clients.insert(session, ClientSession::new(tensors));
-        self.turns.push_back(session);
+        self.checksum_order.push_back(session);
     }
 
     fn session_down(&mut self, _io: &mut ReactorContext, session: SessionKey, _error: Error) {
         if let Some(client) = self.clients.remove(&session) {
-            self.turns.retain(|other| *other != session);
+            self.checksum_order.retain(|other| *other != session);
             self.release(client);
         }
     }
@@ -389,29 +401,25 @@ impl Service for LookupServer {
     ) -> Result<()> {
         let mut reader = Reader::new(header);
         let (kind, id) = (reader.u8()?, reader.u64()?);
-        match kind {
-            INSERT => {
-                check_operation(id)?;
-                self.insert(cx, session, id, reader, &data)?;
-            }
-            SELECT => {
-                check_operation(id)?;
-                self.select(cx, session, id, &data)?;
-            }
-            CONSUME => self.take(cx, session, id)?,
-            SETTLE => self.settle(session, id, reader.flag()?)?,
-            WITHDRAW => self.withdraw(cx, session, id)?,
-            other => {
-                let tensors = &mut self.client(session)?.tensors;
-                if !tensors.message(cx, session, (other, id), reader, &data)? {
-                    let text = format_args!("message {other} to a lookup buffer");
-                    return Err(Error::protocol(text));
+        if LookupMessage::KINDS.contains(&kind) {
+            match LookupMessage::decode(kind, reader, &data) {
+                Ok(message) => self.receive(cx, (session, id), message)?,
+                Err(error @ Error::Corrupt(_)) => {
+                    LookupMessage::Refused(error).send(cx, session, id);
                 }
+                Err(error) => return Err(error),
+            }
+        } else {
+            let client = client_of(&mut self.clients, session)?;
+            let tensors = &mut client.tensors;
+            if !tensors.message(cx, session, (kind, id), reader, &data)? {
+                let text = format_args!("message {kind} to a lookup buffer");
+                return Err(Error::protocol(text));
             }
         }
         drop(data);
         self.advance(cx, session);
-        self.take_mail(cx);
+        self.run_client_actions(cx);
         Ok(())
     }
 
@@ -422,47 +430,44 @@ impl Service for LookupServer {
         result: std::result::Result<(), Status>,
     ) {
         let owner = self.clients.iter_mut().find_map(|(session, client)| {
-            client
-                .tensors
-                .incoming
-                .done(cx, token, result)
-                .then_some(*session)
+            let incoming = &mut client.tensors.incoming;
+            incoming.done(cx, token, result).then_some(*session)
         });
         if let Some(session) = owner {
             self.advance(cx, session);
-            self.take_mail(cx);
+            self.run_client_actions(cx);
         }
     }
 
     fn work(&mut self, cx: &mut ReactorContext) -> bool {
-        let has_copied = self.shared.copy_on(&mut self.copying);
-        self.take_mail(cx);
+        let has_copied = self.shared.run_copy_slice(&mut self.copying);
+        self.run_client_actions(cx);
         self.run_checksum_slice(cx) || has_copied
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         if self.shared.next_deadline().is_some_and(|at| at <= cx.now) {
-            self.shared.expire();
-            self.take_mail(cx);
+            let _ = self.change(|state| state.store.expire(Instant::now()));
+            self.run_client_actions(cx);
         }
         let idle = self.pool.expire(cx.now);
         self.shared.next_deadline().into_iter().chain(idle).min()
     }
 }
 
-/// Also when the reactor panics: the buffer itself is as good as before.
+/// Runs when the reactor panics too: the buffer itself is still usable then.
 impl Drop for LookupServer {
     fn drop(&mut self) {
         for (_, client) in std::mem::take(&mut self.clients) {
             self.release(client);
         }
-        // Those who are released now can have been delivered what others gave back.
+        // A returned entry may be delivered to a client that is released later.
         loop {
-            let mail = self.shared.take_mail();
-            if mail.is_empty() {
+            let actions = self.shared.drain_client_actions();
+            if actions.is_empty() {
                 break;
             }
-            for action in mail {
+            for (_, action) in actions {
                 self.decline(&action);
             }
         }

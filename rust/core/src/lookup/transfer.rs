@@ -6,7 +6,6 @@ use std::sync::Arc;
 use kvpipe_ucx::{AmData, Buffer, Status};
 
 use super::{HUGE, Items, NUM_ITEMS, entry_bytes};
-use crate::checksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
@@ -154,23 +153,6 @@ impl Outgoing {
 
 fn bytes(buffer: &Buffer) -> Result<&[u8]> {
     buffer.bytes(0, buffer.len()).ok_or_else(super::not_host)
-}
-
-/// The payload of a message with tensors, and the checksum that its header bears.
-pub(super) fn seal(writer: Writer) -> (u64, Vec<u8>) {
-    let payload = writer.finish();
-    (checksum::of(&payload), payload)
-}
-
-/// Whether a payload is what its header says.
-pub(super) fn check_seal(checksum: u64, payload: &[u8]) -> Result<()> {
-    if checksum::of(payload) == checksum {
-        return Ok(());
-    }
-    Err(Error::Corrupt(
-        "an entry came with another checksum than it was sent with; nothing was delivered"
-            .to_owned(),
-    ))
 }
 
 #[derive(Debug)]

@@ -3,8 +3,8 @@
 
 mod copies;
 
-use super::super::manual::{ROUNDS, connect, entry, rest, select, serve};
 use super::super::{Items, LocalBuffer, Operation, RemoteBuffer, Selected};
+use crate::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
 use crate::tensor::Meta;
 
 /// Of an entry.

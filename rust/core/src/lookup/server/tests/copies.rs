@@ -3,11 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::super::super::manual::serve_within;
-use super::super::{ClientSelect, ClientSession, LookupServer, LookupShared, StoreAction, Tensors};
+use super::super::{
+    BufferState, ChangedBy, ClientAction, ClientSelect, ClientSession, Inserter, LookupServer,
+    LookupShared, Selector, Tensors,
+};
 use super::*;
 use crate::error::Error;
 use crate::lookup::LookupQuery;
+use crate::lookup::tests::manual::serve_within;
 use crate::reactor::manual::Round;
 use crate::work::{Waited, work};
 
@@ -122,14 +125,20 @@ fn inserts_whose_place_the_server_has_made_end_with_it_and_give_their_place_back
     let insert = |num_bytes| {
         let (inserted, completer) = work();
         let items = entry(Meta::default(), num_bytes);
-        let ticket = shared.insert_here(vec![1].into(), items, None, completer);
+        let ticket = shared.insert(vec![1].into(), items, None, completer);
         (inserted, ticket.unwrap())
     };
     let server = LookupServer::new(Arc::clone(&shared), true);
-    let place = shared.reserve(16 << 10, None).unwrap();
+    let other = Inserter::Client((20, 1));
+    let reserve =
+        |state: &mut BufferState| state.store.reserve(16 << 10, None, Instant::now(), other);
+    let reserved = shared.change(ChangedBy::Server, reserve);
+    let reserved = reserved.flatten().unwrap();
     let (inserted, _) = insert(4 << 10);
     assert!(inserted.result().is_none());
-    shared.forget(place); // as of a client that is gone
+    // As the server does when it loses the client.
+    let forget = |state: &mut BufferState| state.forget(reserved);
+    shared.change(ChangedBy::Server, forget).unwrap();
     assert!(inserted.result().is_none());
     drop(server); // as the driver does when the reactor panics
     assert!(matches!(inserted.result(), Some(Err(Error::Closed(_)))));
@@ -143,22 +152,30 @@ fn an_entry_that_one_client_gives_back_as_the_server_ends_is_not_kept_for_anothe
         let mut server = LookupServer::new(Arc::clone(&shared), true);
         let (_inserted, completer) = work();
         let items = entry(Meta::default(), 1);
-        let inserted = shared.insert_here(vec![1].into(), items, None, completer);
+        let inserted = shared.insert(vec![1].into(), items, None, completer);
         inserted.unwrap();
-        let select = |server: &mut LookupServer, session, select| {
+        let add = |server: &mut LookupServer, session, select| {
             let tensors = Tensors::new(session, server.pool.clone(), true);
             let mut client = ClientSession::new(tensors);
             client.selects.insert(1, select);
             server.clients.insert(session, client);
         };
-        shared.select(LookupQuery::Any, None).unwrap();
-        let Some(StoreAction::Deliver { entry, .. }) = shared.take_mail().pop_front() else {
+        let select = |session| {
+            let select = |state: &mut BufferState| {
+                let selector = Selector::Client((session, 1));
+                let now = Instant::now();
+                state.store.select(LookupQuery::Any, None, now, selector)
+            };
+            shared.change(ChangedBy::Server, select).unwrap()
+        };
+        select(16);
+        let Some((_, ClientAction::Deliver(entry, _))) = shared.drain_client_actions().pop_front()
+        else {
             panic!("it matches");
         };
-        select(&mut server, 16, ClientSelect::Leased(entry));
-        let ticket = shared.select(LookupQuery::Any, None).unwrap();
-        let num_tokens = 0;
-        select(
+        add(&mut server, 16, ClientSelect::Leased(entry));
+        let (ticket, num_tokens) = (select(17), 0);
+        add(
             &mut server,
             17,
             ClientSelect::Waiting { ticket, num_tokens },

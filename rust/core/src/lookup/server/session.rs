@@ -1,9 +1,10 @@
-//! One client of a served buffer: what it has open, and how much that may be.
+//! One client of a served lookup buffer: its open operations, and the limits on them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::super::messages::TOKENS_CAP;
+use super::super::state::ClientAction;
 use super::super::store::Ticket;
 use super::super::tensors::Tensors;
 use super::super::{INSERTS_IN_FLIGHT, LookupQuery, SELECT_TOKENS_CAP, SELECTS_CAP};
@@ -15,15 +16,14 @@ pub(super) enum ClientSelect {
         ticket: Ticket,
         num_tokens: usize,
     },
-    /// Offered. When the client is lost, the entry goes back.
+    /// Offered to the client. If its session is lost, the entry goes back.
     Leased(Ticket),
-    /// The client has it whole and was told that it is his. He may still give it back.
+    /// The client has the whole entry. It may still return it.
     Consumed(Ticket),
 }
 
 impl ClientSelect {
-    /// Tokens that are kept for it.
-    fn num_tokens(&self) -> usize {
+    fn num_waiting_tokens(&self) -> usize {
         match self {
             Self::Waiting { num_tokens, .. } => *num_tokens,
             Self::Leased(_) | Self::Consumed(_) => 0,
@@ -35,7 +35,6 @@ impl ClientSelect {
 pub(super) struct ClientInsert {
     pub(super) ticket: Ticket,
     pub(super) tokens: Arc<[i64]>,
-    pub(super) num_bytes: u64,
 }
 
 pub(super) struct ClientSession {
@@ -53,8 +52,16 @@ impl ClientSession {
         }
     }
 
+    /// Whether the operation of an action is still open.
+    pub(super) fn awaits(&self, operation: u64, action: &ClientAction) -> bool {
+        match action {
+            ClientAction::Grant(_) | ClientAction::Full(_) => self.inserts.contains_key(&operation),
+            ClientAction::Deliver(..) | ClientAction::Miss => self.selects.contains_key(&operation),
+        }
+    }
+
     /// # Errors
-    /// It is one more than a client that keeps to the rules sends.
+    /// `Protocol`: a client that respects the limits does not send this insert.
     pub(super) fn check_insert(&self, operation: u64, tokens: &[i64]) -> Result<()> {
         let open = self.inserts.values().map(|insert| insert.tokens.len());
         let num_tokens = open.sum::<usize>() + tokens.len();
@@ -68,24 +75,18 @@ impl ClientSession {
     }
 
     /// # Errors
-    /// As of [`check_insert`](Self::check_insert).
-    pub(super) fn check_select(&self, operation: u64) -> Result<()> {
+    /// `Protocol`: as of [`check_insert`](Self::check_insert). `Exhausted`: too many tokens of queries would wait.
+    pub(super) fn check_select(&self, operation: u64, query: &LookupQuery) -> Result<()> {
         if self.selects.len() >= SELECTS_CAP || self.selects.contains_key(&operation) {
             return Err(Error::protocol(format_args!(
                 "select {operation} is too much"
             )));
         }
-        Ok(())
-    }
-
-    /// # Errors
-    /// `Exhausted`: with the tokens of this query too many would wait.
-    pub(super) fn check_tokens(&self, query: &LookupQuery) -> Result<()> {
-        let num_waiting: usize = self.selects.values().map(ClientSelect::num_tokens).sum();
-        let num_more = query.num_tokens();
+        let waiting = self.selects.values().map(ClientSelect::num_waiting_tokens);
+        let (num_waiting, num_more) = (waiting.sum::<usize>(), query.num_tokens());
         if num_waiting + num_more > SELECT_TOKENS_CAP {
             return Err(Error::Exhausted(format!(
-                "selects of this client with {num_waiting} tokens wait, {num_more} more cannot: at most {SELECT_TOKENS_CAP} assert_send; let some end first, or ask with fewer tokens"
+                "selects of this client with {num_waiting} tokens wait, {num_more} more cannot: at most {SELECT_TOKENS_CAP} together; let some end first, or ask with fewer tokens"
             )));
         }
         Ok(())

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvpipe_ucx::Buffer;
 
-use super::{Items, LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
+use super::super::{Items, LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
 use crate::reactor::manual::{Round, without_threads};
 use crate::tensor::{Meta, Received};
 use crate::transport::{MemoryPath, Transport};
@@ -14,10 +14,10 @@ use crate::work::Then;
 const TIMEOUT: Duration = Duration::from_secs(600);
 const TRANSPORT: Transport = Transport::Memory(MemoryPath::RemoteRead);
 /// More than anything takes.
-pub(super) const ROUNDS: usize = 100_000;
+pub(in crate::lookup) const ROUNDS: usize = 100_000;
 
 /// An entry with a key of so many bytes.
-pub(super) fn entry(key: Meta, num_bytes: usize) -> Items {
+pub(in crate::lookup) fn entry(key: Meta, num_bytes: usize) -> Items {
     let nothing = || Received {
         meta: Meta::default(),
         buffer: None,
@@ -31,12 +31,12 @@ pub(super) fn entry(key: Meta, num_bytes: usize) -> Items {
 }
 
 /// A buffer with these entries.
-pub(super) fn serve(entries: Vec<Items>) -> LocalBuffer {
+pub(in crate::lookup) fn serve(entries: Vec<Items>) -> LocalBuffer {
     serve_within(u64::MAX, entries)
 }
 
 /// One of so many bytes.
-pub(super) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> LocalBuffer {
+pub(in crate::lookup) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> LocalBuffer {
     let local = LocalBuffer::new(capacity_bytes);
     for entry in entries {
         let inserted = local.insert(vec![1], entry, None).unwrap();
@@ -48,7 +48,7 @@ pub(super) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> LocalBuf
 }
 
 /// A client of all of them.
-pub(super) fn connect(locals: &[&LocalBuffer]) -> RemoteBuffer {
+pub(in crate::lookup) fn connect(locals: &[&LocalBuffer]) -> RemoteBuffer {
     let address = |local: &&LocalBuffer| local.address().unwrap().to_string();
     let addresses = locals.iter().map(address).collect();
     let connect = || RemoteBuffer::connect(addresses, b"token", TRANSPORT, true, TIMEOUT);
@@ -68,13 +68,13 @@ pub(super) fn connect(locals: &[&LocalBuffer]) -> RemoteBuffer {
 }
 
 /// Asks for an entry, and lets the question leave.
-pub(super) fn select(remote: &RemoteBuffer) -> Operation<Selected> {
+pub(in crate::lookup) fn select(remote: &RemoteBuffer) -> Operation<Selected> {
     let selected = remote.select(LookupQuery::Any, None, Then::GoOn).unwrap();
     rest(|| remote.manual_round());
     selected
 }
 
 /// Runs a reactor until it would sleep.
-pub(super) fn rest(round: impl Fn() -> Round) {
+pub(in crate::lookup) fn rest(round: impl Fn() -> Round) {
     while round() == Round::Busy {}
 }
