@@ -1,4 +1,4 @@
-//! A lookup buffer of other processes, as callers see it.
+//! A lookup buffer whose entries are at servers, as callers see it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use crate::reactor::{Reactor, ReactorConfig, default_busy_poll};
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 
-/// The buffers of one or more servers: inserts go to the first, selects to all. Any thread may call.
+/// A client of one or more servers: inserts go to the first, selects to all. Any thread may call.
 #[derive(Debug)]
 pub struct RemoteBuffer {
     reactor: Reactor<std::convert::Infallible>,
@@ -24,7 +24,7 @@ pub struct RemoteBuffer {
     addresses: Vec<String>,
 }
 
-fn too_many(tokens: &[i64]) -> Result<()> {
+fn check_num_tokens(tokens: &[i64]) -> Result<()> {
     if tokens.len() > TOKENS_CAP {
         return Err(Error::Config(format!(
             "{} tokens; at most {TOKENS_CAP} can be sent",
@@ -35,7 +35,7 @@ fn too_many(tokens: &[i64]) -> Result<()> {
 }
 
 impl RemoteBuffer {
-    /// Looks for the way to all servers, for [`connect_along`](Self::connect_along).
+    /// Resolves the route to all servers, for [`connect_along`](Self::connect_along).
     pub fn route(addresses: Vec<String>, timeout: Duration) -> Result<Route> {
         if addresses.is_empty() {
             return Err(Error::Config("no address to connect to".to_owned()));
@@ -43,7 +43,7 @@ impl RemoteBuffer {
         Route::to(addresses, timeout)
     }
 
-    /// As [`connect_along`](Self::connect_along), for callers that look for no signals while names are resolved.
+    /// As [`connect_along`](Self::connect_along), for callers that need not handle signals while names are resolved.
     pub fn connect(
         addresses: Vec<String>,
         token: &[u8],
@@ -56,8 +56,8 @@ impl RemoteBuffer {
         Self::connect_along(&route, token, transport, is_checksummed)
     }
 
-    /// Connects to all servers; the work is done once all have accepted. With `is_checksummed`, they compare what is
-    /// inserted with checksums.
+    /// Connects to all servers; the work is done once all have accepted. With `is_checksummed`, they verify checksums of
+    /// inserted entries.
     pub fn connect_along(
         route: &Route,
         token: &[u8],
@@ -96,11 +96,10 @@ impl RemoteBuffer {
         Origin::Remote(Arc::clone(&self.command_queue))
     }
 
-    /// Inserts the tensors at the first server, which has them when the operation is done; until then they must not be
-    /// changed.
+    /// Inserts the tensors at the first server. They must not change before the operation ends.
     ///
     /// # Errors
-    /// `Config`: no tokens. The operation ends with `Config` when it is larger than the capacity, with `Exhausted` at
+    /// `Config`: no tokens. The operation ends with `Config` if the entry is larger than the capacity, with `Exhausted` at
     /// `timeout`.
     pub fn insert(
         &self,
@@ -110,7 +109,7 @@ impl RemoteBuffer {
         then: Then,
     ) -> Result<Operation<()>> {
         check_entry(&tokens)?;
-        too_many(&tokens)?;
+        check_num_tokens(&tokens)?;
         let (inserted, completer) = self.reactor.work();
         let operation = self.command_queue.next_operation();
         let insert = QueuedInsert {
@@ -125,7 +124,7 @@ impl RemoteBuffer {
         Ok(Operation::insert(inserted, operation, self.origin()))
     }
 
-    /// Takes an entry of any server; ends with `None` when all have waited for `timeout`.
+    /// Selects an entry of any server; the operation ends with `None` at `timeout`.
     pub fn select(
         &self,
         query: LookupQuery,
@@ -134,7 +133,7 @@ impl RemoteBuffer {
     ) -> Result<Operation<Selected>> {
         query.check()?;
         if let LookupQuery::Tokens(tokens) = &query {
-            too_many(tokens)?;
+            check_num_tokens(tokens)?;
         }
         let (selected, completer) = self.reactor.work();
         let operation = self.command_queue.next_operation();
@@ -158,7 +157,7 @@ impl RemoteBuffer {
         self.command_queue.info()
     }
 
-    /// Ends the connections; what waits ends as closed.
+    /// Closes the sessions; operations that wait end as closed.
     pub fn close(&self) {
         self.command_queue.close();
         self.reactor.stop();

@@ -3,7 +3,6 @@
 
 mod session;
 
-use std::collections::{HashMap, VecDeque};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,14 +24,12 @@ use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
 use crate::reactor::{ReactorContext, Service};
 use crate::transfer::pool::Pool;
-use session::{ClientInsert, ClientSelect, ClientSession};
+use session::{ClientInsert, ClientSelect, ClientSession, ClientSessions, Withdrawn};
 
 pub(super) struct LookupServer {
     shared: Arc<LookupShared>,
     is_checksummed: bool,
-    clients: HashMap<SessionKey, ClientSession>,
-    /// Sessions in the order in which they get slices of checksums; the last one served is the last.
-    checksum_order: VecDeque<SessionKey>,
+    clients: ClientSessions,
     pool: Pool,
     /// An insert of this process that is being copied, a slice in each round.
     copying: Option<EntryCopy>,
@@ -42,25 +39,12 @@ fn after(timeout: Option<Duration>) -> Option<Instant> {
     Instant::now().checked_add(timeout?)
 }
 
-fn client_of(
-    clients: &mut HashMap<SessionKey, ClientSession>,
-    session: SessionKey,
-) -> Result<&mut ClientSession> {
-    let unknown = || Error::protocol("a message of a client that is not connected");
-    clients.get_mut(&session).ok_or_else(unknown)
-}
-
-fn no_lease(operation: u64) -> Error {
-    Error::protocol(format_args!("select {operation} has no lease"))
-}
-
 impl LookupServer {
     pub(super) fn new(shared: Arc<LookupShared>, is_checksummed: bool) -> Self {
         Self {
             shared,
             is_checksummed,
-            clients: HashMap::new(),
-            checksum_order: VecDeque::new(),
+            clients: ClientSessions::default(),
             pool: Pool::default(),
             copying: None,
         }
@@ -84,20 +68,37 @@ impl LookupServer {
             } => {
                 check_operation(operation)?;
                 let entry = EntryTransfer::read(Reader::new(&tensors))?;
-                self.insert(cx, (session, operation), after(timeout), tokens, entry)
+                self.insert(cx, (session, operation), after(timeout), tokens, entry)?;
             }
             LookupMessage::Select { query, timeout } => {
                 check_operation(operation)?;
-                self.select(cx, (session, operation), query, after(timeout))
+                self.select(cx, (session, operation), query, after(timeout))?;
             }
-            LookupMessage::Consume => self.consume(cx, session, operation),
-            LookupMessage::Settle { is_consumed } => self.settle(session, operation, is_consumed),
-            LookupMessage::Withdraw => self.withdraw(cx, session, operation),
-            other => Err(Error::protocol(format_args!(
-                "message {} to a lookup buffer",
-                other.kind()
-            ))),
+            LookupMessage::Consume => {
+                self.clients.of(session)?.consume(operation)?;
+                // Counted when the client has the entry, and taken back if it returns it.
+                let _ = self.change(|state| state.num_consumed += 1);
+                LookupMessage::Consumed.send(cx, session, operation);
+            }
+            LookupMessage::Settle { is_consumed } => {
+                let select = self.clients.of(session)?.settle(operation, is_consumed)?;
+                self.end_select(select, is_consumed);
+            }
+            LookupMessage::Withdraw => match self.clients.of(session)?.withdraw(operation) {
+                Some(Withdrawn::Select(select)) => self.end_select(select, false),
+                Some(Withdrawn::Insert(ticket)) => {
+                    self.forget(ticket);
+                    let withdrawn = Error::Closed("withdrawn".to_owned());
+                    LookupMessage::Refused(withdrawn).send(cx, session, operation);
+                }
+                None => {}
+            },
+            other => {
+                let text = format_args!("message {} to a lookup buffer", other.kind());
+                return Err(Error::protocol(text));
+            }
         }
+        Ok(())
     }
 
     fn insert(
@@ -108,7 +109,7 @@ impl LookupServer {
         tokens: Vec<i64>,
         entry: EntryTransfer,
     ) -> Result<()> {
-        client_of(&mut self.clients, session)?.check_insert(operation, &tokens)?;
+        self.clients.of(session)?.check_insert(operation, &tokens)?;
         let num_bytes = entry.entry_bytes(&tokens);
         let insert = Inserter::Client((session, operation));
         let reserved = self.change(|state| {
@@ -118,12 +119,11 @@ impl LookupServer {
         });
         match reserved.flatten() {
             Ok(ticket) => {
-                let client = client_of(&mut self.clients, session)?;
-                client.tensors.incoming.add(operation, entry);
                 let tokens = tokens.into();
-                client
-                    .inserts
-                    .insert(operation, ClientInsert { ticket, tokens });
+                let insert = ClientInsert { ticket, tokens };
+                self.clients
+                    .of(session)?
+                    .add_insert(operation, insert, entry);
             }
             Err(error) => LookupMessage::Refused(error).send(cx, session, operation),
         }
@@ -137,7 +137,7 @@ impl LookupServer {
         query: LookupQuery,
         deadline: Option<Instant>,
     ) -> Result<()> {
-        let client = client_of(&mut self.clients, session)?;
+        let client = self.clients.of(session)?;
         match client.check_select(operation, &query) {
             Err(error @ Error::Exhausted(_)) => {
                 LookupMessage::Refused(error).send(cx, session, operation);
@@ -150,7 +150,7 @@ impl LookupServer {
         let ticket =
             self.change(|state| state.store.select(query, deadline, Instant::now(), select))?;
         let waiting = ClientSelect::Waiting { ticket, num_tokens };
-        let client = client_of(&mut self.clients, session)?;
+        let client = self.clients.of(session)?;
         client.selects.insert(operation, waiting);
         Ok(())
     }
@@ -168,7 +168,7 @@ impl LookupServer {
         (session, operation): ClientOperation,
         action: ClientAction,
     ) {
-        let client = self.clients.get_mut(&session);
+        let client = self.clients.get(session);
         let Some(client) = client.filter(|client| client.awaits(operation, &action)) else {
             return self.decline(&action);
         };
@@ -208,7 +208,7 @@ impl LookupServer {
         entry: Ticket,
         items: &Items,
     ) {
-        let Some(client) = self.clients.get_mut(&session) else {
+        let Some(client) = self.clients.get(session) else {
             return;
         };
         let outgoing = &mut client.tensors.outgoing;
@@ -231,7 +231,7 @@ impl LookupServer {
 
     /// Continues the fetches of a client's inserts, and makes complete entries visible.
     fn advance(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        let Some(client) = self.clients.get_mut(&session) else {
+        let Some(client) = self.clients.get(session) else {
             return;
         };
         for arrived in client.tensors.incoming.advance(cx) {
@@ -245,7 +245,7 @@ impl LookupServer {
         session: SessionKey,
         (operation, items): Arrived,
     ) {
-        let client = self.clients.get_mut(&session);
+        let client = self.clients.get(session);
         let Some(ClientInsert { ticket, tokens }) =
             client.and_then(|client| client.inserts.remove(&operation))
         else {
@@ -261,86 +261,12 @@ impl LookupServer {
         }
     }
 
-    fn consume(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-    ) -> Result<()> {
-        let client = client_of(&mut self.clients, session)?;
-        let Some(select @ ClientSelect::Leased(_)) = client.selects.get_mut(&operation) else {
-            return Err(no_lease(operation));
-        };
-        if let ClientSelect::Leased(entry) = *select {
-            *select = ClientSelect::Consumed(entry);
-        }
-        client.tensors.outgoing.release(operation);
-        // Counted when the client has the entry, and taken back if it returns it.
-        let _ = self.change(|state| state.num_consumed += 1);
-        LookupMessage::Consumed.send(cx, session, operation);
-        Ok(())
-    }
-
-    fn settle(&mut self, session: SessionKey, operation: u64, is_consumed: bool) -> Result<()> {
-        let client = client_of(&mut self.clients, session)?;
-        // After a violation the session ends, which returns the entry.
-        let may_settle = |select: &ClientSelect| match select {
-            ClientSelect::Consumed(_) => true,
-            ClientSelect::Leased(_) => !is_consumed,
-            ClientSelect::Waiting { .. } => false,
-        };
-        if !client.selects.get(&operation).is_some_and(may_settle) {
-            return Err(no_lease(operation));
-        }
-        client.tensors.outgoing.release(operation);
-        if let Some(select) = client.selects.remove(&operation) {
-            self.end_select(select, is_consumed);
-        }
-        Ok(())
-    }
-
-    /// Cancels a select that waits or was just offered an entry, or an insert without space. Others end in their own way.
-    fn withdraw(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-    ) -> Result<()> {
-        let client = client_of(&mut self.clients, session)?;
-        if let Some(select) = client.selects.remove(&operation) {
-            client.tensors.outgoing.release(operation);
-            self.end_select(select, false);
-        } else if client.tensors.incoming.forget(operation)
-            && let Some(insert) = client.inserts.remove(&operation)
-        {
-            self.forget(insert.ticket);
-            let withdrawn = Error::Closed("withdrawn".to_owned());
-            LookupMessage::Refused(withdrawn).send(cx, session, operation);
-        }
-        Ok(())
-    }
-
     fn forget(&self, ticket: Ticket) {
         let _ = self.change(|state| state.forget(ticket));
     }
 
     fn put_back(&self, entry: Ticket) {
         let _ = self.change(|state| state.settle(entry, false));
-    }
-
-    /// Computes and sends some checksums for the next client that needs them; whether there was one.
-    fn run_checksum_slice(&mut self, cx: &mut ReactorContext) -> bool {
-        let clients = &mut self.clients;
-        let had_some = |session: &SessionKey| {
-            let client = clients.get_mut(session);
-            client.is_some_and(|client| client.tensors.outgoing.run_checksum_slice(cx, *session))
-        };
-        let Some(at) = self.checksum_order.iter().position(had_some) else {
-            return false;
-        };
-        let session = self.checksum_order.remove(at);
-        self.checksum_order.extend(session);
-        true
     }
 
     /// Ends the operations of a lost client.
@@ -377,13 +303,11 @@ impl Service for LookupServer {
 
     fn session_up(&mut self, _io: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
         let tensors = Tensors::new(session, self.pool.clone(), self.is_checksummed);
-        self.clients.insert(session, ClientSession::new(tensors));
-        self.checksum_order.push_back(session);
+        self.clients.add(session, ClientSession::new(tensors));
     }
 
     fn session_down(&mut self, _io: &mut ReactorContext, session: SessionKey, _error: Error) {
-        if let Some(client) = self.clients.remove(&session) {
-            self.checksum_order.retain(|other| *other != session);
+        if let Some(client) = self.clients.remove(session) {
             self.release(client);
         }
     }
@@ -410,7 +334,7 @@ impl Service for LookupServer {
                 Err(error) => return Err(error),
             }
         } else {
-            let client = client_of(&mut self.clients, session)?;
+            let client = self.clients.of(session)?;
             let tensors = &mut client.tensors;
             if !tensors.message(cx, session, (kind, id), reader, &data)? {
                 let text = format_args!("message {kind} to a lookup buffer");
@@ -429,11 +353,7 @@ impl Service for LookupServer {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        let owner = self.clients.iter_mut().find_map(|(session, client)| {
-            let incoming = &mut client.tensors.incoming;
-            incoming.done(cx, token, result).then_some(*session)
-        });
-        if let Some(session) = owner {
+        if let Some(session) = self.clients.done(cx, token, result) {
             self.advance(cx, session);
             self.run_client_actions(cx);
         }
@@ -442,7 +362,7 @@ impl Service for LookupServer {
     fn work(&mut self, cx: &mut ReactorContext) -> bool {
         let has_copied = self.shared.run_copy_slice(&mut self.copying);
         self.run_client_actions(cx);
-        self.run_checksum_slice(cx) || has_copied
+        self.clients.run_checksum_slice(cx) || has_copied
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
@@ -458,7 +378,7 @@ impl Service for LookupServer {
 /// Runs when the reactor panics too: the buffer itself is still usable then.
 impl Drop for LookupServer {
     fn drop(&mut self) {
-        for (_, client) in std::mem::take(&mut self.clients) {
+        for client in std::mem::take(&mut self.clients).into_all() {
             self.release(client);
         }
         // A returned entry may be delivered to a client that is released later.

@@ -1,4 +1,4 @@
-//! Buffers and clients whose reactors tests run by hand, a round at a time.
+//! Buffers and clients with manual reactors: tests run them round by round.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::work::Then;
 
 const TIMEOUT: Duration = Duration::from_secs(600);
 const TRANSPORT: Transport = Transport::Memory(MemoryPath::RemoteRead);
-/// More than anything takes.
+/// More rounds than any test needs.
 pub(in crate::lookup) const ROUNDS: usize = 100_000;
 
 /// An entry with a key of so many bytes.
@@ -30,12 +30,12 @@ pub(in crate::lookup) fn entry(key: Meta, num_bytes: usize) -> Items {
     Items(items)
 }
 
-/// A buffer with these entries.
+/// A served buffer with these entries.
 pub(in crate::lookup) fn serve(entries: Vec<Items>) -> LocalBuffer {
     serve_within(u64::MAX, entries)
 }
 
-/// One of so many bytes.
+/// As [`serve`], with a capacity.
 pub(in crate::lookup) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> LocalBuffer {
     let local = LocalBuffer::new(capacity_bytes);
     for entry in entries {
@@ -47,7 +47,7 @@ pub(in crate::lookup) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) 
     local
 }
 
-/// A client of all of them.
+/// A client of all these servers.
 pub(in crate::lookup) fn connect(locals: &[&LocalBuffer]) -> RemoteBuffer {
     let address = |local: &&LocalBuffer| local.address().unwrap().to_string();
     let addresses = locals.iter().map(address).collect();
@@ -67,14 +67,14 @@ pub(in crate::lookup) fn connect(locals: &[&LocalBuffer]) -> RemoteBuffer {
     panic!("not connected")
 }
 
-/// Asks for an entry, and lets the question leave.
+/// Begins a select, and sends it.
 pub(in crate::lookup) fn select(remote: &RemoteBuffer) -> Operation<Selected> {
     let selected = remote.select(LookupQuery::Any, None, Then::GoOn).unwrap();
     rest(|| remote.manual_round());
     selected
 }
 
-/// Runs a reactor until it would sleep.
+/// Runs a reactor until it is idle.
 pub(in crate::lookup) fn rest(round: impl Fn() -> Round) {
     while round() == Round::Busy {}
 }

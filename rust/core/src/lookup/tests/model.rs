@@ -1,4 +1,4 @@
-//! The store against a model that follows it by its actions alone, whatever happens in whatever order.
+//! The store against a model that follows its actions, for any events in any order.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use super::super::store::{Store, StoreAction, Ticket};
 
 const CAPACITY: u64 = 100;
 
-/// What may happen to a store, in any order.
+/// An event of a store.
 #[derive(Debug, Clone)]
 enum StoreStep {
     Insert {
@@ -44,7 +44,7 @@ fn step() -> impl Strategy<Value = StoreStep> {
     ]
 }
 
-/// Follows a store by its actions alone.
+/// Follows the actions of a store.
 struct Model {
     /// Its operations wait as their own tickets.
     store: Store<Ticket, Ticket, Ticket>,
