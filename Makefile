@@ -1,6 +1,6 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-gpu test-rdma test-ucx-1.13 fuzz asan check faults soak bench bench-peers bench-handoff clean
+.PHONY: help setup demo test test-rust test-python test-gpu test-rdma test-ucx-1.13 fuzz asan check faults soak bench bench-peers bench-handoff wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,7 +61,10 @@ bench-handoff: setup ## real vLLM through prefill and decode, beside NixlConnect
 	@.venv/bin/uv pip install --quiet --python .venv/bin/python --target .cache/nixl --no-deps nixl nixl-cu12 || echo 'bench-handoff: without NIXL' >&2
 	@.venv/bin/kvpipe bench handoff
 
+wheel: ## one wheel for CPython 3.11 and newer on Linux with glibc 2.28 or newer, in dist/
+	@scripts/wheel
+
 clean: ## remove everything that the other targets made
-	rm -rf target .venv .venv-peers .cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf target dist .venv .venv-peers .venv-wheel .cache .mypy_cache .pytest_cache .ruff_cache
 	find python tests examples -name __pycache__ -prune -exec rm -rf {} +
 	rm -f python/kvpipe/_kvpipe*.so

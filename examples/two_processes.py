@@ -2,15 +2,18 @@
 
     python examples/two_processes.py
 
-With torch in place of numpy the calls are the same, and what arrives is a torch tensor.
+The tensors are torch's where torch is installed (with numpy), else numpy's. The calls are the same.
 """
 
 import subprocess
 import sys
 
-import numpy as np
-
 import kvpipe
+
+try:
+    import torch as xp  # xp is the usual name for either of several array libraries
+except ImportError:
+    import numpy as xp  # noqa: ICN001 - not only numpy
 
 NUM_TENSORS = 4
 NUM_VALUES = 4 << 20  # 16 MiB of float32: large enough to be offered and fetched, not sent inside a message
@@ -20,7 +23,7 @@ def send(address: str) -> None:
     """What the other process does."""
     with kvpipe.Pipe.connect(address) as pipe:
         for number in range(NUM_TENSORS):
-            pipe.send_tensor(np.full(NUM_VALUES, number, dtype=np.float32))
+            pipe.send_tensor(xp.full((NUM_VALUES,), number, dtype=xp.float32))
         pipe.send_tensor(None)
 
 
@@ -29,7 +32,7 @@ def receive() -> None:
     with kvpipe.Pipe.listen("127.0.0.1:0") as pipe:
         sender = subprocess.Popen([sys.executable, __file__, str(pipe.address)])  # noqa: S603 - this very file
         while (tensor := pipe.recv_tensor(timeout=60)) is not None:
-            print(f"received {tensor.dtype} {tensor.shape}, all {tensor[0]:g}")
+            print(f"received {tensor.dtype} {tuple(tensor.shape)}, all {tensor[0]:g}")
         sender.wait(timeout=60)
         stats = pipe.stats()
         print(f"{stats.num_tensors} tensors, {stats.num_bytes:,} bytes over {stats.transport}")

@@ -16,7 +16,7 @@ from tests.peers import Child
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DATA_PATHS = {"default": None, "tcp": "tcp"}
-IN_MEMORY = {"memory": "get", "messages in memory": "messages"}
+IN_MEMORY = {"memory": "remote_read", "stream in memory": "stream"}
 
 
 def pytest_collection_modifyitems(items):

@@ -224,9 +224,9 @@ def test_the_checksum_that_is_measured_is_that_of_pipes_and_of_the_tensors_asked
         _kvpipe.checksums(b"..123456789", [2, 3], 9)
     alone, asked = checksum_tensors.Alone(side.Setup(1024, "", {})), task()
     assert alone.run(asked)["seconds"] > 0
-    assert len(set(alone._sums)) == asked.count
+    assert len(set(alone._checksums)) == asked.count
     alone.verify(asked)
-    alone._sums[1] ^= 1
+    alone._checksums[1] ^= 1
     with pytest.raises(ValueError, match="not those of the tensors"):
         alone.verify(asked)
 

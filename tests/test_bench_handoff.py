@@ -260,7 +260,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> run.Run:
     asked: list[tuple[str, int]] = []
     groups = [subjects.Group(name, Idle(), None, [Noted(name, asked)], lambda _: 1.0) for name in "abc"]
     found = run.Run(groups)
-    monkeypatch.setattr(run, "say", lambda _: None)
+    monkeypatch.setattr(run, "report", lambda _: None)
     found.asked = asked  # type: ignore[attr-defined]
     return found
 
@@ -289,7 +289,7 @@ def test_each_long_request_follows_a_short_one_of_the_same_subject(running: run.
     assert all(short[0] == long[0] and short[1] < long[1] == 512 for short, long in pairs)
 
 
-def test_all_but_one_group_are_frozen_at_any_time(running: run.Run) -> None:
+def test_all_but_one_group_are_stopped_at_any_time(running: run.Run) -> None:
     running.rounds(512, 2, math.inf, times_prefill=False)
     for group in running.groups:
         assert group.prefill.signals == [signal.SIGCONT, signal.SIGSTOP] * 3

@@ -53,7 +53,7 @@ def test_an_empty_file_is_no_token_and_says_so(token_file):
 
 
 def test_a_token_that_is_no_text_is_refused_without_showing_it():
-    with pytest.raises(ConfigError, match="token is bytes; expected text"):
+    with pytest.raises(ConfigError, match="token is bytes: expected a string"):
         resolve_token(b"secret")
 
 

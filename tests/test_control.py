@@ -144,7 +144,7 @@ def test_a_subscriber_is_told_of_the_end_and_of_its_reason(port, client):
     assert subscribed.wait(10) == Moment("finished")
     reason = 'a "reason"\n\twith \\ and é'
     port.withdraw(HANDOFF, reason)
-    assert awaited.wait(10) == Moment("gone", reason=reason)
+    assert awaited.wait(10) == Moment("ended", reason=reason)
 
 
 def test_who_waits_for_a_consumer_is_told_of_it_in_a_loop_without_a_thread(port, client):

@@ -317,7 +317,7 @@ def test_an_entry_that_nobody_looked_at_goes_back_to_its_old_place(place, size):
 
 def test_an_expired_wait_of_a_work_cancels_nothing(buffer):
     work = buffer.idrop_select(None, None)
-    with pytest.raises(TimeoutError, match="the operation goes on"):
+    with pytest.raises(TimeoutError, match="the operation continues"):
         work.wait(0.01)
     insert(buffer, [1])
     assert work.wait(TIMEOUT_S)[0].tolist() == [1]

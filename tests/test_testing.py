@@ -42,7 +42,7 @@ def test_pipes_and_agents_work_in_memory_where_there_is_no_ucx():
 
 
 def test_what_was_made_in_the_block_stays_in_memory_after_its_end():
-    with memory_transport("messages"):
+    with memory_transport("stream"):
         receiver = Pipe.listen()
         sender = Pipe.connect(receiver.address)
     sender.isend_tensor(np.full(MIB, 3))
@@ -72,7 +72,7 @@ def test_an_end_in_memory_and_one_with_ucx_refuse_each_other():
         Pipe.connect(receiver.address, timeout=20)
 
 
-@pytest.mark.parametrize("data_path", ["get", "messages"])
+@pytest.mark.parametrize("data_path", ["remote_read", "stream"])
 def test_a_peer_that_leaves_under_a_transfer_is_lost(data_path):
     with memory_transport(data_path):
         receiver = Pipe.listen()

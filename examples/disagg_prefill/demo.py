@@ -271,7 +271,7 @@ async def demo(*, verbose: bool) -> int:
 def show_streaming(rows: list[Row]) -> None:
     """Says how much of the long prompt was moved before prefill had its first token, and draws it."""
     handoff = next(row.status["handoff"] for row in rows if row.kind == LONG)
-    life = trace.lives(trace.read(TRACE))[handoff]
+    life = trace.by_handoff(trace.read(TRACE))[handoff]
     sampled_s = next(event.ended_s for event in life if event.name == "sampled")
     moved = [event for event in life if event.name == "arrived"]
     early = sum(event.facts["bytes"] for event in moved if event.ended_s < sampled_s)

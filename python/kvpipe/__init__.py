@@ -1,11 +1,10 @@
 """kvpipe: moves KV caches between LLM serving instances."""
 
 import sys
-from typing import Any
+import typing
 
-from kvpipe import _kvpipe, exceptions
+from kvpipe import _kvpipe, config, exceptions
 from kvpipe.agent import Agent, AgentStats
-from kvpipe.config import ucx_wheel_dir
 from kvpipe.exceptions import (
     AuthenticationError,
     CapacityError,
@@ -61,7 +60,7 @@ __all__ = [
 ]
 
 
-def info() -> dict[str, Any]:
+def info() -> dict[str, typing.Any]:
     """Describes this installation.
 
     Returns:
@@ -70,7 +69,7 @@ def info() -> dict[str, Any]:
     Raises:
         TransportUnavailableError: There is no usable UCX.
     """
-    ucx = _kvpipe.ucx_info(ucx_wheel_dir())
+    ucx = _kvpipe.ucx_info(config.ucx_wheel_dir())
     return {
         "kvpipe": __version__,
         "python": sys.version.partition(" ")[0],

@@ -1,4 +1,4 @@
-"""What every object that can be closed has in common."""
+"""The base class of objects that can be closed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 class Closing(ABC):
-    """A context manager that closes itself at its end, whether that is an error or not."""
+    """A context manager that closes itself at the end of its block, also after an error."""
 
     @abstractmethod
     def close(self) -> None:
-        """Closes it. Closing twice is fine."""
+        """Closes the object. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
-"""Tensors on a GPU: where their bytes are, and what their streams still have to do.
+"""Tensors on a GPU: their memory, and the pending work of their streams.
 
-Written by the documentation of CUDA, torch and the two protocols; it has not run on a GPU (docs/gpu.md).
+Written from the documentation of CUDA, torch and the two protocols; it has not run on a GPU (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of the dtypes that torch and numpy share, as numpy spells them; hosts of GPUs are little-endian.
+# Dtypes that torch and numpy share, in numpy's notation; hosts of GPUs are little-endian.
 _NUMPY = {
     "bool": "|b1",
     "int8": "|i1",
@@ -41,8 +41,8 @@ class OnGpu(NamedTuple):
     """Bytes on a GPU.
 
     Attributes:
-        memory: Where they are; it keeps the tensor alive.
-        ready: What the tensor's stream had to do when it was described; `None` when nothing is to be waited for.
+        memory: Their location; it keeps the tensor alive.
+        ready: The work of the tensor's stream when it was described; `None` if there is nothing to wait for.
     """
 
     memory: _kvpipe.CudaMemory
@@ -50,10 +50,10 @@ class OnGpu(NamedTuple):
 
 
 def of_torch(torch: Any, tensor: Any) -> OnGpu:
-    """The bytes of a contiguous torch tensor on a GPU, ready when the current stream of that GPU is.
+    """Describes a contiguous torch tensor on a GPU, ready when the GPU's current stream is.
 
     Raises:
-        TransportUnavailableError: The GPU is not NVIDIA's, or there is no driver.
+        TransportUnavailableError: The GPU is not an NVIDIA GPU, or there is no driver.
     """
     if torch.version.cuda is None:
         raise _unusable(tensor, str(tensor.device), "this torch is not built for CUDA")
@@ -64,18 +64,18 @@ def of_torch(torch: Any, tensor: Any) -> OnGpu:
 
 
 def record(device: int) -> _kvpipe.CudaEvent:
-    """What the caller's current stream has to do now: torch's, and without torch the legacy default stream."""
+    """Records the pending work of the current stream: torch's, or without torch the legacy default stream."""
     torch = sys.modules.get("torch")
     stream = _LEGACY_DEFAULT_STREAM if torch is None else torch.cuda.current_stream(device).cuda_stream
     return _kvpipe.CudaEvent.record(device, stream)
 
 
 def of_array(tensor: Any, interface: Mapping[str, Any], *, must_be_in_place: bool) -> tuple[str, OnGpu | None]:
-    """The numpy dtype and the bytes of what speaks `__cuda_array_interface__`; no bytes if it is empty.
+    """Returns numpy dtype and bytes of an object with `__cuda_array_interface__`; no bytes if it is empty.
 
     Raises:
-        ConfigError: Not contiguous, masked, read-only where it is to be written, or of a dtype that is no plain one.
-        TransportUnavailableError: There is no driver, or the memory is not one GPU's.
+        ConfigError: It is not contiguous, is masked, is a read-only destination, or its dtype is not a plain one.
+        TransportUnavailableError: There is no driver, or the memory is not on one GPU.
     """
     (address, is_read_only), typestr, shape = interface["data"], interface["typestr"], interface["shape"]
     if not _TYPESTR.fullmatch(typestr) or interface.get("mask") is not None:
@@ -102,18 +102,18 @@ def of_array(tensor: Any, interface: Mapping[str, Any], *, must_be_in_place: boo
 
 
 def of_dlpack(tensor: Any, device: str) -> tuple[str, Any]:
-    """The numpy dtype of what speaks DLPack on a GPU, and a torch tensor of its memory.
+    """Returns the numpy dtype of a DLPack object on a GPU, and a torch tensor over its memory.
 
-    Torch has its current stream wait for the tensor's own, as the protocol says.
+    Torch makes its current stream wait for the object's stream, as the protocol requires.
 
     Raises:
-        ConfigError: A dtype that numpy does not have.
-        TransportUnavailableError: There is no torch that sees the GPU.
+        ConfigError: Numpy has no such dtype.
+        TransportUnavailableError: Torch is not installed, or does not see the GPU.
     """
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError as error:
-        raise _unusable(tensor, device, "torch is not installed, which reads DLPack on GPUs") from error
+        raise _unusable(tensor, device, "DLPack on GPUs needs torch, which is not installed") from error
     if not torch.cuda.is_available():
         raise _unusable(tensor, device, "torch sees no CUDA device")
     plain = torch.from_dlpack(tensor)
@@ -127,7 +127,7 @@ def of_dlpack(tensor: Any, device: str) -> tuple[str, Any]:
 def _is_contiguous(shape: Sequence[int], strides: Sequence[int] | None, itemsize: int) -> bool:
     if strides is None or 0 in shape:
         return True
-    # The stride of a dimension with one element says nothing.
+    # The stride of a dimension with one element has no meaning.
     steps = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size > 1]
     if not steps:
         return True
@@ -135,7 +135,7 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int] | None, itemsize
 
 
 def _warn_if_not_exportable(address: int) -> None:
-    """Says once why tensors go slower than they could."""
+    """Warns once if transfers are slow because of the allocator."""
     global _is_logged  # noqa: PLW0603 - once in a process
     if _is_logged or _kvpipe.cuda_is_exportable(address):
         return

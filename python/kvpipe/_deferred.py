@@ -1,4 +1,4 @@
-"""Operations on GPU memory, begun when its stream has done what it had been given, in the order of the calls."""
+"""Operations on GPU memory, deferred until the memory's stream has done its previous work, in call order."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
     Begin = Callable[[float | None], _kvpipe.Work]
 
-# A thread that has had nothing to wait for ends; the next operation that has to wait makes another.
+# An idle thread ends after this; the next deferred operation starts another.
 _IDLE_S = 10.0
 
 
 class Ready(Protocol):
-    """What an operation has to wait for before it begins."""
+    """A condition that an operation waits for, such as a CUDA event."""
 
     def wait(self) -> None:
-        """Waits for it."""
+        """Waits until the condition holds."""
 
 
 class DeferredQueue:
-    """Begins operations one after the other, each when what it waits for is done, on a thread of its own.
+    """Begins operations in call order on its own thread, each when its condition holds.
 
-    Only what has to wait, or comes after such, gets to the thread, which the first of them makes.
+    Only operations that wait, and those behind them, use the thread. The first of them starts it.
 
     Attributes:
-        is_idle: Whether nothing waits, so that an operation may begin at once.
+        is_idle: Whether the queue is empty, so that an operation may begin at once.
     """
 
     def __init__(self) -> None:
@@ -45,15 +45,15 @@ class DeferredQueue:
         self._is_closed = False
 
     def post(self, ready: Ready | None, begin: Begin, timeout: float | None = None) -> _kvpipe.Work | Deferred:
-        """Begins an operation now, or when its turn has come and what it waits for is done.
+        """Begins an operation, now or when the operations before it have begun and its condition holds.
 
         Args:
-            ready: What it waits for; `None` if for its turn only.
-            begin: Begins it, given the seconds that are left of the timeout.
-            timeout: Seconds from now; `None` has no bound.
+            ready: Its condition; `None` if it only waits for the operations before it.
+            begin: Begins it, with the remaining seconds of the timeout.
+            timeout: Seconds from now; `None` has no limit.
 
         Raises:
-            ClosedError: It was closed.
+            ClosedError: The queue was closed.
         """
         with self._changed:
             if ready is None and not self._waiting:
@@ -76,7 +76,7 @@ class DeferredQueue:
 
     def _run(self) -> None:
         while self._begin_next():
-            pass  # and keeps nothing of it alive
+            pass  # no local variable keeps the last operation alive
 
     def _begin_next(self) -> bool:
         deferred = self._next()
@@ -100,14 +100,14 @@ class DeferredQueue:
             return None
 
     def drain(self, timeout: float | None) -> bool:
-        """Waits until everything has begun or failed; false if that took longer than `timeout` seconds."""
+        """Waits until all operations have begun or failed; returns false after `timeout` seconds."""
         if self.is_idle:
             return True
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting, timeout)
 
     def close(self) -> None:
-        """What has not begun fails, and the thread ends once its stream is done. Closing twice is fine."""
+        """Fails all deferred operations. The thread ends once its stream is done. A second call does nothing."""
         with self._changed:
             self._is_closed = True
             abandoned, self._waiting = self._waiting, deque()
@@ -119,10 +119,10 @@ class DeferredQueue:
 
 
 class Deferred:
-    """An operation that begins later; till then it stands in for the native one.
+    """A deferred operation, with the interface of the native one.
 
     Attributes:
-        begun: The native operation, once there is one.
+        begun: The native operation, once it has begun.
     """
 
     def __init__(self, ready: Ready | None, begin: Begin, timeout: float | None) -> None:
@@ -131,11 +131,11 @@ class Deferred:
         self._until = None if timeout is None else time.monotonic() + timeout
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._is_settled = threading.Event()  # has begun, or never will
+        self._is_settled = threading.Event()  # begun, or withdrawn
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     def run(self) -> None:
-        """Waits for what is to be waited for, then begins; errors come out of the result."""
+        """Waits for the condition, then begins the operation; `result` raises its errors."""
         steps = self._steps
         if steps is None:
             return
@@ -154,7 +154,7 @@ class Deferred:
         self._settle()
 
     def withdraw(self, error: BaseException | None = None) -> None:
-        """Has an operation that has not begun never begin, and end with this error; else does nothing."""
+        """Ends an operation that has not begun with this error; otherwise does nothing."""
         with self._lock:
             if self._steps is None:
                 return
@@ -169,31 +169,31 @@ class Deferred:
             loop.call_soon_threadsafe(_wake_sleeper, slept)
 
     def _left(self, timeout: float | None) -> float | None:
-        """Seconds until the operation's own end, or the caller's if that is sooner."""
+        """Returns the seconds until the operation's deadline or the caller's, whichever is earlier."""
         if self._until is None:
             return timeout
         left = max(0.0, self._until - time.monotonic())
         return left if timeout is None else min(left, timeout)
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not."""
+        """Whether the operation has ended, with a result or an error."""
         return self._is_settled.is_set() and (self.begun is None or self.begun.is_completed())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end; false if it did not come within `timeout` seconds."""
+        """Waits for the end; returns false after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
         if not self._is_settled.wait(self._left(timeout)):
             if self._until is None or time.monotonic() < self._until:
                 return False
-            message = "the tensor's stream was not done in time; it was withdrawn, nothing was moved, all is usable"
+            message = "the tensor's stream was not done in time; the operation was withdrawn, everything is usable"
             self.withdraw(TransferTimeoutError(message))
-            self._is_settled.wait()  # at once, if it was not withdrawn: it has just begun
+            self._is_settled.wait()  # returns at once: it is withdrawn, or has just begun
         if self.begun is None:
             return True
         return self.begun.wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def result(self) -> Any:
-        """What the native operation ended with, or raises why it did not begin.
+        """Returns the native operation's result, or raises the error that prevented it.
 
         Raises:
             ConfigError: The operation has not begun.
@@ -206,8 +206,8 @@ class Deferred:
         return self.begun.result()
 
     async def settled(self) -> None:
-        """Waits in the running loop until the operation has begun, or never will."""
-        import asyncio  # noqa: PLC0415 - whoever awaits has it
+        """Waits in the running loop until the operation has begun or is withdrawn."""
+        import asyncio  # noqa: PLC0415 - a caller that awaits has imported it
 
         loop = asyncio.get_running_loop()
         with self._lock:

@@ -14,11 +14,11 @@ __all__ = [
     "Control",
     "CudaEvent",
     "CudaMemory",
-    "Finals",
     "LookupBuffer",
     "Peer",
     "PipeEnd",
     "Plan",
+    "ReadyBlocks",
     "ReceivedBuffer",
     "Region",
     "Trace",
@@ -119,8 +119,8 @@ class Transport:
     @staticmethod
     def ucx(wheel_dir: str | Path | None) -> Transport: ...
     @staticmethod
-    def memory(road: str) -> Transport:
-        """Between objects of this process; the road is `get` or `messages`."""
+    def memory(data_path: str) -> Transport:
+        """Between objects of this process; the data path is `remote_read` or `stream`."""
 
 @final
 class Work:
@@ -163,7 +163,7 @@ class PipeEnd:
         address: str,
         token: bytes,
         transport: Transport,
-        is_summed: bool,
+        is_checksummed: bool,
         busy_poll_us: int | None,
         timeout: float,
     ) -> tuple[PipeEnd, Work]: ...
@@ -190,9 +190,9 @@ class LookupBuffer:
     def __new__(cls, capacity_bytes: int) -> LookupBuffer: ...
     @staticmethod
     def connect(
-        addresses: Sequence[str], token: bytes, transport: Transport, is_summed: bool, timeout: float
+        addresses: Sequence[str], token: bytes, transport: Transport, is_checksummed: bool, timeout: float
     ) -> tuple[LookupBuffer, Work]: ...
-    def serve(self, address: str, token: bytes, transport: Transport, is_summed: bool) -> None: ...
+    def serve(self, address: str, token: bytes, transport: Transport, is_checksummed: bool) -> None: ...
     @property
     def address(self) -> str:
         """Where others connect, or where this is connected to, separated by commas; empty if neither."""
@@ -219,11 +219,11 @@ class Region:
 
 @final
 class Peer:
-    """A connection of an agent."""
+    """A session of an agent."""
 
     @property
-    def link(self) -> int:
-        """Names the connection on its agent; never used again."""
+    def session_key(self) -> int:
+        """Names the session within its agent; never used again."""
 
     @property
     def address(self) -> str: ...
@@ -244,11 +244,11 @@ class Plan:
     """Blocks of a region beside blocks of a peer's."""
 
 @final
-class Finals:
-    """What one step makes final, in each region at a time of its own."""
+class ReadyBlocks:
+    """Blocks that one step makes ready, region by region."""
 
-    def __new__(cls, parts: Sequence[tuple[bytes, int, int, Sequence[int]]]) -> Finals:
-        """Parts are `(handoff, generation, first, block_ids)`."""
+    def __new__(cls, parts: Sequence[tuple[bytes, int, int, Sequence[int]]]) -> ReadyBlocks:
+        """Parts are `(handoff, epoch, first, block_ids)`."""
 
 @final
 class Agent:
@@ -272,8 +272,8 @@ class Agent:
         """Traces handoffs from now on."""
 
     @property
-    def num_lent(self) -> int:
-        """Number of handoffs whose blocks are lent."""
+    def num_leased(self) -> int:
+        """Number of handoffs whose blocks are leased."""
 
     def register(self, name: str, data: Any, block_bytes: int, stride: int, is_writable: bool = False) -> Work:
         """Ends with a `Region`."""
@@ -306,8 +306,8 @@ class Agent:
     def notifications_fileno(self) -> int:
         """A descriptor that is readable while there are notifications. It belongs to this object."""
 
-    def finalize(self, finals: Finals, regions: Sequence[Region]) -> None:
-        """The step is final in these regions, each of which is named once for a step. Does not wait."""
+    def mark_ready(self, ready: ReadyBlocks, regions: Sequence[Region]) -> None:
+        """Announces the blocks of a step in these regions, each of which is named once a step. Does not wait."""
 
     def end(self, handoff: bytes, reason: str) -> None: ...
     def load(
@@ -315,7 +315,7 @@ class Agent:
         handoff: bytes,
         producer: str,
         incarnation: bytes,
-        generation: int,
+        epoch: int,
         first: int,
         block_ids: Sequence[int],
         is_committed: bool,
@@ -325,7 +325,7 @@ class Agent:
         """Ends a load. `is_withdrawn`: its producer took back what it announced, so that every block is missing."""
 
     def drain(self) -> list[dict[str, Any]]:
-        """Events of handoffs: `whole` (all blocks are here, the state is not), `loaded`, `failed`, `taken`, `log`."""
+        """Events since the last call: `blocks_verified`, `load_completed`, `load_failed`, `acknowledged`, `log`."""
 
     def close(self) -> None:
         """Raises `TransferTimeoutError`, once closed, as long as UCX has not ended reads into memory of regions."""
@@ -357,14 +357,14 @@ class Control:
         handoff: bytes,
         prompt_hash: bytes,
         num_tokens: int,
-        generation: int,
+        epoch: int,
         ranks: Sequence[tuple[str, bytes]],
     ) -> None: ...
     def progress(self, handoff: bytes, remaining: float) -> None: ...
     def finish(self, handoff: bytes, output_ids: Sequence[int], finish_reason: str, num_cached_tokens: int) -> None: ...
     def withdraw(self, handoff: bytes, reason: str) -> None: ...
     def watch(self, handoff: bytes, producer: str) -> None: ...
-    def unwatch(self, handoff: bytes, is_taken: bool) -> None: ...
+    def unwatch(self, handoff: bytes, is_acknowledged: bool) -> None: ...
     def set_result(self, handoff: bytes, json: str) -> None: ...
     def ask_description(self, address: str, timeout: float) -> Work: ...
     def ask_release(self, address: str, handoff: bytes, timeout: float) -> Work: ...

@@ -1,4 +1,4 @@
-"""Tensors as bytes with a description, and back. Imports torch and numpy only when a tensor of theirs is there."""
+"""Tensors as bytes with a description, and back. Imports torch and numpy only for tensors of theirs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NOTHING, TORCH, NUMPY = 0, 1, 2
 
-# Of the buffer protocol, native size and order: numpy's kind of element. Others are left to numpy.
+# Formats of the buffer protocol with native size and order, with numpy's kind; numpy handles other formats.
 _KINDS = {
     "?": "b",
     "c": "S",
@@ -39,23 +39,22 @@ _DLPACK_DEVICES = {
     14: "oneapi",
 }
 
-# As in rust/core/src/pipe: the receiver would refuse more.
+# As in rust/core/src/pipe: the receiver refuses more.
 _DTYPE_CAP = 4096
 _DIMENSIONS_CAP = 64
-# Bytes, in UTF-8.
+# Bytes of a character in UTF-8.
 _MOST_OF_A_CHARACTER = 4
 
 Meta = tuple[int, str, "Sequence[int]"]
 
 
 class Described(NamedTuple):
-    """A tensor as it travels.
+    """A tensor with its description, to be sent or received into.
 
     Attributes:
         meta: `(family, dtype, shape)`.
         data: An object with a contiguous buffer of the tensor's bytes, or a `_kvpipe.CudaMemory`; it keeps them alive.
-        ready: What has to be waited for before the bytes may be read or written; `None`, as always on the host, if
-            nothing.
+        ready: Condition for reading or writing the bytes; `None`, as always on the host, if there is none.
     """
 
     meta: Meta
@@ -67,14 +66,14 @@ def describe(tensor: object, *, must_be_in_place: bool = False) -> Described:
     """Describes a tensor without copying it, unless it is not contiguous.
 
     Args:
-        tensor: A torch tensor, a numpy array, `None`, or what else speaks DLPack, the buffer protocol or
-            `__cuda_array_interface__`, which is described as a numpy array. On a GPU, what is to be waited for is what
-            the tensor's stream has been given to do until now.
-        must_be_in_place: The bytes will be written: a tensor that would have to be copied is an error.
+        tensor: A torch tensor, a numpy array, `None`, or another object with DLPack, the buffer protocol or
+            `__cuda_array_interface__`, which is described as a numpy array. On a GPU, the condition is the current work
+            of the tensor's stream.
+        must_be_in_place: The bytes will be written, so a tensor that needs a copy is an error.
 
     Raises:
-        ConfigError: Not a tensor, or one that has no plain bytes.
-        TransportUnavailableError: On a device from which this version, or this machine, cannot send.
+        ConfigError: It is not a tensor, or has no plain bytes.
+        TransportUnavailableError: Its device cannot be reached.
     """
     if tensor is None:
         return Described((NOTHING, "", ()), b"")
@@ -93,7 +92,7 @@ def describe(tensor: object, *, must_be_in_place: bool = False) -> Described:
     except TypeError as error:
         message = (
             f"{type(tensor).__name__} is no tensor: expected a torch tensor, a numpy array, None, "
-            "or an object that speaks DLPack, the buffer protocol or __cuda_array_interface__"
+            "or an object with DLPack, the buffer protocol or __cuda_array_interface__"
         )
         raise ConfigError(message) from error
     return _bounded(_describe_buffer(view, must_be_in_place=must_be_in_place))
@@ -102,10 +101,10 @@ def describe(tensor: object, *, must_be_in_place: bool = False) -> Described:
 def _bounded(described: Described) -> Described:
     _, dtype, shape = described.meta
     if len(shape) > _DIMENSIONS_CAP:
-        message = f"a tensor of {len(shape)} dimensions cannot be sent, {_DIMENSIONS_CAP} are the most"
+        message = f"a tensor of {len(shape)} dimensions cannot be sent (limit {_DIMENSIONS_CAP})"
         raise ConfigError(message)
     if len(dtype) * _MOST_OF_A_CHARACTER > _DTYPE_CAP and (size := len(dtype.encode())) > _DTYPE_CAP:
-        message = f"a dtype that takes {size} bytes to describe cannot be sent, {_DTYPE_CAP} are the most"
+        message = f"a dtype with a description of {size} bytes cannot be sent (limit {_DTYPE_CAP})"
         raise ConfigError(message)
     return described
 
@@ -215,7 +214,7 @@ def _imported_numpy() -> Any:
 
 @lru_cache(maxsize=256)
 def _numpy_dtype_name(dtype: Any) -> str:
-    """A text from which `_numpy_dtype` makes the same dtype: plain, structured, or of ml_dtypes."""
+    """Names a dtype (plain, structured, or of ml_dtypes) so that `_numpy_dtype` can rebuild it."""
     if dtype.hasobject:
         message = f"dtype={dtype}: Python objects cannot be sent"
         raise ConfigError(message)
@@ -232,7 +231,7 @@ def _numpy_dtype_name(dtype: Any) -> str:
 
 
 def _numpy_dtype(name: str) -> Any:
-    # The names of a structured dtype can be changed in place: each array has its own.
+    # Each array gets its own structured dtype, because its names can be changed in place.
     return _parse_dtype(name) if name.startswith("[") else _plain_dtype(name)
 
 
@@ -253,7 +252,7 @@ def _parse_dtype(name: str) -> Any:
 
 
 def rebuild(meta: Meta, data: Any) -> Any:
-    """Makes the tensor that was described, over `data`, without a copy.
+    """Rebuilds the described tensor over `data`, without a copy.
 
     Raises:
         ProtocolError: The description does not fit the bytes.

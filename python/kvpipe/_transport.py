@@ -1,4 +1,4 @@
-"""What the pipes and agents of this process move their bytes with: UCX, or in tests its twin in memory."""
+"""The transport of this process's pipes and agents: UCX, or in tests its twin in memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _overrides: list[_kvpipe.Transport] = []
 
 
 def transport() -> _kvpipe.Transport:
-    """The transport of a pipe or agent that is made now."""
+    """Returns the transport for a new pipe or agent."""
     return _overrides[-1] if _overrides else _kvpipe.Transport.ucx(ucx_wheel_dir())
 
 
 @contextmanager
 def override_transport(replacement: _kvpipe.Transport) -> Iterator[None]:
-    """Has `transport` answer with another one, in all threads."""
+    """Makes `transport` return another one inside the block, in all threads."""
     _overrides.append(replacement)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Agent: blocks of registered memory, moved between processes."""
+"""Agent: moves blocks of registered memory between processes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvpipe.peer import Peer
 from kvpipe.region import Region, writable_bytes
 from kvpipe.work import Work, readable
 
-# As in rust/core/src/region.rs: peers would refuse more.
+# As in rust/core/src/region.rs: peers refuse longer names.
 _NAME_CAP = 256
 
 
 @dataclass(frozen=True)
 class AgentStats:
-    """Counters of what this agent asked of all its peers, those that are lost included.
+    """Counters of this agent's operations with all peers, lost ones included.
 
     Attributes:
         bytes_read: Bytes read from peers.
-        bytes_written: Bytes that peers took.
+        bytes_written: Bytes written to peers.
         num_reads: Reads completed.
         num_writes: Writes completed.
         in_flight: Reads and writes that have not ended.
@@ -48,9 +48,9 @@ class Agent(Closing):
     Args:
         listen: `host:port` where peers connect; loopback by default.
         token: The shared secret; by default `KVPIPE_TOKEN`. Needed for addresses other than loopback.
-        checksum: Whether blocks that this agent reads and writes are compared with checksums that their owner
-            computes (CRC-64/NVME). A read then asks the peer, which takes a round trip more. Over CMA and RDMA it
-            also fails where blocks change while they are moved.
+        checksum: Whether blocks that this agent reads and writes are verified by checksums (CRC-64/NVME) that the
+            source computes. A read then takes one more round trip to the peer. Over CMA and RDMA it also fails if
+            blocks change during the read.
 
     Raises:
         ConfigError: The address cannot be bound.
@@ -64,12 +64,12 @@ class Agent(Closing):
 
     @property
     def address(self) -> str:
-        """Where peers connect, as `host:port`."""
+        """The address for peers, as `host:port`."""
         return self._native.address or ""
 
     @property
     def peers(self) -> list[Peer]:
-        """The peers that are connected now, whichever side began."""
+        """The peers that are connected now, whichever side connected."""
         return [Peer(self._native, peer, self._deferred) for peer in self._native.peers()]
 
     def register(
@@ -84,18 +84,18 @@ class Agent(Closing):
         """Registers memory as blocks that peers may read, until the region or the agent is closed.
 
         Args:
-            memory: A contiguous torch tensor on the CPU or an NVIDIA GPU, numpy array, or what else speaks DLPack, the
-                buffer protocol or `__cuda_array_interface__`, writable. It is kept alive. Blocks on a GPU have no
-                checksums.
-            name: Under which peers know it.
+            memory: A writable, contiguous torch tensor on the CPU or an NVIDIA GPU, a numpy array, or another object
+                with DLPack, the buffer protocol or `__cuda_array_interface__`. The agent keeps it alive. Blocks on a
+                GPU have no checksums.
+            name: Name of the region for peers.
             block_bytes: Bytes of a block.
             stride: Bytes from the start of a block to the start of the next; by default `block_bytes`.
-            writable: Whether peers may have blocks taken into it (`Peer.write_blocks`). Not by default: whoever holds
-                the token could then change the memory at any time.
+            writable: Whether peers may write blocks (`Peer.write_blocks`). By default they may not, because any peer
+                with the token could then change the memory at any time.
 
         Raises:
-            ConfigError: The name is taken or too long, or the memory holds no block of this size.
-            TransportUnavailableError: Memory on a device that cannot be reached, as a GPU where UCX has no CUDA.
+            ConfigError: The name is in use or too long, or the memory is smaller than a block.
+            TransportUnavailableError: UCX cannot reach the memory's device, such as a GPU without CUDA support.
             ClosedError: The agent was closed.
         """
         if not 0 < len(name.encode()) <= _NAME_CAP:
@@ -114,29 +114,29 @@ class Agent(Closing):
         ).wait()
 
     def connect(self, address: str, timeout: float | None = 10) -> Peer:
-        """Connects to an agent, or returns the connection there is.
+        """Connects to an agent, or returns its existing session.
 
         Raises:
             ConfigError: The address is no `host:port`.
-            ConnectError: Nobody answers there.
+            ConnectError: No agent answers there.
             AuthenticationError: It has another token.
             TransferTimeoutError: It did not complete the handshake in time.
         """
         return self._peer(self._native.connect(address), timeout)
 
     def metadata(self) -> bytes:
-        """What another agent needs to reach this one, for those who bring their own exchange: see `add_peer`.
+        """Returns this agent's address and incarnation for `add_peer`, to be exchanged by the application.
 
-        It holds the address and the incarnation; no secret and no key is in it.
+        The bytes contain no secret and no key.
         """
         return self._native.metadata()
 
     def add_peer(self, metadata: bytes, timeout: float | None = 10) -> Peer:
-        """Connects to the agent whose `metadata` this is, and to no successor at its address.
+        """Connects to the agent that returned this `metadata`, and to no later agent at the same address.
 
         Raises:
-            ConfigError: These bytes are no metadata.
-            ConnectError: Nobody answers there, or the agent was restarted.
+            ConfigError: The bytes are not metadata.
+            ConnectError: No agent answers there, or the agent was restarted.
             AuthenticationError: It has another token.
             TransferTimeoutError: It did not complete the handshake in time.
         """
@@ -146,41 +146,41 @@ class Agent(Closing):
         return Work(connected, lambda native: Peer(self._native, native, self._deferred)).wait(timeout)
 
     def notifications(self, timeout: float | None = None) -> list[tuple[Peer, bytes]]:
-        """Takes the notifications of peers, and waits for at least one.
+        """Drains the notifications of peers, and waits for at least one.
 
-        Those of one peer come in the order in which it sent them, each once, and after the blocks of its transfer can
-        be seen. A transfer that failed sends none.
+        Notifications of one peer arrive in the order of sending, each once, and after the blocks of their transfer are
+        visible. A failed transfer sends none.
 
         Args:
-            timeout: Seconds; 0 takes what is there, `None` waits without end.
+            timeout: Seconds; 0 does not wait, `None` waits without limit.
 
         Returns:
-            `(peer, tag)` pairs; none when the timeout came first.
+            `(peer, tag)` pairs; none after the timeout.
 
         Raises:
-            ClosedError: The agent was closed and nothing is left to take.
+            ClosedError: The agent was closed and no notifications are left.
         """
         return [(Peer(self._native, peer, self._deferred), tag) for peer, tag in self._native.notifications(timeout)]
 
     async def anotifications(self) -> list[tuple[Peer, bytes]]:
-        """As `notifications`, in an asyncio loop: no thread waits. Cancelling it, as a time-out does, loses none."""
-        while not (taken := self.notifications(0)):
+        """As `notifications`, in an asyncio loop, without a waiting thread. Cancelling it loses none."""
+        while not (drained := self.notifications(0)):
             await readable(self._native.notifications_fileno())
-        return taken
+        return drained
 
     def stats(self) -> AgentStats:
         """Counters of this agent."""
         return AgentStats(*self._native.stats(), len(self._native.peers()), self._native.num_regions)
 
     def close(self) -> None:
-        """Ends all sessions; what is under way ends with an error.
+        """Closes all sessions; pending operations end with an error.
 
-        Closing twice is fine, also from several threads: each returns once the agent has ended.
+        Several threads may call, also repeatedly; each call returns once the agent is closed.
 
         Raises:
-            TransferTimeoutError: UCX has not ended reads into memory of regions, as of a machine that is gone. The
-                agent is closed all the same. Their memory is kept alive and may still be written to: do not use it
-                until closing again, the agent or the region, raises nothing any more.
+            TransferTimeoutError: UCX has not ended reads into memory of regions, for example from a lost machine. The
+                agent is closed nevertheless. It keeps their memory alive, and UCX may still write to it: do not use
+                the memory until another `close` of the agent or the region succeeds.
         """
         self._is_closed = True
         self._deferred.close()

@@ -1,7 +1,7 @@
 """The command `kvpipe`: results to stdout, logs and errors to stderr.
 
-Each command imports what it needs when it runs, so that `kvpipe info` works without vLLM and
-without the proxy's dependencies, and `kvpipe --help` answers at once.
+Each command imports its modules when it runs, so that `kvpipe info` works without vLLM and without the proxy's
+packages, and `kvpipe --help` is fast.
 """
 
 import argparse
@@ -15,16 +15,16 @@ from typing import Any, TypeAlias
 
 from kvpipe.exceptions import ConfigError, KVPipeError
 
-# argparse has no public name for what add_subparsers() returns
+# argparse has no public name for the result of add_subparsers()
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # noqa: SLF001
 
-_INTERRUPTED = 130  # what shells report for a command ended by SIGINT
+_INTERRUPTED = 130  # the exit status of a command that SIGINT ended, as in shells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status.
 
-    An error that kvpipe raises on purpose is one line on stderr and status 1; wrong usage is 2.
+    A `KVPipeError` is one line on stderr and status 1; wrong usage is status 2.
     """
     args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
@@ -47,7 +47,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         args = parser.parse_args(argv[:1])
         args.arguments = argv[1:]
         return args
-    # What follows "--" is vLLM's, whatever argparse would make of it
+    # Arguments after "--" are vLLM's; argparse must not parse them
     index = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:index])
     if index < len(argv) and args.command is not _up:
@@ -57,7 +57,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _add_info(commands: Commands) -> None:
-    parser = commands.add_parser("info", help="versions, and what UCX can do on this machine")
+    parser = commands.add_parser("info", help="print versions and what UCX supports on this machine")
     parser.set_defaults(command=_info)
 
 
@@ -67,22 +67,22 @@ def _add_up(commands: Commands) -> None:
         help="start prefill and decode instances and the proxy on this machine",
         usage="kvpipe up MODEL [options] [-- vLLM arguments for every instance]",
     )
-    parser.add_argument("model", metavar="MODEL", help="folder or name, as vLLM takes it")
+    parser.add_argument("model", metavar="MODEL", help="folder or name of the model, as for vLLM")
     parser.add_argument("--prefill", type=int, default=1, metavar="X", help="instances, default 1")
     parser.add_argument("--decode", type=int, default=1, metavar="Y", help="instances, default 1")
     parser.add_argument(
         "--undivided",
         action="store_true",
-        help="one more instance without connector and proxy, to compare with",
+        help="start one more instance without connector and proxy, for comparison",
     )
     _add_endpoint(parser)
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a KV block")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep each process's log here too")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="also write each process's log here")
     parser.set_defaults(command=_up)
 
 
 def _add_proxy(commands: Commands) -> None:
-    parser = commands.add_parser("proxy", help="one OpenAI-compatible endpoint over instances")
+    parser = commands.add_parser("proxy", help="run one OpenAI-compatible endpoint over instances")
     for role in ("prefill", "decode"):
         parser.add_argument(
             f"--{role}",
@@ -96,20 +96,20 @@ def _add_proxy(commands: Commands) -> None:
 
 
 def _add_endpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="where the proxy listens, default loopback")
-    parser.add_argument("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the proxy, default loopback")
+    parser.add_argument("--port", type=int, default=8000, help="port of the proxy, default 8000; 0 picks a free one")
     parser.add_argument(
         "--dispatch",
         choices=("just-in-time", "sequential", "concurrent"),
         default="just-in-time",
         help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once",
     )
-    parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, where other users do not see it")
+    parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, which other users cannot see")
 
 
 def _add_bench(commands: Commands) -> None:
-    # `kvpipe.bench.command` has its arguments: their defaults need what only it imports
-    parser = commands.add_parser("bench", help="measure kvpipe, and what it is held against", add_help=False)
+    # `kvpipe.bench.command` parses the arguments, because their defaults need its imports
+    parser = commands.add_parser("bench", help="measure kvpipe beside other transports and connectors", add_help=False)
     parser.set_defaults(command=_bench)
 
 
@@ -177,7 +177,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _missing_extra(error: ModuleNotFoundError) -> KVPipeError:
-    """Names the extra when one of its packages is missing; any other missing module is a bug."""
+    """Names the extra if one of its packages is missing; any other missing module is a bug."""
     if error.name is None or error.name.split(".")[0] not in {"aiohttp", "orjson", "uvloop"}:
         raise error
     return ConfigError(f"{error.name} is not installed; pip install 'kvpipe[proxy]'")

@@ -1,4 +1,4 @@
-"""Settings that all parts share: the token, and where UCX is."""
+"""Settings shared by all parts: the token and the path of UCX."""
 
 import importlib.util
 import os
@@ -8,19 +8,19 @@ from kvpipe.exceptions import ConfigError
 
 
 def resolve_token(token: str | None = None) -> bytes:
-    """The shared secret: the argument, else `KVPIPE_TOKEN`, else the content of `KVPIPE_TOKEN_FILE`, else none.
+    """Returns the shared secret: the argument, else `KVPIPE_TOKEN`, else the content of `KVPIPE_TOKEN_FILE`, else none.
 
-    A variable that is set to nothing counts as not set.
+    An empty variable counts as unset.
 
     Raises:
-        ConfigError: The token is no text, or the token file cannot be read or is empty.
+        ConfigError: The token is not a string, or the token file cannot be read or is empty.
     """
     if token is None:
         token = os.environ.get("KVPIPE_TOKEN") or None
     if token is None:
         return _token_of_file(os.environ.get("KVPIPE_TOKEN_FILE"))
     if not isinstance(token, str):
-        message = f"token is {type(token).__name__}; expected text"
+        message = f"token is {type(token).__name__}: expected a string"
         raise ConfigError(message)
     return token.encode(errors="surrogateescape")
 
@@ -40,7 +40,7 @@ def _token_of_file(path: str | None) -> bytes:
 
 
 def ucx_wheel_dir() -> str | None:
-    """The folder of PyPI's libucx package, when it is installed. Nothing is imported."""
+    """Returns the folder of PyPI's libucx package, if it is installed, without importing it."""
     spec = importlib.util.find_spec("libucx")
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -4,17 +4,17 @@
 
     KVPipeError
     ├── ConfigError (ValueError)              fix the argument or setting
-    ├── TransportUnavailableError             install UCX, or use another memory
+    ├── TransportUnavailableError             install UCX, or use other memory
     ├── ConnectError (ConnectionError)        retry, or another instance
     ├── AuthenticationError (PermissionError) give both sides the same token
     ├── IncompatiblePeerError                 fix the deployment
     ├── PeerLostError (ConnectionError)       recompute; connect again
     ├── TransferTimeoutError (TimeoutError)   retry, or recompute
     ├── CorruptDataError                      recompute
-    ├── EndOfPipeError (EOFError)             all was received: done
+    ├── EndOfPipeError (EOFError)             everything was received: done
     ├── ProtocolError                         report a bug
     ├── CapacityError                         slow down
-    └── ClosedError                           a bug in the caller
+    └── ClosedError                           fix the caller
 """
 
 
@@ -23,7 +23,7 @@ class KVPipeError(Exception):
 
 
 class ConfigError(KVPipeError, ValueError):
-    """An argument or setting is bad; found before any input or output."""
+    """An argument or setting is wrong; found before any input or output."""
 
 
 class TransportUnavailableError(KVPipeError):
@@ -35,36 +35,36 @@ class ConnectError(KVPipeError, ConnectionError):
 
 
 class AuthenticationError(KVPipeError, PermissionError):
-    """The peers do not hold the same token."""
+    """The peers have different tokens."""
 
 
 class IncompatiblePeerError(KVPipeError):
-    """Protocol version or fingerprint differ; the message names both sides' values."""
+    """Protocol version or fingerprint differ; the message has the values of both sides."""
 
 
 class PeerLostError(KVPipeError, ConnectionError):
-    """The peer went away; the pipe or peer object is closed for good."""
+    """The peer was lost; the pipe or peer object stays closed."""
 
 
 class TransferTimeoutError(KVPipeError, TimeoutError):
-    """Not done in time; the message says whether the pipe is still usable."""
+    """The operation was not done in time; the message says whether the pipe is still usable."""
 
 
 class CorruptDataError(KVPipeError):
-    """A checksum differs: a tensor was not delivered, blocks must not be used."""
+    """A checksum does not match: the tensor was not delivered, or the blocks must not be used."""
 
 
 class EndOfPipeError(KVPipeError, EOFError):
-    """The sender closed the pipe in order and everything was taken."""
+    """The sender closed the pipe, and everything was received."""
 
 
 class ProtocolError(KVPipeError):
-    """The peer sent something that the protocol does not know."""
+    """The peer violated the protocol."""
 
 
 class CapacityError(KVPipeError):
-    """A buffer stayed full for longer than the caller would wait."""
+    """A buffer stayed full for longer than the timeout."""
 
 
 class ClosedError(KVPipeError):
-    """This side had closed the object before the call."""
+    """This side closed the object before the call."""

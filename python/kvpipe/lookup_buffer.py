@@ -1,4 +1,4 @@
-"""LookupBuffer: KV entries that are found by their tokens, each delivered once."""
+"""LookupBuffer: KV entries looked up by their tokens, each delivered once."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _NUM_TENSORS = 5
 
 @dataclass(frozen=True)
 class LookupBufferStats:
-    """Counters of a lookup buffer. What only the server knows is `None` at a client.
+    """Counters of a lookup buffer. Counters that only the server knows are `None` at a client.
 
     Attributes:
-        num_inserted: Entries that were inserted; of a buffer that serves, by its clients too.
-        num_taken: Entries that were taken; of a buffer that serves, by its clients too.
-        num_waiting: Inserts that wait for place and selects that wait for an entry.
+        num_inserted: Inserted entries; for a server, those of its clients included.
+        num_taken: Consumed entries; for a server, those of its clients included.
+        num_waiting: Inserts that wait for space and selects that wait for an entry.
         num_entries: Entries that can be selected.
-        num_leased: Entries on their way to a consumer, or with one that has not looked at them.
-        num_bytes: Bytes that all entries, leased ones included, and inserts under way count: see `LookupBuffer`.
-        capacity_bytes: How many bytes there may be.
-        transport: What carries large tensors between client and servers: `cma`, `tcp`, `rc_mlx5`, …; empty in the
-            same process.
+        num_leased: Entries on their way to a consumer, or not yet accepted by it.
+        num_bytes: Size of all entries, leased ones and pending inserts included: see `LookupBuffer`.
+        capacity_bytes: Limit of `num_bytes`.
+        transport: Transport of large tensors between client and servers: `cma`, `tcp`, `rc_mlx5`, …; empty within one
+            process.
     """
 
     num_inserted: int
@@ -44,22 +44,21 @@ class LookupBufferStats:
 
 
 class LookupBuffer(Closing):
-    """Entries of KV cache between producers, who `insert`, and consumers, who `drop_select` by tokens.
+    """A buffer of KV cache entries: producers `insert` them, consumers `drop_select` them by tokens.
 
     An entry has five tensors: input tokens, region of interest, key, value, hidden states. `LookupBuffer(...)` keeps
-    entries in this process, and with `serve` for other processes too; `LookupBuffer.connect(...)` uses those of others.
-    Each entry is delivered to exactly one consumer and dropped. One whose consumer dies before it has all bytes goes
-    back to its old place.
+    entries in this process, and `serve` offers them to other processes. `LookupBuffer.connect(...)` uses the buffers of
+    other processes. Each entry is delivered to exactly one consumer and then dropped. If the consumer dies before it
+    has all bytes, the entry returns to its old position.
 
-    The tokens of an entry or a query are those of `input_tokens` where `roi` is true. They match when the shorter are
-    a prefix of the longer. The longest match wins, of several the oldest entry.
+    The tokens of an entry or query are those of `input_tokens` where `roi` is true. They match if the shorter sequence
+    is a prefix of the longer one. The longest match wins, then the oldest entry.
 
-    Any thread may call. Ctrl-C interrupts every wait. In a process that was forked from the one that made the buffer,
-    every call raises `ClosedError`.
+    Any thread may call. Ctrl-C interrupts every wait. In a forked child process, every call raises `ClosedError`.
 
     Args:
-        capacity_bytes: How many bytes all entries may take together. Each counts its tensors with their dtypes and
-            shapes, 8 bytes for each token that counts, and 2 KiB of bookkeeping.
+        capacity_bytes: Limit for the size of all entries. An entry counts its tensors with dtypes and shapes, 8 bytes
+            for each of its tokens, and 2 KiB of overhead.
     """
 
     def __init__(self, capacity_bytes: int = 1 << 30) -> None:
@@ -72,21 +71,21 @@ class LookupBuffer(Closing):
     def connect(
         cls, *addresses: str, token: str | None = None, timeout: float = 10, checksum: bool = True
     ) -> LookupBuffer:
-        """Uses buffers that other processes serve.
+        """Connects to buffers that other processes serve.
 
-        With several addresses, inserts go to the first and selects to all: the first server that has an entry delivers
-        it, the longest match is that of its server. When one of the servers is lost, so is the buffer: calls raise
-        `PeerLostError`, and entries that had not arrived stay with their servers.
+        With several addresses, inserts go to the first server and selects to all. The first server with a match
+        delivers its longest one. When one server is lost, calls raise `PeerLostError`, and entries that have not
+        arrived stay with their servers.
 
         Args:
             addresses: The servers' `address`, one or more.
             token: The shared secret; by default `KVPIPE_TOKEN`.
-            timeout: Seconds until all servers must have accepted.
-            checksum: Whether the server compares large tensors that are inserted with checksums (as of `Pipe.connect`).
-                Small ones always are.
+            timeout: Seconds to wait for all servers.
+            checksum: Whether the server verifies large inserted tensors by checksums (as of `Pipe.connect`). Small
+                tensors are always verified.
 
         Raises:
-            ConnectError: Nobody answers there.
+            ConnectError: No server answers there.
             AuthenticationError: A server has another token.
             TransportUnavailableError: There is no usable UCX.
         """
@@ -103,22 +102,22 @@ class LookupBuffer(Closing):
         return buffer
 
     def serve(self, address: str = "127.0.0.1:0", token: str | None = None, *, checksum: bool = True) -> None:
-        """Lets other processes use this buffer too; returns at once.
+        """Offers this buffer to other processes; returns at once.
 
         Args:
             address: `host:port`; port 0 picks a free one, see the property `address`.
-            token: The shared secret; by default `KVPIPE_TOKEN`. Needed for addresses other than loopback.
-            checksum: Whether consumers compare large tensors that they take with checksums. Small ones always are.
+            token: The shared secret; by default `KVPIPE_TOKEN`. Required for addresses other than loopback.
+            checksum: Whether consumers verify large tensors by checksums. Small tensors are always verified.
 
         Raises:
-            ConfigError: The address cannot be bound, or the buffer is served already or belongs to others.
+            ConfigError: The address cannot be bound, or the buffer is served already or is a client.
             TransportUnavailableError: There is no usable UCX.
         """
         self._native.serve(address, resolve_token(token), transport(), checksum)
 
     @property
     def address(self) -> str:
-        """Where others connect to; of a client, its servers', separated by commas; empty if neither."""
+        """The address for clients; at a client, the servers' addresses, separated by commas; otherwise empty."""
         return self._native.address
 
     def insert(  # noqa: PLR0917 - the signature of vLLM's lookup buffers, and a timeout
@@ -126,33 +125,33 @@ class LookupBuffer(Closing):
     ) -> None:
         """Inserts a copy of the tensors, which may be changed once this returns.
 
-        It does not wait while there is place. Otherwise inserts wait in the order of their calls, those of other
-        processes included. Without place for one entry, all later ones wait too, whatever their size. Ctrl-C withdraws
-        an insert, unless its bytes are on their way to another process already.
+        It waits only if there is no space. Inserts wait in the order of their calls, those of other processes included.
+        While one entry waits, all later ones wait too, whatever their size. Ctrl-C withdraws an insert, unless its
+        bytes are already being sent to another process.
 
         Args:
-            input_tokens: `[num_tokens]`, any integer dtype, torch or numpy like all tensors here. The copy is made in
-                host memory; of a torch tensor on a GPU once its current stream is done, which the caller waits for.
-            roi: `[num_tokens]`, bool: which tokens count. `None`: all.
+            input_tokens: `[num_tokens]`, any integer dtype; a torch tensor or numpy array, like all tensors here. The
+                copy is in host memory; for a torch tensor on a GPU, the caller waits for its current stream first.
+            roi: `[num_tokens]`, bool: which tokens count; `None` means all.
             key: Any shape and dtype, or `None`.
             value: As `key`.
             hidden: As `key`.
-            timeout: Seconds to wait for place; 0 does not wait, `None` waits until there is some.
+            timeout: Seconds to wait for space; 0 does not wait, `None` waits without limit.
 
         Raises:
-            CapacityError: There was no place in time. Nothing was inserted, the buffer is usable.
-            ConfigError: Larger than the capacity, no token counts, or a tensor that cannot be kept; the buffer is
-                usable. At a buffer of another process, also more than 4,194,304 tokens that count.
-            TransportUnavailableError: A tensor in memory that this version cannot read; the buffer is usable.
-            PeerLostError: A server is gone; whether the entry was inserted is not known.
-            TransferTimeoutError: The server, another process, gave no sign of life by the deadline; whether the entry
-                was inserted is not known, and the buffer is closed.
+            CapacityError: There was no space in time. Nothing was inserted, and the buffer is usable.
+            ConfigError: The entry is larger than the capacity, no token counts, or a tensor cannot be stored; the
+                buffer is usable. A buffer of another process also refuses more than 4,194,304 counted tokens.
+            TransportUnavailableError: A tensor is in memory that cannot be read; the buffer is usable.
+            PeerLostError: A server was lost; the entry may have been inserted.
+            TransferTimeoutError: The server did not answer probes by the deadline; the entry may have been inserted,
+                and the buffer is closed.
             ClosedError: The buffer was closed here.
         """
         _wait(self._insert(input_tokens, roi, (key, value, hidden), timeout, is_waited=True))
 
     def iinsert(self, input_tokens: Any, roi: Any, key: Any, value: Any, hidden: Any) -> Work[None]:
-        """Begins `insert`. The tensors must not be changed until the work is done; dropping it cancels nothing."""
+        """Begins `insert`. The tensors must not be changed until the work is done; dropping it does not cancel it."""
         return Work(self._insert(input_tokens, roi, (key, value, hidden), None, is_waited=False), lambda _: None)
 
     def _insert(
@@ -163,51 +162,51 @@ class LookupBuffer(Closing):
         return self._native.insert(tokens, [(tensor.meta, tensor.data) for tensor in described], timeout, is_waited)
 
     def drop_select(self, input_tokens: Any, roi: Any, timeout: float | None = None) -> list[Any]:
-        """Takes the entry whose tokens match best, or waits for one that matches.
+        """Consumes the entry with the longest match, or waits for a match.
 
         Args:
-            input_tokens: `[num_tokens]`, any integer dtype; `None` takes the oldest entry, whatever its tokens.
-            roi: `[num_tokens]`, bool: which tokens count. `None`: all.
-            timeout: Seconds to wait; 0 asks, `None` waits until there is one.
+            input_tokens: `[num_tokens]`, any integer dtype; `None` consumes the oldest entry, whatever its tokens.
+            roi: `[num_tokens]`, bool: which tokens count; `None` means all.
+            timeout: Seconds to wait; 0 does not wait, `None` waits without limit.
 
         Returns:
-            `[input_tokens, roi, key, value, hidden]` as they were inserted, in memory of their own; five times `None`
-            when there was nothing in time, which includes servers that give no sign of life by then.
+            `[input_tokens, roi, key, value, hidden]` as they were inserted, in their own memory. Five times `None` if
+            there was no match in time, or if a server did not answer probes by then.
 
         Raises:
-            ConfigError: No token of the query counts; the buffer is usable. At a buffer of another process, also more
-                than 4,194,304 that count.
-            CapacityError: Selects of this client wait already at the server, another process, 4,096 of them or with
-                16,777,216 tokens together; let some end first. The buffer is usable.
-            PeerLostError: A server is gone.
+            ConfigError: No token of the query counts; the buffer is usable. A buffer of another process also refuses
+                more than 4,194,304 counted tokens.
+            CapacityError: Too many selects of this client wait at the server: 4,096, or 16,777,216 tokens in total. Let
+                some end first. The buffer is usable.
+            PeerLostError: A server was lost.
             ClosedError: The buffer was closed here.
         """
         native = self._select(input_tokens, roi, timeout, is_waited=True)
         return _consume(native, _wait(native))
 
     def idrop_select(self, input_tokens: Any, roi: Any) -> Work[list[Any]]:
-        """Begins `drop_select`. A work that is dropped before its result was asked for takes nothing."""
+        """Begins `drop_select`. A work that is dropped before its result is read consumes no entry."""
         native = self._select(input_tokens, roi, None, is_waited=False)
         return Work(native, lambda entry: _consume(native, entry))
 
     def _select(self, input_tokens: Any, roi: Any, timeout: float | None, *, is_waited: bool) -> _kvpipe.Work:
         if input_tokens is None:
             if roi is not None:
-                message = "roi without input_tokens: None as query takes the oldest entry, and has no roi"
+                message = "roi without input_tokens: a query of None consumes the oldest entry, and has no roi"
                 raise ConfigError(message)
             return self._native.select(None, timeout, is_waited)
         return self._native.select(_counted(input_tokens, roi), timeout, is_waited)
 
     def stats(self) -> LookupBufferStats:
-        """Counters of this buffer."""
+        """Returns counters of this buffer."""
         info = self._native.info()
         del info["state"]
         return LookupBufferStats(**info)
 
     def close(self) -> None:
-        """Ends the buffer; waits of other threads end with `ClosedError`. Closing twice is fine.
+        """Closes the buffer; waits of other threads end with `ClosedError`. A second call does nothing.
 
-        Of a buffer in this process, all entries are dropped, and its clients lose it.
+        A buffer in this process drops all entries, and its clients lose it.
         """
         self._native.close()
 
@@ -221,7 +220,7 @@ class LookupBuffer(Closing):
 
 
 def _wait(native: _kvpipe.Work) -> Any:
-    """Waits for the end; when that is interrupted, what has not begun never will."""
+    """Waits for the end; an interrupted wait withdraws the operation if it has not begun."""
     try:
         native.wait()
     except BaseException:
@@ -234,13 +233,13 @@ def _consume(native: _kvpipe.Work, entry: list[tuple[int, str, list[int], Any]] 
     if entry is None:
         return [None] * _NUM_TENSORS
     tensors = [rebuild((family, dtype, shape), b"" if data is None else data) for family, dtype, shape, data in entry]
-    # Not before: an entry from which no tensors can be made here is left to others.
+    # Last, so that an entry from which no tensors can be made stays available to other consumers.
     native.take()
     return tensors
 
 
 def _described(tensor: Any) -> Described:
-    """A tensor in host memory; of a torch tensor on a GPU its copy there."""
+    """Describes a tensor in host memory; a torch tensor on a GPU is copied there."""
     described = describe(tensor.cpu() if getattr(tensor, "is_cuda", False) else tensor)
     if isinstance(described.data, _kvpipe.CudaMemory):
         message = f"a {type(tensor).__name__} on a GPU cannot be inserted; copy it to the CPU first"
@@ -249,7 +248,7 @@ def _described(tensor: Any) -> Described:
 
 
 def _counted(input_tokens: Any, roi: Any) -> Any:
-    """The tokens that count, as contiguous 64-bit integers."""
+    """Returns the counted tokens as contiguous 64-bit integers."""
     tokens = _array("input_tokens", input_tokens)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         message = f"input_tokens: expected [num_tokens] of integers, got {list(tokens.shape)} of {tokens.dtype}"

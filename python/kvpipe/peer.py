@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PeerStats:
-    """Counters of what this side asked of a peer.
+    """Counters of this side's operations with a peer.
 
     Attributes:
         bytes_read: Bytes read from it.
-        bytes_written: Bytes that it took.
+        bytes_written: Bytes written to it.
         num_reads: Reads completed.
         num_writes: Writes completed.
         in_flight: Reads and writes that have not ended.
-        transport: What carries the blocks: `cma`, `tcp`, …
+        transport: Transport of the blocks: `cma`, `tcp`, …
     """
 
     bytes_read: int
@@ -42,7 +42,7 @@ class PeerStats:
 
 
 class Plan:
-    """A transfer that was checked, ordered and joined once, to be made many times; see `Peer.prepare`."""
+    """A prepared transfer, checked, ordered and coalesced once, to be repeated; see `Peer.prepare`."""
 
     def __init__(
         self, agent: _kvpipe.Agent, native: _kvpipe.Plan, ready: Ready, queue: DeferredQueue, about: str
@@ -74,13 +74,13 @@ class Plan:
 
 
 class Peer:
-    """A connected agent. A lost peer stays lost; connecting again returns a new one.
+    """A session with a connected agent. A lost peer stays lost; connecting again returns a new one.
 
-    Peers of one agent are equal when they are the same connection.
+    Peers of one agent are equal if they are the same session.
 
-    A transfer of ours between GPU blocks begins when the current stream of the GPU (torch's) has done what it had been
-    given at the call, which no caller waits for; what is called later on this agent begins after it. What a peer moves
-    out of or into our GPU blocks waits for no stream of ours: tell it of blocks when they are there.
+    A transfer of this agent between GPU blocks begins after the work that the GPU's current stream (torch's) had at the
+    call; no caller waits for that, and later calls on this agent begin after it. A peer's transfers with GPU blocks of
+    this agent wait for no local stream: notify the peer when the blocks are ready.
     """
 
     def __init__(self, agent: _kvpipe.Agent, native: _kvpipe.Peer, queue: DeferredQueue) -> None:
@@ -90,17 +90,17 @@ class Peer:
 
     @property
     def address(self) -> str:
-        """Where it listens; of a peer that connected to us, where it came from."""
+        """Its address; for a peer that connected to this agent, the address it connected from."""
         return self._native.address
 
     @property
     def transport(self) -> str:
-        """What carries its blocks, such as `cma` or `tcp`."""
+        """Transport of its blocks, such as `cma` or `tcp`."""
         return self._native.transport
 
     @property
     def regions(self) -> dict[str, RegionInfo]:
-        """Its regions by name as of now; of a lost peer, the last ones."""
+        """Its current regions by name; for a lost peer, the last ones."""
         return {region[0]: RegionInfo(*region[1:]) for region in self._native.regions()}
 
     def read_blocks(
@@ -113,28 +113,29 @@ class Peer:
         notify: bytes | None = None,
         timeout: float | None = None,
     ) -> Work[int]:
-        """Begins to read blocks of this peer into blocks of a region of ours.
+        """Begins to read blocks of this peer into blocks of a local region.
 
         Args:
             region: The destination.
             local_ids: Destination block ids, each at most once: a range, an integer array or tensor of one dimension,
-                or any iterable of integers. Arrays and ranges are the fast way.
+                or any iterable of integers. Arrays and ranges are the fastest.
             remote_region: Name of the source.
             remote_ids: Source block ids, one for each destination.
-            notify: A tag that the peer's `Agent.notifications` returns once the blocks are here; at most 64 KiB.
-                With a tag the transfer begins when the peer has room for it, see `notify`.
-            timeout: Seconds until it must be done. If it has begun by then, the peer is closed: nothing else could
-                stop it; if it has not, the peer stays usable.
+            notify: A tag that the peer's `Agent.notifications` returns once the blocks have been read; at most 64 KiB.
+                A transfer with a tag begins when the peer has space for the tag, see `notify`.
+            timeout: Seconds. At the deadline, a transfer that has begun closes the peer, because nothing else can stop
+                it. Otherwise the peer stays usable.
 
         Returns:
             A work whose result is the number of bytes.
 
         Raises:
-            ConfigError: Ids out of range, repeated or of different number, block sizes that differ, a region that is
-                unknown, closed or another agent's, too long a tag. From the work: a region that was closed meanwhile.
-            PeerLostError: The peer is gone (also from the work).
-            CorruptDataError: (from the work) blocks differ from their checksums; it names the first (over TCP about).
-                They changed while they were moved, or on their way. The destination has what came; the peer is usable.
+            ConfigError: Ids are out of range, repeated or different in number; block sizes differ; a region is unknown,
+                closed or another agent's; or the tag is too long. From the work: a region was closed meanwhile.
+            PeerLostError: The peer was lost (also from the work).
+            CorruptDataError: (from the work) blocks do not match their checksums; the message names the first (over TCP
+                approximately). They changed during the read, or on the network. The destination holds the received
+                bytes; the peer is usable.
             TransferTimeoutError: (from the work) not done in time.
             ClosedError: The agent was closed.
         """
@@ -150,25 +151,25 @@ class Peer:
         notify: bytes | None = None,
         timeout: float | None = None,
     ) -> Work[int]:
-        """Offers blocks of a region of ours to this peer, which takes them into one of its regions.
+        """Begins to write blocks of a local region into blocks of this peer.
 
-        The peer checks the offer and moves the bytes itself, so that nothing is written there after it has closed the
-        region or the session. Our blocks must not change before the work is done.
+        The peer checks the request and moves the bytes itself, so nothing is written after it has closed the region or
+        the session. The source blocks must not change before the work is done.
 
         Args:
             region: The source.
             local_ids: Source block ids; as for `read_blocks`.
-            remote_region: Name of the destination, which its owner registered with `writable=True`.
+            remote_region: Name of the destination, which the peer has registered with `writable=True`.
             remote_ids: Destination block ids, each at most once, one for each source.
-            notify: A tag that the peer's `Agent.notifications` returns once the blocks are there; at most 64 KiB.
-            timeout: Seconds until it must be done; as for `read_blocks`.
+            notify: A tag that the peer's `Agent.notifications` returns once the blocks are written; at most 64 KiB.
+            timeout: Seconds; as for `read_blocks`.
 
         Returns:
-            A work whose result is the number of bytes, once they are at the peer.
+            A work whose result is the number of written bytes.
 
         Raises:
             ConfigError: As for `read_blocks`, or the destination is not writable (also from the work).
-            PeerLostError: The peer is gone (also from the work).
+            PeerLostError: The peer was lost (also from the work).
             CorruptDataError: (from the work) as for `read_blocks`.
             TransferTimeoutError: (from the work) not done in time.
             ClosedError: The agent was closed.
@@ -176,11 +177,11 @@ class Peer:
         return self.prepare(region, local_ids, remote_region, remote_ids).write(notify=notify, timeout=timeout)
 
     def prepare(self, region: Region, local_ids: Iterable[int], remote_region: str, remote_ids: Iterable[int]) -> Plan:
-        """Checks, orders and joins the blocks of a transfer that will be made many times, in either direction.
+        """Checks, orders and coalesces the blocks of a transfer that will be repeated, in either direction.
 
         Raises:
-            ConfigError: As for `read_blocks`; repeated ids are an error only of the direction that writes to them.
-            PeerLostError: The peer is gone.
+            ConfigError: As for `read_blocks`. Repeated ids are an error only in the direction that writes to them.
+            PeerLostError: The peer was lost.
         """
         local, remote = _without_torch(local_ids), _without_torch(remote_ids)
         native = self._agent.prepare(self._native, region._native, local, remote_region, remote)  # noqa: SLF001 - one package
@@ -188,17 +189,17 @@ class Peer:
         return Plan(self._agent, native, region._ready, self._deferred, about)  # noqa: SLF001 - one package
 
     def notify(self, tag: bytes) -> Work[None]:
-        """Sends a tag to this peer, whose `Agent.notifications` returns it, at most 64 KiB.
+        """Sends a tag of at most 64 KiB to this peer, whose `Agent.notifications` returns it.
 
-        Tags of one sender arrive in the order of its calls, those of transfers included, each exactly once. At most
-        256 of them, 1 MiB together, wait at the receiver: the next is sent when it has taken some.
+        Tags of one sender, those of transfers included, arrive in the order of its calls, each exactly once. At most
+        256 tags, 1 MiB in total, wait at the receiver. The next one is sent when the receiver has drained some.
 
         Returns:
             A work that ends when the peer has the tag.
 
         Raises:
             ConfigError: The tag is too long or not bytes.
-            PeerLostError: The peer is gone (also from the work).
+            PeerLostError: The peer was lost (also from the work).
             ClosedError: The agent was closed.
         """
         tag = _tag(tag) or b""
@@ -208,16 +209,16 @@ class Peer:
         return Work(native, lambda _: None)
 
     def stats(self) -> PeerStats:
-        """Counters of this peer."""
+        """Returns counters of this peer."""
         return PeerStats(*self._native.stats(), self.transport)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Peer):
             return NotImplemented
-        return self._agent is other._agent and self._native.link == other._native.link
+        return self._agent is other._agent and self._native.session_key == other._native.session_key
 
     def __hash__(self) -> int:
-        return hash((id(self._agent), self._native.link))
+        return hash((id(self._agent), self._native.session_key))
 
     def __repr__(self) -> str:
         if (reason := self._native.lost) is not None:
@@ -235,7 +236,7 @@ def _tag(tag: bytes | None) -> bytes | None:
 
 
 def _without_torch(ids: Any) -> Any:
-    """A tensor as an array: tensors do not speak the buffer protocol."""
+    """Converts a tensor to an array, because tensors lack the buffer protocol."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(ids, torch.Tensor):
         return ids.detach().cpu().numpy()

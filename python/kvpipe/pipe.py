@@ -30,13 +30,13 @@ _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 @dataclass(frozen=True)
 class PipeStats:
-    """Counters of a pipe's end.
+    """Counters of one end of a pipe.
 
     Attributes:
         num_tensors: Tensors sent or received, completed.
-        num_bytes: Their bytes.
-        in_flight: Operations that are not done.
-        transport: What carries large tensors: `cma`, `tcp`, `rc_mlx5`, …; empty before the peers have met.
+        num_bytes: Bytes of these tensors.
+        in_flight: Pending operations.
+        transport: Transport of large tensors: `cma`, `tcp`, `rc_mlx5`, …; empty before the ends are connected.
     """
 
     num_tensors: int
@@ -46,22 +46,20 @@ class PipeStats:
 
 
 class Pipe:
-    """One end of a FIFO of tensors: made by `listen` (the receiving end) or `connect` (the sending end).
+    """One end of a FIFO of tensors, made by `listen` (the receiving end) or `connect` (the sending end).
 
-    Any thread may call any method, also while others wait in theirs; operations take their place in the order of the
-    calls. `timeout=None` waits until the operation is done or the peer is lost, 0 takes what is there already. An
-    operation that expires before the two sides have met is withdrawn and the pipe stays usable; one that expires later
-    closes the pipe. Ctrl-C interrupts every wait. A process that was forked from the one that made the pipe gets
-    `ClosedError`.
+    Any thread may call any method at any time. Operations are ordered by their calls. `timeout=None` waits until the
+    operation is done or the peer is lost; 0 does not wait. An operation that expires before a send has met its receive
+    is withdrawn, and the pipe stays usable. An operation that expires later closes the pipe. Ctrl-C interrupts every
+    wait. In a forked child process, calls raise `ClosedError`.
 
-    What is sent is kept alive until it has left, and what is received is the caller's alone. Torch tensors arrive as
-    torch tensors, `None` as `None`, and all else as numpy arrays: numpy's own, and what speaks DLPack or the buffer
-    protocol (`bytes` as a one-dimensional array of uint8).
+    The pipe keeps sent tensors alive until they have left; received tensors belong to the caller. Torch tensors arrive
+    as torch tensors and `None` as `None`. Numpy arrays, DLPack objects and buffers arrive as numpy arrays (`bytes` as a
+    one-dimensional array of uint8).
 
-    Tensors on an NVIDIA GPU are moved in place, without checksums, where UCX has CUDA. What their stream (torch's
-    current one) has been given to do when a method is called is done before their memory is read or written, which no
-    caller waits for. A work on one is done when its bytes are there for all streams. None of this has run on a GPU yet
-    (docs/gpu.md).
+    Where UCX has CUDA, tensors on an NVIDIA GPU are moved in place, without checksums. Their memory is read or written
+    after the work that their stream (torch's current one) had at the call, and no caller waits for that. When a work on
+    such a tensor ends, its bytes are visible to all streams. None of this has run on a GPU yet (docs/gpu.md).
     """
 
     def __init__(self, end: _kvpipe.PipeEnd, *, is_sender: bool) -> None:
@@ -76,9 +74,9 @@ class Pipe:
 
         Args:
             address: `host:port`; port 0 picks a free one, see `address`.
-            token: The shared secret; by default `KVPIPE_TOKEN`. Needed for addresses other than loopback.
-            busy_poll_us: Microseconds for which the pipe's thread looks for more before it sleeps; by default 30,
-                and 0 on two cores or fewer. More of it costs CPU and saves latency, if a core is free for it.
+            token: The shared secret; by default `KVPIPE_TOKEN`. Required for addresses other than loopback.
+            busy_poll_us: Microseconds of polling before the pipe's thread sleeps; by default 30, and 0 on two cores or
+                fewer. A longer time costs CPU and lowers latency, if a core is free for it.
 
         Raises:
             ConfigError: The address cannot be bound.
@@ -97,20 +95,20 @@ class Pipe:
         checksum: bool = True,
         busy_poll_us: int | None = None,
     ) -> Pipe:
-        """Opens the sending end and waits until the receiver has accepted it. Any thread may call.
+        """Opens the sending end, and waits until the receiver accepts it. Any thread may call.
 
         Args:
             address: The receiver's `address`.
             token: The shared secret; by default `KVPIPE_TOKEN`.
-            timeout: Seconds until the receiver must have accepted.
-            checksum: Whether the receiver compares each tensor with a checksum computed here (CRC-64/NVME; the
-                cost is in docs/benchmarks.md). A tensor that differs, as after a change while it was sent, raises
-                `CorruptDataError` at both ends, and the pipe goes on with the next.
+            timeout: Seconds to wait for the receiver.
+            checksum: Whether the receiver verifies each tensor by a checksum of the sender (CRC-64/NVME; its cost is in
+                docs/benchmarks.md). A mismatch, for example after a change during the send, raises `CorruptDataError`
+                at both ends, and the pipe continues with the next tensor.
             busy_poll_us: As in `listen`.
 
         Raises:
-            ConfigError: The address is no `host:port`.
-            ConnectError: Nobody answers there, or the pipe has a sender already.
+            ConfigError: The address is not `host:port`.
+            ConnectError: No pipe answers there, or it has a sender already.
             AuthenticationError: The receiver has another token.
             TransportUnavailableError: There is no usable UCX.
         """
@@ -127,25 +125,24 @@ class Pipe:
         return pipe
 
     def send_tensor(self, tensor: Any, timeout: float | None = None) -> None:
-        """Sends a tensor; returns when it may be changed. Several threads may send at once.
+        """Sends a tensor, and returns when it may be changed. Several threads may send at once.
 
-        A small tensor (32 KiB or less) has then been copied, a larger one has been received: two sides that only
-        send large tensors to each other wait for ever, as with torch.distributed. Interrupted by Ctrl-C, the tensor
-        goes on being sent.
+        A small tensor (32 KiB or less) has then been copied, a larger one has been received. So two sides that only
+        send large tensors to each other deadlock, as with torch.distributed. After Ctrl-C the send continues.
 
         Args:
-            tensor: A torch tensor on the CPU or an NVIDIA GPU, a numpy array, `None`, or what else speaks DLPack, the
-                buffer protocol or `__cuda_array_interface__`; any shape and dtype. One that is not contiguous is
-                copied first.
+            tensor: A torch tensor on the CPU or an NVIDIA GPU, a numpy array, `None`, or another object with DLPack,
+                the buffer protocol or `__cuda_array_interface__`; any shape and dtype. A tensor that is not contiguous
+                is copied first.
             timeout: Seconds; see the class.
 
         Raises:
             TransferTimeoutError: Not done in time; the message says whether the pipe is usable.
-            CorruptDataError: (above 32 KiB) it arrived with another checksum; the pipe is usable.
-            PeerLostError: The receiver is gone; the pipe is closed.
+            CorruptDataError: (above 32 KiB) the checksum did not match; the pipe is usable.
+            PeerLostError: The receiver was lost; the pipe is closed.
             ClosedError: The pipe was closed here.
-            ConfigError, TransportUnavailableError: This tensor cannot be sent, as one on a GPU where UCX has no CUDA;
-                the pipe is usable.
+            ConfigError, TransportUnavailableError: The tensor cannot be sent, such as one on a GPU where UCX has no
+                CUDA; the pipe is usable.
         """
         native = self._send(tensor, timeout, is_waited=True)
         native.wait()
@@ -154,11 +151,11 @@ class Pipe:
     def isend_tensor(self, tensor: Any) -> Work[None]:
         """Begins to send a tensor, which must not be changed until the work is done.
 
-        Its place in the pipe is taken when this returns, also among several threads. The tensor is kept alive; dropping
-        the work cancels nothing.
+        The call fixes the tensor's position in the pipe, also among several threads. The pipe keeps the tensor alive;
+        dropping the work does not cancel the send.
 
         Raises:
-            As `send_tensor` for what is wrong with the tensor; the rest comes from the work.
+            As `send_tensor` for an unsuitable tensor; the work raises other errors.
         """
         return Work(self._send(tensor, None, is_waited=False), lambda _: None)
 
@@ -178,36 +175,36 @@ class Pipe:
     def recv_tensor(self, out: Any = None, device: str | None = None, timeout: float | None = None) -> Any:
         """Receives the next tensor. Several threads may receive at once; each tensor goes to one of them.
 
-        Interrupted by Ctrl-C, it takes no tensor; one that was being moved at that moment is lost.
+        After Ctrl-C it receives no tensor; a tensor that was being moved at that moment is lost.
 
         Args:
-            out: A contiguous, writable torch tensor, numpy array, DLPack object, buffer or object with
-                `__cuda_array_interface__` to receive into, on the host or on an NVIDIA GPU. It must be of the kind
-                (torch, or numpy for all others), dtype and shape of what comes. Without it the returned tensor owns
-                memory that the pipe uses again once the tensor is let go.
-            device: Where the tensor is to be, without `out`: `"cpu"` (or `None`), or a GPU such as `"cuda:0"`, which
-                takes torch. The latter is received into host memory and copied, on the current stream of whoever takes
-                the result, into a torch tensor: `out` saves that copy.
+            out: The destination: a contiguous, writable torch tensor, numpy array, DLPack object, buffer or object with
+                `__cuda_array_interface__`, on the host or on an NVIDIA GPU. Its kind (torch, or numpy for all others),
+                dtype and shape must match the sent tensor. Without it, the returned tensor owns memory that the pipe
+                reuses after the tensor is freed.
+            device: Device of the result, without `out`: `"cpu"` (or `None`), or a GPU such as `"cuda:0"`, which needs
+                torch. For a GPU, the tensor is received into host memory and copied into a torch tensor, on the current
+                stream of the thread that asks for the result; `out` avoids that copy.
             timeout: Seconds; see the class.
 
         Returns:
             The tensor, or `out`.
 
         Raises:
-            EndOfPipeError: The sender has closed and everything was received.
-            ConfigError: `out` does not match; nothing was consumed, the pipe is usable.
-            TransportUnavailableError: `out` or `device` cannot be reached from here, as a GPU where UCX has no CUDA;
-                nothing was consumed.
-            CorruptDataError: What came differs from its checksum; it is consumed, the pipe is usable.
+            EndOfPipeError: The sender has closed the pipe, and everything was received.
+            ConfigError: `out` does not match; no tensor was consumed, and the pipe is usable.
+            TransportUnavailableError: `out` or `device` cannot be reached, such as a GPU where UCX has no CUDA; no
+                tensor was consumed.
+            CorruptDataError: The tensor does not match its checksum; it was consumed, and the pipe is usable.
             TransferTimeoutError: Not done in time; the message says whether the pipe is usable.
-            PeerLostError: The sender is gone; the pipe is closed.
+            PeerLostError: The sender was lost; the pipe is closed.
         """
         bring = None if device is None else _bringing(out, device)
         native = self._receive(out, timeout, is_waited=True)
         try:
             native.wait()
         except BaseException:
-            if not native.is_completed():  # Ctrl-C, or what else a signal handler raises
+            if not native.is_completed():  # Ctrl-C, or another exception of a signal handler
                 self._withdraw(native)
             raise
         received = native.result()
@@ -219,11 +216,11 @@ class Pipe:
     def irecv_tensor(self, out: Any = None, device: str | None = None) -> Work[Any]:
         """Begins to receive the next tensor.
 
-        Its place among the receives is taken when this returns, also among several threads. `out` is kept alive;
-        dropping the work cancels nothing: the tensor is received and lost.
+        The call fixes the order of the receives, also among several threads. The pipe keeps `out` alive. Dropping the
+        work does not cancel the receive: the tensor is received and lost.
 
         Raises:
-            As `recv_tensor` for what is wrong with `out` or `device`; the rest comes from the work.
+            As `recv_tensor` for an unsuitable `out` or `device`; the work raises other errors.
         """
         bring = None if device is None else _bringing(out, device)
         convert = bring or (_rebuild if out is None else lambda _: out)
@@ -254,7 +251,7 @@ class Pipe:
             self._end.withdraw(begun)
 
     def _log_opened(self) -> None:
-        """Logs once which way the tensors take, as soon as the two ends have met."""
+        """Logs the transport once, as soon as the two ends are connected."""
         if self._is_logged or not (transport := self.transport):
             return
         self._is_logged = True
@@ -263,21 +260,21 @@ class Pipe:
             logger.warning("pipe.slow peer=%s %s", self.peer, advice)
 
     def close(self, timeout: float | None = 10) -> None:
-        """Ends the pipe. Closing twice is fine, also from several threads.
+        """Closes the pipe. Several threads may call, also repeatedly.
 
-        The sender returns once everything has been received. The receiver discards what it has not received, and
-        the sender's operations fail.
+        The sender returns once everything has been received. The receiver discards unreceived tensors, and the sender's
+        operations fail.
 
         Raises:
-            ConfigError: `timeout` is no number of seconds; the pipe is as it was.
-            TransferTimeoutError: The receiver did not take everything in time; the pipe is closed all the same.
-            PeerLostError: The receiver is gone, and with it what it had not received.
+            ConfigError: `timeout` is not a number of seconds; the pipe is unchanged.
+            TransferTimeoutError: The receiver did not receive everything in time; the pipe is closed nevertheless.
+            PeerLostError: The receiver was lost before it received everything.
         """
         is_drained, left = self._drain(timeout)
         try:
             closed = self._end.close(left)
         except ClosedError:
-            return  # closed before, or made before fork(): the parent's to close
+            return  # closed before, or made before fork(): the parent closes it
         try:
             if closed is not None:
                 Work(closed, lambda _: None).wait()
@@ -288,7 +285,7 @@ class Pipe:
             raise TransferTimeoutError(message)
 
     def _drain(self, timeout: float | None) -> tuple[bool, float | None]:
-        """Has the sender's streams done first: whether they are, and what is left of the time."""
+        """Waits for the streams of sent tensors; returns whether they are done, and the remaining time."""
         is_drained, left = True, timeout
         if self._is_sender and not self._deferred.is_idle:
             begun = time.monotonic()
@@ -299,21 +296,21 @@ class Pipe:
 
     @property
     def address(self) -> str | None:
-        """Where a sender connects to, as `host:port`; `None` at the sending end."""
+        """The address for the sender, as `host:port`; `None` at the sending end."""
         return self._end.address
 
     @property
     def peer(self) -> str:
-        """The other end's address; empty before the two have met."""
+        """The other end's address; empty before the ends are connected."""
         return self._end.info()[1]
 
     @property
     def transport(self) -> str:
-        """What carries large tensors; empty before the two ends have met."""
+        """Transport of large tensors; empty before the ends are connected."""
         return self._end.info()[2]
 
     def stats(self) -> PipeStats:
-        """Counters of this end; any thread may ask, at any time."""
+        """Returns counters of this end. Any thread may call at any time."""
         _, _, transport, num_tensors, num_bytes, in_flight = self._end.info()
         return PipeStats(num_tensors, num_bytes, in_flight, transport)
 
@@ -336,8 +333,8 @@ class Pipe:
         state, peer, transport, _, _, in_flight = self._end.info()
         role = "sender" if self._is_sender else "receiver"
         where = f" peer={peer}" if peer else f" address={self.address}"
-        road = f" transport={transport}" if transport else ""
-        return f"<Pipe {role}{where}{road} {state}, {in_flight} in flight>"
+        over = f" transport={transport}" if transport else ""
+        return f"<Pipe {role}{where}{over} {state}, {in_flight} in flight>"
 
 
 def _microseconds(busy_poll_us: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Regions: registered memory cut into blocks, of this process and of peers."""
+"""Regions: registered memory divided into blocks, of this process and of peers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class RegionInfo:
     """A peer's region.
 
     Attributes:
-        num_blocks: Number of blocks; ids go from 0 to one less.
+        num_blocks: Number of blocks; ids start at 0.
         block_bytes: Bytes of a block.
-        device: Where its memory is: `cpu`, or `cuda:0` and so on, as its owner counts.
-        is_writable: Whether its owner takes blocks into it, see `Peer.write_blocks`.
+        device: Device of the memory at the peer: `cpu`, or `cuda:0` and so on.
+        is_writable: Whether this side may write blocks, see `Peer.write_blocks`.
     """
 
     num_blocks: int
@@ -33,15 +33,15 @@ class RegionInfo:
 
 
 class Region(Closing):
-    """Registered memory of this process, made by `Agent.register`. A context manager: its end closes the region.
+    """Registered memory of this process, made by `Agent.register`. A context manager that closes the region.
 
     Attributes:
-        name: Under which peers know it.
+        name: Name of the region for peers.
         num_blocks: Number of blocks.
         block_bytes: Bytes of a block.
         stride: Bytes from the start of a block to the start of the next.
-        device: Where the memory is: `cpu`, or `cuda:0` and so on.
-        is_writable: Whether blocks that peers write are taken into it.
+        device: Device of the memory: `cpu`, or `cuda:0` and so on.
+        is_writable: Whether peers may write blocks.
     """
 
     def __init__(
@@ -59,27 +59,27 @@ class Region(Closing):
         self.device = "cpu" if gpu is None else f"cuda:{gpu}"
 
     def _ready(self) -> _kvpipe.CudaEvent | None:
-        """What the blocks' stream has to do now; `None` for blocks of the host."""
+        """Records the current stream's work so far; `None` for blocks in host memory."""
         return None if self._gpu is None else _cuda.record(self._gpu)
 
     def close(self, timeout: float | None = 10) -> None:
-        """Takes the memory back. Closing twice is fine, as is closing after the agent.
+        """Closes the region, and waits until no peer reads its memory. A second call does nothing.
 
-        Transfers that have not begun fail, here and at peers; those that have begun are waited for. Peers say when
-        they read nothing of it any more. The name can be given again.
+        Transfers that have not begun fail, here and at peers. The call waits for those that have begun: peers report
+        the end of their reads. The name can be used again.
 
         Args:
             timeout: Seconds to wait for that.
 
         Raises:
-            TransferTimeoutError: Somebody may still be reading. The region is closed all the same; its memory stays
+            TransferTimeoutError: A peer may still be reading. The region is closed nevertheless; its memory stays
                 registered and alive until that peer has answered or is lost. After its agent was closed: reads have not
                 ended, see `Agent.close`.
         """
         try:
             closing = self._agent.close_region(self._native, timeout)
         except ClosedError:
-            return  # with its agent, or registered before fork(): the parent's to close
+            return  # closed with its agent, or registered before fork(): the parent closes it
         Work(closing, lambda _: None).wait()
 
     @property
@@ -96,11 +96,11 @@ class Region(Closing):
 
 
 def writable_bytes(memory: Any) -> Any:
-    """The bytes of a tensor, or of another object that `Agent.register` takes, in place.
+    """Returns the bytes of a tensor, or of another object that `Agent.register` accepts, in place.
 
     Raises:
-        ConfigError: Not contiguous, or no memory at all.
-        TransportUnavailableError: On a device that this version cannot register.
+        ConfigError: The object is not contiguous, or is no memory.
+        TransportUnavailableError: Its device cannot be registered.
     """
     if any(hasattr(memory, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__")):
         return describe(memory, must_be_in_place=True).data

@@ -1,4 +1,4 @@
-"""For tests of programs that use kvpipe: pipes and agents of one process, without UCX.
+"""For tests of programs that use kvpipe: pipes and agents in one process, without UCX.
 
 ::
 
@@ -25,21 +25,21 @@ __all__ = ["memory_transport"]
 
 
 @contextmanager
-def memory_transport(data_path: Literal["get", "messages"] = "get") -> Iterator[None]:
-    """Pipes and agents that are made in this block move their bytes in the memory of this process.
+def memory_transport(data_path: Literal["remote_read", "stream"] = "remote_read") -> Iterator[None]:
+    """Pipes and agents made in this block move bytes in the memory of this process.
 
-    Everything above UCX is the real thing: sessions over loopback, tokens, order, timeouts, threads, errors. What is
-    made in the block stays as it is after its end. Both ends have to be made in such a block, in this process:
-    connecting to an end that uses UCX or lives in another process is a `ConnectError`. `transport` is `"memory"`.
+    Everything above UCX is real: sessions over loopback, tokens, order, timeouts, threads, errors. Objects keep this
+    transport after the block. Both ends must be made in such a block and in this process: connecting to an end that
+    uses UCX, or to another process, raises `ConnectError`. Their `transport` is `"memory"`.
 
-    The block holds for all threads of the process, so tests that run side by side need processes of their own.
+    The block applies to all threads of the process, so parallel tests need separate processes.
 
     Args:
-        data_path: How bytes reach their destination: `get`, as over CMA and RDMA, lets the destination read the source;
-            `messages`, as over TCP, lets the source stream.
+        data_path: How bytes reach their destination. With `remote_read`, as over CMA and RDMA, the destination reads
+            them. With `stream`, as over TCP, the source streams them.
 
     Raises:
-        ConfigError: There is no such data path.
+        ConfigError: The data path is unknown.
     """
     with override_transport(_kvpipe.Transport.memory(data_path)):
         yield

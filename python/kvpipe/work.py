@@ -1,4 +1,4 @@
-"""Work: an operation that is under way."""
+"""Work: a pending operation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class Work(Generic[T]):
-    """An operation that is under way: wait for it, ask it, or await it.
+    """A pending operation: wait for it, query it, or await it.
 
-    Any thread may use it. Dropping it, an expired wait or a cancelled await cancels nothing. It keeps the memory of
-    the operation alive.
+    Any thread may use it. Dropping it does not cancel the operation, nor does an expired wait or a cancelled await. It
+    keeps the memory of the operation alive.
     """
 
     def __init__(self, native: _kvpipe.Work | Deferred, convert: Callable[[Any], T]) -> None:
@@ -30,7 +30,7 @@ class Work(Generic[T]):
         self._converted: tuple[T] | None = None
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not."""
+        """Whether the operation has ended, with a result or an error."""
         return self._native.is_completed()
 
     def wait(self, timeout: float | None = None) -> T:
@@ -40,15 +40,15 @@ class Work(Generic[T]):
             timeout: Seconds; `None` waits until the operation ends.
 
         Raises:
-            TransferTimeoutError: Not ended in time. The operation goes on; wait again.
+            TransferTimeoutError: The operation has not ended in time. It continues; wait again.
         """
         if not self._native.wait(timeout):
-            message = f"not completed within {timeout} s; the operation goes on"
+            message = f"not completed within {timeout} s; the operation continues"
             raise TransferTimeoutError(message)
         return self.result()
 
     def result(self) -> T:
-        """The result of an ended operation, the same object at each call; raises its error.
+        """Returns the result of an ended operation, the same object at each call, or raises its error.
 
         Raises:
             ConfigError: The operation has not ended.
@@ -58,7 +58,7 @@ class Work(Generic[T]):
         return self._converted[0]
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Waits in an asyncio loop, through a file descriptor: no thread is needed."""
+        """Waits in an asyncio loop by a file descriptor, without a thread."""
         return self._wait_in_loop().__await__()
 
     async def _wait_in_loop(self) -> T:
@@ -75,13 +75,13 @@ class Work(Generic[T]):
         return f"<Work {state}>"
 
 
-# Who waits for which descriptor, by loop: a loop takes one reader a descriptor.
+# Futures by loop and descriptor, because a loop accepts one reader for each descriptor.
 _by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, list[asyncio.Future[None]]]] = WeakKeyDictionary()
 
 
 async def readable(descriptor: int) -> None:
-    """Waits in the running loop until a descriptor can be read. Many may wait for one."""
-    import asyncio  # noqa: PLC0415 - whoever awaits has it; it is half the time of importing kvpipe
+    """Waits in the running loop until a descriptor is readable. Several tasks may wait for one."""
+    import asyncio  # noqa: PLC0415 - half of kvpipe's import time, and a caller that awaits has imported it
 
     loop = asyncio.get_running_loop()
     ended = loop.create_future()

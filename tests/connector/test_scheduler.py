@@ -374,7 +374,7 @@ def test_an_aborted_prefill_holds_nothing_and_its_consumer_is_told(engine: Engin
     _, metadata = engine.step()
     assert [ended[0] for ended in metadata.ended] == [handoff]
     assert engine.num_free_blocks == FREE
-    gone = until(lambda: [event for event in consumer.drain() if event["event"] == "gone"])
+    gone = until(lambda: [event for event in consumer.drain() if event["event"] == "ended"])
     assert "FINISHED_ABORTED" in gone[0]["reason"]
     assert gone[0]["is_withdrawn"]
     consumer.close()
@@ -447,7 +447,7 @@ def test_a_watch_of_an_unknown_handoff_ends_in_time(new_engine: Callable[..., En
     engine = new_engine(open_timeout_s=0.2)
     consumer = _kvpipe.Control(None, b"", "consumer", engine.role._fingerprint)
     consumer.watch(bytes(16), engine.role.address)
-    until(lambda: [event for event in consumer.drain() if event["event"] == "gone"])
+    until(lambda: [event for event in consumer.drain() if event["event"] == "ended"])
     consumer.close()
 
 

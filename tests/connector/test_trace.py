@@ -61,7 +61,7 @@ def test_workers_trace_layers_blocks_and_the_first_step(tmp_path: Path) -> None:
     assert test_worker.received(pair.consumer) == {"consuming"}
     pair.consumer.begin_step(StepMetadata(first_tokens={pair.handoff: 7}))
     pair.consumer.end_forward()
-    once = "load", "whole", "committed", "loaded", "taken", "first step"
+    once = "load", "verified", "committed", "loaded", "acknowledged", "first step"
     until(lambda: set(once) == set(order(read(trace), *once)))
     pair.producer.close()
     pair.consumer.close()

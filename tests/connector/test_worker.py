@@ -77,9 +77,9 @@ class Recorded:
         self.num_layers: list[int] = []
         self._agent, worker._agent = worker._agent, self
 
-    def finalize(self, finals: Any, regions: list[Any]) -> None:
+    def mark_ready(self, ready: Any, regions: list[Any]) -> None:
         self.num_layers.append(len(regions))
-        self._agent.finalize(finals, regions)
+        self._agent.mark_ready(ready, regions)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
@@ -321,7 +321,7 @@ def test_a_load_that_fails_after_its_blocks_came_is_reported_as_failed_only(pair
 
 def test_a_block_that_changes_after_its_checksum_is_reported_as_invalid(pair: Pair) -> None:
     pair.announce([2, 3])
-    until(lambda: pair.producer._agent.num_lent == 1)
+    until(lambda: pair.producer._agent.num_leased == 1)
     pair.source["layer.1"][3].neg_()
     pair.load([5, 4])
     assert received(pair.consumer) == {"consuming"}

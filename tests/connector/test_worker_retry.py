@@ -21,7 +21,7 @@ def pair() -> Iterator[Pair]:
 
 def test_the_outcome_counts_blocks_and_comparisons_and_what_was_asked_for_again(pair: Pair) -> None:
     pair.announce([2, 3])
-    until(lambda: pair.producer._agent.num_lent == 1)
+    until(lambda: pair.producer._agent.num_leased == 1)
     pair.source["layer.1"][3].neg_()
     pair.load([5, 4])
     assert received(pair.consumer) == {"consuming"}
@@ -35,7 +35,7 @@ def test_the_outcome_counts_blocks_and_comparisons_and_what_was_asked_for_again(
 
 def test_a_load_that_failed_may_be_begun_again_while_its_blocks_are_lent(pair: Pair) -> None:
     pair.announce([2, 3])
-    until(lambda: pair.producer._agent.num_lent == 1)
+    until(lambda: pair.producer._agent.num_leased == 1)
     right = pair.source["layer.1"][3].clone()
     pair.source["layer.1"][3].neg_()
     pair.load([5, 4])

@@ -1,8 +1,8 @@
 """The control plane as a script: notes what the scheduler role commands, says what the test has happened elsewhere.
 
 It stands for the thread and the network behind `_kvpipe.Control`, so that a random run can be repeated. What it says is
-what that thread could say (docs/concepts/failure.md has the states); that the thread does so is what `test_scheduler.py`
-and the tests of the core show.
+what that thread could say (docs/concepts/failure.md has the states); that the thread does so is what
+`test_scheduler.py` and the tests of the core show.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class Wire:
     def expect(self, handoff: bytes) -> None:
         self.produced[handoff] = Produced()
 
-    def open(self, handoff: bytes, prompt_hash: bytes, num_tokens: int, generation: int, ranks: Any) -> None:
+    def open(self, handoff: bytes, prompt_hash: bytes, num_tokens: int, epoch: int, ranks: Any) -> None:
         produced = self.produced[handoff]
         assert produced.state in ("expected", "ended"), "a handoff is opened once"
         if produced.state == "ended":
@@ -91,10 +91,10 @@ class Wire:
         assert handoff not in self.watched, "a handoff is watched once"
         self.watched[handoff] = Watched()
 
-    def unwatch(self, handoff: bytes, is_taken: bool) -> None:  # noqa: FBT001 - the native method's
+    def unwatch(self, handoff: bytes, is_acknowledged: bool) -> None:  # noqa: FBT001 - the native method's
         watched = self.watched[handoff]
-        assert not is_taken or watched.is_finished, "only a verified load is acknowledged"
-        watched.is_over, watched.is_acknowledged = True, is_taken
+        assert not is_acknowledged or watched.is_finished, "only a verified load is acknowledged"
+        watched.is_over, watched.is_acknowledged = True, is_acknowledged
 
     def set_result(self, handoff: bytes, json: str) -> None:
         self.results.setdefault(handoff, []).append(json)
@@ -107,7 +107,7 @@ class Wire:
             "opened",
             prompt_hash=prompt_hash,
             num_tokens=num_tokens,
-            generation=0,
+            epoch=0,
             ranks=[("127.0.0.1:1", bytes(16))],
         )
 
@@ -119,7 +119,7 @@ class Wire:
     def send_ended(self, handoff: bytes, *, is_withdrawn: bool = False) -> None:
         """The producer died or nothing came in time; or it has withdrawn what it announced."""
         self.watched[handoff].is_ended = self.watched[handoff].is_over = True
-        self._say(handoff, "gone", reason="it is gone", is_withdrawn=is_withdrawn)
+        self._say(handoff, "ended", reason="it is gone", is_withdrawn=is_withdrawn)
 
     def _say(self, handoff: bytes, event: str, **fields: Any) -> None:
         self._events.append({"event": event, "handoff": handoff, **fields})

@@ -240,13 +240,13 @@ class World:
 
     def _expose(self, parts: list[tuple[bytes, int, int, list[int]]]) -> None:
         """What is final can be read by others from now on."""
-        for handoff, generation, first, block_ids in parts:
+        for handoff, epoch, first, block_ids in parts:
             if handoff not in self.exposed:
                 request_id = next(key for key, value in self.handoffs.items() if value == handoff)
                 self.exposed[handoff] = Exposed(self.engine.scheduler.requests[request_id])
             exposed = self.exposed[handoff]
             assert first == len(exposed.block_ids), "blocks become final in the order of the prompt, each once"
-            assert generation == 0
+            assert epoch == 0
             exposed.block_ids += block_ids
 
     def _sample(self, request_id: str, step: StepMetadata) -> list[int]:

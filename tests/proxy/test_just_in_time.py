@@ -232,7 +232,7 @@ def test_leaving_before_decode_is_due_aborts_prefill_and_releases_the_handoff():
             posting.cancel()
             await s.prefill[0].aborted.wait()
             told = await subscribed
-            assert (told.kind, told.reason) == ("gone", "it was released")
+            assert (told.kind, told.reason) == ("ended", "it was released")
             assert s.decode[0].bodies == []
 
     run(scene)
@@ -247,7 +247,7 @@ def test_leaving_after_decode_was_asked_aborts_both_and_releases_the_handoff():
             posting.cancel()
             await s.prefill[0].aborted.wait()
             await s.decode[0].aborted.wait()
-            assert (await awaited).kind == "gone"
+            assert (await awaited).kind == "ended"
 
     run(scene)
 

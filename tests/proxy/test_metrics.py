@@ -199,7 +199,7 @@ def test_a_dispatch_is_counted_only_where_decode_is_asked(monkeypatch, prefill, 
 
     async def scene():
         control = RecordingControl()
-        control.moment = Moment("gone", reason="preempted")
+        control.moment = Moment("ended", reason="preempted")
         async with stage(prefill=prefill, control=control, dispatch="just-in-time") as s:
             await s.post()
             found = await counted(s, "kvpipe_handoffs_total", "unknown", value=len(prefill))

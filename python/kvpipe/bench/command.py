@@ -1,4 +1,4 @@
-"""`kvpipe bench`: its arguments, and what it prints and writes."""
+"""`kvpipe bench`: arguments and output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HELP = {
     "device": "the GPU of both processes, such as cuda:0",
 }
 _EPILOG = (
-    "Each cell is the median of the rounds and, in brackets, the 10th and the 90th percentile. ratio: to the baseline "
+    "Each cell is the median of the rounds, with the 10th and 90th percentile in brackets. ratio: to the baseline "
     "of the same data path, the median of the ratios of the rounds. CPU: of both sides. GB/s are 10^9 bytes of payload."
 )
 
@@ -78,8 +78,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """What the arguments ask for."""
-    parser = argparse.ArgumentParser(prog="kvpipe bench", description="Measures kvpipe and what it is held against.")
+    """Parses the arguments."""
+    parser = argparse.ArgumentParser(
+        prog="kvpipe bench", description="Measures kvpipe beside other transports and connectors."
+    )
     benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK", dest="benchmark")
     for name, benchmark in BENCHMARKS.items():
         _add_benchmark(
@@ -88,7 +90,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
     handoff.add_arguments(benchmarks.add_parser("handoff", help=handoff.SUMMARY, description=handoff.SUMMARY))
     server = benchmarks.add_parser("serve", help="the other side of a benchmark between two hosts")
-    server.add_argument("--listen", required=True, metavar="HOST:PORT", help="where the other host connects to")
+    server.add_argument("--listen", required=True, metavar="HOST:PORT", help="address for the other host")
     _add_token(server)
     return parser.parse_args(arguments)
 
@@ -99,11 +101,13 @@ def _add_benchmark(parser: argparse.ArgumentParser, benchmark: Benchmark) -> Non
         parser.add_argument(option, default=default, metavar="LIST", help=f"{_HELP[name]}; default {default}")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="at least 5, default 7")
     parser.add_argument("--data-path", default="both", help="default (what UCX chooses), tcp, or both; default both")
-    parser.add_argument("--only", metavar="NAMES", help="subjects whose names hold one of these, such as kvpipe,nixl")
+    parser.add_argument(
+        "--only", metavar="NAMES", help="subjects whose names contain one of these, such as kvpipe,nixl"
+    )
     parser.add_argument("--baseline", metavar="NAME", help=f"ratios to this one, default {benchmark.baselines[0]}")
     parser.add_argument("--working-set", metavar="SIZE", help="bytes of each buffer; default 1.25 of the largest cache")
     parser.add_argument(
-        "--pin", action="store_true", help="each process of a subject on a CPU of its own, as numactl would"
+        "--pin", action="store_true", help="pin each process of a subject to its own CPU, as numactl does"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them; needs matplotlib")
@@ -113,16 +117,18 @@ def _add_benchmark(parser: argparse.ArgumentParser, benchmark: Benchmark) -> Non
     )
     parser.set_defaults(peer=None, token=None)
     if benchmark.remote:
-        parser.add_argument("--peer", metavar="HOST:PORT", help="measure to the host where `kvpipe bench serve` runs")
+        parser.add_argument(
+            "--peer", metavar="HOST:PORT", help="measure between this host and the one that runs `kvpipe bench serve`"
+        )
         _add_token(parser)
 
 
 def _add_token(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, where other users do not see it")
+    parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, which other users cannot see")
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Finds what is wrong before anything is measured."""
+    """Refuses wrong arguments before the measurement."""
     if args.rounds < _LEAST_ROUNDS:
         _refuse("--rounds", args.rounds, f"a median with percentiles needs at least {_LEAST_ROUNDS}")
     if args.data_path not in (*DATA_PATHS, "both"):
@@ -171,7 +177,7 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace) -> Findings:
     facts |= pinned | {"working_set_bytes": total, "rounds": args.rounds, "peer": args.peer}
     subjects = subjects_of(benchmark, _data_paths(args), args)
     if not any(one.can(case) for one in subjects for case in cases):
-        _refuse("--only", args.only, "nobody of that name takes part")
+        _refuse("--only", args.only, "no subject has such a name")
     baselines = (args.baseline,) if args.baseline else benchmark.baselines
     if args.against:
         subjects = builds.beside(subjects, str(args.against))
@@ -196,7 +202,7 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace) -> Findings:
 
 
 def _data_paths(args: argparse.Namespace) -> tuple[str, ...]:
-    """The data paths to measure. A UCX_TLS of the user's own leaves one."""
+    """The data paths to measure: one, if the user has set UCX_TLS."""
     if args.data_path == "both":
         return ("default",) if "UCX_TLS" in os.environ else DATA_PATHS
     return (args.data_path,)
@@ -213,13 +219,13 @@ def _working_set(args: argparse.Namespace, cache_bytes: int | None, cases: Seque
 
 
 def _words(run: Run, total: int, kind: str) -> dict[str, object]:
-    """What every process is given, when the memory is there for all of them."""
+    """Words for every process, if there is enough memory for all."""
     if UNITS[kind] == "us":
         total = max(_LATENCY_BUFFER_BYTES, *(entry.case.num_bytes for entry in run.entries))
     there, needed = machine.available_bytes(), total * run.num_processes
     if there is not None and needed > there:
         text = f"{needed / 1e9:.1f} GB for {run.num_processes} processes, {there / 1e9:.1f} GB are available"
-        message = f"the buffers need {text}; a smaller --working-set or fewer subjects with --only will do"
+        message = f"the buffers need {text}; a smaller --working-set or fewer subjects with --only help"
         raise ConfigError(message)
     return {"total": total}
 

@@ -1,4 +1,4 @@
-"""Facts about the machine, without which a figure says nothing."""
+"""Facts about the machine, which a reader needs to interpret figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on, as of now."""
+    """Current facts that figures depend on."""
     facts = info()
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -32,18 +32,18 @@ def machine() -> dict[str, Any]:
 
 
 def load_average() -> float:
-    """Processes that wanted to run, over the last minute."""
+    """Load average of the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
 def cache_bytes(caches: Path = _CACHES) -> int | None:
-    """The largest cache of the first CPU; `None` when the system does not tell."""
+    """Size of the first CPU's largest cache; `None` if unknown."""
     sizes = [_kib(path.read_text()) for path in caches.glob("index*/size")]
     return max(sizes, default=None)
 
 
 def available_bytes(meminfo: Path = _MEMINFO) -> int | None:
-    """Memory that can be had without swapping; `None` when the system does not tell."""
+    """Memory available without swapping; `None` if unknown."""
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
     found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
     return next((int(kib) << 10 for kib in found), None)
@@ -64,7 +64,7 @@ def _ucx_settings() -> list[tuple[str, str]]:
 
 
 def _commit() -> str:
-    """The source's commit, `+` when it was changed since; empty outside a checkout."""
+    """Commit of the source, with `+` if it has changes; empty outside a checkout."""
     folder = Path(__file__).parent
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:

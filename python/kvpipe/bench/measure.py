@@ -1,4 +1,4 @@
-"""Sizes, how much is moved a round, and what is kept of the samples. No clock, no input, no output."""
+"""Sizes, amounts for a round, and summaries of samples. No clock, no input, no output."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
 UNITS = {"tensors": "GB/s", "blocks": "GB/s", "insert": "GB/s", "latency": "us", "wake": "us"}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-# Enough that a round of a size takes some 30 ms: the clock and a single late wake-up do not matter.
+# A round then takes about 30 ms, so that clock resolution and a single late wake-up do not matter.
 ROUND_BYTES = 128 << 20
 _MOST_TENSORS, _LEAST_TENSORS = 1000, 4
 _MOST_PINGS, _FIRST_PINGS = 300, 20
 _LEAST_WORKING_SET_BYTES = 64 << 20
-# A slow subject moves less a round, so that a run of all of them takes minutes
+# A slow subject moves less in a round, so that a run takes minutes
 _ROUND_S = 0.25
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What is kept of samples.
+    """Summary of samples.
 
     Attributes:
-        median: The middle.
-        p10: A tenth of the samples is below.
-        p90: A tenth of the samples is above.
-        num_samples: How many there were.
+        median: Median.
+        p10: 10th percentile.
+        p90: 90th percentile.
+        num_samples: Number of samples.
     """
 
     median: float
@@ -40,7 +40,7 @@ class Summary:
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """Median, 10th and 90th percentile, between neighbours by proportion.
+    """Returns median, 10th and 90th percentile, with linear interpolation.
 
     Raises:
         ConfigError: There are no samples.
@@ -56,7 +56,7 @@ def summarize(samples: Sequence[float]) -> Summary:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A case to measure.
 
     Attributes:
         kind: `tensors`, `blocks` or `latency`; of a LookupBuffer `insert` or `wake`.
@@ -72,23 +72,23 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The case in words, such as `64 KiB x 512 scattered`."""
+        """Label of the case, such as `64 KiB x 512 scattered`."""
         size = size_text(self.num_bytes)
         return f"{size} x {self.num_blocks} {self.layout}" if self.kind == "blocks" else size
 
     @property
     def unit(self) -> str:
-        """Of its figures."""
+        """Unit of its figures."""
         return UNITS[self.kind]
 
     @property
     def is_timed(self) -> bool:
-        """Whether events are timed one by one: then bytes do not count."""
+        """Whether single events are timed, instead of bytes."""
         return self.unit == "us"
 
     @property
     def count(self) -> int:
-        """How many tensors, transfers or round trips one round makes."""
+        """Tensors, transfers or round trips of one round."""
         fitting = ROUND_BYTES // (self.num_bytes * self.num_blocks)
         if self.kind == "blocks":
             return max(1, fitting)
@@ -97,34 +97,34 @@ class Case:
 
     @property
     def first_count(self) -> int:
-        """How many the first round makes, which is not measured."""
+        """The same for the warm-up round, which is not measured."""
         return min(self.count, _FIRST_PINGS) if self.is_timed else self.count
 
     def fitting_count(self, first_round_s: float) -> int:
-        """How many the next rounds make when the first one took so long."""
+        """The same for measured rounds, after a warm-up round of `first_round_s`."""
         least = 1 if self.kind == "blocks" else _LEAST_TENSORS
         fitting = self.first_count * _ROUND_S / max(first_round_s, 1e-9)
         return max(least, int(min(self.count, fitting)))
 
     def payload_bytes(self, count: int) -> int:
-        """Bytes of so many tensors, transfers or round trips."""
+        """Payload of `count` tensors, transfers or round trips."""
         return self.num_bytes * self.num_blocks * count
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Sizes in bytes from text such as `8,64K,1M`, ascending; each a multiple of 8.
+    """Parses sizes such as `8,64K,1M` to bytes, ascending; each is a multiple of 8.
 
     Raises:
-        ConfigError: One of them is something else.
+        ConfigError: A size has another form.
     """
     return tuple(sorted({parse_size(part.strip()) for part in text.split(",")}))
 
 
 def parse_blocks(text: str) -> tuple[tuple[int, int], ...]:
-    """Sizes and numbers of blocks from text such as `64Kx512,4Kx8192`, by size.
+    """Parses sizes and numbers of blocks such as `64Kx512,4Kx8192`, ordered by size.
 
     Raises:
-        ConfigError: One of them is something else.
+        ConfigError: An item has another form.
     """
     return tuple(sorted({_parse_shape(part.strip()) for part in text.split(",")}))
 
@@ -138,10 +138,10 @@ def _parse_shape(text: str) -> tuple[int, int]:
 
 
 def parse_size(text: str) -> int:
-    """One size in bytes, such as `64K`.
+    """Parses one size such as `64K` to bytes.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The size has another form.
     """
     digits = text.rstrip("KMG")
     unit = _UNITS.get(text[len(digits) :])
@@ -153,7 +153,7 @@ def parse_size(text: str) -> int:
 
 
 def size_text(num_bytes: int) -> str:
-    """`65536` as `64 KiB`."""
+    """Formats a size, such as `64 KiB`."""
     value, units = num_bytes, ["B", "KiB", "MiB", "GiB"]
     while value >= 1 << 10 and value % (1 << 10) == 0 and len(units) > 1:
         value >>= 10
@@ -162,9 +162,9 @@ def size_text(num_bytes: int) -> str:
 
 
 def working_set_bytes(cache_bytes: int, cases: Sequence[Case]) -> int:
-    """Bytes of each side's buffer, which is walked through so that no cache holds it.
+    """Returns the size of each side's buffer, which a run walks through so that no cache holds it.
 
-    Source and destination together are 2.5 caches: the line that comes next was last used 2.5 caches ago.
+    Source and destination together are 2.5 caches, so each cache line is used again after 2.5 caches of other data.
     """
     largest = max(case.num_bytes * case.num_blocks for case in cases)
     return max(cache_bytes * 5 // 4, 2 * largest, _LEAST_WORKING_SET_BYTES)

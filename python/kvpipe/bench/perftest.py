@@ -1,4 +1,4 @@
-"""`ucx_perftest`, which comes with UCX: a server and a client for each sample. It reuses one buffer: that stays hot."""
+"""`ucx_perftest` of UCX: a server and a client for each sample. Its single buffer stays in the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _READY = b"Waiting for connection"
 
 @dataclass(frozen=True)
 class Perftest:
-    """How the tool is started.
+    """The tool's settings.
 
     Attributes:
         env: Variables of both processes.
@@ -39,10 +39,10 @@ class Perftest:
     env: Pairs = ()
 
     def open(self, words: Mapping[str, object]) -> PerftestRunner:
-        """Looks for the tool.
+        """Finds the tool.
 
         Raises:
-            SubjectError: It is not there.
+            SubjectError: It is not installed.
         """
         wheel, is_pinned = Path(ucx_wheel_dir() or ""), bool(words.get("is_pinned"))
         if (wheel / "bin/ucx_perftest").exists():
@@ -56,7 +56,7 @@ class Perftest:
 
 
 class PerftestRunner:
-    """The tool as a subject runs it."""
+    """Runs the tool for a subject."""
 
     def __init__(self, path: Path, env: Mapping[str, str], *, is_pinned: bool = False) -> None:
         self._places = (0, 1) if is_pinned else (None, None)
@@ -66,12 +66,12 @@ class PerftestRunner:
         self.version = ""
 
     def check(self, case: Case, options: Pairs) -> float:
-        """One round; the tool compares nothing. Its processes take longer to start than to measure."""
+        """Runs one round; the tool verifies nothing. Starting its processes takes longer than measuring."""
         self.sample(case, options, 0, case.first_count)
         return 0.0
 
     def sample(self, case: Case, options: Pairs, number: int, count: int) -> Sample:
-        """One run of server and client."""
+        """Runs server and client once."""
         del number
         chosen = dict(options)
         arguments = ["-e", "-f", "-t", chosen["test"], "-s", str(case.num_bytes)]
@@ -83,7 +83,7 @@ class PerftestRunner:
         columns = self._run(arguments)
         if case.kind == "latency":
             return Sample(columns[_MEDIAN_US], None)
-        # Its processes live for one sample: most of their CPU time would be UCX's start
+        # Its processes run for one sample, so most of their CPU time would be UCX's start
         return Sample(columns[_OVERALL_MIB_S] * _MIB / 1e9, None)
 
     def _run(self, arguments: Sequence[str]) -> list[float]:
@@ -111,7 +111,7 @@ class PerftestRunner:
         return figures(client.stdout, client.stderr)
 
     def _serve(self, port: str) -> tuple[subprocess.Popen[bytes], int]:
-        """The server, listening. It says so at once to a terminal only."""
+        """Starts the server and waits until it listens. It reports that without delay to a terminal only."""
         terminal, inside = pty.openpty()
         command = [self._path, "-p", port]
         try:
@@ -120,25 +120,25 @@ class PerftestRunner:
             )
         finally:
             os.close(inside)
-        said = b""
+        output = b""
         try:
-            while _READY not in said:
-                said += os.read(terminal, 4096)
-        except OSError as error:  # the terminal of a process that has ended
+            while _READY not in output:
+                output += os.read(terminal, 4096)
+        except OSError as error:  # the process of the terminal has ended
             os.close(terminal)
-            message = f"its server ended with status {server.wait()}: {said.decode(errors='replace').strip()[-200:]}"
+            message = f"its server ended with status {server.wait()}: {output.decode(errors='replace').strip()[-200:]}"
             raise SubjectError(message) from error
         return server, terminal
 
     def close(self) -> None:
-        """Nothing runs between samples."""
+        """Does nothing: no process runs between samples."""
 
 
 def figures(output: str, errors: str) -> list[float]:
-    """The columns of the final line of its output.
+    """Returns the columns of the last line of its output.
 
     Raises:
-        SubjectError: There is none.
+        SubjectError: There is no such line.
     """
     for line in output.splitlines():
         words = line.split()

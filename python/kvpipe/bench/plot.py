@@ -17,12 +17,12 @@ _WIDTH, _HEIGHT = 8.0, 4.4  # inches of one panel
 _THINGS = dict.fromkeys(UNITS, "a tensor") | {"blocks": "a block", "insert": "an entry", "wake": "an entry"}
 _TIMES = {"latency": "half a round trip, us", "wake": "from insert to the end of drop_select, us"}
 _MARKERS = "osD^vPX*<>"
-# The strong colours of tab20 first, then its pale ones
+# The strong colours of tab20, then the pale ones
 _SHADES = (*range(0, 20, 2), *range(1, 20, 2))
 
 
 def require() -> None:
-    """Says at once, not after minutes of measuring, that there can be no plot.
+    """Fails before the measurement if there can be no plot.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -31,7 +31,7 @@ def require() -> None:
 
 
 def matplotlib() -> Any:
-    """Matplotlib and its figures, imported when they are needed.
+    """Imports matplotlib on demand.
 
     Raises:
         ConfigError: It is not installed.
@@ -97,7 +97,7 @@ def _draw(axis: Any, kind: str, rows: Sequence[Row], styles: Mapping[str, tuple[
     else:
         axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
-    # beside the panel: no line is hidden
+    # beside the panel, so that no line is hidden
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
 

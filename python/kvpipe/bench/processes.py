@@ -1,4 +1,4 @@
-"""The processes of a benchmark: each is asked by a line and answers with one."""
+"""Processes of a benchmark, which answer each line of input with one line of output."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvpipe.exceptions import KVPipeError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-# The slowest answers: torch is imported, a round of 64 MiB tensors on a machine that has other things to do.
+# For the slowest answers: an import of torch, a round of 64 MiB tensors on a busy machine.
 ANSWER_WITHIN_S = 60.0
 _CHUNK_BYTES = 1 << 16
-_TOLD_CHARACTERS = 300
+_ERROR_CHARACTERS = 300
 
 
 class SubjectError(KVPipeError):
@@ -30,31 +30,31 @@ class Side(Protocol):
     """One process of a program, here or on another host."""
 
     def ask(self, line: str) -> None:
-        """Sends a request; `answer` returns the answer."""
+        """Sends a request; `answer` returns its answer."""
 
     def answer(self) -> dict[str, str]:
         """Waits for the answer to the oldest request.
 
         Raises:
-            SubjectError: The answer is an error, or there is none in time.
+            SubjectError: The answer is an error, or is late.
         """
 
     def cpu_s(self) -> float:
         """Seconds of CPU that its threads have used so far."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
 
 
-def understand(line: str) -> dict[str, str]:
-    """The words of an answer.
+def parse_answer(line: str) -> dict[str, str]:
+    """Parses the words of an answer.
 
     Raises:
         SubjectError: The answer is an error.
     """
     verb, _, text = line.partition(" ")
     if verb not in ("hello", "ok"):
-        raise SubjectError(text[:_TOLD_CHARACTERS] or line)
+        raise SubjectError(text[:_ERROR_CHARACTERS] or line)
     return request.parse(line)[1]
 
 
@@ -76,8 +76,8 @@ class Process:
     """A process on this machine.
 
     Args:
-        command: What to start; it says hello first.
-        env: Variables besides those of this process.
+        command: Command line; its first output is a hello.
+        env: Variables in addition to those of this process.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
@@ -90,7 +90,7 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 env={**os.environ, **env},
-                # Ctrl-C is for this process, which then ends the others
+                # Ctrl-C reaches this process only, which then ends the others
                 start_new_session=True,
             )
         except OSError as error:
@@ -109,13 +109,13 @@ class Process:
 
     def answer(self) -> dict[str, str]:
         """Waits for the answer to the oldest request."""
-        return understand(self.line())
+        return parse_answer(self.line())
 
     def line(self) -> str:
-        """The next line that it says.
+        """Returns its next line of output.
 
         Raises:
-            SubjectError: It says nothing in time, or has ended.
+            SubjectError: The process is late, or has ended.
         """
         give_up_at = time.monotonic() + ANSWER_WITHIN_S
         while b"\n" not in self._unread:
@@ -139,8 +139,8 @@ class Process:
         status = self._process.wait()
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        reason = f": {said[:_TOLD_CHARACTERS]}" if said else ""
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        reason = f": {last[:_ERROR_CHARACTERS]}" if last else ""
         return SubjectError(f"its process ended with status {status}{reason}")
 
     def cpu_s(self) -> float:
@@ -149,11 +149,11 @@ class Process:
         return time.clock_gettime((~self._process.pid << 3) | 2)
 
     def signal(self, number: int) -> None:
-        """Sends it a signal; one that has ended gets none."""
+        """Sends a signal, unless the process has ended."""
         self._process.send_signal(number)
 
     def close(self) -> None:
-        """Kills it: nothing that it holds is of use to anybody."""
+        """Kills the process, which has no state to save."""
         self._process.kill()
         self._process.communicate()
         self._errors.close()

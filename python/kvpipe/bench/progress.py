@@ -1,4 +1,4 @@
-"""Tells how far a benchmark is."""
+"""Progress of a benchmark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LABEL_WIDTH = 40
 
 
 class Progress:
-    """Tells on stderr how far it is: a bar on a terminal, else a line a round."""
+    """Reports progress on stderr: a bar on a terminal, otherwise a line for each round."""
 
     def __init__(self, stream: TextIO = sys.stderr) -> None:
         self._stream = stream
@@ -21,11 +21,11 @@ class Progress:
         self._num_steps = self._done = 0
 
     def expect(self, num_steps: int) -> None:
-        """That many steps follow."""
+        """Sets the number of steps."""
         self._num_steps, self._done = num_steps, 0
 
     def step(self, label: str) -> None:
-        """One more step is done; `label` says which."""
+        """Counts a step and shows its label."""
         self._done += 1
         if self._is_terminal:
             filled = _BAR_WIDTH * self._done // self._num_steps
@@ -34,7 +34,7 @@ class Progress:
             self._stream.flush()
 
     def line(self, text: str) -> None:
-        """A line where there is no bar."""
+        """Prints a line if there is no bar."""
         if not self._is_terminal:
             self._stream.write(f"{text}\n")
             self._stream.flush()

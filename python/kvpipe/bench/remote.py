@@ -1,6 +1,6 @@
-"""Both ends of a benchmark between two hosts: `kvpipe bench serve` runs the passive process, and hands on requests.
+"""Both ends of a benchmark between two hosts: `kvpipe bench serve` runs the passive process, and forwards requests.
 
-Requests and answers go through two Pipes, which authenticate the hosts to each other.
+Two Pipes carry requests and answers, and authenticate the hosts to each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpipe.bench.machine import available_bytes
-from kvpipe.bench.processes import ANSWER_WITHIN_S, Process, Side, SubjectError, understand
+from kvpipe.bench.processes import ANSWER_WITHIN_S, Process, Side, SubjectError, parse_answer
 from kvpipe.bench.programs.request import compose, parse
 from kvpipe.bench.runner import Group, Pairs, Program
 from kvpipe.exceptions import ConfigError, EndOfPipeError, KVPipeError, PeerLostError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvpipe.bench.runner import Runner
 
-# What a client may have started
+# Programs that a client may start
 _PROGRAMS = ("pipe_tensors", "agent_blocks")
 
 
@@ -38,15 +38,15 @@ def _text(received: Any) -> str:
 
 
 def _secret(token: str | None) -> Pairs:
-    """The variable of a process that uses the token; its arguments are seen by all users."""
+    """Passes the token as a variable, because other users can see arguments."""
     return (("KVPIPE_TOKEN", token),) if token else ()
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port.
+    """Splits an address into host and port.
 
     Raises:
-        ConfigError: It is no `host:port`.
+        ConfigError: The address is not `host:port`.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -56,7 +56,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _host_towards(address: str) -> str:
-    """The address of this host by which that one is reached. Nothing is sent."""
+    """Returns this host's address on the route to another host. Sends nothing."""
     host, port = split_address(address)
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
@@ -88,18 +88,18 @@ class RemoteSide:
     def answer(self) -> dict[str, str]:
         """Waits for the answer to the oldest request."""
         try:
-            return understand(_text(self._back.recv_tensor(timeout=ANSWER_WITHIN_S)))
+            return parse_answer(_text(self._back.recv_tensor(timeout=ANSWER_WITHIN_S)))
         except (EndOfPipeError, PeerLostError, TimeoutError) as error:
             message = f"the other host: {error}"
             raise SubjectError(message) from error
 
     def cpu_s(self) -> float:
-        """Seconds of CPU that the process there has used so far."""
+        """Seconds of CPU that the remote process has used so far."""
         self.ask("cpu")
         return float(self.answer()["cpu_s"])
 
     def close(self) -> None:
-        """Leaves; the process there is ended by its server."""
+        """Disconnects; the server then ends the remote process."""
         with contextlib.suppress(KVPipeError):
             self._there.close()
         self._back.close()
@@ -110,9 +110,9 @@ class RemoteProgram:
     """A program whose passive process runs on another host.
 
     Attributes:
-        local: How the active one is started here.
-        address: Where `kvpipe bench serve` listens.
-        token: The secret of both hosts.
+        local: Program of the active process on this host.
+        address: Address of `kvpipe bench serve`.
+        token: Shared secret of both hosts.
     """
 
     local: Program
@@ -120,7 +120,7 @@ class RemoteProgram:
     token: str | None
 
     def open(self, words: Mapping[str, object]) -> Runner:
-        """Starts both and lets them meet."""
+        """Starts both processes and connects them."""
         setup: Pairs = self.local.setup
         passive = RemoteSide(self.address, self.token, {**words, **dict(setup), "program": self.local.name})
         sides: list[Side] = [passive]
@@ -135,10 +135,10 @@ class RemoteProgram:
 
 
 def serve(address: str, token: str | None) -> None:
-    """Serves one client after the other, until it is interrupted.
+    """Serves one client after the other, until interrupted.
 
     Raises:
-        ConfigError: The address cannot be listened on.
+        ConfigError: The address cannot be bound.
     """
     while True:
         with contextlib.closing(Pipe.listen(address, token)) as asked:
@@ -149,9 +149,9 @@ def serve(address: str, token: str | None) -> None:
             try:
                 _serve_client(asked, split_address(address)[0], token)
             except (EndOfPipeError, PeerLostError):
-                sys.stdout.write("the client has left\n")
+                sys.stdout.write("the client has disconnected\n")
             except KVPipeError as error:
-                sys.stdout.write(f"the client is sent away: {error}\n")
+                sys.stdout.write(f"the client was refused: {error}\n")
 
 
 def _serve_client(asked: Pipe, host: str, token: str | None) -> None:
@@ -177,7 +177,7 @@ def _start(words: dict[str, str], host: str, token: str | None) -> Process:
 
 
 def _relay(asked: Pipe, back: Pipe, process: Process) -> None:
-    """Hands requests on until the client leaves; its hello comes first."""
+    """Forwards requests until the client disconnects; the process's hello comes first."""
     try:
         _send(back, process.line())
         while True:

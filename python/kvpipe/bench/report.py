@@ -1,4 +1,4 @@
-"""What a benchmark says: its tables and its JSON, and how it compares with an older one."""
+"""Tables and JSON of a benchmark, and its comparison with an older one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from kvpipe.bench.results import Findings, Row
 
 _DIGITS = 3
-# Facts that make figures comparable
+# Facts that must match for a comparison
 _SAME = ("system", "cpu", "num_cpus", "ucx", "ucx_settings", "working_set_bytes", "is_pinned")
 
 
 def describe(facts: Mapping[str, Any]) -> str:
-    """Facts, one a line, those that are empty left out."""
+    """Facts, one a line, without empty ones."""
     shown = {key: size_text(value) if key.endswith("_bytes") else value for key, value in facts.items() if value}
     return "\n".join(f"{key}: {value}" for key, value in shown.items())
 
@@ -50,18 +50,18 @@ def _table_of(kind: str, rows: Sequence[Row]) -> str:
 
 
 def cell(summary: Summary) -> str:
-    """`median (p10-p90)`, each with three digits that say something."""
+    """`median (p10-p90)`, each with three significant digits."""
     return f"{number(summary.median)} ({number(summary.p10)}-{number(summary.p90)})"
 
 
 def number(value: float) -> str:
-    """A value with three digits that say something."""
+    """A value with three significant digits."""
     decimals = _DIGITS - 1 - math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.{max(0, decimals)}f}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be."""
+    """A table with columns of minimal width."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -70,7 +70,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def text(found: Findings) -> str:
-    """Everything, for people."""
+    """The findings as text."""
     parts = [describe(found.facts), tables(found.rows)]
     if found.bounds:
         parts.append(_bounds(found.bounds))
@@ -109,15 +109,15 @@ def _interval(interval: Interval) -> str:
 
 
 def as_json(found: Findings) -> str:
-    """Everything that `text` tells, for programs."""
+    """The findings as JSON."""
     return json.dumps(found.as_json(), indent=2) + "\n"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What `as_json` made.
+    """Reads the output of `as_json`.
 
     Raises:
-        ConfigError: The file cannot be read, or holds something else.
+        ConfigError: The file cannot be read, or has another form.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -133,7 +133,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def comparison(old: Mapping[str, Any], new: Findings) -> str:
-    """The ratio of each figure to the older one; above it, what makes them hard to compare."""
+    """The ratio of each figure to the older one, below a list of facts that differ."""
     before = {_key(row): row for row in old["rows"]}
     lines = [_compared(row.as_json(), before.get(_key(row.as_json()))) for row in new.rows]
     header = ["case", "subject", "data path", "unit", "old", "new", "new/old", "CPU new/old"]
@@ -147,7 +147,7 @@ def comparison(old: Mapping[str, Any], new: Findings) -> str:
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     names = ("kind", "bytes", "num_blocks", "layout", "subject", "data_path")
-    row["value"]["median"]  # a row without it is none of ours
+    row["value"]["median"]  # raises if the row has another form
     return tuple(row[name] for name in names)
 
 

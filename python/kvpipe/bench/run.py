@@ -1,4 +1,4 @@
-"""Runs subjects against each other: every round measures each case by all of them, one after the other."""
+"""Runs subjects side by side: every round measures each case with all subjects, one after the other."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Subjects and the cases of one kind; a context manager that ends their processes.
+    """A run of subjects over the cases of one kind; a context manager that ends their processes.
 
     Attributes:
         entries: Samples, in the order of the cases, then of the subjects.
-        skipped: Who does not take part (any more), and why.
-        versions: Of the peers that do.
+        skipped: Subjects that were left out, each with the reason.
+        versions: Versions of the libraries that take part.
     """
 
     def __init__(self, subjects: Sequence[Subject], cases: Sequence[Case], progress: Progress) -> None:
@@ -37,7 +37,7 @@ class Run:
 
     @property
     def num_processes(self) -> int:
-        """How many processes with a buffer of their own take part."""
+        """Number of processes that have a buffer."""
         programs = {entry.subject.program for entry in self.entries}
         return sum(len(getattr(program, "roles", ())) for program in programs)
 
@@ -50,10 +50,10 @@ class Run:
                 closing.callback(opened.close)
 
     def start(self, words: Mapping[str, object]) -> None:
-        """Starts all processes; `words` is what each is given.
+        """Starts all processes with the words of `words`.
 
         Raises:
-            SubjectError: kvpipe itself failed, here and below. Others are left out, with the reason.
+            SubjectError: kvpipe itself failed, here and below. Other subjects that fail are left out.
         """
         for entry in list(self.entries):
             self._attempt(entry, partial(self._open, entry, words))
@@ -68,9 +68,9 @@ class Run:
         self.versions |= {opened.version} - {""}
 
     def measure(self, rounds: int) -> None:
-        """Checks what each moves, then measures."""
+        """Verifies what each subject moves, then measures."""
         self._progress.expect((rounds + 1) * len(self.entries))
-        self._progress.line("checking what each moves")
+        self._progress.line("verifying what each subject moves")
         for entry in list(self.entries):
             self._attempt(entry, partial(self._check, entry))
             self._progress.step(f"check, {entry.case.label}, {_name(entry)}")
@@ -82,7 +82,7 @@ class Run:
         self._progress.end()
 
     def _order(self, number: int) -> list[Entry]:
-        """Another one for each round, the same in each run: nobody always follows the same one."""
+        """A different order for each round, the same in each run, so that no subject always follows the same one."""
         return random.Random(number).sample(self.entries, len(self.entries))  # noqa: S311 - no secret
 
     def _check(self, entry: Entry) -> None:
@@ -96,7 +96,7 @@ class Run:
         return self._runners[entry.subject.program]
 
     def _attempt(self, entry: Entry, step: Callable[[], None]) -> None:
-        """Does a step of a subject that is still in; one that fails is out, with all that share its processes."""
+        """Runs a step of a subject. A failure leaves out the subject, and all that share its processes."""
         if entry not in self.entries:
             return
         one = entry.subject

@@ -1,4 +1,4 @@
-"""Subjects and what they run: pairs of processes, or one process that copies."""
+"""What runs a subject: pairs of processes, or one process that copies."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Pairs = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Sample:
-    """What one round of a case gave.
+    """The result of one round of a case.
 
     Attributes:
-        value: GB/s (10^9 bytes a second of payload), or microseconds: of half a round trip, of a wake.
-        cpu_s_per_gib: Seconds of CPU of all processes for each GiB of payload; `None` where it cannot be told.
+        value: GB/s (10^9 bytes of payload a second), or microseconds of half a round trip or of a wake-up.
+        cpu_s_per_gib: Seconds of CPU of all processes for each GiB of payload; `None` if unknown.
     """
 
     value: float
@@ -35,16 +35,16 @@ class Sample:
 
 
 class Runner(Protocol):
-    """What subjects run on once it is opened."""
+    """An opened program or tool that runs the cases of its subjects."""
 
     transport: str
     version: str
 
     def check(self, case: Case, options: Pairs) -> float:
-        """One round whose result is compared, byte by byte; the seconds it took. It is the warm-up too."""
+        """Runs the warm-up round, whose bytes are verified; returns its seconds."""
 
     def sample(self, case: Case, options: Pairs, number: int, count: int) -> Sample:
-        """Another round, of so many tensors, transfers or round trips."""
+        """Runs one more round of `count` tensors, transfers or round trips."""
 
     def close(self) -> None:
         """Ends all processes."""
@@ -52,15 +52,15 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """How the processes of a subject are started. Subjects with the same program share them.
+    """A command that starts the processes of subjects. Subjects with the same program share the processes.
 
     Attributes:
-        name: The program's.
-        command: What is started, before the role.
-        roles: Of its processes; the first takes the time, the last is asked first.
-        setup: Words that every process is given besides the size of its buffer.
-        env: Variables that every process is given.
-        is_paused: Its processes are stopped while others are measured: some never sleep.
+        name: Name of the program.
+        command: Command line, before the role.
+        roles: Roles of its processes. The first one measures the time; requests go to the last one first.
+        setup: Words for every process besides the size of its buffer.
+        env: Variables for every process.
+        is_paused: Whether its processes are stopped while others are measured, because some never sleep.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Program:
     is_paused: bool = False
 
     def start(self, role: str, words: Mapping[str, object]) -> Process:
-        """Starts the process of one role, which says hello."""
+        """Starts the process of one role, which sends its hello."""
         line = compose(role, {**dict(self.setup), **words}).split()
         return Process([*self.command, *line], dict(self.env))
 
     def open(self, words: Mapping[str, object]) -> Runner:
-        """Starts all its processes and lets them meet; with `is_pinned` each on a CPU of its own."""
+        """Starts all processes and connects them; with `is_pinned` each on its own CPU."""
         started: list[Process] = []
         try:
             for place, role in enumerate(self.roles):
@@ -90,7 +90,7 @@ class Program:
 
 
 class Startable(Protocol):
-    """Something that can be opened: a program, or a tool that is started anew for each sample."""
+    """Something that can be opened: a program, or a tool that starts anew for each sample."""
 
     def open(self, words: Mapping[str, object]) -> Runner:
         """Starts it."""
@@ -98,16 +98,16 @@ class Startable(Protocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """One line of a table.
+    """A subject of a benchmark: one line of a table.
 
     Attributes:
-        name: In the table.
+        name: Its name in the table.
         data_path: `default` (what UCX chooses), `tcp`, or empty where no transport is involved.
-        program: What runs it.
-        kinds: Of cases that it can do.
+        program: The program that runs it.
+        kinds: Kinds of cases that it supports.
         options: Words of each request.
-        is_ours: It is kvpipe: its failure is the benchmark's.
-        fits: Whether it can do a case of its kinds.
+        is_ours: Whether it is kvpipe, so that its failure fails the benchmark.
+        fits: Whether it supports a case of these kinds.
     """
 
     name: str
@@ -119,12 +119,12 @@ class Subject:
     fits: Callable[[Case], bool] = field(default=lambda _: True, compare=False)
 
     def can(self, case: Case) -> bool:
-        """Whether it takes part in a case."""
+        """Whether it supports a case."""
         return case.kind in self.kinds and self.fits(case)
 
 
 class Group:
-    """Processes that have met. The first takes the time."""
+    """Connected processes. The first one measures the time."""
 
     def __init__(self, sides: Sequence[Side]) -> None:
         self._sides = sides
@@ -137,7 +137,7 @@ class Group:
         self.version = next((words["version"] for words in hellos if "version" in words), "")
 
     def check(self, case: Case, options: Pairs) -> float:
-        """One round whose result is compared; the seconds it took."""
+        """Runs the warm-up round, whose bytes are verified; returns its seconds."""
         self._ask_all("clear", case, options, 0, case.first_count)
         started = time.monotonic()
         self._ask_all("run", case, options, 0, case.first_count)
@@ -146,7 +146,7 @@ class Group:
         return took_s
 
     def sample(self, case: Case, options: Pairs, number: int, count: int) -> Sample:
-        """Another round."""
+        """Runs one more round."""
         before = self._cpu_s()
         answer = self._ask_all("run", case, options, number, count)
         cpu_s = self._cpu_s() - before
@@ -165,7 +165,7 @@ class Group:
             "round": number,
             **dict(options),
         }
-        for side in reversed(self._sides):  # the passive one first: it should be ready when the other begins
+        for side in reversed(self._sides):  # the passive one first, so that it is ready when the other begins
             side.ask(compose(verb, words))
         answers = [side.answer() for side in self._sides]
         return answers[0]
@@ -180,7 +180,7 @@ class Group:
 
 
 class PausedGroup(Group):
-    """Processes that run only while they are measured."""
+    """Connected processes that run only while they are measured."""
 
     def __init__(self, processes: Sequence[Process]) -> None:
         self._processes = processes
@@ -188,12 +188,12 @@ class PausedGroup(Group):
         self._signal(signal.SIGSTOP)
 
     def check(self, case: Case, options: Pairs) -> float:
-        """One round whose result is compared; the seconds it took."""
+        """Runs the warm-up round, whose bytes are verified; returns its seconds."""
         with self._running():
             return super().check(case, options)
 
     def sample(self, case: Case, options: Pairs, number: int, count: int) -> Sample:
-        """Another round."""
+        """Runs one more round."""
         with self._running():
             return super().sample(case, options, number, count)
 

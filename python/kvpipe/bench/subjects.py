@@ -1,4 +1,4 @@
-"""Who takes part: kvpipe, what it is held against, and its peers, each at the best setting it offers."""
+"""The subjects: kvpipe, its baselines and other libraries, each at its best setting."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 _BENCH = Path(__file__).parent
 _CHECKOUT = _BENCH.parents[2]
-# In environments without kvpipe: the programs alone, behind everything else that can be imported
+# For environments without kvpipe: imports the programs alone, with the lowest priority on sys.path
 _ALONE = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('programs', run_name='__main__')"
 
 TENSORS, BLOCKS, LATENCY = (frozenset({kind}) for kind in ("tensors", "blocks", "latency"))
 WAKE, INSERT = (frozenset({kind}) for kind in ("wake", "insert"))
 DATA_PATHS = ("default", "tcp")
 IN_FLIGHT: Pairs = (("in_flight", "4"),)
-# UCX's defaults make TCP several times slower: what a user who knows would set
+# An expert's setting: UCX's defaults make TCP several times slower
 _TUNED_TCP: Pairs = (("UCX_TCP_TX_SEG_SIZE", "256k"), ("UCX_TCP_RX_SEG_SIZE", "1m"))
-# As kvpipe sets: without it UCX gives up its one-sided lanes in the error mode that kvpipe needs
+# As kvpipe sets it: otherwise UCX drops its one-sided lanes in the error mode that kvpipe needs
 _ONE_SIDED: Pairs = (("UCX_RNDV_THRESH", "inf"),)
 _LOOPBACK: Pairs = (("UCX_NET_DEVICES", "lo"),)
-# As kvpipe.bench.bounds sets them beside each other
+# kvpipe.bench.bounds finds pairs by this suffix
 WITHOUT_CHECKSUM = ", no checksum"
 HASH = "kvpipe checksum"
 _EAGER_CAP = 32 << 10
@@ -42,7 +42,7 @@ _BUSY_POLL_US = "1000"
 
 
 def ucx_env(data_path: str) -> Pairs:
-    """The variables that put UCX on a data path."""
+    """Variables that restrict UCX to a data path."""
     return (("UCX_TLS", "tcp"),) if data_path == "tcp" else ()
 
 
@@ -51,7 +51,7 @@ def _gpu_env(data_path: str) -> Pairs:
 
 
 def kvpipe_pipe(data_path: str, program: Startable | None = None) -> list[Subject]:
-    """A Pipe: into memory that is there, and fresh. `program` is what runs it, by default two processes here."""
+    """A Pipe, receiving into existing and into fresh memory. By default `program` is two processes on this host."""
     program = program or ours("pipe_tensors", env=ucx_env(data_path))
     checked, unchecked = (("way", "checked"),), (("way", "unchecked"),)
     out, fresh = (("into", "out"), *IN_FLIGHT), (("into", "fresh"), *IN_FLIGHT)
@@ -65,13 +65,13 @@ def kvpipe_pipe(data_path: str, program: Startable | None = None) -> list[Subjec
 
 
 def kvpipe_polling(data_path: str) -> list[Subject]:
-    """A Pipe that looks for more for longer than any message takes, before it sleeps."""
+    """A Pipe that polls for longer than any message takes, before it sleeps."""
     program = ours("pipe_tensors", (("busy_poll_us", _BUSY_POLL_US),), ucx_env(data_path))
     return [Subject("kvpipe polling", data_path, program, LATENCY, (("way", "checked"),), is_ours=True)]
 
 
 def kvpipe_blocks(data_path: str, setup: Pairs, program: Startable | None = None) -> list[Subject]:
-    """An Agent that reads blocks of the sizes that `setup` names."""
+    """An Agent that reads blocks of the sizes in `setup`."""
     program = program or ours("agent_blocks", setup, ucx_env(data_path))
     checked, unchecked = (("way", "checked"),), (("way", "unchecked"),)
     return [
@@ -81,7 +81,7 @@ def kvpipe_blocks(data_path: str, setup: Pairs, program: Startable | None = None
 
 
 def memcpy() -> list[Subject]:
-    """Copies of one thread in one process."""
+    """Copies by one thread in one process."""
     program = ours("memcpy_tensors", roles=("copy",))
     return [
         Subject("memcpy", "", program, TENSORS, (("into", "out"),)),
@@ -91,12 +91,12 @@ def memcpy() -> list[Subject]:
 
 
 def checksum() -> list[Subject]:
-    """The checksum of a Pipe alone, by one thread."""
+    """A Pipe's checksum alone, by one thread."""
     return [Subject(HASH, "", ours("checksum_tensors", roles=("alone",)), TENSORS, is_ours=True)]
 
 
 def lookup_wakes(data_path: str) -> list[Subject]:
-    """A LookupBuffer between processes, which the producer's serves or one of its own."""
+    """A LookupBuffer between processes, served by the producer's process or by a third one."""
     served = ours("lookup_wakes", env=ucx_env(data_path), roles=("consumer", "serving_producer"))
     apart = ours("lookup_wakes", env=ucx_env(data_path), roles=("consumer", "producer", "server"))
     return [
@@ -106,7 +106,7 @@ def lookup_wakes(data_path: str) -> list[Subject]:
 
 
 def lookup_inserts() -> list[Subject]:
-    """A LookupBuffer of one process, beside numpy's copy into new memory."""
+    """A LookupBuffer within one process, beside numpy's copy into new memory."""
     program = ours("lookup_inserts", roles=("alone",))
     return [
         Subject("kvpipe insert", "", program, INSERT, (("by", "insert"),), is_ours=True),
@@ -126,7 +126,7 @@ def bare(data_path: str) -> list[Subject]:
 
 
 def ucx_perftest(data_path: str) -> list[Subject]:
-    """UCX's own tool, with the settings of kvpipe."""
+    """UCX's own benchmark, with the settings of kvpipe."""
     tool = Perftest((*_LOOPBACK, *_ONE_SIDED, *_TUNED_TCP, *ucx_env(data_path)))
     messages = (("test", "ucp_am_bw"),)
     reads = (("test", "ucp_get"), ("in_flight", "4"))
@@ -140,15 +140,15 @@ def ucx_perftest(data_path: str) -> list[Subject]:
 
 
 def _is_large(case: Case) -> bool:
-    """Smaller tensors travel in messages; reading them one by one would be another thing."""
+    """Larger than eager messages: kvpipe sends smaller tensors in messages, so single reads are not comparable."""
     return case.num_bytes > _EAGER_CAP
 
 
 def require_gpu(device: str) -> None:
-    """Finds out whether tensors can be there.
+    """Checks that tensors can be moved on a GPU.
 
     Raises:
-        TransportUnavailableError: No.
+        TransportUnavailableError: They cannot.
     """
     try:
         torch = importlib.import_module("torch")
@@ -170,7 +170,7 @@ def kvpipe_gpu(data_path: str, device: str) -> list[Subject]:
 
 
 def ucx_perftest_gpu(data_path: str) -> list[Subject]:
-    """UCX's own tool between buffers on a GPU, read as kvpipe reads them; without gets over TCP."""
+    """UCX's own benchmark between buffers on a GPU, read as kvpipe reads them; TCP has no remote reads."""
     if data_path == "tcp":
         return []
     tool = Perftest((*_LOOPBACK, *_ONE_SIDED, ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")))
@@ -200,7 +200,7 @@ def mooncake() -> list[Subject]:
 
 
 def ucxx(data_path: str) -> list[Subject]:
-    """RAPIDS' ucxx as it ships, and with UCX set as kvpipe sets it; its blocking mode has the lowest latency."""
+    """RAPIDS' ucxx with its defaults, and with kvpipe's UCX settings; its blocking mode has the lowest latency."""
     kinds, env = TENSORS | LATENCY, ucx_env(data_path)
     tuned = (*_ONE_SIDED, *_TUNED_TCP, *env)
     blocking = (*tuned, ("UCXPY_PROGRESS_MODE", "blocking"))
@@ -226,7 +226,7 @@ def gloo() -> list[Subject]:
 
 
 def peers(data_path: str) -> list[Subject]:
-    """All of a data path that is not kvpipe, memcpy or bare UCX."""
+    """All subjects of a data path except kvpipe, memcpy and bare UCX."""
     both = [*ucx_perftest(data_path), *nixl(data_path), *ucxx(data_path)]
     return [*both, *(one for one in (*mooncake(), *zeromq(), *gloo()) if one.data_path == data_path)]
 
@@ -263,7 +263,7 @@ REMEDIES = {
 
 
 def reason(subject: Subject, error: SubjectError) -> str:
-    """Why it does not take part, with what can be done when it is not installed."""
+    """Why a subject is left out, with a remedy if it is not installed."""
     text = str(error)
     is_missing = "ModuleNotFoundError" in text or "ImportError" in text or "cannot start" in text
     remedy = REMEDIES.get(getattr(subject.program, "name", ""))

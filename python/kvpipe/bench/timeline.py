@@ -1,4 +1,4 @@
-"""The life of one handoff as a picture, from the trace."""
+"""Draws one handoff from its trace."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from kvpipe.bench.trace import Event
 
 _SPANS = {"computed": "tab:blue", "announced": "tab:orange", "arrived": "tab:green"}
-_LABELS = {"computed": "P computes", "announced": "P sums and announces", "arrived": "D reads and compares"}
+_LABELS = {"computed": "P computes", "announced": "P hashes and announces", "arrived": "D reads and verifies"}
 _BAR = 0.8 / len(_SPANS)
-# What both sides say is told of the first one: P opens before D hears of it.
+# Where both sides write an event, the first one counts: P opens before D receives that.
 _MARKS = {"opened": ":", "admitted": "--", "sampled": "-", "loaded": "-.", "first step": (0, (1, 1))}
-# Around the first token, in ms: what the second panel shows.
+# Range of the second panel around the first token, in ms.
 _BEFORE_MS, _AFTER_MS = 60.0, 10.0
 
 
 def draw(path: Path, life: Sequence[Event], title: str) -> None:
-    """Draws into a PNG file: a row for each layer, bars for what is computed, announced and read, lines for the rest.
+    """Draws a PNG file: a row for each layer, bars for computing, announcing and reading, lines for other events.
 
-    The upper panel shows all of it, the lower one what happens around P's first token.
+    The upper panel shows the whole handoff, the lower one the time around P's first token.
 
     Raises:
         ConfigError: matplotlib is not installed, the file cannot be written, or no layer was computed.

@@ -1,4 +1,4 @@
-"""Reads what `KVPIPE_TRACE` wrote: the lives of handoffs, in seconds of `time.monotonic`."""
+"""Reads a trace of `KVPIPE_TRACE`: the events of handoffs, in seconds of `time.monotonic`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a handoff.
+    """An event of a handoff.
 
     Attributes:
-        name: What.
+        name: Name of the event.
         handoff: The handoff's id.
-        process: Name of the process it happened in.
+        process: Name of the process.
         began_s: When it began.
-        ended_s: When it ended; the same for what took no time.
-        facts: Numbers that say more.
+        ended_s: When it ended; equal to `began_s` for an instant.
+        facts: Numbers with more detail.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Event:
 
 
 def read(path: Path) -> list[Event]:
-    """All events of a trace, by the time when they ended.
+    """Reads all events of a trace, ordered by their end.
 
     Raises:
-        ConfigError: The file cannot be read, or is no trace.
+        ConfigError: The file cannot be read, or is not a trace.
     """
     try:
-        # the last line may be half written, the closing bracket is never there
+        # the last line may be incomplete, and the closing bracket is never written
         text = path.read_text().rpartition("\n")[0].removesuffix(",")
         lines: list[dict[str, Any]] = json.loads(f"{text}]")
     except (OSError, ValueError) as error:
@@ -70,8 +70,8 @@ def _event(line: dict[str, Any], names: dict[int, str], begun: dict[tuple[int, i
     )
 
 
-def lives(events: list[Event]) -> dict[str, list[Event]]:
-    """The events of each handoff."""
+def by_handoff(events: list[Event]) -> dict[str, list[Event]]:
+    """Groups events by handoff."""
     found: dict[str, list[Event]] = {}
     for event in events:
         found.setdefault(event.handoff, []).append(event)

@@ -131,7 +131,7 @@ class Consuming:
             Load(
                 request_id=consumed.request.request_id,
                 handoff=consumed.handoff,
-                generation=opening.get("generation", 0),
+                epoch=opening.get("epoch", 0),
                 first=first,
                 block_ids=block_ids,
                 ranks=opening.get("ranks", []),

@@ -50,7 +50,7 @@ class Produced:
         return num_tokens // block_size
 
     def announce(self, block_ids: list[int]) -> list[tuple[bytes, int, int, list[int]]]:
-        """Returns the announcement of the next blocks: `(handoff, generation, first, block_ids)`, or none."""
+        """Returns the announcement of the next blocks: `(handoff, epoch, first, block_ids)`, or none."""
         first = self.num_announced
         self.num_announced += len(block_ids)
         self.announced_ids.update(block_ids)

@@ -76,7 +76,7 @@ class SchedulerRole:
             "released": self._producing.on_released,
             "opened": self._consuming.on_opened,
             "finished": self._consuming.on_finished,
-            "gone": self._consuming.on_ended,
+            "ended": self._consuming.on_ended,
         }
         logger.info(
             "control.listen address=%s engine_id=%s role=%s",

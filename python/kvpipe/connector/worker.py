@@ -56,7 +56,7 @@ class WorkerRole:
         self._regions: dict[str, _kvpipe.Region] = {}
         self._is_by_layer = _calls_each_layer_once(vllm_config)
         self._step = StepMetadata()
-        self._ready: _kvpipe.Finals | None = None
+        self._ready: _kvpipe.ReadyBlocks | None = None
         self._unsaved: dict[str, _kvpipe.Region] = {}
         self._loading: dict[bytes, Load] = {}
         self._leased: dict[bytes, str] = {}
@@ -129,7 +129,7 @@ class WorkerRole:
         if agent is None:
             return
         if step.cached:
-            agent.finalize(_kvpipe.Finals(step.cached), list(self._regions.values()))
+            agent.mark_ready(_kvpipe.ReadyBlocks(step.cached), list(self._regions.values()))
         for load in step.loads:
             self._load(agent, load)
         for handoff in step.commits:
@@ -143,7 +143,7 @@ class WorkerRole:
         for handoff, request_id in step.leased:
             self._leased[handoff] = request_id
         if step.ready:
-            self._step, self._ready, self._unsaved = step, _kvpipe.Finals(step.ready), dict(self._regions)
+            self._step, self._ready, self._unsaved = step, _kvpipe.ReadyBlocks(step.ready), dict(self._regions)
             self._progress.begin_step(step, len(self._regions))
         PENDING_FIRST_TOKENS.tokens = step.first_tokens
         self._trace.begin_step(step)
@@ -159,7 +159,7 @@ class WorkerRole:
             load.handoff,
             address,
             incarnation,
-            load.generation,
+            load.epoch,
             load.first,
             load.block_ids,
             load.is_committed,
@@ -181,7 +181,7 @@ class WorkerRole:
             return
         if (region := self._unsaved.pop(layer_name, None)) is not None:
             self._trace.layers_computed()
-            self._agent.finalize(self._ready, [region])
+            self._agent.mark_ready(self._ready, [region])
             self._progress.layer_saved(time.monotonic())
         elif layer_name in self._regions:
             self._withdraw_step(self._agent, layer_name)
@@ -198,7 +198,7 @@ class WorkerRole:
         """Marks this step's blocks as ready in the remaining layers, after the forward pass."""
         if self._ready is not None and self._agent is not None and self._unsaved:
             self._trace.layers_computed()
-            self._agent.finalize(self._ready, list(self._unsaved.values()))
+            self._agent.mark_ready(self._ready, list(self._unsaved.values()))
         self._trace.end_forward()
         self._forget_ready()
 
@@ -211,9 +211,9 @@ class WorkerRole:
         for event in self._agent.drain() if self._agent is not None else ():
             if event["event"] == "log":
                 logger.info("%s", event["text"])
-            elif event["event"] == "taken":
+            elif event["event"] == "acknowledged":
                 self._released.add(event["handoff"])
-            elif event["event"] == "whole":
+            elif event["event"] == "blocks_verified":
                 self._note_verified(event)
             elif (load := self._loading.pop(event["handoff"], None)) is not None:
                 self._end_load(load, event)

@@ -1,7 +1,7 @@
-"""Prefill and decode instances, and the proxy before them, on one machine.
+"""Prefill and decode instances and their proxy, on one machine.
 
-`Deployment` starts, watches and ends them; it decides nothing when one dies, so that tests can
-kill and restart. `kvpipe up` is the command over it.
+`Deployment` starts, watches and ends the processes. It does not react when one dies, so that tests can kill and restart
+processes.
 """
 
 import asyncio
@@ -33,18 +33,18 @@ _PROGRESS_INTERVAL_S = 5.0
 
 
 class Deployment:
-    """The processes of a spec.
+    """The processes of a `DeploymentSpec`.
 
-    An asynchronous context manager: they are healthy inside, and gone after it.
+    An asynchronous context manager: the processes are healthy inside its block, and ended after it.
     """
 
     def __init__(self, spec: DeploymentSpec, *, echo: Echo | None = None, report: Echo | None = None) -> None:
         """Plans ports and command lines; starts nothing.
 
         Args:
-            spec: What to start.
-            echo: Gets each log line of each process, prefixed with its name.
-            report: Gets a line about the progress of the start every few seconds.
+            spec: The processes to start.
+            echo: Called with each log line of each process, prefixed with its name.
+            report: Called with a progress line every few seconds during the start.
         """
         self.spec = spec
         self._report = report or (lambda _: None)
@@ -55,7 +55,7 @@ class Deployment:
 
     @property
     def instances(self) -> list[Instance]:
-        """All processes but the proxy."""
+        """All processes except the proxy."""
         return [*self.prefill, *self.decode, *self.undivided]
 
     @property
@@ -67,11 +67,11 @@ class Deployment:
     def url(self) -> str:
         """The proxy's address."""
         if self.proxy is None:
-            raise ConfigError("this deployment has no proxy: its spec says proxy_command=None")
+            raise ConfigError("this deployment has no proxy: its spec has proxy_command=None")
         return self.proxy.url
 
     async def __aenter__(self) -> Self:
-        """Starts everything; ends it again when that fails."""
+        """Starts all processes; ends them again if that fails."""
         try:
             await self.start()
         except BaseException:
@@ -85,14 +85,14 @@ class Deployment:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends everything."""
+        """Ends all processes."""
         await self.stop()
 
     async def start(self) -> None:
         """Starts the instances, then the proxy, and returns when all answer `/health` with 200.
 
         Raises:
-            KVPipeError: One of them ended or the time is over. The others run on until `stop`.
+            KVPipeError: A process ended, or the timeout has passed. The others keep running until `stop`.
         """
         if self.proxy is not None:
             _check_address_is_free(self.spec.host, self.proxy.url)
@@ -104,13 +104,13 @@ class Deployment:
             await self.until_healthy([self.proxy])
 
     async def restart(self, instance: Instance) -> None:
-        """Ends one process, the hard way, and starts it again with the same addresses."""
+        """Kills one process, and starts it again with the same addresses."""
         await instance.child.stop(0)
         await instance.child.start()
         await self.until_healthy([instance])
 
     async def stop(self) -> None:
-        """Ends all processes and what they started, the proxy first."""
+        """Ends all processes and their children, the proxy first."""
         if self.proxy is not None:
             await self.proxy.child.stop(self.spec.grace_s)
         grace_s = self.spec.grace_s
@@ -118,12 +118,12 @@ class Deployment:
         await self._watchdog.close()
 
     def kill(self) -> None:
-        """Ends the grace of a `stop` that is under way."""
+        """Kills the processes that a pending `stop` waits for."""
         for process in self.processes:
             process.child.send_signal(signal.SIGKILL)
 
     async def first_exit(self) -> Instance:
-        """Waits until one of the processes has ended, and returns it."""
+        """Waits until a process has ended, and returns it."""
         waits = {asyncio.create_task(process.child.wait()): process for process in self.processes}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -136,7 +136,7 @@ class Deployment:
         """Waits until each of `processes` answers `/health` with 200.
 
         Raises:
-            KVPipeError: One of them ended, with its last lines, or the time is over.
+            KVPipeError: A process ended (the message has its last lines), or the timeout has passed.
         """
         began = reported = time.monotonic()
         pending = list(processes)
@@ -156,17 +156,17 @@ class Deployment:
 class DeploymentThread:
     """A `Deployment` for callers without an event loop: a context manager with a loop in a thread.
 
-    `deployment` is the deployment; `call` runs one of its coroutines, or a child's, to the end.
+    `deployment` is the deployment; `call` runs a coroutine of it, or of one of its children, to the end.
     """
 
     def __init__(self, spec: DeploymentSpec, *, echo: Echo | None = None, report: Echo | None = None) -> None:
-        """Takes the arguments of `Deployment`; starts nothing."""
+        """Accepts the arguments of `Deployment`; starts nothing."""
         self.deployment = Deployment(spec, echo=echo, report=report)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpipe-up", daemon=True)
 
     def __enter__(self) -> Self:
-        """Starts everything; ends it again when that fails."""
+        """Starts all processes; ends them again if that fails."""
         self._thread.start()
         try:
             self.call(self.deployment.start())
@@ -181,7 +181,7 @@ class DeploymentThread:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends everything, the thread too."""
+        """Ends all processes and the thread."""
         try:
             self.call(self.deployment.stop())
         finally:
@@ -190,12 +190,12 @@ class DeploymentThread:
             self._loop.close()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in the deployment's loop and returns its result."""
+        """Runs a coroutine in the deployment's loop, and returns its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
 def _check_address_is_free(host: str, url: str) -> None:
-    """Finds a taken port before the models are loaded, not after."""
+    """Finds a port in use before the models are loaded, not after."""
     port = urlsplit(url).port
     try:
         with socket.create_server((host, port)):
@@ -207,7 +207,7 @@ def _check_address_is_free(host: str, url: str) -> None:
 async def _not_yet_healthy(session: aiohttp.ClientSession, processes: list[Instance]) -> list[Instance]:
     for process in processes:
         if not process.child.is_running:
-            await process.child.stop(grace_s=0)  # all that it wrote has been read then
+            await process.child.stop(grace_s=0)  # afterwards all of its output has been read
             raise KVPipeError(_early_exit(process.child))
     healthy = await asyncio.gather(*(_is_healthy(session, process.url) for process in processes))
     return [process for process, is_healthy in zip(processes, healthy, strict=True) if not is_healthy]
@@ -228,7 +228,7 @@ def _early_exit(child: ChildProcess) -> str:
 
 
 def exit_text(returncode: int | None) -> str:
-    """How a process ended, in words: `exit code 1`, `signal SIGKILL`."""
+    """Describes how a process ended: `exit code 1`, `signal SIGKILL`."""
     if returncode is not None and returncode < 0:
         return f"signal {signal.Signals(-returncode).name}"
     return f"exit code {returncode}"

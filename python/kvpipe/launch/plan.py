@@ -1,4 +1,4 @@
-"""From a spec to processes: free ports, environments and command lines. Starts nothing."""
+"""Plans the processes of a spec: ports, environments and command lines. Starts nothing."""
 
 import dataclasses
 import importlib.metadata
@@ -23,30 +23,30 @@ Echo = Callable[[str], None]
 _LOWEST_PORT = 10_000
 _KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
-# vLLM's CPU build: instances on one machine share its cores, where the default binds all of them to
-# the same ones; 1 GiB of KV each, where the default takes a share of all memory for every one.
+# For vLLM's CPU build. By default, all instances bind to the same cores, and each takes a share of all memory for its
+# KV. With these, they share the cores and have 1 GiB of KV each.
 _CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Instance:
-    """One process of a deployment and where it is reached."""
+    """One process of a deployment, with its addresses."""
 
     role: Role
     url: str
     control: str | None
-    """`host:port` of the connector's control plane; None where there is no connector."""
+    """`host:port` of the connector's control port; None without a connector."""
     child: ChildProcess
 
     @property
     def name(self) -> str:
-        """Such as `prefill-0`."""
+        """Name of the process, such as `prefill-0`."""
         return self.child.name
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The processes of one deployment, with their addresses; none is started yet."""
+    """The processes of a deployment, with their addresses, before their start."""
 
     prefill: list[Instance]
     decode: list[Instance]
@@ -55,10 +55,10 @@ class Plan:
 
 
 class Planner:
-    """Turns a spec into processes. Chooses free ports; starts nothing."""
+    """Turns a spec into a plan. Picks free ports; starts nothing."""
 
     def __init__(self, spec: DeploymentSpec, watchdog: Watchdog, echo: Echo | None) -> None:
-        """Takes the arguments of `Deployment`, and who ends the processes should this one die."""
+        """Accepts the arguments of `Deployment`, and the watchdog for its processes."""
         num_engines = spec.num_prefill + spec.num_decode
         self._spec = spec
         self._echo = echo
@@ -67,7 +67,7 @@ class Planner:
         self._ports = iter(free_ports(2 * num_engines + spec.num_undivided + 1))
 
     def plan(self) -> Plan:
-        """The processes of the spec."""
+        """Returns the processes of the spec."""
         spec = self._spec
         prefill = [self._instance("prefill", index) for index in range(spec.num_prefill)]
         decode = [self._instance("decode", index) for index in range(spec.num_decode)]
@@ -127,7 +127,7 @@ def is_cpu_vllm() -> bool:
 
 
 def _environment(spec: DeploymentSpec) -> dict[str, str]:
-    """This process's environment with what is missing in it; what the user has set stays."""
+    """This process's environment with defaults for missing variables; the user's own values stay."""
     env = {**os.environ, **spec.env}
     defaults = {"PYTHONUNBUFFERED": "1"}
     if is_cpu_vllm():
@@ -148,15 +148,16 @@ def _kv_transfer_config(spec: DeploymentSpec, role: Role, control: str) -> dict[
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that are free now and will be in a minute, when an instance binds them.
+    """Picks different ports that are free now, and likely a minute later, when an instance binds them.
 
-    The system hands the ports of its own range to whoever asks for any port, so that one of those may be taken
-    meanwhile; below that range ports are taken by name only.
+    They lie below the range of ephemeral ports, which the kernel assigns to any socket meanwhile.
     """
     candidates = random.sample(range(_LOWEST_PORT, max(_first_ephemeral_port(), _LOWEST_PORT + 10_000)), 10_000)
     ports = list(itertools.islice(filter(_is_free, candidates), count))
     if len(ports) < count:
-        raise ConfigError(f"found {len(ports)} of {count} free ports from {_LOWEST_PORT} on; end what listens there")
+        raise ConfigError(
+            f"found {len(ports)} of {count} free ports from {_LOWEST_PORT} on; end programs that listen there"
+        )
     return ports
 
 

@@ -1,9 +1,9 @@
-"""A child process with prefixed log lines, in a process group of its own that can be ended as a whole.
+"""A child process in its own process group, with prefixed log lines.
 
-vLLM's API server starts an EngineCore, which starts workers. They all stay in the group of the
-first process, so its members are found in /proc whatever became of their parents: they outlive an
-API server that was killed, and hold its log pipe open. That is why this is no asyncio subprocess,
-whose `wait()` returns when the pipes are closed, not when the process has ended (Python 3.11).
+vLLM's API server starts an EngineCore, which starts workers. All of them stay in the group of the first process, so
+/proc shows the group's members even after their parents have died: they outlive a killed API server and hold its log
+pipe open. This class is no asyncio subprocess, because `wait()` of those returns when the pipes are closed, not when
+the process has ended (Python 3.11).
 """
 
 import asyncio
@@ -19,19 +19,19 @@ from typing import TextIO
 
 from kvpipe.launch.watchdog import Watchdog, kill_members
 
-# Lines kept for the message about a child that died.
+# Lines of output that the message about a dead child shows.
 _NUM_TAIL_LINES = 30
 
-# Longer lines are passed on in pieces: vLLM prints its whole configuration as one.
+# Longer lines are split: vLLM prints its whole configuration as one.
 _LINE_LIMIT_BYTES = 1 << 16
 
 _KILL_WAIT_S = 5.0
 
 
 class ChildProcess:
-    """One command, its log and everything that it started.
+    """One command, its log and its descendants.
 
-    Owned by one event loop. `log_path` is appended to, so that a restarted child keeps its history.
+    One event loop owns it. The log file is appended to, so that a restarted child keeps its history.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ChildProcess:
         self._tail: collections.deque[str] = collections.deque(maxlen=_NUM_TAIL_LINES)
 
     def __repr__(self) -> str:
-        """Shows the name, the process id and how it stands."""
+        """Shows name, process id and state."""
         if self._process is None:
             return f"<ChildProcess {self.name} not started>"
         state = "running" if self.is_running else f"exited {self.returncode}"
@@ -64,7 +64,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the command, which is also its group's id; None before the start."""
+        """Process id of the command and id of its group; None before the start."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -74,12 +74,12 @@ class ChildProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Whether it has started and has not ended."""
         return self._process is not None and self._process.returncode is None
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """The last lines that it wrote, oldest first."""
+        """Its last lines of output, oldest first."""
         return tuple(self._tail)
 
     async def start(self) -> None:
@@ -87,23 +87,23 @@ class ChildProcess:
         if self.is_running:
             raise RuntimeError(f"{self.name} is running already")
         self._exited = asyncio.Event()
-        # No asyncio subprocess: see the module's docstring. The call returns after the exec
+        # No asyncio subprocess: see the module's docstring. The call blocks until exec only
         self._process = subprocess.Popen(  # noqa: ASYNC220, S603
             self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=self._env,
-            # A group and not a session: Linux schedules sessions as groups (autogroup), and on two cores that has
-            # left one instance without a CPU for up to 50 s while others spun with sched_yield.
+            # A group and not a session: Linux schedules each session as a unit (autogroup). On two cores that left one
+            # instance without CPU for up to 50 s while others spun with sched_yield.
             process_group=0,
         )
         self._watchdog.watch(self._process.pid)
         self._reader = asyncio.create_task(self._read_log(self._process), name=f"log {self.name}")
-        notice = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self._exited.set)
+        notify = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self._exited.set)
         waiter = threading.Thread(
-            target=_wait_and_tell,
-            args=(self._process, notice),
+            target=_wait_and_notify,
+            args=(self._process, notify),
             name=f"wait {self.name}",
             daemon=True,
         )
@@ -117,9 +117,9 @@ class ChildProcess:
         return self.returncode
 
     async def stop(self, grace_s: float) -> None:
-        """Ends the command and all that it started: SIGTERM, and after `grace_s` SIGKILL.
+        """Ends the command and its descendants: SIGTERM, and SIGKILL after `grace_s`.
 
-        Returns when none of them is left. Safe to call again, also on a child that has ended.
+        Returns when no process of the group is left. It may be called repeatedly, also after the child has ended.
         """
         if self._process is None:
             return
@@ -130,12 +130,12 @@ class ChildProcess:
         await self._kill_group(self._process.pid)
         await self._exited.wait()
         self._watchdog.forget(self._process.pid)
-        if self._reader is not None:  # ends with the pipe, unless somebody left the group with it
+        if self._reader is not None:  # ends with the pipe, unless a process left the group with it
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._reader, _KILL_WAIT_S)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the command alone, not to what it started."""
+        """Sends a signal to the command, not to its descendants."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -168,14 +168,14 @@ class ChildProcess:
         return stack.enter_context(self.log_path.open("a", encoding="utf-8", buffering=1))
 
 
-def _wait_and_tell(process: subprocess.Popen[bytes], tell: Callable[[], object]) -> None:
+def _wait_and_notify(process: subprocess.Popen[bytes], notify: Callable[[], object]) -> None:
     process.wait()
-    with contextlib.suppress(RuntimeError):  # the loop has been closed
-        tell()
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        notify()
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """One line; of a line beyond the limit, what there is so far; b"" at the end."""
+    """Reads one line, or the part of a longer line up to the limit; b"" at the end."""
     try:
         return await stream.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:

@@ -1,4 +1,4 @@
-"""What a deployment consists of: models, counts, addresses and commands."""
+"""The specification of a deployment."""
 
 import dataclasses
 import sys
@@ -16,41 +16,41 @@ LOOPBACK = "127.0.0.1"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeploymentSpec:
-    """What to start. The defaults are those of `kvpipe up`."""
+    """The processes to start. The defaults are those of `kvpipe up`."""
 
     model: str
-    """Folder or name of the model, as vLLM takes it."""
+    """Folder or name of the model, as for vLLM."""
     num_prefill: int = 1
     num_decode: int = 1
     num_undivided: int = 0
-    """Instances without a connector, which the proxy does not know: to compare with."""
+    """Instances without connector and proxy, for comparison."""
     host: str = LOOPBACK
     """Address of the proxy. The instances always listen on loopback."""
     port: int = 0
-    """Port of the proxy; 0 takes a free one."""
+    """Port of the proxy; 0 picks a free one."""
     dispatch: Literal["just-in-time", "sequential", "concurrent"] = "just-in-time"
     block_size: int | None = None
     """Tokens in a KV block; None leaves it to vLLM."""
     token: str | None = None
-    """Shared secret of all of them; None takes KVPIPE_TOKEN, else a random one for this run."""
+    """Shared secret of all processes; None means KVPIPE_TOKEN, or a random one for this run."""
     vllm_args: Sequence[str] = ()
     connector_module: str = "kvpipe.connector"
-    """Module of the `KVPipeConnector` that the instances load, for those who subclass it."""
+    """Module of the `KVPipeConnector` that the instances load, for subclasses."""
     connector_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """More keys of `kv_connector_extra_config`, for every instance."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Environment of every process, over this process's own."""
+    """Variables of every process, in addition to this process's environment."""
     log_dir: Path | None = None
-    """Where `<name>.log` of each process is kept; None keeps no files."""
+    """Folder for `<name>.log` of each process; None writes no files."""
     startup_timeout_s: float = 900.0
     grace_s: float = 15.0
-    """Between SIGTERM and SIGKILL when ending."""
+    """Seconds between SIGTERM and SIGKILL."""
     server_command: Sequence[str] = VLLM_COMMAND
     proxy_command: Sequence[str] | None = PROXY_COMMAND
     """None starts no proxy."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be started."""
+        """Refuses wrong values."""
         for name, least in (("num_prefill", 1), ("num_decode", 1), ("num_undivided", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}")
@@ -59,7 +59,7 @@ class DeploymentSpec:
 
     @property
     def served_model(self) -> str:
-        """The name under which clients ask for the model."""
+        """The model name for clients."""
         args = list(self.vllm_args)
         for index, arg in enumerate(args):
             if arg == "--served-model-name" and index + 1 < len(args):

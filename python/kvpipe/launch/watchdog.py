@@ -21,7 +21,7 @@ _INTERVAL_S = 0.1
 
 
 def group_members(group_id: int) -> list[int]:
-    """Process ids of the living members of a group, zombies left out."""
+    """Returns the process ids of a group's members, without zombies."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -29,7 +29,7 @@ def group_members(group_id: int) -> list[int]:
         try:
             stat = (entry / "stat").read_text()
         except OSError:
-            continue  # it ended while we looked
+            continue  # it has just ended
         # "pid (command) state ppid pgrp …"; the command may hold spaces and parentheses
         state, _, group = stat.rpartition(")")[2].split()[:3]
         if int(group) == group_id and state not in "ZX":
@@ -38,9 +38,9 @@ def group_members(group_id: int) -> list[int]:
 
 
 def kill_members(group_id: int) -> list[int]:
-    """Sends SIGKILL to all members of a group, and returns who they were.
+    """Sends SIGKILL to all members of a group, and returns their ids.
 
-    To be repeated until nobody is left: a member may start another while it is being killed.
+    Repeat it until none is left, because a member may start another one while it is killed.
     """
     members = group_members(group_id)
     for pid in members:
@@ -53,11 +53,11 @@ class Watchdog:
     """The launcher's end of the watchdog: names the groups to kill if this process dies."""
 
     def __init__(self) -> None:
-        """Starts nothing: the process starts with the first group."""
+        """Starts nothing: the watchdog process starts with the first group."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def watch(self, group_id: int) -> None:
-        """From now on the group ends with this process."""
+        """Adds a group, which then ends with this process."""
         if self._process is None:
             self._process = subprocess.Popen(  # noqa: S603 - this file
                 # By path and isolated, so that it imports the standard library only
@@ -65,27 +65,27 @@ class Watchdog:
                 stdin=subprocess.PIPE,
                 start_new_session=True,  # the terminal's Ctrl-C does not reach it
             )
-        self._tell(f"+{group_id}\n")
+        self._send(f"+{group_id}\n")
 
     def forget(self, group_id: int) -> None:
-        """The group has ended: its id may soon be somebody else's."""
-        self._tell(f"-{group_id}\n")
+        """Removes a group that has ended, because its id may be reused."""
+        self._send(f"-{group_id}\n")
 
     async def close(self) -> None:
-        """Ends the watchdog, and with it every group that was not forgotten."""
+        """Ends the watchdog, which then ends every remaining group."""
         process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             process.stdin.close()
             await asyncio.to_thread(process.wait)
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # somebody killed it: we do without
+            with contextlib.suppress(BrokenPipeError):  # it was killed; continue without it
                 os.write(self._process.stdin.fileno(), line.encode())
 
 
 def _read_groups(lines: Iterable[str]) -> set[int]:
-    """The groups that are left at the end of file, which is the end of the launcher."""
+    """Reads groups until the end of file, which is the end of the launcher; returns the remaining ones."""
     groups = set()
     for line in lines:
         group_id = int(line[1:])
@@ -96,8 +96,8 @@ def _read_groups(lines: Iterable[str]) -> set[int]:
     return groups
 
 
-def _end(groups: set[int]) -> None:
-    """SIGTERM to the leaders; SIGKILL to a group without one, and to all after the grace."""
+def _end_groups(groups: set[int]) -> None:
+    """Sends SIGTERM to the leaders; then SIGKILL to groups without one, and to all groups after the grace period."""
     for group_id in groups:
         with contextlib.suppress(ProcessLookupError):
             os.kill(group_id, signal.SIGTERM)
@@ -113,10 +113,10 @@ def _end(groups: set[int]) -> None:
 
 
 def main() -> None:
-    """Waits for the end of the launcher, then ends what it left."""
+    """Waits for the end of the launcher, then ends its remaining groups."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _end(_read_groups(sys.stdin))
+    _end_groups(_read_groups(sys.stdin))
 
 
 if __name__ == "__main__":

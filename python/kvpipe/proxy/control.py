@@ -13,7 +13,7 @@ class Moment(Protocol):
     """What ended a subscription; `kvpipe.control.Moment` is one."""
 
     @property
-    def kind(self) -> Literal["due", "finished", "watched", "gone"]:
+    def kind(self) -> Literal["due", "finished", "watched", "ended"]:
         """The event."""
 
     @property

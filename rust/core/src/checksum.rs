@@ -1,5 +1,5 @@
 //! The checksum of everything that is moved: CRC-64/NVME. With AVX-512 it runs at 58 to 69 GB/s over bytes in the
-//! cache, where XXH3 runs at 20 to 36 (docs/benchmarks.md): what is left is the cost of reading memory.
+//! cache, XXH3 at 20 to 36 (docs/benchmarks.md), so that reading memory is what costs.
 
 use crc_fast::{CrcAlgorithm, Digest, checksum};
 
@@ -11,7 +11,7 @@ pub fn of(bytes: &[u8]) -> u64 {
     checksum(ALGORITHM, bytes)
 }
 
-/// The checksum of `bytes` that is bound to where they belong: at another place the same bytes have another one.
+/// The checksum of `bytes` at a place: the same bytes have another checksum at another place.
 pub(crate) fn bound(place: &[u8], bytes: &[u8]) -> u64 {
     let mut digest = Digest::new(ALGORITHM);
     digest.update(place);
@@ -19,7 +19,7 @@ pub(crate) fn bound(place: &[u8], bytes: &[u8]) -> u64 {
     digest.finalize()
 }
 
-/// A checksum that is computed piece by piece.
+/// A checksum that is computed in pieces.
 #[derive(Debug)]
 pub(crate) struct RunningChecksum(Digest);
 

@@ -1,19 +1,19 @@
-//! The one error type of kvpipe: a variant for each remedy (style: one variant, one Python class).
+//! The error type of kvpipe: one variant for each remedy, and one Python class for each variant.
 
 use std::fmt;
 
-/// What went wrong, by what the caller can do about it.
+/// A failure, by what the caller can do about it.
 ///
-/// Not `#[non_exhaustive]`: the binding matches every variant, so the compiler finds a forgotten one.
+/// It is not `#[non_exhaustive]`: the Python binding matches every variant, so that the compiler finds a forgotten one.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// Bad argument or setting, found before any I/O: fix it.
+    /// An argument or setting is wrong, found before any I/O: fix it.
     #[error("{0}")]
     Config(String),
-    /// No UCX, too old, or none for this memory: install it or use another memory.
+    /// UCX is missing, too old, or cannot reach this memory: install it, or use other memory.
     #[error("{0}")]
     Unavailable(String),
-    /// The peer could not be reached or refused us: retry, or another instance.
+    /// The peer could not be reached or refused the connection: retry, or use another instance.
     #[error("{0}")]
     Connect(String),
     /// The token challenge failed: give both sides the same token.
@@ -31,30 +31,30 @@ pub enum Error {
         /// The other side's value.
         theirs: String,
     },
-    /// The peer went away: recompute, connect again.
+    /// The peer is gone: recompute, connect again.
     #[error("lost peer {peer}: {reason}")]
     PeerLost {
         /// The peer's address.
         peer: String,
-        /// Why it counts as lost.
+        /// Why the peer counts as lost.
         reason: String,
     },
-    /// Not done in time; the message says whether the object is still usable.
+    /// The operation was not completed in time; the message says whether the object is still usable.
     #[error("{0}")]
     Timeout(String),
-    /// A checksum differs: what came must not be used.
+    /// A checksum differs: the received data must not be used.
     #[error("{0}")]
     Corrupt(String),
-    /// The sender closed in order and everything was taken.
+    /// The sender closed the pipe, and everything it sent was received.
     #[error("the sender closed the pipe and everything it sent was received")]
     EndOfPipe,
-    /// The peer sent nonsense: report a bug.
+    /// The peer broke the protocol: report a bug.
     #[error("{0}")]
     Protocol(String),
-    /// A buffer stayed full: slow down.
+    /// A quota or a resource of the system is used up: slow down.
     #[error("{0}")]
     Exhausted(String),
-    /// This side had closed the object.
+    /// This side has closed the object.
     #[error("{0}")]
     Closed(String),
 }

@@ -1,9 +1,9 @@
-//! A queue from the progress thread to whoever drains it.
+//! A queue of events from the reactor to the thread that drains it.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Events that may wait before minor ones are dropped: whoever reaches the port can cause a line to log.
+/// Most events in the queue before minor ones are dropped: anybody who reaches the port can cause a line to log.
 const MINOR_CAP: usize = 1024;
 
 /// Events in order; clones share the queue.
@@ -31,7 +31,7 @@ impl<T> Events<T> {
             .push_back(event);
     }
 
-    /// Appends an event that nobody waits for, such as a line to log: while many wait to be drained, it is dropped.
+    /// Appends an event that nobody waits for, such as a line to log, or drops it while the queue is long.
     pub fn push_minor(&self, event: T) {
         let mut events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if events.len() < MINOR_CAP {
@@ -39,7 +39,7 @@ impl<T> Events<T> {
         }
     }
 
-    /// Takes all events.
+    /// Removes and returns all events.
     pub fn drain(&self) -> Vec<T> {
         self.0
             .lock()

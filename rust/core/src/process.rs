@@ -1,11 +1,11 @@
-//! Whether this is still the process in which something was made.
+//! Detection of forks, and threads that a forked child does not join.
 
 use std::thread::{Builder, JoinHandle};
 
 use crate::error::{Error, Result};
 
-/// The process that made something. A forked child must not even look at it: descriptors are its parent's, and another
-/// thread may have held a lock when it was forked.
+/// The process that made an object. A forked child must not touch the object: descriptors are its parent's, and another
+/// thread may have held a lock at the fork.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Process(u32);
 
@@ -14,7 +14,7 @@ impl Process {
         Self(std::process::id())
     }
 
-    /// One that was forked from this one's parent, or ended.
+    /// Not this process.
     #[cfg(test)]
     pub(crate) fn another() -> Self {
         Self(0)
@@ -31,7 +31,7 @@ impl Process {
     }
 }
 
-/// A thread that the child of a fork does not have: there its handle may be that of another.
+/// A thread of the process that made it. A forked child does not have the thread, and its handle there may name another.
 #[derive(Debug)]
 pub(crate) struct Thread {
     handle: Option<JoinHandle<()>>,
@@ -47,10 +47,10 @@ impl Thread {
         })
     }
 
-    /// Waits until it has ended.
+    /// Waits for the thread's end.
     pub(crate) fn join(mut self) {
-        let is_ours = self.process.check().is_ok();
-        if let Some(handle) = self.handle.take_if(|_| is_ours) {
+        let is_same_process = self.process.check().is_ok();
+        if let Some(handle) = self.handle.take_if(|_| is_same_process) {
             let _ = handle.join();
         }
     }

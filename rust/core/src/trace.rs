@@ -1,6 +1,6 @@
 //! A trace of handoffs in Chrome's trace format, which Perfetto and `chrome://tracing` load. All processes of a host may
-//! write to one file: each writes whole lines to its end, and the format lets the closing bracket be missing. Times are
-//! those of `CLOCK_MONOTONIC`, which they share. Who traces only queues a line; a thread writes, `GATHER` later.
+//! write to one file: each appends whole lines, and the format allows the closing bracket to be missing. Times are those of
+//! `CLOCK_MONOTONIC`, which processes share. Tracing only queues a line; a thread writes it [`WRITE_DELAY`] later.
 
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
@@ -17,30 +17,30 @@ use crate::error::{Error, Result};
 use crate::ids::HandoffId;
 use crate::process::Thread;
 
-/// Lines come in bursts, from threads that compute: waking the writer for each of them would take CPU from those.
-const GATHER: Duration = Duration::from_millis(50);
+/// Lines come in bursts from threads that compute. Waking the writer for each line would take CPU from these threads.
+const WRITE_DELAY: Duration = Duration::from_millis(50);
 
-/// Whose time a line is about: they are shown as threads of the process.
+/// The thread that a line is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Track {
-    /// vLLM's, in which the connector's hooks run.
+    /// The engine's thread, on which the connector's hooks run.
     Engine = 1,
-    /// The reactor's.
+    /// The thread that runs the reactor.
     Reactor = 2,
 }
 
-/// Where a process traces to; nowhere by default. Clones share the file.
+/// The trace of a process; off by default. Clones share the file.
 #[derive(Debug, Clone, Default)]
-pub struct Trace(Option<Arc<Writer>>);
+pub struct Trace(Option<Arc<TraceWriter>>);
 
 #[derive(Debug)]
-struct Writer {
+struct TraceWriter {
     lines: Option<Sender<String>>,
     thread: Option<Thread>,
     num_overlapping: AtomicU64,
 }
 
-impl Drop for Writer {
+impl Drop for TraceWriter {
     fn drop(&mut self) {
         drop(self.lines.take());
         if let Some(thread) = self.thread.take() {
@@ -50,10 +50,10 @@ impl Drop for Writer {
 }
 
 impl Trace {
-    /// Appends to a file, which others may write to. `process` is this process's name in the trace.
+    /// Appends to a file, to which other processes may write. `process` is this process's name in the trace.
     ///
     /// # Errors
-    /// The file cannot be written, or there is no thread to be had.
+    /// The file cannot be written, or the system gives no thread.
     pub fn to_file(path: &Path, process: &str) -> Result<Self> {
         let failed = |error: std::io::Error| {
             Error::Config(format!(
@@ -64,7 +64,7 @@ impl Trace {
         let file = open(path).map_err(failed)?;
         let (lines, queue) = channel();
         let thread = Thread::spawn("kvpipe-trace", move || write(file, &queue)).map_err(failed)?;
-        let trace = Self(Some(Arc::new(Writer {
+        let trace = Self(Some(Arc::new(TraceWriter {
             lines: Some(lines),
             thread: Some(thread),
             num_overlapping: AtomicU64::new(0),
@@ -75,17 +75,17 @@ impl Trace {
         Ok(trace)
     }
 
-    /// Whether lines go anywhere.
+    /// Whether anything is traced.
     pub fn is_on(&self) -> bool {
         self.0.is_some()
     }
 
-    /// The present, for the beginning of a span; zero when nothing is traced.
+    /// The current time, for the beginning of a span; zero when nothing is traced.
     pub fn now(&self) -> Duration {
         if self.is_on() { now() } else { Duration::ZERO }
     }
 
-    /// Something has happened to a handoff.
+    /// Traces an instant of a handoff.
     pub fn instant(&self, track: Track, name: &str, handoff: &HandoffId, facts: &[(&str, u64)]) {
         if self.is_on() {
             let rest = format!(r#""ph":"i","s":"t",{}"#, at(track, now()));
@@ -93,7 +93,7 @@ impl Trace {
         }
     }
 
-    /// Something that has just ended, and overlaps with no other span of its track.
+    /// Traces a span that ends now and overlaps with no other span of its track.
     pub fn span(
         &self,
         track: Track,
@@ -109,7 +109,7 @@ impl Trace {
         }
     }
 
-    /// Something that has just ended, while others of its name may be under way.
+    /// Traces a span that ends now and may overlap with others of its name.
     pub fn overlapping(
         &self,
         name: &str,
@@ -150,13 +150,13 @@ impl Trace {
 
     fn queue(&self, line: String) {
         if let Some(lines) = self.0.as_ref().and_then(|writer| writer.lines.as_ref()) {
-            // Nobody listens any more: the file could not be written, and a trace is not worth a failure.
+            // The writer has ended because the file could not be written. A trace is not worth a failure.
             let _ = lines.send(line);
         }
     }
 }
 
-/// Opens the file; the first one begins the list.
+/// Opens the file. The first process that does begins the list.
 fn open(path: &Path) -> std::io::Result<File> {
     let mut file = OpenOptions::new().create(true).append(true).open(path)?;
     file.lock()?;
@@ -167,10 +167,10 @@ fn open(path: &Path) -> std::io::Result<File> {
     Ok(file)
 }
 
-/// Ends with its queue, or where a line cannot be written.
+/// Writes lines until the queue ends or a write fails.
 fn write(mut file: File, queue: &Receiver<String>) {
     while let Ok(first) = queue.recv() {
-        std::thread::sleep(GATHER);
+        std::thread::sleep(WRITE_DELAY);
         let lines: String = std::iter::once(first).chain(queue.try_iter()).collect();
         if let Err(error) = file.write_all(lines.as_bytes()) {
             tracing::warn!(%error, "trace.ended");

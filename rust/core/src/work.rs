@@ -1,5 +1,6 @@
-//! Completion of an operation: its reactor completes it once, any thread waits for it. A thread that waits runs the reactor
-//! meanwhile; where another does, it sleeps on a futex, in asyncio on an eventfd that is made when somebody needs it.
+//! The result of an asynchronous call. Its reactor completes it once, and any thread waits for it. A thread that waits runs
+//! the reactor meanwhile. Where another thread does that, it sleeps on a futex; asyncio waits on an eventfd, which is made
+//! on demand.
 
 use std::fmt;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -13,27 +14,27 @@ use rustix::thread::futex;
 
 use crate::error::{Error, Result};
 
-/// A wait is cut into slices of this length, so that a signal that arrives just before the wait is seen too.
+/// Longest sleep of a wait, so that a signal that arrives just before it is noticed too.
 const SIGNAL_SLICE: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
-struct State<T> {
+struct WorkState<T> {
     result: Option<Result<T>>,
     eventfd: Option<OwnedFd>,
 }
 
-/// What a work and its completer share.
+/// What a [`Work`] and its [`Completer`] share.
 #[derive(Debug)]
-struct Shared<T> {
-    state: Mutex<State<T>>,
-    /// [`UNDER_WAY`], [`WAITED_FOR`] or [`ENDED`].
+struct SharedWork<T> {
+    state: Mutex<WorkState<T>>,
+    /// [`PENDING`], [`WAITED_FOR`] or [`COMPLETED`].
     progress: AtomicU32,
 }
 
-const UNDER_WAY: u32 = 0;
-/// As before, and threads sleep until it has ended.
+const PENDING: u32 = 0;
+/// Pending, and threads sleep until it is completed.
 const WAITED_FOR: u32 = 1;
-const ENDED: u32 = 2;
+const COMPLETED: u32 = 2;
 
 /// A reactor as a waiting caller sees it: the caller runs the reactor while it waits.
 pub(crate) trait Drive: Send + Sync + fmt::Debug {
@@ -56,11 +57,11 @@ pub(crate) enum Driven {
     Forked(Error),
 }
 
-/// An operation that is under way or done. Clones share it; dropping all of them cancels nothing.
+/// An operation that is pending or completed. Clones share it; dropping all of them cancels nothing.
 #[derive(Debug)]
 pub struct Work<T> {
-    shared: Arc<Shared<T>>,
-    /// The reactor that completes it: who waits may run it.
+    shared: Arc<SharedWork<T>>,
+    /// The reactor that completes it.
     driver: Option<Arc<dyn Drive>>,
 }
 
@@ -76,36 +77,36 @@ impl<T> Clone for Work<T> {
 /// How a wait ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Waited {
-    /// The operation is done.
+    /// The operation is completed.
     Done,
     /// The deadline passed first.
     TimedOut,
-    /// A signal arrived or a slice ended: look for signals, then wait again.
+    /// A signal may have arrived: check for signals, then wait again.
     Interrupted,
 }
 
-/// What a caller does next with a work that it has just got.
+/// What a caller does next with a new work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Then {
-    /// Waits for it at once, and so runs the reactor itself: its thread need not be woken.
+    /// Waits for it at once, and so runs the reactor itself: the reactor's thread need not be woken.
     Wait,
     /// Anything else.
     GoOn,
 }
 
-/// The other end of a [`Work`]: completes it once. Dropped without that, the work ends as closed.
+/// The other end of a [`Work`]: completes it once. Dropping it completes the work as closed.
 #[derive(Debug)]
-pub struct Completer<T>(Option<Arc<Shared<T>>>);
+pub struct Completer<T>(Option<Arc<SharedWork<T>>>);
 
 /// Makes a work and its completer.
 pub fn work<T>() -> (Work<T>, Completer<T>) {
-    let state = State {
+    let state = WorkState {
         result: None,
         eventfd: None,
     };
-    let shared = Arc::new(Shared {
+    let shared = Arc::new(SharedWork {
         state: Mutex::new(state),
-        progress: AtomicU32::new(UNDER_WAY),
+        progress: AtomicU32::new(PENDING),
     });
     let work = Work {
         shared: Arc::clone(&shared),
@@ -114,36 +115,36 @@ pub fn work<T>() -> (Work<T>, Completer<T>) {
     (work, Completer(Some(shared)))
 }
 
-impl<T> Shared<T> {
-    fn lock(&self) -> MutexGuard<'_, State<T>> {
+impl<T> SharedWork<T> {
+    fn lock(&self) -> MutexGuard<'_, WorkState<T>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn has_ended(&self) -> bool {
-        self.progress.load(Ordering::Acquire) == ENDED
+    fn is_completed(&self) -> bool {
+        self.progress.load(Ordering::Acquire) == COMPLETED
     }
 
-    fn end(&self, result: Result<T>) {
+    fn complete(&self, result: Result<T>) {
         let mut state = self.lock();
         state.result = Some(result);
-        let before = self.progress.swap(ENDED, Ordering::AcqRel);
+        let before = self.progress.swap(COMPLETED, Ordering::AcqRel);
         if let Some(fd) = &state.eventfd {
-            // An eventfd that counts to 1 never blocks; a failure could only mean that nobody can wait on it.
+            // Fails only when the counter is full, and then the descriptor is readable already.
             let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
         }
         drop(state);
         if before == WAITED_FOR {
-            // Cannot fail: the address is that of an integer of ours.
+            // Fails only for an invalid address.
             let _ = futex::wake(&self.progress, futex::Flags::PRIVATE, i32::MAX as u32);
         }
     }
 
-    /// Sleeps until it has ended, `deadline` has passed, or a signal arrived.
+    /// Sleeps until completion, `deadline` or a signal.
     fn sleep(&self, deadline: Option<Instant>) -> Result<Waited> {
         let (relaxed, acquire) = (Ordering::Relaxed, Ordering::Acquire);
         let _ = self
             .progress
-            .compare_exchange(UNDER_WAY, WAITED_FOR, relaxed, acquire);
+            .compare_exchange(PENDING, WAITED_FOR, relaxed, acquire);
         let sleep = |slice: &Timespec| {
             let slept = futex::wait(
                 &self.progress,
@@ -157,7 +158,7 @@ impl<T> Shared<T> {
                 Err(error) => Err(error),
             }
         };
-        wait(deadline, || self.has_ended(), sleep)
+        wait(deadline, || self.is_completed(), sleep)
     }
 }
 
@@ -168,14 +169,14 @@ impl<T> Completer<T> {
         shared.is_some_and(|shared| Arc::ptr_eq(shared, &work.shared))
     }
 
-    /// Ends the operation.
+    /// Completes the work.
     pub fn complete(mut self, result: Result<T>) {
         self.finish(result);
     }
 
     fn finish(&mut self, result: Result<T>) {
         if let Some(shared) = self.0.take() {
-            shared.end(result);
+            shared.complete(result);
         }
     }
 }
@@ -189,12 +190,12 @@ impl<T> Drop for Completer<T> {
 }
 
 impl<T> Work<T> {
-    /// Whether the operation has ended, well or not.
+    /// Whether the operation is completed, with a value or an error.
     pub fn is_completed(&self) -> bool {
-        self.shared.has_ended()
+        self.shared.is_completed()
     }
 
-    /// A file descriptor that is readable once the operation has ended. It belongs to the work.
+    /// A file descriptor that is readable once the operation is completed. The work owns it.
     pub fn event_fd(&self) -> Result<RawFd> {
         let mut state = self.shared.lock();
         if let Some(fd) = &state.eventfd {
@@ -208,14 +209,13 @@ impl<T> Work<T> {
         Ok(state.eventfd.insert(fd).as_raw_fd())
     }
 
-    /// Names the reactor that completes it.
+    /// Sets the reactor that completes it.
     pub(crate) fn driven_by(mut self, driver: Arc<dyn Drive>) -> Self {
         self.driver = Some(driver);
         self
     }
 
-    /// Waits until the operation has ended, `deadline` has passed, or a signal arrived. Runs the reactor meanwhile, unless
-    /// another thread does.
+    /// Waits for completion, `deadline` or a signal. Runs the reactor meanwhile, unless another thread does.
     pub fn wait(&self, deadline: Option<Instant>) -> Result<Waited> {
         if self.is_completed() {
             return Ok(Waited::Done);
@@ -235,7 +235,7 @@ impl<T> Work<T> {
     }
 }
 
-/// Waits on a descriptor until `is_done`, `deadline` has passed, or a signal arrived.
+/// Waits on a descriptor until `is_done`, `deadline` or a signal.
 pub(crate) fn wait_readable(
     fd: &OwnedFd,
     deadline: Option<Instant>,
@@ -248,7 +248,7 @@ pub(crate) fn wait_readable(
     wait(deadline, is_done, poll)
 }
 
-/// One sleep of a slice at most, which tells whether it was woken.
+/// Sleeps once, for a slice at most. `sleep` returns whether it was woken.
 fn wait(
     deadline: Option<Instant>,
     is_done: impl Fn() -> bool,
@@ -274,7 +274,7 @@ impl<T: Clone> Work<T> {
         self.shared.lock().result.clone()
     }
 
-    /// Waits without looking for signals; for Rust callers.
+    /// Waits without checking for signals, for Rust callers.
     pub fn wait_for(&self, timeout: Duration) -> Result<T> {
         let deadline = Instant::now() + timeout;
         loop {

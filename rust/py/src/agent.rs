@@ -211,7 +211,6 @@ impl Agent {
         self.0.notifications_fd()
     }
 
-    #[pyo3(name = "finalize")]
     fn mark_ready(&self, ready: &ReadyBlocks, regions: Vec<PyRef<'_, Region>>) -> PyResult<()> {
         let regions: Vec<_> = regions.iter().map(|region| region.0.clone()).collect();
         self.0.mark_ready(&ready.0, &regions).map_err(to_py)
@@ -257,7 +256,7 @@ impl Agent {
         self.0.trace_to(trace.core()).map_err(to_py)
     }
 
-    #[getter(num_lent)]
+    #[getter]
     fn num_leased(&self) -> usize {
         self.0.num_leased()
     }
@@ -301,7 +300,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             transport,
             elapsed,
         } => {
-            set("whole", handoff)?;
+            set("blocks_verified", handoff)?;
             set_facts(&dict, counts, transport, *elapsed)?;
         }
         Event::LoadCompleted {
@@ -310,7 +309,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             transport,
             elapsed,
         } => {
-            set("loaded", handoff)?;
+            set("load_completed", handoff)?;
             set_facts(&dict, counts, transport, *elapsed)?;
         }
         Event::LoadFailed {
@@ -321,12 +320,12 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
             missing,
             reason,
         } => {
-            set("failed", handoff)?;
+            set("load_failed", handoff)?;
             set_facts(&dict, counts, transport, *elapsed)?;
             dict.set_item("missing", missing)?;
             dict.set_item("reason", reason)?;
         }
-        Event::Acknowledged { handoff } => set("taken", handoff)?,
+        Event::Acknowledged { handoff } => set("acknowledged", handoff)?,
         Event::Log(text) => {
             dict.set_item("event", "log")?;
             dict.set_item("text", text)?;

@@ -40,8 +40,8 @@ pub(crate) struct Peer(pub(crate) blocks::Peer);
 
 #[pymethods]
 impl Peer {
-    #[getter(link)]
-    fn session(&self) -> u64 {
+    #[getter]
+    fn session_key(&self) -> u64 {
         self.0.session()
     }
 
@@ -82,7 +82,7 @@ impl Peer {
     }
 }
 
-#[pyclass(frozen, name = "Finals")]
+#[pyclass(frozen)]
 pub(crate) struct ReadyBlocks(pub(crate) blocks::ReadyBlocks);
 
 #[pymethods]

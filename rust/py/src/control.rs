@@ -213,7 +213,7 @@ fn to_dict<'py>(py: Python<'py>, event: &ControlEvent) -> PyResult<Bound<'py, Py
             set("opened", handoff)?;
             dict.set_item("prompt_hash", opening.prompt_hash.as_slice())?;
             dict.set_item("num_tokens", opening.num_tokens)?;
-            dict.set_item("generation", opening.epoch)?;
+            dict.set_item("epoch", opening.epoch)?;
             let ranks: Vec<(&str, &[u8])> = opening
                 .ranks
                 .iter()
@@ -232,7 +232,7 @@ fn to_dict<'py>(py: Python<'py>, event: &ControlEvent) -> PyResult<Bound<'py, Py
             reason,
             is_withdrawn,
         } => {
-            set("gone", handoff)?;
+            set("ended", handoff)?;
             dict.set_item("reason", reason)?;
             dict.set_item("is_withdrawn", is_withdrawn)?;
         }

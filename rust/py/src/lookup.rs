@@ -52,14 +52,14 @@ impl LookupBuffer {
         addresses: Vec<String>,
         token: &[u8],
         transport: &Transport,
-        is_summed: bool,
+        is_checksummed: bool,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let transport = transport.core();
         let route = wait_for_route(py, || RemoteBuffer::route(addresses, timeout))?;
         let connected =
-            py.detach(|| RemoteBuffer::connect_along(&route, token, transport, is_summed));
+            py.detach(|| RemoteBuffer::connect_along(&route, token, transport, is_checksummed));
         let (remote, connected) = connected.map_err(to_py)?;
         let buffer = Self(lookup::LookupBuffer::Remote(remote));
         Ok((buffer, Work::new(Kind::Nothing(connected))))
@@ -71,10 +71,10 @@ impl LookupBuffer {
         address: &str,
         token: &[u8],
         transport: &Transport,
-        is_summed: bool,
+        is_checksummed: bool,
     ) -> PyResult<()> {
         let transport = transport.core();
-        py.detach(|| self.0.serve(address, token, transport, is_summed))
+        py.detach(|| self.0.serve(address, token, transport, is_checksummed))
             .map_err(to_py)
     }
 

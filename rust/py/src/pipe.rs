@@ -47,7 +47,7 @@ impl PipeEnd {
         address: &str,
         token: &[u8],
         transport: &Transport,
-        is_summed: bool,
+        is_checksummed: bool,
         busy_poll_us: Option<u64>,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
@@ -55,7 +55,7 @@ impl PipeEnd {
         let (transport, busy_poll) = (transport.core(), busy_poll(busy_poll_us));
         let route = wait_for_route(py, || Pipe::route(address, timeout))?;
         let connected =
-            py.detach(|| Pipe::connect_along(&route, token, transport, is_summed, busy_poll));
+            py.detach(|| Pipe::connect_along(&route, token, transport, is_checksummed, busy_poll));
         let (pipe, connected) = connected.map_err(to_py)?;
         Ok((Self(pipe), Work::new(Kind::Nothing(connected))))
     }

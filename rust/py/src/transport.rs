@@ -27,10 +27,12 @@ impl Transport {
     #[staticmethod]
     fn memory(data_path: &str) -> PyResult<Self> {
         let data_path = match data_path {
-            "get" => MemoryPath::RemoteRead,
-            "messages" => MemoryPath::Stream,
+            "remote_read" => MemoryPath::RemoteRead,
+            "stream" => MemoryPath::Stream,
             other => {
-                return Err(bad(format!("road={other:?}: expected 'get' or 'messages'")));
+                return Err(bad(format!(
+                    "data_path={other:?}: expected 'remote_read' or 'stream'"
+                )));
             }
         };
         Ok(Self(transport::Transport::Memory(data_path)))

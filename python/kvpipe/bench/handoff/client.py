@@ -1,4 +1,4 @@
-"""The client of the benchmark: one request at a time, its times by the clock of the trace."""
+"""The client of the benchmark: sends one request at a time, and measures it by the clock of the trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RESERVED_TOKENS = 10
 
 @dataclass(frozen=True)
 class Streamed:
-    """Times of a streamed answer, seconds of `time.monotonic`: when asked, and when each piece of text came."""
+    """Times of a streamed answer, in seconds of `time.monotonic`: the request, and each piece of text."""
 
     asked_s: float
     texts_s: list[float]
@@ -35,8 +35,8 @@ class Streamed:
 
 
 def prompt(num_tokens: int, seed: str) -> list[int]:
-    """Token ids that nobody has cached."""
-    draw = random.Random(seed)  # noqa: S311 - a prompt, no secret
+    """Returns token ids that are in no prefix cache."""
+    draw = random.Random(seed)  # noqa: S311 - a prompt is no secret
     return draw.choices(range(_RESERVED_TOKENS, VOCAB_SIZE), k=num_tokens)
 
 
@@ -55,7 +55,7 @@ def _post(url: str, body: dict[str, Any], headers: Mapping[str, str]) -> http.cl
 
 
 def stream(url: str, tokens: list[int], headers: Mapping[str, str] | None = None, **more: Any) -> Streamed:
-    """Streams a completion to its end.
+    """Streams a completion until its end.
 
     Raises:
         SubjectError: The answer is an error, or has fewer than two pieces of text.
@@ -76,14 +76,14 @@ def stream(url: str, tokens: list[int], headers: Mapping[str, str] | None = None
 
 
 def prefill(url: str, tokens: list[int], headers: Mapping[str, str] | None = None, **more: Any) -> dict[str, Any]:
-    """Asks for one token and returns the answer."""
+    """Requests one token, and returns the answer."""
     answer: dict[str, Any] = json.loads(_post(url, _body(tokens, {"max_tokens": 1, **more}), headers or {}).read())
     return answer
 
 
 @dataclass
 class CpuClock:
-    """Follows the CPU time of a server while a request runs; a context manager with a thread of its own."""
+    """Samples a server's CPU time during a request: a context manager with its own thread."""
 
     server: Server
     readings: list[tuple[float, float]] = field(default_factory=list)
@@ -91,9 +91,9 @@ class CpuClock:
     def __post_init__(self) -> None:
         """Starts nothing."""
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread = threading.Thread(target=self._sample, daemon=True)
 
-    def _follow(self) -> None:
+    def _sample(self) -> None:
         while not self._is_over.wait(0.02):
             self.readings.append((time.monotonic(), self.server.cpu_s()))
 
@@ -106,7 +106,7 @@ class CpuClock:
         self._thread.join()
 
     def share(self, from_s: float, to_s: float) -> float | None:
-        """Per cent of a CPU between two times; `None` if they are too close to each other."""
+        """Returns the share of a CPU between two times in per cent; `None` if there are too few samples."""
         inside = [reading for reading in self.readings if from_s <= reading[0] <= to_s]
         if len(inside) < 2:  # noqa: PLR2004 - a difference
             return None

@@ -1,4 +1,4 @@
-"""`kvpipe bench handoff`: its arguments, and what it prints and writes."""
+"""`kvpipe bench handoff`: arguments and output."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import argparse
 
 SUMMARY = "real vLLM through prefill and decode: hand-over, first token and CPU, beside NixlConnector and one instance"
-# Weights 0.7 GB, KV up to 0.7 GB, and what three processes with torch take.
+# Weights 0.7 GB, KV up to 0.7 GB, and the memory of three processes with torch.
 _BYTES_PER_INSTANCE = 2_800_000_000
 _LONGEST_PREFILL_S = 15.0
-# What is measured apart at the end has a tenth of the time.
+# Subjects that are measured apart, at the end, get a tenth of the time.
 _FOR_APART = 1.1
 _DRAWN = "kvpipe just-in-time"
 
@@ -33,24 +33,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", default="512,2048,4096", help="lengths of prompts; default 512,2048,4096")
     add("--rounds", default="20,10,10", help="requests of each subject at these lengths; default 20,10,10")
-    add("--minutes", type=float, default=45, help="lengths share this; three rounds of each at least; default 45")
-    add("--only", metavar="NAMES", help=f"groups whose names hold one of these: {', '.join(GROUPS)}")
+    add(
+        "--minutes", type=float, default=45, help="time for all lengths, with at least three rounds of each; default 45"
+    )
+    add("--only", metavar="NAMES", help=f"groups whose names contain one of these: {', '.join(GROUPS)}")
     add("--omp-threads", type=int, default=os.cpu_count(), metavar="N", help="of each worker; default: all CPUs")
     add("--step-tokens", type=int, default=512, metavar="N", help="most tokens of one step of vLLM; default 512")
     add("--nixl-threads", type=int, default=4, metavar="N", help="num_threads of NixlConnector; default 4, as its own")
-    add("--nixl-path", type=Path, default=Path(".cache/nixl"), help="where NIXL is, if not beside vLLM")
-    add("--idle-s", type=float, default=10, metavar="S", help="how long idle workers are watched; default 10")
-    add("--work", type=Path, default=Path(".cache/bench-handoff"), help="for model, logs and trace")
+    add(
+        "--nixl-path", type=Path, default=Path(".cache/nixl"), help="folder of NIXL, if it is not installed beside vLLM"
+    )
+    add("--idle-s", type=float, default=10, metavar="S", help="seconds for measuring idle workers; default 10")
+    add("--work", type=Path, default=Path(".cache/bench-handoff"), help="folder for model, logs and trace")
     add("--json", type=Path, metavar="FILE", help="write the figures here too")
     add("--plot", type=Path, metavar="FILE.png", help="draw them; needs matplotlib")
     add("--timeline", type=Path, metavar="FILE.png", help="draw one just-in-time handoff layer by layer")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs it.
+    """Runs the benchmark.
 
     Raises:
-        ConfigError: An argument is bad, or there is too little memory.
+        ConfigError: An argument is wrong, or there is too little memory.
         SubjectError: A server did not start, or did not answer.
     """
     began_s = time.monotonic()
@@ -83,11 +87,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _measure(running: run.Run, lengths: list[tuple[int, int]], end_at: float) -> list[tuple[int, int]]:
-    """Measures each length in its share of the time; leaves out those whose prefill alone takes too long."""
+    """Measures each length in its share of the time; leaves out lengths whose prefill takes too long."""
     measured = []
     for index, (num_tokens, num_rounds) in enumerate(lengths):
         if index and running.seconds_of_prefill(num_tokens) > _LONGEST_PREFILL_S:
-            run.say(f"{num_tokens} tokens: left out, prefill alone takes over {_LONGEST_PREFILL_S:.0f} s")
+            run.report(f"{num_tokens} tokens: left out, prefill alone takes over {_LONGEST_PREFILL_S:.0f} s")
             continue
         left = sum(rounds for _, rounds in lengths[index:])
         now = time.monotonic()
@@ -122,7 +126,7 @@ def _names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     there, needed = machine.available_bytes(), num_instances * _BYTES_PER_INSTANCE
     if there is not None and there < needed:
         text = f"{needed / 1e9:.0f} GB for {num_instances} instances, {there / 1e9:.0f} GB are available"
-        message = f"needs about {text}; fewer groups with --only will do"
+        message = f"needs about {text}; fewer groups with --only help"
         raise ConfigError(message)
     return names, skipped
 
@@ -152,12 +156,12 @@ def _write(args: argparse.Namespace, found: report.Findings, setting: Setting) -
     if args.plot:
         report.draw(args.plot, found)
     if args.timeline:
-        life = _timed_well(found.samples, setting)
+        life = _median_handoff(found.samples, setting)
         timeline.draw(args.timeline, life, f"a handoff of {found.rows[-1].num_tokens} tokens, {_DRAWN}")
 
 
-def _timed_well(requests: list[samples.Sample], setting: Setting) -> list[trace.Event]:
-    """The life of the handoff of the longest prompts whose hand-over is the median."""
+def _median_handoff(requests: list[samples.Sample], setting: Setting) -> list[trace.Event]:
+    """Returns the events of the handoff with the median hand-over, among the longest prompts."""
     longest = max(sample.num_tokens for sample in requests)
     found = [
         (sample.exposed.total_ms, sample.handoff)
@@ -165,7 +169,7 @@ def _timed_well(requests: list[samples.Sample], setting: Setting) -> list[trace.
         if (sample.subject, sample.num_tokens) == (_DRAWN, longest) and sample.exposed
     ]
     if not found:
-        message = f"no handoff of {_DRAWN} was whole: there is no timeline to draw"
+        message = f"no handoff of {_DRAWN} was complete: there is no timeline to draw"
         raise ConfigError(message)
     handoff = sorted(found)[len(found) // 2][1]
-    return trace.lives(trace.read(setting.trace))[handoff]
+    return trace.by_handoff(trace.read(setting.trace))[handoff]

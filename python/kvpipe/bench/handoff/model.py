@@ -1,4 +1,4 @@
-"""The model of the benchmark: 16 layers, 16 KV heads of 64, weights that vLLM draws itself."""
+"""The model of the benchmark: 16 layers, 16 KV heads of 64, random weights made by vLLM."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _SHOWN_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "am
 
 
 def write_model(folder: Path) -> None:
-    """Writes configuration and tokenizer; needs no weights: vLLM's `--load-format dummy` draws them from a seed."""
-    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - they come with vLLM
+    """Writes configuration and tokenizer. vLLM makes the weights from a seed (`--load-format dummy`)."""
+    from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415 - installed with vLLM
     from transformers import LlamaConfig, PreTrainedTokenizerFast  # noqa: PLC0415
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,17 +41,17 @@ def write_model(folder: Path) -> None:
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """The CPU's flags that matter to a matrix product."""
+    """CPU flags that affect the speed of a matrix product."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
     return [flag for flag in _SHOWN_FLAGS if flag in flags]
 
 
 def dtype() -> str:
-    """bfloat16 where the CPU has instructions for it; elsewhere it is several times slower than float32."""
+    """bfloat16 if the CPU has instructions for it; without them it is several times slower than float32."""
     return "bfloat16" if _BF16_FLAGS.intersection(cpu_flags()) else "float32"
 
 
 def kv_bytes_per_token() -> int:
-    """Bytes of KV, keys and values of all layers."""
+    """Bytes of KV for a token: keys and values of all layers."""
     return 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * (2 if dtype() == "bfloat16" else 4)

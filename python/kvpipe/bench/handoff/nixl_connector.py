@@ -1,7 +1,7 @@
-"""NixlConnector with a trace: vLLM loads these classes by module path; they do what theirs do, and say when.
+"""NixlConnector with a trace: subclasses that vLLM loads by module path.
 
-The hooks are those at which kvpipe's connector writes lines of the same names, so that both are measured alike. A
-handoff is named by the 32 hex digits of the client's `X-Request-Id`, which vLLM makes part of its request ids.
+They write events in the same hooks as kvpipe's connector, with the same names, so that both are measured alike. The 32
+hex digits of the client's `X-Request-Id`, which vLLM includes in its request ids, are the id of the handoff.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ def _handoff(request_id: str) -> bytes | None:
 
 
 class _Traced:
-    """Comes before NIXL's class."""
+    """A mixin that writes trace events before it calls NIXL's class."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         self._trace = _kvpipe.Trace(os.environ["KVPIPE_TRACE"], f"nixl {role.name.lower()} {os.getpid()}")
         self._unscheduled: set[str] = set()
 
-    def _say(self, name: str, request_id: str) -> None:
+    def _event(self, name: str, request_id: str) -> None:
         if (handoff := _handoff(request_id)) is not None:
             self._trace.instant(name, handoff)
 
     def _sampled(self, request: Any) -> None:
         if (request.kv_transfer_params or {}).get("do_remote_decode"):
-            self._say("sampled", request.request_id)
+            self._event("sampled", request.request_id)
 
     # --- scheduler role
 
     def on_new_request(self, request: Any) -> None:
-        self._say("queued", request.request_id)
+        self._event("queued", request.request_id)
         super().on_new_request(request)  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            self._say("admitted", request.request_id)
+            self._event("admitted", request.request_id)
             self._unscheduled.add(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
 
@@ -54,15 +54,15 @@ class _Traced:
         first = self._unscheduled & scheduler_output.num_scheduled_tokens.keys()
         self._unscheduled -= first
         for request_id in first:
-            self._say("scheduled", request_id)
+            self._event("scheduled", request_id)
         metadata = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
-        # pickled with the rest on its way to the worker
+        # pickled with the metadata for the worker
         metadata.first_steps = sorted(first)
         return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
         for request_id in connector_output.finished_recving or ():
-            self._say("received", request_id)
+            self._event("received", request_id)
         super().update_connector_output(connector_output)  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: Any) -> Any:
@@ -77,15 +77,15 @@ class _Traced:
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         for request_id in connector_metadata.reqs_to_recv:
-            self._say("load", request_id)
+            self._event("load", request_id)
         for request_id in connector_metadata.first_steps:
-            self._say("first step", request_id)
+            self._event("first step", request_id)
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)  # type: ignore[misc]
         for request_id in results.finished_recving:
-            self._say("loaded", request_id)
+            self._event("loaded", request_id)
         return results
 
 

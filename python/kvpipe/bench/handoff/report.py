@@ -16,33 +16,32 @@ if TYPE_CHECKING:
 
 _NOTES = """\
 first, second: ms from the client's request to the first and second token, median (largest); ratio: to the undivided
-  instance, which has the machine to itself. kvpipe's first token is P's, shown at once; NIXL's is D's.
+  instance, which has the machine to itself. kvpipe's first token is P's, sent early; NIXL's is D's.
 hand-over: ms from P's scheduler learning its first token to the beginning of D's first forward pass with the KV, median
   (largest, largest/median); of it, medians: until D's scheduler has the request (asked), its worker begins to load
-  (admitted), all KV is there (moved; kvpipe: and proved), the forward pass (resumed). last block: until it arrived.
-  Times of kvpipe are those of its trace (KVPIPE_TRACE), NIXL's are measured in the same hooks of vLLM by a subclass.
+  (admitted), all KV has arrived (moved; kvpipe: verified), the forward pass (resumed). last block: until it arrived.
+  Times of kvpipe are from its trace (KVPIPE_TRACE), those of NIXL from a subclass in the same hooks of vLLM.
 D's CPU: per cent of one CPU, from the request to 200 ms before P's first token, all processes of D.
-Prefill alone, to that: the median of each turn's prompt with a handoff over one without, by the same instance.
+Prefill alone, to that: in each round, a prompt with a handoff over one without, on the same instance; the median.
 CPU s/GiB: CPU of all processes of P and D for a request, less the undivided instance's, for each GiB of KV.
-While a group is measured all others are frozen (SIGSTOP): an idle worker with NIXL spins. After it is let go it has
-0.5 s; before each measured request its subject is asked a short one, and has 1.2 s: vLLM's readers spin for one.
-NIXL is asked without a proxy between. kvpipe concurrent is measured after all others: what P learns of its speed then
-would mislead them."""
+While a group is measured all others are stopped (SIGSTOP), because an idle worker with NIXL spins. A group has 0.5 s
+after SIGCONT. A short request and 1.2 s precede each measured request, because vLLM's readers spin for a second.
+NIXL runs without a proxy. kvpipe concurrent is measured last, because it changes what P learns of its speed."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that was found.
+    """All results.
 
     Attributes:
-        facts: What the figures depend on.
-        skipped: Who does not take part, and why.
-        rows: Of subjects and lengths.
-        samples: What they are made of.
-        prefill_s: Prompts computed by prefill alone, by group.
+        facts: Facts that the figures depend on.
+        skipped: Groups that were left out, each with the reason.
+        rows: Figures by subject and length.
+        samples: The requests behind them.
+        prefill_s: Seconds of prompts computed by prefill alone, by group.
         plain_s: The same without a handoff.
-        prefill_tokens: Their length.
-        idle: Per cent of a CPU of each idle worker.
+        prefill_tokens: Length of these prompts.
+        idle: Share of a CPU in per cent, by idle worker.
     """
 
     facts: dict[str, Any]
@@ -56,7 +55,7 @@ class Findings:
 
 
 def text(found: Findings) -> str:
-    """Everything, for people."""
+    """The findings as text."""
     lengths = dict.fromkeys(row.num_tokens for row in found.rows)
     parts = [describe(found.facts), *(_table([row for row in found.rows if row.num_tokens == it]) for it in lengths)]
     if found.prefill_s:
@@ -122,7 +121,7 @@ def _idle(idle: dict[str, float]) -> str:
 
 
 def as_json(found: Findings) -> str:
-    """Everything, for programs."""
+    """The findings as JSON."""
     return json.dumps(asdict(found), indent=2) + "\n"
 
 

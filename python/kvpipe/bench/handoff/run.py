@@ -1,4 +1,4 @@
-"""The rounds of the benchmark: groups take turns, the others are frozen meanwhile."""
+"""The rounds of the benchmark: one group runs at a time, the others are stopped."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from kvpipe.bench.handoff.servers import ServerPool
     from kvpipe.bench.handoff.subjects import Group, Setting, Subject, Times
 
-# Until processes that were frozen have done what has become due.
+# For stopped processes to catch up with expired timers.
 _SETTLE_S = 0.5
-# vLLM's readers spin for a second after each message, on all CPUs that they get: what is measured begins after that.
+# vLLM's readers spin for a second after each message, on all available CPUs; measurements begin after that.
 _QUIET_S = 1.2
 _WARM_UP_TOKENS = 128
-# The first requests of a length are slower: memory is touched for the first time.
+# The first requests of a length are slower, because they touch new memory.
 _FIRST_ROUND = 0
 _LEAST_ROUNDS = 3
 
 
 @dataclass
 class Measured:
-    """A request before the trace has been read."""
+    """A measured request, before the trace is read."""
 
     subject: str
     num_tokens: int
@@ -41,14 +41,14 @@ class Measured:
 
 @dataclass
 class Run:
-    """Groups that are up, and what they did.
+    """Running groups and their measurements.
 
     Attributes:
-        groups: Those that take part.
-        measured: Requests.
+        groups: The groups.
+        measured: Measured requests.
         prefill_s: Seconds of one prompt computed by a group's prefill instance alone, by group.
-        plain_s: The same without a handoff, of groups that can do both; the n-th of both are of one turn.
-        idle: Per cent of a CPU that each idle worker took, by server.
+        plain_s: The same without a handoff, for groups that support both; entries with one index are of one round.
+        idle: Share of a CPU in per cent that each idle worker used, by server.
     """
 
     groups: list[Group]
@@ -58,35 +58,35 @@ class Run:
     idle: dict[str, float] = field(default_factory=dict)
 
     def seconds_of_prefill(self, num_tokens: int) -> float:
-        """How long the first group's prefill takes for a prompt of this length."""
+        """Measures the first group's prefill for a prompt of this length."""
         group = self.groups[0]
         with resumed(group.servers):
             return group.prefill_once(client.prompt(num_tokens, f"probe {num_tokens}"))
 
     def rounds_apart(self, num_tokens: int, num_rounds: int, end_at: float) -> None:
-        """The same with those that are measured apart."""
+        """Runs rounds of the subjects that are measured apart."""
         groups = [replace(group, subjects=group.apart) for group in self.groups if group.apart]
         if groups:
             apart = replace(self, groups=groups)
             apart.rounds(num_tokens, num_rounds, end_at, times_prefill=False)
 
     def rounds(self, num_tokens: int, num_rounds: int, end_at: float, *, times_prefill: bool) -> None:
-        """Every round asks all subjects, another group first; only the first 3 may begin after `end_at`."""
+        """Runs rounds over all subjects, each beginning with another group; after `end_at` only the first 3."""
         for number in range(num_rounds + 1):
             if number > _LEAST_ROUNDS and time.monotonic() > end_at:
-                say(f"{num_tokens} tokens: time is over after {number - 1} rounds")
+                report(f"{num_tokens} tokens: the time has passed after {number - 1} rounds")
                 return
             first = number % len(self.groups)
             for group in [*self.groups[first:], *self.groups[:first]]:
                 with resumed(group.servers):
                     time.sleep(_SETTLE_S)
-                    self._turn(group, num_tokens, number, times_prefill=times_prefill)
-            say(f"{num_tokens} tokens: round {number} of {num_rounds}")
+                    self._run_group(group, num_tokens, number, times_prefill=times_prefill)
+            report(f"{num_tokens} tokens: round {number} of {num_rounds}")
 
-    def _turn(self, group: Group, num_tokens: int, number: int, *, times_prefill: bool) -> None:
+    def _run_group(self, group: Group, num_tokens: int, number: int, *, times_prefill: bool) -> None:
         for subject in group.subjects:
             seed = f"{number} {subject.name} {num_tokens}"
-            # Sessions that broke in the frost are made again, for everybody alike.
+            # Re-establishes sessions that broke while the group was stopped, for all subjects alike.
             subject.ask(client.prompt(_WARM_UP_TOKENS, f"warm {seed}"))
             time.sleep(_QUIET_S)
             measured = _measure(group, subject, client.prompt(num_tokens, seed))
@@ -99,7 +99,7 @@ class Run:
         ways = [("prefill", group.prefill_once, self.prefill_s)]
         if group.plain_once is not None:
             ways.append(("plain", group.plain_once, self.plain_s))
-        # Each comes first in every other round.
+        # Each one is first in every other round.
         for way, once, figures in ways[:: 1 if number % 2 else -1]:
             time.sleep(_QUIET_S)
             took_s = once(client.prompt(num_tokens, f"{number} {group.name} {way}"))
@@ -107,7 +107,7 @@ class Run:
                 figures.setdefault(group.name, []).append(took_s)
 
     def idle_workers(self, seconds: float) -> None:
-        """Measures each group's workers while nobody asks anything."""
+        """Measures each group's workers without requests."""
         for group in self.groups:
             with resumed(group.servers):
                 instances = [group.prefill, *([group.decode] if group.decode else [])]
@@ -118,9 +118,9 @@ class Run:
                     self.idle[server.name] = 100 * (server.worker_cpu_s() - cpu_s) / seconds
 
     def samples(self, setting: Setting) -> list[samples.Sample]:
-        """All requests, with what the trace says of them."""
-        lives = trace.lives(trace.read(setting.trace))
-        return [_sample(measured, lives.get(measured.asked.handoff, [])) for measured in self.measured]
+        """Returns all requests, with their events from the trace."""
+        events = trace.by_handoff(trace.read(setting.trace))
+        return [_sample(measured, events.get(measured.asked.handoff, [])) for measured in self.measured]
 
 
 def _measure(group: Group, subject: Subject, tokens: list[int]) -> Measured:
@@ -133,9 +133,9 @@ def _measure(group: Group, subject: Subject, tokens: list[int]) -> Measured:
     return Measured(subject.name, len(tokens), asked, group.cpu_s() - before_s, clock)
 
 
-def _sample(measured: Measured, life: list[trace.Event]) -> samples.Sample:
+def _sample(measured: Measured, events: list[trace.Event]) -> samples.Sample:
     asked = measured.asked
-    share = measured.clock.share(*samples.prefill_span(asked.asked_s, life)) if measured.clock else None
+    share = measured.clock.share(*samples.prefill_span(asked.asked_s, events)) if measured.clock else None
     return samples.Sample(
         subject=measured.subject,
         num_tokens=measured.num_tokens,
@@ -143,16 +143,16 @@ def _sample(measured: Measured, life: list[trace.Event]) -> samples.Sample:
         second_ms=1e3 * (asked.second_s - asked.asked_s),
         cpu_s=measured.cpu_s,
         decode_share=share,
-        exposed=samples.exposed(life),
+        exposed=samples.exposed(events),
         handoff=asked.handoff,
     )
 
 
 def start(pool: ServerPool, setting: Setting, names: Sequence[str]) -> Run:
-    """Starts groups, one after the other; each is frozen when it is up."""
+    """Starts groups one after the other; each is stopped once it is healthy."""
     groups = []
     for name in names:
-        say(f"starting {name}")
+        report(f"starting {name}")
         group = GROUPS[name](pool, setting)
         with resumed(group.servers):
             for subject in (*group.subjects, *group.apart):
@@ -161,7 +161,7 @@ def start(pool: ServerPool, setting: Setting, names: Sequence[str]) -> Run:
     return Run(groups)
 
 
-def say(text: str) -> None:
-    """Progress goes to stderr."""
+def report(text: str) -> None:
+    """Prints progress to stderr."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What was measured of each request, and what follows from the trace."""
+"""Measurements of each request, and the phases of its hand-over from the trace."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
     from kvpipe.bench.trace import Event
 
-# Before P's first token: what decode does earlier than that is in prefill's way.
+# Time before P's first token in which D may work; earlier, its CPU time delays P.
 _LAST_S = 0.2
 PHASES = ("asked", "admitted", "moved", "resumed")
 
 
 @dataclass(frozen=True)
 class Exposed:
-    """How long after P sampled the first token D began its first forward pass with the KV, and why.
+    """The hand-over: time from P's first token to D's first forward pass with the KV, by phase.
 
     Attributes:
-        total_ms: All of it.
-        phases_ms: Until D's scheduler has the request; until its worker begins to load; until all KV is there and
-            proved, and the token too; until the forward pass. What was over before P sampled is 0.
-        last_block_ms: From P's sampling to the last block's arrival, 0 if it was there; `None` where no trace tells.
+        total_ms: The whole time.
+        phases_ms: Until D's scheduler has the request; until its worker begins to load; until all KV is verified and
+            the token has arrived; until the forward pass. A phase that ended before P's token is 0.
+        last_block_ms: From P's token to the arrival of the last block, 0 if it was earlier; `None` without a trace.
     """
 
     total_ms: float
@@ -32,14 +32,14 @@ class Exposed:
     last_block_ms: float | None
 
 
-def exposed(life: Sequence[Event]) -> Exposed | None:
-    """From the life of a handoff; `None` if D's first step was not one with P's KV."""
-    ends = {event.name: event.ended_s for event in life}
-    admitted = [event.process for event in life if event.name == "admitted"]
-    steps = [event.began_s for event in life if event.name == "first step"]
+def exposed(events: Sequence[Event]) -> Exposed | None:
+    """Computes the hand-over from the events of a handoff; `None` if D's first step did not use P's KV."""
+    ends = {event.name: event.ended_s for event in events}
+    admitted = [event.process for event in events if event.name == "admitted"]
+    steps = [event.began_s for event in events if event.name == "first step"]
     if not (admitted and steps and {"sampled", "load", "loaded"} <= ends.keys()):
         return None
-    asked = next(event.ended_s for event in life if (event.name, event.process) == ("queued", admitted[0]))
+    asked = next(event.ended_s for event in events if (event.name, event.process) == ("queued", admitted[0]))
     phases_ms, until_s = [], ends["sampled"]
     for mark_s in (asked, ends["load"], _both_here_s(ends), steps[0]):
         phases_ms.append(1e3 * max(0.0, mark_s - until_s))
@@ -49,9 +49,9 @@ def exposed(life: Sequence[Event]) -> Exposed | None:
 
 
 def _both_here_s(ends: dict[str, float]) -> float:
-    """When D had blocks and token; of NIXL, which moves no token, the blocks."""
-    if "whole" in ends and "finished" in ends:
-        return max(ends["whole"], ends["finished"])
+    """When D had blocks and token; for NIXL, which moves no token, the blocks."""
+    if "verified" in ends and "finished" in ends:
+        return max(ends["verified"], ends["finished"])
     return ends["loaded"]
 
 
@@ -60,15 +60,15 @@ class Sample:
     """One request.
 
     Attributes:
-        subject: Who answered it.
+        subject: The subject that answered it.
         num_tokens: Length of its prompt.
         first_ms: From the request to the first token.
         second_ms: From the request to the second one.
         cpu_s: CPU of the vLLM instances from the request to the last token.
-        decode_share: CPU of D from the request to 200 ms before P's first token, per cent of one; `None` if that was
-            too short, or there is no D.
-        exposed: The hand-over; `None` if there was none, or not all KV came.
-        handoff: Its id; empty where there is none to be.
+        decode_share: D's CPU time from the request to 200 ms before P's first token, in per cent; `None` if that time
+            was too short, or there is no D.
+        exposed: The hand-over; `None` if there was none, or KV was missing.
+        handoff: Id of the handoff; empty without one.
     """
 
     subject: str
@@ -81,15 +81,15 @@ class Sample:
     handoff: str
 
 
-def prefill_span(asked_s: float, life: Sequence[Event]) -> tuple[float, float]:
-    """From the request to 200 ms before P sampled the first token."""
-    sampled = [event.ended_s for event in life if event.name == "sampled"]
+def prefill_span(asked_s: float, events: Sequence[Event]) -> tuple[float, float]:
+    """The time from the request to 200 ms before P's first token."""
+    sampled = [event.ended_s for event in events if event.name == "sampled"]
     return asked_s, (sampled[0] if sampled else asked_s) - _LAST_S
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and largest of some figures."""
+    """Median and maximum of figures."""
 
     median: float
     largest: float
@@ -97,7 +97,7 @@ class Spread:
 
 
 def spread(figures: Iterable[float | None]) -> Spread | None:
-    """Of those that are there; `None` of none."""
+    """Summarizes known figures; `None` if there are none."""
     known = [figure for figure in figures if figure is not None]
     return Spread(median(known), max(known), len(known)) if known else None
 
@@ -107,18 +107,18 @@ class Row:
     """A subject at one length of prompts.
 
     Attributes:
-        subject: Who.
+        subject: Name of the subject.
         num_tokens: The length.
         first_ms: To the first token.
-        ratio: Its median to that of the undivided instance.
+        ratio: Its median over that of the undivided instance.
         second_ms: To the second token.
         exposed_ms: The hand-over.
         phases_ms: Medians of its phases.
         last_block_ms: From P's sampling to the last block.
-        decode_share: D's CPU while P computes.
-        cpu_s_per_gib: CPU of both beyond that of the undivided instance, for each GiB of KV.
+        decode_share: D's CPU time while P computes.
+        cpu_s_per_gib: CPU time of both, minus that of the undivided instance, for each GiB of KV.
         num_full: Handoffs with all KV from P.
-        num_handoffs: Of so many.
+        num_handoffs: All handoffs.
     """
 
     subject: str
@@ -136,7 +136,7 @@ class Row:
 
 
 def rows(samples: Sequence[Sample], kv_bytes_per_token: int) -> list[Row]:
-    """A row for each subject and length."""
+    """Returns a row for each subject and length."""
     keys = dict.fromkeys((sample.num_tokens, sample.subject) for sample in samples)
     return [_row(num_tokens, name, samples, kv_bytes_per_token) for num_tokens, name in keys]
 

@@ -1,4 +1,4 @@
-"""The processes of the benchmark: started, frozen while others are measured, their CPU counted, ended."""
+"""The servers of the benchmark: starts them, stops them while others are measured, counts their CPU time."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _TAIL_LINES = 12
 
 
 class Server:
-    """One HTTP server and all processes that it starts.
+    """One HTTP server and its descendants.
 
     Attributes:
-        name: Such as `nixl pull decode`.
-        url: Where it is reached.
+        name: Name, such as `nixl pull decode`.
+        url: Its base URL.
     """
 
     def __init__(self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
@@ -56,7 +56,7 @@ class Server:
         """Waits until `/health` answers with 200.
 
         Raises:
-            SubjectError: It has ended, or takes too long.
+            SubjectError: The server has ended, or takes too long.
         """
         give_up_at = time.monotonic() + _START_WITHIN_S
         while not self._is_healthy():
@@ -78,16 +78,16 @@ class Server:
             connection.close()
 
     def cpu_s(self) -> float:
-        """Seconds of CPU that its processes have used, all threads."""
+        """Seconds of CPU that all threads of its processes have used."""
         # Linux's clock of another process: its id inverted, and CPUCLOCK_SCHED (2)
         return sum(time.clock_gettime((~pid << 3) | 2) for pid in self._members)
 
     def worker_cpu_s(self) -> float:
-        """The same of its worker alone."""
+        """The same for its worker alone."""
         return max(time.clock_gettime((~pid << 3) | 2) for pid in self._members if _is_worker(pid))
 
     def signal(self, number: int) -> None:
-        """To all its processes."""
+        """Sends a signal to all its processes."""
         os.killpg(self.group, number)
 
     def end(self) -> None:
@@ -101,12 +101,12 @@ class Server:
 
 
 def _is_worker(pid: int) -> bool:
-    with open(f"/proc/{pid}/comm") as name:  # noqa: PTH123 - no path of ours
+    with open(f"/proc/{pid}/comm") as name:  # noqa: PTH123 - a path of procfs
         return "Worker" in name.read()
 
 
 class ServerPool:
-    """All servers; a context manager that ends them, as does a watchdog should this process die."""
+    """All servers: a context manager that ends them. A watchdog ends them if this process dies."""
 
     def __init__(self) -> None:
         self._watchdog = Watchdog()
@@ -122,7 +122,7 @@ class ServerPool:
         asyncio.run(self._watchdog.close())
 
     def start(self, name: str, url: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> Server:
-        """Starts a server; the caller waits for its health."""
+        """Starts a server; the caller waits until it is healthy."""
         server = Server(name, url, command, env, log)
         self._servers.append(server)
         self._watchdog.watch(server.group)
@@ -131,7 +131,7 @@ class ServerPool:
 
 @contextlib.contextmanager
 def resumed(servers: Iterable[Server]) -> Iterator[None]:
-    """Lets frozen servers run inside, and freezes them again."""
+    """Lets stopped servers run inside the block."""
     servers = list(servers)
     for server in servers:
         server.signal(signal.SIGCONT)

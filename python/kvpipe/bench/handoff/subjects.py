@@ -1,4 +1,4 @@
-"""Who takes part: an undivided instance, kvpipe with each way of dispatch, NixlConnector's pull and push."""
+"""The subjects: an undivided instance, kvpipe with each dispatch, NixlConnector with pull and push."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from kvpipe.bench.handoff.servers import Server, ServerPool
 
 TOKEN = "the token of the benchmark"  # noqa: S105 - of processes on loopback that end with this one
-# UCX's default segments of 8 KiB make TCP four times slower; where CMA carries the bytes they change nothing
+# UCX's default segments of 8 KiB make TCP four times slower; with CMA the setting has no effect
 NIXL_ENV = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "1m"}
 # vLLM's default on CPUs
 _BLOCK_SIZE = 128
-# Held by prefill for a consumer that never comes, and the short requests before what is measured.
+# For blocks that prefill keeps for a consumer that never comes, and for the short requests before each measurement.
 _SPARE_TOKENS = 1024
-_WAYS = ("just-in-time", "sequential", "concurrent")
+_DISPATCH = ("just-in-time", "sequential", "concurrent")
 _NO_REMOTE = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
 
 
 @dataclass(frozen=True)
 class Times:
-    """What a client saw of one request: when it asked, and when the first and the second token came; its handoff."""
+    """Times of one request at the client: the request, the first and the second token; and its handoff."""
 
     asked_s: float
     first_s: float
@@ -45,11 +45,11 @@ class Times:
 
 
 class Subject(Protocol):
-    """Somebody who answers requests."""
+    """Answers requests."""
 
     @property
     def name(self) -> str:
-        """Such as `kvpipe sequential`."""
+        """Name, such as `kvpipe sequential`."""
 
     def ask(self, tokens: list[int]) -> Times:
         """Asks for a few tokens."""
@@ -57,18 +57,18 @@ class Subject(Protocol):
 
 @dataclass
 class Group:
-    """Instances that run together while all others are frozen.
+    """Instances that run together while all others are stopped.
 
     Attributes:
-        name: Such as `nixl pull`.
+        name: Name, such as `nixl pull`.
         prefill: The instance that computes prompts.
-        decode: The one that goes on; `None` of an undivided instance.
-        subjects: Ways to ask them.
-        apart: More ways, measured after all others: they change what the instances know of their speed.
-        prefill_once: Has the prompt computed by `prefill` alone, and gives its blocks back; seconds.
-        others: More processes of it.
-        plain_once: The same as a request without a handoff, which the connector leaves alone: what a handoff costs
-            `prefill` is seen within one process, for two of them differ by more.
+        decode: The instance that decodes; `None` for an undivided instance.
+        subjects: Subjects on these instances.
+        apart: Subjects measured after all others, because they change the speed that the instances learn.
+        prefill_once: Computes a prompt on `prefill` alone, and releases its blocks; returns seconds.
+        others: Other processes of the group.
+        plain_once: The same without a handoff, which shows the cost of a handoff within one process: two processes
+            differ by more.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all instances have in common.
+    """Settings of all instances.
 
     Attributes:
         work: Folder of model, logs and trace.
@@ -114,7 +114,7 @@ class Setting:
 
     @property
     def trace(self) -> Path:
-        """Where the connectors write what they do."""
+        """Trace file of the connectors."""
         return self.work / "trace.json"
 
     def start(self, pool: ServerPool, name: str, transfer: dict[str, Any] | None = None, **env: str) -> Server:
@@ -123,7 +123,7 @@ class Setting:
         command = [*VLLM_COMMAND, "--model", str(self.model), "--host", LOOPBACK, "--port", str(port)]
         command += ["--served-model-name", client.MODEL, "--load-format", "dummy", "--dtype", dtype()]
         command += ["--max-num-batched-tokens", str(self.step_tokens), "--max-model-len", str(self.max_tokens + 64)]
-        # All instances are in memory at once, and a KV cache takes all of its own from the start.
+        # All instances are in memory at once, and each allocates its KV cache at the start.
         num_blocks = -(-(self.max_tokens + _SPARE_TOKENS) // _BLOCK_SIZE)
         command += ["--block-size", str(_BLOCK_SIZE), "--num-gpu-blocks-override", str(num_blocks), "--enforce-eager"]
         if transfer:
@@ -153,7 +153,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Direct:
-    """An instance, or a proxy, that is asked itself."""
+    """An instance or proxy that gets requests directly."""
 
     name: str
     url: str
@@ -180,7 +180,7 @@ def _plain(server: Server) -> Callable[[list[int]], float]:
 
 
 def kvpipe(pool: ServerPool, setting: Setting) -> Group:
-    """A prefill and a decode instance, and a proxy for each way of dispatch."""
+    """A prefill and a decode instance, with a proxy for each dispatch."""
     ports = free_ports(2)
     controls = [f"{LOOPBACK}:{port}" for port in ports]
     servers = [
@@ -198,17 +198,19 @@ def kvpipe(pool: ServerPool, setting: Setting) -> Group:
     ]
     for server in servers:
         server.until_healthy()
-    proxies = [_proxy(pool, setting, way, servers, controls) for way in _WAYS]
-    found = {way: Direct(f"kvpipe {way}", proxy.url) for way, proxy in zip(_WAYS, proxies, strict=True)}
-    # Decode that waits takes prefill's CPU: prefill would predict by that speed for the others too.
+    proxies = [_proxy(pool, setting, dispatch, servers, controls) for dispatch in _DISPATCH]
+    found = {
+        dispatch: Direct(f"kvpipe {dispatch}", proxy.url) for dispatch, proxy in zip(_DISPATCH, proxies, strict=True)
+    }
+    # With concurrent dispatch, decode takes CPU from prefill, whose predictions for the other subjects would be slower.
     apart = [found.pop("concurrent")]
-    asker = ControlClient(TOKEN)
+    control = ControlClient(TOKEN)
 
     def once(tokens: list[int]) -> float:
         handoff = secrets.token_hex(16)
         params = {"kvpipe": {"handoff": handoff, "role": "produce"}}
         took_s = _timed(lambda: client.prefill(servers[0].url, tokens, kv_transfer_params=params))
-        asker.release(controls[0], handoff).wait()
+        control.release(controls[0], handoff).wait()
         return took_s
 
     return Group(
@@ -216,13 +218,17 @@ def kvpipe(pool: ServerPool, setting: Setting) -> Group:
     )
 
 
-def _proxy(pool: ServerPool, setting: Setting, way: str, servers: Sequence[Server], controls: Sequence[str]) -> Server:
+def _proxy(
+    pool: ServerPool, setting: Setting, dispatch: str, servers: Sequence[Server], controls: Sequence[str]
+) -> Server:
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "kvpipe", "proxy", "--port", str(port), "--dispatch", way]
+    command = [sys.executable, "-m", "kvpipe", "proxy", "--port", str(port), "--dispatch", dispatch]
     for role, server, control in zip(("prefill", "decode"), servers, controls, strict=True):
         command += [f"--{role}", f"{server.url},{control}"]
     env = {"KVPIPE_TOKEN": TOKEN}
-    proxy = pool.start(f"proxy {way}", f"http://{LOOPBACK}:{port}", command, env, setting.work / f"proxy-{way}.log")
+    proxy = pool.start(
+        f"proxy {dispatch}", f"http://{LOOPBACK}:{port}", command, env, setting.work / f"proxy-{dispatch}.log"
+    )
     proxy.until_healthy()
     return proxy
 
@@ -232,7 +238,7 @@ def _proxy(pool: ServerPool, setting: Setting, way: str, servers: Sequence[Serve
 
 @dataclass(frozen=True)
 class Nixl:
-    """Asks as vLLM's own toy proxies do, but without a proxy between: prefill, then decode with what it answered."""
+    """Asks prefill, then decode with prefill's parameters, as vLLM's toy proxies do, but without a proxy."""
 
     name: str
     prefill_url: str
@@ -240,7 +246,7 @@ class Nixl:
     is_push: bool
 
     def ask(self, tokens: list[int]) -> Times:
-        """Asks for a few tokens; all of them are decode's, which computes the last prompt token again."""
+        """Asks for a few tokens; decode samples all of them, and computes the last prompt token again."""
         handoff = secrets.token_hex(16)
         asked_s = time.monotonic()
         found = self._decode(tokens, handoff, self._prefill(tokens, handoff))
@@ -248,7 +254,7 @@ class Nixl:
         return Times(asked_s, first_s, second_s, handoff)
 
     def prefill_s(self, tokens: list[int]) -> float:
-        """Seconds in which prefill computes a prompt. Decode then fetches it, or its blocks would stay held."""
+        """Measures the seconds of a prefill. Decode then reads the blocks, because prefill keeps them until then."""
         handoff = secrets.token_hex(16)
         held: list[dict[str, Any]] = []
         took_s = _timed(lambda: held.append(self._prefill(tokens, handoff)))
@@ -256,7 +262,7 @@ class Nixl:
         return took_s
 
     def _prefill(self, tokens: list[int], handoff: str) -> dict[str, Any]:
-        """Has prefill compute a prompt and hold its blocks: where they are."""
+        """Lets prefill compute a prompt and keep its blocks; returns their location."""
         params = {"do_remote_decode": True, "do_remote_prefill": False, **_NO_REMOTE}
         done = client.prefill(self.prefill_url, tokens, {"X-Request-Id": handoff}, kv_transfer_params=params)
         held: dict[str, Any] = done["kv_transfer_params"]
@@ -264,7 +270,7 @@ class Nixl:
 
     def _decode(self, tokens: list[int], handoff: str, held: dict[str, Any]) -> client.Streamed:
         if self.is_push:
-            # prefill writes where decode tells it to
+            # decode sends its block ids to prefill, which writes there
             held = {key: value for key, value in held.items() if key != "remote_block_ids"}
         return client.stream(self.decode_url, tokens, {"X-Request-Id": handoff}, kv_transfer_params=held)
 
@@ -311,7 +317,7 @@ GROUPS: dict[str, Callable[[ServerPool, Setting], Group]] = {
 
 
 def unavailable_reason(name: str, nixl_path: Path) -> str:
-    """Why a group cannot take part here; empty if it can."""
+    """Why a group cannot run here; empty if it can."""
     if not name.startswith("nixl") or (nixl_path / "nixl").is_dir() or importlib.util.find_spec("nixl"):
         return ""
     return f"nixl is not installed; pip install --no-deps --target {nixl_path} nixl nixl-cu12"

@@ -1,4 +1,4 @@
-"""kvpipe's Agent: the active process reads blocks of the passive one, through one agent with checksums, one without."""
+"""kvpipe's Agent: the active process reads blocks of the passive one, with and without checksums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import kvpipe
 
 from .blocks import verify_blocks
 from .request import LOCAL, REMOTE, pattern
-from .side import WAYS, Idle, Setup, Words, seconds
+from .side import MODES, Idle, Setup, Words, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ _TIMEOUT_S = 60.0
 
 
 def _regions(agent: kvpipe.Agent, data: object, setup: Setup) -> dict[int, kvpipe.Region]:
-    """The same memory once for each size of a block: peers learn regions when they connect."""
+    """Registers the memory once for each block size, because peers learn regions when they connect."""
     sizes = map(int, setup.options["sizes"].split(","))
     return {size: agent.register(data, _name(size), size) for size in sizes}
 
@@ -31,14 +31,14 @@ def _name(size: int) -> str:
 
 
 class Passive(Idle):
-    """Holds the blocks."""
+    """The source of the blocks."""
 
     def __init__(self, setup: Setup) -> None:
         self._agent = kvpipe.Agent(f"{setup.host}:0")
         self._regions = _regions(self._agent, pattern(setup.total), setup)
 
     def hello(self) -> Words:
-        """Where the agent listens."""
+        """Returns the agent's address."""
         return {"address": self._agent.address}
 
 
@@ -47,7 +47,7 @@ class Active(Idle):
 
     def __init__(self, setup: Setup) -> None:
         self._buffer: Any = np.ones(setup.total, np.uint8)
-        self._agents = {way: kvpipe.Agent(f"{setup.host}:0", checksum=way == "checked") for way in WAYS}
+        self._agents = {way: kvpipe.Agent(f"{setup.host}:0", checksum=way == "checked") for way in MODES}
         self._regions = {way: _regions(agent, self._buffer, setup) for way, agent in self._agents.items()}
 
     def meet(self, words: Mapping[str, str]) -> Words:
@@ -57,12 +57,12 @@ class Active(Idle):
         return {"transport": self._peers["checked"].transport}
 
     def clear(self, task: Task) -> None:
-        """Forgets what arrived."""
+        """Clears the destination."""
         del task
         self._buffer[:] = 0
 
     def run(self, task: Task) -> Words:
-        """One transfer after the other."""
+        """Runs one transfer after the other."""
         reads = self._reads(task)
 
         def all_reads() -> None:
@@ -72,7 +72,7 @@ class Active(Idle):
         return seconds(all_reads)
 
     def _reads(self, task: Task) -> list[Callable[[], kvpipe.Work[int]]]:
-        """What begins each transfer of the run; made before the clock starts."""
+        """Prepares a function for each transfer of the run, before the clock starts."""
         way = task.options["way"]
         total, peer, region = len(self._buffer), self._peers[way], self._regions[way][task.num_bytes]
         local, remote = task.transfers(total, LOCAL), task.transfers(total, REMOTE)
@@ -83,7 +83,7 @@ class Active(Idle):
         return [reader(local[i].tolist(), remote[i].tolist()) for i in task.chosen(total)]
 
     def verify(self, task: Task) -> None:
-        """Whether every block is where it was to be read to."""
+        """Raises unless every block is at its destination."""
         verify_blocks(self._buffer, task)
 
 

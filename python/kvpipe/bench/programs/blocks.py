@@ -1,4 +1,4 @@
-"""What blocks are read into or written to, the same in every program."""
+"""Buffers of blocks, the same in every program."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def verify_blocks(buffer: Any, task: Task, *, swap: bool = False) -> None:
     """Raises unless the blocks of the run are in the buffer.
 
     Args:
-        buffer: Bytes.
+        buffer: The bytes.
         task: The run.
-        swap: The buffer is what the active side calls remote.
+        swap: Whether the buffer is the remote one of the active side.
     """
     total, size = len(buffer), task.num_bytes
     places = total // size
@@ -32,9 +32,9 @@ def verify_blocks(buffer: Any, task: Task, *, swap: bool = False) -> None:
 
 
 class OneSided(Idle):
-    """A role with one buffer. READ fills the active side's from the passive one's, WRITE the other way round.
+    """A role with one buffer. READ fills the active side's buffer from the passive side's, WRITE the reverse.
 
-    The buffer that is filled begins with ones, the other one holds the pattern.
+    The destination starts with ones; the source holds the pattern.
     """
 
     is_active = False
@@ -44,12 +44,12 @@ class OneSided(Idle):
         self.buffer: Any = np.ones(setup.total, np.uint8) if self._is_filled else pattern(setup.total)
 
     def clear(self, task: Task) -> None:
-        """Forgets what arrived."""
+        """Clears the destination."""
         del task
         if self._is_filled:
             self.buffer[:] = 0
 
     def verify(self, task: Task) -> None:
-        """Whether every block is where it was to go."""
+        """Raises unless every block is at its destination."""
         if self._is_filled:
             verify_blocks(self.buffer, task, swap=not self.is_active)

@@ -1,4 +1,4 @@
-"""The checksum of kvpipe within one process: how fast it hashes tensors that no cache holds."""
+"""kvpipe's checksum within one process, over tensors that no cache holds."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class Alone(Idle):
     """Hashes one tensor after the other, in one call."""
 
     def __init__(self, setup: Setup) -> None:
-        # Others walk through two buffers: what is read next was last read as long ago as theirs
+        # Twice the size, because other programs walk through two buffers
         self._source = pattern(2 * setup.total)
-        self._sums: list[int] = []
+        self._checksums: list[int] = []
 
     def clear(self, task: Task) -> None:
-        """Forgets what was hashed."""
+        """Forgets the checksums."""
         del task
-        self._sums = []
+        self._checksums = []
 
     def run(self, task: Task) -> Words:
-        """Walks through the source."""
+        """Hashes the tensors of the run."""
         starts = task.offsets(len(self._source))
         return seconds(lambda: self._hash(starts, task.num_bytes))
 
     def _hash(self, starts: list[int], num_bytes: int) -> None:
-        self._sums = _kvpipe.checksums(self._source, starts, num_bytes)
+        self._checksums = _kvpipe.checksums(self._source, starts, num_bytes)
 
     def verify(self, task: Task) -> None:
-        """Whether these are the sums of copies of the tensors, hashed one by one."""
+        """Raises unless the checksums match those of copies of the tensors, hashed one by one."""
         parts = (self._source[at : at + task.num_bytes].tobytes() for at in task.offsets(len(self._source)))
-        if self._sums != [_kvpipe.checksums(part, [0], task.num_bytes)[0] for part in parts]:
+        if self._checksums != [_kvpipe.checksums(part, [0], task.num_bytes)[0] for part in parts]:
             message = "the checksums are not those of the tensors"
             raise ValueError(message)
 

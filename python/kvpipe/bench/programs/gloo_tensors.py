@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Node(Idle):
-    """What both roles are: one of two ranks."""
+    """The base of both roles: one of two ranks."""
 
     rank = 0
 
@@ -39,11 +39,11 @@ class Passive(_Node, Receiving):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._tensor = torch.from_numpy(self._buffer.data)
-        # Both ranks meet over a file, which must not be there before
+        # The ranks rendezvous by a file that must not exist before
         self._file = f"{tempfile.gettempdir()}/kvpipe-bench-{uuid.uuid4().hex}"
 
     def hello(self) -> Words:
-        """Where the ranks meet."""
+        """Returns the rendezvous file."""
         return {"file": self._file, "version": f"torch-{torch.__version__}"}
 
     def meet(self, words: Mapping[str, str]) -> Words:
@@ -53,9 +53,9 @@ class Passive(_Node, Receiving):
         return {}
 
     def clear(self, task: Task) -> None:
-        """Forgets what arrived."""
+        """Clears the buffer."""
         super().clear(task)
-        Path(self._file).unlink(missing_ok=True)  # both have joined long since
+        Path(self._file).unlink(missing_ok=True)  # both ranks have joined before
 
     def run(self, task: Task) -> Words:
         """Receives, or receives and sends back."""

@@ -1,4 +1,4 @@
-"""A Pipe of kvpipe between tensors on a GPU, one way, in place. It has not run: no machine with a GPU was there."""
+"""kvpipe's Pipe between tensors on a GPU, in one direction, in place. It has not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _TIMEOUT_S = 60.0
 
 
 class Active(Idle):
-    """Sends, and is told when all has been received."""
+    """Sends, and receives a message when everything has been received."""
 
     def __init__(self, setup: Setup) -> None:
         self._source: Any = torch.from_numpy(pattern(setup.total)).to(setup.options["device"])
         self._back = kvpipe.Pipe.listen(f"{setup.host}:0")
 
     def hello(self) -> Words:
-        """Where the way back begins."""
+        """Returns the address of the pipe back."""
         return {"address": self._back.address}
 
     def meet(self, words: Mapping[str, str]) -> Words:
-        """Connects the way there."""
+        """Connects the pipe to the passive process."""
         self._there = kvpipe.Pipe.connect(words["there"], timeout=_TIMEOUT_S)
         return {"transport": self._there.transport}
 
@@ -49,7 +49,7 @@ class Active(Idle):
 
 
 class Passive(Receiving):
-    """Receives into memory of the GPU that is there."""
+    """Receives into existing memory of the GPU."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -57,11 +57,11 @@ class Passive(Receiving):
         self._there = kvpipe.Pipe.listen(f"{setup.host}:0")
 
     def hello(self) -> Words:
-        """Where the way there begins."""
+        """Returns the address of the pipe."""
         return {"there": self._there.address}
 
     def meet(self, words: Mapping[str, str]) -> Words:
-        """Connects the way back."""
+        """Connects the pipe back."""
         self._back = kvpipe.Pipe.connect(words["address"], timeout=_TIMEOUT_S)
         return {}
 
@@ -75,12 +75,12 @@ class Passive(Receiving):
         return {}
 
     def clear(self, task: Task) -> None:
-        """Forgets what arrived."""
+        """Clears the memory."""
         super().clear(task)
         self._on_gpu.zero_()
 
     def verify(self, task: Task) -> None:
-        """Whether all has arrived."""
+        """Raises unless all tensors have arrived."""
         self._buffer.data[:] = self._on_gpu.cpu().numpy()
         super().verify(task)
 

@@ -1,4 +1,4 @@
-"""A LookupBuffer of one process: inserts, and numpy's copies of the same bytes into new memory."""
+"""A LookupBuffer within one process: inserts, and numpy's copies of the same bytes into new memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from .request import Task
 
 _TOKENS = np.arange(4)
-# What an entry counts besides its bytes is less.
+# More than the overhead of an entry.
 _BESIDES_BYTES = 4096
 
 
 class Alone(Idle):
-    """Inserts or copies, and lets go before the next one: that takes no time of the run."""
+    """Inserts or copies, and frees the result before the next one, outside of the measured time."""
 
     def __init__(self, setup: Setup) -> None:
         self._source = pattern(setup.total)
@@ -29,12 +29,12 @@ class Alone(Idle):
         self._last: Any = None
 
     def clear(self, task: Task) -> None:
-        """Forgets what was copied."""
+        """Frees the last copy."""
         del task
         self._last = None
 
     def run(self, task: Task) -> Words:
-        """One after the other, each of the next bytes of the source."""
+        """Stores the next bytes of the source, one entry after the other."""
         store = {"insert": self._insert, "copy": self._copy}[task.options["by"]]
         took_s = 0.0
         for at in task.offsets(len(self._source)):
@@ -57,7 +57,7 @@ class Alone(Idle):
         return time.perf_counter() - began, copied
 
     def verify(self, task: Task) -> None:
-        """Whether the last one has the bytes of its source."""
+        """Raises unless the last one has the bytes of its source."""
         at = task.offsets(len(self._source))[-1]
         expect(self._last, self._source[at : at + task.num_bytes], "entries")
 

@@ -1,4 +1,4 @@
-"""A LookupBuffer between processes: how long after an insert began the `drop_select` that waited for it returned."""
+"""A LookupBuffer between processes: time from the start of an insert to the end of a waiting `drop_select`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 30.0
 _PREFIX = (1, 2, 3)
-# A consumer that has its entry is back in its next drop_select, and asleep, by then
+# By then a consumer that has its entry sleeps in its next drop_select
 _PAUSE_S = 0.005
 
 
 class Consumer(Idle):
-    """Waits for each entry, and takes the time: processes of one machine have the same monotonic clock."""
+    """Waits for each entry, and measures; processes of one machine share the monotonic clock."""
 
     def meet(self, words: Mapping[str, str]) -> Words:
-        """Connects to whoever serves."""
+        """Connects to the server."""
         self._buffer = kvpipe.LookupBuffer.connect(words["address"], timeout=_TIMEOUT_S)
         return {"transport": self._buffer.stats().transport}
 
     def clear(self, task: Task) -> None:
-        """Forgets what arrived."""
+        """Forgets received entries."""
         del task
         self._numbers: list[int] = []
 
     def run(self, task: Task) -> Words:
-        """Takes one entry after the other."""
+        """Consumes one entry after the other."""
         return {"us": statistics.median(self._wake_us() for _ in range(task.count))}
 
     def _wake_us(self) -> float:
@@ -50,12 +50,12 @@ class Consumer(Idle):
         return (arrived_ns - int(key[0])) / 1e3
 
     def verify(self, task: Task) -> None:
-        """Whether each entry came once, in order."""
+        """Raises unless each entry arrived once, in order."""
         expect(self._numbers, list(range(task.count)), "entries")
 
 
 class Producer(Idle):
-    """Inserts entries that are waited for."""
+    """Inserts the entries."""
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects to the server."""
@@ -63,7 +63,7 @@ class Producer(Idle):
         return {}
 
     def run(self, task: Task) -> Words:
-        """Inserts one entry after the other, each with the time."""
+        """Inserts one entry after the other, each with the current time."""
         for number in range(task.count):
             time.sleep(_PAUSE_S)
             tokens = np.array([*_PREFIX, number])
@@ -72,14 +72,14 @@ class Producer(Idle):
 
 
 class Server(Idle):
-    """Keeps the entries."""
+    """Serves the buffer."""
 
     def __init__(self, setup: Setup) -> None:
         self._buffer = kvpipe.LookupBuffer()
         self._buffer.serve(f"{setup.host}:0")
 
     def hello(self) -> Words:
-        """Where the others connect to."""
+        """Returns the buffer's address."""
         return {"address": self._buffer.address}
 
 
@@ -87,7 +87,7 @@ class ServingProducer(Server, Producer):
     """Inserts into the buffer that it serves."""
 
     def meet(self, words: Mapping[str, str]) -> Words:
-        """The consumer connects."""
+        """Does nothing: the consumer connects."""
         del words
         return {}
 

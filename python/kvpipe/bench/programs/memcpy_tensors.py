@@ -1,4 +1,4 @@
-"""memcpy within one process: what a transfer can hope for at best."""
+"""memcpy within one process: an upper bound for a transfer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Copy(Receiving):
-    """Copies into memory that is there, or into fresh memory."""
+    """Copies into existing or fresh memory."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from .request import Task
 
-# It refuses batches of 8,192 (version 0.3.13)
+# Mooncake 0.3.13 refuses batches of 8,192
 _BATCH_CAP = 2048
 _DISTRIBUTION = "mooncake-transfer-engine-non-cuda"
 
 
 class _Node(OneSided):
-    """What both roles are: an engine with one registered buffer."""
+    """The base of both roles: an engine with one registered buffer."""
 
     def __init__(self, setup: Setup) -> None:
         os.environ.setdefault("GLOG_minloglevel", "2")
@@ -34,7 +34,7 @@ class _Node(OneSided):
         _check(self.engine.register_memory(self.buffer.ctypes.data, setup.total), "register_memory")
 
     def hello(self) -> Words:
-        """The session's name, and where the buffer is."""
+        """Returns the session's name and the buffer's address."""
         session = f"{self._host}:{self.engine.get_rpc_port()}"
         return {
             "session": session,
@@ -43,13 +43,13 @@ class _Node(OneSided):
         }
 
     def meet(self, words: Mapping[str, str]) -> Words:
-        """Remembers the other; the engine connects when it has to."""
+        """Stores the other's words; the engine connects on demand."""
         self.session, self.remote_address = words["session"], int(words["address"])
         return {"transport": "tcp"}
 
 
 class Passive(_Node):
-    """Is read from or written to."""
+    """The passive side."""
 
 
 class Active(_Node):
@@ -63,7 +63,7 @@ class Active(_Node):
         self._batch = self.engine.batch_transfer_sync_read if is_read else self.engine.batch_transfer_sync_write
 
     def run(self, task: Task) -> Words:
-        """One batch after the other."""
+        """Runs one batch after the other."""
         total, size = len(self.buffer), task.num_bytes
         local, remote = task.transfers(total, LOCAL), task.transfers(total, REMOTE)
         batches = [

@@ -21,19 +21,19 @@ _MEMORY = "DRAM"
 
 
 class _Node(OneSided):
-    """What both roles are: an agent with one registered buffer."""
+    """The base of both roles: an agent with one registered buffer."""
 
     name = ""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        # NIXL's own thread never sleeps and makes transfers slower: each side lets NIXL work as it asks it
+        # NIXL's progress thread never sleeps and slows transfers, so each side drives NIXL by polling
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self.agent = nixl.nixl_agent(self.name, config)
         self.agent.register_memory([(self.buffer.ctypes.data, setup.total, 0, "")], _MEMORY)
 
     def hello(self) -> Words:
-        """Its metadata, and where the buffer is."""
+        """Returns the agent's metadata and the buffer's address."""
         metadata: bytes = self.agent.get_agent_metadata()
         return {"metadata": metadata.hex(), "address": self.buffer.ctypes.data, "version": f"nixl-{version('nixl')}"}
 
@@ -45,12 +45,12 @@ class _Node(OneSided):
 
 
 class Passive(_Node):
-    """Is read from or written to."""
+    """The passive side."""
 
     name = "passive"
 
     def run(self, task: Task) -> Words:
-        """Lets NIXL work until the other side is done: no transfer ends without, not even where the kernel copies."""
+        """Polls NIXL until the other side is done: without that no transfer ends, even where the kernel copies."""
         del task
         while not self.agent.get_new_notifs():
             pass
@@ -68,7 +68,7 @@ class Active(_Node):
         self._prepared: dict[tuple[object, ...], list[Any]] = {}
 
     def run(self, task: Task) -> Words:
-        """One transfer after the other, each asked for until it is done: NIXL has nothing to sleep on."""
+        """Runs one transfer after the other, and polls each until its end, because NIXL has no blocking wait."""
         handles = self._handles(task)
         chosen = [handles[i] for i in task.chosen(len(self.buffer))]
 
@@ -102,7 +102,7 @@ class Active(_Node):
         return [self.agent.make_prepped_xfer(self._op, ours, to, theirs, there) for to, there in pairs]
 
     def _descriptors(self, agent: str, address: int, size: int) -> Any:
-        # address, length, device, stride, count: blocks without gaps, whose neighbours NIXL joins
+        # address, length, device, stride, count: contiguous blocks, which NIXL coalesces
         blocks = np.array([[address, size, 0, size, len(self.buffer) // size]], np.uint64)
         return self.agent.prep_xfer_dlist(agent, blocks, _MEMORY)
 

@@ -1,4 +1,4 @@
-"""A Pipe of kvpipe: tensors one way, with checksums through one pipe and without through another; latency."""
+"""kvpipe's Pipe: tensors in one direction, with and without checksums; latency."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import kvpipe
 
 from .request import pattern
-from .side import WAYS, Idle, Setup, Words, half_round_trip_us, keep_in_flight, seconds
+from .side import MODES, Idle, Setup, Words, half_round_trip_us, keep_in_flight, seconds
 from .tensors import ReceiveBuffer, Receiving
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def _busy_poll_us(setup: Setup) -> int | None:
 
 
 class Active(Idle):
-    """Sends, and is told when all has been received."""
+    """Sends, and receives a message when everything has been received."""
 
     def __init__(self, setup: Setup) -> None:
         self._source = pattern(setup.total)
@@ -34,16 +34,16 @@ class Active(Idle):
         self._back = kvpipe.Pipe.listen(f"{setup.host}:0", busy_poll_us=self._busy_poll_us)
 
     def hello(self) -> Words:
-        """Where the way back begins."""
+        """Returns the address of the pipe back."""
         return {"address": self._back.address}
 
     def meet(self, words: Mapping[str, str]) -> Words:
-        """Connects the ways there."""
+        """Connects the pipes to the passive process."""
         self._there = {
             name: kvpipe.Pipe.connect(
                 words[name], timeout=_TIMEOUT_S, checksum=name == "checked", busy_poll_us=self._busy_poll_us
             )
-            for name in WAYS
+            for name in MODES
         }
         return {"transport": self._there["checked"].transport}
 
@@ -51,7 +51,9 @@ class Active(Idle):
         """Sends, or sends and receives."""
         if task.kind == "latency":
             return self._latency(task)
-        self._back.recv_tensor(timeout=_TIMEOUT_S)  # ready: as the bare loop, whose clock starts then
+        self._back.recv_tensor(
+            timeout=_TIMEOUT_S
+        )  # the passive process is ready; the clock of the bare loop starts here too
         return seconds(lambda: self._send(task))
 
     def _send(self, task: Task) -> None:
@@ -75,19 +77,19 @@ class Active(Idle):
 
 
 class Passive(Receiving):
-    """Receives, into memory that is there or fresh."""
+    """Receives into existing or fresh memory."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._busy_poll_us = _busy_poll_us(setup)
-        self._there = {name: kvpipe.Pipe.listen(f"{setup.host}:0", busy_poll_us=self._busy_poll_us) for name in WAYS}
+        self._there = {name: kvpipe.Pipe.listen(f"{setup.host}:0", busy_poll_us=self._busy_poll_us) for name in MODES}
 
     def hello(self) -> Words:
-        """Where the ways there begin."""
+        """Returns the addresses of the pipes."""
         return {name: pipe.address for name, pipe in self._there.items()}
 
     def meet(self, words: Mapping[str, str]) -> Words:
-        """Connects the way back."""
+        """Connects the pipe back."""
         self._back = kvpipe.Pipe.connect(words["address"], timeout=_TIMEOUT_S, busy_poll_us=self._busy_poll_us)
         return {}
 
@@ -115,7 +117,7 @@ class Passive(Receiving):
 
 
 class _Kept:
-    """A receive whose tensor is looked at by `verify`."""
+    """A receive whose tensor `verify` compares."""
 
     def __init__(self, work: kvpipe.Work[Any], buffer: ReceiveBuffer) -> None:
         self._work, self._buffer = work, buffer

@@ -1,4 +1,4 @@
-"""Requests as words, and where the bytes of a task lie. The bare loop in `rust/ucx/examples` does the same."""
+"""Requests as words, and the layout of a task's bytes. `bare_loop` in `rust/ucx/examples` has the same rules."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ LOCAL, REMOTE = 1, 2
 
 
 def parse(line: str) -> tuple[str, dict[str, str]]:
-    """A verb and its `key=value` words."""
+    """Parses a verb and its `key=value` words."""
     verb, *words = line.split() or [""]
     return verb, dict(word.split("=", 1) for word in words)
 
 
 def compose(verb: str, words: Mapping[str, object]) -> str:
-    """The line that `parse` takes apart."""
+    """Formats a line for `parse`."""
     return " ".join([verb, *(f"{key}={value}" for key, value in words.items())])
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one run moves.
+    """The work of one run.
 
     Attributes:
         kind: `tensors` (active to passive), `blocks` (one-sided) or `latency` (there and back).
         num_bytes: Bytes of a tensor or block.
         num_blocks: Blocks of one transfer.
-        is_scattered: Whether the blocks lie in random order at both sides, or one after the other.
+        is_scattered: Whether the blocks are in random order at both sides, or contiguous.
         count: Tensors, transfers or round trips of the run.
-        round: Runs before this one: the walk through the buffers goes on where the last ended.
-        options: What a program needs to know besides.
+        round: Number of earlier runs: a run continues in the buffers where the last one ended.
+        options: Other words for the program.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Task:
 
     @classmethod
     def of(cls, words: Mapping[str, str]) -> Task:
-        """The task of a request."""
+        """Parses the task of a request."""
         return cls(
             words["kind"],
             int(words["bytes"]),
@@ -63,23 +63,23 @@ class Task:
 
     @property
     def is_checked(self) -> bool:
-        """Whether `verify` follows: then the last fresh tensor is kept, which otherwise is let go at once."""
+        """Whether `verify` follows, so that the last fresh tensor is kept."""
         return self.round == 0
 
     def offsets(self, total: int) -> list[int]:
-        """Where each tensor of the run begins in a buffer of `total` bytes."""
-        stride = max(self.num_bytes, _CACHE_LINE_BYTES)  # small tensors leave the cache too
+        """Returns the offset of each tensor of the run in a buffer of `total` bytes."""
+        stride = max(self.num_bytes, _CACHE_LINE_BYTES)  # so that small tensors leave the cache too
         places, first = total // stride, self.round * self.count
         return [i % places * stride for i in range(first, first + self.count)]
 
     def chosen(self, total: int) -> list[int]:
-        """Which of the `transfers` this run makes."""
+        """Returns the indices of this run's `transfers`."""
         num_transfers = total // (self.num_bytes * self.num_blocks)
         first = self.round * self.count
         return [i % num_transfers for i in range(first, first + self.count)]
 
     def transfers(self, total: int, side: int) -> Sequence[Any]:
-        """The block ids of every transfer that fits into `total` bytes, `[num_blocks]` each; `LOCAL` or `REMOTE`."""
+        """Returns block ids `[num_blocks]` of all transfers that fit into `total` bytes, `LOCAL` or `REMOTE`."""
         return _transfers(total // self.num_bytes, self.num_blocks, side if self.is_scattered else 0)
 
 
@@ -91,6 +91,6 @@ def _transfers(places: int, num_blocks: int, seed: int) -> Sequence[Any]:
 
 
 def pattern(total: int) -> Any:
-    """Bytes that differ from place to place."""
+    """Returns bytes that differ between positions."""
     words = np.arange(total // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return words.view(np.uint8)[:total]

@@ -1,4 +1,4 @@
-"""One process of a program: says hello, then answers requests."""
+"""One process of a program: prints a hello, then answers requests."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from .request import Task
 
 Words = dict[str, object]
-# With checksums, and without
-WAYS = ("checked", "unchecked")
+# With and without checksums
+MODES = ("checked", "unchecked")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a process is to be made.
+    """Settings of a process.
 
     Attributes:
         total: Bytes of its buffer.
-        host: Where it listens.
-        options: Words that only its program knows.
+        host: Address to listen on.
+        options: Words of its program.
     """
 
     total: int
@@ -45,73 +45,73 @@ class Side(Protocol):
     """One role of a program."""
 
     def hello(self) -> Words:
-        """What the other process needs to know."""
+        """Words for the other process."""
 
     def meet(self, words: Mapping[str, str]) -> Words:
-        """Takes the other's hello; both have met when both have answered."""
+        """Processes the other's hello; the processes are connected when both have answered."""
 
     def clear(self, task: Task) -> None:
-        """Forgets what arrived before."""
+        """Resets the buffers."""
 
     def run(self, task: Task) -> Words:
-        """Does its part. The active side answers `seconds`, for latency `us`."""
+        """Runs a task. The active side answers `seconds`, or `us` for latency."""
 
     def verify(self, task: Task) -> None:
-        """Raises unless all of the run's bytes have arrived."""
+        """Raises unless all bytes of the run have arrived."""
 
 
 class Idle:
-    """A role that knows nothing the others need, and where nothing arrives; the others override what they do."""
+    """A role without words, buffers and actions; subclasses override what they need."""
 
     def __init__(self, setup: Setup) -> None:
-        """Takes no notice of its setup."""
+        """Ignores its setup."""
 
     def hello(self) -> Words:
-        """Nobody needs to know anything."""
+        """Returns no words."""
         return {}
 
     def meet(self, words: Mapping[str, str]) -> Words:
-        """Whoever connects does so by himself."""
+        """Does nothing."""
         del words
         return {}
 
     def clear(self, task: Task) -> None:
-        """Nothing arrives here."""
+        """Does nothing."""
 
     def run(self, task: Task) -> Words:
-        """Threads of its own do what there is to do."""
+        """Does nothing: the role's own threads do the work."""
         del task
         return {}
 
     def verify(self, task: Task) -> None:
-        """Nothing arrives here."""
+        """Does nothing."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the program that the arguments name."""
-    out = _take_stdout()
+    out = _reserve_stdout()
     try:
         name, role, *words = arguments
         _, options = request.parse(" ".join(["setup", *words]))
         setup = Setup(int(options["total"]), options.get("host", "127.0.0.1"), options)
         side: Side = importlib.import_module(f".{name}", __package__).ROLES[role](setup)
-        _say(out, request.compose("hello", side.hello()))
+        _print(out, request.compose("hello", side.hello()))
         for line in sys.stdin:
-            _say(out, _answer(side, line))
-    except Exception as error:  # noqa: BLE001 - whatever a library raises is told in one line
-        _say(out, _error(error))
+            _print(out, _answer(side, line))
+    except Exception as error:  # noqa: BLE001 - any error of a library becomes one line
+        _print(out, _error(error))
         return 1
     return 0
 
 
-def _take_stdout() -> TextIO:
-    """Answers alone go to stdout: what libraries print there goes to stderr."""
+def _reserve_stdout() -> TextIO:
+    """Reserves stdout for answers: output of libraries goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return out
 
 
-def _say(out: TextIO, line: str) -> None:
+def _print(out: TextIO, line: str) -> None:
     out.write(f"{line}\n")
     out.flush()
 
@@ -132,14 +132,14 @@ def _error(error: Exception) -> str:
 
 
 def seconds(work: Callable[[], object]) -> Words:
-    """How long the work took, as an answer."""
+    """Measures the work, as an answer."""
     started = time.perf_counter()
     work()
     return {"seconds": time.perf_counter() - started}
 
 
 def half_round_trip_us(count: int, once: Callable[[], object]) -> Words:
-    """Half of the median of `count` round trips, as an answer."""
+    """Measures half of the median of `count` round trips, as an answer."""
     samples = []
     for _ in range(count):
         started = time.perf_counter()
@@ -149,12 +149,12 @@ def half_round_trip_us(count: int, once: Callable[[], object]) -> Words:
 
 
 def half_median_us(samples: Sequence[float]) -> Words:
-    """Half of the median of times in seconds, as an answer."""
+    """Returns half of the median of times in seconds, as an answer."""
     return {"us": statistics.median(samples) / 2 * 1e6}
 
 
 def keep_in_flight(limit: int, begun: Iterable[Any]) -> None:
-    """Takes what was begun, waiting for the oldest when there are more than `limit` under way."""
+    """Begins works, and waits for the oldest one while `limit` are pending."""
     under_way: deque[Any] = deque()
     for work in begun:
         under_way.append(work)
@@ -165,7 +165,7 @@ def keep_in_flight(limit: int, begun: Iterable[Any]) -> None:
 
 
 def expect(found: Any, expected: Any, what: str) -> None:
-    """Raises unless the bytes are the same."""
+    """Raises unless the bytes are equal."""
     if not np.array_equal(found, expected):
         message = f"{what} did not arrive as they were sent"
         raise ValueError(message)

@@ -1,4 +1,4 @@
-"""The receiving buffer of tensors, the same in every program."""
+"""The receive buffer of tensors, the same in every program."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class ReceiveBuffer:
-    """Memory that is there before tensors arrive; they land at the offsets they were sent from.
+    """Existing memory for tensors, which arrive at the offsets that they were sent from.
 
     Attributes:
         data: The bytes.
-        fresh: The last tensor that arrived elsewhere: `verify` looks at it instead.
+        fresh: The last tensor that arrived in fresh memory; `verify` compares it instead.
     """
 
     def __init__(self, total: int) -> None:
@@ -26,12 +26,12 @@ class ReceiveBuffer:
         self.fresh: Any = None
 
     def clear(self) -> None:
-        """Forgets what arrived."""
+        """Clears the memory."""
         self.data[:] = 0
         self.fresh = None
 
     def verify(self, task: Task) -> None:
-        """Raises unless the tensors of the run are here."""
+        """Raises unless the tensors of the run have arrived."""
         total, size = len(self.data), task.num_bytes
         sent = pattern(total)
         offsets = task.offsets(total)
@@ -43,17 +43,17 @@ class ReceiveBuffer:
 
 
 class Receiving(Idle):
-    """A role into whose buffer tensors arrive."""
+    """A role that receives tensors."""
 
     def __init__(self, setup: Setup) -> None:
         self._buffer = ReceiveBuffer(setup.total)
 
     def clear(self, task: Task) -> None:
-        """Forgets what arrived."""
+        """Clears the buffer."""
         del task
         self._buffer.clear()
 
     def verify(self, task: Task) -> None:
-        """Whether all has arrived."""
+        """Raises unless all tensors have arrived."""
         if task.kind == "tensors":
             self._buffer.verify(task)

@@ -1,4 +1,4 @@
-"""ucxx's asyncio API: tensors by tag, several under way, and latency."""
+"""ucxx's asyncio API: tensors by tag, several pending, and latency."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Node(Idle):
-    """What both roles are: one loop, which runs while there is something to do."""
+    """The base of both roles: one event loop, which runs during a task."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -33,7 +33,7 @@ class _Node(Idle):
         return self.loop.run_until_complete(work)
 
     async def in_flight(self, task: Task, begun: Iterable[Coroutine[Any, Any, Any]]) -> None:
-        """Takes what was begun, some at a time."""
+        """Awaits operations, several at a time."""
         limit, under_way = int(task.options["in_flight"]), []
         for work in begun:
             under_way.append(asyncio.ensure_future(work))
@@ -60,7 +60,7 @@ class Passive(_Node, Receiving):
         self._accepted.set()
 
     def hello(self) -> Words:
-        """Where it listens."""
+        """Returns the address."""
         return {"port": self._port, "version": f"ucxx-{version('ucxx-cu12')}"}
 
     def meet(self, words: Mapping[str, str]) -> Words:
@@ -117,7 +117,7 @@ class Active(_Node):
     def _latency(self, task: Task) -> Words:
         ping = self._source[: task.num_bytes]
         pong: Any = np.empty(task.num_bytes, np.uint8)
-        # one loop over all of them: starting it anew costs more than the message
+        # one run of the event loop for all of them, because its start costs more than a message
         return self.do(self._pings(task.count, ping, pong))  # type: ignore[no-any-return]
 
     async def _pings(self, count: int, ping: Any, pong: Any) -> Words:

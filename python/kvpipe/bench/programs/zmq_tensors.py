@@ -1,4 +1,4 @@
-"""ZeroMQ: a pair of sockets, frames that are not copied; the receiver gets memory of ZeroMQ's own."""
+"""ZeroMQ: a pair of sockets with frames that are not copied; the receiver gets memory of ZeroMQ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Passive(Receiving):
         self._socket.bind(f"ipc://@kvpipe-bench-{uuid.uuid4().hex}" if is_ipc else f"tcp://{setup.host}:*")
 
     def hello(self) -> Words:
-        """Where it is bound."""
+        """Returns the endpoint."""
         return {"endpoint": self._socket.getsockopt_string(zmq.LAST_ENDPOINT), "version": f"pyzmq-{zmq.__version__}"}
 
     def run(self, task: Task) -> Words:
@@ -51,7 +51,7 @@ class Active(Idle):
         self._source = pattern(setup.total)
         self._transport = setup.options["endpoint"]
         self._socket = zmq.Context().socket(zmq.PAIR)
-        self._socket.set_hwm(4)  # as many as the others keep under way
+        self._socket.set_hwm(4)  # as many as the other programs keep pending
 
     def meet(self, words: Mapping[str, str]) -> Words:
         """Connects."""

@@ -163,7 +163,8 @@ impl Blocks {
             _ => {
                 header.end()?;
                 if self.producer.acknowledge(session, handoff) {
-                    self.trace.instant(Track::Reactor, "taken", &handoff, &[]);
+                    self.trace
+                        .instant(Track::Reactor, "acknowledged", &handoff, &[]);
                     self.events.push(Event::Acknowledged { handoff });
                     self.act(cx, Vec::new());
                 }

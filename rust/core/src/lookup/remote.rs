@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::net::address::Route;
 use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, ReactorConfig, default_busy_poll};
+use crate::session::SessionTimeouts;
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 
@@ -70,7 +71,7 @@ impl RemoteBuffer {
             identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             local: route.local()?,
-            timeouts: route.timeouts(),
+            timeouts: SessionTimeouts::along(route),
             busy_poll: default_busy_poll(),
         };
         let command_queue = Arc::new(CommandQueue::new());

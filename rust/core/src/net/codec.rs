@@ -1,5 +1,5 @@
-//! The binary codec: little-endian integers, byte strings with a length in front, every length checked
-//! against what is there before anything is allocated. Pure functions; used for every message of both planes.
+//! The binary codec of every message: little-endian integers, and byte strings with a length in front. A length is checked
+//! against the bytes that have come before anything is allocated.
 
 use crate::error::{Error, Result};
 
@@ -43,7 +43,7 @@ impl Writer {
         self
     }
 
-    /// Appends bytes whose number both sides know.
+    /// Appends bytes without a length: both sides know it.
     pub fn raw(mut self, value: &[u8]) -> Self {
         self.0.extend_from_slice(value);
         self
@@ -59,7 +59,7 @@ impl Writer {
         self.bytes(value.as_bytes())
     }
 
-    /// Appends a text for people, cut to `cap` bytes at most: the other side takes no longer one.
+    /// Appends a text for people, cut to `cap` bytes: a reader refuses a longer one.
     pub fn text(self, value: &str, cap: usize) -> Self {
         let mut end = value.len().min(cap);
         while !value.is_char_boundary(end) {
@@ -80,7 +80,7 @@ impl Writer {
     }
 }
 
-/// Takes values from a message that a peer sent; nothing in it is trusted.
+/// Reads the values of a message from a peer; it trusts none of them.
 #[derive(Debug)]
 pub struct Reader<'a>(&'a [u8]);
 
@@ -90,7 +90,7 @@ impl<'a> Reader<'a> {
         Self(message)
     }
 
-    /// Takes `len` bytes.
+    /// Reads `len` bytes.
     pub fn raw(&mut self, len: usize) -> Result<&'a [u8]> {
         if len > self.0.len() {
             return Err(Error::protocol(format_args!(
@@ -103,18 +103,12 @@ impl<'a> Reader<'a> {
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
-        let mut out = [0; N];
-        out.copy_from_slice(self.raw(N)?);
-        Ok(out)
-    }
-
-    /// Takes one byte.
+    /// Reads one byte.
     pub fn u8(&mut self) -> Result<u8> {
-        Ok(u8::from_le_bytes(self.array()?))
+        Ok(self.raw(1)?[0])
     }
 
-    /// Takes a flag: a byte that is 0 or 1, so that nothing can be said in two ways.
+    /// Reads a flag: a byte that is 0 or 1, so that each message has one encoding.
     pub fn flag(&mut self) -> Result<bool> {
         match self.u8()? {
             0 => Ok(false),
@@ -123,27 +117,29 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Takes a 16-bit integer.
+    /// Reads a 16-bit integer.
     pub fn u16(&mut self) -> Result<u16> {
-        Ok(u16::from_le_bytes(self.array()?))
+        Ok(u16::from_le_bytes(self.fixed()?))
     }
 
-    /// Takes a 32-bit integer.
+    /// Reads a 32-bit integer.
     pub fn u32(&mut self) -> Result<u32> {
-        Ok(u32::from_le_bytes(self.array()?))
+        Ok(u32::from_le_bytes(self.fixed()?))
     }
 
-    /// Takes a 64-bit integer.
+    /// Reads a 64-bit integer.
     pub fn u64(&mut self) -> Result<u64> {
-        Ok(u64::from_le_bytes(self.array()?))
+        Ok(u64::from_le_bytes(self.fixed()?))
     }
 
-    /// Takes an array of known size.
+    /// Reads an array of known size.
     pub fn fixed<const N: usize>(&mut self) -> Result<[u8; N]> {
-        self.array()
+        let mut out = [0; N];
+        out.copy_from_slice(self.raw(N)?);
+        Ok(out)
     }
 
-    /// Takes a byte string of at most `cap` bytes.
+    /// Reads a byte string of at most `cap` bytes.
     pub fn bytes(&mut self, cap: usize) -> Result<&'a [u8]> {
         let len = self.u32()? as usize;
         if len > cap {
@@ -154,13 +150,13 @@ impl<'a> Reader<'a> {
         self.raw(len)
     }
 
-    /// Takes a text of at most `cap` bytes.
+    /// Reads a text of at most `cap` bytes.
     pub fn str(&mut self, cap: usize) -> Result<String> {
         let bytes = self.bytes(cap)?;
         String::from_utf8(bytes.to_vec()).map_err(|_| Error::protocol("a text is not UTF-8"))
     }
 
-    /// Takes a list of at most `cap` items. Memory is taken item by item, so a false length costs nothing.
+    /// Reads a list of at most `cap` items. It grows item by item, so that a false length allocates nothing.
     pub fn list<T>(
         &mut self,
         cap: usize,
@@ -179,7 +175,7 @@ impl<'a> Reader<'a> {
         Ok(items)
     }
 
-    /// Ends the message: bytes left over mean that it is not what it claims to be.
+    /// Ends the message; bytes that are left are an error.
     pub fn end(self) -> Result<()> {
         if self.0.is_empty() {
             return Ok(());
@@ -190,9 +186,9 @@ impl<'a> Reader<'a> {
         )))
     }
 
-    /// What has not been taken yet.
-    pub fn rest(self) -> &'a [u8] {
-        self.0
+    /// Reads all bytes that are left.
+    pub fn rest(&mut self) -> &'a [u8] {
+        std::mem::take(&mut self.0)
     }
 }
 

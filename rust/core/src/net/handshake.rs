@@ -10,8 +10,8 @@
 //!                                 <-   Welcome{who, session id, HMAC}
 //! Ready                           ->
 //! ```
-//! Nothing about a process (identity, UCX address) is said before the other side has proved the token. Each HMAC
-//! covers a label of its own, both nonces and the protocol version, so none can be reflected or replayed.
+//! A side sends nothing about its process (identity, UCX address) before the other side has proved the token. Each HMAC
+//! covers a label of its own, both nonces and the protocol version, so that none can be reflected or replayed.
 
 use hmac::digest::KeyInit;
 use hmac::{Hmac, Mac};
@@ -39,15 +39,163 @@ const WELCOME: u8 = 5;
 const READY: u8 = 6;
 const REFUSED: u8 = 7;
 
-type Nonce = [u8; 32];
+const CLIENT_PROOF: &[u8] = b"kvpipe client";
+const SERVER_PROOF: &[u8] = b"kvpipe server";
+const CLIENT_IDENTITY: &[u8] = b"kvpipe client identity";
+const SERVER_IDENTITY: &[u8] = b"kvpipe server identity";
 
-/// What a frame led to.
+type Nonce = [u8; 32];
+type Signature = [u8; 32];
+
+/// A frame of the handshake.
+#[derive(Debug)]
+enum HandshakeFrame<'a> {
+    Hello {
+        version: u16,
+        nonce: Nonce,
+    },
+    Challenge {
+        version: u16,
+        nonce: Nonce,
+    },
+    Proof(Signature),
+    Identity {
+        signature: Signature,
+        body: &'a [u8],
+    },
+    Welcome {
+        signature: Signature,
+        body: &'a [u8],
+    },
+    Ready,
+    Refused(Refusal),
+}
+
+impl<'a> HandshakeFrame<'a> {
+    fn encode(&self) -> Vec<u8> {
+        let writer = match self {
+            Self::Hello { version, nonce } => {
+                Writer::new(HELLO).raw(&MAGIC).u16(*version).raw(nonce)
+            }
+            Self::Challenge { version, nonce } => Writer::new(CHALLENGE).u16(*version).raw(nonce),
+            Self::Proof(signature) => Writer::new(PROOF).raw(signature),
+            Self::Identity { signature, body } => Writer::new(IDENTITY).raw(signature).raw(body),
+            Self::Welcome { signature, body } => Writer::new(WELCOME).raw(signature).raw(body),
+            Self::Ready => Writer::new(READY),
+            Self::Refused(refusal) => refusal.write(Writer::new(REFUSED)),
+        };
+        writer.finish()
+    }
+
+    fn decode(frame: &'a [u8]) -> Result<Self> {
+        let mut reader = Reader::new(frame);
+        let frame = match reader.u8()? {
+            HELLO if reader.fixed::<4>()? != MAGIC => {
+                return Err(Error::protocol("not a kvpipe peer"));
+            }
+            HELLO => {
+                let (version, nonce) = read_version(&mut reader)?;
+                Self::Hello { version, nonce }
+            }
+            CHALLENGE => {
+                let (version, nonce) = read_version(&mut reader)?;
+                Self::Challenge { version, nonce }
+            }
+            PROOF => Self::Proof(reader.fixed()?),
+            IDENTITY => {
+                let (signature, body) = (reader.fixed()?, reader.rest());
+                Self::Identity { signature, body }
+            }
+            WELCOME => {
+                let (signature, body) = (reader.fixed()?, reader.rest());
+                Self::Welcome { signature, body }
+            }
+            READY => Self::Ready,
+            REFUSED => Self::Refused(Refusal::read(&mut reader)?),
+            other => {
+                return Err(Error::protocol(format_args!(
+                    "frame {other} in a handshake"
+                )));
+            }
+        };
+        reader.end()?;
+        Ok(frame)
+    }
+}
+
+/// A version and, if it is ours, the nonce that follows it. Other versions may go on differently.
+fn read_version(reader: &mut Reader<'_>) -> Result<(u16, Nonce)> {
+    let version = reader.u16()?;
+    if version == PROTOCOL_VERSION {
+        return Ok((version, reader.fixed()?));
+    }
+    reader.rest();
+    Ok((version, Nonce::default()))
+}
+
+/// Why a peer is refused, from its point of view.
+#[derive(Debug)]
+enum Refusal {
+    Token,
+    Incompatible {
+        field: String,
+        ours: String,
+        theirs: String,
+    },
+    Other(String),
+}
+
+impl Refusal {
+    /// What the peer gets for an error of this side: our value is the peer's other one.
+    fn of(error: &Error) -> Self {
+        match error {
+            Error::Authentication(_) => Self::Token,
+            Error::Incompatible {
+                field,
+                ours,
+                theirs,
+                ..
+            } => Self::Incompatible {
+                field: field.clone(),
+                ours: theirs.clone(),
+                theirs: ours.clone(),
+            },
+            other => Self::Other(other.to_string()),
+        }
+    }
+
+    fn write(&self, writer: Writer) -> Writer {
+        match self {
+            Self::Token => writer.u8(1),
+            Self::Incompatible {
+                field,
+                ours,
+                theirs,
+            } => writer.u8(2).str(field).str(ours).str(theirs),
+            Self::Other(reason) => writer.u8(3).text(reason, TEXT_CAP),
+        }
+    }
+
+    fn read(reader: &mut Reader<'_>) -> Result<Self> {
+        Ok(match reader.u8()? {
+            1 => Self::Token,
+            2 => Self::Incompatible {
+                field: reader.str(TEXT_CAP)?,
+                ours: reader.str(TEXT_CAP)?,
+                theirs: reader.str(TEXT_CAP)?,
+            },
+            _ => Self::Other(reader.str(TEXT_CAP)?),
+        })
+    }
+}
+
+/// What a frame leads to.
 #[derive(Debug)]
 pub enum Step {
     /// Send these frames and wait for more.
     Continue(Vec<Vec<u8>>),
-    /// Send these frames; the peer is known. The accepting side waits for [`Step::Ready`] before it speaks on the
-    /// data plane, so that no message overtakes the frame that makes the session known.
+    /// Send these frames; the peer is known. The accepting side waits for [`Step::Ready`] before it sends on the data
+    /// plane, so that no message overtakes the frame that makes the session known.
     Admitted {
         /// What is still to be sent.
         frames: Vec<Vec<u8>>,
@@ -55,17 +203,17 @@ pub enum Step {
         peer: Box<Identity>,
         /// The session's id.
         session_id: SessionId,
-        /// Whether this side may speak at once.
+        /// Whether this side may send at once.
         is_ready: bool,
     },
     /// The peer knows the session too.
     Ready,
-    /// Send this frame, then close; for the log of this side.
+    /// Send this frame, then close; the error is for the log of this side.
     Refuse(Vec<u8>, Error),
 }
 
 #[derive(Debug)]
-enum State {
+enum HandshakeState {
     ServerHello,
     ServerProof,
     ServerIdentity,
@@ -79,7 +227,7 @@ enum State {
 /// One side of the conversation.
 #[derive(Debug)]
 pub struct Handshake {
-    state: State,
+    state: HandshakeState,
     token: Vec<u8>,
     nonce_client: Nonce,
     nonce_server: Nonce,
@@ -90,9 +238,9 @@ impl Handshake {
     /// The accepting side.
     pub fn server(token: &[u8], peer: &str) -> Result<Self> {
         Ok(Self {
-            state: State::ServerHello,
+            state: HandshakeState::ServerHello,
             token: token.to_vec(),
-            nonce_client: [0; 32],
+            nonce_client: Nonce::default(),
             nonce_server: random()?,
             peer: peer.to_owned(),
         })
@@ -100,188 +248,184 @@ impl Handshake {
 
     /// The connecting side, and its first frame.
     pub fn client(token: &[u8], peer: &str) -> Result<(Self, Vec<u8>)> {
-        let nonce_client = random()?;
-        let hello = Writer::new(HELLO)
-            .raw(&MAGIC)
-            .u16(PROTOCOL_VERSION)
-            .raw(&nonce_client)
-            .finish();
         let handshake = Self {
-            state: State::ClientChallenge,
+            state: HandshakeState::ClientChallenge,
             token: token.to_vec(),
-            nonce_client,
-            nonce_server: [0; 32],
+            nonce_client: random()?,
+            nonce_server: Nonce::default(),
             peer: peer.to_owned(),
         };
+        let hello = HandshakeFrame::Hello {
+            version: PROTOCOL_VERSION,
+            nonce: handshake.nonce_client,
+        };
+        let hello = hello.encode();
         Ok((handshake, hello))
     }
 
-    /// Takes a frame of the peer. `ours` is what this side says about itself when its turn comes; `accept` may
-    /// refuse a peer that has proved the token, with a reason that the peer is told.
+    /// Handles a frame of the peer. `ours` is what this side says about itself when its turn comes; `accept` may refuse a
+    /// peer that has proved the token, with a reason that the peer is told.
     ///
     /// # Errors
-    /// The peer refused us, cannot prove the token, or does not speak this protocol; the session is over.
+    /// The peer refused us, cannot prove the token, or breaks the protocol; the session is over.
     pub fn frame(
         &mut self,
         frame: &[u8],
         ours: &Identity,
         accept: impl FnOnce(&Identity) -> std::result::Result<(), String>,
     ) -> Result<Step> {
-        let mut reader = Reader::new(frame);
-        let kind = reader.u8()?;
-        if kind == REFUSED {
-            return Err(self.read_refusal(reader));
-        }
-        match (std::mem::replace(&mut self.state, State::Done), kind) {
-            (State::ServerHello, HELLO) => self.hello(reader),
-            (State::ServerProof, PROOF) => self.client_proof(reader),
-            (State::ServerIdentity, IDENTITY) => self.identity(reader, ours, accept),
-            (State::ServerReady, READY) => reader.end().map(|()| Step::Ready),
-            (State::ClientChallenge, CHALLENGE) => self.challenge(reader),
-            (State::ClientProof, PROOF) => self.server_proof(reader, ours),
-            (State::ClientWelcome, WELCOME) => self.welcome(reader, ours),
-            (state, kind) => Err(Error::protocol(format_args!(
-                "frame {kind} in handshake state {state:?}"
+        use {HandshakeFrame as Frame, HandshakeState as State};
+        let kind = frame.first();
+        let decoded = Frame::decode(frame)?;
+        match (std::mem::replace(&mut self.state, State::Done), decoded) {
+            (_, Frame::Refused(refusal)) => Err(self.refused(refusal)),
+            (State::ServerHello, Frame::Hello { version, nonce }) => {
+                Ok(self.hello(version, nonce).unwrap_or_else(refuse))
+            }
+            (State::ServerProof, Frame::Proof(signature)) => {
+                Ok(self.client_proof(&signature).unwrap_or_else(refuse))
+            }
+            (State::ServerIdentity, Frame::Identity { signature, body }) => {
+                let peer = self.read_identity(&signature, body)?;
+                let checked = self.check_identity(ours, &peer, accept);
+                checked.map_or_else(|error| Ok(refuse(error)), |()| self.welcome(ours, peer))
+            }
+            (State::ServerReady, Frame::Ready) => Ok(Step::Ready),
+            (State::ClientChallenge, Frame::Challenge { version, nonce }) => {
+                self.challenge(version, nonce)
+            }
+            (State::ClientProof, Frame::Proof(signature)) => self.server_proof(&signature, ours),
+            (State::ClientWelcome, Frame::Welcome { signature, body }) => {
+                self.welcomed(&signature, body, ours)
+            }
+            (state, _) => Err(Error::protocol(format_args!(
+                "frame {kind:?} in handshake state {state:?}"
             ))),
         }
     }
 
-    fn hello(&mut self, mut reader: Reader<'_>) -> Result<Step> {
-        if reader.fixed::<4>()? != MAGIC {
-            return Err(Error::protocol("not a kvpipe peer"));
-        }
-        let version = reader.u16()?;
-        if version != PROTOCOL_VERSION {
-            return Ok(refuse(self.other_version(version)));
-        }
-        self.nonce_client = reader.fixed()?;
-        reader.end()?;
-        self.state = State::ServerProof;
-        let frame = Writer::new(CHALLENGE)
-            .u16(PROTOCOL_VERSION)
-            .raw(&self.nonce_server)
-            .finish();
-        Ok(Step::Continue(vec![frame]))
+    fn hello(&mut self, version: u16, nonce: Nonce) -> Result<Step> {
+        self.check_version(version)?;
+        self.nonce_client = nonce;
+        self.state = HandshakeState::ServerProof;
+        Ok(reply(&HandshakeFrame::Challenge {
+            version: PROTOCOL_VERSION,
+            nonce: self.nonce_server,
+        }))
     }
 
-    fn challenge(&mut self, mut reader: Reader<'_>) -> Result<Step> {
-        let version = reader.u16()?;
-        if version != PROTOCOL_VERSION {
-            return Err(self.other_version(version));
-        }
-        self.nonce_server = reader.fixed()?;
-        reader.end()?;
-        self.state = State::ClientProof;
-        Ok(Step::Continue(vec![
-            Writer::new(PROOF)
-                .raw(&self.mac(b"kvpipe client", &[]))
-                .finish(),
-        ]))
+    fn challenge(&mut self, version: u16, nonce: Nonce) -> Result<Step> {
+        self.check_version(version)?;
+        self.nonce_server = nonce;
+        self.state = HandshakeState::ClientProof;
+        let proof = self.sign(CLIENT_PROOF, &[]);
+        Ok(reply(&HandshakeFrame::Proof(proof)))
     }
 
-    fn client_proof(&mut self, mut reader: Reader<'_>) -> Result<Step> {
-        if !self.proves(&reader.fixed()?, b"kvpipe client", &[]) {
-            let text = format!(
+    fn client_proof(&mut self, signature: &Signature) -> Result<Step> {
+        if !self.is_signed(signature, CLIENT_PROOF, &[]) {
+            return Err(Error::Authentication(format!(
                 "{} does not hold this side's token: give both sides the same KVPIPE_TOKEN",
                 self.peer
-            );
-            return Ok(refuse(Error::Authentication(text)));
+            )));
         }
-        reader.end()?;
-        self.state = State::ServerIdentity;
-        Ok(Step::Continue(vec![
-            Writer::new(PROOF)
-                .raw(&self.mac(b"kvpipe server", &[]))
-                .finish(),
-        ]))
+        self.state = HandshakeState::ServerIdentity;
+        let proof = self.sign(SERVER_PROOF, &[]);
+        Ok(reply(&HandshakeFrame::Proof(proof)))
     }
 
-    fn server_proof(&mut self, mut reader: Reader<'_>, ours: &Identity) -> Result<Step> {
-        if !self.proves(&reader.fixed()?, b"kvpipe server", &[]) {
+    fn server_proof(&mut self, signature: &Signature, ours: &Identity) -> Result<Step> {
+        if !self.is_signed(signature, SERVER_PROOF, &[]) {
             return Err(Error::Authentication(format!(
                 "{} could not prove that it holds the token",
                 self.peer
             )));
         }
-        reader.end()?;
+        self.state = HandshakeState::ClientWelcome;
         let body = ours.write(Writer::default()).finish();
-        let mac = self.mac(b"kvpipe client identity", &body);
-        self.state = State::ClientWelcome;
-        Ok(Step::Continue(vec![
-            Writer::new(IDENTITY).raw(&mac).raw(&body).finish(),
-        ]))
+        Ok(reply(&HandshakeFrame::Identity {
+            signature: self.sign(CLIENT_IDENTITY, &body),
+            body: &body,
+        }))
     }
 
-    fn identity(
-        &mut self,
-        mut reader: Reader<'_>,
-        ours: &Identity,
-        accept: impl FnOnce(&Identity) -> std::result::Result<(), String>,
-    ) -> Result<Step> {
-        let mac = reader.fixed()?;
-        let body = reader.rest();
-        if !self.proves(&mac, b"kvpipe client identity", body) {
-            return Err(Error::Authentication(format!(
-                "the identity of {} is not signed by its token",
-                self.peer
-            )));
-        }
-        let mut reader = Reader::new(body);
-        let theirs = Identity::read(&mut reader)?;
+    fn read_identity(&self, signature: &Signature, body: &[u8]) -> Result<Identity> {
+        let mut reader = self.open(signature, CLIENT_IDENTITY, body)?;
+        let peer = Identity::read(&mut reader)?;
         reader.end()?;
-        if theirs.kind != ours.kind {
-            let (ours, theirs) = (format!("{:?}", ours.kind), format!("{:?}", theirs.kind));
-            return Ok(refuse(self.incompatible("service", ours, theirs)));
+        Ok(peer)
+    }
+
+    fn check_identity(
+        &self,
+        ours: &Identity,
+        peer: &Identity,
+        accept: impl FnOnce(&Identity) -> std::result::Result<(), String>,
+    ) -> Result<()> {
+        if peer.kind != ours.kind {
+            let (ours, theirs) = (format!("{:?}", ours.kind), format!("{:?}", peer.kind));
+            return Err(self.incompatible("service", ours, theirs));
         }
-        if let Some((field, ours, theirs)) = ours.difference(&theirs) {
-            return Ok(refuse(self.incompatible(&field, ours, theirs)));
-        }
-        if let Err(reason) = accept(&theirs) {
-            return Ok(refuse(Error::Connect(reason)));
-        }
+        self.check_fingerprint(ours, peer)?;
+        accept(peer).map_err(Error::Connect)
+    }
+
+    fn welcome(&mut self, ours: &Identity, peer: Identity) -> Result<Step> {
         let session_id: SessionId = random()?;
+        self.state = HandshakeState::ServerReady;
         let body = ours.write(Writer::default().raw(&session_id)).finish();
-        let mac = self.mac(b"kvpipe server identity", &body);
-        self.state = State::ServerReady;
-        let frames = vec![Writer::new(WELCOME).raw(&mac).raw(&body).finish()];
+        let welcome = HandshakeFrame::Welcome {
+            signature: self.sign(SERVER_IDENTITY, &body),
+            body: &body,
+        };
         Ok(Step::Admitted {
-            frames,
-            peer: Box::new(theirs),
+            frames: vec![welcome.encode()],
+            peer: Box::new(peer),
             session_id,
             is_ready: false,
         })
     }
 
-    fn welcome(&mut self, mut reader: Reader<'_>, ours: &Identity) -> Result<Step> {
-        let mac = reader.fixed()?;
-        let body = reader.rest();
-        if !self.proves(&mac, b"kvpipe server identity", body) {
-            return Err(Error::Authentication(format!(
-                "the identity of {} is not signed by its token",
-                self.peer
-            )));
-        }
-        let mut reader = Reader::new(body);
-        let session_id = reader.fixed()?;
-        let peer = Identity::read(&mut reader)?;
+    fn welcomed(&self, signature: &Signature, body: &[u8], ours: &Identity) -> Result<Step> {
+        let mut reader = self.open(signature, SERVER_IDENTITY, body)?;
+        let (session_id, peer) = (reader.fixed()?, Identity::read(&mut reader)?);
         reader.end()?;
-        if let Some((field, ours, theirs)) = ours.difference(&peer) {
-            return Err(self.incompatible(&field, ours, theirs));
-        }
-        let frames = vec![Writer::new(READY).finish()];
+        self.check_fingerprint(ours, &peer)?;
         Ok(Step::Admitted {
-            frames,
+            frames: vec![HandshakeFrame::Ready.encode()],
             peer: Box::new(peer),
             session_id,
             is_ready: true,
         })
     }
 
-    fn mac(&self, label: &[u8], body: &[u8]) -> [u8; 32] {
-        self.signer(label, body).finalize().into_bytes().into()
+    /// A body whose signature is right.
+    fn open<'a>(&self, signature: &Signature, label: &[u8], body: &'a [u8]) -> Result<Reader<'a>> {
+        if self.is_signed(signature, label, body) {
+            return Ok(Reader::new(body));
+        }
+        Err(Error::Authentication(format!(
+            "the identity of {} is not signed by its token",
+            self.peer
+        )))
     }
 
-    fn signer(&self, label: &[u8], body: &[u8]) -> Hmac<Sha256> {
+    fn check_version(&self, version: u16) -> Result<()> {
+        if version == PROTOCOL_VERSION {
+            return Ok(());
+        }
+        let (ours, theirs) = (PROTOCOL_VERSION.to_string(), version.to_string());
+        Err(self.incompatible("protocol version", ours, theirs))
+    }
+
+    fn check_fingerprint(&self, ours: &Identity, peer: &Identity) -> Result<()> {
+        ours.difference(peer)
+            .map_or(Ok(()), |(field, ours, theirs)| {
+                Err(self.incompatible(&field, ours, theirs))
+            })
+    }
+
+    fn sign(&self, label: &[u8], body: &[u8]) -> Signature {
         // Hashed to the key size first: `new` then takes it without an error path, and any token length works.
         let key = Sha256::digest(&self.token);
         let mut block = hmac::digest::Key::<Hmac<Sha256>>::default();
@@ -292,11 +436,11 @@ impl Handshake {
         mac.update(&self.nonce_client);
         mac.update(&self.nonce_server);
         mac.update(body);
-        mac
+        mac.finalize().into_bytes().into()
     }
 
-    fn proves(&self, given: &[u8; 32], label: &[u8], body: &[u8]) -> bool {
-        self.mac(label, body).ct_eq(given).into()
+    fn is_signed(&self, signature: &Signature, label: &[u8], body: &[u8]) -> bool {
+        self.sign(label, body).ct_eq(signature).into()
     }
 
     fn incompatible(&self, field: &str, ours: String, theirs: String) -> Error {
@@ -308,52 +452,32 @@ impl Handshake {
         }
     }
 
-    fn other_version(&self, version: u16) -> Error {
-        self.incompatible(
-            "protocol version",
-            PROTOCOL_VERSION.to_string(),
-            version.to_string(),
-        )
-    }
-
-    fn read_refusal(&self, mut reader: Reader<'_>) -> Error {
-        let mut parse = || -> Result<Error> {
-            Ok(match reader.u8()? {
-                1 => Error::Authentication(format!(
-                    "{} refused this side's token: give both sides the same KVPIPE_TOKEN",
-                    self.peer
-                )),
-                2 => self.incompatible(
-                    &reader.str(TEXT_CAP)?,
-                    reader.str(TEXT_CAP)?,
-                    reader.str(TEXT_CAP)?,
-                ),
-                _ => Error::Connect(format!(
-                    "{} refused the connection: {}",
-                    self.peer,
-                    reader.str(TEXT_CAP)?
-                )),
-            })
-        };
-        parse().unwrap_or_else(|error| error)
+    /// The error of a refusal by the peer.
+    fn refused(&self, refusal: Refusal) -> Error {
+        let peer = &self.peer;
+        match refusal {
+            Refusal::Token => Error::Authentication(format!(
+                "{peer} refused this side's token: give both sides the same KVPIPE_TOKEN"
+            )),
+            Refusal::Incompatible {
+                field,
+                ours,
+                theirs,
+            } => self.incompatible(&field, ours, theirs),
+            Refusal::Other(reason) => {
+                Error::Connect(format!("{peer} refused the connection: {reason}"))
+            }
+        }
     }
 }
 
-/// Tells the peer why it is refused, from its point of view (our value is its peer's).
+fn reply(frame: &HandshakeFrame<'_>) -> Step {
+    Step::Continue(vec![frame.encode()])
+}
+
 fn refuse(error: Error) -> Step {
-    let frame = match &error {
-        Error::Authentication(_) => Writer::new(REFUSED).u8(1),
-        Error::Incompatible {
-            field,
-            ours,
-            theirs,
-            ..
-        } => Writer::new(REFUSED).u8(2).str(field).str(theirs).str(ours),
-        other => Writer::new(REFUSED)
-            .u8(3)
-            .text(&other.to_string(), TEXT_CAP),
-    };
-    Step::Refuse(frame.finish(), error)
+    let frame = HandshakeFrame::Refused(Refusal::of(&error));
+    Step::Refuse(frame.encode(), error)
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Who a process says it is, exchanged after the token challenge: incarnation, role, fingerprint, and the
-//! UCX address of its worker where it has one.
+//! The identity of a process: incarnation, kind of session, fingerprint, and the address of its UCX worker if it has one.
+//! Peers exchange it after the token challenge.
 
 use crate::error::{Error, Result};
 pub use crate::ids::Incarnation;
@@ -38,7 +38,7 @@ impl SessionKind {
     }
 }
 
-/// What one side tells the other about itself.
+/// What a peer learns about this side.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
     /// What the session is for.
@@ -51,7 +51,7 @@ pub struct Identity {
     pub fingerprint: Vec<(String, String)>,
     /// The UCX worker's address; empty where there is no data plane.
     pub ucx_address: Vec<u8>,
-    /// Which machine and boot, so that both sides know whether they share a host.
+    /// The boot id of the machine: both sides know whether they share a host.
     pub host: String,
 }
 
@@ -104,7 +104,7 @@ impl Identity {
 
     /// The first field in which two fingerprints differ: `(field, ours, theirs)`.
     ///
-    /// An empty fingerprint asks for nothing (the proxy has none).
+    /// An empty fingerprint agrees with any other (the proxy has none).
     pub fn difference(&self, other: &Self) -> Option<(String, String, String)> {
         if self.fingerprint.is_empty() || other.fingerprint.is_empty() {
             return None;
@@ -189,12 +189,12 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_fingerprint_asks_for_nothing() {
+    fn an_empty_fingerprint_agrees_with_any() {
         assert_eq!(identity(&[]).difference(&identity(&[("model", "a")])), None);
     }
 
     #[test]
-    fn what_no_peer_would_take_is_refused_here() {
+    fn a_fingerprint_that_no_peer_would_accept_is_refused_here() {
         let field = vec![("dtype".to_owned(), "x".repeat(TEXT_CAP + 1))];
         assert!(matches!(
             Identity::new(SessionKind::Control, "", field),

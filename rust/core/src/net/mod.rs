@@ -1,6 +1,7 @@
-//! Bytes and time in, bytes and events out: the wire's codec, the handshake, who a peer is, and how it is addressed. No UCX, no threads.
+//! The wire without sockets, threads or UCX: codec, frames, handshake, identities, addresses.
 
 pub mod address;
 pub mod codec;
+pub(crate) mod framing;
 pub mod handshake;
 pub mod identity;

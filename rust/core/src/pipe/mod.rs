@@ -185,7 +185,7 @@ impl Pipe {
             info.peer.clone_from(&address);
         }
         let mut config = config(None, route.local()?, token, transport, busy_poll)?;
-        config.timeouts = route.timeouts();
+        config.timeouts = SessionTimeouts::along(route);
         let in_reactor = shared.clone();
         let reactor = Reactor::spawn(config, move || {
             sender::Sender::new(in_reactor, is_checksummed)

@@ -1,6 +1,7 @@
-//! What callers ask of a reactor, on its way there, in the order in which they ask. All that a reactor has not refused it
-//! takes, also what comes while it ends.
+//! Commands of callers on their way to a reactor, in order. The reactor handles every command that it has accepted, also
+//! one that comes while it ends.
 
+use std::cell::Cell;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -18,52 +19,77 @@ pub(super) struct CommandSender<C>(Arc<Mutex<Option<Sender<ReactorCommand<C>>>>>
 
 /// The reactor's end.
 #[derive(Debug)]
-pub(super) struct CommandReceiver<C> {
-    sender_half: CommandSender<C>,
+pub(crate) struct CommandReceiver<C> {
+    sender: CommandSender<C>,
     receiver: Receiver<ReactorCommand<C>>,
+    is_stopping: Cell<bool>,
 }
 
 pub(super) fn channel<C>() -> (CommandSender<C>, CommandReceiver<C>) {
     let (sender, receiver) = std::sync::mpsc::channel();
     let shared = Arc::new(Mutex::new(Some(sender)));
-    let sender_half = CommandSender(Arc::clone(&shared));
-    let receiver_half = CommandReceiver {
-        sender_half: CommandSender(shared),
+    let receiver = CommandReceiver {
+        sender: CommandSender(Arc::clone(&shared)),
         receiver,
+        is_stopping: Cell::new(false),
     };
-    (sender_half, receiver_half)
+    (CommandSender(shared), receiver)
 }
 
 impl<C> CommandSender<C> {
-    fn sender(&self) -> MutexGuard<'_, Option<Sender<ReactorCommand<C>>>> {
+    fn lock(&self) -> MutexGuard<'_, Option<Sender<ReactorCommand<C>>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// # Errors
     /// `Closed`: the reactor has ended.
-    pub(super) fn send(&self, control: ReactorCommand<C>) -> Result<()> {
-        let sender = self.sender();
+    pub(super) fn send(&self, command: ReactorCommand<C>) -> Result<()> {
+        let sender = self.lock();
         let sent = sender
             .as_ref()
-            .is_some_and(|sender| sender.send(control).is_ok());
+            .is_some_and(|sender| sender.send(command).is_ok());
         sent.then_some(())
             .ok_or_else(|| Error::Closed(ENDED.to_owned()))
     }
 }
 
 impl<C> CommandReceiver<C> {
-    /// What was asked for next, if there is anything.
-    pub(super) fn next(&self) -> Option<ReactorCommand<C>> {
-        self.receiver.try_recv().ok()
+    /// The next command; none after the one to stop.
+    pub(crate) fn next(&self) -> Option<C> {
+        if self.is_stopping() {
+            return None;
+        }
+        match self.receiver.try_recv().ok()? {
+            ReactorCommand::Command(command) => Some(command),
+            ReactorCommand::Stop => {
+                self.is_stopping.set(true);
+                None
+            }
+        }
     }
 
-    /// Refuses what is asked for from now on, and gives what was before.
-    pub(super) fn close(&self) -> Vec<C> {
-        drop(self.sender_half.sender().take());
-        let command = |control| match control {
+    /// Whether the command to stop has come.
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.is_stopping.get()
+    }
+
+    /// Refuses commands from now on, and returns those that were accepted.
+    pub(crate) fn close(&self) -> Vec<C> {
+        drop(self.sender.lock().take());
+        let command = |command| match command {
             ReactorCommand::Command(command) => Some(command),
             ReactorCommand::Stop => None,
         };
         self.receiver.try_iter().filter_map(command).collect()
+    }
+}
+
+#[cfg(test)]
+impl<C> CommandReceiver<C> {
+    /// The end of a queue without a reactor, and what sends to it.
+    pub(crate) fn manual() -> (impl Fn(C), Self) {
+        let (sender, receiver) = channel();
+        let send = move |command| drop(sender.send(ReactorCommand::Command(command)));
+        (send, receiver)
     }
 }

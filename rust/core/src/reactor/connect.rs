@@ -1,23 +1,97 @@
-//! Connecting to a peer. Resolving its name blocks, so that each attempt has a thread of its own, which ends with the
-//! reactor (but for a resolver that does not answer; it ends when that does).
+//! Connecting to peers. Resolving a name blocks, so that each attempt has a thread of its own, which ends with the
+//! reactor; only a resolver that does not answer keeps it longer.
 
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
+use super::poller::{Poller, Token, eventfd, signal};
+use crate::error::{Error, Result};
 use crate::work::timespec;
 
+/// The outcome of an attempt to connect.
+#[derive(Debug)]
+pub(crate) struct Connected {
+    pub(crate) token: Token,
+    pub(crate) stream: std::result::Result<TcpStream, String>,
+}
+
+/// Attempts to connect that are under way. Dropped, it ends their threads.
+#[derive(Debug)]
+pub(crate) struct Connector {
+    poller: Arc<Poller>,
+    sender: Sender<Connected>,
+    receiver: Receiver<Connected>,
+    /// Readable once the threads have to end.
+    stopped: Arc<OwnedFd>,
+}
+
+impl Connector {
+    pub(crate) fn new(poller: Arc<Poller>) -> Result<Self> {
+        let (sender, receiver) = channel();
+        Ok(Self {
+            poller,
+            sender,
+            receiver,
+            stopped: Arc::new(eventfd()?),
+        })
+    }
+
+    /// Begins to connect; `timeout` counts from `begun`. The outcome wakes the reactor.
+    ///
+    /// # Errors
+    /// `Exhausted`: the system gives no thread.
+    pub(crate) fn connect(
+        &self,
+        token: Token,
+        address: &str,
+        begun: Instant,
+        timeout: Duration,
+    ) -> Result<()> {
+        let (address, stopped) = (address.to_owned(), Arc::clone(&self.stopped));
+        let (sender, poller) = (self.sender.clone(), Arc::clone(&self.poller));
+        let attempt = move || {
+            let stream = open(&address, begun, timeout, &stopped);
+            let _ = sender.send(Connected { token, stream });
+            poller.wake();
+        };
+        #[cfg(any(test, feature = "fuzzing"))]
+        if super::manual::is_on() {
+            attempt();
+            return Ok(());
+        }
+        std::thread::Builder::new()
+            .name("kvpipe-connect".to_owned())
+            .spawn(attempt)
+            .map(drop)
+            .map_err(|error| Error::Exhausted(format!("no thread: {error}")))
+    }
+
+    /// The next attempt that has ended.
+    pub(crate) fn next(&self) -> Option<Connected> {
+        self.receiver.try_recv().ok()
+    }
+}
+
+impl Drop for Connector {
+    fn drop(&mut self) {
+        signal(&self.stopped);
+    }
+}
+
 /// Tries the addresses of `name` in turn, until one accepts, `timeout` has passed since `begun`, or `stop` is readable.
-pub(super) fn open(
+fn open(
     name: &str,
     begun: Instant,
     timeout: Duration,
     stop: &OwnedFd,
-) -> Result<TcpStream, String> {
+) -> std::result::Result<TcpStream, String> {
     let deadline = begun + timeout;
     let candidates = name.to_socket_addrs().map_err(|error| error.to_string())?;
     try_all(&candidates.collect::<Vec<_>>(), deadline, stop).map_err(|errno| match errno {
@@ -33,7 +107,7 @@ fn try_all(
     candidates: &[SocketAddr],
     deadline: Instant,
     stop: &OwnedFd,
-) -> Result<TcpStream, Option<Errno>> {
+) -> std::result::Result<TcpStream, Option<Errno>> {
     let mut last = None;
     for (address, num_left) in candidates.iter().zip((1..=candidates.len() as u32).rev()) {
         let now = Instant::now();
@@ -47,7 +121,11 @@ fn try_all(
     Err(last)
 }
 
-fn try_one(address: SocketAddr, deadline: Instant, stop: &OwnedFd) -> Result<TcpStream, Errno> {
+fn try_one(
+    address: SocketAddr,
+    deadline: Instant,
+    stop: &OwnedFd,
+) -> std::result::Result<TcpStream, Errno> {
     let family = if address.is_ipv4() {
         AddressFamily::INET
     } else {
@@ -82,11 +160,9 @@ fn try_one(address: SocketAddr, deadline: Instant, stop: &OwnedFd) -> Result<Tcp
 mod tests {
     use std::net::TcpListener;
 
-    use rustix::event::{EventfdFlags, eventfd};
-
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(4);
+    const TIMEOUT: Duration = Duration::from_secs(4);
 
     /// A listener that takes nobody, and those who keep others from it: what more asks is not answered.
     fn silent() -> (SocketAddr, TcpListener, Vec<OwnedFd>) {
@@ -105,7 +181,7 @@ mod tests {
     }
 
     fn never() -> OwnedFd {
-        eventfd(0, EventfdFlags::CLOEXEC).unwrap()
+        eventfd().unwrap()
     }
 
     #[test]
@@ -113,19 +189,20 @@ mod tests {
         let (silent, _listener, _crowd) = silent();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let good = listener.local_addr().unwrap();
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let stream = try_all(&[silent, good], deadline, &never()).unwrap();
         assert_eq!(stream.peer_addr().unwrap(), good);
         assert!(Instant::now() < deadline, "in its own share of the time");
     }
 
     #[test]
-    fn a_node_that_ends_tries_no_other_address() {
+    fn a_reactor_that_ends_tries_no_other_address() {
         let (silent, _listener, _crowd) = silent();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let stop = eventfd(1, EventfdFlags::CLOEXEC).unwrap();
+        let stop = never();
+        signal(&stop);
         let candidates = [silent, listener.local_addr().unwrap()];
-        let tried = try_all(&candidates, Instant::now() + PATIENCE, &stop);
+        let tried = try_all(&candidates, Instant::now() + TIMEOUT, &stop);
         assert_eq!(tried.unwrap_err(), Some(Errno::CANCELED));
     }
 }

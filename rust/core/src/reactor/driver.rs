@@ -1,8 +1,30 @@
-//! Who runs a reactor: its thread, or a caller while it waits for something of the reactor. Such a caller is spared two hops
-//! from thread to thread, 20 to 30 us each. One at a time has the reactor, and puts it back for the other.
+//! Which thread runs a reactor: its own, or a caller that waits for a work of the reactor. Such a caller saves two hops
+//! between threads, 20 to 30 us each. One thread at a time holds the core; it puts the core back for the others.
 //!
-//! Callers that come one after the other find the reactor where the last one put it: the thread gives them [`LINGER`] to
-//! come back before it takes over again, unless something is under way.
+//! ```text
+//!                   drive(): a caller waits                        nothing to do, or a caller waits
+//!            ┌─────────────────────────────────┐              ┌──────────────────────────────────────┐
+//!            ▼                                 │              ▼                                      │
+//!     HeldByCaller ── its work is done, ───► Free(core) ◄─────┘── something to do, and no caller ─► HeldByThread
+//!            │        deadline, signal         │                  for HANDBACK_DELAY                 │
+//!            └── stopped, panic ──────────► Ended ◄───────────────────────── stopped, panic ─────────┘
+//!
+//!     Reactor's thread:  Running ──► Polling    holds the core; nothing to do, but looks for more
+//!                        Running ──► Sleeping   core is Free; in poll(2) on {epoll, thread_wake}
+//!                        Running ──► Parked     a caller holds the core; on `for_thread`, however long that takes
+//! ```
+//! Who wakes whom:
+//! - [`notify`](DriverHandle::notify) (a command, a waker) signals the poller's eventfd, which wakes whoever waits in epoll,
+//!   and `for_thread`, which ends Parked. `thread_must_run` then has the thread take the core before any caller.
+//! - A caller that takes the core from a sleeping thread signals `thread_wake`: the thread's sleep does not know the
+//!   deadlines that the caller adds. The thread then finds the core held, and parks.
+//! - A caller that finds the thread Polling sets `caller_waits` and sleeps on `for_caller`; the thread puts the core back.
+//! - A caller that puts the core back wakes a parked thread. A thread that sleeps in epoll needs no wake, unless the core is
+//!   not at rest.
+//! - A caller that finds the core held returns [`Driven::Busy`] and sleeps until its work is completed.
+//!
+//! Callers come one after the other: the thread leaves them the core for [`HANDBACK_DELAY`] after the last one, unless
+//! something is under way.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -12,324 +34,302 @@ use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::AssertSend;
-use rustix::event::{PollFd, PollFlags};
 
-use super::run::{Next, ReactorCore};
-use super::{Service, signal};
+use super::EventHandler;
+use super::poller::{Poller, clear, eventfd, signal};
+use super::reactor_core::{Next, ReactorCore};
+use crate::error::Result;
 use crate::process::Process;
-use crate::work::{Drive, Driven, timespec};
+use crate::work::{Drive, Driven};
 
-/// How long after a caller's turn the thread leaves the reactor to the next caller, up to twice that.
-const LINGER: Duration = Duration::from_millis(1);
+/// How long the thread leaves the core to the next caller after the last one, up to twice that.
+const HANDBACK_DELAY: Duration = Duration::from_millis(1);
 
-/// A [`Driver`] without the type of what it runs.
+/// A [`Driver`] without the type of its core.
 pub(crate) trait DriverHandle: Drive {
-    /// There is something to do: whoever runs the reactor takes notice.
+    /// There is something to do: wakes whoever runs the reactor, or has the thread run it.
     fn notify(&self);
-    /// Whether the calling thread is the one that runs the reactor now.
+    /// Whether the calling thread runs the reactor now.
     fn is_run_here(&self) -> bool;
     /// One round of a reactor that has no thread.
     #[cfg(any(test, feature = "fuzzing"))]
-    fn round(&self) -> super::manual::Round;
-    /// Drops a reactor that has no thread: it and who holds a [`Waker`](super::Waker) of it would keep each other.
+    fn run_once(&self) -> super::manual::Round;
+    /// Drops the core of a reactor that has no thread: it and the holder of a [`Waker`](super::Waker) would keep each
+    /// other.
     #[cfg(any(test, feature = "fuzzing"))]
-    fn let_go(&self);
+    fn drop_core(&self);
 }
 
-type Held<S> = Box<AssertSend<ReactorCore<S>>>;
+type BoxedCore<H> = Box<AssertSend<ReactorCore<H>>>;
 
 /// What the reactor's thread does.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Thread {
+enum ThreadState {
     /// It runs the reactor, or is about to see whether it may.
-    Awake,
-    /// It has nothing to do, but looks for more before it sleeps: a caller can have the reactor at once.
+    Running,
+    /// It holds the core and has nothing to do, but looks for more before it sleeps.
     Polling,
-    /// It sleeps on the reactor's descriptors, although the reactor lies with the [`State`].
-    Asleep,
-    /// It waits until a caller puts the reactor back, however long that takes.
+    /// It sleeps on the reactor's descriptors; callers may take the core.
+    Sleeping,
+    /// It waits until a caller puts the core back.
     Parked,
 }
 
-/// Where the reactor is.
-enum Place<S: Service> {
-    Here(Held<S>),
-    WithThread(ThreadId),
-    WithCaller(ThreadId),
+/// Where the core is.
+enum Holder<H: EventHandler> {
+    Free(BoxedCore<H>),
+    HeldByThread(ThreadId),
+    HeldByCaller(ThreadId),
     Ended,
 }
 
-struct State<S: Service> {
-    reactor: Place<S>,
-    /// Turns that callers have begun.
-    num_turns: u64,
-    thread: Thread,
-    /// A caller waits for the thread to put the reactor down.
-    is_wanted: bool,
-    /// The thread is to run the reactor next, and at once: there is something to do that no caller waits for, or not yet.
-    must_hurry: bool,
+struct DriverState<H: EventHandler> {
+    holder: Holder<H>,
+    /// How often callers have taken the core.
+    num_caller_runs: u64,
+    thread: ThreadState,
+    /// A caller waits for the thread to put the core back.
+    caller_waits: bool,
+    /// The thread takes the core next, and at once: there is something to do that no caller waits for.
+    thread_must_run: bool,
 }
 
-impl<S: Service> State<S> {
-    /// The reactor, if it is here, for whom `instead` names.
-    fn take(&mut self, instead: Place<S>) -> Option<Held<S>> {
-        match std::mem::replace(&mut self.reactor, instead) {
-            Place::Here(reactor) => Some(reactor),
-            elsewhere => {
-                self.reactor = elsewhere;
+impl<H: EventHandler> DriverState<H> {
+    /// Takes the core for `holder`, if it is free.
+    fn take_core(&mut self, holder: Holder<H>) -> Option<BoxedCore<H>> {
+        match std::mem::replace(&mut self.holder, holder) {
+            Holder::Free(core) => Some(core),
+            held => {
+                self.holder = held;
                 None
             }
         }
     }
 }
 
-pub(super) struct Driver<S: Service> {
-    state: Mutex<State<S>>,
+pub(super) struct Driver<H: EventHandler> {
+    state: Mutex<DriverState<H>>,
     for_thread: Condvar,
     for_caller: Condvar,
-    epoll: Arc<OwnedFd>,
-    /// In `epoll`: wakes whoever runs the reactor.
-    wake: Arc<OwnedFd>,
+    poller: Arc<Poller>,
     /// Wakes the thread only.
-    kick: OwnedFd,
+    thread_wake: OwnedFd,
     process: Process,
 }
 
-impl<S: Service> Driver<S> {
-    pub(super) fn new(
-        reactor: AssertSend<ReactorCore<S>>,
-        epoll: Arc<OwnedFd>,
-        wake: Arc<OwnedFd>,
-        kick: OwnedFd,
-    ) -> Self {
-        let state = State {
-            reactor: Place::Here(Box::new(reactor)),
-            num_turns: 0,
-            thread: Thread::Awake,
-            is_wanted: false,
-            must_hurry: false,
+impl<H: EventHandler> Driver<H> {
+    pub(super) fn new(core: AssertSend<ReactorCore<H>>, poller: Arc<Poller>) -> Result<Self> {
+        let state = DriverState {
+            holder: Holder::Free(Box::new(core)),
+            num_caller_runs: 0,
+            thread: ThreadState::Running,
+            caller_waits: false,
+            thread_must_run: false,
         };
-        Self {
+        Ok(Self {
             state: Mutex::new(state),
             for_thread: Condvar::new(),
             for_caller: Condvar::new(),
-            epoll,
-            wake,
-            kick,
+            poller,
+            thread_wake: eventfd()?,
             process: Process::this(),
-        }
+        })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<S>> {
+    fn lock(&self) -> MutexGuard<'_, DriverState<H>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the reactor's thread does.
-    pub(super) fn run(&self) {
-        let mut seen = 0;
-        while let Some(reactor) = self.wait_for_turn(&mut seen) {
-            // Should it panic, the reactor is dropped, and with it all that is under way ends as closed.
-            if catch_unwind(AssertUnwindSafe(|| self.run_turns(reactor))).is_err() {
-                self.ended();
+    /// The reactor's thread.
+    pub(super) fn run_thread(&self) {
+        let mut num_seen = 0;
+        while let Some(core) = self.take_for_thread(&mut num_seen) {
+            // A panic drops the core, and everything that is under way ends as closed.
+            if catch_unwind(AssertUnwindSafe(|| self.run_core(core))).is_err() {
+                self.set_ended();
             }
         }
     }
 
-    /// Waits until no caller runs the reactor, nor did a moment ago. `None`: it has ended.
-    fn wait_for_turn(&self, seen: &mut u64) -> Option<Held<S>> {
+    /// Waits until no caller holds the core, nor did for [`HANDBACK_DELAY`]. `None`: the reactor has ended.
+    fn take_for_thread(&self, num_seen: &mut u64) -> Option<BoxedCore<H>> {
         let mut state = self.lock();
-        while !matches!(state.reactor, Place::Ended) {
-            let is_quiet = state.num_turns == *seen;
-            if (is_quiet || state.must_hurry)
-                && let Some(reactor) = state.take(Place::WithThread(thread::current().id()))
+        while !matches!(state.holder, Holder::Ended) {
+            let is_quiet = state.num_caller_runs == *num_seen;
+            if (is_quiet || state.thread_must_run)
+                && let Some(core) = state.take_core(Holder::HeldByThread(thread::current().id()))
             {
-                *seen = state.num_turns;
-                state.must_hurry = false;
-                return Some(reactor);
+                *num_seen = state.num_caller_runs;
+                state.thread_must_run = false;
+                return Some(core);
             }
             if is_quiet {
-                state.thread = Thread::Parked;
-                state = self
-                    .for_thread
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner);
-                state.thread = Thread::Awake;
+                state.thread = ThreadState::Parked;
+                let parked = self.for_thread.wait(state);
+                state = parked.unwrap_or_else(PoisonError::into_inner);
+                state.thread = ThreadState::Running;
             } else {
-                *seen = state.num_turns;
-                let waited = self.for_thread.wait_timeout(state, LINGER);
+                *num_seen = state.num_caller_runs;
+                let waited = self.for_thread.wait_timeout(state, HANDBACK_DELAY);
                 state = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
         }
         None
     }
 
-    /// Runs the reactor until it has nothing to do, or ends.
-    fn run_turns(&self, mut reactor: Held<S>) {
-        reactor.get_mut().look_at_sockets(Instant::now());
+    /// Runs the reactor until it has nothing to do, a caller waits for the core, or the reactor ends.
+    fn run_core(&self, mut core: BoxedCore<H>) {
+        core.get_mut().poll_sockets(Instant::now());
         loop {
-            match (*reactor).get_mut().turn() {
-                Next::Again => self.lock().thread = Thread::Awake,
+            match (*core).get_mut().run_once() {
+                Next::Again => self.lock().thread = ThreadState::Running,
                 Next::Poll => {
                     let mut state = self.lock();
-                    if state.is_wanted {
-                        return self.hand_over(state, reactor);
+                    if state.caller_waits {
+                        return self.yield_to_caller(state, core);
                     }
-                    state.thread = Thread::Polling;
+                    state.thread = ThreadState::Polling;
                 }
-                Next::Sleep(until) => return self.sleep(reactor, until),
+                Next::Sleep(until) => return self.sleep(core, until),
                 Next::End => {
-                    reactor.into_inner().end();
-                    return self.ended();
+                    core.into_inner().end();
+                    return self.set_ended();
                 }
             }
         }
     }
 
-    fn hand_over(&self, mut state: MutexGuard<'_, State<S>>, reactor: Held<S>) {
-        state.reactor = Place::Here(reactor);
-        state.thread = Thread::Awake;
-        state.num_turns += 1; // its turn, lest the thread is there first
+    fn yield_to_caller(&self, mut state: MutexGuard<'_, DriverState<H>>, core: BoxedCore<H>) {
+        state.holder = Holder::Free(core);
+        state.thread = ThreadState::Running;
+        state.num_caller_runs += 1; // counted already: the thread must not take the core first
         drop(state);
         self.for_caller.notify_one();
     }
 
-    /// Leaves the reactor to callers, until there is something to do.
-    fn sleep(&self, reactor: Held<S>, until: Instant) {
+    /// Leaves the core to callers until there is something to do.
+    fn sleep(&self, core: BoxedCore<H>, until: Instant) {
         let mut state = self.lock();
-        if state.is_wanted {
-            return self.hand_over(state, reactor);
+        if state.caller_waits {
+            return self.yield_to_caller(state, core);
         }
-        state.reactor = Place::Here(reactor);
-        state.thread = Thread::Asleep;
+        state.holder = Holder::Free(core);
+        state.thread = ThreadState::Sleeping;
         drop(state);
-        let mut wakers = [
-            PollFd::new(&*self.epoll, PollFlags::IN),
-            PollFd::new(&self.kick, PollFlags::IN),
-        ];
-        let left = timespec(until.saturating_duration_since(Instant::now()));
-        let _ = rustix::event::poll(&mut wakers, Some(&left));
-        self.lock().thread = Thread::Awake;
-        let _ = rustix::io::read(&self.kick, &mut [0u8; 8]);
+        self.poller.sleep(&self.thread_wake, until);
+        self.lock().thread = ThreadState::Running;
+        clear(&self.thread_wake);
     }
 
-    fn ended(&self) {
-        self.lock().reactor = Place::Ended;
+    fn set_ended(&self) {
+        self.lock().holder = Holder::Ended;
         self.for_thread.notify_all();
     }
 
-    /// The reactor for a caller, unless somebody else has it or is about to.
-    fn take(&self) -> Option<Held<S>> {
+    /// The core for a caller, unless another thread holds it or is about to.
+    fn take_for_caller(&self) -> Option<BoxedCore<H>> {
         let mut state = self.lock();
-        if matches!(state.reactor, Place::WithCaller(_)) || state.must_hurry {
-            state.must_hurry = true; // what another caller does not wait for is then the thread's again
+        if matches!(state.holder, Holder::HeldByCaller(_)) || state.thread_must_run {
+            state.thread_must_run = true; // the other caller stops when its own work is done, the thread does not
             return None;
         }
-        if state.thread == Thread::Polling {
-            state.is_wanted = true;
-            let waited = self.for_caller.wait_timeout(state, LINGER);
+        if state.thread == ThreadState::Polling {
+            state.caller_waits = true;
+            let waited = self.for_caller.wait_timeout(state, HANDBACK_DELAY);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
-            state.is_wanted = false;
+            state.caller_waits = false;
         }
-        let reactor = state.take(Place::WithCaller(thread::current().id()))?;
-        state.num_turns += 1;
-        if state.thread == Thread::Asleep {
-            // What the caller does to the reactor, the thread's sleep is not prepared for.
-            signal(&self.kick);
+        let core = state.take_core(Holder::HeldByCaller(thread::current().id()))?;
+        state.num_caller_runs += 1;
+        if state.thread == ThreadState::Sleeping {
+            signal(&self.thread_wake);
         }
-        Some(reactor)
+        Some(core)
     }
 
-    fn put_back(&self, mut reactor: Held<S>) {
-        let is_at_rest = reactor.get_mut().is_at_rest();
+    fn put_back(&self, mut core: BoxedCore<H>) {
+        let is_at_rest = core.get_mut().is_at_rest();
         let mut state = self.lock();
-        state.reactor = Place::Here(reactor);
-        state.must_hurry |= !is_at_rest;
-        if state.must_hurry || state.thread == Thread::Parked {
-            state.must_hurry = true;
+        state.holder = Holder::Free(core);
+        state.thread_must_run |= !is_at_rest || state.thread == ThreadState::Parked;
+        if state.thread_must_run {
             self.for_thread.notify_one();
         }
     }
 }
 
-#[cfg(any(test, feature = "fuzzing"))]
-impl<S: Service> Driver<S> {
-    /// A round on a thread of the caller's, whatever is to hurry: nobody else runs the reactor.
-    fn run_manual(&self) -> super::manual::Round {
-        use super::manual::Round;
-        let Some(mut reactor) = self.lock().take(Place::WithCaller(thread::current().id())) else {
-            return Round::Over;
-        };
-        reactor.get_mut().look_at_sockets(Instant::now());
-        let next = reactor.get_mut().turn();
-        if matches!(next, Next::End) {
-            reactor.into_inner().end();
-            self.ended();
-            return Round::Over;
-        }
-        let num_sessions = reactor.get_mut().num_sessions();
-        self.lock().reactor = Place::Here(reactor);
-        match next {
-            Next::Sleep(_) => Round::AtRest { num_sessions },
-            _ => Round::Busy,
-        }
-    }
-}
-
-impl<S: Service> Drive for Driver<S> {
+impl<H: EventHandler> Drive for Driver<H> {
     fn drive(&self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven {
         if let Err(error) = self.process.check() {
             return Driven::Forked(error);
         }
-        let Some(reactor) = self.take() else {
-            signal(&self.wake); // for what was queued
+        let Some(core) = self.take_for_caller() else {
+            self.poller.wake(); // for what was queued
             return Driven::Busy;
         };
         let drive = AssertUnwindSafe(|| {
-            let mut reactor = reactor;
-            let driven = reactor.get_mut().drive(until, is_done);
-            self.put_back(reactor);
+            let mut core = core;
+            let driven = core.get_mut().drive(until, is_done);
+            self.put_back(core);
             driven
         });
         catch_unwind(drive).unwrap_or_else(|_| {
-            self.ended();
+            self.set_ended();
             Driven::Busy
         })
     }
 }
 
-impl<S: Service> DriverHandle for Driver<S> {
+impl<H: EventHandler> DriverHandle for Driver<H> {
     fn notify(&self) {
         if self.process.check().is_err() {
             return;
         }
         let mut state = self.lock();
-        // The thread, if it has the reactor, looks at the wake before it sleeps.
-        state.must_hurry |= !matches!(state.reactor, Place::WithThread(_));
+        // A thread that holds the core looks at the wake-up before it sleeps.
+        state.thread_must_run |= !matches!(state.holder, Holder::HeldByThread(_));
         drop(state);
-        signal(&self.wake);
+        self.poller.wake();
         self.for_thread.notify_one();
     }
 
     fn is_run_here(&self) -> bool {
-        match self.lock().reactor {
-            Place::WithThread(id) | Place::WithCaller(id) => id == thread::current().id(),
-            Place::Here(_) | Place::Ended => false,
+        match self.lock().holder {
+            Holder::HeldByThread(id) | Holder::HeldByCaller(id) => id == thread::current().id(),
+            Holder::Free(_) | Holder::Ended => false,
         }
     }
 
     #[cfg(any(test, feature = "fuzzing"))]
-    fn round(&self) -> super::manual::Round {
-        self.run_manual()
+    fn run_once(&self) -> super::manual::Round {
+        use super::manual::Round;
+        let holder = Holder::HeldByCaller(thread::current().id());
+        let Some(mut core) = self.lock().take_core(holder) else {
+            return Round::Over;
+        };
+        core.get_mut().poll_sockets(Instant::now());
+        let next = core.get_mut().run_once();
+        if matches!(next, Next::End) {
+            core.into_inner().end();
+            self.set_ended();
+            return Round::Over;
+        }
+        let num_sessions = core.get_mut().handler.num_sessions();
+        self.lock().holder = Holder::Free(core);
+        match next {
+            Next::Sleep(_) => Round::AtRest { num_sessions },
+            _ => Round::Busy,
+        }
     }
 
     #[cfg(any(test, feature = "fuzzing"))]
-    fn let_go(&self) {
-        let reactor = self.lock().take(Place::Ended);
-        drop(reactor);
+    fn drop_core(&self) {
+        let core = self.lock().take_core(Holder::Ended);
+        drop(core);
     }
 }
 
-impl<S: Service> fmt::Debug for Driver<S> {
+impl<H: EventHandler> fmt::Debug for Driver<H> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Driver").finish_non_exhaustive()
     }

@@ -1,5 +1,5 @@
-//! Reactors without a thread: whoever made one runs it, a round at a time, so that the same bytes always lead to the same
-//! end. For fuzzing.
+//! Reactors without a thread. Their maker runs them round by round, so that the same bytes always have the same effects.
+//! For fuzzing and tests.
 
 use std::cell::Cell;
 
@@ -9,12 +9,12 @@ thread_local! {
     static IS_ON: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether reactors that this thread makes get no thread, nor what they connect with.
+/// Whether reactors that this thread makes have no thread of their own, and connect on the calling thread.
 pub(super) fn is_on() -> bool {
     IS_ON.get()
 }
 
-/// Makes reactors, or runs them, without threads of theirs.
+/// Makes reactors, or runs them, without threads of their own.
 pub fn without_threads<T>(what: impl FnOnce() -> T) -> T {
     IS_ON.set(true);
     let made = what();
@@ -25,11 +25,11 @@ pub fn without_threads<T>(what: impl FnOnce() -> T) -> T {
 /// How a round ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Round {
-    /// There is more to do.
+    /// There is more to do now.
     Busy,
     /// It would sleep now.
     AtRest {
-        /// Its connections.
+        /// Its sockets.
         num_sessions: usize,
     },
     /// The reactor has ended.
@@ -37,8 +37,8 @@ pub enum Round {
 }
 
 impl<C> Reactor<C> {
-    /// Looks at everything once.
+    /// Runs one round.
     pub fn round(&self) -> Round {
-        without_threads(|| self.driver.round())
+        without_threads(|| self.driver.run_once())
     }
 }

@@ -1,4 +1,4 @@
-//! Reads that UCX has not ended although their reactor has: the memory that they were given is kept until it has.
+//! Reads that UCX has not ended although their reactor has. Their memory is kept until it has.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,13 +10,13 @@ use crate::error::{Error, Result};
 pub(crate) struct PendingReads(Arc<AtomicUsize>);
 
 impl PendingReads {
-    /// For who ends the worker.
-    pub(super) fn counter(&self) -> Arc<AtomicUsize> {
+    /// For the worker, which counts them when it ends.
+    pub(crate) fn counter(&self) -> Arc<AtomicUsize> {
         Arc::clone(&self.0)
     }
 
-    /// The error of what the reactor's end has ended: `reason`, and what is to be known of memory that was read into.
-    pub(super) fn closed(&self, reason: &str) -> Error {
+    /// The error of an operation that the reactor's end has ended: `reason`, and whether memory may still be written to.
+    pub(crate) fn closed(&self, reason: &str) -> Error {
         let pending = self.describe();
         Error::Closed(pending.map_or_else(
             || reason.to_owned(),
@@ -24,7 +24,7 @@ impl PendingReads {
         ))
     }
 
-    /// Whether nothing is read into memory of the reactor any more.
+    /// Checks that no read of the reactor is pending.
     ///
     /// # Errors
     /// `Timeout` says how many reads have not ended.
@@ -51,7 +51,7 @@ impl PendingReads {
 
 #[cfg(test)]
 impl PendingReads {
-    /// Has it count so many.
+    /// Sets their number.
     pub(crate) fn pretend(&self, reads: usize) {
         self.0.store(reads, Ordering::Release);
     }

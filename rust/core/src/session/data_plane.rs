@@ -1,24 +1,23 @@
-//! The data plane of a reactor: its worker, the endpoint of each session, and which data path the bytes take.
+//! The data plane of a reactor: its UCX worker, the endpoint of each session, and messages that have not left.
 
-use std::cell::Cell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Reaper, Status};
 
+use super::ReactorContext;
+use super::stream_sinks::StreamSinks;
 use crate::error::{Error, Result};
-use crate::ids::SessionId;
-use crate::ids::SessionKey;
+use crate::ids::{SessionId, SessionKey};
 use crate::net::codec::Writer;
-use crate::reactor::{ENDED, ReactorContext};
-use crate::transfer::stream::Landings;
+use crate::reactor::ENDED;
 use crate::transport::{
     Context, DataPath, Get, Memory, Payload, RemoteKey, Worker, is_direct, reads_host,
 };
 
-/// The first message of each side of a session: it says nothing, and has UCX connect.
-pub(crate) const HELLO: u8 = 0;
+/// The first message of each side of a session. It carries nothing, and has UCX connect.
+pub(super) const HELLO: u8 = 0;
 /// Marks the token of a hello; the rest is the session.
 const HELLO_TOKEN: u64 = 1 << 63;
 /// Marks the token of a message; the rest is the session, of which strangers can have any number made, and its size.
@@ -26,232 +25,283 @@ const MESSAGE_TOKEN: u64 = 1 << 62;
 /// Bits of a message's token that hold its size in KiB, which the cap bounds. 42 are left for the session.
 const SIZE_BITS: u32 = 20;
 const SIZE_MASK: u64 = (1 << SIZE_BITS) - 1;
-/// Most KiB of messages that wait for a peer that does not read; more and it counts as lost. What peers may have
+/// Most KiB of messages that wait for a peer that does not read; with more it counts as lost. What peers may have
 /// asked for and offered at once has 448 MiB: 4 reads and 8 writes of 4 Mi blocks, and the checksums of 4 more.
 const UNSENT_CAP_KIB: usize = 512 << 10;
+/// Initial capacity of a message's header; longer ones grow.
+const HEADER_CAPACITY: usize = 64;
 
-/// Of the header of a message; longer ones grow.
-const HEADER_LEN: usize = 64;
-
-struct Peer {
-    endpoint: Option<EndpointId>,
+/// What of a session belongs to the data plane.
+#[derive(Debug)]
+pub(super) struct SessionEndpoint {
     session_id: SessionId,
+    /// Once the peer knows the session.
+    id: Option<EndpointId>,
+    /// Whether our hello has left, and whether theirs has come.
+    is_hello_sent: bool,
+    is_hello_received: bool,
     data_path: DataPath,
     /// Whether every lane that reads memory of the host is CMA's, whose reads are over when they are posted.
     reads_at_once: bool,
     /// Lanes that may reach CUDA memory.
     lanes: Vec<Lane>,
     /// KiB of messages that have not left, each rounded up.
-    unsent: Cell<usize>,
-    is_open: bool,
-    /// Whether our hello has left, and theirs has come.
-    greeted: Greeted,
+    unsent_kib: usize,
 }
 
-/// What of the two hellos is done.
-#[derive(Debug, Clone, Copy, Default)]
-struct Greeted {
-    ours: bool,
-    theirs: bool,
+impl SessionEndpoint {
+    fn new(session_id: SessionId) -> Self {
+        Self {
+            session_id,
+            id: None,
+            is_hello_sent: false,
+            is_hello_received: false,
+            data_path: DataPath::Stream(String::new()),
+            reads_at_once: false,
+            lanes: Vec::new(),
+            unsent_kib: 0,
+        }
+    }
+
+    /// Whether the hellos of both sides have come through.
+    pub(super) fn is_established(&self) -> bool {
+        self.is_hello_sent && self.is_hello_received
+    }
+
+    /// Whether this side may send messages.
+    pub(super) fn is_open(&self) -> bool {
+        self.id.is_some()
+    }
+
+    pub(super) fn receive_hello(&mut self) {
+        self.is_hello_received = true;
+    }
 }
 
-pub(crate) struct DataPlane {
+/// What the sessions of a reactor share of its data plane.
+pub(super) struct DataPlane {
     context: Arc<Context>,
-    pub(crate) worker: Worker,
-    // Few, and looked up for every message.
-    peers: BTreeMap<SessionKey, Peer>,
+    pub(super) worker: Worker,
+    /// Sessions whose messages are taken.
     session_keys: HashMap<SessionId, SessionKey>,
+    /// Endpoints that have not ended, also of sessions that are gone.
     endpoints: HashMap<EndpointId, SessionKey>,
-    landings: Landings,
+    sinks: StreamSinks,
+}
+
+/// What has ended with a token.
+pub(super) enum EndedOperation {
+    Hello(SessionKey),
+    Message {
+        session: SessionKey,
+        size_kib: usize,
+    },
+    /// An operation of the service.
+    Service,
+}
+
+impl EndedOperation {
+    pub(super) fn of(token: u64) -> Self {
+        if token & HELLO_TOKEN != 0 {
+            return Self::Hello(token & !HELLO_TOKEN);
+        }
+        if token & MESSAGE_TOKEN == 0 {
+            return Self::Service;
+        }
+        Self::Message {
+            session: (token ^ MESSAGE_TOKEN) >> SIZE_BITS,
+            size_kib: (token & SIZE_MASK) as usize,
+        }
+    }
 }
 
 impl DataPlane {
-    pub(crate) fn new(context: Arc<Context>) -> Result<Self> {
-        let (worker, landings) = (context.worker()?, Landings::default());
-        worker.place_with(landings.placer());
+    pub(super) fn new(context: Arc<Context>) -> Result<Self> {
+        let (worker, sinks) = (context.worker()?, StreamSinks::default());
+        worker.place_with(sinks.placer());
         Ok(Self {
             context,
             worker,
-            landings,
-            peers: BTreeMap::new(),
             session_keys: HashMap::new(),
             endpoints: HashMap::new(),
+            sinks,
         })
     }
 
     /// Ends it; see [`Worker::end`].
-    pub(crate) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Reaper> {
+    pub(super) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Reaper> {
         self.worker.end(num_reads)
     }
 
-    /// Messages of this session are the session's from now on.
-    pub(crate) fn admit(&mut self, session: SessionKey, session_id: SessionId) {
-        let peer = Peer {
-            endpoint: None,
-            session_id,
-            data_path: DataPath::Stream(String::new()),
-            reads_at_once: false,
-            lanes: Vec::new(),
-            unsent: Cell::default(),
-            is_open: true,
-            greeted: Greeted::default(),
-        };
-        self.peers.insert(session, peer);
-        self.session_keys.insert(session_id, session);
+    /// Takes messages with this id as the session's.
+    fn admit(&mut self, key: SessionKey, session_id: SessionId) -> SessionEndpoint {
+        self.session_keys.insert(session_id, key);
+        SessionEndpoint::new(session_id)
     }
 
-    /// Connects to a peer that knows the session: it would not understand our hello before.
-    pub(crate) fn open(&mut self, session: SessionKey, address: &[u8]) -> Result<()> {
-        let Some(peer) = self.peers.get_mut(&session) else {
-            return Ok(());
-        };
-        let endpoint = self.worker.connect(address)?;
-        peer.endpoint = Some(endpoint);
-        self.endpoints.insert(endpoint, session);
-        let hello = [&peer.session_id[..], &[HELLO]].concat();
-        let token = HELLO_TOKEN | session;
-        let posted = self.worker.am_send(endpoint, hello, Payload::None, token);
+    /// Connects to a peer that knows the session; before, it would not understand our hello.
+    fn open(
+        &mut self,
+        key: SessionKey,
+        endpoint: &mut SessionEndpoint,
+        address: &[u8],
+    ) -> Result<()> {
+        let id = self.worker.connect(address)?;
+        endpoint.id = Some(id);
+        self.endpoints.insert(id, key);
+        let hello = [&endpoint.session_id[..], &[HELLO]].concat();
+        let posted = self
+            .worker
+            .am_send(id, hello, Payload::None, HELLO_TOKEN | key);
         posted.map_err(|status| Error::Connect(format!("UCX cannot reach the peer: {status}")))
     }
 
-    /// Whether a session's session is [`open`](Self::open).
-    pub(crate) fn is_open(&self, session: SessionKey) -> bool {
-        self.endpoint(session).is_ok()
-    }
-
     /// Takes no message of a session any more.
-    pub(crate) fn mute(&mut self, session: SessionKey) {
-        if let Some(peer) = self.peers.get(&session) {
-            self.session_keys.remove(&peer.session_id);
+    fn mute(&mut self, endpoint: &SessionEndpoint) {
+        self.session_keys.remove(&endpoint.session_id);
+    }
+
+    /// Closes an endpoint by force. Its operations end with errors, each through its own completion.
+    pub(super) fn close(&mut self, endpoint: &SessionEndpoint) {
+        self.mute(endpoint);
+        if let Some(id) = endpoint.id {
+            self.worker.close(id);
         }
     }
 
-    /// Closes a session's endpoint by force. Its operations end with errors, each through its own completion.
-    pub(crate) fn close(&mut self, session: SessionKey) {
-        self.mute(session);
-        let Some(peer) = self.peers.get_mut(&session) else {
-            return;
-        };
-        if !std::mem::take(&mut peer.is_open) {
-            return;
-        }
-        match peer.endpoint {
-            Some(endpoint) => self.worker.close(endpoint),
-            None => drop(self.peers.remove(&session)),
-        }
-    }
-
-    /// The session whose hello ended with this token.
-    pub(crate) fn hello_of(token: u64) -> Option<SessionKey> {
-        (token & HELLO_TOKEN != 0).then_some(token & !HELLO_TOKEN)
-    }
-
-    /// An operation has ended; whether it was a message.
-    pub(crate) fn end_message(&self, token: u64) -> bool {
-        let is_message = token & MESSAGE_TOKEN != 0;
-        let (session, size) = ((token ^ MESSAGE_TOKEN) >> SIZE_BITS, token & SIZE_MASK);
-        if let Some(peer) = self.peers.get(&session).filter(|_| is_message) {
-            peer.unsent.set(peer.unsent.get() - size as usize);
-        }
-        is_message
-    }
-
-    /// Our hello has left; whether theirs has come too.
-    pub(crate) fn hello_left(&mut self, session: SessionKey) -> bool {
-        self.greet(session, |greeted| greeted.ours = true)
-    }
-
-    /// Their hello has come; whether ours has left too.
-    pub(crate) fn hello_came(&mut self, session: SessionKey) -> bool {
-        self.greet(session, |greeted| greeted.theirs = true)
-    }
-
-    fn greet(&mut self, session: SessionKey, note: impl FnOnce(&mut Greeted)) -> bool {
-        self.peers.get_mut(&session).is_some_and(|peer| {
-            note(&mut peer.greeted);
-            peer.greeted.ours && peer.greeted.theirs
-        })
-    }
-
-    /// Chooses the data path of a session whose endpoint is connected: before, UCX may still change its lanes.
-    pub(crate) fn choose_data_path(&mut self, session: SessionKey) {
-        if let Some(peer) = self.peers.get_mut(&session)
-            && let Some(endpoint) = peer.endpoint
-        {
-            let mut lanes = self.worker.lanes(endpoint);
-            let mut reading = lanes.iter().filter(|lane| reads_host(lane));
-            peer.reads_at_once = reading.all(|lane| lane.transport == "cma");
-            peer.data_path = DataPath::choose(&lanes);
-            lanes.retain(is_direct);
-            peer.lanes = lanes;
-        }
+    /// Reads the lanes of an endpoint that is connected; before, UCX may still change them.
+    fn read_lanes(&self, endpoint: &mut SessionEndpoint) {
+        let Some(id) = endpoint.id else { return };
+        let mut lanes = self.worker.lanes(id);
+        let mut reading = lanes.iter().filter(|lane| reads_host(lane));
+        endpoint.reads_at_once = reading.all(|lane| lane.transport == "cma");
+        endpoint.data_path = DataPath::choose(&lanes);
+        lanes.retain(is_direct);
+        endpoint.lanes = lanes;
     }
 
     /// An endpoint has ended with all its operations.
-    pub(crate) fn forget(&mut self, endpoint: EndpointId) {
-        if let Some(session) = self.endpoints.remove(&endpoint) {
-            self.peers.remove(&session);
-        }
+    pub(super) fn forget(&mut self, endpoint: EndpointId) {
+        self.endpoints.remove(&endpoint);
     }
 
-    pub(crate) fn session_of(&self, endpoint: EndpointId) -> Option<SessionKey> {
+    pub(super) fn session_of(&self, endpoint: EndpointId) -> Option<SessionKey> {
         self.endpoints.get(&endpoint).copied()
     }
 
-    pub(crate) fn key_of_session_id(&self, session_id: &SessionId) -> Option<SessionKey> {
+    pub(super) fn key_of(&self, session_id: &SessionId) -> Option<SessionKey> {
         self.session_keys.get(session_id).copied()
-    }
-
-    fn endpoint(&self, session: SessionKey) -> std::result::Result<EndpointId, Status> {
-        let gone = Status {
-            code: -80,
-            call: "endpoint",
-        };
-        self.peers
-            .get(&session)
-            .filter(|peer| peer.is_open)
-            .and_then(|peer| peer.endpoint)
-            .ok_or(gone)
     }
 }
 
-/// The operations of the data plane. An operation that cannot be posted is reported to the service through the
-/// session, which is then lost; a posted read ends with exactly one `done`.
+const NO_ENDPOINT: Status = Status {
+    code: -80,
+    call: "endpoint",
+};
+
+/// The data plane of one session.
+impl ReactorContext {
+    /// The peer is known: takes its messages.
+    pub(super) fn admit(&mut self, key: SessionKey, session_id: SessionId) {
+        if let Some(data) = &mut self.data
+            && let Some(session) = self.sessions.get_mut(&key)
+        {
+            session.endpoint = Some(data.admit(key, session_id));
+        }
+    }
+
+    /// Both sides know the session: connects to this worker of the peer. False without a data plane.
+    pub(super) fn open_endpoint(&mut self, key: SessionKey, address: &[u8]) -> Result<bool> {
+        let Some(data) = &mut self.data else {
+            return Ok(false);
+        };
+        let session = self.sessions.get_mut(&key);
+        if let Some(endpoint) = session.and_then(|session| session.endpoint.as_mut()) {
+            data.open(key, endpoint, address)?;
+        }
+        Ok(true)
+    }
+
+    /// Takes no message of a session any more.
+    pub(super) fn mute(&mut self, key: SessionKey) {
+        if let Some(data) = &mut self.data
+            && let Some(endpoint) = self.sessions.get(&key).and_then(|it| it.endpoint.as_ref())
+        {
+            data.mute(endpoint);
+        }
+    }
+
+    /// Reads which lanes UCX has chosen for a session that is established.
+    pub(super) fn read_lanes(&mut self, key: SessionKey) {
+        if let Some(data) = &self.data
+            && let Some(session) = self.sessions.get_mut(&key)
+            && let Some(endpoint) = &mut session.endpoint
+        {
+            data.read_lanes(endpoint);
+        }
+    }
+
+    /// Our hello has left; whether the session is established.
+    pub(super) fn finish_hello(&mut self, key: SessionKey) -> bool {
+        self.endpoint_mut(key).is_some_and(|endpoint| {
+            endpoint.is_hello_sent = true;
+            endpoint.is_established()
+        })
+    }
+
+    /// A message has left.
+    pub(super) fn finish_message(&mut self, key: SessionKey, size_kib: usize) {
+        if let Some(endpoint) = self.endpoint_mut(key) {
+            endpoint.unsent_kib -= size_kib;
+        }
+    }
+
+    fn endpoint(&self, key: SessionKey) -> Option<&SessionEndpoint> {
+        self.sessions.get(&key)?.endpoint.as_ref()
+    }
+
+    pub(super) fn endpoint_mut(&mut self, key: SessionKey) -> Option<&mut SessionEndpoint> {
+        self.sessions.get_mut(&key)?.endpoint.as_mut()
+    }
+
+    fn endpoint_id(&self, key: SessionKey) -> std::result::Result<EndpointId, Status> {
+        let id = self.endpoint(key).and_then(|endpoint| endpoint.id);
+        id.ok_or(NO_ENDPOINT)
+    }
+}
+
+/// Messages and remote memory, for services. An operation that cannot be posted fails its session; a posted read ends with
+/// exactly one `done`.
 impl ReactorContext {
     /// Starts the header of an active message on this session.
     pub fn header(&self, session: SessionKey, kind: u8) -> Writer {
-        let session_id = self
-            .data
-            .as_ref()
-            .and_then(|data| data.peers.get(&session))
-            .map_or([0; 16], |peer| peer.session_id);
-        Writer::with_capacity(HEADER_LEN).raw(&session_id).u8(kind)
+        let endpoint = self.endpoint(session);
+        let session_id = endpoint.map_or([0; 16], |endpoint| endpoint.session_id);
+        Writer::with_capacity(HEADER_CAPACITY)
+            .raw(&session_id)
+            .u8(kind)
     }
 
     /// Sends an active message. Nobody waits for its end, so that the reactor bounds how much waits to leave.
     pub fn message(&mut self, session: SessionKey, header: Writer, payload: Payload) -> bool {
         let header = header.finish();
-        let size = (header.len() + payload.num_owned()).div_ceil(1 << 10);
-        if self.unsent(session) + size > UNSENT_CAP_KIB {
+        let size_kib = (header.len() + payload.num_owned()).div_ceil(1 << 10);
+        let unsent_kib = self
+            .endpoint(session)
+            .map_or(0, |endpoint| endpoint.unsent_kib);
+        if unsent_kib + size_kib > UNSENT_CAP_KIB {
             let error = Error::lost(&self.peer(session), "it does not read what it is sent");
             self.fail(session, error);
             return false;
         }
-        let token = MESSAGE_TOKEN | session << SIZE_BITS | size as u64;
-        self.post(session, |data| {
-            let endpoint = data.endpoint(session)?;
-            data.worker.am_send(endpoint, header, payload, token)?;
-            if let Some(peer) = data.peers.get(&session) {
-                peer.unsent.set(peer.unsent.get() + size);
-            }
-            Ok(())
-        })
-    }
-
-    fn unsent(&self, session: SessionKey) -> usize {
-        let peers = self.data.as_ref().map(|data| &data.peers);
-        let peer = peers.and_then(|peers| peers.get(&session));
-        peer.map_or(0, |peer| peer.unsent.get())
+        let token = MESSAGE_TOKEN | session << SIZE_BITS | size_kib as u64;
+        let is_posted = self.post(session, |worker, endpoint| {
+            worker.am_send(endpoint, header, payload, token)
+        });
+        if is_posted && let Some(endpoint) = self.endpoint_mut(session) {
+            endpoint.unsent_kib += size_kib;
+        }
+        is_posted
     }
 
     /// Reads remote memory into `local`.
@@ -269,7 +319,7 @@ impl ReactorContext {
         key: &RemoteKey,
         token: u64,
     ) -> bool {
-        // The peer may have its memory back already: what is read from now on proves nothing.
+        // The peer may have its memory back already: what is read from now on verifies nothing.
         if self.has_failed(session) {
             return false;
         }
@@ -281,9 +331,7 @@ impl ReactorContext {
             key,
             token,
         };
-        self.post(session, |data| {
-            data.worker.get(data.endpoint(session)?, get)
-        })
+        self.post(session, |worker, endpoint| worker.get(endpoint, get))
     }
 
     /// Makes a peer's remote key usable on its endpoint, to read into memory of kind `local`.
@@ -296,7 +344,7 @@ impl ReactorContext {
         let Some(data) = &self.data else {
             return Err(Error::Closed(ENDED.to_owned()));
         };
-        let endpoint = data.endpoint(session)?;
+        let endpoint = self.endpoint_id(session)?;
         data.worker
             .unpack_rkey(endpoint, packed, local)
             .map_err(|status| match status {
@@ -312,9 +360,9 @@ impl ReactorContext {
         to: &Memory,
         from: (u64, &RemoteKey),
     ) -> bool {
-        let Some(data) = &self.data else { return false };
-        let lanes = data.peers.get(&session).map_or(&[][..], |peer| &peer.lanes);
-        !lanes.is_empty() && data.worker.reaches(lanes, to, from)
+        let lanes = self.endpoint(session).map_or(&[][..], |it| &it.lanes);
+        let data = self.data.as_ref().filter(|_| !lanes.is_empty());
+        data.is_some_and(|data| data.worker.reaches(lanes, to, from))
     }
 
     /// Registers memory, so that it can be read or sent from.
@@ -327,24 +375,14 @@ impl ReactorContext {
 
     /// How bytes move on this session.
     pub fn data_path(&self, session: SessionKey) -> Option<DataPath> {
-        self.data
-            .as_ref()?
-            .peers
-            .get(&session)
-            .map(|peer| peer.data_path.clone())
+        let endpoint = self.endpoint(session)?;
+        Some(endpoint.data_path.clone())
     }
 
     /// Whether a read on this session is over when it is posted, so that reads end in order.
     pub fn reads_at_once(&self, session: SessionKey) -> bool {
-        let peers = self.data.as_ref().map(|data| &data.peers);
-        let peer = peers.and_then(|peers| peers.get(&session));
-        peer.is_some_and(|peer| peer.reads_at_once)
-    }
-
-    /// Where the streams of this reactor land.
-    pub(crate) fn landings(&self) -> Landings {
-        let data = self.data.as_ref();
-        data.map(|data| data.landings.clone()).unwrap_or_default()
+        let endpoint = self.endpoint(session);
+        endpoint.is_some_and(|endpoint| endpoint.reads_at_once)
     }
 
     /// UCX as `version (path)`, or `none`, for the log line of a session.
@@ -353,19 +391,42 @@ impl ReactorContext {
         data.map_or_else(String::new, |data| data.context.describe())
     }
 
+    pub(super) fn stream_sinks(&self) -> StreamSinks {
+        let data = self.data.as_ref();
+        data.map(|data| data.sinks.clone()).unwrap_or_default()
+    }
+
     fn post(
         &mut self,
         session: SessionKey,
-        operation: impl FnOnce(&DataPlane) -> std::result::Result<(), Status>,
+        operation: impl FnOnce(&Worker, EndpointId) -> std::result::Result<(), Status>,
     ) -> bool {
         let Some(data) = &self.data else { return false };
-        match operation(data) {
-            Ok(()) => true,
-            Err(status) => {
-                let peer = self.peer(session);
-                self.fail(session, Error::lost(&peer, status));
-                false
-            }
+        let endpoint = self.endpoint_id(session);
+        let posted = endpoint.and_then(|endpoint| operation(&data.worker, endpoint));
+        if let Err(status) = posted {
+            let peer = self.peer(session);
+            self.fail(session, Error::lost(&peer, status));
+        }
+        posted.is_ok()
+    }
+}
+
+#[cfg(test)]
+impl ReactorContext {
+    /// Adds a session of this id, whose endpoint leads to a worker.
+    pub(crate) fn add_manual(
+        &mut self,
+        key: SessionKey,
+        session_id: SessionId,
+        worker: Option<&[u8]>,
+    ) {
+        let session =
+            super::session::Session::connecting("peer".to_owned(), self.now(), self.timeouts());
+        self.sessions.insert(key, session);
+        self.admit(key, session_id);
+        if let Some(address) = worker {
+            self.open_endpoint(key, address).unwrap();
         }
     }
 }

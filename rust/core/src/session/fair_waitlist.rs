@@ -1,22 +1,23 @@
-//! Room that peers share. One peer may have all of it while nobody else wants any; once it is full, whoever has most of it
-//! makes place for one who has less, so that none can shut out others.
+//! A quota shared by peers. When it is full, the peer with the largest share gives up one place to a peer with a smaller
+//! one, so that no peer can shut out others.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use crate::ids::SessionKey;
 
-/// A place of which it is known which session has it.
+/// What waits on behalf of a session.
 pub(crate) trait Waiter {
+    /// The session.
     fn session(&self) -> SessionKey;
 }
 
-/// At most so many places, in the order in which they were taken. How many each session has is counted as they come and go: a
-/// peer that asks on although it has most costs no look at all of them.
+/// Waiters in the order in which they were admitted, up to a cap. The number of each session's is kept: a peer that asks on
+/// although it has the largest share costs no scan.
 #[derive(Debug)]
 pub(crate) struct FairWaitlist<T> {
     waiting: Vec<T>,
-    held: HashMap<SessionKey, usize>,
+    shares: HashMap<SessionKey, usize>,
     cap: usize,
 }
 
@@ -24,7 +25,7 @@ impl<T: Waiter> FairWaitlist<T> {
     pub(crate) fn new(cap: usize) -> Self {
         Self {
             waiting: Vec::new(),
-            held: HashMap::new(),
+            shares: HashMap::new(),
             cap,
         }
     }
@@ -33,57 +34,57 @@ impl<T: Waiter> FairWaitlist<T> {
         self.waiting.iter()
     }
 
-    /// Lets `one` wait, and returns what may not: nothing while there is room, else the latest of the peer that has most.
-    pub(crate) fn admit(&mut self, one: T) -> Option<T> {
+    /// Adds a waiter, and returns the one that may not wait: none below the cap, else the latest of the largest share.
+    pub(crate) fn admit(&mut self, waiter: T) -> Option<T> {
         if self.waiting.len() < self.cap {
-            self.put(one);
+            self.push(waiter);
             return None;
         }
-        let most = self.held.values().copied().max().unwrap_or(0);
-        // With one less than another it would only change places with it, again and again.
-        if self.held_by(one.session()) + 1 >= most {
-            return Some(one);
+        let largest = self.shares.values().copied().max().unwrap_or(0);
+        // With one less than the largest share the two would only change places, again and again.
+        if self.share_of(waiter.session()) + 1 >= largest {
+            return Some(waiter);
         }
-        let has_most = |other: &T| self.held_by(other.session()) == most;
-        let Some(latest) = self.waiting.iter().rposition(has_most) else {
-            return Some(one);
+        let has_largest = |other: &T| self.share_of(other.session()) == largest;
+        let Some(latest) = self.waiting.iter().rposition(has_largest) else {
+            return Some(waiter);
         };
-        let displaced = self.waiting.remove(latest);
-        self.give_up(displaced.session());
-        self.put(one);
-        Some(displaced)
+        let evicted = self.waiting.remove(latest);
+        self.uncount(evicted.session());
+        self.push(waiter);
+        Some(evicted)
     }
 
-    /// Ends the wait of those that it is said of, and returns them.
+    /// Removes and returns the waiters for which `is_over` holds.
     pub(crate) fn remove_if(&mut self, mut is_over: impl FnMut(&T) -> bool) -> Vec<T> {
-        let over = self.waiting.extract_if(.., |one| is_over(one));
-        let taken: Vec<T> = over.collect();
-        for one in &taken {
-            self.give_up(one.session());
+        let over = self.waiting.extract_if(.., |waiter| is_over(waiter));
+        let removed: Vec<T> = over.collect();
+        for waiter in &removed {
+            self.uncount(waiter.session());
         }
-        taken
+        removed
     }
 
-    fn put(&mut self, one: T) {
-        *self.held.entry(one.session()).or_default() += 1;
-        self.waiting.push(one);
+    fn push(&mut self, waiter: T) {
+        *self.shares.entry(waiter.session()).or_default() += 1;
+        self.waiting.push(waiter);
     }
 
-    fn held_by(&self, session: SessionKey) -> usize {
-        self.held.get(&session).map_or(0, |held| *held)
+    fn share_of(&self, session: SessionKey) -> usize {
+        self.shares.get(&session).map_or(0, |share| *share)
     }
 
-    fn give_up(&mut self, session: SessionKey) {
-        if let Entry::Occupied(mut held) = self.held.entry(session) {
-            *held.get_mut() -= 1;
-            if *held.get() == 0 {
-                held.remove();
+    fn uncount(&mut self, session: SessionKey) {
+        if let Entry::Occupied(mut share) = self.shares.entry(session) {
+            *share.get_mut() -= 1;
+            if *share.get() == 0 {
+                share.remove();
             }
         }
     }
 }
 
-/// Tells a peer why one of its `what` may not wait.
+/// The reason that a peer gets whose `what` may not wait.
 pub(crate) fn waitlist_full(what: &str, cap: usize) -> String {
     format!(
         "{cap} {what} wait here, more cannot, and no other peer has more of them than this one; ask for fewer at once"
@@ -114,14 +115,14 @@ mod tests {
     }
 
     #[test]
-    fn one_peer_alone_has_all_the_room_and_no_more() {
+    fn one_peer_alone_has_the_whole_quota_and_no_more() {
         let mut waitlist = filled_by(1);
         assert_eq!(waitlist.admit((1, CAP)), Some((1, CAP)));
         assert_eq!(waitlist.iter().len(), CAP);
     }
 
     #[test]
-    fn the_latest_of_who_has_most_makes_place() {
+    fn the_latest_waiter_of_the_largest_share_is_evicted() {
         let mut waitlist = filled_by(1);
         assert_eq!(waitlist.admit((2, 0)), Some((1, CAP - 1)));
         assert_eq!(waitlist.admit((2, 1)), Some((1, CAP - 2)));
@@ -129,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn in_the_end_all_have_as_much_whoever_came_first_or_asks_most() {
+    fn in_the_end_all_shares_are_equal_whoever_came_first_or_asks_most() {
         let mut waitlist = filled_by(1);
         for n in 0..CAP {
             for session in [1, 2, 3, 1, 1] {
@@ -145,19 +146,18 @@ mod tests {
         assert_eq!([1, 2, 3].map(held), [CAP / 3; 3]);
     }
 
-    /// Whatever came and went: what each has is what is counted of it.
     #[test]
-    fn a_place_that_is_given_up_counts_no_more() {
+    fn a_waiter_that_is_removed_counts_no_more() {
         let mut waitlist = filled_by(1);
         waitlist.admit((2, 0));
         let taken = waitlist.remove_if(|(session, n)| *session == 2 || *n < 4);
         assert_eq!(taken, [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]);
-        assert_eq!(waitlist.held, HashMap::from([(1, CAP - 5)]));
+        assert_eq!(waitlist.shares, HashMap::from([(1, CAP - 5)]));
         waitlist.remove_if(|_| true);
-        assert!(waitlist.held.is_empty(), "no session is remembered");
+        assert!(waitlist.shares.is_empty(), "no session is remembered");
     }
 
-    /// Counts how often anybody asks whose it is.
+    /// Counts how often its session is asked for.
     struct Counting(Rc<Cell<usize>>);
 
     impl Waiter for Counting {
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_is_refused_costs_no_look_at_those_who_wait() {
+    fn a_peer_that_is_refused_costs_no_scan_of_the_waiters() {
         let (mut waitlist, num_looks) = (FairWaitlist::new(CAP), Rc::new(Cell::new(0)));
         for _ in 0..CAP {
             waitlist.admit(Counting(Rc::clone(&num_looks)));

@@ -1,65 +1,65 @@
-//! How long a peer that owes an answer is waited for when the caller's deadline has passed. One that is awake gets time:
-//! it may be late on a busy machine. One that is stopped or cut off gets none, because the caller waits.
+//! Grace period after a caller's deadline. A peer that still answers PINGs gets extra time, because it may only be slow. A
+//! silent peer, stopped or cut off, gets none, because the caller waits.
 
 use std::time::{Duration, Instant};
 
 use crate::ids::SessionKey;
 use crate::reactor::ReactorContext;
 
-/// So long before the deadline the peer is asked for a sign of life.
-const ASK_BEFORE: Duration = Duration::from_millis(500);
-/// Whoever answers within this is asked for nothing.
-const ASK_AFTER: Duration = Duration::from_millis(20);
-/// What a peer that gives signs of life may be late: a caller knows within a second.
-const AWAKE: Duration = Duration::from_millis(900);
-/// What a silent one may be late: a caller knows within 100 ms. A late one is asked again that often.
-const SILENT: Duration = Duration::from_millis(50);
-/// What an answer to the question may take: a far peer, or one that was kept from its CPU, is not silent.
-const SILENCE: Duration = Duration::from_millis(250);
+/// How long before the deadline the peer is sent the first PING.
+const PING_LEAD: Duration = Duration::from_millis(500);
+/// An operation that ends within this sends no PING.
+const PING_DELAY: Duration = Duration::from_millis(20);
+/// How late the answer of a responsive peer may be: a caller knows within a second.
+const RESPONSIVE_GRACE: Duration = Duration::from_millis(900);
+/// How late the answer of a silent peer may be: a caller knows within 100 ms. A late peer is sent PINGs this far apart.
+const SILENT_GRACE: Duration = Duration::from_millis(50);
+/// How long the answer to a PING may take: a far peer, or one that was kept from its CPU, is not silent.
+const PING_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// Where an operation stands.
+/// How far the wait for an answer is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AnswerStage {
-    /// Its deadline has not passed.
+    /// The deadline has not passed.
     InTime,
-    /// It has; the answer may still come.
+    /// The deadline has passed; the answer may still come.
     Late,
-    /// No answer is waited for any more.
+    /// The grace period has ended.
     Over,
 }
 
-/// The wait for a peer's answer to one operation.
+/// The wait for the answers of one or more peers to one operation.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GracePeriod {
     deadline: Instant,
-    /// When it is asked next.
-    ask_at: Instant,
-    asked: Option<Probe>,
+    ping_at: Instant,
+    probe: Option<Probe>,
 }
 
+/// PINGs that were sent.
 #[derive(Debug, Clone, Copy)]
 struct Probe {
-    /// When first.
+    /// The first one.
     first: Instant,
-    /// When first since it was heard.
+    /// The first one since bytes of the peer came last.
     unanswered: Instant,
 }
 
 impl GracePeriod {
     /// For an operation that begins now.
     pub(crate) fn new(now: Instant, deadline: Instant) -> Self {
-        let before = deadline.checked_sub(ASK_BEFORE).unwrap_or(now);
+        let before = deadline.checked_sub(PING_LEAD).unwrap_or(now);
         Self {
             deadline,
-            ask_at: before.max(now + ASK_AFTER),
-            asked: None,
+            ping_at: before.max(now + PING_DELAY),
+            probe: None,
         }
     }
 
-    /// Looks where it stands. Asks the peers for a sign of life when it is time for that.
+    /// The stage now. Sends PINGs when it is time.
     pub(crate) fn look(&mut self, cx: &mut ReactorContext, sessions: &[SessionKey]) -> AnswerStage {
-        let stage = self.stage(cx.now, last_rx(cx, sessions));
-        if stage != AnswerStage::Over && self.is_time_to_ask(cx.now, last_rx(cx, sessions)) {
+        let stage = self.stage(cx.now(), last_rx(cx, sessions));
+        if stage != AnswerStage::Over && self.is_time_to_ping(cx.now(), last_rx(cx, sessions)) {
             for session in sessions {
                 cx.ping(*session);
             }
@@ -67,7 +67,7 @@ impl GracePeriod {
         stage
     }
 
-    /// The answer has been due since now only: this side was late to ask for it.
+    /// Moves the deadline to `now`: this side sent its request late.
     pub(crate) fn due_from(&mut self, now: Instant) {
         self.deadline = now;
     }
@@ -75,24 +75,24 @@ impl GracePeriod {
     /// When to look again.
     pub(crate) fn next(&self, cx: &ReactorContext, sessions: &[SessionKey]) -> Instant {
         let over_at = self.over_at(last_rx(cx, sessions));
-        let next = over_at.map_or(self.ask_at, |at| at.min(self.ask_at));
-        if self.deadline > cx.now {
+        let next = over_at.map_or(self.ping_at, |at| at.min(self.ping_at));
+        if self.deadline > cx.now() {
             return next.min(self.deadline);
         }
         next
     }
 
-    fn is_time_to_ask(&mut self, now: Instant, last_rx: Option<Instant>) -> bool {
-        let is_time = now >= self.ask_at;
+    fn is_time_to_ping(&mut self, now: Instant, last_rx: Option<Instant>) -> bool {
+        let is_time = now >= self.ping_at;
         if is_time {
-            let asked = self.asked.get_or_insert(Probe {
+            let probe = self.probe.get_or_insert(Probe {
                 first: now,
                 unanswered: now,
             });
-            if last_rx > Some(asked.unanswered) {
-                asked.unanswered = now;
+            if last_rx > Some(probe.unanswered) {
+                probe.unanswered = now;
             }
-            self.ask_at = self.deadline.max(now + SILENT);
+            self.ping_at = self.deadline.max(now + SILENT_GRACE);
         }
         is_time
     }
@@ -107,19 +107,19 @@ impl GracePeriod {
         }
     }
 
-    /// This side may be late too: what the peer is asked it has time to answer.
+    /// When the grace period ends; never before the peer has had time to answer a PING, because this side may be late too.
     fn over_at(&self, last_rx: Option<Instant>) -> Option<Instant> {
-        let Probe { first, unanswered } = self.asked?;
-        let awake = self.deadline.max(first) + AWAKE;
+        let Probe { first, unanswered } = self.probe?;
+        let responsive = self.deadline.max(first) + RESPONSIVE_GRACE;
         if last_rx > Some(unanswered) {
-            return Some(awake);
+            return Some(responsive);
         }
-        let silent = (self.deadline + SILENT).max(unanswered + SILENCE);
-        Some(silent.min(awake))
+        let silent = (self.deadline + SILENT_GRACE).max(unanswered + PING_TIMEOUT);
+        Some(silent.min(responsive))
     }
 }
 
-/// Since when there has been silence of one of them.
+/// When bytes of the peer came last that has been silent longest.
 fn last_rx(cx: &ReactorContext, sessions: &[SessionKey]) -> Option<Instant> {
     sessions
         .iter()
@@ -138,7 +138,7 @@ mod tests {
         Duration::from_millis(count)
     }
 
-    /// How late an operation is over whose peer answers each question after so long, as far as it answers.
+    /// How late an operation is over whose peer answers each PING after so long, as far as it answers.
     fn over(timeout: Duration, answer: impl Fn(Duration) -> Option<Duration>) -> Duration {
         let begun = Instant::now();
         let mut grace = GracePeriod::new(begun, begun + timeout);
@@ -151,7 +151,7 @@ mod tests {
             if grace.stage(now, last_rx) == AnswerStage::Over {
                 return now.duration_since(begun + timeout);
             }
-            if grace.is_time_to_ask(now, last_rx) {
+            if grace.is_time_to_ping(now, last_rx) {
                 answers.extend(answer(now - begun).map(|after| now + after));
             }
         }
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_is_awake_gets_time_for_its_answer_though_not_a_second() {
+    fn a_responsive_peer_gets_extra_time_though_not_a_second() {
         for timeout in TIMEOUTS {
             for after in [ms(1), ms(30), ms(200)] {
                 let late = over(timeout, |_| Some(after));
@@ -193,14 +193,14 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_stops_after_it_was_asked_first_is_known_at_the_next_question() {
+    fn a_peer_that_stops_after_the_first_ping_is_known_at_the_next() {
         let stopped_at = TIMEOUT.checked_sub(ms(400)).unwrap();
         let late = over(TIMEOUT, |at| (at < stopped_at).then_some(ms(1)));
         assert!(late <= ms(300), "{late:?}");
     }
 
     #[test]
-    fn a_peer_that_stops_when_it_is_late_is_known_at_the_next_question() {
+    fn a_peer_that_stops_when_it_is_late_is_known_at_the_next_ping() {
         let stopped_at = TIMEOUT + ms(300);
         let late = over(TIMEOUT, |at| (at < stopped_at).then_some(ms(1)));
         assert!(late >= ms(500) && late <= ms(600), "{late:?}");
@@ -212,7 +212,7 @@ mod tests {
         let mut grace = GracePeriod::new(begun, begun + ms(100));
         let woken = begun + TIMEOUT;
         assert_eq!(grace.stage(woken, Some(begun)), AnswerStage::Late);
-        assert!(grace.is_time_to_ask(woken, Some(begun)));
+        assert!(grace.is_time_to_ping(woken, Some(begun)));
         assert_eq!(grace.stage(woken, Some(begun)), AnswerStage::Late);
     }
 }

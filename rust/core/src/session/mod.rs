@@ -1,8 +1,159 @@
 //! Sessions: the authenticated connection to a peer, its UCX endpoint, and what a caller may expect of a peer that is late.
+//!
+//! What runs on top (pipe, agent, control, lookup) is a [`Service`]: events in, calls on [`ReactorContext`] out, on one
+//! thread at a time, without locks.
 
 pub mod connection;
-pub(crate) mod data_plane;
+mod context;
+mod data_plane;
 pub(crate) mod fair_waitlist;
 pub(crate) mod grace;
+mod listener;
+#[expect(
+    clippy::module_inception,
+    reason = "one session, among what sessions need"
+)]
+mod session;
+mod sessions;
+mod stream_sinks;
 
-pub use connection::SessionTimeouts;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvpipe_ucx::{AmData, Status};
+
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::net::identity::Identity;
+use crate::reactor::{Reactor, ReactorSetup};
+use crate::transport::Transport;
+use listener::Listener;
+use sessions::Sessions;
+
+pub use context::ReactorContext;
+pub use session::SessionTimeouts;
+pub(crate) use stream_sinks::{RegisteredSink, StreamSink};
+
+/// What runs on a reactor. All calls come from the thread that runs the reactor, one at a time; it is not always the same
+/// thread. A service keeps nothing in thread-locals, and shares nothing with other threads without atomics.
+pub trait Service {
+    /// What other threads ask of it.
+    type Command: Send + 'static;
+
+    /// Another thread asks. Commands that come while the reactor stops come right before [`stop`](Self::stop).
+    fn command(&mut self, cx: &mut ReactorContext, command: Self::Command);
+    /// Whether a peer that has proved the token may connect. The reason goes to the peer. `session_up` follows, or
+    /// `dismissed`.
+    fn accept(
+        &mut self,
+        _session: SessionKey,
+        _peer: &Identity,
+    ) -> std::result::Result<(), String> {
+        Ok(())
+    }
+    /// A session of a peer that had connected ended before it was established, perhaps even before `accept`.
+    fn dismissed(&mut self, _session: SessionKey) {}
+    /// A session is established.
+    fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity);
+    /// A session is gone, or could never be made; once for each session that was up or asked for. It was removed before
+    /// this call.
+    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error);
+    /// An application frame came over TCP. An error closes the session.
+    fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()>;
+    /// An active message came over UCX; `header` starts after the session id. An error closes the session.
+    fn message(
+        &mut self,
+        _cx: &mut ReactorContext,
+        _session: SessionKey,
+        _header: &[u8],
+        _data: AmData,
+    ) -> Result<()> {
+        Err(Error::protocol(
+            "an active message for a service without data plane",
+        ))
+    }
+    /// A UCX operation has ended.
+    fn done(
+        &mut self,
+        _cx: &mut ReactorContext,
+        _token: u64,
+        _result: std::result::Result<(), Status>,
+    ) {
+    }
+    /// Runs a slice of long work, between two looks at sockets and UCX; whether more of it waits.
+    fn work(&mut self, _cx: &mut ReactorContext) -> bool {
+        false
+    }
+    /// Whether there is work that has come since.
+    fn has_work(&self) -> bool {
+        false
+    }
+    /// Handles the deadlines that have passed, and returns the next one.
+    fn timer(&mut self, _cx: &mut ReactorContext) -> Option<Instant> {
+        None
+    }
+    /// Logs a line for people; at most one for each event in the life of a session.
+    fn log(&mut self, _text: String) {}
+    /// The reactor is about to stop: messages that are sent now still leave.
+    fn closing(&mut self, _cx: &mut ReactorContext) {}
+    /// The reactor stops. Its data plane has ended before this call: nothing reads or writes registered memory, but for
+    /// the reads that [`ReactorContext::closed`] reports.
+    fn stop(&mut self, _cx: &mut ReactorContext) {}
+}
+
+/// What a reactor with sessions is made from.
+#[derive(Debug, Clone)]
+pub struct ReactorConfig {
+    /// Where to accept peers; `None` only connects.
+    pub listen: Option<SocketAddr>,
+    /// The shared secret; empty: none.
+    pub token: Vec<u8>,
+    /// Who this side is.
+    pub identity: Identity,
+    /// What moves bytes; `None` for a reactor without data plane.
+    pub transport: Option<Transport>,
+    /// The address whose interface it uses.
+    pub local: IpAddr,
+    /// Deadlines of sessions.
+    pub timeouts: SessionTimeouts,
+    /// How long the thread polls before it sleeps, where there is a data plane.
+    pub busy_poll: Duration,
+}
+
+/// Binds, loads UCX where wanted, and starts a reactor that runs the service.
+///
+/// # Errors
+/// The address cannot be bound (`Config`), UCX is missing (`Unavailable`).
+pub fn spawn<S>(
+    config: ReactorConfig,
+    make: impl FnOnce() -> S + Send + 'static,
+) -> Result<Reactor<S::Command>>
+where
+    S: Service + 'static,
+{
+    let socket = config.listen.map(listener::bind).transpose()?;
+    let context = config.transport.as_ref();
+    let context = context
+        .map(|transport| transport.open(config.local).map(Arc::new))
+        .transpose()?;
+    let setup = ReactorSetup {
+        busy_poll: config.busy_poll,
+        address: socket.as_ref().and_then(|socket| socket.local_addr().ok()),
+        registrar: context.as_ref().map(Arc::downgrade).unwrap_or_default(),
+    };
+    Reactor::start(setup, move |parts| {
+        let poller = parts.poller;
+        let listener = socket.map(|socket| Listener::new(socket, Arc::clone(&poller)));
+        let cx = ReactorContext::new(config, context, poller, parts.pending_reads)?;
+        Ok(Sessions::new(
+            cx,
+            make(),
+            parts.commands,
+            listener.transpose()?,
+        ))
+    })
+}
+
+#[cfg(test)]
+mod tests;

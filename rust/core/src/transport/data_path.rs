@@ -1,13 +1,13 @@
-//! Which data path bytes take: reads by the destination, or messages of the source.
+//! How bytes get from one session's side to the other, as its UCX lanes allow.
 
 use kvpipe_ucx::Lane;
 
-/// How bytes get to where they belong. Whoever owns the destination writes it.
+/// How bytes move on a session. The side of the destination writes the destination in both cases.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DataPath {
-    /// The destination's side reads the source's memory; names the transport (`cma`, `rc_mlx5`, …).
+    /// The destination reads the source's memory over this transport (`cma`, `rc_mlx5`, …).
     RemoteRead(String),
-    /// The source sends messages that the destination's own code places: TCP, where UCX checks no remote key.
+    /// The source sends messages, and the destination's own code places them: TCP, where UCX checks no remote key.
     Stream(String),
 }
 
@@ -28,17 +28,17 @@ impl DataPath {
     }
 }
 
-/// Transports that reach no memory of the host's.
-const OF_GPUS: [&str; 3] = ["cuda_ipc", "cuda_copy", "gdr_copy"];
+/// Transports that reach no host memory.
+const GPU_TRANSPORTS: [&str; 3] = ["cuda_ipc", "cuda_copy", "gdr_copy"];
 
-/// Whether reads over a lane are not served in software by the other side.
+/// Whether reads over a lane are done by hardware or the kernel, not by software of the other side.
 pub(crate) fn is_direct(lane: &Lane) -> bool {
     lane.is_rma && !["tcp", "self", "posix", "sysv"].contains(&&lane.transport[..])
 }
 
-/// Whether a lane can read the other side's memory on the host, or part of it.
+/// Whether a lane can read host memory of the other side.
 pub(crate) fn reads_host(lane: &Lane) -> bool {
-    is_direct(lane) && !OF_GPUS.contains(&&lane.transport[..])
+    is_direct(lane) && !GPU_TRANSPORTS.contains(&&lane.transport[..])
 }
 
 #[cfg(test)]
@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn lanes_of_gpus_are_no_road_for_memory_of_the_host() {
+    fn lanes_of_gpus_are_no_data_path_for_host_memory() {
         let (tcp, cuda, cma) = (
             lane("tcp", false),
             lane("cuda_ipc", true),

@@ -1,12 +1,12 @@
-//! Which of the machine's network devices UCX may use. The address of `listen` says which interface, so that UCX listens
-//! on no other; `UCX_NET_DEVICES`, where the user has set it, which RDMA devices.
+//! The network devices that UCX may use. The local address chooses the interface, so that UCX listens on no other.
+//! `UCX_NET_DEVICES` of the user chooses the RDMA devices.
 
 use std::net::IpAddr;
 
 use crate::error::{Error, Result};
 
 const VARIABLE: &str = "UCX_NET_DEVICES";
-/// UCX ends the process at a longer list.
+/// UCX aborts the process at a longer list.
 const DEVICES_CAP: usize = 64;
 
 /// The UCX devices that belong to a local address: `lo` for loopback, else its interface and the RDMA devices.
@@ -47,8 +47,8 @@ fn rdma_devices() -> Vec<String> {
         .collect()
 }
 
-/// The RDMA devices that the user's list leaves, in UCX's notation (since 1.22 with `^` and ranges). Of what it names,
-/// all but interfaces: UCX itself says what it does not know.
+/// The RDMA devices that the user's list leaves, in UCX's notation (since 1.22 with `^` and ranges): all that it names but
+/// interfaces. UCX itself reports unknown names.
 fn chosen(
     rdma: Vec<String>,
     users: Option<&str>,
@@ -66,7 +66,7 @@ fn chosen(
     if named.iter().any(|name| name == "all") {
         return rdma;
     }
-    // What is no range here might be one to UCX, of interfaces.
+    // A name with a bracket that is no range here may be a range of interfaces to UCX.
     let is_device = |name: &String| !is_interface(name) && !name.contains('[');
     named.into_iter().filter(is_device).collect()
 }

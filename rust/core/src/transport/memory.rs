@@ -1,10 +1,9 @@
-//! UCX's twin for reactors of one process: messages are handed over, reads are copies, and the rules are UCX's own. An
-//! operation that was posted ends with exactly one `Done`; closing an endpoint by force ends those under way with
-//! errors, and nothing is written for them afterwards; the other side's end is reported as `EndpointFailed`.
+//! UCX's in-memory twin for reactors of one process: messages are queued, reads are copies, and the rules are UCX's own. A
+//! posted operation ends with exactly one `Done`. Closing an endpoint by force ends its operations with errors, and nothing
+//! is written for them afterwards. The other side's end is reported as `EndpointFailed`.
 //!
-//! Reads are done in `progress`, one a call and not as they are posted, so that there are operations under way; the
-//! last first, as no order is promised.
-//! Stricter than CMA: memory that is not registered any more cannot be read.
+//! `progress` does one read a call, so that operations are under way for a while; the last one first, because UCX promises
+//! no order. It is stricter than CMA: memory that is deregistered cannot be read.
 
 mod regions;
 
@@ -20,9 +19,9 @@ use rustix::event::EventfdFlags;
 use super::{Answer, FOREIGN, Memory, MemoryPath, Payload, RemoteKey};
 use crate::error::{Error, Result};
 
-pub(super) use regions::{Key, Registered};
+pub(super) use regions::{MemoryKey, TwinMemory};
 
-/// What the transport is called wherever its name is shown.
+/// The name of the transport.
 const NAME: &str = "memory";
 
 /// The workers of this process, by number.
@@ -30,7 +29,7 @@ static PORTS: Mutex<BTreeMap<u32, Arc<Port>>> = Mutex::new(BTreeMap::new());
 /// The number of the next worker.
 static NEXT_PORT: AtomicU32 = AtomicU32::new(1);
 
-/// A number that another process, also on another machine or after a fork, hardly has.
+/// A number that identifies this process, also among other machines and after a fork.
 fn process() -> Result<u32> {
     static RANDOM: OnceLock<u32> = OnceLock::new();
     let failed = |error| Error::Exhausted(format!("no random number: {error}"));
@@ -46,50 +45,50 @@ const fn status(code: i32) -> Status {
     Status { code, call: NAME }
 }
 
-// Spelled as UCX's codes, whose texts then explain them.
+// UCX's codes: UCX's texts explain them.
 const INVALID_PARAM: Status = status(-5);
 const CANCELED: Status = status(-16);
 const OUT_OF_RANGE: Status = status(-19);
 const NOT_CONNECTED: Status = status(-24);
 const RESET_BY_PEER: Status = status(-25);
 
-/// What other threads reach of a worker.
+/// The part of a worker that other threads use.
 #[derive(Debug)]
 struct Port {
-    inbox: Mutex<Inbox>,
+    inbox: Mutex<PortInbox>,
     wake: OwnedFd,
 }
 
 #[derive(Debug, Default)]
-struct Inbox {
-    arrived: VecDeque<Arrived>,
-    /// Who has an endpoint to this worker, and which.
+struct PortInbox {
+    events: VecDeque<PortEvent>,
+    /// The endpoints to this worker, with their owners.
     connected: Vec<(Weak<Port>, EndpointId)>,
     has_ended: bool,
 }
 
 #[derive(Debug)]
-enum Arrived {
+enum PortEvent {
     Message { header: Vec<u8>, body: Vec<u8> },
     PeerEnded(EndpointId),
 }
 
 impl Port {
-    /// Hands something over, unless the worker has ended.
-    fn push(&self, arrived: Arrived) -> Answer<()> {
+    /// Queues an event, unless the worker has ended.
+    fn push(&self, event: PortEvent) -> Answer<()> {
         {
             let mut inbox = lock(&self.inbox);
             if inbox.has_ended {
                 return Err(RESET_BY_PEER);
             }
-            inbox.arrived.push_back(arrived);
+            inbox.events.push_back(event);
         }
-        // After the push and never before, see `arm`. Fails only when the counter is full, and then it is readable.
+        // After the push, see `arm`. Fails only when the counter is full, and then it is readable.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         Ok(())
     }
 
-    /// Remembers who is to be told of this worker's end; false when that was before.
+    /// Remembers an endpoint, which fails when this worker ends; false when it has ended.
     fn admit(&self, port: &Arc<Self>, endpoint: EndpointId) -> bool {
         let mut inbox = lock(&self.inbox);
         inbox.connected.push((Arc::downgrade(port), endpoint));
@@ -105,17 +104,17 @@ impl Port {
 
 /// A read that has not been done.
 #[derive(Debug)]
-struct Get {
+struct PendingGet {
     endpoint: EndpointId,
     local: Buffer,
     offset: usize,
     len: usize,
     remote: u64,
-    key: Key,
+    key: MemoryKey,
     token: u64,
 }
 
-impl Get {
+impl PendingGet {
     fn run(&self) -> Answer<()> {
         let source = self.key.find().ok_or(INVALID_PARAM)?;
         let start = self.remote.checked_sub(source.address() as u64);
@@ -126,20 +125,20 @@ impl Get {
     }
 }
 
-/// The twin of a UCX worker; of one thread, but for its port.
+/// The twin of a UCX worker. One thread uses it, but for its port.
 #[derive(Debug)]
-pub(crate) struct Worker {
+pub(crate) struct MemoryWorker {
     process: u32,
     number: u32,
     port: Arc<Port>,
     data_path: MemoryPath,
-    /// The other sides, as long as they live.
+    /// The other sides; none once they have ended.
     endpoints: RefCell<BTreeMap<EndpointId, Option<Arc<Port>>>>,
-    gets: RefCell<Vec<Get>>,
+    gets: RefCell<Vec<PendingGet>>,
     events: RefCell<VecDeque<Event>>,
 }
 
-impl Worker {
+impl MemoryWorker {
     pub(super) fn new(data_path: MemoryPath) -> Result<Self> {
         let process = process()?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -161,12 +160,12 @@ impl Worker {
         })
     }
 
-    /// Shorter than any address of UCX, which therefore refuses it.
+    /// Shorter than any address of UCX, so that UCX refuses it.
     pub(super) fn address(&self) -> Vec<u8> {
         [self.process.to_le_bytes(), self.number.to_le_bytes()].concat()
     }
 
-    /// As with UCX, a worker that has ended is reported as failed and not here: it may have ended in order.
+    /// As with UCX, an event reports a worker that has ended: it may have ended in order.
     pub(super) fn connect(&self, address: &[u8]) -> Result<EndpointId> {
         let number = self.number_of(address).ok_or_else(|| {
             let text = "the peer does not use the memory of this process: both ends need the same transport";
@@ -231,7 +230,7 @@ impl Worker {
     ) -> Answer<()> {
         let peer = self.peer(endpoint)?;
         let body = bytes(payload)?;
-        peer.push(Arrived::Message { header, body })?;
+        peer.push(PortEvent::Message { header, body })?;
         let result = Ok(());
         self.report(Event::Done { token, result });
         Ok(())
@@ -246,7 +245,7 @@ impl Worker {
             .buffer()
             .bytes(get.offset, get.len)
             .ok_or(OUT_OF_RANGE)?;
-        self.gets.borrow_mut().push(Get {
+        self.gets.borrow_mut().push(PendingGet {
             endpoint,
             local: local.buffer().clone(),
             offset: get.offset,
@@ -264,26 +263,26 @@ impl Worker {
 
     pub(super) fn arm(&self) -> bool {
         let inbox = lock(&self.port.inbox);
-        let is_idle = inbox.arrived.is_empty()
+        let is_idle = inbox.events.is_empty()
             && self.gets.borrow().is_empty()
             && self.events.borrow().is_empty();
         if is_idle {
-            // Whoever hands something over from here on signals after that: no wake-up is lost.
+            // An event that is queued from here on is signalled after that: no wake-up is lost.
             let _ = rustix::io::read(&self.port.wake, &mut [0; 8]);
         }
         is_idle
     }
 
     pub(super) fn progress(&self) -> u32 {
-        let arrived = std::mem::take(&mut lock(&self.port.inbox).arrived);
-        let mut num_done = arrived.len() as u32;
-        for arrived in arrived {
-            match arrived {
-                Arrived::Message { header, body } => self.report(Event::Message {
+        let events = std::mem::take(&mut lock(&self.port.inbox).events);
+        let mut num_done = events.len() as u32;
+        for event in events {
+            match event {
+                PortEvent::Message { header, body } => self.report(Event::Message {
                     header,
                     data: AmData::Bytes(body),
                 }),
-                Arrived::PeerEnded(endpoint) => self.fail(endpoint),
+                PortEvent::PeerEnded(endpoint) => self.fail(endpoint),
             }
         }
         let get = self.gets.borrow_mut().pop();
@@ -332,7 +331,7 @@ impl Worker {
     }
 }
 
-impl Drop for Worker {
+impl Drop for MemoryWorker {
     fn drop(&mut self) {
         lock(&PORTS).remove(&self.number);
         let connected = {
@@ -342,7 +341,7 @@ impl Drop for Worker {
         };
         for (peer, endpoint) in connected {
             if let Some(peer) = peer.upgrade() {
-                let _ = peer.push(Arrived::PeerEnded(endpoint));
+                let _ = peer.push(PortEvent::PeerEnded(endpoint));
             }
         }
         for (endpoint, peer) in std::mem::take(self.endpoints.get_mut()) {

@@ -1,6 +1,6 @@
-//! What moves a reactor's bytes: UCX, or its twin in memory, for tests of reactors in one process without UCX.
+//! What moves a reactor's bytes: UCX, or its in-memory twin for reactors of one process without UCX.
 //!
-//! Both are the same to `data.rs`: an engine for one thread with endpoints, messages, reads of remote memory, and a
+//! Both offer the same to a data plane: a worker for one thread with endpoints, messages, reads of remote memory, and a
 //! file descriptor to sleep on. The types here choose between the two by one branch a call.
 
 mod data_path;
@@ -29,16 +29,16 @@ type Answer<T> = std::result::Result<T, Status>;
 /// Which transport a reactor uses. Peers need the same.
 #[derive(Debug, Clone)]
 pub enum Transport {
-    /// UCX, found as the search says.
+    /// UCX, from the library that the search finds.
     Ucx(Search),
     /// Between reactors of one process, without UCX.
     Memory(MemoryPath),
 }
 
-/// How bytes move between two reactors of one process, as each of UCX's transports decides it for itself.
+/// How bytes move between two reactors of one process. With UCX, the transport decides that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryPath {
-    /// The destination reads, as over CMA or RDMA.
+    /// The destination reads the source's memory, as over CMA or RDMA.
     RemoteRead,
     /// The source streams messages, as over TCP.
     Stream,
@@ -51,7 +51,7 @@ impl From<Search> for Transport {
 }
 
 impl Transport {
-    /// Makes what the workers of a reactor at `local` come from. Any thread may call.
+    /// Makes the context of a reactor at this local address. Any thread may call.
     pub(crate) fn open(&self, local: IpAddr) -> Result<Context> {
         match self {
             Self::Ucx(search) => ucx::context(search, local).map(Context::Ucx),
@@ -71,17 +71,16 @@ impl Context {
     pub(crate) fn worker(&self) -> Result<Worker> {
         match self {
             Self::Ucx(context) => Ok(Worker::Ucx(kvpipe_ucx::Worker::new(context)?)),
-            Self::Twin(data_path) => memory::Worker::new(*data_path).map(Worker::Twin),
+            Self::Twin(data_path) => memory::MemoryWorker::new(*data_path).map(Worker::Twin),
         }
     }
 
-    /// Registers memory, so that it can be read or sent from. Any thread may call; where a device pins the memory, that
-    /// takes its time.
+    /// Registers memory, so that it can be read or sent from. Any thread may call; a device may take long to pin it.
     pub(crate) fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
         let kind = buffer.kind();
         let memory = match self {
             Self::Ucx(context) => context.register(buffer).map(Memory::Ucx),
-            Self::Twin(_) => memory::Registered::new(buffer).map(Memory::Twin),
+            Self::Twin(_) => memory::TwinMemory::new(buffer).map(Memory::Twin),
         };
         let refused = |status| self.not_registered(kind, status);
         memory.map(Arc::new).map_err(refused)
@@ -108,13 +107,13 @@ impl Context {
     }
 }
 
-/// Registered memory. The last one to let go deregisters it and only then frees the bytes.
+/// Registered memory. Dropping it deregisters it and only then frees the bytes.
 #[derive(Debug)]
 pub enum Memory {
     /// With UCX.
     Ucx(Arc<kvpipe_ucx::Memory>),
     /// In this process.
-    Twin(memory::Registered),
+    Twin(memory::TwinMemory),
 }
 
 impl Memory {
@@ -129,7 +128,7 @@ impl Memory {
     /// The key by which a peer may reach this memory.
     ///
     /// # Errors
-    /// UCX's answer.
+    /// The status of UCX.
     pub fn pack_rkey(&self) -> Answer<Vec<u8>> {
         match self {
             Self::Ucx(memory) => memory.pack_rkey(),
@@ -144,7 +143,7 @@ pub enum RemoteKey {
     /// Through UCX.
     Ucx(kvpipe_ucx::RemoteKey),
     /// In this process.
-    Twin(memory::Key),
+    Twin(memory::MemoryKey),
 }
 
 /// The bytes of a message, kept alive until it has left.
@@ -152,7 +151,7 @@ pub enum RemoteKey {
 pub enum Payload {
     /// Only the header.
     None,
-    /// Bytes of its own.
+    /// Bytes that it owns.
     Bytes(Vec<u8>),
     /// A piece of registered memory, not to be changed until the message has left.
     Memory {
@@ -166,7 +165,7 @@ pub enum Payload {
 }
 
 impl Payload {
-    /// Bytes of its own.
+    /// The number of bytes that it owns.
     pub(crate) fn num_owned(&self) -> usize {
         match self {
             Self::Bytes(bytes) => bytes.len(),
@@ -186,14 +185,14 @@ pub(crate) struct Get<'a> {
     pub(crate) token: u64,
 }
 
-/// The engine of one thread.
+/// The transport of one thread.
 #[derive(Debug)]
 pub(crate) enum Worker {
     Ucx(kvpipe_ucx::Worker),
-    Twin(memory::Worker),
+    Twin(memory::MemoryWorker),
 }
 
-/// Of another transport than the worker: cannot happen within a reactor, which has one.
+/// The status of an operand of another transport than the worker's. A reactor has one transport only.
 const FOREIGN: Status = Status {
     code: -5,
     call: "an operand of another transport",
@@ -223,7 +222,7 @@ impl Worker {
         }
     }
 
-    /// Closes an endpoint by force: its operations end with errors, then `Closed` follows.
+    /// Closes an endpoint by force: its operations end with errors, and `Closed` follows.
     pub(crate) fn close(&self, endpoint: EndpointId) {
         match self {
             Self::Ucx(worker) => worker.close(endpoint),
@@ -244,7 +243,7 @@ impl Worker {
         }
     }
 
-    /// Has payloads offered to `placer`. In memory they become events all the same, and are placed then.
+    /// Offers payloads to `placer`. The in-memory twin reports all of them as events, which place them too.
     pub(crate) fn place_with(&self, placer: Placer) {
         match self {
             Self::Ucx(worker) => worker.place_with(placer),
@@ -269,11 +268,11 @@ impl Worker {
             Self::Ucx(worker) => worker
                 .unpack_rkey(endpoint, packed, local)
                 .map(RemoteKey::Ucx),
-            Self::Twin(_) => memory::Key::unpack(packed).map(RemoteKey::Twin),
+            Self::Twin(_) => memory::MemoryKey::unpack(packed).map(RemoteKey::Twin),
         }
     }
 
-    /// Whether one of the lanes reaches from CUDA memory of a peer into CUDA memory of ours.
+    /// Whether one of the lanes reads from a peer's CUDA memory into our CUDA memory.
     pub(crate) fn reaches(&self, lanes: &[Lane], to: &Memory, from: (u64, &RemoteKey)) -> bool {
         let (Self::Ucx(worker), (remote, RemoteKey::Ucx(key))) = (self, from) else {
             return false;
@@ -297,7 +296,7 @@ impl Worker {
         }
     }
 
-    /// Works; 0 when there was nothing to do.
+    /// Makes progress; 0 when there was nothing to do.
     pub(crate) fn progress(&self) -> u32 {
         match self {
             Self::Ucx(worker) => worker.progress(),
@@ -312,8 +311,8 @@ impl Worker {
         }
     }
 
-    /// Ends the worker. `num_reads` says from now on how many gets have not ended even so: their memory is kept, and may
-    /// still be written to. What is returned is to be dropped once nobody has keys any more, for them to be worked on.
+    /// Ends the worker. From now on `num_reads` counts the reads that have not ended even so: their memory is kept, and may
+    /// still be written to. Once nobody has keys any more, the reaper is dropped, which progresses these reads.
     pub(crate) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Reaper> {
         match self {
             Self::Ucx(worker) => Some(worker.end(num_reads)),

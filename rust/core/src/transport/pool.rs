@@ -1,6 +1,5 @@
-//! Registered memory for what is received. A fresh allocation costs a page fault for every page that is written
-//! (a tensor of 64 MiB took seven times as long with them); memory that comes back when a received tensor is let go
-//! has been written and registered before.
+//! Memory for received tensors that is used again, registered or plain. Every page of a fresh allocation costs a page fault
+//! when it is written: a tensor of 64 MiB took seven times as long. Pooled memory has been written and registered before.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -11,16 +10,16 @@ use super::Memory;
 use crate::error::{Error, Result};
 use crate::process::Process;
 
-/// Most bytes that wait to be used again; more is given back to the system at once.
+/// Most free bytes that a pool keeps; the system gets back the rest at once.
 const BYTES_CAP: usize = 1 << 30;
-/// What nobody has used for so long is given back.
-const IDLE: Duration = Duration::from_secs(60);
+/// How long a pool keeps memory that nobody uses.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sizes are rounded up to a multiple of it: the size of a huge page.
 const GRAIN: usize = 2 << 20;
 
-/// Memory that can be used again, registered or plain. Clones share it.
+/// A pool of memory. Clones share it.
 #[derive(Debug)]
-pub(crate) struct Pool<M = Memory>(Arc<Mutex<Free<M>>>);
+pub(crate) struct Pool<M = Memory>(Arc<Mutex<FreeMemory<M>>>);
 
 /// What a pool keeps.
 pub(crate) trait Pooled: Send + Sync + 'static {
@@ -48,7 +47,7 @@ impl<M> Clone for Pool<M> {
 
 impl<M> Default for Pool<M> {
     fn default() -> Self {
-        Self(Arc::new(Mutex::new(Free {
+        Self(Arc::new(Mutex::new(FreeMemory {
             memories: Vec::new(),
             num_bytes: 0,
         })))
@@ -56,8 +55,8 @@ impl<M> Default for Pool<M> {
 }
 
 #[derive(Debug)]
-struct Free<M> {
-    /// In the order in which they came back.
+struct FreeMemory<M> {
+    /// With the times at which they came back, the oldest first.
     memories: Vec<(Arc<M>, Instant)>,
     num_bytes: usize,
 }
@@ -87,7 +86,7 @@ impl Pool<Memory> {
 }
 
 impl Pool<Buffer> {
-    /// As of registered memory.
+    /// Plain memory of at least `len` bytes.
     pub(crate) fn take_plain(&self, len: usize) -> Result<Arc<Buffer>> {
         if let Some(memory) = lock(&self.0).take(len) {
             return Ok(memory);
@@ -97,10 +96,10 @@ impl Pool<Buffer> {
 }
 
 impl<M: Pooled> Pool<M> {
-    /// The first `len` bytes, for whoever receives them; once they are let go, the memory comes back.
+    /// The first `len` bytes as a buffer; dropping the buffer brings the memory back.
     pub(crate) fn lend(&self, memory: Arc<M>, len: usize) -> Option<Buffer> {
         let buffer = memory.buffer().clone();
-        let lease = Lease {
+        let lease = PooledLease {
             memory: Some(memory),
             pool: Arc::downgrade(&self.0),
             process: Process::this(),
@@ -108,19 +107,19 @@ impl<M: Pooled> Pool<M> {
         buffer.first(len, Box::new(lease))
     }
 
-    /// Gives back what has been idle for too long, and tells when to come back.
+    /// Frees what has been idle for too long, and returns the next deadline.
     pub(crate) fn expire(&self, now: Instant) -> Option<Instant> {
         let expired = lock(&self.0).expire(now);
-        drop(expired); // deregistered without the lock
+        drop(expired); // deregisters without the lock
         lock(&self.0)
             .memories
             .first()
-            .map(|(_, since)| *since + IDLE)
+            .map(|(_, since)| *since + IDLE_TIMEOUT)
     }
 }
 
-impl<M: Pooled> Free<M> {
-    /// The smallest that is large enough, and not so large that most of it would be wasted.
+impl<M: Pooled> FreeMemory<M> {
+    /// The smallest memory that fits, unless most of it would be wasted.
     fn take(&mut self, len: usize) -> Option<Arc<M>> {
         let size = |memory: &M| memory.buffer().len();
         let fits = |(_, (memory, _)): &(usize, &(Arc<M>, Instant))| {
@@ -144,7 +143,7 @@ impl<M: Pooled> Free<M> {
     }
 
     fn expire(&mut self, now: Instant) -> Vec<(Arc<M>, Instant)> {
-        let is_late = |(_, since): &(Arc<M>, Instant)| *since + IDLE <= now;
+        let is_late = |(_, since): &(Arc<M>, Instant)| *since + IDLE_TIMEOUT <= now;
         let num_late = self
             .memories
             .iter()
@@ -157,29 +156,29 @@ impl<M: Pooled> Free<M> {
     }
 }
 
-/// Keeps memory with what was received, and brings it back.
+/// The owner of a buffer from a pool: brings the memory back when it is dropped.
 #[derive(Debug)]
-struct Lease<M: Pooled> {
+struct PooledLease<M: Pooled> {
     memory: Option<Arc<M>>,
-    pool: Weak<Mutex<Free<M>>>,
+    pool: Weak<Mutex<FreeMemory<M>>>,
     process: Process,
 }
 
-impl<M: Pooled> Drop for Lease<M> {
+impl<M: Pooled> Drop for PooledLease<M> {
     fn drop(&mut self) {
         let memory = self.memory.take();
         if self.process.check().is_err() {
-            return std::mem::forget(memory); // the parent's, as is UCX
+            return std::mem::forget(memory); // it is the parent's, as is UCX
         }
         let Some(pool) = self.pool.upgrade() else {
             return;
         };
         let surplus = memory.and_then(|memory| lock(&pool).put(memory));
-        drop(surplus); // deregistered without the lock
+        drop(surplus); // deregisters without the lock
     }
 }
 
-fn lock<M>(free: &Mutex<Free<M>>) -> MutexGuard<'_, Free<M>> {
+fn lock<M>(free: &Mutex<FreeMemory<M>>) -> MutexGuard<'_, FreeMemory<M>> {
     free.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -194,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_comes_back_when_what_was_received_is_let_go() {
+    fn memory_comes_back_when_its_buffer_is_dropped() {
         let pool = Pool::<Buffer>::default();
         let memory = pool.take_plain(LEN).expect("memory");
         let received = pool.lend(memory, LEN);
@@ -204,9 +203,9 @@ mod tests {
     }
 
     #[test]
-    fn what_was_received_before_a_fork_is_let_go_in_the_child_without_the_pool() {
+    fn a_buffer_from_before_a_fork_is_dropped_in_the_child_without_the_pool() {
         let pool = Pool::<Buffer>::default();
-        let lease = Lease {
+        let lease = PooledLease {
             memory: Some(pool.take_plain(LEN).expect("memory")),
             pool: Arc::downgrade(&pool.0),
             process: Process::another(),

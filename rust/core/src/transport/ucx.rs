@@ -1,4 +1,4 @@
-//! UCX as a transport: how its context is made, and what it is called with.
+//! UCX as a transport: makes its context, and converts operands.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use super::devices::devices;
 use super::{Answer, FOREIGN, Get, Memory, Payload, RemoteKey};
 use crate::error::{Error, Result};
 
-/// Loads UCX and makes a context whose devices follow `local`.
+/// Loads UCX and makes a context with the devices of this local address.
 pub(super) fn context(search: &Search, local: IpAddr) -> Result<Arc<Context>> {
     let library = Library::load(search)?;
     let mut config = Config::new();

@@ -25,6 +25,26 @@ pub(crate) const KV: &str = "kv";
 /// Another region of the peer, and the victim's of the same name, which is writable.
 pub(crate) const ANOTHER: &str = "another";
 
+/// In the argument of a transfer: it carries a tag.
+pub(crate) const WITH_TAG: u8 = 64;
+/// In the argument of a load: it is committed at once.
+pub(crate) const IS_COMMITTED: u8 = 8;
+
+/// What the user of the agent does.
+pub(crate) mod user {
+    pub(crate) const READ: u8 = 0;
+    pub(crate) const WRITE: u8 = 1;
+    pub(crate) const NOTIFY: u8 = 2;
+    pub(crate) const DRAIN: u8 = 3;
+    pub(crate) const CLOSE_REGION: u8 = 4;
+    pub(crate) const LOAD: u8 = 5;
+    pub(crate) const MARK_READY: u8 = 6;
+    pub(crate) const END: u8 = 7;
+    pub(crate) const COMMIT: u8 = 8;
+    pub(crate) const CANCEL: u8 = 9;
+    pub(crate) const COUNT: u8 = CANCEL + 1;
+}
+
 struct Side {
     agent: Agent,
     address: String,
@@ -83,7 +103,7 @@ impl Side {
             return;
         };
         let options = Options {
-            notify: (argument & 64 != 0).then(|| b"tag".to_vec()),
+            notify: (argument & WITH_TAG != 0).then(|| b"tag".to_vec()),
             timeout: (argument & 32 != 0).then_some(Duration::ZERO),
         };
         self.works.extend(if is_read {
@@ -102,7 +122,7 @@ impl Side {
             epoch: 0,
             first: 0,
             block_ids: (0..u32::from(argument % 8)).collect(),
-            is_committed: argument & 8 != 0,
+            is_committed: argument & IS_COMMITTED != 0,
         };
         self.num_loads += usize::from(self.agent.load(request).is_ok());
     }
@@ -125,9 +145,9 @@ impl Side {
         let ids = (0..u32::from(argument % 8)).collect();
         let epoch = u32::from(argument >> 6);
         let result = match what {
-            0 => self.mark_ready(epoch, ids),
-            1 => self.agent.end(HANDOFFS[0], "withdrawn"),
-            2 => self.agent.commit(HANDOFFS[1]),
+            user::MARK_READY => self.mark_ready(epoch, ids),
+            user::END => self.agent.end(HANDOFFS[0], "withdrawn"),
+            user::COMMIT => self.agent.commit(HANDOFFS[1]),
             _ => self
                 .agent
                 .cancel(HANDOFFS[1], "the client left", argument & 32 != 0),
@@ -142,22 +162,22 @@ impl Victim for Side {
     }
 
     fn act(&mut self, what: u8, argument: u8) {
-        match what % 10 {
-            0 => self.transfer(argument, true),
-            1 => self.transfer(argument, false),
-            2 => {
+        match what % user::COUNT {
+            user::READ => self.transfer(argument, true),
+            user::WRITE => self.transfer(argument, false),
+            user::NOTIFY => {
                 if let Some(peer) = self.peer() {
                     let tag = vec![7; argument.into()];
                     self.closes.extend(self.agent.notify(&peer, tag));
                 }
             }
-            3 => drop(self.agent.notifications()),
-            4 => {
+            user::DRAIN => drop(self.agent.notifications()),
+            user::CLOSE_REGION => {
                 let region = &self.regions[usize::from(argument & 1)];
                 self.closes.extend(self.agent.close_region(region, None));
             }
-            5 => self.load(argument),
-            what => self.handoff(what - 6, argument),
+            user::LOAD => self.load(argument),
+            what => self.handoff(what, argument),
         }
         self.events.extend(self.agent.drain());
     }

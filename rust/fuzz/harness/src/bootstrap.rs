@@ -34,7 +34,7 @@ impl Service for Unreached {
         _session: SessionKey,
         _peer: &Identity,
     ) -> std::result::Result<(), String> {
-        panic!("a stranger recipient to be accepted")
+        panic!("a stranger asks to be accepted")
     }
     fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {
         panic!("a session with a stranger")

@@ -37,6 +37,24 @@ pub(crate) fn sequence_state() -> SequenceState {
     }
 }
 
+/// What the user of the control port does.
+pub(crate) mod user {
+    pub(crate) const EXPECT: u8 = 0;
+    pub(crate) const OPEN: u8 = 1;
+    pub(crate) const FINISH: u8 = 2;
+    pub(crate) const WITHDRAW: u8 = 3;
+    pub(crate) const UNWATCH: u8 = 4;
+    pub(crate) const SET_RESULT: u8 = 5;
+    pub(crate) const WATCH: u8 = 6;
+    pub(crate) const RELEASE: u8 = 7;
+    pub(crate) const DESCRIBE: u8 = 8;
+    pub(crate) const PROGRESS: u8 = 9;
+    pub(crate) const SUBSCRIBE: u8 = 10;
+    pub(crate) const QUERY_PROGRESS: u8 = 11;
+    pub(crate) const QUERY_WATCHED: u8 = 12;
+    pub(crate) const COUNT: u8 = QUERY_WATCHED + 1;
+}
+
 struct Side {
     control: Control,
     /// The peer's; empty if the peer connects.
@@ -81,32 +99,32 @@ impl Victim for Side {
         let index = usize::from(argument & 1);
         let handoff = HANDOFFS[index];
         let control = &self.control;
-        let result = match what % 13 {
-            0 => control.expect(handoff),
-            1 => control.open(handoff, opening()),
-            2 => control.finish(handoff, sequence_state()),
-            3 => control.withdraw(handoff, "aborted"),
-            4 => control.unwatch(handoff, argument & 2 != 0),
-            5 => control.set_result(handoff, "{}".to_owned()),
-            6 => {
+        let result = match what % user::COUNT {
+            user::EXPECT => control.expect(handoff),
+            user::OPEN => control.open(handoff, opening()),
+            user::FINISH => control.finish(handoff, sequence_state()),
+            user::WITHDRAW => control.withdraw(handoff, "aborted"),
+            user::UNWATCH => control.unwatch(handoff, argument & 2 != 0),
+            user::SET_RESULT => control.set_result(handoff, "{}".to_owned()),
+            user::WATCH => {
                 self.watch(index);
                 Ok(())
             }
-            7 => {
+            user::RELEASE => {
                 self.query(ControlQuery::Release(handoff));
                 Ok(())
             }
-            8 => {
+            user::DESCRIBE => {
                 self.query(ControlQuery::Describe);
                 Ok(())
             }
-            9 => control.progress(handoff, Duration::from_millis(u64::from(argument))),
-            10 => {
+            user::PROGRESS => control.progress(handoff, Duration::from_millis(u64::from(argument))),
+            user::SUBSCRIBE => {
                 let lead = Duration::from_millis(u64::from(argument));
                 self.query(ControlQuery::Subscribe { handoff, lead });
                 Ok(())
             }
-            11 => {
+            user::QUERY_PROGRESS => {
                 let remaining = Duration::from_millis(u64::from(argument));
                 self.query(ControlQuery::Progress { handoff, remaining });
                 Ok(())

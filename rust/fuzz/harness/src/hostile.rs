@@ -11,6 +11,7 @@ use kvpipe_core::net::identity::{Identity, SessionKind};
 use kvpipe_core::transport::{MemoryPath, Transport};
 use rustix::net::sockopt;
 
+use crate::kinds::session::APPLICATION;
 use crate::script::{ADDRESS, Flags, KEY, Step, Victim};
 
 /// The secret that both sides share.
@@ -237,7 +238,7 @@ impl Hostile {
             Step::Connection(frame) => self.send(&frame),
             Step::Frame(frame) => {
                 let frame = self.fill_in(frame);
-                self.send(&[&[33], &frame[..]].concat());
+                self.send(&[&[APPLICATION], &frame[..]].concat());
             }
             Step::Message(header, payload) => {
                 let (header, payload) = (self.fill_in(header), self.fill_in(payload));

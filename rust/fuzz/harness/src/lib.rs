@@ -7,6 +7,7 @@ mod control;
 mod decoders;
 mod handshake;
 mod hostile;
+mod kinds;
 mod lookup;
 mod pipe;
 mod script;

@@ -20,6 +20,17 @@ const TIMEOUT: Duration = Duration::from_secs(600);
 /// Bytes that the buffer holds at most.
 const CAPACITY: u64 = 1 << 20;
 
+/// What the user of the buffer does.
+pub(crate) mod user {
+    pub(crate) const INSERT: u8 = 0;
+    pub(crate) const SELECT: u8 = 1;
+    pub(crate) const SELECT_TOKENS: u8 = 2;
+    pub(crate) const DROP_SELECT: u8 = 3;
+    pub(crate) const CONSUME: u8 = 4;
+    pub(crate) const WITHDRAW: u8 = 5;
+    pub(crate) const COUNT: u8 = WITHDRAW + 1;
+}
+
 /// What the two kinds of buffer have in common for their users.
 trait Buffered {
     fn insert(&self, items: Items) -> Option<Operation<()>>;
@@ -99,18 +110,18 @@ impl<B: Buffered> Victim for Side<B> {
     }
 
     fn act(&mut self, what: u8, argument: u8) {
-        match what % 6 {
-            0 => {
+        match what % user::COUNT {
+            user::INSERT => {
                 let items = self.items(argument);
                 self.inserts.extend(self.buffer.insert(items));
             }
-            1 => self.selects.extend(self.buffer.select(LookupQuery::Any)),
-            2 => {
+            user::SELECT => self.selects.extend(self.buffer.select(LookupQuery::Any)),
+            user::SELECT_TOKENS => {
                 let tokens = LookupQuery::Tokens(vec![argument.into()]);
                 self.selects.extend(self.buffer.select(tokens));
             }
-            3 => drop(self.selects.pop()),
-            4 => {
+            user::DROP_SELECT => drop(self.selects.pop()),
+            user::CONSUME => {
                 let select = self.selects.last();
                 if let Some(Ok(Some(delivery))) = select.and_then(Operation::result) {
                     delivery.consume();

@@ -16,6 +16,22 @@ use crate::script::{Victim, read, run_session};
 /// Longer than any conversation.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
+/// What the user of the receiving end does.
+pub(crate) mod receiver_user {
+    pub(crate) const RECEIVE: u8 = 0;
+    pub(crate) const RECEIVE_OUT: u8 = 1;
+    pub(crate) const WITHDRAW: u8 = 2;
+    pub(crate) const POLL: u8 = 3;
+    pub(crate) const COUNT: u8 = POLL + 1;
+}
+
+/// What the user of the sending end does.
+pub(crate) mod sender_user {
+    pub(crate) const SEND: u8 = 0;
+    pub(crate) const CLOSE: u8 = 3;
+    pub(crate) const COUNT: u8 = 4;
+}
+
 struct Receiver {
     pipe: Pipe,
     receives: Vec<Work<Arc<Received>>>,
@@ -36,10 +52,10 @@ impl Victim for Receiver {
 
     fn act(&mut self, what: u8, argument: u8) {
         let len = usize::from(argument) << 10;
-        let out = match what % 4 {
-            0 => None,
-            1 => Some((meta(len as u64), Buffer::zeroed(len))),
-            2 => {
+        let out = match what % receiver_user::COUNT {
+            receiver_user::RECEIVE => None,
+            receiver_user::RECEIVE_OUT => Some((meta(len as u64), Buffer::zeroed(len))),
+            receiver_user::WITHDRAW => {
                 if let Some(receive) = self.receives.last() {
                     let _ = self.pipe.withdraw(receive);
                 }
@@ -98,7 +114,7 @@ impl Victim for Sender {
     }
 
     fn act(&mut self, what: u8, argument: u8) {
-        if what % 4 == 3 {
+        if what % sender_user::COUNT == sender_user::CLOSE {
             let closed = self.pipe.close(Deadline::default());
             return self.sends.extend(closed.ok().flatten());
         }

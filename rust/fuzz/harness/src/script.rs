@@ -12,6 +12,7 @@ const ROUNDS: usize = 10_000;
 pub(crate) const ADDRESS: u64 = u64::from_le_bytes(*b"\xfaADDRESS");
 pub(crate) const KEY: u64 = u64::from_le_bytes(*b"\xfaKEY_KEY");
 
+// Kinds of steps; what is left of `KINDS` is `Step::Leave`.
 const SOCKET: u8 = 0;
 const CONNECTION: u8 = 1;
 const FRAME: u8 = 2;
@@ -23,34 +24,41 @@ const USER: u8 = 7;
 const SHUT: u8 = 8;
 const KINDS: u8 = 10;
 
+// Bits of the first byte of a script.
+pub(crate) const REMOTE_READ: u8 = 1;
+pub(crate) const SERVER: u8 = 2;
+const UNREADY: u8 = 4;
+const UNREACHABLE: u8 = 8;
+pub(crate) const NO_CHECKSUMS: u8 = 16;
+
 /// The first byte of a script: which data path, which side connects, and what of the handshake is missing.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Flags(pub(crate) u8);
+pub(crate) struct Flags(u8);
 
 impl Flags {
     /// The data path is remote read, else stream.
     pub(crate) fn is_remote_read(self) -> bool {
-        self.0 & 1 != 0
+        self.0 & REMOTE_READ != 0
     }
 
     /// The victim connects to the peer, else the peer to the victim.
     pub(crate) fn is_server(self) -> bool {
-        self.0 & 2 != 0
+        self.0 & SERVER != 0
     }
 
     /// The peer sends nothing after its proof.
     pub(crate) fn is_unready(self) -> bool {
-        self.0 & 4 != 0
+        self.0 & UNREADY != 0
     }
 
     /// The peer has no UCX address.
     pub(crate) fn is_unreachable(self) -> bool {
-        self.0 & 8 != 0
+        self.0 & UNREACHABLE != 0
     }
 
     /// Checksums are switched off on the victim's side.
     pub(crate) fn has_no_checksums(self) -> bool {
-        self.0 & 16 != 0
+        self.0 & NO_CHECKSUMS != 0
     }
 }
 

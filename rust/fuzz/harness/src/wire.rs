@@ -4,6 +4,7 @@ use kvpipe_core::control::{Opening, SequenceState};
 use kvpipe_core::handoff::ReadyBlock;
 use kvpipe_core::net::codec::Writer;
 
+use crate::kinds::{agent, control};
 use crate::script::{ADDRESS, KEY};
 
 /// Of the peer's regions.
@@ -43,7 +44,7 @@ pub(crate) fn region(writer: Writer, (id, name): (u32, &str)) -> Writer {
 
 /// The frame with all regions of the peer.
 pub(crate) fn regions(regions: &[(u32, &str)]) -> Vec<u8> {
-    let frame = Writer::new(1).list(regions, |w, named| region(w, *named));
+    let frame = Writer::new(agent::REGIONS).list(regions, |w, named| region(w, *named));
     frame.finish()
 }
 
@@ -68,26 +69,26 @@ pub(crate) fn ready_blocks(blocks: &[ReadyBlock]) -> Vec<u8> {
 pub(crate) fn control(handoff: [u8; 16], opening: &Opening, state: &SequenceState) -> Vec<Vec<u8>> {
     let of_handoff = |kind| Writer::new(kind).raw(&handoff);
     let question = |kind| head(kind, 1).raw(&handoff);
-    let opened = of_handoff(3).raw(&opening.prompt_hash);
+    let opened = of_handoff(control::OPENED).raw(&opening.prompt_hash);
     let opened = opened.u32(opening.num_tokens).u32(opening.epoch);
     let frames = [
-        of_handoff(1),
+        of_handoff(control::WATCH),
         opened.list(&opening.ranks, |w, rank| {
             w.str(&rank.address).raw(&rank.incarnation)
         }),
-        of_handoff(4)
+        of_handoff(control::FINISHED)
             .list(&state.output_ids, |w, id| w.u32(*id))
             .str(&state.finish_reason)
             .u32(state.num_cached_tokens),
-        of_handoff(5).str("aborted"),
-        of_handoff(2).u8(1),
-        head(6, 1),
-        question(7),
-        question(8),
-        question(10).u64(200_000),
-        question(11),
-        question(12).u64(70_000),
-        head(9, 1).str("{}"),
+        of_handoff(control::ENDED).str("aborted"),
+        of_handoff(control::UNWATCH).u8(1),
+        head(control::DESCRIBE, 1),
+        question(control::RELEASE),
+        question(control::RESULT),
+        question(control::SUBSCRIBE).u64(200_000),
+        question(control::WATCHED),
+        question(control::PROGRESS).u64(70_000),
+        head(control::ANSWER, 1).str("{}"),
     ];
     frames.map(Writer::finish).to_vec()
 }

@@ -145,7 +145,7 @@ impl Model {
                     self.granted.push(ticket);
                 }
                 StoreAction::Full { insert, .. } => {
-                    self.waiting.retain(|waiting| *waiting != insert)
+                    self.waiting.retain(|waiting| *waiting != insert);
                 }
                 StoreAction::Deliver {
                     select,

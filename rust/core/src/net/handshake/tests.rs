@@ -131,7 +131,7 @@ fn a_recorded_proof_is_worthless_in_another_session() {
 }
 
 #[test]
-fn a_proof_is_not_taken_back_as_the_answer() {
+fn a_proof_that_is_sent_back_is_no_answer() {
     let who = identity("float32");
     let (mut client, hello) = Handshake::client(b"t", "server").unwrap();
     let mut server = Handshake::server(b"t", "client").unwrap();
@@ -149,7 +149,7 @@ fn a_proof_is_not_taken_back_as_the_answer() {
 }
 
 /// The frames that a step sends, and whether the conversation may go on.
-fn said(step: Result<Step>) -> (Vec<Vec<u8>>, bool) {
+fn sent(step: Result<Step>) -> (Vec<Vec<u8>>, bool) {
     match step {
         Ok(Step::Continue(frames) | Step::Admitted { frames, .. }) => (frames, true),
         Ok(Step::Refuse(frame, _)) => (vec![frame], false),
@@ -162,12 +162,12 @@ fn said(step: Result<Step>) -> (Vec<Vec<u8>>, bool) {
 fn challenged(who: &Identity) -> (Handshake, Handshake, Vec<u8>) {
     let (client, hello) = Handshake::client(b"t", "server").unwrap();
     let mut server = Handshake::server(b"t", "client").unwrap();
-    let (mut frames, _) = said(server.frame(&hello, who, |_| Ok(())));
+    let (mut frames, _) = sent(server.frame(&hello, who, |_| Ok(())));
     (server, client, frames.remove(0))
 }
 
 #[test]
-fn before_its_proof_a_stranger_is_told_the_version_and_a_nonce() {
+fn before_its_proof_a_stranger_gets_the_version_and_a_nonce_only() {
     let who = identity("float32");
     let (server, _, challenge) = challenged(&who);
     let expected = [
@@ -187,20 +187,20 @@ fn nothing_but_the_proof_is_answered_before_the_challenge_has_passed() {
             let (mut server, ..) = challenged(&who);
             let frame = [&[kind][..], &vec![0; len]].concat();
             let step = server.frame(&frame, &who, |_| panic!("kind {kind} was admitted"));
-            assert_eq!(said(step), (vec![], false), "kind {kind}");
+            assert_eq!(sent(step), (vec![], false), "kind {kind}");
         }
     }
 }
 
 #[test]
-fn a_client_that_has_not_seen_the_servers_proof_does_not_say_who_it_is() {
+fn a_client_sends_no_identity_before_the_servers_proof() {
     let who = identity("float32");
     for kind in (0..=u8::MAX).filter(|kind| *kind != PROOF) {
         let (_, mut client, challenge) = challenged(&who);
         client.frame(&challenge, &who, |_| Ok(())).unwrap();
         let frame = [&[kind][..], &[0; 64]].concat();
         let step = client.frame(&frame, &who, |_| Ok(()));
-        assert_eq!(said(step), (vec![], false), "kind {kind}");
+        assert_eq!(sent(step), (vec![], false), "kind {kind}");
     }
 }
 
@@ -209,30 +209,30 @@ fn a_proof_that_differs_in_any_bit_is_refused_and_there_is_no_second_try() {
     let who = identity("float32");
     for bit in 0..256 {
         let (mut server, mut client, challenge) = challenged(&who);
-        let (proof, _) = said(client.frame(&challenge, &who, |_| Ok(())));
+        let (proof, _) = sent(client.frame(&challenge, &who, |_| Ok(())));
         let mut wrong = proof[0].clone();
         wrong[1 + bit / 8] ^= 1 << (bit % 8);
-        let refused = said(server.frame(&wrong, &who, |_| Ok(())));
+        let refused = sent(server.frame(&wrong, &who, |_| Ok(())));
         assert_eq!(refused, (vec![vec![REFUSED, 1]], false), "bit {bit}");
-        let again = said(server.frame(&proof[0], &who, |_| Ok(())));
+        let again = sent(server.frame(&proof[0], &who, |_| Ok(())));
         assert_eq!(again, (vec![], false), "bit {bit}");
     }
 }
 
 #[test]
-fn an_identity_changed_on_the_way_is_refused_by_both_sides() {
+fn an_identity_that_was_changed_on_the_way_is_refused_by_both_sides() {
     let who = identity("float32");
     let (mut server, mut client, challenge) = challenged(&who);
-    let (proof, _) = said(client.frame(&challenge, &who, |_| Ok(())));
-    let (proof, _) = said(server.frame(&proof[0], &who, |_| Ok(())));
-    let (mut named, _) = said(client.frame(&proof[0], &who, |_| Ok(())));
+    let (proof, _) = sent(client.frame(&challenge, &who, |_| Ok(())));
+    let (proof, _) = sent(server.frame(&proof[0], &who, |_| Ok(())));
+    let (mut named, _) = sent(client.frame(&proof[0], &who, |_| Ok(())));
     let honest = named[0].clone();
     *named[0].last_mut().unwrap() ^= 1;
     let step = server.frame(&named[0], &who, |_| panic!("accepted"));
     assert!(matches!(step, Err(Error::Authentication(_))), "{step:?}");
 
-    server.state = State::ServerIdentity;
-    let (mut welcome, _) = said(server.frame(&honest, &who, |_| Ok(())));
+    server.state = HandshakeState::ServerIdentity;
+    let (mut welcome, _) = sent(server.frame(&honest, &who, |_| Ok(())));
     *welcome[0].last_mut().unwrap() ^= 1;
     let step = client.frame(&welcome[0], &who, |_| Ok(()));
     assert!(matches!(step, Err(Error::Authentication(_))), "{step:?}");

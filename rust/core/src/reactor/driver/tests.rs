@@ -1,12 +1,12 @@
-use std::net::{IpAddr, Ipv4Addr};
 use std::thread::{self, ThreadId};
+
+use kvpipe_ucx::Event;
+use rustix::event::epoll::EventFlags;
 
 use super::*;
 use crate::error::{Error, Result};
-use crate::ids::SessionKey;
-use crate::net::identity::{Identity, SessionKind};
-use crate::reactor::{Reactor, ReactorConfig, ReactorContext};
-use crate::session::connection::SessionTimeouts;
+use crate::reactor::{CommandReceiver, Reactor, ReactorSetup, Token};
+use crate::transport::Worker;
 use crate::work::{Completer, Then, Work};
 
 const SOON: Duration = Duration::from_secs(10);
@@ -21,41 +21,70 @@ enum Ask {
     Panic,
 }
 
-#[derive(Default)]
-struct Teller(Vec<Completer<ThreadId>>);
+/// Handles commands, and has neither sockets nor deadlines.
+struct Answering {
+    commands: CommandReceiver<Ask>,
+    kept: Vec<Completer<ThreadId>>,
+}
 
-impl Service for Teller {
-    type Command = Ask;
-
-    fn command(&mut self, _io: &mut ReactorContext, ask: Ask) {
-        match ask {
-            Ask::WhoRuns(completer) => completer.complete(Ok(thread::current().id())),
-            Ask::Keep(completer) => self.0.push(completer),
-            Ask::Stop(reactor, completer) => {
-                reactor.stop();
-                completer.complete(Ok(thread::current().id()));
+impl EventHandler for Answering {
+    fn worker(&self) -> Option<&Worker> {
+        None
+    }
+    fn set_now(&mut self, _now: Instant) {}
+    fn drain_commands(&mut self) {
+        while let Some(ask) = self.commands.next() {
+            match ask {
+                Ask::WhoRuns(completer) => completer.complete(Ok(thread::current().id())),
+                Ask::Keep(completer) => self.kept.push(completer),
+                Ask::Stop(reactor, completer) => {
+                    reactor.stop();
+                    completer.complete(Ok(thread::current().id()));
+                }
+                Ask::Panic => panic!("asked to"),
             }
-            Ask::Panic => panic!("asked to"),
         }
     }
-    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
-    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
-        Ok(())
+    fn is_stopping(&self) -> bool {
+        self.commands.is_stopping()
+    }
+    fn handle_readiness(&mut self, _token: Token, _events: EventFlags) {}
+    fn handle_ucx_event(&mut self, _event: Event) {}
+    fn poll(&mut self) -> bool {
+        false
+    }
+    fn has_work(&self) -> bool {
+        false
+    }
+    fn expire(&mut self) -> Option<Instant> {
+        None
+    }
+    fn has_failures(&self) -> bool {
+        false
+    }
+    fn report_failures(&mut self) {}
+    fn closing(&mut self) {}
+    fn end(self) {
+        drop(self.commands.close());
+    }
+    fn num_sessions(&self) -> usize {
+        0
     }
 }
 
 fn reactor() -> Reactor<Ask> {
-    let config = ReactorConfig {
-        listen: None,
-        token: Vec::new(),
-        identity: Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap(),
-        transport: None,
-        local: IpAddr::from(Ipv4Addr::LOCALHOST),
-        timeouts: SessionTimeouts::default(),
+    let setup = ReactorSetup {
         busy_poll: Duration::ZERO,
+        address: None,
+        registrar: std::sync::Weak::new(),
     };
-    Reactor::spawn(config, Teller::default).unwrap()
+    let reactor = Reactor::start(setup, |parts| {
+        Ok(Answering {
+            commands: parts.commands,
+            kept: Vec::new(),
+        })
+    });
+    reactor.unwrap()
 }
 
 fn who_runs(reactor: &Reactor<Ask>) -> ThreadId {
@@ -65,7 +94,7 @@ fn who_runs(reactor: &Reactor<Ask>) -> ThreadId {
 }
 
 /// As asyncio waits: on the descriptor.
-fn look(work: &Work<ThreadId>) -> ThreadId {
+fn poll(work: &Work<ThreadId>) -> ThreadId {
     work.event_fd().unwrap();
     while !work.is_completed() {
         thread::yield_now();
@@ -79,13 +108,13 @@ fn caller(reactor: &Arc<Reactor<Ask>>) -> thread::JoinHandle<Result<ThreadId>> {
     reactor.hand(Ask::Keep(completer), Then::Wait).unwrap();
     let reactor = Arc::clone(reactor);
     thread::spawn(move || {
-        let _node = reactor;
+        let _reactor = reactor;
         work.wait_for(SOON)
     })
 }
 
 #[test]
-fn a_caller_that_waits_runs_the_node_itself() {
+fn a_caller_that_waits_runs_the_reactor_itself() {
     let reactor = reactor();
     // Its thread may be at it when a caller comes.
     let is_me = |_| who_runs(&reactor) == thread::current().id();
@@ -99,12 +128,12 @@ fn the_thread_takes_over_when_callers_are_gone() {
         who_runs(&reactor);
         let (work, completer) = reactor.work();
         reactor.send(Ask::WhoRuns(completer)).unwrap();
-        assert_ne!(look(&work), thread::current().id());
+        assert_ne!(poll(&work), thread::current().id());
     }
 }
 
 #[test]
-fn what_others_ask_for_is_done_by_the_caller_that_runs_the_node() {
+fn what_others_ask_for_is_done_by_the_caller_that_runs_the_reactor() {
     let reactor = Arc::new(reactor());
     let caller = caller(&reactor);
     let is_caller = |_| {
@@ -117,7 +146,7 @@ fn what_others_ask_for_is_done_by_the_caller_that_runs_the_node() {
 }
 
 #[test]
-fn a_stopped_node_ends_the_wait_of_the_caller_that_runs_it() {
+fn a_stopped_reactor_ends_the_wait_of_the_caller_that_runs_it() {
     for _ in 0..100 {
         let reactor = Arc::new(reactor());
         let caller = caller(&reactor);
@@ -127,14 +156,14 @@ fn a_stopped_node_ends_the_wait_of_the_caller_that_runs_it() {
 }
 
 #[test]
-fn a_node_may_be_stopped_by_what_it_does_itself_whoever_runs_it() {
+fn a_reactor_may_be_stopped_by_what_it_does_itself_whoever_runs_it() {
     for then in [Then::GoOn, Then::Wait] {
         let reactor = Arc::new(reactor());
         let (stopped, completer) = reactor.work();
         let stop = Ask::Stop(Arc::clone(&reactor), completer);
         reactor.hand(stop, then).unwrap();
         match then {
-            Then::GoOn => assert_ne!(look(&stopped), thread::current().id()),
+            Then::GoOn => assert_ne!(poll(&stopped), thread::current().id()),
             Then::Wait => drop(stopped.wait_for(SOON).unwrap()),
         }
         reactor.stop();

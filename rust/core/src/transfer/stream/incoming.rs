@@ -1,34 +1,20 @@
 //! A stream at its destination.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use kvpipe_ucx::{AmData, Placer};
+use kvpipe_ucx::AmData;
 
 use super::WINDOW;
 use crate::checksum;
 use crate::error::{Error, Result};
 use crate::net::codec::Reader;
 use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::{RegisteredSink, StreamSink};
 use crate::transfer::cursor::Cursor;
 use crate::transfer::region::Pieces;
 use crate::transport::{Memory, Payload};
-
-/// What begins the header of a message with data: session, kind, id of the stream.
-const NAME_LEN: usize = 16 + 1 + 8;
-
-type Name = [u8; NAME_LEN];
-
-fn name(cx: &ReactorContext, session: SessionKey, (kind, id): (u8, u64)) -> Name {
-    let mut name = [0; NAME_LEN];
-    let header = cx.header(session, kind).u64(id).finish();
-    for (to, from) in name.iter_mut().zip(header) {
-        *to = from;
-    }
-    name
-}
 
 /// What is expected of a stream, and where it goes.
 #[derive(Debug)]
@@ -42,7 +28,7 @@ struct Landing {
     corrupt: Option<u64>,
 }
 
-impl Landing {
+impl StreamSink for Landing {
     /// Puts a piece where it belongs. Pieces come in order, so that any other is an error of the peer.
     fn place(&mut self, mut header: Reader<'_>, data: &[u8]) -> Result<()> {
         let (offset, checksum) = (header.u64()?, header.u64()?);
@@ -61,7 +47,9 @@ impl Landing {
         self.num_placed += len;
         Ok(())
     }
+}
 
+impl Landing {
     fn write(&mut self, mut data: &[u8]) -> Result<()> {
         let runs = &self.pieces.runs;
         while let Some(run) = self.cursor.piece(runs, data.len() as u64)
@@ -79,31 +67,10 @@ impl Landing {
     }
 }
 
-/// Where the streams to a reactor land, by what their headers begin with.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Landings(Rc<RefCell<HashMap<Name, Rc<RefCell<Landing>>>>>);
-
-impl Landings {
-    /// What the worker offers payloads to. It is called by C, and must not panic.
-    pub(crate) fn placer(&self) -> Placer {
-        let landings = self.clone();
-        Box::new(move |header, data| landings.place(header, data).unwrap_or(false))
-    }
-
-    /// A payload that is not placed, whatever is wrong with it, becomes an event, where that is found again.
-    fn place(&self, header: &[u8], data: &[u8]) -> Option<bool> {
-        let (name, rest) = header.split_first_chunk()?;
-        let landings = self.0.try_borrow().ok()?;
-        let mut landing = landings.get(name)?.try_borrow_mut().ok()?;
-        Some(landing.place(Reader::new(rest), data).is_ok())
-    }
-}
-
 /// A stream at its destination, which takes it until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Incoming {
-    landings: Landings,
-    name: Name,
+    _registered: RegisteredSink,
     landing: Rc<RefCell<Landing>>,
     num_bytes: u64,
     /// Bytes of the messages that have been taken, and those of them that the source has no credit for yet.
@@ -121,7 +88,6 @@ impl Incoming {
         pieces: Arc<Pieces>,
         is_checksummed: bool,
     ) -> Self {
-        let (landings, name) = (cx.landings(), name(cx, session, (kind, id)));
         let num_bytes = pieces.num_bytes;
         let landing = Rc::new(RefCell::new(Landing {
             memory,
@@ -131,10 +97,8 @@ impl Incoming {
             is_checksummed,
             corrupt: None,
         }));
-        landings.0.borrow_mut().insert(name, Rc::clone(&landing));
         Self {
-            landings,
-            name,
+            _registered: cx.register_sink(session, (kind, id), landing.clone()),
             landing,
             num_bytes,
             num_taken: 0,
@@ -193,12 +157,6 @@ impl Incoming {
     }
 }
 
-impl Drop for Incoming {
-    fn drop(&mut self) {
-        self.landings.0.borrow_mut().remove(&self.name);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
@@ -219,7 +177,7 @@ mod tests {
         let context = transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
         let memory = context.register(Buffer::zeroed(16)).unwrap();
         let mut cx = ReactorContext::manual(Some(context));
-        cx.data.as_mut().unwrap().admit(LINK, SESSION);
+        cx.add_manual(LINK, SESSION, None);
         (cx, memory)
     }
 
@@ -260,7 +218,7 @@ mod tests {
     #[test]
     fn pieces_are_placed_where_they_belong_before_they_are_events() {
         let (cx, memory) = reactor();
-        let (mut incoming, place) = (begin(&cx, &memory), cx.landings().placer());
+        let (mut incoming, place) = (begin(&cx, &memory), cx.placer());
         assert!(place(&header(0, b"abc"), b"abc"));
         assert!(place(&header(3, b"defgh"), b"defgh"));
         assert_eq!(bytes(&memory), *b"\0\0efgh\0\0\0\0\0\0abcd");
@@ -277,7 +235,7 @@ mod tests {
     #[test]
     fn what_does_not_come_next_or_is_too_much_is_not_placed_and_is_an_error_as_an_event() {
         let (cx, memory) = reactor();
-        let (mut incoming, place) = (begin(&cx, &memory), cx.landings().placer());
+        let (mut incoming, place) = (begin(&cx, &memory), cx.placer());
         for (offset, data) in [
             (1, &b"b"[..]),
             (0, b""),
@@ -287,20 +245,16 @@ mod tests {
             let header = header(offset, data);
             assert!(!place(&header, data), "{offset}");
             let data = AmData::Bytes(data.to_vec());
-            assert!(
-                incoming
-                    .take(Reader::new(&header[NAME_LEN..]), &data)
-                    .is_err()
-            );
+            assert!(incoming.take(Reader::new(&header[25..]), &data).is_err());
         }
-        assert!(!place(&header(0, b"a")[..NAME_LEN + 8], b"a"));
+        assert!(!place(&header(0, b"a")[..25 + 8], b"a"));
         assert_eq!(bytes(&memory), [0; 16]);
     }
 
     #[test]
     fn what_is_of_another_session_or_stream_is_not_placed() {
         let (cx, memory) = reactor();
-        let (_incoming, place) = (begin(&cx, &memory), cx.landings().placer());
+        let (_incoming, place) = (begin(&cx, &memory), cx.placer());
         for at in [0, 15, 16, 17] {
             let mut header = header(0, b"abcd");
             header[at] ^= 1;
@@ -313,7 +267,7 @@ mod tests {
     #[test]
     fn nothing_is_placed_once_the_stream_was_let_go() {
         let (cx, memory) = reactor();
-        let (incoming, place) = (begin(&cx, &memory), cx.landings().placer());
+        let (incoming, place) = (begin(&cx, &memory), cx.placer());
         assert!(place(&header(0, b"abcd"), b"abcd"));
         let before = bytes(&memory);
         drop(incoming);
@@ -324,7 +278,7 @@ mod tests {
     #[test]
     fn a_piece_that_differs_from_its_checksum_is_remembered() {
         let (cx, memory) = reactor();
-        let (incoming, place) = (begin(&cx, &memory), cx.landings().placer());
+        let (incoming, place) = (begin(&cx, &memory), cx.placer());
         assert!(place(&header(0, b"abcd"), b"abcd"));
         assert!(place(&header(4, b"efgh"), b"efgx"));
         assert_eq!(incoming.corrupt(), Some(4));

@@ -5,7 +5,7 @@
 mod incoming;
 mod outgoing;
 
-pub(crate) use incoming::{Incoming, Landings};
+pub(crate) use incoming::Incoming;
 pub(crate) use outgoing::Outgoing;
 
 /// Bytes a source may send before the destination's next credit.

@@ -1,4 +1,4 @@
-//! Memory that is registered in this process, and the keys to it.
+//! Memory that is registered with the in-memory transport, and its keys.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -12,14 +12,14 @@ use crate::transport::Answer;
 /// The registered memory of this process.
 static REGIONS: Mutex<BTreeMap<u64, Buffer>> = Mutex::new(BTreeMap::new());
 
-/// Registered memory; its key is good as long as it lives.
+/// Registered memory. Its key is valid until it is dropped.
 #[derive(Debug)]
-pub struct Registered {
+pub struct TwinMemory {
     key: u64,
     buffer: Buffer,
 }
 
-impl Registered {
+impl TwinMemory {
     pub(in crate::transport) fn new(buffer: Buffer) -> Answer<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         if buffer.is_empty() || buffer.bytes(0, 0).is_none() {
@@ -39,9 +39,9 @@ impl Registered {
     }
 }
 
-impl Drop for Registered {
+impl Drop for TwinMemory {
     fn drop(&mut self) {
-        // The buffer's owner may do anything as it is dropped: not under the lock.
+        // Dropping a buffer runs code of its owner: not under the lock.
         let removed = lock(&REGIONS).remove(&self.key);
         drop(removed);
     }
@@ -49,9 +49,9 @@ impl Drop for Registered {
 
 /// Access to registered memory.
 #[derive(Debug, Clone, Copy)]
-pub struct Key(u64);
+pub struct MemoryKey(u64);
 
-impl Key {
+impl MemoryKey {
     pub(in crate::transport) fn unpack(packed: &[u8]) -> Answer<Self> {
         let key = packed.try_into().map_err(|_| INVALID_PARAM)?;
         Ok(Self(u64::from_le_bytes(key)))

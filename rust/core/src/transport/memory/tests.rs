@@ -7,22 +7,22 @@ use rustix::event::{PollFd, PollFlags};
 use super::*;
 use crate::work::timespec;
 
-fn worker() -> Worker {
-    Worker::new(MemoryPath::RemoteRead).unwrap()
+fn worker() -> MemoryWorker {
+    MemoryWorker::new(MemoryPath::RemoteRead).unwrap()
 }
 
-fn pair() -> (Worker, Worker, EndpointId) {
+fn pair() -> (MemoryWorker, MemoryWorker, EndpointId) {
     let (one, other) = (worker(), worker());
     let endpoint = one.connect(&other.address()).unwrap();
     (one, other, endpoint)
 }
 
 fn registered(bytes: Vec<u8>) -> Memory {
-    Memory::Twin(Registered::new(Buffer::from_vec(bytes)).unwrap())
+    Memory::Twin(TwinMemory::new(Buffer::from_vec(bytes)).unwrap())
 }
 
 fn key_of(memory: &Memory) -> RemoteKey {
-    RemoteKey::Twin(Key::unpack(&memory.pack_rkey().unwrap()).unwrap())
+    RemoteKey::Twin(MemoryKey::unpack(&memory.pack_rkey().unwrap()).unwrap())
 }
 
 /// Reads the first `len` bytes of `remote` to the start of `local`.
@@ -44,7 +44,7 @@ fn read<'a>(
 }
 
 /// Works until there is nothing to do; what has happened, but for the ends of messages.
-fn events(worker: &Worker) -> Vec<String> {
+fn events(worker: &MemoryWorker) -> Vec<String> {
     while worker.progress() > 0 {}
     let told = std::iter::from_fn(|| worker.next_event()).filter_map(|event| match event {
         Event::Message { header, data } => Some(format!("{header:?} {:?}", &data[..])),
@@ -59,7 +59,7 @@ fn events(worker: &Worker) -> Vec<String> {
     told.collect()
 }
 
-fn is_readable(worker: &Worker) -> bool {
+fn is_readable(worker: &MemoryWorker) -> bool {
     let fd = worker.event_fd();
     let mut polled = [PollFd::new(&fd, PollFlags::IN)];
     rustix::event::poll(&mut polled, Some(&timespec(Duration::ZERO))) == Ok(1)

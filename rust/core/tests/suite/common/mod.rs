@@ -44,9 +44,10 @@ pub fn is_rdma() -> bool {
 /// Where UCX is, or None after printing why the test cannot run.
 #[allow(clippy::print_stderr, reason = "a skipped test says why")]
 pub fn ucx() -> Option<Search> {
+    let explicit = std::env::var_os("KVPIPE_UCX_LIB").map(PathBuf::from);
     let search = Search {
-        explicit: std::env::var_os("KVPIPE_UCX_LIB").map(PathBuf::from),
-        wheel_dir: wheel_dir(),
+        wheel_dir: explicit.is_none().then(wheel_dir).flatten(),
+        explicit,
     };
     Library::load(&search)
         .map_err(|error| eprintln!("skipped: {error}"))
@@ -54,6 +55,7 @@ pub fn ucx() -> Option<Search> {
         .map(|_| search)
 }
 
+/// Where Python has UCX's wheel. A start of Python takes longer than most tests: it is asked only where nothing else says.
 fn wheel_dir() -> Option<PathBuf> {
     let code = "import libucx; print(list(libucx.__path__)[0])";
     let output = Command::new("python3").args(["-c", code]).output().ok()?;

@@ -4,102 +4,150 @@ use kvpipe_core::checksum;
 use kvpipe_core::handoff::{self, ReadyBlock};
 use kvpipe_core::net::codec::Writer;
 
-use super::{NO_CHECKSUMS, REMOTE_READ, SERVER, goodbye};
-use crate::agent::{ANOTHER, HANDOFFS, KV};
-use crate::script::Script;
+use super::{goodbye, send};
+use crate::agent::{ANOTHER, HANDOFFS, IS_COMMITTED, KV, WITH_TAG, user};
+use crate::kinds::agent as kind;
+use crate::script::{NO_CHECKSUMS, REMOTE_READ, SERVER, Script};
 use crate::wire::{BLOCK_BYTES, block_ids, head, numbers, ready_blocks, regions, text};
 
-pub(super) fn agent() -> Vec<Vec<u8>> {
-    let known = regions(&[(0, KV), (1, ANOTHER)]);
-    let met = |flags| Script::new(flags).frame(&known);
-    let ids = block_ids(&[0, 2, 4]);
-    let blocks = |count: usize| vec![0; count << 10];
-    let wanted = |what| head(32, 1).u32(0).u8(what).finish();
-    let piece = head(33, 1).u64(0).finish();
-    let checksums = numbers(&[checksum::of(&[0; BLOCK_BYTES as usize]); 3]);
-    let offer = |number: Option<u64>| {
-        let header = head(36, 1).u32(1).u32(0).u8(1);
-        match number {
-            Some(number) => header.u8(1).u64(number).finish(),
-            None => header.u8(0).finish(),
-        }
-    };
-    let offered = |tag: &[u8]| [&ids[..], &ids, &Writer::default().bytes(tag).finish()].concat();
-    let of_handoff = |kind, index: usize| Writer::new(kind).raw(&HANDOFFS[index]);
-    let select = of_handoff(48, 0).u32(0).u32(0).u32(5).finish();
-    let announced = of_handoff(49, 1).u32(0).finish();
-    let ready = ready_blocks(&[0, 1].map(|region| ready_block(region, 0)));
-    let reason = text("ended");
-    let noted = head(42, 1).u64(1).finish();
-    let released = Writer::new(2).u32(0).finish();
-    let reading = |flags| met(flags).user(0, 3).user(0, 64 + 3);
-    let writing = |flags| met(flags).user(1, 3).user(1, 64 + 3);
-    let loading = |flags| met(flags).user(5, 8 + 1).message(&announced, &ready);
-    vec![
-        goodbye(reading(REMOTE_READ | NO_CHECKSUMS)),
-        goodbye(
-            reading(REMOTE_READ)
-                .message(&head(43, 1).u64(0).finish(), &checksums)
-                .message(&head(43, 2).u64(0).finish(), &checksums),
-        ),
-        goodbye(reading(0).sealed(&piece, &blocks(3))),
-        goodbye(reading(0).message(&head(35, 1).finish(), &reason)),
-        goodbye(
-            met(0)
-                .message(&wanted(0), &ids)
-                .message(&head(34, 1).u64(64).finish(), &[]),
-        ),
-        goodbye(met(0).message(&wanted(1), &ids)),
-        goodbye(met(REMOTE_READ).message(&wanted(2), &ids)),
-        goodbye(writing(REMOTE_READ).message(&head(37, 1).finish(), &[])),
-        goodbye(writing(0).message(&head(39, 1).finish(), &reason)),
-        goodbye(writing(REMOTE_READ | SERVER).message(&head(38, 1).finish(), &reason)),
-        goodbye(
-            met(REMOTE_READ)
-                .message(&offer(Some(0)), &offered(b"tag"))
-                .message(&head(43, 1).u64(0).finish(), &checksums)
-                .user(3, 0),
-        ),
-        goodbye(
-            met(0)
-                .message(&offer(None), &offered(b""))
-                .sealed(&piece, &blocks(3)),
-        ),
-        goodbye(
-            met(0)
-                .message(&head(40, 0).finish(), b"tag")
-                .user(3, 0)
-                .user(2, 3)
-                .message(&noted, &[]),
-        ),
-        goodbye(met(0).message(&head(41, 0).finish(), &[])),
-        goodbye(
-            met(REMOTE_READ)
-                .user(6, 5)
-                .message(&select, &[])
-                .message(&of_handoff(51, 0).finish(), &[]),
-        ),
-        goodbye(met(REMOTE_READ).message(&select, &[]).user(6, 5).user(7, 0)),
-        goodbye(loading(REMOTE_READ | SERVER)),
-        goodbye(loading(SERVER).sealed(&piece, &blocks(1))),
-        goodbye(
-            met(REMOTE_READ)
-                .user(5, 1)
-                .message(&of_handoff(50, 1).finish(), &reason)
-                .user(8, 0)
-                .user(9, 0),
-        ),
-        goodbye(met(REMOTE_READ).user(0, 3).user(4, 0).frame(&released)),
-        goodbye(met(REMOTE_READ).frame(&regions(&[(1, ANOTHER)]))),
-    ]
+/// A script after the exchange of regions.
+fn connected(flags: u8) -> Script {
+    Script::new(flags).frame(&regions(&[(0, KV), (1, ANOTHER)]))
+}
+
+/// Blocks of the peer, all zeros.
+fn blocks(count: usize) -> Vec<u8> {
+    vec![0; count * BLOCK_BYTES as usize]
+}
+
+fn stream(script: Script, num_blocks: usize) -> Script {
+    let header = head(kind::DATA, 1).u64(0).finish();
+    script.sealed(&header, &blocks(num_blocks))
+}
+
+fn checksums(script: Script, transfer: u64) -> Script {
+    let header = head(kind::CHECKSUMS, transfer).u64(0).finish();
+    script.message(&header, &numbers(&[checksum::of(&blocks(1)); 3]))
+}
+
+fn refuse(script: Script, kind: u8) -> Script {
+    script.message(&head(kind, 1).finish(), &text("ended"))
+}
+
+fn of_handoff(kind: u8, index: usize) -> Writer {
+    Writer::new(kind).raw(&HANDOFFS[index])
 }
 
 pub(super) fn ready_block(region: u16, position: u32) -> ReadyBlock {
-    let zeros = [0; BLOCK_BYTES as usize];
     ReadyBlock {
         region,
         position,
         block_id: 3,
-        checksum: handoff::checksum(&HANDOFFS[1], 0, region, position, &zeros),
+        checksum: handoff::checksum(&HANDOFFS[1], 0, region, position, &blocks(1)),
     }
+}
+
+pub(super) fn agent() -> Vec<Vec<u8>> {
+    let released = Writer::new(kind::RELEASED).u32(0).finish();
+    let closing = connected(REMOTE_READ).user(user::READ, 3);
+    let closing = closing.user(user::CLOSE_REGION, 0).frame(&released);
+    let closed = connected(REMOTE_READ).frame(&regions(&[(1, ANOTHER)]));
+    let rest = vec![closing, closed];
+    let scripts = [
+        reads(),
+        served_reads(),
+        writes(),
+        notifications(),
+        handoffs(),
+        rest,
+    ];
+    scripts.into_iter().flatten().map(goodbye).collect()
+}
+
+fn reads() -> Vec<Script> {
+    let reading = |flags| {
+        let script = connected(flags).user(user::READ, 3);
+        script.user(user::READ, WITH_TAG | 3)
+    };
+    vec![
+        reading(REMOTE_READ | NO_CHECKSUMS),
+        checksums(checksums(reading(REMOTE_READ), 1), 2),
+        stream(reading(0), 3),
+        refuse(reading(0), kind::REFUSED),
+    ]
+}
+
+fn served_reads() -> Vec<Script> {
+    // The bytes, the bytes with checksums, the checksums only.
+    let read = |flags, wanted| {
+        let header = head(kind::READ, 1).u32(0).u8(wanted).finish();
+        connected(flags).message(&header, &block_ids(&[0, 2, 4]))
+    };
+    let credit = head(kind::CREDIT, 1).u64(64).finish();
+    vec![
+        read(0, 0).message(&credit, &[]),
+        read(0, 1),
+        read(REMOTE_READ, 2),
+    ]
+}
+
+fn writes() -> Vec<Script> {
+    let writing = |flags| {
+        let script = connected(flags).user(user::WRITE, 3);
+        script.user(user::WRITE, WITH_TAG | 3)
+    };
+    let offer = |flags, tag: Option<&[u8]>| {
+        let header = head(kind::OFFER, 1).u32(1).u32(0).u8(1);
+        let header = match tag {
+            Some(_) => header.u8(1).u64(0),
+            None => header.u8(0),
+        };
+        let ids = block_ids(&[0, 2, 4]);
+        let payload = Writer::default().raw(&ids).raw(&ids);
+        let payload = payload.bytes(tag.unwrap_or_default());
+        connected(flags).message(&header.finish(), &payload.finish())
+    };
+    vec![
+        send(writing(REMOTE_READ), kind::TAKEN, 1),
+        refuse(writing(0), kind::CORRUPT),
+        refuse(writing(REMOTE_READ | SERVER), kind::NOT_TAKEN),
+        checksums(offer(REMOTE_READ, Some(b"tag")), 1).user(user::DRAIN, 0),
+        stream(offer(0, None), 3),
+    ]
+}
+
+fn notifications() -> Vec<Script> {
+    let notified = connected(0).message(&head(kind::NOTIFY, 0).finish(), b"tag");
+    let drained = notified.user(user::DRAIN, 0).user(user::NOTIFY, 3);
+    let noted = head(kind::NOTED, 1).u64(1).finish();
+    vec![
+        drained.message(&noted, &[]),
+        send(connected(0), kind::VOID, 0),
+    ]
+}
+
+fn handoffs() -> Vec<Script> {
+    let select = of_handoff(kind::SELECT, 0).u32(0).u32(0).u32(5).finish();
+    let acknowledge = of_handoff(kind::ACK, 0).finish();
+    let ended = of_handoff(kind::HANDOFF_ENDED, 1).finish();
+    let loading = |flags| {
+        let announcement = of_handoff(kind::BLOCKS_READY, 1).u32(0).finish();
+        let blocks = ready_blocks(&[0, 1].map(|region| ready_block(region, 0)));
+        let script = connected(flags).user(user::LOAD, IS_COMMITTED | 1);
+        script.message(&announcement, &blocks)
+    };
+    let ready_then_selected = connected(REMOTE_READ).user(user::MARK_READY, 5);
+    let selected_then_ready = connected(REMOTE_READ).message(&select, &[]);
+    let selected_then_ready = selected_then_ready.user(user::MARK_READY, 5);
+    let withdrawn = connected(REMOTE_READ).user(user::LOAD, 1);
+    let withdrawn = withdrawn.message(&ended, &text("ended"));
+    vec![
+        ready_then_selected
+            .message(&select, &[])
+            .message(&acknowledge, &[]),
+        selected_then_ready.user(user::END, 0),
+        loading(REMOTE_READ | SERVER),
+        stream(loading(SERVER), 1),
+        withdrawn.user(user::COMMIT, 0).user(user::CANCEL, 0),
+    ]
 }

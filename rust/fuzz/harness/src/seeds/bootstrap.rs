@@ -1,37 +1,40 @@
 //! Seeds of the bootstrap and of the handshake.
 
 use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::handshake::PROTOCOL_VERSION;
 
-use super::{REMOTE_READ, SERVER};
-use crate::script::Script;
+use crate::kinds::bootstrap::{CHALLENGE, HELLO, PROOF, REFUSED};
+use crate::kinds::session::APPLICATION;
+use crate::script::{REMOTE_READ, SERVER, Script};
+
+fn hello(version: u16) -> Vec<u8> {
+    let hello = Writer::new(HELLO).raw(b"KVPP").u16(version);
+    hello.raw(&[7; 32]).finish()
+}
 
 pub(super) fn bootstrap() -> Vec<Vec<u8>> {
-    let hello = Writer::new(1).raw(b"KVPP").u16(2).raw(&[7; 32]).finish();
-    let challenge = Writer::new(2).u16(2).raw(&[7; 32]).finish();
-    let checksum_mode = Writer::new(3).raw(&[7; 32]).finish();
-    let refusal = Writer::new(7).u8(3).str("not now").finish();
-    let differs = Writer::new(7).u8(2).str("a").str("b").str("c").finish();
-    let other = Writer::new(1).raw(b"KVPP").u16(9).raw(&[7; 32]).finish();
-    vec![
+    let challenge = Writer::new(CHALLENGE).u16(PROTOCOL_VERSION);
+    let challenge = challenge.raw(&[7; 32]).finish();
+    let proof = Writer::new(PROOF).raw(&[7; 32]).finish();
+    let refusal = Writer::new(REFUSED).u8(3).str("not now").finish();
+    let differs = Writer::new(REFUSED).u8(2).str("a").str("b").str("c");
+    let scripts = [
         Script::new(0)
-            .connection(&hello)
-            .connection(&checksum_mode)
-            .shut()
-            .finish(),
+            .connection(&hello(PROTOCOL_VERSION))
+            .connection(&proof)
+            .shut(),
         Script::new(0)
-            .connection(&other)
-            .message(&[0], &[])
-            .finish(),
+            .connection(&hello(PROTOCOL_VERSION + 1))
+            .message(&[0], &[]),
         Script::new(SERVER)
             .connection(&challenge)
-            .connection(&checksum_mode)
-            .finish(),
-        Script::new(SERVER).connection(&refusal).finish(),
+            .connection(&proof),
+        Script::new(SERVER).connection(&refusal),
         Script::new(REMOTE_READ)
-            .connection(&differs)
-            .connection(&[33])
-            .finish(),
-    ]
+            .connection(&differs.finish())
+            .connection(&[APPLICATION]),
+    ];
+    scripts.map(Script::finish).to_vec()
 }
 
 pub(super) fn handshake() -> Vec<Vec<u8>> {

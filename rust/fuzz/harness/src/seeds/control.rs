@@ -1,33 +1,34 @@
 //! Seeds of a control port.
 
-use super::{SERVER, goodbye};
-use crate::control::{HANDOFFS, opening, sequence_state};
-use crate::script::Script;
+use super::goodbye;
+use crate::control::{HANDOFFS, opening, sequence_state, user};
+use crate::script::{SERVER, Script};
 use crate::wire;
 
 pub(super) fn control() -> Vec<Vec<u8>> {
     let frames = wire::control(HANDOFFS[0], &opening(), &sequence_state());
-    let producing = Script::new(0).user(0, 0).user(1, 0).user(2, 0).user(5, 0);
-    let watching = Script::new(SERVER)
-        .user(6, 0)
-        .user(7, 0)
-        .user(10, 9)
-        .user(11, 0);
-    let one = |frame: &Vec<u8>| Script::new(0).user(1, 0).frame(frame).user(2, 0);
     let all = |script| {
-        frames
-            .iter()
-            .fold(script, |script: Script, it| script.frame(it))
+        let frames = frames.iter();
+        frames.fold(script, |script: Script, frame| script.frame(frame))
     };
-    let alone = frames.iter().map(|frame| one(frame).finish());
-    let ends = [
-        goodbye(all(producing)),
-        goodbye(
-            all(Script::new(0).user(0, 0).user(1, 0))
-                .user(9, 0)
-                .user(2, 0),
-        ),
-        goodbye(all(watching).user(4, 2).user(3, 0)),
-    ];
-    alone.chain(ends).collect()
+    let each = frames.iter().map(|frame| {
+        let script = Script::new(0).user(user::OPEN, 0).frame(frame);
+        script.user(user::FINISH, 0).finish()
+    });
+    let opened = |script: Script| script.user(user::EXPECT, 0).user(user::OPEN, 0);
+    let finished = opened(Script::new(0)).user(user::FINISH, 0);
+    let finished = all(finished.user(user::SET_RESULT, 0));
+    let progressing = all(opened(Script::new(0))).user(user::PROGRESS, 0);
+    let watching = Script::new(SERVER)
+        .user(user::WATCH, 0)
+        .user(user::RELEASE, 0)
+        .user(user::SUBSCRIBE, 9)
+        .user(user::QUERY_PROGRESS, 0);
+    let unwatched = all(watching).user(user::UNWATCH, 2);
+    each.chain([
+        goodbye(finished),
+        goodbye(progressing.user(user::FINISH, 0)),
+        goodbye(unwatched.user(user::WITHDRAW, 0)),
+    ])
+    .collect()
 }

@@ -3,18 +3,18 @@
 use kvpipe_core::blocks::Metadata;
 use kvpipe_core::fuzzing::DECODERS;
 use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::identity::SessionKind;
 
 use super::agent::ready_block;
-use super::lookup::entry;
+use super::lookup::{by_tokens, tensors};
 use crate::agent::KV;
 use crate::control::{HANDOFFS, opening, sequence_state};
-use crate::wire::{
-    self, block_ids, head, meta, numbers, offer, ready_blocks, region, regions, text,
-};
+use crate::wire::{self, block_ids, meta, numbers, offer, ready_blocks, region, regions, text};
 
 fn identity() -> Vec<u8> {
-    const AGENT: u8 = 2;
-    let identity = Writer::new(AGENT).raw(&[1; 16]).str("engine");
+    let identity = Writer::new(SessionKind::Agent as u8)
+        .raw(&[1; 16])
+        .str("engine");
     let fingerprint = identity.list(&[("dtype", "bfloat16")], |w, (field, value)| {
         w.str(field).str(value)
     });
@@ -23,21 +23,20 @@ fn identity() -> Vec<u8> {
 
 /// The index of the decoder, then bytes that it accepts.
 pub(super) fn decoders() -> Vec<Vec<u8>> {
-    let (tokens, tensors) = entry();
-    let select = [&tokens[..8], &[1], &tokens[8..]].concat();
     let ids = block_ids(&[1, 2]);
-    let header = head(36, 1).u32(1).u32(0).u8(1).u8(1).u64(0).finish();
-    let offered = Writer::default().bytes(&header[1..]);
+    let header = Writer::default().u64(1).u32(1).u32(0);
+    let header = header.u8(1).u8(1).u64(0).finish();
+    let offered = Writer::default().bytes(&header);
     let offered = offered.raw(&ids).raw(&ids).bytes(b"tag").finish();
     let metadata = Metadata {
         address: "127.0.0.1:4000".to_owned(),
         incarnation: [1; 16],
     };
-    let offer = |checksum_mode| offer(Writer::default(), 40 << 10, checksum_mode);
+    let offer = || offer(Writer::default(), 40 << 10, 1);
     let single = [
         ("identity", identity()),
         ("meta", meta(Writer::default(), 3).finish()),
-        ("offer", offer(1).finish()),
+        ("offer", offer().finish()),
         ("region", region(Writer::default(), (0, KV)).finish()),
         ("regions", regions(&[(0, KV)])[1..].to_vec()),
         ("offered_blocks", offered),
@@ -46,10 +45,10 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
         ("reason", text("a reason")),
         ("block_checksums", numbers(&[1])),
         ("metadata", metadata.to_bytes()),
-        ("select", select),
+        ("select", by_tokens()),
         ("refusal", Writer::new(2).str("no place").finish()),
-        ("entry", tensors),
-        ("offer_checksums", offer(1).bytes(&numbers(&[1])).finish()),
+        ("entry", tensors()),
+        ("offer_checksums", offer().bytes(&numbers(&[1])).finish()),
     ];
     let control = wire::control(HANDOFFS[0], &opening(), &sequence_state());
     let control = control.into_iter().map(|frame| ("control", frame));

@@ -2,66 +2,93 @@
 
 use kvpipe_core::net::codec::Writer;
 
-use super::{REMOTE_READ, goodbye};
-use crate::script::Script;
+use super::{goodbye, send, stream};
+use crate::kinds::{lookup, tensor};
+use crate::lookup::user;
+use crate::script::{REMOTE_READ, Script};
 use crate::wire::{head, meta, offer};
 
-/// A timeout with tokens, and the five tensors of an entry: one inside the message, one offered, three absent.
-pub(super) fn entry() -> (Vec<u8>, Vec<u8>) {
-    let tokens = Writer::default().u64(u64::MAX);
-    let tokens = tokens.list(&[1u64, 2], |w, token| w.u64(*token)).finish();
+const NO_TIMEOUT: u64 = u64::MAX;
+/// Of the offered tensor.
+const KIB: u8 = 40;
+
+fn tokens(writer: Writer) -> Writer {
+    writer.list(&[1u64, 2], |w, token| w.u64(*token))
+}
+
+/// The five tensors of an entry: one inside the message, one offered, three absent.
+pub(super) fn tensors() -> Vec<u8> {
+    let len = u64::from(KIB) << 10;
     let inside = meta(Writer::new(1), 3).bytes(b"abc").finish();
-    let outside = offer(meta(Writer::new(2), 40 << 10), 40 << 10, 0).finish();
-    (tokens, [&inside[..], &[0], &outside, &[0, 0]].concat())
+    let outside = offer(meta(Writer::new(2), len), len, 0).finish();
+    [&inside[..], &[0], &outside, &[0, 0]].concat()
+}
+
+/// A query by tokens.
+pub(super) fn by_tokens() -> Vec<u8> {
+    tokens(Writer::default().u64(NO_TIMEOUT).u8(1)).finish()
+}
+
+fn insert(flags: u8, tensors: &[u8]) -> Script {
+    let entry = tokens(Writer::default().u64(NO_TIMEOUT)).raw(tensors);
+    let header = head(lookup::INSERT, 0).finish();
+    Script::new(flags).sealed(&header, &entry.finish())
+}
+
+fn select(script: Script, query: &[u8]) -> Script {
+    script.message(&head(lookup::SELECT, 1).finish(), query)
+}
+
+fn settle(script: Script, is_consumed: u8) -> Script {
+    let header = head(lookup::SETTLE, 1).u8(is_consumed);
+    script.message(&header.finish(), &[])
 }
 
 pub(super) fn server() -> Vec<Vec<u8>> {
-    let (tokens, tensors) = entry();
-    let inserted = [&tokens[..], &tensors].concat();
-    let small = [&tokens[..], &[0; 5]].concat();
-    let insert = |flags| Script::new(flags).sealed(&head(16, 0).finish(), &inserted);
-    let select = [&u64::MAX.to_le_bytes()[..], &[1], &tokens[8..]].concat();
-    let any = [&u64::MAX.to_le_bytes()[..], &[0]].concat();
-    let asked = |script: Script, query: &[u8]| script.message(&head(19, 1).finish(), query);
-    let take = |script: Script| script.message(&head(22, 1).finish(), &[]);
-    let settle = |is_consumed| head(24, 1).u8(is_consumed).finish();
-    let data = head(4, 2).u64(0).finish();
-    let withdraw = |id| head(25, id).finish();
+    let (all, by_tokens) = (tensors(), by_tokens());
+    let any = Writer::default().u64(NO_TIMEOUT).u8(0).finish();
+    let consume = |script| send(script, lookup::CONSUME, 1);
+    let inserted_here = |flags| Script::new(flags).user(user::INSERT, KIB);
+    let withdrawn = send(select(Script::new(0), &any), lookup::WITHDRAW, 1);
+    let selected_here = withdrawn.user(user::INSERT, 1).user(user::SELECT, 0);
     vec![
-        goodbye(take(asked(insert(REMOTE_READ), &select)).message(&settle(1), &[])),
-        goodbye(asked(insert(0).large(&data, (40, 0)), &any).message(&settle(0), &[])),
-        goodbye(take(asked(
-            Script::new(0).sealed(&head(16, 0).finish(), &small),
-            &any,
-        ))),
-        goodbye(take(asked(Script::new(REMOTE_READ).user(0, 40), &any)).message(&settle(1), &[])),
-        goodbye(asked(Script::new(0).user(0, 40), &select).message(&head(3, 5).finish(), &[])),
-        goodbye(
-            asked(Script::new(0), &any)
-                .message(&withdraw(1), &[])
-                .user(0, 1)
-                .user(1, 0)
-                .user(4, 0),
-        ),
-        goodbye(insert(0).message(&withdraw(0), &[])),
+        goodbye(settle(
+            consume(select(insert(REMOTE_READ, &all), &by_tokens)),
+            1,
+        )),
+        goodbye(settle(select(stream(insert(0, &all), 2, KIB), &any), 0)),
+        goodbye(consume(select(insert(0, &[0; 5]), &any))),
+        goodbye(settle(consume(select(inserted_here(REMOTE_READ), &any)), 1)),
+        goodbye(send(
+            select(inserted_here(0), &by_tokens),
+            tensor::ACCEPT,
+            5,
+        )),
+        goodbye(selected_here.user(user::CONSUME, 0)),
+        goodbye(send(insert(0, &all), lookup::WITHDRAW, 0)),
     ]
 }
 
 pub(super) fn client() -> Vec<Vec<u8>> {
-    let (_, tensors) = entry();
-    let send = |script: Script, kind, id| script.message(&head(kind, id).finish(), &[]);
-    let refused = Writer::new(2).str("no place").finish();
-    let inserting = |flags| Script::new(flags).user(0, 40);
-    let selecting = |flags| Script::new(flags).user(1, 0);
-    let offered = |script: Script| script.sealed(&head(20, 0).finish(), &tensors);
-    let data = head(4, 2).u64(0).finish();
+    let inserting = |flags| Script::new(flags).user(user::INSERT, KIB);
+    let offered = |flags| {
+        let script = Script::new(flags).user(user::SELECT, 0);
+        script.sealed(&head(lookup::OFFER, 0).finish(), &tensors())
+    };
+    let accepted = send(inserting(0), tensor::ACCEPT, 0);
+    let refusal = Writer::new(2).str("no place").finish();
+    let refused = inserting(0).message(&head(lookup::REFUSED, 0).finish(), &refusal);
+    let consumed = |script| send(script, lookup::CONSUMED, 0);
+    let nothing = send(Script::new(0).user(user::SELECT, 0), lookup::NOTHING, 0);
+    let dropped = Script::new(0).user(user::SELECT_TOKENS, 1);
+    let dropped = dropped.user(user::DROP_SELECT, 0);
     vec![
-        goodbye(send(inserting(REMOTE_READ), 17, 0)),
-        goodbye(send(send(inserting(0), 3, 0), 17, 0)),
-        goodbye(inserting(0).message(&head(18, 0).finish(), &refused)),
-        goodbye(send(offered(selecting(REMOTE_READ)), 23, 0).user(4, 0)),
-        goodbye(send(offered(selecting(0)).large(&data, (40, 0)), 23, 0).user(3, 0)),
-        goodbye(send(selecting(0), 21, 0)),
-        goodbye(send(Script::new(0).user(2, 1).user(3, 0), 25, 0)),
+        goodbye(send(inserting(REMOTE_READ), lookup::INSERTED, 0)),
+        goodbye(send(accepted, lookup::INSERTED, 0)),
+        goodbye(refused),
+        goodbye(consumed(offered(REMOTE_READ)).user(user::CONSUME, 0)),
+        goodbye(consumed(stream(offered(0), 2, KIB)).user(user::DROP_SELECT, 0)),
+        goodbye(nothing),
+        goodbye(send(dropped, lookup::WITHDRAW, 0)),
     ]
 }

@@ -9,12 +9,10 @@ mod pipe;
 
 use kvpipe_core::net::codec::Writer;
 
+use crate::kinds::session::{GOODBYE, HEARTBEAT};
+use crate::kinds::tensor::DATA;
 use crate::script::Script;
-
-// Flags of scripts.
-const REMOTE_READ: u8 = 1;
-const SERVER: u8 = 2;
-const NO_CHECKSUMS: u8 = 16;
+use crate::wire::head;
 
 /// Seeds of every target, by its name.
 pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
@@ -37,7 +35,17 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
 
 /// Ends the session in order.
 fn goodbye(script: Script) -> Vec<u8> {
-    let goodbye = Writer::new(34).str("it is over").finish();
-    let script = script.connection(&[32]).connection(&goodbye);
+    let goodbye = Writer::new(GOODBYE).str("it is over").finish();
+    let script = script.connection(&[HEARTBEAT]).connection(&goodbye);
     script.shut().finish()
+}
+
+/// A message without payload.
+fn send(script: Script, kind: u8, id: u64) -> Script {
+    script.message(&head(kind, id).finish(), &[])
+}
+
+/// The first bytes of a large tensor of zeros.
+fn stream(script: Script, id: u64, kib: u8) -> Script {
+    script.large(&head(DATA, id).u64(0).finish(), (kib, 0))
 }

@@ -3,50 +3,66 @@
 use kvpipe_core::checksum;
 use kvpipe_core::net::codec::Writer;
 
-use super::{REMOTE_READ, goodbye};
-use crate::script::Script;
+use super::{goodbye, send, stream};
+use crate::kinds::{pipe, tensor};
+use crate::pipe::{receiver_user, sender_user};
+use crate::script::{REMOTE_READ, Script};
 use crate::wire::{head, meta, numbers, offer};
 
-pub(super) fn receiver() -> Vec<Vec<u8>> {
-    let eager = |id| head(1, id).u8(1).finish();
+/// Of the large tensor.
+const KIB: u8 = 40;
+
+/// A small tensor, then the offer of a large one, and a receive for each.
+fn announced(flags: u8, checksum_mode: u8) -> Script {
+    let is_checksummed = 1;
+    let eager = head(pipe::EAGER, 0).u8(is_checksummed).finish();
     let small = meta(Writer::default(), 3).bytes(b"abc").finish();
-    let offered = |checksum_mode| offer(meta(Writer::default(), 40 << 10), 40 << 10, checksum_mode);
-    let checksum = checksum::of(&vec![0; 40 << 10]);
-    let checksums = numbers(&[checksum]);
-    let announced = |flags, checksum_mode| {
-        let script = Script::new(flags).user(0, 0).sealed(&eager(0), &small);
-        let offer = head(2, 1).u8(1).finish();
-        script
-            .user(1, 40)
-            .sealed(&offer, &offered(checksum_mode).finish())
+    let len = u64::from(KIB) << 10;
+    let large = offer(meta(Writer::default(), len), len, checksum_mode).finish();
+    let header = head(pipe::OFFER, 1).u8(is_checksummed).finish();
+    let script = Script::new(flags).user(receiver_user::RECEIVE, 0);
+    let script = script.sealed(&eager, &small);
+    let script = script.user(receiver_user::RECEIVE_OUT, KIB);
+    script.sealed(&header, &large)
+}
+
+pub(super) fn receiver() -> Vec<Vec<u8>> {
+    let checksum = checksum::of(&vec![0; usize::from(KIB) << 10]);
+    let checksums = head(tensor::CHECKSUMS, 1).finish();
+    let checksummed = announced(REMOTE_READ, 1).message(&checksums, &numbers(&[checksum]));
+    let withdrawn = announced(0, 0).user(receiver_user::WITHDRAW, 0);
+    let ended = |script: Script| {
+        let script = script.user(receiver_user::RECEIVE, 0);
+        script.frame(b"end").shut().finish()
     };
-    let data = head(4, 1).u64(0).finish();
-    let ended = |script: Script| script.user(0, 0).frame(b"end").shut().finish();
     vec![
-        ended(announced(0, 2).large(&data, (40, 0))),
-        ended(announced(REMOTE_READ, 1).message(&head(9, 1).finish(), &checksums)),
-        goodbye(announced(REMOTE_READ, 0).message(&head(7, 1).finish(), &[])),
-        goodbye(announced(0, 0).user(2, 0).large(&data, (20, 0))),
+        ended(stream(announced(0, 2), 1, KIB)),
+        ended(checksummed),
+        goodbye(send(announced(REMOTE_READ, 0), pipe::WITHDRAW, 1)),
+        goodbye(stream(withdrawn, 1, KIB / 2)),
     ]
 }
 
+fn acknowledge(script: Script, first: u64, others: &[u64]) -> Script {
+    script.message(&head(pipe::ACK, first).finish(), &numbers(others))
+}
+
 pub(super) fn sender() -> Vec<Vec<u8>> {
-    let acked = |script: Script, id| script.message(&head(6, id).finish(), &numbers(&[]));
-    let reply = |script: Script, kind, id| script.message(&head(kind, id).finish(), &[]);
-    let posted = |flags| acked(Script::new(flags).user(0, 1).user(0, 80), 0);
-    let credit = head(5, 1).u64(40 << 10).finish();
-    let accepted = reply(posted(0), 3, 1).message(&credit, &[]);
-    let both = head(6, 0).finish();
+    // A small tensor, which is acknowledged, and the offer of a large one.
+    let offering = |flags| {
+        let script = Script::new(flags).user(sender_user::SEND, 1);
+        acknowledge(script.user(sender_user::SEND, 80), 0, &[])
+    };
+    let credit = head(tensor::CREDIT, 1).u64(40 << 10).finish();
+    let accepted = send(offering(0), tensor::ACCEPT, 1).message(&credit, &[]);
+    let closing = |script| acknowledge(script, 1, &[]).user(sender_user::CLOSE, 0);
+    let two_small = Script::new(REMOTE_READ).user(sender_user::SEND, 1);
+    let two_small = two_small.user(sender_user::SEND, 2);
     vec![
-        acked(accepted, 1).user(3, 0).shut().finish(),
-        acked(posted(REMOTE_READ), 1).user(3, 0).finish(),
-        goodbye(reply(posted(REMOTE_READ), 8, 1)),
-        goodbye(reply(posted(0), 10, 1)),
-        goodbye(
-            Script::new(REMOTE_READ)
-                .user(0, 1)
-                .user(0, 2)
-                .message(&both, &numbers(&[1])),
-        ),
+        closing(accepted).shut().finish(),
+        closing(offering(REMOTE_READ)).finish(),
+        goodbye(send(offering(REMOTE_READ), pipe::WITHDRAWN, 1)),
+        goodbye(send(offering(0), pipe::CORRUPT, 1)),
+        goodbye(acknowledge(two_small, 0, &[1])),
     ]
 }

@@ -1,11 +1,13 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 
+use kvpipe_ucx::Buffer;
+
 use super::*;
 use crate::net::identity::SessionKind;
 use crate::transport::MemoryPath;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Is busy with its first command until it is let go.
 struct Busy {
@@ -18,7 +20,7 @@ impl Service for Busy {
 
     fn command(&mut self, _io: &mut ReactorContext, _command: ()) {
         let _ = self.begun.send(());
-        let _ = self.may_end.recv_timeout(PATIENCE);
+        let _ = self.may_end.recv_timeout(TIMEOUT);
     }
     fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
     fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
@@ -42,9 +44,9 @@ fn config() -> ReactorConfig {
 #[test]
 fn memory_is_registered_on_the_callers_thread_whatever_the_node_is_busy_with() {
     let ((begun, begins), (lets_end, may_end)) = (sync_channel(1), sync_channel(1));
-    let reactor = Reactor::spawn(config(), || Busy { begun, may_end }).expect("reactor");
+    let reactor = spawn(config(), || Busy { begun, may_end }).expect("reactor");
     reactor.send(()).expect("it runs");
-    begins.recv_timeout(PATIENCE).expect("it is busy");
+    begins.recv_timeout(TIMEOUT).expect("it is busy");
     let memory = reactor.register(Buffer::zeroed(64)).expect("registered");
     assert_eq!(memory.buffer().len(), 64);
     lets_end.send(()).expect("it is busy still");
@@ -53,23 +55,12 @@ fn memory_is_registered_on_the_callers_thread_whatever_the_node_is_busy_with() {
 #[test]
 fn nothing_is_registered_with_a_node_that_has_ended() {
     let ((begun, _begins), (_lets_end, may_end)) = (sync_channel(1), sync_channel(1));
-    let reactor = Reactor::spawn(config(), || Busy { begun, may_end }).expect("reactor");
+    let reactor = spawn(config(), || Busy { begun, may_end }).expect("reactor");
     reactor.stop();
     let refused = reactor
         .register(Buffer::zeroed(64))
         .expect_err("it has ended");
     assert!(matches!(refused, Error::Closed(_)), "{refused}");
-}
-
-#[test]
-fn five_hundred_peers_may_come_while_the_node_is_busy_and_none_has_to_come_again() {
-    let listener = bind("127.0.0.1:0".parse().expect("address")).expect("listen");
-    let address = listener.local_addr().expect("address");
-    // Probe again by the kernel after a second.
-    let at_once = Duration::from_millis(900);
-    let connect = || std::net::TcpStream::connect_timeout(&address, at_once);
-    let streams: Vec<_> = (0..500).map(|_| connect().expect("room")).collect();
-    drop(streams);
 }
 
 /// Takes its time to end.
@@ -90,7 +81,7 @@ impl Service for Lasting {
     }
     fn stop(&mut self, _io: &mut ReactorContext) {
         let _ = self.ends.send(());
-        let _ = self.may_end.recv_timeout(PATIENCE);
+        let _ = self.may_end.recv_timeout(TIMEOUT);
         self.has_ended.store(true, Ordering::Release);
     }
 }
@@ -104,14 +95,14 @@ fn whoever_stops_a_node_that_is_ending_returns_when_it_has_ended() {
         may_end,
         has_ended: Arc::clone(&has_ended),
     };
-    let reactor = Reactor::spawn(config(), || lasting).expect("reactor");
+    let reactor = spawn(config(), || lasting).expect("reactor");
     let stop = || {
         reactor.stop();
         has_ended.load(Ordering::Acquire)
     };
     std::thread::scope(|scope| {
         let first = scope.spawn(stop);
-        is_ending.recv_timeout(PATIENCE).expect("it is ending");
+        is_ending.recv_timeout(TIMEOUT).expect("it is ending");
         let others = [scope.spawn(stop), scope.spawn(stop)];
         // Time for those who would not wait.
         std::thread::sleep(Duration::from_millis(50));
@@ -144,7 +135,7 @@ fn what_a_node_does_not_refuse_it_takes_whenever_it_is_stopped() {
     for _ in 0..50 {
         let num_taken = Arc::new(AtomicUsize::new(0));
         let counting = Counting(Arc::clone(&num_taken));
-        let reactor = Reactor::spawn(config(), || counting).expect("reactor");
+        let reactor = spawn(config(), || counting).expect("reactor");
         let ask = || std::iter::from_fn(|| reactor.send(()).ok()).count();
         let num_pings = std::thread::scope(|scope| {
             let callers = [scope.spawn(ask), scope.spawn(ask)];

@@ -3,14 +3,14 @@ use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
 
 use kvpipe_ucx::{Buffer, Config, Library, MemoryKind, Search};
 
 use super::*;
-use crate::error::Result;
 use crate::net::identity::Identity;
-use crate::reactor::commands;
-use crate::transport::{Context, Get, Memory, RemoteKey, Worker};
+use crate::reactor::ReactorCore;
+use crate::transport::{Context, Get, Memory, RemoteKey};
 
 /// Notes at each command whether the session had failed.
 #[derive(Default)]
@@ -22,54 +22,55 @@ impl Service for Noting {
     fn command(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         self.0.push(cx.has_failed(session));
     }
-    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
-    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
+    fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
+    fn frame(
+        &mut self,
+        _cx: &mut ReactorContext,
+        _session: SessionKey,
+        _frame: &[u8],
+    ) -> Result<()> {
         Ok(())
     }
 }
 
 #[test]
-fn what_is_asked_for_while_the_end_of_a_link_is_seen_knows_of_it() {
+fn a_command_that_comes_while_the_end_of_a_session_is_seen_knows_of_it() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let mut cx = ReactorContext::manual(None);
-    let (session, now) = (cx.new_session(), cx.now);
-    cx.add(session, stream, "peer".to_owned(), false, now)
-        .unwrap();
-    let (commands, receiver) = commands::channel();
-    let mut reactor = ReactorCore::new(cx, Noting::default(), receiver);
+    let session = cx.add_accepted(stream, "peer".to_owned()).unwrap();
+    let (send, receiver) = CommandReceiver::manual();
+    let mut sessions = Sessions::new(cx, Noting::default(), receiver, None);
     drop(listener.accept().unwrap());
-    while reactor.service.0.last() != Some(&true) {
+    while sessions.service.0.last() != Some(&true) {
         // The end is on its way, and a command is there whenever it is seen.
-        commands.send(ReactorCommand::Command(session)).unwrap();
-        reactor.serve(session, epoll::EventFlags::empty());
-        let has_failed = reactor.cx.has_failed(session);
-        assert_eq!(reactor.service.0.last(), Some(&has_failed));
+        send(session);
+        sessions.receive(session, EventFlags::empty());
+        let has_failed = sessions.cx.has_failed(session);
+        assert_eq!(sessions.service.0.last(), Some(&has_failed));
     }
 }
 
 #[test]
-fn one_look_hears_of_all_who_have_said_something() {
+fn one_poll_receives_from_all_peers_that_have_sent() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut cx = ReactorContext::manual(None);
-    let begun = cx.now;
+    let (begun, poller) = (cx.now(), Arc::clone(&cx.poller));
     let mut peer = |_| {
         let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let stream = listener.accept().unwrap().0;
         peer.write_all(&[0]).unwrap();
         stream.peek(&mut [0]).unwrap();
-        let session = cx.new_session();
-        cx.add(session, stream, "peer".to_owned(), true, begun)
-            .unwrap();
-        (session, peer)
+        (cx.add_accepted(stream, "peer".to_owned()).unwrap(), peer)
     };
     let peers: Vec<_> = (0..200).map(&mut peer).collect();
-    let (_commands, receiver) = commands::channel();
-    let mut reactor = ReactorCore::new(cx, Noting::default(), receiver);
-    reactor.look_at_sockets(Instant::now());
+    let (_send, receiver) = CommandReceiver::manual();
+    let sessions = Sessions::new(cx, Noting::default(), receiver, None);
+    let mut core = ReactorCore::new(sessions, poller, Duration::ZERO).unwrap();
+    core.poll_sockets(Instant::now());
     let is_heard =
-        |(session, _): &(SessionKey, TcpStream)| reactor.cx.last_rx(*session) > Some(begun);
+        |(session, _): &(SessionKey, TcpStream)| core.handler.cx.last_rx(*session) > Some(begun);
     assert_eq!(peers.iter().filter(|peer| is_heard(peer)).count(), 200);
 }
 
@@ -121,9 +122,14 @@ impl Service for Reading {
         };
         worker.get(endpoint, get).expect("get");
     }
-    fn session_up(&mut self, _io: &mut ReactorContext, _link: SessionKey, _peer: &Identity) {}
-    fn session_down(&mut self, _io: &mut ReactorContext, _link: SessionKey, _error: Error) {}
-    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
+    fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
+    fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
+    fn frame(
+        &mut self,
+        _cx: &mut ReactorContext,
+        _session: SessionKey,
+        _frame: &[u8],
+    ) -> Result<()> {
         Ok(())
     }
     fn stop(&mut self, cx: &mut ReactorContext) {
@@ -132,7 +138,7 @@ impl Service for Reading {
 }
 
 #[test]
-fn a_read_of_a_stopped_peer_outlives_its_node_with_its_memory_until_the_peer_goes_on() {
+fn a_read_of_a_stopped_peer_outlives_its_reactor_with_its_memory_until_the_peer_goes_on() {
     let (Some(context), Some(theirs)) = (ucx_over_tcp(), ucx_over_tcp()) else {
         return;
     };
@@ -154,14 +160,15 @@ fn a_read_of_a_stopped_peer_outlives_its_node_with_its_memory_until_the_peer_goe
         key: None,
         told,
     };
-    let (commands, receiver) = commands::channel();
+    let (send, receiver) = CommandReceiver::manual();
     let cx = ReactorContext::manual(Some(context));
-    let pending = cx.pending_reads.clone();
-    let mut reactor = ReactorCore::new(cx, reading, receiver);
-    commands.send(ReactorCommand::Command(())).unwrap();
-    reactor.turn();
+    let (pending, poller) = (cx.pending_reads().clone(), Arc::clone(&cx.poller));
+    let sessions = Sessions::new(cx, reading, receiver, None);
+    let mut core = ReactorCore::new(sessions, poller, Duration::ZERO).unwrap();
+    send(());
+    core.run_once();
     assert_eq!(pending.check(), Ok(()), "it has not been closed");
-    reactor.end();
+    core.end();
     let said = hears.recv().expect("it has ended");
     assert!(said.contains("1 reads have not ended"), "{said}");
     assert!(matches!(pending.check(), Err(Error::Timeout(_))));

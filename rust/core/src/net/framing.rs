@@ -1,0 +1,189 @@
+//! Frames of a session's TCP connection: a length of four bytes, little-endian, then the content. Bytes in, frames out.
+
+use std::collections::VecDeque;
+
+use crate::error::{Error, Result};
+use crate::net::codec::{Reader, Writer};
+
+/// Largest frame of an authenticated peer.
+pub(crate) const FRAME_CAP: usize = 16 << 20;
+/// Most bytes that wait for a peer that does not read.
+const UNSENT_CAP: usize = 64 << 20;
+/// Longest reason in a goodbye.
+const REASON_CAP: usize = 4096;
+
+const HEARTBEAT: u8 = 32;
+const APPLICATION: u8 = 33;
+const GOODBYE: u8 = 34;
+const PING: u8 = 35;
+
+/// A frame of an established session.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum SessionFrame<'a> {
+    /// The sender is alive.
+    Heartbeat,
+    /// A message of a service.
+    Application(&'a [u8]),
+    /// The sender closes the session, for this reason.
+    Goodbye(String),
+    /// The receiver is to send a heartbeat now.
+    Ping,
+}
+
+impl<'a> SessionFrame<'a> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        match self {
+            Self::Heartbeat => vec![HEARTBEAT],
+            Self::Application(message) => Writer::new(APPLICATION).raw(message).finish(),
+            Self::Goodbye(reason) => Writer::new(GOODBYE).text(reason, REASON_CAP).finish(),
+            Self::Ping => vec![PING],
+        }
+    }
+
+    /// # Errors
+    /// No such frame; the text does not name the peer.
+    pub(crate) fn decode(frame: &'a [u8]) -> Result<Self> {
+        match frame.split_first() {
+            Some((&HEARTBEAT, _)) => Ok(Self::Heartbeat),
+            Some((&APPLICATION, message)) => Ok(Self::Application(message)),
+            Some((&GOODBYE, reason)) => Ok(Self::Goodbye(Reader::new(reason).str(REASON_CAP)?)),
+            Some((&PING, _)) => Ok(Self::Ping),
+            other => Err(Error::protocol(format_args!(
+                "frame {:?} on an established session",
+                other.map(|(kind, _)| kind)
+            ))),
+        }
+    }
+}
+
+/// Splits received bytes into frames.
+#[derive(Debug, Default)]
+pub(crate) struct FrameReader {
+    bytes: Vec<u8>,
+    start: usize,
+}
+
+impl FrameReader {
+    /// Where to append received bytes.
+    pub(crate) fn buffer(&mut self) -> &mut Vec<u8> {
+        self.bytes.drain(..std::mem::take(&mut self.start));
+        &mut self.bytes
+    }
+
+    /// The next frame, once it is complete.
+    ///
+    /// # Errors
+    /// It is longer than `cap`; the text does not name the peer.
+    pub(crate) fn next(&mut self, cap: usize) -> Result<Option<&[u8]>> {
+        let Some((length, rest)) = self.bytes[self.start..].split_first_chunk::<4>() else {
+            return Ok(None);
+        };
+        let length = u32::from_le_bytes(*length) as usize;
+        if length > cap {
+            return Err(Error::protocol(format_args!(
+                "a frame of {length} bytes is announced, at most {cap} are allowed"
+            )));
+        }
+        let frame = rest.get(..length);
+        self.start += frame.map_or(0, |frame| 4 + frame.len());
+        Ok(frame)
+    }
+}
+
+/// Frames that have not been sent.
+#[derive(Debug, Default)]
+pub(crate) struct FrameWriter(VecDeque<u8>);
+
+impl FrameWriter {
+    /// Appends a frame; false when too much waits already.
+    #[must_use]
+    pub(crate) fn push(&mut self, frame: &[u8]) -> bool {
+        let fits = self.0.len() + frame.len() <= UNSENT_CAP;
+        if fits {
+            self.0.extend((frame.len() as u32).to_le_bytes());
+            self.0.extend(frame);
+        }
+        fits
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The next bytes to send, as many as lie together.
+    pub(crate) fn front(&self) -> &[u8] {
+        self.0.as_slices().0
+    }
+
+    /// The first `len` bytes have been sent.
+    pub(crate) fn consume(&mut self, len: usize) {
+        self.0.drain(..len);
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.0.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// What has been written so far, in pieces of `len` bytes.
+    fn receive(writer: &mut FrameWriter, reader: &mut FrameReader, len: usize) -> usize {
+        let piece = writer.front();
+        let len = len.min(piece.len());
+        reader.buffer().extend(&piece[..len]);
+        writer.consume(len);
+        len
+    }
+
+    #[test]
+    fn every_frame_is_decoded_as_encoded() {
+        for frame in [
+            SessionFrame::Heartbeat,
+            SessionFrame::Application(b"message"),
+            SessionFrame::Goodbye("reason".to_owned()),
+            SessionFrame::Ping,
+        ] {
+            assert_eq!(SessionFrame::decode(&frame.encode()), Ok(frame));
+        }
+        assert!(SessionFrame::decode(b"").is_err());
+        assert!(SessionFrame::decode(&[7]).is_err());
+    }
+
+    #[test]
+    fn a_frame_is_refused_as_soon_as_its_length_is_known() {
+        let mut reader = FrameReader::default();
+        reader.buffer().extend([9, 0, 0]);
+        assert_eq!(reader.next(8), Ok(None));
+        reader.buffer().push(0);
+        assert!(matches!(reader.next(8), Err(Error::Protocol(_))));
+        assert_eq!(reader.next(9), Ok(None));
+    }
+
+    #[test]
+    fn a_peer_that_does_not_read_is_sent_no_more_than_the_cap() {
+        let (mut writer, frame) = (FrameWriter::default(), vec![0; FRAME_CAP - 4]);
+        assert!((0..UNSENT_CAP / FRAME_CAP).all(|_| writer.push(&frame)));
+        assert!(!writer.push(b"!"));
+    }
+
+    proptest! {
+        #[test]
+        fn frames_come_out_as_they_went_in_however_they_are_cut(frames: Vec<Vec<u8>>, len in 1..9usize) {
+            let (mut writer, mut reader) = (FrameWriter::default(), FrameReader::default());
+            assert!(frames.iter().all(|frame| writer.push(frame)));
+            let mut received = Vec::new();
+            while receive(&mut writer, &mut reader, len) > 0 {
+                while let Some(frame) = reader.next(FRAME_CAP).unwrap() {
+                    received.push(frame.to_vec());
+                }
+            }
+            prop_assert_eq!(received, frames);
+            prop_assert!(writer.is_empty());
+        }
+    }
+}

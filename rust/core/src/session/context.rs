@@ -1,0 +1,306 @@
+//! What a service may do: connect, send, close. Its part of the data plane is in `data_plane.rs`.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::ReactorConfig;
+use super::data_plane::DataPlane;
+use super::session::{Session, SessionTimeouts};
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::net::codec::Writer;
+use crate::net::framing::SessionFrame;
+use crate::net::handshake::HANDSHAKE_FRAME_CAP;
+use crate::net::identity::Identity;
+use crate::reactor::{Connector, PendingReads, Poller, Timers};
+use crate::transport::Context;
+
+/// The key of a session is its token as well; those below are the listener's and the reactor's.
+const FIRST_SESSION: SessionKey = 16;
+/// Most sessions that are gone whose peers are remembered.
+const ENDED_CAP: usize = 256;
+/// What the welcome adds to an identity: type, HMAC, session id.
+const WELCOME_OVERHEAD: usize = 1 + 32 + 16;
+
+/// The sessions of a reactor, as its service sees them.
+pub struct ReactorContext {
+    pub(crate) now: Instant,
+    pub(super) config: ReactorConfig,
+    pub(super) poller: Arc<Poller>,
+    pub(super) connector: Connector,
+    // Few, and looked up for every message.
+    pub(super) sessions: BTreeMap<SessionKey, Session>,
+    /// Sessions that peers have begun and whose handshake is not over, the oldest first.
+    pub(super) accepting: BTreeSet<SessionKey>,
+    pub(super) timers: Timers<SessionKey>,
+    /// Sessions whose failure is not reported, in the order in which they failed.
+    pub(super) failed: VecDeque<SessionKey>,
+    /// The peers of sessions that are gone: an operation may end after its session.
+    ended_peers: BTreeMap<SessionKey, String>,
+    pub(super) data: Option<DataPlane>,
+    pub(crate) pending_reads: PendingReads,
+    next_session: SessionKey,
+    next_token: u64,
+}
+
+impl ReactorContext {
+    pub(super) fn new(
+        mut config: ReactorConfig,
+        context: Option<Arc<Context>>,
+        poller: Arc<Poller>,
+        pending_reads: PendingReads,
+    ) -> Result<Self> {
+        let data = context.map(DataPlane::new).transpose()?;
+        if let Some(data) = &data {
+            config.identity.ucx_address = data.worker.address()?;
+        }
+        check_identity(&config.identity)?;
+        Ok(Self {
+            now: Instant::now(),
+            config,
+            connector: Connector::new(Arc::clone(&poller))?,
+            poller,
+            sessions: BTreeMap::new(),
+            accepting: BTreeSet::new(),
+            timers: Timers::default(),
+            failed: VecDeque::new(),
+            ended_peers: BTreeMap::new(),
+            data,
+            pending_reads,
+            next_session: FIRST_SESSION,
+            next_token: 0,
+        })
+    }
+
+    /// The time of this round.
+    pub fn now(&self) -> Instant {
+        self.now
+    }
+
+    pub(super) fn set_now(&mut self, now: Instant) {
+        self.now = now;
+    }
+
+    /// Who this side is.
+    pub fn identity(&self) -> &Identity {
+        &self.config.identity
+    }
+
+    /// Deadlines of sessions.
+    pub fn timeouts(&self) -> SessionTimeouts {
+        self.config.timeouts
+    }
+
+    /// A number that has not been used on this reactor, for an operation or a transfer.
+    pub fn token(&mut self) -> u64 {
+        self.next_token += 1;
+        self.next_token
+    }
+
+    /// Begins to connect; `session_up` or `session_down` follows.
+    pub fn connect(&mut self, address: &str) -> SessionKey {
+        let timeouts = self.config.timeouts;
+        let begun = timeouts.begun.unwrap_or(self.now);
+        let key = self.add(Session::connecting(address.to_owned(), begun, timeouts));
+        let attempt = self
+            .connector
+            .connect(key, address, begun, timeouts.handshake);
+        if let Err(error) = attempt {
+            self.fail(key, error);
+        }
+        key
+    }
+
+    /// Sends an application frame over an established session; over another it goes nowhere. A session that cannot take
+    /// it is lost, which `session_down` reports.
+    pub fn send(&mut self, session: SessionKey, frame: &[u8]) {
+        self.send_frame(session, &SessionFrame::Application(frame));
+    }
+
+    /// Asks the peer of an established session for a heartbeat.
+    pub(crate) fn ping(&mut self, session: SessionKey) {
+        self.send_frame(session, &SessionFrame::Ping);
+    }
+
+    fn send_frame(&mut self, key: SessionKey, frame: &SessionFrame<'_>) {
+        let Some(session) = self.sessions.get_mut(&key).filter(|it| it.is_up()) else {
+            return;
+        };
+        match session.send(frame) {
+            Ok(()) => self.watch(key),
+            Err(error) => self.fail(key, error),
+        }
+    }
+
+    /// When bytes of the peer came last over its connection.
+    pub(crate) fn last_rx(&self, session: SessionKey) -> Option<Instant> {
+        let session = self.sessions.get(&session)?;
+        session.connection.is_some().then_some(session.last_rx)
+    }
+
+    /// Closes a session on purpose; `session_down` follows with this reason on both sides.
+    pub fn close(&mut self, session: SessionKey, reason: &str) {
+        self.fail(session, Error::Closed(reason.to_owned()));
+    }
+
+    /// Ends a session with an error; `session_down` follows. Of several errors of a session the first counts.
+    pub fn fail(&mut self, session: SessionKey, error: Error) {
+        let unfailed = |session: &&mut Session| session.failure.is_none();
+        if let Some(failing) = self.sessions.get_mut(&session).filter(unfailed) {
+            failing.failure = Some(error);
+            self.failed.push_back(session);
+        }
+    }
+
+    /// Whether a session's end is about to be reported.
+    pub(crate) fn has_failed(&self, session: SessionKey) -> bool {
+        let session = self.sessions.get(&session);
+        session.is_some_and(|session| session.failure.is_some())
+    }
+
+    /// Whether the peer still exposes its memory: asked when what is in it has come, which else verifies nothing.
+    pub(crate) fn check_still_exposed(&self, session: SessionKey) -> Result<()> {
+        let connection = self.sessions.get(&session);
+        if connection.is_some_and(Session::is_open_at_peer) {
+            return Ok(());
+        }
+        let reason = "it closed before what it exposed had come";
+        Err(Error::lost(&self.peer(session), reason))
+    }
+
+    /// Reads that UCX has not ended although the data plane has.
+    pub(crate) fn pending_reads(&self) -> &PendingReads {
+        &self.pending_reads
+    }
+
+    /// The error of what the reactor's end has ended: `reason`, and whether memory may still be written to.
+    pub(crate) fn closed(&self, reason: &str) -> Error {
+        self.pending_reads.closed(reason)
+    }
+
+    /// The address of a session's peer, also before it is connected, and when the session is gone.
+    pub fn peer(&self, session: SessionKey) -> String {
+        let known = self.sessions.get(&session).map(|session| &session.peer);
+        let peer = known.or_else(|| self.ended_peers.get(&session));
+        peer.map_or_else(|| "unknown".to_owned(), Clone::clone)
+    }
+
+    /// Whether a session is established.
+    pub fn is_up(&self, session: SessionKey) -> bool {
+        self.sessions.get(&session).is_some_and(Session::is_up)
+    }
+
+    fn add(&mut self, session: Session) -> SessionKey {
+        let key = self.next_session;
+        self.next_session += 1;
+        self.timers.set(key, session.next_deadline());
+        self.sessions.insert(key, session);
+        key
+    }
+
+    /// Adds the session of a peer that has connected.
+    pub(super) fn add_accepted(&mut self, stream: TcpStream, peer: String) -> Result<SessionKey> {
+        let (token, timeouts) = (&self.config.token, self.config.timeouts);
+        let session = Session::accepted(peer, stream, token, self.now, timeouts)?;
+        let key = self.add(session);
+        self.accepting.insert(key);
+        if let Err(error) = self.register_connection(key) {
+            self.remove(key);
+            return Err(error);
+        }
+        Ok(key)
+    }
+
+    /// Begins the handshake on a session whose attempt to connect has succeeded.
+    pub(super) fn start_handshake(&mut self, key: SessionKey, stream: TcpStream) -> Result<()> {
+        if let Some(session) = self.sessions.get_mut(&key) {
+            session.start_handshake(stream, &self.config.token)?;
+        }
+        self.register_connection(key)
+    }
+
+    fn register_connection(&self, key: SessionKey) -> Result<()> {
+        let session = self.sessions.get(&key);
+        let Some(connection) = session.and_then(|session| session.connection.as_ref()) else {
+            return Ok(());
+        };
+        self.poller.add(connection, key, connection.interest())
+    }
+
+    /// Waits for what a session's connection waits for now.
+    pub(super) fn watch(&self, key: SessionKey) {
+        let session = self.sessions.get(&key);
+        if let Some(connection) = session.and_then(|session| session.connection.as_ref()) {
+            self.poller.modify(connection, key, connection.interest());
+        }
+    }
+
+    /// Removes a session that has ended.
+    pub(super) fn remove(&mut self, key: SessionKey) -> Option<Session> {
+        let session = self.sessions.remove(&key)?;
+        self.timers.cancel(key);
+        self.accepting.remove(&key);
+        if let Some(connection) = &session.connection {
+            self.poller.remove(connection);
+        }
+        if session.is_up() || !session.is_accepted {
+            self.ended_peers.insert(key, session.peer.clone());
+            if self.ended_peers.len() > ENDED_CAP {
+                self.ended_peers.pop_first();
+            }
+        }
+        Some(session)
+    }
+}
+
+/// Refuses an identity that does not fit into the frames of a handshake.
+fn check_identity(identity: &Identity) -> Result<()> {
+    let len = identity.write(Writer::default()).finish().len();
+    if len + WELCOME_OVERHEAD > HANDSHAKE_FRAME_CAP {
+        return Err(Error::Config(format!(
+            "engine id and fingerprint have {len} bytes together, at most {} are possible",
+            HANDSHAKE_FRAME_CAP - WELCOME_OVERHEAD
+        )));
+    }
+    Ok(())
+}
+
+impl std::fmt::Debug for ReactorContext {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ReactorContext")
+            .field("sessions", &self.sessions.len())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+impl ReactorContext {
+    /// A context without a reactor.
+    pub(crate) fn manual(context: Option<Context>) -> Self {
+        let identity = Identity::new(crate::net::identity::SessionKind::Control, "", Vec::new());
+        let config = ReactorConfig {
+            listen: None,
+            token: Vec::new(),
+            identity: identity.expect("identity"),
+            transport: None,
+            local: std::net::Ipv4Addr::LOCALHOST.into(),
+            timeouts: SessionTimeouts::default(),
+            busy_poll: std::time::Duration::ZERO,
+        };
+        let poller = Arc::new(Poller::new().expect("poller"));
+        let context = context.map(Arc::new);
+        Self::new(config, context, poller, PendingReads::default()).expect("cx")
+    }
+
+    /// The context of a reactor whose data plane has ended, but not so many of its reads.
+    pub(crate) fn with_pending_reads(reads: usize) -> Self {
+        let cx = Self::manual(None);
+        cx.pending_reads.pretend(reads);
+        cx
+    }
+}
+
+#[cfg(test)]
+mod tests;

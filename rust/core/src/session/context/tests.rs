@@ -1,0 +1,42 @@
+use super::*;
+
+const PEER: &str = "127.0.0.1:9";
+
+/// A session that is being made.
+fn connecting(cx: &mut ReactorContext) -> SessionKey {
+    let (now, timeouts) = (cx.now(), cx.timeouts());
+    cx.add(Session::connecting(PEER.to_owned(), now, timeouts))
+}
+
+#[test]
+fn a_peer_has_its_name_before_the_session_is_up_and_after_it_has_gone() {
+    let mut cx = ReactorContext::manual(None);
+    let session = connecting(&mut cx);
+    assert_eq!(cx.peer(session), PEER);
+    assert!(cx.remove(session).is_some());
+    assert_eq!(cx.peer(session), PEER);
+    let text = cx.check_still_exposed(session).unwrap_err().to_string();
+    assert!(text.starts_with("lost peer 127.0.0.1:9: "), "{text}");
+}
+
+#[test]
+fn only_the_latest_sessions_that_are_gone_are_remembered() {
+    let mut cx = ReactorContext::manual(None);
+    let sessions: Vec<_> = (0..=ENDED_CAP).map(|_| connecting(&mut cx)).collect();
+    for session in &sessions {
+        cx.remove(*session);
+    }
+    assert_eq!(cx.ended_peers.len(), ENDED_CAP);
+    assert_eq!(cx.peer(sessions[ENDED_CAP]), PEER);
+}
+
+#[test]
+fn the_first_of_several_errors_of_a_session_counts() {
+    let mut cx = ReactorContext::manual(None);
+    let session = connecting(&mut cx);
+    cx.close(session, "first");
+    cx.close(session, "second");
+    assert_eq!(cx.failed, [session]);
+    let failure = cx.sessions[&session].failure.as_ref();
+    assert_eq!(failure, Some(&Error::Closed("first".to_owned())));
+}

@@ -1,0 +1,362 @@
+//! The sessions of a reactor and the service that they belong to: what sockets, UCX, commands and deadlines lead to.
+
+use kvpipe_ucx::{AmData, Event, Status};
+use rustix::event::epoll::EventFlags;
+
+use super::data_plane::{EndedOperation, HELLO};
+use super::listener::{LISTENER, Listener};
+use super::session::{SessionEvent, SessionState};
+use super::{ReactorContext, Service};
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::reactor::{CommandReceiver, Connected, EventHandler, Token};
+use crate::transport::Worker;
+
+use std::time::Instant;
+
+/// Most handshakes of peers at once. One more ends the oldest, so that silent connections keep nobody out.
+const HANDSHAKES_CAP: usize = 64;
+
+pub(super) struct Sessions<S: Service> {
+    cx: ReactorContext,
+    service: S,
+    commands: CommandReceiver<S::Command>,
+    listener: Option<Listener>,
+}
+
+impl<S: Service> Sessions<S> {
+    pub(super) fn new(
+        cx: ReactorContext,
+        service: S,
+        commands: CommandReceiver<S::Command>,
+        listener: Option<Listener>,
+    ) -> Self {
+        Self {
+            cx,
+            service,
+            commands,
+            listener,
+        }
+    }
+}
+
+impl<S: Service> EventHandler for Sessions<S> {
+    fn worker(&self) -> Option<&Worker> {
+        self.cx.data.as_ref().map(|data| &data.worker)
+    }
+
+    fn set_now(&mut self, now: Instant) {
+        self.cx.set_now(now);
+    }
+
+    fn drain_commands(&mut self) {
+        while let Some(command) = self.commands.next() {
+            self.service.command(&mut self.cx, command);
+        }
+        while let Some(connected) = self.cx.connector.next() {
+            self.finish_connect(connected);
+        }
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.commands.is_stopping()
+    }
+
+    fn handle_readiness(&mut self, token: Token, events: EventFlags) {
+        match token {
+            LISTENER => self.accept(),
+            session => self.receive(session, events),
+        }
+    }
+
+    fn handle_ucx_event(&mut self, event: Event) {
+        match event {
+            Event::Message { header, data } => self.receive_message(&header, data),
+            Event::Done { token, result } => self.finish_operation(token, result),
+            Event::EndpointFailed { endpoint, status } => {
+                let data = self.cx.data.as_ref();
+                if let Some(session) = data.and_then(|data| data.session_of(endpoint)) {
+                    self.fail_endpoint(session, status);
+                }
+            }
+            Event::Closed { endpoint } => {
+                if let Some(data) = &mut self.cx.data {
+                    data.forget(endpoint);
+                }
+            }
+        }
+    }
+
+    fn poll(&mut self) -> bool {
+        self.service.work(&mut self.cx)
+    }
+
+    fn has_work(&self) -> bool {
+        self.service.has_work()
+    }
+
+    fn expire(&mut self) -> Option<Instant> {
+        let now = self.cx.now();
+        let service = self.service.timer(&mut self.cx);
+        while let Some(key) = self.cx.timers.pop_expired(now) {
+            let Some(session) = self.cx.sessions.get_mut(&key) else {
+                continue;
+            };
+            match session.expire(now) {
+                Ok(()) => self.cx.timers.set(key, session.next_deadline()),
+                Err(error) => self.cx.fail(key, error),
+            }
+        }
+        let listener = self.listener.as_mut();
+        let listener = listener.and_then(|listener| listener.resume(now));
+        [service, self.cx.timers.next(), listener]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
+    fn has_failures(&self) -> bool {
+        !self.cx.failed.is_empty()
+    }
+
+    fn report_failures(&mut self) {
+        while let Some(key) = self.cx.failed.pop_front() {
+            let session = self.cx.sessions.get_mut(&key);
+            if let Some(error) = session.and_then(|session| session.failure.take()) {
+                self.end_session(key, error);
+            }
+        }
+    }
+
+    fn closing(&mut self) {
+        self.service.closing(&mut self.cx);
+    }
+
+    fn end(mut self) {
+        for session in self.cx.sessions.values_mut() {
+            session.say_goodbye("the process closed it");
+        }
+        // Waits for every operation: nothing may write into memory whose operation is reported as ended. Where UCX does not
+        // end one in time, its memory is kept, and the report says so.
+        let num_reads = self.cx.pending_reads().counter();
+        let reaper = self.cx.data.take().and_then(|data| data.end(num_reads));
+        // It was accepted, so it is answered: it ends with the rest.
+        for command in self.commands.close() {
+            self.service.command(&mut self.cx, command);
+        }
+        self.service.stop(&mut self.cx);
+        drop(self); // and with the service its keys: from then on the reaper progresses UCX until it has ended
+        drop(reaper);
+    }
+
+    #[cfg(any(test, feature = "fuzzing"))]
+    fn num_sessions(&self) -> usize {
+        let sessions = self.cx.sessions.values();
+        sessions.filter(|it| it.connection.is_some()).count()
+    }
+}
+
+/// Connections.
+impl<S: Service> Sessions<S> {
+    fn finish_connect(&mut self, Connected { token, stream }: Connected) {
+        // An attempt that took too long was reported already.
+        if !self.cx.sessions.contains_key(&token) {
+            return;
+        }
+        let connected = match stream {
+            Ok(stream) => self.cx.start_handshake(token, stream),
+            Err(reason) => Err(Error::Connect(format!(
+                "cannot reach {}: {reason}; is a kvpipe peer listening there?",
+                self.cx.peer(token)
+            ))),
+        };
+        if let Err(error) = connected {
+            self.cx.fail(token, error);
+        }
+    }
+
+    fn accept(&mut self) {
+        for _ in 0..HANDSHAKES_CAP {
+            let Some(listener) = &mut self.listener else {
+                return;
+            };
+            match listener.accept(self.cx.now()) {
+                Ok(Some((stream, peer))) => {
+                    self.evict_handshake();
+                    if let Err(error) = self.cx.add_accepted(stream, peer.to_string()) {
+                        self.service.log(format!("refused {peer}: {error}"));
+                    }
+                }
+                Ok(None) => return,
+                Err(error) => {
+                    let text = format!("cannot accept connections: {error}");
+                    return self.service.log(text);
+                }
+            }
+        }
+    }
+
+    fn evict_handshake(&mut self) {
+        if self.cx.accepting.len() >= HANDSHAKES_CAP
+            && let Some(oldest) = self.cx.accepting.first().copied()
+        {
+            let text = "it had not completed its handshake when many others connected";
+            self.end_session(oldest, Error::Connect(text.to_owned()));
+        }
+    }
+
+    /// Receives what has come on a session's connection.
+    fn receive(&mut self, key: SessionKey, events: EventFlags) {
+        let Some(session) = self.cx.sessions.get_mut(&key) else {
+            return;
+        };
+        if events.contains(EventFlags::OUT)
+            && let Some(connection) = &mut session.connection
+        {
+            connection.flush();
+        }
+        let now = self.cx.now;
+        let (received, ended) = session.receive(&self.cx.config.identity, now, |peer| {
+            self.service.accept(key, peer)
+        });
+        // Before the commands: one that needs the peer knows then that it has to connect again.
+        if let Some(error) = ended {
+            self.cx.fail(key, error);
+        }
+        self.drain_commands();
+        for event in received {
+            if let Err(error) = self.handle_session_event(key, event) {
+                return self.cut(key, error);
+            }
+        }
+        self.cx.watch(key);
+    }
+
+    fn handle_session_event(&mut self, key: SessionKey, event: SessionEvent) -> Result<()> {
+        match event {
+            SessionEvent::Admitted(session_id) => self.cx.admit(key, session_id),
+            SessionEvent::Ready => self.establish(key)?,
+            SessionEvent::Frame(frame) => {
+                self.announce(key);
+                self.service.frame(&mut self.cx, key, &frame)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Both sides know the session. With a data plane, it is up when both hellos have come through that too.
+    fn establish(&mut self, key: SessionKey) -> Result<()> {
+        self.cx.accepting.remove(&key);
+        let Some(session) = self.cx.sessions.get(&key) else {
+            return Ok(());
+        };
+        self.cx.timers.set(key, session.next_deadline());
+        if let SessionState::Establishing(peer) = &session.state {
+            let address = peer.ucx_address.clone();
+            if !self.cx.open_endpoint(key, &address)? {
+                self.announce(key);
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the service of a session that is established, once.
+    fn announce(&mut self, key: SessionKey) {
+        let Some(session) = self.cx.sessions.get_mut(&key) else {
+            return;
+        };
+        if let Some(peer) = session.finish() {
+            self.cx.read_lanes(key);
+            self.service.session_up(&mut self.cx, key, &peer);
+        }
+    }
+
+    /// Ends a session whose peer misbehaved: nothing more of it is taken.
+    fn cut(&mut self, key: SessionKey, error: Error) {
+        self.cx.mute(key);
+        self.cx.fail(key, error);
+    }
+
+    fn end_session(&mut self, key: SessionKey, error: Error) {
+        let Some(mut session) = self.cx.remove(key) else {
+            return;
+        };
+        if let (Some(data), Some(endpoint)) = (&mut self.cx.data, &session.endpoint) {
+            data.close(endpoint);
+        }
+        match &error {
+            Error::Closed(reason) => session.say_goodbye(reason),
+            other => session.say_goodbye(&other.to_string()),
+        }
+        if session.is_accepted && !session.is_up() {
+            self.service
+                .log(format!("refused {}: {error}", session.peer));
+            return self.service.dismissed(key);
+        }
+        self.service.session_down(&mut self.cx, key, error);
+    }
+}
+
+/// UCX.
+impl<S: Service> Sessions<S> {
+    fn finish_operation(&mut self, token: u64, result: std::result::Result<(), Status>) {
+        match EndedOperation::of(token) {
+            EndedOperation::Hello(session) => self.finish_hello(session, result),
+            EndedOperation::Message { session, size_kib } => {
+                self.cx.finish_message(session, size_kib);
+            }
+            EndedOperation::Service => self.service.done(&mut self.cx, token, result),
+        }
+    }
+
+    fn finish_hello(&mut self, session: SessionKey, result: std::result::Result<(), Status>) {
+        if let Err(status) = result {
+            let peer = self.cx.peer(session);
+            return self.cx.fail(session, Error::lost(&peer, status));
+        }
+        if self.cx.finish_hello(session) {
+            self.announce(session);
+        }
+    }
+
+    fn fail_endpoint(&mut self, session: SessionKey, status: Status) {
+        // A peer that leaves in order says so before its endpoint ends, but over another connection: seen first, that
+        // end would hide the reason that it gave.
+        self.receive(session, EventFlags::empty());
+        let peer = self.cx.peer(session);
+        self.cx.fail(session, Error::lost(&peer, status));
+    }
+
+    fn receive_message(&mut self, header: &[u8], data: AmData) {
+        let Some((session_id, header)) = header.split_first_chunk::<16>() else {
+            return;
+        };
+        // Without a live session nothing is said about the message, not even that it was wrong.
+        let plane = self.cx.data.as_ref();
+        let Some(key) = plane.and_then(|plane| plane.key_of(session_id)) else {
+            return;
+        };
+        let Some(endpoint) = self.cx.endpoint_mut(key) else {
+            return;
+        };
+        if header == [HELLO] {
+            endpoint.receive_hello();
+            if endpoint.is_established() {
+                self.announce(key);
+            }
+            return;
+        }
+        if !endpoint.is_open() {
+            let error = Error::protocol("a message before the session was ready");
+            return self.cut(key, error);
+        }
+        // A peer that sends more has received our hello.
+        self.announce(key);
+        if let Err(error) = self.service.message(&mut self.cx, key, header, data) {
+            self.cut(key, error);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,82 @@
+//! Kinds of frames and messages, as in docs/reference/wire-*.md.
+
+/// The bootstrap.
+pub(crate) mod bootstrap {
+    pub(crate) const HELLO: u8 = 1;
+    pub(crate) const CHALLENGE: u8 = 2;
+    pub(crate) const PROOF: u8 = 3;
+    pub(crate) const REFUSED: u8 = 7;
+}
+
+/// Frames of every session.
+pub(crate) mod session {
+    pub(crate) const HEARTBEAT: u8 = 32;
+    pub(crate) const APPLICATION: u8 = 33;
+    pub(crate) const GOODBYE: u8 = 34;
+}
+
+/// Large tensors, of pipes and lookup buffers.
+pub(crate) mod tensor {
+    pub(crate) const ACCEPT: u8 = 3;
+    pub(crate) const DATA: u8 = 4;
+    pub(crate) const CREDIT: u8 = 5;
+    pub(crate) const CHECKSUMS: u8 = 9;
+}
+
+pub(crate) mod pipe {
+    pub(crate) const EAGER: u8 = 1;
+    pub(crate) const OFFER: u8 = 2;
+    pub(crate) const ACK: u8 = 6;
+    pub(crate) const WITHDRAW: u8 = 7;
+    pub(crate) const WITHDRAWN: u8 = 8;
+    pub(crate) const CORRUPT: u8 = 10;
+}
+
+pub(crate) mod lookup {
+    pub(crate) const INSERT: u8 = 16;
+    pub(crate) const INSERTED: u8 = 17;
+    pub(crate) const REFUSED: u8 = 18;
+    pub(crate) const SELECT: u8 = 19;
+    pub(crate) const OFFER: u8 = 20;
+    pub(crate) const NOTHING: u8 = 21;
+    pub(crate) const CONSUME: u8 = 22;
+    pub(crate) const CONSUMED: u8 = 23;
+    pub(crate) const SETTLE: u8 = 24;
+    pub(crate) const WITHDRAW: u8 = 25;
+}
+
+pub(crate) mod agent {
+    pub(crate) const REGIONS: u8 = 1;
+    pub(crate) const RELEASED: u8 = 2;
+    pub(crate) const READ: u8 = 32;
+    pub(crate) const DATA: u8 = 33;
+    pub(crate) const CREDIT: u8 = 34;
+    pub(crate) const REFUSED: u8 = 35;
+    pub(crate) const OFFER: u8 = 36;
+    pub(crate) const TAKEN: u8 = 37;
+    pub(crate) const NOT_TAKEN: u8 = 38;
+    pub(crate) const CORRUPT: u8 = 39;
+    pub(crate) const NOTIFY: u8 = 40;
+    pub(crate) const VOID: u8 = 41;
+    pub(crate) const NOTED: u8 = 42;
+    pub(crate) const CHECKSUMS: u8 = 43;
+    pub(crate) const SELECT: u8 = 48;
+    pub(crate) const BLOCKS_READY: u8 = 49;
+    pub(crate) const HANDOFF_ENDED: u8 = 50;
+    pub(crate) const ACK: u8 = 51;
+}
+
+pub(crate) mod control {
+    pub(crate) const WATCH: u8 = 1;
+    pub(crate) const UNWATCH: u8 = 2;
+    pub(crate) const OPENED: u8 = 3;
+    pub(crate) const FINISHED: u8 = 4;
+    pub(crate) const ENDED: u8 = 5;
+    pub(crate) const DESCRIBE: u8 = 6;
+    pub(crate) const RELEASE: u8 = 7;
+    pub(crate) const RESULT: u8 = 8;
+    pub(crate) const ANSWER: u8 = 9;
+    pub(crate) const SUBSCRIBE: u8 = 10;
+    pub(crate) const WATCHED: u8 = 11;
+    pub(crate) const PROGRESS: u8 = 12;
+}
