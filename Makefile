@@ -33,7 +33,7 @@ test-ucx-1.13: setup ## the transport's tests on the oldest UCX that is accepted
 fuzz: ## what reads bytes of peers, with libFuzzer and AddressSanitizer: each target for SECONDS=60
 	@scripts/fuzz $(or $(SECONDS),60)
 
-asan: setup ## cargo test of UCX's wrapper and of the core under AddressSanitizer
+asan: setup ## the Rust tests of the UCX wrapper, the core and the fuzz harness under AddressSanitizer
 	@scripts/asan
 
 check: setup ## formatting, lints, types, stubs, dependency direction

@@ -19,7 +19,7 @@ use crate::trace::Trace;
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration};
 
-/// An id as Python has it: 16 bytes.
+/// An id from Python: 16 bytes.
 pub(crate) fn id(bytes: &[u8]) -> PyResult<HandoffId> {
     bytes
         .try_into()
@@ -334,7 +334,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
     Ok(dict)
 }
 
-/// What is known of a load however it has ended.
+/// The facts of a load, whatever its outcome.
 fn set_facts(
     dict: &Bound<'_, PyDict>,
     counts: &LoadCounts,
@@ -353,7 +353,7 @@ fn set_facts(
 }
 
 impl Drop for Agent {
-    /// Waits for the end of the thread without the GIL, so that other Python threads go on.
+    /// Waits for the reactor's end without the GIL, so that other Python threads run.
     fn drop(&mut self) {
         Python::try_attach(|py| {
             py.detach(|| self.0.close());

@@ -1,4 +1,4 @@
-//! What an agent hands out: regions, peers and plans.
+//! The handles that an agent makes: regions, peers and plans.
 
 use kvpipe_core::blocks;
 use pyo3::prelude::*;

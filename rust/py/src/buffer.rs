@@ -1,4 +1,4 @@
-//! Memory across the border: Python buffers as [`Buffer`], and received bytes as a Python buffer.
+//! Memory between Python and Rust: Python buffers as [`Buffer`], and received bytes as a Python buffer.
 
 use std::ffi::c_int;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,15 +13,15 @@ use pyo3::prelude::*;
 
 use crate::error::{bad, to_py};
 
-/// What keeps the memory of a Python object alive.
+/// The owner of a Python object's memory.
 #[allow(dead_code, reason = "held for what their drop does")]
 enum Kept {
     Buffer(PyBuffer<u8>),
     Object(Py<PyAny>),
 }
 
-/// What our threads have let go. Releasing it takes the GIL, which only Python's threads may do: the next call from
-/// Python releases it.
+/// Owners that our threads have dropped. Releasing them takes the GIL, which only Python's threads may do: the next call
+/// from Python releases them.
 static LET_GO: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 
 /// Keeps a Python object's memory alive until UCX is done with it.
@@ -38,13 +38,13 @@ impl Drop for Owner {
     }
 }
 
-/// Releases what our threads have let go; called with the GIL, at the end of waits and at the start of sends.
+/// Releases the owners that our threads have dropped; called with the GIL, after waits and before sends.
 pub(crate) fn release_let_go(_py: Python<'_>) {
     let kept = std::mem::take(&mut *LET_GO.lock().unwrap_or_else(PoisonError::into_inner));
     drop(kept);
 }
 
-/// The memory of anything that speaks the buffer protocol with bytes, or of a [`CudaMemory`].
+/// The memory of an object with the buffer protocol, or of a [`CudaMemory`].
 pub(crate) fn from_python(object: &Bound<'_, PyAny>, must_be_writable: bool) -> PyResult<Buffer> {
     let buffer = match PyBuffer::<u8>::get(object) {
         Ok(buffer) => buffer,
@@ -63,11 +63,11 @@ pub(crate) fn from_python(object: &Bound<'_, PyAny>, must_be_writable: bool) -> 
     let owner = Box::new(Owner(Some(Kept::Buffer(buffer))));
     #[allow(unsafe_code)]
     // SAFETY: the exporter keeps `len` bytes at `address` allocated while the PyBuffer, which `owner` holds, is not
-    // released. Read-only memory is never a destination: that was checked above for those that are.
+    // released. Read-only memory is never a destination: this was checked above for destinations.
     Ok(unsafe { Buffer::from_raw_parts(address, len, MemoryKind::Host, owner) })
 }
 
-/// Bytes on a GPU, as Python describes them.
+/// Bytes on a GPU, described by Python.
 #[pyclass(frozen)]
 pub(crate) struct CudaMemory {
     address: usize,
@@ -113,15 +113,15 @@ impl CudaMemory {
             device: self.device,
         };
         #[allow(unsafe_code)]
-        // SAFETY: `kvpipe._cuda`, the only maker, takes address, length and device from what the tensor in `owner` says
-        // of itself, which keeps that memory allocated. A tensor that lies is the caller's fault, as of any buffer.
+        // SAFETY: `kvpipe._cuda`, the only maker, takes address, length and device from the tensor in `owner`, which keeps
+        // that memory allocated. A tensor with wrong properties is the caller's fault, as for any buffer.
         unsafe {
             Buffer::from_raw_parts(self.address, self.num_bytes, kind, owner)
         }
     }
 }
 
-/// What a stream had been given to do when this was made.
+/// The work that a stream had queued when this was recorded.
 #[pyclass(frozen)]
 pub(crate) struct CudaEvent(kvpipe_ucx::CudaEvent);
 
@@ -130,8 +130,8 @@ impl CudaEvent {
     #[staticmethod]
     fn record(device: u32, stream: usize) -> PyResult<Self> {
         #[allow(unsafe_code)]
-        // SAFETY: `kvpipe._cuda` takes the stream from torch or from the tensor's own protocol, whose word it is that
-        // it lives and is the device's.
+        // SAFETY: `kvpipe._cuda` takes the stream from torch or from the tensor's own protocol, which guarantee that it
+        // lives and belongs to the device.
         let event = unsafe { kvpipe_ucx::CudaEvent::record(device, stream) };
         event.map(Self).map_err(no_cuda)
     }
@@ -147,7 +147,7 @@ pub(crate) fn cuda_device_of(address: usize) -> PyResult<u32> {
     kvpipe_ucx::device_of(address).map_err(no_cuda)
 }
 
-/// Whether other processes can open this CUDA memory by handles that every UCX knows.
+/// Whether other processes can open this CUDA memory by the handles of every UCX version.
 #[pyfunction]
 pub(crate) fn cuda_is_exportable(address: usize) -> bool {
     kvpipe_ucx::is_exportable(address)
@@ -191,7 +191,7 @@ impl ReceivedBuffer {
         };
         let address = std::ptr::with_exposed_provenance_mut(address);
         let len = isize::try_from(len).map_err(|_| PyBufferError::new_err("too large"))?;
-        // SAFETY: `view` is valid by the caller's word; the bytes live as long as `slf`, which the view references.
+        // SAFETY: `view` is valid by the caller's promise; the bytes live as long as `slf`, which the view references.
         let status = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), address, len, 0, flags) };
         if status == 0 {
             Ok(())

@@ -14,7 +14,7 @@ use crate::error::{bad, to_py};
 use crate::trace::Trace;
 use crate::work::{Kind, Work, duration};
 
-/// Infinity, as a duration that can be added to the present.
+/// No timeout, as a duration that can be added to the current time.
 const FOREVER: Duration = Duration::from_secs(10 * 365 * 86400);
 
 #[pyclass(frozen)]
@@ -245,7 +245,7 @@ fn to_dict<'py>(py: Python<'py>, event: &ControlEvent) -> PyResult<Bound<'py, Py
 }
 
 impl Drop for Control {
-    /// Waits for the end of the thread without the GIL, so that other Python threads go on.
+    /// Waits for the reactor's end without the GIL, so that other Python threads run.
     fn drop(&mut self) {
         Python::try_attach(|py| py.detach(|| self.0.close()));
     }

@@ -4,7 +4,7 @@ use kvpipe_core::Error;
 use pyo3::PyErr;
 
 mod exceptions {
-    //! The classes, written in Python.
+    //! The exception classes, which are written in Python.
     use pyo3::import_exception;
 
     import_exception!(kvpipe.exceptions, AuthenticationError);
@@ -40,7 +40,7 @@ pub(crate) fn to_py(error: Error) -> PyErr {
     }
 }
 
-/// What a user hands in is wrong.
+/// A wrong argument of the user.
 pub(crate) fn bad(text: impl Into<String>) -> PyErr {
     to_py(Error::Config(text.into()))
 }

@@ -1,4 +1,4 @@
-//! Block ids from whatever Python has them in. Arrays and ranges are read without making an object of each id.
+//! Block ids from Python. Arrays and ranges are read without an object for each id.
 
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
@@ -20,12 +20,12 @@ pub(crate) fn ids(object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
 fn from_range(range: &Bound<'_, PyRange>) -> PyResult<Vec<u32>> {
     let (start, step, len) = (range.start()?, range.step()?, range.len()?);
     let id = |index: usize| checked(start as i128 + index as i128 * step as i128);
-    // The last one is the furthest from 0: what it is decides before memory is taken.
+    // The last id is the furthest from 0: it is checked before anything is allocated.
     len.checked_sub(1).map_or(Ok(0), id)?;
     (0..len).map(id).collect()
 }
 
-/// None: not an array of integers.
+/// None if it is not an array of integers.
 fn from_array(object: &Bound<'_, PyAny>) -> Option<PyResult<Vec<u32>>> {
     typed::<i64>(object)
         .or_else(|| typed::<i32>(object))

@@ -1,7 +1,7 @@
 //! The extension `kvpipe._kvpipe`: a thin layer between Python and `kvpipe-core`. Its documentation for users is
-//! `python/kvpipe/_kvpipe.pyi`. Calls that may wait release the GIL; no thread of ours ever takes it.
+//! `python/kvpipe/_kvpipe.pyi`. Calls that may wait release the GIL; kvpipe's own threads never take it.
 #![deny(unsafe_code)]
-// Documented in the stub, once; and pyo3 takes arguments by value.
+// The stub documents the functions; pyo3 takes arguments by value.
 #![allow(
     missing_docs,
     clippy::needless_pass_by_value,
@@ -25,7 +25,7 @@ use std::path::PathBuf;
 use kvpipe_ucx::Search;
 use pyo3::prelude::*;
 
-/// Where UCX may be: `KVPIPE_UCX_LIB`, then what Python found of the wheel.
+/// Where to search for UCX: `KVPIPE_UCX_LIB`, then the wheel that Python has found.
 fn search(wheel_dir: Option<PathBuf>) -> Search {
     let explicit = std::env::var_os("KVPIPE_UCX_LIB")
         .filter(|path| !path.is_empty())

@@ -1,4 +1,4 @@
-//! `LookupBuffer`: for `kvpipe.lookup_buffer`, which knows tensors.
+//! `LookupBuffer`: for `kvpipe.lookup_buffer`, which adds tensors.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -137,7 +137,7 @@ impl LookupBuffer {
 }
 
 impl Drop for LookupBuffer {
-    /// Waits for the end of the thread without the GIL, so that other Python threads go on.
+    /// Waits for the reactor's end without the GIL, so that other Python threads run.
     fn drop(&mut self) {
         Python::try_attach(|py| {
             py.detach(|| self.0.close());

@@ -1,4 +1,4 @@
-//! `PipeEnd`: a pipe's end for `kvpipe.pipe`, which knows tensors.
+//! `PipeEnd`: one end of a pipe, for `kvpipe.pipe`, which adds tensors.
 
 use std::time::Duration;
 
@@ -122,7 +122,7 @@ impl PipeEnd {
         self.0.address().map(|address| address.to_string())
     }
 
-    /// Why large tensors take a slower data path than they could; empty otherwise.
+    /// Why large tensors take a slower data path than this machine allows; empty if they do not.
     #[getter]
     fn advice(&self) -> &'static str {
         self.0.info().advice
@@ -143,7 +143,7 @@ impl PipeEnd {
 }
 
 impl Drop for PipeEnd {
-    /// Waits for the end of the thread without the GIL, so that other Python threads go on.
+    /// Waits for the reactor's end without the GIL, so that other Python threads run.
     fn drop(&mut self) {
         Python::try_attach(|py| {
             py.detach(|| self.0.stop());

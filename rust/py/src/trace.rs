@@ -1,4 +1,4 @@
-//! `Trace`: what the connector's roles write to `KVPIPE_TRACE`.
+//! `Trace`: the connector's roles write it to the file of `KVPIPE_TRACE`.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! `Transport`: what pipes and agents move their bytes with.
+//! `Transport`: UCX or the in-memory twin, for pipes and agents.
 
 use std::path::PathBuf;
 

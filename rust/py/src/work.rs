@@ -1,4 +1,4 @@
-//! `Work`: an operation under way, for Python.
+//! `Work`: the result of an asynchronous call, for Python.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::blocks::{Peer, Region};
 use crate::buffer::{ReceivedBuffer, release_let_go};
 use crate::error::{bad, to_py};
 
-/// What an operation ends with.
+/// The results that an operation can have.
 pub(crate) enum Kind {
     Nothing(CoreWork<()>),
     Received(CoreWork<Arc<Received>>),
@@ -28,7 +28,7 @@ pub(crate) enum Kind {
     Selected(Operation<Selected>),
 }
 
-/// Does the same with the work of any kind.
+/// Runs the same code for a work of any kind.
 macro_rules! each {
     ($kind:expr, $work:ident => $do:expr) => {
         match $kind {
@@ -57,7 +57,7 @@ impl Work {
     }
 }
 
-/// A timeout in seconds as Python has it.
+/// A timeout from Python, in seconds.
 pub(crate) fn duration(timeout: Option<f64>) -> PyResult<Option<Duration>> {
     let parse = |seconds: f64| {
         Duration::try_from_secs_f64(seconds).map_err(|_| {
@@ -66,14 +66,14 @@ pub(crate) fn duration(timeout: Option<f64>) -> PyResult<Option<Duration>> {
             ))
         })
     };
-    // Ten years are for ever, and can be added to the present without overflow.
+    // Ten years stand for ever, and can be added to the current time without overflow.
     timeout
         .filter(|seconds| seconds.is_nan() || *seconds < 10.0 * 365.0 * 86400.0)
         .map(parse)
         .transpose()
 }
 
-/// The way to peers, once it is known. A signal handler of Python may end the wait.
+/// The route to peers, once they are resolved. A signal handler of Python may end the wait.
 pub(crate) fn wait_for_route(
     py: Python<'_>,
     find: impl FnOnce() -> kvpipe_core::Result<Route> + Send,
@@ -85,7 +85,7 @@ pub(crate) fn wait_for_route(
     Ok(route)
 }
 
-/// Whether Python waits for the work that it is given before it does anything else.
+/// Whether Python waits for the new work at once.
 pub(crate) fn then(is_waited: bool) -> Then {
     if is_waited { Then::Wait } else { Then::GoOn }
 }
@@ -119,7 +119,7 @@ impl Work {
         }
     }
 
-    /// Says that an entry has been looked at: until then it goes back when the work is dropped.
+    /// Confirms a selected entry; without it, dropping the work puts the entry back.
     fn take(&self, py: Python<'_>) {
         if let Kind::Selected(work) = &self.0
             && let Some(Ok(Some(delivery))) = work.result()
@@ -128,7 +128,7 @@ impl Work {
         }
     }
 
-    /// Gives up an insert or a select that has not met its other side.
+    /// Withdraws an insert or a select that waits for its other side.
     fn withdraw(&self, py: Python<'_>) {
         py.detach(|| match &self.0 {
             Kind::Inserted(work) => work.withdraw(),
@@ -161,7 +161,7 @@ fn finished<T>(result: Option<kvpipe_core::Result<T>>) -> PyResult<T> {
     result.map_err(to_py)
 }
 
-/// None, or a list of what [`received`] makes.
+/// None, or a list of results of [`received`].
 fn selected<'py>(py: Python<'py>, selected: &Selected) -> PyResult<Bound<'py, PyAny>> {
     let Some(delivery) = selected else {
         return py.None().into_bound_py_any(py);

@@ -1,13 +1,14 @@
-//! Active messages: a small header and a payload, pushed to the peer. All use one id.
+//! Active messages: a small header and a payload for the peer. All use one id.
 
 use std::ffi::{c_uint, c_void};
 use std::ops::Deref;
 use std::ptr::null;
 use std::sync::Arc;
 
+use crate::buffer::MemoryKind;
 use crate::endpoint::EndpointId;
 use crate::event::Raw;
-use crate::memory::{Memory, MemoryKind};
+use crate::memory::Memory;
 use crate::request::{self, Attributes, Keep, Token};
 use crate::status::{Status, check};
 use crate::sys::{self, ucs_status_t};
@@ -21,7 +22,7 @@ const CALL: &str = "ucp_am_send_nbx";
 pub enum Payload {
     /// Only the header.
     None,
-    /// Bytes of its own.
+    /// Bytes that it owns.
     Bytes(Vec<u8>),
     /// A piece of registered memory, not to be changed until `Done`.
     Memory {
@@ -35,7 +36,7 @@ pub enum Payload {
 }
 
 impl Payload {
-    /// Address, length, and what UCX should know about the memory.
+    /// Address, length, and the attributes of the memory.
     fn describe(&self, worker: &Inner) -> Result<(*const c_void, usize, Attributes), Status> {
         let host = Attributes {
             flags: sys::UCP_AM_SEND_FLAG_EAGER,
@@ -72,7 +73,7 @@ impl Payload {
 pub enum AmData {
     /// The bytes.
     Bytes(Vec<u8>),
-    /// The worker's [`Placer`] has put that many bytes where they belong.
+    /// The worker's [`Placer`] has stored that many bytes.
     Placed(usize),
 }
 
@@ -98,18 +99,18 @@ impl Deref for AmData {
     }
 }
 
-/// Takes the payload of a message, given its header, out of UCX's receive buffer, which saves a copy; false leaves it
-/// to be copied into the event. Called while the worker progresses, so that it must not use the worker.
+/// Stores the payload of a message, given its header, out of UCX's receive buffer, which saves a copy. If it returns
+/// false, the payload is copied into the event. It is called while the worker progresses, and must not use the worker.
 pub type Placer = Box<dyn Fn(&[u8], &[u8]) -> bool>;
 
 impl Worker {
-    /// Sends a message. Messages of one endpoint arrive in order over one lane; UCX does not
-    /// promise it, so number them.
+    /// Sends a message. Messages of one endpoint arrive in order over one lane, but UCX does not
+    /// promise it: number them.
     ///
     /// # Errors
     /// `UCS_ERR_EXCEEDS_LIMIT` for a header over [`max_header_bytes`](Self::max_header_bytes),
     /// `UCS_ERR_OUT_OF_RANGE` for a piece outside its memory, `UCS_ERR_NOT_CONNECTED` or the
-    /// endpoint's failure, else UCX's answer. No `Done` follows an error.
+    /// endpoint's failure, else the status of UCX. No `Done` follows an error.
     pub fn am_send(
         &self,
         endpoint: EndpointId,
@@ -155,7 +156,7 @@ impl Worker {
         )
     }
 
-    /// Has the payloads of messages offered to `placer`, instead of the one before.
+    /// Offers the payloads of messages to `placer`, in place of an earlier one.
     pub fn place_with(&self, placer: Placer) {
         self.inner.state.placer.replace(Some(placer));
     }
@@ -166,12 +167,12 @@ impl Worker {
     }
 }
 
-/// Has messages delivered to the worker's queue.
+/// Delivers messages to the worker's queue.
 pub(crate) fn install_handler(worker: &Inner) -> Result<(), Status> {
     set_handler(worker, Some(on_message))
 }
 
-/// Stops delivery: UCX drops what comes from here on.
+/// Stops delivery: UCX drops later messages.
 pub(crate) fn remove_handler(worker: &Inner) -> Result<(), Status> {
     set_handler(worker, None)
 }
@@ -195,7 +196,7 @@ fn set_handler(worker: &Inner, cb: Option<sys::ucp_am_recv_callback_t>) -> Resul
     )
 }
 
-/// UCX's callback for a message. Everything it is given comes from the peer.
+/// UCX's callback for a message. All its arguments come from the peer.
 unsafe extern "C" fn on_message(
     arg: *mut c_void,
     header: *const c_void,
@@ -209,7 +210,7 @@ unsafe extern "C" fn on_message(
     // SAFETY: UCX passes its own parameters, valid during the callback.
     let recv_attr = unsafe { (*param).recv_attr };
     if recv_attr & sys::UCP_AM_RECV_ATTR_FLAG_RNDV != 0 {
-        // Our peers send eagerly. An error drops the descriptor and tells the sender.
+        // Our peers send eagerly. An error drops the descriptor and fails the sender's operation.
         return sys::UCS_ERR_REJECTED;
     }
     if state.stopped.get() {
@@ -258,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn rendezvous_is_turned_down_and_leaves_no_event() {
+    fn a_rendezvous_is_refused_without_an_event() {
         let state = State::default();
         let answer = deliver(&state, sys::UCP_AM_RECV_ATTR_FLAG_RNDV, &mut [0; 8]);
         assert_eq!(answer, sys::UCS_ERR_REJECTED);

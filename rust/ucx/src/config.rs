@@ -1,5 +1,5 @@
-//! UCX settings. They go through UCX's configuration call, never through the environment, where
-//! the user's own `UCX_*` variables stay in charge of all but the pinned ones.
+//! UCX settings. They go through UCX's configuration call, never through the environment: the
+//! user's `UCX_*` variables override all but the pinned settings.
 
 use std::ffi::CString;
 use std::path::Path;
@@ -24,32 +24,32 @@ struct Setting {
 
 type Version = (u32, u32);
 
-/// Keys that only some UCX versions take, or need: `(key, since, before)`. Older versions do not
+/// Keys that only some UCX versions know, or need: `(key, since, before)`. Older versions do not
 /// refuse an unknown key but print a warning for each worker (seen: 1.13 to 1.19).
 const VERSIONS: [(&str, Version, Version); 11] = [
     // Before, CMA is not used: it has no PEER error mode.
     ("CMA_TX_QUOTA", (1, 20), NEVER),
-    // Before, kvpipe has nothing read over it.
+    // Before, kvpipe reads nothing over it.
     ("CUDA_IPC_ENABLE_GET_ZCOPY", (1, 22), NEVER),
     ("IB_PCI_RELAXED_ORDERING", PREFIXES_WORK, NEVER),
-    // Later, the cache is not the transport's.
+    // Later, the cache does not belong to the transport.
     ("IB_REG_METHODS", (1, 13), (1, 16)),
     ("MAX_HCA_PER_GPU", (1, 21), NEVER),
     ("MAX_RMA_RAILS", (1, 15), NEVER),
-    // Gets and puts that would be served in software fail instead.
+    // Reads that UCX would serve in software fail instead.
     ("PROTO_EMULATION_ENABLE", (1, 22), NEVER),
-    // Before, the cache is the transport's.
+    // Before, the cache belongs to the transport.
     ("RCACHE_ENABLE", (1, 15), NEVER),
-    // A leak, mended in 1.22.
+    // A leak, fixed in 1.22.
     ("RCACHE_MAX_UNRELEASED", (1, 17), (1, 22)),
     ("TCP_CM_USER_TIMEOUT", (1, 22), NEVER),
     ("TCP_USER_TIMEOUT", (1, 22), NEVER),
 ];
-/// What the driver of NVIDIA's GPUs makes.
+/// The device file of NVIDIA's driver.
 const NVIDIA: &str = "/dev/nvidiactl";
 const NEVER: Version = (u32::MAX, 0);
 /// The first version seen whose configuration call knows a transport's keys by the names they
-/// have in the environment. Before (1.13, 1.15), it wants them without the transport's prefix.
+/// have in the environment. Before (1.13, 1.15), it expects them without the transport's prefix.
 const PREFIXES_WORK: Version = (1, 17);
 
 impl Default for Config {
@@ -64,18 +64,18 @@ impl Config {
         let mut config = Self {
             settings: Vec::new(),
         };
-        // Any other threshold makes UCX's rendezvous eligible, which in PEER error mode costs the
-        // CMA and TCP zero-copy lanes (measured: 0.94 instead of 5 GB/s). And without its registration cache, UCX crashes when a
-        // rendezvous is ended by force (1.18, openucx/ucx#11467).
+        // Any other threshold allows UCX's rendezvous, which in PEER error mode costs the CMA and TCP
+        // zero-copy lanes (measured: 0.94 instead of 5 GB/s). Without its registration cache, UCX also crashes
+        // when a rendezvous is ended by force (1.18, openucx/ucx#11467).
         config.pin("RNDV_THRESH", "inf");
         // 256 KiB segments make TCP 4-5 times faster; UCX refuses RX smaller than TX.
         config
             .set("TCP_RX_SEG_SIZE", "1m")
             .set("TCP_TX_SEG_SIZE", "256k");
-        // Else whoever lets UCX work waits within it for each connection, seconds if the network or the peer is slow; and UCX
-        // 1.22 ends the process if the peer is killed meanwhile (`uct_tcp_ep_t_cleanup` finds pending requests).
+        // Otherwise progress blocks for each connection, for seconds if the network or the peer is slow, and UCX
+        // 1.22 aborts the process if the peer is killed meanwhile (`uct_tcp_ep_t_cleanup` finds pending requests).
         config.set("TCP_CONN_NB", "y");
-        // Reads of one progress call. With 8, UCX's own, looking at its sockets in between takes 0.15 us of each read.
+        // Reads of one progress call. With UCX's default of 8, polling its sockets in between takes 0.15 us of each read.
         config.set("CMA_TX_QUOTA", "32");
         config
             .set("TCP_USER_TIMEOUT", "5s")
@@ -87,25 +87,25 @@ impl Config {
             .set("RCACHE_MAX_UNRELEASED", "1024")
             .set("WARN_UNUSED_ENV_VARS", "n");
         if Path::new(NVIDIA).exists() {
-            // By default UCX has no gets over it where there is no NVLink, and would serve them in software, over TCP.
+            // By default UCX has no gets over it without NVLink, and would serve them in software, over TCP.
             config.pin("CUDA_IPC_ENABLE_GET_ZCOPY", "on");
             config.pin("PROTO_EMULATION_ENABLE", "n");
         }
         if has_rdma_devices() {
             config.set("IB_PCI_RELAXED_ORDERING", "try");
-            // By default UCX only puts what is deregistered into a cache (seen: 1.13, 1.23): pinned, and open to whoever has its key.
+            // By default UCX keeps deregistered memory in a cache (seen: 1.13, 1.23): pinned, and open to every peer with its key.
             config.set("IB_REG_METHODS", "direct");
             config.set("RCACHE_ENABLE", "n");
         }
         config
     }
 
-    /// Sets `key` (without `UCX_`), unless the user's environment does.
+    /// Sets `key` (without `UCX_`), unless the user's environment sets it.
     pub fn set(&mut self, key: &str, value: &str) -> &mut Self {
         self.put(key, value, false)
     }
 
-    /// Sets `key` (without `UCX_`), whatever the user's environment says.
+    /// Sets `key` (without `UCX_`), also against the user's environment.
     pub fn pin(&mut self, key: &str, value: &str) -> &mut Self {
         self.put(key, value, true)
     }
@@ -137,7 +137,7 @@ impl Config {
         for setting in self.effective((major, minor), has_env) {
             let key = call_name(&setting.key, (major, minor));
             if let Err(status) = config.modify(key, &setting.value) {
-                // Keys come and go with UCX's versions and transports.
+                // UCX's keys depend on its version and transports.
                 tracing::debug!(key, value = setting.value, %status, "ucx.config_refused");
             }
         }
@@ -150,7 +150,7 @@ fn is_for(key: &str, version: Version) -> bool {
     limits.is_none_or(|(_, since, before)| *since <= version && version < *before)
 }
 
-/// The key as UCX's configuration call wants it.
+/// The key as UCX's configuration call expects it.
 fn call_name(key: &str, version: Version) -> &str {
     match key {
         _ if version >= PREFIXES_WORK => key,
@@ -162,7 +162,7 @@ fn call_name(key: &str, version: Version) -> &str {
     }
 }
 
-/// The variables by which the user takes charge of `key`. The two TCP segment sizes go together:
+/// The environment variables that override `key`. The two TCP segment sizes go together:
 /// UCX disables TCP when one of them does not fit the other.
 fn env_names(key: &str) -> impl Iterator<Item = String> {
     let twin = match key {
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn gets_over_cuda_ipc_are_not_left_to_ucx_to_be_served_in_software() {
+    fn gets_over_cuda_ipc_are_forced_since_ucx_would_serve_them_in_software() {
         let mut config = Config::new();
         config.pin("CUDA_IPC_ENABLE_GET_ZCOPY", "on");
         let env = ["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"];
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn the_registration_cache_is_ruled_out_by_the_name_that_it_has() {
+    fn the_registration_cache_is_disabled_by_the_name_of_each_version() {
         let mut config = Config::new();
         config.set("IB_REG_METHODS", "direct");
         config.set("RCACHE_ENABLE", "n");

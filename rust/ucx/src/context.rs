@@ -3,10 +3,11 @@
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::Arc;
 
+use crate::buffer::Buffer;
 use crate::config::Config;
 use crate::exit_gate::InUse;
 use crate::library::Library;
-use crate::memory::{Buffer, Memory};
+use crate::memory::Memory;
 use crate::status::{Status, check};
 use crate::sys;
 
@@ -31,7 +32,7 @@ impl Context {
     /// Creates a context from UCX's configuration with `config` on top.
     ///
     /// # Errors
-    /// UCX's answer; `UCS_ERR_UNSUPPORTED` when this UCX was built without thread support.
+    /// The status of UCX; `UCS_ERR_UNSUPPORTED` when this UCX was built without thread support.
     pub fn new(library: Arc<Library>, config: &Config) -> Result<Arc<Self>, Status> {
         let in_use = InUse::begin();
         let handle = init(&library, config)?;
@@ -65,7 +66,7 @@ impl Context {
     /// Registers memory for remote access and for local use without a copy. Any thread may call.
     ///
     /// # Errors
-    /// UCX's answer; `UCS_ERR_INVALID_PARAM` for an empty buffer, `UCS_ERR_UNSUPPORTED` for CUDA
+    /// The status of UCX; `UCS_ERR_INVALID_PARAM` for an empty buffer, `UCS_ERR_UNSUPPORTED` for CUDA
     /// memory where [`has_cuda`](Self::has_cuda) is false.
     pub fn register(self: &Arc<Self>, buffer: Buffer) -> Result<Arc<Memory>, Status> {
         Memory::new(Arc::clone(self), buffer).map(Arc::new)

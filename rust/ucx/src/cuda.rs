@@ -58,7 +58,7 @@ entry_points! {
     }
 }
 
-/// What the CUDA driver answered, or why there is none.
+/// An error of the CUDA driver, or why there is none.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct CudaError(String);
@@ -70,8 +70,8 @@ struct Driver {
     devices: Vec<OnceLock<Result<Device, CudaError>>>,
 }
 
-/// A GPU's primary context, which torch and all others that use the runtime API share, and a stream of our own in it.
-/// Both are kept for the life of the process.
+/// A GPU's primary context, which all users of the runtime API share, torch among them, and a stream of our own in it.
+/// Both live as long as the process.
 struct Device {
     context: CUcontext,
     stream: CUstream,
@@ -164,19 +164,19 @@ impl Driver {
     unsafe fn copy(&self, ordinal: u32, to: CUdeviceptr, data: &[u8]) -> Result<(), CudaError> {
         let (_current, device) = self.enter(ordinal)?;
         let from = data.as_ptr().cast();
-        // A stream of our own, so that nothing that others have queued is waited for. And not cuMemcpyHtoD, which may
-        // return before the bytes are at their place ("API synchronization behavior", pageable memory).
+        // Our own stream does not wait for work that others have queued. cuMemcpyHtoD may return before the bytes are
+        // in place ("API synchronization behavior", pageable memory).
         // SAFETY: the caller's promise for `to`; `data` lives until the stream is synchronized, here.
         let code =
             unsafe { (self.calls.cuMemcpyHtoDAsync_v2)(to, from, data.len(), device.stream) };
-        // Also after a refused copy: nothing of `data` is read once this returns.
+        // Also after a refused copy: the driver reads nothing of `data` once this returns.
         // SAFETY: our stream, whose context is current.
         let ended = unsafe { (self.calls.cuStreamSynchronize)(device.stream) };
         self.calls.check(code, "cuMemcpyHtoDAsync")?;
         self.calls.check(ended, "cuStreamSynchronize")
     }
 
-    /// A number that the driver knows of a pointer.
+    /// An attribute of a pointer.
     fn attribute(&self, attribute: c_int, pointer: CUdeviceptr) -> Result<c_int, CudaError> {
         let mut value: c_int = 0;
         let data = (&raw mut value).cast();
@@ -209,14 +209,14 @@ impl Calls {
 /// A device's primary context, current in this thread until this is dropped.
 pub(crate) struct Current<'d> {
     calls: &'d Calls,
-    /// Popped where it was pushed.
+    /// It is popped on the thread that pushed it.
     _of_this_thread: PhantomData<*mut ()>,
 }
 
 impl Drop for Current<'_> {
     fn drop(&mut self) {
         let mut popped = null_mut();
-        // SAFETY: pushed in this thread by `push`, and popped once; guards end in the reverse order of their making.
+        // SAFETY: pushed in this thread by `push`, and popped once; guards are dropped in reverse order.
         let code = unsafe { (self.calls.cuCtxPopCurrent_v2)(&raw mut popped) };
         if let Err(error) = self.calls.check(code, "cuCtxPopCurrent") {
             tracing::error!(%error, "cuda.context_kept");
@@ -224,7 +224,7 @@ impl Drop for Current<'_> {
     }
 }
 
-/// Makes a device's context current. Without it, UCX answers for itself.
+/// Makes a device's context current. A failure is logged, and UCX then fails itself.
 pub(crate) fn enter_or_log(ordinal: u32) -> Option<Current<'static>> {
     let entered = driver().and_then(|driver| driver.enter(ordinal));
     entered
@@ -233,7 +233,7 @@ pub(crate) fn enter_or_log(ordinal: u32) -> Option<Current<'static>> {
         .ok()
 }
 
-/// Copies `data` into a device's memory, where it is when this returns. No stream of others is waited for.
+/// Copies `data` into a device's memory, synchronously. It waits for no other stream.
 ///
 /// # Safety
 /// `to` must be memory of this device, valid for `data.len()` bytes.
@@ -243,16 +243,16 @@ pub(crate) unsafe fn copy(ordinal: u32, to: CUdeviceptr, data: &[u8]) -> Result<
 }
 
 /// Whether another process can open this memory by the IPC handles that every version of UCX and CUDA has: memory of
-/// cudaMalloc, and not what torch maps piece by piece with `expandable_segments`.
+/// cudaMalloc, unlike the mappings that torch makes with `expandable_segments`.
 pub fn is_exportable(address: usize) -> bool {
     let attribute = CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE;
     driver().and_then(|driver| driver.attribute(attribute, address as CUdeviceptr)) == Ok(1)
 }
 
-/// Which GPU a CUDA address belongs to.
+/// The GPU to which a CUDA address belongs.
 ///
 /// # Errors
-/// There is no driver, the address is none of CUDA's, or it is managed memory, which may be anywhere.
+/// There is no driver, the address is not CUDA's, or it is managed memory, which may be anywhere.
 pub fn device_of(address: usize) -> Result<u32, CudaError> {
     let (driver, pointer) = (driver()?, address as CUdeviceptr);
     if driver.attribute(CU_POINTER_ATTRIBUTE_IS_MANAGED, pointer)? & 1 != 0 {
@@ -262,23 +262,23 @@ pub fn device_of(address: usize) -> Result<u32, CudaError> {
     u32::try_from(ordinal).map_err(|_| CudaError(format!("{address:#x} is on no GPU")))
 }
 
-/// What a stream had been given to do when this was made.
+/// The work that a stream had queued when this was recorded.
 pub struct CudaEvent {
     event: CUevent,
     device: u32,
     calls: &'static Calls,
 }
 
-// SAFETY: a handle of the driver, which any thread may use; it is destroyed once, when nobody uses it any more.
+// SAFETY: a handle of the driver, which any thread may use; it is destroyed once, by its owner.
 unsafe impl Send for CudaEvent {}
 // SAFETY: as for Send.
 unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
-    /// Remembers what a stream has been given to do until now. Does not wait for it.
+    /// Records the work that a stream has queued until now, without waiting for it.
     ///
     /// # Errors
-    /// The driver's answer, or there is none.
+    /// The driver's error, or there is no driver.
     ///
     /// # Safety
     /// `stream` must be a stream of this device's primary context that has not been destroyed, or 0 (that of the
@@ -303,10 +303,10 @@ impl CudaEvent {
         Ok(recorded)
     }
 
-    /// Sleeps until the stream has done it.
+    /// Sleeps until the stream has done this work.
     ///
     /// # Errors
-    /// The driver's answer; errors of the stream's own work come out here too.
+    /// The driver's error; errors of the stream's earlier work are reported here too.
     pub fn wait(&self) -> Result<(), CudaError> {
         let _current = enter_or_log(self.device);
         // SAFETY: the event lives as long as `self`.

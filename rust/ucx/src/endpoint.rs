@@ -13,7 +13,7 @@ use crate::status::{Posted, Status, check};
 use crate::sys::{self, ucs_status_t};
 use crate::worker::{Inner, State, Worker};
 
-/// One connection of one worker. Never used again within the process.
+/// One connection of one worker. An id is not used again within the process.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct EndpointId(u64);
 
@@ -30,13 +30,13 @@ enum Phase {
     Open,
     /// The error handler ran, with this status.
     Failed(ucs_status_t),
-    /// To be closed as soon as that is safe; not to be used until then.
+    /// It waits to be closed until that is safe, and is not used any more.
     Leaving,
-    /// `ucp_ep_close_nbx` was called; the handle is UCX's alone from here on.
+    /// `ucp_ep_close_nbx` was called; only UCX uses the handle from here on.
     Closing,
     /// UCX has finished the close; operations may still be in flight.
     Freed,
-    /// Reported.
+    /// The close is reported.
     Closed,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct Endpoint {
     /// Whether an operation has ended well, or the error handler ran: closing by force before that can crash UCX (1.22,
     /// seen in a third of 40 tries): `ucp_ep_discard_lanes` finds a TCP endpoint that is freed already.
     is_settled: Cell<bool>,
-    /// Whether it is to be closed once all that it sends has left.
+    /// Whether it is closed only after all that it sends has left.
     must_drain: Cell<bool>,
     ops: Cell<usize>,
     keys: RefCell<Vec<Weak<Key>>>,
@@ -77,7 +77,7 @@ impl Endpoint {
         keys.push(Rc::downgrade(key));
     }
 
-    /// Destroys the endpoint's keys; one that an operation uses goes when that has ended.
+    /// Destroys the endpoint's keys; one in use when its operations have ended.
     fn revoke_keys(&self) {
         let keys = self.keys.take();
         for key in keys.iter().filter_map(Weak::upgrade) {
@@ -110,7 +110,7 @@ impl State {
         self.report_if_closed(endpoint);
     }
 
-    /// The endpoint can be closed from now on.
+    /// Marks an endpoint as closable.
     pub(crate) fn settled(&self, endpoint: &Endpoint) {
         endpoint.is_settled.set(true);
         if endpoint.phase.get() == Phase::Leaving {
@@ -118,7 +118,7 @@ impl State {
         }
     }
 
-    /// An operation was refused.
+    /// Marks an endpoint as closable after a refused operation, if no other is in flight.
     pub(crate) fn settled_unless_busy(&self, endpoint: &Endpoint) {
         if endpoint.ops.get() == 0 {
             self.settled(endpoint);
@@ -140,8 +140,8 @@ impl State {
         }
     }
 
-    /// Marks the endpoint that has this handle. UCX may reuse the handle of one being closed, so
-    /// those do not count.
+    /// Marks the endpoint with this handle as failed. UCX may reuse the handle of an endpoint that
+    /// is being closed: such an endpoint does not count.
     fn endpoint_failed(&self, handle: *mut sys::ucp_ep, code: ucs_status_t) {
         let Ok(endpoints) = self.endpoints.try_borrow() else {
             return;
@@ -167,8 +167,8 @@ impl State {
 
 const CLOSE: &str = "ucp_ep_close_nbx";
 const FLUSH: &str = "ucp_ep_flush_nbx";
-/// Closing an endpoint by force while this sends can crash (1.22): it then only receives, the other side's end frees it, and
-/// what is left is sent through what was freed.
+/// Closing an endpoint of this transport by force while it sends can crash UCX (1.22): it then only receives, the other
+/// side's end frees it, and UCX sends the rest through freed memory.
 const MUST_DRAIN: &str = "tcp";
 /// Shortest worker address: a flag byte, the worker's 8-byte id, one byte for "no device".
 const MIN_ADDRESS_BYTES: usize = 10;
@@ -185,13 +185,13 @@ fn is_plausible(address: &[u8]) -> bool {
 }
 
 impl Worker {
-    /// Starts a connection to the worker with this address; it is established as operations need
-    /// it, and its loss is reported by [`Event::EndpointFailed`](crate::Event::EndpointFailed).
+    /// Starts a connection to the worker with this address. UCX connects when operations need it,
+    /// and reports its loss by [`Event::EndpointFailed`](crate::Event::EndpointFailed).
     ///
     /// UCX parses the address with few checks: take it from authenticated peers only.
     ///
     /// # Errors
-    /// `UCS_ERR_INVALID_ADDR` for bytes that cannot be an address, else UCX's answer, such as
+    /// `UCS_ERR_INVALID_ADDR` for bytes that cannot be an address, else the status of UCX, such as
     /// `UCS_ERR_UNREACHABLE` when no transport is in common.
     pub fn connect(&self, address: &[u8]) -> Result<EndpointId, Status> {
         const CALL: &str = "ucp_ep_create";
@@ -246,8 +246,8 @@ impl Worker {
         }
     }
 
-    /// Closes by force: what is in flight ends, mostly with an error, each with its `Done`, then
-    /// `Closed` follows. This is no fence for the peer's side: what it has posted may still land.
+    /// Closes by force: operations in flight end, mostly with an error, each with its `Done`, then
+    /// `Closed` follows. This is no fence for the peer: what it has posted may still arrive.
     /// Calling it again, or for an endpoint that is gone, does nothing.
     ///
     /// An endpoint that has neither finished an operation nor failed is closed once it has:
@@ -280,7 +280,7 @@ impl Worker {
         self.inner.state.op_begins(endpoint);
         let (worker, handle) = (Rc::clone(&self.inner), endpoint.handle.as_ptr());
         let endpoint = Rc::clone(endpoint);
-        let flush = Box::into_raw(Box::new(Held { worker, endpoint }));
+        let flush = Box::into_raw(Box::new(InFlight { worker, endpoint }));
         let param = Attributes::default().with_callback(on_flushed, flush.cast());
         // SAFETY: the phase is Open, so the handle is live.
         let ptr = unsafe { (self.inner.api().ucp_ep_flush_nbx)(handle, &raw const param) };
@@ -296,7 +296,7 @@ impl Worker {
         flush.worker.state.op_ends(&flush.endpoint);
     }
 
-    /// Closes those that can be by now, and tells how many. Not to be called from UCX's callbacks.
+    /// Closes the endpoints that can be closed now, and returns how many. UCX's callbacks must not call this.
     pub(crate) fn close_leaving(&self) -> u32 {
         let state = &self.inner.state;
         if !state.may_leave.take() {
@@ -327,7 +327,7 @@ impl Worker {
             ..Attributes::default()
         };
         let (worker, handle) = (Rc::clone(&self.inner), endpoint.handle.as_ptr());
-        let close = Box::into_raw(Box::new(Held { worker, endpoint }));
+        let close = Box::into_raw(Box::new(InFlight { worker, endpoint }));
         let param = attributes.with_callback(on_closed, close.cast());
         // SAFETY: the phase was Open, Failed or Leaving, so the handle is live; it is not used afterwards.
         let ptr = unsafe { (self.inner.api().ucp_ep_close_nbx)(handle, &raw const param) };
@@ -344,26 +344,26 @@ impl Worker {
     }
 }
 
-/// What a close or flush in flight holds, as an operation does.
-struct Held {
+/// What a close or flush in flight keeps alive.
+struct InFlight {
     worker: Rc<Inner>,
     endpoint: Rc<Endpoint>,
 }
 
 /// UCX's callback for the end of a flush.
 unsafe extern "C" fn on_flushed(request: *mut c_void, _code: ucs_status_t, user_data: *mut c_void) {
-    // SAFETY: `user_data` is the Held that `flush_out` gave to this call, and UCX calls back once.
-    let flush = unsafe { Box::from_raw(user_data.cast::<Held>()) };
-    // SAFETY: the request is the one that completes here; nobody else holds it.
+    // SAFETY: `user_data` is the InFlight that `flush_out` gave to this call, and UCX calls back once.
+    let flush = unsafe { Box::from_raw(user_data.cast::<InFlight>()) };
+    // SAFETY: the request is the one that completes here; it is freed once.
     unsafe { (flush.worker.api().ucp_request_free)(request) };
     flush.worker.state.op_ends(&flush.endpoint);
 }
 
 /// UCX's callback for the end of a close.
 unsafe extern "C" fn on_closed(request: *mut c_void, code: ucs_status_t, user_data: *mut c_void) {
-    // SAFETY: `user_data` is the Held that `close_now` gave to this call, and UCX calls back once.
-    let close = unsafe { Box::from_raw(user_data.cast::<Held>()) };
-    // SAFETY: the request is the one that completes here; nobody else holds it.
+    // SAFETY: `user_data` is the InFlight that `close_now` gave to this call, and UCX calls back once.
+    let close = unsafe { Box::from_raw(user_data.cast::<InFlight>()) };
+    // SAFETY: the request is the one that completes here; it is freed once.
     unsafe { (close.worker.api().ucp_request_free)(request) };
     if code != sys::UCS_OK {
         tracing::debug!(code, "endpoint.closed_with_error");

@@ -13,38 +13,38 @@ use crate::sys::ucs_status_t;
 /// Something that happened on a worker.
 #[derive(Debug)]
 pub enum Event {
-    /// An active message came in. From whom, its bytes have to tell: UCX does not.
+    /// An active message has arrived. UCX does not name the sender.
     Message {
         /// The sender's header.
         header: Vec<u8>,
         /// The sender's payload.
         data: AmData,
     },
-    /// An operation ended. Exactly one follows each post that returned `Ok`; the operation's
-    /// memory is let go as the event is taken from the queue.
+    /// An operation has ended. Exactly one follows each post that returned `Ok`. Taking the event
+    /// from the queue drops the operation's memory.
     Done {
-        /// The poster's.
+        /// The poster's token.
         token: Token,
         /// How it ended.
         result: Result<(), Status>,
     },
-    /// The connection is lost. Comes at most once per endpoint, and not after `close`, which
+    /// The connection is lost. At most one follows per endpoint, and none after `close`, which
     /// the owner still has to call.
     EndpointFailed {
         /// The endpoint.
         endpoint: EndpointId,
-        /// Why.
+        /// The cause.
         status: Status,
     },
     /// The endpoint is closed, and every operation on it has had its `Done` before this.
     Closed {
-        /// The endpoint; its id will not come back.
+        /// The endpoint; its id is not used again.
         endpoint: EndpointId,
     },
 }
 
-/// An event as a callback leaves it. Finished operations wait here so that their owners' destructors, which may do
-/// anything, run outside UCX.
+/// An event as a callback queues it. Ended operations wait here, so that the destructors of their owners run outside
+/// UCX.
 pub(crate) enum Raw {
     Message {
         header: Vec<u8>,

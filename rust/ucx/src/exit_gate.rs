@@ -1,5 +1,6 @@
-//! The end of the process, and its forks. When it exits, UCX's libraries destroy what all of UCX uses, whoever is in UCX then:
-//! every thread leaves UCX before, and none comes in any more. The child of a fork has UCX's state without its threads.
+//! The exit gate: no thread is in UCX while the process exits, or in the child of a fork. At exit, UCX's libraries destroy
+//! their shared state even while threads use it. So every thread leaves UCX before, and none enters any more. The child of a
+//! fork has UCX's state without UCX's threads.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -7,25 +8,25 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::time::Duration;
 
-/// How long the exit waits for those that are in UCX. What takes longer is to pin several GiB for RDMA.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// Longest wait at exit for the threads in UCX. Only pinning several GiB for RDMA takes longer.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Threads that are in UCX.
+/// Threads in UCX.
 static NUM_INSIDE: AtomicUsize = AtomicUsize::new(0);
 static IS_EXITING: AtomicBool = AtomicBool::new(false);
 static NUM_IN_USE: AtomicUsize = AtomicUsize::new(0);
 static IS_FORKED: AtomicBool = AtomicBool::new(false);
 static LEAVING: Mutex<()> = Mutex::new(());
-static ONE_LEFT: Condvar = Condvar::new();
+static THREAD_LEFT: Condvar = Condvar::new();
 
 thread_local! {
-    /// Calls of this thread that are in UCX: callbacks call it again.
+    /// Nested calls of this thread in UCX: callbacks call UCX again.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
-    /// This is the thread that ends the process.
-    static EXITS: Cell<bool> = const { Cell::new(false) };
+    /// Whether this thread runs the exit.
+    static IS_EXITING_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A thread's time in UCX. Where the process exits, no other thread than the one that ends it gets any: it sleeps until then.
+/// A thread's stay in UCX. Once the process exits, only the exiting thread gets one; others sleep until the end.
 pub(crate) struct Inside(PhantomData<*const ()>);
 
 impl Inside {
@@ -33,7 +34,7 @@ impl Inside {
         let depth = DEPTH.get();
         DEPTH.set(depth + 1);
         if depth == 0 {
-            come_in();
+            enter_gate();
         }
         Self(PhantomData)
     }
@@ -44,26 +45,26 @@ impl Drop for Inside {
         let depth = DEPTH.get() - 1;
         DEPTH.set(depth);
         if depth == 0 {
-            go_out();
+            leave_gate();
         }
     }
 }
 
-fn come_in() {
+fn enter_gate() {
     NUM_INSIDE.fetch_add(1, Ordering::SeqCst);
-    if IS_EXITING.load(Ordering::SeqCst) && !EXITS.get() {
-        go_out();
+    if IS_EXITING.load(Ordering::SeqCst) && !IS_EXITING_THREAD.get() {
+        leave_gate();
         loop {
             std::thread::park();
         }
     }
 }
 
-fn go_out() {
+fn leave_gate() {
     NUM_INSIDE.fetch_sub(1, Ordering::SeqCst);
     if IS_EXITING.load(Ordering::SeqCst) {
         drop(lock());
-        ONE_LEFT.notify_all();
+        THREAD_LEFT.notify_all();
     }
 }
 
@@ -71,7 +72,7 @@ fn lock() -> MutexGuard<'static, ()> {
     LEAVING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A context's time: until this is dropped, UCX has threads, and descriptors that it polls.
+/// The life of a context: until this is dropped, UCX has threads, and descriptors that it polls.
 #[derive(Debug)]
 pub(crate) struct InUse(());
 
@@ -88,20 +89,20 @@ impl Drop for InUse {
     }
 }
 
-/// Whether UCX was in use when this process was forked. Its threads are not here, what it polls is shared, and it knows of
-/// neither.
+/// Whether UCX was in use when this process was forked. The child has none of UCX's threads and shares the descriptors that
+/// they poll; UCX does not know.
 pub(crate) fn is_forked() -> bool {
     IS_FORKED.load(Ordering::SeqCst)
 }
 
-/// From now on the exit of the process waits for those that are in UCX.
-pub(crate) fn guard() {
+/// Installs the handlers for exit and fork, once.
+pub(crate) fn install() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: the function can be called at any time, and this library is not unloaded.
-        let at_exit = unsafe { libc::atexit(wait_for_all) };
+        // SAFETY: the function can be called at any time, and this library is never unloaded.
+        let at_exit = unsafe { libc::atexit(wait_at_exit) };
         // SAFETY: as above.
-        let at_fork = unsafe { libc::pthread_atfork(None, None, Some(begin_as_child)) };
+        let at_fork = unsafe { libc::pthread_atfork(None, None, Some(reset_in_child)) };
         if (at_exit, at_fork) != (0, 0) {
             tracing::warn!(at_exit, at_fork, "exit.unguarded");
         }
@@ -109,20 +110,20 @@ pub(crate) fn guard() {
 }
 
 /// Runs before the libraries' destructors, which are the last to run.
-extern "C" fn wait_for_all() {
-    EXITS.set(true);
+extern "C" fn wait_at_exit() {
+    IS_EXITING_THREAD.set(true);
     IS_EXITING.store(true, Ordering::SeqCst);
-    let is_somebody_in = |(): &mut ()| NUM_INSIDE.load(Ordering::SeqCst) > own();
-    let _ = ONE_LEFT.wait_timeout_while(lock(), PATIENCE, is_somebody_in);
+    let is_occupied = |(): &mut ()| NUM_INSIDE.load(Ordering::SeqCst) > own();
+    let _ = THREAD_LEFT.wait_timeout_while(lock(), EXIT_TIMEOUT, is_occupied);
 }
 
 /// The child of a fork has none of its parent's other threads.
-unsafe extern "C" fn begin_as_child() {
+unsafe extern "C" fn reset_in_child() {
     NUM_INSIDE.store(own(), Ordering::SeqCst);
     IS_FORKED.fetch_or(NUM_IN_USE.load(Ordering::SeqCst) > 0, Ordering::SeqCst);
 }
 
-/// What this thread counts in [`NUM_INSIDE`].
+/// The share of this thread in [`NUM_INSIDE`].
 fn own() -> usize {
     usize::from(DEPTH.get() > 0)
 }
@@ -136,12 +137,12 @@ mod tests {
 
     const ROLE: &str = "KVPIPE_TEST_EXIT_ROLE";
     const STAY: Duration = Duration::from_millis(300);
-    /// How a process ends in whose UCX another thread is when UCX's libraries end.
+    /// Exit code of a process with another thread in UCX while UCX's libraries are destroyed.
     const NOT_ALONE: i32 = 71;
 
     static IS_IN: AtomicBool = AtomicBool::new(false);
 
-    /// Stands for the libraries' destructors: having been asked for before, it runs after what is tested.
+    /// Stands for the libraries' destructors: it is registered before the exit gate, so that it runs after it.
     extern "C" fn end_libraries() {
         let begun = Instant::now();
         while begun.elapsed() < STAY {
@@ -151,10 +152,10 @@ mod tests {
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        drop(Inside::enter()); // of the thread that exits
+        drop(Inside::enter()); // the exiting thread may
     }
 
-    /// A thread's call, and one within it.
+    /// A call into UCX, and a nested one.
     fn call(time: Duration) {
         let inside = Inside::enter();
         IS_IN.store(true, Ordering::SeqCst);
@@ -177,7 +178,7 @@ mod tests {
         };
         // SAFETY: the function can be called at any time.
         assert_eq!(unsafe { libc::atexit(end_libraries) }, 0);
-        guard();
+        install();
         match role.as_str() {
             "call" => drop(std::thread::spawn(|| call(STAY))),
             "calls" => drop(std::thread::spawn(|| {
@@ -199,9 +200,9 @@ mod tests {
         std::process::exit(0);
     }
 
-    /// Goes on as the child; the parent ends as it does.
+    /// Continues as the child; the parent exits as the child does.
     fn fork() {
-        // SAFETY: the child goes on with this thread only, and calls nothing that needs another.
+        // SAFETY: the child has this thread only, and calls nothing that needs another.
         let child = unsafe { libc::fork() };
         if child != 0 {
             let mut status = 0;
@@ -221,7 +222,7 @@ mod tests {
                 "--nocapture",
             ])
             .env(ROLE, role)
-            // LeakSanitizer finds what the parent's threads hold, whom a forked child does not have.
+            // LeakSanitizer would find memory of the parent's threads, which a forked child does not have.
             .envs((role == "fork").then_some(("LSAN_OPTIONS", "detect_leaks=0")))
             .status();
         (status.expect("its end"), begun.elapsed())
@@ -234,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn no_thread_comes_in_once_the_process_exits() {
+    fn no_thread_enters_once_the_process_exits() {
         let (status, _) = exit_as("calls");
         assert_eq!(status.code(), Some(0), "{status}");
     }
@@ -243,6 +244,6 @@ mod tests {
     fn the_child_of_a_fork_does_not_wait_for_threads_of_its_parent() {
         let (status, taken) = exit_as("fork");
         assert_eq!(status.code(), Some(0), "{status}");
-        assert!(taken < STAY + PATIENCE, "{taken:?}");
+        assert!(taken < STAY + EXIT_TIMEOUT, "{taken:?}");
     }
 }

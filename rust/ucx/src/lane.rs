@@ -1,5 +1,5 @@
-//! Which transports an endpoint chose, read from the text UCX prints: it has no call that tells
-//! what each lane is for.
+//! The transports that an endpoint uses. UCX has no call that reports the purpose of each lane, so
+//! that they are parsed from the text that it prints.
 
 use std::ffi::c_char;
 use std::ptr::null_mut;
@@ -25,7 +25,7 @@ pub struct Lane {
 }
 
 impl Worker {
-    /// The endpoint's lanes, as far as UCX tells: none for an endpoint that failed or is closed.
+    /// The endpoint's lanes, as far as UCX reports them: none for an endpoint that has failed or is closed.
     /// They can change until the first operation has completed.
     pub fn lanes(&self, endpoint: EndpointId) -> Vec<Lane> {
         const CALL: &str = "ucp_ep_print_info";
@@ -42,7 +42,7 @@ impl Worker {
     }
 }
 
-/// What `print` writes to a stream; empty when there is no memory for one.
+/// The text that `print` writes to a stream; empty when the system has no memory for one.
 fn capture(print: impl FnOnce(*mut libc::FILE)) -> String {
     let (mut text, mut len): (*mut c_char, usize) = (null_mut(), 0);
     // SAFETY: both places outlive the stream, which is closed below.

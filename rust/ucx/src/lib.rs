@@ -2,7 +2,7 @@
 //! kvpipe's foreign function calls; what it exports is safe to call, but for
 //! [`Buffer::from_raw_parts`], [`CudaEvent::record`] and [`AssertSend::new`].
 //!
-//! What it does with CUDA memory is written by the documentation and has not run on a GPU: docs/gpu.md.
+//! Its use of CUDA memory follows the documentation and has not run on a GPU: docs/gpu.md.
 //!
 //! # Ownership
 //! ```text
@@ -10,28 +10,28 @@
 //!               ▲
 //!               └────── Worker ◄─ endpoints, operations, RemoteKey   (Rc: one thread at a time)
 //! ```
-//! Each object holds what it was made from, so UCX sees them destroyed in the right order however
-//! they are dropped here. An operation holds its memory, its key and its worker until UCX has
-//! called back; nothing else (not a timeout, not a close) lets go of them. The library is never
-//! unloaded.
+//! Each object holds the one that it was made from, so that UCX's objects are destroyed in the right
+//! order, whatever the order of the drops here. An operation holds its memory, its key and its worker
+//! until UCX has called back; no timeout and no close releases them. The library is never unloaded.
 //!
 //! # Threads
 //! [`Library`], [`Context`], [`Buffer`] and [`Memory`] are `Send + Sync`; registering and packing
-//! keys may happen on any thread. A [`Worker`] and all that comes from it are used by one thread at
-//! a time, and change it only as one, in a [`AssertSend`]. There the owner repeats: post, [`progress`](Worker::progress), take
-//! [events](Worker::next_event), and when there are none [`arm`](Worker::arm) and sleep on
-//! [`event_fd`](Worker::event_fd). UCX's callbacks run inside these calls and only fill the queue.
-//! Nothing may be used in the child of a `fork`.
+//! keys may happen on any thread. One thread at a time uses a [`Worker`] and all that comes from it;
+//! they move to another thread together, in an [`AssertSend`]. The owner repeats: post,
+//! [`progress`](Worker::progress), take [events](Worker::next_event), and when there are none
+//! [`arm`](Worker::arm) and sleep on [`event_fd`](Worker::event_fd). UCX's callbacks run inside these
+//! calls and only fill the queue. The child of a `fork` may use nothing.
 //!
 //! # Trust
-//! UCX's own parsers are not hardened. Addresses and keys are checked for what can be checked from
-//! outside; damaged keys and truncated addresses become errors, but a forged address can still
-//! crash UCX: take them from authenticated peers only. Whoever can connect to a worker can
-//! send it any message, of any size (the queue of received messages is bounded by nothing here),
+//! UCX's own parsers are not hardened. Addresses and keys are checked as far as possible from the
+//! outside: damaged keys and truncated addresses become errors, but a forged address can still
+//! crash UCX. Take them from authenticated peers only. Every process that can connect to a worker can
+//! send it any message of any size (nothing here bounds the queue of received messages),
 //! and over TCP can read and write all memory of the process.
 
 mod am;
 mod assert_send;
+mod buffer;
 mod config;
 mod context;
 mod cuda;
@@ -51,6 +51,7 @@ mod worker;
 
 pub use am::{AmData, Payload, Placer};
 pub use assert_send::AssertSend;
+pub use buffer::{Buffer, MemoryKind};
 pub use config::Config;
 pub use context::Context;
 pub use cuda::{CudaError, CudaEvent, device_of, is_exportable};
@@ -58,10 +59,10 @@ pub use endpoint::EndpointId;
 pub use event::Event;
 pub use lane::Lane;
 pub use library::{Library, LoadError, Search, has_rdma_devices};
-pub use memory::{Buffer, Memory, MemoryKind};
+pub use memory::Memory;
 pub use process_vm::{PIECES_CAP, Piece, ProcessVmReader};
 pub use reaper::Reaper;
 pub use request::Token;
-pub use rma::{Domains, RemoteKey};
+pub use rma::{Domains, Get, RemoteKey};
 pub use status::Status;
 pub use worker::Worker;

@@ -1,5 +1,5 @@
 //! Finds and loads UCX at run time. UCX is neither linked nor shipped: its RDMA transports have to
-//! come from the host, and its absence has to be an ordinary error.
+//! come from the host, and a missing UCX has to be an ordinary error.
 
 use std::ffi::{CStr, OsStr, c_uint};
 use std::mem::ManuallyDrop;
@@ -24,7 +24,7 @@ pub struct Search {
     pub wheel_dir: Option<PathBuf>,
 }
 
-/// Why there is no UCX to use.
+/// Why UCX cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// UCX was in use when this process was forked.
@@ -40,10 +40,10 @@ pub enum LoadError {
         .tried.join("; ")
     )]
     NotFound {
-        /// Each candidate, with the loader's answer.
+        /// Each candidate, with the loader's error.
         tried: Vec<String>,
     },
-    /// UCX was found, older than kvpipe can use.
+    /// UCX is older than kvpipe can use.
     #[error(
         "UCX {}.{}.{} at {} is too old, 1.13 is needed; pip install 'kvpipe[ucx-cu12]', \
          or set KVPIPE_UCX_LIB to the directory of a newer libucp.so.0",
@@ -99,15 +99,15 @@ impl Library {
         Err(LoadError::NotFound { tried })
     }
 
-    /// Takes possession of a loaded library, once its version and symbols are found sufficient.
+    /// Checks the version and the symbols of a loaded library.
     fn adopt(handle: Handle, candidate: &Candidate) -> Result<Self, LoadError> {
-        // UCM patches libc on the first use of UCX, by anybody: never dlclose.
+        // UCM patches libc on the first use of UCX in the process: never dlclose.
         let handle = ManuallyDrop::new(libloading::Library::from(handle));
         let missing = |symbol| LoadError::MissingSymbol {
             symbol,
             path: candidate.path().into(),
         };
-        // SAFETY: the handle answered to the name of UCP and is never dropped, so it stays loaded.
+        // SAFETY: the handle is that of a library with UCP's name, and never dropped, so it stays loaded.
         let api = unsafe { EntryPoints::resolve(&handle) }.map_err(missing)?;
         let path = origin(&api).unwrap_or_else(|| candidate.path().into());
         let version = version_of(&api);
@@ -117,7 +117,7 @@ impl Library {
                 path,
             });
         }
-        exit_gate::guard();
+        exit_gate::install();
         tracing::debug!(path = %path.display(), ?version, "ucx.loaded");
         Ok(Self {
             entry_points: api,
@@ -126,7 +126,7 @@ impl Library {
         })
     }
 
-    /// UCX's functions. The calling thread is in UCX as long as it has them.
+    /// UCX's functions. The calling thread is in UCX while it holds the result.
     pub(crate) fn api(&self) -> Api<'_> {
         Api {
             entry_points: &self.entry_points,
@@ -139,7 +139,7 @@ impl Library {
         self.version
     }
 
-    /// The file that was loaded, as far as the dynamic linker tells.
+    /// The file that was loaded, as the dynamic linker reports it.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -175,9 +175,9 @@ pub fn has_rdma_devices() -> bool {
 
 #[derive(Debug, PartialEq, Eq)]
 enum Candidate {
-    /// A copy that is mapped already, whoever mapped it.
+    /// A copy that is mapped already.
     Mapped,
-    /// Whatever the dynamic linker finds by name.
+    /// The library that the dynamic linker finds by name.
     System,
     File(PathBuf),
 }

@@ -1,249 +1,16 @@
-//! Memory that UCX may reach: [`Buffer`], a range with its owner, and [`Memory`], the same
-//! registered with a context.
+//! Buffers that are registered with a context.
 
-use std::any::Any;
-use std::ffi::c_void;
 use std::mem::ManuallyDrop;
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::Arc;
 
+use crate::buffer::{Buffer, MemoryKind};
 use crate::context::Context;
-use crate::cuda::{self, Current};
 use crate::status::{Status, check};
 use crate::sys;
 
-/// Which memory a range lies in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum MemoryKind {
-    /// The CPU's.
-    Host,
-    /// An NVIDIA GPU's.
-    Cuda {
-        /// Which one, as the CUDA driver counts those that this process sees.
-        device: u32,
-    },
-}
-
-impl MemoryKind {
-    pub(crate) fn as_ucs(self) -> i32 {
-        match self {
-            Self::Host => sys::UCS_MEMORY_TYPE_HOST,
-            Self::Cuda { .. } => sys::UCS_MEMORY_TYPE_CUDA,
-        }
-    }
-
-    /// What UCX needs to be current in the thread that calls it about such memory.
-    pub(crate) fn enter(self) -> Option<Current<'static>> {
-        match self {
-            Self::Host => None,
-            Self::Cuda { device } => cuda::enter_or_log(device),
-        }
-    }
-}
-
-/// A range of memory, with whatever keeps it allocated.
-///
-/// Like all memory open to remote access, its bytes can change while they are read: between the
-/// post of a get and its `Done`, and whenever a peer that holds the key puts. Callers read a range
-/// when nothing is writing it; a reader who does not sees torn bytes. Clones share the owner.
-#[derive(Clone)]
-pub struct Buffer {
-    address: usize,
-    len: usize,
-    kind: MemoryKind,
-    _owner: Arc<dyn Any + Send + Sync>,
-}
-
-impl Buffer {
-    /// Describes memory that `owner` keeps allocated.
-    ///
-    /// # Safety
-    /// `address .. address + len` must not wrap around, and must be valid for reads and writes from
-    /// any thread until `owner` is dropped with the last clone; nobody may hold a Rust reference
-    /// into it meanwhile. Memory that is valid for reads only must never come to be a destination:
-    /// of [`write`](Self::write), of a read, or of a peer that has a key to it.
-    /// Memory of kind CUDA must be of the device that the kind names, and valid
-    /// so for that device.
-    pub unsafe fn from_raw_parts(
-        address: usize,
-        len: usize,
-        kind: MemoryKind,
-        owner: Box<dyn Any + Send + Sync>,
-    ) -> Self {
-        Self {
-            address,
-            len,
-            kind,
-            _owner: owner.into(),
-        }
-    }
-
-    /// Allocates `len` zero bytes.
-    pub fn zeroed(len: usize) -> Self {
-        Self::from_vec(vec![0; len])
-    }
-
-    /// Allocates `len` zero bytes, in huge pages where the system has them: their first use costs less.
-    ///
-    /// # Errors
-    /// There is not so much memory.
-    pub fn mapped(len: usize) -> std::io::Result<Self> {
-        let mapping = Mapping::new(len)?;
-        Ok(Self {
-            address: mapping.address,
-            len,
-            kind: MemoryKind::Host,
-            _owner: Arc::new(mapping),
-        })
-    }
-
-    /// The first `len` bytes, if there are so many. They keep `owner` alive too: it is dropped with the last clone.
-    #[must_use]
-    pub fn first(&self, len: usize, owner: Box<dyn Any + Send + Sync>) -> Option<Self> {
-        (len <= self.len).then(|| Self {
-            address: self.address,
-            len,
-            kind: self.kind,
-            _owner: Arc::new((owner, self.clone())),
-        })
-    }
-
-    /// Takes the bytes over, without a copy.
-    pub fn from_vec(mut bytes: Vec<u8>) -> Self {
-        let address = bytes.as_mut_ptr().expose_provenance();
-        Self {
-            address,
-            len: bytes.len(),
-            kind: MemoryKind::Host,
-            _owner: Arc::new(bytes),
-        }
-    }
-
-    /// Where the range begins.
-    pub fn address(&self) -> usize {
-        self.address
-    }
-
-    /// Its length in bytes.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether it has no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Which memory it lies in.
-    pub fn kind(&self) -> MemoryKind {
-        self.kind
-    }
-
-    /// Copies `data` to `offset`; false when it does not fit, or the CUDA driver could not copy it.
-    ///
-    /// In CUDA memory, too, the bytes are there when this returns, for any stream to see. It waits for no stream: what
-    /// the caller's own still does there, this overtakes.
-    pub fn write(&self, offset: usize, data: &[u8]) -> bool {
-        match self.kind {
-            MemoryKind::Host => self.write_host(offset, data),
-            MemoryKind::Cuda { device } => self.write_cuda(device, offset, data),
-        }
-    }
-
-    fn write_cuda(&self, device: u32, offset: usize, data: &[u8]) -> bool {
-        let Some(to) = self.range(offset, data.len()) else {
-            return false;
-        };
-        // SAFETY: the range is in bounds, and memory of this device while the owner lives, by the contract of
-        // from_raw_parts.
-        let copied = unsafe { cuda::copy(device, to.addr() as u64, data) };
-        copied
-            .inspect_err(|error| tracing::error!(%error, device, "cuda.copy_failed"))
-            .is_ok()
-    }
-
-    fn write_host(&self, offset: usize, data: &[u8]) -> bool {
-        let Some(target) = self.host_range(offset, data.len()) else {
-            return false;
-        };
-        // SAFETY: the range is in bounds, and valid for writes while the owner lives, by the
-        // contract of from_raw_parts; `copy` allows that `data` overlaps it.
-        unsafe { std::ptr::copy(data.as_ptr(), target, data.len()) };
-        true
-    }
-
-    /// The bytes at `offset`, unless out of range or not in the CPU's memory. See the type on
-    /// when they may be read.
-    pub fn bytes(&self, offset: usize, len: usize) -> Option<&[u8]> {
-        let start = self.host_range(offset, len)?;
-        // SAFETY: the range is in bounds, initialised, and valid while the owner, and with it
-        // `&self`, lives; that nothing writes it meanwhile is the caller's part, see the type.
-        Some(unsafe { std::slice::from_raw_parts(start, len) })
-    }
-
-    /// A pointer to `offset`, when `len` bytes follow it. Good for any kind of memory.
-    pub(crate) fn range(&self, offset: usize, len: usize) -> Option<*mut c_void> {
-        let end = offset.checked_add(len)?;
-        (end <= self.len).then(|| std::ptr::with_exposed_provenance_mut(self.address + offset))
-    }
-
-    fn host_range(&self, offset: usize, len: usize) -> Option<*mut u8> {
-        if self.kind != MemoryKind::Host {
-            return None;
-        }
-        let start = self.range(offset, len)?.cast::<u8>();
-        // An empty range may come with any address; slices and copies need a non-null one.
-        Some(if len == 0 {
-            NonNull::dangling().as_ptr()
-        } else {
-            start
-        })
-    }
-}
-
-/// Memory of its own from the system.
-struct Mapping {
-    address: usize,
-    len: usize,
-}
-
-impl Mapping {
-    fn new(len: usize) -> std::io::Result<Self> {
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: a new anonymous mapping where the kernel likes it: nothing that exists is changed.
-        let mapped = unsafe { libc::mmap(null_mut(), len, access, flags, -1, 0) };
-        if mapped == libc::MAP_FAILED {
-            return Err(std::io::Error::last_os_error());
-        }
-        // SAFETY: advice on the mapping just made; a kernel without huge pages refuses it, which changes nothing.
-        unsafe { libc::madvise(mapped, len, libc::MADV_HUGEPAGE) };
-        let address = mapped.expose_provenance();
-        Ok(Self { address, len })
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        let start = std::ptr::with_exposed_provenance_mut(self.address);
-        // SAFETY: mapped by `new` with this length, and unmapped once, here; the buffer that it belongs to was the
-        // last to use it.
-        unsafe { libc::munmap(start, self.len) };
-    }
-}
-
-impl std::fmt::Debug for Buffer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Buffer")
-            .field("address", &format_args!("{:#x}", self.address))
-            .field("len", &self.len)
-            .field("kind", &self.kind)
-            .finish_non_exhaustive()
-    }
-}
-
-/// A buffer registered with a context. Operations in flight hold an `Arc` of it; the last one to
-/// let go deregisters it and only then frees the bytes. That may be any thread.
+/// A buffer that is registered with a context. Operations in flight hold an `Arc` of it; dropping
+/// the last one deregisters it and only then frees the bytes, on any thread.
 pub struct Memory {
     handle: NonNull<sys::ucp_mem>,
     context: Arc<Context>,
@@ -298,11 +65,11 @@ impl Memory {
         &self.buffer
     }
 
-    /// The key by which a peer may reach this memory. Whoever holds it can read and write all of
-    /// it; over TCP, UCX does not even check it.
+    /// The key by which a peer may access this memory. A peer with the key can read and write all of
+    /// it; over TCP, UCX does not even check the key.
     ///
     /// # Errors
-    /// UCX's answer.
+    /// The status of UCX.
     pub fn pack_rkey(&self) -> Result<Vec<u8>, Status> {
         let api = self.context.library().api();
         let (mut packed, mut len) = (null_mut(), 0);
@@ -348,73 +115,5 @@ impl std::fmt::Debug for Memory {
         f.debug_struct("Memory")
             .field("buffer", &*self.buffer)
             .finish_non_exhaustive()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn write_and_bytes_stay_in_bounds() {
-        let buffer = Buffer::zeroed(8);
-        assert!(buffer.write(5, b"abc"));
-        assert_eq!(buffer.bytes(4, 4), Some(&b"\0abc"[..]));
-        assert!(!buffer.write(6, b"abc"));
-        assert!(!buffer.write(usize::MAX, b"abc"));
-        assert_eq!(buffer.bytes(8, 0), Some(&[][..]));
-        assert_eq!(buffer.bytes(9, 0), None);
-        assert_eq!(buffer.bytes(1, usize::MAX), None);
-    }
-
-    #[test]
-    fn mapped_memory_is_zero_and_can_be_written() {
-        let buffer = Buffer::mapped(3 << 20).unwrap();
-        assert_eq!(buffer.bytes(3 << 20, 0), Some(&[][..]));
-        assert!(
-            buffer
-                .bytes(0, 3 << 20)
-                .unwrap()
-                .iter()
-                .all(|byte| *byte == 0)
-        );
-        assert!(buffer.write((3 << 20) - 2, b"kv"));
-    }
-
-    #[test]
-    fn more_memory_than_there_is_is_an_error() {
-        assert!(Buffer::mapped(usize::MAX / 2).is_err());
-    }
-
-    #[test]
-    fn the_first_bytes_keep_the_buffer_and_their_own_owner() {
-        let (owner, whole) = (Arc::new(()), Buffer::from_vec(b"kvpipe".to_vec()));
-        let first = whole.first(2, Box::new(Arc::clone(&owner))).unwrap();
-        drop(whole);
-        assert_eq!(first.bytes(0, 2), Some(&b"kv"[..]));
-        assert_eq!(first.bytes(0, 3), None);
-        let clone = first.clone();
-        drop(first);
-        assert_eq!(Arc::strong_count(&owner), 2);
-        drop(clone);
-        assert_eq!(Arc::strong_count(&owner), 1);
-        assert!(Buffer::zeroed(4).first(5, Box::new(())).is_none());
-    }
-
-    #[test]
-    fn cuda_memory_is_not_touched_by_the_cpu() {
-        let kind = MemoryKind::Cuda { device: 0 };
-        // SAFETY: never dereferenced: the kind forbids it, which is what this test is about.
-        let buffer = unsafe { Buffer::from_raw_parts(4096, 64, kind, Box::new(())) };
-        assert!(!buffer.write(64, b"x"));
-        assert_eq!(buffer.bytes(0, 1), None);
-        assert!(buffer.range(0, 64).is_some());
-    }
-
-    #[test]
-    fn buffer_from_vec_keeps_its_bytes() {
-        let buffer = Buffer::from_vec(b"kv".to_vec());
-        assert_eq!(buffer.bytes(0, 2), Some(&b"kv"[..]));
-        assert!(Buffer::from_vec(Vec::new()).is_empty());
     }
 }

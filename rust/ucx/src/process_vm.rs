@@ -1,12 +1,12 @@
-//! Reads out of another process of this machine without UCX: many pieces in one call of `process_vm_readv`, where UCX's
-//! CMA makes a call for each. At 4 KiB a piece that halves the time (docs/benchmarks.md); at 64 KiB it changes nothing.
+//! Reads of another process on this machine without UCX: many pieces in one call of `process_vm_readv`, where UCX's CMA
+//! makes a call for each. That halves the time for pieces of 4 KiB (docs/benchmarks.md), and changes nothing for 64 KiB.
 
 use std::io::{Error, ErrorKind, Result};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-use crate::memory::{Buffer, MemoryKind};
+use crate::buffer::{Buffer, MemoryKind};
 
-/// Most pieces of one call: more is an error of the kernel's (`UIO_MAXIOV`).
+/// Most pieces of one call, the kernel's limit (`UIO_MAXIOV`).
 pub const PIECES_CAP: usize = 1024;
 
 /// One piece to be read.
@@ -27,7 +27,7 @@ pub struct ProcessVmReader {
     process: Process,
 }
 
-/// A process for good, where its id may be another's once it has ended.
+/// A process. Its pid may belong to another process once it has ended, this descriptor never does.
 #[derive(Debug)]
 struct Process(OwnedFd);
 
@@ -39,7 +39,7 @@ impl Process {
         if fd < 0 {
             return Err(Error::last_os_error());
         }
-        // SAFETY: just opened, and nobody else has it.
+        // SAFETY: just opened, and owned by nothing else.
         Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
     }
 
@@ -66,8 +66,8 @@ impl Process {
 }
 
 impl ProcessVmReader {
-    /// The process that calls itself `pid` and says that `proof` stands at `address` of its memory. None when it cannot
-    /// be read (another machine, another namespace, no permission, a kernel before 5.3) or something else stands there.
+    /// The process that claims this pid and `proof` at `address` of its memory. None when it cannot be read (another
+    /// machine or namespace, no permission, a kernel before 5.3) or has other bytes there.
     pub fn find(pid: u32, address: u64, proof: &[u8]) -> Option<Self> {
         let pid = libc::pid_t::try_from(pid).ok().filter(|pid| *pid > 0)?;
         let process = Process::open(pid).ok()?;
@@ -82,11 +82,11 @@ impl ProcessVmReader {
         (read.bytes(0, proof.len())? == proof).then_some(found)
     }
 
-    /// Reads all pieces into `into`; returns when they are there.
+    /// Reads all pieces into `into`, synchronously.
     ///
     /// # Errors
-    /// A piece does not fit, there are too many, or the other process cannot be read there (any more); what was written
-    /// then is undefined.
+    /// A piece does not fit, there are too many, or the other process cannot be read there (any more). The destination is
+    /// undefined then.
     pub fn read(&self, into: &Buffer, pieces: &[Piece]) -> Result<()> {
         let (mut local, mut remote) = (
             Vec::with_capacity(pieces.len()),
@@ -107,7 +107,7 @@ impl ProcessVmReader {
         }
         let expected: usize = pieces.iter().map(|piece| piece.len).sum();
         // SAFETY: each local range lies in `into`, which is host memory, valid for writes while it is borrowed; the
-        // remote ones are only read, and checked by the kernel, also where a peer has named this process as its own.
+        // kernel checks the remote ranges and only reads them, even if a peer has claimed the pid of this process.
         let read = unsafe {
             libc::process_vm_readv(
                 self.pid,
@@ -119,7 +119,7 @@ impl ProcessVmReader {
             )
         };
         match usize::try_from(read) {
-            // Alive after the read, it was this process that the id named, and not one that was given it since.
+            // Alive after the read: the pid named this process, not a later one with the same pid.
             Ok(read) if read == expected => self.process.check_alive(),
             Ok(read) => Err(Error::other(format!(
                 "{read} of {expected} bytes could be read"
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_found_by_what_stands_in_its_memory() {
+    fn a_process_is_found_by_the_bytes_in_its_memory() {
         let buffer = Buffer::from_vec(b"0123456789abcdef".to_vec());
         assert!(here(&buffer, b"0123456789abcdef").is_some());
         assert!(here(&buffer, b"0123456789abcdeF").is_none());
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_was_given_the_id_of_one_that_has_ended_is_not_read() {
+    fn a_process_with_the_reused_pid_of_one_that_has_ended_is_not_read() {
         let from = Buffer::from_vec(vec![1; 16]);
         let (into, from) = (Buffer::zeroed(8), from.address() as u64);
         let mut child = std::process::Command::new("true").spawn().unwrap();

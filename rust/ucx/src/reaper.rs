@@ -1,7 +1,7 @@
-//! What is left of a worker that was dropped before UCX was done with what was asked of it: an endpoint that is not connected
-//! cannot be closed, nor one over TCP whose peer does not read, and the network may take minutes to give up; a device may keep
-//! a read of a peer that is gone. Such a worker gets a thread of its own, which sleeps until there is something to do and ends
-//! with the worker, so that memory and descriptors are given back as soon as UCX lets go of them.
+//! Progresses workers that were dropped before UCX had ended all their operations. An endpoint that is not connected cannot
+//! be closed, nor one over TCP whose peer does not read, and the network may take minutes to give up; a device may keep a
+//! read of a peer that is gone. Such a worker gets a thread of its own, which sleeps until there is something to progress
+//! and ends with the worker. So memory and descriptors are freed as soon as UCX releases them.
 
 use std::mem::ManuallyDrop;
 use std::os::fd::OwnedFd;
@@ -13,17 +13,17 @@ use rustix::event::{Timespec, epoll};
 
 use crate::worker::{Inner, Worker};
 
-/// Longest sleep of a thread that has such a worker. UCX has lost wake-ups in the past.
-const LONGEST_SLEEP: Timespec = Timespec {
+/// Longest sleep of a reaper's thread. UCX has lost wake-ups in the past.
+const SLEEP_CAP: Timespec = Timespec {
     tv_sec: 1,
     tv_nsec: 0,
 };
 
-/// Workers that nobody works on any more, by which leak checkers see what is left alive on purpose.
-static LEFT: Mutex<Vec<Parked>> = Mutex::new(Vec::new());
+/// Workers that are kept for ever and not progressed. Leak checkers find them here.
+static LEAKED: Mutex<Vec<UnendedWorker>> = Mutex::new(Vec::new());
 
-/// What is left of a worker, if anything. Once this is dropped, it is worked on until UCX is done with it. Not if somebody has
-/// keys of the worker then: drop them first.
+/// A worker that has not ended, if it has not. Dropping the reaper starts the thread that progresses it. Keys of the worker
+/// have to be dropped before: a worker with keys is leaked instead.
 pub struct Reaper {
     worker: Option<Rc<Inner>>,
     num_reads: Arc<AtomicUsize>,
@@ -44,13 +44,13 @@ impl Drop for Reaper {
         let (outstanding, leaving) = (state.outstanding.get(), state.leaving.get());
         let num_keys = state.keys.get();
         tracing::info!(outstanding, leaving, num_keys, "worker.left_alive");
-        let parked = Parked(ManuallyDrop::new(Worker {
+        let worker = UnendedWorker(ManuallyDrop::new(Worker {
             inner: ManuallyDrop::new(inner),
         }));
         if num_keys > 0 {
-            return parked.leave();
+            return worker.leak();
         }
-        parked.work_on(Arc::clone(&self.num_reads));
+        worker.spawn(Arc::clone(&self.num_reads));
     }
 }
 
@@ -64,73 +64,73 @@ impl std::fmt::Debug for Reaper {
 }
 
 /// A worker that is not dropped by accident.
-struct Parked(ManuallyDrop<Worker>);
+struct UnendedWorker(ManuallyDrop<Worker>);
 
-// SAFETY: a parked worker is not among those that `leave` takes, which are not used at all, unless nobody has keys of it; it
-// has no placer; all else that shares its Rc (operations, endpoints, events) is reached through it only. So one thread has all
-// of it, after the one that had it before, as UCX's SERIALIZED mode wants.
-unsafe impl Send for Parked {}
+// SAFETY: a worker with keys is leaked and not used at all. Any other has no placer, and all else that shares its Rc
+// (operations, endpoints, events) is reached through it only. So one thread at a time has all of it, as UCX's SERIALIZED mode
+// requires.
+unsafe impl Send for UnendedWorker {}
 
-impl Parked {
-    /// Keeps it for ever: somebody on its thread may still reach it, or there is no other thread.
-    fn leave(self) {
-        let mut left = LEFT.lock().unwrap_or_else(PoisonError::into_inner);
-        left.push(self);
+impl UnendedWorker {
+    /// Keeps it for ever: a key on its thread may still reach it, or the system gives no thread.
+    fn leak(self) {
+        let mut leaked = LEAKED.lock().unwrap_or_else(PoisonError::into_inner);
+        leaked.push(self);
     }
 
-    fn work_on(self, num_reads: Arc<AtomicUsize>) {
-        // In a place that outlives a thread that cannot be made.
+    fn spawn(self, num_reads: Arc<AtomicUsize>) {
+        // A failed spawn drops its closure: the worker stays here.
         let place = Arc::new(Mutex::new(Some(self)));
         let in_thread = Arc::clone(&place);
         let take = |place: &Mutex<Option<Self>>| {
             place.lock().unwrap_or_else(PoisonError::into_inner).take()
         };
         let spawned = std::thread::Builder::new()
-            .name("kvpipe-rest".to_owned())
+            .name("kvpipe-reaper".to_owned())
             .spawn(move || {
-                if let Some(parked) = take(&in_thread) {
-                    parked.run(&num_reads);
+                if let Some(worker) = take(&in_thread) {
+                    worker.run(&num_reads);
                 }
             });
         if let Err(error) = spawned {
             tracing::warn!(%error, "worker.has_no_thread");
-            if let Some(parked) = take(&place) {
-                parked.leave();
+            if let Some(worker) = take(&place) {
+                worker.leak();
             }
         }
     }
 
-    /// Works until UCX is done.
+    /// Progresses the worker until UCX has ended all operations.
     fn run(self, num_reads: &AtomicUsize) {
-        let bell = match Bell::new(&self.0) {
-            Ok(bell) => bell,
+        let wakeups = match Wakeups::new(&self.0) {
+            Ok(wakeups) => wakeups,
             Err(error) => {
-                tracing::warn!(%error, "worker.has_no_bell");
-                return self.leave();
+                tracing::warn!(%error, "worker.has_no_epoll");
+                return self.leak();
             }
         };
         loop {
             let has_worked = self.0.progress() > 0;
             self.0.discard_events();
-            // After the events, with which the memory is given back.
+            // After the events, which drop the memory.
             num_reads.store(self.0.inner.state.writes.get(), Ordering::Release);
             if self.0.is_settled() {
                 return drop(ManuallyDrop::into_inner(self.0));
             }
-            // What keeps UCX from being slept on otherwise is no reason to spin.
+            // An error of `arm` is no reason to spin.
             let has_more = self.0.arm().is_ok_and(|is_armed| !is_armed);
             if !has_worked && !has_more {
-                bell.wait();
+                wakeups.wait();
             }
         }
     }
 }
 
-/// Rings when there is something new to progress. UCX's own descriptor stays readable while an endpoint waits for its connection
-/// (1.22, TCP), although there is nothing to do.
-struct Bell(OwnedFd);
+/// Wakes when there is something new to progress. UCX's own descriptor stays readable while an endpoint waits for its
+/// connection (1.22, TCP), although there is nothing to do.
+struct Wakeups(OwnedFd);
 
-impl Bell {
+impl Wakeups {
     fn new(worker: &Worker) -> rustix::io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
@@ -144,12 +144,12 @@ impl Bell {
     }
 
     fn wait(&self) {
-        let mut rung = [epoll::Event {
+        let mut woken = [epoll::Event {
             flags: epoll::EventFlags::empty(),
             data: epoll::EventData::new_u64(0),
         }];
         // A signal ends it, which does no harm.
-        let _ = epoll::wait(&self.0, &mut rung, Some(&LONGEST_SLEEP));
+        let _ = epoll::wait(&self.0, &mut woken, Some(&SLEEP_CAP));
     }
 }
 
@@ -164,7 +164,7 @@ mod tests {
     use crate::sys::ucp_request_param_t;
     use crate::{Buffer, Config, Context, Library, MemoryKind, Search};
 
-    /// By which leak checkers see the read, as by UCX.
+    /// Leak checkers find the read here, as in UCX.
     static READ: AtomicPtr<std::ffi::c_void> = AtomicPtr::new(std::ptr::null_mut());
 
     #[allow(clippy::print_stderr, reason = "a skipped test says why")]
@@ -188,10 +188,10 @@ mod tests {
         let key = worker
             .unpack_rkey(endpoint, &packed, MemoryKind::Host)
             .expect("unpack");
-        let keep = Keep::Rma {
+        let keep = Keep::Get {
             _memory: memory,
             _key: KeyUse::new(&key.key),
-            _write: Some(Write::new(&worker.inner.state)),
+            _write: Write::new(&worker.inner.state),
         };
         let endpoint = worker.inner.endpoint(endpoint, "get").expect("endpoint");
         let attributes = Attributes::default();
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_a_read_that_does_not_end_is_told_of_and_kept() {
+    fn memory_of_a_read_that_does_not_end_is_counted_and_kept() {
         let Some(context) = context() else { return };
         let (worker, owner) = (Worker::new(&context).expect("worker"), Arc::new(()));
         let buffer = Buffer::zeroed(64).first(64, Box::new(Arc::clone(&owner)));
@@ -219,17 +219,17 @@ mod tests {
         let num_reads = Arc::default();
         drop(worker.end(Arc::clone(&num_reads)));
         assert_eq!(num_reads.load(Ordering::Acquire), 1);
-        assert_eq!(Arc::strong_count(&owner), 2, "its owner was let go");
+        assert_eq!(Arc::strong_count(&owner), 2, "its owner was dropped");
     }
 
     #[test]
-    fn a_worker_whose_reads_have_ended_tells_of_none() {
+    fn a_worker_whose_reads_have_ended_counts_none() {
         let Some(context) = context() else { return };
         let num_reads = Arc::new(AtomicUsize::new(7));
-        let rest = Worker::new(&context)
+        let reaper = Worker::new(&context)
             .expect("worker")
             .end(Arc::clone(&num_reads));
-        assert!(rest.worker.is_none());
+        assert!(reaper.worker.is_none());
         assert_eq!(num_reads.load(Ordering::Acquire), 0);
     }
 }

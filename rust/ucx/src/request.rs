@@ -13,11 +13,11 @@ use crate::status::{Posted, Status};
 use crate::sys::{self, ucp_request_param_t, ucs_status_ptr_t, ucs_status_t};
 use crate::worker::Inner;
 
-/// A number by which the poster knows an operation again.
+/// A number that identifies an operation to its poster.
 pub type Token = u64;
 
-/// An operation that UCX has, reached again through the callback's `user_data`. The worker it
-/// holds cannot be destroyed meanwhile.
+/// An operation in flight. The callback's `user_data` points to it. It holds the worker, which cannot be destroyed
+/// meanwhile.
 pub(crate) struct Op {
     pub(crate) worker: Rc<Inner>,
     pub(crate) endpoint: Rc<Endpoint>,
@@ -33,10 +33,10 @@ pub(crate) enum Keep {
         _header: Vec<u8>,
         _payload: Payload,
     },
-    Rma {
+    Get {
         _memory: Arc<Memory>,
         _key: KeyUse,
-        _write: Option<Write>,
+        _write: Write,
     },
 }
 
@@ -83,8 +83,8 @@ impl Attributes {
     }
 }
 
-/// Hands an operation to UCX by `issue`, which must be the `call` on `endpoint` with the given
-/// parameters, and must touch nothing that `keep` does not own.
+/// Posts an operation by `issue`, which must be the `call` on `endpoint` with the given
+/// parameters, and must use no memory that `keep` does not own.
 pub(crate) fn post(
     worker: &Rc<Inner>,
     endpoint: &Rc<Endpoint>,
@@ -112,7 +112,7 @@ pub(crate) fn post(
     match posted {
         Posted::Refused(code) => {
             op.worker.state.op_ends(&op.endpoint);
-            // Else nothing might be left that could tell that it can be closed.
+            // Otherwise nothing might be left that marks the endpoint as closable.
             op.worker.state.settled_unless_busy(&op.endpoint);
             Err(Status::new(code, call))
         }
@@ -144,7 +144,7 @@ pub(crate) fn complete_empty(
     );
 }
 
-/// Queues the operation's `Done`, and what waited for it. Drops nothing that can run foreign code.
+/// Queues the operation's `Done`, and the `Closed` that waited for it. Drops nothing that can run foreign code.
 fn finish(op: Box<Op>, code: ucs_status_t) {
     let (worker, endpoint) = (Rc::clone(&op.worker), Rc::clone(&op.endpoint));
     worker
@@ -158,7 +158,7 @@ fn finish(op: Box<Op>, code: ucs_status_t) {
 unsafe extern "C" fn on_done(request: *mut c_void, code: ucs_status_t, user_data: *mut c_void) {
     // SAFETY: `user_data` is the Op that `post` gave to this call, and UCX calls back once.
     let op = unsafe { Box::from_raw(user_data.cast::<Op>()) };
-    // SAFETY: the request is the one that completes here; nobody else holds it.
+    // SAFETY: the request is the one that completes here; it is freed once.
     unsafe { (op.worker.api().ucp_request_free)(request) };
     if code == sys::UCS_OK {
         op.worker.state.settled(&op.endpoint);

@@ -1,20 +1,20 @@
-//! Remote memory access: get, put, flush, and the keys they need.
+//! Reads of remote memory, and the keys that they need.
 
 use std::cell::Cell;
 use std::ptr::{NonNull, null_mut};
 use std::rc::Rc;
 use std::sync::Arc;
 
+use crate::buffer::MemoryKind;
 use crate::endpoint::EndpointId;
 use crate::lane::Lane;
-use crate::memory::{Memory, MemoryKind};
-use crate::request::{self, Attributes, Keep, Token};
+use crate::memory::Memory;
+use crate::request::{self, Keep, Token};
 use crate::status::{Status, check};
 use crate::sys;
 use crate::worker::{Inner, State, Worker};
 
-/// Access to a peer's memory over one endpoint. Closing the endpoint voids it; to use it later is
-/// an error.
+/// Access to a peer's memory over one endpoint. It is an error to use it after the endpoint is closed.
 #[derive(Debug)]
 pub struct RemoteKey {
     pub(crate) key: Rc<Key>,
@@ -34,7 +34,7 @@ impl Drop for RemoteKey {
 pub struct Domains(u64);
 
 impl Domains {
-    /// Those of a packed key; none if it is too short to be one.
+    /// The domains of a packed key; none if it is too short to be one.
     pub fn of(packed: &[u8]) -> Self {
         let head = packed.first_chunk();
         Self(head.map_or(0, |domains| u64::from_le_bytes(*domains)))
@@ -121,7 +121,7 @@ impl Drop for KeyUse {
     }
 }
 
-/// UCX may write to memory of ours.
+/// A read that may still write to our memory.
 pub(crate) struct Write(Rc<State>);
 
 impl Write {
@@ -137,176 +137,73 @@ impl Drop for Write {
     }
 }
 
-/// Where an operation goes, as the caller gives it.
-struct Transfer<'a> {
-    endpoint: EndpointId,
-    local: &'a Arc<Memory>,
-    offset: usize,
-    len: usize,
-    remote: u64,
-    rkey: &'a RemoteKey,
-    token: Token,
-}
-
-#[derive(Clone, Copy)]
-enum Direction {
-    Get,
-    Put,
-}
-
-impl Direction {
-    fn call(self) -> &'static str {
-        match self {
-            Self::Get => "ucp_get_nbx",
-            Self::Put => "ucp_put_nbx",
-        }
-    }
+/// A read of remote memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Get<'a> {
+    /// The destination.
+    pub local: &'a Arc<Memory>,
+    /// Where in `local` the bytes go.
+    pub offset: usize,
+    /// How many bytes are read.
+    pub len: usize,
+    /// Their address in the peer's process.
+    pub remote: u64,
+    /// The peer's key.
+    pub rkey: &'a RemoteKey,
+    /// Comes back with `Done`.
+    pub token: Token,
 }
 
 impl Worker {
-    /// Reads `len` bytes at the peer's address `remote` into `local` at `offset`. `Done` means
-    /// they are there.
+    /// Reads a peer's memory. `Done` means that the bytes are there.
     ///
     /// # Errors
     /// `UCS_ERR_OUT_OF_RANGE` when the local piece is outside its memory, `UCS_ERR_INVALID_PARAM`
     /// for memory of another context or a key of another endpoint, `UCS_ERR_NOT_CONNECTED` or the
-    /// endpoint's failure, else UCX's answer. No `Done` follows an error.
+    /// endpoint's failure, else the status of UCX. No `Done` follows an error.
     ///
     /// # Over TCP
-    /// Do not, or at the peer's risk: UCX serves the get in software, checks neither key nor range
+    /// A get over TCP endangers the peer: UCX serves it in software, checks neither key nor range
     /// (an unmapped one kills the peer), and can abort the peer when this side closes or dies
     /// before the answer (1.15 to 1.22: "Fatal: unexpected error: Endpoint timeout").
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the two sides of a transfer, spelled out"
-    )]
-    pub fn get(
-        &self,
-        endpoint: EndpointId,
-        local: &Arc<Memory>,
-        offset: usize,
-        len: usize,
-        remote: u64,
-        rkey: &RemoteKey,
-        token: Token,
-    ) -> Result<(), Status> {
-        let transfer = Transfer {
-            endpoint,
+    pub fn get(&self, endpoint: EndpointId, get: Get<'_>) -> Result<(), Status> {
+        const CALL: &str = "ucp_get_nbx";
+        let Get {
             local,
             offset,
             len,
             remote,
             rkey,
             token,
-        };
-        self.transfer(&transfer, Direction::Get)
-    }
-
-    /// Writes `len` bytes from `local` at `offset` to the peer's address `remote`. `Done` means
-    /// only that the local bytes may change again; [`flush`](Self::flush) tells that they arrived.
-    ///
-    /// # Errors
-    /// As for [`get`](Self::get).
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the two sides of a transfer, spelled out"
-    )]
-    pub fn put(
-        &self,
-        endpoint: EndpointId,
-        local: &Arc<Memory>,
-        offset: usize,
-        len: usize,
-        remote: u64,
-        rkey: &RemoteKey,
-        token: Token,
-    ) -> Result<(), Status> {
-        let transfer = Transfer {
-            endpoint,
-            local,
-            offset,
-            len,
-            remote,
-            rkey,
-            token,
-        };
-        self.transfer(&transfer, Direction::Put)
-    }
-
-    fn transfer(&self, transfer: &Transfer<'_>, direction: Direction) -> Result<(), Status> {
-        let &Transfer {
-            local,
-            offset,
-            len,
-            remote,
-            token,
-            ..
-        } = transfer;
-        let call = direction.call();
-        let endpoint = self.inner.endpoint(transfer.endpoint, call)?;
-        let ep = endpoint.usable(call)?;
-        let key = &transfer.rkey.key;
-        let Some(rkey) = key
-            .handle
-            .get()
-            .filter(|_| key.endpoint == transfer.endpoint)
-        else {
-            return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, call));
-        };
-        let (start, attributes) = self.inner.local(local, offset, len, call)?;
+        } = get;
+        let key = &rkey.key;
+        let is_of_endpoint = key.endpoint == endpoint;
+        let endpoint = self.inner.endpoint(endpoint, CALL)?;
+        let ep = endpoint.usable(CALL)?;
+        let handle = key.handle.get().filter(|_| is_of_endpoint);
+        let rkey = handle.ok_or(Status::new(sys::UCS_ERR_INVALID_PARAM, CALL))?;
+        let (start, attributes) = self.inner.local(local, offset, len, CALL)?;
         let _current = self.inner.enter();
         if len == 0 {
-            request::complete_empty(&self.inner, &endpoint, (token, call));
+            request::complete_empty(&self.inner, &endpoint, (token, CALL));
             return Ok(());
         }
-        let is_get = matches!(direction, Direction::Get);
-        let keep = Keep::Rma {
+        let keep = Keep::Get {
             _memory: Arc::clone(local),
             _key: KeyUse::new(key),
-            _write: is_get.then(|| Write::new(&self.inner.state)),
+            _write: Write::new(&self.inner.state),
         };
-        let (api, rkey) = (self.inner.api(), rkey.as_ptr());
-        request::post(
-            &self.inner,
-            &endpoint,
-            (token, call),
-            keep,
-            &attributes,
-            |param| {
-                match direction {
-                    // SAFETY: endpoint open, key live and of this endpoint, local range in bounds;
-                    // memory and key are held by the operation until the callback.
-                    Direction::Get => unsafe {
-                        (api.ucp_get_nbx)(ep, start, len, remote, rkey, param)
-                    },
-                    // SAFETY: as for get.
-                    Direction::Put => unsafe {
-                        (api.ucp_put_nbx)(ep, start, len, remote, rkey, param)
-                    },
-                }
-            },
-        )
-    }
-
-    /// Completes when all earlier operations on the endpoint have, at the peer too.
-    ///
-    /// # Errors
-    /// `UCS_ERR_NOT_CONNECTED` or the endpoint's failure, else UCX's answer. No `Done` follows.
-    pub fn flush(&self, endpoint: EndpointId, token: Token) -> Result<(), Status> {
-        const CALL: &str = "ucp_ep_flush_nbx";
-        let endpoint = self.inner.endpoint(endpoint, CALL)?;
-        let handle = endpoint.usable(CALL)?;
         let api = self.inner.api();
-        let attributes = Attributes::default();
         request::post(
             &self.inner,
             &endpoint,
             (token, CALL),
-            Keep::Nothing,
+            keep,
             &attributes,
             |param| {
-                // SAFETY: the endpoint is open, and a flush uses no memory of ours.
-                unsafe { (api.ucp_ep_flush_nbx)(handle, param) }
+                // SAFETY: endpoint open, key live and of this endpoint, local range in bounds;
+                // memory and key are held by the operation until the callback.
+                unsafe { (api.ucp_get_nbx)(ep, start, len, remote, rkey.as_ptr(), param) }
             },
         )
     }
@@ -314,8 +211,8 @@ impl Worker {
     /// Whether a get by `key` from CUDA memory at `remote` into CUDA memory of ours, whose domains are `here`, goes
     /// over one of the endpoint's lanes. If not, UCX would serve it in software.
     ///
-    /// Of `cuda_ipc` only a mapping of the peer's memory proves it: a key whose memory cannot be opened here is
-    /// unpacked all the same. UCX tells of one from the version on that has `ucp_rkey_ptr` for it (1.22).
+    /// For `cuda_ipc` only a mapping of the peer's memory proves it: UCX also unpacks a key whose memory cannot be opened
+    /// here. UCX reports the mapping since it has `ucp_rkey_ptr` for it (1.22).
     pub fn reaches(&self, lanes: &[Lane], here: Domains, key: &RemoteKey, remote: u64) -> bool {
         let is_mapped = self.is_mapped(key, remote);
         let is_direct = |lane| is_direct(lane, here, key.domains, is_mapped);
@@ -334,13 +231,13 @@ impl Worker {
         code == sys::UCS_OK
     }
 
-    /// Makes a key that a peer packed usable on the endpoint to that peer, for gets and puts of memory of kind `local`.
+    /// Makes a key that a peer packed usable on the endpoint to that peer, for reads into memory of kind `local`.
     ///
     /// UCX parses it with few checks: take it from authenticated peers only.
     ///
     /// # Errors
     /// `UCS_ERR_INVALID_PARAM` for bytes that cannot be a key, `UCS_ERR_NOT_CONNECTED` or the
-    /// endpoint's failure, else UCX's answer.
+    /// endpoint's failure, else the status of UCX.
     pub fn unpack_rkey(
         &self,
         endpoint: EndpointId,
@@ -353,7 +250,7 @@ impl Worker {
         if !is_plausible(packed) {
             return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, CALL));
         }
-        self.inner.meet(local);
+        self.inner.note_use(local);
         let _current = self.inner.enter();
         let padded = [packed, &KEY_TAIL].concat();
         let mut handle = null_mut();

@@ -1,4 +1,4 @@
-//! What UCX answered, as one small value: the code, and the call that gave it.
+//! The status of a UCX call: the code, and the call that returned it.
 
 use std::fmt;
 
@@ -24,7 +24,7 @@ impl Status {
         }
     }
 
-    /// Whether it says that the peer is gone, and not that the call was wrong.
+    /// Whether the peer is gone, as opposed to a wrong call.
     pub fn is_disconnect(&self) -> bool {
         let disconnects = [
             sys::UCS_ERR_IO_ERROR,
@@ -38,7 +38,7 @@ impl Status {
         disconnects.iter().any(|code| i32::from(*code) == self.code)
     }
 
-    /// The text UCX gives this code.
+    /// UCX's text for this code.
     pub fn text(&self) -> &'static str {
         match TEXTS.binary_search_by(|(code, _)| self.code.cmp(code)) {
             Ok(at) => TEXTS[at].1,
@@ -57,7 +57,7 @@ impl fmt::Display for Status {
 
 impl std::error::Error for Status {}
 
-/// Sorted by falling code.
+/// In descending order of code.
 const TEXTS: [(i32, &str); 28] = [
     (1, "operation in progress"),
     (0, "success"),
@@ -97,7 +97,7 @@ pub(crate) fn check(code: ucs_status_t, call: &'static str) -> Result<(), Status
     }
 }
 
-/// What a non-blocking call returned.
+/// The result of a non-blocking call.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Posted {
     /// Finished already; the callback will not run.

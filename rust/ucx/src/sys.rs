@@ -312,14 +312,6 @@ entry_points! {
             count: usize,
             param: *const ucp_request_param_t,
         ) -> ucs_status_ptr_t;
-        fn ucp_put_nbx(
-            ep: *mut ucp_ep,
-            buffer: *const c_void,
-            count: usize,
-            remote_addr: u64,
-            rkey: *mut ucp_rkey,
-            param: *const ucp_request_param_t,
-        ) -> ucs_status_ptr_t;
         fn ucp_get_nbx(
             ep: *mut ucp_ep,
             buffer: *mut c_void,

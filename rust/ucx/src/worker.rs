@@ -1,4 +1,4 @@
-//! The worker: UCX's engine for one thread at a time, and the one place where its events come out.
+//! The worker: posts operations and reports events, for one thread at a time.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -12,42 +12,43 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::am::{self, Placer};
+use crate::buffer::MemoryKind;
 use crate::context::Context;
 use crate::cuda::{self, Current};
 use crate::endpoint::{Endpoint, EndpointId};
 use crate::event::{Event, Queue, Raw};
 use crate::library::Api;
-use crate::memory::{Memory, MemoryKind};
+use crate::memory::Memory;
 use crate::reaper::Reaper;
 use crate::request::Attributes;
 use crate::status::{Status, check};
 use crate::sys;
 
-/// How long a dropped worker waits for its operations before it leaks them.
+/// How long a dropped worker waits for its operations before a reaper gets it.
 const DROP_TIMEOUT: Duration = Duration::from_secs(5);
-/// The same for endpoints that cannot be closed yet: that may take as long as the network takes to give up.
+/// How long it waits for endpoints that cannot be closed yet: the network may take minutes to give up.
 const LEAVE_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// A UCX worker. Neither `Send` nor `Sync`: used by one thread at a time, which it changes only with all that was made
-/// from it (see [`AssertSend`](crate::Together)).
+/// A UCX worker. It is neither `Send` nor `Sync`: one thread at a time uses it, and it moves to another only with all that
+/// was made from it (see [`AssertSend`](crate::AssertSend)).
 ///
-/// Dropping it closes its endpoints by force and waits for every operation, at most 5 s. Should
-/// one not end, worker and memory stay until it has, see [`Reaper`]: UCX may still write to that memory.
+/// Dropping it closes its endpoints by force and waits for every operation, at most 5 s. If one does not end, a [`Reaper`]
+/// keeps worker and memory until it has: UCX may still write to that memory.
 pub struct Worker {
     pub(crate) inner: ManuallyDrop<Rc<Inner>>,
 }
 
-/// The UCX worker, destroyed when the `Worker` and all that was made from it are gone: operations
-/// and closes in flight, keys.
+/// The UCX worker. It is destroyed with the last of the `Worker`, its operations and closes in
+/// flight, and its keys.
 pub(crate) struct Inner {
     handle: NonNull<sys::ucp_worker>,
     event_fd: RawFd,
     pub(crate) max_header_bytes: usize,
     context: Arc<Context>,
-    /// The GPU of the CUDA memory that was used last, if any ever was.
+    /// The GPU whose memory was used last, if any was.
     gpu: Cell<Option<u32>>,
-    /// What callbacks reach, in an allocation of its own that outlives the handle: fields are
-    /// dropped after `Drop::drop`, which destroys the worker.
+    /// The argument of callbacks. It outlives the handle: fields are dropped after `Drop::drop`,
+    /// which destroys the worker.
     pub(crate) state: Rc<State>,
 }
 
@@ -57,15 +58,15 @@ pub(crate) struct State {
     pub(crate) placer: RefCell<Option<Placer>>,
     pub(crate) endpoints: RefCell<BTreeMap<EndpointId, Rc<Endpoint>>>,
     pub(crate) outstanding: Cell<usize>,
-    /// Endpoints that are to be closed and cannot be yet; their operations are not outstanding meanwhile.
+    /// Endpoints that wait to be closed; their operations are not outstanding meanwhile.
     pub(crate) leaving: Cell<usize>,
-    /// An endpoint that is to be closed can be.
+    /// One of these can be closed now.
     pub(crate) may_leave: Cell<bool>,
-    /// Gets that have not ended.
+    /// Reads that have not ended.
     pub(crate) writes: Cell<usize>,
-    /// Keys that somebody has.
+    /// Keys that exist.
     pub(crate) keys: Cell<usize>,
-    /// The `Worker` is gone: nobody takes events any more.
+    /// The `Worker` is gone: events are dropped.
     pub(crate) stopped: Cell<bool>,
 }
 
@@ -81,7 +82,7 @@ impl Worker {
     /// Creates a worker.
     ///
     /// # Errors
-    /// UCX's answer.
+    /// The status of UCX.
     pub fn new(context: &Arc<Context>) -> Result<Self, Status> {
         let mut inner = Inner {
             handle: create(context)?,
@@ -104,7 +105,7 @@ impl Worker {
     /// The address by which peers connect to this worker.
     ///
     /// # Errors
-    /// UCX's answer.
+    /// The status of UCX.
     pub fn address(&self) -> Result<Vec<u8>, Status> {
         let attr = self.inner.query(sys::UCP_WORKER_ATTR_FIELD_ADDRESS)?;
         let start = attr.address.cast::<u8>();
@@ -115,7 +116,7 @@ impl Worker {
         Ok(address)
     }
 
-    /// Becomes readable when there is something to progress, once [`arm`](Self::arm) said so.
+    /// Becomes readable when there is something to progress, once [`arm`](Self::arm) has returned true.
     pub fn event_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: UCX keeps the descriptor open as long as the worker, which outlives `&self`.
         unsafe { BorrowedFd::borrow_raw(self.inner.event_fd) }
@@ -125,7 +126,7 @@ impl Worker {
     /// there is more to progress first.
     ///
     /// # Errors
-    /// UCX's answer.
+    /// The status of UCX.
     pub fn arm(&self) -> Result<bool, Status> {
         let _current = self.inner.enter();
         // SAFETY: the worker is live and on its thread, being neither Send nor Sync.
@@ -135,13 +136,13 @@ impl Worker {
         }
     }
 
-    /// Lets UCX work; 0 when there was nothing to do. Take the events afterwards.
+    /// Progresses UCX; 0 when there was nothing to do. Take the events afterwards.
     pub fn progress(&self) -> u32 {
         let _current = self.inner.enter();
         // SAFETY: the worker is live and on its thread; callbacks touch only its State, of which
         // nothing is borrowed here.
         let progressed = unsafe { (self.inner.api().ucp_worker_progress)(self.inner.as_ptr()) };
-        // A close is work that no descriptor tells of.
+        // No descriptor reports that an endpoint can be closed.
         progressed + self.close_leaving()
     }
 
@@ -166,21 +167,21 @@ impl Worker {
         })
     }
 
-    /// Operations whose `Done` and closes whose `Closed` is not yet queued, but for endpoints that
-    /// are to be closed and cannot be yet.
+    /// Operations whose `Done` and closes whose `Closed` is not yet queued, without those of endpoints
+    /// that wait to be closed.
     pub fn outstanding(&self) -> usize {
         self.inner.state.outstanding.get()
     }
 
-    /// Drops the worker. `num_reads` says from now on how many gets UCX has not ended even so: it may still write to their
+    /// Drops the worker. From now on `num_reads` counts the reads that UCX has not ended even so: it may still write to their
     /// memory, which is kept.
     pub fn end(self, num_reads: Arc<AtomicUsize>) -> Reaper {
         let mut worker = ManuallyDrop::new(self);
-        // SAFETY: the worker is ours and never dropped.
+        // SAFETY: called once: the worker is never dropped.
         unsafe { worker.finish(num_reads) }
     }
 
-    /// Whether UCX is done with all that was asked of it.
+    /// Whether UCX has ended all operations and closes.
     pub(crate) fn is_settled(&self) -> bool {
         self.outstanding() == 0 && self.inner.state.leaving.get() == 0
     }
@@ -226,7 +227,7 @@ impl Worker {
         if let Err(status) = am::remove_handler(&self.inner) {
             tracing::warn!(%status, "worker.handler_kept");
         }
-        // What it shares with the rest of its thread, but for keys.
+        // The last that it shares with its thread, but for keys.
         self.inner.state.placer.take();
         num_reads.store(self.inner.state.writes.get(), Ordering::Release);
         let is_settled = self.is_settled();
@@ -287,7 +288,7 @@ impl Inner {
             return Err(Status::new(sys::UCS_ERR_INVALID_PARAM, call));
         }
         let buffer = memory.buffer();
-        self.meet(buffer.kind());
+        self.note_use(buffer.kind());
         let start = buffer
             .range(offset, len)
             .ok_or(Status::new(sys::UCS_ERR_OUT_OF_RANGE, call))?;
@@ -299,14 +300,14 @@ impl Inner {
         Ok((start, attributes))
     }
 
-    /// Such memory is about to be used.
-    pub(crate) fn meet(&self, kind: MemoryKind) {
+    /// Notes that such memory is about to be used.
+    pub(crate) fn note_use(&self, kind: MemoryKind) {
         if let MemoryKind::Cuda { device } = kind {
             self.gpu.set(Some(device));
         }
     }
 
-    /// What UCX needs to be current in the thread that calls it, once the worker has met CUDA memory.
+    /// The CUDA context that UCX needs in the calling thread, once the worker has used CUDA memory.
     pub(crate) fn enter(&self) -> Option<Current<'static>> {
         self.gpu.get().and_then(cuda::enter_or_log)
     }
@@ -341,7 +342,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         let _current = self.enter();
         // SAFETY: operations, closes and keys each hold an Rc of self, so none is
-        // left; called once, on the thread that has the worker, as Rc does not leave it.
+        // left; called once, on the thread that has the worker, because the Rc is its own.
         unsafe { (self.api().ucp_worker_destroy)(self.as_ptr()) };
     }
 }

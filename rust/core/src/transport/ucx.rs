@@ -54,7 +54,13 @@ pub(super) fn get(worker: &Worker, endpoint: EndpointId, get: Get<'_>) -> Answer
         return Err(FOREIGN);
     };
     let local = registered(get.local)?;
-    worker.get(
-        endpoint, local, get.offset, get.len, get.remote, key, get.token,
-    )
+    let get = kvpipe_ucx::Get {
+        local,
+        offset: get.offset,
+        len: get.len,
+        remote: get.remote,
+        rkey: key,
+        token: get.token,
+    };
+    worker.get(endpoint, get)
 }

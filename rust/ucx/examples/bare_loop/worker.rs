@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvpipe_ucx::{
-    AmData, Buffer, Config, Context, EndpointId, Event, Library, Memory, MemoryKind, Payload,
+    AmData, Buffer, Config, Context, EndpointId, Event, Get, Library, Memory, MemoryKind, Payload,
     RemoteKey, Search, Token, Worker,
 };
 
@@ -116,9 +116,15 @@ impl BareWorker {
     /// Reads a piece of the other's region.
     pub(crate) fn get(&mut self, offset: usize, len: usize, remote: usize) -> Result<()> {
         let peer = self.peer()?;
-        let (from, endpoint) = (peer.region + remote as u64, peer.endpoint);
-        self.worker
-            .get(endpoint, &self.region, offset, len, from, &peer.key, 1)?;
+        let get = Get {
+            local: &self.region,
+            offset,
+            len,
+            remote: peer.region + remote as u64,
+            rkey: &peer.key,
+            token: 1,
+        };
+        self.worker.get(peer.endpoint, get)?;
         self.in_flight += 1;
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use kvpipe_ucx::{Buffer, Event, MemoryKind, Payload, Status};
 
-use crate::common::{self, Node, REGION_BYTES, Visitor, visit_thread};
+use crate::common::{self, Node, REGION_BYTES, Visitor, get, visit_thread};
 
 /// UCX's codes, for the errors that callers tell apart.
 const INVALID_PARAM: i32 = -5;
@@ -31,11 +31,11 @@ fn impossible_operands_are_refused_without_a_done() {
     let (worker, region, key) = (&node.worker, &node.region, visitor.key());
     let end = REGION_BYTES;
     assert_eq!(
-        code(worker.get(*ep, region, end, 1, card.region, &key, 1)),
+        code(worker.get(*ep, get(region, (end, 1), card.region, &key, 1))),
         OUT_OF_RANGE
     );
     assert_eq!(
-        code(worker.put(*ep, region, usize::MAX, 2, card.region, &key, 1)),
+        code(worker.get(*ep, get(region, (usize::MAX, 2), card.region, &key, 1))),
         OUT_OF_RANGE
     );
     let outside = Payload::Memory {
@@ -51,12 +51,12 @@ fn impossible_operands_are_refused_without_a_done() {
     );
     let foreign = Node::new(common::context(&library, None)).region;
     assert_eq!(
-        code(worker.get(*ep, &foreign, 0, 1, card.region, &key, 1)),
+        code(worker.get(*ep, get(&foreign, (0, 1), card.region, &key, 1))),
         INVALID_PARAM
     );
     let other = worker.connect(&card.worker).expect("second endpoint");
     assert_eq!(
-        code(worker.get(other, region, 0, 1, card.region, &key, 1)),
+        code(worker.get(other, get(region, (0, 1), card.region, &key, 1))),
         INVALID_PARAM
     );
     assert_eq!(
@@ -89,20 +89,20 @@ fn closed_endpoint_and_its_keys_refuse_use() {
     let (key, worker) = (visitor.key(), &node.worker);
     worker.close(*endpoint);
     worker.close(*endpoint);
-    assert_eq!(code(worker.flush(*endpoint, 1)), NOT_CONNECTED);
+    assert_eq!(
+        code(worker.am_send(*endpoint, b"h", Payload::None, 1)),
+        NOT_CONNECTED
+    );
     node.close(*endpoint);
     assert_eq!(worker.outstanding(), 0);
     worker.close(*endpoint);
     assert_eq!(worker.outstanding(), 0);
     assert!(worker.lanes(*endpoint).is_empty());
-    let get = worker.get(*endpoint, &node.region, 0, 1, card.region, &key, 1);
-    assert_eq!(code(get), NOT_CONNECTED);
+    let read = get(&node.region, (0, 1), card.region, &key, 1);
+    assert_eq!(code(worker.get(*endpoint, read)), NOT_CONNECTED);
     let again = worker.connect(&card.worker).expect("connect again");
     assert_ne!(again, *endpoint);
-    assert_eq!(
-        code(worker.get(again, &node.region, 0, 1, card.region, &key, 1)),
-        INVALID_PARAM
-    );
+    assert_eq!(code(worker.get(again, read)), INVALID_PARAM);
 }
 
 #[test]

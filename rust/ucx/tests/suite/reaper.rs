@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{Library, Memory, MemoryKind, Payload, RemoteKey};
 
-use crate::common::{self, Node, PATIENCE, Peer, Visitor, alone, context, visit_process};
+use crate::common::{self, Node, Peer, TIMEOUT, Visitor, alone, context, get, visit_process};
 
 #[test]
 fn peer_process() {
@@ -22,15 +22,15 @@ fn num_threads() -> usize {
     let threads = std::fs::read_dir("/proc/self/task").expect("threads");
     let name = |thread: std::fs::DirEntry| std::fs::read_to_string(thread.path().join("comm"));
     let names = threads.flatten().filter_map(|thread| name(thread).ok());
-    names.filter(|name| name.trim() == "kvpipe-rest").count()
+    names.filter(|name| name.trim() == "kvpipe-reaper").count()
 }
 
 fn eventually(what: &str, is_so: impl Fn() -> bool) {
-    let give_up = Instant::now() + PATIENCE;
+    let give_up = Instant::now() + TIMEOUT;
     while !is_so() {
         assert!(
             Instant::now() < give_up,
-            "{what}: not so within {PATIENCE:?}"
+            "{what}: not so within {TIMEOUT:?}"
         );
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -107,9 +107,10 @@ fn drop_reading(
     };
     let (used, held) = (key(), (0..num_held_keys).map(|_| key()).collect());
     for token in 0..2 {
-        let got = node
-            .worker
-            .get(endpoint, &node.region, 0, 4096, card.region, &used, token);
+        let got = node.worker.get(
+            endpoint,
+            get(&node.region, (0, 4096), card.region, &used, token),
+        );
         got.expect("get");
     }
     drop(used);
@@ -190,7 +191,7 @@ fn a_process_exits_although_a_worker_is_still_worked_on() {
             let mut process = common::child("exiting_process", &[(EXITING, &address)]);
             let status = process.0.wait().expect("its end");
             assert_eq!(status.code(), Some(0), "round {round}: {status}");
-            assert!(begun.elapsed() < PATIENCE, "round {round}");
+            assert!(begun.elapsed() < TIMEOUT, "round {round}");
         }
     });
 }

@@ -10,13 +10,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{
-    Buffer, Config, Context, EndpointId, Event, Library, Memory, MemoryKind, Payload, RemoteKey,
-    Search, Token, Worker,
+    Buffer, Config, Context, EndpointId, Event, Get, Library, Memory, MemoryKind, Payload,
+    RemoteKey, Search, Token, Worker,
 };
 
 /// Size of the memory that a peer opens to its visitors.
 pub const REGION_BYTES: usize = 4 << 20;
-pub const PATIENCE: Duration = Duration::from_secs(20);
+/// Of the bytes in each node's region.
+pub const REGION_SEED: u64 = 9;
+pub const TIMEOUT: Duration = Duration::from_secs(20);
 const SOCKET: &str = "KVPIPE_TEST_SOCKET";
 const TLS: &str = "KVPIPE_TEST_TLS";
 const ALONE: &str = "KVPIPE_TEST_ALONE";
@@ -69,7 +71,7 @@ impl Node {
     pub fn new(context: Arc<Context>) -> Self {
         let worker = Worker::new(&context).expect("worker");
         let region = context
-            .register(Buffer::zeroed(REGION_BYTES))
+            .register(Buffer::from_vec(pattern(REGION_BYTES, REGION_SEED)))
             .expect("region");
         Self {
             context,
@@ -105,7 +107,7 @@ impl Node {
             Event::Done { token, result } if token == wanted => Some(result),
             _ => None,
         };
-        self.wait(PATIENCE, is_it).expect("operation ends")
+        self.wait(TIMEOUT, is_it).expect("operation ends")
     }
 
     pub fn message(&self) -> (Vec<u8>, Vec<u8>) {
@@ -113,7 +115,7 @@ impl Node {
             Event::Message { header, data } => Some((header, data.to_vec())),
             _ => None,
         };
-        self.wait(PATIENCE, is_it).expect("message arrives")
+        self.wait(TIMEOUT, is_it).expect("message arrives")
     }
 
     pub fn close(&self, endpoint: EndpointId) {
@@ -122,7 +124,7 @@ impl Node {
             Event::Closed { endpoint: closed } if closed == endpoint => Some(()),
             _ => None,
         };
-        self.wait(PATIENCE, is_it).expect("endpoint closes");
+        self.wait(TIMEOUT, is_it).expect("endpoint closes");
     }
 
     fn card(&self) -> Card {
@@ -228,7 +230,7 @@ impl Visitor {
             is_back |= matches!(&event, Event::Message { header, .. } if header == b"hello");
             (is_sent && is_back).then_some(())
         };
-        self.node.wait(PATIENCE, both).expect("greeting comes back");
+        self.node.wait(TIMEOUT, both).expect("greeting comes back");
     }
 }
 
@@ -362,6 +364,24 @@ pub fn serve_if_child() {
     let library = library().expect("the parent found UCX");
     let stream = UnixStream::connect(path).expect("connect to parent");
     serve(context(&library, tls.as_deref()), stream);
+}
+
+/// A read of `len` bytes at `remote` to `offset` of `local`.
+pub fn get<'a>(
+    local: &'a Arc<Memory>,
+    (offset, len): (usize, usize),
+    remote: u64,
+    rkey: &'a RemoteKey,
+    token: Token,
+) -> Get<'a> {
+    Get {
+        local,
+        offset,
+        len,
+        remote,
+        rkey,
+        token,
+    }
 }
 
 /// Bytes that differ from place to place and from seed to seed.
