@@ -50,7 +50,12 @@ impl ConsumerRole {
         }
     }
 
-    pub(super) fn unwatch(&mut self, out: &mut ControlOutbox, handoff: HandoffId, is_acknowledged: bool) {
+    pub(super) fn unwatch(
+        &mut self,
+        out: &mut ControlOutbox,
+        handoff: HandoffId,
+        is_acknowledged: bool,
+    ) {
         if let Some(watch) = self.watches.remove(&handoff) {
             let unwatch = ControlMessage::Unwatch {
                 handoff,
@@ -130,7 +135,12 @@ impl ConsumerRole {
         wanted.map(|(id, _)| *id).collect()
     }
 
-    pub(super) fn session_down(&mut self, out: &mut ControlOutbox, session: SessionKey, reason: &str) {
+    pub(super) fn session_down(
+        &mut self,
+        out: &mut ControlOutbox,
+        session: SessionKey,
+        reason: &str,
+    ) {
         for handoff in self.handoffs(|watch| watch.session == session) {
             self.end_watch(out, handoff, reason.to_owned(), false);
         }

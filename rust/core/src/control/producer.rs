@@ -211,7 +211,12 @@ impl ProducerRole {
     }
 
     /// Ends a leased handoff and tells the scheduler to free its blocks; false if it was not leased.
-    pub(super) fn release(&mut self, out: &mut ControlOutbox, handoff: HandoffId, reason: &str) -> bool {
+    pub(super) fn release(
+        &mut self,
+        out: &mut ControlOutbox,
+        handoff: HandoffId,
+        reason: &str,
+    ) -> bool {
         let was_leased = self.end_handoff(out, handoff, reason);
         if was_leased {
             let reason = reason.to_owned();
