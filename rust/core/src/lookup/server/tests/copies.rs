@@ -91,8 +91,8 @@ fn a_granted_insert_can_be_withdrawn_before_its_copy_begins() {
     let last = inserts[INSERTS - 1].result();
     assert!(matches!(last, Some(Err(Error::Closed(_)))), "{last:?}");
     assert_eq!(local.info().num_entries, Some(INSERTS - 1));
-    let taken = (NUM_SLICES * SLICE + (2 << 10) + 8) * (INSERTS - 1);
-    assert_eq!(local.info().num_bytes, Some(taken as u64));
+    let num_bytes = (NUM_SLICES * SLICE + (2 << 10) + 8) * (INSERTS - 1);
+    assert_eq!(local.info().num_bytes, Some(num_bytes as u64));
 }
 
 #[test]
