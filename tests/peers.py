@@ -327,7 +327,7 @@ def serve_blocks(num_blocks, block_bytes, address=LOOPBACK):
         wait_for_the_end()
 
 
-def take_notifications(num_blocks, block_bytes, address=LOOPBACK):
+def drain_notifications(num_blocks, block_bytes, address=LOOPBACK):
     """An agent whose region `kv` may be written; says each notification, and 4 bytes of the block that it names."""
     num_blocks, block_bytes = int(num_blocks), int(block_bytes)
     memory = np.zeros((num_blocks, block_bytes // 4), np.uint32)
@@ -339,7 +339,7 @@ def take_notifications(num_blocks, block_bytes, address=LOOPBACK):
                 say(f"{tag.decode()} {memory[int(tag), 0]} {peer.transport}")
 
 
-def never_take_notifications(num_blocks, block_bytes):
+def never_drain_notifications(num_blocks, block_bytes):
     """An agent whose region `kv` may be written, and whose user does not look at notifications."""
     with Agent() as agent:
         agent.register(bytearray(int(num_blocks) * int(block_bytes)), "kv", int(block_bytes), writable=True)
@@ -407,7 +407,7 @@ def insert_numbered(address, first, count):
     say("done")
 
 
-def take_numbered(address):
+def consume_numbered(address):
     """Takes entries for ever and says their numbers."""
     buffer = LookupBuffer.connect(address, timeout=60)
     say("ready")
@@ -418,7 +418,7 @@ def take_numbered(address):
             say(tokens[0])
 
 
-def take_one(address):
+def consume_one(address):
     """Takes one entry; says how that ended."""
     buffer = LookupBuffer.connect(address, timeout=60)
     say("ready")
@@ -426,7 +426,7 @@ def take_one(address):
     wait_for_the_end()
 
 
-def take_one_without_torch(address):
+def consume_one_without_torch(address):
     sys.modules["torch"] = None  # what `import torch` finds where there is none
     buffer = LookupBuffer.connect(address, timeout=60)
     say(outcome(lambda: buffer.drop_select(None, None)))
@@ -507,7 +507,7 @@ PROGRAMS = {
         insert_numbered,
         interrupted,
         interrupted_entries,
-        never_take_notifications,
+        never_drain_notifications,
         receive_and_weigh,
         receive_for_ever,
         receive_in_order,
@@ -519,10 +519,10 @@ PROGRAMS = {
         send_nothing,
         serve_blocks,
         serve_entries,
-        take_numbered,
-        take_one,
-        take_one_without_torch,
-        take_notifications,
+        consume_numbered,
+        consume_one,
+        consume_one_without_torch,
+        drain_notifications,
     )
 }
 

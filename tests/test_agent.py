@@ -52,7 +52,7 @@ def blocks():
     return np.zeros((NUM_BLOCKS, BLOCK_BYTES // 4), np.uint32)
 
 
-def test_a_peer_tells_its_regions_and_its_data_path(peer, served, transport):
+def test_a_peer_reports_its_regions_and_its_transport(peer, served, transport):
     assert peer.regions == {
         "kv": RegionInfo(NUM_BLOCKS, BLOCK_BYTES, "cpu", is_writable=True),
         "strided": RegionInfo(NUM_BLOCKS, BLOCK_BYTES, "cpu", is_writable=False),
@@ -200,7 +200,7 @@ def test_a_name_is_given_once(agent, blocks):
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257])
-def test_a_name_that_no_peer_would_take_is_refused(agent, name):
+def test_a_name_that_peers_would_refuse_is_refused(agent, name):
     with pytest.raises(ConfigError, match="name"):
         agent.register(bytearray(8), name, 8)
 

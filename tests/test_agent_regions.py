@@ -87,7 +87,7 @@ def test_a_closed_region_of_ours_is_refused(agent, other):
 
 
 @pytest.mark.ucx
-def test_a_peer_that_is_stopped_keeps_the_memory_until_it_is_gone(over_ucx, start):
+def test_a_peer_that_is_stopped_keeps_the_memory_until_it_is_lost(over_ucx, start):
     child = start("serve_blocks", 4, BLOCK_BYTES)
     over_ucx.connect(child.read())
     memory = bytearray(BLOCK_BYTES)

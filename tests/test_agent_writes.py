@@ -44,7 +44,7 @@ def test_written_blocks_are_at_the_peer_when_the_work_is_done(source, peer, room
 @pytest.mark.ucx
 def test_a_tag_comes_after_its_blocks_in_another_process(over_ucx, start):
     source = over_ucx.register(pattern(NUM_BLOCKS, BLOCK_BYTES), "source", BLOCK_BYTES)
-    child = start("take_notifications", NUM_BLOCKS, BLOCK_BYTES)
+    child = start("drain_notifications", NUM_BLOCKS, BLOCK_BYTES)
     peer = over_ucx.connect(child.read())
     for i in range(NUM_BLOCKS):
         peer.write_blocks(source, [i], "kv", [i], notify=str(i).encode())
@@ -125,8 +125,8 @@ def test_notifications_can_be_awaited_and_a_cancelled_wait_loses_none(other, pee
 
 
 @pytest.mark.ucx
-def test_a_sender_waits_while_the_peer_takes_nothing(over_ucx, start):
-    peer = over_ucx.connect(start("never_take_notifications", 2, BLOCK_BYTES).read())
+def test_a_sender_waits_while_the_peer_drains_nothing(over_ucx, start):
+    peer = over_ucx.connect(start("never_drain_notifications", 2, BLOCK_BYTES).read())
     region = over_ucx.register(bytearray(BLOCK_BYTES), "own", BLOCK_BYTES)
     works = [peer.notify(b"tag") for _ in range(300)]
     works[255].wait(20)
@@ -170,7 +170,7 @@ def test_many_threads_write_and_notify_at_once(source, peer, other, room):
     assert np.array_equal(room, pattern(NUM_BLOCKS, BLOCK_BYTES))
 
 
-def test_counters_tell_what_was_moved(agent, source, peer):
+def test_counters_count_what_was_moved(agent, source, peer):
     peer.write_blocks(source, [0, 1], "kv", [0, 1]).wait(20)
     peer.read_blocks(source, [2], "kv", [0]).wait(20)
     stats = peer.stats()
@@ -186,7 +186,7 @@ def test_counters_tell_what_was_moved(agent, source, peer):
 @pytest.mark.ucx
 @pytest.mark.parametrize("operation", ["write", "notify"])
 def test_a_peer_killed_during_a_write_or_a_notification_is_lost_within_2_s(over_ucx, start, operation):
-    child = start("take_notifications" if operation == "write" else "never_take_notifications", 16, 1 << 20)
+    child = start("drain_notifications" if operation == "write" else "never_drain_notifications", 16, 1 << 20)
     region = over_ucx.register(np.zeros((16, 1 << 20), np.uint8), "own", 1 << 20)
     peer = over_ucx.connect(child.read())
     plan = peer.prepare(region, range(16), "kv", range(16))

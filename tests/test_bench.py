@@ -257,7 +257,7 @@ def test_an_insert_and_a_copy_are_compared_with_their_source(by):
 # --- what is told -----------------------------------------------------------------------------------------------
 
 
-def test_the_cache_size_is_the_largest_and_none_where_nothing_tells(tmp_path):
+def test_the_cache_size_is_the_largest_and_none_if_unknown(tmp_path):
     assert machine.cache_bytes(tmp_path) is None
     for index, size in enumerate(["48K\n", "1024K\n", "32768K\n"]):
         (tmp_path / f"index{index}").mkdir()
@@ -266,7 +266,7 @@ def test_the_cache_size_is_the_largest_and_none_where_nothing_tells(tmp_path):
 
 
 @pytest.mark.parametrize(("size", "text"), [(8, "8 B"), (1 << 16, "64 KiB"), (1 << 26, "64 MiB"), (1032, "1032 B")])
-def test_sizes_are_told_in_the_largest_unit_that_fits(size, text):
+def test_sizes_are_printed_in_the_largest_unit_that_fits(size, text):
     assert measure.size_text(size) == text
 
 
@@ -297,7 +297,7 @@ def test_progress_is_lines_where_there_is_no_terminal_and_a_bar_where_there_is()
 # --- subjects ------------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_ends_is_told_with_its_last_words():
+def test_a_process_that_ends_is_reported_with_its_last_line():
     process = Process([sys.executable, "-c", "import sys; sys.exit('no such device')"], {})
     with contextlib.closing(process), pytest.raises(SubjectError, match="ended with status 1: no such device"):
         process.answer()
@@ -329,7 +329,7 @@ def test_processes_meet_by_the_words_of_all_others():
     assert [side.asked for side in sides] == [["meet a=1 b=2 version=x-1"], ["meet b=2 version=x-1"], ["meet a=1"]]
 
 
-def test_figures_of_ucx_perftest_are_taken_from_its_final_line():
+def test_figures_of_ucx_perftest_are_read_from_its_last_line():
     line = "        2000      6.149    20.733    20.733        0.37       0.37       48233       48233\n"
     assert perftest.figures(f"+---+\n| Test |\n{line}", "")[1] == 6.149
     with pytest.raises(SubjectError, match="gave no figures: it broke"):
@@ -359,7 +359,7 @@ def test_every_subject_has_a_name_of_its_own_on_its_data_path():
         ),
     ],
 )
-def test_a_benchmark_runs_to_its_end_and_tells_it_in_text_json_and_plot(tmp_path, arguments, names):
+def test_a_benchmark_runs_to_its_end_and_writes_text_json_and_plot(tmp_path, arguments, names):
     figures, drawing = tmp_path / "figures.json", tmp_path / "drawing.png"
     done = run_bench(*arguments, *SMALL, "--json", figures, "--plot", drawing)
     assert done.returncode == 0, done.stderr
@@ -382,7 +382,7 @@ def test_a_benchmark_runs_to_its_end_and_tells_it_in_text_json_and_plot(tmp_path
 
 
 @pytest.mark.ucx
-def test_a_pipe_with_checksums_is_held_against_the_serial_bound_in_text_and_json(tmp_path):
+def test_a_pipe_with_checksums_is_compared_with_the_serial_bound_in_text_and_json(tmp_path):
     figures = tmp_path / "figures.json"
     done = run_bench("pipe", "--sizes", "64K,1M", *SMALL, "--only", "kvpipe", "--json", figures)
     assert done.returncode == 0, done.stderr
@@ -586,7 +586,7 @@ def test_wrong_usage_shows_the_right_one(arguments):
 
 
 @pytest.mark.parametrize("module", ["numpy", "matplotlib"])
-def test_without_its_extra_it_says_what_to_install(module):
+def test_without_its_extra_it_names_what_to_install(module):
     code = f"import sys; sys.modules[{module!r}] = None; from kvpipe.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = [sys.executable, "-c", code, "bench", "pipe", "--plot", "drawing.png"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)

@@ -69,7 +69,7 @@ def test_kv_is_there_when_its_last_block_and_the_token_are_and_not_when_the_work
     assert late_block.phases_ms == pytest.approx((0, 0, 3, 2))
 
 
-def test_the_request_of_prefill_is_not_taken_for_that_of_decode() -> None:
+def test_the_request_of_prefill_is_not_mistaken_for_that_of_decode() -> None:
     events = [Event("queued", "h", "prefill", 11.0, 11.0), *life(sampled=10.0, queued=10.1, admitted=10.2)]
     events += life(load=10.3, loaded=10.4, first_step=10.5)
     found = samples.exposed(events)
@@ -84,7 +84,7 @@ def test_a_handoff_without_all_of_its_kv_has_no_handover(missing: str) -> None:
     assert samples.exposed(life(**times)) is None
 
 
-def test_a_trace_that_is_being_written_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
+def test_a_trace_that_is_being_written_is_read_to_its_last_complete_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     handoff = secrets.token_bytes(16)
     lines = _kvpipe.Trace(str(path), "worker")
@@ -139,7 +139,7 @@ def test_cpu_is_counted_beyond_that_of_one_instance_for_each_gib() -> None:
     assert (undivided.ratio, undivided.cpu_s_per_gib, undivided.num_handoffs) == (1.0, None, 0)
 
 
-def test_the_report_tells_every_row_and_who_was_left_out() -> None:
+def test_the_report_has_every_row_and_what_was_left_out() -> None:
     whole = samples.Exposed(12.5, (0.0, 0.0, 8.0, 4.5), 3.0)
     measured = [sample("undivided", 800, 1.0), sample("kvpipe just-in-time", 840, 1.2, "h", exposed=whole)]
     rows = samples.rows(measured, 65536)
@@ -309,7 +309,7 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_a_server_is_frozen_outside_its_turn_and_gone_at_the_end(tmp_path: Path) -> None:
+def test_a_server_is_stopped_outside_its_turn_and_ended_at_the_end(tmp_path: Path) -> None:
     program = [sys.executable, "-c", "import time; time.sleep(60)"]
     with ServerPool() as pool:
         server: Server = pool.start("sleeper", "http://127.0.0.1:1", program, {}, tmp_path / "log")

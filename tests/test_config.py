@@ -46,13 +46,13 @@ def test_a_file_that_cannot_be_read_is_named(token_file):
         resolve_token()
 
 
-def test_an_empty_file_is_no_token_and_says_so(token_file):
+def test_an_empty_token_file_is_refused_by_name(token_file):
     token_file.write_text("\n")
     with pytest.raises(ConfigError, match="is empty; write the token into it"):
         resolve_token()
 
 
-def test_a_token_that_is_no_text_is_refused_without_showing_it():
+def test_a_token_that_is_no_string_is_refused_and_not_shown():
     with pytest.raises(ConfigError, match="token is bytes: expected a string"):
         resolve_token(b"secret")
 

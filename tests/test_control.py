@@ -55,7 +55,7 @@ def test_releasing_what_is_not_known_is_false_and_holds_for_what_comes_later(por
     assert released(port) == [HANDOFF]
 
 
-def test_the_result_of_a_handoff_is_told_and_none_when_unknown(port, client):
+def test_the_result_of_a_handoff_is_returned_and_none_when_unknown(port, client):
     assert client.result(port.address, HANDOFF.hex()).wait(10) is None
     port.set_result(HANDOFF, json.dumps({"result": "ok"}))
     assert client.result(port.address, HANDOFF.hex()).wait(10) == {"result": "ok"}
@@ -124,7 +124,7 @@ def test_after_close_there_are_no_answers(port, client):
         client.describe(port.address)
 
 
-def test_a_subscriber_is_told_when_the_predicted_end_is_its_lead_away(port, client):
+def test_a_subscriber_is_notified_when_the_predicted_end_is_its_lead_away(port, client):
     subscribed = client.subscribe(port.address, HANDOFF.hex(), 5.0)
     open_handoff(port, HANDOFF)
     port.progress(HANDOFF, 1000.0)
@@ -136,7 +136,7 @@ def test_a_subscriber_is_told_when_the_predicted_end_is_its_lead_away(port, clie
     assert 0 < moment.remaining_s <= 4
 
 
-def test_a_subscriber_is_told_of_the_end_and_of_its_reason(port, client):
+def test_a_subscriber_is_notified_of_the_end_and_its_reason(port, client):
     subscribed = client.subscribe(port.address, HANDOFF.hex(), 5.0)
     awaited = client.watched(port.address, HANDOFF.hex())
     open_handoff(port, HANDOFF)
@@ -147,7 +147,7 @@ def test_a_subscriber_is_told_of_the_end_and_of_its_reason(port, client):
     assert awaited.wait(10) == Moment("ended", reason=reason)
 
 
-def test_who_waits_for_a_consumer_is_told_of_it_in_a_loop_without_a_thread(port, client):
+def test_a_wait_for_a_consumer_ends_in_a_loop_without_a_thread(port, client):
     consumer = _kvpipe.Control(None, b"", "consumer")
     open_handoff(port, HANDOFF)
 

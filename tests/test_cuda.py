@@ -187,7 +187,7 @@ def test_where_the_transport_has_no_cuda_a_region_on_a_gpu_is_refused_with_the_r
         agent.register(CudaArray(), "kv", 8)
 
 
-def test_memory_that_other_processes_cannot_open_is_told_once_with_the_remedy(driver, monkeypatch, caplog):
+def test_memory_that_other_processes_cannot_open_is_logged_once_with_the_remedy(driver, monkeypatch, caplog):
     monkeypatch.setattr(_cuda, "_is_logged", False)
     monkeypatch.setattr(_cuda._kvpipe, "cuda_is_exportable", lambda address: False)
     for _ in range(2):
@@ -296,7 +296,7 @@ def test_a_close_waits_for_the_streams_of_what_was_sent(pair, slow):
     assert not closing.is_alive()
 
 
-def test_a_close_that_expires_before_a_stream_is_done_says_that_the_tensor_was_not_sent(pair, slow):
+def test_a_close_that_expires_before_a_stream_is_done_raises_that_the_tensor_was_not_sent(pair, slow):
     from kvpipe import pipe  # noqa: PLC0415
 
     stream = slow(pipe)
@@ -350,7 +350,7 @@ def test_a_follower_begins_at_once_what_nothing_is_before():
     assert threads() <= before
 
 
-def test_a_follower_begins_in_the_order_of_the_calls_and_tells_what_is_left_of_the_time():
+def test_a_queue_begins_in_the_order_of_the_calls_and_passes_on_the_remaining_time():
     queue, stream, begun, before = DeferredQueue(), Stream(), [], threads()
 
     def begin(name):

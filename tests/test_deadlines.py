@@ -44,7 +44,7 @@ def test_a_lookup_at_a_stopped_server_ends_with_nothing_and_goes_on_when_it_does
 
 
 @pytest.mark.parametrize("size", [8, MIB // 2])
-def test_an_insert_at_a_stopped_server_ends_in_time_and_says_that_its_fate_is_not_known(start, size):
+def test_an_insert_at_a_stopped_server_ends_in_time_with_an_unknown_fate(start, size):
     child = start("serve_entries", MIB)
     tensor = np.ones(size, np.uint8)
     with LookupBuffer.connect(child.read()) as client:

@@ -20,7 +20,7 @@ SECOND_BASES = {
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_every_class_is_exported_and_documented_and_says_its_message(kind):
+def test_every_class_is_exported_and_documented_and_shows_its_message(kind):
     assert getattr(kvpipe, kind.__name__) is kind
     assert kind.__name__ in kvpipe.__all__
     assert inspect.getdoc(kind)

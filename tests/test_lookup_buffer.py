@@ -134,7 +134,7 @@ def test_a_tensor_that_is_not_contiguous_is_kept_as_it_reads(buffer):
     assert np.array_equal(buffer.drop_select(None, None)[2], key)
 
 
-def test_what_was_taken_outlives_the_buffer():
+def test_consumed_tensors_outlive_the_buffer():
     with LookupBuffer() as buffer:
         insert(buffer, [1], np.arange(1000))
         key = buffer.drop_select(None, None)[2]
@@ -207,7 +207,7 @@ def test_tokens_match_whatever_their_dtype_and_library(buffer):
             assert same(buffer.drop_select(query, None, timeout=0)[0], stored)
 
 
-def test_an_entry_is_taken_once(buffer):
+def test_an_entry_is_consumed_once(buffer):
     insert(buffer, [1, 2])
     assert select(buffer, [1]) == [1, 2]
     assert select(buffer, [1]) is None
@@ -289,7 +289,7 @@ def test_selects_are_served_in_the_order_of_asking(buffer):
     assert [work.wait(TIMEOUT_S)[0][0] for work in works] == list(range(20))
 
 
-def test_a_select_that_expired_or_was_dropped_takes_nothing(place):
+def test_a_select_that_expired_or_was_dropped_consumes_nothing(place):
     buffer, server = place
     assert select(buffer, [1], 0.05) is None
     work = buffer.idrop_select(None, None)
@@ -467,7 +467,7 @@ def test_works_can_be_awaited_without_a_thread(buffer):
     run(scene)
 
 
-def test_a_cancelled_await_takes_nothing(place):
+def test_a_cancelled_await_consumes_nothing(place):
     buffer, server = place
 
     async def wait():
@@ -571,7 +571,7 @@ def test_a_buffer_is_served_once_and_only_where_it_is():
             client.serve()
 
 
-def test_repr_and_stats_tell_the_state():
+def test_repr_and_stats_show_the_state():
     with LookupBuffer(10_000) as server:
         assert repr(server) == "<LookupBuffer open, 0 entries, 0 of 10000 bytes, 0 waiting>"
         server.serve()

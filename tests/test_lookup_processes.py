@@ -37,7 +37,7 @@ def caught_reading(server, start, big):
     for _ in range(TRIES):
         insert(server, [1], big)
         num_taken = server.stats().num_taken
-        child = start("take_one", server.address)
+        child = start("consume_one", server.address)
         assert child.read() == "ready"
         eventually(lambda: server.stats().num_entries == 0)
         child.process.send_signal(signal.SIGSTOP)
@@ -111,11 +111,11 @@ def counters(child):
 
 
 @pytest.mark.slow
-def test_every_entry_of_8_producers_is_taken_by_one_of_8_consumers_though_some_are_killed(start_for_module):
+def test_every_entry_of_8_producers_is_consumed_by_one_of_8_consumers_though_some_are_killed(start_for_module):
     num_entries, num_each, num_killed = 10_000, 1250, 3
     server = start_for_module("serve_entries", 1 << 20)
     address = server.read()
-    consumers = [start_for_module("take_numbered", address) for _ in range(8)]
+    consumers = [start_for_module("consume_numbered", address) for _ in range(8)]
     taken = [[] for _ in consumers]
     listeners = [
         threading.Thread(target=listen, args=(child, numbers, 100 * (i + 1) if i < num_killed else None))
@@ -180,7 +180,7 @@ def test_a_consumer_without_the_library_of_an_entry_leaves_it_to_others(server, 
     import torch  # noqa: PLC0415 - the other tests do without
 
     server.insert(torch.arange(3), None, None, None, None)
-    child = start("take_one_without_torch", server.address)
+    child = start("consume_one_without_torch", server.address)
     assert child.read() == "ModuleNotFoundError"
     eventually(lambda: server.stats().num_entries == 1)
     assert select(server, None) == [0, 1, 2]

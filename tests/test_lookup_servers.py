@@ -28,7 +28,7 @@ def test_several_servers_are_all_asked_and_the_first_is_inserted_at():
             assert select(client, None) == [1]
 
 
-def test_entries_of_all_servers_at_once_are_taken_once_each():
+def test_entries_of_all_servers_at_once_are_consumed_once_each():
     with LookupBuffer() as one, LookupBuffer() as two:
         for server in (one, two):
             server.serve()
@@ -42,7 +42,7 @@ def test_entries_of_all_servers_at_once_are_taken_once_each():
         eventually(lambda: one.stats().num_taken == two.stats().num_taken == 100)
 
 
-def test_a_client_that_lost_one_of_its_servers_says_so():
+def test_a_client_that_lost_one_of_its_servers_raises():
     with LookupBuffer() as one, LookupBuffer() as two:
         for server in (one, two):
             server.serve()

@@ -94,7 +94,7 @@ def test_eight_threads_may_send_while_eight_receive_and_each_tensor_goes_to_one(
     assert sorted(received) == list(range(8 * num_each))
 
 
-def test_isend_and_irecv_take_their_place_at_the_call_whichever_thread_calls(pair):
+def test_isend_and_irecv_are_ordered_by_their_calls_in_any_thread(pair):
     sender, receiver = pair
     in_order, receives, lock = [], [], threading.Lock()
 
@@ -142,7 +142,7 @@ def test_timeout_0_polls(pair):
     both_ways(sender, receiver)
 
 
-def test_timeout_0_takes_what_is_there(pair):
+def test_timeout_0_receives_what_has_arrived(pair):
     sender, receiver = pair
     waiting = receiver.irecv_tensor()
     sender.send_tensor(SMALL)
@@ -158,7 +158,7 @@ def test_timeout_0_takes_what_is_there(pair):
     pytest.fail("what was sent did not become visible to polling")
 
 
-def test_an_expired_receive_takes_nothing_and_leaves_the_pipe_usable(pair):
+def test_an_expired_receive_consumes_nothing_and_leaves_the_pipe_usable(pair):
     sender, receiver = pair
     with pytest.raises(TransferTimeoutError, match="no tensor came in time; the pipe is usable"):
         receiver.recv_tensor(timeout=0.05)
@@ -232,7 +232,7 @@ def test_after_the_senders_close_the_rest_is_received_then_the_end():
     receiver.close()
 
 
-def test_the_senders_close_raises_when_not_all_is_taken_in_time():
+def test_the_senders_close_raises_when_not_all_is_received_in_time():
     with Pipe.listen() as receiver:
         sender = Pipe.connect(receiver.address)
         sender.send_tensor(SMALL)
@@ -253,7 +253,7 @@ def test_the_receivers_close_fails_the_sender():
         sender.send_tensor(SMALL)
 
 
-def test_the_senders_close_raises_when_the_receiver_left_with_small_tensors_not_taken():
+def test_the_senders_close_raises_when_the_receiver_left_with_small_tensors_not_received():
     receiver = Pipe.listen()
     sender = Pipe.connect(receiver.address)
     sender.send_tensor(SMALL)
@@ -293,7 +293,7 @@ def test_closing_twice_is_fine_and_later_calls_raise_closed_error(pair):
             attempt()
 
 
-def test_threads_that_close_at_the_same_time_all_wait_until_everything_was_taken(pair):
+def test_threads_that_close_at_the_same_time_all_wait_until_everything_was_received(pair):
     sender, receiver = pair
     work = sender.isend_tensor(MEDIUM)
     outcomes = []
@@ -335,7 +335,7 @@ def test_a_dropped_pipe_ends_its_thread(num_threads):
     wait_until(lambda: num_threads() <= before)  # the one that connected ends by itself
 
 
-def test_repr_and_stats_tell_the_state(pair):
+def test_repr_and_stats_show_the_state(pair):
     sender, receiver = pair
     both_ways(sender, receiver)
     assert repr(sender) == f"<Pipe sender peer={receiver.address} transport={sender.transport} open, 0 in flight>"

@@ -43,7 +43,7 @@ def test_a_listener_that_does_not_answer_is_a_connect_error_in_time(tmp_path):
         assert time.monotonic() - started < 2
 
 
-def test_unless_told_otherwise_all_listen_on_loopback():
+def test_by_default_all_listen_on_loopback():
     with Pipe.listen() as receiver, Agent() as agent, LookupBuffer() as buffer:
         buffer.serve()
         addresses = [receiver.address, agent.address, buffer.address]

@@ -197,7 +197,7 @@ def test_memory_does_not_grow_with_what_is_moved(start):
 
 
 @pytest.mark.parametrize("end", ["recv", "send", "wait", "close", "connect", "agent"])
-def test_ctrl_c_interrupts_every_wait_and_a_receive_then_takes_no_tensor(start, end):
+def test_ctrl_c_interrupts_every_wait_and_a_receive_then_consumes_no_tensor(start, end):
     child = start("interrupted", end)
     child.interrupt()
     if end == "recv":

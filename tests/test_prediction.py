@@ -106,7 +106,7 @@ def test_at_a_steady_speed_the_prediction_is_the_end(seed):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_whatever_is_told_the_speed_and_the_prediction_are_sane(seed):
+def test_after_any_input_the_speed_and_the_prediction_are_sane(seed):
     rng, clock, now_s = random.Random(seed), PrefillClock(), 0.0
     for _ in range(200):
         now_s += rng.choice([0.0, 1e-9, 0.01, 3.0])

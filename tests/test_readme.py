@@ -34,7 +34,7 @@ def test_these_are_all_of_its_examples(page, names):
 
 
 @pytest.mark.parametrize(("page", "section"), [(README, "Python API"), (API, "Pipe")])
-def test_a_pipe_takes_a_tensor_to_another_process(page, section):
+def test_a_pipe_moves_a_tensor_to_another_process(page, section):
     [[imported, here, elsewhere]] = examples(page, section)
     sent, names = np.arange(12).reshape(3, 4), {}
     exec(imported, names)

@@ -8,7 +8,7 @@ from tests.peers import wait_until
 from tests.soak.clock import Clock
 
 
-def test_the_clock_tells_what_a_thread_had_to_wait_and_only_of_the_time_that_is_asked_for():
+def test_the_clock_measures_a_threads_wait_within_the_requested_time():
     clock = Clock()
     numbers = [random.random() for _ in range(500_000)]
     since = time.monotonic()
@@ -21,7 +21,7 @@ def test_the_clock_tells_what_a_thread_had_to_wait_and_only_of_the_time_that_is_
     assert f"{waits.longest_s * 1e3:.0f} at once" in str(waits)
 
 
-def test_a_killed_peer_tells_when_the_kernel_was_done_with_it_also_if_it_had_ended_before():
+def test_a_killed_peer_reports_when_the_kernel_was_done_with_it_also_if_it_had_ended_before():
     child = Forked("receive_nothing")
     child.read()
     child.kill_after(0)

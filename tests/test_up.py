@@ -73,7 +73,7 @@ def children_of(pid):
     return [int(each) for each in children if "stand_in" in Path(f"/proc/{each}/cmdline").read_text()]
 
 
-def test_all_are_healthy_inside_the_context_and_gone_after_it():
+def test_all_are_healthy_inside_the_context_and_ended_after_it():
     with DeploymentThread(stand_ins(num_prefill=2, num_undivided=1)) as running:
         deployment = running.deployment
         names = [process.name for process in deployment.processes]
@@ -130,7 +130,7 @@ def test_a_start_that_takes_too_long_ends_with_the_names_of_who_was_not_ready():
         pass
 
 
-def test_a_taken_port_is_found_before_anything_starts():
+def test_a_port_in_use_is_found_before_anything_starts():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         thread = DeploymentThread(stand_ins(port=port))
@@ -214,7 +214,7 @@ def test_up_ends_everything_on_a_signal_and_returns_success(number):
         assert [group_members(pid) for pid in pids] == [[]] * 3
 
 
-def test_up_says_who_died_and_how_and_ends_the_others():
+def test_up_reports_who_died_and_how_and_ends_the_others():
     with running_up() as (process, pids):
         os.kill(pids[1], signal.SIGKILL)
         _, log = process.communicate(timeout=20)
@@ -223,14 +223,14 @@ def test_up_says_who_died_and_how_and_ends_the_others():
         assert [group_members(pid) for pid in pids] == [[]] * 3
 
 
-def test_a_killed_up_takes_its_instances_with_it():
+def test_a_killed_up_ends_its_instances():
     with running_up() as (process, pids):
         assert len(pids) == 3
         process.kill()
         wait_until(lambda: not any(group_members(pid) for pid in pids))
 
 
-def test_a_killed_up_takes_even_the_children_of_a_killed_instance_with_it():
+def test_a_killed_up_ends_even_the_children_of_a_killed_instance():
     with running_up() as (process, pids):
         process.send_signal(signal.SIGSTOP)  # so that it cannot see the death of the instance
         os.kill(pids[0], signal.SIGKILL)

@@ -25,7 +25,7 @@ def run(scene):
     asyncio.run(bounded())
 
 
-def test_a_work_tells_whether_it_has_ended(pair):
+def test_a_work_reports_whether_it_has_ended(pair):
     sender, receiver = pair
     work = receiver.irecv_tensor()
     assert not work.is_completed()

@@ -108,7 +108,7 @@ def test_nothing_is_committed_without_the_sequence_state(scene: Scene) -> None:
         assert (num_tokens, metadata.committed) == (0, [])
 
 
-def test_a_handoff_that_is_gone_is_cancelled_and_not_committed(scene: Scene) -> None:
+def test_a_handoff_that_has_ended_is_cancelled_and_not_committed(scene: Scene) -> None:
     scene.blocks_verified()
     scene.wire.send_ended(scene.handoff)
     num_tokens, metadata = scene.step()
@@ -117,12 +117,10 @@ def test_a_handoff_that_is_gone_is_cancelled_and_not_committed(scene: Scene) -> 
 
 
 @pytest.mark.parametrize("is_withdrawn", [True, False])
-def test_the_workers_hear_whether_the_producer_has_withdrawn_what_it_announced(
-    scene: Scene, *, is_withdrawn: bool
-) -> None:
+def test_the_workers_learn_whether_the_producer_has_withdrawn_its_blocks(scene: Scene, *, is_withdrawn: bool) -> None:
     scene.blocks_verified()
     scene.wire.send_ended(scene.handoff, is_withdrawn=is_withdrawn)
-    assert scene.step()[1].cancels == [(scene.handoff, "it is gone", is_withdrawn)]
+    assert scene.step()[1].cancels == [(scene.handoff, "it has ended", is_withdrawn)]
 
 
 def test_a_rank_that_fails_after_it_had_all_blocks_is_not_committed(engine: Engine) -> None:
@@ -134,7 +132,7 @@ def test_a_rank_that_fails_after_it_had_all_blocks_is_not_committed(engine: Engi
     assert (num_tokens, metadata.committed, metadata.commits) == (0, [], [scene.handoff])
 
 
-def test_a_rank_that_has_failed_counts_as_whole_no_more(engine: Engine) -> None:
+def test_a_rank_that_has_failed_no_longer_counts_as_verified(engine: Engine) -> None:
     scene = Scene(engine, num_ranks=2)
     scene.step(kv_connector_worker_meta=outcome(scene.request, is_loaded=False))
     scene.blocks_verified(2)
@@ -176,7 +174,7 @@ def test_an_abort_after_the_commit_gives_the_blocks_back_once(scene: Scene) -> N
     assert len(scene.wire.results[scene.handoff]) == 1
 
 
-def test_a_producer_is_told_that_all_was_taken_when_the_workers_know_and_not_before(scene: Scene) -> None:
+def test_a_handoff_is_acknowledged_when_the_workers_know_and_not_before(scene: Scene) -> None:
     scene.blocks_verified()
     output = scene.engine.scheduler.schedule()
     scene.send_finished()

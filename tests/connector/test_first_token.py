@@ -131,7 +131,7 @@ def test_v2_forces_the_first_output_and_no_other(config: VllmConfig) -> None:
     + [{"kv_transfer_params": {"kvpipe": {"role": "consume", "handoff": bad}}} for bad in (None, "", "zz", 5)]
     + [{"kv_transfer_params": {"kvpipe": {"role": "produce", "handoff": "0" * 32}}}],
 )
-def test_parameters_of_others_are_left_alone(extra: Any) -> None:
+def test_parameters_of_others_are_ignored(extra: Any) -> None:
     assert consumed_handoff(SamplingParams(extra_args=extra)) is None
 
 

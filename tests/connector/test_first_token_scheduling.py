@@ -125,7 +125,7 @@ def test_the_producers_answer_names_the_token_unless_the_handoff_was_withdrawn(e
         engine.scheduler.waiting.remove_requests([request])
 
 
-def test_an_engine_says_whether_it_forces_tokens(engine: Engine) -> None:
+def test_an_engine_reports_whether_it_forces_tokens(engine: Engine) -> None:
     client = ControlClient("")
     try:
         for forces in (True, False):
@@ -150,7 +150,7 @@ def test_a_token_outside_the_vocabulary_never_reaches_the_sampler(
     assert "outside the vocabulary" in result["first_token_reason"]
 
 
-def test_without_the_processor_decode_samples_and_says_why(engine: Engine, producer: _kvpipe.Control) -> None:
+def test_without_the_processor_decode_samples_and_reports_the_reason(engine: Engine, producer: _kvpipe.Control) -> None:
     engine.role.set_workers({0: HandshakeMetadata("127.0.0.1:1", bytes(16), forces_first_tokens=False)})
     request, handoff = consuming(engine, producer, prompt(40))
     opened(producer, request, handoff)
@@ -172,7 +172,7 @@ def test_the_token_of_another_prompt_is_never_forced(
     assert reported(engine, handoff.hex())["first_token"] == "sampled"
 
 
-def test_without_a_producer_decode_samples_and_says_why(engine: Engine, producer: _kvpipe.Control) -> None:
+def test_without_a_producer_decode_samples_and_reports_the_reason(engine: Engine, producer: _kvpipe.Control) -> None:
     request, handoff = consuming(engine, producer, prompt(40))
     producer.withdraw(handoff, "aborted")
     assert forced(engine, request, handoff) is None

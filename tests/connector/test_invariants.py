@@ -38,7 +38,7 @@ MUST_BE_SEEN = (
     "load withdrawn by its producer",
     "load verified before its sequence state",
     "load committed by the scheduler",
-    "loan",
+    "lease",
     "abort while a load runs",
     "abort while it waits for its producer",
     "abort of a prefill",
@@ -203,7 +203,7 @@ class Engines(RuleBasedStateMachine):
 
     @precondition(lambda self: any(not watched.is_over for watched in self.world.wire.watched.values()))
     @rule(pick=picks, is_meant=rarely, is_withdrawn=st.booleans())
-    def a_producer_is_gone(self, pick: int, *, is_meant: bool, is_withdrawn: bool) -> None:
+    def a_producer_is_lost(self, pick: int, *, is_meant: bool, is_withdrawn: bool) -> None:
         if not is_meant:
             return
         watched = self.world.wire.watched
@@ -216,13 +216,13 @@ class Engines(RuleBasedStateMachine):
 
     @precondition(lambda self: any(produced.state != "ended" for produced in self.world.wire.produced.values()))
     @rule(pick=picks)
-    def a_handoff_is_taken_or_given_back(self, pick: int) -> None:
+    def a_handoff_is_acknowledged_or_released(self, pick: int) -> None:
         handoffs = [handoff for handoff, produced in self.world.wire.produced.items() if produced.state != "ended"]
         self.world.wire.release(handoffs[pick % len(handoffs)])
 
     @precondition(lambda self: self.world.leased)
     @rule(pick=picks)
-    def a_consumers_worker_says_done(self, pick: int) -> None:
+    def a_consumers_worker_acknowledges(self, pick: int) -> None:
         handoffs = sorted(self.world.leased)
         self.world.released.add(handoffs[pick % len(handoffs)])
 

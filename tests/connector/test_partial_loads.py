@@ -170,7 +170,9 @@ def failed(engine: Engine, request: Request, handoff: bytes) -> dict[str, Any]:
     return result
 
 
-def test_a_load_that_fails_fails_its_request_and_the_result_says_why(strict: Engine, producer: _kvpipe.Control) -> None:
+def test_a_load_that_fails_fails_its_request_and_the_result_has_the_reason(
+    strict: Engine, producer: _kvpipe.Control
+) -> None:
     request, handoff = consuming(strict, producer, prompt(100))
     opened(producer, request, handoff)
     load = loading(strict, request)
@@ -192,7 +194,7 @@ def test_a_request_that_fails_fails_no_other(strict: Engine, producer: _kvpipe.C
 
 
 @pytest.mark.parametrize("cause", ["withdrawn", "not reached", "another prompt"])
-def test_a_request_whose_kv_cannot_come_fails_and_the_result_says_why(
+def test_a_request_whose_kv_cannot_arrive_fails_and_the_result_has_the_reason(
     strict: Engine, producer: _kvpipe.Control, cause: str
 ) -> None:
     handoff = new_id()
@@ -260,7 +262,7 @@ def test_a_producer_is_let_go_when_the_prompt_is_computed(engine: Engine, produc
     assert released[0]["handoff"] == handoff
 
 
-def test_a_preempted_request_whose_producer_is_gone_is_computed(engine: Engine, producer: _kvpipe.Control) -> None:
+def test_a_preempted_request_whose_producer_is_lost_is_computed(engine: Engine, producer: _kvpipe.Control) -> None:
     request, handoff = consuming(engine, producer, prompt(600))
     opened(producer, request, handoff)
     engine.step(**lost(loading(engine, request), [1]))

@@ -29,7 +29,7 @@ def test_what_is_left_of_a_step_is_its_layers_at_the_pace_of_the_last_ones() -> 
     assert saved(pace, 0.48, 0.52) == pytest.approx(11 * 0.04)
 
 
-def test_a_layer_that_was_held_up_does_not_change_the_pace() -> None:
+def test_a_delayed_layer_does_not_change_the_pace() -> None:
     pace = StepPace(16)
     assert saved(pace, 0.0, 0.04, 0.08, 0.12) == pytest.approx(13 * 0.04)
     assert saved(pace, 0.5) == pytest.approx(12 * 0.04)
@@ -76,7 +76,7 @@ def layers(progress: Progress, step: StepMetadata, pace_s: float = 100.0) -> Non
         progress.layer_saved(index * pace_s)
 
 
-def test_the_control_port_is_told_during_the_step_when_it_will_end(scene: Scene) -> None:
+def test_the_end_of_a_step_is_reported_to_the_control_port_during_the_step(scene: Scene) -> None:
     progress = Progress(0, "p")
     work = scene.subscribed(1350.0)
     layers(progress, scene.step())
@@ -95,11 +95,11 @@ def test_what_a_prefill_takes_beyond_the_step_is_added(scene: Scene) -> None:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What was told to be left, each time, in place of the control port."""
-    told: list[float] = []
-    monkeypatch.setattr(Progress, "_report", lambda _, step, left_s: told.append(left_s))
-    return told
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Reported remaining seconds, in place of the control port."""
+    reports: list[float] = []
+    monkeypatch.setattr(Progress, "_report", lambda _, step, left_s: reports.append(left_s))
+    return reports
 
 
 def saved_layers(progress: Progress, *paces_s: float) -> None:
@@ -109,39 +109,43 @@ def saved_layers(progress: Progress, *paces_s: float) -> None:
         progress.layer_saved(now_s)
 
 
-def test_a_prediction_is_told_again_when_it_has_moved_or_half_of_it_is_over(scene: Scene, told: list[float]) -> None:
+def test_a_prediction_is_reported_again_when_it_has_moved_or_half_of_it_is_over(
+    scene: Scene, reports: list[float]
+) -> None:
     progress = Progress(0, "p")
     progress.begin_step(scene.step(), 16)
     saved_layers(progress, *[0.05] * 8)
-    assert told == [pytest.approx(13 * 0.05)], "it was steady"
+    assert reports == [pytest.approx(13 * 0.05)], "it was steady"
     progress.begin_step(scene.step(), 16)
     saved_layers(progress, *[0.05] * 7)
-    assert told[1:] == [pytest.approx(13 * 0.05)], "a new step is news"
+    assert reports[1:] == [pytest.approx(13 * 0.05)], "a new step is news"
     progress.begin_step(scene.step(), 16)
     saved_layers(progress, *[0.05] * 5, 0.08, 0.08)
-    assert told[2:] == [pytest.approx(13 * 0.05), pytest.approx(10 * 0.08)], "it has moved"
+    assert reports[2:] == [pytest.approx(13 * 0.05), pytest.approx(10 * 0.08)], "it has moved"
     progress.begin_step(scene.step(), 16)
     saved_layers(progress, *[0.05] * 10)
-    assert told[4:] == [pytest.approx(13 * 0.05)], "more than half of it is left"
+    assert reports[4:] == [pytest.approx(13 * 0.05)], "more than half of it is left"
     progress.layer_saved(11 * 0.05)
-    assert told[5:] == [pytest.approx(6 * 0.05)]
+    assert reports[5:] == [pytest.approx(6 * 0.05)]
 
 
-def test_a_prediction_that_has_moved_by_less_than_5_ms_is_not_told_again(scene: Scene, told: list[float]) -> None:
+def test_a_prediction_that_has_moved_by_less_than_5_ms_is_not_reported_again(
+    scene: Scene, reports: list[float]
+) -> None:
     progress = Progress(0, "p")
     progress.begin_step(scene.step(), 16)
     saved_layers(progress, *[0.001] * 5, 0.0012, 0.0012)
-    assert told == [pytest.approx(13 * 0.001)]
+    assert reports == [pytest.approx(13 * 0.001)]
 
 
-def test_only_the_first_rank_tells_and_nothing_of_steps_without_prefills(scene: Scene) -> None:
+def test_only_the_first_rank_reports_and_only_steps_with_prefills(scene: Scene) -> None:
     silent, idle = Progress(1, "p"), Progress(0, "p")
     layers(silent, scene.step())
     layers(idle, StepMetadata())
     assert (silent._client, idle._client) == (None, None)
 
 
-def test_a_prediction_that_cannot_be_told_does_not_end_the_forward_pass(
+def test_a_prediction_that_cannot_be_reported_does_not_fail_the_forward_pass(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KVPIPE_TOKEN_FILE", str(tmp_path / "removed"))

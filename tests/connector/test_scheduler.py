@@ -79,7 +79,7 @@ def test_a_request_holds_no_block_until_its_producer_has_opened(engine: Engine, 
     engine.abort(request)
 
 
-def test_the_whole_remainder_is_claimed_and_one_token_is_computed(engine: Engine, producer: _kvpipe.Control) -> None:
+def test_all_remaining_tokens_are_claimed_and_one_is_computed(engine: Engine, producer: _kvpipe.Control) -> None:
     request, handoff = consuming(engine, producer, prompt(100))
     opened(producer, request, handoff)
     load = loading(engine, request)
@@ -91,7 +91,7 @@ def test_the_whole_remainder_is_claimed_and_one_token_is_computed(engine: Engine
     assert engine.num_free_blocks == FREE
 
 
-def test_the_result_tells_what_was_computed(engine: Engine, producer: _kvpipe.Control) -> None:
+def test_the_result_counts_what_was_computed(engine: Engine, producer: _kvpipe.Control) -> None:
     request, handoff = consuming(engine, producer, prompt(100))
     opened(producer, request, handoff)
     loading(engine, request)
@@ -325,7 +325,7 @@ def test_blocks_are_announced_in_the_step_that_completes_them(engine: Engine) ->
     assert request.is_finished()
 
 
-def test_blocks_are_held_until_the_worker_has_sent_them(engine: Engine) -> None:
+def test_blocks_are_leased_until_the_worker_has_sent_them(engine: Engine) -> None:
     request, handoff = produced(engine, prompt(100))
     engine.step()
     assert request.is_finished()
@@ -364,7 +364,7 @@ def test_a_lease_ends_without_a_consumer(new_engine: Callable[..., Engine]) -> N
     assert until(lambda: engine.step()[1].ended)[0][0] == handoff
 
 
-def test_an_aborted_prefill_holds_nothing_and_its_consumer_is_told(engine: Engine) -> None:
+def test_an_aborted_prefill_leases_nothing_and_its_consumer_is_notified(engine: Engine) -> None:
     request, handoff = produced(engine, prompt(600))
     engine.step()
     consumer = _kvpipe.Control(None, b"", "consumer")
@@ -491,7 +491,9 @@ def test_a_later_request_is_predicted_from_its_first_step(engine: Engine, client
     assert not request.is_finished()
 
 
-def test_a_prefill_of_one_step_without_a_known_speed_is_told_as_finished(engine: Engine, client: ControlClient) -> None:
+def test_a_prefill_of_one_step_without_a_known_speed_is_reported_as_finished(
+    engine: Engine, client: ControlClient
+) -> None:
     _, handoff = produced(engine, prompt(100))
     work = subscribed(client, engine, handoff)
     engine.step()

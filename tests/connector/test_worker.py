@@ -186,7 +186,7 @@ def test_a_step_whose_layers_were_all_saved_announces_nothing_at_its_end(pair: P
     assert pair.arrived([2, 3], [5, 4])
 
 
-def test_a_step_without_final_blocks_sends_nothing(pair: Pair) -> None:
+def test_a_step_without_ready_blocks_sends_nothing(pair: Pair) -> None:
     recorded = Recorded(pair.producer)
     for finals in ([], [(pair.handoff, 0, 0, [2])], [], []):
         pair.producer.begin_step(StepMetadata(ready=finals))
@@ -273,7 +273,7 @@ def verified(worker: WorkerRole) -> dict[str, Any]:
     return words.verified
 
 
-def test_blocks_that_are_all_here_are_told_before_the_sequence_state_comes(pair: Pair) -> None:
+def test_verified_blocks_are_reported_before_the_sequence_state_arrives(pair: Pair) -> None:
     pair.announce([2, 3])
     pair.load([5, 4], is_committed=False)
     (facts,) = verified(pair.consumer)["consuming"]
@@ -294,7 +294,7 @@ def test_vllm_calls_the_scheduler_role_after_every_step_while_a_load_runs_and_no
     assert pair.consumer.take_outcomes() is None
 
 
-def test_a_load_that_the_scheduler_has_committed_is_taken_and_reported_no_more(pair: Pair) -> None:
+def test_a_load_that_the_scheduler_has_committed_is_acknowledged_and_not_reported(pair: Pair) -> None:
     pair.hold()
     pair.announce([2])
     pair.load([5], is_committed=False)
@@ -333,7 +333,7 @@ def test_a_block_that_changes_after_its_checksum_is_reported_as_invalid(pair: Pa
 
 
 @pytest.mark.parametrize("block_ids", [[5, 4], [5]])
-def test_of_a_handoff_that_its_producer_takes_back_no_block_is_used(pair: Pair, block_ids: list[int]) -> None:
+def test_no_block_of_a_withdrawn_handoff_is_used(pair: Pair, block_ids: list[int]) -> None:
     # With one block it is verified, and lacks the sequence state only.
     pair.announce([2])
     pair.load(block_ids, is_committed=len(block_ids) > 1)
@@ -396,7 +396,7 @@ def test_a_producer_with_fewer_workers_fails_the_load(pair: Pair) -> None:
     assert pair.consumer.take_invalid_block_ids() == {5}
 
 
-def test_a_release_frees_held_blocks_once(pair: Pair) -> None:
+def test_a_release_frees_leased_blocks_once(pair: Pair) -> None:
     pair.announce([2])
     pair.hold()
     pair.end("released")
@@ -416,7 +416,7 @@ def test_consumers_of_different_handoffs_do_not_disturb_each_other(pair: Pair) -
     assert pair.arrived([2], [5])
 
 
-def test_two_requests_of_one_handoff_are_told_apart(pair: Pair) -> None:
+def test_two_requests_of_one_handoff_are_distinguished(pair: Pair) -> None:
     load = pair.load([5])
     again = Load("again", pair.handoff, 0, 0, [7], load.ranks, is_committed=True)
     pair.consumer.begin_step(StepMetadata(loads=[again]))

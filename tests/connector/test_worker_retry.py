@@ -33,7 +33,7 @@ def test_the_outcome_counts_blocks_and_comparisons_and_what_was_asked_for_again(
     assert facts["num_bytes"] > 0
 
 
-def test_a_load_that_failed_may_be_begun_again_while_its_blocks_are_lent(pair: Pair) -> None:
+def test_a_load_that_failed_may_be_begun_again_while_its_blocks_are_leased(pair: Pair) -> None:
     pair.announce([2, 3])
     until(lambda: pair.producer._agent.num_leased == 1)
     right = pair.source["layer.1"][3].clone()

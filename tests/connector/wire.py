@@ -1,8 +1,8 @@
-"""The control plane as a script: notes what the scheduler role commands, says what the test has happened elsewhere.
+"""A scripted control plane: records the scheduler role's commands, and sends the events that a test chooses.
 
-It stands for the thread and the network behind `_kvpipe.Control`, so that a random run can be repeated. What it says is
-what that thread could say (docs/concepts/failure.md has the states); that the thread does so is what
-`test_scheduler.py` and the tests of the core show.
+It replaces the thread and the network behind `_kvpipe.Control`, so that a random run can be repeated. It sends only
+events that this thread can send (docs/concepts/failure.md has its states). `test_scheduler.py` and the tests of the
+core check the thread itself.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Produced:
 
 @dataclass
 class Watched:
-    """A handoff of another engine: what was said of it."""
+    """A handoff of another engine, with the events sent for it."""
 
     is_opened: bool = False
     is_finished: bool = False
@@ -30,7 +30,7 @@ class Watched:
 
 
 class Wire:
-    """In place of `_kvpipe.Control`."""
+    """Replaces `_kvpipe.Control`."""
 
     address = "127.0.0.1:0"
 
@@ -76,7 +76,7 @@ class Wire:
         self.produced[handoff].state = "ended"
 
     def release(self, handoff: bytes) -> None:
-        """It was taken or given back, the proxy released it, its lease ended, its consumer died."""
+        """Ends a handoff: it was acknowledged or released, its lease ended, or its consumer died."""
         produced = self.produced[handoff]
         if produced.state in ("open", "finished"):
             self._send_released(handoff)
@@ -102,7 +102,7 @@ class Wire:
     def send_opened(self, handoff: bytes, prompt_hash: bytes, num_tokens: int) -> None:
         """The producer has scheduled its request."""
         self.watched[handoff].is_opened = True
-        self._say(
+        self._send(
             handoff,
             "opened",
             prompt_hash=prompt_hash,
@@ -114,12 +114,12 @@ class Wire:
     def send_finished(self, handoff: bytes, output_ids: list[int]) -> None:
         """The producer has sampled its token."""
         self.watched[handoff].is_finished = True
-        self._say(handoff, "finished", output_ids=output_ids, finish_reason="length", num_cached_tokens=0)
+        self._send(handoff, "finished", output_ids=output_ids, finish_reason="length", num_cached_tokens=0)
 
     def send_ended(self, handoff: bytes, *, is_withdrawn: bool = False) -> None:
-        """The producer died or nothing came in time; or it has withdrawn what it announced."""
+        """The producer died, was late, or has withdrawn its blocks."""
         self.watched[handoff].is_ended = self.watched[handoff].is_over = True
-        self._say(handoff, "ended", reason="it is gone", is_withdrawn=is_withdrawn)
+        self._send(handoff, "ended", reason="it has ended", is_withdrawn=is_withdrawn)
 
-    def _say(self, handoff: bytes, event: str, **fields: Any) -> None:
+    def _send(self, handoff: bytes, event: str, **fields: Any) -> None:
         self._events.append({"event": event, "handoff": handoff, **fields})

@@ -1,7 +1,7 @@
-"""An engine whose KV is kept as what it was computed from, so that a forward pass on another's KV is seen.
+"""A simulated engine whose KV cache stores what it was computed from, so that wrong KV in a forward pass is detected.
 
-vLLM's scheduler and the scheduler role are real. The model runner is played here: it writes and reads the cache, begins
-loads, ends them as it is told, and reports as `kvpipe.connector.worker` does, each load and each loan exactly once.
+vLLM's scheduler and the scheduler role are real. The model runner is simulated: it writes and reads the cache, begins
+and ends loads, and reports as `kvpipe.connector.worker` does, each load and each lease exactly once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Cache:
 
 @dataclass
 class Transfer:
-    """A load that the worker was told to do, until it is reported."""
+    """A load of the worker, until it is reported."""
 
     load: Load
     is_committed: bool
@@ -70,14 +70,14 @@ class Transfer:
 
 @dataclass
 class Exposed:
-    """Blocks that consumers have been told are final."""
+    """Blocks that are announced to consumers."""
 
     request: Request
     block_ids: list[int] = field(default_factory=list)
 
 
 class World:
-    """One engine, what its workers do, and the promises that are looked at in every step."""
+    """One engine, its simulated workers, and the invariants that every step checks."""
 
     def __init__(self, config: VllmConfig) -> None:
         self.engine = Engine(config, NUM_BLOCKS)
@@ -141,7 +141,7 @@ class World:
         self._note_preemptions(output)
         self.acknowledged = step.committed
         self._begin(step)
-        self._loads_are_told_what_is_known()
+        self._loads_receive_commits_and_cancels()
         if is_prompt:
             for load in step.loads:
                 self.transfers[load.request_id].ending = (False, list(range(len(load.block_ids))))
@@ -191,14 +191,14 @@ class World:
                     self.cache.spoil(transfer.load.block_ids)
                     self.seen["load withdrawn by its producer"] += 1
         for handoff, request_id in step.leased:
-            assert handoff not in self.leased, "a request is held once"
+            assert handoff not in self.leased, "a request is leased once"
             self.leased[handoff] = request_id
-            self.seen["loan"] += 1
+            self.seen["lease"] += 1
 
     def _end_committed(self, handoff: bytes) -> None:
-        """The scheduler role has ended a load by itself, which nobody reports any more."""
+        """Ends a load that the scheduler role has committed, which the worker does not report."""
         transfer = next(transfer for transfer in self.transfers.values() if transfer.load.handoff == handoff)
-        assert transfer.is_reported, "blocks that are not here are not committed"
+        assert transfer.is_reported, "blocks that are not verified are not committed"
         assert not transfer.is_committed, "a load is committed once"
         assert not transfer.is_cancelled, "a load that is cancelled is not committed"
         assert self.wire.watched[handoff].is_finished, "without the sequence state nothing is committed"
@@ -239,13 +239,13 @@ class World:
             assert self.cache.holds(table, history, 0, end), f"{request_id} was computed on KV that is not its own"
 
     def _expose(self, parts: list[tuple[bytes, int, int, list[int]]]) -> None:
-        """What is final can be read by others from now on."""
+        """Exposes ready blocks to consumers."""
         for handoff, epoch, first, block_ids in parts:
             if handoff not in self.exposed:
                 request_id = next(key for key, value in self.handoffs.items() if value == handoff)
                 self.exposed[handoff] = Exposed(self.engine.scheduler.requests[request_id])
             exposed = self.exposed[handoff]
-            assert first == len(exposed.block_ids), "blocks become final in the order of the prompt, each once"
+            assert first == len(exposed.block_ids), "blocks become ready in the order of the prompt, each once"
             assert epoch == 0
             exposed.block_ids += block_ids
 
@@ -323,14 +323,14 @@ class World:
         assert len(written) == len(set(written)), "two loads write into one block"
         assert all(self.pool.blocks[block_id].ref_cnt == 1 for block_id in written), "a block is free during its load"
         held = [block_id for handoff in self.leased for block_id in self.exposed[handoff].block_ids]
-        assert all(self.pool.blocks[block_id].ref_cnt > 0 for block_id in held), "a block is free while it is held"
+        assert all(self.pool.blocks[block_id].ref_cnt > 0 for block_id in held), "a block is free while it is leased"
         assert all(count == 1 for count in self.sent.values()), "finished_sending comes once for each request"
         ended = [request.request_id for request in self.requests if request.is_finished()]
         waited_for = [self.wire.watched.get(self.handoffs.get(who, b"")) for who in ended if who not in self.transfers]
         assert all(watched is None or watched.is_over for watched in waited_for), "a watch outlives its request"
 
     def _exposed_blocks_are_kept(self) -> None:
-        """In each step consumers find the KV of the prompt, or the worker was told that the handoff ended."""
+        """In each step consumers find the KV of the prompt, or the worker knows that the handoff has ended."""
         for exposed in self.exposed.values():
             assert all(self.pool.blocks[block_id].ref_cnt > 0 for block_id in exposed.block_ids), (
                 "an exposed block is free"
@@ -339,7 +339,7 @@ class World:
             end = min(len(exposed.block_ids) * BLOCK, len(history))
             assert self.cache.holds(exposed.block_ids, history, 0, end), "an exposed block has changed"
 
-    def _loads_are_told_what_is_known(self) -> None:
+    def _loads_receive_commits_and_cancels(self) -> None:
         """A load that nobody needs or serves is ended in the next step; one that may be committed is."""
         for transfer in self.transfers.values():
             if transfer.load.refusal:
@@ -354,7 +354,7 @@ class World:
         assert not self.engine.scheduler.requests
         assert not self.transfers
         assert not self.leased
-        assert not self.exposed, "consumers were not told that blocks are not exposed any more"
+        assert not self.exposed, "consumers do not know that blocks are not exposed any more"
         assert self.engine.num_free_blocks == NUM_FREE
         assert len(self.engine.role._producing) == len(self.engine.role._consuming) == 0
         assert all(produced.state == "ended" for produced in self.wire.produced.values()), (

@@ -163,7 +163,7 @@ def full(stage, _rng, place=LOCAL):
     """Fills a buffer whose consumer fails, until an insert is refused; by how much that was late."""
     with LookupBuffer(CAPACITY_BYTES) as server:
         server.serve(place.near)
-        child = place.start("take_numbered", server.address)
+        child = place.start("consume_numbered", server.address)
         try:
             assert child.read() == "ready"
             with LookupBuffer.connect(server.address) as producer:

@@ -94,7 +94,7 @@ def test_tensors_of_all_sizes_go_there_and_back(cable, start):
 
 
 def test_blocks_are_read_and_written_and_notified(cable, start, agent):
-    child = start("take_notifications", NUM_BLOCKS, BLOCK_BYTES, there(cable))
+    child = start("drain_notifications", NUM_BLOCKS, BLOCK_BYTES, there(cable))
     memory = pattern(NUM_BLOCKS, BLOCK_BYTES)
     region = agent.register(memory, "own", BLOCK_BYTES)
     peer = agent.connect(child.read())

@@ -119,7 +119,7 @@ def test_a_body_that_is_no_json_object_gives_400(raw):
     run(scene)
 
 
-def test_a_body_that_is_not_the_gzip_it_says_gives_400():
+def test_a_body_with_a_wrong_content_encoding_gives_400():
     async def scene():
         async with stage() as s:
             headers = {"Content-Encoding": "gzip"}

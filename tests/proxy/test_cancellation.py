@@ -92,7 +92,7 @@ def test_leaving_during_a_request_for_decode_alone_aborts_it():
     run(scene)
 
 
-def test_a_client_that_takes_nothing_loses_its_answer():
+def test_a_client_that_reads_nothing_loses_its_answer():
     async def scene():
         async def floods(request):
             response = await streams()(request)

@@ -34,5 +34,5 @@ def test_settings_are_frozen_and_do_not_show_the_token():
         config.port = 1
 
 
-def test_dispatch_is_just_in_time_unless_said_otherwise():
+def test_dispatch_is_just_in_time_by_default():
     assert ProxyConfig(**GOOD).dispatch == "just-in-time"

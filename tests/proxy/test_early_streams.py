@@ -38,7 +38,7 @@ def held(*pieces, then=None):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("dispatch", MODES)
-def test_the_client_has_the_first_token_before_decode_says_anything(dispatch, path):
+def test_the_client_has_the_first_token_before_decodes_stream(dispatch, path):
     async def scene():
         decode, go = held(chunk("ab", path), chunk("cd", path), chunk("", path, "length"), DONE)
         async with (
@@ -59,7 +59,7 @@ def test_the_client_has_the_first_token_before_decode_says_anything(dispatch, pa
 
 @pytest.mark.parametrize("dispatch", MODES)
 @pytest.mark.parametrize("spoiled", [[chunk("xb"), DONE], [chunk("a"), chunk("x")], [chunk("a")], []])
-def test_a_decode_that_contradicts_is_replaced_by_one_that_is_told_the_token(dispatch, spoiled):
+def test_a_decode_that_contradicts_is_replaced_by_one_that_gets_the_token(dispatch, spoiled):
     async def scene():
         first, go = held(*spoiled)
         second = streams(chunk("a"), chunk("bcd", finish_reason="length"), DONE)
@@ -102,7 +102,7 @@ def test_a_lone_decode_that_contradicts_ends_its_request_before_it_is_asked_agai
     run(scene)
 
 
-def test_a_decode_that_dies_before_it_speaks_is_replaced_by_one_that_is_told_the_token():
+def test_a_decode_that_dies_before_its_stream_is_replaced_by_one_that_gets_the_token():
     async def scene():
         async with stage(prefill=[prefilled()], decode=[streams(then=breaks_off), streams(chunk("abcd"), DONE)]) as s:
             _, body, _ = await s.post(body=STREAMED)
@@ -148,7 +148,7 @@ def test_a_decode_that_ended_with_an_error_before_it_spoke_is_replaced():
 
 
 @pytest.mark.parametrize("dispatch", MODES)
-def test_a_decode_that_dies_before_it_speaks_is_replaced_where_nothing_was_shown(dispatch):
+def test_a_decode_that_dies_before_its_stream_is_replaced_without_an_early_token(dispatch):
     async def scene():
         async with stage(decode=[streams(then=breaks_off), streams(chunk("abcd"), DONE)], dispatch=dispatch) as s:
             _, body, _ = await s.post(body=STREAMED)
@@ -168,7 +168,7 @@ def test_a_decode_that_dies_before_it_speaks_is_replaced_where_nothing_was_shown
     ],
 )
 @pytest.mark.parametrize("dispatch", MODES)
-def test_nothing_is_shown_where_decode_may_begin_with_something_else(dispatch, description, path):
+def test_no_early_token_is_sent_where_decode_may_begin_with_something_else(dispatch, description, path):
     async def scene():
         decode = streams(chunk("xy", path), DONE)
         async with stage(prefill=[prefilled(path)], decode=[decode], dispatch=dispatch) as s:
@@ -179,7 +179,7 @@ def test_nothing_is_shown_where_decode_may_begin_with_something_else(dispatch, d
     run(scene)
 
 
-def test_nothing_is_shown_where_the_stream_is_not_plain():
+def test_no_early_token_is_sent_where_the_stream_is_not_plain():
     async def scene():
         decode, go = held(chunk("ab"), DONE)
         async with stage(prefill=[prefilled()], decode=[decode]) as s:

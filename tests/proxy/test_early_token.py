@@ -70,14 +70,14 @@ def test_the_client_gets_each_character_once_however_the_stream_is_cut(path, cut
         [chunk("", reasoning="so")],
     ],
 )
-def test_a_stream_that_contradicts_what_was_shown_is_no_answer(said):
+def test_a_stream_that_contradicts_the_early_token_is_no_answer(said):
     reconciled = Continuation(prefilled())
     with pytest.raises(ContradictionError):
         list(reconciled.feed(b"".join(said)))
     assert not reconciled.has_sent
 
 
-def test_a_stream_that_ends_before_it_has_said_what_was_shown_is_no_answer():
+def test_a_stream_that_ends_before_the_end_of_the_early_token_is_no_answer():
     reconciled = Continuation(prefilled())
     assert list(reconciled.feed(chunk("a"))) == []
     with pytest.raises(ContradictionError):
@@ -112,7 +112,7 @@ def test_usage_and_errors_pass():
         EarlyToken.of(COMPLETIONS, b'{"choices":[]}'),
     ],
 )
-def test_a_token_that_is_not_whole_or_ends_the_request_is_not_shown(answer):
+def test_a_token_that_is_incomplete_or_ends_the_request_is_not_sent_early(answer):
     assert answer is None
 
 
@@ -132,10 +132,10 @@ def test_a_token_that_is_not_whole_or_ends_the_request_is_not_shown(answer):
         ({"stop": [], "tools": None}, True),
     ],
 )
-def test_only_plain_streams_are_shown_a_token(more, is_shown):
+def test_only_plain_streams_get_an_early_token(more, is_shown):
     assert allows_early_token(REQUEST | {"stream": True} | more) == is_shown
 
 
-def test_a_token_without_text_shows_the_role_alone():
+def test_a_token_without_text_sends_the_role_alone():
     (event,) = parsed(prefilled(CHAT, text="").events())
     assert event["choices"][0]["delta"] == {"role": "assistant", "content": ""}

@@ -44,7 +44,7 @@ class Scene:
     def finish(self, handoff):
         self.producer.finish(handoff, [7], "length", 0)
 
-    async def is_heard(self):
+    async def is_received(self):
         """What was said before has been taken by P's port, and its answers by the proxy's loop."""
         await self.client.describe(self.producer.address)
 
@@ -83,7 +83,7 @@ async def prefilling(**options):
 
 async def is_not_asked(scene, instance):
     for _ in range(5):
-        await scene.is_heard()
+        await scene.is_received()
         await asyncio.sleep(0.02)
     assert not instance.asked.is_set()
 
@@ -108,7 +108,7 @@ def test_decode_is_asked_while_prefill_works_once_its_end_is_predicted_near():
     run(scene)
 
 
-def test_decode_is_asked_at_a_predicted_time_of_which_nothing_more_is_said():
+def test_decode_is_asked_at_a_predicted_time_without_further_reports():
     async def scene():
         async with prefilling() as (scene, s, posting, handoff):
             scene.producer.progress(handoff, 0.5)
@@ -119,7 +119,7 @@ def test_decode_is_asked_at_a_predicted_time_of_which_nothing_more_is_said():
     run(scene)
 
 
-def test_status_tells_lead_admission_and_error_of_the_prediction():
+def test_status_has_lead_admission_and_error_of_the_prediction():
     async def scene():
         async with prefilling() as (scene, s, posting, handoff):
             scene.producer.progress(handoff, NEAR_S)
@@ -139,7 +139,7 @@ def test_status_tells_lead_admission_and_error_of_the_prediction():
     run(scene)
 
 
-def test_the_log_tells_how_a_handoff_was_timed(caplog):
+def test_the_log_has_the_timing_of_a_handoff(caplog):
     async def scene():
         async with prefilling() as (scene, _, posting, handoff):
             scene.producer.progress(handoff, NEAR_S)
@@ -174,7 +174,7 @@ def test_the_lead_follows_the_admission_of_that_decode():
 def test_decode_is_asked_when_prefill_has_finished_before_it_answers():
     async def scene():
         async with prefilling() as (scene, s, posting, handoff):
-            await scene.is_heard()
+            await scene.is_received()
             scene.finish(handoff)
             await s.decode[0].asked.wait()
             scene.may_answer.set()
@@ -227,7 +227,7 @@ def test_a_port_that_refuses_or_is_not_there_means_sequential_dispatch_and_a_lin
 def test_leaving_before_decode_is_due_aborts_prefill_and_releases_the_handoff():
     async def scene():
         async with prefilling() as (scene, s, posting, handoff):
-            await scene.is_heard()
+            await scene.is_received()
             subscribed = scene.client.subscribe(scene.producer.address, handoff.hex(), NEAR_S)
             posting.cancel()
             await s.prefill[0].aborted.wait()
@@ -406,7 +406,7 @@ def test_a_prediction_that_comes_too_late_lengthens_the_next_lead():
     run(scene)
 
 
-def test_a_report_says_only_what_is_known():
+def test_a_report_has_only_known_facts():
     assert Timing(0.2, 1).report() == {"trigger": "answer", "lead_ms": 200.0}
     known = Timing(0.2, 1, "due", admission_s=0.1, predicted_at_s=5.0, answered_at_s=4.0)
     assert known.report()["prediction_error_ms"] == 1000.0

@@ -88,7 +88,7 @@ def test_a_client_that_leaves_is_counted(decode):
     run(scene)
 
 
-def test_a_handoff_is_counted_by_the_result_that_status_tells():
+def test_a_handoff_is_counted_by_the_result_in_its_status():
     async def scene():
         control = RecordingControl()
         control.results = {"d0.control:7100": {"result": "partial", "bytes": 4096, "recomputed_tokens": 31}}
@@ -210,7 +210,7 @@ def test_a_dispatch_is_counted_only_where_decode_is_asked(monkeypatch, prefill, 
     run(scene)
 
 
-def test_lead_and_error_of_a_prediction_are_those_that_status_tells():
+def test_lead_and_error_of_a_prediction_are_those_of_its_status():
     async def scene():
         async with prefilling() as (scene, s, posting, handoff):
             scene.producer.progress(handoff, NEAR_S)
@@ -234,10 +234,10 @@ def test_lead_and_error_of_a_prediction_are_those_that_status_tells():
     ("pieces", "then", "reason"),
     [((chunk("xb"), DONE), None, "contradicted"), ((), breaks_off, "failed")],
 )
-def test_a_token_that_is_shown_and_a_decode_that_is_replaced_for_it_are_counted(pieces, then, reason):
+def test_an_early_token_and_a_decode_that_is_replaced_for_it_are_counted(pieces, then, reason):
     async def scene():
         second = streams(chunk("abcd", finish_reason="length"), DONE)
-        found = await after_a_shown_token([second], *pieces, then=then)
+        found = await after_an_early_token([second], *pieces, then=then)
         assert found["kvpipe_early_tokens_total",] == 1
         assert replaced(found) == {("kvpipe_replaced_instances_total", reason, "decode"): 1}
 
@@ -246,14 +246,14 @@ def test_a_token_that_is_shown_and_a_decode_that_is_replaced_for_it_are_counted(
 
 def test_a_lone_decode_that_is_asked_again_is_not_counted_as_replaced():
     async def scene():
-        found = await after_a_shown_token([], chunk("xb"), DONE, outcome="broken_off")
+        found = await after_an_early_token([], chunk("xb"), DONE, outcome="broken_off")
         assert found["kvpipe_early_tokens_total",] == 1
         assert replaced(found) == {}
 
     run(scene)
 
 
-async def after_a_shown_token(others, *pieces, then=None, outcome="answered"):
+async def after_an_early_token(others, *pieces, then=None, outcome="answered"):
     """The metrics after a stream in which the first decode has gone on so after the token was shown."""
     first, go = held(*pieces, then=then)
     async with stage(prefill=[prefilled()], decode=[first, *others]) as s:
@@ -268,7 +268,7 @@ def replaced(found):
     return {key: value for key, value in found.items() if key[0] == "kvpipe_replaced_instances_total"}
 
 
-def test_a_token_that_is_not_shown_is_not_counted():
+def test_a_token_that_is_not_sent_early_is_not_counted():
     async def scene():
         async with stage(prefill=[prefilled()], decode=[answers()]) as s:
             await s.post(body=REQUEST)

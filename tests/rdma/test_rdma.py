@@ -92,7 +92,7 @@ def test_tensors_of_every_size_come_back_over_rc(start):
     assert all(np.array_equal(tensor, came) for tensor, came in zip(sent, back, strict=True))
 
 
-def test_rdma_is_what_is_taken_when_nobody_says_what_to_take(start, monkeypatch):
+def test_rdma_is_the_default_transport(start, monkeypatch):
     monkeypatch.delenv("UCX_TLS")
     back, transport = echoed(start("echo"), [np.arange(MIB)])
     assert transport == "rc_verbs"
@@ -100,7 +100,7 @@ def test_rdma_is_what_is_taken_when_nobody_says_what_to_take(start, monkeypatch)
 
 
 @pytest.mark.parametrize(("devices", "transport"), [("rxe0:1", "rc_verbs"), ("rdma0", "tcp")])
-def test_the_users_environment_says_which_rdma_devices_are_used(start, monkeypatch, devices, transport):
+def test_the_users_environment_selects_the_rdma_devices(start, monkeypatch, devices, transport):
     monkeypatch.delenv("UCX_TLS")
     monkeypatch.setenv("UCX_NET_DEVICES", devices)
     back, taken = echoed(start("echo"), [np.arange(MIB)])

@@ -183,10 +183,10 @@ def lookups(rng, shared):
             LookupBuffer.connect(server.address, timeout=TIMEOUT_S) as consumer,
         ):
             while shared.goes_on("lookups"):
-                _insert_and_take(rng, shared, (server, producer, consumer))
+                _insert_and_consume(rng, shared, (server, producer, consumer))
 
 
-def _insert_and_take(rng, shared, buffers):
+def _insert_and_consume(rng, shared, buffers):
     """What a consumer had that was killed, comes back when its loss is known, unless it had taken it: one at most."""
     server, producer, consumer = buffers
     entries = {number: _bytes(rng, 1 + _size(rng) // 4) for number in rng.sample(range(1 << 40), rng.randrange(1, 12))}
@@ -223,7 +223,7 @@ def _wait_for_those_that_come_back(server, left, within_s):
 
 def _die_while_taking(rng, server, shared):
     """A consumer is killed while it takes one."""
-    child = Forked("take_one", server.address)
+    child = Forked("consume_one", server.address)
     try:
         assert child.read() == "ready"
         time.sleep(rng.uniform(0, 0.01))

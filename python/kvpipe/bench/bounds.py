@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bound:
-    """One subject with checksums, and what it is held against. All in GB/s.
+    """One subject with checksums, and its bound. All in GB/s.
 
     Attributes:
         case: What was measured.
@@ -52,7 +52,7 @@ class Bound:
 
 
 def bounds_of(entries: Sequence[Entry]) -> list[Bound]:
-    """Of everybody who was measured with and without checksums, where the checksum alone was measured too."""
+    """Returns a bound for each subject with figures with, without and of the checksum alone."""
     named = {(entry.case, entry.subject.data_path, entry.subject.name): entry for entry in entries}
     bounds = []
     for (case, data_path, name), entry in named.items():

@@ -6,16 +6,18 @@ use std::sync::Arc;
 
 use kvpipe_ucx::{Buffer, EndpointId};
 
-use crate::blocks::Metadata;
-use crate::blocks::messages::{self as blocks, Offered, RemoteRegions};
+use crate::agent::Metadata;
+use crate::agent::messages::{self as agent, Offered, RemoteRegions};
 use crate::control::messages::ControlMessage;
 use crate::error::Result;
+use crate::handoff::messages::HandoffMessage;
 use crate::lookup::messages as lookup;
 use crate::lookup::transfer::EntryTransfer;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
 use crate::tensor::Meta;
-use crate::transfer::fetch::Offer;
+use crate::transfer::Message;
+use crate::transfer::exposed::BufferDescription;
 use crate::transfer::region::{Pieces, RemoteRegion};
 use crate::transport::{Memory, Payload, Transport, Worker};
 
@@ -76,10 +78,12 @@ impl PeerPlane {
 pub type Decoder = fn(&[u8]) -> Option<Vec<u8>>;
 
 /// Every decoder, by name. The harness chooses by index: a new one goes to the end.
-pub const DECODERS: [(&str, Decoder); 16] = [
+pub const DECODERS: [(&str, Decoder); 15] = [
     ("identity", |b| prefix(b, Identity::read, Identity::write)),
     ("meta", |b| prefix(b, Meta::read, Meta::write)),
-    ("offer", |b| prefix(b, Offer::read, Offer::write)),
+    ("buffer", |b| {
+        prefix(b, BufferDescription::read, BufferDescription::write)
+    }),
     ("region", |b| {
         prefix(b, RemoteRegion::read, RemoteRegion::write)
     }),
@@ -88,21 +92,15 @@ pub const DECODERS: [(&str, Decoder); 16] = [
     }),
     ("regions", |b| {
         let read = RemoteRegions::read(Reader::new(b)).ok()?;
-        Some(blocks::regions(&read.0)[1..].to_vec())
+        Some(agent::regions(&read.0)[1..].to_vec())
     }),
     ("offered_blocks", offered_blocks),
-    ("block_ids", |b| {
-        Some(blocks::ids(&blocks::read_ids(b).ok()?))
-    }),
-    ("ready_blocks", |b| {
-        Some(blocks::ready_blocks(&blocks::read_ready_blocks(b).ok()?))
-    }),
+    ("transfer", transfer_message),
+    ("handoff", handoff_message),
     ("reason", |b| {
-        Some(Writer::default().str(&blocks::reason(b).ok()?).finish())
+        Some(Writer::default().str(&agent::reason(b).ok()?).finish())
     }),
-    ("block_checksums", |b| {
-        Some(blocks::checksums(&blocks::read_checksums(b).ok()?))
-    }),
+    ("buffer_checksums", buffer_checksums),
     ("metadata", |b| {
         Some(Metadata::from_bytes(b).ok()?.to_bytes())
     }),
@@ -115,7 +113,6 @@ pub const DECODERS: [(&str, Decoder); 16] = [
     ("entry", |b| {
         EntryTransfer::read(Reader::new(b)).ok().map(|_| b.to_vec())
     }),
-    ("offer_checksums", offer_checksums),
 ];
 
 /// A value at the beginning of the bytes.
@@ -139,6 +136,7 @@ fn offered_blocks(bytes: &[u8]) -> Option<Vec<u8>> {
         to_ids: read.to_ids,
         from_ids: read.from_ids,
         num_bytes: 0,
+        unit_bytes: 1,
     };
     let notice = read
         .notice
@@ -164,16 +162,46 @@ fn refusal(bytes: &[u8]) -> Option<Vec<u8>> {
     Some(written)
 }
 
-/// An offer, then messages with the checksums of its pieces, each with its length in front.
-fn offer_checksums(bytes: &[u8]) -> Option<Vec<u8>> {
+/// Kind and header with their length in front, and the payload.
+fn split(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let mut reader = Reader::new(bytes);
-    let mut offer = Offer::read(&mut reader).ok()?;
-    let mut num_known = 0;
+    let header = reader.bytes(1 << 10).ok()?;
+    (!header.is_empty()).then(|| (header, reader.rest()))
+}
+
+fn join(header: &[u8], payload: &[u8]) -> Vec<u8> {
+    Writer::default().bytes(header).raw(payload).finish()
+}
+
+/// The payload of DATA is placed, and not decoded.
+fn transfer_message(bytes: &[u8]) -> Option<Vec<u8>> {
+    let (header, payload) = split(bytes)?;
+    let read = Message::decode(header[0], Reader::new(&header[1..]), payload).ok()?;
+    let (header, written) = read.to_bytes();
+    let is_data = matches!(read, Message::Data { .. });
+    Some(join(&header, if is_data { payload } else { &written }))
+}
+
+/// The payload of a message that has none is ignored.
+fn handoff_message(bytes: &[u8]) -> Option<Vec<u8>> {
+    let (header, payload) = split(bytes)?;
+    let read = HandoffMessage::decode(header[0], Reader::new(&header[1..]), payload);
+    let (handoff, message) = read.ok()?;
+    let (header, written) = message.to_bytes(&handoff);
+    let is_ignored = written.is_empty();
+    Some(join(&header, if is_ignored { payload } else { &written }))
+}
+
+/// A buffer, then messages with the checksums of its units, each with its length in front.
+fn buffer_checksums(bytes: &[u8]) -> Option<Vec<u8>> {
+    let mut reader = Reader::new(bytes);
+    let buffer = BufferDescription::read(&mut reader).ok()?;
+    let (mut source, mut num_known) = (buffer.source(), 0);
     while let Ok(message) = reader.bytes(1 << 14) {
-        let known = offer.receive_checksums(message).ok()?;
-        assert_eq!(known.start, num_known);
-        num_known = known.end;
-        assert!(num_known <= offer.len);
+        let checksums = Reader::new(message).list(1 << 11, Reader::u64).ok()?;
+        source.receive(num_known, &checksums).ok()?;
+        num_known += checksums.len() as u64;
+        assert!(num_known <= buffer.len as u64);
     }
     Some(bytes.to_vec())
 }

@@ -6,7 +6,7 @@
 //! `kvpipe-ucx`.
 #![deny(unsafe_code)]
 
-pub mod blocks;
+pub mod agent;
 pub mod checksum;
 pub mod control;
 mod earliest;

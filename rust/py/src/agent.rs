@@ -3,9 +3,9 @@
 use std::os::fd::RawFd;
 use std::time::{Duration, Instant};
 
-use kvpipe_core::blocks::{self, Event, LoadRequest, Notification, Options};
-use kvpipe_core::handoff::HandoffId;
+use kvpipe_core::agent::{Notification, Options};
 use kvpipe_core::handoff::consumer::LoadCounts;
+use kvpipe_core::handoff::{Event, HandoffAgent, HandoffId, LoadRequest};
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Waited;
 use pyo3::prelude::*;
@@ -40,7 +40,7 @@ pub(crate) fn timeouts(silence: Option<f64>) -> PyResult<SessionTimeouts> {
 }
 
 #[pyclass(frozen)]
-pub(crate) struct Agent(blocks::Agent);
+pub(crate) struct Agent(HandoffAgent);
 
 #[pymethods]
 impl Agent {
@@ -62,7 +62,7 @@ impl Agent {
     ) -> PyResult<Self> {
         let (timeouts, transport) = (timeouts(silence)?, transport.core());
         let agent = py.detach(|| {
-            blocks::Agent::new(listen, token, transport, engine_id, fingerprint, timeouts)
+            HandoffAgent::new(listen, token, transport, engine_id, fingerprint, timeouts)
         });
         let agent = agent.map_err(to_py)?;
         Ok(Self(if checksum {

@@ -1,6 +1,6 @@
 //! The handles that an agent makes: regions, peers and plans.
 
-use kvpipe_core::blocks;
+use kvpipe_core::{agent, handoff};
 use pyo3::prelude::*;
 
 use crate::agent::id;
@@ -9,7 +9,7 @@ use crate::error::to_py;
 /// `(bytes_read, bytes_written, num_reads, num_writes, in_flight)`.
 pub(crate) type Counts = (u64, u64, u64, u64, u64);
 
-pub(crate) fn counts(stats: blocks::Stats) -> Counts {
+pub(crate) fn counts(stats: agent::Stats) -> Counts {
     (
         stats.bytes_read,
         stats.bytes_written,
@@ -20,7 +20,7 @@ pub(crate) fn counts(stats: blocks::Stats) -> Counts {
 }
 
 #[pyclass(frozen)]
-pub(crate) struct Region(pub(crate) blocks::Region);
+pub(crate) struct Region(pub(crate) agent::Region);
 
 #[pymethods]
 impl Region {
@@ -36,7 +36,7 @@ impl Region {
 }
 
 #[pyclass(frozen)]
-pub(crate) struct Peer(pub(crate) blocks::Peer);
+pub(crate) struct Peer(pub(crate) agent::Peer);
 
 #[pymethods]
 impl Peer {
@@ -62,7 +62,7 @@ impl Peer {
 
     fn regions(&self) -> Vec<(String, u64, u64, String, bool)> {
         let regions = self.0.regions();
-        let describe = |region: &blocks::RegionInfo| {
+        let describe = |region: &agent::RegionInfo| {
             let layout = &region.layout;
             let (name, device) = (region.name.clone(), region.device.clone());
             let is_writable = region.is_writable;
@@ -83,14 +83,14 @@ impl Peer {
 }
 
 #[pyclass(frozen)]
-pub(crate) struct ReadyBlocks(pub(crate) blocks::ReadyBlocks);
+pub(crate) struct ReadyBlocks(pub(crate) handoff::ReadyBlocks);
 
 #[pymethods]
 impl ReadyBlocks {
     #[new]
     fn new(parts: Vec<(Vec<u8>, u32, u32, Vec<u32>)>) -> PyResult<Self> {
         let part = |(handoff, epoch, first, block_ids): (Vec<u8>, _, _, _)| {
-            Ok(blocks::ReadyRange {
+            Ok(handoff::ReadyRange {
                 handoff: id(&handoff)?,
                 epoch,
                 first,
@@ -98,9 +98,9 @@ impl ReadyBlocks {
             })
         };
         let parts = parts.into_iter().map(part).collect::<PyResult<_>>()?;
-        blocks::ReadyBlocks::new(parts).map(Self).map_err(to_py)
+        handoff::ReadyBlocks::new(parts).map(Self).map_err(to_py)
     }
 }
 
 #[pyclass(frozen)]
-pub(crate) struct Plan(pub(crate) blocks::Plan);
+pub(crate) struct Plan(pub(crate) agent::Plan);

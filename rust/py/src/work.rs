@@ -4,7 +4,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_core::blocks;
+use kvpipe_core::agent;
 use kvpipe_core::lookup::{Operation, Selected};
 use kvpipe_core::net::address::Route;
 use kvpipe_core::tensor::Received;
@@ -21,8 +21,8 @@ pub(crate) enum Kind {
     Nothing(CoreWork<()>),
     Received(CoreWork<Arc<Received>>),
     Bytes(CoreWork<u64>),
-    Region(CoreWork<blocks::Region>),
-    Peer(CoreWork<blocks::Peer>),
+    Region(CoreWork<agent::Region>),
+    Peer(CoreWork<agent::Peer>),
     Text(CoreWork<String>),
     Inserted(Operation<()>),
     Selected(Operation<Selected>),

@@ -26,7 +26,7 @@ type Version = (u32, u32);
 
 /// Keys that only some UCX versions know, or need: `(key, since, before)`. Older versions do not
 /// refuse an unknown key but print a warning for each worker (seen: 1.13 to 1.19).
-const VERSIONS: [(&str, Version, Version); 11] = [
+const VERSIONS: [(&str, Version, Version); 10] = [
     // Before, CMA is not used: it has no PEER error mode.
     ("CMA_TX_QUOTA", (1, 20), NEVER),
     // Before, kvpipe reads nothing over it.
@@ -42,7 +42,6 @@ const VERSIONS: [(&str, Version, Version); 11] = [
     ("RCACHE_ENABLE", (1, 15), NEVER),
     // A leak, fixed in 1.22.
     ("RCACHE_MAX_UNRELEASED", (1, 17), (1, 22)),
-    ("TCP_CM_USER_TIMEOUT", (1, 22), NEVER),
     ("TCP_USER_TIMEOUT", (1, 22), NEVER),
 ];
 /// The device file of NVIDIA's driver.

@@ -1,9 +1,19 @@
-//! One request's KV on its way from a prefill to a decode worker, as two pure state machines: events in, actions out. The
-//! [`producer`] announces blocks once they are ready. The [`consumer`] reads them in batches, and verifies each block with
-//! the checksum that the producer computed.
+//! One request's KV on its way from a prefill to a decode worker: two pure state machines, events in and actions out, and
+//! the tasks that run them on an agent. The [`producer`] announces blocks once they are ready. The [`consumer`] reads them
+//! in batches, and verifies each block with the checksum that the producer computed.
 
+mod agent;
 pub mod consumer;
+mod leases;
+mod loads;
+pub(crate) mod messages;
 pub mod producer;
+mod ready;
+mod service;
+
+pub use agent::{Event, HandoffAgent, LoadRequest};
+pub use ready::{ReadyBlocks, ReadyRange};
+pub use service::HandoffCommand;
 
 use crate::checksum::bound;
 

@@ -18,20 +18,18 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service};
-use crate::transfer::pool::Pool;
+use crate::session::{ReactorContext, Service};
+use crate::transfer::Message;
 use crate::work::Completer;
 use inserts::{FailedInsert, InsertQueue, QueuedInsert};
 use selects::{PendingSelect, settle};
 
 struct ServerSession {
     is_up: bool,
-    tensors: Tensors,
 }
 
 pub(super) struct LookupClient {
     command_queue: Arc<CommandQueue>,
-    is_checksummed: bool,
     /// In the order of their addresses.
     sessions: Vec<SessionKey>,
     servers: HashMap<SessionKey, ServerSession>,
@@ -42,7 +40,7 @@ pub(super) struct LookupClient {
     next_looks: Earliest,
     /// Entries that callers have neither consumed nor returned, by the server that leases them.
     delivered: HashMap<u64, SessionKey>,
-    pool: Pool,
+    tensors: Tensors,
     failure: Option<Error>,
 }
 
@@ -50,7 +48,6 @@ impl LookupClient {
     pub(super) fn new(command_queue: Arc<CommandQueue>, is_checksummed: bool) -> Self {
         Self {
             command_queue,
-            is_checksummed,
             sessions: Vec::new(),
             servers: HashMap::new(),
             connecting: None,
@@ -58,7 +55,7 @@ impl LookupClient {
             selects: HashMap::new(),
             next_looks: Earliest::default(),
             delivered: HashMap::new(),
-            pool: Pool::default(),
+            tensors: Tensors::new(is_checksummed),
             failure: None,
         }
     }
@@ -93,11 +90,7 @@ impl LookupClient {
         for address in addresses {
             let session = cx.connect(address);
             self.sessions.push(session);
-            let server = ServerSession {
-                is_up: false,
-                tensors: Tensors::new(session, self.pool.clone(), self.is_checksummed),
-            };
-            self.servers.insert(session, server);
+            self.servers.insert(session, ServerSession { is_up: false });
         }
     }
 
@@ -124,10 +117,9 @@ impl LookupClient {
 
     fn send_inserts(&mut self, cx: &mut ReactorContext) {
         if let Some(&session) = self.sessions.first()
-            && let Some(server) = self.servers.get_mut(&session)
+            && self.servers.contains_key(&session)
         {
-            let outgoing = &mut server.tensors.outgoing;
-            let failed = self.inserts.send(cx, session, outgoing);
+            let failed = self.inserts.send(cx, session, &mut self.tensors);
             self.end_failed(failed);
         }
     }
@@ -145,9 +137,7 @@ impl LookupClient {
         operation: u64,
         result: Result<()>,
     ) {
-        if let Some(server) = self.servers.get_mut(&session) {
-            server.tensors.outgoing.release(operation);
-        }
+        self.tensors.release(session, operation);
         if let Some(completer) = self.inserts.answered(operation) {
             self.command_queue
                 .update_info(|info| info.num_inserted += u64::from(result.is_ok()));
@@ -182,12 +172,9 @@ impl LookupClient {
         Ok(())
     }
 
-    /// Continues the fetches of a server's offers.
-    fn advance(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        let Some(server) = self.servers.get_mut(&session) else {
-            return;
-        };
-        for arrived in server.tensors.incoming.advance(cx) {
+    /// Handles the offered entries that have arrived.
+    fn advance(&mut self, cx: &mut ReactorContext) {
+        while let Some((session, arrived)) = self.tensors.next_arrived(cx) {
             self.arrived(cx, session, arrived);
         }
     }
@@ -200,9 +187,6 @@ impl LookupClient {
         });
         if let Some(completer) = self.connecting.take() {
             completer.complete(Err(error.clone()));
-        }
-        for server in self.servers.values_mut() {
-            server.tensors.outgoing.clear();
         }
         self.inserts.fail_all(error);
         let selects = self.selects.drain();
@@ -237,6 +221,7 @@ impl Service for LookupClient {
         if let Some(server) = self.servers.get_mut(&session) {
             server.is_up = true;
         }
+        self.tensors.session_up(session);
         if let Some(data_path) = cx.data_path(session) {
             self.command_queue
                 .update_info(|info| data_path.transport().clone_into(&mut info.transport));
@@ -251,6 +236,7 @@ impl Service for LookupClient {
 
     /// Without one of its servers, a client can neither know that no entry matches nor where an entry went: it fails.
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
+        self.tensors.session_down(cx, session, &error);
         self.servers.remove(&session);
         self.delivered.retain(|_, from| *from != session);
         let failure = self.failure.get_or_insert(error).clone();
@@ -277,24 +263,19 @@ impl Service for LookupClient {
         data: AmData,
     ) -> Result<()> {
         let mut reader = Reader::new(header);
-        let (kind, id) = (reader.u8()?, reader.u64()?);
-        if LookupMessage::KINDS.contains(&kind) {
+        let kind = reader.u8()?;
+        if Message::is_kind(kind) {
+            self.tensors.message(cx, session, (kind, reader), &data)?;
+        } else {
+            let id = reader.u64()?;
             match LookupMessage::decode(kind, reader, &data) {
                 Ok(message) => self.receive(cx, session, id, message)?,
                 Err(error @ Error::Corrupt(_)) => self.offer(cx, session, id, Err(error))?,
                 Err(error) => return Err(error),
             }
-        } else {
-            let unknown = || Error::protocol("a message of a server that is not connected");
-            let server = self.servers.get_mut(&session).ok_or_else(unknown)?;
-            let tensors = &mut server.tensors;
-            if !tensors.message(cx, session, (kind, id), reader, &data)? {
-                let text = format_args!("message {kind} to a client of a lookup buffer");
-                return Err(Error::protocol(text));
-            }
         }
         drop(data);
-        self.advance(cx, session);
+        self.advance(cx);
         self.count_waiting();
         Ok(())
     }
@@ -305,13 +286,8 @@ impl Service for LookupClient {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        let owner = self.servers.iter_mut().find_map(|(session, server)| {
-            let incoming = &mut server.tensors.incoming;
-            incoming.done(cx, token, result).then_some(*session)
-        });
-        if let Some(session) = owner {
-            self.advance(cx, session);
-        }
+        self.tensors.read_ended(cx, token, result);
+        self.advance(cx);
     }
 
     fn work(&mut self, cx: &mut ReactorContext) -> bool {
@@ -322,9 +298,13 @@ impl Service for LookupClient {
             }
             self.count_waiting();
         }
-        self.servers
-            .iter_mut()
-            .any(|(session, server)| server.tensors.outgoing.run_checksum_slice(cx, *session))
+        let has_worked = self.tensors.run_slice(cx);
+        self.advance(cx);
+        has_worked
+    }
+
+    fn has_work(&self) -> bool {
+        self.tensors.has_work()
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
@@ -336,14 +316,16 @@ impl Service for LookupClient {
         let first = self.sessions.first().copied();
         let next_answer = first.and_then(|session| self.inserts.check_answers(cx, session));
         self.expire_selects(cx);
-        let idle = self.pool.expire(cx.now);
+        let idle = self.tensors.expire(cx.now);
         let deadlines = [next_insert, next_answer, self.next_looks.at(), idle];
         deadlines.into_iter().flatten().min()
     }
 
     fn stop(&mut self, cx: &mut ReactorContext) {
         self.command_queue.close();
-        self.fail(&cx.closed("the lookup buffer is closed"));
+        let closed = cx.closed("the lookup buffer is closed");
+        self.tensors.stop(&closed);
+        self.fail(&closed);
     }
 }
 

@@ -9,7 +9,7 @@ use super::store::Ticket;
 use super::{HUGE, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
 use crate::tensor::Received;
-use crate::transfer::pool::Pool;
+use crate::transport::Pool;
 
 /// A granted insert whose tensors are copied one after the other; each copy replaces the caller's tensor.
 pub(super) struct EntryCopy {

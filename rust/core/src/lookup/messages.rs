@@ -2,7 +2,6 @@
 //! docs/wire-format.md.
 
 use std::borrow::Cow;
-use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use super::LookupQuery;
@@ -10,10 +9,10 @@ use crate::checksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
-use crate::reactor::ReactorContext;
+use crate::session::ReactorContext;
 use crate::transport::Payload;
 
-// Kinds besides those of `crate::transfer::fetch`.
+// Kinds besides those of `crate::transfer::Message`.
 const INSERT: u8 = 16;
 const INSERTED: u8 = 17;
 const REFUSED: u8 = 18;
@@ -40,7 +39,7 @@ pub(super) enum LookupMessage<'a> {
         timeout: Option<Duration>,
         /// At least one.
         tokens: Vec<i64>,
-        /// Encoded by [`Outgoing::write`](super::transfer::Outgoing::write).
+        /// Encoded by [`Tensors::write`](super::tensors::Tensors::write).
         tensors: Cow<'a, [u8]>,
     },
     /// Server: the entry can be selected; the client may release its memory.
@@ -115,9 +114,6 @@ impl LookupMessage<'_> {
 }
 
 impl<'a> LookupMessage<'a> {
-    /// The kinds of this enum; others belong to the transfer of tensors.
-    pub(super) const KINDS: RangeInclusive<u8> = INSERT..=WITHDRAW;
-
     /// Decodes the header after the operation's number, and the payload.
     ///
     /// # Errors
@@ -327,7 +323,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_decode_to_a_message_or_an_error(kind in LookupMessage::KINDS, header: Vec<u8>, payload: Vec<u8>) {
+        fn any_bytes_decode_to_a_message_or_an_error(kind in INSERT..=WITHDRAW, header: Vec<u8>, payload: Vec<u8>) {
             let _ = LookupMessage::decode(kind, Reader::new(&header), &payload);
         }
     }

@@ -3,6 +3,7 @@
 
 mod session;
 
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,15 +23,14 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service};
-use crate::transfer::pool::Pool;
-use session::{ClientInsert, ClientSelect, ClientSession, ClientSessions, Withdrawn};
+use crate::session::{ReactorContext, Service};
+use crate::transfer::Message;
+use session::{ClientInsert, ClientSelect, ClientSession};
 
 pub(super) struct LookupServer {
     shared: Arc<LookupShared>,
-    is_checksummed: bool,
-    clients: ClientSessions,
-    pool: Pool,
+    clients: HashMap<SessionKey, ClientSession>,
+    tensors: Tensors,
     /// An insert of this process that is being copied, a slice in each round.
     copying: Option<EntryCopy>,
 }
@@ -43,11 +43,15 @@ impl LookupServer {
     pub(super) fn new(shared: Arc<LookupShared>, is_checksummed: bool) -> Self {
         Self {
             shared,
-            is_checksummed,
-            clients: ClientSessions::default(),
-            pool: Pool::default(),
+            clients: HashMap::new(),
+            tensors: Tensors::new(is_checksummed),
             copying: None,
         }
+    }
+
+    fn client(&mut self, session: SessionKey) -> Result<&mut ClientSession> {
+        let unknown = || Error::protocol("a message of a client that is not connected");
+        self.clients.get_mut(&session).ok_or_else(unknown)
     }
 
     fn change<R>(&self, change: impl FnOnce(&mut BufferState) -> R) -> Result<R> {
@@ -75,28 +79,42 @@ impl LookupServer {
                 self.select(cx, (session, operation), query, after(timeout))?;
             }
             LookupMessage::Consume => {
-                self.clients.of(session)?.consume(operation)?;
+                self.client(session)?.consume(operation)?;
+                self.tensors.release(session, operation);
                 // Counted when the client has the entry, and taken back if it returns it.
                 let _ = self.change(|state| state.num_consumed += 1);
                 LookupMessage::Consumed.send(cx, session, operation);
             }
             LookupMessage::Settle { is_consumed } => {
-                let select = self.clients.of(session)?.settle(operation, is_consumed)?;
+                let select = self.client(session)?.settle(operation, is_consumed)?;
+                self.tensors.release(session, operation);
                 self.end_select(select, is_consumed);
             }
-            LookupMessage::Withdraw => match self.clients.of(session)?.withdraw(operation) {
-                Some(Withdrawn::Select(select)) => self.end_select(select, false),
-                Some(Withdrawn::Insert(ticket)) => {
-                    self.forget(ticket);
-                    let withdrawn = Error::Closed("withdrawn".to_owned());
-                    LookupMessage::Refused(withdrawn).send(cx, session, operation);
-                }
-                None => {}
-            },
+            LookupMessage::Withdraw => self.withdraw(cx, (session, operation))?,
             other => {
                 let text = format_args!("message {} to a lookup buffer", other.kind());
                 return Err(Error::protocol(text));
             }
+        }
+        Ok(())
+    }
+
+    /// Cancels a select that waits or was just offered an entry, or an insert without space. Other operations end in their
+    /// own way.
+    fn withdraw(
+        &mut self,
+        cx: &mut ReactorContext,
+        (session, operation): ClientOperation,
+    ) -> Result<()> {
+        if let Some(select) = self.client(session)?.selects.remove(&operation) {
+            self.tensors.release(session, operation);
+            self.end_select(select, false);
+        } else if self.tensors.forget(cx, session, operation)
+            && let Some(insert) = self.client(session)?.inserts.remove(&operation)
+        {
+            self.forget(insert.ticket);
+            let withdrawn = Error::Closed("withdrawn".to_owned());
+            LookupMessage::Refused(withdrawn).send(cx, session, operation);
         }
         Ok(())
     }
@@ -109,7 +127,7 @@ impl LookupServer {
         tokens: Vec<i64>,
         entry: EntryTransfer,
     ) -> Result<()> {
-        self.clients.of(session)?.check_insert(operation, &tokens)?;
+        self.client(session)?.check_insert(operation, &tokens)?;
         let num_bytes = entry.entry_bytes(&tokens);
         let insert = Inserter::Client((session, operation));
         let reserved = self.change(|state| {
@@ -121,9 +139,8 @@ impl LookupServer {
             Ok(ticket) => {
                 let tokens = tokens.into();
                 let insert = ClientInsert { ticket, tokens };
-                self.clients
-                    .of(session)?
-                    .add_insert(operation, insert, entry);
+                self.tensors.add(session, operation, entry);
+                self.client(session)?.inserts.insert(operation, insert);
             }
             Err(error) => LookupMessage::Refused(error).send(cx, session, operation),
         }
@@ -137,7 +154,7 @@ impl LookupServer {
         query: LookupQuery,
         deadline: Option<Instant>,
     ) -> Result<()> {
-        let client = self.clients.of(session)?;
+        let client = self.client(session)?;
         match client.check_select(operation, &query) {
             Err(error @ Error::Exhausted(_)) => {
                 LookupMessage::Refused(error).send(cx, session, operation);
@@ -150,7 +167,7 @@ impl LookupServer {
         let ticket =
             self.change(|state| state.store.select(query, deadline, Instant::now(), select))?;
         let waiting = ClientSelect::Waiting { ticket, num_tokens };
-        let client = self.clients.of(session)?;
+        let client = self.client(session)?;
         client.selects.insert(operation, waiting);
         Ok(())
     }
@@ -168,18 +185,18 @@ impl LookupServer {
         (session, operation): ClientOperation,
         action: ClientAction,
     ) {
-        let client = self.clients.get(session);
+        let client = self.clients.get_mut(&session);
         let Some(client) = client.filter(|client| client.awaits(operation, &action)) else {
             return self.decline(&action);
         };
         match action {
             ClientAction::Grant(_) => {
-                client.tensors.incoming.begin(operation);
-                self.advance(cx, session);
+                self.tensors.begin(cx, session, operation);
+                self.advance(cx);
             }
             ClientAction::Full(error) => {
-                client.tensors.incoming.forget(operation);
                 client.inserts.remove(&operation);
+                self.tensors.forget(cx, session, operation);
                 LookupMessage::Refused(error).send(cx, session, operation);
             }
             ClientAction::Miss => {
@@ -208,11 +225,11 @@ impl LookupServer {
         entry: Ticket,
         items: &Items,
     ) {
-        let Some(client) = self.clients.get(session) else {
+        let Some(client) = self.clients.get_mut(&session) else {
             return;
         };
-        let outgoing = &mut client.tensors.outgoing;
-        match outgoing.write(cx, session, operation, items, Writer::default()) {
+        let tensors = &mut self.tensors;
+        match tensors.write(cx, session, operation, items, Writer::default()) {
             Ok(writer) => {
                 client
                     .selects
@@ -221,7 +238,7 @@ impl LookupServer {
                 LookupMessage::Offer { tensors }.send(cx, session, operation);
             }
             Err(error) => {
-                outgoing.release(operation);
+                tensors.release(session, operation);
                 client.selects.remove(&operation);
                 self.put_back(entry);
                 LookupMessage::Refused(error).send(cx, session, operation);
@@ -229,12 +246,9 @@ impl LookupServer {
         }
     }
 
-    /// Continues the fetches of a client's inserts, and makes complete entries visible.
-    fn advance(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        let Some(client) = self.clients.get(session) else {
-            return;
-        };
-        for arrived in client.tensors.incoming.advance(cx) {
+    /// Makes inserted entries visible that have arrived.
+    fn advance(&mut self, cx: &mut ReactorContext) {
+        while let Some((session, arrived)) = self.tensors.next_arrived(cx) {
             self.arrived(cx, session, arrived);
         }
     }
@@ -245,7 +259,7 @@ impl LookupServer {
         session: SessionKey,
         (operation, items): Arrived,
     ) {
-        let client = self.clients.get(session);
+        let client = self.clients.get_mut(&session);
         let Some(ClientInsert { ticket, tokens }) =
             client.and_then(|client| client.inserts.remove(&operation))
         else {
@@ -302,12 +316,13 @@ impl Service for LookupServer {
     }
 
     fn session_up(&mut self, _io: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
-        let tensors = Tensors::new(session, self.pool.clone(), self.is_checksummed);
-        self.clients.add(session, ClientSession::new(tensors));
+        self.clients.insert(session, ClientSession::default());
+        self.tensors.session_up(session);
     }
 
-    fn session_down(&mut self, _io: &mut ReactorContext, session: SessionKey, _error: Error) {
-        if let Some(client) = self.clients.remove(session) {
+    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
+        self.tensors.session_down(cx, session, &error);
+        if let Some(client) = self.clients.remove(&session) {
             self.release(client);
         }
     }
@@ -324,8 +339,11 @@ impl Service for LookupServer {
         data: AmData,
     ) -> Result<()> {
         let mut reader = Reader::new(header);
-        let (kind, id) = (reader.u8()?, reader.u64()?);
-        if LookupMessage::KINDS.contains(&kind) {
+        let kind = reader.u8()?;
+        if Message::is_kind(kind) {
+            self.tensors.message(cx, session, (kind, reader), &data)?;
+        } else {
+            let id = reader.u64()?;
             match LookupMessage::decode(kind, reader, &data) {
                 Ok(message) => self.receive(cx, (session, id), message)?,
                 Err(error @ Error::Corrupt(_)) => {
@@ -333,16 +351,9 @@ impl Service for LookupServer {
                 }
                 Err(error) => return Err(error),
             }
-        } else {
-            let client = self.clients.of(session)?;
-            let tensors = &mut client.tensors;
-            if !tensors.message(cx, session, (kind, id), reader, &data)? {
-                let text = format_args!("message {kind} to a lookup buffer");
-                return Err(Error::protocol(text));
-            }
         }
         drop(data);
-        self.advance(cx, session);
+        self.advance(cx);
         self.run_client_actions(cx);
         Ok(())
     }
@@ -353,16 +364,24 @@ impl Service for LookupServer {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        if let Some(session) = self.clients.done(cx, token, result) {
-            self.advance(cx, session);
-            self.run_client_actions(cx);
-        }
+        self.tensors.read_ended(cx, token, result);
+        self.advance(cx);
+        self.run_client_actions(cx);
     }
 
     fn work(&mut self, cx: &mut ReactorContext) -> bool {
         let has_copied = self.shared.run_copy_slice(&mut self.copying);
         self.run_client_actions(cx);
-        self.clients.run_checksum_slice(cx) || has_copied
+        let has_worked = self.tensors.run_slice(cx);
+        if has_worked {
+            self.advance(cx);
+            self.run_client_actions(cx);
+        }
+        has_worked || has_copied
+    }
+
+    fn has_work(&self) -> bool {
+        self.tensors.has_work()
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
@@ -370,7 +389,7 @@ impl Service for LookupServer {
             let _ = self.change(|state| state.store.expire(Instant::now()));
             self.run_client_actions(cx);
         }
-        let idle = self.pool.expire(cx.now);
+        let idle = self.tensors.expire(cx.now);
         self.shared.next_deadline().into_iter().chain(idle).min()
     }
 }
@@ -378,7 +397,7 @@ impl Service for LookupServer {
 /// Runs when the reactor panics too: the buffer itself is still usable then.
 impl Drop for LookupServer {
     fn drop(&mut self) {
-        for client in std::mem::take(&mut self.clients).into_all() {
+        for (_, client) in std::mem::take(&mut self.clients) {
             self.release(client);
         }
         // A returned entry may be delivered to a client that is released later.

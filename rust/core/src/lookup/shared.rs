@@ -18,7 +18,7 @@ use super::{Items, LookupInfo, LookupQuery};
 use crate::error::{Error, Result};
 use crate::process::Process;
 use crate::reactor::Waker;
-use crate::transfer::pool::Pool;
+use crate::transport::Pool;
 use crate::work::Completer;
 
 /// What the server's thread copies in one slice: about 2 ms for memory that was never used.

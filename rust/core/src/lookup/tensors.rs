@@ -1,45 +1,356 @@
-//! Tensors on their way over one session, both ways.
+//! Tensors of entries on their way over the sessions of a client or a server, in both directions.
 
-use kvpipe_ucx::AmData;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
 
-use super::transfer::{Incoming, Outgoing};
-use crate::error::Result;
+use kvpipe_ucx::{AmData, Buffer, Status};
+
+use super::transfer::{
+    Arrived, EntryTransfer, INLINE, INLINE_CAP, NOTHING, OFFERED, owner_of, source_id,
+};
+use super::{HUGE, Items, NUM_ITEMS, not_host};
+use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::codec::Reader;
-use crate::reactor::ReactorContext;
-use crate::transfer::fetch::{ACCEPT, CHECKSUMS, CREDIT, DATA};
-use crate::transfer::pool::Pool;
+use crate::net::codec::{Reader, Writer};
+use crate::session::ReactorContext;
+use crate::transfer::exposed::{BufferDescription, ExposedBuffer};
+use crate::transfer::region::Layout;
+use crate::transfer::{Completion, Handled, TransferEngine, TransferRequest};
+use crate::transport::{Memory, Pool};
+
+/// Transfers from one peer under way at once. Entries come one after the other, and their tensors too.
+const TRANSFERS_IN_FLIGHT: usize = 4;
+
+/// One session's.
+#[derive(Debug, Default)]
+struct SessionTensors {
+    /// What this side exposes, by source.
+    exposed: HashMap<u64, ExposedBuffer>,
+    /// What the peer has described, by operation.
+    entries: HashMap<u64, EntryTransfer>,
+    /// Operations whose tensors are to be transferred, in this order.
+    ready: VecDeque<u64>,
+    /// The source that is being transferred, and its length.
+    current: Option<(u64, usize)>,
+}
 
 #[derive(Debug)]
 pub(super) struct Tensors {
-    pub(super) incoming: Incoming,
-    pub(super) outgoing: Outgoing,
+    engine: TransferEngine,
+    sessions: HashMap<SessionKey, SessionTensors>,
+    pool: Pool,
+    /// Whether peers verify checksums of what this side exposes.
+    is_checksummed: bool,
+    /// Entries that have arrived, or failed to.
+    arrived: VecDeque<(SessionKey, Arrived)>,
 }
 
+/// Sessions, messages and slices of work.
 impl Tensors {
-    pub(super) fn new(session: SessionKey, pool: Pool, is_checksummed: bool) -> Self {
+    pub(super) fn new(is_checksummed: bool) -> Self {
         Self {
-            incoming: Incoming::new(session, pool),
-            outgoing: Outgoing::new(is_checksummed),
+            engine: TransferEngine::new(TRANSFERS_IN_FLIGHT),
+            sessions: HashMap::new(),
+            pool: Pool::default(),
+            is_checksummed,
+            arrived: VecDeque::new(),
         }
     }
 
-    /// Takes a message about a tensor under way; false for any other kind of message.
+    pub(super) fn session_up(&mut self, session: SessionKey) {
+        self.sessions.insert(session, SessionTensors::default());
+        self.engine.session_up(session);
+    }
+
+    pub(super) fn session_down(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        error: &Error,
+    ) {
+        self.sessions.remove(&session);
+        self.engine.session_down(cx, session, error);
+    }
+
+    /// The reactor has ended: nothing is exposed any more.
+    pub(super) fn stop(&mut self, error: &Error) {
+        self.engine.stop(error);
+        self.sessions.clear();
+    }
+
+    /// A message of a transfer.
     pub(super) fn message(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        (kind, id): (u8, u64),
-        mut reader: Reader<'_>,
+        (kind, header): (u8, Reader<'_>),
         data: &AmData,
-    ) -> Result<bool> {
-        match kind {
-            DATA => self.incoming.place(cx, id, reader, data)?,
-            CHECKSUMS => self.incoming.checksums(id, data)?,
-            ACCEPT => self.outgoing.accept(cx, session, id)?,
-            CREDIT => self.outgoing.credit(cx, session, id, reader.u64()?),
-            _ => return Ok(false),
+    ) -> Result<()> {
+        let handled = self.engine.message(cx, session, (kind, header), data)?;
+        if let Handled::Request(request) = handled {
+            let source = self.exposed(session, request.source);
+            self.engine.serve(cx, &request, source);
         }
-        Ok(true)
+        Ok(())
+    }
+
+    fn exposed(&self, session: SessionKey, source: u64) -> Result<(Arc<Memory>, Layout)> {
+        let session = self.sessions.get(&session);
+        let exposed = session.and_then(|session| session.exposed.get(&source));
+        exposed.map(ExposedBuffer::source).ok_or_else(|| {
+            let (operation, index) = owner_of(source);
+            let text = format!("tensor {index} of operation {operation} is not exposed any more");
+            Error::Config(text)
+        })
+    }
+
+    /// A read has ended.
+    pub(super) fn read_ended(
+        &mut self,
+        cx: &mut ReactorContext,
+        token: u64,
+        result: std::result::Result<(), Status>,
+    ) {
+        self.engine.read_ended(cx, token, result);
+    }
+
+    pub(super) fn run_slice(&mut self, cx: &mut ReactorContext) -> bool {
+        self.engine.run_slice(cx)
+    }
+
+    pub(super) fn has_work(&self) -> bool {
+        self.engine.has_work()
+    }
+
+    /// Frees memory that has been idle for too long, and returns when to call again.
+    pub(super) fn expire(&self, now: Instant) -> Option<Instant> {
+        self.pool.expire(now)
+    }
+}
+
+/// What this side exposes.
+impl Tensors {
+    /// Appends the tensors of an operation to its message. Those that are too large are exposed until
+    /// [`release`](Self::release).
+    pub(super) fn write(
+        &mut self,
+        cx: &ReactorContext,
+        session: SessionKey,
+        operation: u64,
+        items: &Items,
+        mut writer: Writer,
+    ) -> Result<Writer> {
+        let mut space = INLINE_CAP;
+        for (index, item) in items.0.iter().enumerate() {
+            item.meta.check()?;
+            writer = match &item.buffer {
+                None => writer.u8(NOTHING),
+                Some(buffer) if buffer.len() <= space => {
+                    space -= buffer.len();
+                    let bytes = buffer.bytes(0, buffer.len()).ok_or_else(not_host)?;
+                    item.meta.write(writer.u8(INLINE)).bytes(bytes)
+                }
+                Some(buffer) => {
+                    let source = source_id(operation, index);
+                    let described = self.expose(cx, session, source, buffer.clone())?;
+                    described.write(item.meta.write(writer.u8(OFFERED)))
+                }
+            };
+        }
+        Ok(writer)
+    }
+
+    fn expose(
+        &mut self,
+        cx: &ReactorContext,
+        session: SessionKey,
+        source: u64,
+        buffer: Buffer,
+    ) -> Result<BufferDescription> {
+        let exposed = ExposedBuffer::new(cx, session, buffer, self.is_checksummed)?;
+        let (exposed, described) = exposed;
+        if let Some(tensors) = self.sessions.get_mut(&session) {
+            self.engine.expose(session, source, &exposed);
+            tensors.exposed.insert(source, exposed);
+        }
+        Ok(described)
+    }
+
+    /// The peer has, or will never have, the tensors of an operation.
+    pub(super) fn release(&mut self, session: SessionKey, operation: u64) {
+        let Some(tensors) = self.sessions.get_mut(&session) else {
+            return;
+        };
+        for source in (0..NUM_ITEMS).map(|index| source_id(operation, index)) {
+            if tensors.exposed.remove(&source).is_some() {
+                self.engine.withdraw_source(session, source);
+            }
+        }
+    }
+}
+
+/// What peers have described and this side transfers: of a session one entry after the other, in the order of
+/// [`begin`](Self::begin), and of an entry one tensor after the other.
+impl Tensors {
+    /// Keeps an entry until its operation begins, or is forgotten.
+    pub(super) fn add(&mut self, session: SessionKey, operation: u64, entry: EntryTransfer) {
+        let Some(tensors) = self.sessions.get_mut(&session) else {
+            return;
+        };
+        for (index, buffer) in entry.offered() {
+            let source = source_id(operation, index);
+            self.engine.add_source(session, source, buffer.source());
+        }
+        tensors.entries.insert(operation, entry);
+    }
+
+    /// Drops an entry that has not begun; whether there was one.
+    pub(super) fn forget(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+    ) -> bool {
+        let tensors = self.sessions.get_mut(&session);
+        let waiting = tensors.filter(|tensors| !tensors.ready.contains(&operation));
+        let forgotten = waiting.and_then(|tensors| tensors.entries.remove(&operation));
+        forgotten
+            .map(|_| self.remove_sources(cx, session, operation))
+            .is_some()
+    }
+
+    fn remove_sources(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
+        let closed = Error::Closed("the operation has ended".to_owned());
+        for index in 0..NUM_ITEMS {
+            let source = source_id(operation, index);
+            self.engine.remove_source(cx, session, source, &closed);
+        }
+    }
+
+    /// Has an entry transferred.
+    pub(super) fn begin(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
+        if let Some(tensors) = self.sessions.get_mut(&session) {
+            tensors.ready.push_back(operation);
+        }
+        self.advance(cx, session);
+    }
+
+    /// The next entry that has arrived, or has failed to.
+    pub(super) fn next_arrived(
+        &mut self,
+        cx: &mut ReactorContext,
+    ) -> Option<(SessionKey, Arrived)> {
+        while let Some(completion) = self.engine.next_completion() {
+            self.completed(cx, completion);
+        }
+        self.arrived.pop_front()
+    }
+
+    fn completed(&mut self, cx: &mut ReactorContext, completion: Completion) {
+        let (session, source) = (completion.session, completion.owner);
+        let Some(tensors) = self.sessions.get_mut(&session) else {
+            return;
+        };
+        let Some((_, len)) = tensors.current.take_if(|(current, _)| *current == source) else {
+            return;
+        };
+        let (operation, index) = owner_of(source);
+        let outcome = completion.outcome.map_err(|error| {
+            error.into_error(|corruption| {
+                let at = corruption.at;
+                format!(
+                    "what came differs from its checksum at byte {at} of {len}; nothing was delivered, send it again"
+                )
+            })
+        });
+        match outcome {
+            Ok(()) => {
+                let buffer = if len < HUGE {
+                    Some(completion.memory.buffer().clone())
+                } else {
+                    self.pool.lend(completion.memory, len)
+                };
+                if let (Some(entry), Some(buffer)) = (tensors.entries.get_mut(&operation), buffer) {
+                    entry.fill(index, buffer);
+                }
+            }
+            Err(error) => {
+                // The peer exposes nothing usable any more.
+                if matches!(error, Error::Protocol(_) | Error::PeerLost { .. }) {
+                    cx.fail(session, error.clone());
+                }
+                self.finish(cx, session, operation, Err(error));
+            }
+        }
+        self.advance(cx, session);
+    }
+
+    /// Begins what can be.
+    fn advance(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        while let Some(tensors) = self.sessions.get(&session)
+            && tensors.current.is_none()
+            && let Some(&operation) = tensors.ready.front()
+        {
+            let entry = tensors.entries.get(&operation);
+            let next = entry.and_then(|entry| entry.offered().next());
+            let next = next.map(|(index, buffer)| (source_id(operation, index), buffer.clone()));
+            match next {
+                Some((source, buffer)) => {
+                    if let Err(error) = self.transfer(cx, session, source, &buffer) {
+                        self.finish(cx, session, operation, Err(error));
+                    }
+                }
+                None => self.finish(cx, session, operation, Ok(())),
+            }
+        }
+    }
+
+    fn transfer(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        source: u64,
+        buffer: &BufferDescription,
+    ) -> Result<()> {
+        let memory = if buffer.len < HUGE {
+            cx.register(Buffer::zeroed(buffer.len))?
+        } else {
+            self.pool.take(buffer.len, |fresh| cx.register(fresh))?
+        };
+        let transfer = self.engine.add(TransferRequest {
+            owner: source,
+            session,
+            source,
+            memory,
+            pieces: buffer.pieces(),
+            is_checksummed: buffer.is_checksummed(),
+            is_verified_by_owner: false,
+            is_retry: false,
+            deadline: None,
+        });
+        if let Some(tensors) = self.sessions.get_mut(&session) {
+            tensors.current = Some((source, buffer.len));
+        }
+        self.engine.enqueue(cx, transfer);
+        Ok(())
+    }
+
+    fn finish(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+        outcome: Result<()>,
+    ) {
+        self.remove_sources(cx, session, operation);
+        let Some(tensors) = self.sessions.get_mut(&session) else {
+            return;
+        };
+        tensors.ready.retain(|other| *other != operation);
+        if let Some(entry) = tensors.entries.remove(&operation) {
+            let items = outcome.map(|()| entry.into_items());
+            self.arrived.push_back((session, (operation, items)));
+        }
     }
 }

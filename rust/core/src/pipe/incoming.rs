@@ -7,9 +7,9 @@ use crate::checksum;
 use crate::error::{Error, Result};
 use crate::net::codec::Reader;
 use crate::tensor::Meta;
-use crate::transfer::fetch::{Held, Offer};
+use crate::transfer::exposed::{BufferDescription, Held};
 
-/// A tensor that is here, or that can be fetched.
+/// A tensor that is here, or that can be transferred.
 pub(super) struct IncomingTensor {
     pub(super) sequence: u64,
     pub(super) meta: Meta,
@@ -23,7 +23,7 @@ pub(super) enum Content {
         /// An offer: its sender waits for an answer.
         was_offered: bool,
     },
-    Offer(Offer),
+    Offer(BufferDescription),
 }
 
 /// The queue, and the sequence number of the next tensor.
@@ -51,24 +51,31 @@ impl IncomingQueue {
         })
     }
 
-    /// A large tensor, to be fetched.
-    pub(super) fn offer(&mut self, sequence: u64, header: Reader<'_>, data: &[u8]) -> Result<()> {
+    /// A large tensor, to be transferred. Returns its buffer, unless the message is corrupt.
+    pub(super) fn offer(
+        &mut self,
+        sequence: u64,
+        header: Reader<'_>,
+        data: &[u8],
+    ) -> Result<Option<BufferDescription>> {
         if !matches_checksum(header, data)? {
-            return self.corrupt(sequence, true);
+            self.corrupt(sequence, true)?;
+            return Ok(None);
         }
         let mut reader = Reader::new(data);
         let meta = Meta::read(&mut reader)?;
-        let offer = Offer::read(&mut reader)?;
+        let buffer = BufferDescription::read(&mut reader)?;
         reader.end()?;
-        if offer.len <= EAGER_CAP && offer.held == Held::Host {
-            let len = offer.len;
+        if buffer.len <= EAGER_CAP && buffer.held == Held::Host {
+            let len = buffer.len;
             return Err(Error::protocol(format_args!("an offer of {len} bytes")));
         }
         self.push(IncomingTensor {
             sequence,
             meta,
-            content: Content::Offer(offer),
-        })
+            content: Content::Offer(buffer.clone()),
+        })?;
+        Ok(Some(buffer))
     }
 
     /// A message that differs from its checksum: none of its fields can be trusted.
@@ -125,15 +132,6 @@ impl IncomingQueue {
     /// Returns a popped tensor that was not received to the front.
     pub(super) fn requeue(&mut self, tensor: IncomingTensor) {
         self.queue.push_front(tensor);
-    }
-
-    /// The offer with this sequence number, if it is queued.
-    pub(super) fn offer_of(&mut self, sequence: u64) -> Option<&mut Offer> {
-        let is_match = |tensor: &&mut IncomingTensor| tensor.sequence == sequence;
-        match &mut self.queue.iter_mut().find(is_match)?.content {
-            Content::Offer(offer) => Some(offer),
-            _ => None,
-        }
     }
 }
 

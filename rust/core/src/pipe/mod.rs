@@ -1,5 +1,5 @@
 //! Pipe: a single-direction FIFO of tensors between two processes. The receiving end listens, the sending end
-//! connects. A small tensor travels inside its message. A large one is offered, and the receiver fetches it into its
+//! connects. A small tensor travels inside its message. A large one is offered, and the receiver transfers it into its
 //! destination by the data path of the session.
 
 mod incoming;
@@ -15,12 +15,14 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::address::{Route, check_address, listen_address};
 use crate::net::identity::{Identity, SessionKind};
-use crate::reactor::{Reactor, ReactorConfig, ReactorContext, SessionKey};
+use crate::reactor::Reactor;
 use crate::session::connection::SessionTimeouts;
+use crate::session::{ReactorConfig, ReactorContext};
 use crate::tensor::{Meta, Received};
-use crate::transfer::advice::advice;
+use crate::transfer::path::advice::advice;
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 
@@ -29,7 +31,10 @@ const EAGER_CAP: usize = 32 << 10;
 /// Tensors that the sender may post before the receiver acknowledges the first of them.
 const MESSAGES_IN_FLIGHT: usize = 64;
 
-// Kinds of messages, besides those of `transfer::fetch`.
+/// Most large tensors that are transferred at once.
+const TRANSFERS_IN_FLIGHT: usize = 8;
+
+// Kinds of messages, besides those of transfers.
 const EAGER: u8 = 1;
 const OFFER: u8 = 2;
 const ACK: u8 = 6;
@@ -47,7 +52,7 @@ pub struct Deadline {
 }
 
 impl Deadline {
-    /// `None` waits without end. Zero polls: a tensor that is already here is fetched to its end. Else both bounds are equal.
+    /// `None` waits without end. Zero polls: a tensor that is already here is received to its end. Else both bounds are equal.
     pub fn after(timeout: Option<Duration>) -> Self {
         let at = timeout.map(|timeout| Instant::now() + timeout);
         Self {

@@ -5,9 +5,10 @@ use std::time::Instant;
 
 use super::WITHDRAW;
 use crate::error::{Error, Result};
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::ids::SessionKey;
+use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
-use crate::transfer::fetch::ExposedBuffer;
+use crate::transfer::exposed::ExposedBuffer;
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -38,7 +39,8 @@ impl LargeSend {
         }
     }
 
-    /// Deregisters and releases the buffer before it reports the result: the caller may free the tensor at once.
+    /// Deregisters and releases the buffer before it reports the result: the caller may free the tensor at once. The
+    /// engine has withdrawn it before.
     pub(super) fn complete(self, result: Result<()>) {
         drop(self.exposed);
         self.completer.complete(result);
@@ -72,10 +74,10 @@ impl PostedSends {
         self.sends.is_empty()
     }
 
-    pub(super) fn large(&mut self, sequence: u64) -> Option<&mut LargeSend> {
-        let mut sends = self.sends.iter_mut();
+    pub(super) fn large(&self, sequence: u64) -> Option<&LargeSend> {
+        let mut sends = self.sends.iter();
         let posted = sends.find(|posted| posted.sequence == sequence)?;
-        posted.large.as_mut()
+        posted.large.as_ref()
     }
 
     pub(super) fn remove(&mut self, sequence: u64) -> Option<PostedSend> {
@@ -86,19 +88,6 @@ impl PostedSends {
 
     pub(super) fn drain(&mut self) -> impl Iterator<Item = LargeSend> {
         self.sends.drain(..).filter_map(|posted| posted.large)
-    }
-
-    /// Computes the next slice of missing checksums; false if none is missing.
-    pub(super) fn run_checksum_slice(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-    ) -> bool {
-        let mut larges = self
-            .sends
-            .iter_mut()
-            .filter_map(|posted| posted.large.as_mut());
-        larges.any(|large| large.exposed.run_checksum_slice(cx, session))
     }
 
     /// The time of the next call of [`expire`](Self::expire).

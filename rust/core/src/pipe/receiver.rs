@@ -1,4 +1,4 @@
-//! The receiving end: queued tensors, pending receives, and the large tensors that are being fetched.
+//! The receiving end: queued tensors, pending receives, and the large tensors that are being transferred.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,17 +9,18 @@ use kvpipe_ucx::{AmData, Buffer, Status};
 use super::incoming::{Content, IncomingQueue, IncomingTensor};
 use super::receiving::LargeReceive;
 use super::{
-    ACK, CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, OFFER, SharedInfo, WITHDRAW,
+    ACK, CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, OFFER, SharedInfo,
+    TRANSFERS_IN_FLIGHT, WITHDRAW,
 };
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service, SessionKey};
+use crate::session::{ReactorContext, Service};
 use crate::tensor::{Meta, Received};
-use crate::transfer::fetch::{CHECKSUMS, DATA};
-use crate::transfer::pool::Pool;
-use crate::transport::Payload;
+use crate::transfer::{Handled, Message, TransferEngine};
+use crate::transport::{Payload, Pool};
 use crate::work::{Completer, Work};
 
 /// The frame with which a sender ends the pipe in order, after all tensors have been acknowledged.
@@ -60,8 +61,7 @@ pub(super) struct Receiver {
     pub(super) unacknowledged: Vec<u64>,
     pub(super) ack_at: Option<Instant>,
     pub(super) pool: Pool,
-    /// The last tensors that were withdrawn while they were fetched. Their messages may still arrive.
-    pub(super) withdrawn: VecDeque<u64>,
+    pub(super) engine: TransferEngine,
     pub(super) has_ended: bool,
     pub(super) failure: Option<Error>,
 }
@@ -79,7 +79,7 @@ impl Receiver {
             unacknowledged: Vec::new(),
             ack_at: None,
             pool: Pool::default(),
-            withdrawn: VecDeque::new(),
+            engine: TransferEngine::new(TRANSFERS_IN_FLIGHT),
             has_ended: false,
             failure: None,
         }
@@ -114,7 +114,7 @@ impl Receiver {
                     );
                     receive.completer.complete(Err(Error::Corrupt(text)));
                 }
-                Content::Offer(offer) => self.begin_fetch(cx, sequence, meta, offer, receive),
+                Content::Offer(buffer) => self.begin_large(cx, sequence, meta, buffer, receive),
             }
         }
         if self.incoming.is_empty() && self.large_receives.is_empty() {
@@ -199,6 +199,31 @@ impl Receiver {
         self.shared.get().in_flight = self.receives.len() + self.large_receives.len();
     }
 
+    fn pipe_message(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        (kind, mut header): (u8, Reader<'_>),
+        data: &[u8],
+    ) -> Result<()> {
+        let sequence = header.u64()?;
+        match kind {
+            EAGER => self.incoming.eager(sequence, header, data)?,
+            OFFER => {
+                if let Some(buffer) = self.incoming.offer(sequence, header, data)? {
+                    self.engine.add_source(session, sequence, buffer.source());
+                }
+            }
+            WITHDRAW => self.withdraw(cx, sequence),
+            other => {
+                return Err(Error::protocol(format_args!(
+                    "message {other} to the receiver of a pipe"
+                )));
+            }
+        }
+        Ok(())
+    }
+
     fn expire(&mut self, cx: &mut ReactorContext) {
         let now = cx.now;
         if self.deadlines.take_if_past(now) {
@@ -217,18 +242,19 @@ impl Receiver {
                 self.deadlines.add(receive.deadline.meet_by);
             }
         }
-        let is_late = |large: &&mut LargeReceive| {
+        let is_late = |large: &&LargeReceive| {
             let done_by = large.deadline.done_by;
-            !large.fetch.has_failed() && done_by.is_some_and(|at| at <= now)
+            !large.has_failed && done_by.is_some_and(|at| at <= now)
         };
         if let (Some(session), Some(large)) =
-            (self.session, self.large_receives.iter_mut().find(is_late))
+            (self.session, self.large_receives.iter().find(is_late))
         {
-            let len = large.fetch.len();
+            let (sequence, len) = (large.sequence, large.len);
             let text =
                 format!("a tensor of {len} bytes was not received in time; the pipe is closed");
-            large.fetch.fail(Error::Timeout(text.clone()));
-            cx.fail(session, Error::Timeout(text));
+            let error = Error::Timeout(text);
+            self.fail_large(cx, sequence, &error);
+            cx.fail(session, error);
         }
     }
 }
@@ -237,7 +263,7 @@ fn mismatch(receive: &PendingReceive, tensor: &IncomingTensor) -> Option<Error> 
     let (meta, buffer) = receive.out.as_ref()?;
     let len = match &tensor.content {
         Content::Eager(bytes) => bytes.len(),
-        Content::Offer(offer) => offer.len,
+        Content::Offer(buffer) => buffer.len,
         Content::Corrupt { .. } => return None,
     };
     if *meta == tensor.meta && buffer.len() == len {
@@ -271,7 +297,7 @@ impl Service for Receiver {
                     deadline,
                     completer,
                 });
-                self.match_receives(cx);
+                self.advance(cx);
             }
             ReceiverCommand::Withdraw(receive) => self.withdraw_receive(&receive),
         }
@@ -293,10 +319,11 @@ impl Service for Receiver {
 
     fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
         self.session = Some(session);
+        self.engine.session_up(session);
         self.shared.open(cx, session, peer);
     }
 
-    fn session_down(&mut self, cx: &mut ReactorContext, _session: SessionKey, error: Error) {
+    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
         let error = if self.has_ended {
             Error::EndOfPipe
         } else {
@@ -307,11 +334,11 @@ impl Service for Receiver {
         // Eager tensors can still be received. Offers cannot: their memory is gone with the sender.
         self.incoming.drop_offers();
         for large in &mut self.large_receives {
-            large.fetch.fail(error.clone());
+            large.has_failed = true;
         }
+        self.engine.session_down(cx, session, &error);
         self.shared.get().state = "closed";
-        self.complete_fetched(cx);
-        self.match_receives(cx);
+        self.advance(cx);
     }
 
     fn frame(
@@ -338,28 +365,21 @@ impl Service for Receiver {
     ) -> Result<()> {
         let mut reader = Reader::new(header);
         let kind = reader.u8()?;
-        let sequence = reader.u64()?;
-        match kind {
-            EAGER => self.incoming.eager(sequence, reader, &data)?,
-            OFFER => self.incoming.offer(sequence, reader, &data)?,
-            DATA => {
-                self.receive_data(cx, session, sequence, reader, &data)?;
-                self.complete_fetched(cx);
+        if Message::is_kind(kind) {
+            match self.engine.message(cx, session, (kind, reader), &data)? {
+                Handled::Done => {}
+                Handled::Request(_) => {
+                    return Err(Error::protocol("a read of what a receiver does not expose"));
+                }
+                Handled::Unasked => {
+                    return Err(Error::protocol("data of a tensor that was not requested"));
+                }
             }
-            CHECKSUMS => {
-                reader.end()?;
-                self.receive_checksums(sequence, &data)?;
-                self.complete_fetched(cx);
-            }
-            WITHDRAW => self.withdraw(cx, sequence),
-            other => {
-                return Err(Error::protocol(format_args!(
-                    "message {other} to the receiver of a pipe"
-                )));
-            }
+        } else {
+            self.pipe_message(cx, session, (kind, reader), &data)?;
         }
         drop(data);
-        self.match_receives(cx);
+        self.advance(cx);
         Ok(())
     }
 
@@ -369,13 +389,21 @@ impl Service for Receiver {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        for large in &mut self.large_receives {
-            if large.fetch.done(cx, self.session, token, result) {
-                break;
-            }
-        }
         // Without a session too: a receive whose session has ended completes when its last read has ended.
-        self.complete_fetched(cx);
+        self.engine.read_ended(cx, token, result);
+        self.advance(cx);
+    }
+
+    fn work(&mut self, cx: &mut ReactorContext) -> bool {
+        let has_worked = self.engine.run_slice(cx);
+        if has_worked {
+            self.advance(cx);
+        }
+        has_worked
+    }
+
+    fn has_work(&self) -> bool {
+        self.engine.has_work()
     }
 
     fn closing(&mut self, cx: &mut ReactorContext) {
@@ -390,7 +418,7 @@ impl Service for Receiver {
         let large_deadlines = self
             .large_receives
             .iter()
-            .filter(|large| !large.fetch.has_failed())
+            .filter(|large| !large.has_failed)
             .filter_map(|large| large.deadline.done_by);
         large_deadlines
             .chain(self.deadlines.at())
@@ -401,6 +429,7 @@ impl Service for Receiver {
 
     fn stop(&mut self, cx: &mut ReactorContext) {
         let closed = || cx.closed("the pipe is closed");
+        self.engine.stop(&closed());
         for receive in self.receives.drain(..) {
             receive.completer.complete(Err(closed()));
         }

@@ -1,33 +1,35 @@
-//! Large tensors at the receiving end: several are fetched at once, and complete in order.
+//! Large tensors at the receiving end: several are transferred at once, and complete in order.
 
 use std::sync::Arc;
 
-use kvpipe_ucx::AmData;
-
 use super::incoming::{Content, IncomingTensor};
 use super::receiver::{PendingReceive, Receiver};
-use super::{CORRUPT, Deadline, MESSAGES_IN_FLIGHT, WITHDRAWN};
+use super::{CORRUPT, Deadline, TRANSFERS_IN_FLIGHT, WITHDRAWN};
 use crate::error::{Error, Result};
-use crate::net::codec::Reader;
-use crate::reactor::{ReactorContext, SessionKey};
+use crate::session::ReactorContext;
 use crate::tensor::{Meta, Received};
-use crate::transfer::fetch::{Fetch, Offer};
-use crate::transfer::pool::Pool;
+use crate::transfer::TransferRequest;
+use crate::transfer::exposed::BufferDescription;
+use crate::transport::{Memory, Pool};
 use crate::work::Completer;
 
-/// Most large tensors that are fetched at once.
-const FETCHES: usize = 8;
-/// Another fetch begins when fewer bytes than this are left of those that have begun.
-const BYTES_AHEAD: usize = 4 << 20;
+/// Another transfer begins when fewer bytes than this are left of those that have begun.
+const BYTES_AHEAD: u64 = 4 << 20;
 
-/// A large tensor that is being fetched. The id of its fetch is its sequence number.
+/// A large tensor that is being transferred.
 pub(super) struct LargeReceive {
+    pub(super) sequence: u64,
     pub(super) meta: Meta,
-    pub(super) fetch: Fetch,
+    pub(super) len: usize,
+    /// Its number in the engine.
+    transfer: u64,
     is_pooled: bool,
     pub(super) deadline: Deadline,
     pub(super) completer: Completer<Arc<Received>>,
     is_withdrawn: bool,
+    pub(super) has_failed: bool,
+    /// Set when nothing writes into its memory any more.
+    outcome: Option<Result<Arc<Memory>>>,
 }
 
 impl Receiver {
@@ -37,28 +39,25 @@ impl Receiver {
         let Some(next) = self.incoming.next() else {
             return false;
         };
-        let left: usize = self
-            .large_receives
-            .iter()
-            .map(|each| each.fetch.left())
-            .sum();
+        let left = self.large_receives.iter();
+        let left: u64 = left.map(|each| self.engine.num_left(each.transfer)).sum();
         let is_large = matches!(next.content, Content::Offer(_));
         self.large_receives.is_empty()
-            || (is_large && left < BYTES_AHEAD && self.large_receives.len() < FETCHES)
+            || (is_large && left < BYTES_AHEAD && self.large_receives.len() < TRANSFERS_IN_FLIGHT)
     }
 
-    pub(super) fn begin_fetch(
+    pub(super) fn begin_large(
         &mut self,
         cx: &mut ReactorContext,
         sequence: u64,
         meta: Meta,
-        offer: Offer,
+        buffer: BufferDescription,
         receive: PendingReceive,
     ) {
         let Some(session) = self.session else { return };
         let memory = match &receive.out {
-            Some((_, buffer)) => cx.register(buffer.clone()),
-            None => self.pool.take(offer.len, |buffer| cx.register(buffer)),
+            Some((_, out)) => cx.register(out.clone()),
+            None => self.pool.take(buffer.len, |fresh| cx.register(fresh)),
         };
         let memory = match memory {
             Ok(memory) => memory,
@@ -67,91 +66,102 @@ impl Receiver {
                 self.incoming.requeue(IncomingTensor {
                     sequence,
                     meta,
-                    content: Content::Offer(offer),
+                    content: Content::Offer(buffer),
                 });
                 return receive.completer.complete(Err(not_consumed(error)));
             }
         };
-        match Fetch::begin(cx, session, sequence, offer, memory) {
-            Ok(fetch) => {
-                self.large_receives.push_back(LargeReceive {
-                    meta,
-                    fetch,
-                    is_pooled: receive.out.is_none(),
-                    deadline: receive.deadline,
-                    completer: receive.completer,
-                    is_withdrawn: false,
-                });
-            }
-            Err(error) => {
-                cx.fail(session, error.clone());
-                receive.completer.complete(Err(error));
-            }
-        }
+        let transfer = self.engine.add(TransferRequest {
+            owner: sequence,
+            session,
+            source: sequence,
+            memory,
+            pieces: buffer.pieces(),
+            is_checksummed: buffer.is_checksummed(),
+            is_verified_by_owner: false,
+            is_retry: false,
+            deadline: None,
+        });
+        self.large_receives.push_back(LargeReceive {
+            sequence,
+            meta,
+            len: buffer.len,
+            transfer,
+            is_pooled: receive.out.is_none(),
+            deadline: receive.deadline,
+            completer: receive.completer,
+            is_withdrawn: false,
+            has_failed: false,
+            outcome: None,
+        });
+        self.engine.enqueue(cx, transfer);
     }
 
-    /// The large tensor with this sequence number.
-    pub(super) fn large_receive(&mut self, sequence: u64) -> Option<&mut LargeReceive> {
-        let is_match = |large: &&mut LargeReceive| large.fetch.id() == sequence;
+    fn large_receive(&mut self, sequence: u64) -> Option<&mut LargeReceive> {
+        let is_match = |large: &&mut LargeReceive| large.sequence == sequence;
         self.large_receives.iter_mut().find(is_match)
     }
 
-    pub(super) fn receive_data(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        sequence: u64,
-        header: Reader<'_>,
-        data: &AmData,
-    ) -> Result<()> {
-        if let Some(large) = self.large_receive(sequence) {
-            return large.fetch.take(cx, session, header, data);
+    /// Records the outcomes of transfers that have ended; false if there are none.
+    fn drain_completions(&mut self, cx: &mut ReactorContext) -> bool {
+        let mut has_ended = false;
+        while let Some(completion) = self.engine.next_completion() {
+            has_ended = true;
+            let (sequence, session) = (completion.owner, completion.session);
+            let closed = Error::Closed("the transfer has ended".to_owned());
+            self.engine.remove_source(cx, session, sequence, &closed);
+            let Some(large) = self.large_receive(sequence) else {
+                continue;
+            };
+            let len = large.len;
+            let outcome = completion.outcome.map_err(|error| {
+                error.into_error(|corruption| {
+                    let at = corruption.at;
+                    format!(
+                        "what came differs from its checksum at byte {at} of {len}; nothing was delivered, send it again"
+                    )
+                })
+            });
+            // The sender exposes nothing usable any more.
+            if let Err(error @ (Error::Protocol(_) | Error::PeerLost { .. })) = &outcome {
+                cx.fail(session, error.clone());
+            }
+            large.outcome = Some(outcome.map(|()| completion.memory));
         }
-        if self.withdrawn.contains(&sequence) {
-            // The sender had not received WITHDRAWN when it sent this.
-            return Ok(());
-        }
-        Err(Error::protocol(format_args!(
-            "data of tensor {sequence}, which was not requested"
-        )))
+        has_ended
     }
 
-    pub(super) fn receive_checksums(&mut self, sequence: u64, data: &[u8]) -> Result<()> {
-        if let Some(large) = self.large_receive(sequence) {
-            return large.fetch.receive_checksums(data);
-        }
-        // An unknown tensor was withdrawn, or its fetch has failed.
-        let Some(offer) = self.incoming.offer_of(sequence) else {
-            return Ok(());
-        };
-        offer.receive_checksums(data).map(|_| ())
-    }
-
-    /// Completes the receives whose fetch has ended, in order. Withdrawn ones complete out of order: their sender waits.
-    pub(super) fn complete_fetched(&mut self, cx: &mut ReactorContext) {
-        let is_next = |(at, large): &(usize, &LargeReceive)| {
-            (*at == 0 || large.is_withdrawn) && large.fetch.outcome().is_some()
-        };
-        while let Some((at, _)) = self.large_receives.iter().enumerate().find(is_next) {
-            if let Some(large) = self.large_receives.remove(at) {
-                self.complete_large(cx, large);
+    /// Completes receives and begins others, as far as transfers and tensors allow. Receives complete in order; withdrawn
+    /// ones complete out of order: their sender waits.
+    pub(super) fn advance(&mut self, cx: &mut ReactorContext) {
+        self.drain_completions(cx);
+        loop {
+            let is_next = |(at, large): &(usize, &LargeReceive)| {
+                (*at == 0 || large.is_withdrawn) && large.outcome.is_some()
+            };
+            while let Some((at, _)) = self.large_receives.iter().enumerate().find(is_next) {
+                if let Some(large) = self.large_receives.remove(at) {
+                    self.complete_large(cx, large);
+                }
+            }
+            self.match_receives(cx);
+            if !self.drain_completions(cx) {
+                return;
             }
         }
-        self.match_receives(cx);
     }
 
     fn complete_large(&mut self, cx: &mut ReactorContext, large: LargeReceive) {
-        let Some(outcome) = large.fetch.outcome() else {
+        let Some(outcome) = large.outcome else {
             return;
         };
         self.count_waiting();
-        let (sequence, len) = (large.fetch.id(), large.fetch.len());
+        let (sequence, len) = (large.sequence, large.len);
         if large.is_withdrawn {
             self.reply(cx, WITHDRAWN, sequence);
         }
-        let received = outcome.map(|()| {
+        let received = outcome.map(|memory| {
             self.record_received(cx, sequence, len);
-            let memory = large.fetch.into_memory();
             let lend = |pool: &Pool| pool.lend(memory, len);
             let buffer = large.is_pooled.then(|| lend(&self.pool)).flatten();
             Arc::new(Received {
@@ -165,17 +175,27 @@ impl Receiver {
         large.completer.complete(received);
     }
 
+    /// Fails a large tensor. It completes when no read of it is in flight.
+    pub(super) fn fail_large(&mut self, cx: &mut ReactorContext, sequence: u64, error: &Error) {
+        if let Some(large) = self.large_receive(sequence) {
+            large.has_failed = true;
+            let transfer = large.transfer;
+            self.engine.fail(cx, transfer, error);
+        }
+    }
+
     pub(super) fn withdraw(&mut self, cx: &mut ReactorContext, sequence: u64) {
         if let Some(large) = self.large_receive(sequence) {
             // The answer is sent when no read is under way: then the sender may reuse its memory.
-            let text = "the sender withdrew the tensor while it was received; it is lost, the pipe is usable";
-            large.fetch.fail(Error::Timeout(text.to_owned()));
             large.is_withdrawn = true;
-            self.withdrawn.truncate(MESSAGES_IN_FLIGHT - 1);
-            self.withdrawn.push_front(sequence);
-            return self.complete_fetched(cx);
-        }
-        if self.incoming.withdraw(sequence) {
+            let text = "the sender withdrew the tensor while it was received; it is lost, the pipe is usable";
+            let error = Error::Timeout(text.to_owned());
+            self.fail_large(cx, sequence, &error);
+        } else if self.incoming.withdraw(sequence) {
+            if let Some(session) = self.session {
+                let closed = Error::Closed("the tensor was withdrawn".to_owned());
+                self.engine.remove_source(cx, session, sequence, &closed);
+            }
             self.reply(cx, WITHDRAWN, sequence);
         }
     }

@@ -1,24 +1,29 @@
 //! The sending end: queued and posted tensors.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Buffer, MemoryKind};
 
-use super::posted::{LargeSend, PostedSends};
+use super::posted::{LargeSend, PostedSend, PostedSends};
 use super::{
-    ACK, CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, OFFER, SharedInfo, WITHDRAWN,
+    ACK, CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, OFFER, SharedInfo,
+    TRANSFERS_IN_FLIGHT, WITHDRAWN,
 };
 use crate::checksum;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service, SessionKey};
 use crate::session::grace::GracePeriod;
+use crate::session::{ReactorContext, Service};
 use crate::tensor::Meta;
-use crate::transfer::fetch::{ACCEPT, CREDIT, ExposedBuffer};
-use crate::transport::Payload;
+use crate::transfer::exposed::ExposedBuffer;
+use crate::transfer::region::Layout;
+use crate::transfer::{Handled, Message, TransferEngine};
+use crate::transport::{Memory, Payload};
 use crate::work::Completer;
 
 #[derive(Debug)]
@@ -57,6 +62,7 @@ pub(super) struct Sender {
     queue: VecDeque<Queued>,
     deadlines: Earliest,
     posted: PostedSends,
+    engine: TransferEngine,
     /// Callers that wait for the end of the pipe.
     closing: Vec<(Deadline, Completer<()>)>,
     failure: Option<Error>,
@@ -75,6 +81,7 @@ impl Sender {
             queue: VecDeque::new(),
             deadlines: Earliest::default(),
             posted: PostedSends::default(),
+            engine: TransferEngine::new(TRANSFERS_IN_FLIGHT),
             closing: Vec::new(),
             failure: None,
             has_lost: false,
@@ -139,21 +146,18 @@ impl Sender {
         queued: Queued,
     ) -> Option<Queued> {
         let sequence = self.posted.next_sequence();
-        let exposed = ExposedBuffer::new(
-            cx,
-            session,
-            queued.buffer.clone(),
-            sequence,
-            self.is_checksummed,
-        );
-        let (exposed, offer) = match exposed {
+        let buffer = queued.buffer.clone();
+        let exposed = ExposedBuffer::new(cx, session, buffer, self.is_checksummed);
+        let (exposed, described) = match exposed {
             Ok(exposed) => exposed,
             Err(error) => {
                 queued.completer.complete(Err(error));
                 return None;
             }
         };
-        let payload = offer.write(queued.meta.write(Writer::default())).finish();
+        let payload = described
+            .write(queued.meta.write(Writer::default()))
+            .finish();
         let header = self.add_checksum(cx.header(session, OFFER).u64(sequence), &payload);
         if !cx.message(session, header, Payload::Bytes(payload)) {
             return Some(queued);
@@ -162,6 +166,7 @@ impl Sender {
             .deadline
             .meet_by
             .map(|at| GracePeriod::new(cx.now, at));
+        self.engine.expose(session, sequence, &exposed);
         self.posted
             .add(Some(LargeSend::new(exposed, queued.completer, grace)));
         None
@@ -175,8 +180,45 @@ impl Sender {
             .u64(checksum.unwrap_or(0))
     }
 
+    /// Removes a posted tensor, which the receiver does not read any more.
+    fn remove_posted(&mut self, sequence: u64) -> Option<PostedSend> {
+        if let Some(session) = self.session {
+            self.engine.withdraw_source(session, sequence);
+        }
+        self.posted.remove(sequence)
+    }
+
+    /// A posted tensor that the receiver may read.
+    fn exposed(&self, sequence: u64) -> Result<(Arc<Memory>, Layout)> {
+        let large = self.posted.large(sequence);
+        large.map(|large| large.exposed.source()).ok_or_else(|| {
+            let text = format!("tensor {sequence} is not offered any more");
+            Error::Config(text)
+        })
+    }
+
+    fn transfer_message(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        message: (u8, Reader<'_>),
+        data: &AmData,
+    ) -> Result<()> {
+        match self.engine.message(cx, session, message, data)? {
+            Handled::Done => {}
+            Handled::Request(request) => {
+                let source = self.exposed(request.source);
+                self.engine.serve(cx, &request, source);
+            }
+            Handled::Unasked => {
+                return Err(Error::protocol("bytes for the sender of a pipe"));
+            }
+        }
+        Ok(())
+    }
+
     fn receive_ack(&mut self, cx: &mut ReactorContext, sequence: u64) -> Result<()> {
-        let Some(posted) = self.posted.remove(sequence) else {
+        let Some(posted) = self.remove_posted(sequence) else {
             return Err(Error::protocol(format_args!(
                 "tensor {sequence} was acknowledged, but is not posted"
             )));
@@ -191,7 +233,7 @@ impl Sender {
 
     /// The receiver does not receive a large tensor.
     fn fail_send(&mut self, cx: &mut ReactorContext, sequence: u64, error: Error) {
-        if let Some(large) = self.posted.remove(sequence).and_then(|posted| posted.large) {
+        if let Some(large) = self.remove_posted(sequence).and_then(|posted| posted.large) {
             large.complete(Err(error));
         }
         self.post(cx);
@@ -321,6 +363,7 @@ impl Service for Sender {
 
     fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
         self.is_up = true;
+        self.engine.session_up(session);
         self.shared.open(cx, session, peer);
         if let Some(completer) = self.connecting.take() {
             completer.complete(Ok(()));
@@ -328,7 +371,8 @@ impl Service for Sender {
         self.post(cx);
     }
 
-    fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, error: Error) {
+    fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
+        self.engine.session_down(cx, session, &error);
         self.fail(&error);
     }
 
@@ -350,19 +394,11 @@ impl Service for Sender {
     ) -> Result<()> {
         let mut reader = Reader::new(header);
         let kind = reader.u8()?;
+        if Message::is_kind(kind) {
+            return self.transfer_message(cx, session, (kind, reader), &data);
+        }
         let sequence = reader.u64()?;
         match kind {
-            ACCEPT => {
-                if let Some(large) = self.posted.large(sequence) {
-                    large.exposed.accept(cx, session)?;
-                }
-            }
-            CREDIT => {
-                let credit = reader.u64()?;
-                if let Some(large) = self.posted.large(sequence) {
-                    large.exposed.credit(cx, session, credit);
-                }
-            }
             ACK => {
                 let mut rest = Reader::new(&data);
                 let others = rest.list(MESSAGES_IN_FLIGHT, Reader::u64)?;
@@ -390,10 +426,11 @@ impl Service for Sender {
     }
 
     fn work(&mut self, cx: &mut ReactorContext) -> bool {
-        let Some(session) = self.session else {
-            return false;
-        };
-        self.posted.run_checksum_slice(cx, session)
+        self.engine.run_slice(cx)
+    }
+
+    fn has_work(&self) -> bool {
+        self.engine.has_work()
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
@@ -417,6 +454,8 @@ impl Service for Sender {
     }
 
     fn stop(&mut self, _cx: &mut ReactorContext) {
-        self.fail(&Error::Closed("the pipe is closed".to_owned()));
+        let closed = Error::Closed("the pipe is closed".to_owned());
+        self.engine.stop(&closed);
+        self.fail(&closed);
     }
 }

@@ -276,31 +276,4 @@ impl std::fmt::Debug for ReactorContext {
 }
 
 #[cfg(test)]
-impl ReactorContext {
-    /// A context without a reactor.
-    pub(crate) fn manual(context: Option<Context>) -> Self {
-        let identity = Identity::new(crate::net::identity::SessionKind::Control, "", Vec::new());
-        let config = ReactorConfig {
-            listen: None,
-            token: Vec::new(),
-            identity: identity.expect("identity"),
-            transport: None,
-            local: std::net::Ipv4Addr::LOCALHOST.into(),
-            timeouts: SessionTimeouts::default(),
-            busy_poll: std::time::Duration::ZERO,
-        };
-        let poller = Arc::new(Poller::new().expect("poller"));
-        let context = context.map(Arc::new);
-        Self::new(config, context, poller, PendingReads::default()).expect("cx")
-    }
-
-    /// The context of a reactor whose data plane has ended, but not so many of its reads.
-    pub(crate) fn with_pending_reads(reads: usize) -> Self {
-        let cx = Self::manual(None);
-        cx.pending_reads.pretend(reads);
-        cx
-    }
-}
-
-#[cfg(test)]
 mod tests;

@@ -133,51 +133,12 @@ impl DataPlane {
         self.worker.end(num_reads)
     }
 
-    /// Takes messages with this id as the session's.
-    fn admit(&mut self, key: SessionKey, session_id: SessionId) -> SessionEndpoint {
-        self.session_keys.insert(session_id, key);
-        SessionEndpoint::new(session_id)
-    }
-
-    /// Connects to a peer that knows the session; before, it would not understand our hello.
-    fn open(
-        &mut self,
-        key: SessionKey,
-        endpoint: &mut SessionEndpoint,
-        address: &[u8],
-    ) -> Result<()> {
-        let id = self.worker.connect(address)?;
-        endpoint.id = Some(id);
-        self.endpoints.insert(id, key);
-        let hello = [&endpoint.session_id[..], &[HELLO]].concat();
-        let posted = self
-            .worker
-            .am_send(id, hello, Payload::None, HELLO_TOKEN | key);
-        posted.map_err(|status| Error::Connect(format!("UCX cannot reach the peer: {status}")))
-    }
-
-    /// Takes no message of a session any more.
-    fn mute(&mut self, endpoint: &SessionEndpoint) {
-        self.session_keys.remove(&endpoint.session_id);
-    }
-
     /// Closes an endpoint by force. Its operations end with errors, each through its own completion.
     pub(super) fn close(&mut self, endpoint: &SessionEndpoint) {
-        self.mute(endpoint);
+        self.session_keys.remove(&endpoint.session_id);
         if let Some(id) = endpoint.id {
             self.worker.close(id);
         }
-    }
-
-    /// Reads the lanes of an endpoint that is connected; before, UCX may still change them.
-    fn read_lanes(&self, endpoint: &mut SessionEndpoint) {
-        let Some(id) = endpoint.id else { return };
-        let mut lanes = self.worker.lanes(id);
-        let mut reading = lanes.iter().filter(|lane| reads_host(lane));
-        endpoint.reads_at_once = reading.all(|lane| lane.transport == "cma");
-        endpoint.data_path = DataPath::choose(&lanes);
-        lanes.retain(is_direct);
-        endpoint.lanes = lanes;
     }
 
     /// An endpoint has ended with all its operations.
@@ -201,44 +162,56 @@ const NO_ENDPOINT: Status = Status {
 
 /// The data plane of one session.
 impl ReactorContext {
-    /// The peer is known: takes its messages.
+    /// The peer is known: takes messages with this id as the session's.
     pub(super) fn admit(&mut self, key: SessionKey, session_id: SessionId) {
         if let Some(data) = &mut self.data
             && let Some(session) = self.sessions.get_mut(&key)
         {
-            session.endpoint = Some(data.admit(key, session_id));
+            data.session_keys.insert(session_id, key);
+            session.endpoint = Some(SessionEndpoint::new(session_id));
         }
     }
 
-    /// Both sides know the session: connects to this worker of the peer. False without a data plane.
+    /// Both sides know the session: connects to this worker of the peer, which would not understand our hello before. False
+    /// without a data plane.
     pub(super) fn open_endpoint(&mut self, key: SessionKey, address: &[u8]) -> Result<bool> {
-        let Some(data) = &mut self.data else {
+        let Some((data, endpoint)) = self.data_of(key) else {
             return Ok(false);
         };
-        let session = self.sessions.get_mut(&key);
-        if let Some(endpoint) = session.and_then(|session| session.endpoint.as_mut()) {
-            data.open(key, endpoint, address)?;
-        }
+        let id = data.worker.connect(address)?;
+        endpoint.id = Some(id);
+        data.endpoints.insert(id, key);
+        let hello = [&endpoint.session_id[..], &[HELLO]].concat();
+        let token = HELLO_TOKEN | key;
+        let posted = data.worker.am_send(id, hello, Payload::None, token);
+        posted.map_err(|status| Error::Connect(format!("UCX cannot reach the peer: {status}")))?;
         Ok(true)
     }
 
     /// Takes no message of a session any more.
     pub(super) fn mute(&mut self, key: SessionKey) {
-        if let Some(data) = &mut self.data
-            && let Some(endpoint) = self.sessions.get(&key).and_then(|it| it.endpoint.as_ref())
-        {
-            data.mute(endpoint);
+        if let Some((data, endpoint)) = self.data_of(key) {
+            data.session_keys.remove(&endpoint.session_id);
         }
     }
 
-    /// Reads which lanes UCX has chosen for a session that is established.
+    /// Reads which lanes UCX has chosen for a session that is established; before, UCX may still change them.
     pub(super) fn read_lanes(&mut self, key: SessionKey) {
-        if let Some(data) = &self.data
-            && let Some(session) = self.sessions.get_mut(&key)
-            && let Some(endpoint) = &mut session.endpoint
+        if let Some((data, endpoint)) = self.data_of(key)
+            && let Some(id) = endpoint.id
         {
-            data.read_lanes(endpoint);
+            let mut lanes = data.worker.lanes(id);
+            let mut reading = lanes.iter().filter(|lane| reads_host(lane));
+            endpoint.reads_at_once = reading.all(|lane| lane.transport == "cma");
+            endpoint.data_path = DataPath::choose(&lanes);
+            lanes.retain(is_direct);
+            endpoint.lanes = lanes;
         }
+    }
+
+    fn data_of(&mut self, key: SessionKey) -> Option<(&mut DataPlane, &mut SessionEndpoint)> {
+        let endpoint = self.sessions.get_mut(&key)?.endpoint.as_mut()?;
+        Some((self.data.as_mut()?, endpoint))
     }
 
     /// Our hello has left; whether the session is established.
@@ -409,25 +382,6 @@ impl ReactorContext {
             self.fail(session, Error::lost(&peer, status));
         }
         posted.is_ok()
-    }
-}
-
-#[cfg(test)]
-impl ReactorContext {
-    /// Adds a session of this id, whose endpoint leads to a worker.
-    pub(crate) fn add_manual(
-        &mut self,
-        key: SessionKey,
-        session_id: SessionId,
-        worker: Option<&[u8]>,
-    ) {
-        let session =
-            super::session::Session::connecting("peer".to_owned(), self.now(), self.timeouts());
-        self.sessions.insert(key, session);
-        self.admit(key, session_id);
-        if let Some(address) = worker {
-            self.open_endpoint(key, address).unwrap();
-        }
     }
 }
 

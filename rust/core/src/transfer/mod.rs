@@ -1,11 +1,37 @@
-//! How bytes move: the data path of a session, the layout of blocks, and streams and reads of registered memory.
+//! How bytes move. [`TransferEngine`] owns everything that is under way between registered memories, in both directions:
+//! reads of a peer's memory over UCX or by `process_vm_readv`, streams with credits, and checksums of either. It knows
+//! neither regions nor handoffs nor users. A room above (agent, pipe, lookup) hands it [requests](TransferRequest) that
+//! carry an owner of its choice, answers [which memory](SourceRequest) a peer's read is of, and drains
+//! [completions](Completion) after each call.
+//!
+//! A transfer, at its destination:
+//!
+//! ```text
+//!          enqueue          its turn, by path            all has come
+//!   Held ----------> Queued ----------------> Reading ---------------> Verifying
+//!                      |                         |  without checksums      | all compared
+//!                      |                         +----------------------+  |
+//!                      | its turn, no path reads       all has come     v  v
+//!                      +--------------> Streaming ------------------> completed
+//!
+//!   any of them -- fail: caller, session, deadline, refusal --> Failed -- the last read has ended --> completed
+//! ```
+//!
+//! Transfers from one peer begin in order, a few at a time; the first of them has the reads. A slice of work takes less
+//! than a millisecond, and slices go round among transfers and peers.
 
-pub(crate) mod advice;
 pub(crate) mod cursor;
-pub(crate) mod data_path;
-pub(crate) mod fetch;
-pub(crate) mod pool {
-    pub(crate) use crate::transport::Pool;
-}
+pub(crate) mod engine;
+pub(crate) mod exposed;
+pub(crate) mod message;
+pub(crate) mod path;
+pub(crate) mod peer;
 pub mod region;
-pub(crate) mod stream;
+pub(crate) mod source;
+#[expect(clippy::module_inception, reason = "one transfer of the engine")]
+pub(crate) mod transfer;
+mod verifier;
+
+pub(crate) use engine::{Completion, Handled, TransferEngine};
+pub(crate) use message::Message;
+pub(crate) use transfer::TransferRequest;

@@ -63,6 +63,15 @@ impl Layout {
         Ok(u64::from(id) * self.stride)
     }
 
+    /// All of a buffer as one block.
+    pub(crate) fn whole(len: u64) -> Self {
+        Self {
+            num_blocks: 1,
+            block_bytes: len,
+            stride: len,
+        }
+    }
+
     fn is_dense(&self) -> bool {
         self.stride == self.block_bytes
     }
@@ -168,21 +177,29 @@ pub struct Pieces {
     pub from_ids: Vec<u32>,
     /// Bytes of all blocks.
     pub num_bytes: u64,
+    /// Bytes that one checksum covers; the last one may cover fewer.
+    pub unit_bytes: u64,
 }
 
 impl Pieces {
-    /// All of a buffer, which has no blocks.
-    pub(crate) fn whole(len: u64) -> Self {
+    /// All of a buffer, as one block whose checksums cover `unit_bytes` each.
+    pub(crate) fn whole(len: u64, unit_bytes: u64) -> Self {
         Self {
             runs: vec![Run {
                 to: 0,
                 from: 0,
                 len,
             }],
-            to_ids: Vec::new(),
-            from_ids: Vec::new(),
+            to_ids: vec![0],
+            from_ids: vec![0],
             num_bytes: len,
+            unit_bytes,
         }
+    }
+
+    /// Number of checksums that cover all of it.
+    pub(crate) fn num_units(&self) -> u64 {
+        self.num_bytes.div_ceil(self.unit_bytes)
     }
 }
 
@@ -203,6 +220,7 @@ pub fn coalesce(to: (&Layout, &[u32]), from: (&Layout, &[u32])) -> Result<Pieces
         num_bytes: pairs.len() as u64 * to.block_bytes,
         to_ids: pairs.iter().map(|pair| pair.0).collect(),
         from_ids: pairs.iter().map(|pair| pair.1).collect(),
+        unit_bytes: to.block_bytes,
     })
 }
 

@@ -1,7 +1,8 @@
 //! Two agents with a region each, and what tests do with them.
 
 use kvpipe_core::Result;
-use kvpipe_core::blocks::{Agent, Options, Peer, Region};
+use kvpipe_core::agent::{Options, Peer, Region};
+use kvpipe_core::handoff::HandoffAgent;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::transport::Transport;
 use kvpipe_core::work::Work;
@@ -12,13 +13,19 @@ use crate::common::{PATIENCE, TOKEN, bytes, eventually, local, pattern};
 pub const BLOCK: usize = 4096;
 pub const COUNT: usize = 64;
 
-pub fn agent(transport: &(impl Clone + Into<Transport>)) -> Agent {
+pub fn agent(transport: &(impl Clone + Into<Transport>)) -> HandoffAgent {
     let timeouts = SessionTimeouts::default();
     let transport = transport.clone().into();
-    Agent::new(&local(), TOKEN, transport, "", vec![], timeouts).expect("agent")
+    HandoffAgent::new(&local(), TOKEN, transport, "", vec![], timeouts).expect("agent")
 }
 
-pub fn register(agent: &Agent, name: &str, buffer: &Buffer, block: usize, stride: usize) -> Region {
+pub fn register(
+    agent: &HandoffAgent,
+    name: &str,
+    buffer: &Buffer,
+    block: usize,
+    stride: usize,
+) -> Region {
     agent
         .register(name, buffer.clone(), block as u64, stride as u64)
         .expect("register")
@@ -27,7 +34,7 @@ pub fn register(agent: &Agent, name: &str, buffer: &Buffer, block: usize, stride
 }
 
 /// Blocks of `BLOCK` bytes, which peers may write.
-pub fn register_writable(agent: &Agent, name: &str, buffer: &Buffer) -> Region {
+pub fn register_writable(agent: &HandoffAgent, name: &str, buffer: &Buffer) -> Region {
     agent
         .register_writable(name, buffer.clone(), BLOCK as u64, BLOCK as u64)
         .expect("register")
@@ -35,7 +42,7 @@ pub fn register_writable(agent: &Agent, name: &str, buffer: &Buffer) -> Region {
         .expect("registered")
 }
 
-pub fn connect(agent: &Agent, peer: &Agent) -> Peer {
+pub fn connect(agent: &HandoffAgent, peer: &HandoffAgent) -> Peer {
     let address = peer.address().expect("address").to_string();
     let connected = agent.connect(&address).expect("connect");
     connected.wait_for(PATIENCE).expect("connected")
@@ -49,7 +56,7 @@ pub fn tagged(tag: &[u8]) -> Options {
 }
 
 /// The tags of the next `count` notifications.
-pub fn tags(agent: &Agent, count: usize) -> Vec<Vec<u8>> {
+pub fn tags(agent: &HandoffAgent, count: usize) -> Vec<Vec<u8>> {
     let mut seen = Vec::new();
     eventually("notifications", || {
         let come = agent.notifications().expect("open");
@@ -61,9 +68,9 @@ pub fn tags(agent: &Agent, count: usize) -> Vec<Vec<u8>> {
 
 pub struct Pair {
     /// Has `from` as its region "kv".
-    pub source: Agent,
+    pub source: HandoffAgent,
     /// Has `to` as its region "kv".
-    pub destination: Agent,
+    pub destination: HandoffAgent,
     pub from: Buffer,
     pub to: Buffer,
     pub region: Region,

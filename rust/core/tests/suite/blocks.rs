@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use kvpipe_core::Error;
-use kvpipe_core::blocks::{Agent, Options};
+use kvpipe_core::agent::Options;
 use kvpipe_core::checksum;
+use kvpipe_core::handoff::HandoffAgent;
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::session::SessionTimeouts;
@@ -149,7 +150,7 @@ fn a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again() {
 
 // --- an initiator that keeps to no rules
 
-fn raw(search: &Search) -> (Raw, Agent) {
+fn raw(search: &Search) -> (Raw, HandoffAgent) {
     let source = agent(search);
     register(
         &source,
@@ -165,7 +166,7 @@ fn raw(search: &Search) -> (Raw, Agent) {
 fn ask(raw: &Raw, transfer: u64, region: u32, ids: &[u32]) {
     let header = Writer::new(READ)
         .u64(transfer)
-        .u32(region)
+        .u64(region.into())
         .u8(WITH_CHECKSUMS);
     let header = header.finish();
     let ids = Writer::default().list(ids, |w, id| w.u32(*id)).finish();
@@ -214,7 +215,7 @@ fn a_peer_that_does_not_describe_its_regions_is_given_up() {
         handshake: Duration::from_millis(300),
         ..SessionTimeouts::default()
     };
-    let agent = Agent::new(
+    let agent = HandoffAgent::new(
         "127.0.0.1:0",
         TOKEN,
         search.clone().into(),

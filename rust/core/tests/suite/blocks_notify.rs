@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 
 use kvpipe_core::Error;
-use kvpipe_core::blocks::{Agent, TAG_CAP};
+use kvpipe_core::agent::TAG_CAP;
+use kvpipe_core::handoff::HandoffAgent;
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_ucx::{Buffer, Search};
@@ -234,7 +235,7 @@ fn a_lost_peer_fails_what_it_was_to_be_told() {
 
 // --- a peer that keeps to no rules
 
-fn raw(search: &Search) -> (Raw, Agent) {
+fn raw(search: &Search) -> (Raw, HandoffAgent) {
     let agent = agent(search);
     register(&agent, "kv", &Buffer::zeroed(BLOCK), BLOCK, BLOCK);
     let address = agent.address().expect("address");
@@ -280,7 +281,7 @@ fn peers_that_come_again_fill_an_inbox_to_its_cap_and_what_was_acknowledged_is_k
     let first = Raw::connect(&search, address, SessionKind::Agent);
     send_window(&first);
     // Answered, so that all before it has been seen.
-    let read = Writer::new(READ).u64(0).u32(9).u8(0).finish();
+    let read = Writer::new(READ).u64(0).u64(9).u8(0).finish();
     first.send(&read, &0u32.to_le_bytes());
     first.message(REFUSED);
     assert_eq!(agent.notifications().expect("open").len(), 64 * 16);

@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvpipe_core::blocks::{Agent, Options, Plan, Region};
+use kvpipe_core::agent::{Options, Plan, Region};
+use kvpipe_core::handoff::HandoffAgent;
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::session::SessionTimeouts;
@@ -29,12 +30,12 @@ struct Source {
 }
 
 impl Source {
-    fn connect(search: &Search, agent: &Agent) -> Self {
+    fn connect(search: &Search, agent: &HandoffAgent) -> Self {
         Self::on("cpu", search, agent)
     }
 
     /// Says that its region is on a device, whose blocks it sends as they are: the host's memory stands in for a GPU's.
-    fn on(device: &str, search: &Search, agent: &Agent) -> Self {
+    fn on(device: &str, search: &Search, agent: &HandoffAgent) -> Self {
         let address = agent.address().expect("address");
         let mut raw = Raw::connect(search, address, SessionKind::Agent);
         let memory = raw
@@ -55,7 +56,7 @@ impl Source {
     fn meet(
         device: &str,
         search: &Search,
-        agent: &Agent,
+        agent: &HandoffAgent,
         ours: &[u32],
         theirs: &[u32],
     ) -> (Self, Plan, Buffer) {
@@ -79,7 +80,7 @@ impl Source {
         let (header, _) = self.raw.message(READ);
         let mut header = Reader::new(&header);
         let transfer = header.u64().expect("a transfer");
-        let wanted = header.fixed::<5>().expect("a region and what is wanted")[4];
+        let wanted = header.fixed::<9>().expect("a source and what is wanted")[8];
         assert_eq!(wanted, if common::is_tcp() { 1 } else { 2 });
         if common::is_tcp() {
             for (id, sum) in [3, 4].into_iter().zip(sums) {
@@ -144,7 +145,7 @@ fn blocks_of_a_gpu_come_to_the_host_as_messages_without_checksums_whatever_the_r
         let (header, _) = source.raw.message(READ);
         let mut header = Reader::new(&header);
         let transfer = header.u64().expect("a transfer");
-        let wanted = header.fixed::<5>().expect("a region and what is wanted")[4];
+        let wanted = header.fixed::<9>().expect("a source and what is wanted")[8];
         assert_eq!(wanted, 0);
         let header = Writer::new(DATA).u64(transfer).u64(0).u64(0).finish();
         source.raw.send(&header, source.block(3));
@@ -243,7 +244,7 @@ fn without_checksums_the_source_is_asked_for_none() {
     on_both_paths(|search| {
         let timeouts = SessionTimeouts::default();
         let transport = search.clone().into();
-        let reader = Agent::new(&common::local(), TOKEN, transport, "", vec![], timeouts);
+        let reader = HandoffAgent::new(&common::local(), TOKEN, transport, "", vec![], timeouts);
         let reader = reader.expect("agent").without_checksums();
         let (source, plan, to) = Source::meet("cpu", search, &reader, &[0], &[3]);
         let work = reader.read(&plan, Options::default()).expect("read");
@@ -280,7 +281,7 @@ fn blocks_larger_than_a_slice_are_proved_too() {
 // --- a destination that keeps to no rules
 
 /// An agent with a region of `COUNT` blocks, and who asks it.
-fn asked(search: &Search) -> (Raw, Agent, Region) {
+fn asked(search: &Search) -> (Raw, HandoffAgent, Region) {
     let source = agent(search);
     let from = Buffer::from_vec(pattern(COUNT * BLOCK, 1));
     let region = register(&source, "kv", &from, BLOCK, BLOCK);
@@ -293,7 +294,7 @@ fn asked(search: &Search) -> (Raw, Agent, Region) {
 }
 
 fn ask(raw: &Raw, transfer: u64, wanted: u8, ids: &[u32]) {
-    let header = Writer::new(READ).u64(transfer).u32(0).u8(wanted).finish();
+    let header = Writer::new(READ).u64(transfer).u64(0).u8(wanted).finish();
     let ids = Writer::default().list(ids, |w, id| w.u32(*id)).finish();
     raw.send(&header, &ids);
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use kvpipe_core::blocks::Event;
+use kvpipe_core::handoff::Event;
 use kvpipe_core::handoff::consumer::LoadCounts;
 
 use crate::common::{self, eventually, on_every_path};

@@ -7,7 +7,8 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_core::blocks::{Agent, Options, Peer, Region};
+use kvpipe_core::agent::{Options, Peer, Region};
+use kvpipe_core::handoff::HandoffAgent;
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::handshake::SessionId;
 use kvpipe_ucx::{
@@ -78,7 +79,7 @@ impl Victim {
 
 /// A peer of the victim, which holds the token.
 struct Friend {
-    agent: Agent,
+    agent: HandoffAgent,
     peer: Peer,
     region: Region,
     to: Buffer,

@@ -23,8 +23,8 @@ const CONSUME: u8 = 22;
 const CONSUMED: u8 = 23;
 const SETTLE: u8 = 24;
 const WITHDRAW: u8 = 25;
-/// Of the fetch that follows an offer.
-const CHECKSUMS: u8 = 9;
+/// Of the transfers that follow an offer.
+const SOURCE_CHECKSUMS: u8 = 44;
 const CAPACITY: u64 = 1 << 20;
 /// Bytes of a key beside which no other entry fits.
 const FULL: usize = CAPACITY as usize - 3000;
@@ -149,7 +149,7 @@ fn checksums_of_large_tensors_are_sent_unless_they_are_switched_off() {
         let (header, payload) = a_select(1);
         raw.send(&header, &payload);
         raw.message(OFFER);
-        let told = raw.message_within(CHECKSUMS, Duration::from_millis(300));
+        let told = raw.message_within(SOURCE_CHECKSUMS, Duration::from_millis(300));
         // Over TCP each message carries its own checksum.
         assert_eq!(told.is_some(), is_checksummed && !common::is_tcp());
     }

@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
-use kvpipe_core::blocks::{Agent, Options, Region};
+use kvpipe_core::agent::{Options, Region};
+use kvpipe_core::handoff::HandoffAgent;
 use kvpipe_core::pipe::{Deadline, Pipe};
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::tensor::Meta;
@@ -86,9 +87,9 @@ fn send(pipe: &Pipe) -> Work<()> {
     .expect("send")
 }
 
-fn agent(search: &Search) -> Agent {
+fn agent(search: &Search) -> HandoffAgent {
     let timeouts = SessionTimeouts::default();
-    Agent::new(
+    HandoffAgent::new(
         &common::local(),
         TOKEN,
         search.clone().into(),
@@ -99,7 +100,7 @@ fn agent(search: &Search) -> Agent {
     .expect("agent")
 }
 
-fn register(agent: &Agent, block: usize) -> Region {
+fn register(agent: &HandoffAgent, block: usize) -> Region {
     agent
         .register("kv", Buffer::zeroed(large()), block as u64, block as u64)
         .expect("register")

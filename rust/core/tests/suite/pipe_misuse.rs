@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crc_fast::{CrcAlgorithm, checksum};
 use kvpipe_core::Error;
-use kvpipe_core::net::codec::Writer;
+use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::pipe::Pipe;
 use kvpipe_core::tensor::Received;
@@ -17,9 +17,9 @@ use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_paths, patte
 
 const EAGER: u8 = 1;
 const OFFER: u8 = 2;
-const ACCEPT: u8 = 3;
-const DATA: u8 = 4;
-const CHECKSUMS: u8 = 9;
+const READ: u8 = 32;
+const DATA: u8 = 33;
+const SOURCE_CHECKSUMS: u8 = 44;
 const CORRUPT: u8 = 10;
 const TAKEN: u8 = 6;
 
@@ -77,6 +77,12 @@ fn a_message_before_the_session_is_established_ends_it() {
 }
 
 impl Raw {
+    /// The number of the transfer that the receiver asks for next.
+    fn transfer(&self) -> u64 {
+        let (header, _) = self.message(READ);
+        Reader::new(&header).u64().expect("a transfer")
+    }
+
     fn message_while(&self, begin: impl FnOnce() -> Work<Arc<Received>>, expected: &[u8]) {
         let received = begin();
         self.message(TAKEN);
@@ -128,8 +134,8 @@ fn an_offer_of_cuda_memory_comes_to_the_host_as_messages_however_small() {
         let offer = described(5).u64(5).u64(1 << 40).u8(CUDA).u8(0).bytes(&[]);
         raw.send(&unsummed(OFFER, 0), &offer.finish());
         let received = receive(&rx);
-        raw.message(ACCEPT);
-        let header = Writer::new(DATA).u64(0).u64(0).u64(0).finish();
+        let header = Writer::new(DATA).u64(raw.transfer()).u64(0).u64(0);
+        let header = header.finish();
         raw.send(&header, b"on it");
         raw.message(TAKEN);
         assert_eq!(content(&received), b"on it");
@@ -197,10 +203,11 @@ fn a_large_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_g
         let received = receive(&rx);
         if is_read {
             let wrong = Writer::default().list(&[7], |w, sum| w.u64(*sum)).finish();
-            raw.send(&Writer::new(CHECKSUMS).u64(0).finish(), &wrong);
+            let header = Writer::new(SOURCE_CHECKSUMS).u64(0).u64(0);
+            raw.send(&header.finish(), &wrong);
         } else {
-            raw.message(ACCEPT);
-            let header = Writer::new(DATA).u64(0).u64(0).u64(7).finish();
+            let header = Writer::new(DATA).u64(raw.transfer()).u64(0).u64(7);
+            let header = header.finish();
             raw.send(&header, &pattern(len, 3));
         }
         raw.message(CORRUPT);

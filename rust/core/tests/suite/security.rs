@@ -5,8 +5,8 @@ use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::time::Duration;
 
 use kvpipe_core::Error;
-use kvpipe_core::blocks::Agent;
 use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlTimeouts};
+use kvpipe_core::handoff::HandoffAgent;
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::pipe::Pipe;
@@ -78,7 +78,7 @@ fn a_recorded_session_played_again_is_refused_and_asks_nothing() {
 
 // --- the session in every message
 
-fn lender(search: &Search) -> Agent {
+fn lender(search: &Search) -> HandoffAgent {
     let source = agent(search);
     let buffer = Buffer::from_vec(pattern(COUNT * BLOCK, 1));
     register(&source, "kv", &buffer, BLOCK, BLOCK);
@@ -87,7 +87,7 @@ fn lender(search: &Search) -> Agent {
 
 /// Asks for blocks of a region that is not there, which is answered with a refusal.
 fn ask_for_blocks(raw: &Raw, transfer: u64) {
-    let header = Writer::new(READ).u64(transfer).u32(7).u8(0).finish();
+    let header = Writer::new(READ).u64(transfer).u64(7).u8(0).finish();
     let ids = Writer::default().list(&[0u32], |w, id| w.u32(*id)).finish();
     raw.send(&header, &ids);
 }
@@ -124,7 +124,7 @@ fn nothing_listens_beyond_loopback_without_a_token() {
     for address in ["0.0.0.0:0", "[::]:0", "203.0.113.1:0"] {
         let memory = || Transport::Memory(MemoryPath::RemoteRead);
         let control = Control::new(Some(address), b"", "", vec![], PATIENT);
-        let agent = Agent::new(
+        let agent = HandoffAgent::new(
             address,
             b"",
             memory(),
@@ -172,8 +172,9 @@ fn an_agent_on_one_interface_listens_on_no_other_with_ucx_too() {
     alone(|search| {
         for (name, ip) in outside() {
             let (listen, timeouts) = (format!("{ip}:0"), SessionTimeouts::default());
-            let agent = Agent::new(&listen, TOKEN, search.clone().into(), "", vec![], timeouts)
-                .expect("agent");
+            let agent =
+                HandoffAgent::new(&listen, TOKEN, search.clone().into(), "", vec![], timeouts)
+                    .expect("agent");
             let (found, ips) = (listening(), ips_of(&name));
             assert!(found.contains(&agent.address().expect("address")));
             assert!(found.len() > 1, "UCX listens somewhere: {found:?}");

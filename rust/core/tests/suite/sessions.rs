@@ -5,8 +5,8 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use kvpipe_core::Error;
-use kvpipe_core::blocks::Agent;
 use kvpipe_core::control::{Control, ControlEvent, ControlQuery, ControlTimeouts};
+use kvpipe_core::handoff::HandoffAgent;
 use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Identity, SessionKind};
 use kvpipe_core::pipe::Pipe;
@@ -41,9 +41,9 @@ fn ask(from: &Control, to: &Control) -> kvpipe_core::Result<String> {
         .wait_for(PATIENCE)
 }
 
-fn agent(search: &Search) -> Agent {
+fn agent(search: &Search) -> HandoffAgent {
     let timeouts = SessionTimeouts::default();
-    Agent::new(
+    HandoffAgent::new(
         "127.0.0.1:0",
         TOKEN,
         search.clone().into(),
@@ -220,7 +220,7 @@ fn a_peer_that_says_nothing_any_more_is_lost_at_the_deadline() {
         silence: Duration::from_millis(300),
         ..SessionTimeouts::default()
     };
-    let server = Agent::new(
+    let server = HandoffAgent::new(
         "127.0.0.1:0",
         TOKEN,
         search.clone().into(),
@@ -248,7 +248,7 @@ fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
             ..SessionTimeouts::default()
         };
         let make = || {
-            let agent = Agent::new(
+            let agent = HandoffAgent::new(
                 "127.0.0.1:0",
                 TOKEN,
                 search.clone().into(),
@@ -274,7 +274,7 @@ fn heartbeats_pass_a_bulk_that_takes_longer_than_the_deadline() {
             .prepare(&peer, (&region, ids.clone()), ("kv", ids))
             .expect("plan");
         let read = |_| {
-            let options = kvpipe_core::blocks::Options::default();
+            let options = kvpipe_core::agent::Options::default();
             destination.read(&plan, options).expect("read")
         };
         let begun = Instant::now();

@@ -3,8 +3,9 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use kvpipe_core::blocks::{Agent, Event, LoadRequest, ReadyBlocks, ReadyRange, Region};
+use kvpipe_core::agent::Region;
 use kvpipe_core::handoff::HandoffId;
+use kvpipe_core::handoff::{Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::transport::Transport;
 use kvpipe_ucx::Buffer;
@@ -17,7 +18,7 @@ pub const LAYERS: usize = 3;
 pub const ID: HandoffId = [9; 16];
 
 pub struct Worker {
-    pub agent: Agent,
+    pub agent: HandoffAgent,
     pub layers: Vec<Buffer>,
     pub regions: Vec<Region>,
     pub seen: RefCell<Vec<Event>>,
@@ -27,7 +28,7 @@ pub struct Worker {
 pub fn worker(transport: &Transport, seed: u64) -> Worker {
     let timeouts = SessionTimeouts::default();
     let agent =
-        Agent::new(&local(), TOKEN, transport.clone(), "", vec![], timeouts).expect("agent");
+        HandoffAgent::new(&local(), TOKEN, transport.clone(), "", vec![], timeouts).expect("agent");
     let layers: Vec<Buffer> = (0..LAYERS as u64)
         .map(|layer| Buffer::from_vec(pattern(COUNT * BLOCK, seed + layer)))
         .collect();

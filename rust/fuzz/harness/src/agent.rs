@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpipe_core::Result;
-use kvpipe_core::blocks::{
-    Agent, Event, LoadRequest, Options, Peer, ReadyBlocks, ReadyRange, Region,
-};
+use kvpipe_core::agent::{Agent, Options, Peer, Region};
 use kvpipe_core::fuzzing::{Round, without_threads};
+use kvpipe_core::handoff::{
+    Event, HandoffAgent, HandoffCommand, LoadRequest, ReadyBlocks, ReadyRange,
+};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Work;
@@ -46,7 +47,7 @@ pub(crate) mod user {
 }
 
 struct Side {
-    agent: Agent,
+    agent: HandoffAgent,
     address: String,
     regions: Vec<Region>,
     works: Vec<Work<u64>>,
@@ -58,7 +59,7 @@ struct Side {
 }
 
 impl Side {
-    fn new(agent: Agent, address: String) -> Self {
+    fn new(agent: HandoffAgent, address: String) -> Self {
         let mut side = Self {
             agent,
             address,
@@ -79,9 +80,9 @@ impl Side {
         let whole = Buffer::zeroed(COUNT * BLOCK);
         let buffer = whole.first(COUNT * BLOCK, owner).expect("all of it");
         let register = if is_writable {
-            Agent::register_writable
+            Agent::<HandoffCommand>::register_writable
         } else {
-            Agent::register
+            Agent::<HandoffCommand>::register
         };
         let region = register(&self.agent, name, buffer, BLOCK as u64, BLOCK as u64);
         let region = region.expect("region");
@@ -215,7 +216,7 @@ pub(crate) fn agent(bytes: &[u8]) {
     let transport = transport(flags);
     let agent = || {
         let (id, timeouts) = ("engine", SessionTimeouts::default());
-        Agent::new(
+        HandoffAgent::new(
             "127.0.0.1:0",
             TOKEN,
             transport.clone(),

@@ -15,12 +15,14 @@ pub(crate) mod session {
     pub(crate) const GOODBYE: u8 = 34;
 }
 
-/// Large tensors, of pipes and lookup buffers.
-pub(crate) mod tensor {
-    pub(crate) const ACCEPT: u8 = 3;
-    pub(crate) const DATA: u8 = 4;
-    pub(crate) const CREDIT: u8 = 5;
-    pub(crate) const CHECKSUMS: u8 = 9;
+/// Transfers of blocks and of large tensors.
+pub(crate) mod transfer {
+    pub(crate) const READ: u8 = 32;
+    pub(crate) const DATA: u8 = 33;
+    pub(crate) const CREDIT: u8 = 34;
+    pub(crate) const REFUSED: u8 = 35;
+    pub(crate) const CHECKSUMS: u8 = 43;
+    pub(crate) const SOURCE_CHECKSUMS: u8 = 44;
 }
 
 pub(crate) mod pipe {
@@ -48,10 +50,6 @@ pub(crate) mod lookup {
 pub(crate) mod agent {
     pub(crate) const REGIONS: u8 = 1;
     pub(crate) const RELEASED: u8 = 2;
-    pub(crate) const READ: u8 = 32;
-    pub(crate) const DATA: u8 = 33;
-    pub(crate) const CREDIT: u8 = 34;
-    pub(crate) const REFUSED: u8 = 35;
     pub(crate) const OFFER: u8 = 36;
     pub(crate) const TAKEN: u8 = 37;
     pub(crate) const NOT_TAKEN: u8 = 38;
@@ -59,7 +57,6 @@ pub(crate) mod agent {
     pub(crate) const NOTIFY: u8 = 40;
     pub(crate) const VOID: u8 = 41;
     pub(crate) const NOTED: u8 = 42;
-    pub(crate) const CHECKSUMS: u8 = 43;
     pub(crate) const SELECT: u8 = 48;
     pub(crate) const BLOCKS_READY: u8 = 49;
     pub(crate) const HANDOFF_ENDED: u8 = 50;

@@ -4,13 +4,13 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
 use super::super::messages::{LookupMessage, TOKENS_CAP};
-use super::super::transfer::Outgoing;
+use super::super::tensors::Tensors;
 use super::super::{INSERTS_IN_FLIGHT, Items};
 use crate::earliest::Earliest;
 use crate::error::Error;
 use crate::ids::SessionKey;
 use crate::net::codec::Writer;
-use crate::reactor::ReactorContext;
+use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::work::Completer;
 
@@ -53,7 +53,7 @@ impl InsertQueue {
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        outgoing: &mut Outgoing,
+        tensors: &mut Tensors,
     ) -> Vec<FailedInsert> {
         let mut failed = Vec::new();
         while let Some(insert) = self.next() {
@@ -65,12 +65,12 @@ impl InsertQueue {
                 completer,
             } = insert;
             let num_tokens = tokens.len();
-            match outgoing.write(cx, session, operation, &items, Writer::default()) {
-                Ok(tensors) => {
+            match tensors.write(cx, session, operation, &items, Writer::default()) {
+                Ok(encoded) => {
                     let message = LookupMessage::Insert {
                         timeout: deadline.map(|at| at.saturating_duration_since(cx.now)),
                         tokens,
-                        tensors: tensors.finish().into(),
+                        tensors: encoded.finish().into(),
                     };
                     message.send(cx, session, operation);
                     let sent = SentInsert {
@@ -81,7 +81,7 @@ impl InsertQueue {
                     self.sent.insert(operation, sent);
                 }
                 Err(error) => {
-                    outgoing.release(operation);
+                    tensors.release(session, operation);
                     failed.push((completer, error));
                 }
             }

@@ -12,7 +12,7 @@ use super::LookupClient;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::reactor::ReactorContext;
+use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::work::Completer;
 
@@ -157,10 +157,8 @@ impl LookupClient {
             Ok(tensors) => {
                 select.stage = SelectStage::Fetching(session);
                 let entry = EntryTransfer::read(Reader::new(tensors))?;
-                if let Some(server) = self.servers.get_mut(&session) {
-                    server.tensors.incoming.add(operation, entry);
-                    server.tensors.incoming.begin(operation);
-                }
+                self.tensors.add(session, operation, entry);
+                self.tensors.begin(cx, session, operation);
             }
             Err(error) => self.return_entry(cx, session, operation, Err(error)),
         }

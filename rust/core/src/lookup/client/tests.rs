@@ -113,12 +113,9 @@ fn an_insert_ends_with_the_first_lost_server_once_no_server_can_read_it() {
     let (mut cx, (mut client, _command_queue)) = (ReactorContext::manual(None), client());
     for session in SESSIONS {
         cx.add_manual(session, [0; 16], None);
-        let tensors = Tensors::new(session, client.pool.clone(), true);
         let is_up = true;
         client.sessions.push(session);
-        client
-            .servers
-            .insert(session, ServerSession { is_up, tensors });
+        client.servers.insert(session, ServerSession { is_up });
     }
     let inserted = insert(&mut client);
     let lost = Error::lost("second", "gone");

@@ -1,4 +1,34 @@
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
 use super::*;
+use crate::net::identity::SessionKind;
+
+impl ReactorContext {
+    /// A context without a reactor.
+    pub(crate) fn manual(context: Option<Context>) -> Self {
+        let identity = Identity::new(SessionKind::Control, "", Vec::new());
+        let config = ReactorConfig {
+            listen: None,
+            token: Vec::new(),
+            identity: identity.expect("identity"),
+            transport: None,
+            local: Ipv4Addr::LOCALHOST.into(),
+            timeouts: SessionTimeouts::default(),
+            busy_poll: Duration::ZERO,
+        };
+        let poller = Arc::new(Poller::new().expect("poller"));
+        let context = context.map(Arc::new);
+        Self::new(config, context, poller, PendingReads::default()).expect("cx")
+    }
+
+    /// The context of a reactor whose data plane has ended, but not so many of its reads.
+    pub(crate) fn with_pending_reads(reads: usize) -> Self {
+        let cx = Self::manual(None);
+        cx.pending_reads.pretend(reads);
+        cx
+    }
+}
 
 const PEER: &str = "127.0.0.1:9";
 

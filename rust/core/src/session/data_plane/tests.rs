@@ -3,10 +3,28 @@ use std::net::Ipv4Addr;
 use kvpipe_ucx::Event;
 
 use super::*;
+use crate::session::session::Session;
 use crate::transport::{MemoryPath, Transport};
 
 const SESSION: SessionKey = 20;
 const LEN: usize = 1 << 20;
+
+impl ReactorContext {
+    /// Adds a session of this id, whose endpoint leads to a worker.
+    pub(crate) fn add_manual(
+        &mut self,
+        key: SessionKey,
+        session_id: SessionId,
+        worker: Option<&[u8]>,
+    ) {
+        let session = Session::connecting("peer".to_owned(), self.now(), self.timeouts());
+        self.sessions.insert(key, session);
+        self.admit(key, session_id);
+        if let Some(address) = worker {
+            self.open_endpoint(key, address).unwrap();
+        }
+    }
+}
 
 /// A reactor with a session that has an endpoint, and the worker that it leads to.
 fn connected(session: SessionKey) -> (ReactorContext, Worker) {

@@ -6,7 +6,7 @@ use kvpipe_core::net::codec::Writer;
 
 use super::{goodbye, send};
 use crate::agent::{ANOTHER, HANDOFFS, IS_COMMITTED, KV, WITH_TAG, user};
-use crate::kinds::agent as kind;
+use crate::kinds::{agent as kind, transfer};
 use crate::script::{NO_CHECKSUMS, REMOTE_READ, SERVER, Script};
 use crate::wire::{BLOCK_BYTES, block_ids, head, numbers, ready_blocks, regions, text};
 
@@ -21,12 +21,12 @@ fn blocks(count: usize) -> Vec<u8> {
 }
 
 fn stream(script: Script, num_blocks: usize) -> Script {
-    let header = head(kind::DATA, 1).u64(0).finish();
+    let header = head(transfer::DATA, 1).u64(0).finish();
     script.sealed(&header, &blocks(num_blocks))
 }
 
 fn checksums(script: Script, transfer: u64) -> Script {
-    let header = head(kind::CHECKSUMS, transfer).u64(0).finish();
+    let header = head(transfer::CHECKSUMS, transfer).u64(0).finish();
     script.message(&header, &numbers(&[checksum::of(&blocks(1)); 3]))
 }
 
@@ -73,17 +73,17 @@ fn reads() -> Vec<Script> {
         reading(REMOTE_READ | NO_CHECKSUMS),
         checksums(checksums(reading(REMOTE_READ), 1), 2),
         stream(reading(0), 3),
-        refuse(reading(0), kind::REFUSED),
+        refuse(reading(0), transfer::REFUSED),
     ]
 }
 
 fn served_reads() -> Vec<Script> {
     // The bytes, the bytes with checksums, the checksums only.
     let read = |flags, wanted| {
-        let header = head(kind::READ, 1).u32(0).u8(wanted).finish();
+        let header = head(transfer::READ, 1).u64(0).u8(wanted).finish();
         connected(flags).message(&header, &block_ids(&[0, 2, 4]))
     };
-    let credit = head(kind::CREDIT, 1).u64(64).finish();
+    let credit = head(transfer::CREDIT, 1).u64(64).finish();
     vec![
         read(0, 0).message(&credit, &[]),
         read(0, 1),

@@ -1,6 +1,6 @@
 //! Seeds of the decoders.
 
-use kvpipe_core::blocks::Metadata;
+use kvpipe_core::agent::Metadata;
 use kvpipe_core::fuzzing::DECODERS;
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
@@ -9,7 +9,10 @@ use super::agent::ready_block;
 use super::lookup::{by_tokens, tensors};
 use crate::agent::KV;
 use crate::control::{HANDOFFS, opening, sequence_state};
-use crate::wire::{self, block_ids, meta, numbers, offer, ready_blocks, region, regions, text};
+use crate::kinds::{agent, transfer};
+use crate::wire::{
+    self, block_ids, head, meta, numbers, offer, ready_blocks, region, regions, text,
+};
 
 fn identity() -> Vec<u8> {
     let identity = Writer::new(SessionKind::Agent as u8)
@@ -28,6 +31,14 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
     let header = header.u8(1).u8(1).u64(0).finish();
     let offered = Writer::default().bytes(&header);
     let offered = offered.raw(&ids).raw(&ids).bytes(b"tag").finish();
+    let message = |header: Writer, payload: &[u8]| {
+        let header = Writer::default().bytes(&header.finish());
+        header.raw(payload).finish()
+    };
+    let read = message(head(transfer::READ, 1).u64(0).u8(2), &ids);
+    let checksums = message(head(transfer::CHECKSUMS, 1).u64(0), &numbers(&[1]));
+    let ready = Writer::new(agent::BLOCKS_READY).raw(&HANDOFFS[1]).u32(0);
+    let ready = message(ready, &ready_blocks(&[ready_block(0, 1)]));
     let metadata = Metadata {
         address: "127.0.0.1:4000".to_owned(),
         incarnation: [1; 16],
@@ -36,19 +47,19 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
     let single = [
         ("identity", identity()),
         ("meta", meta(Writer::default(), 3).finish()),
-        ("offer", offer().finish()),
+        ("buffer", offer().finish()),
         ("region", region(Writer::default(), (0, KV)).finish()),
         ("regions", regions(&[(0, KV)])[1..].to_vec()),
         ("offered_blocks", offered),
-        ("block_ids", ids),
-        ("ready_blocks", ready_blocks(&[ready_block(0, 1)])),
+        ("transfer", read),
+        ("transfer", checksums),
+        ("handoff", ready),
         ("reason", text("a reason")),
-        ("block_checksums", numbers(&[1])),
         ("metadata", metadata.to_bytes()),
         ("select", by_tokens()),
         ("refusal", Writer::new(2).str("no place").finish()),
         ("entry", tensors()),
-        ("offer_checksums", offer().bytes(&numbers(&[1])).finish()),
+        ("buffer_checksums", offer().bytes(&numbers(&[1])).finish()),
     ];
     let control = wire::control(HANDOFFS[0], &opening(), &sequence_state());
     let control = control.into_iter().map(|frame| ("control", frame));

@@ -2,8 +2,8 @@
 
 use kvpipe_core::net::codec::Writer;
 
-use super::{goodbye, send, stream};
-use crate::kinds::{lookup, tensor};
+use super::{goodbye, read, send, stream};
+use crate::kinds::lookup;
 use crate::lookup::user;
 use crate::script::{REMOTE_READ, Script};
 use crate::wire::{head, meta, offer};
@@ -59,11 +59,7 @@ pub(super) fn server() -> Vec<Vec<u8>> {
         goodbye(settle(select(stream(insert(0, &all), 2, KIB), &any), 0)),
         goodbye(consume(select(insert(0, &[0; 5]), &any))),
         goodbye(settle(consume(select(inserted_here(REMOTE_READ), &any)), 1)),
-        goodbye(send(
-            select(inserted_here(0), &by_tokens),
-            tensor::ACCEPT,
-            5,
-        )),
+        goodbye(read(select(inserted_here(0), &by_tokens), 5)),
         goodbye(selected_here.user(user::CONSUME, 0)),
         goodbye(send(insert(0, &all), lookup::WITHDRAW, 0)),
     ]
@@ -75,7 +71,7 @@ pub(super) fn client() -> Vec<Vec<u8>> {
         let script = Script::new(flags).user(user::SELECT, 0);
         script.sealed(&head(lookup::OFFER, 0).finish(), &tensors())
     };
-    let accepted = send(inserting(0), tensor::ACCEPT, 0);
+    let accepted = read(inserting(0), 0);
     let refusal = Writer::new(2).str("no place").finish();
     let refused = inserting(0).message(&head(lookup::REFUSED, 0).finish(), &refusal);
     let consumed = |script| send(script, lookup::CONSUMED, 0);

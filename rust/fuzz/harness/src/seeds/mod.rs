@@ -10,9 +10,9 @@ mod pipe;
 use kvpipe_core::net::codec::Writer;
 
 use crate::kinds::session::{GOODBYE, HEARTBEAT};
-use crate::kinds::tensor::DATA;
+use crate::kinds::transfer::{DATA, READ};
 use crate::script::Script;
-use crate::wire::head;
+use crate::wire::{block_ids, head};
 
 /// Seeds of every target, by its name.
 pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
@@ -43,6 +43,12 @@ fn goodbye(script: Script) -> Vec<u8> {
 /// A message without payload.
 fn send(script: Script, kind: u8, id: u64) -> Script {
     script.message(&head(kind, id).finish(), &[])
+}
+
+/// Asks for a large tensor as a stream with checksums, in the first transfer of a session.
+fn read(script: Script, source: u64) -> Script {
+    let header = head(READ, 1).u64(source).u8(1).finish();
+    script.message(&header, &block_ids(&[0]))
 }
 
 /// The first bytes of a large tensor of zeros.

@@ -3,8 +3,8 @@
 use kvpipe_core::checksum;
 use kvpipe_core::net::codec::Writer;
 
-use super::{goodbye, send, stream};
-use crate::kinds::{pipe, tensor};
+use super::{goodbye, read, send, stream};
+use crate::kinds::{pipe, transfer};
 use crate::pipe::{receiver_user, sender_user};
 use crate::script::{REMOTE_READ, Script};
 use crate::wire::{head, meta, numbers, offer};
@@ -28,7 +28,7 @@ fn announced(flags: u8, checksum_mode: u8) -> Script {
 
 pub(super) fn receiver() -> Vec<Vec<u8>> {
     let checksum = checksum::of(&vec![0; usize::from(KIB) << 10]);
-    let checksums = head(tensor::CHECKSUMS, 1).finish();
+    let checksums = head(transfer::SOURCE_CHECKSUMS, 1).u64(0).finish();
     let checksummed = announced(REMOTE_READ, 1).message(&checksums, &numbers(&[checksum]));
     let withdrawn = announced(0, 0).user(receiver_user::WITHDRAW, 0);
     let ended = |script: Script| {
@@ -53,8 +53,8 @@ pub(super) fn sender() -> Vec<Vec<u8>> {
         let script = Script::new(flags).user(sender_user::SEND, 1);
         acknowledge(script.user(sender_user::SEND, 80), 0, &[])
     };
-    let credit = head(tensor::CREDIT, 1).u64(40 << 10).finish();
-    let accepted = send(offering(0), tensor::ACCEPT, 1).message(&credit, &[]);
+    let credit = head(transfer::CREDIT, 1).u64(40 << 10).finish();
+    let accepted = read(offering(0), 1).message(&credit, &[]);
     let closing = |script| acknowledge(script, 1, &[]).user(sender_user::CLOSE, 0);
     let two_small = Script::new(REMOTE_READ).user(sender_user::SEND, 1);
     let two_small = two_small.user(sender_user::SEND, 2);

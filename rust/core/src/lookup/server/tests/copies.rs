@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::super::{
     BufferState, ChangedBy, ClientAction, ClientSelect, ClientSession, Inserter, LookupServer,
-    LookupShared, Selector, Tensors,
+    LookupShared, Selector,
 };
 use super::*;
 use crate::error::Error;
@@ -155,10 +155,9 @@ fn an_entry_returned_as_the_server_ends_is_not_leased_to_another_client() {
         let inserted = shared.insert(vec![1].into(), items, None, completer);
         inserted.unwrap();
         let add = |server: &mut LookupServer, session, select| {
-            let tensors = Tensors::new(session, server.pool.clone(), true);
-            let mut client = ClientSession::new(tensors);
+            let mut client = ClientSession::default();
             client.selects.insert(1, select);
-            server.clients.add(session, client);
+            server.clients.insert(session, client);
         };
         let select = |session| {
             let select = |state: &mut BufferState| {

@@ -1,0 +1,254 @@
+//! The agent's side of its reactor's thread: its state, and which part of it a command or a message is for. A service
+//! above runs it, and whatever else moves blocks.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvpipe_ucx::{AmData, Status};
+
+use super::SharedState;
+use super::messages::{
+    CORRUPT, NOT_TAKEN, NOTED, NOTIFY, OFFER, PROCESS_VM, REGIONS, RELEASED, RemoteRegions, TAKEN,
+    VOID,
+};
+use super::offers::Offer;
+use super::peer::Peer;
+use super::peers::PeerState;
+use super::plan::{Region, region_gone};
+use super::reads::{ActiveRead, BlocksRead, ReadCommand};
+use super::regions::{Closing, LocalRegion};
+use crate::earliest::Earliest;
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::net::codec::Reader;
+use crate::net::identity::{Identity, Incarnation};
+use crate::session::ReactorContext;
+use crate::transfer::region::RegionId;
+use crate::transfer::{Handled, Message, TransferEngine};
+use crate::work::Completer;
+
+/// Transfers from one peer under way at once; more wait.
+const TRANSFERS_IN_FLIGHT: usize = 4;
+
+/// What users of an agent ask for.
+#[derive(Debug)]
+pub struct AgentCommand(pub(super) Command);
+
+#[derive(Debug)]
+pub(super) enum Command {
+    Register {
+        region: LocalRegion,
+        completer: Completer<Region>,
+    },
+    Close {
+        region: RegionId,
+        until: Option<Instant>,
+        completer: Completer<()>,
+    },
+    Connect {
+        address: String,
+        incarnation: Option<Incarnation>,
+        completer: Completer<Peer>,
+    },
+    Read(ReadCommand),
+    Write(Offer),
+    Notify {
+        session: SessionKey,
+        tag: Vec<u8>,
+        completer: Completer<()>,
+    },
+    /// Notifications that the user has drained.
+    Drained(Vec<(SessionKey, u64)>),
+}
+
+/// All of it.
+pub(crate) struct AgentCore {
+    pub(super) shared: Arc<SharedState>,
+    pub(crate) engine: TransferEngine,
+    pub(crate) regions: BTreeMap<RegionId, LocalRegion>,
+    pub(super) next_region: RegionId,
+    pub(super) closing: Vec<Closing>,
+    /// Closed regions of peers that are still read.
+    pub(super) letting_go: Vec<(SessionKey, RegionId)>,
+    pub(crate) peers: HashMap<SessionKey, PeerState>,
+    pub(super) by_address: HashMap<String, SessionKey>,
+    /// Reads under way, by the owner that the engine knows.
+    pub(super) reads: HashMap<u64, ActiveRead>,
+    /// How reads of tasks have ended.
+    pub(super) task_ends: VecDeque<(u64, Result<BlocksRead>)>,
+    pub(super) offers: HashMap<u64, Offer>,
+    /// Of offers.
+    pub(super) deadlines: Earliest,
+    /// Peers that may have to be told which notifications have come.
+    pub(super) to_note: BTreeSet<SessionKey>,
+    /// Lines for people.
+    pub(super) logs: Vec<String>,
+}
+
+impl AgentCore {
+    pub(super) fn new(shared: Arc<SharedState>) -> Self {
+        Self {
+            shared,
+            engine: TransferEngine::new(TRANSFERS_IN_FLIGHT),
+            regions: BTreeMap::new(),
+            next_region: 0,
+            closing: Vec::new(),
+            letting_go: Vec::new(),
+            peers: HashMap::new(),
+            by_address: HashMap::new(),
+            reads: HashMap::new(),
+            task_ends: VecDeque::new(),
+            offers: HashMap::new(),
+            deadlines: Earliest::default(),
+            to_note: BTreeSet::new(),
+            logs: Vec::new(),
+        }
+    }
+
+    /// Lines for people, since the last call.
+    pub(crate) fn drain_logs(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.logs)
+    }
+
+    pub(crate) fn command(&mut self, cx: &mut ReactorContext, command: AgentCommand) {
+        match command.0 {
+            Command::Register { region, completer } => {
+                self.register_command(cx, region, completer);
+            }
+            Command::Close {
+                region,
+                until,
+                completer,
+            } => self.close_region(cx, region, until, completer),
+            Command::Connect {
+                address,
+                incarnation,
+                completer,
+            } => self.connect(cx, &address, incarnation, completer),
+            Command::Read(command) => self.read_command(cx, command),
+            Command::Write(offer) => self.write_command(cx, offer),
+            Command::Notify {
+                session,
+                tag,
+                completer,
+            } => self.notify_command(cx, session, tag, completer),
+            Command::Drained(drained) => self.drained(drained),
+        }
+    }
+
+    pub(crate) fn session_up(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        peer: &Identity,
+    ) {
+        self.engine.session_up(session);
+        self.peer_up(cx, session, peer);
+    }
+
+    pub(crate) fn session_down(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        error: &Error,
+    ) {
+        self.logs.push(format!("session.closed {error}"));
+        self.peer_down(session, error);
+        self.engine.session_down(cx, session, error);
+        self.offers_down(session, error);
+        self.regions_down(session);
+    }
+
+    /// A frame; true when it has told of the peer's regions.
+    pub(crate) fn frame(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        frame: &[u8],
+    ) -> Result<bool> {
+        let mut reader = Reader::new(frame);
+        match reader.u8()? {
+            REGIONS => {
+                let regions = RemoteRegions::read(reader)?;
+                self.receive_regions(cx, session, regions)?;
+                return Ok(true);
+            }
+            PROCESS_VM => self.engine.receive_process_address(cx, session, reader)?,
+            RELEASED => {
+                let region = reader.u32()?;
+                reader.end()?;
+                self.released(session, region)?;
+            }
+            other => return Err(Error::protocol(format_args!("frame {other} to an agent"))),
+        }
+        Ok(false)
+    }
+
+    /// A message.
+    pub(crate) fn message(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        (kind, header): (u8, Reader<'_>),
+        data: &AmData,
+    ) -> Result<()> {
+        match kind {
+            kind if Message::is_kind(kind) => {
+                let handled = self.engine.message(cx, session, (kind, header), data)?;
+                if let Handled::Request(request) = handled {
+                    let source = self.exposed_to(session, request.source);
+                    let source = source.ok_or_else(region_gone);
+                    self.engine.serve(cx, &request, source);
+                }
+                Ok(())
+            }
+            OFFER | TAKEN | NOT_TAKEN | CORRUPT => {
+                self.offer_message(cx, session, kind, header, data)
+            }
+            NOTIFY | VOID | NOTED => self.notice_message(cx, session, kind, header, data),
+            other => Err(Error::protocol(format_args!("message {other} to an agent"))),
+        }
+    }
+
+    /// A read has ended.
+    pub(crate) fn done(
+        &mut self,
+        cx: &mut ReactorContext,
+        token: u64,
+        result: std::result::Result<(), Status>,
+    ) {
+        self.engine.read_ended(cx, token, result);
+    }
+
+    /// Looks at deadlines; tells when to come back.
+    pub(crate) fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        let transfers = self.engine.expire(cx);
+        self.drain(cx);
+        self.expire_offers(cx);
+        let described = self.expire_peers(cx);
+        self.note(cx);
+        self.release(cx);
+        let closed = self.end_closing(cx.now);
+        [transfers, self.deadlines.at(), described, closed]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
+    /// Ends everything; the ends of tasks' reads are to be drained before [`finish_stop`](Self::finish_stop).
+    pub(crate) fn stop(&mut self, cx: &mut ReactorContext, reason: &str) {
+        self.engine.stop(&cx.closed(reason));
+    }
+
+    /// Ends what is left when reads have ended.
+    pub(crate) fn finish_stop(&mut self, cx: &mut ReactorContext, reason: &str) {
+        let closed = cx.closed(reason);
+        for session in self.peers.keys().copied().collect::<Vec<_>>() {
+            self.offers_down(session, &closed);
+            self.peer_down(session, &closed);
+        }
+        self.end_all_closing(&cx.pending_reads);
+        self.shared.inbox.close();
+    }
+}

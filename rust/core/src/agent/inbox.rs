@@ -1,0 +1,127 @@
+//! Notifications that have arrived and that nobody has taken yet.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use rustix::event::EventfdFlags;
+
+use super::notices::{WINDOW, WINDOW_BYTES};
+use super::peer::Peer;
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::work::{Waited, wait_readable};
+
+/// A peer's word, in the order in which it gave them.
+#[derive(Debug, Clone)]
+pub struct Notification {
+    /// Who sent it.
+    pub peer: Peer,
+    /// What it said.
+    pub tag: Vec<u8>,
+}
+
+/// Notifications of all peers that may wait. A peer's own are bounded, but one that comes again begins anew: from then on
+/// what comes waits in its session, unacknowledged.
+const CAP: usize = 64 * WINDOW as usize;
+/// Bytes of their tags.
+const BYTES_CAP: usize = 64 * WINDOW_BYTES;
+
+/// Up to which number the notifications of a session have been taken.
+pub(super) type Taken = (SessionKey, u64);
+
+#[derive(Debug, Default)]
+struct State {
+    waiting: VecDeque<(u64, Notification)>,
+    /// Bytes of their tags.
+    held: usize,
+    is_closed: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct Inbox {
+    state: Mutex<State>,
+    /// Readable while something waits, and from the end of the agent on.
+    ready: OwnedFd,
+}
+
+impl Inbox {
+    pub(super) fn new() -> Result<Self> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let ready = rustix::event::eventfd(0, flags)
+            .map_err(|error| Error::Exhausted(format!("no eventfd: {error}")))?;
+        Ok(Self {
+            state: Mutex::default(),
+            ready,
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn signal(&self) {
+        // An eventfd that counts to a few never blocks.
+        let _ = rustix::io::write(&self.ready, &1u64.to_ne_bytes());
+    }
+
+    /// Whether another notification may wait.
+    pub(super) fn has_room(&self) -> bool {
+        let state = self.state();
+        state.waiting.len() < CAP && state.held < BYTES_CAP
+    }
+
+    pub(super) fn push(&self, number: u64, notification: Notification) {
+        let mut state = self.state();
+        state.held += notification.tag.len();
+        state.waiting.push_back((number, notification));
+        if state.waiting.len() == 1 {
+            self.signal();
+        }
+    }
+
+    /// Takes everything that waits, and tells up to which number of each session that is.
+    ///
+    /// # Errors
+    /// Nothing waits, and the agent was closed.
+    pub(super) fn drain(&self) -> Result<(Vec<Notification>, Vec<Taken>)> {
+        let mut state = self.state();
+        if state.waiting.is_empty() && state.is_closed {
+            return Err(Error::Closed("the agent was closed".to_owned()));
+        }
+        if !state.is_closed {
+            let _ = rustix::io::read(&self.ready, &mut [0u8; 8]);
+        }
+        state.held = 0;
+        let mut taken: Vec<Taken> = Vec::new();
+        let mut notifications = Vec::with_capacity(state.waiting.len());
+        for (number, notification) in state.waiting.drain(..) {
+            let session = notification.peer.session();
+            match taken.iter_mut().find(|(other, _)| *other == session) {
+                Some((_, upto)) => *upto = number + 1,
+                None => taken.push((session, number + 1)),
+            }
+            notifications.push(notification);
+        }
+        Ok((notifications, taken))
+    }
+
+    /// Waits until something can be taken, `deadline` has passed, or a signal arrived.
+    pub(super) fn wait(&self, deadline: Option<Instant>) -> Result<Waited> {
+        let is_ready = || {
+            let state = self.state();
+            state.is_closed || !state.waiting.is_empty()
+        };
+        wait_readable(&self.ready, deadline, is_ready)
+    }
+
+    pub(super) fn close(&self) {
+        self.state().is_closed = true;
+        self.signal();
+    }
+
+    pub(super) fn fd(&self) -> RawFd {
+        self.ready.as_raw_fd()
+    }
+}

@@ -1,0 +1,146 @@
+//! Blocks between processes: registered regions, reads of a peer's blocks into our own, writes, and notifications.
+
+mod agent_core;
+mod api;
+mod inbox;
+pub(crate) mod messages;
+mod metadata;
+mod notices;
+mod notify;
+mod offers;
+mod peer;
+pub(crate) mod peers;
+mod plan;
+mod reads;
+pub(crate) mod regions;
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex};
+
+use crate::error::Result;
+use crate::ids::SessionKey;
+use crate::net::address::listen_address;
+use crate::net::identity::{Identity, Incarnation, SessionKind};
+use crate::reactor::{Reactor, default_busy_poll};
+use crate::session::connection::SessionTimeouts;
+use crate::session::{ReactorConfig, Service};
+use crate::transport::Transport;
+
+pub use agent_core::AgentCommand;
+pub use inbox::Notification;
+pub use metadata::Metadata;
+pub use notices::TAG_CAP;
+pub use peer::{Peer, RegionInfo, Stats};
+pub use plan::{Options, Plan, Region};
+
+pub(crate) use agent_core::AgentCore;
+pub(crate) use messages::reason;
+pub(crate) use plan::region_gone;
+pub(crate) use reads::BlocksRead;
+
+use inbox::Inbox;
+use peer::Counters;
+
+/// What the agent's thread shows to others.
+#[derive(Debug)]
+struct SharedState {
+    peers: Mutex<BTreeMap<SessionKey, Peer>>,
+    counters: Counters,
+    inbox: Inbox,
+    num_regions: AtomicUsize,
+}
+
+/// Where an agent listens, and who it is.
+#[derive(Debug)]
+pub(crate) struct AgentConfig<'a> {
+    pub(crate) listen: &'a str,
+    pub(crate) token: &'a [u8],
+    pub(crate) transport: Transport,
+    pub(crate) engine_id: &'a str,
+    pub(crate) fingerprint: Vec<(String, String)>,
+    pub(crate) timeouts: SessionTimeouts,
+}
+
+/// One end of block transfers; any thread may call. `C` is what the service takes that runs it.
+#[derive(Debug)]
+pub struct Agent<C> {
+    pub(crate) reactor: Reactor<C>,
+    incarnation: Incarnation,
+    shared: Arc<SharedState>,
+    is_checksummed: bool,
+}
+
+impl<C: Send + 'static> Agent<C> {
+    /// Starts an agent whose core is run by the service that `make` makes of it.
+    pub(crate) fn start<S>(
+        config: AgentConfig<'_>,
+        make: impl FnOnce(AgentCore) -> S + Send + 'static,
+    ) -> Result<Self>
+    where
+        S: Service<Command = C> + 'static,
+    {
+        let address = listen_address(config.listen, config.token)?;
+        let identity = Identity::new(SessionKind::Agent, config.engine_id, config.fingerprint)?;
+        let incarnation = identity.incarnation;
+        let reactor_config = ReactorConfig {
+            listen: Some(address),
+            token: config.token.to_vec(),
+            identity,
+            transport: Some(config.transport),
+            local: address.ip(),
+            timeouts: config.timeouts,
+            busy_poll: default_busy_poll(),
+        };
+        let shared = Arc::new(SharedState {
+            peers: Mutex::default(),
+            counters: Counters::default(),
+            inbox: Inbox::new()?,
+            num_regions: AtomicUsize::new(0),
+        });
+        let in_thread = Arc::clone(&shared);
+        let reactor = Reactor::spawn(reactor_config, || make(AgentCore::new(in_thread)))?;
+        Ok(Self {
+            reactor,
+            incarnation,
+            shared,
+            is_checksummed: true,
+        })
+    }
+
+    /// Switches checksums of the blocks that it reads and writes off.
+    pub(crate) fn disable_checksums(&mut self) {
+        self.is_checksummed = false;
+    }
+
+    /// Runs one round of a reactor without a thread.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub fn round(&self) -> crate::reactor::manual::Round {
+        self.reactor.round()
+    }
+
+    /// Where peers connect.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.reactor.address()
+    }
+
+    /// This life of the agent.
+    pub fn incarnation(&self) -> Incarnation {
+        self.incarnation
+    }
+
+    /// Ends the agent: peers are told, its thread ends. See [`check_reads_ended`](Self::check_reads_ended).
+    pub fn close(&self) {
+        self.reactor.stop();
+    }
+
+    /// Whether nothing is read into the memory of an agent that was closed: UCX may take longer to end reads than `close`
+    /// waits for them.
+    ///
+    /// # Errors
+    /// `Timeout` says how many reads have not ended. Their memory is kept until they have.
+    pub fn check_reads_ended(&self) -> Result<()> {
+        self.reactor.pending_reads().check()
+    }
+}

@@ -1,0 +1,236 @@
+//! A connected peer as other threads see it: what it has, what was moved, whether it is lost.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::net::identity::Incarnation;
+use crate::transfer::region::{Layout, RegionId, RemoteRegion};
+
+/// A region of a peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RegionInfo {
+    /// Names it on its agent.
+    pub id: RegionId,
+    /// Its name.
+    pub name: String,
+    /// How it is cut.
+    pub layout: Layout,
+    /// Where its memory is.
+    pub device: String,
+    /// Whether its owner takes blocks into it.
+    pub is_writable: bool,
+}
+
+impl From<&RemoteRegion> for RegionInfo {
+    fn from(region: &RemoteRegion) -> Self {
+        Self {
+            id: region.id,
+            name: region.name.clone(),
+            layout: region.layout.clone(),
+            device: region.device.clone(),
+            is_writable: region.is_writable,
+        }
+    }
+}
+
+/// Counters of what this side asked for; what peers ask for is not in them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Bytes read from peers.
+    pub bytes_read: u64,
+    /// Bytes that peers took.
+    pub bytes_written: u64,
+    /// Reads that were completed.
+    pub num_reads: u64,
+    /// Writes that were completed.
+    pub num_writes: u64,
+    /// Reads and writes that have not ended.
+    pub in_flight: u64,
+}
+
+/// The same while it changes: written by one thread.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    bytes_read: AtomicU64,
+    bytes_written: AtomicU64,
+    num_reads: AtomicU64,
+    num_writes: AtomicU64,
+    in_flight: AtomicU64,
+}
+
+impl Counters {
+    pub(super) fn begin(&self) {
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A read ended, with this number of bytes when it went well.
+    pub(super) fn end_read(&self, num_bytes: Option<u64>) {
+        Self::end(
+            &self.in_flight,
+            num_bytes,
+            &self.num_reads,
+            &self.bytes_read,
+        );
+    }
+
+    /// A write ended, with this number of bytes when it went well.
+    pub(super) fn end_write(&self, num_bytes: Option<u64>) {
+        let (count, bytes) = (&self.num_writes, &self.bytes_written);
+        Self::end(&self.in_flight, num_bytes, count, bytes);
+    }
+
+    fn end(in_flight: &AtomicU64, num_bytes: Option<u64>, count: &AtomicU64, bytes: &AtomicU64) {
+        in_flight.fetch_sub(1, Ordering::Relaxed);
+        if let Some(num_bytes) = num_bytes {
+            count.fetch_add(1, Ordering::Relaxed);
+            bytes.fetch_add(num_bytes, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn read(&self) -> Stats {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Stats {
+            bytes_read: load(&self.bytes_read),
+            bytes_written: load(&self.bytes_written),
+            num_reads: load(&self.num_reads),
+            num_writes: load(&self.num_writes),
+            in_flight: load(&self.in_flight),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    incarnation: Incarnation,
+    transport: String,
+    regions: Arc<[RegionInfo]>,
+    lost: Option<Error>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    session: SessionKey,
+    address: String,
+    agent: Incarnation,
+    counters: Counters,
+    state: Mutex<State>,
+}
+
+/// A peer; clones are the same one. Once lost it stays lost.
+#[derive(Debug, Clone)]
+pub struct Peer(Arc<Shared>);
+
+impl Peer {
+    pub(super) fn new(session: SessionKey, address: &str, agent: Incarnation) -> Self {
+        Self(Arc::new(Shared {
+            session,
+            address: address.to_owned(),
+            agent,
+            counters: Counters::default(),
+            state: Mutex::new(State {
+                incarnation: [0; 16],
+                transport: String::new(),
+                regions: Arc::new([]),
+                lost: None,
+            }),
+        }))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Names it on this agent.
+    pub fn session(&self) -> SessionKey {
+        self.0.session
+    }
+
+    /// Its address: where it listens, or for one that connected to us, where it came from.
+    pub fn address(&self) -> &str {
+        &self.0.address
+    }
+
+    /// Its life.
+    pub fn incarnation(&self) -> Incarnation {
+        self.state().incarnation
+    }
+
+    /// The transport of its blocks.
+    pub fn transport(&self) -> String {
+        self.state().transport.clone()
+    }
+
+    /// Its regions, as last heard.
+    pub fn regions(&self) -> Arc<[RegionInfo]> {
+        Arc::clone(&self.state().regions)
+    }
+
+    /// Why it is lost, if it is.
+    pub fn lost(&self) -> Option<String> {
+        let state = self.state();
+        state.lost.as_ref().map(|error| match error {
+            Error::PeerLost { reason, .. } => reason.clone(),
+            other => other.to_string(),
+        })
+    }
+
+    /// What was moved between it and us.
+    pub fn stats(&self) -> Stats {
+        self.0.counters.read()
+    }
+
+    /// The life of the agent that it is a peer of.
+    pub(super) fn agent(&self) -> Incarnation {
+        self.0.agent
+    }
+
+    pub(super) fn counters(&self) -> &Counters {
+        &self.0.counters
+    }
+
+    pub(super) fn met(&self, incarnation: Incarnation, transport: String) {
+        let mut state = self.state();
+        (state.incarnation, state.transport) = (incarnation, transport);
+    }
+
+    pub(super) fn has_regions(&self, regions: Arc<[RegionInfo]>) {
+        self.state().regions = regions;
+    }
+
+    pub(super) fn lose(&self, error: &Error) {
+        self.state().lost.get_or_insert_with(|| error.clone());
+    }
+
+    /// # Errors
+    /// It is lost, or its agent was closed.
+    pub(super) fn check(&self) -> Result<()> {
+        let lost = self.state().lost.clone();
+        match (lost, self.lost()) {
+            (Some(Error::Closed(text)), _) => Err(Error::Closed(text)),
+            (_, Some(reason)) => {
+                let text = format_args!("{reason}; connect again for a new peer");
+                Err(Error::lost(&self.0.address, text))
+            }
+            (_, None) => Ok(()),
+        }
+    }
+
+    /// One of its regions.
+    ///
+    /// # Errors
+    /// It is lost, or has no region of this name.
+    pub(super) fn region(&self, name: &str) -> Result<RegionInfo> {
+        self.check()?;
+        let regions = self.regions();
+        let found = regions.iter().find(|region| region.name == name);
+        found.cloned().ok_or_else(|| {
+            let known: Vec<&str> = regions.iter().map(|region| &region.name[..]).collect();
+            let address = self.address();
+            Error::Config(format!(
+                "peer {address} has no region {name:?}; its regions: {known:?}"
+            ))
+        })
+    }
+}

@@ -1,0 +1,207 @@
+//! The sessions of an agent: who is connected, and what waits for whom.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::PoisonError;
+use std::time::Instant;
+
+use super::agent_core::AgentCore;
+use super::messages::{Offered, PROCESS_VM};
+use super::notices::{Arrivals, Outbox};
+use super::peer::{Counters, Peer};
+use crate::error::Error;
+use crate::ids::SessionKey;
+use crate::net::codec::Writer;
+use crate::net::identity::{Identity, Incarnation};
+use crate::session::ReactorContext;
+use crate::transfer::path::advice::advice;
+use crate::transfer::region::{RegionId, RemoteRegion};
+use crate::work::Completer;
+
+/// A peer as the agent's thread knows it.
+pub(crate) struct PeerState {
+    pub(crate) handle: Peer,
+    pub(crate) regions: Option<BTreeMap<RegionId, RemoteRegion>>,
+    /// Above every region that it has told of.
+    pub(super) next_region: RegionId,
+    /// When its regions have to be here, from the moment the session is established.
+    pub(super) regions_by: Option<Instant>,
+    /// Who wants to know of it, and in which life.
+    waiting: Vec<(Option<Incarnation>, Completer<Peer>)>,
+    /// Our offers to it that wait.
+    pub(super) offers_ready: VecDeque<u64>,
+    /// Our offers that it has not answered.
+    pub(super) num_offers_sent: usize,
+    /// Its offers that we have not answered.
+    pub(super) num_offers_here: usize,
+    /// Of them, those from regions that it has not told of yet.
+    pub(super) offers_early: Vec<Offered>,
+    pub(super) outbox: Outbox,
+    pub(super) arrivals: Arrivals,
+}
+
+impl PeerState {
+    fn new(handle: Peer) -> Self {
+        Self {
+            handle,
+            regions: None,
+            next_region: 0,
+            regions_by: None,
+            waiting: Vec::new(),
+            offers_ready: VecDeque::new(),
+            num_offers_sent: 0,
+            num_offers_here: 0,
+            offers_early: Vec::new(),
+            outbox: Outbox::default(),
+            arrivals: Arrivals::default(),
+        }
+    }
+}
+
+impl AgentCore {
+    pub(super) fn connect(
+        &mut self,
+        cx: &mut ReactorContext,
+        address: &str,
+        incarnation: Option<Incarnation>,
+        completer: Completer<Peer>,
+    ) {
+        let session = self.session_to(cx, address);
+        if let Some(peer) = self.peers.get_mut(&session) {
+            peer.waiting.push((incarnation, completer));
+        }
+        self.tell_waiting(session);
+    }
+
+    /// The link to an address: the one there is, or a new one. One whose loss its users have been told of already is
+    /// not there any more, although its end is still to be reported.
+    pub(crate) fn session_to(&mut self, cx: &mut ReactorContext, address: &str) -> SessionKey {
+        let known = self.by_address.get(address);
+        if let Some(&session) = known.filter(|session| !self.is_lost(cx, **session)) {
+            return session;
+        }
+        let session = cx.connect(address);
+        self.by_address.insert(address.to_owned(), session);
+        let handle = Peer::new(session, address, cx.identity().incarnation);
+        self.peers.insert(session, PeerState::new(handle));
+        session
+    }
+
+    /// Whether a session has ended, be its end reported or not.
+    pub(crate) fn is_lost(&self, cx: &ReactorContext, session: SessionKey) -> bool {
+        let peer = self.peers.get(&session);
+        cx.has_failed(session) || peer.is_none_or(|peer| peer.handle.lost().is_some())
+    }
+
+    /// Hands out a peer whose regions are known.
+    fn tell_waiting(&mut self, session: SessionKey) {
+        let peer = self.peers.get_mut(&session);
+        let Some(peer) = peer.filter(|peer| peer.regions.is_some()) else {
+            return;
+        };
+        for (wanted, completer) in std::mem::take(&mut peer.waiting) {
+            let is_it = wanted.is_none_or(|wanted| wanted == peer.handle.incarnation());
+            completer.complete(if is_it {
+                Ok(peer.handle.clone())
+            } else {
+                let address = peer.handle.address();
+                Err(Error::Connect(format!(
+                    "the agent at {address} is not the one of this metadata, it has been restarted; get its metadata again"
+                )))
+            });
+        }
+    }
+
+    /// Everything that waits for a peer's regions goes on.
+    pub(super) fn regions_known(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        let Some(peer) = self.peers.get_mut(&session) else {
+            return;
+        };
+        let early = std::mem::take(&mut peer.offers_early);
+        self.shared
+            .peers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(session, peer.handle.clone());
+        self.tell_waiting(session);
+        for offered in early {
+            self.accept_offer(cx, session, offered);
+        }
+    }
+
+    pub(super) fn peer_up(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        identity: &Identity,
+    ) {
+        let (address, ours) = (cx.peer(session), cx.identity().incarnation);
+        let peer = self
+            .peers
+            .entry(session)
+            .or_insert_with(|| PeerState::new(Peer::new(session, &address, ours)));
+        let transport = transport(cx, session);
+        peer.handle.met(identity.incarnation, transport.clone());
+        if peer.regions.is_none() {
+            peer.regions_by = Some(cx.now + cx.timeouts().handshake);
+        }
+        let ucx = cx.ucx();
+        self.logs.push(format!(
+            "session.open peer={address} transport={transport} ucx={ucx}"
+        ));
+        let is_same_host = identity.host == cx.identity().host;
+        if let Some(text) = cx
+            .data_path(session)
+            .and_then(|data_path| advice(&data_path, is_same_host))
+        {
+            self.logs
+                .push(format!("session.slow peer={address} {text}"));
+        }
+        let frame = Writer::new(PROCESS_VM);
+        if let Some(frame) = self.engine.process_address(cx, session, frame) {
+            cx.send(session, &frame.finish());
+        }
+        cx.send(session, &self.describe_regions());
+    }
+
+    /// Gives up peers that do not say what regions they have, and tells when to come back.
+    pub(super) fn expire_peers(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        let mut next = None;
+        for (&session, peer) in &mut self.peers {
+            if peer.regions_by.take_if(|at| *at <= cx.now).is_some() {
+                let waited = cx.timeouts().handshake;
+                let text = format!("it did not describe its regions within {waited:?}");
+                cx.fail(session, Error::lost(peer.handle.address(), text));
+            }
+            next = next.into_iter().chain(peer.regions_by).min();
+        }
+        next
+    }
+
+    pub(super) fn peer_down(&mut self, session: SessionKey, error: &Error) {
+        self.by_address.retain(|_, other| *other != session);
+        let Some(peer) = self.peers.remove(&session) else {
+            return;
+        };
+        peer.handle.lose(error);
+        self.shared
+            .peers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&session);
+        for (_, completer) in peer.waiting {
+            completer.complete(Err(error.clone()));
+        }
+        peer.outbox.fail(error);
+    }
+
+    /// Counts for the peer and for the agent.
+    pub(super) fn count(&self, peer: &Peer, count: impl Fn(&Counters)) {
+        count(&self.shared.counters);
+        count(peer.counters());
+    }
+}
+
+pub(crate) fn transport(cx: &ReactorContext, session: SessionKey) -> String {
+    cx.data_path(session)
+        .map_or_else(String::new, |data_path| data_path.transport().to_owned())
+}

@@ -1,0 +1,286 @@
+//! Blocks on their way into this agent's regions: which transfer is whose, and what its end means to them.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::agent_core::AgentCore;
+use super::notices::Notice;
+use super::peer::{Counters, Peer};
+use super::plan::{peer_gone, region_gone};
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::session::ReactorContext;
+use crate::transfer::region::{Layout, Pieces, RegionId};
+use crate::transfer::{Completion, TransferRequest};
+use crate::transport::Memory;
+use crate::work::Completer;
+
+/// What the peer is told when a transfer has gone well.
+#[derive(Debug)]
+pub(super) struct Notify {
+    pub(super) tag: Vec<u8>,
+    /// Its place among the notifications; a transfer begins when it has one.
+    pub(super) number: Option<u64>,
+}
+
+/// Who is told when blocks are here.
+#[derive(Debug)]
+pub(super) enum Reader {
+    /// Our user, and the peer's if there is a tag.
+    Caller(Completer<u64>, Option<Notify>),
+    /// The peer that offered the blocks, and our user if there is a tag.
+    Offer {
+        offer: u64,
+        notice: Option<(u64, Vec<u8>)>,
+    },
+    /// A task above the agent, by a token of the reactor.
+    Task(u64),
+}
+
+/// Blocks of a peer that are wanted here.
+#[derive(Debug)]
+pub(super) struct BlockRead {
+    pub(super) session: SessionKey,
+    pub(super) region: RegionId,
+    pub(super) remote_region: RegionId,
+    pub(super) pieces: Arc<Pieces>,
+    pub(super) is_checksummed: bool,
+    pub(super) is_retry: bool,
+    pub(super) deadline: Option<Instant>,
+    pub(super) reader: Reader,
+}
+
+/// One of them under way.
+#[derive(Debug)]
+pub(super) struct ActiveRead {
+    /// Its number in the engine.
+    pub(super) transfer: u64,
+    pub(super) session: SessionKey,
+    pub(super) region: RegionId,
+    peer: Peer,
+    layout: Layout,
+    pub(super) reader: Reader,
+}
+
+/// What a task's read has brought.
+#[derive(Debug)]
+pub(crate) struct BlocksRead {
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) layout: Layout,
+    pub(crate) num_bytes: u64,
+    /// Since it began.
+    pub(crate) elapsed: Duration,
+}
+
+/// What a user asks to be read.
+#[derive(Debug)]
+pub(crate) struct ReadCommand {
+    pub(super) session: SessionKey,
+    pub(super) region: RegionId,
+    pub(super) remote_region: RegionId,
+    pub(super) pieces: Arc<Pieces>,
+    pub(super) notify: Option<Vec<u8>>,
+    pub(super) is_checksummed: bool,
+    pub(super) deadline: Option<Instant>,
+    pub(super) completer: Completer<u64>,
+}
+
+impl AgentCore {
+    pub(super) fn read_command(&mut self, cx: &mut ReactorContext, command: ReadCommand) {
+        let notify = command.notify.map(|tag| Notify { tag, number: None });
+        let read = BlockRead {
+            session: command.session,
+            region: command.region,
+            remote_region: command.remote_region,
+            pieces: command.pieces,
+            is_checksummed: command.is_checksummed,
+            is_retry: false,
+            deadline: command.deadline,
+            reader: Reader::Caller(command.completer, notify),
+        };
+        self.read(cx, read);
+    }
+
+    /// Begins a read for a task above; [`next_task_end`](Self::next_task_end) tells how it ended. Checksums of its own
+    /// verify what comes.
+    pub(crate) fn read_for_task(
+        &mut self,
+        cx: &mut ReactorContext,
+        task: u64,
+        session: SessionKey,
+        (region, remote_region): (RegionId, RegionId),
+        pieces: Pieces,
+        is_retry: bool,
+    ) {
+        let read = BlockRead {
+            session,
+            region,
+            remote_region,
+            pieces: Arc::new(pieces),
+            is_checksummed: false,
+            is_retry,
+            deadline: None,
+            reader: Reader::Task(task),
+        };
+        self.read(cx, read);
+    }
+
+    /// Ends a task whose blocks are not to be had.
+    pub(crate) fn fail_task(&mut self, task: u64, error: Error) {
+        self.task_ends.push_back((task, Err(error)));
+    }
+
+    /// Begins a read, or ends it at once with what is wrong with it.
+    pub(super) fn read(&mut self, cx: &mut ReactorContext, read: BlockRead) {
+        let session = read.session;
+        let (peer, memory, layout) = match self.check_read(cx, &read) {
+            Ok(all) => all,
+            Err(error) => return self.end_reader(cx, session, read.reader, Err(error)),
+        };
+        if !matches!(read.reader, Reader::Offer { .. }) {
+            self.count(&peer, Counters::begin);
+        }
+        let tag_len = match &read.reader {
+            Reader::Caller(_, Some(notify)) => Some(notify.tag.len()),
+            _ => None,
+        };
+        let owner = match read.reader {
+            Reader::Task(task) => task,
+            _ => cx.token(),
+        };
+        let transfer = self.engine.add(TransferRequest {
+            owner,
+            session,
+            source: read.remote_region.into(),
+            memory,
+            pieces: read.pieces,
+            is_checksummed: read.is_checksummed,
+            is_verified_by_owner: matches!(read.reader, Reader::Task(_)),
+            is_retry: read.is_retry,
+            deadline: read.deadline,
+        });
+        let active = ActiveRead {
+            transfer,
+            session,
+            region: read.region,
+            peer,
+            layout,
+            reader: read.reader,
+        };
+        self.reads.insert(owner, active);
+        if let Some(len) = tag_len {
+            self.notice(cx, session, Notice::Transfer(owner, len));
+        } else {
+            self.engine.enqueue(cx, transfer);
+        }
+    }
+
+    fn check_read(
+        &self,
+        cx: &ReactorContext,
+        read: &BlockRead,
+    ) -> Result<(Peer, Arc<Memory>, Layout)> {
+        let local = self.regions.get(&read.region);
+        let local = local.ok_or_else(region_gone)?;
+        let peer = self.peers.get(&read.session);
+        let peer = peer.ok_or_else(|| peer_gone(cx, read.session))?;
+        let regions = peer.regions.as_ref();
+        regions
+            .and_then(|regions| regions.get(&read.remote_region))
+            .ok_or_else(region_gone)?;
+        let (memory, layout) = (Arc::clone(&local.memory), local.layout.clone());
+        Ok((peer.handle.clone(), memory, layout))
+    }
+
+    /// Fails reads into a region that have not begun.
+    pub(super) fn withdraw_reads(
+        &mut self,
+        cx: &mut ReactorContext,
+        region: RegionId,
+        error: &Error,
+    ) {
+        let into = self.reads.values().filter(|read| read.region == region);
+        for transfer in into.map(|read| read.transfer).collect::<Vec<_>>() {
+            self.engine.withdraw(cx, transfer, error);
+        }
+    }
+
+    /// Ends what a task need not wait for.
+    pub(crate) fn abandon_task(&mut self, cx: &mut ReactorContext, task: u64, error: &Error) {
+        if let Some(read) = self.reads.get(&task) {
+            self.engine.abandon(cx, read.transfer, error);
+        }
+    }
+
+    /// Tells readers what has ended.
+    pub(super) fn drain(&mut self, cx: &mut ReactorContext) {
+        while let Some(completion) = self.engine.next_completion() {
+            self.completed(cx, completion);
+        }
+    }
+
+    /// The next read of a task that has ended. Ends those of users and offers on the way.
+    pub(crate) fn next_task_end(
+        &mut self,
+        cx: &mut ReactorContext,
+    ) -> Option<(u64, Result<BlocksRead>)> {
+        self.drain(cx);
+        self.task_ends.pop_front()
+    }
+
+    fn completed(&mut self, cx: &mut ReactorContext, completion: Completion) {
+        let Some(read) = self.reads.remove(&completion.owner) else {
+            return;
+        };
+        let (pieces, block_bytes) = (&completion.pieces, read.layout.block_bytes);
+        let outcome = completion.outcome.map_err(|error| {
+            error.into_error(|corruption| {
+                let index = (corruption.at / block_bytes) as usize;
+                let id = |ids: &[u32]| ids.get(index).copied().unwrap_or_default();
+                let (to, from) = (id(&pieces.to_ids), id(&pieces.from_ids));
+                // A piece of a stream can have many small blocks.
+                let or_later = if corruption.is_exact { "" } else { " or a later one" };
+                format!(
+                    "block {to}, from block {from},{or_later} differs from its checksum: it changed while it was moved, \
+                     or on its way; move the blocks again"
+                )
+            })
+        });
+        // Works end before the end of the session is reported: whoever sees one of them sees this too.
+        if let Err(error @ Error::PeerLost { .. }) = &outcome {
+            read.peer.lose(error);
+        }
+        let num_bytes = completion.pieces.num_bytes;
+        if !matches!(read.reader, Reader::Offer { .. }) {
+            let moved = outcome.is_ok().then_some(num_bytes);
+            self.count(&read.peer, |counters| counters.end_read(moved));
+        }
+        let outcome = outcome.map(|()| BlocksRead {
+            memory: completion.memory,
+            layout: read.layout,
+            num_bytes,
+            elapsed: completion.elapsed,
+        });
+        self.end_reader(cx, read.session, read.reader, outcome);
+    }
+
+    fn end_reader(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        reader: Reader,
+        outcome: Result<BlocksRead>,
+    ) {
+        match reader {
+            Reader::Caller(completer, notify) => {
+                self.tell(cx, session, notify, outcome.is_ok());
+                completer.complete(outcome.map(|read| read.num_bytes));
+            }
+            Reader::Offer { offer, notice } => {
+                let outcome = outcome.map(|_| ());
+                self.answer(cx, session, (offer, notice), outcome);
+            }
+            Reader::Task(task) => self.task_ends.push_back((task, outcome)),
+        }
+    }
+}

@@ -1,0 +1,317 @@
+//! Regions: ours, which peers are told of and asked to let go, and theirs.
+
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use kvpipe_ucx::MemoryKind;
+
+use super::agent_core::AgentCore;
+use super::messages::{REGIONS_CAP, RELEASED, RemoteRegions, regions};
+use super::offers::Offer;
+use super::peer::RegionInfo;
+use super::plan::{Region, closed_region};
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::net::codec::Writer;
+use crate::reactor::PendingReads;
+use crate::session::ReactorContext;
+use crate::transfer::exposed::key;
+use crate::transfer::peer::{RemoteSource, SourceChecksums};
+use crate::transfer::region::{Layout, RegionId, RemoteRegion};
+use crate::transport::Memory;
+use crate::work::Completer;
+
+/// Memory of the host.
+const HOST: &str = "cpu";
+
+/// The name of the device that has the memory.
+fn device(kind: MemoryKind) -> String {
+    match kind {
+        MemoryKind::Host => HOST.to_owned(),
+        MemoryKind::Cuda { device } => format!("cuda:{device}"),
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct LocalRegion {
+    pub(crate) name: String,
+    pub(crate) layout: Layout,
+    pub(super) is_writable: bool,
+    pub(crate) memory: Arc<Memory>,
+    /// The packed key.
+    pub(crate) rkey: Vec<u8>,
+}
+
+impl LocalRegion {
+    /// # Errors
+    /// Peers could not reach such memory.
+    pub(crate) fn new(
+        name: &str,
+        layout: Layout,
+        is_writable: bool,
+        memory: Arc<Memory>,
+    ) -> Result<Self> {
+        let rkey = key(memory.buffer().kind().into(), memory.pack_rkey())?;
+        Ok(Self {
+            name: name.to_owned(),
+            layout,
+            is_writable,
+            memory,
+            rkey,
+        })
+    }
+}
+
+/// A region that was closed and that somebody may still be reading.
+pub(super) struct Closing {
+    id: RegionId,
+    name: String,
+    layout: Layout,
+    /// Keeps the memory registered.
+    memory: Arc<Memory>,
+    /// Peers that have not said that they read nothing of it any more.
+    waiting_for: HashSet<SessionKey>,
+    /// Who waits for its end, and until when.
+    waiting: Vec<(Option<Instant>, Completer<()>)>,
+}
+
+/// Ours.
+impl AgentCore {
+    pub(super) fn register_command(
+        &mut self,
+        cx: &mut ReactorContext,
+        region: LocalRegion,
+        completer: Completer<Region>,
+    ) {
+        let (name, layout) = (region.name.clone(), region.layout.clone());
+        let agent = cx.identity().incarnation;
+        let registered = self.register(cx, region);
+        completer.complete(registered.map(|id| Region::new(id, &name, layout, agent)));
+    }
+
+    fn register(&mut self, cx: &mut ReactorContext, region: LocalRegion) -> Result<RegionId> {
+        let name = &region.name;
+        if self.regions.values().any(|other| other.name == *name) {
+            return Err(Error::Config(format!(
+                "there is a region {name:?} already; close it first or give another name"
+            )));
+        }
+        if self.regions.len() >= REGIONS_CAP {
+            return Err(Error::Config(format!(
+                "an agent has at most {REGIONS_CAP} regions; close one first"
+            )));
+        }
+        let id = self.next_region;
+        self.next_region += 1;
+        self.regions.insert(id, region);
+        self.announce_regions(cx);
+        Ok(id)
+    }
+
+    fn announce_regions(&self, cx: &mut ReactorContext) {
+        let count = self.regions.len();
+        self.shared.num_regions.store(count, Ordering::Relaxed);
+        let frame = self.describe_regions();
+        for session in self.peers.keys() {
+            cx.send(*session, &frame);
+        }
+    }
+
+    pub(super) fn describe_regions(&self) -> Vec<u8> {
+        let describe = |(&id, region): (&RegionId, &LocalRegion)| RemoteRegion {
+            id,
+            name: region.name.clone(),
+            layout: region.layout.clone(),
+            device: device(region.memory.buffer().kind()),
+            is_writable: region.is_writable,
+            base: region.memory.buffer().address() as u64,
+            rkey: region.rkey.clone(),
+        };
+        regions(&self.regions.iter().map(describe).collect::<Vec<_>>())
+    }
+
+    /// Takes a region back: nothing of it begins any more, and what has begun is waited for, here and at the peers.
+    pub(super) fn close_region(
+        &mut self,
+        cx: &mut ReactorContext,
+        id: RegionId,
+        until: Option<Instant>,
+        completer: Completer<()>,
+    ) {
+        let Some(region) = self.regions.remove(&id) else {
+            return match self.closing.iter_mut().find(|closing| closing.id == id) {
+                Some(closing) => closing.waiting.push((until, completer)),
+                None => completer.complete(Ok(())),
+            };
+        };
+        let error = closed_region(&region.name);
+        self.withdraw_reads(cx, id, &error);
+        self.withdraw_offers(cx, |offer: &Offer| offer.region == id, &error);
+        self.announce_regions(cx);
+        let up = self
+            .peers
+            .keys()
+            .copied()
+            .filter(|session| cx.is_up(*session));
+        self.closing.push(Closing {
+            id,
+            name: region.name,
+            layout: region.layout,
+            memory: region.memory,
+            waiting_for: up.collect(),
+            waiting: vec![(until, completer)],
+        });
+    }
+
+    /// What a peer may read of: a region, or one that was closed and that it has not let go.
+    pub(super) fn exposed_to(
+        &self,
+        session: SessionKey,
+        source: u64,
+    ) -> Option<(Arc<Memory>, Layout)> {
+        let id = RegionId::try_from(source).ok()?;
+        if let Some(region) = self.regions.get(&id) {
+            return Some((Arc::clone(&region.memory), region.layout.clone()));
+        }
+        let is_it = |closing: &&Closing| closing.id == id && closing.waiting_for.contains(&session);
+        let closing = self.closing.iter().find(is_it)?;
+        Some((Arc::clone(&closing.memory), closing.layout.clone()))
+    }
+
+    /// A peer reads nothing of a closed region any more.
+    pub(super) fn released(&mut self, session: SessionKey, id: RegionId) -> Result<()> {
+        let closing = self.closing.iter_mut().find(|closing| closing.id == id);
+        if closing.is_some_and(|closing| closing.waiting_for.remove(&session)) {
+            return Ok(());
+        }
+        let text = format_args!("region {id} released, which it was not asked for");
+        Err(Error::protocol(text))
+    }
+
+    /// Ends the closing of regions that nobody uses any more, and tells when to come back for the others.
+    pub(super) fn end_closing(&mut self, now: Instant) -> Option<Instant> {
+        for mut closing in std::mem::take(&mut self.closing) {
+            let is_used = self.reads.values().any(|read| read.region == closing.id)
+                || self.offers.values().any(|offer| offer.region == closing.id);
+            if closing.waiting_for.is_empty() && !is_used {
+                drop(closing.memory);
+                for (_, completer) in closing.waiting {
+                    completer.complete(Ok(()));
+                }
+                continue;
+            }
+            self.give_up(&mut closing, now);
+            self.closing.push(closing);
+        }
+        let waiting = self.closing.iter().flat_map(|closing| &closing.waiting);
+        waiting.filter_map(|(until, _)| *until).min()
+    }
+
+    /// Answers all who wait: the agent has ended, and with it all uses of its regions but those reads.
+    pub(super) fn end_all_closing(&mut self, pending: &PendingReads) {
+        for closing in std::mem::take(&mut self.closing) {
+            for (_, completer) in closing.waiting {
+                completer.complete(pending.check());
+            }
+        }
+    }
+
+    /// Answers those who have waited long enough.
+    fn give_up(&self, closing: &mut Closing, now: Instant) {
+        let is_late = |(until, _): &mut (Option<Instant>, _)| until.is_some_and(|at| at <= now);
+        let late: Vec<_> = closing.waiting.extract_if(.., is_late).collect();
+        if late.is_empty() {
+            return;
+        }
+        let peers = closing.waiting_for.iter();
+        let peers: Vec<&str> = peers
+            .filter_map(|session| Some(self.peers.get(session)?.handle.address()))
+            .collect();
+        let text = format!(
+            "region {:?} may still be read by {peers:?} or by a transfer of this side; it is closed for others, and its \
+             memory is kept until they are done",
+            closing.name
+        );
+        for (_, completer) in late {
+            completer.complete(Err(Error::Timeout(text.clone())));
+        }
+    }
+}
+
+/// Theirs.
+impl AgentCore {
+    pub(super) fn receive_regions(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        regions: RemoteRegions,
+    ) -> Result<()> {
+        let Some(peer) = self.peers.get_mut(&session) else {
+            return Ok(());
+        };
+        let known = peer.regions.take().unwrap_or_default();
+        // Its key is in use, and plans are made for it.
+        let is_wrong = |region: &&RemoteRegion| match known.get(&region.id) {
+            Some(before) => before != *region,
+            None => region.id < peer.next_region,
+        };
+        if let Some(region) = regions.0.iter().find(is_wrong) {
+            let text = format_args!("region {} changed or came back", region.id);
+            return Err(Error::protocol(text));
+        }
+        let last = regions.0.last();
+        peer.next_region = last.map_or(0, |region| region.id + 1).max(peer.next_region);
+        peer.handle
+            .has_regions(regions.0.iter().map(RegionInfo::from).collect());
+        let regions = regions.0.into_iter().map(|region| (region.id, region));
+        let regions: BTreeMap<RegionId, RemoteRegion> = regions.collect();
+        let closed = known.iter();
+        let closed = closed.filter(|(id, _)| !regions.contains_key(id));
+        let closed: Vec<_> = closed
+            .map(|(id, region)| (*id, region.name.clone()))
+            .collect();
+        for (id, region) in regions.iter().filter(|(id, _)| !known.contains_key(id)) {
+            let (rkey, is_cuda) = (region.rkey.clone(), region.is_cuda());
+            let source = RemoteSource::new(region.base, rkey, is_cuda, SourceChecksums::Asked);
+            self.engine.add_source(session, (*id).into(), source);
+        }
+        peer.regions = Some(regions);
+        peer.regions_by = None;
+        for (id, name) in closed {
+            self.let_go(cx, session, id, &name);
+        }
+        self.regions_known(cx, session);
+        Ok(())
+    }
+
+    /// The peer has closed a region: what has not begun fails, and it is told when the rest is over.
+    fn let_go(&mut self, cx: &mut ReactorContext, session: SessionKey, id: RegionId, name: &str) {
+        let text = format!("region {name:?} of the peer was closed by its owner");
+        let error = Error::Config(text);
+        self.engine.remove_source(cx, session, id.into(), &error);
+        let to_region = |offer: &Offer| offer.session == session && offer.remote_region == id;
+        self.withdraw_offers(cx, to_region, &error);
+        self.letting_go.push((session, id));
+    }
+
+    /// Tells peers which of their closed regions are not being read any more.
+    pub(super) fn release(&mut self, cx: &mut ReactorContext) {
+        let engine = &self.engine;
+        self.letting_go.retain(|&(session, id)| {
+            let is_read = engine.is_reading(session, id.into());
+            if !is_read {
+                cx.send(session, &Writer::new(RELEASED).u32(id).finish());
+            }
+            is_read
+        });
+    }
+
+    pub(super) fn regions_down(&mut self, session: SessionKey) {
+        self.letting_go.retain(|(other, _)| *other != session);
+        for closing in &mut self.closing {
+            closing.waiting_for.remove(&session);
+        }
+    }
+}

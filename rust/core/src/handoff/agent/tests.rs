@@ -1,0 +1,244 @@
+//! What an agent that was closed says of reads that UCX has not ended. That it hears of them is a test of reactors.
+
+use kvpipe_ucx::Buffer;
+
+use super::*;
+use crate::agent::{Options, Peer};
+use crate::error::Error;
+use crate::handoff::ReadyRange;
+use crate::transport::MemoryPath;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn agent() -> HandoffAgent {
+    let (transport, timeouts) = (
+        Transport::Memory(MemoryPath::RemoteRead),
+        SessionTimeouts::default(),
+    );
+    let agent = HandoffAgent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timeouts);
+    agent.expect("agent")
+}
+
+fn agent_with_region() -> (HandoffAgent, Region) {
+    let agent = agent();
+    let region = agent.register("kv", Buffer::zeroed(64), 64, 64);
+    let region = region.expect("open").wait_for(PATIENCE).expect("region");
+    (agent, region)
+}
+
+fn assert_told(result: Result<()>) {
+    let Err(Error::Timeout(text)) = result else {
+        panic!("{result:?}")
+    };
+    for part in [
+        "2 reads have not ended",
+        "kvpipe keeps it alive",
+        "take other memory",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[test]
+fn an_agent_that_was_closed_says_that_reads_have_not_ended_as_long_as_that_is_so() {
+    let (agent, _region) = agent_with_region();
+    agent.close();
+    assert_eq!(agent.check_reads_ended(), Ok(()));
+    agent.reactor.pending_reads().pretend(2);
+    assert_told(agent.check_reads_ended());
+    agent.reactor.pending_reads().pretend(0);
+    assert_eq!(agent.check_reads_ended(), Ok(()));
+}
+
+#[test]
+fn a_region_that_is_closed_after_its_agent_says_that_reads_have_not_ended() {
+    let (agent, region) = agent_with_region();
+    agent.close();
+    agent.reactor.pending_reads().pretend(2);
+    let close = || agent.close_region(&region, None)?.wait_for(PATIENCE);
+    assert_told(close());
+    assert_told(close());
+    agent.reactor.pending_reads().pretend(0);
+    assert_eq!(close(), Ok(()), "they have ended since");
+}
+
+#[test]
+fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
+    use crate::reactor::manual::{Round, without_threads};
+
+    for num_unended in [0, 2] {
+        let agent = without_threads(agent);
+        let registered = agent.register("kv", Buffer::zeroed(64), 64, 64);
+        let registered = registered.expect("open");
+        while !registered.is_completed() {
+            agent.round();
+        }
+        let region = registered.result().expect("registered").expect("region");
+        agent.close();
+        let request = LoadRequest {
+            handoff: [7; 16],
+            producer: "127.0.0.1:9".to_owned(),
+            incarnation: [0; 16],
+            epoch: 0,
+            first: 0,
+            block_ids: vec![0],
+            is_committed: true,
+        };
+        agent.load(request.clone()).expect("it has not ended");
+        let connected = agent.connect("127.0.0.1:9").expect("it has not ended");
+        let closed = agent.close_region(&region, None).expect("it has not ended");
+        agent.reactor.pending_reads().pretend(num_unended);
+        while agent.round() != Round::Over {}
+        let ended = agent.drain();
+        assert!(
+            matches!(&ended[..], [Event::LoadFailed { missing, .. }] if missing == &[0]),
+            "{ended:?}"
+        );
+        assert!(matches!(connected.result(), Some(Err(Error::Closed(_)))));
+        match (num_unended, closed.result().expect("answered").map(drop)) {
+            (0, closed) => assert_eq!(closed, Ok(())),
+            (_, closed) => assert_told(closed),
+        }
+        assert!(matches!(agent.load(request), Err(Error::Closed(_))));
+    }
+}
+
+#[test]
+fn a_region_that_a_peer_still_reads_when_its_agent_ends_says_that_reads_have_not_ended() {
+    use crate::reactor::manual::{Round, without_threads};
+
+    let (ours, theirs) = (without_threads(agent), without_threads(agent));
+    let registered = ours.register("kv", Buffer::zeroed(64), 64, 64);
+    let registered = registered.expect("open");
+    let address = ours.address().expect("address").to_string();
+    let connected = theirs.connect(&address).expect("open");
+    while !(registered.is_completed() && connected.is_completed()) {
+        ours.round();
+        theirs.round();
+    }
+    let region = registered.result().expect("registered").expect("region");
+    let closed = ours.close_region(&region, None).expect("open");
+    ours.round();
+    assert!(!closed.is_completed(), "the peer has not let it go");
+    ours.reactor.pending_reads().pretend(2);
+    ours.close();
+    while ours.round() != Round::Over {}
+    assert_told(closed.result().expect("the agent has ended").map(drop));
+}
+
+/// Two agents that are run by hand, blocks of a region of each, and whether they can come although their source has ended.
+mod by_messages {
+    use super::*;
+    use crate::reactor::manual::{Round, without_threads};
+
+    const BLOCK: u64 = 1 << 16; // less than is credited, so that all of it is sent at once
+
+    struct Side {
+        agent: HandoffAgent,
+        region: Region,
+    }
+
+    impl Side {
+        fn new(is_checksummed: bool) -> Self {
+            let make = || {
+                let (transport, timeouts) = (
+                    Transport::Memory(MemoryPath::Stream),
+                    SessionTimeouts::default(),
+                );
+                let agent =
+                    HandoffAgent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timeouts);
+                agent.expect("agent")
+            };
+            let agent = match without_threads(make) {
+                agent if is_checksummed => agent,
+                agent => agent.without_checksums(),
+            };
+            let buffer = Buffer::zeroed(BLOCK as usize);
+            let registered = agent.register("kv", buffer, BLOCK, BLOCK).expect("open");
+            while !registered.is_completed() {
+                agent.round();
+            }
+            let region = registered.result().expect("registered").expect("region");
+            Self { agent, region }
+        }
+
+        fn rest(&self) {
+            while self.agent.round() == Round::Busy {}
+        }
+    }
+
+    fn connected(reader: &Side, source: &Side) -> Peer {
+        let address = source.agent.address().expect("address").to_string();
+        let connected = reader.agent.connect(&address).expect("open");
+        while !connected.is_completed() {
+            reader.rest();
+            source.rest();
+        }
+        connected.result().expect("connected").expect("peer")
+    }
+
+    /// Whatever is asked for has been sent when the source ends, and has not been looked at.
+    fn end(reader: &Side, source: &Side, num_questions: usize) {
+        for _ in 0..num_questions {
+            reader.rest();
+            source.rest();
+        }
+        source.agent.close();
+        while source.agent.round() != Round::Over {}
+    }
+
+    fn read(is_checksummed: bool) -> Result<u64> {
+        let (reader, source) = (Side::new(is_checksummed), Side::new(is_checksummed));
+        let peer = connected(&reader, &source);
+        let ours = (&reader.region, vec![0]);
+        let plan = reader.agent.prepare(&peer, ours, ("kv", vec![0]))?;
+        let read = reader.agent.read(&plan, Options::default())?;
+        end(&reader, &source, 1);
+        while !read.is_completed() {
+            reader.agent.round();
+        }
+        read.result().expect("read")
+    }
+
+    #[test]
+    fn blocks_without_checksums_count_only_if_their_lender_holds_the_session() {
+        assert_eq!(read(true), Ok(BLOCK));
+        let lost = read(false);
+        assert!(matches!(lost, Err(Error::PeerLost { .. })), "{lost:?}");
+    }
+
+    #[test]
+    fn blocks_of_a_handoff_count_by_their_own_checksums_although_their_producer_has_ended() {
+        let (reader, source) = (Side::new(true), Side::new(true));
+        connected(&reader, &source);
+        let part = ReadyRange {
+            handoff: [7; 16],
+            epoch: 0,
+            first: 0,
+            block_ids: vec![0],
+        };
+        let ready = ReadyBlocks::new(vec![part]).expect("a step");
+        let regions = std::slice::from_ref(&source.region);
+        source.agent.mark_ready(&ready, regions).expect("open");
+        source.rest();
+        let request = LoadRequest {
+            handoff: [7; 16],
+            producer: source.agent.address().expect("address").to_string(),
+            incarnation: source.agent.incarnation(),
+            epoch: 0,
+            first: 0,
+            block_ids: vec![0],
+            is_committed: true,
+        };
+        reader.agent.load(request).expect("open");
+        end(&reader, &source, 2);
+        let ended = loop {
+            reader.agent.round();
+            let is_end = |event: &Event| !matches!(event, Event::Log(_));
+            if let Some(event) = reader.agent.drain().into_iter().find(is_end) {
+                break event;
+            }
+        };
+        assert!(matches!(ended, Event::LoadCompleted { .. }), "{ended:?}");
+    }
+}

@@ -1,0 +1,126 @@
+//! Handoffs at their producer: ready blocks get their checksums in slices, and what the state machine says becomes
+//! messages.
+
+use std::sync::atomic::Ordering;
+
+use super::messages::HandoffMessage;
+use super::producer::ProducerAction;
+use super::ready::ReadyRange;
+use super::service::HandoffService;
+use super::{HandoffId, ReadyBlock, checksum};
+use crate::session::ReactorContext;
+use crate::trace::Track;
+use crate::transfer::region::{Layout, RegionId};
+use crate::transport::Memory;
+
+/// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.
+const SLICE: u64 = 8 << 20;
+
+impl HandoffService {
+    /// Takes the next slice of blocks that are ready, in the regions in which they are, and tells who has selected
+    /// them; whether more are left.
+    pub(super) fn checksum_ready(&mut self, cx: &mut ReactorContext) -> bool {
+        let known = &self.agent.regions;
+        let num_blocks = |regions: &[RegionId]| {
+            let known = regions.iter().filter_map(|region| known.get(region));
+            slice_of(known.map(|region| region.layout.block_bytes).sum())
+        };
+        let Some((part, regions)) = self.ready.slice(num_blocks) else {
+            return false;
+        };
+        let began = self.trace.now();
+        match self.checksums(&part, &regions) {
+            // Marked before the blocks could change: unmarked now, they did not change while they were read.
+            Ok(_) if self.ended.is_marked(&part.handoff) => {}
+            Ok(blocks) => {
+                let actions = self.producer.mark_ready(part.handoff, part.epoch, &blocks);
+                self.act(cx, actions);
+                let before = regions
+                    .first()
+                    .map_or(0, |id| self.agent.regions.range(..id).count());
+                let facts = [
+                    ("layer", before as u64),
+                    ("first", u64::from(part.first)),
+                    ("blocks", part.block_ids.len() as u64),
+                    ("layers", regions.len() as u64),
+                ];
+                self.trace
+                    .span(Track::Reactor, "announced", &part.handoff, began, &facts);
+            }
+            Err(reason) => self.end(cx, part.handoff, &reason),
+        }
+        !self.ready.is_empty()
+    }
+
+    fn checksums(
+        &self,
+        part: &ReadyRange,
+        regions: &[RegionId],
+    ) -> Result<Vec<ReadyBlock>, String> {
+        let mut blocks = Vec::with_capacity(part.block_ids.len() * regions.len());
+        for id in regions {
+            let Some(local) = self.agent.regions.get(id) else {
+                return Err("blocks of a region that was closed cannot be leased".to_owned());
+            };
+            let region = self.agent.regions.range(..id).count() as u16;
+            for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
+                let Some(bytes) = block_bytes(&local.memory, &local.layout, block_id) else {
+                    return Err(format!(
+                        "block {block_id} cannot be leased: it is not in region {:?}",
+                        local.name
+                    ));
+                };
+                blocks.push(ReadyBlock {
+                    region,
+                    position,
+                    block_id,
+                    checksum: checksum(&part.handoff, part.epoch, region, position, bytes),
+                });
+            }
+        }
+        Ok(blocks)
+    }
+
+    pub(super) fn end(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
+        self.trace.instant(Track::Reactor, "ended", &handoff, &[]);
+        self.ready.forget(&handoff);
+        let actions = self.producer.end_handoff(handoff, reason);
+        self.act(cx, actions);
+    }
+
+    pub(super) fn act(&mut self, cx: &mut ReactorContext, actions: Vec<ProducerAction>) {
+        for action in actions {
+            match action {
+                ProducerAction::Announce {
+                    session,
+                    handoff,
+                    epoch,
+                    blocks,
+                } => {
+                    HandoffMessage::BlocksReady { epoch, blocks }.send(cx, session, &handoff);
+                }
+                ProducerAction::End {
+                    session,
+                    handoff,
+                    reason,
+                } => {
+                    HandoffMessage::Ended { reason }.send(cx, session, &handoff);
+                }
+            }
+        }
+        let num_leased = self.producer.num_leased();
+        self.num_leased.store(num_leased, Ordering::Relaxed);
+    }
+}
+
+/// How many blocks of this size make a slice of work.
+pub(super) fn slice_of(block_bytes: u64) -> usize {
+    (SLICE / block_bytes.max(1)).max(1) as usize
+}
+
+pub(super) fn block_bytes<'m>(memory: &'m Memory, layout: &Layout, id: u32) -> Option<&'m [u8]> {
+    let at = layout.offset(id).ok()?;
+    memory
+        .buffer()
+        .bytes(at as usize, layout.block_bytes as usize)
+}

@@ -1,0 +1,130 @@
+use kvpipe_ucx::Buffer;
+
+use crate::agent::Region;
+use crate::agent::regions::LocalRegion;
+use crate::handoff::{Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
+use crate::reactor::manual::{Round, without_threads};
+use crate::session::connection::SessionTimeouts;
+use crate::transfer::region::Layout;
+use crate::transport::{MemoryPath, Transport};
+
+const BLOCK: usize = 1 << 10;
+const ID: [u8; 16] = [7; 16];
+
+struct Side {
+    agent: HandoffAgent,
+    region: Region,
+    memory: Buffer,
+}
+
+impl Side {
+    /// An agent without a thread, whose reads are gets.
+    fn new(content: u8) -> Self {
+        Self::with(content, |_| {})
+    }
+
+    /// One that tells something else of its region than is so.
+    fn with(content: u8, change: impl FnOnce(&mut LocalRegion)) -> Self {
+        let (transport, timeouts) = (
+            Transport::Memory(MemoryPath::RemoteRead),
+            SessionTimeouts::default(),
+        );
+        let agent =
+            || HandoffAgent::new("127.0.0.1:0", b"token", transport, "", Vec::new(), timeouts);
+        let agent = without_threads(agent).expect("agent");
+        let memory = Buffer::from_vec(vec![content; BLOCK]);
+        let size = BLOCK as u64;
+        let layout = Layout::new(size, size, size).expect("layout");
+        let registered = agent.reactor.register(memory.clone()).expect("register");
+        let mut region = LocalRegion::new("kv", layout, false, registered).expect("region");
+        change(&mut region);
+        let registered = agent.register_region(region).expect("it runs");
+        settle(&[&agent]);
+        let region = registered.result().expect("registered").expect("a region");
+        Self {
+            agent,
+            region,
+            memory,
+        }
+    }
+
+    /// Its only block is ready for each of these.
+    fn mark_ready(&self, handoffs: impl Iterator<Item = [u8; 16]>) {
+        let part = |handoff| ReadyRange {
+            handoff,
+            epoch: 0,
+            first: 0,
+            block_ids: vec![0],
+        };
+        let ready = ReadyBlocks::new(handoffs.map(part).collect()).expect("ready");
+        let regions = [self.region.clone()];
+        self.agent.mark_ready(&ready, &regions).expect("mark_ready");
+        settle(&[&self.agent]);
+    }
+
+    fn load(&self, handoff: [u8; 16], producer: &Self) {
+        let request = LoadRequest {
+            handoff,
+            producer: producer.agent.address().expect("address").to_string(),
+            incarnation: producer.agent.incarnation(),
+            epoch: 0,
+            first: 0,
+            block_ids: vec![0],
+            is_committed: true,
+        };
+        self.agent.load(request).expect("load");
+    }
+
+    fn content(&self) -> &[u8] {
+        self.memory.bytes(0, BLOCK).expect("its bytes")
+    }
+
+    fn ended(&self) -> Option<Event> {
+        let mut events = self.agent.drain().into_iter();
+        events.find(|event| !matches!(event, Event::Log(_)))
+    }
+}
+
+/// Runs reactors until they have nothing more to do.
+fn settle(agents: &[&HandoffAgent]) {
+    let is_at_rest = |agent: &&HandoffAgent| matches!(agent.round(), Round::AtRest { .. });
+    while !(0..5).all(|_| agents.iter().filter(|it| is_at_rest(it)).count() == agents.len()) {}
+}
+
+#[test]
+fn a_block_whose_get_has_failed_is_read_again_by_messages() {
+    let (producer, consumer) = (Side::new(1), Side::new(0));
+    producer.mark_ready([ID].into_iter());
+    assert!(producer.memory.write(17, &[9]));
+    consumer.load(ID, &producer);
+    while consumer.content() != producer.content() {
+        producer.agent.round();
+        settle(&[&consumer.agent]);
+    }
+    // It has been read without the producer's help, and differs. The second time the producer has to send it.
+    assert_eq!(consumer.ended(), None);
+    assert!(producer.memory.write(17, &[1]));
+    settle(&[&producer.agent, &consumer.agent]);
+    let ended = consumer.ended();
+    let Some(Event::LoadCompleted { counts, .. }) = ended else {
+        panic!("{ended:?}");
+    };
+    assert_eq!((counts.num_retried, counts.num_corrupt), (1, 1));
+    assert_eq!(consumer.content(), [1; BLOCK]);
+}
+
+#[test]
+fn any_number_of_reads_that_wait_can_fail_as_they_begin() {
+    const NUM_LOADS: u32 = 4000;
+    let handoff = |number| u128::from(number).to_le_bytes();
+    let producer = Side::with(1, |region| region.rkey = b"no key".to_vec());
+    let consumer = Side::new(0);
+    producer.mark_ready((0..NUM_LOADS).map(handoff));
+    for number in 0..NUM_LOADS {
+        consumer.load(handoff(number), &producer);
+    }
+    settle(&[&consumer.agent, &producer.agent]);
+    let ended = consumer.agent.drain();
+    let is_retried = |event: &&Event| matches!(event, Event::LoadCompleted { counts, .. } if counts.num_retried == 1);
+    assert_eq!(ended.iter().filter(is_retried).count(), NUM_LOADS as usize);
+}

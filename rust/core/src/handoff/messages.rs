@@ -1,0 +1,166 @@
+//! Messages of handoffs between two agents; see docs/reference/wire-agent.md.
+
+use super::{HandoffId, ReadyBlock};
+use crate::agent::reason;
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::net::codec::{Reader, Writer};
+use crate::session::ReactorContext;
+use crate::transfer::message::{BLOCKS_CAP, REASON_CAP};
+use crate::transport::Payload;
+
+const SELECT: u8 = 48;
+const BLOCKS_READY: u8 = 49;
+const HANDOFF_ENDED: u8 = 50;
+const ACK: u8 = 51;
+
+/// What one side of a handoff tells the other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum HandoffMessage {
+    /// Consumer: I want the blocks at these positions, in this epoch.
+    Select { epoch: u32, first: u32, end: u32 },
+    /// Producer: these blocks can be read.
+    BlocksReady { epoch: u32, blocks: Vec<ReadyBlock> },
+    /// Producer: nothing more will come.
+    Ended { reason: String },
+    /// Consumer: everything is here.
+    Ack,
+}
+
+impl HandoffMessage {
+    fn kind(&self) -> u8 {
+        match self {
+            Self::Select { .. } => SELECT,
+            Self::BlocksReady { .. } => BLOCKS_READY,
+            Self::Ended { .. } => HANDOFF_ENDED,
+            Self::Ack => ACK,
+        }
+    }
+
+    /// Whether messages of this kind are of handoffs.
+    pub(super) fn is_kind(kind: u8) -> bool {
+        (SELECT..=ACK).contains(&kind)
+    }
+
+    fn encode(&self, header: Writer, handoff: &HandoffId) -> (Writer, Payload) {
+        let header = header.raw(handoff);
+        match self {
+            Self::Select { epoch, first, end } => {
+                (header.u32(*epoch).u32(*first).u32(*end), Payload::None)
+            }
+            Self::BlocksReady { epoch, blocks } => {
+                let list = Writer::default().list(blocks, write_block);
+                (header.u32(*epoch), Payload::Bytes(list.finish()))
+            }
+            Self::Ended { reason } => {
+                let text = Writer::default().text(reason, REASON_CAP);
+                (header, Payload::Bytes(text.finish()))
+            }
+            Self::Ack => (header, Payload::None),
+        }
+    }
+
+    /// Reads a header after its kind, and the payload.
+    pub(crate) fn decode(
+        kind: u8,
+        mut header: Reader<'_>,
+        payload: &[u8],
+    ) -> Result<(HandoffId, Self)> {
+        let handoff = header.fixed()?;
+        let message = match kind {
+            SELECT => Self::Select {
+                epoch: header.u32()?,
+                first: header.u32()?,
+                end: header.u32()?,
+            },
+            BLOCKS_READY => {
+                let epoch = header.u32()?;
+                let mut payload = Reader::new(payload);
+                let blocks = payload.list(BLOCKS_CAP, read_block)?;
+                payload.end()?;
+                Self::BlocksReady { epoch, blocks }
+            }
+            HANDOFF_ENDED => Self::Ended {
+                reason: reason(payload)?,
+            },
+            ACK => Self::Ack,
+            other => return Err(Error::protocol(format_args!("message {other}"))),
+        };
+        header.end()?;
+        Ok((handoff, message))
+    }
+
+    pub(super) fn send(&self, cx: &mut ReactorContext, session: SessionKey, handoff: &HandoffId) {
+        let (header, payload) = self.encode(cx.header(session, self.kind()), handoff);
+        cx.message(session, header, payload);
+    }
+}
+
+fn write_block(writer: Writer, block: &ReadyBlock) -> Writer {
+    writer
+        .u16(block.region)
+        .u32(block.position)
+        .u32(block.block_id)
+        .u64(block.checksum)
+}
+
+fn read_block(reader: &mut Reader<'_>) -> Result<ReadyBlock> {
+    Ok(ReadyBlock {
+        region: reader.u16()?,
+        position: reader.u32()?,
+        block_id: reader.u32()?,
+        checksum: reader.u64()?,
+    })
+}
+
+#[cfg(any(test, feature = "fuzzing"))]
+impl HandoffMessage {
+    /// Kind and header, then the payload.
+    pub(crate) fn to_bytes(&self, handoff: &HandoffId) -> (Vec<u8>, Vec<u8>) {
+        let (header, payload) = self.encode(Writer::new(self.kind()), handoff);
+        let payload = match payload {
+            Payload::Bytes(bytes) => bytes,
+            _ => Vec::new(),
+        };
+        (header.finish(), payload)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn read_back(message: &HandoffMessage) {
+        let (header, payload) = message.to_bytes(&[7; 16]);
+        let read = |header: &[u8], payload: &[u8]| {
+            HandoffMessage::decode(header[0], Reader::new(&header[1..]), payload)
+        };
+        assert_eq!(read(&header, &payload), Ok(([7; 16], message.clone())));
+        assert!(read(&header[..header.len() - 1], &payload).is_err());
+        assert!(read(&[&header[..], &[0]].concat(), &payload).is_err());
+        if !payload.is_empty() {
+            assert!(read(&header, &payload[..payload.len() - 1]).is_err());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_back(numbers: Vec<(u16, u32, u32, u64)>, reason: String, epoch: u32) {
+            let blocks = numbers
+                .iter()
+                .map(|&(region, position, block_id, checksum)| ReadyBlock { region, position, block_id, checksum })
+                .collect();
+            read_back(&HandoffMessage::Select { epoch, first: 1, end: 2 });
+            read_back(&HandoffMessage::BlocksReady { epoch, blocks });
+            read_back(&HandoffMessage::Ended { reason });
+            read_back(&HandoffMessage::Ack);
+        }
+
+        #[test]
+        fn any_bytes_give_a_message_or_an_error(kind: u8, header: Vec<u8>, payload: Vec<u8>) {
+            let read = HandoffMessage::decode(kind, Reader::new(&header), &payload);
+            prop_assert!(read.is_err() || HandoffMessage::is_kind(kind));
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! One buffer that a peer may read, as a pipe or a lookup buffer exposes it: its owner registers and describes it, the
+//! other side makes a source of the description. Its checksums are sent unasked, while the description is on its way.
+
+use std::sync::Arc;
+
+use kvpipe_ucx::{Buffer, MemoryKind, Status};
+
+use super::peer::{RemoteSource, SourceChecksums};
+use super::region::{Layout, Pieces};
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::net::codec::{Reader, Writer};
+use crate::session::ReactorContext;
+use crate::transport::DataPath;
+use crate::transport::Memory;
+
+/// What one checksum of a buffer covers: a read of UCX's, so that it is computed while the bytes are in the cache.
+pub(super) const UNIT: u64 = 1 << 20;
+/// Largest packed remote key.
+const RKEY_CAP: usize = 4096;
+
+/// How a buffer is verified.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum ChecksumMode {
+    /// Not at all: its owner has switched checksums off.
+    None = 0,
+    /// By checksums of its units, which come unasked, or by those that the pieces of a stream carry.
+    Any = 1,
+    /// By the checksums of a stream only: the owner does not see that it could be read.
+    Stream = 2,
+}
+
+/// Which memory a buffer is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Held {
+    Host = 0,
+    Cuda = 1,
+}
+
+impl From<MemoryKind> for Held {
+    fn from(kind: MemoryKind) -> Self {
+        match kind {
+            MemoryKind::Host => Self::Host,
+            MemoryKind::Cuda { .. } => Self::Cuda,
+        }
+    }
+}
+
+/// The key of a buffer; an empty one if it can be streamed only. UCX may be unable to pack one for memory that CUDA
+/// cannot share between processes.
+pub(crate) fn key(held: Held, packed: std::result::Result<Vec<u8>, Status>) -> Result<Vec<u8>> {
+    match (held, packed) {
+        (Held::Cuda, Err(_)) => Ok(Vec::new()),
+        (_, packed) => Ok(packed?),
+    }
+}
+
+/// A buffer that a peer may read, as long as its owner keeps this.
+#[derive(Debug)]
+pub(crate) struct ExposedBuffer {
+    memory: Arc<Memory>,
+    checksum_mode: ChecksumMode,
+}
+
+impl ExposedBuffer {
+    /// Registers a buffer for a peer to read. What is on a GPU has no checksums: nobody computes any there.
+    pub(crate) fn new(
+        cx: &ReactorContext,
+        session: SessionKey,
+        buffer: Buffer,
+        is_checksummed: bool,
+    ) -> Result<(Self, BufferDescription)> {
+        let is_read = matches!(cx.data_path(session), Some(DataPath::RemoteRead(_)));
+        let held = Held::from(buffer.kind());
+        let checksum_mode = match (is_checksummed && held == Held::Host, is_read) {
+            (false, _) => ChecksumMode::None,
+            (true, true) => ChecksumMode::Any,
+            (true, false) => ChecksumMode::Stream,
+        };
+        let (len, address) = (buffer.len(), buffer.address() as u64);
+        let memory = cx.register(buffer)?;
+        let described = BufferDescription {
+            len,
+            address,
+            held,
+            checksum_mode,
+            key: key(held, memory.pack_rkey())?,
+        };
+        let exposed = Self {
+            memory,
+            checksum_mode,
+        };
+        Ok((exposed, described))
+    }
+
+    /// Its length in bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.memory.buffer().len()
+    }
+
+    /// What a peer reads of it.
+    pub(crate) fn source(&self) -> (Arc<Memory>, Layout) {
+        (Arc::clone(&self.memory), Layout::whole(self.len() as u64))
+    }
+
+    /// Whether its checksums are sent unasked.
+    pub(super) fn pushes_checksums(&self) -> bool {
+        self.checksum_mode == ChecksumMode::Any
+    }
+}
+
+/// A buffer as its owner describes it to a peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct BufferDescription {
+    /// Its length, over 0.
+    pub(crate) len: usize,
+    address: u64,
+    pub(crate) held: Held,
+    checksum_mode: ChecksumMode,
+    key: Vec<u8>,
+}
+
+impl BufferDescription {
+    pub(crate) fn write(&self, writer: Writer) -> Writer {
+        writer
+            .u64(self.len as u64)
+            .u64(self.address)
+            .u8(self.held as u8)
+            .u8(self.checksum_mode as u8)
+            .bytes(&self.key)
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
+        let (len, address) = (reader.u64()?, reader.u64()?);
+        let held = match reader.u8()? {
+            0 => Held::Host,
+            1 => Held::Cuda,
+            other => return Err(Error::protocol(format_args!("a buffer in memory {other}"))),
+        };
+        let checksum_mode = match reader.u8()? {
+            0 => ChecksumMode::None,
+            1 => ChecksumMode::Any,
+            2 => ChecksumMode::Stream,
+            other => {
+                let text = format_args!("a buffer with checksums of mode {other}");
+                return Err(Error::protocol(text));
+            }
+        };
+        let key = reader.bytes(RKEY_CAP)?.to_vec();
+        let is_possible =
+            isize::try_from(len).is_ok_and(|len| len > 0) && address.checked_add(len).is_some();
+        if !is_possible {
+            let text = format_args!("a buffer of {len} bytes at {address:#x}");
+            return Err(Error::protocol(text));
+        }
+        // Nobody checksums what is on a GPU.
+        if held == Held::Cuda && checksum_mode != ChecksumMode::None {
+            return Err(Error::protocol("checksums of a buffer in CUDA memory"));
+        }
+        Ok(Self {
+            len: len as usize,
+            address,
+            held,
+            checksum_mode,
+            key,
+        })
+    }
+
+    /// The pieces of a transfer of all of it.
+    pub(crate) fn pieces(&self) -> Arc<Pieces> {
+        Arc::new(Pieces::whole(self.len as u64, UNIT))
+    }
+
+    /// Whether it has checksums.
+    pub(crate) fn is_checksummed(&self) -> bool {
+        self.checksum_mode != ChecksumMode::None
+    }
+
+    /// What the engine reads it from.
+    pub(crate) fn source(&self) -> RemoteSource {
+        let checksums = match self.checksum_mode {
+            ChecksumMode::None => SourceChecksums::None,
+            ChecksumMode::Any => SourceChecksums::Pushed {
+                num_units: (self.len as u64).div_ceil(UNIT),
+                known: Vec::new(),
+            },
+            ChecksumMode::Stream => SourceChecksums::Streamed,
+        };
+        let is_cuda = self.held == Held::Cuda;
+        RemoteSource::new(self.address, self.key.clone(), is_cuda, checksums)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn buffer(len: u64, address: u64, checksum_mode: u8) -> Result<BufferDescription> {
+        buffer_in(0, len, address, checksum_mode)
+    }
+
+    fn buffer_in(held: u8, len: u64, address: u64, checksum_mode: u8) -> Result<BufferDescription> {
+        let message = Writer::default()
+            .u64(len)
+            .u64(address)
+            .u8(held)
+            .u8(checksum_mode)
+            .bytes(&[1])
+            .finish();
+        BufferDescription::read(&mut Reader::new(&message))
+    }
+
+    #[test]
+    fn a_buffer_is_read_as_written() {
+        let read = buffer(1 << 20, 4096, 1).unwrap();
+        let message = read.write(Writer::default()).finish();
+        assert_eq!(
+            BufferDescription::read(&mut Reader::new(&message)).unwrap(),
+            read
+        );
+    }
+
+    #[test]
+    fn a_buffer_in_cuda_memory_has_no_checksums() {
+        let read = buffer_in(1, 1 << 20, 4096, 0).unwrap();
+        assert_eq!(read.held, Held::Cuda);
+        let message = read.write(Writer::default()).finish();
+        assert_eq!(
+            BufferDescription::read(&mut Reader::new(&message)).unwrap(),
+            read
+        );
+        assert!(buffer_in(1, 1 << 20, 4096, 1).is_err());
+        assert!(buffer_in(1, 1 << 20, 4096, 2).is_err());
+        assert!(buffer_in(2, 1 << 20, 4096, 0).is_err());
+    }
+
+    #[test]
+    fn a_buffer_that_cannot_exist_is_refused() {
+        assert!(buffer(0, 4096, 1).is_err());
+        assert!(buffer(u64::MAX, 0, 1).is_err());
+        assert!(buffer(4096, u64::MAX - 4000, 1).is_err());
+        assert!(buffer(4096, 4096, 3).is_err());
+    }
+
+    #[test]
+    fn more_checksums_than_units_are_refused() {
+        let mut source = buffer(2 * UNIT, 4096, 1).unwrap().source();
+        assert_eq!(source.receive(0, &[7]), Ok(()));
+        assert!(source.receive(1, &[7, 7]).is_err());
+        assert_eq!(source.receive(1, &[7]), Ok(()));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_give_a_buffer_or_an_error(message: Vec<u8>) {
+            let _ = BufferDescription::read(&mut Reader::new(&message));
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! The messages between the two ends of a transfer, the same on every session that moves bytes; see
+//! docs/wire-format.md.
+
+use std::borrow::Cow;
+
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::net::codec::{Reader, Writer};
+use crate::session::ReactorContext;
+use crate::transport::Payload;
+
+const READ: u8 = 32;
+pub(crate) const DATA: u8 = 33;
+const CREDIT: u8 = 34;
+const REFUSED: u8 = 35;
+const CHECKSUMS: u8 = 43;
+const SOURCE_CHECKSUMS: u8 = 44;
+
+/// Most ids of one transfer.
+pub(crate) const BLOCKS_CAP: usize = 1 << 22;
+/// Most checksums of one message.
+pub(crate) const CHECKSUMS_CAP: usize = 4096;
+/// Longest reason.
+pub(crate) const REASON_CAP: usize = 4096;
+
+/// What a destination asks of a source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Wanted {
+    /// The bytes, as a stream.
+    Bytes = 0,
+    /// The bytes, as a stream whose pieces have checksums.
+    ChecksummedBytes = 1,
+    /// The checksums of the blocks, whose bytes the destination reads.
+    Checksums = 2,
+}
+
+impl Wanted {
+    fn decode(byte: u8) -> Result<Self> {
+        match byte {
+            0 => Ok(Self::Bytes),
+            1 => Ok(Self::ChecksummedBytes),
+            2 => Ok(Self::Checksums),
+            other => Err(Error::protocol(format_args!("{other} wanted of blocks"))),
+        }
+    }
+}
+
+/// What checksums are of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Subject {
+    /// The blocks of a transfer, because its destination asked for them.
+    Transfer(u64),
+    /// A source, whose owner sends its checksums without being asked.
+    Source(u64),
+}
+
+/// A message of a transfer. Ids of transfers are the destination's, ids of sources the source's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Message<'a> {
+    /// Destination: send me this of the blocks with these ids.
+    Read {
+        transfer: u64,
+        source: u64,
+        wanted: Wanted,
+        ids: Cow<'a, [u32]>,
+    },
+    /// Source: the next piece of a stream, which is the payload.
+    Data {
+        transfer: u64,
+        /// In the sequence of the blocks.
+        offset: u64,
+        checksum: u64,
+    },
+    /// Destination: so many bytes more have been placed.
+    Credit { transfer: u64, num_bytes: u64 },
+    /// Source: the transfer cannot be served.
+    Refused { transfer: u64, reason: String },
+    /// Source: the next checksums.
+    Checksums {
+        subject: Subject,
+        /// Index of the first of them.
+        first: u64,
+        checksums: Vec<u64>,
+    },
+}
+
+impl Message<'_> {
+    fn kind(&self) -> u8 {
+        match self {
+            Self::Read { .. } => READ,
+            Self::Data { .. } => DATA,
+            Self::Credit { .. } => CREDIT,
+            Self::Refused { .. } => REFUSED,
+            Self::Checksums {
+                subject: Subject::Transfer(_),
+                ..
+            } => CHECKSUMS,
+            Self::Checksums {
+                subject: Subject::Source(_),
+                ..
+            } => SOURCE_CHECKSUMS,
+        }
+    }
+
+    /// Continues a header after its kind, and makes the payload. That of [`Data`](Self::Data) is the piece itself.
+    fn encode(&self, header: Writer) -> (Writer, Payload) {
+        match self {
+            Self::Read {
+                transfer,
+                source,
+                wanted,
+                ids,
+            } => {
+                let header = header.u64(*transfer).u64(*source).u8(*wanted as u8);
+                (header, payload(|w| w.list(ids, |w, id| w.u32(*id))))
+            }
+            Self::Data {
+                transfer,
+                offset,
+                checksum,
+            } => {
+                let header = header.u64(*transfer).u64(*offset).u64(*checksum);
+                (header, Payload::None)
+            }
+            Self::Credit {
+                transfer,
+                num_bytes,
+            } => (header.u64(*transfer).u64(*num_bytes), Payload::None),
+            Self::Refused { transfer, reason } => {
+                let text = payload(|w| w.text(reason, REASON_CAP));
+                (header.u64(*transfer), text)
+            }
+            Self::Checksums {
+                subject: Subject::Transfer(id) | Subject::Source(id),
+                first,
+                checksums,
+            } => {
+                let list = payload(|w| w.list(checksums, |w, checksum| w.u64(*checksum)));
+                (header.u64(*id).u64(*first), list)
+            }
+        }
+    }
+
+    /// The transfer that it tells the destination of.
+    pub(crate) fn at_destination(&self) -> Option<u64> {
+        match self {
+            Self::Data { transfer, .. }
+            | Self::Refused { transfer, .. }
+            | Self::Checksums {
+                subject: Subject::Transfer(transfer),
+                ..
+            } => Some(*transfer),
+            Self::Read { .. } | Self::Credit { .. } | Self::Checksums { .. } => None,
+        }
+    }
+
+    /// Whether messages of this kind are of transfers.
+    pub(crate) fn is_kind(kind: u8) -> bool {
+        matches!(kind, READ..=REFUSED | CHECKSUMS | SOURCE_CHECKSUMS)
+    }
+
+    /// Reads a header after its kind, and the payload.
+    pub(crate) fn decode(
+        kind: u8,
+        mut header: Reader<'_>,
+        payload: &[u8],
+    ) -> Result<Message<'static>> {
+        let (id, mut payload) = (header.u64()?, Reader::new(payload));
+        let message = match kind {
+            READ => Message::Read {
+                transfer: id,
+                source: header.u64()?,
+                wanted: Wanted::decode(header.u8()?)?,
+                ids: payload.list(BLOCKS_CAP, Reader::u32)?.into(),
+            },
+            DATA => {
+                let (offset, checksum) = (header.u64()?, header.u64()?);
+                payload = Reader::new(&[]);
+                Message::Data {
+                    transfer: id,
+                    offset,
+                    checksum,
+                }
+            }
+            CREDIT => Message::Credit {
+                transfer: id,
+                num_bytes: header.u64()?,
+            },
+            REFUSED => Message::Refused {
+                transfer: id,
+                reason: payload.str(REASON_CAP)?,
+            },
+            CHECKSUMS | SOURCE_CHECKSUMS => Message::Checksums {
+                subject: if kind == CHECKSUMS {
+                    Subject::Transfer(id)
+                } else {
+                    Subject::Source(id)
+                },
+                first: header.u64()?,
+                checksums: payload.list(CHECKSUMS_CAP, Reader::u64)?,
+            },
+            other => return Err(Error::protocol(format_args!("message {other}"))),
+        };
+        header.end()?;
+        payload.end()?;
+        Ok(message)
+    }
+
+    /// Sends it; false when the session is lost.
+    pub(crate) fn send(&self, cx: &mut ReactorContext, session: SessionKey) -> bool {
+        let (header, payload) = self.encode(cx.header(session, self.kind()));
+        cx.message(session, header, payload)
+    }
+
+    /// Sends it with the piece that it announces.
+    pub(crate) fn send_with(
+        &self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        piece: Payload,
+    ) -> bool {
+        let (header, _) = self.encode(cx.header(session, self.kind()));
+        cx.message(session, header, piece)
+    }
+}
+
+fn payload(write: impl FnOnce(Writer) -> Writer) -> Payload {
+    Payload::Bytes(write(Writer::default()).finish())
+}
+
+#[cfg(any(test, feature = "fuzzing"))]
+impl Message<'_> {
+    /// Kind and header, then the payload.
+    pub(crate) fn to_bytes(&self) -> (Vec<u8>, Vec<u8>) {
+        let (header, payload) = self.encode(Writer::new(self.kind()));
+        let payload = match payload {
+            Payload::Bytes(bytes) => bytes,
+            _ => Vec::new(),
+        };
+        (header.finish(), payload)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn read_back(message: &Message<'_>) {
+        let (header, payload) = message.to_bytes();
+        let read = Message::decode(header[0], Reader::new(&header[1..]), &payload);
+        assert_eq!(read.as_ref(), Ok(message));
+        for longer in [
+            (&[&header[..], &[0]].concat(), &payload),
+            (&header, &[&payload[..], &[0]].concat()),
+        ] {
+            let is_data = header[0] == DATA && longer.0 == &header;
+            let read = Message::decode(header[0], Reader::new(&longer.0[1..]), longer.1);
+            assert_eq!(read.is_ok(), is_data);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_back(id: u64, first: u64, ids: Vec<u32>, checksums: Vec<u64>, reason: String) {
+            for wanted in [Wanted::Bytes, Wanted::ChecksummedBytes, Wanted::Checksums] {
+                read_back(&Message::Read { transfer: id, source: first, wanted, ids: Cow::Borrowed(&ids) });
+            }
+            read_back(&Message::Data { transfer: id, offset: first, checksum: id });
+            read_back(&Message::Credit { transfer: id, num_bytes: first });
+            read_back(&Message::Refused { transfer: id, reason });
+            for subject in [Subject::Transfer(id), Subject::Source(id)] {
+                read_back(&Message::Checksums { subject, first, checksums: checksums.clone() });
+            }
+        }
+
+        #[test]
+        fn any_bytes_give_a_message_or_an_error(kind: u8, header: Vec<u8>, payload: Vec<u8>) {
+            let read = Message::decode(kind, Reader::new(&header), &payload);
+            prop_assert!(read.is_err() || Message::is_kind(kind));
+        }
+    }
+}

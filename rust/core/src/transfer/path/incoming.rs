@@ -1,0 +1,283 @@
+//! A stream at its destination: pieces of memory as a sequence of messages, each with its place in the sequence and a
+//! checksum. They are put where they belong while UCX still has them in its receive buffer, which saves a copy; the event
+//! that follows says only that they are there.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use kvpipe_ucx::AmData;
+
+use super::WINDOW;
+use crate::checksum;
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::net::codec::Reader;
+use crate::session::ReactorContext;
+use crate::session::{RegisteredSink, StreamSink};
+use crate::transfer::cursor::Cursor;
+use crate::transfer::message::{DATA, Message};
+use crate::transfer::region::Pieces;
+use crate::transport::Memory;
+
+/// What is expected of a stream, and where it goes.
+#[derive(Debug)]
+struct StreamDestination {
+    memory: Arc<Memory>,
+    pieces: Arc<Pieces>,
+    cursor: Cursor,
+    num_placed: u64,
+    is_checksummed: bool,
+    /// Where the first piece begins that differs from its checksum.
+    corrupt: Option<u64>,
+}
+
+impl StreamDestination {
+    /// Puts a piece where it belongs. Pieces come in order, so that any other is an error of the peer.
+    fn put(&mut self, offset: u64, checksum: u64, data: &[u8]) -> Result<()> {
+        let (len, num_bytes) = (data.len() as u64, self.pieces.num_bytes);
+        if offset != self.num_placed || len == 0 || len > num_bytes - offset {
+            return Err(Error::protocol(format_args!(
+                "{len} bytes at {offset} of {num_bytes}, {} expected next",
+                self.num_placed
+            )));
+        }
+        self.write(data)?;
+        if self.is_checksummed && checksum::of(data) != checksum {
+            self.corrupt.get_or_insert(offset);
+        }
+        self.num_placed += len;
+        Ok(())
+    }
+
+    fn write(&mut self, mut data: &[u8]) -> Result<()> {
+        let runs = &self.pieces.runs;
+        while let Some(run) = self.cursor.piece(runs, data.len() as u64)
+            && let Some((piece, rest)) = data.split_at_checked(run.len as usize)
+            && !piece.is_empty()
+        {
+            if !self.memory.buffer().write(run.to as usize, piece) {
+                let text = "the CUDA driver could not write into the destination";
+                return Err(Error::Unavailable(text.to_owned()));
+            }
+            self.cursor.advance(runs, run.len);
+            data = rest;
+        }
+        Ok(())
+    }
+}
+
+impl StreamSink for StreamDestination {
+    fn place(&mut self, mut header: Reader<'_>, data: &[u8]) -> Result<()> {
+        let (offset, checksum) = (header.u64()?, header.u64()?);
+        header.end()?;
+        self.put(offset, checksum, data)
+    }
+}
+
+/// A stream at its destination, which receives it until this is dropped.
+#[derive(Debug)]
+pub(crate) struct IncomingStream {
+    _registered: RegisteredSink,
+    destination: Rc<RefCell<StreamDestination>>,
+    transfer: u64,
+    num_bytes: u64,
+    /// Bytes of the messages that have come, and those of them that the source has no credit for yet.
+    num_received: u64,
+    num_uncredited: u64,
+}
+
+impl IncomingStream {
+    /// Receives the stream of a transfer into `memory`.
+    pub(crate) fn begin(
+        cx: &ReactorContext,
+        session: SessionKey,
+        transfer: u64,
+        (memory, pieces): (Arc<Memory>, Arc<Pieces>),
+        is_checksummed: bool,
+    ) -> Self {
+        let num_bytes = pieces.num_bytes;
+        let destination = Rc::new(RefCell::new(StreamDestination {
+            memory,
+            pieces,
+            cursor: Cursor::default(),
+            num_placed: 0,
+            is_checksummed,
+            corrupt: None,
+        }));
+        Self {
+            _registered: cx.register_sink(session, (DATA, transfer), destination.clone()),
+            destination,
+            transfer,
+            num_bytes,
+            num_received: 0,
+            num_uncredited: 0,
+        }
+    }
+
+    /// A piece has come, which may be in place already.
+    pub(crate) fn receive(&mut self, offset: u64, checksum: u64, data: &AmData) -> Result<()> {
+        let mut destination = self.destination.borrow_mut();
+        if let AmData::Bytes(bytes) = data {
+            destination.put(offset, checksum, bytes)?;
+        }
+        let num_received = self.num_received + data.num_bytes() as u64;
+        if num_received > destination.num_placed {
+            let text = "a message of a stream that ended before this one";
+            return Err(Error::protocol(text));
+        }
+        self.num_uncredited += num_received - self.num_received;
+        self.num_received = num_received;
+        Ok(())
+    }
+
+    /// Gives the source credit when it is due.
+    pub(crate) fn send_credit(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        if self.num_uncredited >= WINDOW / 4 && !self.is_here() {
+            let credit = Message::Credit {
+                transfer: self.transfer,
+                num_bytes: std::mem::take(&mut self.num_uncredited),
+            };
+            credit.send(cx, session);
+        }
+    }
+
+    /// Bytes that have come.
+    pub(crate) fn num_received(&self) -> u64 {
+        self.num_received
+    }
+
+    /// Whether all of it has come.
+    pub(crate) fn is_here(&self) -> bool {
+        self.num_received == self.num_bytes
+    }
+
+    /// Whether each piece has a checksum.
+    pub(crate) fn is_checksummed(&self) -> bool {
+        self.destination.borrow().is_checksummed
+    }
+
+    /// Where the first piece begins that differs from its checksum.
+    pub(crate) fn corrupt(&self) -> Option<u64> {
+        self.destination.borrow().corrupt
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use kvpipe_ucx::Buffer;
+
+    use super::*;
+    use crate::transfer::region::Run;
+    use crate::transport::{MemoryPath, Transport};
+
+    const LINK: SessionKey = 20;
+    const SESSION: [u8; 16] = [1; 16];
+
+    /// A reactor with a session, and 16 bytes of memory.
+    fn reactor() -> (ReactorContext, Arc<Memory>) {
+        let transport = Transport::Memory(MemoryPath::Stream);
+        let context = transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let memory = context.register(Buffer::zeroed(16)).unwrap();
+        let mut cx = ReactorContext::manual(Some(context));
+        cx.add_manual(LINK, SESSION, None);
+        (cx, memory)
+    }
+
+    /// Takes a stream of 8 bytes: four go to 12, four to 2.
+    fn begin(cx: &ReactorContext, memory: &Arc<Memory>) -> IncomingStream {
+        let run = |to| Run {
+            to,
+            from: 0,
+            len: 4,
+        };
+        let runs = vec![run(12), run(2)];
+        let pieces = Pieces {
+            runs,
+            num_bytes: 8,
+            ..Pieces::whole(8, 8)
+        };
+        let memory = (Arc::clone(memory), Arc::new(pieces));
+        IncomingStream::begin(cx, LINK, 7, memory, true)
+    }
+
+    fn header(offset: u64, data: &[u8]) -> Vec<u8> {
+        let fields = [7, offset, checksum::of(data)]
+            .map(u64::to_le_bytes)
+            .concat();
+        [&SESSION[..], &[DATA], &fields].concat()
+    }
+
+    fn bytes(memory: &Memory) -> Vec<u8> {
+        memory.buffer().bytes(0, 16).unwrap().to_vec()
+    }
+
+    #[test]
+    fn pieces_are_placed_where_they_belong_before_they_are_events() {
+        let (cx, memory) = reactor();
+        let (mut incoming, place) = (begin(&cx, &memory), cx.placer());
+        assert!(place(&header(0, b"abc"), b"abc"));
+        assert!(place(&header(3, b"defgh"), b"defgh"));
+        assert_eq!(bytes(&memory), *b"\0\0efgh\0\0\0\0\0\0abcd");
+        assert!(!incoming.is_here());
+        for len in [3, 5] {
+            incoming.receive(0, 0, &AmData::Placed(len)).unwrap();
+        }
+        assert!(incoming.is_here());
+        assert_eq!(incoming.corrupt(), None);
+    }
+
+    #[test]
+    fn what_does_not_come_next_or_is_too_much_is_not_placed_and_is_an_error_as_an_event() {
+        let (cx, memory) = reactor();
+        let (mut incoming, place) = (begin(&cx, &memory), cx.placer());
+        for (offset, data) in [
+            (1, &b"b"[..]),
+            (0, b""),
+            (0, b"123456789"),
+            (u64::MAX, b"1"),
+        ] {
+            let header = header(offset, data);
+            assert!(!place(&header, data), "{offset}");
+            let data = AmData::Bytes(data.to_vec());
+            assert!(incoming.receive(offset, 0, &data).is_err());
+        }
+        assert!(!place(&header(0, b"a")[..16 + 1 + 8 + 8], b"a"));
+        assert_eq!(bytes(&memory), [0; 16]);
+    }
+
+    #[test]
+    fn what_is_of_another_session_or_stream_is_not_placed() {
+        let (cx, memory) = reactor();
+        let (_incoming, place) = (begin(&cx, &memory), cx.placer());
+        for at in [0, 15, 16, 17] {
+            let mut header = header(0, b"abcd");
+            header[at] ^= 1;
+            assert!(!place(&header, b"abcd"), "{at}");
+        }
+        assert!(!place(b"", b"abcd"));
+        assert_eq!(bytes(&memory), [0; 16]);
+    }
+
+    #[test]
+    fn nothing_is_placed_once_the_stream_was_let_go() {
+        let (cx, memory) = reactor();
+        let (incoming, place) = (begin(&cx, &memory), cx.placer());
+        assert!(place(&header(0, b"abcd"), b"abcd"));
+        let before = bytes(&memory);
+        drop(incoming);
+        assert!(!place(&header(4, b"efgh"), b"efgh"));
+        assert_eq!(bytes(&memory), before);
+    }
+
+    #[test]
+    fn a_piece_that_differs_from_its_checksum_is_remembered() {
+        let (cx, memory) = reactor();
+        let (incoming, place) = (begin(&cx, &memory), cx.placer());
+        assert!(place(&header(0, b"abcd"), b"abcd"));
+        assert!(place(&header(4, b"efgh"), b"efgx"));
+        assert_eq!(incoming.corrupt(), Some(4));
+    }
+}
