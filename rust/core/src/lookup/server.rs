@@ -10,15 +10,14 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::Items;
-use super::LookupQuery;
 use super::copying::EntryCopy;
 use super::messages::LookupMessage;
 use super::shared::LookupShared;
 use super::state::{BufferState, ChangedBy, ClientAction, ClientOperation, Inserter, Selector};
 use super::store::Ticket;
 use super::tensors::Tensors;
-use super::transfer::{Arrived, EntryTransfer, check_operation};
+use super::transfer::{EntryTransfer, check_operation};
+use super::{Items, LookupQuery};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
@@ -128,13 +127,9 @@ impl LookupServer {
         entry: EntryTransfer,
     ) -> Result<()> {
         self.client(session)?.check_insert(operation, &tokens)?;
-        let num_bytes = entry.entry_bytes(&tokens);
+        let (num_bytes, now) = (entry.entry_bytes(&tokens), Instant::now());
         let insert = Inserter::Client((session, operation));
-        let reserved = self.change(|state| {
-            state
-                .store
-                .reserve(num_bytes, deadline, Instant::now(), insert)
-        });
+        let reserved = self.change(|state| state.store.reserve(num_bytes, deadline, now, insert));
         match reserved.flatten() {
             Ok(ticket) => {
                 let tokens = tokens.into();
@@ -162,18 +157,17 @@ impl LookupServer {
             }
             checked => checked?,
         }
-        let num_tokens = query.num_tokens();
+        let (num_tokens, now) = (query.num_tokens(), Instant::now());
         let select = Selector::Client((session, operation));
-        let ticket =
-            self.change(|state| state.store.select(query, deadline, Instant::now(), select))?;
+        let ticket = self.change(|state| state.store.select(query, deadline, now, select))?;
         let waiting = ClientSelect::Waiting { ticket, num_tokens };
-        let client = self.client(session)?;
-        client.selects.insert(operation, waiting);
+        self.client(session)?.selects.insert(operation, waiting);
         Ok(())
     }
 
-    /// Does what the shared state has for clients.
-    fn run_client_actions(&mut self, cx: &mut ReactorContext) {
+    /// Makes inserted entries visible that have arrived, then does what the shared state has for clients.
+    fn advance(&mut self, cx: &mut ReactorContext) {
+        self.commit_arrived(cx);
         for (client, action) in self.shared.drain_client_actions() {
             self.act(cx, client, action);
         }
@@ -192,7 +186,7 @@ impl LookupServer {
         match action {
             ClientAction::Grant(_) => {
                 self.tensors.begin(cx, session, operation);
-                self.advance(cx);
+                self.commit_arrived(cx);
             }
             ClientAction::Full(error) => {
                 client.inserts.remove(&operation);
@@ -246,31 +240,20 @@ impl LookupServer {
         }
     }
 
-    /// Makes inserted entries visible that have arrived.
-    fn advance(&mut self, cx: &mut ReactorContext) {
-        while let Some((session, arrived)) = self.tensors.next_arrived(cx) {
-            self.arrived(cx, session, arrived);
-        }
-    }
-
-    fn arrived(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        (operation, items): Arrived,
-    ) {
-        let client = self.clients.get_mut(&session);
-        let Some(ClientInsert { ticket, tokens }) =
-            client.and_then(|client| client.inserts.remove(&operation))
-        else {
-            return;
-        };
-        let commit = |items| self.change(|state| state.commit(ticket, tokens, items));
-        match items.and_then(commit) {
-            Ok(()) => LookupMessage::Inserted.send(cx, session, operation),
-            Err(error) => {
-                self.forget(ticket);
-                LookupMessage::Refused(error).send(cx, session, operation);
+    fn commit_arrived(&mut self, cx: &mut ReactorContext) {
+        while let Some((session, (operation, items))) = self.tensors.next_arrived(cx) {
+            let client = self.clients.get_mut(&session);
+            let insert = client.and_then(|client| client.inserts.remove(&operation));
+            let Some(ClientInsert { ticket, tokens }) = insert else {
+                continue;
+            };
+            let commit = |items| self.change(|state| state.commit(ticket, tokens, items));
+            match items.and_then(commit) {
+                Ok(()) => LookupMessage::Inserted.send(cx, session, operation),
+                Err(error) => {
+                    self.forget(ticket);
+                    LookupMessage::Refused(error).send(cx, session, operation);
+                }
             }
         }
     }
@@ -354,7 +337,6 @@ impl Service for LookupServer {
         }
         drop(data);
         self.advance(cx);
-        self.run_client_actions(cx);
         Ok(())
     }
 
@@ -366,16 +348,14 @@ impl Service for LookupServer {
     ) {
         self.tensors.read_ended(cx, token, result);
         self.advance(cx);
-        self.run_client_actions(cx);
     }
 
     fn work(&mut self, cx: &mut ReactorContext) -> bool {
         let has_copied = self.shared.run_copy_slice(&mut self.copying);
-        self.run_client_actions(cx);
+        self.advance(cx);
         let has_worked = self.tensors.run_slice(cx);
         if has_worked {
             self.advance(cx);
-            self.run_client_actions(cx);
         }
         has_worked || has_copied
     }
@@ -387,7 +367,7 @@ impl Service for LookupServer {
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         if self.shared.next_deadline().is_some_and(|at| at <= cx.now) {
             let _ = self.change(|state| state.store.expire(Instant::now()));
-            self.run_client_actions(cx);
+            self.advance(cx);
         }
         let idle = self.tensors.expire(cx.now);
         self.shared.next_deadline().into_iter().chain(idle).min()
