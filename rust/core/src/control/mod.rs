@@ -212,7 +212,7 @@ impl Control {
         self.reactor.send(ControlCommand::Finish { handoff, state })
     }
 
-    /// Producer: the request was aborted or preempted; consumers are told.
+    /// Producer: the request was aborted or preempted. Its consumers get the reason.
     pub fn withdraw(&self, handoff: HandoffId, reason: &str) -> Result<()> {
         self.reactor.send(ControlCommand::Withdraw {
             handoff,
@@ -270,7 +270,7 @@ impl Control {
         self.events.drain()
     }
 
-    /// Closes the control port; peers are told.
+    /// Closes the control port and its sessions.
     pub fn close(&self) {
         self.reactor.stop();
     }

@@ -65,13 +65,13 @@ pub(super) enum ControlCommand {
 
 /// What the halves of the control plane emit: messages to peers, events for the scheduler, and trace marks.
 #[derive(Default)]
-pub(super) struct Outbox {
+pub(super) struct ControlOutbox {
     pub(super) messages: Vec<(SessionKey, ControlMessage)>,
     pub(super) events: Events<ControlEvent>,
     trace: Trace,
 }
 
-impl Outbox {
+impl ControlOutbox {
     pub(super) fn send(&mut self, session: SessionKey, message: ControlMessage) {
         self.messages.push((session, message));
     }
@@ -100,7 +100,7 @@ pub(super) struct ControlService {
     queries: PendingQueries,
     deferred: DeferredQueries,
     by_address: HashMap<String, SessionKey>,
-    out: Outbox,
+    out: ControlOutbox,
 }
 
 impl ControlService {
@@ -114,9 +114,9 @@ impl ControlService {
             queries: PendingQueries::default(),
             deferred: DeferredQueries::default(),
             by_address: HashMap::new(),
-            out: Outbox {
+            out: ControlOutbox {
                 events,
-                ..Outbox::default()
+                ..ControlOutbox::default()
             },
         }
     }
