@@ -24,7 +24,7 @@ use crate::net::codec::{Reader, Writer};
 use crate::net::identity::{Identity, random};
 
 /// Version of everything on the wire; other versions are refused.
-pub const PROTOCOL_VERSION: u16 = 5;
+pub const PROTOCOL_VERSION: u16 = 6;
 /// Largest frame before authentication.
 pub const HANDSHAKE_FRAME_CAP: usize = 64 << 10;
 
