@@ -1,6 +1,6 @@
 # Thin on purpose: the work is in scripts/. Every target does the set-up it needs; a second run finds it done.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-gpu test-rdma test-ucx-1.13 fuzz asan check faults soak bench bench-peers bench-handoff wheel clean
+.PHONY: help setup demo test test-slow test-e2e test-all test-gpu test-rdma test-ucx-1.13 fuzz asan check faults soak bench bench-peers bench-handoff wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -11,14 +11,19 @@ setup: ## create .venv with vLLM's CPU build, UCX and kvpipe in release mode
 demo: setup ## 1 prefill + 1 decode instance beside an undivided one: the same answers?
 	@.venv/bin/python examples/disagg_prefill/demo.py
 
-test: setup ## all tests: Rust, then Python
+test: setup ## what a change is tested with: all tests of Rust and Python that are not slow, and real vLLM instances
 	@scripts/test
 
-test-rust: setup ## cargo test
-	@scripts/test rust
+test-slow: setup ## the slow tests of Rust and Python: long properties, peers killed and stopped at every stage, two hosts
+	@scripts/test slow
 
-test-python: setup ## pytest
-	@scripts/test python
+test-e2e: setup ## every end-to-end test with real vLLM instances
+	@scripts/test e2e
+
+test-all: setup ## all tests, those below and a short soak included, one target after the other; two hours
+	@for target in test test-slow test-e2e test-rdma test-ucx-1.13 fuzz asan faults 'soak MINUTES=10'; do \
+		echo "make $$target" >&2; $(MAKE) --no-print-directory $$target || exit 1; \
+	done
 
 test-gpu: setup ## the tests that need a CUDA device; skipped with the reason where there is none
 	@scripts/test rust -p kvpipe-ucx --lib on_a_gpu -- --nocapture

@@ -351,11 +351,16 @@ def test_every_subject_has_a_name_of_its_own_on_its_data_path():
     ("arguments", "names"),
     [
         (["pipe", "--sizes", "64K", "--only", "kvpipe,memcpy"], {"kvpipe out=", "kvpipe fresh", "memcpy"}),
-        (["blocks", "--blocks", "4Kx16,64Kx4", "--only", "kvpipe"], {"kvpipe"}),
-        (["latency", "--sizes", "8", "--only", "kvpipe,-E sleep"], {"kvpipe", "kvpipe polling"}),
-        (
+        pytest.param(["blocks", "--blocks", "4Kx16,64Kx4", "--only", "kvpipe"], {"kvpipe"}, marks=pytest.mark.slow),
+        pytest.param(
+            ["latency", "--sizes", "8", "--only", "kvpipe,-E sleep"],
+            {"kvpipe", "kvpipe polling"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["lookup", "--sizes", "64K"],
             {"kvpipe, producer serves", "kvpipe, server apart", "kvpipe insert", "numpy copy"},
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -403,6 +408,7 @@ def test_a_pipe_with_checksums_is_compared_with_the_serial_bound_in_text_and_jso
     assert line.split()[-1] == f"{bound['ratio']:.2f}"
 
 
+@pytest.mark.slow
 @pytest.mark.ucx
 def test_a_peer_that_is_not_installed_is_named_and_an_older_run_compared(tmp_path):
     figures = tmp_path / "figures.json"
@@ -425,6 +431,7 @@ def test_a_peer_that_is_not_installed_is_named_and_an_older_run_compared(tmp_pat
     assert ratio == pytest.approx(now / 1e-6, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.ucx
 def test_the_bare_loop_moves_the_same_bytes(tmp_path):
     program = subjects.bare("default")[0].program
@@ -450,6 +457,7 @@ def server():
     process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.ucx
 def test_it_measures_to_another_process_that_serves(server, tmp_path):
     process, address = server

@@ -38,11 +38,13 @@ def strike(monkeypatch, capsys):
     return begin
 
 
+@pytest.mark.slow
 @both_data_paths
 def test_a_peer_that_is_killed_at_any_stage_is_noticed_in_time_and_leaves_nothing_behind(strike, data_path):
     strike("kill", data_path)
 
 
+@pytest.mark.slow
 @both_data_paths
 def test_a_deadline_holds_when_the_peer_is_stopped_at_any_stage_and_one_that_goes_on_is_reached_again(
     strike, data_path
@@ -103,6 +105,7 @@ def test_what_a_sender_has_back_after_its_deadline_is_not_delivered_changed(monk
     assert {"1", "over"} == set(delivered)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
 def test_a_deadline_holds_when_the_network_is_cut_at_any_stage_and_the_peer_is_reached_again_afterwards():
     # In a process of its own: see tests/hosts/namespaces.py.

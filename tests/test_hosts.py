@@ -10,7 +10,7 @@ from tests.peers import ROOT
 
 LIMIT_S = 200
 
-pytestmark = [pytest.mark.ucx, pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())]
+pytestmark = [pytest.mark.ucx, pytest.mark.slow, pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())]
 
 
 def test_everything_works_between_two_hosts_that_share_nothing_but_a_network():

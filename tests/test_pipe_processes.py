@@ -180,6 +180,7 @@ def test_a_peer_that_is_killed_before_anything_moved_is_lost_within_2_s(start):
     receiver.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("data_path")
 def test_memory_does_not_grow_with_what_is_moved(start):
     num_tensors, allowed = 40, 1.5 * LARGE

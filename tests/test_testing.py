@@ -86,5 +86,8 @@ def test_a_peer_that_leaves_under_a_transfer_is_lost(data_path):
 
 
 def test_an_unknown_data_path_is_named():
-    with pytest.raises(ConfigError, match="road=\"put\": expected 'get' or 'messages'"), memory_transport("put"):
+    with (
+        pytest.raises(ConfigError, match="data_path=\"put\": expected 'remote_read' or 'stream'"),
+        memory_transport("put"),
+    ):
         pass

@@ -5,10 +5,12 @@ import json
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
+
+import pytest
 
 from kvpipe.launch.deployment import DeploymentThread, Instance
 
@@ -16,6 +18,13 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TIMEOUT_S = 120
 TOKEN = "the token of the tests"
 LEASE_S = 15
+
+
+def kinds(names: Iterable[str], *smoke: str) -> list[Any]:
+    """The parameters of a test. Those that `smoke` names are smoke tests."""
+    params = {name: pytest.param(name) for name in names}
+    params |= {name: pytest.param(*params[name].values, marks=pytest.mark.smoke) for name in smoke}
+    return list(params.values())
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -11,11 +11,14 @@ from tests.e2e.groups import Groups
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here needs vLLM."""
+    """Everything here needs vLLM, and is slow unless it is a smoke test."""
     has_vllm = importlib.util.find_spec("vllm") is not None
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.e2e)
+            if item.get_closest_marker("smoke") is None:
+                item.add_marker(pytest.mark.slow)
             if not has_vllm:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed: run make setup"))
 

@@ -17,7 +17,7 @@ from kvpipe.launch.plan import free_ports
 from tests.e2e.client import LEASE_S, TOKEN, Servers, is_healthy, until
 
 REPOSITORY = Path(__file__).parents[2]
-LOGS = REPOSITORY / ".cache" / "test-logs"
+LOGS = REPOSITORY / ".cache" / "test-logs" / "instances"
 COMMON = (
     *("--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),

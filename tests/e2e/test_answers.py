@@ -12,6 +12,7 @@ from tests.e2e.client import (
     completion,
     consume,
     get,
+    kinds,
     new_handoff,
     post,
     produce,
@@ -35,7 +36,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("kind", REQUESTS)
+@pytest.mark.parametrize("kind", kinds(REQUESTS, "exactly four blocks", "several steps", "chat, streamed"))
 def test_the_answer_is_that_of_one_instance_and_decode_computes_one_prompt_token(servers: Servers, kind: str) -> None:
     path, body = REQUESTS[kind]
     text, handoff = servers.answer(servers.url, path, body)
@@ -45,6 +46,7 @@ def test_the_answer_is_that_of_one_instance_and_decode_computes_one_prompt_token
     assert result["result"] == ("full" if result["prompt_tokens"] > 1 else "missing")
 
 
+@pytest.mark.smoke
 def test_decode_itself_counts_every_prompt_token_as_transferred(servers: Servers) -> None:
     def by_source(source: str) -> float:
         lines = get(servers.decode.url, "/metrics").decode().splitlines()
@@ -59,6 +61,7 @@ def test_decode_itself_counts_every_prompt_token_as_transferred(servers: Servers
     assert [by_source(source) - was for source, was in zip(sources, before, strict=True)] == [0, 600]
 
 
+@pytest.mark.smoke
 def test_what_decode_has_cached_is_not_moved(servers: Servers) -> None:
     shared = prompt(4 * BLOCK, seed=7)
     servers.answer(servers.url, COMPLETIONS, completion(shared + prompt(9, 1)))
@@ -70,6 +73,7 @@ def test_what_decode_has_cached_is_not_moved(servers: Servers) -> None:
     assert result["computed_tokens"] == 1
 
 
+@pytest.mark.smoke
 def test_concurrent_requests_do_not_mix(servers: Servers) -> None:
     bodies = [completion(prompt(60 + 13 * seed, seed)) for seed in range(8)]
     with ThreadPoolExecutor(len(bodies)) as threads:
@@ -92,6 +96,7 @@ def test_decode_may_be_asked_before_prefill_has_begun(servers: Servers) -> None:
     assert (result["result"], result["computed_tokens"]) == ("full", 1)
 
 
+@pytest.mark.smoke
 def test_just_in_time_dispatch_asks_decode_before_prefill_has_answered(servers: Servers) -> None:
     servers.answer(servers.url, COMPLETIONS, completion(prompt(1200, seed=32)))  # whose steps prefill measures
     body = completion(prompt(3500, seed=33))
@@ -102,6 +107,7 @@ def test_just_in_time_dispatch_asks_decode_before_prefill_has_answered(servers: 
     assert dispatch.keys() >= {"lead_ms", "admission_ms", "prediction_error_ms"}
 
 
+@pytest.mark.smoke
 def test_both_block_pools_are_whole_after_the_answers(servers: Servers) -> None:
     servers.answer(servers.url, COMPLETIONS, completion(prompt(300, seed=9)))
     servers.come_to_rest()

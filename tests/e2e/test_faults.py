@@ -5,6 +5,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
+
 from kvpipe.control import ControlClient
 from tests.e2e.client import (
     COMPLETIONS,
@@ -29,6 +31,7 @@ def stays_whole(servers: Servers) -> None:
     assert servers.answer(servers.url, COMPLETIONS, body)[0] == servers.expected(COMPLETIONS, body)
 
 
+@pytest.mark.smoke
 def test_a_client_that_leaves_during_decode_leaves_no_block_held(servers: Servers) -> None:
     body = completion(prompt(200, seed=21), stream=True, max_tokens=2000, ignore_eos=True)
     with post(servers.url, COMPLETIONS, body) as response:
@@ -36,6 +39,7 @@ def test_a_client_that_leaves_during_decode_leaves_no_block_held(servers: Server
     stays_whole(servers)
 
 
+@pytest.mark.smoke
 def test_a_client_that_leaves_during_prefill_leaves_no_block_held(servers: Servers) -> None:
     body = completion(prompt(3900, seed=22))
 
@@ -52,6 +56,7 @@ def test_kv_that_nobody_fetches_is_freed_when_its_lease_ends(servers: Servers) -
     stays_whole(servers)
 
 
+@pytest.mark.smoke
 def test_released_kv_is_freed_before_its_lease_ends(servers: Servers) -> None:
     handoff = new_handoff()
     with post(servers.prefill.url, COMPLETIONS, completion(prompt(300, seed=24)) | produce(handoff)) as response:
@@ -69,6 +74,7 @@ def test_a_handoff_that_its_producer_does_not_know_is_recomputed(servers: Server
     assert servers.answer(servers.decode.url, COMPLETIONS, body | params)[0] == servers.expected(COMPLETIONS, body)
 
 
+@pytest.mark.smoke
 def test_a_handoff_of_another_prompt_is_recomputed(servers: Servers) -> None:
     handoff, body = new_handoff(), completion(prompt(70, seed=26))
     with post(servers.prefill.url, COMPLETIONS, completion(prompt(70, seed=27)) | produce(handoff)) as response:
@@ -77,6 +83,7 @@ def test_a_handoff_of_another_prompt_is_recomputed(servers: Servers) -> None:
     assert servers.answer(servers.decode.url, COMPLETIONS, body | params)[0] == servers.expected(COMPLETIONS, body)
 
 
+@pytest.mark.smoke
 def test_decode_that_waits_answers_rightly_when_prefill_is_killed(servers: Servers) -> None:
     body = completion(prompt(150, seed=28))
     expected = servers.expected(COMPLETIONS, body)
@@ -90,6 +97,7 @@ def test_decode_that_waits_answers_rightly_when_prefill_is_killed(servers: Serve
     stays_whole(servers)
 
 
+@pytest.mark.smoke
 def test_a_killed_decode_leaves_no_block_held_at_prefill(servers: Servers) -> None:
     body: dict[str, Any] = completion(prompt(600, seed=29), stream=True, max_tokens=500, ignore_eos=True)
     handoff = new_handoff()

@@ -14,6 +14,7 @@ from tests.e2e.client import (
     chat,
     completion,
     consume,
+    kinds,
     new_handoff,
     post,
     prompt,
@@ -79,7 +80,7 @@ def answer(url: str, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], s
         return json.loads(payload), response.headers["x-kvpipe-handoff"]
 
 
-@pytest.mark.parametrize("kind", SAMPLED)
+@pytest.mark.parametrize("kind", kinds(SAMPLED, "hot", "hot chat, streamed", "a schema"))
 def test_a_sampled_answer_is_that_of_one_instance(servers: Servers, kind: str) -> None:
     path, body = SAMPLED[kind]
     if body.get("stream"):
@@ -117,6 +118,7 @@ def test_decode_begins_with_the_token_that_it_is_given_and_goes_on_from_it(serve
     assert found[1:] == answer(servers.undivided.url, COMPLETIONS, rest)[0]["choices"][0]["token_ids"]
 
 
+@pytest.mark.smoke
 def test_requests_of_one_batch_each_get_their_own_first_token(servers: Servers) -> None:
     tokens = [100 + 37 * number for number in range(8)]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client import CHAT, COMPLETIONS, Servers, completion, post, prompt
+from tests.e2e.client import CHAT, COMPLETIONS, Servers, completion, kinds, post, prompt
 from tests.e2e.identity import BY_ID, Said, ask, differences
 from tests.e2e.test_answers import BLOCK, REQUESTS
 from tests.e2e.test_first_token import HOT, SAMPLED, SCHEMA, hot, hot_chat, said
@@ -20,7 +20,7 @@ TOLERANCE = 1e-3
 
 
 @pytest.mark.parametrize("dispatch", OTHERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", kinds(KINDS, "hot"))
 def test_the_answer_is_that_of_one_instance_by_every_dispatch(servers: Servers, kind: str, dispatch: str) -> None:
     path, body = KINDS[kind]
     url = servers.through(dispatch)

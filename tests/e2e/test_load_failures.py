@@ -83,6 +83,7 @@ def produced(servers: Servers, body: dict[str, Any]) -> str:
     return handoff
 
 
+@pytest.mark.smoke
 def test_a_request_whose_block_is_corrupt_is_failed_and_the_result_says_why(strict: Servers, flip: Path) -> None:
     body = completion(prompt(NUM_TOKENS, seed=131))
     flip.write_text("source")

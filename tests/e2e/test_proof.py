@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.client import COMPLETIONS, Servers, completion, consume, new_handoff, post, produce, prompt
 from tests.e2e.faulty_connector import SPOILT
 
 BLOCK = 32
 
 
+@pytest.mark.smoke
 def test_a_flipped_block_is_detected_and_only_what_follows_it_is_recomputed(servers: Servers, flip: Path) -> None:
     body = completion(prompt(5 * BLOCK - 10, seed=41))
     expected = servers.expected(COMPLETIONS, body)
@@ -35,6 +38,7 @@ def test_a_flipped_block_is_detected_and_only_what_follows_it_is_recomputed(serv
     assert "differs from its checksum" in result["reason"]
 
 
+@pytest.mark.smoke
 def test_the_same_flip_behind_the_checksum_changes_the_answer(servers: Servers, flip: Path) -> None:
     body = completion(prompt(150, seed=5))
     expected = servers.expected(COMPLETIONS, body)

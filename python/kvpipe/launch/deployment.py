@@ -27,7 +27,7 @@ __all__ = ["Deployment", "DeploymentSpec", "DeploymentThread", "Instance"]
 
 T = TypeVar("T")
 
-_HEALTH_INTERVAL_S = 1.0
+_HEALTH_INTERVAL_S = 0.2
 _HEALTH_TIMEOUT_S = 5.0
 _PROGRESS_INTERVAL_S = 5.0
 

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::agent::{Notification, Options};
 use kvpipe_core::handoff::consumer::LoadCounts;
-use kvpipe_core::handoff::{Event, HandoffAgent, HandoffId, LoadRequest};
+use kvpipe_core::handoff::{Event, HandoffAgent, LoadRequest};
+use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Waited;
 use pyo3::prelude::*;

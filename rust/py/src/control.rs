@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvpipe_core::control::{
     self, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank, SequenceState,
 };
-use kvpipe_core::handoff::HandoffId;
+use kvpipe_core::ids::HandoffId;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 

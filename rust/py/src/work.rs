@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_core::agent;
 use kvpipe_core::lookup::{Operation, Selected};
-use kvpipe_core::net::address::Route;
+use kvpipe_core::reactor::Route;
 use kvpipe_core::tensor::Received;
 use kvpipe_core::work::{Then, Waited, Work as CoreWork};
 use pyo3::IntoPyObjectExt;

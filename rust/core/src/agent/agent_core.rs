@@ -20,11 +20,12 @@ use super::reads::{ActiveRead, BlockRead, BlocksRead};
 use super::regions::{Closing, LocalRegion};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
+use crate::ids::Incarnation;
+use crate::ids::RegionId;
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::net::identity::{Identity, Incarnation};
+use crate::net::identity::Identity;
 use crate::session::ReactorContext;
-use crate::transfer::region::RegionId;
 use crate::transfer::{Handled, Message, TransferEngine};
 use crate::work::Completer;
 
@@ -229,7 +230,7 @@ impl AgentCore {
         let described = self.expire_peers(cx);
         self.note(cx);
         self.release(cx);
-        let closed = self.end_closing(cx.now);
+        let closed = self.end_closing(cx.now());
         [transfers, self.deadlines.at(), described, closed]
             .into_iter()
             .flatten()
@@ -248,7 +249,7 @@ impl AgentCore {
             self.offers_down(session, &closed);
             self.peer_down(session, &closed);
         }
-        self.end_all_closing(&cx.pending_reads);
+        self.end_all_closing(cx.pending_reads());
         self.shared.inbox.close();
     }
 }

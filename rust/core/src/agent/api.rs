@@ -15,8 +15,8 @@ use super::reads::{BlockRead, Notify, ReadOwner};
 use super::regions::LocalRegion;
 use super::{Agent, AgentCommand, Notification, Options, Peer, Plan, Region, Stats};
 use crate::error::{Error, Result};
+use crate::ids::Incarnation;
 use crate::net::address::check_address;
-use crate::net::identity::Incarnation;
 use crate::transfer::region::{Layout, NAME_CAP};
 use crate::work::{Waited, Work};
 

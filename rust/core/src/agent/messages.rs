@@ -4,8 +4,9 @@ use crate::error::{Error, Result};
 use crate::net::codec::{Reader, Writer};
 
 use super::notices::TAG_CAP;
+use crate::ids::RegionId;
 use crate::transfer::message::{BLOCKS_CAP, REASON_CAP};
-use crate::transfer::region::{Pieces, RegionId, RemoteRegion};
+use crate::transfer::region::{Pieces, RemoteRegion};
 
 /// Writer offers blocks: offer, target's region, writer's region, whether checksums are wanted, 1 and a number if it has
 /// a tag, else 0; payload: the target's ids, the writer's ids, the tag.

@@ -2,8 +2,8 @@
 //! for peers that have verified the token.
 
 use crate::error::{Error, Result};
+use crate::ids::Incarnation;
 use crate::net::codec::{Reader, Writer};
-use crate::net::identity::Incarnation;
 
 const MAGIC: [u8; 4] = *b"KVPA";
 const VERSION: u16 = 1;

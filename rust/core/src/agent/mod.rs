@@ -20,11 +20,12 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex};
 
 use crate::error::Result;
+use crate::ids::Incarnation;
 use crate::ids::SessionKey;
 use crate::net::address::listen_address;
-use crate::net::identity::{Identity, Incarnation, SessionKind};
+use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, default_busy_poll};
-use crate::session::connection::SessionTimeouts;
+use crate::session::SessionTimeouts;
 use crate::session::{ReactorConfig, Service};
 use crate::transport::Transport;
 
@@ -100,7 +101,7 @@ impl<C: Send + 'static> Agent<C> {
             num_regions: AtomicUsize::new(0),
         });
         let in_thread = Arc::clone(&shared);
-        let reactor = Reactor::spawn(reactor_config, || make(AgentCore::new(in_thread)))?;
+        let reactor = crate::session::spawn(reactor_config, || make(AgentCore::new(in_thread)))?;
         Ok(Self {
             reactor,
             incarnation,

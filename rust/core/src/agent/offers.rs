@@ -11,11 +11,12 @@ use super::peer::{Counters, Peer};
 use super::plan::{not_writable, peer_gone, region_gone};
 use super::reads::{BlockRead, Notify, ReadOwner};
 use crate::error::{Error, Result};
+use crate::ids::RegionId;
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
 use crate::transfer::message::REASON_CAP;
-use crate::transfer::region::{Pieces, RegionId, coalesce};
+use crate::transfer::region::{Pieces, coalesce};
 use crate::transport::Payload;
 use crate::work::Completer;
 
@@ -161,7 +162,7 @@ impl AgentCore {
     }
 
     pub(super) fn expire_offers(&mut self, cx: &mut ReactorContext) {
-        let (mut late, now) = (Vec::new(), cx.now);
+        let (mut late, now) = (Vec::new(), cx.now());
         if !self.deadlines.take_if_past(now) {
             return;
         }

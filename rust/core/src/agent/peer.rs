@@ -4,9 +4,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
+use crate::ids::Incarnation;
+use crate::ids::RegionId;
 use crate::ids::SessionKey;
-use crate::net::identity::Incarnation;
-use crate::transfer::region::{Layout, RegionId, RemoteRegion};
+use crate::transfer::region::{Layout, RemoteRegion};
 
 /// A region of a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]

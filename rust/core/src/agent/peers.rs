@@ -9,12 +9,14 @@ use super::messages::{Offered, PROCESS_VM};
 use super::notices::{Arrivals, Outbox};
 use super::peer::{Counters, Peer};
 use crate::error::Error;
+use crate::ids::Incarnation;
+use crate::ids::RegionId;
 use crate::ids::SessionKey;
 use crate::net::codec::Writer;
-use crate::net::identity::{Identity, Incarnation};
+use crate::net::identity::Identity;
 use crate::session::ReactorContext;
 use crate::transfer::path::advice::advice;
-use crate::transfer::region::{RegionId, RemoteRegion};
+use crate::transfer::region::RemoteRegion;
 use crate::work::Completer;
 
 /// A peer as the agent's thread knows it.
@@ -142,7 +144,7 @@ impl AgentCore {
         let transport = transport(cx, session);
         peer.handle.met(identity.incarnation, transport.clone());
         if peer.regions.is_none() {
-            peer.regions_by = Some(cx.now + cx.timeouts().handshake);
+            peer.regions_by = Some(cx.now() + cx.timeouts().handshake);
         }
         let ucx = cx.ucx();
         self.logs.push(format!(
@@ -167,7 +169,7 @@ impl AgentCore {
     pub(super) fn expire_peers(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let mut next = None;
         for (&session, peer) in &mut self.peers {
-            if peer.regions_by.take_if(|at| *at <= cx.now).is_some() {
+            if peer.regions_by.take_if(|at| *at <= cx.now()).is_some() {
                 let waited = cx.timeouts().handshake;
                 let text = format!("it did not describe its regions within {waited:?}");
                 cx.fail(session, Error::lost(peer.handle.address(), text));

@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 use super::notices::check_tag;
 use super::peer::{Peer, RegionInfo};
 use crate::error::{Error, Result};
+use crate::ids::Incarnation;
+use crate::ids::RegionId;
 use crate::ids::SessionKey;
-use crate::net::identity::Incarnation;
 use crate::session::ReactorContext;
 use crate::transfer::message::BLOCKS_CAP;
-use crate::transfer::region::{Layout, Pieces, RegionId, check_sizes, coalesce};
+use crate::transfer::region::{Layout, Pieces, check_sizes, coalesce};
 
 #[derive(Debug)]
 struct Registered {

@@ -13,13 +13,14 @@ use super::offers::Offer;
 use super::peer::RegionInfo;
 use super::plan::{Region, closed_region};
 use crate::error::{Error, Result};
+use crate::ids::RegionId;
 use crate::ids::SessionKey;
 use crate::net::codec::Writer;
 use crate::reactor::PendingReads;
 use crate::session::ReactorContext;
 use crate::transfer::exposed::key;
 use crate::transfer::peer::{RemoteSource, SourceChecksums};
-use crate::transfer::region::{Layout, RegionId, RemoteRegion};
+use crate::transfer::region::{Layout, RemoteRegion};
 use crate::transport::Memory;
 use crate::work::Completer;
 

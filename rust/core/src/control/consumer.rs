@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::messages::ControlMessage;
-use super::service::Outbox;
+use super::service::ControlOutbox;
 use super::{ControlEvent, Opening, SequenceState};
 use crate::ids::{HandoffId, SessionKey};
 
@@ -42,7 +42,7 @@ impl ConsumerRole {
         self.watches.insert(handoff, watch);
     }
 
-    pub(super) fn session_up(&self, out: &mut Outbox, session: SessionKey) {
+    pub(super) fn session_up(&self, out: &mut ControlOutbox, session: SessionKey) {
         for (&handoff, watch) in &self.watches {
             if watch.session == session {
                 out.send(session, ControlMessage::Watch(handoff));
@@ -50,7 +50,12 @@ impl ConsumerRole {
         }
     }
 
-    pub(super) fn unwatch(&mut self, out: &mut Outbox, handoff: HandoffId, is_acknowledged: bool) {
+    pub(super) fn unwatch(
+        &mut self,
+        out: &mut ControlOutbox,
+        handoff: HandoffId,
+        is_acknowledged: bool,
+    ) {
         if let Some(watch) = self.watches.remove(&handoff) {
             let unwatch = ControlMessage::Unwatch {
                 handoff,
@@ -68,7 +73,7 @@ impl ConsumerRole {
 
     pub(super) fn opened(
         &mut self,
-        out: &mut Outbox,
+        out: &mut ControlOutbox,
         session: SessionKey,
         handoff: HandoffId,
         opening: Opening,
@@ -83,7 +88,7 @@ impl ConsumerRole {
 
     pub(super) fn finished(
         &mut self,
-        out: &mut Outbox,
+        out: &mut ControlOutbox,
         session: SessionKey,
         handoff: HandoffId,
         state: SequenceState,
@@ -98,7 +103,7 @@ impl ConsumerRole {
 
     pub(super) fn ended(
         &mut self,
-        out: &mut Outbox,
+        out: &mut ControlOutbox,
         session: SessionKey,
         handoff: HandoffId,
         reason: String,
@@ -111,7 +116,7 @@ impl ConsumerRole {
 
     fn end_watch(
         &mut self,
-        out: &mut Outbox,
+        out: &mut ControlOutbox,
         handoff: HandoffId,
         reason: String,
         is_withdrawn: bool,
@@ -130,14 +135,19 @@ impl ConsumerRole {
         wanted.map(|(id, _)| *id).collect()
     }
 
-    pub(super) fn session_down(&mut self, out: &mut Outbox, session: SessionKey, reason: &str) {
+    pub(super) fn session_down(
+        &mut self,
+        out: &mut ControlOutbox,
+        session: SessionKey,
+        reason: &str,
+    ) {
         for handoff in self.handoffs(|watch| watch.session == session) {
             self.end_watch(out, handoff, reason.to_owned(), false);
         }
     }
 
     /// Ends watches whose handoff took too long, and returns the next deadline.
-    pub(super) fn expire(&mut self, out: &mut Outbox, now: Instant) -> Option<Instant> {
+    pub(super) fn expire(&mut self, out: &mut ControlOutbox, now: Instant) -> Option<Instant> {
         for handoff in self.handoffs(|watch| watch.deadline <= now) {
             self.unwatch(out, handoff, false);
             let timeout = self.handoff_timeout;
@@ -158,7 +168,7 @@ mod tests {
     #[test]
     fn a_producer_that_repeats_itself_causes_each_event_once() {
         let mut consumer = ConsumerRole::new(Duration::from_secs(60));
-        let (mut out, now, handoff) = (Outbox::default(), Instant::now(), ID);
+        let (mut out, now, handoff) = (ControlOutbox::default(), Instant::now(), ID);
         let state = SequenceState::default;
         let expected = [
             ControlEvent::Opened {
@@ -183,7 +193,7 @@ mod tests {
     #[test]
     fn only_the_session_of_a_watch_ends_it() {
         let mut consumer = ConsumerRole::new(Duration::from_secs(60));
-        let mut out = Outbox::default();
+        let mut out = ControlOutbox::default();
         consumer.watch(Instant::now(), ID, 20);
         consumer.ended(&mut out, 21, ID, "aborted".to_owned());
         consumer.session_down(&mut out, 21, "lost");

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::messages::ControlMessage;
 use super::producer::{HandoffStatus, LeasedHandoff, ProducerRole, UNKNOWN_HANDOFF};
-use super::service::Outbox;
+use super::service::ControlOutbox;
 use crate::ids::{HandoffId, SessionKey};
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
@@ -80,7 +80,7 @@ fn json_string(text: &str) -> String {
 }
 
 impl DeferredQuery {
-    fn send_reply(&self, out: &mut Outbox, reply: &DeferredReply) {
+    fn send_reply(&self, out: &mut ControlOutbox, reply: &DeferredReply) {
         let (id, json) = (self.id, reply.to_json());
         out.send(self.session, ControlMessage::Reply { id, json });
     }
@@ -133,7 +133,7 @@ impl Default for DeferredQueries {
 }
 
 impl DeferredQueries {
-    pub(super) fn add(&mut self, out: &mut Outbox, query: DeferredQuery) {
+    pub(super) fn add(&mut self, out: &mut ControlOutbox, query: DeferredQuery) {
         if let Some(displaced) = self.0.admit(query) {
             let reason = waitlist_full("subscriptions", DEFERRED_CAP);
             displaced.send_reply(out, &DeferredReply::Ended(reason));
@@ -147,7 +147,7 @@ impl DeferredQueries {
     /// Replies to queries whose condition holds, and returns when to look again.
     pub(super) fn poll(
         &mut self,
-        out: &mut Outbox,
+        out: &mut ControlOutbox,
         now: Instant,
         producer: &ProducerRole,
     ) -> Option<Instant> {
@@ -180,7 +180,7 @@ mod tests {
 
     fn opened() -> ProducerRole {
         let mut producer = producer();
-        producer.open(&mut Outbox::default(), ID, opening());
+        producer.open(&mut ControlOutbox::default(), ID, opening());
         producer
     }
 
@@ -221,7 +221,7 @@ mod tests {
     fn a_handoff_opened_again_has_no_prediction_until_one_is_made() {
         let (mut producer, now) = (opened(), Instant::now());
         producer.predict_end(&ID, now);
-        producer.open(&mut Outbox::default(), ID, opening());
+        producer.open(&mut ControlOutbox::default(), ID, opening());
         let it = query(now, ReplyCondition::PrefillEnd { lead: LEAD });
         assert_eq!(it.reply(now, &producer), None);
     }
@@ -242,7 +242,7 @@ mod tests {
     #[test]
     fn deferred_queries_are_capped_without_shutting_out_another_peer() {
         let (mut deferred, now) = (DeferredQueries::default(), Instant::now());
-        let mut out = Outbox::default();
+        let mut out = ControlOutbox::default();
         for _ in 0..=DEFERRED_CAP {
             deferred.add(&mut out, query(now, ReplyCondition::Consumer));
         }
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn deferred_queries_end_with_their_session() {
-        let (mut deferred, mut out) = (DeferredQueries::default(), Outbox::default());
+        let (mut deferred, mut out) = (DeferredQueries::default(), ControlOutbox::default());
         let query = query(Instant::now(), ReplyCondition::Consumer);
         deferred.add(&mut out, query);
         deferred.session_down(20);

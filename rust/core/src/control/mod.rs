@@ -14,10 +14,12 @@ use std::time::{Duration, Instant};
 use crate::error::Result;
 use crate::events::Events;
 use crate::ids::HandoffId;
+use crate::ids::Incarnation;
 use crate::net::address::listen_address;
-use crate::net::identity::{Identity, Incarnation, SessionKind};
-use crate::reactor::{Reactor, ReactorConfig};
-use crate::session::connection::SessionTimeouts;
+use crate::net::identity::{Identity, SessionKind};
+use crate::reactor::Reactor;
+use crate::session::ReactorConfig;
+use crate::session::SessionTimeouts;
 use crate::trace::Trace;
 use crate::work::Work;
 
@@ -165,7 +167,8 @@ impl Control {
         };
         let events = Events::default();
         let in_thread = events.clone();
-        let reactor = Reactor::spawn(config, move || ControlService::new(in_thread, timeouts))?;
+        let reactor =
+            crate::session::spawn(config, move || ControlService::new(in_thread, timeouts))?;
         Ok(Self { reactor, events })
     }
 
@@ -209,7 +212,7 @@ impl Control {
         self.reactor.send(ControlCommand::Finish { handoff, state })
     }
 
-    /// Producer: the request was aborted or preempted; consumers are told.
+    /// Producer: the request was aborted or preempted. Its consumers get the reason.
     pub fn withdraw(&self, handoff: HandoffId, reason: &str) -> Result<()> {
         self.reactor.send(ControlCommand::Withdraw {
             handoff,
@@ -267,7 +270,7 @@ impl Control {
         self.events.drain()
     }
 
-    /// Closes the control port; peers are told.
+    /// Closes the control port and its sessions.
     pub fn close(&self) {
         self.reactor.stop();
     }

@@ -1,11 +1,11 @@
 //! The producer's half of the control plane: the handoffs leased here, the consumers that watch them, and when their leases
-//! end. A pure state machine: its messages and events go to an [`Outbox`].
+//! end. A pure state machine: its messages and events go to an [`ControlOutbox`].
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use super::messages::ControlMessage;
-use super::service::Outbox;
+use super::service::ControlOutbox;
 use super::{ControlEvent, ControlTimeouts, Opening, SequenceState};
 use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
@@ -68,7 +68,7 @@ impl PendingWatch {
         (self.session, self.handoff) == (session, handoff)
     }
 
-    fn end(self, out: &mut Outbox, reason: String) {
+    fn end(self, out: &mut ControlOutbox, reason: String) {
         let handoff = self.handoff;
         out.send(self.session, ControlMessage::Ended { handoff, reason });
     }
@@ -130,7 +130,7 @@ impl ProducerRole {
     }
 
     /// Leases a handoff whose request is scheduled. A handoff that is opened again, in a new epoch, keeps its watchers.
-    pub(super) fn open(&mut self, out: &mut Outbox, handoff: HandoffId, opening: Opening) {
+    pub(super) fn open(&mut self, out: &mut ControlOutbox, handoff: HandoffId, opening: Opening) {
         self.expected.remove(&handoff);
         if let Some(reason) = self.ended.get(&handoff) {
             let reason = reason.clone();
@@ -166,7 +166,7 @@ impl ProducerRole {
 
     pub(super) fn finish(
         &mut self,
-        out: &mut Outbox,
+        out: &mut ControlOutbox,
         now: Instant,
         handoff: HandoffId,
         state: SequenceState,
@@ -191,7 +191,7 @@ impl ProducerRole {
     /// Ends a handoff and tells its watchers; true if it was leased.
     pub(super) fn end_handoff(
         &mut self,
-        out: &mut Outbox,
+        out: &mut ControlOutbox,
         handoff: HandoffId,
         reason: &str,
     ) -> bool {
@@ -211,7 +211,12 @@ impl ProducerRole {
     }
 
     /// Ends a leased handoff and tells the scheduler to free its blocks; false if it was not leased.
-    pub(super) fn release(&mut self, out: &mut Outbox, handoff: HandoffId, reason: &str) -> bool {
+    pub(super) fn release(
+        &mut self,
+        out: &mut ControlOutbox,
+        handoff: HandoffId,
+        reason: &str,
+    ) -> bool {
         let was_leased = self.end_handoff(out, handoff, reason);
         if was_leased {
             let reason = reason.to_owned();
@@ -223,7 +228,7 @@ impl ProducerRole {
     /// A consumer watches a handoff.
     pub(super) fn watch(
         &mut self,
-        out: &mut Outbox,
+        out: &mut ControlOutbox,
         now: Instant,
         session: SessionKey,
         handoff: HandoffId,
@@ -259,7 +264,7 @@ impl ProducerRole {
     /// A consumer ends its watch: it has acknowledged the blocks, or given them up.
     pub(super) fn unwatch(
         &mut self,
-        out: &mut Outbox,
+        out: &mut ControlOutbox,
         session: SessionKey,
         handoff: HandoffId,
         is_acknowledged: bool,
@@ -283,7 +288,7 @@ impl ProducerRole {
     }
 
     /// Releases a handoff that nobody watches any more: now, or when prefill has finished.
-    fn abandon(&mut self, out: &mut Outbox, handoff: HandoffId, reason: &str) {
+    fn abandon(&mut self, out: &mut ControlOutbox, handoff: HandoffId, reason: &str) {
         let leased = self.leased.get_mut(&handoff);
         let Some(leased) = leased.filter(|leased| leased.watchers.is_empty()) else {
             return;
@@ -295,7 +300,7 @@ impl ProducerRole {
         }
     }
 
-    pub(super) fn session_down(&mut self, out: &mut Outbox, session: SessionKey) {
+    pub(super) fn session_down(&mut self, out: &mut ControlOutbox, session: SessionKey) {
         self.pending.remove_if(|watch| watch.session == session);
         let mut unwatched = Vec::new();
         for (handoff, leased) in &mut self.leased {
@@ -309,7 +314,7 @@ impl ProducerRole {
     }
 
     /// Ends leases and pending watches that are over, and returns the next deadline.
-    pub(super) fn expire(&mut self, out: &mut Outbox, now: Instant) -> Option<Instant> {
+    pub(super) fn expire(&mut self, out: &mut ControlOutbox, now: Instant) -> Option<Instant> {
         let ends = |leased: &LeasedHandoff| leased.lease_ends().is_some_and(|at| at <= now);
         let ended = self.leased.iter().filter(|(_, leased)| ends(leased));
         for handoff in ended.map(|(id, _)| *id).collect::<Vec<_>>() {

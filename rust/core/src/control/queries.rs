@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::ControlQuery;
 use super::messages::ControlMessage;
-use super::service::Outbox;
+use super::service::ControlOutbox;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::work::Completer;
@@ -26,7 +26,7 @@ pub(super) struct PendingQueries {
 }
 
 impl PendingQueries {
-    pub(super) fn add(&mut self, out: &mut Outbox, query: PendingQuery, is_up: bool) {
+    pub(super) fn add(&mut self, out: &mut ControlOutbox, query: PendingQuery, is_up: bool) {
         let id = self.next_id;
         self.next_id += 1;
         if is_up {
@@ -35,7 +35,7 @@ impl PendingQueries {
         self.pending.insert(id, query);
     }
 
-    pub(super) fn session_up(&self, out: &mut Outbox, session: SessionKey) {
+    pub(super) fn session_up(&self, out: &mut ControlOutbox, session: SessionKey) {
         let pending = self.pending.iter();
         for (&id, query) in pending.filter(|(_, query)| query.session == session) {
             out.send(session, query.message(id));
@@ -114,7 +114,7 @@ mod tests {
     fn a_query_that_was_never_sent_ends_at_its_deadline_with_the_address() {
         let (mut queries, now) = (PendingQueries::default(), Instant::now());
         let (replied, query) = query(20, now);
-        queries.add(&mut Outbox::default(), query, false);
+        queries.add(&mut ControlOutbox::default(), query, false);
         assert_eq!(queries.expire(now), None);
         let error = replied.result().expect("an end").expect_err("no answer");
         assert_eq!(error.to_string(), "127.0.0.1:9 did not answer in time");
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn queries_leave_in_their_order_once_the_session_is_up() {
-        let (mut queries, mut out) = (PendingQueries::default(), Outbox::default());
+        let (mut queries, mut out) = (PendingQueries::default(), ControlOutbox::default());
         let later = Instant::now() + Duration::from_secs(1);
         for session in [20, 21, 20] {
             queries.add(&mut out, query(session, later).1, false);
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn only_the_queried_session_can_reply() {
-        let (mut queries, mut out) = (PendingQueries::default(), Outbox::default());
+        let (mut queries, mut out) = (PendingQueries::default(), ControlOutbox::default());
         let (replied, query) = query(20, Instant::now());
         queries.add(&mut out, query, true);
         assert_eq!(out.messages.len(), 1);

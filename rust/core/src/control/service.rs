@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
 use crate::net::identity::Identity;
-use crate::reactor::{ReactorContext, Service};
+use crate::session::{ReactorContext, Service};
 use crate::trace::{Trace, Track};
 use crate::work::Completer;
 
@@ -65,13 +65,13 @@ pub(super) enum ControlCommand {
 
 /// What the halves of the control plane emit: messages to peers, events for the scheduler, and trace marks.
 #[derive(Default)]
-pub(super) struct Outbox {
+pub(super) struct ControlOutbox {
     pub(super) messages: Vec<(SessionKey, ControlMessage)>,
     pub(super) events: Events<ControlEvent>,
     trace: Trace,
 }
 
-impl Outbox {
+impl ControlOutbox {
     pub(super) fn send(&mut self, session: SessionKey, message: ControlMessage) {
         self.messages.push((session, message));
     }
@@ -100,7 +100,7 @@ pub(super) struct ControlService {
     queries: PendingQueries,
     deferred: DeferredQueries,
     by_address: HashMap<String, SessionKey>,
-    out: Outbox,
+    out: ControlOutbox,
 }
 
 impl ControlService {
@@ -114,9 +114,9 @@ impl ControlService {
             queries: PendingQueries::default(),
             deferred: DeferredQueries::default(),
             by_address: HashMap::new(),
-            out: Outbox {
+            out: ControlOutbox {
                 events,
-                ..Outbox::default()
+                ..ControlOutbox::default()
             },
         }
     }
@@ -134,7 +134,7 @@ impl ControlService {
 
     fn watch(&mut self, cx: &mut ReactorContext, handoff: HandoffId, producer: &str) {
         let session = self.session_to(cx, producer);
-        self.consumer.watch(cx.now, handoff, session);
+        self.consumer.watch(cx.now(), handoff, session);
         if cx.is_up(session) {
             self.out.send(session, ControlMessage::Watch(handoff));
         }
@@ -216,7 +216,7 @@ impl Service for ControlService {
                 producer.predict_end(&handoff, ends_at);
             }
             ControlCommand::Finish { handoff, state } => {
-                producer.finish(out, cx.now, handoff, state);
+                producer.finish(out, cx.now(), handoff, state);
             }
             ControlCommand::Withdraw { handoff, reason } => {
                 producer.end_handoff(out, handoff, &reason);
@@ -269,13 +269,13 @@ impl Service for ControlService {
     }
 
     fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()> {
-        self.receive(cx.now, session, ControlMessage::decode(frame)?);
+        self.receive(cx.now(), session, ControlMessage::decode(frame)?);
         self.out.flush(cx);
         Ok(())
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let (out, now) = (&mut self.out, cx.now);
+        let (out, now) = (&mut self.out, cx.now());
         let deadlines = [
             self.producer.expire(out, now),
             self.consumer.expire(out, now),
@@ -297,7 +297,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::session::connection::SessionTimeouts;
+    use crate::session::SessionTimeouts;
 
     #[test]
     fn an_address_whose_session_has_failed_is_connected_to_again() {

@@ -6,15 +6,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::HandoffId;
 use super::consumer::LoadCounts;
 use super::ready::{ReadyBlocks, check_positions};
 use super::service::{HandoffCommand, HandoffCommandKind, HandoffService};
 use crate::agent::{Agent, AgentConfig, Region};
 use crate::error::Result;
 use crate::events::Events;
-use crate::net::identity::Incarnation;
-use crate::session::connection::SessionTimeouts;
+use crate::ids::HandoffId;
+use crate::ids::Incarnation;
+use crate::session::SessionTimeouts;
 use crate::trace::Trace;
 use crate::transport::Transport;
 

@@ -5,12 +5,14 @@ use std::time::Instant;
 use super::consumer::ReadBatch;
 use super::leases::block_bytes;
 use super::service::HandoffService;
-use super::{HandoffId, ReadyBlock, checksum};
+use super::{ReadyBlock, checksum};
 use crate::agent::{BlocksRead, region_gone};
 use crate::error::Result;
+use crate::ids::HandoffId;
+use crate::ids::RegionId;
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
-use crate::transfer::region::{Layout, Pieces, RegionId, coalesce};
+use crate::transfer::region::{Layout, Pieces, coalesce};
 use crate::transport::Memory;
 
 impl HandoffService {

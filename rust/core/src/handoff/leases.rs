@@ -7,10 +7,12 @@ use super::messages::HandoffMessage;
 use super::producer::ProducerAction;
 use super::ready::ReadyRange;
 use super::service::HandoffService;
-use super::{HandoffId, ReadyBlock, checksum};
+use super::{ReadyBlock, checksum};
+use crate::ids::HandoffId;
+use crate::ids::RegionId;
 use crate::session::ReactorContext;
 use crate::trace::Track;
-use crate::transfer::region::{Layout, RegionId};
+use crate::transfer::region::Layout;
 use crate::transport::Memory;
 
 /// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.

@@ -8,20 +8,22 @@ mod tests;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use super::ReadyBlock;
 use super::agent::{Event, LoadRequest};
 use super::consumer::Load;
 use super::leases::slice_of;
 use super::messages::HandoffMessage;
 use super::service::HandoffService;
-use super::{HandoffId, ReadyBlock};
 use crate::agent::peers::transport;
 use crate::agent::regions::LocalRegion;
 use crate::error::{Error, Result};
+use crate::ids::HandoffId;
+use crate::ids::Incarnation;
+use crate::ids::RegionId;
 use crate::ids::SessionKey;
-use crate::net::identity::Incarnation;
 use crate::session::ReactorContext;
 use crate::trace::Track;
-use crate::transfer::region::{RegionId, RemoteRegion};
+use crate::transfer::region::RemoteRegion;
 
 /// What a fresh session may take, that of a peer that lives takes milliseconds. A dead one's load is not to be held up.
 const FRESH_WITHIN: Duration = Duration::from_secs(2);
@@ -78,7 +80,7 @@ impl HandoffService {
             session,
             producer: request.producer,
             incarnation: request.incarnation,
-            started: cx.now,
+            started: cx.now(),
             has_selected: false,
             announced: None,
             lost: None,
@@ -171,7 +173,7 @@ impl HandoffService {
         let Some(loading) = loading.filter(|loading| loading.session == session) else {
             return Ok(());
         };
-        loading.announced.get_or_insert(cx.now);
+        loading.announced.get_or_insert(cx.now());
         for batch in self.consumer.blocks_announced(&handoff, epoch, blocks)? {
             self.read_batch(cx, session, handoff, batch);
         }
@@ -282,7 +284,7 @@ impl HandoffService {
         if self.consumer.has_all(&handoff) {
             return;
         }
-        loading.lost = Some((error.to_string(), cx.now + FRESH_WITHIN));
+        loading.lost = Some((error.to_string(), cx.now() + FRESH_WITHIN));
         loading.has_selected = false;
         let producer = loading.producer.clone();
         let session = self.agent.session_to(cx, &producer);
@@ -296,7 +298,7 @@ impl HandoffService {
     pub(super) fn expire_loads(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let late = self.loading.iter().filter_map(|(handoff, loading)| {
             let reason = &loading.lost.as_ref()?.0;
-            (loading.fresh_by()? <= cx.now).then(|| (*handoff, reason.clone()))
+            (loading.fresh_by()? <= cx.now()).then(|| (*handoff, reason.clone()))
         });
         for (handoff, first) in late.collect::<Vec<_>>() {
             let reason = format!("{first}; no fresh session within {FRESH_WITHIN:?}");

@@ -1,8 +1,9 @@
 //! Messages of handoffs between two agents; see docs/reference/wire-agent.md.
 
-use super::{HandoffId, ReadyBlock};
+use super::ReadyBlock;
 use crate::agent::reason;
 use crate::error::{Error, Result};
+use crate::ids::HandoffId;
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;

@@ -18,7 +18,7 @@ pub use service::HandoffCommand;
 
 use crate::checksum::bound;
 
-pub use crate::ids::HandoffId;
+use crate::ids::HandoffId;
 
 /// A block of one region (layer) that will not change any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

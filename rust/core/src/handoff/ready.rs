@@ -5,9 +5,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::handoff::HandoffId;
+use crate::ids::HandoffId;
+use crate::ids::RegionId;
 use crate::transfer::message::BLOCKS_CAP;
-use crate::transfer::region::RegionId;
 
 /// # Errors
 /// Positions do not fit 32 bits, or there are too many blocks.

@@ -7,7 +7,6 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::HandoffId;
 use super::agent::{EndedHandoffs, Event, LoadRequest};
 use super::consumer::{Consumer, ReadBatch};
 use super::loads::Loading;
@@ -17,12 +16,13 @@ use super::ready::{ReadyBlocks, ReadyQueue};
 use crate::agent::{AgentCommand, AgentCore};
 use crate::error::{Error, Result};
 use crate::events::Events;
+use crate::ids::HandoffId;
+use crate::ids::RegionId;
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
 use crate::trace::{Trace, Track};
-use crate::transfer::region::RegionId;
 
 /// What users of an agent and its handoffs ask for.
 #[derive(Debug)]
@@ -145,7 +145,7 @@ impl HandoffService {
                     first,
                     end,
                 };
-                let actions = self.producer.select(selection, cx.now);
+                let actions = self.producer.select(selection, cx.now());
                 self.act(cx, actions);
             }
             HandoffMessage::BlocksReady { epoch, blocks } => {
@@ -228,7 +228,7 @@ impl Service for HandoffService {
         self.drain(cx);
     }
 
-    fn work(&mut self, cx: &mut ReactorContext) -> bool {
+    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
         let has_marked = self.checksum_ready(cx);
         let has_moved = self.agent.engine.run_slice(cx);
         self.drain(cx);
@@ -240,7 +240,7 @@ impl Service for HandoffService {
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let (actions, parked) = self.producer.expire(cx.now);
+        let (actions, parked) = self.producer.expire(cx.now());
         if !actions.is_empty() {
             self.act(cx, actions);
         }

@@ -1,5 +1,6 @@
-//! The client's side: operations that are asked of one or more servers.
+//! The client of one or more lookup servers on its reactor: sends each operation, and ends it with the answers.
 
+pub(super) mod inserts;
 mod selects;
 
 use std::collections::HashMap;
@@ -10,22 +11,18 @@ use std::time::Instant;
 use kvpipe_ucx::{AmData, Status};
 
 use super::command_queue::{CommandQueue, LookupCommand};
-use super::inserts::{InsertQueue, QueuedInsert};
-use super::messages::{
-    CONSUMED, INSERTED, NOTHING, OFFER, REFUSED, SETTLE, WITHDRAW, read_refusal, write_select,
-};
+use super::messages::LookupMessage;
 use super::tensors::Tensors;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
-use crate::session::grace::GracePeriod;
 use crate::session::{ReactorContext, Service};
 use crate::transfer::Message;
-use crate::transport::Payload;
 use crate::work::Completer;
-use selects::PendingSelect;
+use inserts::{FailedInsert, InsertQueue, QueuedInsert};
+use selects::{PendingSelect, settle};
 
 struct ServerSession {
     is_up: bool,
@@ -39,25 +36,12 @@ pub(super) struct LookupClient {
     connecting: Option<Completer<()>>,
     inserts: InsertQueue,
     selects: HashMap<u64, PendingSelect>,
-    /// When the selects have to be looked at.
-    looks: Earliest,
-    /// Entries that callers have not looked at, by the server that keeps them.
+    /// When to look at the grace periods of selects.
+    next_looks: Earliest,
+    /// Entries that callers have neither consumed nor returned, by the server that leases them.
     delivered: HashMap<u64, SessionKey>,
     tensors: Tensors,
     failure: Option<Error>,
-}
-
-fn say(cx: &mut ReactorContext, session: SessionKey, kind: u8, operation: u64) {
-    let header = cx.header(session, kind).u64(operation);
-    cx.message(session, header, Payload::None);
-}
-
-fn settle(cx: &mut ReactorContext, session: SessionKey, operation: u64, is_consumed: bool) {
-    let header = cx
-        .header(session, SETTLE)
-        .u64(operation)
-        .u8(is_consumed.into());
-    cx.message(session, header, Payload::None);
 }
 
 impl LookupClient {
@@ -69,14 +53,14 @@ impl LookupClient {
             connecting: None,
             inserts: InsertQueue::default(),
             selects: HashMap::new(),
-            looks: Earliest::default(),
+            next_looks: Earliest::default(),
             delivered: HashMap::new(),
             tensors: Tensors::new(is_checksummed),
             failure: None,
         }
     }
 
-    fn take_command(&mut self, cx: &mut ReactorContext, command: LookupCommand) {
+    fn run_command(&mut self, cx: &mut ReactorContext, command: LookupCommand) {
         match command {
             LookupCommand::Connect {
                 addresses,
@@ -88,11 +72,7 @@ impl LookupClient {
                 query,
                 timeout,
                 completer,
-            } => {
-                let payload = write_select(&query, timeout);
-                let grace = timeout.map(|timeout| GracePeriod::new(cx.now, cx.now + timeout));
-                self.select(cx, operation, &payload, grace, completer);
-            }
+            } => self.select(cx, operation, (query, timeout), completer),
             LookupCommand::Withdraw(operation) => self.withdraw(cx, operation),
             LookupCommand::Settle {
                 operation,
@@ -114,37 +94,43 @@ impl LookupClient {
         }
     }
 
-    /// Why nothing can be asked of the servers now.
-    fn obstacle(&self) -> Option<Error> {
-        let text = "not all servers have accepted the connection yet";
-        let connecting = self.connecting.as_ref();
-        let early = connecting.map(|_| Error::Connect(text.to_owned()));
-        self.failure.clone().or(early)
+    /// # Errors
+    /// The servers cannot be asked now: a session was lost, or is not established yet.
+    fn check_usable(&self) -> Result<()> {
+        if let Some(failure) = &self.failure {
+            return Err(failure.clone());
+        }
+        if self.connecting.is_some() {
+            let text = "not all servers have accepted the connection yet";
+            return Err(Error::Connect(text.to_owned()));
+        }
+        Ok(())
     }
 
     fn insert(&mut self, cx: &mut ReactorContext, insert: QueuedInsert) {
-        if let Some(error) = self.obstacle() {
+        if let Err(error) = self.check_usable() {
             return insert.completer.complete(Err(error));
         }
         self.inserts.add(insert);
-        self.post(cx);
+        self.send_inserts(cx);
     }
 
-    fn post(&mut self, cx: &mut ReactorContext) {
-        let first = self.sessions.first().copied();
-        if let Some(session) = first.filter(|session| self.servers.contains_key(session)) {
-            self.inserts.post(cx, session, &mut self.tensors);
-        }
-        self.tell_failed();
-    }
-
-    fn tell_failed(&mut self) {
-        for (completer, error) in self.inserts.take_failed() {
-            self.end(completer, Err(error));
+    fn send_inserts(&mut self, cx: &mut ReactorContext) {
+        if let Some(&session) = self.sessions.first()
+            && self.servers.contains_key(&session)
+        {
+            let failed = self.inserts.send(cx, session, &mut self.tensors);
+            self.end_failed(failed);
         }
     }
 
-    fn inserted(
+    fn end_failed(&self, failed: Vec<FailedInsert>) {
+        for (completer, error) in failed {
+            self.end(Some(completer), Err(error));
+        }
+    }
+
+    fn insert_answered(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
@@ -154,71 +140,73 @@ impl LookupClient {
         self.tensors.release(session, operation);
         if let Some(completer) = self.inserts.answered(operation) {
             self.command_queue
-                .count(|info| info.num_inserted += u64::from(result.is_ok()));
-            self.end(completer, result);
+                .update_info(|info| info.num_inserted += u64::from(result.is_ok()));
+            self.end(Some(completer), result);
         }
-        self.post(cx);
+        self.send_inserts(cx);
     }
 
-    fn refused(
+    fn receive(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         operation: u64,
-        error: Error,
-    ) {
-        if self.inserts.is_sent(operation) {
-            return self.inserted(cx, session, operation, Err(error));
+        message: LookupMessage<'_>,
+    ) -> Result<()> {
+        match message {
+            LookupMessage::Inserted => self.insert_answered(cx, session, operation, Ok(())),
+            LookupMessage::Refused(error) if self.inserts.is_sent(operation) => {
+                self.insert_answered(cx, session, operation, Err(error));
+            }
+            LookupMessage::Refused(error) => self.select_refused(cx, session, operation, error),
+            LookupMessage::Offer { tensors } => {
+                return self.offer(cx, session, operation, Ok(&tensors));
+            }
+            LookupMessage::Nothing => self.nothing(session, operation),
+            LookupMessage::Consumed => return self.consumed(cx, session, operation),
+            other => {
+                let text = format_args!("message {} to a client of a lookup buffer", other.kind());
+                return Err(Error::protocol(text));
+            }
         }
-        let Some(select) = self.selects.get_mut(&operation) else {
-            return;
-        };
-        // Another one has offered, and this one's answer was on its way when it was told.
-        if !select.asked.remove(&session) {
-            return;
-        }
-        for other in select.asked.drain() {
-            say(cx, other, WITHDRAW, operation);
-        }
-        if let Some(select) = self.selects.remove(&operation) {
-            self.end(select.completer, Err(error));
-        }
+        Ok(())
     }
 
-    /// Goes on with what a server's offers bring.
+    /// Handles the offered entries that have arrived.
     fn advance(&mut self, cx: &mut ReactorContext) {
         while let Some((session, arrived)) = self.tensors.next_arrived(cx) {
             self.arrived(cx, session, arrived);
         }
     }
 
-    /// Ends all that was asked for. Nobody reads what was inserted any more.
+    /// Ends all operations. No server reads what was inserted any more.
     fn fail(&mut self, error: &Error) {
-        self.command_queue.count(|info| {
+        self.command_queue.update_info(|info| {
             info.state = "closed";
             info.num_waiting = 0;
         });
         if let Some(completer) = self.connecting.take() {
             completer.complete(Err(error.clone()));
         }
-        self.inserts.fail(error);
+        self.inserts.fail_all(error);
         let selects = self.selects.drain();
         for completer in selects.filter_map(|(_, select)| select.completer) {
             completer.complete(Err(error.clone()));
         }
     }
 
-    /// Tells the caller, who may look at the counters then.
-    fn end<T>(&self, completer: impl Into<Option<Completer<T>>>, result: Result<T>) {
+    /// Ends an operation. Its caller may look at the counters then, so they are updated before.
+    fn end<T>(&self, completer: Option<Completer<T>>, result: Result<T>) {
         self.count_waiting();
-        if let Some(completer) = completer.into() {
+        if let Some(completer) = completer {
             completer.complete(result);
         }
     }
 
     fn count_waiting(&self) {
         let waiting = self.inserts.len() + self.selects.len();
-        self.command_queue.count(|info| info.num_waiting = waiting);
+        self.command_queue
+            .update_info(|info| info.num_waiting = waiting);
     }
 }
 
@@ -236,17 +224,17 @@ impl Service for LookupClient {
         self.tensors.session_up(session);
         if let Some(data_path) = cx.data_path(session) {
             self.command_queue
-                .count(|info| data_path.transport().clone_into(&mut info.transport));
+                .update_info(|info| data_path.transport().clone_into(&mut info.transport));
         }
         if self.servers.values().all(|server| server.is_up)
             && let Some(completer) = self.connecting.take()
         {
-            self.command_queue.count(|info| info.state = "open");
+            self.command_queue.update_info(|info| info.state = "open");
             completer.complete(Ok(()));
         }
     }
 
-    /// Without one of its servers a client can neither promise that there is nothing nor where an entry went: it ends.
+    /// Without one of its servers, a client can neither know that no entry matches nor where an entry went: it fails.
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
         self.tensors.session_down(cx, session, &error);
         self.servers.remove(&session);
@@ -255,7 +243,7 @@ impl Service for LookupClient {
         for &other in self.servers.keys() {
             cx.close(other, "another of the client's servers is lost");
         }
-        // Until then one of them may read what a caller changes as soon as he is told.
+        // Before its session has ended, a server may read memory that a caller changes once its operation ends.
         if self.servers.is_empty() {
             self.fail(&failure);
         }
@@ -278,21 +266,12 @@ impl Service for LookupClient {
         let kind = reader.u8()?;
         if Message::is_kind(kind) {
             self.tensors.message(cx, session, (kind, reader), &data)?;
-            drop(data);
-            self.advance(cx);
-            self.count_waiting();
-            return Ok(());
-        }
-        let id = reader.u64()?;
-        match kind {
-            INSERTED => self.inserted(cx, session, id, Ok(())),
-            REFUSED => self.refused(cx, session, id, read_refusal(&data)?),
-            OFFER => self.offer(cx, session, id, reader, &data)?,
-            NOTHING => self.nothing(session, id),
-            CONSUMED => self.taken(cx, session, id)?,
-            other => {
-                let text = format_args!("message {other} to a client of a lookup buffer");
-                return Err(Error::protocol(text));
+        } else {
+            let id = reader.u64()?;
+            match LookupMessage::decode(kind, reader, &data) {
+                Ok(message) => self.receive(cx, session, id, message)?,
+                Err(error @ Error::Corrupt(_)) => self.offer(cx, session, id, Err(error))?,
+                Err(error) => return Err(error),
             }
         }
         drop(data);
@@ -311,11 +290,11 @@ impl Service for LookupClient {
         self.advance(cx);
     }
 
-    fn work(&mut self, cx: &mut ReactorContext) -> bool {
-        let mut commands = self.command_queue.take();
+    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
+        let mut commands = self.command_queue.drain();
         if !commands.is_empty() {
             for command in commands.drain(..) {
-                self.take_command(cx, command);
+                self.run_command(cx, command);
             }
             self.count_waiting();
         }
@@ -329,15 +308,17 @@ impl Service for LookupClient {
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let next = self.inserts.expire(cx.now);
-        // The first one may have given up, and the next one be less.
-        self.post(cx);
+        let late = self.inserts.expire(cx.now());
+        self.end_failed(late);
+        // A smaller insert may be the first now, and fit.
+        self.send_inserts(cx);
+        let next_insert = self.inserts.next_deadline();
         let first = self.sessions.first().copied();
-        let unanswered = first.and_then(|session| self.inserts.watch(cx, session));
+        let next_answer = first.and_then(|session| self.inserts.check_answers(cx, session));
         self.expire_selects(cx);
-        let idle = self.tensors.expire(cx.now);
-        let looks = self.looks.at().into_iter().chain(unanswered);
-        next.into_iter().chain(idle).chain(looks).min()
+        let idle = self.tensors.expire(cx.now());
+        let deadlines = [next_insert, next_answer, self.next_looks.at(), idle];
+        deadlines.into_iter().flatten().min()
     }
 
     fn stop(&mut self, cx: &mut ReactorContext) {
@@ -348,7 +329,7 @@ impl Service for LookupClient {
     }
 }
 
-/// Also without [`stop`](Service::stop), as when the reactor panics: else what is handed in later would wait for ever.
+/// Runs when the reactor panics too, without [`stop`](Service::stop): later commands would wait for ever.
 impl Drop for LookupClient {
     fn drop(&mut self) {
         self.command_queue.close();

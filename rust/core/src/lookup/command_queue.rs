@@ -1,13 +1,12 @@
-//! Where a client's callers hand in what they want, in the order of their calls, and deliveries say what became of them.
+//! Commands of a client's callers to its reactor, in the order of their calls, and what the callers may see of the client.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use super::inserts::QueuedInsert;
-use super::operation::{Origin, Selected};
-use super::store::Ticket;
+use super::client::inserts::QueuedInsert;
+use super::operation::Selected;
 use super::{LookupInfo, LookupQuery};
 use crate::error::{Error, Result};
 use crate::process::Process;
@@ -41,6 +40,7 @@ struct QueueState {
     is_closed: bool,
 }
 
+/// Deliveries keep it alive, and send commands when they are dropped.
 #[derive(Debug)]
 pub(super) struct CommandQueue {
     state: Mutex<QueueState>,
@@ -59,13 +59,13 @@ impl CommandQueue {
         }
     }
 
-    /// Whom to wake from now on.
-    pub(super) fn open(&self, waker: Waker) {
+    /// Names the reactor to wake from now on.
+    pub(super) fn set_waker(&self, waker: Waker) {
         let _ = self.waker.set(waker);
     }
 
-    /// A number for an operation; it is never used again.
-    pub(super) fn operation(&self) -> u64 {
+    /// A new number for an operation.
+    pub(super) fn next_operation(&self) -> u64 {
         self.next_operation.fetch_add(1, Ordering::Relaxed)
     }
 
@@ -74,11 +74,7 @@ impl CommandQueue {
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(super) fn send(&self, command: LookupCommand) -> Result<()> {
-        self.hand(command, Then::GoOn)
-    }
-
-    pub(super) fn hand(&self, command: LookupCommand, then: Then) -> Result<()> {
+    pub(super) fn send(&self, command: LookupCommand, then: Then) -> Result<()> {
         let mut state = self.lock()?;
         if state.is_closed {
             return Err(Error::Closed("the lookup buffer is closed".to_owned()));
@@ -93,13 +89,28 @@ impl CommandQueue {
         Ok(())
     }
 
-    pub(super) fn take(&self) -> VecDeque<LookupCommand> {
+    /// A closed queue ignores this: the servers forget the operation when the sessions end.
+    pub(super) fn withdraw(&self, operation: u64) {
+        let _ = self.send(LookupCommand::Withdraw(operation), Then::GoOn);
+    }
+
+    /// A closed queue ignores this: the servers return the entry when the sessions end.
+    pub(super) fn settle(&self, operation: u64, is_consumed: bool) {
+        self.update_info(|info| info.num_consumed += u64::from(is_consumed));
+        let settle = LookupCommand::Settle {
+            operation,
+            is_consumed,
+        };
+        let _ = self.send(settle, Then::GoOn);
+    }
+
+    pub(super) fn drain(&self) -> VecDeque<LookupCommand> {
         self.lock()
             .map(|mut state| std::mem::take(&mut state.commands))
             .unwrap_or_default()
     }
 
-    /// What is handed in from now on is refused; what was, ends as closed.
+    /// Refuses commands from now on; operations in the queue end as closed.
     pub(super) fn close(&self) {
         let Ok(mut state) = self.lock() else { return };
         state.is_closed = true;
@@ -109,7 +120,7 @@ impl CommandQueue {
         drop(commands);
     }
 
-    pub(super) fn count(&self, change: impl FnOnce(&mut LookupInfo)) {
+    pub(super) fn update_info(&self, change: impl FnOnce(&mut LookupInfo)) {
         if let Ok(mut state) = self.lock() {
             change(&mut state.info);
         }
@@ -122,22 +133,4 @@ impl CommandQueue {
         };
         self.lock().map_or_else(closed, |state| state.info.clone())
     }
-}
-
-/// Of a closed buffer nothing is withdrawn or settled: its servers see to that when its sessions end.
-impl Origin for CommandQueue {
-    fn withdraw(&self, ticket: Ticket) {
-        let _ = self.send(LookupCommand::Withdraw(ticket));
-    }
-
-    fn settle(&self, entry: Ticket, is_consumed: bool) {
-        self.count(|info| info.num_consumed += u64::from(is_consumed));
-        let operation = entry;
-        let _ = self.send(LookupCommand::Settle {
-            operation,
-            is_consumed,
-        });
-    }
-
-    fn expire(&self) {}
 }

@@ -1,4 +1,4 @@
-//! An insert of this process that has its place: the copy of its tensors, by slices.
+//! The copy of an insert's tensors into the buffer of this process, by slices.
 
 use std::sync::Arc;
 
@@ -11,13 +11,13 @@ use crate::error::{Error, Result};
 use crate::tensor::Received;
 use crate::transport::Pool;
 
+/// A granted insert whose tensors are copied one after the other; each copy replaces the caller's tensor.
 pub(super) struct EntryCopy {
     pub(super) ticket: Ticket,
     pub(super) insert: LocalInsert,
-    /// Tensors that are there, which have replaced the caller's.
     num_copied: usize,
-    /// What is there of the next one, if it is large: its first bytes.
-    begun: Option<(Arc<Buffer>, usize)>,
+    /// The copy of a large tensor that is under way, and its copied bytes.
+    partial: Option<(Arc<Buffer>, usize)>,
 }
 
 impl EntryCopy {
@@ -26,18 +26,18 @@ impl EntryCopy {
             ticket,
             insert,
             num_copied: 0,
-            begun: None,
+            partial: None,
         }
     }
 
-    /// Copies a whole tensor, or `max_bytes` of a large one; true once all are there.
+    /// Copies a small tensor, or up to `max_bytes` of a large one; true once all tensors are copied.
     pub(super) fn advance(&mut self, pool: &Pool<Buffer>, max_bytes: usize) -> Result<bool> {
         while let Some(item) = self.insert.items.0.get_mut(self.num_copied) {
             let Some(buffer) = &item.buffer else {
                 self.num_copied += 1;
                 continue;
             };
-            if let Some(copied) = copy(buffer, &mut self.begun, pool, max_bytes)? {
+            if let Some(copied) = copy(buffer, &mut self.partial, pool, max_bytes)? {
                 let (meta, buffer) = (item.meta.clone(), Some(copied));
                 *item = Arc::new(Received { meta, buffer });
                 self.num_copied += 1;
@@ -48,10 +48,10 @@ impl EntryCopy {
     }
 }
 
-/// The copy, unless it was only begun.
+/// Copies one tensor; `None` while it is partial.
 fn copy(
     buffer: &Buffer,
-    begun: &mut Option<(Arc<Buffer>, usize)>,
+    partial: &mut Option<(Arc<Buffer>, usize)>,
     pool: &Pool<Buffer>,
     max_bytes: usize,
 ) -> Result<Option<Buffer>> {
@@ -64,14 +64,14 @@ fn copy(
         copied.extend_from_slice(bytes);
         return Ok(Some(Buffer::from_vec(copied)));
     }
-    let (copied, at) = match begun.take() {
-        Some(begun) => begun,
+    let (copied, at) = match partial.take() {
+        Some(partial) => partial,
         None => (pool.take_plain(len)?, 0),
     };
     let slice = max_bytes.min(len - at);
     copied.write(at, buffer.bytes(at, slice).ok_or_else(not_host)?);
     if at + slice < len {
-        *begun = Some((copied, at + slice));
+        *partial = Some((copied, at + slice));
         return Ok(None);
     }
     pool.lend(copied, len).ok_or_else(exhausted).map(Some)

@@ -1,4 +1,4 @@
-//! Entries by their tokens: which of them shares the longest prefix with a query.
+//! An index of entries by their tokens: finds the one with the longest prefix in common with a query.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use super::store::Ticket;
 
-/// The visible entries, ordered by their tokens, those of equal tokens by age.
+/// The visible entries in the order of their tokens; entries of equal tokens in the order of their age.
 #[derive(Debug, Default)]
 pub(super) struct Index(BTreeMap<Arc<[i64]>, BTreeSet<Ticket>>);
 
 impl Index {
-    /// Returns the tokens for the entry to keep: those that are here already, where there are equal ones.
+    /// Returns the tokens that the entry should keep: equal tokens are shared.
     pub(super) fn insert(&mut self, tokens: Arc<[i64]>, entry: Ticket) -> Arc<[i64]> {
         let place = self.0.entry(tokens);
         let kept = Arc::clone(place.key());
@@ -28,13 +28,13 @@ impl Index {
         }
     }
 
-    /// The entry with the longest match, of several the oldest.
+    /// The entry with the longest match, the oldest of several.
     pub(super) fn find(&self, query: &[i64]) -> Option<Ticket> {
         self.oldest_extension(query)
             .or_else(|| self.longest_prefix(query))
     }
 
-    /// Of the entries that begin with the whole query, the oldest: no match is longer.
+    /// The oldest of the entries that begin with the whole query: no match is longer.
     fn oldest_extension(&self, query: &[i64]) -> Option<Ticket> {
         self.0
             .range::<[i64], _>((Bound::Included(query), Bound::Unbounded))
@@ -43,8 +43,8 @@ impl Index {
             .min()
     }
 
-    /// The longest entry that is a prefix of the query. The greatest entry that is not after the query is that prefix, or
-    /// differs from the query at a place beyond which no prefix of the query can be among the entries.
+    /// The longest entry that is a prefix of the query. The greatest entry up to the query either is that prefix, or differs
+    /// from the query at some place; no entry longer than their common prefix is a prefix of the query then.
     fn longest_prefix(&self, mut query: &[i64]) -> Option<Ticket> {
         while !query.is_empty() {
             let (tokens, entries) = self
@@ -61,7 +61,7 @@ impl Index {
     }
 }
 
-/// The rule by which tokens match: the shorter are a prefix of the longer, and there are some.
+/// Tokens match when the shorter ones are a prefix of the longer ones, and not empty.
 pub(super) fn is_match(a: &[i64], b: &[i64]) -> bool {
     let len = a.len().min(b.len());
     len > 0 && a[..len] == b[..len]
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The rule, spelled out: the longest match, then the oldest.
+    /// The rule by brute force: the longest match, then the oldest.
     fn expected(entries: &[Vec<i64>], query: &[i64]) -> Option<Ticket> {
         let matches = entries.iter().zip(0..);
         matches
@@ -102,7 +102,7 @@ mod tests {
         }
 
         #[test]
-        fn what_was_removed_is_not_found(entries in proptest::collection::vec(tokens(), 1..12)) {
+        fn a_removed_entry_is_not_found(entries in proptest::collection::vec(tokens(), 1..12)) {
             let mut index = Index::default();
             for (tokens, age) in entries.iter().zip(0..) {
                 index.insert(tokens.as_slice().into(), age);

@@ -1,4 +1,4 @@
-//! The buffer of this process, as callers see it; it may serve others.
+//! A lookup buffer of this process, as callers see it.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -7,29 +7,29 @@ use std::time::{Duration, Instant};
 
 use super::operation::{Operation, Origin, Selected};
 use super::server::LookupServer;
-use super::shared::{Handle, LookupShared};
+use super::shared::LookupShared;
 use super::{Items, LookupInfo, LookupQuery, check_entry};
 use crate::error::{Error, Result};
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, default_busy_poll};
 use crate::session::ReactorConfig;
-use crate::session::connection::SessionTimeouts;
+use crate::session::SessionTimeouts;
 use crate::transport::Transport;
 use crate::work::work;
 
-/// A lookup buffer in this process. Any thread may call; nothing waits but the copy of an insert.
+/// A lookup buffer in this process. Any thread may call; no call blocks, but an insert copies its tensors.
 #[derive(Debug)]
 pub struct LocalBuffer {
     shared: Arc<LookupShared>,
     reactor: OnceLock<Reactor<Infallible>>,
-    /// Of whoever makes or ends the reactor: to open UCX takes up to a second, and who only asks does not wait for that.
+    /// Held while the reactor is made or stopped: opening UCX takes up to a second, for which other calls do not wait.
     serving: Mutex<()>,
 }
 
 impl LocalBuffer {
-    /// Makes an empty buffer for entries that take at most `capacity_bytes` together: each its tensors with their dtypes
-    /// and shapes, 8 bytes for each token, and 2 KiB of bookkeeping.
+    /// Makes an empty buffer for at most `capacity_bytes`. Each entry counts its tensors with their dtypes and shapes, 8 bytes
+    /// for each token, and 2 KiB of bookkeeping.
     pub fn new(capacity_bytes: u64) -> Self {
         Self {
             shared: Arc::new(LookupShared::new(capacity_bytes)),
@@ -42,7 +42,7 @@ impl LocalBuffer {
         self.serving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets other processes connect. With `is_checksummed`, they compare what they take with checksums.
+    /// Serves other processes. With `is_checksummed`, they verify checksums of the entries that they select.
     ///
     /// # Errors
     /// `Config`: the address cannot be bound, others could reach it without a token, or the buffer is served already.
@@ -73,24 +73,25 @@ impl LocalBuffer {
             busy_poll: default_busy_poll(),
         };
         let shared = Arc::clone(&self.shared);
-        let served = Reactor::spawn(config, move || LookupServer::new(shared, is_checksummed))?;
-        self.shared.serve(served.waker());
+        let served =
+            crate::session::spawn(config, move || LookupServer::new(shared, is_checksummed))?;
+        self.shared.set_server(served.waker());
         self.reactor.get_or_init(|| served);
         Ok(())
     }
 
-    /// Where others connect, if it is served.
+    /// The address that others connect to, if the buffer is served.
     pub fn address(&self) -> Option<SocketAddr> {
         self.reactor.get()?.address()
     }
 
-    fn origin(&self) -> Arc<dyn Origin> {
-        Arc::new(Handle(Arc::clone(&self.shared)))
+    fn origin(&self) -> Origin {
+        Origin::Local(Arc::clone(&self.shared))
     }
 
-    /// Inserts a copy of the tensors. The copy is made before this returns if there is place; else by whoever makes
-    /// place, where that is the server's thread in turns with its other work. Until the end of the operation the tensors
-    /// must not be changed.
+    /// Inserts a copy of the tensors. If there is space, the copy is made before this returns. Otherwise the thread that
+    /// frees space makes it; the server's thread copies by slices, between its other work. The tensors must not change
+    /// before the operation ends.
     ///
     /// # Errors
     /// `Config`: larger than the capacity, or no tokens. The operation ends with `Exhausted` at `timeout`.
@@ -104,11 +105,11 @@ impl LocalBuffer {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let (inserted, completer) = work();
         let shared = &self.shared;
-        let ticket = shared.insert_here(tokens.into(), items, deadline, completer)?;
+        let ticket = shared.insert(tokens.into(), items, deadline, completer)?;
         Ok(Operation::insert(inserted, ticket, self.origin()).expires(deadline))
     }
 
-    /// Takes an entry; ends with `None` at `timeout`.
+    /// Selects an entry; the operation ends with `None` at `timeout`.
     pub fn select(
         &self,
         query: LookupQuery,
@@ -117,7 +118,7 @@ impl LocalBuffer {
         query.check()?;
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let (selected, completer) = work();
-        let ticket = self.shared.select_here(query, deadline, completer)?;
+        let ticket = self.shared.select(query, deadline, completer)?;
         Ok(Operation::select(selected, ticket, self.origin()).expires(deadline))
     }
 
@@ -126,13 +127,13 @@ impl LocalBuffer {
         self.shared.info()
     }
 
-    /// Drops all entries; what waits ends as closed.
+    /// Drops all entries; operations that wait end as closed.
     pub fn close(&self) {
         if self.shared.check_process().is_err() {
             return;
         }
         self.shared.close();
-        // One that is being made is stopped too.
+        // Waits for a reactor that is being made, to stop it too.
         drop(self.serving());
         if let Some(reactor) = self.reactor.get() {
             reactor.stop();
@@ -152,13 +153,13 @@ impl LocalBuffer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lookup::manual::entry;
+    use crate::lookup::tests::manual::entry;
     use crate::tensor::Meta;
     use crate::transport::MemoryPath;
 
     #[test]
-    fn in_a_fork_a_buffer_touches_no_lock_that_another_thread_may_have_held() {
-        const PATIENCE: Duration = Duration::from_secs(20);
+    fn a_buffer_in_a_fork_takes_no_lock_that_another_thread_may_hold() {
+        const TIMEOUT: Duration = Duration::from_secs(20);
         let mut local = LocalBuffer::new(1 << 20);
         Arc::get_mut(&mut local.shared).unwrap().fork();
         let local = Arc::new(local);
@@ -172,7 +173,7 @@ mod tests {
             child.close();
             let _ = sender.send((served, inserted.map(drop)));
         });
-        let (served, inserted) = ended.recv_timeout(PATIENCE).expect("it waits for nobody");
+        let (served, inserted) = ended.recv_timeout(TIMEOUT).expect("no call blocks");
         assert!(matches!(served, Err(Error::Closed(_))));
         assert!(matches!(inserted, Err(Error::Closed(_))));
     }

@@ -1,47 +1,180 @@
-//! What client and server of a lookup buffer say to each other besides the bytes of large tensors; see
-//! docs/reference/wire-lookup.md.
+//! Messages between the client and the server of a lookup buffer, besides those that move large tensors; see
+//! docs/wire-format.md.
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use super::LookupQuery;
+use crate::checksum;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
+use crate::session::ReactorContext;
+use crate::transport::Payload;
 
-// Besides those of `crate::fetch`. Each names an operation of the client.
-/// Client: insert this. Ends with INSERTED or REFUSED.
-pub(super) const INSERT: u8 = 16;
-/// Server: it can be selected; its memory is not needed any more.
-pub(super) const INSERTED: u8 = 17;
-/// Server: an insert or a select has failed.
-pub(super) const REFUSED: u8 = 18;
-/// Client: give me one. Ends with OFFER, NOTHING or REFUSED.
-pub(super) const SELECT: u8 = 19;
-/// Server: this one, which is leased to you.
-pub(super) const OFFER: u8 = 20;
-/// Server: there was nothing in time.
-pub(super) const NOTHING: u8 = 21;
-/// Client: all of it is here; is it mine?
-pub(super) const CONSUME: u8 = 22;
-/// Server: it is, and will not be offered again unless you give it back.
-pub(super) const CONSUMED: u8 = 23;
-/// Client: somebody has it, or nobody wants it.
-pub(super) const SETTLE: u8 = 24;
-/// Client: forget an operation that has not met its other side.
-pub(super) const WITHDRAW: u8 = 25;
+// Kinds besides those of `crate::transfer::Message`.
+const INSERT: u8 = 16;
+const INSERTED: u8 = 17;
+const REFUSED: u8 = 18;
+const SELECT: u8 = 19;
+const OFFER: u8 = 20;
+const NOTHING: u8 = 21;
+const CONSUME: u8 = 22;
+const CONSUMED: u8 = 23;
+const SETTLE: u8 = 24;
+const WITHDRAW: u8 = 25;
 
-/// Most tokens that count: of an entry, of the inserts together that a server lets wait, of a query.
+/// Most tokens that count: of an entry, of the inserts of a client that wait together, of a query.
 pub(super) const TOKENS_CAP: usize = 1 << 22;
 /// Longest text of a refusal.
 const TEXT_CAP: usize = 4096;
-/// In place of a timeout: none.
+/// The time-out of an operation without one.
 const FOREVER: u64 = u64::MAX;
 
-pub(super) fn write_tokens(writer: Writer, tokens: &[i64]) -> Writer {
+/// A message about one operation of a client; the header carries the operation's number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum LookupMessage<'a> {
+    /// Client: insert this entry. `Inserted` or `Refused` answers.
+    Insert {
+        timeout: Option<Duration>,
+        /// At least one.
+        tokens: Vec<i64>,
+        /// Encoded by [`Tensors::write`](super::tensors::Tensors::write).
+        tensors: Cow<'a, [u8]>,
+    },
+    /// Server: the entry can be selected; the client may release its memory.
+    Inserted,
+    /// Server: an insert or a select has failed.
+    Refused(Error),
+    /// Client: deliver an entry. `Offer`, `Nothing` or `Refused` answers.
+    Select {
+        query: LookupQuery,
+        timeout: Option<Duration>,
+    },
+    /// Server: this entry is leased to the client. Its tensors are encoded as those of `Insert`.
+    Offer { tensors: Cow<'a, [u8]> },
+    /// Server: there was no entry in time.
+    Nothing,
+    /// Client: the whole entry is here. `Consumed` answers.
+    Consume,
+    /// Server: the entry belongs to the client, and is offered to no other unless the client returns it.
+    Consumed,
+    /// Client: its caller keeps the entry, or the entry goes back.
+    Settle { is_consumed: bool },
+    /// Client: cancel an operation that has not met its other side.
+    Withdraw,
+}
+
+impl LookupMessage<'_> {
+    pub(super) fn send(self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
+        let header = cx.header(session, self.kind()).u64(operation);
+        let (header, payload) = self.encode(header);
+        cx.message(session, header, payload);
+    }
+
+    pub(super) fn kind(&self) -> u8 {
+        match self {
+            Self::Insert { .. } => INSERT,
+            Self::Inserted => INSERTED,
+            Self::Refused(_) => REFUSED,
+            Self::Select { .. } => SELECT,
+            Self::Offer { .. } => OFFER,
+            Self::Nothing => NOTHING,
+            Self::Consume => CONSUME,
+            Self::Consumed => CONSUMED,
+            Self::Settle { .. } => SETTLE,
+            Self::Withdraw => WITHDRAW,
+        }
+    }
+
+    /// Appends to the header, and returns it with the payload.
+    fn encode(self, header: Writer) -> (Writer, Payload) {
+        match self {
+            Self::Insert {
+                timeout,
+                tokens,
+                tensors,
+            } => {
+                let len = size_of::<u64>() + size_of::<u32>() + size_of_val(&tokens[..]);
+                let writer = Writer::with_capacity(len + tensors.len());
+                let writer = write_tokens(write_timeout(writer, timeout), &tokens);
+                with_checksum(header, writer.raw(&tensors).finish())
+            }
+            Self::Offer { tensors } => with_checksum(header, tensors.into_owned()),
+            Self::Refused(error) => (header, Payload::Bytes(write_refusal(&error))),
+            Self::Select { query, timeout } => {
+                (header, Payload::Bytes(write_select(&query, timeout)))
+            }
+            Self::Settle { is_consumed } => (header.u8(is_consumed.into()), Payload::None),
+            Self::Inserted | Self::Nothing | Self::Consume | Self::Consumed | Self::Withdraw => {
+                (header, Payload::None)
+            }
+        }
+    }
+}
+
+impl<'a> LookupMessage<'a> {
+    /// Decodes the header after the operation's number, and the payload.
+    ///
+    /// # Errors
+    /// `Corrupt`: the payload differs from its checksum; only this operation fails. `Protocol`: the session fails.
+    pub(super) fn decode(kind: u8, mut header: Reader<'_>, payload: &'a [u8]) -> Result<Self> {
+        Ok(match kind {
+            INSERT => {
+                check_payload(header, payload)?;
+                let mut reader = Reader::new(payload);
+                Self::Insert {
+                    timeout: read_timeout(&mut reader)?,
+                    tokens: read_tokens(&mut reader)?,
+                    tensors: reader.rest().into(),
+                }
+            }
+            OFFER => {
+                check_payload(header, payload)?;
+                let tensors = payload.into();
+                Self::Offer { tensors }
+            }
+            INSERTED => Self::Inserted,
+            REFUSED => Self::Refused(read_refusal(payload)?),
+            SELECT => {
+                let (query, timeout) = read_select(payload)?;
+                Self::Select { query, timeout }
+            }
+            NOTHING => Self::Nothing,
+            CONSUME => Self::Consume,
+            CONSUMED => Self::Consumed,
+            SETTLE => Self::Settle {
+                is_consumed: header.flag()?,
+            },
+            WITHDRAW => Self::Withdraw,
+            other => {
+                let text = format_args!("message {other} of a lookup buffer");
+                return Err(Error::protocol(text));
+            }
+        })
+    }
+}
+
+fn with_checksum(header: Writer, payload: Vec<u8>) -> (Writer, Payload) {
+    let header = header.u64(checksum::of(&payload));
+    (header, Payload::Bytes(payload))
+}
+
+fn check_payload(mut header: Reader<'_>, payload: &[u8]) -> Result<()> {
+    let checksum = header.u64()?;
+    header.end()?;
+    if checksum::of(payload) == checksum {
+        return Ok(());
+    }
+    let text = "an entry came with another checksum than it was sent with; nothing was delivered";
+    Err(Error::Corrupt(text.to_owned()))
+}
+
+fn write_tokens(writer: Writer, tokens: &[i64]) -> Writer {
     writer.list(tokens, |w, token| w.u64(token.cast_unsigned()))
 }
 
-/// There is at least one.
-pub(super) fn read_tokens(reader: &mut Reader<'_>) -> Result<Vec<i64>> {
+fn read_tokens(reader: &mut Reader<'_>) -> Result<Vec<i64>> {
     let tokens = reader.list(TOKENS_CAP, |r| r.u64().map(u64::cast_signed))?;
     if tokens.is_empty() {
         return Err(Error::protocol("no tokens"));
@@ -49,14 +182,14 @@ pub(super) fn read_tokens(reader: &mut Reader<'_>) -> Result<Vec<i64>> {
     Ok(tokens)
 }
 
-pub(super) fn write_timeout(writer: Writer, timeout: Option<Duration>) -> Writer {
+fn write_timeout(writer: Writer, timeout: Option<Duration>) -> Writer {
     let micros = timeout.map_or(FOREVER, |timeout| {
         u64::try_from(timeout.as_micros()).unwrap_or(FOREVER)
     });
     writer.u64(micros)
 }
 
-pub(super) fn read_timeout(reader: &mut Reader<'_>) -> Result<Option<Duration>> {
+fn read_timeout(reader: &mut Reader<'_>) -> Result<Option<Duration>> {
     let micros = reader.u64()?;
     Ok((micros != FOREVER).then(|| Duration::from_micros(micros)))
 }
@@ -77,7 +210,7 @@ pub(crate) fn read_select(payload: &[u8]) -> Result<(LookupQuery, Option<Duratio
         0 => LookupQuery::Any,
         1 => {
             let mut tokens = read_tokens(&mut reader)?;
-            // It may wait for long, and up to half of it is room to grow.
+            // A query may wait for long, and up to half of the vector is unused capacity.
             tokens.shrink_to_fit();
             LookupQuery::Tokens(tokens)
         }
@@ -87,7 +220,7 @@ pub(crate) fn read_select(payload: &[u8]) -> Result<(LookupQuery, Option<Duratio
     Ok((query, timeout))
 }
 
-/// Of the errors with which a server answers, those that a caller can tell apart.
+/// Encodes which of the errors that a caller can tell apart it is, and its text.
 pub(crate) fn write_refusal(error: &Error) -> Vec<u8> {
     let kind = match error {
         Error::Config(_) => 1,
@@ -117,17 +250,60 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn encode(message: LookupMessage<'_>) -> (u8, Vec<u8>, Vec<u8>) {
+        let kind = message.kind();
+        let (header, payload) = message.encode(Writer::default());
+        let payload = match payload {
+            Payload::Bytes(bytes) => bytes,
+            Payload::None => Vec::new(),
+            Payload::Memory { .. } => panic!("memory in a message"),
+        };
+        (kind, header.finish(), payload)
+    }
+
+    fn decode((kind, header, payload): &(u8, Vec<u8>, Vec<u8>)) -> Result<LookupMessage<'_>> {
+        LookupMessage::decode(*kind, Reader::new(header), payload)
+    }
+
     #[test]
-    fn a_refusal_is_read_as_written() {
-        let text = || "a text".to_owned();
-        for error in [
-            Error::Config(text()),
-            Error::Exhausted(text()),
-            Error::Corrupt(text()),
-            Error::Unavailable(text()),
+    fn every_message_decodes_to_itself() {
+        let timeout = Some(Duration::from_micros(7));
+        let tensors = || Cow::from(&[1, 2, 3][..]);
+        let refused =
+            |error: fn(String) -> Error| LookupMessage::Refused(error("a text".to_owned()));
+        for message in [
+            LookupMessage::Insert {
+                timeout,
+                tokens: vec![-1, 5],
+                tensors: tensors(),
+            },
+            LookupMessage::Inserted,
+            refused(Error::Config),
+            refused(Error::Exhausted),
+            refused(Error::Corrupt),
+            refused(Error::Unavailable),
+            LookupMessage::Select {
+                query: LookupQuery::Any,
+                timeout: None,
+            },
+            LookupMessage::Offer { tensors: tensors() },
+            LookupMessage::Nothing,
+            LookupMessage::Consume,
+            LookupMessage::Consumed,
+            LookupMessage::Settle { is_consumed: true },
+            LookupMessage::Settle { is_consumed: false },
+            LookupMessage::Withdraw,
         ] {
-            assert_eq!(read_refusal(&write_refusal(&error)).unwrap(), error);
+            assert_eq!(decode(&encode(message.clone())), Ok(message));
         }
+    }
+
+    #[test]
+    fn an_entry_that_differs_from_its_checksum_is_corrupt() {
+        let tensors = Cow::from(&[1, 2, 3][..]);
+        let mut encoded = encode(LookupMessage::Offer { tensors });
+        encoded.2[1] ^= 1;
+        assert!(matches!(decode(&encoded), Err(Error::Corrupt(_))));
     }
 
     #[test]
@@ -138,16 +314,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_select_is_read_as_written(tokens: Vec<i64>, micros: Option<u32>) {
+        fn a_select_decodes_to_itself(tokens: Vec<i64>, micros: Option<u32>) {
             let query = if tokens.is_empty() { LookupQuery::Any } else { LookupQuery::Tokens(tokens) };
             let timeout = micros.map(|micros| Duration::from_micros(micros.into()));
-            prop_assert_eq!(read_select(&write_select(&query, timeout)).unwrap(), (query, timeout));
+            let message = LookupMessage::Select { query, timeout };
+            let encoded = encode(message.clone());
+            prop_assert_eq!(decode(&encoded), Ok(message));
         }
 
         #[test]
-        fn any_bytes_give_a_message_or_an_error(payload: Vec<u8>) {
-            let _ = read_select(&payload);
-            let _ = read_refusal(&payload);
+        fn any_bytes_decode_to_a_message_or_an_error(kind in INSERT..=WITHDRAW, header: Vec<u8>, payload: Vec<u8>) {
+            let _ = LookupMessage::decode(kind, Reader::new(&header), &payload);
         }
     }
 }

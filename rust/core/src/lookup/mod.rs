@@ -1,17 +1,12 @@
-//! Lookup buffers: KV entries that are found by their tokens, each delivered to exactly one consumer and then gone. In one
-//! process ([`LocalBuffer`]), which may serve it to others, who connect ([`RemoteBuffer`]).
+//! Lookup buffers: KV entries that are selected by their tokens; one consumer gets each entry. A [`LocalBuffer`] keeps them in
+//! this process, and may serve other processes. A [`RemoteBuffer`] is a client of such servers.
 
 mod client;
 mod command_queue;
 mod copying;
 mod index;
-mod inserts;
 mod local;
-#[cfg(test)]
-mod manual;
 pub(crate) mod messages;
-#[cfg(test)]
-mod model;
 mod operation;
 mod remote;
 mod server;
@@ -19,6 +14,8 @@ mod shared;
 mod state;
 mod store;
 mod tensors;
+#[cfg(test)]
+mod tests;
 pub(crate) mod transfer;
 
 use std::sync::Arc;
@@ -35,34 +32,34 @@ pub use local::LocalBuffer;
 pub use operation::{Delivery, Operation, Selected};
 pub use remote::RemoteBuffer;
 
-/// Inserts of one client that a server lets wait; the client keeps more of them back.
+/// Inserts of one client that may wait at a server; the client queues more of them itself.
 const INSERTS_IN_FLIGHT: usize = 64;
-/// Selects of one client that a server lets wait.
+/// Selects of one client that may wait at a server.
 const SELECTS_CAP: usize = 4096;
-/// Tokens that they may have together: 128 MiB.
+/// Tokens of all selects of one client that wait at a server: 128 MiB.
 const SELECT_TOKENS_CAP: usize = 1 << 24;
 
-/// What an entry takes besides parts of any size: 1.2 KiB if input tokens are its only tensor, 1.8 KiB with all five.
+/// What an entry counts besides its tensors and tokens. Measured: 1.2 KiB with input tokens only, 1.8 KiB with all tensors.
 const BOOKKEEPING_BYTES: u64 = 2 << 10;
 
-/// Tensors from this size are kept in memory of a pool, which is cut into huge pages: the first use of a page costs more
-/// than the copy (64 MiB into new pages: 36 ms, into new huge pages 15 ms, into pages that were used before 5 ms).
+/// Tensors from this size are kept in memory of a pool with huge pages: the first use of a page costs more than the copy.
+/// Measured for 64 MiB: 36 ms into new pages, 15 ms into new huge pages, 5 ms into used pages.
 const HUGE: usize = 4 << 20;
 
-/// Tensors of an entry: input tokens, region of interest, key, value, hidden states.
+/// Number of tensors of an entry: input tokens, region of interest, key, value, hidden states.
 pub const NUM_ITEMS: usize = 5;
 
-/// What a select asks for.
+/// Which entry a select requests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LookupQuery {
     /// The oldest entry.
     Any,
-    /// The entry that shares the longest prefix with these tokens, of several the oldest. Not empty.
+    /// The entry with the longest common prefix, the oldest of several. Not empty.
     Tokens(Vec<i64>),
 }
 
 impl LookupQuery {
-    fn takes(&self, tokens: &[i64]) -> bool {
+    fn matches(&self, tokens: &[i64]) -> bool {
         match self {
             Self::Any => true,
             Self::Tokens(query) => index::is_match(query, tokens),
@@ -92,7 +89,7 @@ impl LookupQuery {
 pub struct Items(pub [Arc<Received>; NUM_ITEMS]);
 
 impl Items {
-    /// What an entry of these tensors counts.
+    /// The bytes that an entry of these tensors counts.
     fn entry_bytes(&self, tokens: &[i64]) -> u64 {
         let len = |buffer: &Buffer| buffer.len() as u64;
         let tensors = self.0.iter();
@@ -108,7 +105,7 @@ fn not_host() -> Error {
     Error::Unavailable(text.to_owned())
 }
 
-/// What an entry counts against a buffer's capacity: all that it takes, so that the capacity bounds that.
+/// What an entry counts against a buffer's capacity: all memory that it occupies.
 fn entry_bytes<'a>(tokens: &[i64], tensors: impl Iterator<Item = (&'a Meta, u64)>) -> u64 {
     tensors
         .flat_map(|(meta, len)| [meta.num_bytes(), len])
@@ -125,35 +122,35 @@ fn check_entry(tokens: &[i64]) -> Result<()> {
     Ok(())
 }
 
-/// Counters and state of a lookup buffer. What only the server knows is `None` at a client.
+/// Counters and state of a lookup buffer. What only a server knows is `None` at a client.
 #[derive(Debug, Clone, Default)]
 pub struct LookupInfo {
     /// `open` or `closed`.
     pub state: &'static str,
-    /// Entries that were inserted here, or at a server those of its clients too.
+    /// Inserted entries; at a server, those of its clients too.
     pub num_inserted: u64,
-    /// Entries that were taken here, or at a server those of its clients too.
+    /// Consumed entries; at a server, those of its clients too.
     pub num_consumed: u64,
     /// Inserts and selects that wait.
     pub num_waiting: usize,
     /// Entries that can be selected.
     pub num_entries: Option<usize>,
-    /// Entries on their way to a consumer that has not acknowledged them.
+    /// Entries on their way to a consumer.
     pub num_leased: Option<usize>,
-    /// Bytes that all entries and inserts under way count.
+    /// Bytes that all entries and granted inserts count.
     pub num_bytes: Option<u64>,
-    /// How many bytes there may be.
+    /// Most bytes.
     pub capacity_bytes: Option<u64>,
-    /// What carries large tensors to the servers; empty in the same process.
+    /// The transport of large tensors to the servers; empty in the same process.
     pub transport: String,
 }
 
-/// A lookup buffer, wherever its entries are. Any thread may call.
+/// A lookup buffer of either kind. Any thread may call.
 #[derive(Debug)]
 pub enum LookupBuffer {
-    /// In this process.
+    /// Keeps its entries in this process.
     Local(LocalBuffer),
-    /// In others.
+    /// Keeps its entries at servers.
     Remote(RemoteBuffer),
 }
 
@@ -172,7 +169,7 @@ impl LookupBuffer {
         }
     }
 
-    /// Takes an entry; the operation ends with `None` at `timeout`.
+    /// Selects an entry; the operation ends with `None` at `timeout`.
     pub fn select(
         &self,
         query: LookupQuery,
@@ -185,7 +182,7 @@ impl LookupBuffer {
         }
     }
 
-    /// Lets others connect; see [`LocalBuffer::serve`].
+    /// Serves other processes; see [`LocalBuffer::serve`].
     pub fn serve(
         &self,
         address: &str,
@@ -202,8 +199,7 @@ impl LookupBuffer {
         }
     }
 
-    /// Where others connect, or where this is connected to, separated by commas; empty for a buffer that is not
-    /// served.
+    /// The address of a served buffer, or the servers' addresses, separated by commas; empty for a buffer that is not served.
     pub fn address(&self) -> String {
         match self {
             Self::Local(local) => local
@@ -221,7 +217,7 @@ impl LookupBuffer {
         }
     }
 
-    /// Ends the buffer; what waits ends as closed.
+    /// Closes the buffer; operations that wait end as closed.
     pub fn close(&self) {
         match self {
             Self::Local(local) => local.close(),

@@ -1,4 +1,4 @@
-//! What callers hold: an insert or a select under way, and an entry that was delivered but not looked at.
+//! What callers hold: an insert or a select under way, and a delivered entry.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -6,21 +6,52 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::Items;
+use super::command_queue::CommandQueue;
+use super::shared::LookupShared;
+use super::state::{BufferState, ChangedBy};
 use super::store::Ticket;
 use crate::error::Result;
 use crate::work::{Waited, Work};
 
-/// Where an operation was begun. Any thread may call.
-pub(crate) trait Origin: Send + Sync + std::fmt::Debug {
-    /// Gives up an insert or a select that has not met its other side.
-    fn withdraw(&self, ticket: Ticket);
-    /// A delivered entry was taken, or nobody has looked at it and it goes back.
-    fn settle(&self, entry: Ticket, is_consumed: bool);
-    /// Ends what has waited for too long.
-    fn expire(&self);
+/// The buffer of an operation: its tickets mean something there. A closed buffer ignores all calls.
+#[derive(Debug, Clone)]
+pub(super) enum Origin {
+    Local(Arc<LookupShared>),
+    Remote(Arc<CommandQueue>),
 }
 
-/// How a select ended: with an entry, or with nothing in time.
+impl Origin {
+    /// Cancels an insert or a select, unless it has met its other side.
+    fn withdraw(&self, ticket: Ticket) {
+        match self {
+            Self::Local(shared) => {
+                let _ = shared.change(ChangedBy::Caller, |state| state.withdraw(ticket));
+            }
+            Self::Remote(queue) => queue.withdraw(ticket),
+        }
+    }
+
+    /// The consumer keeps a delivered entry, or the entry goes back.
+    fn settle(&self, entry: Ticket, is_consumed: bool) {
+        match self {
+            Self::Local(shared) => {
+                let settle = |state: &mut BufferState| state.settle(entry, is_consumed);
+                let _ = shared.change(ChangedBy::Caller, settle);
+            }
+            Self::Remote(queue) => queue.settle(entry, is_consumed),
+        }
+    }
+
+    /// Ends operations whose deadline has passed. A remote buffer has a thread for that.
+    fn expire(&self) {
+        if let Self::Local(shared) = self {
+            let expire = |state: &mut BufferState| state.store.expire(Instant::now());
+            let _ = shared.change(ChangedBy::Caller, expire);
+        }
+    }
+}
+
+/// The result of a select: an entry, or `None` if there was none in time.
 pub type Selected = Option<Arc<Delivery>>;
 
 /// An entry that has reached its consumer. Dropped without [`consume`](Self::consume), it goes back to its old place.
@@ -28,12 +59,12 @@ pub type Selected = Option<Arc<Delivery>>;
 pub struct Delivery {
     items: Items,
     entry: Ticket,
-    origin: Arc<dyn Origin>,
+    origin: Origin,
     is_consumed: AtomicBool,
 }
 
 impl Delivery {
-    pub(super) fn new(items: Items, entry: Ticket, origin: Arc<dyn Origin>) -> Self {
+    pub(super) fn new(items: Items, entry: Ticket, origin: Origin) -> Self {
         Self {
             items,
             entry,
@@ -47,7 +78,7 @@ impl Delivery {
         &self.items
     }
 
-    /// Makes the tensors the caller's, and the buffer forget them.
+    /// Keeps the entry: the buffer forgets it.
     pub fn consume(&self) {
         if !self.is_consumed.swap(true, Ordering::AcqRel) {
             self.origin.settle(self.entry, true);
@@ -63,71 +94,73 @@ impl Drop for Delivery {
     }
 }
 
-/// An insert or a select under way. A select that is dropped is withdrawn; an insert goes on.
+/// An insert or a select under way. Dropping a select withdraws it; an insert goes on.
 #[derive(Debug)]
 pub struct Operation<T> {
     work: Work<T>,
     ticket: Ticket,
-    origin: Arc<dyn Origin>,
+    origin: Origin,
     is_select: bool,
-    /// When it ends by itself, where no thread sees to that.
-    expires: Option<Instant>,
+    /// The deadline that the waiting thread enforces, where no other thread does.
+    deadline: Option<Instant>,
 }
 
 impl<T> Operation<T> {
-    pub(super) fn insert(work: Work<T>, ticket: Ticket, origin: Arc<dyn Origin>) -> Self {
-        Self::new(work, ticket, origin, false)
-    }
-
-    pub(super) fn select(work: Work<T>, ticket: Ticket, origin: Arc<dyn Origin>) -> Self {
-        Self::new(work, ticket, origin, true)
-    }
-
-    fn new(work: Work<T>, ticket: Ticket, origin: Arc<dyn Origin>, is_select: bool) -> Self {
+    pub(super) fn insert(work: Work<T>, ticket: Ticket, origin: Origin) -> Self {
         Self {
             work,
             ticket,
             origin,
-            is_select,
-            expires: None,
+            is_select: false,
+            deadline: None,
+        }
+    }
+
+    pub(super) fn select(work: Work<T>, ticket: Ticket, origin: Origin) -> Self {
+        Self {
+            work,
+            ticket,
+            origin,
+            is_select: true,
+            deadline: None,
         }
     }
 
     pub(super) fn expires(mut self, at: Option<Instant>) -> Self {
-        self.expires = at;
+        self.deadline = at;
         self
     }
 
-    /// As of [`Work`].
+    /// See [`Work::is_completed`].
     pub fn is_completed(&self) -> bool {
         self.work.is_completed()
     }
 
-    /// As of [`Work`].
+    /// See [`Work::event_fd`].
     pub fn event_fd(&self) -> Result<RawFd> {
         self.work.event_fd()
     }
 
-    /// As of [`Work`].
+    /// See [`Work::wait`].
     pub fn wait(&self, deadline: Option<Instant>) -> Result<Waited> {
-        let earliest = self.expires.into_iter().chain(deadline).min();
+        let earliest = self.deadline.into_iter().chain(deadline).min();
         let waited = self.work.wait(earliest)?;
-        if waited == Waited::TimedOut && earliest == self.expires {
+        if waited == Waited::TimedOut && earliest == self.deadline {
             self.origin.expire();
-            // What has met its other side does not end by that: another thread copies or delivers it, and tells of the end.
+            // An operation that has met its other side goes on: another thread copies or delivers its entry.
             return self.work.wait(deadline);
         }
         Ok(waited)
     }
 
-    /// Gives it up, unless it has met its other side; it then ends as that goes.
+    /// Cancels the operation, unless it has met its other side; it then ends in its own way.
     pub fn withdraw(&self) {
         self.origin.withdraw(self.ticket);
     }
 }
 
 impl<T: Clone> Operation<T> {
-    /// As of [`Work`].
+    /// See [`Work::result`].
     pub fn result(&self) -> Option<Result<T>> {
         self.work.result()
     }

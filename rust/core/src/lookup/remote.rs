@@ -1,24 +1,24 @@
-//! A lookup buffer of other processes, as callers see it.
+//! A lookup buffer whose entries are at servers, as callers see it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::client::LookupClient;
+use super::client::inserts::QueuedInsert;
 use super::command_queue::{CommandQueue, LookupCommand};
-use super::inserts::QueuedInsert;
 use super::messages::TOKENS_CAP;
 use super::operation::{Operation, Origin, Selected};
 use super::{Items, LookupInfo, LookupQuery, check_entry};
 use crate::error::{Error, Result};
-use crate::net::address::Route;
 use crate::net::identity::{Identity, SessionKind};
+use crate::reactor::Route;
 use crate::reactor::{Reactor, default_busy_poll};
 use crate::session::ReactorConfig;
 use crate::session::SessionTimeouts;
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 
-/// The buffers of one or more servers: inserts go to the first, selects to all. Any thread may call.
+/// A client of one or more servers: inserts go to the first, selects to all. Any thread may call.
 #[derive(Debug)]
 pub struct RemoteBuffer {
     reactor: Reactor<std::convert::Infallible>,
@@ -26,7 +26,7 @@ pub struct RemoteBuffer {
     addresses: Vec<String>,
 }
 
-fn too_many(tokens: &[i64]) -> Result<()> {
+fn check_num_tokens(tokens: &[i64]) -> Result<()> {
     if tokens.len() > TOKENS_CAP {
         return Err(Error::Config(format!(
             "{} tokens; at most {TOKENS_CAP} can be sent",
@@ -37,7 +37,7 @@ fn too_many(tokens: &[i64]) -> Result<()> {
 }
 
 impl RemoteBuffer {
-    /// Looks for the way to all servers, for [`connect_along`](Self::connect_along).
+    /// Resolves the route to all servers, for [`connect_along`](Self::connect_along).
     pub fn route(addresses: Vec<String>, timeout: Duration) -> Result<Route> {
         if addresses.is_empty() {
             return Err(Error::Config("no address to connect to".to_owned()));
@@ -45,7 +45,7 @@ impl RemoteBuffer {
         Route::to(addresses, timeout)
     }
 
-    /// As [`connect_along`](Self::connect_along), for callers that look for no signals while names are resolved.
+    /// As [`connect_along`](Self::connect_along), for callers that need not handle signals while names are resolved.
     pub fn connect(
         addresses: Vec<String>,
         token: &[u8],
@@ -58,8 +58,8 @@ impl RemoteBuffer {
         Self::connect_along(&route, token, transport, is_checksummed)
     }
 
-    /// Connects to all servers; the work is done once all have accepted. With `is_checksummed`, they compare what is
-    /// inserted with checksums.
+    /// Connects to all servers; the work is done once all have accepted. With `is_checksummed`, they verify checksums of
+    /// inserted entries.
     pub fn connect_along(
         route: &Route,
         token: &[u8],
@@ -76,32 +76,33 @@ impl RemoteBuffer {
             busy_poll: default_busy_poll(),
         };
         let command_queue = Arc::new(CommandQueue::new());
-        command_queue.count(|info| info.state = "connecting");
+        command_queue.update_info(|info| info.state = "connecting");
         let in_thread = Arc::clone(&command_queue);
-        let reactor = Reactor::spawn(config, move || LookupClient::new(in_thread, is_checksummed))?;
-        command_queue.open(reactor.waker());
+        let reactor =
+            crate::session::spawn(config, move || LookupClient::new(in_thread, is_checksummed))?;
+        command_queue.set_waker(reactor.waker());
         let (connected, completer) = reactor.work();
         let remote = Self {
             reactor,
             command_queue,
             addresses: route.addresses().to_vec(),
         };
-        remote.command_queue.send(LookupCommand::Connect {
+        let connect = LookupCommand::Connect {
             addresses: remote.addresses.clone(),
             completer,
-        })?;
+        };
+        remote.command_queue.send(connect, Then::GoOn)?;
         Ok((remote, connected))
     }
 
-    fn origin(&self) -> Arc<dyn Origin> {
-        Arc::<CommandQueue>::clone(&self.command_queue)
+    fn origin(&self) -> Origin {
+        Origin::Remote(Arc::clone(&self.command_queue))
     }
 
-    /// Inserts the tensors at the first server, which has them when the operation is done; until then they must not be
-    /// changed.
+    /// Inserts the tensors at the first server. They must not change before the operation ends.
     ///
     /// # Errors
-    /// `Config`: no tokens. The operation ends with `Config` when it is larger than the capacity, with `Exhausted` at
+    /// `Config`: no tokens. The operation ends with `Config` if the entry is larger than the capacity, with `Exhausted` at
     /// `timeout`.
     pub fn insert(
         &self,
@@ -111,9 +112,9 @@ impl RemoteBuffer {
         then: Then,
     ) -> Result<Operation<()>> {
         check_entry(&tokens)?;
-        too_many(&tokens)?;
+        check_num_tokens(&tokens)?;
         let (inserted, completer) = self.reactor.work();
-        let operation = self.command_queue.operation();
+        let operation = self.command_queue.next_operation();
         let insert = QueuedInsert {
             operation,
             tokens,
@@ -122,11 +123,11 @@ impl RemoteBuffer {
             completer,
         };
         self.command_queue
-            .hand(LookupCommand::Insert(insert), then)?;
+            .send(LookupCommand::Insert(insert), then)?;
         Ok(Operation::insert(inserted, operation, self.origin()))
     }
 
-    /// Takes an entry of any server; ends with `None` when all have waited for `timeout`.
+    /// Selects an entry of any server; the operation ends with `None` at `timeout`.
     pub fn select(
         &self,
         query: LookupQuery,
@@ -135,17 +136,17 @@ impl RemoteBuffer {
     ) -> Result<Operation<Selected>> {
         query.check()?;
         if let LookupQuery::Tokens(tokens) = &query {
-            too_many(tokens)?;
+            check_num_tokens(tokens)?;
         }
         let (selected, completer) = self.reactor.work();
-        let operation = self.command_queue.operation();
+        let operation = self.command_queue.next_operation();
         let select = LookupCommand::Select {
             operation,
             query,
             timeout,
             completer,
         };
-        self.command_queue.hand(select, then)?;
+        self.command_queue.send(select, then)?;
         Ok(Operation::select(selected, operation, self.origin()))
     }
 
@@ -159,7 +160,7 @@ impl RemoteBuffer {
         self.command_queue.info()
     }
 
-    /// Ends the connections; what waits ends as closed.
+    /// Closes the sessions; operations that wait end as closed.
     pub fn close(&self) {
         self.command_queue.close();
         self.reactor.stop();

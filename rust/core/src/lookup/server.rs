@@ -1,7 +1,7 @@
-//! A buffer's service for other processes: their inserts and selects, which it passes to the shared state, and the leases
-//! of what they have not acknowledged.
+//! The server of a lookup buffer on its reactor: passes the inserts and selects of clients to the shared state, and holds
+//! the leases of entries that clients have not settled.
 
-mod client;
+mod session;
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -10,32 +10,27 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::Items;
 use super::copying::EntryCopy;
-use super::messages::{
-    CONSUME, CONSUMED, INSERT, INSERTED, NOTHING, OFFER, REFUSED, SELECT, SETTLE, WITHDRAW,
-    read_select, read_timeout, read_tokens, write_refusal,
-};
+use super::messages::LookupMessage;
 use super::shared::LookupShared;
-use super::store::{StoreAction, Ticket};
+use super::state::{BufferState, ChangedBy, ClientAction, ClientOperation, Inserter, Selector};
+use super::store::Ticket;
 use super::tensors::Tensors;
-use super::transfer::{Arrived, EntryTransfer, check_operation, check_seal, seal};
+use super::transfer::{EntryTransfer, check_operation};
+use super::{Items, LookupQuery};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
 use crate::transfer::Message;
-use crate::transport::Payload;
-use client::{ClientInsert, ClientSelect, ClientSession};
+use session::{ClientInsert, ClientSelect, ClientSession};
 
 pub(super) struct LookupServer {
     shared: Arc<LookupShared>,
     clients: HashMap<SessionKey, ClientSession>,
-    /// Whose tickets those are that have not met their other side.
-    tickets: HashMap<Ticket, (SessionKey, u64)>,
     tensors: Tensors,
-    /// An insert of this process, of whose copy each round does a slice.
+    /// An insert of this process that is being copied, a slice in each round.
     copying: Option<EntryCopy>,
 }
 
@@ -43,22 +38,11 @@ fn after(timeout: Option<Duration>) -> Option<Instant> {
     Instant::now().checked_add(timeout?)
 }
 
-fn say(cx: &mut ReactorContext, session: SessionKey, kind: u8, operation: u64) {
-    let header = cx.header(session, kind).u64(operation);
-    cx.message(session, header, Payload::None);
-}
-
-fn refuse(cx: &mut ReactorContext, session: SessionKey, operation: u64, error: &Error) {
-    let header = cx.header(session, REFUSED).u64(operation);
-    cx.message(session, header, Payload::Bytes(write_refusal(error)));
-}
-
 impl LookupServer {
     pub(super) fn new(shared: Arc<LookupShared>, is_checksummed: bool) -> Self {
         Self {
             shared,
             clients: HashMap::new(),
-            tickets: HashMap::new(),
             tensors: Tensors::new(is_checksummed),
             copying: None,
         }
@@ -69,269 +53,240 @@ impl LookupServer {
         self.clients.get_mut(&session).ok_or_else(unknown)
     }
 
+    fn change<R>(&self, change: impl FnOnce(&mut BufferState) -> R) -> Result<R> {
+        self.shared.change(ChangedBy::Server, change)
+    }
+
+    fn receive(
+        &mut self,
+        cx: &mut ReactorContext,
+        (session, operation): ClientOperation,
+        message: LookupMessage<'_>,
+    ) -> Result<()> {
+        match message {
+            LookupMessage::Insert {
+                timeout,
+                tokens,
+                tensors,
+            } => {
+                check_operation(operation)?;
+                let entry = EntryTransfer::read(Reader::new(&tensors))?;
+                self.insert(cx, (session, operation), after(timeout), tokens, entry)?;
+            }
+            LookupMessage::Select { query, timeout } => {
+                check_operation(operation)?;
+                self.select(cx, (session, operation), query, after(timeout))?;
+            }
+            LookupMessage::Consume => {
+                self.client(session)?.consume(operation)?;
+                self.tensors.release(session, operation);
+                // Counted when the client has the entry, and taken back if it returns it.
+                let _ = self.change(|state| state.num_consumed += 1);
+                LookupMessage::Consumed.send(cx, session, operation);
+            }
+            LookupMessage::Settle { is_consumed } => {
+                let select = self.client(session)?.settle(operation, is_consumed)?;
+                self.tensors.release(session, operation);
+                self.end_select(select, is_consumed);
+            }
+            LookupMessage::Withdraw => self.withdraw(cx, (session, operation))?,
+            other => {
+                let text = format_args!("message {} to a lookup buffer", other.kind());
+                return Err(Error::protocol(text));
+            }
+        }
+        Ok(())
+    }
+
+    /// Cancels a select that waits or was just offered an entry, or an insert without space. Other operations end in their
+    /// own way.
+    fn withdraw(
+        &mut self,
+        cx: &mut ReactorContext,
+        (session, operation): ClientOperation,
+    ) -> Result<()> {
+        if let Some(select) = self.client(session)?.selects.remove(&operation) {
+            self.tensors.release(session, operation);
+            self.end_select(select, false);
+        } else if self.tensors.forget(cx, session, operation)
+            && let Some(insert) = self.client(session)?.inserts.remove(&operation)
+        {
+            self.forget(insert.ticket);
+            let withdrawn = Error::Closed("withdrawn".to_owned());
+            LookupMessage::Refused(withdrawn).send(cx, session, operation);
+        }
+        Ok(())
+    }
+
     fn insert(
         &mut self,
         cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-        mut header: Reader<'_>,
-        payload: &[u8],
+        (session, operation): ClientOperation,
+        deadline: Option<Instant>,
+        tokens: Vec<i64>,
+        entry: EntryTransfer,
     ) -> Result<()> {
-        let checksum = header.u64()?;
-        header.end()?;
-        if let Err(error) = check_seal(checksum, payload) {
-            refuse(cx, session, operation, &error);
-            return Ok(());
-        }
-        let mut reader = Reader::new(payload);
-        let deadline = after(read_timeout(&mut reader)?);
-        let tokens = read_tokens(&mut reader)?;
-        let entry = EntryTransfer::read(reader)?;
-        let num_bytes = entry.entry_bytes(&tokens);
         self.client(session)?.check_insert(operation, &tokens)?;
-        let ticket = match self.shared.reserve(num_bytes, deadline) {
-            Ok(ticket) => ticket,
-            Err(error) => {
-                refuse(cx, session, operation, &error);
-                return Ok(());
+        let (num_bytes, now) = (entry.entry_bytes(&tokens), Instant::now());
+        let insert = Inserter::Client((session, operation));
+        let reserved = self.change(|state| state.store.reserve(num_bytes, deadline, now, insert));
+        match reserved.flatten() {
+            Ok(ticket) => {
+                let tokens = tokens.into();
+                let insert = ClientInsert { ticket, tokens };
+                self.tensors.add(session, operation, entry);
+                self.client(session)?.inserts.insert(operation, insert);
             }
-        };
-        self.tickets.insert(ticket, (session, operation));
-        self.tensors.add(session, operation, entry);
-        let client = self.client(session)?;
-        let insert = ClientInsert {
-            ticket,
-            tokens: tokens.into(),
-            num_bytes,
-        };
-        client.inserts.insert(operation, insert);
+            Err(error) => LookupMessage::Refused(error).send(cx, session, operation),
+        }
         Ok(())
     }
 
     fn select(
         &mut self,
         cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-        payload: &[u8],
+        (session, operation): ClientOperation,
+        query: LookupQuery,
+        deadline: Option<Instant>,
     ) -> Result<()> {
-        let (query, timeout) = read_select(payload)?;
         let client = self.client(session)?;
-        client.check_select(operation)?;
-        if let Err(error) = client.check_tokens(&query) {
-            refuse(cx, session, operation, &error);
-            return Ok(());
+        match client.check_select(operation, &query) {
+            Err(error @ Error::Exhausted(_)) => {
+                LookupMessage::Refused(error).send(cx, session, operation);
+                return Ok(());
+            }
+            checked => checked?,
         }
-        let num_tokens = query.num_tokens();
-        let ticket = self.shared.select(query, after(timeout))?;
-        self.tickets.insert(ticket, (session, operation));
+        let (num_tokens, now) = (query.num_tokens(), Instant::now());
+        let select = Selector::Client((session, operation));
+        let ticket = self.change(|state| state.store.select(query, deadline, now, select))?;
         let waiting = ClientSelect::Waiting { ticket, num_tokens };
         self.client(session)?.selects.insert(operation, waiting);
         Ok(())
     }
 
-    /// Does what the shared state has for clients.
-    fn take_mail(&mut self, cx: &mut ReactorContext) {
-        for action in self.shared.take_mail() {
-            let (StoreAction::Grant(ticket)
-            | StoreAction::Full(ticket)
-            | StoreAction::Nothing(ticket)
-            | StoreAction::Deliver { select: ticket, .. }) = &action;
-            match self.tickets.remove(ticket) {
-                Some((session, operation)) => self.act(cx, session, operation, action),
-                None => self.decline(&action),
-            }
-        }
-    }
-
-    /// The client is gone, or has withdrawn.
-    fn decline(&self, action: &StoreAction<Items>) {
-        match action {
-            StoreAction::Grant(ticket) => self.shared.forget(*ticket),
-            StoreAction::Deliver { entry, .. } => self.shared.put_back(*entry),
-            StoreAction::Full(_) | StoreAction::Nothing(_) => {}
+    /// Makes inserted entries visible that have arrived, then does what the shared state has for clients.
+    fn advance(&mut self, cx: &mut ReactorContext) {
+        self.commit_arrived(cx);
+        for (client, action) in self.shared.drain_client_actions() {
+            self.act(cx, client, action);
         }
     }
 
     fn act(
         &mut self,
         cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-        action: StoreAction<Items>,
+        (session, operation): ClientOperation,
+        action: ClientAction,
     ) {
-        let Some(client) = self.clients.get_mut(&session) else {
+        let client = self.clients.get_mut(&session);
+        let Some(client) = client.filter(|client| client.awaits(operation, &action)) else {
             return self.decline(&action);
         };
         match action {
-            StoreAction::Grant(_) => {
+            ClientAction::Grant(_) => {
                 self.tensors.begin(cx, session, operation);
-                self.advance(cx);
+                self.commit_arrived(cx);
             }
-            StoreAction::Full(_) => {
+            ClientAction::Full(error) => {
+                client.inserts.remove(&operation);
                 self.tensors.forget(cx, session, operation);
-                let num_bytes = client
-                    .inserts
-                    .remove(&operation)
-                    .map_or(0, |insert| insert.num_bytes);
-                refuse(cx, session, operation, &self.shared.full(num_bytes));
+                LookupMessage::Refused(error).send(cx, session, operation);
             }
-            StoreAction::Nothing(_) => {
+            ClientAction::Miss => {
                 client.selects.remove(&operation);
-                say(cx, session, NOTHING, operation);
+                LookupMessage::Nothing.send(cx, session, operation);
             }
-            StoreAction::Deliver { entry, content, .. } => {
-                self.offer(cx, session, operation, entry, &content);
+            ClientAction::Deliver(entry, items) => {
+                self.offer(cx, (session, operation), entry, &items);
             }
+        }
+    }
+
+    /// Undoes an action for a client that is lost, or an operation that was withdrawn.
+    fn decline(&self, action: &ClientAction) {
+        match action {
+            ClientAction::Grant(ticket) => self.forget(*ticket),
+            ClientAction::Deliver(entry, _) => self.put_back(*entry),
+            ClientAction::Full(_) | ClientAction::Miss => {}
         }
     }
 
     fn offer(
         &mut self,
         cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
+        (session, operation): ClientOperation,
         entry: Ticket,
         items: &Items,
     ) {
         let Some(client) = self.clients.get_mut(&session) else {
             return;
         };
-        let written = self
-            .tensors
-            .write(cx, session, operation, items, Writer::default());
-        match written {
+        let tensors = &mut self.tensors;
+        match tensors.write(cx, session, operation, items, Writer::default()) {
             Ok(writer) => {
-                let (checksum, payload) = seal(writer);
-                let header = cx.header(session, OFFER).u64(operation).u64(checksum);
                 client
                     .selects
                     .insert(operation, ClientSelect::Leased(entry));
-                cx.message(session, header, Payload::Bytes(payload));
+                let tensors = writer.finish().into();
+                LookupMessage::Offer { tensors }.send(cx, session, operation);
             }
             Err(error) => {
-                self.tensors.release(session, operation);
+                tensors.release(session, operation);
                 client.selects.remove(&operation);
-                self.shared.put_back(entry);
-                refuse(cx, session, operation, &error);
+                self.put_back(entry);
+                LookupMessage::Refused(error).send(cx, session, operation);
             }
         }
     }
 
-    /// Goes on with what a client's inserts bring, and makes visible what is here whole.
-    fn advance(&mut self, cx: &mut ReactorContext) {
-        while let Some((session, arrived)) = self.tensors.next_arrived(cx) {
-            self.arrived(cx, session, arrived);
-        }
-    }
-
-    fn arrived(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        (operation, items): Arrived,
-    ) {
-        let client = self.clients.get_mut(&session);
-        let Some(insert) = client.and_then(|client| client.inserts.remove(&operation)) else {
-            return;
-        };
-        let committed =
-            items.and_then(|items| self.shared.commit(insert.ticket, insert.tokens, items));
-        match committed {
-            Ok(()) => say(cx, session, INSERTED, operation),
-            Err(error) => {
-                self.shared.forget(insert.ticket);
-                refuse(cx, session, operation, &error);
+    fn commit_arrived(&mut self, cx: &mut ReactorContext) {
+        while let Some((session, (operation, items))) = self.tensors.next_arrived(cx) {
+            let client = self.clients.get_mut(&session);
+            let insert = client.and_then(|client| client.inserts.remove(&operation));
+            let Some(ClientInsert { ticket, tokens }) = insert else {
+                continue;
+            };
+            let commit = |items| self.change(|state| state.commit(ticket, tokens, items));
+            match items.and_then(commit) {
+                Ok(()) => LookupMessage::Inserted.send(cx, session, operation),
+                Err(error) => {
+                    self.forget(ticket);
+                    LookupMessage::Refused(error).send(cx, session, operation);
+                }
             }
         }
     }
 
-    fn take(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) -> Result<()> {
-        let client = self.client(session)?;
-        let Some(select) = client.selects.get_mut(&operation) else {
-            return Err(Error::protocol(format_args!(
-                "select {operation} is unknown"
-            )));
-        };
-        let ClientSelect::Leased(entry) = *select else {
-            return Err(Error::protocol(format_args!(
-                "select {operation} has no lease"
-            )));
-        };
-        *select = ClientSelect::Consumed(entry);
-        self.tensors.release(session, operation);
-        self.shared.acknowledge();
-        say(cx, session, CONSUMED, operation);
-        Ok(())
+    fn forget(&self, ticket: Ticket) {
+        let _ = self.change(|state| state.forget(ticket));
     }
 
-    fn settle(&mut self, session: SessionKey, operation: u64, is_consumed: bool) -> Result<()> {
-        let client = self.client(session)?;
-        // One that breaks the rules ends with the session, which puts its entry back.
-        let may_settle = |select: &ClientSelect| match select {
-            ClientSelect::Consumed(_) => true,
-            ClientSelect::Leased(_) => !is_consumed,
-            ClientSelect::Waiting { .. } => false,
-        };
-        if !client.selects.get(&operation).is_some_and(may_settle) {
-            return Err(Error::protocol(format_args!(
-                "select {operation} has no lease"
-            )));
-        }
-        let select = client.selects.remove(&operation);
-        self.tensors.release(session, operation);
-        if let Some(select) = select {
-            self.abandon(select, is_consumed);
-        }
-        Ok(())
+    fn put_back(&self, entry: Ticket) {
+        let _ = self.change(|state| state.settle(entry, false));
     }
 
-    /// A select that waits or was just offered an entry, or an insert that has no place yet. Others end as they go.
-    fn withdraw(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-    ) -> Result<()> {
-        let client = self.client(session)?;
-        if let Some(select) = client.selects.remove(&operation) {
-            self.tensors.release(session, operation);
-            self.abandon(select, false);
-        } else if self.tensors.forget(cx, session, operation)
-            && let Some(insert) = self.client(session)?.inserts.remove(&operation)
-        {
-            self.forget(insert.ticket);
-            refuse(
-                cx,
-                session,
-                operation,
-                &Error::Closed("withdrawn".to_owned()),
-            );
-        }
-        Ok(())
-    }
-
-    fn forget(&mut self, ticket: Ticket) {
-        self.tickets.remove(&ticket);
-        self.shared.forget(ticket);
-    }
-
-    /// A client is gone: what it has of the buffer goes back.
+    /// Ends the operations of a lost client.
     fn release(&mut self, client: ClientSession) {
         for insert in client.inserts.into_values() {
             self.forget(insert.ticket);
         }
         for select in client.selects.into_values() {
-            self.abandon(select, true);
+            self.end_select(select, true);
         }
     }
 
-    /// A client ends: of what it was told to be its own, `keeps_consumed` says whose it is.
-    fn abandon(&mut self, select: ClientSelect, keeps_consumed: bool) {
+    /// Ends a select; `keeps_consumed` says whether the client keeps an entry that it has consumed.
+    fn end_select(&self, select: ClientSelect, keeps_consumed: bool) {
         match select {
             ClientSelect::Waiting { ticket, .. } => self.forget(ticket),
-            ClientSelect::Leased(entry) => self.shared.put_back(entry),
-            ClientSelect::Consumed(entry) => self.shared.conclude(entry, keeps_consumed),
+            ClientSelect::Leased(entry) => self.put_back(entry),
+            ClientSelect::Consumed(entry) => {
+                let _ = self.change(|state| {
+                    state.num_consumed -= 1;
+                    state.settle(entry, keeps_consumed);
+                });
+            }
         }
     }
 }
@@ -370,32 +325,18 @@ impl Service for LookupServer {
         let kind = reader.u8()?;
         if Message::is_kind(kind) {
             self.tensors.message(cx, session, (kind, reader), &data)?;
-            drop(data);
-            self.advance(cx);
-            self.take_mail(cx);
-            return Ok(());
-        }
-        let id = reader.u64()?;
-        match kind {
-            INSERT => {
-                check_operation(id)?;
-                self.insert(cx, session, id, reader, &data)?;
-            }
-            SELECT => {
-                check_operation(id)?;
-                self.select(cx, session, id, &data)?;
-            }
-            CONSUME => self.take(cx, session, id)?,
-            SETTLE => self.settle(session, id, reader.flag()?)?,
-            WITHDRAW => self.withdraw(cx, session, id)?,
-            other => {
-                let text = format_args!("message {other} to a lookup buffer");
-                return Err(Error::protocol(text));
+        } else {
+            let id = reader.u64()?;
+            match LookupMessage::decode(kind, reader, &data) {
+                Ok(message) => self.receive(cx, (session, id), message)?,
+                Err(error @ Error::Corrupt(_)) => {
+                    LookupMessage::Refused(error).send(cx, session, id);
+                }
+                Err(error) => return Err(error),
             }
         }
         drop(data);
         self.advance(cx);
-        self.take_mail(cx);
         Ok(())
     }
 
@@ -407,16 +348,14 @@ impl Service for LookupServer {
     ) {
         self.tensors.read_ended(cx, token, result);
         self.advance(cx);
-        self.take_mail(cx);
     }
 
-    fn work(&mut self, cx: &mut ReactorContext) -> bool {
-        let has_copied = self.shared.copy_on(&mut self.copying);
-        self.take_mail(cx);
+    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
+        let has_copied = self.shared.run_copy_slice(&mut self.copying);
+        self.advance(cx);
         let has_worked = self.tensors.run_slice(cx);
         if has_worked {
             self.advance(cx);
-            self.take_mail(cx);
         }
         has_worked || has_copied
     }
@@ -426,28 +365,28 @@ impl Service for LookupServer {
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        if self.shared.next_deadline().is_some_and(|at| at <= cx.now) {
-            self.shared.expire();
-            self.take_mail(cx);
+        if self.shared.next_deadline().is_some_and(|at| at <= cx.now()) {
+            let _ = self.change(|state| state.store.expire(Instant::now()));
+            self.advance(cx);
         }
-        let idle = self.tensors.expire(cx.now);
+        let idle = self.tensors.expire(cx.now());
         self.shared.next_deadline().into_iter().chain(idle).min()
     }
 }
 
-/// Also when the reactor panics: the buffer itself is as good as before.
+/// Runs when the reactor panics too: the buffer itself is still usable then.
 impl Drop for LookupServer {
     fn drop(&mut self) {
         for (_, client) in std::mem::take(&mut self.clients) {
             self.release(client);
         }
-        // Those who are released now can have been delivered what others gave back.
+        // A returned entry may be delivered to a client that is released later.
         loop {
-            let mail = self.shared.take_mail();
-            if mail.is_empty() {
+            let actions = self.shared.drain_client_actions();
+            if actions.is_empty() {
                 break;
             }
-            for action in mail {
+            for (_, action) in actions {
                 self.decline(&action);
             }
         }

@@ -1,5 +1,5 @@
-//! The buffer itself: the store behind one lock. Whoever calls does the work, the server's thread for its clients; bytes
-//! are copied and callers woken outside of the lock. The server's thread copies by slices, between its rounds.
+//! A lookup buffer as its threads share it: the state behind one lock. Each caller does its own work, and the server's
+//! thread that of its clients. Bytes are copied and operations completed without the lock.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -9,8 +9,11 @@ use kvpipe_ucx::Buffer;
 
 use super::copying::EntryCopy;
 use super::operation::{Delivery, Origin, Selected};
-use super::state::{BufferState, By, Effect, LocalInsert, Waiting};
-use super::store::{StoreAction, Ticket};
+use super::state::{
+    BufferState, ChangedBy, ClientAction, ClientOperation, FollowUp, Inserter, LocalInsert,
+    Selector,
+};
+use super::store::Ticket;
 use super::{Items, LookupInfo, LookupQuery};
 use crate::error::{Error, Result};
 use crate::process::Process;
@@ -18,14 +21,14 @@ use crate::reactor::Waker;
 use crate::transport::Pool;
 use crate::work::Completer;
 
-/// What the server's thread copies in one go: of memory that is not used yet, about 2 ms.
-const SLICE: usize = 4 << 20;
+/// What the server's thread copies in one slice: about 2 ms for memory that was never used.
+const COPY_SLICE: usize = 4 << 20;
 
-/// The state that callers, deliveries and the server's thread share.
 pub(super) struct LookupShared {
     state: Mutex<BufferState>,
-    waker: OnceLock<Waker>,
-    /// Memory of entries that were let go. Without a thread, it is given back with the next insert.
+    /// Wakes the server, if there is one.
+    server: OnceLock<Waker>,
+    /// Memory of consumed entries. Without a server, each insert releases what was idle for long.
     pool: Pool<Buffer>,
     process: Process,
 }
@@ -44,21 +47,25 @@ impl LookupShared {
     pub(super) fn new(capacity_bytes: u64) -> Self {
         Self {
             state: Mutex::new(BufferState::new(capacity_bytes)),
-            waker: OnceLock::new(),
+            server: OnceLock::new(),
             pool: Pool::default(),
             process: Process::this(),
         }
     }
 
-    /// As a fork has it.
+    /// Makes the buffer look as in the child of a fork.
     #[cfg(test)]
     pub(super) fn fork(&mut self) {
         self.process = Process::another();
     }
 
-    /// In a fork nothing is to be looked at.
+    /// In the child of a fork, another thread may hold the lock for ever.
     pub(super) fn check_process(&self) -> Result<()> {
         self.process.check()
+    }
+
+    pub(super) fn check_open(self: &Arc<Self>) -> Result<()> {
+        self.change(ChangedBy::Caller, |_| ())
     }
 
     fn lock(&self) -> Result<MutexGuard<'_, BufferState>> {
@@ -66,138 +73,128 @@ impl LookupShared {
         Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Changes the state, then does what follows from it.
-    fn update<R>(
+    /// Changes the state, then does what follows.
+    ///
+    /// # Errors
+    /// `Closed`: the buffer is closed, or the process is the child of a fork.
+    pub(super) fn change<R>(
         self: &Arc<Self>,
-        change: impl FnOnce(&mut BufferState) -> Result<R>,
+        by: ChangedBy,
+        change: impl FnOnce(&mut BufferState) -> R,
     ) -> Result<R> {
-        self.update_by(By::Caller, change)
+        let mut stack = Vec::new();
+        let changed = self.begin_change(by, &mut stack, change);
+        self.run(stack);
+        changed
     }
 
-    fn update_by<R>(
-        self: &Arc<Self>,
-        by: By,
-        change: impl FnOnce(&mut BufferState) -> Result<R>,
-    ) -> Result<R> {
-        let mut effects = Vec::new();
-        let result = self.change(by, &mut effects, change);
-        self.carry_out_all(effects);
-        result
-    }
-
-    fn change<R>(
+    /// Changes the state, and puts what follows on the stack: the first follow-up on top.
+    fn begin_change<R>(
         &self,
-        by: By,
-        effects: &mut Vec<Effect>,
-        change: impl FnOnce(&mut BufferState) -> Result<R>,
+        by: ChangedBy,
+        stack: &mut Vec<FollowUp>,
+        change: impl FnOnce(&mut BufferState) -> R,
     ) -> Result<R> {
         let mut state = self.lock()?;
         if state.is_closed {
             return Err(closed());
         }
-        let result = change(&mut state);
-        // The last one is carried out first.
-        effects.extend(state.effects(by).into_iter().rev());
+        let changed = change(&mut state);
+        stack.extend(state.follow_ups(by).into_iter().rev());
         let needs_server = state.needs_server();
         drop(state);
-        if let Some(waker) = self.waker.get().filter(|_| needs_server) {
-            waker.wake();
+        if let Some(server) = self.server.get().filter(|_| needs_server) {
+            server.wake();
         }
-        result
+        Ok(changed)
     }
 
-    fn carry_out_all(self: &Arc<Self>, mut effects: Vec<Effect>) {
-        while let Some(effect) = effects.pop() {
-            self.carry_out(effect, &mut effects);
-        }
-    }
-
-    fn carry_out(self: &Arc<Self>, effect: Effect, effects: &mut Vec<Effect>) {
-        match effect {
-            Effect::Copy(mut copying) => {
-                let ended = loop {
-                    match copying.advance(&self.pool, usize::MAX) {
-                        Ok(false) => {}
-                        ended => break ended,
-                    }
-                };
-                self.copied(By::Caller, effects, copying, ended);
-            }
-            Effect::Inserted(completer, ended) => completer.complete(ended),
-            Effect::Selected(completer, ended) => {
-                let deliver = |(entry, items)| {
-                    let origin = Arc::new(Handle(Arc::clone(self)));
-                    Arc::new(Delivery::new(items, entry, origin))
-                };
-                completer.complete(ended.map(|found| found.map(deliver)));
+    fn run(self: &Arc<Self>, mut stack: Vec<FollowUp>) {
+        while let Some(follow_up) = stack.pop() {
+            match follow_up {
+                FollowUp::Copy(mut copy) => {
+                    let copied = loop {
+                        match copy.advance(&self.pool, usize::MAX) {
+                            Ok(false) => {}
+                            ended => break ended.map(|_| ()),
+                        }
+                    };
+                    self.end_copy(ChangedBy::Caller, &mut stack, copy, copied);
+                }
+                FollowUp::Refuse(completer, error) => completer.complete(Err(error)),
+                FollowUp::Deliver(completer, entry, items) => {
+                    let origin = Origin::Local(Arc::clone(self));
+                    let delivery = Delivery::new(items, entry, origin);
+                    completer.complete(Ok(Some(Arc::new(delivery))));
+                }
+                FollowUp::Miss(completer) => completer.complete(Ok(None)),
             }
         }
     }
 
-    /// Makes an insert of this process visible, or gives up its place.
-    fn copied(&self, by: By, effects: &mut Vec<Effect>, copying: EntryCopy, ended: Result<bool>) {
-        let EntryCopy { ticket, insert, .. } = copying;
+    /// Makes a copied insert visible, or frees its space.
+    fn end_copy(
+        &self,
+        by: ChangedBy,
+        stack: &mut Vec<FollowUp>,
+        copy: EntryCopy,
+        copied: Result<()>,
+    ) {
+        let EntryCopy { ticket, insert, .. } = copy;
         let LocalInsert {
             tokens,
             items,
             completer,
         } = insert;
-        // The caller's memory is let go before it is told.
-        let copied = ended.map(|_| items);
-        let ended = self.change(by, effects, |state| match copied {
-            Ok(items) => {
-                state.commit(ticket, tokens, items);
-                Ok(())
-            }
+        let ended = match copied {
+            Ok(()) => self.begin_change(by, stack, |state| state.commit(ticket, tokens, items)),
             Err(error) => {
-                state.store.abandon(ticket);
-                Err(error)
+                // Before the insert completes, its caller's memory is released.
+                drop(items);
+                let abandoned = self.begin_change(by, stack, |state| state.store.abandon(ticket));
+                abandoned.and(Err(error))
             }
-        });
+        };
         completer.complete(ended);
     }
 
-    /// On the server's thread: goes on with the copies of inserts of this process whose place it has made, by a slice;
-    /// whether there was one.
-    pub(super) fn copy_on(self: &Arc<Self>, copying: &mut Option<EntryCopy>) -> bool {
-        let next = || self.lock().ok()?.next_granted();
-        let Some(mut under_way) = copying.take().or_else(next) else {
+    /// On the server's thread: copies a slice of an insert of this process, if one waits for its copy. True if there was one.
+    pub(super) fn run_copy_slice(self: &Arc<Self>, copying: &mut Option<EntryCopy>) -> bool {
+        let Some(mut copy) = copying.take().or_else(|| self.next_granted()) else {
             return false;
         };
-        match under_way.advance(&self.pool, SLICE) {
-            Ok(false) => *copying = Some(under_way),
+        match copy.advance(&self.pool, COPY_SLICE) {
+            Ok(false) => *copying = Some(copy),
             ended => {
-                let mut effects = Vec::new();
-                self.copied(By::Server, &mut effects, under_way, ended);
-                self.carry_out_all(effects);
+                let (mut stack, copied) = (Vec::new(), ended.map(|_| ()));
+                self.end_copy(ChangedBy::Server, &mut stack, copy, copied);
+                self.run(stack);
             }
         }
         true
     }
 
+    fn next_granted(&self) -> Option<EntryCopy> {
+        self.lock().ok()?.next_granted()
+    }
+
     /// Ends the inserts of this process that wait for a copy by the server's thread, which has ended.
     pub(super) fn end_copies(self: &Arc<Self>, mut copying: Option<EntryCopy>) {
-        let mut effects = Vec::new();
-        let next = || self.lock().ok()?.next_granted();
-        while let Some(waiting) = copying.take().or_else(next) {
+        let mut stack = Vec::new();
+        while let Some(copy) = copying.take().or_else(|| self.next_granted()) {
             let ended = Err(Error::Closed("the buffer's server has ended".to_owned()));
-            self.copied(By::Caller, &mut effects, waiting, ended);
+            self.end_copy(ChangedBy::Caller, &mut stack, copy, ended);
         }
-        self.carry_out_all(effects);
+        self.run(stack);
     }
 
-    /// Whom to wake when there is something to do for clients.
-    pub(super) fn serve(&self, waker: Waker) {
-        let _ = self.waker.set(waker);
-    }
-
-    /// A closed buffer is an error.
-    pub(super) fn check_open(self: &Arc<Self>) -> Result<()> {
-        self.update(|_| Ok(()))
+    /// Names the server, to wake it when there is work for its thread.
+    pub(super) fn set_server(&self, server: Waker) {
+        let _ = self.server.set(server);
     }
 
     /// Begins an insert of this process.
-    pub(super) fn insert_here(
+    pub(super) fn insert(
         self: &Arc<Self>,
         tokens: Arc<[i64]>,
         items: Items,
@@ -205,173 +202,63 @@ impl LookupShared {
         completer: Completer<()>,
     ) -> Result<Ticket> {
         self.check_process()?;
-        self.pool.expire(Instant::now());
-        self.update(|state| {
-            let num_bytes = items.entry_bytes(&tokens);
-            let ticket = state.store.reserve(num_bytes, deadline, Instant::now())?;
-            let insert = LocalInsert {
-                tokens,
-                items,
-                completer,
-            };
-            state.waiting.insert(ticket, Waiting::Insert(insert));
-            Ok(ticket)
-        })
+        let now = Instant::now();
+        self.pool.expire(now);
+        let num_bytes = items.entry_bytes(&tokens);
+        let insert = Inserter::Local(LocalInsert {
+            tokens,
+            items,
+            completer,
+        });
+        let reserved = self.change(ChangedBy::Caller, |state| {
+            state.store.reserve(num_bytes, deadline, now, insert)
+        });
+        reserved.flatten()
     }
 
     /// Begins a select of this process.
-    pub(super) fn select_here(
+    pub(super) fn select(
         self: &Arc<Self>,
         query: LookupQuery,
         deadline: Option<Instant>,
         completer: Completer<Selected>,
     ) -> Result<Ticket> {
-        self.update(|state| {
-            let ticket = state.store.select(query, deadline, Instant::now());
-            state.waiting.insert(ticket, Waiting::Select(completer));
-            Ok(ticket)
+        let select = Selector::Local(completer);
+        self.change(ChangedBy::Caller, |state| {
+            state.store.select(query, deadline, Instant::now(), select)
         })
     }
 
-    /// Counters and state.
     pub(super) fn info(&self) -> LookupInfo {
-        let Ok(state) = self.lock() else {
-            return LookupInfo {
-                state: "closed",
-                ..LookupInfo::default()
-            };
+        let closed = |_| LookupInfo {
+            state: "closed",
+            ..LookupInfo::default()
         };
-        state.info()
+        self.lock().map_or_else(closed, |state| state.info())
     }
 
-    /// Asks for the place of an entry of a client.
-    pub(super) fn reserve(
-        self: &Arc<Self>,
-        num_bytes: u64,
-        deadline: Option<Instant>,
-    ) -> Result<Ticket> {
-        let reserve =
-            |state: &mut BufferState| state.store.reserve(num_bytes, deadline, Instant::now());
-        self.update_by(By::Server, reserve)
-    }
-
-    /// Makes an entry visible.
-    pub(super) fn commit(
-        self: &Arc<Self>,
-        ticket: Ticket,
-        tokens: Arc<[i64]>,
-        items: Items,
-    ) -> Result<()> {
-        self.update_by(By::Server, |state| {
-            state.commit(ticket, tokens, items);
-            Ok(())
-        })
-    }
-
-    /// Begins a select of a client.
-    pub(super) fn select(
-        self: &Arc<Self>,
-        query: LookupQuery,
-        deadline: Option<Instant>,
-    ) -> Result<Ticket> {
-        let select =
-            |state: &mut BufferState| Ok(state.store.select(query, deadline, Instant::now()));
-        self.update_by(By::Server, select)
-    }
-
-    /// Ends a client's select that waits, or its insert that is not committed.
-    pub(super) fn forget(self: &Arc<Self>, ticket: Ticket) {
-        let _ = self.update_by(By::Server, |state| {
-            state.forget(ticket);
-            Ok(())
-        });
-    }
-
-    /// A client has an entry whole, and it is his.
-    pub(super) fn acknowledge(&self) {
-        if let Ok(mut state) = self.lock() {
-            state.num_consumed += 1;
-        }
-    }
-
-    /// What a client acknowledged is dropped, or goes back because nobody looked at it.
-    pub(super) fn conclude(self: &Arc<Self>, entry: Ticket, is_consumed: bool) {
-        let _ = self.update_by(By::Server, |state| {
-            state.num_consumed -= 1;
-            state.settle(entry, is_consumed);
-            Ok(())
-        });
-    }
-
-    /// A client did not get the entry that it was delivered.
-    pub(super) fn put_back(self: &Arc<Self>, entry: Ticket) {
-        let _ = self.update_by(By::Server, |state| {
-            state.settle(entry, false);
-            Ok(())
-        });
-    }
-
-    /// Ends what has waited for too long, in the server's process too.
-    pub(super) fn expire(self: &Arc<Self>) {
-        let _ = self.update_by(By::Server, |state| {
-            state.store.expire(Instant::now());
-            Ok(())
-        });
-    }
-
-    /// What there is to do for clients.
-    pub(super) fn take_mail(&self) -> VecDeque<StoreAction<Items>> {
+    /// What the server has to do for its clients.
+    pub(super) fn drain_client_actions(&self) -> VecDeque<(ClientOperation, ClientAction)> {
         self.lock()
-            .map(|mut state| std::mem::take(&mut state.outbox))
+            .map(|mut state| std::mem::take(&mut state.client_actions))
             .unwrap_or_default()
     }
 
-    /// When [`expire`](Self::expire) has something to do.
+    /// The next deadline of the store.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.lock().ok()?.store.next_deadline()
     }
 
-    /// The error of an insert that found no place.
-    pub(super) fn full(&self, num_bytes: u64) -> Error {
-        self.lock()
-            .map_or_else(|error| error, |state| state.full(num_bytes))
-    }
-
-    /// Drops all entries; what waits ends as closed.
+    /// Drops all entries; operations that wait end as closed.
     pub(super) fn close(&self) {
         let Ok(mut state) = self.lock() else { return };
-        let waiting = state.close();
+        let (inserts, selects) = state.close();
         drop(state);
-        for waiting in waiting {
-            waiting.end(closed());
+        for completer in inserts {
+            completer.complete(Err(closed()));
         }
-    }
-}
-
-/// The trait for an `Arc`, because what follows may have to deliver, which needs one.
-#[derive(Debug)]
-pub(super) struct Handle(pub(super) Arc<LookupShared>);
-
-/// A buffer that is closed has nothing to withdraw, settle or expire: those errors are no news.
-impl Origin for Handle {
-    fn withdraw(&self, ticket: Ticket) {
-        let _ = self.0.update(|state| {
-            state.withdraw(ticket);
-            Ok(())
-        });
-    }
-
-    fn settle(&self, entry: Ticket, is_consumed: bool) {
-        let _ = self.0.update(|state| {
-            state.settle(entry, is_consumed);
-            Ok(())
-        });
-    }
-
-    fn expire(&self) {
-        let _ = self.0.update(|state| {
-            state.store.expire(Instant::now());
-            Ok(())
-        });
+        for completer in selects {
+            completer.complete(Err(closed()));
+        }
     }
 }

@@ -1,14 +1,18 @@
-//! What the lock of a buffer guards: the store, who waits in this process, and what is to be done once it is let go.
+//! What the lock of a lookup buffer guards: the store, the counters, and the work that only the server's thread may do.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::copying::EntryCopy;
 use super::operation::Selected;
 use super::store::{Store, StoreAction, Ticket};
 use super::{Items, LookupInfo};
-use crate::error::{Error, Result};
+use crate::error::Error;
+use crate::ids::SessionKey;
 use crate::work::Completer;
+
+/// An operation of a client: its session and the client's number.
+pub(super) type ClientOperation = (SessionKey, u64);
 
 /// An insert of this process.
 pub(super) struct LocalInsert {
@@ -17,59 +21,63 @@ pub(super) struct LocalInsert {
     pub(super) completer: Completer<()>,
 }
 
-/// Who waits in this process.
-pub(super) enum Waiting {
-    Insert(LocalInsert),
-    Select(Completer<Selected>),
+/// Who waits for an insert.
+pub(super) enum Inserter {
+    Local(LocalInsert),
+    Client(ClientOperation),
 }
 
-/// All that the lock guards.
-pub(super) struct BufferState {
-    pub(super) store: Store<Items>,
-    capacity_bytes: u64,
-    pub(super) waiting: HashMap<Ticket, Waiting>,
-    /// Actions for others' clients, until the server's thread fetches them.
-    pub(super) outbox: VecDeque<StoreAction<Items>>,
-    /// Inserts of this process whose place the server's thread has made: it copies them in turns. Those that do not wait
-    /// any more are of no meaning.
-    granted: VecDeque<Ticket>,
-    num_inserted: u64,
-    pub(super) num_consumed: u64,
-    pub(super) is_closed: bool,
+/// Who waits for a select.
+pub(super) enum Selector {
+    Local(Completer<Selected>),
+    Client(ClientOperation),
 }
 
-/// Who changes the state.
+/// What the server has to do for a client's operation.
+pub(super) enum ClientAction {
+    /// The insert has its space: fetch its tensors.
+    Grant(Ticket),
+    /// The insert got no space in time.
+    Full(Error),
+    /// The select gets an entry, which is leased.
+    Deliver(Ticket, Items),
+    /// The select found no entry in time.
+    Miss,
+}
+
+/// The thread that changes the state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum By {
+pub(super) enum ChangedBy {
     /// A thread that may copy at once.
     Caller,
-    /// The server's thread, which has heartbeats and other clients to see to.
+    /// The server's thread, which has heartbeats to send and other clients to serve.
     Server,
 }
 
-/// What is done without the lock.
-pub(super) enum Effect {
+/// What follows from a change, and is done without the lock.
+pub(super) enum FollowUp {
     Copy(EntryCopy),
-    Inserted(Completer<()>, Result<()>),
-    Selected(Completer<Selected>, Result<Option<(Ticket, Items)>>),
+    Refuse(Completer<()>, Error),
+    Deliver(Completer<Selected>, Ticket, Items),
+    Miss(Completer<Selected>),
 }
 
-impl Waiting {
-    pub(super) fn end(self, error: Error) {
-        match self {
-            Self::Insert(insert) => insert.completer.complete(Err(error)),
-            Self::Select(completer) => completer.complete(Err(error)),
-        }
-    }
+pub(super) struct BufferState {
+    pub(super) store: Store<Items, Inserter, Selector>,
+    /// Until the server's thread drains them.
+    pub(super) client_actions: VecDeque<(ClientOperation, ClientAction)>,
+    /// Inserts of this process to which the server's thread has given space. It copies them by slices.
+    granted: VecDeque<EntryCopy>,
+    num_inserted: u64,
+    pub(super) num_consumed: u64,
+    pub(super) is_closed: bool,
 }
 
 impl BufferState {
     pub(super) fn new(capacity_bytes: u64) -> Self {
         Self {
             store: Store::new(capacity_bytes),
-            capacity_bytes,
-            waiting: HashMap::new(),
-            outbox: VecDeque::new(),
+            client_actions: VecDeque::new(),
             granted: VecDeque::new(),
             num_inserted: 0,
             num_consumed: 0,
@@ -87,77 +95,93 @@ impl BufferState {
             num_entries: Some(counts.num_entries),
             num_leased: Some(counts.num_leased),
             num_bytes: Some(counts.num_bytes),
-            capacity_bytes: Some(self.capacity_bytes),
+            capacity_bytes: Some(self.store.capacity_bytes()),
             transport: String::new(),
         }
     }
 
-    /// Drops all entries; returns who waits still.
-    pub(super) fn close(&mut self) -> impl Iterator<Item = Waiting> + use<> {
+    /// Drops all entries, and returns the completers of operations in this process.
+    pub(super) fn close(&mut self) -> (Vec<Completer<()>>, Vec<Completer<Selected>>) {
         self.is_closed = true;
-        self.outbox.clear();
-        self.granted.clear();
-        self.store = Store::new(0);
-        std::mem::take(&mut self.waiting).into_values()
+        self.client_actions.clear();
+        let (inserts, selects) = self.store.clear();
+        let waiting = inserts.into_iter().filter_map(|insert| match insert {
+            Inserter::Local(insert) => Some(insert.completer),
+            Inserter::Client(_) => None,
+        });
+        let granted = self.granted.drain(..).map(|copy| copy.insert.completer);
+        let selects = selects.into_iter().filter_map(|select| match select {
+            Selector::Local(completer) => Some(completer),
+            Selector::Client(_) => None,
+        });
+        (waiting.chain(granted).collect(), selects.collect())
     }
 
-    /// Sorts the store's actions by who does them.
-    pub(super) fn effects(&mut self, by: By) -> Vec<Effect> {
-        let mut effects = Vec::new();
+    /// Divides the store's actions into those for clients and those for this process.
+    pub(super) fn follow_ups(&mut self, by: ChangedBy) -> Vec<FollowUp> {
+        let mut follow_ups = Vec::new();
         while let Some(action) = self.store.next_action() {
-            if let (By::Server, StoreAction::Grant(ticket)) = (by, &action)
-                && self.waiting.contains_key(ticket)
-            {
-                self.granted.push_back(*ticket);
-                continue;
-            }
-            match self.effect(action) {
-                Ok(effect) => effects.push(effect),
-                Err(action) => self.outbox.push_back(action),
+            match action {
+                StoreAction::Grant { ticket, insert } => match insert {
+                    Inserter::Local(insert) => {
+                        let copy = EntryCopy::new(ticket, insert);
+                        match by {
+                            ChangedBy::Caller => follow_ups.push(FollowUp::Copy(copy)),
+                            ChangedBy::Server => self.granted.push_back(copy),
+                        }
+                    }
+                    Inserter::Client(client) => self.add(client, ClientAction::Grant(ticket)),
+                },
+                StoreAction::Full { num_bytes, insert } => {
+                    let full = self.full(num_bytes);
+                    match insert {
+                        Inserter::Local(insert) => {
+                            follow_ups.push(FollowUp::Refuse(insert.completer, full));
+                        }
+                        Inserter::Client(client) => self.add(client, ClientAction::Full(full)),
+                    }
+                }
+                StoreAction::Deliver {
+                    entry,
+                    content,
+                    select,
+                } => match select {
+                    Selector::Local(completer) => {
+                        follow_ups.push(FollowUp::Deliver(completer, entry, content));
+                    }
+                    Selector::Client(client) => {
+                        self.add(client, ClientAction::Deliver(entry, content));
+                    }
+                },
+                StoreAction::Miss { select } => match select {
+                    Selector::Local(completer) => follow_ups.push(FollowUp::Miss(completer)),
+                    Selector::Client(client) => self.add(client, ClientAction::Miss),
+                },
             }
         }
-        effects
+        follow_ups
     }
 
-    fn effect(
-        &mut self,
-        action: StoreAction<Items>,
-    ) -> std::result::Result<Effect, StoreAction<Items>> {
-        let (StoreAction::Grant(ticket)
-        | StoreAction::Full(ticket)
-        | StoreAction::Nothing(ticket)
-        | StoreAction::Deliver { select: ticket, .. }) = &action;
-        let Some(waiting) = self.waiting.remove(ticket) else {
-            return Err(action);
-        };
-        Ok(match (waiting, action) {
-            (Waiting::Insert(insert), StoreAction::Grant(ticket)) => {
-                Effect::Copy(EntryCopy::new(ticket, insert))
-            }
-            (Waiting::Insert(insert), _) => {
-                let full = self.full(insert.items.entry_bytes(&insert.tokens));
-                Effect::Inserted(insert.completer, Err(full))
-            }
-            (Waiting::Select(completer), StoreAction::Deliver { entry, content, .. }) => {
-                Effect::Selected(completer, Ok(Some((entry, content))))
-            }
-            (Waiting::Select(completer), _) => Effect::Selected(completer, Ok(None)),
-        })
+    fn add(&mut self, client: ClientOperation, action: ClientAction) {
+        self.client_actions.push_back((client, action));
     }
 
-    /// Whether there is something that only the server's thread does.
+    fn full(&self, num_bytes: u64) -> Error {
+        Error::Exhausted(format!(
+            "no place for {num_bytes} bytes in time: {} of {} are taken; nothing was inserted, the buffer is usable",
+            self.store.counts().num_bytes,
+            self.store.capacity_bytes()
+        ))
+    }
+
+    /// Whether there is work that only the server's thread does.
     pub(super) fn needs_server(&self) -> bool {
-        !(self.outbox.is_empty() && self.granted.is_empty())
+        !(self.client_actions.is_empty() && self.granted.is_empty())
     }
 
     /// The next insert for the server's thread to copy.
     pub(super) fn next_granted(&mut self) -> Option<EntryCopy> {
-        while let Some(ticket) = self.granted.pop_front() {
-            if let Some(Waiting::Insert(insert)) = self.waiting.remove(&ticket) {
-                return Some(EntryCopy::new(ticket, insert));
-            }
-        }
-        None
+        self.granted.pop_front()
     }
 
     pub(super) fn commit(&mut self, ticket: Ticket, tokens: Arc<[i64]>, items: Items) {
@@ -165,33 +189,32 @@ impl BufferState {
         self.store.commit(ticket, tokens, items);
     }
 
-    /// Forgets who waits, who then ends as closed.
+    /// Ends an operation of this process that has not met its other side, and whose insert is not being copied: its
+    /// completer is dropped, which completes it as closed.
     pub(super) fn withdraw(&mut self, ticket: Ticket) {
-        if self.waiting.remove(&ticket).is_some() {
-            self.forget(ticket);
+        let mut granted = self.granted.iter();
+        if let Some(at) = granted.position(|copy| copy.ticket == ticket) {
+            self.granted.remove(at);
+            self.store.abandon(ticket);
+        } else {
+            self.store.cancel(ticket);
         }
     }
 
+    /// Forgets a client's operation that waits, or its insert that is not committed.
     pub(super) fn forget(&mut self, ticket: Ticket) {
         if !self.store.cancel(ticket) {
             self.store.abandon(ticket);
         }
     }
 
+    /// Ends a lease: the consumer keeps the entry, or it goes back to its old place.
     pub(super) fn settle(&mut self, entry: Ticket, is_consumed: bool) {
         if is_consumed {
             self.num_consumed += 1;
-            self.store.drop_entry(entry);
+            self.store.consume(entry);
         } else {
             self.store.put_back(entry);
         }
-    }
-
-    pub(super) fn full(&self, num_bytes: u64) -> Error {
-        Error::Exhausted(format!(
-            "no place for {num_bytes} bytes in time: {} of {} are taken; nothing was inserted, the buffer is usable",
-            self.store.counts().num_bytes,
-            self.capacity_bytes
-        ))
     }
 }

@@ -1,5 +1,5 @@
-//! The state of a lookup buffer: entries, reservations, leases, and who waits. Pure: events in, actions out; no threads,
-//! no clock, and no bytes, which are the content's.
+//! The store of a lookup buffer: entries, reservations, leases, and the inserts and selects that wait. A pure state machine:
+//! events in, actions out; no threads, no clock, and no bytes, which belong to the content.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -10,24 +10,24 @@ use super::index::Index;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 
-/// Names an insert, the entry that it becomes, or a select. They grow, so that they tell the age.
+/// Names an insert, the entry that it becomes, or a select. Tickets grow, so they order entries by age.
 pub(crate) type Ticket = u64;
 
-/// What is to be done outside.
+/// What the caller has to do. `C` is the content of an entry; `I` and `S` are whoever waits for an insert or a select.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum StoreAction<C> {
-    /// The bytes of an insert have their place: move them, then [`Store::commit`] or [`Store::abandon`].
-    Grant(Ticket),
-    /// An insert found no place in time; it is forgotten.
-    Full(Ticket),
-    /// A select has an entry, which is leased until [`Store::drop_entry`] or [`Store::put_back`].
+pub(super) enum StoreAction<C, I, S> {
+    /// The insert has its space: move its bytes, then call [`Store::commit`] or [`Store::abandon`].
+    Grant { ticket: Ticket, insert: I },
+    /// The insert of so many bytes got no space in time. The store has forgotten it.
+    Full { num_bytes: u64, insert: I },
+    /// The select gets an entry, which is leased until [`Store::consume`] or [`Store::put_back`].
     Deliver {
-        select: Ticket,
         entry: Ticket,
         content: C,
+        select: S,
     },
-    /// A select found nothing in time; it is forgotten.
-    Nothing(Ticket),
+    /// The select found no entry in time. The store has forgotten it.
+    Miss { select: S },
 }
 
 #[derive(Debug)]
@@ -38,19 +38,20 @@ struct Entry<C> {
 }
 
 #[derive(Debug)]
-struct WaitingInsert {
+struct WaitingInsert<I> {
     ticket: Ticket,
     num_bytes: u64,
     deadline: Option<Instant>,
+    insert: I,
 }
 
 #[derive(Debug)]
-struct WaitingSelect {
+struct WaitingSelect<S> {
     query: LookupQuery,
     deadline: Option<Instant>,
+    select: S,
 }
 
-/// How much there is of what.
 #[expect(clippy::struct_field_names, reason = "counts are named num_*")]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct StoreCounts {
@@ -63,26 +64,26 @@ pub(super) struct StoreCounts {
 }
 
 #[derive(Debug)]
-pub(super) struct Store<C> {
+pub(super) struct Store<C, I, S> {
     capacity_bytes: u64,
-    /// Of entries, leased ones included, and of reservations.
+    /// Bytes of all entries, leased ones included, and of reservations.
     num_bytes: u64,
     next_ticket: Ticket,
-    /// Visible, oldest first.
+    /// Visible entries, oldest first.
     entries: BTreeMap<Ticket, Entry<C>>,
     index: Index,
-    /// On their way to a consumer; they keep their place.
+    /// Entries on their way to a consumer; they keep their age.
     leased: HashMap<Ticket, Entry<C>>,
-    /// Granted, not committed.
+    /// Bytes of granted inserts that are not committed.
     reserved: HashMap<Ticket, u64>,
-    /// In the order of their calls: a large one is not overtaken for ever by small ones.
-    inserts: VecDeque<WaitingInsert>,
-    selects: BTreeMap<Ticket, WaitingSelect>,
+    /// In the order of their calls: small inserts never overtake a large one.
+    inserts: VecDeque<WaitingInsert<I>>,
+    selects: BTreeMap<Ticket, WaitingSelect<S>>,
     deadlines: Earliest,
-    actions: VecDeque<StoreAction<C>>,
+    actions: VecDeque<StoreAction<C, I, S>>,
 }
 
-impl<C: Clone> Store<C> {
+impl<C: Clone, I, S> Store<C, I, S> {
     pub(super) fn new(capacity_bytes: u64) -> Self {
         Self {
             capacity_bytes,
@@ -99,20 +100,25 @@ impl<C: Clone> Store<C> {
         }
     }
 
+    pub(super) fn capacity_bytes(&self) -> u64 {
+        self.capacity_bytes
+    }
+
     fn ticket(&mut self) -> Ticket {
         self.next_ticket += 1;
         self.next_ticket
     }
 
-    /// Asks for the place of an entry; `Grant` or `Full` follows.
+    /// Requests space for an entry; `Grant` or `Full` follows.
     ///
     /// # Errors
-    /// `Config`: it could never have a place.
+    /// `Config`: the entry is larger than the capacity.
     pub(super) fn reserve(
         &mut self,
         num_bytes: u64,
         deadline: Option<Instant>,
         now: Instant,
+        insert: I,
     ) -> Result<Ticket> {
         if num_bytes > self.capacity_bytes {
             return Err(Error::Config(format!(
@@ -125,120 +131,124 @@ impl<C: Clone> Store<C> {
             ticket,
             num_bytes,
             deadline,
+            insert,
         });
         self.grant();
-        if self
-            .inserts
-            .back()
-            .is_some_and(|last| last.ticket == ticket)
-        {
+        if !self.inserts.is_empty() {
             self.deadlines.add(deadline);
             self.expire(now);
         }
         Ok(ticket)
     }
 
-    /// Gives those who wait their place, in order.
+    /// Reserves space for waiting inserts, in order.
     fn grant(&mut self) {
-        while let Some(first) = self.inserts.front() {
-            if first.num_bytes > self.capacity_bytes - self.num_bytes {
-                return;
-            }
+        let free = |store: &Self| store.capacity_bytes - store.num_bytes;
+        while self
+            .inserts
+            .front()
+            .is_some_and(|first| first.num_bytes <= free(self))
+            && let Some(first) = self.inserts.pop_front()
+        {
+            let (ticket, insert) = (first.ticket, first.insert);
             self.num_bytes += first.num_bytes;
-            self.reserved.insert(first.ticket, first.num_bytes);
-            self.actions.push_back(StoreAction::Grant(first.ticket));
-            self.inserts.pop_front();
+            self.reserved.insert(ticket, first.num_bytes);
+            self.actions
+                .push_back(StoreAction::Grant { ticket, insert });
         }
     }
 
-    /// Makes an entry visible whose bytes are all here. Unknown tickets are those of a cleared store.
+    /// Makes a granted entry visible. An unknown ticket is one of a store before [`clear`](Self::clear).
     pub(super) fn commit(&mut self, ticket: Ticket, tokens: Arc<[i64]>, content: C) {
         if let Some(num_bytes) = self.reserved.remove(&ticket) {
-            self.show(
-                ticket,
-                Entry {
-                    tokens,
-                    num_bytes,
-                    content,
-                },
-            );
+            let entry = Entry {
+                tokens,
+                num_bytes,
+                content,
+            };
+            self.show(ticket, entry);
         }
     }
 
-    /// Gives an entry to the first select that waits for it, else to those to come.
+    /// Gives an entry to the first select that waits for it, or keeps it for later ones.
     fn show(&mut self, ticket: Ticket, mut entry: Entry<C>) {
-        let waiting = self
-            .selects
-            .iter()
-            .find(|(_, waiting)| waiting.query.takes(&entry.tokens));
-        if let Some(select) = waiting.map(|(select, _)| *select) {
-            self.selects.remove(&select);
-            return self.lease(select, ticket, entry);
+        let mut selects = self.selects.iter();
+        let waiting = selects.find(|(_, waiting)| waiting.query.matches(&entry.tokens));
+        let first = waiting.map(|(select, _)| *select);
+        if let Some(waiting) = first.and_then(|select| self.selects.remove(&select)) {
+            return self.lease(waiting.select, ticket, entry);
         }
         entry.tokens = self.index.insert(entry.tokens, ticket);
         self.entries.insert(ticket, entry);
     }
 
-    fn lease(&mut self, select: Ticket, ticket: Ticket, entry: Entry<C>) {
+    fn lease(&mut self, select: S, ticket: Ticket, entry: Entry<C>) {
         self.actions.push_back(StoreAction::Deliver {
-            select,
             entry: ticket,
             content: entry.content.clone(),
+            select,
         });
         self.leased.insert(ticket, entry);
     }
 
-    /// Forgets an insert that is not committed; whether there was one.
-    pub(super) fn abandon(&mut self, ticket: Ticket) -> bool {
+    /// Frees the space of a granted insert that will not be committed.
+    pub(super) fn abandon(&mut self, ticket: Ticket) {
         if let Some(num_bytes) = self.reserved.remove(&ticket) {
             self.free(num_bytes);
-            return true;
         }
-        let before = self.inserts.len();
-        self.inserts.retain(|waiting| waiting.ticket != ticket);
-        self.grant();
-        self.inserts.len() < before
     }
 
-    /// Asks for an entry; `Deliver` or `Nothing` follows.
+    /// Requests an entry; `Deliver` or `Miss` follows.
     pub(super) fn select(
         &mut self,
         query: LookupQuery,
         deadline: Option<Instant>,
         now: Instant,
+        select: S,
     ) -> Ticket {
-        let select = self.ticket();
+        let ticket = self.ticket();
         let found = match &query {
             LookupQuery::Any => self.entries.keys().next().copied(),
             LookupQuery::Tokens(tokens) => self.index.find(tokens),
         };
-        if let Some((ticket, entry)) =
-            found.and_then(|ticket| Some((ticket, self.entries.remove(&ticket)?)))
+        if let Some((found, entry)) =
+            found.and_then(|found| Some((found, self.entries.remove(&found)?)))
         {
-            self.index.remove(&entry.tokens, ticket);
-            self.lease(select, ticket, entry);
-            return select;
+            self.index.remove(&entry.tokens, found);
+            self.lease(select, found, entry);
+            return ticket;
         }
-        self.selects
-            .insert(select, WaitingSelect { query, deadline });
+        let waiting = WaitingSelect {
+            query,
+            deadline,
+            select,
+        };
+        self.selects.insert(ticket, waiting);
         self.deadlines.add(deadline);
         self.expire(now);
-        select
+        ticket
     }
 
-    /// Forgets a select that waits; whether it did.
-    pub(super) fn cancel(&mut self, select: Ticket) -> bool {
-        self.selects.remove(&select).is_some()
+    /// Forgets an insert or a select that waits; whether there was one.
+    pub(super) fn cancel(&mut self, ticket: Ticket) -> bool {
+        if self.selects.remove(&ticket).is_some() {
+            return true;
+        }
+        let before = self.inserts.len();
+        self.inserts.retain(|waiting| waiting.ticket != ticket);
+        let is_cancelled = self.inserts.len() < before;
+        self.grant();
+        is_cancelled
     }
 
-    /// A leased entry has reached its consumer.
-    pub(super) fn drop_entry(&mut self, entry: Ticket) {
+    /// Drops a leased entry that its consumer keeps.
+    pub(super) fn consume(&mut self, entry: Ticket) {
         if let Some(entry) = self.leased.remove(&entry) {
             self.free(entry.num_bytes);
         }
     }
 
-    /// A leased entry has not reached its consumer: it takes its old place.
+    /// Returns a leased entry to its old place.
     pub(super) fn put_back(&mut self, ticket: Ticket) {
         if let Some(entry) = self.leased.remove(&ticket) {
             self.show(ticket, entry);
@@ -250,25 +260,34 @@ impl<C: Clone> Store<C> {
         self.grant();
     }
 
-    /// Ends what has waited for too long.
+    /// Ends inserts and selects whose deadline has passed.
     pub(super) fn expire(&mut self, now: Instant) {
         if !self.deadlines.take_if_past(now) {
             return;
         }
-        let (actions, deadlines) = (&mut self.actions, &mut self.deadlines);
-        let mut is_kept = |deadline: Option<Instant>, action: StoreAction<C>| {
-            let is_late = deadline.is_some_and(|at| at <= now);
-            if is_late {
-                actions.push_back(action);
-            } else {
-                deadlines.add(deadline);
+        let is_late = |deadline: Option<Instant>| deadline.is_some_and(|at| at <= now);
+        let (late, kept): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut self.inserts)
+            .into_iter()
+            .partition(|waiting| is_late(waiting.deadline));
+        self.inserts = kept;
+        let full = late.into_iter().map(|waiting| StoreAction::Full {
+            num_bytes: waiting.num_bytes,
+            insert: waiting.insert,
+        });
+        self.actions.extend(full);
+        let late = self.selects.iter();
+        let late = late.filter(|(_, waiting)| is_late(waiting.deadline));
+        for ticket in late.map(|(ticket, _)| *ticket).collect::<Vec<_>>() {
+            if let Some(WaitingSelect { select, .. }) = self.selects.remove(&ticket) {
+                self.actions.push_back(StoreAction::Miss { select });
             }
-            !is_late
-        };
-        self.inserts
-            .retain(|waiting| is_kept(waiting.deadline, StoreAction::Full(waiting.ticket)));
-        self.selects
-            .retain(|select, waiting| is_kept(waiting.deadline, StoreAction::Nothing(*select)));
+        }
+        for waiting in &self.inserts {
+            self.deadlines.add(waiting.deadline);
+        }
+        for waiting in self.selects.values() {
+            self.deadlines.add(waiting.deadline);
+        }
         self.grant();
     }
 
@@ -277,12 +296,18 @@ impl<C: Clone> Store<C> {
         self.deadlines.at()
     }
 
-    /// The next thing to do.
-    pub(super) fn next_action(&mut self) -> Option<StoreAction<C>> {
+    pub(super) fn next_action(&mut self) -> Option<StoreAction<C, I, S>> {
         self.actions.pop_front()
     }
 
-    /// How much there is of what.
+    /// Drops everything, and returns the inserts and selects that waited.
+    pub(super) fn clear(&mut self) -> (Vec<I>, Vec<S>) {
+        let cleared = std::mem::replace(self, Self::new(self.capacity_bytes));
+        let inserts = cleared.inserts.into_iter().map(|waiting| waiting.insert);
+        let selects = cleared.selects.into_values().map(|waiting| waiting.select);
+        (inserts.collect(), selects.collect())
+    }
+
     pub(super) fn counts(&self) -> StoreCounts {
         StoreCounts {
             num_entries: self.entries.len(),

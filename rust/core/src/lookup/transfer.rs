@@ -5,9 +5,8 @@ use std::sync::Arc;
 use kvpipe_ucx::Buffer;
 
 use super::{Items, NUM_ITEMS, entry_bytes};
-use crate::checksum;
 use crate::error::{Error, Result};
-use crate::net::codec::{Reader, Writer};
+use crate::net::codec::Reader;
 use crate::tensor::{Meta, Received};
 use crate::transfer::exposed::BufferDescription;
 
@@ -39,23 +38,6 @@ pub(super) fn source_id(operation: u64, index: usize) -> u64 {
 pub(super) fn owner_of(source: u64) -> (u64, usize) {
     let count = NUM_ITEMS as u64;
     (source / count, (source % count) as usize)
-}
-
-/// The payload of a message with tensors, and the checksum that its header bears.
-pub(super) fn seal(writer: Writer) -> (u64, Vec<u8>) {
-    let payload = writer.finish();
-    (checksum::of(&payload), payload)
-}
-
-/// Whether a payload is what its header says.
-pub(super) fn check_seal(checksum: u64, payload: &[u8]) -> Result<()> {
-    if checksum::of(payload) == checksum {
-        return Ok(());
-    }
-    Err(Error::Corrupt(
-        "an entry came with another checksum than it was sent with; nothing was delivered"
-            .to_owned(),
-    ))
 }
 
 #[derive(Debug)]

@@ -3,7 +3,6 @@
 use std::net::{SocketAddr, ToSocketAddrs};
 
 use crate::error::{Error, Result};
-pub use crate::reactor::Route;
 
 /// Parses `host:port` for listening. A name is resolved; without a token only loopback is allowed.
 pub(crate) fn listen_address(address: &str, token: &[u8]) -> Result<SocketAddr> {

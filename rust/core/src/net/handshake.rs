@@ -19,7 +19,7 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use crate::error::{Error, Result};
-pub use crate::ids::SessionId;
+use crate::ids::SessionId;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::{Identity, random};
 

@@ -2,7 +2,7 @@
 //! Peers exchange it after the token challenge.
 
 use crate::error::{Error, Result};
-pub use crate::ids::Incarnation;
+use crate::ids::Incarnation;
 use crate::net::codec::{Reader, Writer};
 
 /// Longest text in an identity.

@@ -17,10 +17,11 @@ use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::address::{Route, check_address, listen_address};
+use crate::net::address::{check_address, listen_address};
 use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::Reactor;
-use crate::session::connection::SessionTimeouts;
+use crate::reactor::Route;
+use crate::session::SessionTimeouts;
 use crate::session::{ReactorConfig, ReactorContext};
 use crate::tensor::{Meta, Received};
 use crate::transfer::path::advice::advice;
@@ -147,7 +148,7 @@ impl Pipe {
         shared.get().state = "connecting";
         let in_reactor = shared.clone();
         let config = config(Some(address), address.ip(), token, transport, busy_poll)?;
-        let reactor = Reactor::spawn(config, || receiver::Receiver::new(in_reactor))?;
+        let reactor = crate::session::spawn(config, || receiver::Receiver::new(in_reactor))?;
         Ok(Self {
             end: End::Receiver(reactor),
             shared,
@@ -193,7 +194,7 @@ impl Pipe {
         let mut config = config(None, route.local()?, token, transport, busy_poll)?;
         config.timeouts = SessionTimeouts::along(route);
         let in_reactor = shared.clone();
-        let reactor = Reactor::spawn(config, move || {
+        let reactor = crate::session::spawn(config, move || {
             sender::Sender::new(in_reactor, is_checksummed)
         })?;
         let (connected, completer) = reactor.work();
@@ -228,7 +229,7 @@ impl Pipe {
             deadline,
             completer,
         };
-        reactor.hand(send, then)?;
+        reactor.send_and(send, then)?;
         Ok(done)
     }
 
@@ -250,7 +251,7 @@ impl Pipe {
             deadline,
             completer,
         };
-        reactor.hand(receive, then)?;
+        reactor.send_and(receive, then)?;
         Ok(done)
     }
 

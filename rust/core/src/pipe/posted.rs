@@ -111,7 +111,7 @@ impl PostedSends {
             match grace.look(cx, &[session]) {
                 AnswerStage::Late | AnswerStage::Over if !large.is_withdrawn => {
                     large.is_withdrawn = true;
-                    grace.due_from(cx.now);
+                    grace.due_from(cx.now());
                     withdraw.push(posted.sequence);
                 }
                 AnswerStage::InTime | AnswerStage::Late => {}

@@ -67,7 +67,7 @@ impl Sender {
         let grace = queued
             .deadline
             .meet_by
-            .map(|at| GracePeriod::new(cx.now, at));
+            .map(|at| GracePeriod::new(cx.now(), at));
         self.engine.expose(session, sequence, &exposed);
         self.posted
             .add(Some(LargeSend::new(exposed, queued.completer, grace)));

@@ -137,7 +137,7 @@ impl Receiver {
         if len > EAGER_CAP || self.unacknowledged.len() >= MESSAGES_IN_FLIGHT / 4 {
             self.send_acks(cx);
         } else {
-            self.ack_at.get_or_insert(cx.now + MAX_ACK_DELAY);
+            self.ack_at.get_or_insert(cx.now() + MAX_ACK_DELAY);
         }
         let mut info = self.shared.get();
         info.num_tensors += 1;
@@ -203,7 +203,7 @@ impl Receiver {
     }
 
     fn expire(&mut self, cx: &mut ReactorContext) {
-        let now = cx.now;
+        let now = cx.now();
         if self.deadlines.take_if_past(now) {
             let late =
                 |receive: &PendingReceive| receive.deadline.meet_by.is_some_and(|at| at <= now);
@@ -337,7 +337,7 @@ impl Service for Receiver {
         self.advance(cx);
     }
 
-    fn work(&mut self, cx: &mut ReactorContext) -> bool {
+    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
         let has_worked = self.engine.run_slice(cx);
         if has_worked {
             self.advance(cx);
@@ -354,7 +354,7 @@ impl Service for Receiver {
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        if self.ack_at.is_some_and(|at| at <= cx.now) {
+        if self.ack_at.is_some_and(|at| at <= cx.now()) {
             self.send_acks(cx);
         }
         self.expire(cx);
@@ -366,7 +366,7 @@ impl Service for Receiver {
         large_deadlines
             .chain(self.deadlines.at())
             .chain(self.ack_at)
-            .chain(self.pool.expire(cx.now))
+            .chain(self.pool.expire(cx.now()))
             .min()
     }
 

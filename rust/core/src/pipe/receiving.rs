@@ -211,7 +211,7 @@ impl Receiver {
 
     /// Closes the pipe if a large tensor is late.
     pub(super) fn expire_large(&mut self, cx: &mut ReactorContext) {
-        let now = cx.now;
+        let now = cx.now();
         let is_late = |large: &&LargeReceive| {
             let done_by = large.deadline.done_by;
             !large.has_failed && done_by.is_some_and(|at| at <= now)

@@ -353,7 +353,7 @@ impl Service for Sender {
         Ok(())
     }
 
-    fn work(&mut self, cx: &mut ReactorContext) -> bool {
+    fn poll(&mut self, cx: &mut ReactorContext) -> bool {
         self.engine.run_slice(cx)
     }
 
@@ -362,11 +362,11 @@ impl Service for Sender {
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        self.expire_queued(cx.now);
+        self.expire_queued(cx.now());
         if let Some(session) = self.session {
             self.posted.expire(cx, session);
         }
-        let now = cx.now;
+        let now = cx.now();
         let is_late = |(deadline, _): &(Deadline, _)| deadline.meet_by.is_some_and(|at| at <= now);
         if self.closing.iter().any(is_late) {
             let left = self.queue.len() + self.posted.len();

@@ -178,11 +178,11 @@ impl<C: Send + 'static> Reactor<C> {
     /// # Errors
     /// `Closed`: the reactor has ended, or this process is a fork of the one that made it.
     pub fn send(&self, command: C) -> Result<()> {
-        self.hand(command, Then::GoOn)
+        self.send_and(command, Then::GoOn)
     }
 
     /// As [`send`](Self::send), for a caller that may wait for the outcome at once.
-    pub(crate) fn hand(&self, command: C, then: Then) -> Result<()> {
+    pub(crate) fn send_and(&self, command: C, then: Then) -> Result<()> {
         self.process.check()?;
         self.commands.send(ReactorCommand::Command(command))?;
         if then == Then::GoOn {
@@ -238,17 +238,5 @@ impl<C> Drop for Reactor<C> {
         if self.process.check().is_ok() {
             self.driver.drop_core();
         }
-    }
-}
-
-pub use crate::ids::SessionKey;
-pub use crate::session::{ReactorConfig, ReactorContext, Service};
-impl<C: Send + 'static> Reactor<C> {
-    /// Transitional.
-    pub fn spawn<S: Service<Command = C> + 'static>(
-        config: ReactorConfig,
-        make: impl FnOnce() -> S + Send + 'static,
-    ) -> Result<Self> {
-        crate::session::spawn(config, make)
     }
 }

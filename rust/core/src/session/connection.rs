@@ -11,8 +11,6 @@ use rustix::event::{PollFd, PollFlags};
 use crate::net::framing::{FrameReader, FrameWriter};
 use crate::work::timespec;
 
-pub use super::session::SessionTimeouts;
-
 /// Bytes read at once, so that one busy peer cannot keep the thread: epoll is level-triggered and reports the rest.
 const READ_CAP: usize = 1 << 20;
 

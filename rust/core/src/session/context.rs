@@ -26,7 +26,7 @@ const WELCOME_OVERHEAD: usize = 1 + 32 + 16;
 
 /// The sessions of a reactor, as its service sees them.
 pub struct ReactorContext {
-    pub(crate) now: Instant,
+    now: Instant,
     pub(super) config: ReactorConfig,
     pub(super) poller: Arc<Poller>,
     pub(super) connector: Connector,
@@ -40,7 +40,7 @@ pub struct ReactorContext {
     /// The peers of sessions that are gone: an operation may end after its session.
     ended_peers: BTreeMap<SessionKey, String>,
     pub(super) data: Option<DataPlane>,
-    pub(crate) pending_reads: PendingReads,
+    pending_reads: PendingReads,
     next_session: SessionKey,
     next_token: u64,
 }

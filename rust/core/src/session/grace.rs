@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use crate::ids::SessionKey;
-use crate::reactor::ReactorContext;
+use crate::session::ReactorContext;
 
 /// How long before the deadline the peer is sent the first PING.
 const PING_LEAD: Duration = Duration::from_millis(500);

@@ -3,7 +3,7 @@
 //! What runs on top (pipe, agent, control, lookup) is a [`Service`]: events in, calls on [`ReactorContext`] out, on one
 //! thread at a time, without locks.
 
-pub mod connection;
+mod connection;
 mod context;
 mod data_plane;
 pub(crate) mod fair_waitlist;
@@ -82,7 +82,7 @@ pub trait Service {
     ) {
     }
     /// Runs a slice of long work, between two looks at sockets and UCX; whether more of it waits.
-    fn work(&mut self, _cx: &mut ReactorContext) -> bool {
+    fn poll(&mut self, _cx: &mut ReactorContext) -> bool {
         false
     }
     /// Whether there is work that has come since.

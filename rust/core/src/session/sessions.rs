@@ -88,7 +88,7 @@ impl<S: Service> EventHandler for Sessions<S> {
     }
 
     fn poll(&mut self) -> bool {
-        self.service.work(&mut self.cx)
+        self.service.poll(&mut self.cx)
     }
 
     fn has_work(&self) -> bool {
@@ -207,6 +207,7 @@ impl<S: Service> Sessions<S> {
 
     /// Receives what has come on a session's connection.
     fn receive(&mut self, key: SessionKey, events: EventFlags) {
+        let now = self.cx.now();
         let Some(session) = self.cx.sessions.get_mut(&key) else {
             return;
         };
@@ -215,7 +216,6 @@ impl<S: Service> Sessions<S> {
         {
             connection.flush();
         }
-        let now = self.cx.now;
         let (received, ended) = session.receive(&self.cx.config.identity, now, |peer| {
             self.service.accept(key, peer)
         });

@@ -147,7 +147,7 @@ impl TransferEngine {
         };
         if let State::Streaming(_) = transfer.state {
             let deadline = &mut transfer.request.deadline;
-            deadline.get_or_insert(cx.now + ABANDONED_WITHIN);
+            deadline.get_or_insert(cx.now() + ABANDONED_WITHIN);
             self.deadlines.add(*deadline);
         } else {
             self.fail(cx, id, error);
@@ -283,7 +283,7 @@ impl TransferEngine {
 
     /// Ends transfers that are late, and tells when to come back.
     pub(crate) fn expire(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let now = cx.now;
+        let now = cx.now();
         if self.deadlines.take_if_past(now) {
             let is_late = |transfer: &Transfer| {
                 let deadline = transfer.request.deadline;

@@ -2,7 +2,7 @@
 //! bounds are checked here, and runs of ids that lie side by side on both ends become one operation.
 
 use crate::error::{Error, Result};
-pub use crate::ids::RegionId;
+use crate::ids::RegionId;
 use crate::net::codec::{Reader, Writer};
 
 /// Largest packed remote key.

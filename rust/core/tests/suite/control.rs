@@ -30,7 +30,7 @@ fn peer_process() {
 }
 
 #[test]
-fn a_watch_before_the_opening_is_told_of_it_and_of_the_end() {
+fn a_watch_before_the_opening_receives_opening_and_end() {
     let (producer, consumer) = (engine(), engine());
     consumer.watch(&producer);
     consumer.sees_nothing_more(&[]);
@@ -42,7 +42,7 @@ fn a_watch_before_the_opening_is_told_of_it_and_of_the_end() {
 }
 
 #[test]
-fn a_watch_after_the_opening_is_told_all() {
+fn a_watch_after_the_opening_receives_everything() {
     let (producer, consumer) = (engine(), engine());
     producer.open();
     producer.finish();
@@ -51,14 +51,14 @@ fn a_watch_after_the_opening_is_told_all() {
 }
 
 #[test]
-fn a_handoff_opened_again_keeps_those_who_watch_it() {
+fn a_handoff_opened_again_keeps_its_watchers() {
     let (producer, consumer) = (engine(), engine());
     producer.open();
     consumer.watch(&producer);
     consumer.sees(&[opened()]);
     producer.open();
     producer.finish();
-    // The opening is told again, and counts once.
+    // The opening is sent again, and counts once.
     consumer.sees(&[opened(), finished()]);
 }
 
@@ -99,7 +99,7 @@ fn a_consumer_that_comes_after_one_that_gave_up_gets_the_handoff() {
     first.watch(&producer);
     first.sees(&[opened()]);
     first.control.unwatch(ID, false).expect("unwatch");
-    // Questions of one session are answered in order: the unwatch has been seen.
+    // Queries of one session are replied in order: the producer has received the unwatch.
     first
         .query(&producer, ControlQuery::Describe)
         .expect("answer");
@@ -126,7 +126,7 @@ fn an_unwatch_before_the_session_is_up_disturbs_nothing() {
 }
 
 #[test]
-fn a_release_gives_a_known_handoff_back_and_tells_those_who_watch() {
+fn a_release_ends_a_leased_handoff_and_its_watches() {
     let (producer, consumer, proxy) = (engine(), engine(), engine());
     producer.open();
     consumer.watch(&producer);
@@ -136,7 +136,7 @@ fn a_release_gives_a_known_handoff_back_and_tells_those_who_watch() {
         Ok("true".to_owned())
     );
     assert!(producer.released().contains("released"));
-    assert!(consumer.gone().contains("released"));
+    assert!(consumer.ended().contains("released"));
     assert_eq!(
         proxy.query(&producer, ControlQuery::Release(ID)),
         Ok("false".to_owned())
@@ -144,7 +144,7 @@ fn a_release_gives_a_known_handoff_back_and_tells_those_who_watch() {
 }
 
 #[test]
-fn a_release_before_the_opening_holds_for_it_and_tells_those_who_wait() {
+fn a_release_before_the_opening_ends_pending_watches_and_the_opening() {
     let (producer, consumer, proxy) = (engine(), engine(), engine());
     consumer.watch(&producer);
     consumer
@@ -154,27 +154,27 @@ fn a_release_before_the_opening_holds_for_it_and_tells_those_who_wait() {
         proxy.query(&producer, ControlQuery::Release(ID)),
         Ok("false".to_owned())
     );
-    assert!(consumer.gone().contains("released"));
+    assert!(consumer.ended().contains("released"));
     producer.open();
     assert!(producer.released().contains("released"));
 }
 
 #[test]
-fn a_withdrawn_handoff_is_gone_for_good() {
+fn a_withdrawn_handoff_has_ended_for_good() {
     let (producer, consumer, late) = (engine(), engine(), engine());
     producer.open();
     consumer.watch(&producer);
     consumer.sees(&[opened()]);
     let long = "preempted ".repeat(1000);
     producer.control.withdraw(ID, &long).expect("withdraw");
-    assert!(consumer.gone().starts_with("preempted"));
+    assert!(consumer.ended().starts_with("preempted"));
     late.watch(&producer);
-    assert!(late.gone().starts_with("preempted"));
+    assert!(late.ended().starts_with("preempted"));
     assert_eq!(producer.events(), []);
 }
 
 #[test]
-fn a_lease_ends_when_nobody_comes() {
+fn a_lease_ends_without_a_consumer() {
     let lease = Duration::from_millis(100);
     let producer = engine_with(
         ControlTimeouts {
@@ -189,7 +189,7 @@ fn a_lease_ends_when_nobody_comes() {
 }
 
 #[test]
-fn a_lease_does_not_end_under_a_consumer() {
+fn a_lease_does_not_end_while_a_consumer_watches() {
     let lease = Duration::from_millis(100);
     let producer = engine_with(
         ControlTimeouts {
@@ -213,7 +213,7 @@ fn a_watch_of_a_handoff_that_never_opens_ends() {
     let producer = engine_with(ControlTimeouts { open, ..patience() }, &[]);
     let consumer = engine();
     consumer.watch(&producer);
-    assert!(consumer.gone().contains("not known"));
+    assert!(consumer.ended().contains("not known"));
 }
 
 #[test]
@@ -229,7 +229,7 @@ fn a_consumer_waits_no_longer_than_its_timeout() {
     let producer = engine();
     producer.open();
     consumer.watch(&producer);
-    assert!(consumer.gone().contains("handoff_timeout_s"));
+    assert!(consumer.ended().contains("handoff_timeout_s"));
     producer.finish();
     assert!(producer.released().contains("consumer"));
 }
@@ -253,7 +253,7 @@ fn a_consumer_whose_connection_is_lost_releases_its_handoff() {
 }
 
 #[test]
-fn a_consumer_that_is_killed_releases_its_handoff_promptly() {
+fn a_killed_consumer_releases_its_handoff_promptly() {
     let producer = engine();
     producer.open();
     producer.finish();
@@ -266,7 +266,7 @@ fn a_consumer_that_is_killed_releases_its_handoff_promptly() {
 }
 
 #[test]
-fn a_producer_that_is_killed_is_gone_promptly() {
+fn a_killed_producer_ends_its_handoffs_promptly() {
     let consumer = engine();
     let mut producer = Process::start("producer", "");
     let address = producer.line();
@@ -274,9 +274,9 @@ fn a_producer_that_is_killed_is_gone_promptly() {
     consumer.sees(&[opened()]);
     let killed = Instant::now();
     producer.kill();
-    assert!(consumer.gone().contains("lost peer"));
+    assert!(consumer.ended().contains("lost peer"));
     assert!(killed.elapsed() < PROMPT);
-    // And questions to it end too.
+    // Queries to it end too.
     let asked = consumer
         .control
         .query(&address, ControlQuery::Describe, PATIENCE);
@@ -319,11 +319,11 @@ fn fingerprints_that_differ_are_refused_with_field_and_values_on_both_sides() {
         "{logged}"
     );
     here.control.watch(ID, &there.address()).expect("watch");
-    assert!(here.gone().contains("bfloat16"));
+    assert!(here.ended().contains("bfloat16"));
 }
 
 #[test]
-fn descriptions_and_results_are_answered() {
+fn descriptions_and_results_are_replied() {
     let (here, there) = (engine(), engine());
     assert_eq!(
         here.query(&there, ControlQuery::Describe),
@@ -350,7 +350,7 @@ fn descriptions_and_results_are_answered() {
 }
 
 #[test]
-fn what_was_said_before_a_question_is_in_its_answer() {
+fn a_reply_includes_earlier_changes() {
     let (here, there) = (engine(), engine());
     for round in 0..2000 {
         let json = round.to_string();
@@ -360,9 +360,9 @@ fn what_was_said_before_a_question_is_in_its_answer() {
 }
 
 #[test]
-fn a_question_that_is_not_answered_ends_at_its_deadline() {
+fn a_query_without_a_reply_ends_at_its_deadline() {
     let here = engine();
-    // Accepts connections in its backlog and says nothing.
+    // Accepts connections in its backlog, and never replies.
     let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
     let address = silent.local_addr().expect("address").to_string();
     let soon = Duration::from_millis(100);

@@ -1,4 +1,4 @@
-//! Control ports of engines, and what tests do with them.
+//! Control ports of engines, as tests use them.
 
 use std::cell::RefCell;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvpipe_core::control::{
     Control, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank, SequenceState,
 };
-use kvpipe_core::handoff::HandoffId;
+use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
 
 use crate::common::{PATIENCE, TOKEN, eventually};
@@ -135,9 +135,9 @@ impl Engine {
         }
     }
 
-    /// The reason of the `Gone` that comes last.
-    pub fn gone(&self) -> String {
-        eventually("Gone", || match self.events().last() {
+    /// The reason of the last event, `Ended`.
+    pub fn ended(&self) -> String {
+        eventually("Ended", || match self.events().last() {
             Some(ControlEvent::Ended {
                 handoff: ID,
                 reason,
@@ -150,7 +150,7 @@ impl Engine {
     pub fn query(&self, other: &Self, query: ControlQuery) -> kvpipe_core::Result<String> {
         self.control
             .query(&other.address(), query, PATIENCE)
-            .expect("ask")
+            .expect("query")
             .wait_for(PATIENCE)
     }
 }

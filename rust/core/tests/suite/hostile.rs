@@ -9,8 +9,8 @@ use std::time::Instant;
 
 use kvpipe_core::agent::{Options, Peer, Region};
 use kvpipe_core::handoff::HandoffAgent;
+use kvpipe_core::ids::SessionId;
 use kvpipe_core::net::codec::{Reader, Writer};
-use kvpipe_core::net::handshake::SessionId;
 use kvpipe_ucx::{
     Buffer, Config, Context, EndpointId, Event, Get, Library, Memory, MemoryKind, Payload,
     RemoteKey, Search, Status, Worker,

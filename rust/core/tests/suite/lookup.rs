@@ -1,5 +1,4 @@
-//! What a served lookup buffer does with clients that keep to no rules. What it promises to those that do is tested from
-//! Python.
+//! A served lookup buffer and clients that violate the protocol. Well-behaved clients are tested from Python.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +26,7 @@ const WITHDRAW: u8 = 25;
 /// Of the transfers that follow an offer.
 const SOURCE_CHECKSUMS: u8 = 44;
 const CAPACITY: u64 = 1 << 20;
-/// Bytes of a key beside which no other entry has place.
+/// Bytes of a key beside which no other entry fits.
 const FULL: usize = CAPACITY as usize - 3000;
 
 fn serve(search: &Search) -> LocalBuffer {
@@ -141,7 +140,7 @@ fn a_client_that_sends_nonsense_is_cut_off_and_others_go_on() {
 }
 
 #[test]
-fn checksums_of_large_tensors_are_told_unless_they_are_switched_off() {
+fn checksums_of_large_tensors_are_sent_unless_they_are_switched_off() {
     let Some(search) = common::ucx() else { return };
     for is_checksummed in [true, false] {
         let local = serve_with(&search, is_checksummed);
@@ -151,13 +150,13 @@ fn checksums_of_large_tensors_are_told_unless_they_are_switched_off() {
         raw.send(&header, &payload);
         raw.message(OFFER);
         let told = raw.message_within(SOURCE_CHECKSUMS, Duration::from_millis(300));
-        // Over TCP each message brings its own.
+        // Over TCP each message carries its own checksum.
         assert_eq!(told.is_some(), is_checksummed && !common::is_tcp());
     }
 }
 
 #[test]
-fn a_damaged_insert_is_refused_and_the_client_goes_on() {
+fn a_corrupt_insert_is_refused_and_the_session_stays() {
     on_both_paths(|search| {
         let local = serve(search);
         let raw = raw(search, &local);
@@ -174,7 +173,7 @@ fn a_damaged_insert_is_refused_and_the_client_goes_on() {
 }
 
 #[test]
-fn an_offer_that_is_never_fetched_holds_its_place_only_as_long_as_its_client() {
+fn an_insert_that_is_never_fetched_keeps_its_space_only_as_long_as_its_session() {
     on_both_paths(|search| {
         let local = serve(search);
         insert(&local, &[1], vec![7; 100_000]);
@@ -194,7 +193,7 @@ fn an_offer_that_is_never_fetched_holds_its_place_only_as_long_as_its_client() {
 }
 
 #[test]
-fn a_client_that_settles_what_it_did_not_take_is_cut_off_and_the_entry_goes_back() {
+fn a_client_that_settles_an_entry_before_consuming_it_is_cut_off_and_the_entry_goes_back() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search);
     insert(&local, &[1], vec![7; 100]);
@@ -214,7 +213,7 @@ fn a_client_that_settles_what_it_did_not_take_is_cut_off_and_the_entry_goes_back
 }
 
 #[test]
-fn a_client_that_settles_a_select_that_waits_is_cut_off_and_the_select_ends() {
+fn a_client_that_settles_a_waiting_select_is_cut_off_and_the_select_ends() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search);
     let mut client = raw(&search, &local);
@@ -229,7 +228,7 @@ fn a_client_that_settles_a_select_that_waits_is_cut_off_and_the_select_ends() {
 }
 
 #[test]
-fn what_was_acknowledged_is_gone_with_its_client_and_what_was_not_is_not() {
+fn a_lost_client_keeps_consumed_entries_and_returns_leased_ones() {
     on_both_paths(|search| {
         let local = serve(search);
         insert(&local, &[1], vec![1; 10]);
@@ -258,7 +257,7 @@ fn what_was_acknowledged_is_gone_with_its_client_and_what_was_not_is_not() {
 }
 
 #[test]
-fn an_acknowledged_entry_that_nobody_wants_goes_back() {
+fn a_consumed_entry_that_its_caller_returns_goes_back() {
     on_both_paths(|search| {
         let local = serve(search);
         insert(&local, &[1], vec![1; 10]);
@@ -279,7 +278,7 @@ fn an_acknowledged_entry_that_nobody_wants_goes_back() {
 }
 
 #[test]
-fn a_withdrawn_insert_gives_its_turn_to_the_next() {
+fn a_withdrawn_insert_lets_the_next_one_in() {
     on_both_paths(|search| {
         let local = serve(search);
         insert(&local, &[1], vec![0; FULL]);
@@ -322,7 +321,7 @@ fn a_withdrawn_insert_gives_its_turn_to_the_next() {
 }
 
 #[test]
-fn a_client_that_is_not_connected_yet_says_so() {
+fn an_operation_before_the_client_is_connected_fails_and_says_why() {
     on_both_paths(|search| {
         let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
         let address = silent.local_addr().expect("address").to_string();
@@ -342,9 +341,9 @@ fn a_client_that_is_not_connected_yet_says_so() {
 }
 
 #[test]
-fn a_buffer_can_be_asked_for_its_address_while_it_opens_ucx() {
+fn the_address_of_a_buffer_is_available_while_it_opens_ucx() {
     let Some(search) = common::ucx() else { return };
-    // It listens before it opens UCX, which is mostly slower than to connect and ask.
+    // The buffer listens before it opens UCX, which mostly takes longer than this test needs to connect.
     let is_answered = || {
         let port = std::net::TcpListener::bind(common::local()).expect("bind");
         let at = port.local_addr().expect("address");
@@ -369,7 +368,7 @@ fn a_buffer_can_be_asked_for_its_address_while_it_opens_ucx() {
 }
 
 #[test]
-fn of_threads_that_serve_a_buffer_at_once_one_does_and_the_others_are_told_where() {
+fn of_threads_that_serve_a_buffer_at_once_one_does_and_the_others_learn_the_address() {
     let local = LocalBuffer::new(CAPACITY);
     let serve = || {
         let transport = Transport::Memory(MemoryPath::RemoteRead);

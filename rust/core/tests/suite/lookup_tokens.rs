@@ -1,4 +1,4 @@
-//! What a lookup buffer's entries, and what waits there, may take: tokens and descriptions as much as tensors.
+//! What entries and waiting operations of a lookup buffer count: tokens and descriptions as well as tensors.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::common::{self, PATIENCE, Raw, TOKEN, eventually};
 const INSERT: u8 = 16;
 /// Most tokens of an entry or a query.
 const TOKENS_CAP: usize = 1 << 22;
-/// What an entry takes besides tokens, tensors and their descriptions.
+/// What an entry counts besides tokens, tensors and their descriptions.
 const BOOKKEEPING: u64 = 2048;
 
 fn serve(search: &Search, capacity_bytes: u64) -> LocalBuffer {
@@ -37,7 +37,7 @@ fn connect(search: &Search, local: &LocalBuffer) -> RemoteBuffer {
     remote
 }
 
-/// The key has this dtype, and is all there is.
+/// An entry whose only tensor is a key of this dtype.
 fn items(dtype: String, key: Vec<u8>) -> Items {
     let nothing = Arc::new(Received {
         meta: Meta::default(),
@@ -70,7 +70,7 @@ fn ends<T: Clone>(operation: &Operation<T>) -> Result<T, Error> {
 }
 
 #[test]
-fn an_entry_counts_all_that_it_takes_whoever_inserts_it() {
+fn an_entry_counts_all_its_memory_whoever_inserts_it() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search, 1 << 20);
     let remote = connect(&search, &local);
@@ -89,7 +89,7 @@ fn an_entry_counts_all_that_it_takes_whoever_inserts_it() {
 }
 
 #[test]
-fn tokens_find_no_place_where_tensors_would_find_none() {
+fn tokens_count_against_the_capacity_as_tensors_do() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search, 1 << 20);
     let remote = connect(&search, &local);
@@ -111,7 +111,7 @@ fn select(remote: &RemoteBuffer, num_tokens: usize) -> Operation<Selected> {
 }
 
 #[test]
-fn a_select_with_too_many_tokens_beside_those_that_wait_is_refused_and_they_go_on() {
+fn a_select_with_too_many_tokens_beside_waiting_selects_is_refused_and_they_go_on() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search, 1 << 20);
     let remote = connect(&search, &local);
@@ -137,7 +137,7 @@ fn a_select_with_too_many_tokens_beside_those_that_wait_is_refused_and_they_go_o
 }
 
 #[test]
-fn inserts_with_too_many_tokens_together_for_the_server_wait_in_the_client() {
+fn inserts_with_too_many_tokens_for_the_server_wait_in_the_client() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search, 64 << 20);
     let remote = connect(&search, &local);
@@ -166,7 +166,7 @@ fn inserts_with_too_many_tokens_together_for_the_server_wait_in_the_client() {
 }
 
 #[test]
-fn an_insert_goes_to_the_server_once_one_before_it_with_too_many_tokens_has_given_up() {
+fn an_insert_is_sent_once_an_earlier_one_with_too_many_tokens_has_timed_out() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search, 64 << 20);
     let full = items(String::new(), vec![0; 60 << 20]);
@@ -192,7 +192,7 @@ fn an_insert_goes_to_the_server_once_one_before_it_with_too_many_tokens_has_give
 }
 
 #[test]
-fn a_client_that_does_not_keep_them_back_is_cut_off() {
+fn a_client_that_exceeds_the_tokens_of_inserts_is_cut_off() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search, 64 << 20);
     let full = items(String::new(), vec![0; 60 << 20]);

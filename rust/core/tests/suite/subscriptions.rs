@@ -1,4 +1,4 @@
-//! Who asks a control port to be told: of the end of a prefill, or of a consumer.
+//! Queries to a control port whose reply follows later: about the end of a prefill, or about a consumer.
 
 use std::time::Duration;
 
@@ -21,91 +21,91 @@ impl Engine {
         self.subscribe(other, ControlQuery::Subscribe { handoff, lead })
     }
 
-    /// Waits until the other one has seen what was asked before.
-    fn is_heard_by(&self, other: &Self) {
+    /// Waits until the other engine has received all earlier queries.
+    fn is_received_by(&self, other: &Self) {
         self.query(other, ControlQuery::Describe).expect("answer");
     }
 }
 
-fn told(work: &Work<String>) -> String {
+fn reply_of(work: &Work<String>) -> String {
     work.wait_for(PATIENCE).expect("an answer")
 }
 
 #[test]
-fn a_subscriber_is_told_between_two_predictions_when_the_end_is_its_lead_away() {
+fn a_reply_follows_between_two_predictions_when_the_end_is_the_lead_away() {
     let (producer, proxy) = (engine(), engine());
     let subscribed = proxy.subscribe_to_the_end(&producer, LEAD);
     producer.open();
     let progress = |remaining| producer.control.progress(ID, remaining).expect("progress");
     progress(PATIENCE);
-    proxy.is_heard_by(&producer);
+    proxy.is_received_by(&producer);
     assert!(!subscribed.is_completed(), "{:?}", subscribed.result());
     progress(LEAD + Duration::from_millis(300));
-    // Nothing more is said by the producer: the timer alone tells.
-    assert!(told(&subscribed).starts_with(r#"{"moment": "due", "remaining_s": "#));
+    // The producer predicts nothing more: its timer alone causes the reply.
+    assert!(reply_of(&subscribed).starts_with(r#"{"moment": "due", "remaining_s": "#));
 }
 
 #[test]
-fn a_subscriber_whose_lead_is_longer_than_what_remains_is_told_at_once() {
+fn a_lead_longer_than_the_remaining_time_is_replied_at_once() {
     let (producer, proxy) = (engine(), engine());
     producer.open();
     producer.control.progress(ID, LEAD).expect("progress");
-    assert!(told(&proxy.subscribe_to_the_end(&producer, PATIENCE)).contains("due"));
+    assert!(reply_of(&proxy.subscribe_to_the_end(&producer, PATIENCE)).contains("due"));
 }
 
 #[test]
-fn a_worker_that_foresees_the_end_of_its_step_corrects_the_prediction() {
+fn a_progress_report_of_a_worker_corrects_the_prediction() {
     let (producer, worker, proxy) = (engine(), engine(), engine());
     let foresees = |handoff, remaining| {
         let query = ControlQuery::Progress { handoff, remaining };
-        told(&worker.subscribe(&producer, query))
+        reply_of(&worker.subscribe(&producer, query))
     };
     assert_eq!(foresees(ID, LEAD), "false");
     producer.open();
     producer.control.progress(ID, PATIENCE).expect("progress");
     let subscribed = proxy.subscribe_to_the_end(&producer, LEAD);
-    proxy.is_heard_by(&producer);
+    proxy.is_received_by(&producer);
     assert!(!subscribed.is_completed());
     assert_eq!(foresees(OTHER, Duration::ZERO), "false");
     assert_eq!(foresees(ID, LEAD / 2), "true");
-    assert!(told(&subscribed).contains("due"));
+    assert!(reply_of(&subscribed).contains("due"));
     producer.finish();
     assert_eq!(foresees(ID, LEAD), "false");
 }
 
 #[test]
-fn a_subscriber_that_is_told_of_the_end_is_told_how_far_off_the_prediction_was() {
+fn the_reply_after_the_end_says_how_far_off_the_prediction_was() {
     let (producer, proxy) = (engine(), engine());
     producer.open();
     producer.control.progress(ID, PATIENCE).expect("progress");
     producer.finish();
-    let told = told(&proxy.subscribe_to_the_end(&producer, LEAD));
+    let reply = reply_of(&proxy.subscribe_to_the_end(&producer, LEAD));
     assert!(
-        told.starts_with(r#"{"moment": "finished", "remaining_s": "#),
-        "{told}"
+        reply.starts_with(r#"{"moment": "finished", "remaining_s": "#),
+        "{reply}"
     );
 }
 
 #[test]
-fn a_subscriber_hears_nothing_without_a_prediction_and_is_told_of_the_end() {
+fn without_a_prediction_the_reply_follows_the_end_of_prefill() {
     let (producer, proxy) = (engine(), engine());
     let subscribed = proxy.subscribe_to_the_end(&producer, PATIENCE);
     producer.open();
-    proxy.is_heard_by(&producer);
+    proxy.is_received_by(&producer);
     assert!(!subscribed.is_completed());
     producer.finish();
-    assert_eq!(told(&subscribed), r#"{"moment": "finished"}"#);
+    assert_eq!(reply_of(&subscribed), r#"{"moment": "finished"}"#);
     let late = proxy.subscribe_to_the_end(&producer, LEAD);
-    assert_eq!(told(&late), r#"{"moment": "finished"}"#);
+    assert_eq!(reply_of(&late), r#"{"moment": "finished"}"#);
 }
 
 #[test]
-fn a_subscriber_is_told_that_the_handoff_is_gone_and_why() {
+fn the_reply_about_an_ended_handoff_says_why() {
     let (producer, proxy) = (engine(), engine());
     producer.open();
     let subscribed = proxy.subscribe_to_the_end(&producer, LEAD);
     let awaiting = proxy.subscribe(&producer, ControlQuery::Watched(ID));
-    proxy.is_heard_by(&producer);
+    proxy.is_received_by(&producer);
     producer
         .control
         .withdraw(ID, "\"preempted\"")
@@ -113,50 +113,50 @@ fn a_subscriber_is_told_that_the_handoff_is_gone_and_why() {
     let gone = r#"{"moment": "ended", "reason": "\"preempted\""}"#;
     let late = proxy.subscribe_to_the_end(&producer, LEAD);
     for work in [subscribed, awaiting, late] {
-        assert_eq!(told(&work), gone);
+        assert_eq!(reply_of(&work), gone);
     }
 }
 
 #[test]
-fn a_subscription_to_a_handoff_that_never_opens_ends_unless_it_is_expected() {
+fn a_query_about_a_handoff_that_never_opens_ends_unless_it_is_expected() {
     let open = Duration::from_millis(100);
     let producer = engine_with(ControlTimeouts { open, ..patience() }, &[]);
     let proxy = engine();
     producer.control.expect(OTHER).expect("expect");
     let expected = proxy.subscribe(&producer, ControlQuery::Watched(OTHER));
     let unknown = proxy.subscribe_to_the_end(&producer, LEAD);
-    assert!(told(&unknown).contains("not known"));
+    assert!(reply_of(&unknown).contains("not known"));
     assert!(!expected.is_completed());
     producer
         .control
         .withdraw(OTHER, "aborted")
         .expect("withdraw");
-    assert!(told(&expected).contains("aborted"));
+    assert!(reply_of(&expected).contains("aborted"));
 }
 
 #[test]
-fn who_asks_for_a_consumer_is_told_when_one_watches() {
+fn a_query_for_a_consumer_is_replied_when_one_watches() {
     let (producer, consumer, proxy) = (engine(), engine(), engine());
     let awaiting = proxy.subscribe(&producer, ControlQuery::Watched(ID));
     producer.open();
-    proxy.is_heard_by(&producer);
+    proxy.is_received_by(&producer);
     assert!(!awaiting.is_completed());
     consumer.watch(&producer);
-    assert_eq!(told(&awaiting), r#"{"moment": "watched"}"#);
+    assert_eq!(reply_of(&awaiting), r#"{"moment": "watched"}"#);
 }
 
 #[test]
-fn a_watch_that_comes_before_the_opening_counts_once_it_is_open() {
+fn a_watch_before_the_opening_counts_once_the_handoff_is_open() {
     let (producer, consumer, proxy) = (engine(), engine(), engine());
     consumer.watch(&producer);
-    consumer.is_heard_by(&producer);
+    consumer.is_received_by(&producer);
     let awaiting = proxy.subscribe(&producer, ControlQuery::Watched(ID));
     producer.open();
-    assert_eq!(told(&awaiting), r#"{"moment": "watched"}"#);
+    assert_eq!(reply_of(&awaiting), r#"{"moment": "watched"}"#);
 }
 
 #[test]
-fn a_subscription_keeps_no_lease_and_ends_with_it() {
+fn a_deferred_query_keeps_no_lease_and_ends_with_it() {
     let lease = Duration::from_millis(100);
     let producer = engine_with(
         ControlTimeouts {
@@ -169,5 +169,5 @@ fn a_subscription_keeps_no_lease_and_ends_with_it() {
     producer.open();
     let awaiting = proxy.subscribe(&producer, ControlQuery::Watched(ID));
     producer.finish();
-    assert!(told(&awaiting).contains("lease"));
+    assert!(reply_of(&awaiting).contains("lease"));
 }

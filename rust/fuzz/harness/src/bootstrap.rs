@@ -6,9 +6,11 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use kvpipe_core::fuzzing::{Round, without_threads};
+use kvpipe_core::ids::SessionKey;
 use kvpipe_core::net::identity::{Identity, SessionKind};
-use kvpipe_core::reactor::{Reactor, ReactorConfig, ReactorContext, Service, SessionKey};
+use kvpipe_core::reactor::Reactor;
 use kvpipe_core::session::SessionTimeouts;
+use kvpipe_core::session::{ReactorConfig, ReactorContext, Service};
 use kvpipe_core::{Error, Result};
 
 use crate::hostile::{Hostile, transport};
@@ -82,7 +84,8 @@ pub(crate) fn bootstrap(bytes: &[u8]) {
         timeouts: SessionTimeouts::default(),
         busy_poll: Duration::ZERO,
     };
-    let side = without_threads(|| Reactor::spawn(config, || Unreached)).expect("reactor");
+    let side =
+        without_threads(|| kvpipe_core::session::spawn(config, || Unreached)).expect("reactor");
     let (hostile, address) = if flags.is_server() {
         let (hostile, address) = Hostile::listen(SessionKind::Agent, Some(&transport));
         (hostile, Some(address))

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use kvpipe_core::checksum;
 use kvpipe_core::fuzzing::PeerPlane;
-use kvpipe_core::net::handshake::{Handshake, SessionId, Step as HandshakeStep};
+use kvpipe_core::ids::SessionId;
+use kvpipe_core::net::handshake::{Handshake, Step as HandshakeStep};
 use kvpipe_core::net::identity::{Identity, SessionKind};
 use kvpipe_core::transport::{MemoryPath, Transport};
 use rustix::net::sockopt;

@@ -72,7 +72,7 @@ pub(crate) mod control {
     pub(crate) const DESCRIBE: u8 = 6;
     pub(crate) const RELEASE: u8 = 7;
     pub(crate) const RESULT: u8 = 8;
-    pub(crate) const ANSWER: u8 = 9;
+    pub(crate) const REPLY: u8 = 9;
     pub(crate) const SUBSCRIBE: u8 = 10;
     pub(crate) const WATCHED: u8 = 11;
     pub(crate) const PROGRESS: u8 = 12;

@@ -88,7 +88,7 @@ pub(crate) fn control(handoff: [u8; 16], opening: &Opening, state: &SequenceStat
         question(control::SUBSCRIBE).u64(200_000),
         question(control::WATCHED),
         question(control::PROGRESS).u64(70_000),
-        head(control::ANSWER, 1).str("{}"),
+        head(control::REPLY, 1).str("{}"),
     ];
     frames.map(Writer::finish).to_vec()
 }

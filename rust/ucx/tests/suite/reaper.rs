@@ -181,12 +181,21 @@ fn exiting_process() {
 
 #[test]
 fn a_process_exits_although_a_worker_is_still_worked_on() {
-    const ROUNDS: usize = 50;
+    exit_although_a_worker_is_still_worked_on(5);
+}
+
+#[test]
+#[ignore = "slow"]
+fn fifty_processes_exit_although_a_worker_is_still_worked_on() {
+    exit_although_a_worker_is_still_worked_on(50);
+}
+
+fn exit_although_a_worker_is_still_worked_on(num_rounds: usize) {
     alone(|library| {
         let (visitor, _peer) = visit_stopped(library);
         let bytes = visitor.card.worker.iter().map(u8::to_string);
         let address = bytes.collect::<Vec<_>>().join(" ");
-        for round in 0..ROUNDS {
+        for round in 0..num_rounds {
             let begun = Instant::now();
             let mut process = common::child("exiting_process", &[(EXITING, &address)]);
             let status = process.0.wait().expect("its end");

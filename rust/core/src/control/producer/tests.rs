@@ -1,5 +1,5 @@
 use super::*;
-use crate::session::connection::SessionTimeouts;
+use crate::session::SessionTimeouts;
 
 const ID: HandoffId = [1; 16];
 const OTHER: HandoffId = [2; 16];
@@ -25,7 +25,7 @@ pub(in crate::control) fn opening() -> Opening {
 
 #[test]
 fn a_repeated_watch_takes_one_place_for_each_session_and_handoff() {
-    let (mut producer, mut out, now) = (producer(), Outbox::default(), Instant::now());
+    let (mut producer, mut out, now) = (producer(), ControlOutbox::default(), Instant::now());
     for _ in 0..=PENDING_WATCHES_CAP {
         producer.watch(&mut out, now, 20, ID);
     }
@@ -38,7 +38,7 @@ fn a_repeated_watch_takes_one_place_for_each_session_and_handoff() {
 
 #[test]
 fn watches_of_unknown_handoffs_do_not_shut_out_another_consumer() {
-    let (mut producer, mut out, now) = (producer(), Outbox::default(), Instant::now());
+    let (mut producer, mut out, now) = (producer(), ControlOutbox::default(), Instant::now());
     let handoffs = (2u128..).map(u128::to_le_bytes);
     for handoff in handoffs.take(PENDING_WATCHES_CAP + 1) {
         producer.watch(&mut out, now, 20, handoff);
@@ -51,7 +51,7 @@ fn watches_of_unknown_handoffs_do_not_shut_out_another_consumer() {
 
 #[test]
 fn a_consumer_that_gives_up_before_the_opening_takes_the_handoff_from_no_other() {
-    let (mut producer, mut out, now) = (producer(), Outbox::default(), Instant::now());
+    let (mut producer, mut out, now) = (producer(), ControlOutbox::default(), Instant::now());
     for session in [20, 21] {
         producer.watch(&mut out, now, session, ID);
     }
@@ -62,7 +62,7 @@ fn a_consumer_that_gives_up_before_the_opening_takes_the_handoff_from_no_other()
 
 #[test]
 fn a_handoff_given_up_during_prefill_is_released_when_prefill_finishes() {
-    let (mut producer, mut out, now) = (producer(), Outbox::default(), Instant::now());
+    let (mut producer, mut out, now) = (producer(), ControlOutbox::default(), Instant::now());
     producer.open(&mut out, ID, opening());
     producer.watch(&mut out, now, 20, ID);
     producer.unwatch(&mut out, 20, ID, false);
@@ -76,7 +76,7 @@ fn a_handoff_given_up_during_prefill_is_released_when_prefill_finishes() {
 
 #[test]
 fn a_lease_has_a_deadline_only_while_nobody_watches() {
-    let (mut producer, mut out, now) = (producer(), Outbox::default(), Instant::now());
+    let (mut producer, mut out, now) = (producer(), ControlOutbox::default(), Instant::now());
     producer.open(&mut out, ID, opening());
     assert_eq!(producer.expire(&mut out, now), None);
     producer.finish(&mut out, now, ID, SequenceState::default());

@@ -4,7 +4,7 @@ use crate::agent::Region;
 use crate::agent::regions::LocalRegion;
 use crate::handoff::{Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
 use crate::reactor::manual::{Round, without_threads};
-use crate::session::connection::SessionTimeouts;
+use crate::session::SessionTimeouts;
 use crate::transfer::region::Layout;
 use crate::transport::{MemoryPath, Transport};
 

@@ -1,34 +1,75 @@
-//! Selects of a client: asked of all its servers, answered by one.
+//! A client's selects: each is sent to all servers, and gets its entry from the first that offers one.
 
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::time::Duration;
 
-use super::super::command_queue::CommandQueue;
-use super::super::messages::{CONSUME, SELECT, WITHDRAW};
+use super::super::messages::LookupMessage;
 use super::super::operation::{Delivery, Origin, Selected};
-use super::super::transfer::{Arrived, EntryTransfer, check_seal};
-use super::super::{Items, SELECTS_CAP};
-use super::{LookupClient, say, settle};
+use super::super::transfer::{Arrived, EntryTransfer};
+use super::super::{Items, LookupQuery, SELECTS_CAP};
+use super::LookupClient;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
-use crate::transport::Payload;
 use crate::work::Completer;
 
+#[derive(Debug)]
+pub(super) enum SelectStage {
+    /// These servers have not answered.
+    Asking(HashSet<SessionKey>),
+    /// This server offers an entry, whose tensors are being fetched.
+    Fetching(SessionKey),
+    /// The entry is here, and its server was asked for it.
+    Consuming(SessionKey, Items),
+}
+
 pub(super) struct PendingSelect {
-    /// None once the caller was told.
+    stage: SelectStage,
+    /// `None` once the operation has ended for its caller.
     pub(super) completer: Option<Completer<Selected>>,
-    /// For answers: the servers see to the deadline themselves, as long as they are awake.
-    pub(super) grace: Option<GracePeriod>,
-    /// Servers that have not answered.
-    pub(super) asked: HashSet<SessionKey>,
-    /// What has come, from which server; nothing more is asked of others then.
-    pub(super) from: Option<SessionKey>,
-    pub(super) items: Option<Items>,
-    /// Nobody waits for it any more: what has come goes back.
-    pub(super) is_withdrawn: bool,
+    /// For the answers. While the servers answer probes, they enforce the deadline.
+    grace: Option<GracePeriod>,
+    /// The caller has withdrawn: an entry on its way goes back.
+    is_withdrawn: bool,
+}
+
+impl PendingSelect {
+    /// Marks a server as answered; whether it had not answered before.
+    fn mark_answered(&mut self, session: SessionKey) -> bool {
+        match &mut self.stage {
+            SelectStage::Asking(servers) => servers.remove(&session),
+            SelectStage::Fetching(_) | SelectStage::Consuming(..) => false,
+        }
+    }
+
+    /// Withdraws the select from the servers that have not answered.
+    fn withdraw_from_others(&mut self, cx: &mut ReactorContext, operation: u64) {
+        if let SelectStage::Asking(servers) = &mut self.stage {
+            for session in servers.drain() {
+                LookupMessage::Withdraw.send(cx, session, operation);
+            }
+        }
+    }
+
+    /// The servers from which something is to come.
+    fn servers(&self) -> Vec<SessionKey> {
+        match &self.stage {
+            SelectStage::Asking(servers) => servers.iter().copied().collect(),
+            SelectStage::Fetching(session) | SelectStage::Consuming(session, _) => vec![*session],
+        }
+    }
+}
+
+pub(super) fn settle(
+    cx: &mut ReactorContext,
+    session: SessionKey,
+    operation: u64,
+    is_consumed: bool,
+) {
+    LookupMessage::Settle { is_consumed }.send(cx, session, operation);
 }
 
 impl LookupClient {
@@ -36,11 +77,10 @@ impl LookupClient {
         &mut self,
         cx: &mut ReactorContext,
         operation: u64,
-        payload: &[u8],
-        grace: Option<GracePeriod>,
+        (query, timeout): (LookupQuery, Option<Duration>),
         completer: Completer<Selected>,
     ) {
-        if let Some(error) = self.obstacle() {
+        if let Err(error) = self.check_usable() {
             return completer.complete(Err(error));
         }
         if self.selects.len() + self.delivered.len() >= SELECTS_CAP {
@@ -48,17 +88,16 @@ impl LookupClient {
             return completer.complete(Err(Error::Exhausted(text)));
         }
         for &session in &self.sessions {
-            let header = cx.header(session, SELECT).u64(operation);
-            cx.message(session, header, Payload::Bytes(payload.to_vec()));
+            let query = query.clone();
+            LookupMessage::Select { query, timeout }.send(cx, session, operation);
         }
-        self.looks
+        let grace = timeout.map(|timeout| GracePeriod::new(cx.now(), cx.now() + timeout));
+        self.next_looks
             .add(grace.map(|grace| grace.next(cx, &self.sessions)));
         let select = PendingSelect {
+            stage: SelectStage::Asking(self.sessions.iter().copied().collect()),
             completer: Some(completer),
             grace,
-            asked: self.sessions.iter().copied().collect(),
-            from: None,
-            items: None,
             is_withdrawn: false,
         };
         self.selects.insert(operation, select);
@@ -68,63 +107,70 @@ impl LookupClient {
         if self.inserts.withdraw(operation)
             && let Some(&session) = self.sessions.first()
         {
-            say(cx, session, WITHDRAW, operation);
+            LookupMessage::Withdraw.send(cx, session, operation);
         }
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
         };
-        if select.from.is_some() {
-            // Reads are under way, or the answer is: then it goes back.
+        if matches!(select.stage, SelectStage::Asking(_)) {
+            select.withdraw_from_others(cx, operation);
+            self.selects.remove(&operation);
+        } else {
+            // The entry goes back when it is here: its reads are under way, or the server's answer is.
             select.is_withdrawn = true;
-            return;
         }
-        for session in select.asked.drain() {
-            say(cx, session, WITHDRAW, operation);
-        }
-        self.selects.remove(&operation);
     }
 
-    /// The first server that offers is the one; an offer that nobody waits for was withdrawn before it came.
+    pub(super) fn select_refused(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+        error: Error,
+    ) {
+        let Some(select) = self.selects.get_mut(&operation) else {
+            return;
+        };
+        // Otherwise another server has offered an entry while this refusal was on its way.
+        if select.mark_answered(session) {
+            select.withdraw_from_others(cx, operation);
+            self.end_select(operation, Err(error));
+        }
+    }
+
+    /// Receives an offer. One for a withdrawn select was on its way, and its server takes the entry back.
     pub(super) fn offer(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         operation: u64,
-        mut header: Reader<'_>,
-        payload: &[u8],
+        tensors: Result<&[u8]>,
     ) -> Result<()> {
-        let checksum = header.u64()?;
-        header.end()?;
         let Some(select) = self.selects.get_mut(&operation) else {
             return Ok(());
         };
-        if !select.asked.remove(&session) {
+        if !select.mark_answered(session) {
             return Ok(());
         }
-        for other in select.asked.drain() {
-            say(cx, other, WITHDRAW, operation);
+        select.withdraw_from_others(cx, operation);
+        match tensors {
+            Ok(tensors) => {
+                select.stage = SelectStage::Fetching(session);
+                let entry = EntryTransfer::read(Reader::new(tensors))?;
+                self.tensors.add(session, operation, entry);
+                self.tensors.begin(cx, session, operation);
+            }
+            Err(error) => self.return_entry(cx, session, operation, Err(error)),
         }
-        if let Err(error) = check_seal(checksum, payload) {
-            self.give_back(cx, session, operation, Err(error));
-            return Ok(());
-        }
-        select.from = Some(session);
-        let entry = EntryTransfer::read(Reader::new(payload))?;
-        self.tensors.add(session, operation, entry);
-        self.tensors.begin(cx, session, operation);
         Ok(())
     }
 
     pub(super) fn nothing(&mut self, session: SessionKey, operation: u64) {
-        let Some(select) = self.selects.get_mut(&operation) else {
-            return;
-        };
-        select.asked.remove(&session);
-        if select.asked.is_empty()
-            && select.from.is_none()
-            && let Some(select) = self.selects.remove(&operation)
+        if let Some(select) = self.selects.get_mut(&operation)
+            && select.mark_answered(session)
+            && select.servers().is_empty()
         {
-            self.end(select.completer, Ok(None));
+            self.end_select(operation, Ok(None));
         }
     }
 
@@ -139,15 +185,15 @@ impl LookupClient {
         };
         match items {
             Ok(items) if !select.is_withdrawn => {
-                select.items = Some(items);
-                say(cx, session, CONSUME, operation);
+                select.stage = SelectStage::Consuming(session, items);
+                LookupMessage::Consume.send(cx, session, operation);
             }
-            Ok(_) => self.give_back(cx, session, operation, Ok(None)),
-            Err(error) => self.give_back(cx, session, operation, Err(error)),
+            Ok(_) => self.return_entry(cx, session, operation, Ok(None)),
+            Err(error) => self.return_entry(cx, session, operation, Err(error)),
         }
     }
 
-    fn give_back(
+    fn return_entry(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
@@ -155,56 +201,62 @@ impl LookupClient {
         result: Result<Selected>,
     ) {
         settle(cx, session, operation, false);
+        self.end_select(operation, result);
+    }
+
+    fn end_select(&mut self, operation: u64, result: Result<Selected>) {
         if let Some(select) = self.selects.remove(&operation) {
             self.end(select.completer, result);
         }
     }
 
-    /// It is ours alone now.
-    pub(super) fn taken(
+    /// The entry belongs to this client alone.
+    pub(super) fn consumed(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         operation: u64,
     ) -> Result<()> {
-        let is_asked =
-            |select: &PendingSelect| select.from == Some(session) && select.items.is_some();
+        let is_asked = |select: &PendingSelect| matches!(select.stage, SelectStage::Consuming(from, _) if from == session);
         let is_known = self.selects.get(&operation).is_some_and(is_asked);
-        let known = is_known.then(|| self.selects.remove(&operation)).flatten();
-        let Some(select) = known else {
+        let select = is_known.then(|| self.selects.remove(&operation)).flatten();
+        let Some(PendingSelect {
+            stage: SelectStage::Consuming(_, items),
+            completer,
+            is_withdrawn,
+            ..
+        }) = select
+        else {
             return Err(Error::protocol(format_args!(
                 "select {operation} was not asked for"
             )));
         };
-        let Some(items) = select.items.filter(|_| !select.is_withdrawn) else {
+        if is_withdrawn {
             settle(cx, session, operation, false);
             return Ok(());
-        };
+        }
         self.delivered.insert(operation, session);
-        let origin: Arc<dyn Origin> = Arc::<CommandQueue>::clone(&self.command_queue);
+        let origin = Origin::Remote(Arc::clone(&self.command_queue));
         let delivery = Arc::new(Delivery::new(items, operation, origin));
-        self.end(select.completer, Ok(Some(delivery)));
+        self.end(completer, Ok(Some(delivery)));
         Ok(())
     }
 
-    /// Ends selects whose servers are late with an answer and silent. What is on its way, goes back.
+    /// Ends selects whose servers are silent past the deadline. An entry on its way goes back.
     pub(super) fn expire_selects(&mut self, cx: &mut ReactorContext) {
-        if !self.looks.take_if_past(cx.now) {
+        if !self.next_looks.take_if_past(cx.now()) {
             return;
         }
         let mut ended = Vec::new();
         for (&operation, select) in &mut self.selects {
+            let sessions = select.servers();
             let Some(grace) = &mut select.grace else {
                 continue;
-            };
-            let sessions = match select.from {
-                Some(session) => vec![session],
-                None => select.asked.iter().copied().collect(),
             };
             match grace.look(cx, &sessions) {
                 AnswerStage::Over => ended.push(operation),
                 AnswerStage::InTime | AnswerStage::Late => {
-                    self.looks.add(Some(grace.next(cx, &sessions)));
+                    self.next_looks.add(Some(grace.next(cx, &sessions)));
                 }
             }
         }

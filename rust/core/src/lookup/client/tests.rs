@@ -1,16 +1,16 @@
-//! A client of several servers when they disagree, and how what it was asked for ends. All reactors run by hand.
+//! A client whose servers disagree, and how its operations end. All reactors are manual.
 
-use super::super::manual::{ROUNDS, connect, entry, rest, select, serve};
 use super::super::{LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
 use super::*;
+use crate::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
 use crate::tensor::Meta;
-use crate::work::{Work, work};
+use crate::work::{Then, Work, work};
 
-/// Bytes of an entry that travels inside its message, and of one that is fetched.
+/// Bytes of an entry inside its message, and of one that is fetched.
 const LENS: [usize; 2] = [100, 1 << 20];
-const LINKS: [SessionKey; 2] = [16, 17];
+const SESSIONS: [SessionKey; 2] = [16, 17];
 
-/// Two servers, the first with an entry of so many bytes. The second refuses each select: what it has, nobody would take.
+/// Two servers. The first has an entry of so many bytes; the second refuses each select, because its entry is malformed.
 fn servers(num_bytes: usize) -> [LocalBuffer; 2] {
     let shape = vec![1; 1 << 10];
     let misshapen = Meta {
@@ -23,10 +23,10 @@ fn servers(num_bytes: usize) -> [LocalBuffer; 2] {
     ]
 }
 
-/// Runs all reactors until it has come to this.
-fn run_until(remote: &RemoteBuffer, servers: &[LocalBuffer], has_come: impl Fn() -> bool) {
+/// Runs all reactors until the condition holds.
+fn run_until(remote: &RemoteBuffer, servers: &[LocalBuffer], holds: impl Fn() -> bool) {
     for _ in 0..ROUNDS {
-        if has_come() {
+        if holds() {
             return;
         }
         rest(|| remote.manual_round());
@@ -34,7 +34,7 @@ fn run_until(remote: &RemoteBuffer, servers: &[LocalBuffer], has_come: impl Fn()
             rest(|| server.manual_round());
         }
     }
-    panic!("it does not come to that")
+    panic!("the condition never holds")
 }
 
 fn end(
@@ -46,14 +46,14 @@ fn end(
     selected.result().unwrap()
 }
 
-/// Entries that can be selected, and those on their way.
+/// Visible and leased entries.
 fn held(server: &LocalBuffer) -> (Option<usize>, Option<usize>) {
     let info = server.info();
     (info.num_entries, info.num_leased)
 }
 
 #[test]
-fn an_entry_that_one_server_has_offered_comes_although_another_one_refuses() {
+fn an_offered_entry_is_delivered_although_another_server_refuses() {
     for num_bytes in LENS {
         let servers = servers(num_bytes);
         let [first, second] = &servers;
@@ -71,7 +71,7 @@ fn an_entry_that_one_server_has_offered_comes_although_another_one_refuses() {
 }
 
 #[test]
-fn an_entry_goes_back_that_is_offered_when_another_server_has_refused() {
+fn an_entry_that_is_offered_after_another_server_refused_goes_back() {
     for num_bytes in LENS {
         let servers = servers(num_bytes);
         let [first, second] = &servers;
@@ -95,7 +95,7 @@ fn client() -> (LookupClient, Arc<CommandQueue>) {
     )
 }
 
-/// Has it wait until it can be sent.
+/// Adds an insert that waits to be sent.
 fn insert(client: &mut LookupClient) -> Work<()> {
     let (inserted, completer) = work();
     client.inserts.add(QueuedInsert {
@@ -109,9 +109,9 @@ fn insert(client: &mut LookupClient) -> Work<()> {
 }
 
 #[test]
-fn an_insert_ends_with_the_first_lost_server_when_no_other_can_read_it_any_more() {
-    let (mut cx, (mut client, _desk)) = (ReactorContext::manual(None), client());
-    for session in LINKS {
+fn an_insert_ends_with_the_first_lost_server_once_no_server_can_read_it() {
+    let (mut cx, (mut client, _command_queue)) = (ReactorContext::manual(None), client());
+    for session in SESSIONS {
         cx.add_manual(session, [0; 16], None);
         let is_up = true;
         client.sessions.push(session);
@@ -119,28 +119,28 @@ fn an_insert_ends_with_the_first_lost_server_when_no_other_can_read_it_any_more(
     }
     let inserted = insert(&mut client);
     let lost = Error::lost("second", "gone");
-    client.session_down(&mut cx, LINKS[1], lost.clone());
-    assert!(cx.has_failed(LINKS[0]));
+    client.session_down(&mut cx, SESSIONS[1], lost.clone());
+    assert!(cx.has_failed(SESSIONS[0]));
     assert_eq!(inserted.result(), None, "the first one may be reading it");
-    client.session_down(&mut cx, LINKS[0], Error::Closed("told to".to_owned()));
+    client.session_down(&mut cx, SESSIONS[0], Error::Closed("on purpose".to_owned()));
     assert_eq!(inserted.result(), Some(Err(lost)));
 }
 
 #[test]
-fn a_client_whose_node_panics_ends_what_was_handed_in_and_refuses_what_follows() {
+fn a_client_whose_reactor_panics_ends_queued_commands_and_refuses_later_ones() {
     let (client, command_queue) = client();
     let select = || {
         let (selected, completer) = work();
         let command = LookupCommand::Select {
-            operation: command_queue.operation(),
+            operation: command_queue.next_operation(),
             query: LookupQuery::Any,
             timeout: None,
             completer,
         };
-        (command_queue.send(command), selected)
+        (command_queue.send(command, Then::GoOn), selected)
     };
-    let (handed, selected) = select();
-    assert_eq!(handed, Ok(()));
+    let (sent, selected) = select();
+    assert_eq!(sent, Ok(()));
     drop(client); // as the driver does then
     assert!(matches!(selected.result(), Some(Err(Error::Closed(_)))));
     assert!(matches!(select().0, Err(Error::Closed(_))));

@@ -1,13 +1,12 @@
-//! What the server does of what takes long, and when. All reactors run by hand, so that each round of the server is one slice
-//! of that work.
+//! When the server does work that takes long. All reactors are manual: each round of the server does one slice.
 
 mod copies;
 
-use super::super::manual::{ROUNDS, connect, entry, rest, select, serve};
 use super::super::{Items, LocalBuffer, Operation, RemoteBuffer, Selected};
+use crate::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
 use crate::tensor::Meta;
 
-/// Of an entry.
+/// Slices of an entry.
 const SLICES: usize = 8;
 const SLICE: usize = 4 << 20;
 
@@ -16,7 +15,7 @@ fn entries(count: usize) -> Vec<Items> {
     std::iter::repeat_with(entry).take(count).collect()
 }
 
-/// In which round of the server each select ends.
+/// The round of the server in which each select ends.
 fn ends(
     local: &LocalBuffer,
     remotes: &[RemoteBuffer],

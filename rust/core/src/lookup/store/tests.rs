@@ -4,29 +4,67 @@ use super::*;
 
 const CAPACITY: u64 = 100;
 
-fn store() -> Store<char> {
+/// Its operations wait as their own tickets.
+type TestStore = Store<char, Ticket, Ticket>;
+type TestAction = StoreAction<char, Ticket, Ticket>;
+
+fn store() -> TestStore {
     Store::new(CAPACITY)
 }
 
-fn actions(store: &mut Store<char>) -> Vec<StoreAction<char>> {
+fn actions(store: &mut TestStore) -> Vec<TestAction> {
     std::iter::from_fn(|| store.next_action()).collect()
 }
 
-fn reserve(store: &mut Store<char>, num_bytes: u64) -> Ticket {
-    store.reserve(num_bytes, None, Instant::now()).unwrap()
+fn reserve_until(
+    store: &mut TestStore,
+    num_bytes: u64,
+    deadline: Option<Instant>,
+    now: Instant,
+) -> Result<Ticket> {
+    let insert = store.next_ticket + 1;
+    store.reserve(num_bytes, deadline, now, insert)
 }
 
-fn insert(store: &mut Store<char>, tokens: &[i64], content: char) -> Ticket {
+fn reserve(store: &mut TestStore, num_bytes: u64) -> Ticket {
+    reserve_until(store, num_bytes, None, Instant::now()).unwrap()
+}
+
+fn insert(store: &mut TestStore, tokens: &[i64], content: char) -> Ticket {
     let ticket = reserve(store, 10);
     store.commit(ticket, tokens.into(), content);
     ticket
 }
 
-fn select(store: &mut Store<char>, tokens: &[i64]) -> Ticket {
-    store.select(LookupQuery::Tokens(tokens.into()), None, Instant::now())
+fn select_until(
+    store: &mut TestStore,
+    query: LookupQuery,
+    deadline: Option<Instant>,
+    now: Instant,
+) -> Ticket {
+    let select = store.next_ticket + 1;
+    store.select(query, deadline, now, select)
 }
 
-fn deliver(select: Ticket, entry: Ticket, content: char) -> StoreAction<char> {
+fn select(store: &mut TestStore, tokens: &[i64]) -> Ticket {
+    let query = LookupQuery::Tokens(tokens.into());
+    select_until(store, query, None, Instant::now())
+}
+
+fn grant(ticket: Ticket) -> TestAction {
+    let insert = ticket;
+    StoreAction::Grant { ticket, insert }
+}
+
+fn full(insert: Ticket, num_bytes: u64) -> TestAction {
+    StoreAction::Full { num_bytes, insert }
+}
+
+fn miss(select: Ticket) -> TestAction {
+    StoreAction::Miss { select }
+}
+
+fn deliver(select: Ticket, entry: Ticket, content: char) -> TestAction {
     StoreAction::Deliver {
         select,
         entry,
@@ -38,7 +76,7 @@ fn deliver(select: Ticket, entry: Ticket, content: char) -> StoreAction<char> {
 fn an_entry_is_invisible_until_it_is_committed() {
     let mut store = store();
     let entry = reserve(&mut store, 10);
-    assert_eq!(actions(&mut store), [StoreAction::Grant(entry)]);
+    assert_eq!(actions(&mut store), [grant(entry)]);
     let waiting = select(&mut store, &[1]);
     assert_eq!(actions(&mut store), []);
     store.commit(entry, [1, 2].into(), 'a');
@@ -53,9 +91,9 @@ fn a_commit_wakes_the_select_that_has_waited_longest() {
     let a = insert(&mut store, &[1], 'a');
     let b = insert(&mut store, &[1], 'b');
     let expected = [
-        StoreAction::Grant(a),
+        grant(a),
         deliver(first, a, 'a'),
-        StoreAction::Grant(b),
+        grant(b),
         deliver(second, b, 'b'),
     ];
     assert_eq!(actions(&mut store), expected);
@@ -63,12 +101,12 @@ fn a_commit_wakes_the_select_that_has_waited_longest() {
 }
 
 #[test]
-fn any_takes_the_oldest() {
+fn any_selects_the_oldest_entry() {
     let mut store = store();
     let a = insert(&mut store, &[5], 'a');
     insert(&mut store, &[1], 'b');
     actions(&mut store);
-    let any = store.select(LookupQuery::Any, None, Instant::now());
+    let any = select_until(&mut store, LookupQuery::Any, None, Instant::now());
     assert_eq!(actions(&mut store), [deliver(any, a, 'a')]);
 }
 
@@ -85,7 +123,7 @@ fn an_entry_that_is_put_back_keeps_its_age() {
 }
 
 #[test]
-fn an_entry_that_is_put_back_goes_to_who_waits() {
+fn an_entry_that_is_put_back_goes_to_a_waiting_select() {
     let mut store = store();
     let a = insert(&mut store, &[1], 'a');
     select(&mut store, &[1]);
@@ -96,7 +134,7 @@ fn an_entry_that_is_put_back_goes_to_who_waits() {
 }
 
 #[test]
-fn a_leased_entry_takes_its_bytes_until_it_is_dropped() {
+fn a_leased_entry_keeps_its_bytes_until_it_is_consumed() {
     let mut store = store();
     let large = reserve(&mut store, CAPACITY);
     store.commit(large, [1].into(), 'a');
@@ -104,8 +142,8 @@ fn a_leased_entry_takes_its_bytes_until_it_is_dropped() {
     actions(&mut store);
     let waiting = reserve(&mut store, 1);
     assert_eq!(actions(&mut store), []);
-    store.drop_entry(large);
-    assert_eq!(actions(&mut store), [StoreAction::Grant(waiting)]);
+    store.consume(large);
+    assert_eq!(actions(&mut store), [grant(waiting)]);
 }
 
 #[test]
@@ -114,24 +152,24 @@ fn inserts_are_granted_in_the_order_of_their_calls() {
     let first = reserve(&mut store, CAPACITY);
     let (large, small) = (reserve(&mut store, 60), reserve(&mut store, 1));
     actions(&mut store);
-    assert!(store.abandon(first));
-    let expected = [StoreAction::Grant(large), StoreAction::Grant(small)];
+    store.abandon(first);
+    let expected = [grant(large), grant(small)];
     assert_eq!(actions(&mut store), expected);
 }
 
 #[test]
-fn an_insert_that_is_given_up_lets_the_next_one_in() {
+fn a_cancelled_insert_lets_the_next_one_in() {
     let mut store = store();
     reserve(&mut store, 50);
     let (large, small) = (reserve(&mut store, 60), reserve(&mut store, 50));
     actions(&mut store);
-    assert!(store.abandon(large));
-    assert_eq!(actions(&mut store), [StoreAction::Grant(small)]);
+    assert!(store.cancel(large));
+    assert_eq!(actions(&mut store), [grant(small)]);
 }
 
 #[test]
 fn an_entry_that_can_never_fit_is_refused_with_both_numbers() {
-    let refused = store().reserve(CAPACITY + 1, None, Instant::now());
+    let refused = reserve_until(&mut store(), CAPACITY + 1, None, Instant::now());
     let text = refused.unwrap_err().to_string();
     assert!(
         text.contains("101 bytes") && text.contains("100 bytes"),
@@ -140,18 +178,18 @@ fn an_entry_that_can_never_fit_is_refused_with_both_numbers() {
 }
 
 #[test]
-fn what_waits_ends_at_its_deadline_and_leaves_nothing() {
+fn waiting_operations_end_at_their_deadline_and_leave_nothing() {
     let mut store = store();
     let (now, at) = (Instant::now(), Instant::now() + Duration::from_secs(1));
     reserve(&mut store, CAPACITY);
-    let late = store.reserve(10, Some(at), now).unwrap();
-    let select = store.select(LookupQuery::Any, Some(at), now);
+    let late = reserve_until(&mut store, 10, Some(at), now).unwrap();
+    let select = select_until(&mut store, LookupQuery::Any, Some(at), now);
     actions(&mut store);
     store.expire(now);
     assert_eq!(actions(&mut store), []);
     assert_eq!(store.next_deadline(), Some(at));
     store.expire(at);
-    let expected = [StoreAction::Full(late), StoreAction::Nothing(select)];
+    let expected = [full(late, 10), miss(select)];
     assert_eq!(actions(&mut store), expected);
     let counts = store.counts();
     assert_eq!(
@@ -162,12 +200,12 @@ fn what_waits_ends_at_its_deadline_and_leaves_nothing() {
 }
 
 #[test]
-fn a_deadline_that_has_come_asks_once() {
+fn an_operation_without_time_ends_at_once() {
     let mut store = store();
     let now = Instant::now();
-    let nothing = store.select(LookupQuery::Any, Some(now), now);
-    assert_eq!(actions(&mut store), [StoreAction::Nothing(nothing)]);
+    let nothing = select_until(&mut store, LookupQuery::Any, Some(now), now);
+    assert_eq!(actions(&mut store), [miss(nothing)]);
     insert(&mut store, &[1], 'a');
-    let full = store.reserve(CAPACITY, Some(now), now).unwrap();
-    assert_eq!(actions(&mut store).last(), Some(&StoreAction::Full(full)));
+    let late = reserve_until(&mut store, CAPACITY, Some(now), now).unwrap();
+    assert_eq!(actions(&mut store).last(), Some(&full(late, CAPACITY)));
 }

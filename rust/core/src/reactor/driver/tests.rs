@@ -89,7 +89,9 @@ fn reactor() -> Reactor<Ask> {
 
 fn who_runs(reactor: &Reactor<Ask>) -> ThreadId {
     let (work, completer) = reactor.work();
-    reactor.hand(Ask::WhoRuns(completer), Then::Wait).unwrap();
+    reactor
+        .send_and(Ask::WhoRuns(completer), Then::Wait)
+        .unwrap();
     work.wait_for(SOON).unwrap()
 }
 
@@ -105,7 +107,7 @@ fn poll(work: &Work<ThreadId>) -> ThreadId {
 /// A caller that runs the reactor for good, and what its wait ends with.
 fn caller(reactor: &Arc<Reactor<Ask>>) -> thread::JoinHandle<Result<ThreadId>> {
     let (work, completer) = reactor.work();
-    reactor.hand(Ask::Keep(completer), Then::Wait).unwrap();
+    reactor.send_and(Ask::Keep(completer), Then::Wait).unwrap();
     let reactor = Arc::clone(reactor);
     thread::spawn(move || {
         let _reactor = reactor;
@@ -161,7 +163,7 @@ fn a_reactor_may_be_stopped_by_what_it_does_itself_whoever_runs_it() {
         let reactor = Arc::new(reactor());
         let (stopped, completer) = reactor.work();
         let stop = Ask::Stop(Arc::clone(&reactor), completer);
-        reactor.hand(stop, then).unwrap();
+        reactor.send_and(stop, then).unwrap();
         match then {
             Then::GoOn => assert_ne!(poll(&stopped), thread::current().id()),
             Then::Wait => drop(stopped.wait_for(SOON).unwrap()),
@@ -175,8 +177,8 @@ fn a_reactor_may_be_stopped_by_what_it_does_itself_whoever_runs_it() {
 fn a_panic_ends_what_is_under_way_as_closed() {
     let reactor = reactor();
     let (kept, completer) = reactor.work();
-    reactor.hand(Ask::Keep(completer), Then::Wait).unwrap();
-    reactor.hand(Ask::Panic, Then::Wait).unwrap();
+    reactor.send_and(Ask::Keep(completer), Then::Wait).unwrap();
+    reactor.send_and(Ask::Panic, Then::Wait).unwrap();
     assert!(matches!(kept.wait_for(SOON), Err(Error::Closed(_))));
     reactor.stop();
     assert!(reactor.send(Ask::Panic).is_err());

@@ -25,7 +25,7 @@ impl ReactorContext {
     /// The context of a reactor whose data plane has ended, but not so many of its reads.
     pub(crate) fn with_pending_reads(reads: usize) -> Self {
         let cx = Self::manual(None);
-        cx.pending_reads.pretend(reads);
+        cx.pending_reads().pretend(reads);
         cx
     }
 }

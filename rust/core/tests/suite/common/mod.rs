@@ -11,7 +11,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_core::net::handshake::{Handshake, SessionId, Step};
+use kvpipe_core::ids::SessionId;
+use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Identity, SessionKind};
 use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_ucx::{Buffer, Config, Context, EndpointId, Event, Library, Payload, Search, Worker};
@@ -127,7 +128,7 @@ fn current_test() -> String {
 /// A process that runs one test of this program.
 fn run_test(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("own path"));
-    command.args(["--exact", test, "--nocapture"]);
+    command.args(["--exact", test, "--include-ignored", "--nocapture"]);
     command
 }
 
@@ -229,12 +230,15 @@ pub fn eventually<T>(what: &str, mut find: impl FnMut() -> Option<T>) -> T {
 
 /// Bytes that differ from place to place and from seed to seed.
 pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
-    let mix = |i: usize| {
-        (i as u64 ^ seed.wrapping_mul(0x51_7c_c1_b7_27_22_0a_95))
-            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
-            .to_be_bytes()[0]
-    };
-    (0..len).map(mix).collect()
+    let seed = seed.wrapping_mul(0x51_7c_c1_b7_27_22_0a_95);
+    let mut bytes = Vec::with_capacity(len.next_multiple_of(8));
+    // By words: byte by byte, the tests of large tensors would mostly wait for their content.
+    for i in 0..len.div_ceil(8) as u64 {
+        let word = (i ^ seed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        bytes.extend_from_slice(&(word ^ (word >> 32)).to_be_bytes());
+    }
+    bytes.truncate(len);
+    bytes
 }
 
 pub fn bytes(buffer: &Buffer) -> Vec<u8> {

@@ -307,7 +307,7 @@ fn current_test() -> String {
 /// A process that runs one test of this program.
 fn run_test(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("own path"));
-    command.args(["--exact", test, "--nocapture"]);
+    command.args(["--exact", test, "--include-ignored", "--nocapture"]);
     command
 }
 

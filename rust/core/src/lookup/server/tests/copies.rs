@@ -1,22 +1,25 @@
-//! When the server copies what waits to be inserted in its own process.
+//! When the server copies inserts of its own process.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::super::super::manual::serve_within;
-use super::super::{ClientSelect, ClientSession, LookupServer, LookupShared, StoreAction};
+use super::super::{
+    BufferState, ChangedBy, ClientAction, ClientSelect, ClientSession, Inserter, LookupServer,
+    LookupShared, Selector,
+};
 use super::*;
 use crate::error::Error;
 use crate::lookup::LookupQuery;
+use crate::lookup::tests::manual::serve_within;
 use crate::reactor::manual::Round;
 use crate::work::{Waited, work};
 
-/// Of an insert that waits.
+/// Slices of a waiting insert.
 const NUM_SLICES: usize = 2;
-/// All find place where the one entry was.
+/// They fit into the space of the one entry.
 const INSERTS: usize = 3;
 
-/// A full buffer whose inserts get their place, all at once, with the next round.
+/// A full buffer whose inserts all get their space in the next round.
 fn about_to_grant() -> (LocalBuffer, RemoteBuffer, Vec<Operation<()>>) {
     let local = serve_within((SLICES * SLICE + (8 << 10)) as u64, entries(1));
     let remote = connect(&[&local]);
@@ -54,7 +57,7 @@ fn rounds_to_next(local: &LocalBuffer, inserts: &[Operation<()>]) -> usize {
     panic!("none ends")
 }
 
-/// All have their place, none is copied.
+/// Runs rounds until all inserts are granted, and none is copied.
 fn granted(local: &LocalBuffer, inserts: &[Operation<()>]) {
     for _ in 0..ROUNDS {
         if local.info().num_waiting == 0 {
@@ -67,7 +70,7 @@ fn granted(local: &LocalBuffer, inserts: &[Operation<()>]) {
 }
 
 #[test]
-fn of_inserts_that_get_their_place_at_once_one_slice_is_copied_a_round() {
+fn one_slice_of_all_granted_inserts_is_copied_in_a_round() {
     let (local, _remote, inserts) = about_to_grant();
     for num_ended in 1..=INSERTS {
         assert!(rounds_to_next(&local, &inserts) >= NUM_SLICES);
@@ -78,7 +81,7 @@ fn of_inserts_that_get_their_place_at_once_one_slice_is_copied_a_round() {
 }
 
 #[test]
-fn an_insert_that_waits_for_its_copy_can_be_withdrawn_and_the_others_go_on() {
+fn a_granted_insert_can_be_withdrawn_before_its_copy_begins() {
     let (local, _remote, inserts) = about_to_grant();
     granted(&local, &inserts);
     inserts[INSERTS - 1].withdraw();
@@ -88,12 +91,12 @@ fn an_insert_that_waits_for_its_copy_can_be_withdrawn_and_the_others_go_on() {
     let last = inserts[INSERTS - 1].result();
     assert!(matches!(last, Some(Err(Error::Closed(_)))), "{last:?}");
     assert_eq!(local.info().num_entries, Some(INSERTS - 1));
-    let taken = (NUM_SLICES * SLICE + (2 << 10) + 8) * (INSERTS - 1);
-    assert_eq!(local.info().num_bytes, Some(taken as u64));
+    let num_bytes = (NUM_SLICES * SLICE + (2 << 10) + 8) * (INSERTS - 1);
+    assert_eq!(local.info().num_bytes, Some(num_bytes as u64));
 }
 
 #[test]
-fn inserts_that_are_copied_when_the_buffer_is_closed_end() {
+fn closing_the_buffer_ends_inserts_that_are_being_copied() {
     let (local, _remote, inserts) = about_to_grant();
     granted(&local, &inserts);
     local.close();
@@ -104,7 +107,7 @@ fn inserts_that_are_copied_when_the_buffer_is_closed_end() {
 }
 
 #[test]
-fn who_waits_for_an_insert_that_is_copied_at_its_deadline_sleeps() {
+fn waiting_for_an_insert_that_is_copied_past_its_deadline_sleeps() {
     let (local, _remote, mut inserts) = about_to_grant();
     granted(&local, &inserts);
     let first = inserts.remove(0).expires(Some(Instant::now()));
@@ -117,19 +120,25 @@ fn who_waits_for_an_insert_that_is_copied_at_its_deadline_sleeps() {
 }
 
 #[test]
-fn inserts_whose_place_the_server_has_made_end_with_it_and_give_their_place_back() {
+fn granted_inserts_end_with_the_server_and_free_their_space() {
     let shared = Arc::new(LookupShared::new(20 << 10));
     let insert = |num_bytes| {
         let (inserted, completer) = work();
         let items = entry(Meta::default(), num_bytes);
-        let ticket = shared.insert_here(vec![1].into(), items, None, completer);
+        let ticket = shared.insert(vec![1].into(), items, None, completer);
         (inserted, ticket.unwrap())
     };
     let server = LookupServer::new(Arc::clone(&shared), true);
-    let place = shared.reserve(16 << 10, None).unwrap();
+    let other = Inserter::Client((20, 1));
+    let reserve =
+        |state: &mut BufferState| state.store.reserve(16 << 10, None, Instant::now(), other);
+    let reserved = shared.change(ChangedBy::Server, reserve);
+    let reserved = reserved.flatten().unwrap();
     let (inserted, _) = insert(4 << 10);
     assert!(inserted.result().is_none());
-    shared.forget(place); // as of a client that is gone
+    // As the server does when it loses the client.
+    let forget = |state: &mut BufferState| state.forget(reserved);
+    shared.change(ChangedBy::Server, forget).unwrap();
     assert!(inserted.result().is_none());
     drop(server); // as the driver does when the reactor panics
     assert!(matches!(inserted.result(), Some(Err(Error::Closed(_)))));
@@ -137,27 +146,35 @@ fn inserts_whose_place_the_server_has_made_end_with_it_and_give_their_place_back
 }
 
 #[test]
-fn an_entry_that_one_client_gives_back_as_the_server_ends_is_not_kept_for_another() {
+fn an_entry_returned_as_the_server_ends_is_not_leased_to_another_client() {
     for _ in 0..16 {
         let shared = Arc::new(LookupShared::new(20 << 10));
         let mut server = LookupServer::new(Arc::clone(&shared), true);
         let (_inserted, completer) = work();
         let items = entry(Meta::default(), 1);
-        let inserted = shared.insert_here(vec![1].into(), items, None, completer);
+        let inserted = shared.insert(vec![1].into(), items, None, completer);
         inserted.unwrap();
-        let select = |server: &mut LookupServer, session, select| {
+        let add = |server: &mut LookupServer, session, select| {
             let mut client = ClientSession::default();
             client.selects.insert(1, select);
             server.clients.insert(session, client);
         };
-        shared.select(LookupQuery::Any, None).unwrap();
-        let Some(StoreAction::Deliver { entry, .. }) = shared.take_mail().pop_front() else {
+        let select = |session| {
+            let select = |state: &mut BufferState| {
+                let selector = Selector::Client((session, 1));
+                let now = Instant::now();
+                state.store.select(LookupQuery::Any, None, now, selector)
+            };
+            shared.change(ChangedBy::Server, select).unwrap()
+        };
+        select(16);
+        let Some((_, ClientAction::Deliver(entry, _))) = shared.drain_client_actions().pop_front()
+        else {
             panic!("it matches");
         };
-        select(&mut server, 16, ClientSelect::Leased(entry));
-        let ticket = shared.select(LookupQuery::Any, None).unwrap();
-        let num_tokens = 0;
-        select(
+        add(&mut server, 16, ClientSelect::Leased(entry));
+        let (ticket, num_tokens) = (select(17), 0);
+        add(
             &mut server,
             17,
             ClientSelect::Waiting { ticket, num_tokens },

@@ -1,11 +1,11 @@
-//! Buffers and clients whose reactors tests run by hand, a round at a time.
+//! Buffers and clients with manual reactors: tests run them round by round.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvpipe_ucx::Buffer;
 
-use super::{Items, LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
+use super::super::{Items, LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
 use crate::reactor::manual::{Round, without_threads};
 use crate::tensor::{Meta, Received};
 use crate::transport::{MemoryPath, Transport};
@@ -13,11 +13,11 @@ use crate::work::Then;
 
 const TIMEOUT: Duration = Duration::from_secs(600);
 const TRANSPORT: Transport = Transport::Memory(MemoryPath::RemoteRead);
-/// More than anything takes.
-pub(super) const ROUNDS: usize = 100_000;
+/// More rounds than any test needs.
+pub(in crate::lookup) const ROUNDS: usize = 100_000;
 
 /// An entry with a key of so many bytes.
-pub(super) fn entry(key: Meta, num_bytes: usize) -> Items {
+pub(in crate::lookup) fn entry(key: Meta, num_bytes: usize) -> Items {
     let nothing = || Received {
         meta: Meta::default(),
         buffer: None,
@@ -30,13 +30,13 @@ pub(super) fn entry(key: Meta, num_bytes: usize) -> Items {
     Items(items)
 }
 
-/// A buffer with these entries.
-pub(super) fn serve(entries: Vec<Items>) -> LocalBuffer {
+/// A served buffer with these entries.
+pub(in crate::lookup) fn serve(entries: Vec<Items>) -> LocalBuffer {
     serve_within(u64::MAX, entries)
 }
 
-/// One of so many bytes.
-pub(super) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> LocalBuffer {
+/// As [`serve`], with a capacity.
+pub(in crate::lookup) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> LocalBuffer {
     let local = LocalBuffer::new(capacity_bytes);
     for entry in entries {
         let inserted = local.insert(vec![1], entry, None).unwrap();
@@ -47,8 +47,8 @@ pub(super) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> LocalBuf
     local
 }
 
-/// A client of all of them.
-pub(super) fn connect(locals: &[&LocalBuffer]) -> RemoteBuffer {
+/// A client of all these servers.
+pub(in crate::lookup) fn connect(locals: &[&LocalBuffer]) -> RemoteBuffer {
     let address = |local: &&LocalBuffer| local.address().unwrap().to_string();
     let addresses = locals.iter().map(address).collect();
     let connect = || RemoteBuffer::connect(addresses, b"token", TRANSPORT, true, TIMEOUT);
@@ -67,14 +67,14 @@ pub(super) fn connect(locals: &[&LocalBuffer]) -> RemoteBuffer {
     panic!("not connected")
 }
 
-/// Asks for an entry, and lets the question leave.
-pub(super) fn select(remote: &RemoteBuffer) -> Operation<Selected> {
+/// Begins a select, and sends it.
+pub(in crate::lookup) fn select(remote: &RemoteBuffer) -> Operation<Selected> {
     let selected = remote.select(LookupQuery::Any, None, Then::GoOn).unwrap();
     rest(|| remote.manual_round());
     selected
 }
 
-/// Runs a reactor until it would sleep.
-pub(super) fn rest(round: impl Fn() -> Round) {
+/// Runs a reactor until it is idle.
+pub(in crate::lookup) fn rest(round: impl Fn() -> Round) {
     while round() == Round::Busy {}
 }

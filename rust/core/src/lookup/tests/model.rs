@@ -1,16 +1,16 @@
-//! The store against a model that follows it by its actions alone, whatever happens in whatever order.
+//! The store against a model that follows its actions, for any events in any order.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::LookupQuery;
-use super::store::{Store, StoreAction, Ticket};
+use super::super::LookupQuery;
+use super::super::store::{Store, StoreAction, Ticket};
 
 const CAPACITY: u64 = 100;
 
-/// What may happen to a store, in any order.
+/// An event of a store.
 #[derive(Debug, Clone)]
 enum StoreStep {
     Insert {
@@ -23,7 +23,7 @@ enum StoreStep {
     /// The n-th of those that were granted, leased, waiting: what becomes of it.
     Commit(usize),
     Abandon(usize),
-    Drop(usize),
+    Consume(usize),
     PutBack(usize),
     Cancel(usize),
     Later,
@@ -37,16 +37,18 @@ fn step() -> impl Strategy<Value = StoreStep> {
         proptest::option::of(tokens()).prop_map(|tokens| StoreStep::Select { tokens }),
         (0..8usize).prop_map(StoreStep::Commit),
         (0..8usize).prop_map(StoreStep::Abandon),
-        (0..8usize).prop_map(StoreStep::Drop),
+        (0..8usize).prop_map(StoreStep::Consume),
         (0..8usize).prop_map(StoreStep::PutBack),
         (0..8usize).prop_map(StoreStep::Cancel),
         Just(StoreStep::Later),
     ]
 }
 
-/// Follows a store by its actions alone.
+/// Follows the actions of a store.
 struct Model {
-    store: Store<Ticket>,
+    /// Its operations wait as their own tickets.
+    store: Store<Ticket, Ticket, Ticket>,
+    num_tickets: u64,
     now: Instant,
     sizes: HashMap<Ticket, u64>,
     tokens: HashMap<Ticket, Vec<i64>>,
@@ -55,14 +57,14 @@ struct Model {
     visible: BTreeSet<Ticket>,
     leased: Vec<Ticket>,
     selects: HashMap<Ticket, LookupQuery>,
-    /// By consumers, for good.
-    taken: BTreeSet<Ticket>,
+    consumed: BTreeSet<Ticket>,
 }
 
 impl Model {
     fn new() -> Self {
         Self {
             store: Store::new(CAPACITY),
+            num_tickets: 0,
             now: Instant::now(),
             sizes: HashMap::new(),
             tokens: HashMap::new(),
@@ -71,7 +73,7 @@ impl Model {
             visible: BTreeSet::new(),
             leased: Vec::new(),
             selects: HashMap::new(),
-            taken: BTreeSet::new(),
+            consumed: BTreeSet::new(),
         }
     }
 
@@ -79,14 +81,19 @@ impl Model {
         let deadline = Some(self.now + Duration::from_secs(3));
         match step {
             StoreStep::Insert { tokens, num_bytes } => {
-                let ticket = self.store.reserve(num_bytes, deadline, self.now).unwrap();
+                self.num_tickets += 1;
+                let store = &mut self.store;
+                let reserved = store.reserve(num_bytes, deadline, self.now, self.num_tickets);
+                let ticket = reserved.unwrap();
                 self.sizes.insert(ticket, num_bytes);
                 self.tokens.insert(ticket, tokens);
                 self.waiting.push(ticket);
             }
             StoreStep::Select { tokens } => {
                 let query = tokens.map_or(LookupQuery::Any, LookupQuery::Tokens);
-                let select = self.store.select(query.clone(), deadline, self.now);
+                self.num_tickets += 1;
+                let store = &mut self.store;
+                let select = store.select(query.clone(), deadline, self.now, self.num_tickets);
                 self.selects.insert(select, query);
             }
             StoreStep::Commit(n) => {
@@ -98,13 +105,13 @@ impl Model {
             }
             StoreStep::Abandon(n) => {
                 if let Some(ticket) = take(&mut self.granted, n) {
-                    assert!(self.store.abandon(ticket));
+                    self.store.abandon(ticket);
                 }
             }
-            StoreStep::Drop(n) => {
+            StoreStep::Consume(n) => {
                 if let Some(entry) = take(&mut self.leased, n) {
-                    assert!(self.taken.insert(entry), "{entry} was taken twice");
-                    self.store.drop_entry(entry);
+                    assert!(self.consumed.insert(entry), "{entry} was consumed twice");
+                    self.store.consume(entry);
                 }
             }
             StoreStep::PutBack(n) => {
@@ -132,23 +139,26 @@ impl Model {
     fn follow(&mut self) {
         while let Some(action) = self.store.next_action() {
             match action {
-                StoreAction::Grant(ticket) => {
+                StoreAction::Grant { ticket, insert } => {
+                    assert_eq!(insert, ticket);
                     assert_eq!(self.waiting.remove(0), ticket, "out of turn");
                     self.granted.push(ticket);
                 }
-                StoreAction::Full(ticket) => self.waiting.retain(|waiting| *waiting != ticket),
+                StoreAction::Full { insert, .. } => {
+                    self.waiting.retain(|waiting| *waiting != insert);
+                }
                 StoreAction::Deliver {
                     select,
                     entry,
                     content,
                 } => {
                     let query = self.selects.remove(&select).expect("it waited");
-                    assert!(query.takes(&self.tokens[&entry]));
+                    assert!(query.matches(&self.tokens[&entry]));
                     assert!(self.visible.remove(&entry), "{entry} was not there");
                     assert_eq!(content, entry);
                     self.leased.push(entry);
                 }
-                StoreAction::Nothing(select) => {
+                StoreAction::Miss { select } => {
                     self.selects.remove(&select).expect("it waited");
                 }
             }
@@ -169,9 +179,9 @@ impl Model {
         assert_eq!(counts.num_waiting_inserts, self.waiting.len());
         assert_eq!(counts.num_waiting_selects, self.selects.len());
         for query in self.selects.values() {
-            let takes = |entry: &&Ticket| query.takes(&self.tokens[*entry]);
+            let matches = |entry: &&Ticket| query.matches(&self.tokens[*entry]);
             assert_eq!(
-                self.visible.iter().find(takes),
+                self.visible.iter().find(matches),
                 None,
                 "nobody gave it to {query:?}"
             );
@@ -191,7 +201,7 @@ fn take(tickets: &mut Vec<Ticket>, n: usize) -> Option<Ticket> {
 
 proptest! {
     #[test]
-    fn entries_are_taken_once_and_never_lost_whatever_happens(steps in proptest::collection::vec(step(), 0..200)) {
+    fn entries_are_consumed_once_and_never_lost(steps in proptest::collection::vec(step(), 0..200)) {
         let mut model = Model::new();
         for step in steps {
             model.step(step);

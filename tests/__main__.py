@@ -1,0 +1,183 @@
+"""`make test`: everything that is not slow, in parts side by side, with a line about each.
+
+The vLLM instances of the end-to-end tests take a minute to start. The other parts run meanwhile.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+LOGS = REPOSITORY / ".cache" / "test-logs"
+PYTEST = ("scripts/test", "python", "-v", "--color=no", "--durations=20", "-o", "console_output_style=count")
+
+# How often a terminal's line is renewed, and how often a log gets one.
+TERMINAL_S, LOG_S = 0.5, 30.0
+CLEAR_LINE = "\r\033[K"
+# Between SIGTERM and SIGKILL.
+GRACE_S = 10.0
+# What comes before is not needed to understand a failure.
+FAILURES = re.compile(r"^(=+ (FAILURES|ERRORS) =+|failures:|error(\[E\d+\])?:)", re.MULTILINE)
+NUM_LAST_LINES = 60
+
+
+@dataclass
+class Part:
+    """A command whose output goes to a log."""
+
+    name: str
+    command: Sequence[str]
+    began: float = 0.0
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        """Starts the command in a process group of its own."""
+        self.began = time.monotonic()
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+
+    def end(self) -> None:
+        """Ends the command and what it started. vLLM's instances have groups of their own, and a watchdog."""
+        if self.process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE_S)
+
+    @property
+    def log(self) -> Path:
+        """Where its output is."""
+        return LOGS / f"{self.name}.log"
+
+    @property
+    def seconds(self) -> float:
+        """How long it has run."""
+        return time.monotonic() - self.began
+
+    def text(self) -> str:
+        """Its output so far."""
+        return self.log.read_text(errors="replace")
+
+    def progress(self) -> str:
+        """How far it is: pytest counts its tests; cargo names what it compiles."""
+        text = self.text()
+        if counts := re.findall(r"\[ *(\d+/\d+)\]$", text, re.MULTILINE):
+            return counts[-1]
+        if num_done := len(re.findall(r"^test .* \.\.\. \w+$", text, re.MULTILINE)):
+            return f"{num_done} tests"
+        if found := re.search(r"^collected .* (\d+) selected", text, re.MULTILINE):
+            return f"0/{found[1]}"
+        return "compiling" if "Compiling" in text else "starting"
+
+    def outcome(self) -> str:
+        """What it counted."""
+        text = self.text()
+        if found := re.findall(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored", text, re.MULTILINE):
+            passed, failed, ignored = (sum(map(int, column)) for column in zip(*found, strict=True))
+            return f"{passed} passed, {failed} failed, {ignored} ignored"
+        return text.rstrip().rpartition("\n")[2].strip("= ")
+
+    def failure(self) -> str:
+        """The part of its output that says what failed."""
+        text = self.text()
+        if match := FAILURES.search(text):
+            return text[match.start() :]
+        return "\n".join(text.splitlines()[-NUM_LAST_LINES:])
+
+
+def say(text: str) -> None:
+    """Prints a line that stays."""
+    print(f"{CLEAR_LINE if sys.stdout.isatty() else ''}test: {text}", flush=True)
+
+
+def advance(lane: list[Part], failed: list[str]) -> bool:
+    """Looks at the running part of a lane, starts the next one when it has ended. False when none is left."""
+    if not lane:
+        return False
+    part = lane[0]
+    if part.process is None:
+        part.start()
+    status = part.process.poll()
+    if status is None:
+        return True
+    for line in re.findall(r"^SKIPPED .*", part.text(), re.MULTILINE):
+        say(line)
+    if status:
+        failed.append(part.name)
+        say(f"{part.name} FAILED after {part.seconds:.0f} s, all of its output is in {part.log}\n{part.failure()}")
+    else:
+        say(f"{part.name}: {part.outcome()} ({part.seconds:.0f} s)")
+    lane.pop(0)
+    return advance(lane, failed)
+
+
+def show(lanes: list[list[Part]], began: float) -> None:
+    """Says how far the running parts are."""
+    parts = [f"{lane[0].name}: {lane[0].progress()}" for lane in lanes if lane]
+    line = f"{time.monotonic() - began:4.0f} s  {'   '.join(parts)}"
+    if sys.stdout.isatty():
+        print(CLEAR_LINE + line[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+    else:
+        say(line)
+
+
+@contextlib.contextmanager
+def ended(lanes: list[list[Part]]) -> Iterator[None]:
+    """Whatever ends this process ends the parts, too."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+    parts = [part for lane in lanes for part in lane]
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.end()
+
+
+def run(lanes: list[list[Part]]) -> int:
+    """Runs lanes side by side, the parts of each one after the other. The number of parts that failed."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    began = shown = time.monotonic()
+    failed: list[str] = []
+    interval_s = TERMINAL_S if sys.stdout.isatty() else LOG_S
+    with ended(lanes):
+        while sum(advance(lane, failed) for lane in lanes):
+            if time.monotonic() - shown >= interval_s:
+                shown = time.monotonic()
+                show(lanes, began)
+            time.sleep(0.1)
+    say(f"{'failed: ' + ', '.join(failed) if failed else 'all passed'}, {time.monotonic() - began:.0f} s in all")
+    return len(failed)
+
+
+def main() -> int:
+    """Runs the parts of `make test`."""
+    rust = Part("rust", ("scripts/test", "rust", "--no-fail-fast"))
+    python = Part("python", (*PYTEST, "-m", "not slow and not e2e"))
+    e2e = Part("e2e", (*PYTEST, "-m", "not slow", "tests/e2e"))
+    return run([[e2e], [rust, python]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

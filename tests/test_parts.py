@@ -1,0 +1,97 @@
+"""How `make test` runs its parts: `tests/__main__.py`."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tests.__main__ as parts
+from tests.__main__ import Part, run
+from tests.peers import ROOT
+
+
+@pytest.fixture(autouse=True)
+def logs(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "LOGS", tmp_path)
+    monkeypatch.setattr(parts, "LOG_S", 0.2)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield tmp_path
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def bash(name, script):
+    return Part(name, ("bash", "-c", script))
+
+
+def test_lanes_run_side_by_side_and_the_parts_of_a_lane_one_after_the_other(logs, capsys):
+    waits = bash("waits", f"until [ -e {logs}/second ]; do sleep 0.05; done; echo '== 3 passed in 1.00s =='")
+    first = bash("first", f"test ! -e {logs}/second; echo 'test result: ok. 5 passed; 0 failed; 1 ignored; 0 measured'")
+    second = bash("second", f"touch {logs}/second; echo 'the last line'")
+    assert run([[waits], [first, second]]) == 0
+    told = capsys.readouterr().out
+    assert "first: 5 passed, 0 failed, 1 ignored (" in told
+    assert "second: the last line (" in told
+    assert "waits: 3 passed in 1.00s (" in told
+    assert re.search(r"test: all passed, \d+ s in all\n$", told)
+
+
+def test_a_part_that_fails_is_told_with_what_failed_and_the_others_go_on(capsys):
+    fails = bash("fails", "echo before; echo '=== FAILURES ==='; echo 'it is wrong'; exit 1")
+    after = bash("after", "echo 'SKIPPED [1] a.py:1: no GPU'; echo done")
+    assert run([[fails, after]]) == 1
+    told = capsys.readouterr().out
+    assert "test: fails FAILED after 0 s" in told
+    assert "=== FAILURES ===\nit is wrong\n" in told
+    assert "before" not in told
+    assert "test: SKIPPED [1] a.py:1: no GPU\n" in told
+    assert "test: after: done (" in told
+    assert re.search(r"test: failed: fails, \d+ s in all\n$", told)
+
+
+@pytest.mark.parametrize(
+    ("output", "progress"),
+    [
+        ("", "starting"),
+        ("   Compiling kvpipe-core v0.1.0", "compiling"),
+        ("test a::b ... ok\ntest a::c ... FAILED", "2 tests"),
+        ("collected 2619 items / 2595 deselected / 24 selected", "0/24"),
+        ("tests/a.py::test_a PASSED [  1/24]\ntests/a.py::test_b PASSED [  2/24]\ntests/a.py::test_c", "2/24"),
+    ],
+)
+def test_it_says_how_far_a_part_is(logs, output, progress):
+    (logs / "part.log").write_text(output)
+    assert Part("part", ()).progress() == progress
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_ends_it_ends_the_parts_and_what_they_started(logs, number):
+    code = (
+        "import pathlib, sys, tests.__main__ as parts\n"
+        f"parts.LOGS = pathlib.Path('{logs}')\n"
+        "parts.run([[parts.Part('sleeps', ('bash', '-c', 'sleep 1000 & echo $!; wait'))]])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    log = logs / "sleeps.log"
+    until(lambda: log.exists() and log.read_text().endswith("\n"))
+    process.send_signal(number)
+    assert process.wait(20) == 128 + number
+    until(lambda: not is_running(int(log.read_text())))
+
+
+def until(condition, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
