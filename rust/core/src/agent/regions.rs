@@ -54,7 +54,7 @@ impl LocalRegion {
         is_writable: bool,
         memory: Arc<Memory>,
     ) -> Result<Self> {
-        let rkey = key(memory.buffer().kind().into(), memory.pack_rkey())?;
+        let rkey = key(&memory)?;
         Ok(Self {
             name: name.to_owned(),
             layout,

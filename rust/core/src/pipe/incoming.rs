@@ -9,7 +9,7 @@ use crate::checksum;
 use crate::error::{Error, Result};
 use crate::net::codec::Reader;
 use crate::tensor::Meta;
-use crate::transfer::exposed::{BufferDescription, Held};
+use crate::transfer::exposed::BufferDescription;
 
 /// A tensor that is here, or that can be transferred.
 pub(super) struct IncomingTensor {
@@ -93,7 +93,7 @@ impl IncomingQueue {
         let meta = Meta::read(&mut reader)?;
         let buffer = BufferDescription::read(&mut reader)?;
         reader.end()?;
-        if buffer.len <= EAGER_CAP && buffer.held == Held::Host {
+        if buffer.len <= EAGER_CAP && !buffer.is_cuda {
             let len = buffer.len;
             return Err(Error::protocol(format_args!("an offer of {len} bytes")));
         }

@@ -130,28 +130,6 @@ impl Receiver {
         }
     }
 
-    fn deliver(
-        &mut self,
-        cx: &mut ReactorContext,
-        sequence: u64,
-        meta: Meta,
-        bytes: Vec<u8>,
-        receive: PendingReceive,
-    ) {
-        self.record_received(cx, sequence, bytes.len());
-        let buffer = match receive.out {
-            Some((_, out)) if !out.write(0, &bytes) => {
-                let text = "the CUDA driver could not write into out=; the tensor is lost, the pipe is usable";
-                let error = Error::Unavailable(text.to_owned());
-                return receive.completer.complete(Err(error));
-            }
-            Some(_) => None,
-            None => Some(Buffer::from_vec(bytes)),
-        };
-        let received = Received { meta, buffer };
-        receive.completer.complete(Ok(Arc::new(received)));
-    }
-
     /// Counts and acknowledges a received tensor. Acknowledgements of small ones are batched: their sends have completed,
     /// and each message would wake the sender.
     pub(super) fn record_received(&mut self, cx: &mut ReactorContext, sequence: u64, len: usize) {

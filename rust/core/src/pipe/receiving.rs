@@ -1,6 +1,8 @@
-//! Large tensors at the receiving end: several are transferred at once, and complete in order.
+//! How receives get their tensors. Of large ones several are transferred at once, and complete in order.
 
 use std::sync::Arc;
+
+use kvpipe_ucx::Buffer;
 
 use super::incoming::{Content, IncomingTensor};
 use super::receiver::{PendingReceive, Receiver};
@@ -44,6 +46,29 @@ impl Receiver {
         let is_large = matches!(next.content, Content::Offer(_));
         self.large_receives.is_empty()
             || (is_large && left < BYTES_AHEAD && self.large_receives.len() < TRANSFERS_IN_FLIGHT)
+    }
+
+    /// Completes a receive with a small tensor.
+    pub(super) fn deliver(
+        &mut self,
+        cx: &mut ReactorContext,
+        sequence: u64,
+        meta: Meta,
+        bytes: Vec<u8>,
+        receive: PendingReceive,
+    ) {
+        self.record_received(cx, sequence, bytes.len());
+        let buffer = match receive.out {
+            Some((_, out)) if !out.write(0, &bytes) => {
+                let text = "the CUDA driver could not write into out=; the tensor is lost, the pipe is usable";
+                let error = Error::Unavailable(text.to_owned());
+                return receive.completer.complete(Err(error));
+            }
+            Some(_) => None,
+            None => Some(Buffer::from_vec(bytes)),
+        };
+        let received = Received { meta, buffer };
+        receive.completer.complete(Ok(Arc::new(received)));
     }
 
     pub(super) fn begin_large(

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kvpipe_ucx::{Buffer, MemoryKind, Status};
+use kvpipe_ucx::{Buffer, MemoryKind};
 
 use super::peer::{RemoteSource, SourceChecksums};
 use super::region::{Layout, Pieces};
@@ -31,29 +31,16 @@ pub(crate) enum ChecksumMode {
     Stream = 2,
 }
 
-/// Which memory a buffer is in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub(crate) enum Held {
-    Host = 0,
-    Cuda = 1,
-}
-
-impl From<MemoryKind> for Held {
-    fn from(kind: MemoryKind) -> Self {
-        match kind {
-            MemoryKind::Host => Self::Host,
-            MemoryKind::Cuda { .. } => Self::Cuda,
-        }
-    }
+const fn is_cuda(kind: MemoryKind) -> bool {
+    matches!(kind, MemoryKind::Cuda { .. })
 }
 
 /// The key of a buffer; an empty one if it can be streamed only. UCX may be unable to pack one for memory that CUDA
 /// cannot share between processes.
-pub(crate) fn key(held: Held, packed: std::result::Result<Vec<u8>, Status>) -> Result<Vec<u8>> {
-    match (held, packed) {
-        (Held::Cuda, Err(_)) => Ok(Vec::new()),
-        (_, packed) => Ok(packed?),
+pub(crate) fn key(memory: &Memory) -> Result<Vec<u8>> {
+    match memory.pack_rkey() {
+        Err(_) if is_cuda(memory.buffer().kind()) => Ok(Vec::new()),
+        packed => Ok(packed?),
     }
 }
 
@@ -73,8 +60,8 @@ impl ExposedBuffer {
         is_checksummed: bool,
     ) -> Result<(Self, BufferDescription)> {
         let is_read = matches!(cx.data_path(session), Some(DataPath::RemoteRead(_)));
-        let held = Held::from(buffer.kind());
-        let checksum_mode = match (is_checksummed && held == Held::Host, is_read) {
+        let is_cuda = is_cuda(buffer.kind());
+        let checksum_mode = match (is_checksummed && !is_cuda, is_read) {
             (false, _) => ChecksumMode::None,
             (true, true) => ChecksumMode::Any,
             (true, false) => ChecksumMode::Stream,
@@ -84,9 +71,9 @@ impl ExposedBuffer {
         let described = BufferDescription {
             len,
             address,
-            held,
+            is_cuda,
             checksum_mode,
-            key: key(held, memory.pack_rkey())?,
+            key: key(&memory)?,
         };
         let exposed = Self {
             memory,
@@ -117,7 +104,7 @@ pub(crate) struct BufferDescription {
     /// Its length, over 0.
     pub(crate) len: usize,
     address: u64,
-    pub(crate) held: Held,
+    pub(crate) is_cuda: bool,
     checksum_mode: ChecksumMode,
     key: Vec<u8>,
 }
@@ -127,18 +114,14 @@ impl BufferDescription {
         writer
             .u64(self.len as u64)
             .u64(self.address)
-            .u8(self.held as u8)
+            .u8(self.is_cuda.into())
             .u8(self.checksum_mode as u8)
             .bytes(&self.key)
     }
 
     pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
         let (len, address) = (reader.u64()?, reader.u64()?);
-        let held = match reader.u8()? {
-            0 => Held::Host,
-            1 => Held::Cuda,
-            other => return Err(Error::protocol(format_args!("a buffer in memory {other}"))),
-        };
+        let is_cuda = reader.flag()?;
         let checksum_mode = match reader.u8()? {
             0 => ChecksumMode::None,
             1 => ChecksumMode::Any,
@@ -156,13 +139,13 @@ impl BufferDescription {
             return Err(Error::protocol(text));
         }
         // Nobody checksums what is on a GPU.
-        if held == Held::Cuda && checksum_mode != ChecksumMode::None {
+        if is_cuda && checksum_mode != ChecksumMode::None {
             return Err(Error::protocol("checksums of a buffer in CUDA memory"));
         }
         Ok(Self {
             len: len as usize,
             address,
-            held,
+            is_cuda,
             checksum_mode,
             key,
         })
@@ -188,8 +171,7 @@ impl BufferDescription {
             },
             ChecksumMode::Stream => SourceChecksums::Streamed,
         };
-        let is_cuda = self.held == Held::Cuda;
-        RemoteSource::new(self.address, self.key.clone(), is_cuda, checksums)
+        RemoteSource::new(self.address, self.key.clone(), self.is_cuda, checksums)
     }
 }
 
@@ -226,7 +208,7 @@ mod tests {
     #[test]
     fn a_buffer_in_cuda_memory_has_no_checksums() {
         let read = buffer_in(1, 1 << 20, 4096, 0).unwrap();
-        assert_eq!(read.held, Held::Cuda);
+        assert!(read.is_cuda);
         let message = read.write(Writer::default()).finish();
         assert_eq!(
             BufferDescription::read(&mut Reader::new(&message)).unwrap(),

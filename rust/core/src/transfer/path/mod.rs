@@ -30,22 +30,19 @@ pub(super) enum Path {
     Stream,
 }
 
-/// What can connect two memories.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Reach {
-    /// The lanes of the session that read memory of the host, if there are any.
-    Host,
-    /// A lane between two GPUs, if it knows both memories.
-    Cuda,
-    /// Nothing: UCX would serve the read in software.
-    Nothing,
-}
-
-const fn reach(is_from_cuda: bool, to: MemoryKind) -> Reach {
+/// Whether the destination reads from a peer's memory, in CUDA or not, into memory of its own; else the source streams.
+/// `reaches` tells whether a lane connects two CUDA memories.
+fn is_read(
+    data_path: Option<&DataPath>,
+    is_from_cuda: bool,
+    to: MemoryKind,
+    reaches: impl FnOnce() -> bool,
+) -> bool {
     match (is_from_cuda, to) {
-        (false, MemoryKind::Host) => Reach::Host,
-        (true, MemoryKind::Cuda { .. }) => Reach::Cuda,
-        (false, MemoryKind::Cuda { .. }) | (true, MemoryKind::Host) => Reach::Nothing,
+        (false, MemoryKind::Host) => matches!(data_path, Some(DataPath::RemoteRead(_))),
+        (true, MemoryKind::Cuda { .. }) => reaches(),
+        // No lane connects the two: UCX would serve the read in software.
+        (false, MemoryKind::Cuda { .. }) | (true, MemoryKind::Host) => false,
     }
 }
 
@@ -63,23 +60,19 @@ pub(super) fn choose(
     if is_retry || source.is_stream_only() {
         return Ok(Path::Stream);
     }
-    let to = destination.buffer().kind();
-    match reach(source.is_cuda, to) {
-        Reach::Host if !matches!(cx.data_path(session), Some(DataPath::RemoteRead(_))) => {
-            Ok(Path::Stream)
-        }
-        Reach::Host => match process {
-            Some(process) => Ok(Path::ProcessVm(Rc::clone(process))),
-            None => source.key(cx, session, to).map(Path::RemoteRead),
-        },
-        // A key that cannot be used here is no fault of the peer's: CUDA opens not all memory everywhere.
-        Reach::Cuda => Ok(match source.key(cx, session, to) {
-            Ok(key) if cx.reaches(session, destination, (source.base, &key)) => {
-                Path::RemoteRead(key)
-            }
-            _ => Path::Stream,
-        }),
-        Reach::Nothing => Ok(Path::Stream),
+    let (to, data_path) = (destination.buffer().kind(), cx.data_path(session));
+    let is_cuda = source.is_cuda;
+    // A key that cannot be used here is no fault of the peer's: CUDA opens not all memory everywhere.
+    let reaches = || {
+        let key = source.key(cx, session, to);
+        key.is_ok_and(|key| cx.reaches(session, destination, (source.base, &key)))
+    };
+    if !is_read(data_path.as_ref(), is_cuda, to, reaches) {
+        return Ok(Path::Stream);
+    }
+    match process {
+        Some(process) if !is_cuda => Ok(Path::ProcessVm(Rc::clone(process))),
+        _ => source.key(cx, session, to).map(Path::RemoteRead),
     }
 }
 
@@ -88,11 +81,36 @@ mod tests {
     use super::*;
 
     #[test]
-    fn between_a_gpu_and_the_host_nothing_reads() {
+    fn memory_of_the_host_takes_the_path_of_the_session() {
+        let asked = || panic!("whether CUDA memory is reached");
+        let (read, stream) = (
+            DataPath::RemoteRead(String::new()),
+            DataPath::Stream(String::new()),
+        );
+        assert!(is_read(Some(&read), false, MemoryKind::Host, asked));
+        assert!(!is_read(Some(&stream), false, MemoryKind::Host, asked));
+        assert!(!is_read(None, false, MemoryKind::Host, asked));
+    }
+
+    #[test]
+    fn between_two_gpus_bytes_are_read_where_a_lane_reaches_and_streamed_where_none_does() {
         let cuda = MemoryKind::Cuda { device: 1 };
-        assert_eq!(reach(false, MemoryKind::Host), Reach::Host);
-        assert_eq!(reach(true, cuda), Reach::Cuda);
-        assert_eq!(reach(false, cuda), Reach::Nothing);
-        assert_eq!(reach(true, MemoryKind::Host), Reach::Nothing);
+        for data_path in [
+            DataPath::RemoteRead(String::new()),
+            DataPath::Stream(String::new()),
+        ] {
+            assert!(is_read(Some(&data_path), true, cuda, || true));
+            assert!(!is_read(Some(&data_path), true, cuda, || false));
+        }
+    }
+
+    #[test]
+    fn between_a_gpu_and_the_host_bytes_are_always_streamed() {
+        let (cuda, read) = (
+            MemoryKind::Cuda { device: 0 },
+            DataPath::RemoteRead(String::new()),
+        );
+        assert!(!is_read(Some(&read), false, cuda, || true));
+        assert!(!is_read(Some(&read), true, MemoryKind::Host, || true));
     }
 }
