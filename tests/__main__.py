@@ -92,7 +92,9 @@ class Part:
         if found := re.findall(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored", text, re.MULTILINE):
             passed, failed, ignored = (sum(map(int, column)) for column in zip(*found, strict=True))
             return f"{passed} passed, {failed} failed, {ignored} ignored"
-        return text.rstrip().rpartition("\n")[2].strip("= ")
+        if found := re.findall(r"^=+ (.* in [\d.]+s.*) =+$", text, re.MULTILINE):
+            return found[-1]
+        return text.rstrip().rpartition("\n")[2]
 
     def failure(self) -> str:
         """The part of its output that says what failed."""

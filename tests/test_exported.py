@@ -26,7 +26,7 @@ print(json.dumps({
 def look_after(code):
     done = subprocess.run([sys.executable, "-c", code + LOOK], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def test_all_is_sorted_and_complete():
@@ -54,23 +54,21 @@ def test_every_public_name_is_documented(name):
 
 
 def test_import_kvpipe_loads_nothing_heavy_and_starts_nothing():
-    seen = look_after("import kvpipe, kvpipe.control, kvpipe.config, kvpipe.testing")
+    [seen] = look_after("import kvpipe, kvpipe.control, kvpipe.config, kvpipe.testing")
     assert not HEAVY & set(seen["modules"])
     assert (seen["python_threads"], seen["threads"]) == (1, 1)
     assert "libucp" not in seen["maps"]
 
 
 def test_import_kvpipe_leaves_asyncio_to_those_who_await():
-    assert "asyncio" not in look_after("import kvpipe")["modules"]
+    [seen] = look_after("import kvpipe")
+    assert "asyncio" not in seen["modules"]
 
 
 @pytest.mark.vllm
 def test_importing_the_connector_starts_no_thread_and_loads_no_ucx():
-    before = look_after("import vllm.distributed.kv_transfer.kv_connector.v1.base, vllm.v1.core.sched.output")
-    seen = look_after(
-        "import vllm.distributed.kv_transfer.kv_connector.v1.base, vllm.v1.core.sched.output\n"
-        "from kvpipe.connector import KVPipeConnector"
-    )
+    vllm = "import vllm.distributed.kv_transfer.kv_connector.v1.base, vllm.v1.core.sched.output"
+    before, seen = look_after(vllm + LOOK + "from kvpipe.connector import KVPipeConnector")[-2:]
     assert (seen["python_threads"], seen["threads"]) == (before["python_threads"], before["threads"])
     assert "libucp" not in seen["maps"]
 
