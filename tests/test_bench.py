@@ -372,7 +372,7 @@ def test_a_benchmark_runs_to_its_end_and_writes_text_json_and_plot(tmp_path, arg
         assert fact in done.stdout
     assert "round 5 of 5" in done.stderr
     found = json.loads(figures.read_text())
-    assert set(found) == {"machine", "skipped", "rows", "bounds"}
+    assert set(found) == {"machine", "skipped", "rows", "bounds", "differences"}
     assert {"system", "cpu", "num_cpus", "cache_bytes", "load_average", "kvpipe", "python", "ucx"} <= set(
         found["machine"]
     )

@@ -61,8 +61,8 @@ def test_what_was_over_before_the_first_token_counts_as_nothing() -> None:
 
 def test_kv_is_there_when_its_last_block_and_the_token_are_and_not_when_the_worker_ends_the_load() -> None:
     times = {"queued": 9.0, "admitted": 9.1, "load": 9.2, "sampled": 10.0, "first_step": 10.005, "loaded": 10.006}
-    late_state = samples.exposed(life(**times, whole=9.9, finished=10.001))
-    late_block = samples.exposed(life(**times, whole=10.003, finished=10.001))
+    late_state = samples.exposed(life(**times, verified=9.9, finished=10.001))
+    late_block = samples.exposed(life(**times, verified=10.003, finished=10.001))
     assert late_state is not None
     assert late_block is not None
     assert late_state.phases_ms == pytest.approx((0, 0, 1, 4))

@@ -1,5 +1,5 @@
 //! The messages between the two ends of a transfer, the same on every session that moves bytes; see
-//! docs/wire-format.md.
+//! docs/reference/wire-format.md.
 
 use std::borrow::Cow;
 
