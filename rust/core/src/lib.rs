@@ -1,9 +1,9 @@
 //! The transport of kvpipe without Python: authenticated sessions, pipes, block transfers and handoffs.
 //!
-//! A [`reactor::Reactor`] owns everything: its listener, its sessions, its UCX worker and the state of what runs on it. One
-//! thread at a time runs it; others hand it commands and get [`work::Work`] or [`events::Events`] back. Nothing here is
-//! `unsafe`, but for the promise that a reactor may change its thread, or knows Python; what touches memory lives in
-//! `kvpipe-ucx`.
+//! A [`reactor::Reactor`] has a thread, an event handler and what other threads ask of it. [`session`] is that handler: it
+//! owns the listener, the sessions and the UCX worker, and calls a [`session::Service`]: agent, pipe, lookup buffer or
+//! control. Other threads send commands, and get [`work::Work`] or [`events::Events`] back. Nothing here knows Python. The
+//! only `unsafe` asserts that a reactor may move between threads; code that touches memory lives in `kvpipe-ucx`.
 #![deny(unsafe_code)]
 
 pub mod agent;

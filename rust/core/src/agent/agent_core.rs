@@ -9,8 +9,8 @@ use kvpipe_ucx::{AmData, Status};
 
 use super::SharedState;
 use super::messages::{
-    CORRUPT, NOT_TAKEN, NOTED, NOTIFY, OFFER, PROCESS_VM, REGIONS, RELEASED, RemoteRegions, TAKEN,
-    VOID,
+    ACCEPTED, CORRUPT, DECLINED, NOTED, NOTIFY, OFFER, PROCESS_VM, REGIONS, RELEASED,
+    RemoteRegions, VOID,
 };
 use super::offers::Offer;
 use super::peer::Peer;
@@ -71,7 +71,7 @@ pub(crate) struct AgentCore {
     pub(super) next_region: RegionId,
     pub(super) closing: Vec<Closing>,
     /// Closed regions of peers that are still read.
-    pub(super) letting_go: Vec<(SessionKey, RegionId)>,
+    pub(super) releasing_regions: Vec<(SessionKey, RegionId)>,
     pub(crate) peers: HashMap<SessionKey, PeerState>,
     pub(super) by_address: HashMap<String, SessionKey>,
     /// Reads under way, by the owner that the engine knows.
@@ -95,7 +95,7 @@ impl AgentCore {
             regions: BTreeMap::new(),
             next_region: 0,
             closing: Vec::new(),
-            letting_go: Vec::new(),
+            releasing_regions: Vec::new(),
             peers: HashMap::new(),
             by_address: HashMap::new(),
             reads: HashMap::new(),
@@ -204,7 +204,7 @@ impl AgentCore {
                 }
                 Ok(())
             }
-            OFFER | TAKEN | NOT_TAKEN | CORRUPT => {
+            OFFER | ACCEPTED | DECLINED | CORRUPT => {
                 self.offer_message(cx, session, kind, header, data)
             }
             NOTIFY | VOID | NOTED => self.notice_message(cx, session, kind, header, data),

@@ -12,10 +12,10 @@ use crate::transfer::region::{Pieces, RemoteRegion};
 /// a tag, else 0; payload: the target's ids, the writer's ids, the tag.
 pub(super) const OFFER: u8 = 36;
 /// Target has an offer's blocks: offer.
-pub(super) const TAKEN: u8 = 37;
+pub(super) const ACCEPTED: u8 = 37;
 /// Target does not take an offer, whose number is void: offer; payload: reason.
-pub(super) const NOT_TAKEN: u8 = 38;
-/// Target got blocks that differ from their checksums; as [`NOT_TAKEN`].
+pub(super) const DECLINED: u8 = 38;
+/// Target got blocks that differ from their checksums; as [`DECLINED`].
 pub(super) const CORRUPT: u8 = 39;
 /// A notification: number; payload: tag.
 pub(super) const NOTIFY: u8 = 40;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::agent_core::AgentCore;
-use super::messages::{CORRUPT, NOT_TAKEN, OFFER, Offered, TAKEN, reason};
+use super::messages::{ACCEPTED, CORRUPT, DECLINED, OFFER, Offered, reason};
 use super::notices::Notice;
 use super::peer::{Counters, Peer};
 use super::plan::{not_writable, peer_gone, region_gone};
@@ -151,12 +151,12 @@ impl AgentCore {
     }
 
     pub(super) fn offers_down(&mut self, session: SessionKey, error: &Error) {
-        let of_link = self
+        let of_session = self
             .offers
             .iter()
             .filter(|(_, offer)| offer.session == session);
-        let of_link: Vec<u64> = of_link.map(|(id, _)| *id).collect();
-        for id in of_link {
+        let of_session: Vec<u64> = of_session.map(|(id, _)| *id).collect();
+        for id in of_session {
             self.end_offer(id, Err(error.clone()));
         }
     }
@@ -281,11 +281,11 @@ impl AgentCore {
             }
         }
         let (kind, payload) = match outcome {
-            Ok(()) => (TAKEN, Payload::None),
+            Ok(()) => (ACCEPTED, Payload::None),
             Err(error) => {
                 let text = Writer::default().text(&error.to_string(), REASON_CAP);
                 let is_corrupt = matches!(error, Error::Corrupt(_));
-                let kind = if is_corrupt { CORRUPT } else { NOT_TAKEN };
+                let kind = if is_corrupt { CORRUPT } else { DECLINED };
                 (kind, Payload::Bytes(text.finish()))
             }
         };
@@ -309,7 +309,7 @@ impl AgentCore {
         let id = header.u64()?;
         header.end()?;
         let outcome = match kind {
-            TAKEN => Ok(()),
+            ACCEPTED => Ok(()),
             CORRUPT => Err(Error::Corrupt(reason(data)?)),
             _ => {
                 let text = reason(data)?;

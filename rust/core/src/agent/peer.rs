@@ -191,12 +191,12 @@ impl Peer {
         &self.0.counters
     }
 
-    pub(super) fn met(&self, incarnation: Incarnation, transport: String) {
+    pub(super) fn set_identity(&self, incarnation: Incarnation, transport: String) {
         let mut state = self.state();
         (state.incarnation, state.transport) = (incarnation, transport);
     }
 
-    pub(super) fn has_regions(&self, regions: Arc<[RegionInfo]>) {
+    pub(super) fn set_regions(&self, regions: Arc<[RegionInfo]>) {
         self.state().regions = regions;
     }
 

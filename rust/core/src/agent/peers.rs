@@ -142,7 +142,8 @@ impl AgentCore {
             .entry(session)
             .or_insert_with(|| PeerState::new(Peer::new(session, &address, ours)));
         let transport = transport(cx, session);
-        peer.handle.met(identity.incarnation, transport.clone());
+        peer.handle
+            .set_identity(identity.incarnation, transport.clone());
         if peer.regions.is_none() {
             peer.regions_by = Some(cx.now() + cx.timeouts().handshake);
         }

@@ -107,11 +107,11 @@ impl AgentCore {
         let id = self.next_region;
         self.next_region += 1;
         self.regions.insert(id, region);
-        self.announce_regions(cx);
+        self.send_regions(cx);
         Ok(id)
     }
 
-    fn announce_regions(&self, cx: &mut ReactorContext) {
+    fn send_regions(&self, cx: &mut ReactorContext) {
         let count = self.regions.len();
         self.shared.num_regions.store(count, Ordering::Relaxed);
         let frame = self.describe_regions();
@@ -150,7 +150,7 @@ impl AgentCore {
         let error = closed_region(&region.name);
         self.withdraw_reads(cx, id, &error);
         self.withdraw_offers(cx, |offer: &Offer| offer.region == id, &error);
-        self.announce_regions(cx);
+        self.send_regions(cx);
         let up = self
             .peers
             .keys()
@@ -265,7 +265,7 @@ impl AgentCore {
         let last = regions.0.last();
         peer.next_region = last.map_or(0, |region| region.id + 1).max(peer.next_region);
         peer.handle
-            .has_regions(regions.0.iter().map(RegionInfo::from).collect());
+            .set_regions(regions.0.iter().map(RegionInfo::from).collect());
         let regions = regions.0.into_iter().map(|region| (region.id, region));
         let regions: BTreeMap<RegionId, RemoteRegion> = regions.collect();
         let closed = known.iter();
@@ -281,26 +281,32 @@ impl AgentCore {
         peer.regions = Some(regions);
         peer.regions_by = None;
         for (id, name) in closed {
-            self.let_go(cx, session, id, &name);
+            self.release_remote_region(cx, session, id, &name);
         }
         self.regions_known(cx, session);
         Ok(())
     }
 
     /// The peer has closed a region: what has not begun fails, and it is told when the rest is over.
-    fn let_go(&mut self, cx: &mut ReactorContext, session: SessionKey, id: RegionId, name: &str) {
+    fn release_remote_region(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: RegionId,
+        name: &str,
+    ) {
         let text = format!("region {name:?} of the peer was closed by its owner");
         let error = Error::Config(text);
         self.engine.remove_source(cx, session, id.into(), &error);
         let to_region = |offer: &Offer| offer.session == session && offer.remote_region == id;
         self.withdraw_offers(cx, to_region, &error);
-        self.letting_go.push((session, id));
+        self.releasing_regions.push((session, id));
     }
 
     /// Tells peers which of their closed regions are not being read any more.
     pub(super) fn release(&mut self, cx: &mut ReactorContext) {
         let engine = &self.engine;
-        self.letting_go.retain(|&(session, id)| {
+        self.releasing_regions.retain(|&(session, id)| {
             let is_read = engine.is_reading(session, id.into());
             if !is_read {
                 cx.send(session, &Writer::new(RELEASED).u32(id).finish());
@@ -310,7 +316,8 @@ impl AgentCore {
     }
 
     pub(super) fn regions_down(&mut self, session: SessionKey) {
-        self.letting_go.retain(|(other, _)| *other != session);
+        self.releasing_regions
+            .retain(|(other, _)| *other != session);
         for closing in &mut self.closing {
             closing.waiting_for.remove(&session);
         }

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use super::messages::ControlMessage;
-use super::producer::{HandoffStatus, LeasedHandoff, ProducerRole, UNKNOWN_HANDOFF};
+use super::producer::{HandoffStatus, OpenHandoff, ProducerRole, UNKNOWN_HANDOFF};
 use super::service::ControlOutbox;
 use crate::ids::{HandoffId, SessionKey};
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
@@ -97,7 +97,7 @@ impl DeferredQuery {
         }
     }
 
-    fn reply_about(&self, leased: &LeasedHandoff, now: Instant) -> Option<DeferredReply> {
+    fn reply_about(&self, leased: &OpenHandoff, now: Instant) -> Option<DeferredReply> {
         let remaining = || Some(leased.prefill_ends?.saturating_duration_since(now));
         match self.condition {
             ReplyCondition::Consumer if leased.watchers.is_empty() => None,

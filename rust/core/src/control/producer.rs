@@ -20,7 +20,7 @@ const CONSUMER_GAVE_UP: &str = "its consumer gave up";
 
 /// How far a leased handoff has come.
 #[derive(Debug)]
-pub(super) enum LeasePhase {
+pub(super) enum HandoffPhase {
     Prefilling {
         /// Whether its last consumer has left: the blocks are then released when prefill finishes.
         is_abandoned: bool,
@@ -33,23 +33,25 @@ pub(super) enum LeasePhase {
 }
 
 #[derive(Debug)]
-pub(super) struct LeasedHandoff {
+pub(super) struct OpenHandoff {
     pub(super) opening: Opening,
-    pub(super) phase: LeasePhase,
+    pub(super) phase: HandoffPhase,
     /// The last prediction of the end of prefill.
     pub(super) prefill_ends: Option<Instant>,
     pub(super) watchers: HashSet<SessionKey>,
 }
 
-impl LeasedHandoff {
+impl OpenHandoff {
     pub(super) fn is_finished(&self) -> bool {
-        matches!(self.phase, LeasePhase::Finished { .. })
+        matches!(self.phase, HandoffPhase::Finished { .. })
     }
 
     /// When the lease ends; `None` before prefill has finished, and while a consumer watches.
     fn lease_ends(&self) -> Option<Instant> {
         match self.phase {
-            LeasePhase::Finished { lease_ends, .. } if self.watchers.is_empty() => Some(lease_ends),
+            HandoffPhase::Finished { lease_ends, .. } if self.watchers.is_empty() => {
+                Some(lease_ends)
+            }
             _ => None,
         }
     }
@@ -82,7 +84,7 @@ impl Waiter for PendingWatch {
 
 /// What a producer knows about a handoff.
 pub(super) enum HandoffStatus<'p> {
-    Leased(&'p LeasedHandoff),
+    Leased(&'p OpenHandoff),
     Ended(&'p str),
     /// Its request has arrived, and is not scheduled yet.
     Expected,
@@ -92,7 +94,7 @@ pub(super) enum HandoffStatus<'p> {
 pub(super) struct ProducerRole {
     lease: Duration,
     open_timeout: Duration,
-    leased: HashMap<HandoffId, LeasedHandoff>,
+    leased: HashMap<HandoffId, OpenHandoff>,
     /// Why handoffs ended.
     ended: RecentHandoffs<String>,
     /// Handoffs whose watches and queries wait without a deadline.
@@ -144,9 +146,9 @@ impl ProducerRole {
             let opening = opening.clone();
             out.send(session, ControlMessage::Opened { handoff, opening });
         }
-        let leased = LeasedHandoff {
+        let leased = OpenHandoff {
             opening,
-            phase: LeasePhase::Prefilling {
+            phase: HandoffPhase::Prefilling {
                 is_abandoned: false,
             },
             prefill_ends: None,
@@ -180,9 +182,12 @@ impl ProducerRole {
             let state = state.clone();
             out.send(session, ControlMessage::Finished { handoff, state });
         }
-        let is_abandoned = matches!(leased.phase, LeasePhase::Prefilling { is_abandoned: true });
+        let is_abandoned = matches!(
+            leased.phase,
+            HandoffPhase::Prefilling { is_abandoned: true }
+        );
         let lease_ends = now + self.lease;
-        leased.phase = LeasePhase::Finished { state, lease_ends };
+        leased.phase = HandoffPhase::Finished { state, lease_ends };
         if is_abandoned {
             self.release(out, handoff, CONSUMER_LOST);
         }
@@ -238,8 +243,8 @@ impl ProducerRole {
             let opening = leased.opening.clone();
             out.send(session, ControlMessage::Opened { handoff, opening });
             match &mut leased.phase {
-                LeasePhase::Prefilling { is_abandoned } => *is_abandoned = false,
-                LeasePhase::Finished { state, .. } => {
+                HandoffPhase::Prefilling { is_abandoned } => *is_abandoned = false,
+                HandoffPhase::Finished { state, .. } => {
                     let state = state.clone();
                     out.send(session, ControlMessage::Finished { handoff, state });
                 }
@@ -293,7 +298,7 @@ impl ProducerRole {
         let Some(leased) = leased.filter(|leased| leased.watchers.is_empty()) else {
             return;
         };
-        if let LeasePhase::Prefilling { is_abandoned } = &mut leased.phase {
+        if let HandoffPhase::Prefilling { is_abandoned } = &mut leased.phase {
             *is_abandoned = true;
         } else {
             self.release(out, handoff, reason);
@@ -315,7 +320,7 @@ impl ProducerRole {
 
     /// Ends leases and pending watches that are over, and returns the next deadline.
     pub(super) fn expire(&mut self, out: &mut ControlOutbox, now: Instant) -> Option<Instant> {
-        let ends = |leased: &LeasedHandoff| leased.lease_ends().is_some_and(|at| at <= now);
+        let ends = |leased: &OpenHandoff| leased.lease_ends().is_some_and(|at| at <= now);
         let ended = self.leased.iter().filter(|(_, leased)| ends(leased));
         for handoff in ended.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.release(out, handoff, "its lease ended before a consumer came");
@@ -327,7 +332,7 @@ impl ProducerRole {
             watch.end(out, UNKNOWN_HANDOFF.to_owned());
         }
         let pending = self.pending.iter().filter(|watch| is_unknown(watch));
-        let leases = self.leased.values().filter_map(LeasedHandoff::lease_ends);
+        let leases = self.leased.values().filter_map(OpenHandoff::lease_ends);
         pending.map(|watch| watch.deadline).chain(leases).min()
     }
 }

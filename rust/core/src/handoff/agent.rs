@@ -184,8 +184,8 @@ impl HandoffAgent {
         })
     }
 
-    /// Consumer: begins to load; `Loaded` or `Failed` follows exactly once. A handoff that is being loaded is refused: `Log`
-    /// says so.
+    /// Consumer: begins to load; `LoadCompleted` or `LoadFailed` follows exactly once. A handoff that is being loaded is
+    /// refused, with a `Log` event.
     pub fn load(&self, request: LoadRequest) -> Result<()> {
         check_positions(request.first, request.block_ids.len())?;
         self.send(HandoffCommandKind::Load(request))
@@ -196,8 +196,8 @@ impl HandoffAgent {
         self.send(HandoffCommandKind::Commit { handoff })
     }
 
-    /// Consumer: ends a load; `Failed` follows once nothing writes into its blocks any more. `is_withdrawn`: the producer
-    /// has taken back what it had announced, so that every block is missing.
+    /// Consumer: ends a load; `LoadFailed` follows once nothing writes into its blocks any more. With `is_withdrawn` the
+    /// producer has withdrawn its blocks, and every block counts as missing.
     pub fn cancel(&self, handoff: HandoffId, reason: &str, is_withdrawn: bool) -> Result<()> {
         self.send(HandoffCommandKind::Cancel {
             handoff,

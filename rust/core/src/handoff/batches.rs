@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
+use super::announcements::block_bytes;
 use super::consumer::ReadBatch;
-use super::leases::block_bytes;
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum};
 use crate::agent::{BlocksRead, region_gone};

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use super::ReadyBlock;
 use super::agent::{Event, LoadRequest};
+use super::announcements::slice_of;
 use super::consumer::Load;
-use super::leases::slice_of;
 use super::messages::HandoffMessage;
 use super::service::HandoffService;
 use crate::agent::peers::transport;

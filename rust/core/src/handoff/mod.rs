@@ -3,9 +3,9 @@
 //! in batches, and verifies each block with the checksum that the producer computed.
 
 mod agent;
+mod announcements;
 mod batches;
 pub mod consumer;
-mod leases;
 mod loads;
 pub(crate) mod messages;
 pub mod producer;

@@ -1,5 +1,5 @@
 //! Blocks that have become ready, region by region, on their way to their checksums: what waits is joined, so that
-//! regions that come faster than they are summed cost one announcement and not one each.
+//! regions that come faster than they are checksummed cost one announcement and not one each.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

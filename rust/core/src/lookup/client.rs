@@ -213,7 +213,7 @@ impl LookupClient {
 impl Service for LookupClient {
     type Command = Infallible;
 
-    fn command(&mut self, _io: &mut ReactorContext, command: Infallible) {
+    fn command(&mut self, _cx: &mut ReactorContext, command: Infallible) {
         match command {}
     }
 
@@ -249,7 +249,12 @@ impl Service for LookupClient {
         }
     }
 
-    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
+    fn frame(
+        &mut self,
+        _cx: &mut ReactorContext,
+        _session: SessionKey,
+        _frame: &[u8],
+    ) -> Result<()> {
         Err(Error::protocol(
             "the server of a lookup buffer sent a frame",
         ))

@@ -294,11 +294,11 @@ impl LookupServer {
 impl Service for LookupServer {
     type Command = Infallible;
 
-    fn command(&mut self, _io: &mut ReactorContext, command: Infallible) {
+    fn command(&mut self, _cx: &mut ReactorContext, command: Infallible) {
         match command {}
     }
 
-    fn session_up(&mut self, _io: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
+    fn session_up(&mut self, _cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
         self.clients.insert(session, ClientSession::default());
         self.tensors.session_up(session);
     }
@@ -310,7 +310,12 @@ impl Service for LookupServer {
         }
     }
 
-    fn frame(&mut self, _io: &mut ReactorContext, _link: SessionKey, _frame: &[u8]) -> Result<()> {
+    fn frame(
+        &mut self,
+        _cx: &mut ReactorContext,
+        _session: SessionKey,
+        _frame: &[u8],
+    ) -> Result<()> {
         Err(Error::protocol("a client of a lookup buffer sent a frame"))
     }
 

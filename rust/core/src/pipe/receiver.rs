@@ -314,7 +314,7 @@ impl Service for Receiver {
                 Handled::Request(_) => {
                     return Err(Error::protocol("a read of what a receiver does not expose"));
                 }
-                Handled::Unasked => {
+                Handled::UnknownTransfer => {
                     return Err(Error::protocol("data of a tensor that was not requested"));
                 }
             }

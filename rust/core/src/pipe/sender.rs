@@ -138,7 +138,7 @@ impl Sender {
                 let source = self.exposed(request.source);
                 self.engine.serve(cx, &request, source);
             }
-            Handled::Unasked => {
+            Handled::UnknownTransfer => {
                 return Err(Error::protocol("bytes for the sender of a pipe"));
             }
         }

@@ -237,7 +237,7 @@ impl<S: Service> Sessions<S> {
             SessionEvent::Admitted(session_id) => self.cx.admit(key, session_id),
             SessionEvent::Ready => self.establish(key)?,
             SessionEvent::Frame(frame) => {
-                self.announce(key);
+                self.report_up(key);
                 self.service.frame(&mut self.cx, key, &frame)?;
             }
         }
@@ -254,14 +254,14 @@ impl<S: Service> Sessions<S> {
         if let SessionState::Establishing(peer) = &session.state {
             let address = peer.ucx_address.clone();
             if !self.cx.open_endpoint(key, &address)? {
-                self.announce(key);
+                self.report_up(key);
             }
         }
         Ok(())
     }
 
     /// Tells the service of a session that is established, once.
-    fn announce(&mut self, key: SessionKey) {
+    fn report_up(&mut self, key: SessionKey) {
         let Some(session) = self.cx.sessions.get_mut(&key) else {
             return;
         };
@@ -315,7 +315,7 @@ impl<S: Service> Sessions<S> {
             return self.cx.fail(session, Error::lost(&peer, status));
         }
         if self.cx.finish_hello(session) {
-            self.announce(session);
+            self.report_up(session);
         }
     }
 
@@ -342,7 +342,7 @@ impl<S: Service> Sessions<S> {
         if header == [HELLO] {
             endpoint.receive_hello();
             if endpoint.is_established() {
-                self.announce(key);
+                self.report_up(key);
             }
             return;
         }
@@ -351,7 +351,7 @@ impl<S: Service> Sessions<S> {
             return self.cut(key, error);
         }
         // A peer that sends more has received our hello.
-        self.announce(key);
+        self.report_up(key);
         if let Err(error) = self.service.message(&mut self.cx, key, header, data) {
             self.cut(key, error);
         }

@@ -1,4 +1,4 @@
-//! Where the payloads of streams go while UCX still has them in its receive buffer, which saves a copy. Rooms above
+//! Where the payloads of streams go while UCX still has them in its receive buffer, which saves a copy. Services above
 //! register sinks; the UCX worker finds them by how the header of a message begins.
 
 use std::cell::RefCell;

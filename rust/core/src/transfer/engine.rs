@@ -58,8 +58,8 @@ pub(crate) enum Handled {
     Done,
     /// A peer asks for something: [`TransferEngine::serve`] answers it.
     Request(SourceRequest),
-    /// It is about a transfer that this side has never begun. Rooms differ in what they make of it.
-    Unasked,
+    /// It is about a transfer that this side has never begun. Services differ in what they make of it.
+    UnknownTransfer,
 }
 
 /// Moves bytes between registered memories. See the module.
@@ -80,7 +80,7 @@ pub(crate) struct TransferEngine {
     pub(super) completions: VecDeque<Completion>,
 }
 
-/// What a room asks for.
+/// What a service asks for.
 impl TransferEngine {
     pub(crate) fn new(max_in_flight: usize) -> Self {
         Self {

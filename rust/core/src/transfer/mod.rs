@@ -1,6 +1,6 @@
 //! How bytes move. [`TransferEngine`] owns everything that is under way between registered memories, in both directions:
 //! reads of a peer's memory over UCX or by `process_vm_readv`, streams with credits, and checksums of either. It knows
-//! neither regions nor handoffs nor users. A room above (agent, pipe, lookup) hands it [requests](TransferRequest) that
+//! neither regions nor handoffs nor users. A service above (agent, pipe, lookup) hands it [requests](TransferRequest) that
 //! carry an owner of its choice, answers [which memory](SourceRequest) a peer's read is of, and drains
 //! [completions](Completion) after each call.
 //!

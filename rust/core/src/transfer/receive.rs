@@ -23,7 +23,7 @@ impl TransferEngine {
         if let Some(transfer) = message.at_destination()
             && !self.was_begun(transfer)
         {
-            return Ok(Handled::Unasked);
+            return Ok(Handled::UnknownTransfer);
         }
         match message {
             Message::Read {
@@ -31,7 +31,7 @@ impl TransferEngine {
                 source,
                 wanted,
                 ids,
-            } => return self.asked(session, (transfer, source), wanted, ids),
+            } => return self.admit_read(session, (transfer, source), wanted, ids),
             Message::Data {
                 transfer,
                 offset,

@@ -17,7 +17,7 @@ use crate::transport::Memory;
 /// Bytes that are hashed in one go, which sockets and other transfers wait for: less than a millisecond.
 const SLICE: u64 = 4 << 20;
 
-/// A peer wants something of one of our sources. Which memory that is, the room above knows: it answers with
+/// A peer wants something of one of our sources. Which memory that is, the service above knows: it answers with
 /// [`TransferEngine::serve`].
 #[derive(Debug)]
 pub(crate) struct SourceRequest {
@@ -95,7 +95,7 @@ impl ChecksumJob {
 
 impl TransferEngine {
     /// A peer asks for blocks.
-    pub(super) fn asked(
+    pub(super) fn admit_read(
         &self,
         session: SessionKey,
         (transfer, source): (u64, u64),

@@ -31,10 +31,10 @@ pub(super) fn split_token(token: u64) -> (u64, u64) {
     (token >> NUMBER_BITS, token % READS_CAP as u64)
 }
 
-/// What a room wants to have here.
+/// What a service wants to have here.
 #[derive(Debug, Clone)]
 pub(crate) struct TransferRequest {
-    /// Whatever the room knows it by.
+    /// Whatever the service knows it by.
     pub(crate) owner: u64,
     pub(crate) session: SessionKey,
     /// The peer's source.
@@ -44,7 +44,7 @@ pub(crate) struct TransferRequest {
     pub(crate) pieces: Arc<Pieces>,
     /// Whether the bytes are compared with checksums, if the source has any.
     pub(crate) is_checksummed: bool,
-    /// Whether the room has checksums of its own, which verify what a stream brings even if the source ends.
+    /// Whether the service has checksums of its own, which verify what a stream brings even if the source ends.
     pub(crate) is_verified_by_owner: bool,
     /// Whether a read has failed before: the source streams, whatever the path of the session.
     pub(crate) is_retry: bool,
@@ -70,7 +70,7 @@ pub(crate) enum TransferError {
 }
 
 impl TransferError {
-    /// As an error; the room says what differs.
+    /// As an error; the service says what differs.
     pub(crate) fn into_error(self, corrupt: impl FnOnce(Corruption) -> String) -> Error {
         match self {
             Self::Corrupt(corruption) => Error::Corrupt(corrupt(corruption)),

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use kvpipe_ucx::{AmData, Buffer, EndpointId, Event, Lane, Status};
 use rustix::event::EventfdFlags;
 
-use super::{Answer, FOREIGN, Memory, MemoryPath, Payload, RemoteKey};
+use super::{FOREIGN, Memory, MemoryPath, Payload, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
 
 pub(super) use regions::{MemoryKey, TwinMemory};
@@ -75,7 +75,7 @@ enum PortEvent {
 
 impl Port {
     /// Queues an event, unless the worker has ended.
-    fn push(&self, event: PortEvent) -> Answer<()> {
+    fn push(&self, event: PortEvent) -> UcxResult<()> {
         {
             let mut inbox = lock(&self.inbox);
             if inbox.has_ended {
@@ -115,7 +115,7 @@ struct PendingGet {
 }
 
 impl PendingGet {
-    fn run(&self) -> Answer<()> {
+    fn run(&self) -> UcxResult<()> {
         let source = self.key.find().ok_or(INVALID_PARAM)?;
         let start = self.remote.checked_sub(source.address() as u64);
         let start = start.and_then(|start| usize::try_from(start).ok());
@@ -213,7 +213,7 @@ impl MemoryWorker {
     }
 
     /// The other side of an endpoint that can be used.
-    fn peer(&self, endpoint: EndpointId) -> Answer<Arc<Port>> {
+    fn peer(&self, endpoint: EndpointId) -> UcxResult<Arc<Port>> {
         match self.endpoints.borrow().get(&endpoint) {
             None => Err(NOT_CONNECTED),
             Some(None) => Err(RESET_BY_PEER),
@@ -227,7 +227,7 @@ impl MemoryWorker {
         header: Vec<u8>,
         payload: Payload,
         token: u64,
-    ) -> Answer<()> {
+    ) -> UcxResult<()> {
         let peer = self.peer(endpoint)?;
         let body = bytes(payload)?;
         peer.push(PortEvent::Message { header, body })?;
@@ -236,7 +236,7 @@ impl MemoryWorker {
         Ok(())
     }
 
-    pub(super) fn get(&self, endpoint: EndpointId, get: super::Get<'_>) -> Answer<()> {
+    pub(super) fn get(&self, endpoint: EndpointId, get: super::Get<'_>) -> UcxResult<()> {
         self.peer(endpoint)?;
         let (Memory::Twin(local), RemoteKey::Twin(key)) = (get.local, get.key) else {
             return Err(FOREIGN);
@@ -352,7 +352,7 @@ impl Drop for MemoryWorker {
     }
 }
 
-fn bytes(payload: Payload) -> Answer<Vec<u8>> {
+fn bytes(payload: Payload) -> UcxResult<Vec<u8>> {
     match payload {
         Payload::None => Ok(Vec::new()),
         Payload::Bytes(bytes) => Ok(bytes),

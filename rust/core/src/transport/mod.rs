@@ -24,7 +24,7 @@ pub use data_path::DataPath;
 pub(crate) use data_path::{is_direct, reads_host};
 pub(crate) use pool::Pool;
 
-type Answer<T> = std::result::Result<T, Status>;
+type UcxResult<T> = std::result::Result<T, Status>;
 
 /// Which transport a reactor uses. Peers need the same.
 #[derive(Debug, Clone)]
@@ -129,7 +129,7 @@ impl Memory {
     ///
     /// # Errors
     /// The status of UCX.
-    pub fn pack_rkey(&self) -> Answer<Vec<u8>> {
+    pub fn pack_rkey(&self) -> UcxResult<Vec<u8>> {
         match self {
             Self::Ucx(memory) => memory.pack_rkey(),
             Self::Twin(memory) => Ok(memory.pack_rkey()),
@@ -199,7 +199,7 @@ const FOREIGN: Status = Status {
 };
 
 impl Worker {
-    pub(crate) fn address(&self) -> Answer<Vec<u8>> {
+    pub(crate) fn address(&self) -> UcxResult<Vec<u8>> {
         match self {
             Self::Ucx(worker) => worker.address(),
             Self::Twin(worker) => Ok(worker.address()),
@@ -236,7 +236,7 @@ impl Worker {
         header: Vec<u8>,
         payload: Payload,
         token: u64,
-    ) -> Answer<()> {
+    ) -> UcxResult<()> {
         match self {
             Self::Ucx(worker) => worker.am_send(endpoint, header, ucx::payload(payload)?, token),
             Self::Twin(worker) => worker.am_send(endpoint, header, payload, token),
@@ -251,7 +251,7 @@ impl Worker {
         }
     }
 
-    pub(crate) fn get(&self, endpoint: EndpointId, get: Get<'_>) -> Answer<()> {
+    pub(crate) fn get(&self, endpoint: EndpointId, get: Get<'_>) -> UcxResult<()> {
         match self {
             Self::Ucx(worker) => ucx::get(worker, endpoint, get),
             Self::Twin(worker) => worker.get(endpoint, get),
@@ -263,7 +263,7 @@ impl Worker {
         endpoint: EndpointId,
         packed: &[u8],
         local: MemoryKind,
-    ) -> Answer<RemoteKey> {
+    ) -> UcxResult<RemoteKey> {
         match self {
             Self::Ucx(worker) => worker
                 .unpack_rkey(endpoint, packed, local)
@@ -289,7 +289,7 @@ impl Worker {
     }
 
     /// Whether it is safe to sleep on `event_fd`.
-    pub(crate) fn arm(&self) -> Answer<bool> {
+    pub(crate) fn arm(&self) -> UcxResult<bool> {
         match self {
             Self::Ucx(worker) => worker.arm(),
             Self::Twin(worker) => Ok(worker.arm()),

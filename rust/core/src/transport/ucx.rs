@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvpipe_ucx::{Config, Context, EndpointId, Library, Search, Worker};
 
 use super::devices::devices;
-use super::{Answer, FOREIGN, Get, Memory, Payload, RemoteKey};
+use super::{FOREIGN, Get, Memory, Payload, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
 
 /// Loads UCX and makes a context with the devices of this local address.
@@ -26,14 +26,14 @@ pub(super) fn describe(context: &Context) -> String {
     format!("{major}.{minor}.{patch} ({})", library.path().display())
 }
 
-fn registered(memory: &Memory) -> Answer<&Arc<kvpipe_ucx::Memory>> {
+fn registered(memory: &Memory) -> UcxResult<&Arc<kvpipe_ucx::Memory>> {
     match memory {
         Memory::Ucx(memory) => Ok(memory),
         Memory::Twin(_) => Err(FOREIGN),
     }
 }
 
-pub(super) fn payload(payload: Payload) -> Answer<kvpipe_ucx::Payload> {
+pub(super) fn payload(payload: Payload) -> UcxResult<kvpipe_ucx::Payload> {
     Ok(match payload {
         Payload::None => kvpipe_ucx::Payload::None,
         Payload::Bytes(bytes) => kvpipe_ucx::Payload::Bytes(bytes),
@@ -49,7 +49,7 @@ pub(super) fn payload(payload: Payload) -> Answer<kvpipe_ucx::Payload> {
     })
 }
 
-pub(super) fn get(worker: &Worker, endpoint: EndpointId, get: Get<'_>) -> Answer<()> {
+pub(super) fn get(worker: &Worker, endpoint: EndpointId, get: Get<'_>) -> UcxResult<()> {
     let RemoteKey::Ucx(key) = get.key else {
         return Err(FOREIGN);
     };

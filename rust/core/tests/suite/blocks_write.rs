@@ -15,8 +15,8 @@ use crate::agents::{
 use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, pattern, send_frame};
 
 const OFFER: u8 = 36;
-const TAKEN: u8 = 37;
-const NOT_TAKEN: u8 = 38;
+const ACCEPTED: u8 = 37;
+const DECLINED: u8 = 38;
 
 #[test]
 fn written_blocks_arrive_and_nothing_else_is_written() {
@@ -244,7 +244,7 @@ fn offer(raw: &Raw, offer: u64, (to, from): (u32, u32), to_ids: &[u32], from_ids
 }
 
 fn refused(raw: &Raw, number: u64) -> String {
-    let (header, payload) = raw.message(NOT_TAKEN);
+    let (header, payload) = raw.message(DECLINED);
     assert_eq!(header, number.to_le_bytes());
     Reader::new(&payload).str(4096).expect("a reason")
 }
@@ -376,8 +376,8 @@ fn a_writer_that_offers_nonsense_is_cut_off() {
 fn an_answer_to_an_offer_that_was_not_made_is_cut_off() {
     let Some(search) = common::ucx() else { return };
     for (kind, payload) in [
-        (TAKEN, vec![]),
-        (NOT_TAKEN, Writer::default().str("no").finish()),
+        (ACCEPTED, vec![]),
+        (DECLINED, Writer::default().str("no").finish()),
     ] {
         let (mut raw, _target, _memory) = raw(&search);
         raw.send(&Writer::new(kind).u64(1).finish(), &payload);

@@ -21,7 +21,7 @@ const READ: u8 = 32;
 const DATA: u8 = 33;
 const SOURCE_CHECKSUMS: u8 = 44;
 const CORRUPT: u8 = 10;
-const TAKEN: u8 = 6;
+const ACCEPTED: u8 = 6;
 
 /// Where offered memory is.
 const HOST: u8 = 0;
@@ -85,7 +85,7 @@ impl Raw {
 
     fn message_while(&self, begin: impl FnOnce() -> Work<Arc<Received>>, expected: &[u8]) {
         let received = begin();
-        self.message(TAKEN);
+        self.message(ACCEPTED);
         assert_eq!(content(&received), expected);
     }
 }
@@ -137,7 +137,7 @@ fn an_offer_of_cuda_memory_comes_to_the_host_as_messages_however_small() {
         let header = Writer::new(DATA).u64(raw.transfer()).u64(0).u64(0);
         let header = header.finish();
         raw.send(&header, b"on it");
-        raw.message(TAKEN);
+        raw.message(ACCEPTED);
         assert_eq!(content(&received), b"on it");
     });
 }
@@ -152,7 +152,7 @@ fn a_small_tensor_that_differs_from_its_checksum_is_not_delivered_and_the_pipe_g
     let (raw, rx) = raw(&search);
     raw.send(&summed(EAGER, 0, 7), &eager(0, b"flipped").1);
     let received = receive(&rx);
-    raw.message(TAKEN);
+    raw.message(ACCEPTED);
     assert!(is_corrupt(&received));
     raw.send(&eager(1, b"next").0, &eager(1, b"next").1);
     raw.message_while(|| receive(&rx), b"next");
@@ -170,7 +170,7 @@ fn a_tensor_whose_description_differs_from_its_checksum_is_not_delivered_and_the
     let Some(search) = common::ucx() else { return };
     let large = offer(64 << 10, 4096, 1, &[0; 16]);
     for (kind, payload, answer) in [
-        (EAGER, eager(0, b"small").1, TAKEN),
+        (EAGER, eager(0, b"small").1, ACCEPTED),
         (OFFER, large, CORRUPT),
     ] {
         let (raw, rx) = raw(&search);

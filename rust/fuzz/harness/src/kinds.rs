@@ -51,8 +51,8 @@ pub(crate) mod agent {
     pub(crate) const REGIONS: u8 = 1;
     pub(crate) const RELEASED: u8 = 2;
     pub(crate) const OFFER: u8 = 36;
-    pub(crate) const TAKEN: u8 = 37;
-    pub(crate) const NOT_TAKEN: u8 = 38;
+    pub(crate) const ACCEPTED: u8 = 37;
+    pub(crate) const DECLINED: u8 = 38;
     pub(crate) const CORRUPT: u8 = 39;
     pub(crate) const NOTIFY: u8 = 40;
     pub(crate) const VOID: u8 = 41;

@@ -113,7 +113,7 @@ impl Fixture {
     }
 
     /// Transfers that the source has been asked to serve since the last call, with what is wanted.
-    fn asked(&self) -> Vec<(u64, Wanted)> {
+    fn requests(&self) -> Vec<(u64, Wanted)> {
         let read = |(message, _)| match message {
             Message::Read {
                 transfer, wanted, ..
@@ -181,13 +181,13 @@ impl Fixture {
 fn a_stream_is_complete_when_all_of_it_has_come() {
     let mut it = Fixture::new(MemoryPath::Stream);
     let id = it.begin(it.request(7));
-    assert_eq!(it.asked(), [(id, Wanted::ChecksummedBytes)]);
+    assert_eq!(it.requests(), [(id, Wanted::ChecksummedBytes)]);
     assert!(it.engine.next_completion().is_none());
     it.data(id).unwrap();
     it.assert_moved(7);
     // Sent before the source could know: dropped.
     assert!(matches!(it.data(id), Ok(Handled::Done)));
-    assert!(matches!(it.data(id + 1), Ok(Handled::Unasked)));
+    assert!(matches!(it.data(id + 1), Ok(Handled::UnknownTransfer)));
 }
 
 #[test]
@@ -195,7 +195,7 @@ fn a_read_is_complete_when_its_bytes_and_their_checksums_are_here() {
     for checksums_are_first in [false, true] {
         let mut it = Fixture::new(MemoryPath::RemoteRead);
         let id = it.begin(it.request(7));
-        assert_eq!(it.asked(), [(id, Wanted::Checksums)]);
+        assert_eq!(it.requests(), [(id, Wanted::Checksums)]);
         let checksums = it.block_checksums();
         let halves = [true, false].map(|is_checksums| is_checksums == checksums_are_first);
         for is_checksums in halves {
@@ -240,7 +240,7 @@ fn checksums_that_come_unasked_verify_a_read_whenever_they_come() {
                 .unwrap();
         }
         it.begin(it.request(7));
-        assert_eq!(it.asked(), []);
+        assert_eq!(it.requests(), []);
         it.end_reads();
         if !comes_first {
             assert!(it.engine.next_completion().is_none());
@@ -258,7 +258,7 @@ fn a_retry_streams_whatever_the_path_of_the_session() {
         ..it.request(7)
     };
     let id = it.begin(request);
-    assert_eq!(it.asked(), [(id, Wanted::ChecksummedBytes)]);
+    assert_eq!(it.requests(), [(id, Wanted::ChecksummedBytes)]);
 }
 
 #[test]
@@ -266,15 +266,15 @@ fn transfers_from_a_peer_begin_in_order_and_a_few_at_a_time() {
     let mut it = Fixture::new(MemoryPath::Stream);
     let ids = [0, 1, 2, 3].map(|owner| it.begin(it.request(owner)));
     let bytes = Wanted::ChecksummedBytes;
-    assert_eq!(it.asked(), [(ids[0], bytes), (ids[1], bytes)]);
+    assert_eq!(it.requests(), [(ids[0], bytes), (ids[1], bytes)]);
     it.data(ids[1]).unwrap();
-    assert_eq!(it.asked(), [(ids[2], bytes)]);
+    assert_eq!(it.requests(), [(ids[2], bytes)]);
     it.assert_moved(1);
     let reason = "no such block".to_owned();
     let transfer = ids[0];
     it.receive(&Message::Refused { transfer, reason }, &[])
         .unwrap();
-    assert_eq!(it.asked(), [(ids[3], bytes)]);
+    assert_eq!(it.requests(), [(ids[3], bytes)]);
     let error = failed(it.engine.next_completion());
     assert_eq!(error, config("the peer refused: no such block"));
 }
@@ -284,7 +284,7 @@ fn a_transfer_that_is_held_does_not_keep_others_from_beginning() {
     let mut it = Fixture::new(MemoryPath::Stream);
     let held = it.engine.add(it.request(0));
     let ids = [1, 2].map(|owner| it.begin(it.request(owner)));
-    assert_eq!(it.asked().len(), ids.len());
+    assert_eq!(it.requests().len(), ids.len());
     it.engine.withdraw(&mut it.cx, held, &config("withdrawn"));
     assert_eq!(failed(it.engine.next_completion()), config("withdrawn"));
 }

@@ -173,7 +173,7 @@ mod tests {
     use crate::transfer::region::Run;
     use crate::transport::{MemoryPath, Transport};
 
-    const LINK: SessionKey = 20;
+    const SESSION_KEY: SessionKey = 20;
     const SESSION: [u8; 16] = [1; 16];
 
     /// A reactor with a session, and 16 bytes of memory.
@@ -182,7 +182,7 @@ mod tests {
         let context = transport.open(Ipv4Addr::LOCALHOST.into()).unwrap();
         let memory = context.register(Buffer::zeroed(16)).unwrap();
         let mut cx = ReactorContext::manual(Some(context));
-        cx.add_manual(LINK, SESSION, None);
+        cx.add_manual(SESSION_KEY, SESSION, None);
         (cx, memory)
     }
 
@@ -200,7 +200,7 @@ mod tests {
             ..Pieces::whole(8, 8)
         };
         let memory = (Arc::clone(memory), Arc::new(pieces));
-        IncomingStream::begin(cx, LINK, 7, memory, true)
+        IncomingStream::begin(cx, SESSION_KEY, 7, memory, true)
     }
 
     fn header(offset: u64, data: &[u8]) -> Vec<u8> {

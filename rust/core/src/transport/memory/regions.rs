@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvpipe_ucx::Buffer;
 
 use super::{INVALID_PARAM, lock};
-use crate::transport::Answer;
+use crate::transport::UcxResult;
 
 /// The registered memory of this process.
 static REGIONS: Mutex<BTreeMap<u64, Buffer>> = Mutex::new(BTreeMap::new());
@@ -20,7 +20,7 @@ pub struct TwinMemory {
 }
 
 impl TwinMemory {
-    pub(in crate::transport) fn new(buffer: Buffer) -> Answer<Self> {
+    pub(in crate::transport) fn new(buffer: Buffer) -> UcxResult<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         if buffer.is_empty() || buffer.bytes(0, 0).is_none() {
             return Err(INVALID_PARAM);
@@ -52,7 +52,7 @@ impl Drop for TwinMemory {
 pub struct MemoryKey(u64);
 
 impl MemoryKey {
-    pub(in crate::transport) fn unpack(packed: &[u8]) -> Answer<Self> {
+    pub(in crate::transport) fn unpack(packed: &[u8]) -> UcxResult<Self> {
         let key = packed.try_into().map_err(|_| INVALID_PARAM)?;
         Ok(Self(u64::from_le_bytes(key)))
     }

@@ -108,9 +108,9 @@ fn writes() -> Vec<Script> {
         connected(flags).message(&header.finish(), &payload.finish())
     };
     vec![
-        send(writing(REMOTE_READ), kind::TAKEN, 1),
+        send(writing(REMOTE_READ), kind::ACCEPTED, 1),
         refuse(writing(0), kind::CORRUPT),
-        refuse(writing(REMOTE_READ | SERVER), kind::NOT_TAKEN),
+        refuse(writing(REMOTE_READ | SERVER), kind::DECLINED),
         checksums(offer(REMOTE_READ, Some(b"tag")), 1).user(user::DRAIN, 0),
         stream(offer(0, None), 3),
     ]
