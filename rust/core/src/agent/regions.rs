@@ -19,8 +19,8 @@ use crate::net::codec::Writer;
 use crate::reactor::PendingReads;
 use crate::session::ReactorContext;
 use crate::transfer::exposed::key;
-use crate::transfer::peer::{RemoteSource, SourceChecksums};
 use crate::transfer::region::{Layout, RemoteRegion};
+use crate::transfer::remote_source::{RemoteSource, SourceChecksums};
 use crate::transport::Memory;
 use crate::work::Completer;
 

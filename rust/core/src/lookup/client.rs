@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::command_queue::{CommandQueue, LookupCommand};
+use super::command_queue::{CommandQueue, LookupCommand, QueuedInsert};
 use super::messages::LookupMessage;
 use super::tensors::Tensors;
 use crate::earliest::Earliest;
@@ -21,7 +21,7 @@ use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
 use crate::transfer::Message;
 use crate::work::Completer;
-use inserts::{FailedInsert, InsertQueue, QueuedInsert};
+use inserts::{FailedInsert, InsertQueue};
 use selects::{PendingSelect, settle};
 
 struct ServerSession {

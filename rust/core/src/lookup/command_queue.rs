@@ -3,15 +3,24 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::client::inserts::QueuedInsert;
 use super::operation::Selected;
-use super::{LookupInfo, LookupQuery};
+use super::{Items, LookupInfo, LookupQuery};
 use crate::error::{Error, Result};
 use crate::process::Process;
 use crate::reactor::Waker;
 use crate::work::{Completer, Then};
+
+/// An insert that waits to be sent.
+#[derive(Debug)]
+pub(super) struct QueuedInsert {
+    pub(super) operation: u64,
+    pub(super) tokens: Vec<i64>,
+    pub(super) items: Items,
+    pub(super) deadline: Option<Instant>,
+    pub(super) completer: Completer<()>,
+}
 
 #[derive(Debug)]
 pub(super) enum LookupCommand {

@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::client::LookupClient;
-use super::client::inserts::QueuedInsert;
-use super::command_queue::{CommandQueue, LookupCommand};
+use super::command_queue::{CommandQueue, LookupCommand, QueuedInsert};
 use super::messages::TOKENS_CAP;
 use super::operation::{Operation, Origin, Selected};
 use super::{Items, LookupInfo, LookupQuery, check_entry};

@@ -11,7 +11,7 @@ use super::message::{Message, Wanted};
 use super::path::incoming::IncomingStream;
 use super::path::process_vm::CHECKSUMMED_BYTES;
 use super::path::{self, Path};
-use super::peer::SourceChecksums;
+use super::remote_source::SourceChecksums;
 use super::transfer::{
     ReadPath, Reading, State, Transfer, TransferError, TransferRequest, read_token, split_token,
 };

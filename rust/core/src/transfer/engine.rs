@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::ProcessVmReader;
 
+use super::path::outgoing::OutgoingStream;
 use super::path::process_vm::{ProcessAddress, Secret, is_cma};
-use super::peer::{PeerTransfers, RemoteSource};
 use super::region::Pieces;
-use super::source::SourceRequest;
+use super::remote_source::RemoteSource;
+use super::source::{ChecksumJob, SourceRequest};
 use super::transfer::{State, Transfer, TransferError, TransferRequest};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
@@ -60,6 +61,27 @@ pub(crate) enum Handled {
     Request(SourceRequest),
     /// It is about a transfer that this side has never begun. Services differ in what they make of it.
     UnknownTransfer,
+}
+
+/// What the engine knows of one peer: the sources that it exposes to us, what we read of them, and what it reads of ours.
+#[derive(Debug, Default)]
+pub(super) struct PeerTransfers {
+    /// What it exposes, by its ids.
+    pub(super) sources: HashMap<u64, RemoteSource>,
+    /// Transfers from it that are not over, in the order in which they may begin.
+    pub(super) queue: VecDeque<u64>,
+    /// Of reads over UCX.
+    pub(super) bytes_in_flight: u64,
+    pub(super) reads_in_flight: usize,
+    pub(super) reads_cap: usize,
+    /// It runs on this machine and its memory can be read.
+    pub(super) process: Option<Rc<ProcessVmReader>>,
+    /// It has said where its memory can be read.
+    pub(super) has_process_address: bool,
+    /// What it has asked for, by its ids.
+    pub(super) streams: HashMap<u64, OutgoingStream>,
+    /// Whose checksums it gets, one after the other.
+    pub(super) checksum_jobs: VecDeque<ChecksumJob>,
 }
 
 /// Moves bytes between registered memories. See the module.

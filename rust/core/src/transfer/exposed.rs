@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use kvpipe_ucx::{Buffer, MemoryKind};
 
-use super::peer::{RemoteSource, SourceChecksums};
 use super::region::{Layout, Pieces};
+use super::remote_source::{RemoteSource, SourceChecksums};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};

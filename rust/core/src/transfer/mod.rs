@@ -26,9 +26,9 @@ pub(crate) mod engine;
 pub(crate) mod exposed;
 pub(crate) mod message;
 pub(crate) mod path;
-pub(crate) mod peer;
 mod receive;
 pub mod region;
+pub(crate) mod remote_source;
 pub(crate) mod source;
 #[expect(clippy::module_inception, reason = "one transfer of the engine")]
 pub(crate) mod transfer;

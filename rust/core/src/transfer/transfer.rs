@@ -9,6 +9,7 @@ use kvpipe_ucx::ProcessVmReader;
 
 use super::cursor::Cursor;
 use super::path::incoming::IncomingStream;
+use super::path::process_vm::read_slice;
 use super::region::{Pieces, Run};
 use super::verifier::Verifier;
 use crate::error::Error;
@@ -321,6 +322,31 @@ impl Transfer {
             }),
             _ => None,
         }
+    }
+}
+
+/// Reads by calls of our own.
+impl Transfer {
+    /// Reads the next pieces of a transfer whose path is process_vm; others read nothing.
+    pub(super) fn read_process(&mut self) -> std::io::Result<()> {
+        let State::Reading(reading) = &mut self.state else {
+            return Ok(());
+        };
+        let ReadPath::ProcessVm { base, process } = &reading.path else {
+            return Ok(());
+        };
+        let (memory, runs) = (self.request.memory.buffer(), &self.request.pieces.runs);
+        let is_checksummed = reading.verifier.is_some();
+        let num_bytes = read_slice(
+            process,
+            (memory, *base),
+            runs,
+            &mut reading.cursor,
+            is_checksummed,
+        )?;
+        let number = reading.posted.post(num_bytes);
+        reading.posted.end(number);
+        Ok(())
     }
 }
 

@@ -3,9 +3,10 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
+use super::super::INSERTS_IN_FLIGHT;
+use super::super::command_queue::QueuedInsert;
 use super::super::messages::{LookupMessage, TOKENS_CAP};
 use super::super::tensors::Tensors;
-use super::super::{INSERTS_IN_FLIGHT, Items};
 use crate::earliest::Earliest;
 use crate::error::Error;
 use crate::ids::SessionKey;
@@ -13,16 +14,6 @@ use crate::net::codec::Writer;
 use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::work::Completer;
-
-/// An insert that waits to be sent.
-#[derive(Debug)]
-pub(in crate::lookup) struct QueuedInsert {
-    pub(in crate::lookup) operation: u64,
-    pub(in crate::lookup) tokens: Vec<i64>,
-    pub(in crate::lookup) items: Items,
-    pub(in crate::lookup) deadline: Option<Instant>,
-    pub(in crate::lookup) completer: Completer<()>,
-}
 
 /// An insert that the server has not answered. While the server answers probes, it enforces the deadline.
 #[derive(Debug)]

@@ -7,8 +7,8 @@ use kvpipe_ucx::{AmData, Buffer, Event};
 use super::*;
 use crate::checksum;
 use crate::transfer::message::{Message, Subject, Wanted};
-use crate::transfer::peer::SourceChecksums;
 use crate::transfer::region::{Layout, coalesce};
+use crate::transfer::remote_source::SourceChecksums;
 use crate::transport::{MemoryPath, Transport, Worker};
 
 const SESSION: SessionKey = 20;

@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use kvpipe_ucx::{MemoryKind, ProcessVmReader};
 
-use super::peer::RemoteSource;
+use super::remote_source::RemoteSource;
 use crate::error::Result;
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;

@@ -1,14 +1,15 @@
 //! Blocks of a process on this machine: many of them, or much of a large one, in one call to the kernel, where UCX makes
 //! one for each 512 KiB of each (CMA either way). A call returns when the bytes are here, so that nothing is in flight.
 
-use kvpipe_ucx::{Buffer, Piece};
+use kvpipe_ucx::{Buffer, Piece, ProcessVmReader};
 
 use crate::error::Result;
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::random;
 use crate::session::ReactorContext;
-use crate::transfer::transfer::{ReadPath, State, Transfer};
+use crate::transfer::cursor::Cursor;
+use crate::transfer::region::Run;
 use crate::transport::DataPath;
 
 /// Of one call, which sockets and other transfers wait for: less than a millisecond.
@@ -61,36 +62,32 @@ pub(crate) fn is_cma(cx: &ReactorContext, session: SessionKey) -> bool {
     matches!(cx.data_path(session), Some(DataPath::RemoteRead(transport)) if transport == "cma")
 }
 
-impl Transfer {
-    /// Reads the next pieces, if calls of our own read it.
-    pub(crate) fn read_process(&mut self) -> std::io::Result<()> {
-        let State::Reading(reading) = &mut self.state else {
-            return Ok(());
-        };
-        let ReadPath::ProcessVm { base, process } = &reading.path else {
-            return Ok(());
-        };
-        let bytes = match reading.verifier {
-            Some(_) => CHECKSUMMED_BYTES,
-            None => BYTES,
-        };
-        let runs = &self.request.pieces.runs;
-        let (mut pieces, mut num_bytes) = (Vec::with_capacity(PIECES), 0);
-        while pieces.len() < PIECES
-            && num_bytes < bytes
-            && let Some(run) = reading.cursor.piece(runs, bytes - num_bytes)
-        {
-            pieces.push(Piece {
-                to: run.to as usize,
-                from: base + run.from,
-                len: run.len as usize,
-            });
-            num_bytes += run.len;
-            reading.cursor.advance(runs, run.len);
-        }
-        process.read(self.request.memory.buffer(), &pieces)?;
-        let number = reading.posted.post(num_bytes);
-        reading.posted.end(number);
-        Ok(())
+/// Reads the next pieces of `runs` with one call to the kernel, into `memory`, and returns how many bytes they have.
+pub(crate) fn read_slice(
+    process: &ProcessVmReader,
+    (memory, base): (&Buffer, u64),
+    runs: &[Run],
+    cursor: &mut Cursor,
+    is_checksummed: bool,
+) -> std::io::Result<u64> {
+    let bytes = if is_checksummed {
+        CHECKSUMMED_BYTES
+    } else {
+        BYTES
+    };
+    let (mut pieces, mut num_bytes) = (Vec::with_capacity(PIECES), 0);
+    while pieces.len() < PIECES
+        && num_bytes < bytes
+        && let Some(run) = cursor.piece(runs, bytes - num_bytes)
+    {
+        pieces.push(Piece {
+            to: run.to as usize,
+            from: base + run.from,
+            len: run.len as usize,
+        });
+        num_bytes += run.len;
+        cursor.advance(runs, run.len);
     }
+    process.read(memory, &pieces)?;
+    Ok(num_bytes)
 }

@@ -1,12 +1,9 @@
-//! What the engine knows of one peer: the sources that it exposes to us, what we read of them, and what it reads of ours.
+//! Memory that a peer exposes to us: its address, its keys, and the checksums that its owner sends.
 
-use std::collections::{HashMap, VecDeque};
 use std::rc::Rc;
 
-use kvpipe_ucx::{MemoryKind, ProcessVmReader};
+use kvpipe_ucx::MemoryKind;
 
-use super::path::outgoing::OutgoingStream;
-use super::source::ChecksumJob;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
@@ -91,27 +88,6 @@ impl RemoteSource {
             "{num} checksums of a source from unit {first} on, which were not to come"
         )))
     }
-}
-
-/// One peer.
-#[derive(Debug, Default)]
-pub(super) struct PeerTransfers {
-    /// What it exposes, by its ids.
-    pub(super) sources: HashMap<u64, RemoteSource>,
-    /// Transfers from it that are not over, in the order in which they may begin.
-    pub(super) queue: VecDeque<u64>,
-    /// Of reads over UCX.
-    pub(super) bytes_in_flight: u64,
-    pub(super) reads_in_flight: usize,
-    pub(super) reads_cap: usize,
-    /// It runs on this machine and its memory can be read.
-    pub(super) process: Option<Rc<ProcessVmReader>>,
-    /// It has said where its memory can be read.
-    pub(super) has_process_address: bool,
-    /// What it has asked for, by its ids.
-    pub(super) streams: HashMap<u64, OutgoingStream>,
-    /// Whose checksums it gets, one after the other.
-    pub(super) checksum_jobs: VecDeque<ChecksumJob>,
 }
 
 #[cfg(test)]
