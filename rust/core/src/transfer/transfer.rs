@@ -327,7 +327,7 @@ impl Transfer {
 
 /// Reads by calls of our own.
 impl Transfer {
-    /// Reads the next pieces of a transfer whose path is process_vm; others read nothing.
+    /// Reads the next pieces of a transfer whose path is `process_vm`; others read nothing.
     pub(super) fn read_process(&mut self) -> std::io::Result<()> {
         let State::Reading(reading) = &mut self.state else {
             return Ok(());
