@@ -16,6 +16,7 @@ use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
 use crate::transfer::exposed::{BufferDescription, ExposedBuffer};
 use crate::transfer::region::Layout;
+use crate::transfer::source::SourceRequest;
 use crate::transfer::{Completion, Handled, TransferEngine, TransferRequest};
 use crate::transport::{Memory, Pool};
 
@@ -89,20 +90,20 @@ impl Tensors {
     ) -> Result<()> {
         let handled = self.engine.message(cx, session, (kind, header), data)?;
         if let Handled::Request(request) = handled {
-            let source = self.exposed(session, request.source);
+            let source = self.exposed(&request);
             self.engine.serve(cx, &request, source);
         }
         Ok(())
     }
 
-    fn exposed(&self, session: SessionKey, source: u64) -> Result<(Arc<Memory>, Layout)> {
-        let session = self.sessions.get(&session);
-        let exposed = session.and_then(|session| session.exposed.get(&source));
-        exposed.map(ExposedBuffer::source).ok_or_else(|| {
-            let (operation, index) = owner_of(source);
+    fn exposed(&self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
+        let session = self.sessions.get(&request.session);
+        let Some(exposed) = session.and_then(|session| session.exposed.get(&request.source)) else {
+            let (operation, index) = owner_of(request.source);
             let text = format!("tensor {index} of operation {operation} is not exposed any more");
-            Error::Config(text)
-        })
+            return Err(Error::Config(text));
+        };
+        exposed.requested(request)
     }
 
     /// A read has ended.

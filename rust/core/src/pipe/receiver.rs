@@ -277,7 +277,7 @@ impl Service for Receiver {
         // Eager tensors can still be received. Offers cannot: their memory is gone with the sender.
         self.incoming.drop_offers();
         for large in &mut self.large_receives {
-            large.has_failed = true;
+            large.fail(&error);
         }
         self.engine.session_down(cx, session, &error);
         self.shared.get().state = "closed";

@@ -31,7 +31,37 @@ pub(super) struct LargeReceive {
     is_withdrawn: bool,
     pub(super) has_failed: bool,
     /// Set when nothing writes into its memory any more.
-    outcome: Option<Result<Arc<Memory>>>,
+    pub(super) outcome: Option<Result<Arc<Memory>>>,
+}
+
+impl LargeReceive {
+    /// Fails a tensor that no caller has yet, also one that is complete and waits for those before it: its sender may
+    /// have reported it as lost.
+    pub(super) fn fail(&mut self, error: &Error) {
+        self.has_failed = true;
+        if let Some(outcome @ Ok(_)) = &mut self.outcome {
+            *outcome = Err(error.clone());
+        }
+    }
+}
+
+#[cfg(test)]
+impl LargeReceive {
+    /// A tensor whose transfer has not ended.
+    pub(super) fn waiting(sequence: u64, completer: Completer<Arc<Received>>) -> Self {
+        Self {
+            sequence,
+            meta: Meta::default(),
+            len: 8,
+            transfer: sequence,
+            is_pooled: false,
+            deadline: Deadline::default(),
+            completer,
+            is_withdrawn: false,
+            has_failed: false,
+            outcome: None,
+        }
+    }
 }
 
 impl Receiver {
@@ -203,7 +233,7 @@ impl Receiver {
     /// Fails a large tensor. It completes when no read of it is in flight.
     pub(super) fn fail_large(&mut self, cx: &mut ReactorContext, sequence: u64, error: &Error) {
         if let Some(large) = self.large_receive(sequence) {
-            large.has_failed = true;
+            large.fail(error);
             let transfer = large.transfer;
             self.engine.fail(cx, transfer, error);
         }

@@ -19,6 +19,7 @@ use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
 use crate::tensor::Meta;
 use crate::transfer::region::Layout;
+use crate::transfer::source::SourceRequest;
 use crate::transfer::{Handled, Message, TransferEngine};
 use crate::transport::Memory;
 use crate::work::Completer;
@@ -117,12 +118,12 @@ impl Sender {
     }
 
     /// A posted tensor that the receiver may read.
-    fn exposed(&self, sequence: u64) -> Result<(Arc<Memory>, Layout)> {
-        let large = self.posted.large(sequence);
-        large.map(|large| large.exposed.source()).ok_or_else(|| {
-            let text = format!("tensor {sequence} is not offered any more");
-            Error::Config(text)
-        })
+    fn exposed(&self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
+        let Some(large) = self.posted.large(request.source) else {
+            let text = format!("tensor {} is not offered any more", request.source);
+            return Err(Error::Config(text));
+        };
+        large.exposed.requested(request)
     }
 
     fn transfer_message(
@@ -135,7 +136,7 @@ impl Sender {
         match self.engine.message(cx, session, message, data)? {
             Handled::Done => {}
             Handled::Request(request) => {
-                let source = self.exposed(request.source);
+                let source = self.exposed(&request);
                 self.engine.serve(cx, &request, source);
             }
             Handled::UnknownTransfer => {

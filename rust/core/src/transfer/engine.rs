@@ -325,20 +325,20 @@ impl TransferEngine {
         self.deadlines.at()
     }
 
+    /// A transfer that has begun fails its session, and completes with it: its owner then sees a lost peer at once.
     fn fail_late(&mut self, cx: &mut ReactorContext, id: u64) {
-        let Some(transfer) = self.transfers.get(&id) else {
+        let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
-        let text = if transfer.has_begun() {
-            "the blocks were not read in time; the peer is closed, connect again"
-        } else {
-            "the read did not begin in time; the peer is usable"
-        };
-        let (session, error) = (transfer.request.session, Error::Timeout(text.to_owned()));
         if transfer.has_begun() {
-            cx.fail(session, error.clone());
+            let text = "the blocks were not read in time; the peer is closed, connect again";
+            let (session, error) = (transfer.request.session, Error::Timeout(text.to_owned()));
+            transfer.fail(error.clone());
+            cx.fail(session, error);
+        } else {
+            let text = "the read did not begin in time; the peer is usable";
+            self.fail(cx, id, &Error::Timeout(text.to_owned()));
         }
-        self.fail(cx, id, &error);
     }
 }
 

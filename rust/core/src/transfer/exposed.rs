@@ -7,6 +7,7 @@ use kvpipe_ucx::{Buffer, MemoryKind};
 
 use super::region::{Layout, Pieces};
 use super::remote_source::{RemoteSource, SourceChecksums};
+use super::source::SourceRequest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
@@ -87,9 +88,23 @@ impl ExposedBuffer {
         self.memory.buffer().len()
     }
 
-    /// What a peer reads of it.
-    pub(crate) fn source(&self) -> (Arc<Memory>, Layout) {
+    /// Its memory, as one block.
+    pub(super) fn source(&self) -> (Arc<Memory>, Layout) {
         (Arc::clone(&self.memory), Layout::whole(self.len() as u64))
+    }
+
+    /// What a peer reads of it: all of it, once.
+    ///
+    /// # Errors
+    /// The peer asks for something else.
+    pub(crate) fn requested(&self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
+        if request.ids != [0] {
+            let num = request.ids.len();
+            return Err(Error::Config(format!(
+                "a buffer is one block, id 0; {num} ids were requested"
+            )));
+        }
+        Ok(self.source())
     }
 
     /// Whether its checksums are sent unasked.

@@ -25,7 +25,7 @@ pub(crate) struct SourceRequest {
     pub(crate) source: u64,
     transfer: u64,
     wanted: Wanted,
-    ids: Vec<u32>,
+    pub(super) ids: Vec<u32>,
 }
 
 /// Units of a source whose checksums a peer gets.
@@ -232,10 +232,14 @@ impl TransferEngine {
         let Some(peer) = self.peers.get_mut(&session) else {
             return true;
         };
-        if let Some(job) = peer.checksum_jobs.front_mut() {
+        if let Some(mut job) = peer.checksum_jobs.pop_front() {
             let message = job.next();
-            if job.is_over() {
-                peer.checksum_jobs.pop_front();
+            match job.subject {
+                _ if job.is_over() => {}
+                // A short read does not wait for a long one.
+                Subject::Transfer(_) => peer.checksum_jobs.push_back(job),
+                // Buffers are read in the order in which they were described.
+                Subject::Source(_) => peer.checksum_jobs.push_front(job),
             }
             if !matches!(&message, Message::Checksums { checksums, .. } if checksums.is_empty()) {
                 message.send(cx, session);

@@ -1,5 +1,11 @@
+use std::net::Ipv4Addr;
+
+use super::super::receiving::LargeReceive;
 use super::*;
+use crate::ids::SessionKey;
 use crate::work::work;
+
+const SESSION: SessionKey = 20;
 
 /// How a receive ends that is under way when the pipe ends.
 fn ended_with(cx: &mut ReactorContext) -> String {
@@ -36,6 +42,56 @@ fn a_receive_says_nothing_of_its_memory_when_all_reads_have_ended() {
         ended_with(&mut ReactorContext::manual(None)),
         "the pipe is closed"
     );
+}
+
+/// Two large tensors that are being received: of the first nothing is here, the second is complete and waits for it.
+fn receiving(cx: &mut ReactorContext) -> (Receiver, [Work<Arc<Received>>; 2]) {
+    let mut receiver = Receiver::new(SharedInfo::default());
+    receiver.session = Some(SESSION);
+    let works = [1, 2].map(|sequence| {
+        let (work, completer) = work();
+        let mut large = LargeReceive::waiting(sequence, completer);
+        if sequence == 2 {
+            large.outcome = Some(Ok(cx.register(Buffer::zeroed(8)).unwrap()));
+        }
+        receiver.large_receives.push_back(large);
+        work
+    });
+    (receiver, works)
+}
+
+fn with_memory() -> ReactorContext {
+    use crate::transport::{MemoryPath, Transport};
+    let transport = Transport::Memory(MemoryPath::Stream);
+    ReactorContext::manual(Some(transport.open(Ipv4Addr::LOCALHOST.into()).unwrap()))
+}
+
+/// Its sender has told its user so.
+#[test]
+fn a_tensor_that_is_withdrawn_while_it_waits_is_not_delivered_although_it_is_complete() {
+    let mut cx = with_memory();
+    let (mut receiver, [first, second]) = receiving(&mut cx);
+    receiver.withdraw(&mut cx, 2);
+    receiver.advance(&mut cx);
+    assert!(matches!(second.result(), Some(Err(Error::Timeout(_)))));
+    assert!(!first.is_completed());
+    assert_eq!(
+        receiver.shared.get().num_tensors,
+        0,
+        "nothing was acknowledged"
+    );
+}
+
+#[test]
+fn no_tensor_is_delivered_after_one_that_the_end_of_the_session_has_failed() {
+    let mut cx = with_memory();
+    let (mut receiver, [_, second]) = receiving(&mut cx);
+    let lost = Error::lost("peer", "killed");
+    receiver.session_down(&mut cx, SESSION, lost.clone());
+    // As the engine has it complete, where there is a transfer.
+    receiver.large_receives[0].outcome = Some(Err(lost.clone()));
+    receiver.advance(&mut cx);
+    assert_eq!(second.result().map(Result::err), Some(Some(lost)));
 }
 
 /// How a tensor arrives whose last message is here before the end of the session is seen.

@@ -1,11 +1,13 @@
 //! What the engine decides, without threads: one session whose peer is a worker that the test looks into.
 
+use std::borrow::Cow;
 use std::net::Ipv4Addr;
 
 use kvpipe_ucx::{AmData, Buffer, Event};
 
 use super::*;
 use crate::checksum;
+use crate::transfer::exposed::ExposedBuffer;
 use crate::transfer::message::{Message, Subject, Wanted};
 use crate::transfer::region::{Layout, coalesce};
 use crate::transfer::remote_source::SourceChecksums;
@@ -335,11 +337,73 @@ fn a_late_transfer_fails_its_session_only_if_it_has_begun() {
     assert!(!it.cx.has_failed(SESSION));
     it.begin(late(&it, 1));
     it.engine.expire(&mut it.cx);
+    assert!(it.cx.has_failed(SESSION));
+    // Its owner learns of it when the session is lost for everybody, and learns the first reason.
+    assert!(it.engine.next_completion().is_none());
+    let lost = Error::lost("peer", "its session failed");
+    it.engine.session_down(&mut it.cx, SESSION, &lost);
     assert!(matches!(
         failed(it.engine.next_completion()),
         Error::Timeout(_)
     ));
-    assert!(it.cx.has_failed(SESSION));
+}
+
+#[test]
+fn a_buffer_is_read_once_by_a_request() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let (exposed, _) = ExposedBuffer::new(&it.cx, SESSION, Buffer::zeroed(8), true).unwrap();
+    for (transfer, ids, is_refused) in [(1, &[0][..], false), (2, &[0, 0], true), (3, &[1], true)] {
+        let message = Message::Read {
+            transfer,
+            source: SOURCE,
+            wanted: Wanted::Bytes,
+            ids: Cow::Borrowed(ids),
+        };
+        let Ok(Handled::Request(request)) = it.receive(&message, &[]) else {
+            panic!("not a request")
+        };
+        assert_eq!(exposed.requested(&request).is_err(), is_refused, "{ids:?}");
+    }
+}
+
+#[test]
+fn checksums_that_one_peer_asks_for_are_computed_in_turns() {
+    const LARGE: u64 = 6 << 20; // more than a slice
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    for (transfer, num_bytes) in [(1, LARGE), (2, 8)] {
+        let message = Message::Read {
+            transfer,
+            source: SOURCE,
+            wanted: Wanted::Checksums,
+            ids: Cow::Borrowed(&[0]),
+        };
+        let Ok(Handled::Request(request)) = it.receive(&message, &[]) else {
+            panic!("not a request")
+        };
+        let memory = it.cx.register(Buffer::zeroed(num_bytes as usize)).unwrap();
+        it.engine
+            .serve(&mut it.cx, &request, Ok((memory, Layout::whole(num_bytes))));
+    }
+    let mut order = Vec::new();
+    while it.engine.has_work() {
+        it.engine.run_slice(&mut it.cx);
+        order.extend(
+            it.sent()
+                .into_iter()
+                .filter_map(|(message, _)| match message {
+                    Message::Checksums {
+                        subject: Subject::Transfer(transfer),
+                        ..
+                    } => Some(transfer),
+                    _ => None,
+                }),
+        );
+    }
+    assert_eq!(
+        order,
+        [2, 1],
+        "the small one waits for a slice of the large one, not for all of it"
+    );
 }
 
 #[test]
