@@ -104,7 +104,10 @@ def _add_endpoint(parser: argparse.ArgumentParser) -> None:
         default="just-in-time",
         help="when decode gets a request: before the predicted end of prefill (default), after prefill, or at once",
     )
-    parser.add_argument("--token", help="shared secret; better in KVPIPE_TOKEN, which other users cannot see")
+    parser.add_argument(
+        "--token",
+        help="shared secret; better in KVPIPE_TOKEN, or KVPIPE_TOKEN_FILE (proxy only), which other users cannot see",
+    )
 
 
 def _add_bench(commands: Commands) -> None:

@@ -36,10 +36,10 @@ class Moment:
 
     Attributes:
         kind: `due`: the predicted end of the prefill is at most the lead away. `finished`: the prefill has ended.
-            `watched`: a consumer watches the handoff. `gone`: the handoff has ended without that event.
+            `watched`: a consumer watches the handoff. `ended`: the handoff has ended without that event.
         remaining_s: Seconds from the instance's answer to the predicted end, 0 if it has passed. Set with `due`, and
             with `finished` if there was a prediction; otherwise `None`.
-        reason: The reason of `gone`.
+        reason: The reason of `ended`.
     """
 
     kind: Literal["due", "finished", "watched", "ended"]
@@ -73,7 +73,7 @@ class ControlClient:
         return Work(self._native.ask_result(address, parse_handoff(handoff), timeout), json.loads)
 
     def subscribe(self, address: str, handoff: str, lead_s: float, timeout: float = 300.0) -> Work[Moment]:
-        """Waits until the prefill of a handoff is about to end at the producer: `due`, `finished` or `gone`.
+        """Waits until the prefill of a handoff is about to end at the producer: `due`, `finished` or `ended`.
 
         Without a prediction, as for an engine's first request, the first event is `finished`. The producer waits for
         an unknown handoff for its `open_timeout_s`.
@@ -91,7 +91,7 @@ class ControlClient:
         return Work(self._native.ask_subscription(address, parse_handoff(handoff), lead_s, timeout), _moment)
 
     def watched(self, address: str, handoff: str, timeout: float = 300.0) -> Work[Moment]:
-        """Waits until a consumer watches a handoff at the producer: `watched` or `gone`.
+        """Waits until a consumer watches a handoff at the producer: `watched` or `ended`.
 
         Arguments and errors are those of `subscribe`. D's scheduler watches the handoff when it receives the request.
         """

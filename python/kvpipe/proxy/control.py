@@ -22,7 +22,7 @@ class Moment(Protocol):
 
     @property
     def reason(self) -> str:
-        """The reason of `gone`."""
+        """The reason of `ended`."""
 
 
 class Control(Protocol):
