@@ -32,7 +32,7 @@ const BYTES_CAP: usize = 64 * WINDOW_BYTES;
 pub(super) type Taken = (SessionKey, u64);
 
 #[derive(Debug, Default)]
-struct State {
+struct InboxState {
     waiting: VecDeque<(u64, Notification)>,
     /// Bytes of their tags.
     held: usize,
@@ -41,7 +41,7 @@ struct State {
 
 #[derive(Debug)]
 pub(super) struct Inbox {
-    state: Mutex<State>,
+    state: Mutex<InboxState>,
     /// Readable while something waits, and from the end of the agent on.
     ready: OwnedFd,
 }
@@ -57,7 +57,7 @@ impl Inbox {
         })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, InboxState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

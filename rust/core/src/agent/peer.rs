@@ -103,7 +103,7 @@ impl Counters {
 }
 
 #[derive(Debug)]
-struct State {
+struct PeerStatus {
     incarnation: Incarnation,
     transport: String,
     regions: Arc<[RegionInfo]>,
@@ -116,7 +116,7 @@ struct Shared {
     address: String,
     agent: Incarnation,
     counters: Counters,
-    state: Mutex<State>,
+    state: Mutex<PeerStatus>,
 }
 
 /// A peer; clones are the same one. Once lost it stays lost.
@@ -130,7 +130,7 @@ impl Peer {
             address: address.to_owned(),
             agent,
             counters: Counters::default(),
-            state: Mutex::new(State {
+            state: Mutex::new(PeerStatus {
                 incarnation: [0; 16],
                 transport: String::new(),
                 regions: Arc::new([]),
@@ -139,7 +139,7 @@ impl Peer {
         }))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PeerStatus> {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
