@@ -237,9 +237,11 @@ def parse(request: Request) -> Produced | Consumed | None:
         producer = ""
     if role == "consume" and isinstance(producer, str):
         return _consumed(request, handoff, producer, params.get("first_token"))
-    example = '{"handoff": "32 hex digits", "role": "consume", "producer": "host:port"}'
+    produce = '{"handoff": "32 hex digits", "role": "produce"}'
+    consume = '{"handoff": "32 hex digits", "role": "consume", "producer": "host:port"}'
     message = (
-        f"kvpipe={params!r}: expected role produce, or role consume with producer or first_token, such as {example}"
+        f"kvpipe={params!r}: expected role produce, or role consume with producer or first_token, such as {produce} "
+        f"or {consume}"
     )
     raise ConfigError(message)
 

@@ -20,7 +20,7 @@ pub enum Error {
     #[error("{0}")]
     Authentication(String),
     /// Versions or fingerprints differ: fix the deployment.
-    #[error("incompatible peer {peer}: {field} is {ours:?} here and {theirs:?} there")]
+    #[error("incompatible peer {peer}: {field} is {ours:?} here and {theirs:?} there{}", remedy(.ours, .theirs))]
     Incompatible {
         /// The peer's address.
         peer: String,
@@ -75,6 +75,16 @@ impl Error {
     }
 }
 
+/// What to do about values that differ, where they do not say it themselves.
+fn remedy(ours: &str, theirs: &str) -> &'static str {
+    // The connector's value of files that are not on its disk, and that it cannot compare.
+    if [ours, theirs].contains(&"not local") {
+        "; load both from identical local folders"
+    } else {
+        ""
+    }
+}
+
 impl From<kvpipe_ucx::LoadError> for Error {
     fn from(error: kvpipe_ucx::LoadError) -> Self {
         Self::Unavailable(error.to_string())
@@ -84,5 +94,28 @@ impl From<kvpipe_ucx::LoadError> for Error {
 impl From<kvpipe_ucx::Status> for Error {
     fn from(status: kvpipe_ucx::Status) -> Self {
         Self::Unavailable(status.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn incompatible(ours: &str, theirs: &str) -> String {
+        let error = Error::Incompatible {
+            peer: "10.0.0.1:7100".to_owned(),
+            field: "weights".to_owned(),
+            ours: ours.to_owned(),
+            theirs: theirs.to_owned(),
+        };
+        error.to_string()
+    }
+
+    #[test]
+    fn files_that_are_on_one_side_only_have_a_remedy() {
+        let remedy = "there; load both from identical local folders";
+        assert!(incompatible("0123", "not local").ends_with(remedy));
+        assert!(incompatible("not local", "0123").ends_with(remedy));
+        assert!(incompatible("0123", "4567").ends_with("there"));
     }
 }

@@ -86,9 +86,7 @@ impl<T: Waiter> FairWaitlist<T> {
 
 /// The reason that a peer gets whose `what` may not wait.
 pub(crate) fn waitlist_full(what: &str, cap: usize) -> String {
-    format!(
-        "{cap} {what} wait here, more cannot, and no other peer has more of them than this one; ask for fewer at once"
-    )
+    format!("too many pending {what} (limit {cap}); ask for fewer at once")
 }
 
 #[cfg(test)]
