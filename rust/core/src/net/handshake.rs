@@ -13,6 +13,8 @@
 //! A side sends nothing about its process (identity, UCX address) before the other side has proved the token. Each HMAC
 //! covers a label of its own, both nonces and the protocol version, so that none can be reflected or replayed.
 
+mod frames;
+
 use hmac::digest::KeyInit;
 use hmac::{Hmac, Mac};
 use sha2::{Digest, Sha256};
@@ -22,172 +24,17 @@ use crate::error::{Error, Result};
 use crate::ids::SessionId;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::{Identity, random};
+use frames::{HandshakeFrame, Nonce, Refusal, Signature};
 
 /// Version of everything on the wire; other versions are refused.
 pub const PROTOCOL_VERSION: u16 = 6;
 /// Largest frame before authentication.
 pub const HANDSHAKE_FRAME_CAP: usize = 64 << 10;
 
-const MAGIC: [u8; 4] = *b"KVPP";
-const TEXT_CAP: usize = 4096;
-
-const HELLO: u8 = 1;
-const CHALLENGE: u8 = 2;
-const PROOF: u8 = 3;
-const IDENTITY: u8 = 4;
-const WELCOME: u8 = 5;
-const READY: u8 = 6;
-const REFUSED: u8 = 7;
-
 const CLIENT_PROOF: &[u8] = b"kvpipe client";
 const SERVER_PROOF: &[u8] = b"kvpipe server";
 const CLIENT_IDENTITY: &[u8] = b"kvpipe client identity";
 const SERVER_IDENTITY: &[u8] = b"kvpipe server identity";
-
-type Nonce = [u8; 32];
-type Signature = [u8; 32];
-
-/// A frame of the handshake.
-#[derive(Debug)]
-enum HandshakeFrame<'a> {
-    Hello {
-        version: u16,
-        nonce: Nonce,
-    },
-    Challenge {
-        version: u16,
-        nonce: Nonce,
-    },
-    Proof(Signature),
-    Identity {
-        signature: Signature,
-        body: &'a [u8],
-    },
-    Welcome {
-        signature: Signature,
-        body: &'a [u8],
-    },
-    Ready,
-    Refused(Refusal),
-}
-
-impl<'a> HandshakeFrame<'a> {
-    fn encode(&self) -> Vec<u8> {
-        let writer = match self {
-            Self::Hello { version, nonce } => {
-                Writer::new(HELLO).raw(&MAGIC).u16(*version).raw(nonce)
-            }
-            Self::Challenge { version, nonce } => Writer::new(CHALLENGE).u16(*version).raw(nonce),
-            Self::Proof(signature) => Writer::new(PROOF).raw(signature),
-            Self::Identity { signature, body } => Writer::new(IDENTITY).raw(signature).raw(body),
-            Self::Welcome { signature, body } => Writer::new(WELCOME).raw(signature).raw(body),
-            Self::Ready => Writer::new(READY),
-            Self::Refused(refusal) => refusal.write(Writer::new(REFUSED)),
-        };
-        writer.finish()
-    }
-
-    fn decode(frame: &'a [u8]) -> Result<Self> {
-        let mut reader = Reader::new(frame);
-        let frame = match reader.u8()? {
-            HELLO if reader.fixed::<4>()? != MAGIC => {
-                return Err(Error::protocol("not a kvpipe peer"));
-            }
-            HELLO => {
-                let (version, nonce) = read_version(&mut reader)?;
-                Self::Hello { version, nonce }
-            }
-            CHALLENGE => {
-                let (version, nonce) = read_version(&mut reader)?;
-                Self::Challenge { version, nonce }
-            }
-            PROOF => Self::Proof(reader.fixed()?),
-            IDENTITY => {
-                let (signature, body) = (reader.fixed()?, reader.rest());
-                Self::Identity { signature, body }
-            }
-            WELCOME => {
-                let (signature, body) = (reader.fixed()?, reader.rest());
-                Self::Welcome { signature, body }
-            }
-            READY => Self::Ready,
-            REFUSED => Self::Refused(Refusal::read(&mut reader)?),
-            other => {
-                return Err(Error::protocol(format_args!(
-                    "frame {other} in a handshake"
-                )));
-            }
-        };
-        reader.end()?;
-        Ok(frame)
-    }
-}
-
-/// A version and, if it is ours, the nonce that follows it. Other versions may go on differently.
-fn read_version(reader: &mut Reader<'_>) -> Result<(u16, Nonce)> {
-    let version = reader.u16()?;
-    if version == PROTOCOL_VERSION {
-        return Ok((version, reader.fixed()?));
-    }
-    reader.rest();
-    Ok((version, Nonce::default()))
-}
-
-/// Why a peer is refused, from its point of view.
-#[derive(Debug)]
-enum Refusal {
-    Token,
-    Incompatible {
-        field: String,
-        ours: String,
-        theirs: String,
-    },
-    Other(String),
-}
-
-impl Refusal {
-    /// What the peer gets for an error of this side: our value is the peer's other one.
-    fn of(error: &Error) -> Self {
-        match error {
-            Error::Authentication(_) => Self::Token,
-            Error::Incompatible {
-                field,
-                ours,
-                theirs,
-                ..
-            } => Self::Incompatible {
-                field: field.clone(),
-                ours: theirs.clone(),
-                theirs: ours.clone(),
-            },
-            other => Self::Other(other.to_string()),
-        }
-    }
-
-    fn write(&self, writer: Writer) -> Writer {
-        match self {
-            Self::Token => writer.u8(1),
-            Self::Incompatible {
-                field,
-                ours,
-                theirs,
-            } => writer.u8(2).str(field).str(ours).str(theirs),
-            Self::Other(reason) => writer.u8(3).text(reason, TEXT_CAP),
-        }
-    }
-
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        Ok(match reader.u8()? {
-            1 => Self::Token,
-            2 => Self::Incompatible {
-                field: reader.str(TEXT_CAP)?,
-                ours: reader.str(TEXT_CAP)?,
-                theirs: reader.str(TEXT_CAP)?,
-            },
-            _ => Self::Other(reader.str(TEXT_CAP)?),
-        })
-    }
-}
 
 /// What a frame leads to.
 #[derive(Debug)]

@@ -1,3 +1,4 @@
+use super::frames::{CHALLENGE, PROOF, REFUSED};
 use super::*;
 use crate::net::identity::SessionKind;
 use proptest::prelude::*;
