@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from kvpipe.bench.results import Entry
 
 OTHER = " (other build)"
+# Where its memory lies makes a process faster or slower for as long as it lives: of two processes of one build one
+# hashed its buffer 1.15 times as fast in the median of nine rounds.
+ROUNDS_A_START = 3
 _CONFIDENCE = 0.95
 
 

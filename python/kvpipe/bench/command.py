@@ -113,7 +113,11 @@ def _add_benchmark(parser: argparse.ArgumentParser, benchmark: Benchmark) -> Non
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them; needs matplotlib")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="print ratios to an older run")
     parser.add_argument(
-        "--against", type=Path, metavar="PYTHON", help="measure the kvpipe of another environment in the same rounds"
+        "--against",
+        type=Path,
+        metavar="PYTHON",
+        help="measure the kvpipe of another environment in the same rounds; "
+        f"all processes are started anew every {builds.ROUNDS_A_START} rounds",
     )
     parser.set_defaults(peer=None, token=None)
     if benchmark.remote:
@@ -191,7 +195,7 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace) -> Findings:
         chosen = [case for case in cases if case.kind == kind]
         with Run(subjects, chosen, progress) as run:
             run.start(_words(run, total, kind) | pinned)
-            run.measure(args.rounds)
+            run.measure(args.rounds, builds.ROUNDS_A_START if args.against else 0)
         rows += rows_of(run.entries, baselines)
         bounds += bounds_of(run.entries)
         differences += builds.differences_of(run.entries)

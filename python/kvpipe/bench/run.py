@@ -34,6 +34,7 @@ class Run:
         self.entries = [Entry(case, one) for case in cases for one in subjects if one.can(case)]
         self.skipped: dict[str, str] = {}
         self.versions: set[str] = set()
+        self._words: Mapping[str, object] = {}
 
     @property
     def num_processes(self) -> int:
@@ -45,8 +46,12 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        runners, self._runners = self._runners, {}
         with contextlib.ExitStack() as closing:
-            for opened in self._runners.values():
+            for opened in runners.values():
                 closing.callback(opened.close)
 
     def start(self, words: Mapping[str, object]) -> None:
@@ -55,31 +60,45 @@ class Run:
         Raises:
             SubjectError: kvpipe itself failed, here and below. Other subjects that fail are left out.
         """
+        self._words = words
         for entry in list(self.entries):
-            self._attempt(entry, partial(self._open, entry, words))
+            self._attempt(entry, partial(self._open, entry))
 
-    def _open(self, entry: Entry, words: Mapping[str, object]) -> None:
+    def _open(self, entry: Entry) -> None:
         program = entry.subject.program
         if program not in self._runners:
             self._progress.line(f"starting {_name(entry)}")
-            self._runners[program] = program.open(words)
+            self._runners[program] = program.open(self._words)
         opened = self._runners[program]
         entry.transport = opened.transport
         self.versions |= {opened.version} - {""}
 
-    def measure(self, rounds: int) -> None:
-        """Verifies what each subject moves, then measures."""
-        self._progress.expect((rounds + 1) * len(self.entries))
-        self._progress.line("verifying what each subject moves")
-        for entry in list(self.entries):
-            self._attempt(entry, partial(self._check, entry))
-            self._progress.step(f"check, {entry.case.label}, {_name(entry)}")
+    def measure(self, rounds: int, restart_every: int = 0) -> None:
+        """Verifies what each subject moves, then measures.
+
+        Args:
+            rounds: Samples of each entry.
+            restart_every: Rounds after which all processes are started anew and verify again; 0: never.
+        """
+        num_starts = -(-rounds // restart_every) if restart_every else 1
+        self._progress.expect((rounds + num_starts) * len(self.entries))
         for number in range(1, rounds + 1):
+            if (number - 1) % (restart_every or rounds) == 0:
+                if number > 1:
+                    self._close()
+                    self.start(self._words)
+                self._verify()
             self._progress.line(f"round {number} of {rounds}")
             for entry in self._order(number):
                 self._attempt(entry, partial(self._sample, entry, number))
                 self._progress.step(f"round {number}, {entry.case.label}, {_name(entry)}")
         self._progress.end()
+
+    def _verify(self) -> None:
+        self._progress.line("verifying what each subject moves")
+        for entry in list(self.entries):
+            self._attempt(entry, partial(self._check, entry))
+            self._progress.step(f"check, {entry.case.label}, {_name(entry)}")
 
     def _order(self, number: int) -> list[Entry]:
         """A different order for each round, the same in each run, so that no subject always follows the same one."""
