@@ -20,6 +20,7 @@ LONG_PAGES = {"docs/benchmarks.md"}
 # vLLM's own, not ours.
 OF_VLLM = ("KVPipeConnector received pp_rank > 0", "No package metadata", "Turning off hybrid")
 MONITORING = "docs/guide/monitoring.md"
+TIMEOUTS = "docs/internals/timeouts.md"
 SETTINGS, METRICS, FAILURES = (f"docs/reference/{name}.md" for name in ("settings", "metrics", "failures"))
 
 
@@ -189,3 +190,37 @@ def test_every_row_of_the_failure_table_names_a_test_that_exists():
     assert len(named) == len([cell for cell in first_cells(FAILURES) if cell != "event" and not cell.startswith("-")])
     tests = "\n".join(text_of(path) for path in CODE if path.endswith((".py", ".rs")))
     assert [name for name in named if not re.search(rf"\b(def|fn) {name}\(", tests)] == []
+
+
+def constants():
+    """The rows of the constants: what, value, files."""
+    part = text_of(TIMEOUTS).partition("\n## Constants\n")[2].partition("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("| ")
+    ]
+    return [(row[0], row[1], re.findall(r"`([^`]+)`", row[-1])) for row in rows if row[0] != "what"]
+
+
+@pytest.mark.parametrize(("what", "value", "files"), constants(), ids=str)
+def test_every_constant_of_the_time_outs_has_its_value_where_the_page_says(what, value, files):
+    folder = {".rs": "rust/core/src/", ".py": "python/kvpipe/"}
+    paths = [file if file.startswith("rust/") else folder[file[-3:]] + file for file in files]
+    assert paths
+    assert [path for path in paths if path not in FILES] == []
+    number = re.match(r"([\d.]+)(?: to [\d.]+)? ?(s|ms)?\b", value)
+    if number is None:
+        assert "the call's `timeout`" in value
+        return
+    amount, unit = float(number[1]), number[2]
+    micros = amount * {"s": 1e6, "ms": 1e3}.get(unit, 1)
+    spelled = {
+        f"from_secs({micros / 1e6:g})",
+        f"from_millis({micros / 1e3:g})",
+        f"from_micros({micros:g})",
+        f'"{amount:g}{unit}"',
+        f"tv_sec: {amount:g},",
+    }
+    plain = re.compile(rf"(?:=|default=) ?{amount:g}(?:\.0)?\b")
+    for path in paths:
+        text = text_of(path)
+        assert any(one in text for one in spelled) or plain.search(text), f"{what}: {value} in {path}"
