@@ -39,7 +39,7 @@ impl Control {
         let bounded =
             |seconds: f64| duration(Some(seconds)).map(|duration| duration.unwrap_or(FOREVER));
         let timeouts = ControlTimeouts {
-            timeouts: timeouts(silence)?,
+            session: timeouts(silence)?,
             lease: bounded(lease)?,
             open: bounded(open_timeout)?,
             handoff: bounded(handoff_timeout)?,

@@ -13,16 +13,15 @@ use std::time::{Duration, Instant};
 
 use crate::error::Result;
 use crate::events::Events;
-use crate::ids::HandoffId;
-use crate::ids::Incarnation;
+use crate::ids::{HandoffId, Incarnation};
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::Reactor;
-use crate::session::ReactorConfig;
-use crate::session::SessionTimeouts;
+use crate::session::{ReactorConfig, SessionTimeouts};
 use crate::trace::Trace;
 use crate::work::Work;
 
+use queries::PendingQuery;
 use service::{ControlCommand, ControlService};
 
 /// A worker of a producer.
@@ -128,7 +127,7 @@ pub enum ControlQuery {
 #[derive(Debug, Clone, Copy)]
 pub struct ControlTimeouts {
     /// Those of sessions.
-    pub timeouts: SessionTimeouts,
+    pub session: SessionTimeouts,
     /// How long finished blocks wait for a first consumer.
     pub lease: Duration,
     /// How long a watch or a deferred query waits for an unknown handoff.
@@ -162,7 +161,7 @@ impl Control {
             identity: Identity::new(SessionKind::Control, engine_id, fingerprint)?,
             transport: None,
             local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip()),
-            timeouts: timeouts.timeouts,
+            timeouts: timeouts.session,
             busy_poll: Duration::ZERO,
         };
         let events = Events::default();
@@ -185,18 +184,18 @@ impl Control {
 
     /// Sets the reply to [`ControlQuery::Describe`].
     pub fn describe_as(&self, json: String) -> Result<()> {
-        self.reactor.send(ControlCommand::Describe { json })
+        self.reactor.send(ControlCommand::Describe(json))
     }
 
     /// Producer: the request of this handoff has arrived and waits to be scheduled. Until `open` or `withdraw`, its
     /// consumers wait too; watches of other handoffs end after [`ControlTimeouts::open`].
     pub fn expect(&self, handoff: HandoffId) -> Result<()> {
-        self.reactor.send(ControlCommand::Expect { handoff })
+        self.reactor.send(ControlCommand::Expect(handoff))
     }
 
     /// Producer: the request of this handoff is scheduled.
     pub fn open(&self, handoff: HandoffId, opening: Opening) -> Result<()> {
-        self.reactor.send(ControlCommand::Open { handoff, opening })
+        self.reactor.send(ControlCommand::Open(handoff, opening))
     }
 
     /// Producer: prefill is predicted to end after `remaining`. Ignored unless it is under way.
@@ -209,7 +208,7 @@ impl Control {
     /// Producer: prefill has finished. The blocks stay leased until a consumer acknowledges them, they are released, or the
     /// lease ends.
     pub fn finish(&self, handoff: HandoffId, state: SequenceState) -> Result<()> {
-        self.reactor.send(ControlCommand::Finish { handoff, state })
+        self.reactor.send(ControlCommand::Finish(handoff, state))
     }
 
     /// Producer: the request was aborted or preempted. Its consumers get the reason.
@@ -238,8 +237,7 @@ impl Control {
 
     /// Sets the reply to [`ControlQuery::Result`].
     pub fn set_result(&self, handoff: HandoffId, json: String) -> Result<()> {
-        self.reactor
-            .send(ControlCommand::SetResult { handoff, json })
+        self.reactor.send(ControlCommand::SetResult(handoff, json))
     }
 
     /// Queries another engine; the work ends with its JSON.
@@ -250,13 +248,13 @@ impl Control {
         timeout: Duration,
     ) -> Result<Work<String>> {
         let (done, completer) = self.reactor.work();
-        let deadline = Instant::now() + timeout;
-        self.reactor.send(ControlCommand::Query {
+        let query = PendingQuery {
             address: address.to_owned(),
             query,
-            deadline,
+            deadline: Instant::now() + timeout,
             completer,
-        })?;
+        };
+        self.reactor.send(ControlCommand::Query(query))?;
         Ok(done)
     }
 

@@ -16,7 +16,7 @@ pub const OTHER: HandoffId = [4; 16];
 
 pub fn patience() -> ControlTimeouts {
     ControlTimeouts {
-        timeouts: SessionTimeouts::default(),
+        session: SessionTimeouts::default(),
         lease: PATIENCE,
         open: PATIENCE,
         handoff: PATIENCE,

@@ -158,7 +158,7 @@ impl Victim for Side {
 pub(crate) fn control(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let timeouts = ControlTimeouts {
-        timeouts: SessionTimeouts::default(),
+        session: SessionTimeouts::default(),
         lease: TIMEOUT,
         open: TIMEOUT,
         handoff: TIMEOUT,
