@@ -124,7 +124,12 @@ impl Receiver {
             };
             let (sequence, meta) = (tensor.sequence, tensor.meta);
             match tensor.content {
-                Content::Eager(bytes) => self.deliver(cx, sequence, meta, bytes, receive),
+                Content::Eager(bytes) => {
+                    self.record_received(cx, sequence, bytes.len());
+                    let received =
+                        place(bytes, receive.out).map(|buffer| Arc::new(Received { meta, buffer }));
+                    receive.completer.complete(received);
+                }
                 Content::Offer(buffer) => self.begin_large(cx, sequence, meta, buffer, receive),
                 Content::Corrupt { was_offered } => {
                     if was_offered {
@@ -139,32 +144,27 @@ impl Receiver {
                 }
             }
         }
-        if self.incoming.is_empty() && self.large_receives.is_empty() {
-            self.fail_receives();
+        if let Some(error) = &self.failure
+            && self.incoming.is_empty()
+            && self.large_receives.is_empty()
+        {
+            for receive in self.receives.drain(..) {
+                receive.completer.complete(Err(error.clone()));
+            }
         }
         self.count_waiting();
     }
+}
 
-    /// Completes a receive with a small tensor.
-    fn deliver(
-        &mut self,
-        cx: &mut ReactorContext,
-        sequence: u64,
-        meta: Meta,
-        bytes: Vec<u8>,
-        receive: PendingReceive,
-    ) {
-        self.record_received(cx, sequence, bytes.len());
-        let buffer = match receive.out {
-            Some((_, out)) if !out.write(0, &bytes) => {
-                let text = "the CUDA driver could not write into out=; the tensor is lost, the pipe is usable";
-                let error = Error::Unavailable(text.to_owned());
-                return receive.completer.complete(Err(error));
-            }
-            Some(_) => None,
-            None => Some(Buffer::from_vec(bytes)),
-        };
-        let received = Received { meta, buffer };
-        receive.completer.complete(Ok(Arc::new(received)));
+/// Copies a small tensor into the caller's memory; without any, returns memory that holds it.
+fn place(bytes: Vec<u8>, out: Option<(Meta, Buffer)>) -> Result<Option<Buffer>> {
+    match out {
+        Some((_, out)) if !out.write(0, &bytes) => {
+            let text =
+                "the CUDA driver could not write into out=; the tensor is lost, the pipe is usable";
+            Err(Error::Unavailable(text.to_owned()))
+        }
+        Some(_) => Ok(None),
+        None => Ok(Some(Buffer::from_vec(bytes))),
     }
 }

@@ -204,7 +204,7 @@ impl Receiver {
     }
 
     /// Fails a large tensor. It completes when no read of it is in flight.
-    pub(super) fn fail_large(&mut self, cx: &mut ReactorContext, sequence: u64, error: &Error) {
+    fn fail_large(&mut self, cx: &mut ReactorContext, sequence: u64, error: &Error) {
         if let Some(large) = self.large_receive(sequence) {
             large.fail(error);
             let transfer = large.transfer;

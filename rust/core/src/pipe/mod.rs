@@ -245,10 +245,10 @@ impl Pipe {
 
     /// Withdraws a receive that has not met a tensor. One that has met a tensor goes on.
     pub fn withdraw(&self, receive: &Work<Arc<Received>>) -> Result<()> {
-        match &self.end {
-            End::Sender(_) => Ok(()),
-            End::Receiver(reactor) => reactor.send(ReceiverCommand::Withdraw(receive.clone())),
+        if let End::Receiver(reactor) = &self.end {
+            reactor.send(ReceiverCommand::Withdraw(receive.clone()))?;
         }
+        Ok(())
     }
 
     /// Ends the pipe in order. The work of a sender is done once the receiver has acknowledged everything.

@@ -52,7 +52,7 @@ pub(super) struct Receiver {
     pub(super) engine: TransferEngine,
     /// Whether the sender has ended the pipe in order.
     has_ended: bool,
-    failure: Option<Error>,
+    pub(super) failure: Option<Error>,
 }
 
 impl Receiver {
@@ -71,14 +71,6 @@ impl Receiver {
             engine: TransferEngine::new(TRANSFERS_IN_FLIGHT),
             has_ended: false,
             failure: None,
-        }
-    }
-
-    /// Fails receives that no tensor can reach any more.
-    pub(super) fn fail_receives(&mut self) {
-        let Some(error) = &self.failure else { return };
-        for receive in self.receives.drain(..) {
-            receive.completer.complete(Err(error.clone()));
         }
     }
 
