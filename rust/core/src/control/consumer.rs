@@ -4,9 +4,9 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use super::ControlEvent;
-use super::messages::{ControlMessage, HandoffUpdate};
+use super::messages::ControlMessage;
 use super::service::ControlOutbox;
+use super::{ControlEvent, HandoffUpdate};
 use crate::ids::{HandoffId, SessionKey};
 
 /// A watched handoff. Its first `Opened` and its first `Finished` count: a peer that repeats them cannot fill the queue of
@@ -77,28 +77,14 @@ impl ConsumerRole {
         let Some(watch) = watch.filter(|watch| watch.session == session) else {
             return;
         };
-        match update {
-            HandoffUpdate::Opened(opening) => {
-                if !std::mem::replace(&mut watch.is_opened, true) {
-                    out.trace("opened", &handoff);
-                    out.events.push(ControlEvent::Opened { handoff, opening });
-                }
-            }
-            HandoffUpdate::Finished(state) => {
-                if !std::mem::replace(&mut watch.is_finished, true) {
-                    out.trace("finished", &handoff);
-                    out.events.push(ControlEvent::Finished { handoff, state });
-                }
-            }
-            HandoffUpdate::Ended(reason) => {
-                self.watches.remove(&handoff);
-                out.trace("ended", &handoff);
-                out.events.push(ControlEvent::Ended {
-                    handoff,
-                    reason,
-                    is_withdrawn: true,
-                });
-            }
+        let is_repeated = match &update {
+            HandoffUpdate::Opened(_) => std::mem::replace(&mut watch.is_opened, true),
+            HandoffUpdate::Finished(_) => std::mem::replace(&mut watch.is_finished, true),
+            HandoffUpdate::Ended(_) => self.watches.remove(&handoff).is_none(),
+        };
+        if !is_repeated {
+            out.trace(update.name(), &handoff);
+            out.events.push(ControlEvent::Updated { handoff, update });
         }
     }
 
@@ -110,11 +96,8 @@ impl ConsumerRole {
     ) {
         let ended = |_: &HandoffId, watch: &mut HandoffWatch| watch.session == session;
         for (handoff, _) in self.watches.extract_if(ended) {
-            out.events.push(ControlEvent::Ended {
-                handoff,
-                reason: reason.to_owned(),
-                is_withdrawn: false,
-            });
+            let reason = reason.to_owned();
+            out.events.push(ControlEvent::Lost { handoff, reason });
         }
     }
 
@@ -128,11 +111,8 @@ impl ConsumerRole {
                 is_acknowledged: false,
             };
             out.send(watch.session, unwatch);
-            out.events.push(ControlEvent::Ended {
-                handoff,
-                reason: format!("nothing came within {timeout:?} (handoff_timeout_s)"),
-                is_withdrawn: false,
-            });
+            let reason = format!("nothing came within {timeout:?} (handoff_timeout_s)");
+            out.events.push(ControlEvent::Lost { handoff, reason });
         }
         self.watches.values().map(|watch| watch.deadline).min()
     }
@@ -150,24 +130,17 @@ mod tests {
     fn a_producer_that_repeats_itself_causes_each_event_once() {
         let mut consumer = ConsumerRole::new(Duration::from_secs(60));
         let (mut out, now, handoff) = (ControlOutbox::default(), Instant::now(), ID);
-        let state = SequenceState::default;
-        let expected = [
-            ControlEvent::Opened {
-                handoff,
-                opening: opening(),
-            },
-            ControlEvent::Finished {
-                handoff,
-                state: state(),
-            },
+        let updates = [
+            HandoffUpdate::Opened(opening()),
+            HandoffUpdate::Finished(SequenceState::default()),
         ];
+        let expected = updates
+            .clone()
+            .map(|update| ControlEvent::Updated { handoff, update });
         for _ in 0..2 {
             consumer.watch(now, ID, 20);
             for session in [99, 20, 20, 99] {
-                for update in [
-                    HandoffUpdate::Opened(opening()),
-                    HandoffUpdate::Finished(state()),
-                ] {
+                for update in updates.clone() {
                     consumer.update(&mut out, session, ID, update);
                 }
             }
@@ -186,11 +159,8 @@ mod tests {
         assert_eq!(out.events.drain(), []);
         consumer.update(&mut out, 20, ID, ended_update());
         consumer.session_down(&mut out, 20, "lost");
-        let ended = ControlEvent::Ended {
-            handoff: ID,
-            reason: "aborted".to_owned(),
-            is_withdrawn: true,
-        };
+        let (handoff, update) = (ID, ended_update());
+        let ended = ControlEvent::Updated { handoff, update };
         assert_eq!(out.events.drain(), [ended]);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{ControlQuery, Opening, Rank, SequenceState};
+use super::{ControlQuery, HandoffUpdate, Opening, Rank, SequenceState};
 use crate::error::{Error, Result};
 use crate::ids::HandoffId;
 use crate::net::codec::{Reader, Writer};
@@ -15,17 +15,6 @@ const JSON_CAP: usize = 1 << 20;
 const RANKS_CAP: usize = 4096;
 /// Most token ids that prefill samples.
 const OUTPUT_IDS_CAP: usize = 4096;
-
-/// What a producer tells the consumers that watch a handoff.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum HandoffUpdate {
-    /// Its request is scheduled.
-    Opened(Opening),
-    /// Prefill has finished.
-    Finished(SequenceState),
-    /// Its blocks cannot be read any more, for this reason.
-    Ended(String),
-}
 
 /// A frame between two control ports, or between the proxy and one.
 #[derive(Debug, Clone, PartialEq, Eq)]

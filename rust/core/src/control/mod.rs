@@ -57,6 +57,28 @@ pub struct SequenceState {
     pub num_cached_tokens: u32,
 }
 
+/// What a producer tells the consumers that watch a handoff.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum HandoffUpdate {
+    /// The request is scheduled: what to compare and where to read.
+    Opened(Opening),
+    /// Prefill has finished: what to continue from.
+    Finished(SequenceState),
+    /// The producer has withdrawn the handoff for this reason, which voids what it announced. No more updates follow.
+    Ended(String),
+}
+
+impl HandoffUpdate {
+    /// `opened`, `finished` or `ended`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Opened(_) => "opened",
+            Self::Finished(_) => "finished",
+            Self::Ended(_) => "ended",
+        }
+    }
+}
+
 /// An event of the control plane, for the scheduler role that drains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ControlEvent {
@@ -67,28 +89,19 @@ pub enum ControlEvent {
         /// Why.
         reason: String,
     },
-    /// Consumer: the producer has scheduled the request.
-    Opened {
+    /// Consumer: the producer reports on a watched handoff.
+    Updated {
         /// The handoff.
         handoff: HandoffId,
-        /// What to compare and where to read.
-        opening: Opening,
+        /// The report.
+        update: HandoffUpdate,
     },
-    /// Consumer: the producer has finished prefill.
-    Finished {
-        /// The handoff.
-        handoff: HandoffId,
-        /// What to continue from.
-        state: SequenceState,
-    },
-    /// Consumer: the handoff has ended; no more events follow.
-    Ended {
+    /// Consumer: the producer of a watched handoff is lost or late; no more events follow.
+    Lost {
         /// The handoff.
         handoff: HandoffId,
         /// Why.
         reason: String,
-        /// Whether the producer withdrew it, which voids what it announced. Otherwise the producer is lost or late.
-        is_withdrawn: bool,
     },
     /// One line for the log.
     Log(String),

@@ -4,9 +4,8 @@
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use super::messages::HandoffUpdate;
 use super::service::ControlOutbox;
-use super::{ControlEvent, ControlTimeouts, Opening, SequenceState};
+use super::{ControlEvent, ControlTimeouts, HandoffUpdate, Opening, SequenceState};
 use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 

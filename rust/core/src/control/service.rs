@@ -6,10 +6,10 @@ use std::time::Instant;
 
 use super::consumer::ConsumerRole;
 use super::deferred_queries::{DeferredQueries, DeferredQuery, ReplyCondition};
-use super::messages::{ControlMessage, HandoffUpdate};
+use super::messages::ControlMessage;
 use super::producer::ProducerRole;
 use super::queries::{PendingQueries, PendingQuery};
-use super::{ControlEvent, ControlQuery, ControlTimeouts, Opening, SequenceState};
+use super::{ControlEvent, ControlQuery, ControlTimeouts, HandoffUpdate, Opening, SequenceState};
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
