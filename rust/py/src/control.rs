@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvpipe_core::control::{
-    self, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank, SequenceState,
+    self, ControlEvent, ControlQuery, ControlTimeouts, HandoffUpdate, Opening, Rank, SequenceState,
 };
 use kvpipe_core::ids::HandoffId;
 use pyo3::prelude::*;
@@ -39,7 +39,7 @@ impl Control {
         let bounded =
             |seconds: f64| duration(Some(seconds)).map(|duration| duration.unwrap_or(FOREVER));
         let timeouts = ControlTimeouts {
-            timeouts: timeouts(silence)?,
+            session: timeouts(silence)?,
             lease: bounded(lease)?,
             open: bounded(open_timeout)?,
             handoff: bounded(handoff_timeout)?,
@@ -209,32 +209,25 @@ fn to_dict<'py>(py: Python<'py>, event: &ControlEvent) -> PyResult<Bound<'py, Py
             set("released", handoff)?;
             dict.set_item("reason", reason)?;
         }
-        ControlEvent::Opened { handoff, opening } => {
-            set("opened", handoff)?;
-            dict.set_item("prompt_hash", opening.prompt_hash.as_slice())?;
-            dict.set_item("num_tokens", opening.num_tokens)?;
-            dict.set_item("epoch", opening.epoch)?;
-            let ranks: Vec<(&str, &[u8])> = opening
-                .ranks
-                .iter()
-                .map(|rank| (rank.address.as_str(), rank.incarnation.as_slice()))
-                .collect();
-            dict.set_item("ranks", ranks)?;
+        ControlEvent::Updated { handoff, update } => {
+            set(update.name(), handoff)?;
+            match update {
+                HandoffUpdate::Opened(opening) => set_opening(&dict, opening)?,
+                HandoffUpdate::Finished(state) => {
+                    dict.set_item("output_ids", &state.output_ids)?;
+                    dict.set_item("finish_reason", &state.finish_reason)?;
+                    dict.set_item("num_cached_tokens", state.num_cached_tokens)?;
+                }
+                HandoffUpdate::Ended(reason) => {
+                    dict.set_item("reason", reason)?;
+                    dict.set_item("is_withdrawn", true)?;
+                }
+            }
         }
-        ControlEvent::Finished { handoff, state } => {
-            set("finished", handoff)?;
-            dict.set_item("output_ids", &state.output_ids)?;
-            dict.set_item("finish_reason", &state.finish_reason)?;
-            dict.set_item("num_cached_tokens", state.num_cached_tokens)?;
-        }
-        ControlEvent::Ended {
-            handoff,
-            reason,
-            is_withdrawn,
-        } => {
+        ControlEvent::Lost { handoff, reason } => {
             set("ended", handoff)?;
             dict.set_item("reason", reason)?;
-            dict.set_item("is_withdrawn", is_withdrawn)?;
+            dict.set_item("is_withdrawn", false)?;
         }
         ControlEvent::Log(text) => {
             dict.set_item("event", "log")?;
@@ -242,6 +235,18 @@ fn to_dict<'py>(py: Python<'py>, event: &ControlEvent) -> PyResult<Bound<'py, Py
         }
     }
     Ok(dict)
+}
+
+fn set_opening(dict: &Bound<'_, PyDict>, opening: &Opening) -> PyResult<()> {
+    dict.set_item("prompt_hash", opening.prompt_hash.as_slice())?;
+    dict.set_item("num_tokens", opening.num_tokens)?;
+    dict.set_item("epoch", opening.epoch)?;
+    let ranks: Vec<(&str, &[u8])> = opening
+        .ranks
+        .iter()
+        .map(|rank| (rank.address.as_str(), rank.incarnation.as_slice()))
+        .collect();
+    dict.set_item("ranks", ranks)
 }
 
 impl Drop for Control {

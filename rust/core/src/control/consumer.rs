@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::messages::ControlMessage;
 use super::service::ControlOutbox;
-use super::{ControlEvent, Opening, SequenceState};
+use super::{ControlEvent, HandoffUpdate};
 use crate::ids::{HandoffId, SessionKey};
 
 /// A watched handoff. Its first `Opened` and its first `Finished` count: a peer that repeats them cannot fill the queue of
@@ -65,74 +65,27 @@ impl ConsumerRole {
         }
     }
 
-    /// The watch of a handoff, if it is watched on this session.
-    fn watch_on(&mut self, session: SessionKey, handoff: &HandoffId) -> Option<&mut HandoffWatch> {
-        let watch = self.watches.get_mut(handoff)?;
-        (watch.session == session).then_some(watch)
-    }
-
-    pub(super) fn opened(
+    /// The producer of a watched handoff reports on it.
+    pub(super) fn update(
         &mut self,
         out: &mut ControlOutbox,
         session: SessionKey,
         handoff: HandoffId,
-        opening: Opening,
+        update: HandoffUpdate,
     ) {
-        if let Some(watch) = self.watch_on(session, &handoff)
-            && !std::mem::replace(&mut watch.is_opened, true)
-        {
-            out.trace("opened", &handoff);
-            out.events.push(ControlEvent::Opened { handoff, opening });
+        let watch = self.watches.get_mut(&handoff);
+        let Some(watch) = watch.filter(|watch| watch.session == session) else {
+            return;
+        };
+        let is_repeated = match &update {
+            HandoffUpdate::Opened(_) => std::mem::replace(&mut watch.is_opened, true),
+            HandoffUpdate::Finished(_) => std::mem::replace(&mut watch.is_finished, true),
+            HandoffUpdate::Ended(_) => self.watches.remove(&handoff).is_none(),
+        };
+        if !is_repeated {
+            out.trace(update.name(), &handoff);
+            out.events.push(ControlEvent::Updated { handoff, update });
         }
-    }
-
-    pub(super) fn finished(
-        &mut self,
-        out: &mut ControlOutbox,
-        session: SessionKey,
-        handoff: HandoffId,
-        state: SequenceState,
-    ) {
-        if let Some(watch) = self.watch_on(session, &handoff)
-            && !std::mem::replace(&mut watch.is_finished, true)
-        {
-            out.trace("finished", &handoff);
-            out.events.push(ControlEvent::Finished { handoff, state });
-        }
-    }
-
-    pub(super) fn ended(
-        &mut self,
-        out: &mut ControlOutbox,
-        session: SessionKey,
-        handoff: HandoffId,
-        reason: String,
-    ) {
-        if self.watch_on(session, &handoff).is_some() {
-            out.trace("ended", &handoff);
-            self.end_watch(out, handoff, reason, true);
-        }
-    }
-
-    fn end_watch(
-        &mut self,
-        out: &mut ControlOutbox,
-        handoff: HandoffId,
-        reason: String,
-        is_withdrawn: bool,
-    ) {
-        self.watches.remove(&handoff);
-        out.events.push(ControlEvent::Ended {
-            handoff,
-            reason,
-            is_withdrawn,
-        });
-    }
-
-    fn handoffs(&self, is_wanted: impl Fn(&HandoffWatch) -> bool) -> Vec<HandoffId> {
-        let watches = self.watches.iter();
-        let wanted = watches.filter(|(_, watch)| is_wanted(watch));
-        wanted.map(|(id, _)| *id).collect()
     }
 
     pub(super) fn session_down(
@@ -141,18 +94,25 @@ impl ConsumerRole {
         session: SessionKey,
         reason: &str,
     ) {
-        for handoff in self.handoffs(|watch| watch.session == session) {
-            self.end_watch(out, handoff, reason.to_owned(), false);
+        let ended = |_: &HandoffId, watch: &mut HandoffWatch| watch.session == session;
+        for (handoff, _) in self.watches.extract_if(ended) {
+            let reason = reason.to_owned();
+            out.events.push(ControlEvent::Lost { handoff, reason });
         }
     }
 
     /// Ends watches whose handoff took too long, and returns the next deadline.
     pub(super) fn expire(&mut self, out: &mut ControlOutbox, now: Instant) -> Option<Instant> {
-        for handoff in self.handoffs(|watch| watch.deadline <= now) {
-            self.unwatch(out, handoff, false);
-            let timeout = self.handoff_timeout;
+        let timeout = self.handoff_timeout;
+        let late = |_: &HandoffId, watch: &mut HandoffWatch| watch.deadline <= now;
+        for (handoff, watch) in self.watches.extract_if(late) {
+            let unwatch = ControlMessage::Unwatch {
+                handoff,
+                is_acknowledged: false,
+            };
+            out.send(watch.session, unwatch);
             let reason = format!("nothing came within {timeout:?} (handoff_timeout_s)");
-            self.end_watch(out, handoff, reason, false);
+            out.events.push(ControlEvent::Lost { handoff, reason });
         }
         self.watches.values().map(|watch| watch.deadline).min()
     }
@@ -160,6 +120,7 @@ impl ConsumerRole {
 
 #[cfg(test)]
 mod tests {
+    use super::super::SequenceState;
     use super::super::producer::tests::opening;
     use super::*;
 
@@ -169,22 +130,19 @@ mod tests {
     fn a_producer_that_repeats_itself_causes_each_event_once() {
         let mut consumer = ConsumerRole::new(Duration::from_secs(60));
         let (mut out, now, handoff) = (ControlOutbox::default(), Instant::now(), ID);
-        let state = SequenceState::default;
-        let expected = [
-            ControlEvent::Opened {
-                handoff,
-                opening: opening(),
-            },
-            ControlEvent::Finished {
-                handoff,
-                state: state(),
-            },
+        let updates = [
+            HandoffUpdate::Opened(opening()),
+            HandoffUpdate::Finished(SequenceState::default()),
         ];
+        let expected = updates
+            .clone()
+            .map(|update| ControlEvent::Updated { handoff, update });
         for _ in 0..2 {
             consumer.watch(now, ID, 20);
             for session in [99, 20, 20, 99] {
-                consumer.opened(&mut out, session, ID, opening());
-                consumer.finished(&mut out, session, ID, state());
+                for update in updates.clone() {
+                    consumer.update(&mut out, session, ID, update);
+                }
             }
             assert_eq!(out.events.drain(), expected, "a new watch counts anew");
         }
@@ -194,17 +152,15 @@ mod tests {
     fn only_the_session_of_a_watch_ends_it() {
         let mut consumer = ConsumerRole::new(Duration::from_secs(60));
         let mut out = ControlOutbox::default();
+        let ended_update = || HandoffUpdate::Ended("aborted".to_owned());
         consumer.watch(Instant::now(), ID, 20);
-        consumer.ended(&mut out, 21, ID, "aborted".to_owned());
+        consumer.update(&mut out, 21, ID, ended_update());
         consumer.session_down(&mut out, 21, "lost");
         assert_eq!(out.events.drain(), []);
-        consumer.ended(&mut out, 20, ID, "aborted".to_owned());
+        consumer.update(&mut out, 20, ID, ended_update());
         consumer.session_down(&mut out, 20, "lost");
-        let ended = ControlEvent::Ended {
-            handoff: ID,
-            reason: "aborted".to_owned(),
-            is_withdrawn: true,
-        };
+        let (handoff, update) = (ID, ended_update());
+        let ended = ControlEvent::Updated { handoff, update };
         assert_eq!(out.events.drain(), [ended]);
     }
 }

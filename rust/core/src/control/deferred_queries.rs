@@ -37,37 +37,21 @@ impl Waiter for DeferredQuery {
     }
 }
 
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum DeferredReply {
-    /// Prefill is predicted to end after this time.
-    Due(Duration),
-    /// Prefill has finished this long before the prediction, if there was one.
-    Finished(Option<Duration>),
-    /// A consumer watches.
-    Watched,
-    /// The handoff has ended for this reason.
-    Ended(String),
+/// A reply: what has happened, and how far away the predicted end of prefill is, if there is a prediction.
+fn moment(name: &str, remaining: Option<Duration>) -> String {
+    match remaining {
+        Some(remaining) => {
+            let remaining = remaining.as_secs_f64();
+            format!(r#"{{"moment": "{name}", "remaining_s": {remaining}}}"#)
+        }
+        None => format!(r#"{{"moment": "{name}"}}"#),
+    }
 }
 
-impl DeferredReply {
-    fn to_json(&self) -> String {
-        match self {
-            Self::Due(remaining) => {
-                let remaining = remaining.as_secs_f64();
-                format!(r#"{{"moment": "due", "remaining_s": {remaining}}}"#)
-            }
-            Self::Finished(None) => r#"{"moment": "finished"}"#.to_owned(),
-            Self::Finished(Some(remaining)) => {
-                let remaining = remaining.as_secs_f64();
-                format!(r#"{{"moment": "finished", "remaining_s": {remaining}}}"#)
-            }
-            Self::Watched => r#"{"moment": "watched"}"#.to_owned(),
-            Self::Ended(reason) => {
-                let reason = json_string(reason);
-                format!(r#"{{"moment": "ended", "reason": {reason}}}"#)
-            }
-        }
-    }
+/// The reply of a query whose condition will not hold.
+fn ended(reason: &str) -> String {
+    let reason = json_string(reason);
+    format!(r#"{{"moment": "ended", "reason": {reason}}}"#)
 }
 
 fn json_string(text: &str) -> String {
@@ -80,34 +64,33 @@ fn json_string(text: &str) -> String {
 }
 
 impl DeferredQuery {
-    fn send_reply(&self, out: &mut ControlOutbox, reply: &DeferredReply) {
-        let (id, json) = (self.id, reply.to_json());
+    fn send_reply(&self, out: &mut ControlOutbox, json: String) {
+        let id = self.id;
         out.send(self.session, ControlMessage::Reply { id, json });
     }
 
-    /// The reply, once the condition holds or never will.
-    fn reply(&self, now: Instant, producer: &ProducerRole) -> Option<DeferredReply> {
+    /// The reply as JSON, once the condition holds or never will.
+    fn reply(&self, now: Instant, producer: &ProducerRole) -> Option<String> {
         match producer.status(&self.handoff) {
             HandoffStatus::Leased(leased) => self.reply_about(leased, now),
-            HandoffStatus::Ended(reason) => Some(DeferredReply::Ended(reason.to_owned())),
-            HandoffStatus::Unknown if self.deadline <= now => {
-                Some(DeferredReply::Ended(UNKNOWN_HANDOFF.to_owned()))
-            }
+            HandoffStatus::Ended(reason) => Some(ended(reason)),
+            HandoffStatus::Unknown if self.deadline <= now => Some(ended(UNKNOWN_HANDOFF)),
             HandoffStatus::Unknown | HandoffStatus::Expected => None,
         }
     }
 
-    fn reply_about(&self, leased: &OpenHandoff, now: Instant) -> Option<DeferredReply> {
-        let remaining = || Some(leased.prefill_ends?.saturating_duration_since(now));
+    fn reply_about(&self, leased: &OpenHandoff, now: Instant) -> Option<String> {
+        let prefill_ends = leased.prefill_ends;
+        let remaining = prefill_ends.map(|at| at.saturating_duration_since(now));
         match self.condition {
-            ReplyCondition::Consumer if leased.watchers.is_empty() => None,
-            ReplyCondition::Consumer => Some(DeferredReply::Watched),
-            ReplyCondition::PrefillEnd { .. } if leased.is_finished() => {
-                Some(DeferredReply::Finished(remaining()))
+            ReplyCondition::Consumer => {
+                (!leased.watchers.is_empty()).then(|| moment("watched", None))
+            }
+            ReplyCondition::PrefillEnd { .. } if leased.finished.is_some() => {
+                Some(moment("finished", remaining))
             }
             ReplyCondition::PrefillEnd { lead } => {
-                let is_due = |remaining: &Duration| *remaining <= lead;
-                remaining().filter(is_due).map(DeferredReply::Due)
+                (remaining? <= lead).then(|| moment("due", remaining))
             }
         }
     }
@@ -136,7 +119,7 @@ impl DeferredQueries {
     pub(super) fn add(&mut self, out: &mut ControlOutbox, query: DeferredQuery) {
         if let Some(displaced) = self.0.admit(query) {
             let reason = waitlist_full("subscriptions", DEFERRED_CAP);
-            displaced.send_reply(out, &DeferredReply::Ended(reason));
+            displaced.send_reply(out, ended(&reason));
         }
     }
 
@@ -153,7 +136,7 @@ impl DeferredQueries {
     ) -> Option<Instant> {
         self.0.remove_if(|query| {
             let reply = query.reply(now, producer);
-            reply.map(|reply| query.send_reply(out, &reply)).is_some()
+            reply.map(|json| query.send_reply(out, json)).is_some()
         });
         let waiting = self.0.iter();
         waiting.filter_map(|query| query.next_look(producer)).min()
@@ -200,9 +183,9 @@ mod tests {
         assert_eq!(it.next_look(&producer), Some(due));
         let before = due.checked_sub(Duration::from_micros(1)).unwrap();
         assert_eq!(it.reply(before, &producer), None);
-        assert_eq!(it.reply(due, &producer), Some(DeferredReply::Due(LEAD)));
+        assert_eq!(it.reply(due, &producer), Some(moment("due", Some(LEAD))));
         let late = begun + Duration::from_secs(9);
-        let overdue = Some(DeferredReply::Due(Duration::ZERO));
+        let overdue = Some(moment("due", Some(Duration::ZERO)));
         assert_eq!(it.reply(late, &producer), overdue);
     }
 
@@ -232,7 +215,7 @@ mod tests {
         let it = query(now, ReplyCondition::Consumer);
         let late = it.deadline + Duration::from_secs(1);
         assert_eq!(it.next_look(&producer), Some(it.deadline));
-        let unknown = DeferredReply::Ended(UNKNOWN_HANDOFF.to_owned());
+        let unknown = ended(UNKNOWN_HANDOFF);
         assert_eq!(it.reply(late, &producer), Some(unknown));
         producer.expect(ID);
         assert_eq!(it.next_look(&producer), None);

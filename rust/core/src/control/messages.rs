@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{ControlQuery, Opening, Rank, SequenceState};
+use super::{ControlQuery, HandoffUpdate, Opening, Rank, SequenceState};
 use crate::error::{Error, Result};
 use crate::ids::HandoffId;
 use crate::net::codec::{Reader, Writer};
@@ -24,17 +24,9 @@ pub(crate) enum ControlMessage {
         handoff: HandoffId,
         is_acknowledged: bool,
     },
-    Opened {
+    Update {
         handoff: HandoffId,
-        opening: Opening,
-    },
-    Finished {
-        handoff: HandoffId,
-        state: SequenceState,
-    },
-    Ended {
-        handoff: HandoffId,
-        reason: String,
+        update: HandoffUpdate,
     },
     Query {
         id: u64,
@@ -69,22 +61,24 @@ impl ControlMessage {
             } => Writer::new(UNWATCH)
                 .raw(handoff)
                 .u8(u8::from(*is_acknowledged)),
-            Self::Opened { handoff, opening } => Writer::new(OPENED)
-                .raw(handoff)
-                .raw(&opening.prompt_hash)
-                .u32(opening.num_tokens)
-                .u32(opening.epoch)
-                .list(&opening.ranks, |w, rank| {
-                    w.str(&rank.address).raw(&rank.incarnation)
-                }),
-            Self::Finished { handoff, state } => Writer::new(FINISHED)
-                .raw(handoff)
-                .list(&state.output_ids, |w, id| w.u32(*id))
-                .str(&state.finish_reason)
-                .u32(state.num_cached_tokens),
-            Self::Ended { handoff, reason } => {
-                Writer::new(ENDED).raw(handoff).text(reason, TEXT_CAP)
-            }
+            Self::Update { handoff, update } => match update {
+                HandoffUpdate::Opened(opening) => Writer::new(OPENED)
+                    .raw(handoff)
+                    .raw(&opening.prompt_hash)
+                    .u32(opening.num_tokens)
+                    .u32(opening.epoch)
+                    .list(&opening.ranks, |w, rank| {
+                        w.str(&rank.address).raw(&rank.incarnation)
+                    }),
+                HandoffUpdate::Finished(state) => Writer::new(FINISHED)
+                    .raw(handoff)
+                    .list(&state.output_ids, |w, id| w.u32(*id))
+                    .str(&state.finish_reason)
+                    .u32(state.num_cached_tokens),
+                HandoffUpdate::Ended(reason) => {
+                    Writer::new(ENDED).raw(handoff).text(reason, TEXT_CAP)
+                }
+            },
             Self::Query { id, query } => match query {
                 ControlQuery::Describe => Writer::new(DESCRIBE).u64(*id),
                 ControlQuery::Release(handoff) => Writer::new(RELEASE).u64(*id).raw(handoff),
@@ -112,17 +106,9 @@ impl ControlMessage {
                 handoff: reader.fixed()?,
                 is_acknowledged: reader.flag()?,
             },
-            OPENED => Self::Opened {
+            kind @ (OPENED | FINISHED | ENDED) => Self::Update {
                 handoff: reader.fixed()?,
-                opening: opening(&mut reader)?,
-            },
-            FINISHED => Self::Finished {
-                handoff: reader.fixed()?,
-                state: state(&mut reader)?,
-            },
-            ENDED => Self::Ended {
-                handoff: reader.fixed()?,
-                reason: reader.str(TEXT_CAP)?,
+                update: update(kind, &mut reader)?,
             },
             kind @ (DESCRIBE | RELEASE | RESULT | SUBSCRIBE | PROGRESS | WATCHED) => Self::Query {
                 id: reader.u64()?,
@@ -167,25 +153,25 @@ fn query(kind: u8, reader: &mut Reader<'_>) -> Result<ControlQuery> {
     })
 }
 
-fn opening(reader: &mut Reader<'_>) -> Result<Opening> {
-    Ok(Opening {
-        prompt_hash: reader.fixed()?,
-        num_tokens: reader.u32()?,
-        epoch: reader.u32()?,
-        ranks: reader.list(RANKS_CAP, |r| {
-            Ok(Rank {
-                address: r.str(TEXT_CAP)?,
-                incarnation: r.fixed()?,
-            })
-        })?,
-    })
-}
-
-fn state(reader: &mut Reader<'_>) -> Result<SequenceState> {
-    Ok(SequenceState {
-        output_ids: reader.list(OUTPUT_IDS_CAP, Reader::u32)?,
-        finish_reason: reader.str(TEXT_CAP)?,
-        num_cached_tokens: reader.u32()?,
+fn update(kind: u8, reader: &mut Reader<'_>) -> Result<HandoffUpdate> {
+    Ok(match kind {
+        OPENED => HandoffUpdate::Opened(Opening {
+            prompt_hash: reader.fixed()?,
+            num_tokens: reader.u32()?,
+            epoch: reader.u32()?,
+            ranks: reader.list(RANKS_CAP, |r| {
+                Ok(Rank {
+                    address: r.str(TEXT_CAP)?,
+                    incarnation: r.fixed()?,
+                })
+            })?,
+        }),
+        FINISHED => HandoffUpdate::Finished(SequenceState {
+            output_ids: reader.list(OUTPUT_IDS_CAP, Reader::u32)?,
+            finish_reason: reader.str(TEXT_CAP)?,
+            num_cached_tokens: reader.u32()?,
+        }),
+        _ => HandoffUpdate::Ended(reader.str(TEXT_CAP)?),
     })
 }
 
@@ -218,11 +204,17 @@ mod tests {
                 handoff,
                 is_acknowledged: true,
             },
-            ControlMessage::Opened { handoff, opening },
-            ControlMessage::Finished { handoff, state },
-            ControlMessage::Ended {
+            ControlMessage::Update {
                 handoff,
-                reason: "aborted".to_owned(),
+                update: HandoffUpdate::Opened(opening),
+            },
+            ControlMessage::Update {
+                handoff,
+                update: HandoffUpdate::Finished(state),
+            },
+            ControlMessage::Update {
+                handoff,
+                update: HandoffUpdate::Ended("aborted".to_owned()),
             },
             ControlMessage::Query {
                 id: 1,
@@ -271,7 +263,8 @@ mod tests {
 
         #[test]
         fn a_truncated_message_is_an_error(cut in 0usize..32) {
-            let frame = ControlMessage::Ended { handoff: [1; 16], reason: "a reason".to_owned() }.encode();
+            let update = HandoffUpdate::Ended("a reason".to_owned());
+            let frame = ControlMessage::Update { handoff: [1; 16], update }.encode();
             prop_assume!(cut < frame.len());
             prop_assert!(ControlMessage::decode(&frame[..cut]).is_err());
         }

@@ -13,16 +13,15 @@ use std::time::{Duration, Instant};
 
 use crate::error::Result;
 use crate::events::Events;
-use crate::ids::HandoffId;
-use crate::ids::Incarnation;
+use crate::ids::{HandoffId, Incarnation};
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::Reactor;
-use crate::session::ReactorConfig;
-use crate::session::SessionTimeouts;
+use crate::session::{ReactorConfig, SessionTimeouts};
 use crate::trace::Trace;
 use crate::work::Work;
 
+use queries::PendingQuery;
 use service::{ControlCommand, ControlService};
 
 /// A worker of a producer.
@@ -58,6 +57,28 @@ pub struct SequenceState {
     pub num_cached_tokens: u32,
 }
 
+/// What a producer tells the consumers that watch a handoff.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum HandoffUpdate {
+    /// The request is scheduled: what to compare and where to read.
+    Opened(Opening),
+    /// Prefill has finished: what to continue from.
+    Finished(SequenceState),
+    /// The producer has withdrawn the handoff for this reason, which voids what it announced. No more updates follow.
+    Ended(String),
+}
+
+impl HandoffUpdate {
+    /// `opened`, `finished` or `ended`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Opened(_) => "opened",
+            Self::Finished(_) => "finished",
+            Self::Ended(_) => "ended",
+        }
+    }
+}
+
 /// An event of the control plane, for the scheduler role that drains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ControlEvent {
@@ -68,28 +89,19 @@ pub enum ControlEvent {
         /// Why.
         reason: String,
     },
-    /// Consumer: the producer has scheduled the request.
-    Opened {
+    /// Consumer: the producer reports on a watched handoff.
+    Updated {
         /// The handoff.
         handoff: HandoffId,
-        /// What to compare and where to read.
-        opening: Opening,
+        /// The report.
+        update: HandoffUpdate,
     },
-    /// Consumer: the producer has finished prefill.
-    Finished {
-        /// The handoff.
-        handoff: HandoffId,
-        /// What to continue from.
-        state: SequenceState,
-    },
-    /// Consumer: the handoff has ended; no more events follow.
-    Ended {
+    /// Consumer: the producer of a watched handoff is lost or late; no more events follow.
+    Lost {
         /// The handoff.
         handoff: HandoffId,
         /// Why.
         reason: String,
-        /// Whether the producer withdrew it, which voids what it announced. Otherwise the producer is lost or late.
-        is_withdrawn: bool,
     },
     /// One line for the log.
     Log(String),
@@ -128,7 +140,7 @@ pub enum ControlQuery {
 #[derive(Debug, Clone, Copy)]
 pub struct ControlTimeouts {
     /// Those of sessions.
-    pub timeouts: SessionTimeouts,
+    pub session: SessionTimeouts,
     /// How long finished blocks wait for a first consumer.
     pub lease: Duration,
     /// How long a watch or a deferred query waits for an unknown handoff.
@@ -162,7 +174,7 @@ impl Control {
             identity: Identity::new(SessionKind::Control, engine_id, fingerprint)?,
             transport: None,
             local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip()),
-            timeouts: timeouts.timeouts,
+            timeouts: timeouts.session,
             busy_poll: Duration::ZERO,
         };
         let events = Events::default();
@@ -185,18 +197,18 @@ impl Control {
 
     /// Sets the reply to [`ControlQuery::Describe`].
     pub fn describe_as(&self, json: String) -> Result<()> {
-        self.reactor.send(ControlCommand::Describe { json })
+        self.reactor.send(ControlCommand::Describe(json))
     }
 
     /// Producer: the request of this handoff has arrived and waits to be scheduled. Until `open` or `withdraw`, its
     /// consumers wait too; watches of other handoffs end after [`ControlTimeouts::open`].
     pub fn expect(&self, handoff: HandoffId) -> Result<()> {
-        self.reactor.send(ControlCommand::Expect { handoff })
+        self.reactor.send(ControlCommand::Expect(handoff))
     }
 
     /// Producer: the request of this handoff is scheduled.
     pub fn open(&self, handoff: HandoffId, opening: Opening) -> Result<()> {
-        self.reactor.send(ControlCommand::Open { handoff, opening })
+        self.reactor.send(ControlCommand::Open(handoff, opening))
     }
 
     /// Producer: prefill is predicted to end after `remaining`. Ignored unless it is under way.
@@ -209,7 +221,7 @@ impl Control {
     /// Producer: prefill has finished. The blocks stay leased until a consumer acknowledges them, they are released, or the
     /// lease ends.
     pub fn finish(&self, handoff: HandoffId, state: SequenceState) -> Result<()> {
-        self.reactor.send(ControlCommand::Finish { handoff, state })
+        self.reactor.send(ControlCommand::Finish(handoff, state))
     }
 
     /// Producer: the request was aborted or preempted. Its consumers get the reason.
@@ -238,8 +250,7 @@ impl Control {
 
     /// Sets the reply to [`ControlQuery::Result`].
     pub fn set_result(&self, handoff: HandoffId, json: String) -> Result<()> {
-        self.reactor
-            .send(ControlCommand::SetResult { handoff, json })
+        self.reactor.send(ControlCommand::SetResult(handoff, json))
     }
 
     /// Queries another engine; the work ends with its JSON.
@@ -250,13 +261,13 @@ impl Control {
         timeout: Duration,
     ) -> Result<Work<String>> {
         let (done, completer) = self.reactor.work();
-        let deadline = Instant::now() + timeout;
-        self.reactor.send(ControlCommand::Query {
+        let query = PendingQuery {
             address: address.to_owned(),
             query,
-            deadline,
+            deadline: Instant::now() + timeout,
             completer,
-        })?;
+        };
+        self.reactor.send(ControlCommand::Query(query))?;
         Ok(done)
     }
 

@@ -4,9 +4,8 @@
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use super::messages::ControlMessage;
 use super::service::ControlOutbox;
-use super::{ControlEvent, ControlTimeouts, Opening, SequenceState};
+use super::{ControlEvent, ControlTimeouts, HandoffUpdate, Opening, SequenceState};
 use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
@@ -18,42 +17,31 @@ pub(super) const UNKNOWN_HANDOFF: &str = "the handoff is not known to its produc
 const CONSUMER_LOST: &str = "its consumer is gone";
 const CONSUMER_GAVE_UP: &str = "its consumer gave up";
 
-/// How far a leased handoff has come.
+/// What decode needs besides the blocks, and how long the blocks are kept.
 #[derive(Debug)]
-pub(super) enum HandoffPhase {
-    Prefilling {
-        /// Whether its last consumer has left: the blocks are then released when prefill finishes.
-        is_abandoned: bool,
-    },
-    Finished {
-        state: SequenceState,
-        /// When the lease ends, unless a consumer watches.
-        lease_ends: Instant,
-    },
+pub(super) struct FinishedPrefill {
+    state: SequenceState,
+    /// When the lease ends, unless a consumer watches.
+    lease_ends: Instant,
 }
 
 #[derive(Debug)]
 pub(super) struct OpenHandoff {
     pub(super) opening: Opening,
-    pub(super) phase: HandoffPhase,
+    /// `None` while prefill is under way.
+    pub(super) finished: Option<FinishedPrefill>,
     /// The last prediction of the end of prefill.
     pub(super) prefill_ends: Option<Instant>,
     pub(super) watchers: HashSet<SessionKey>,
+    /// Whether it has had a watcher: once the last one has left, the blocks are released when prefill has finished.
+    was_watched: bool,
 }
 
 impl OpenHandoff {
-    pub(super) fn is_finished(&self) -> bool {
-        matches!(self.phase, HandoffPhase::Finished { .. })
-    }
-
     /// When the lease ends; `None` before prefill has finished, and while a consumer watches.
     fn lease_ends(&self) -> Option<Instant> {
-        match self.phase {
-            HandoffPhase::Finished { lease_ends, .. } if self.watchers.is_empty() => {
-                Some(lease_ends)
-            }
-            _ => None,
-        }
+        let finished = self.finished.as_ref()?;
+        self.watchers.is_empty().then_some(finished.lease_ends)
     }
 }
 
@@ -71,8 +59,7 @@ impl PendingWatch {
     }
 
     fn end(self, out: &mut ControlOutbox, reason: String) {
-        let handoff = self.handoff;
-        out.send(self.session, ControlMessage::Ended { handoff, reason });
+        out.update(self.session, self.handoff, HandoffUpdate::Ended(reason));
     }
 }
 
@@ -143,15 +130,13 @@ impl ProducerRole {
         let pending = self.pending.remove_if(|watch| watch.handoff == handoff);
         watchers.extend(pending.iter().map(|watch| watch.session));
         for &session in &watchers {
-            let opening = opening.clone();
-            out.send(session, ControlMessage::Opened { handoff, opening });
+            out.update(session, handoff, HandoffUpdate::Opened(opening.clone()));
         }
         let leased = OpenHandoff {
             opening,
-            phase: HandoffPhase::Prefilling {
-                is_abandoned: false,
-            },
+            finished: None,
             prefill_ends: None,
+            was_watched: !watchers.is_empty(),
             watchers,
         };
         self.leased.insert(handoff, leased);
@@ -160,7 +145,7 @@ impl ProducerRole {
     /// Notes when prefill is predicted to end; false unless it is under way.
     pub(super) fn predict_end(&mut self, handoff: &HandoffId, ends_at: Instant) -> bool {
         let leased = self.leased.get_mut(handoff);
-        let prefilling = leased.filter(|leased| !leased.is_finished());
+        let prefilling = leased.filter(|leased| leased.finished.is_none());
         prefilling
             .map(|leased| leased.prefill_ends = Some(ends_at))
             .is_some()
@@ -179,17 +164,12 @@ impl ProducerRole {
             return out.events.push(ControlEvent::Released { handoff, reason });
         };
         for &session in &leased.watchers {
-            let state = state.clone();
-            out.send(session, ControlMessage::Finished { handoff, state });
+            out.update(session, handoff, HandoffUpdate::Finished(state.clone()));
         }
-        let is_abandoned = matches!(
-            leased.phase,
-            HandoffPhase::Prefilling { is_abandoned: true }
-        );
         let lease_ends = now + self.lease;
-        leased.phase = HandoffPhase::Finished { state, lease_ends };
-        if is_abandoned {
-            self.release(out, handoff, CONSUMER_LOST);
+        leased.finished = Some(FinishedPrefill { state, lease_ends });
+        if leased.was_watched {
+            self.release_unwatched(out, handoff, CONSUMER_LOST);
         }
     }
 
@@ -209,8 +189,7 @@ impl ProducerRole {
             return false;
         };
         for session in leased.watchers {
-            let reason = reason.to_owned();
-            out.send(session, ControlMessage::Ended { handoff, reason });
+            out.update(session, handoff, HandoffUpdate::Ended(reason.to_owned()));
         }
         true
     }
@@ -240,18 +219,15 @@ impl ProducerRole {
     ) {
         if let Some(leased) = self.leased.get_mut(&handoff) {
             leased.watchers.insert(session);
+            leased.was_watched = true;
             let opening = leased.opening.clone();
-            out.send(session, ControlMessage::Opened { handoff, opening });
-            match &mut leased.phase {
-                HandoffPhase::Prefilling { is_abandoned } => *is_abandoned = false,
-                HandoffPhase::Finished { state, .. } => {
-                    let state = state.clone();
-                    out.send(session, ControlMessage::Finished { handoff, state });
-                }
+            out.update(session, handoff, HandoffUpdate::Opened(opening));
+            if let Some(finished) = &leased.finished {
+                let state = finished.state.clone();
+                out.update(session, handoff, HandoffUpdate::Finished(state));
             }
         } else if let Some(reason) = self.ended.get(&handoff) {
-            let reason = reason.clone();
-            out.send(session, ControlMessage::Ended { handoff, reason });
+            out.update(session, handoff, HandoffUpdate::Ended(reason.clone()));
         } else if !self.pending.iter().any(|one| one.is_of(session, handoff)) {
             // A repeated watch neither waits longer nor takes another place.
             let displaced = self.pending.admit(PendingWatch {
@@ -288,19 +264,14 @@ impl ProducerRole {
             // The consumer's workers acknowledge to ours too; this frees the blocks even if such a message is lost.
             self.release(out, handoff, "its consumer acknowledged it");
         } else {
-            self.abandon(out, handoff, CONSUMER_GAVE_UP);
+            self.release_unwatched(out, handoff, CONSUMER_GAVE_UP);
         }
     }
 
-    /// Releases a handoff that nobody watches any more: now, or when prefill has finished.
-    fn abandon(&mut self, out: &mut ControlOutbox, handoff: HandoffId, reason: &str) {
-        let leased = self.leased.get_mut(&handoff);
-        let Some(leased) = leased.filter(|leased| leased.watchers.is_empty()) else {
-            return;
-        };
-        if let HandoffPhase::Prefilling { is_abandoned } = &mut leased.phase {
-            *is_abandoned = true;
-        } else {
+    /// Releases a handoff that nobody watches any more, unless prefill is under way.
+    fn release_unwatched(&mut self, out: &mut ControlOutbox, handoff: HandoffId, reason: &str) {
+        let leased = self.leased.get(&handoff);
+        if leased.and_then(OpenHandoff::lease_ends).is_some() {
             self.release(out, handoff, reason);
         }
     }
@@ -314,7 +285,7 @@ impl ProducerRole {
             }
         }
         for handoff in unwatched {
-            self.abandon(out, handoff, CONSUMER_LOST);
+            self.release_unwatched(out, handoff, CONSUMER_LOST);
         }
     }
 

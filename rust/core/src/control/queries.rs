@@ -1,17 +1,18 @@
 //! Queries from here to other control ports, until each has its reply.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::time::Instant;
 
 use super::ControlQuery;
 use super::messages::ControlMessage;
 use super::service::ControlOutbox;
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::ids::SessionKey;
 use crate::work::Completer;
 
+#[derive(Debug)]
 pub(super) struct PendingQuery {
-    pub(super) session: SessionKey,
     pub(super) address: String,
     pub(super) query: ControlQuery,
     pub(super) deadline: Instant,
@@ -22,72 +23,69 @@ pub(super) struct PendingQuery {
 #[derive(Default)]
 pub(super) struct PendingQueries {
     next_id: u64,
-    pending: BTreeMap<u64, PendingQuery>,
+    pending: BTreeMap<u64, (SessionKey, PendingQuery)>,
 }
 
 impl PendingQueries {
-    pub(super) fn add(&mut self, out: &mut ControlOutbox, query: PendingQuery, is_up: bool) {
-        let id = self.next_id;
+    /// Adds a query over a session. It is sent now, or when the session is established.
+    pub(super) fn add(
+        &mut self,
+        out: &mut ControlOutbox,
+        session: SessionKey,
+        pending: PendingQuery,
+        is_up: bool,
+    ) {
+        let (id, query) = (self.next_id, pending.query);
         self.next_id += 1;
         if is_up {
-            out.send(query.session, query.message(id));
+            out.send(session, ControlMessage::Query { id, query });
         }
-        self.pending.insert(id, query);
+        self.pending.insert(id, (session, pending));
     }
 
     pub(super) fn session_up(&self, out: &mut ControlOutbox, session: SessionKey) {
-        let pending = self.pending.iter();
-        for (&id, query) in pending.filter(|(_, query)| query.session == session) {
-            out.send(session, query.message(id));
+        for (&id, (other, pending)) in &self.pending {
+            if *other == session {
+                let query = pending.query;
+                out.send(session, ControlMessage::Query { id, query });
+            }
         }
     }
 
     pub(super) fn reply(&mut self, session: SessionKey, id: u64, json: String) {
-        let is_theirs = |query: &PendingQuery| query.session == session;
-        if self.pending.get(&id).is_some_and(is_theirs) {
-            self.end(id, Ok(json));
+        if let Entry::Occupied(entry) = self.pending.entry(id)
+            && entry.get().0 == session
+        {
+            let (_, pending) = entry.remove();
+            pending.completer.complete(Ok(json));
         }
     }
 
-    fn end(&mut self, id: u64, result: Result<String>) {
-        if let Some(query) = self.pending.remove(&id) {
-            query.completer.complete(result);
-        }
-    }
-
-    fn ids(&self, is_wanted: impl Fn(&PendingQuery) -> bool) -> Vec<u64> {
+    fn remove_if(
+        &mut self,
+        is_over: impl Fn(SessionKey, &PendingQuery) -> bool,
+    ) -> Vec<PendingQuery> {
         let pending = self.pending.iter();
-        let wanted = pending.filter(|(_, query)| is_wanted(query));
-        wanted.map(|(id, _)| *id).collect()
+        let over = pending.filter(|(_, (session, pending))| is_over(*session, pending));
+        let ids: Vec<u64> = over.map(|(id, _)| *id).collect();
+        let removed = ids.iter().filter_map(|id| self.pending.remove(id));
+        removed.map(|(_, pending)| pending).collect()
     }
 
     pub(super) fn session_down(&mut self, session: SessionKey, error: &Error) {
-        for id in self.ids(|query| query.session == session) {
-            self.end(id, Err(error.clone()));
+        for pending in self.remove_if(|other, _| other == session) {
+            pending.completer.complete(Err(error.clone()));
         }
     }
 
     /// Ends queries without a reply in time, and returns the next deadline.
     pub(super) fn expire(&mut self, now: Instant) -> Option<Instant> {
-        for id in self.ids(|query| query.deadline <= now) {
-            if let Some(PendingQuery {
-                address, completer, ..
-            }) = self.pending.remove(&id)
-            {
-                let text = format!("{address} did not answer in time");
-                completer.complete(Err(Error::Timeout(text)));
-            }
+        for pending in self.remove_if(|_, pending| pending.deadline <= now) {
+            let text = format!("{} did not answer in time", pending.address);
+            pending.completer.complete(Err(Error::Timeout(text)));
         }
-        self.pending.values().map(|query| query.deadline).min()
-    }
-}
-
-impl PendingQuery {
-    fn message(&self, id: u64) -> ControlMessage {
-        ControlMessage::Query {
-            id,
-            query: self.query,
-        }
+        let pending = self.pending.values();
+        pending.map(|(_, pending)| pending.deadline).min()
     }
 }
 
@@ -98,10 +96,9 @@ mod tests {
     use super::*;
     use crate::work::{Work, work};
 
-    fn query(session: SessionKey, deadline: Instant) -> (Work<String>, PendingQuery) {
+    fn query(deadline: Instant) -> (Work<String>, PendingQuery) {
         let (replied, completer) = work();
         let query = PendingQuery {
-            session,
             address: "127.0.0.1:9".to_owned(),
             query: ControlQuery::Describe,
             deadline,
@@ -113,8 +110,8 @@ mod tests {
     #[test]
     fn a_query_that_was_never_sent_ends_at_its_deadline_with_the_address() {
         let (mut queries, now) = (PendingQueries::default(), Instant::now());
-        let (replied, query) = query(20, now);
-        queries.add(&mut ControlOutbox::default(), query, false);
+        let (replied, query) = query(now);
+        queries.add(&mut ControlOutbox::default(), 20, query, false);
         assert_eq!(queries.expire(now), None);
         let error = replied.result().expect("an end").expect_err("no answer");
         assert_eq!(error.to_string(), "127.0.0.1:9 did not answer in time");
@@ -125,7 +122,7 @@ mod tests {
         let (mut queries, mut out) = (PendingQueries::default(), ControlOutbox::default());
         let later = Instant::now() + Duration::from_secs(1);
         for session in [20, 21, 20] {
-            queries.add(&mut out, query(session, later).1, false);
+            queries.add(&mut out, session, query(later).1, false);
         }
         assert_eq!(out.messages, []);
         queries.session_up(&mut out, 20);
@@ -139,8 +136,8 @@ mod tests {
     #[test]
     fn only_the_queried_session_can_reply() {
         let (mut queries, mut out) = (PendingQueries::default(), ControlOutbox::default());
-        let (replied, query) = query(20, Instant::now());
-        queries.add(&mut out, query, true);
+        let (replied, query) = query(Instant::now());
+        queries.add(&mut out, 20, query, true);
         assert_eq!(out.messages.len(), 1);
         queries.reply(21, 0, "{}".to_owned());
         assert_eq!(replied.result(), None);

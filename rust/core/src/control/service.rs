@@ -9,35 +9,25 @@ use super::deferred_queries::{DeferredQueries, DeferredQuery, ReplyCondition};
 use super::messages::ControlMessage;
 use super::producer::ProducerRole;
 use super::queries::{PendingQueries, PendingQuery};
-use super::{ControlEvent, ControlQuery, ControlTimeouts, Opening, SequenceState};
+use super::{ControlEvent, ControlQuery, ControlTimeouts, HandoffUpdate, Opening, SequenceState};
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
 use crate::trace::{Trace, Track};
-use crate::work::Completer;
 
 #[derive(Debug)]
 pub(super) enum ControlCommand {
-    Describe {
-        json: String,
-    },
-    Expect {
-        handoff: HandoffId,
-    },
-    Open {
-        handoff: HandoffId,
-        opening: Opening,
-    },
+    /// Sets the description of this engine, as JSON.
+    Describe(String),
+    Expect(HandoffId),
+    Open(HandoffId, Opening),
     Progress {
         handoff: HandoffId,
         ends_at: Instant,
     },
-    Finish {
-        handoff: HandoffId,
-        state: SequenceState,
-    },
+    Finish(HandoffId, SequenceState),
     Withdraw {
         handoff: HandoffId,
         reason: String,
@@ -50,16 +40,9 @@ pub(super) enum ControlCommand {
         handoff: HandoffId,
         is_acknowledged: bool,
     },
-    SetResult {
-        handoff: HandoffId,
-        json: String,
-    },
-    Query {
-        address: String,
-        query: ControlQuery,
-        deadline: Instant,
-        completer: Completer<String>,
-    },
+    /// Sets the result of a handoff, as JSON.
+    SetResult(HandoffId, String),
+    Query(PendingQuery),
     Trace(Trace),
 }
 
@@ -74,6 +57,16 @@ pub(super) struct ControlOutbox {
 impl ControlOutbox {
     pub(super) fn send(&mut self, session: SessionKey, message: ControlMessage) {
         self.messages.push((session, message));
+    }
+
+    /// Tells a consumer that watches a handoff.
+    pub(super) fn update(
+        &mut self,
+        session: SessionKey,
+        handoff: HandoffId,
+        update: HandoffUpdate,
+    ) {
+        self.send(session, ControlMessage::Update { handoff, update });
     }
 
     pub(super) fn trace(&self, name: &str, handoff: &HandoffId) {
@@ -151,14 +144,8 @@ impl ControlService {
                 handoff,
                 is_acknowledged,
             } => producer.unwatch(out, session, handoff, is_acknowledged),
-            ControlMessage::Opened { handoff, opening } => {
-                consumer.opened(out, session, handoff, opening);
-            }
-            ControlMessage::Finished { handoff, state } => {
-                consumer.finished(out, session, handoff, state);
-            }
-            ControlMessage::Ended { handoff, reason } => {
-                consumer.ended(out, session, handoff, reason);
+            ControlMessage::Update { handoff, update } => {
+                consumer.update(out, session, handoff, update);
             }
             ControlMessage::Query { id, query } => self.reply_or_defer(now, session, id, query),
             ControlMessage::Reply { id, json } => self.queries.reply(session, id, json),
@@ -209,13 +196,13 @@ impl Service for ControlService {
     fn command(&mut self, cx: &mut ReactorContext, command: ControlCommand) {
         let (producer, out) = (&mut self.producer, &mut self.out);
         match command {
-            ControlCommand::Describe { json } => self.description = json,
-            ControlCommand::Expect { handoff } => producer.expect(handoff),
-            ControlCommand::Open { handoff, opening } => producer.open(out, handoff, opening),
+            ControlCommand::Describe(json) => self.description = json,
+            ControlCommand::Expect(handoff) => producer.expect(handoff),
+            ControlCommand::Open(handoff, opening) => producer.open(out, handoff, opening),
             ControlCommand::Progress { handoff, ends_at } => {
                 producer.predict_end(&handoff, ends_at);
             }
-            ControlCommand::Finish { handoff, state } => {
+            ControlCommand::Finish(handoff, state) => {
                 producer.finish(out, cx.now(), handoff, state);
             }
             ControlCommand::Withdraw { handoff, reason } => {
@@ -226,22 +213,11 @@ impl Service for ControlService {
                 handoff,
                 is_acknowledged,
             } => self.consumer.unwatch(out, handoff, is_acknowledged),
-            ControlCommand::SetResult { handoff, json } => self.results.insert(handoff, json),
-            ControlCommand::Query {
-                address,
-                query,
-                deadline,
-                completer,
-            } => {
-                let session = self.session_to(cx, &address);
-                let query = PendingQuery {
-                    session,
-                    address,
-                    query,
-                    deadline,
-                    completer,
-                };
-                self.queries.add(&mut self.out, query, cx.is_up(session));
+            ControlCommand::SetResult(handoff, json) => self.results.insert(handoff, json),
+            ControlCommand::Query(query) => {
+                let session = self.session_to(cx, &query.address);
+                let is_up = cx.is_up(session);
+                self.queries.add(&mut self.out, session, query, is_up);
             }
             ControlCommand::Trace(trace) => out.trace = trace,
         }
@@ -302,7 +278,7 @@ mod tests {
     #[test]
     fn an_address_whose_session_has_failed_is_connected_to_again() {
         let timeouts = ControlTimeouts {
-            timeouts: SessionTimeouts::default(),
+            session: SessionTimeouts::default(),
             lease: Duration::ZERO,
             open: Duration::ZERO,
             handoff: Duration::ZERO,

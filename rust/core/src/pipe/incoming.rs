@@ -1,26 +1,49 @@
-//! Tensors that have arrived at the receiving end and wait for a receive, in order.
+//! Tensors that have arrived and wait for a receive, and receives that wait for a tensor. They meet in order.
 
-use std::collections::VecDeque;
+use std::borrow::Cow;
+use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use super::{EAGER_CAP, MESSAGES_IN_FLIGHT};
-use crate::checksum;
+use super::messages::{OFFER, ReceiverMessage, SenderMessage};
+use super::receiver::Receiver;
+use super::{Deadline, MESSAGES_IN_FLIGHT};
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::tensor::Meta;
+use crate::session::ReactorContext;
+use crate::tensor::{Meta, Received};
 use crate::transfer::exposed::BufferDescription;
+use crate::work::Completer;
 
-/// A tensor that is here, or that can be transferred.
+/// A receive that has not met a tensor.
+#[derive(Debug)]
+pub(super) struct PendingReceive {
+    pub(super) out: Option<(Meta, Buffer)>,
+    pub(super) deadline: Deadline,
+    pub(super) completer: Completer<Arc<Received>>,
+}
+
+/// A tensor that has not met a receive.
 pub(super) struct IncomingTensor {
     pub(super) sequence: u64,
     pub(super) meta: Meta,
     pub(super) content: Content,
 }
 
+pub(super) enum Content {
+    Eager(Vec<u8>),
+    Offer(BufferDescription),
+    /// The message differs from its checksum: none of its fields can be trusted.
+    Corrupt {
+        /// An offer: its sender waits for an answer.
+        was_offered: bool,
+    },
+}
+
 impl IncomingTensor {
     /// Why it does not fit the memory that a caller receives into.
-    pub(super) fn mismatch(&self, out: Option<&(Meta, Buffer)>) -> Option<Error> {
+    fn mismatch(&self, out: Option<&(Meta, Buffer)>) -> Option<Error> {
         let (meta, buffer) = out?;
         let len = match &self.content {
             Content::Eager(bytes) => bytes.len(),
@@ -43,128 +66,105 @@ impl IncomingTensor {
     }
 }
 
-pub(super) enum Content {
-    Eager(Vec<u8>),
-    /// The message differs from its checksum.
-    Corrupt {
-        /// An offer: its sender waits for an answer.
-        was_offered: bool,
-    },
-    Offer(BufferDescription),
-}
-
-/// The queue, and the sequence number of the next tensor.
-#[derive(Default)]
-pub(super) struct IncomingQueue {
-    queue: VecDeque<IncomingTensor>,
-    next_sequence: u64,
-}
-
-/// Messages of the sender.
-impl IncomingQueue {
-    /// A small tensor with its bytes.
-    pub(super) fn eager(&mut self, sequence: u64, header: Reader<'_>, data: &[u8]) -> Result<()> {
-        if !matches_checksum(header, data)? {
-            return self.corrupt(sequence, false);
-        }
-        let mut reader = Reader::new(data);
-        let meta = Meta::read(&mut reader)?;
-        let bytes = reader.bytes(EAGER_CAP)?.to_vec();
-        reader.end()?;
-        self.push(IncomingTensor {
-            sequence,
-            meta,
-            content: Content::Eager(bytes),
-        })
-    }
-
-    /// A large tensor, to be transferred. Returns its buffer, unless the message is corrupt.
-    pub(super) fn offer(
+impl Receiver {
+    /// A message of the sender, besides those of transfers.
+    pub(super) fn sender_message(
         &mut self,
-        sequence: u64,
-        header: Reader<'_>,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        (kind, mut header): (u8, Reader<'_>),
         data: &[u8],
-    ) -> Result<Option<BufferDescription>> {
-        if !matches_checksum(header, data)? {
-            self.corrupt(sequence, true)?;
-            return Ok(None);
-        }
-        let mut reader = Reader::new(data);
-        let meta = Meta::read(&mut reader)?;
-        let buffer = BufferDescription::read(&mut reader)?;
-        reader.end()?;
-        if buffer.len <= EAGER_CAP && !buffer.is_cuda {
-            let len = buffer.len;
-            return Err(Error::protocol(format_args!("an offer of {len} bytes")));
-        }
-        self.push(IncomingTensor {
-            sequence,
-            meta,
-            content: Content::Offer(buffer.clone()),
-        })?;
-        Ok(Some(buffer))
-    }
-
-    /// A message that differs from its checksum: none of its fields can be trusted.
-    fn corrupt(&mut self, sequence: u64, was_offered: bool) -> Result<()> {
-        self.push(IncomingTensor {
-            sequence,
-            meta: Meta::default(),
-            content: Content::Corrupt { was_offered },
-        })
-    }
-
-    fn push(&mut self, tensor: IncomingTensor) -> Result<()> {
-        if tensor.sequence != self.next_sequence || self.queue.len() >= MESSAGES_IN_FLIGHT {
+    ) -> Result<()> {
+        let sequence = header.u64()?;
+        let (meta, content) = match SenderMessage::decode(kind, header, data) {
+            Ok(SenderMessage::Eager { meta, bytes }) => (meta, Content::Eager(bytes.to_vec())),
+            Ok(SenderMessage::Offer { meta, buffer }) => (meta, Content::Offer(buffer)),
+            Ok(SenderMessage::Withdraw) => {
+                self.withdraw(cx, session, sequence);
+                return Ok(());
+            }
+            Err(Error::Corrupt(_)) => {
+                let was_offered = kind == OFFER;
+                (Cow::default(), Content::Corrupt { was_offered })
+            }
+            Err(error) => return Err(error),
+        };
+        let (next, num_waiting) = (self.next_sequence, self.incoming.len());
+        if sequence != next || num_waiting >= MESSAGES_IN_FLIGHT {
             return Err(Error::protocol(format_args!(
-                "tensor {} arrived, {} was next and {} wait",
-                tensor.sequence,
-                self.next_sequence,
-                self.queue.len()
+                "tensor {sequence} arrived, {next} was next and {num_waiting} wait"
             )));
         }
         self.next_sequence += 1;
-        self.queue.push_back(tensor);
+        if let Content::Offer(buffer) = &content {
+            self.engine.add_source(session, sequence, buffer.source());
+        }
+        let meta = meta.into_owned();
+        self.incoming.push_back(IncomingTensor {
+            sequence,
+            meta,
+            content,
+        });
         Ok(())
     }
 
-    /// Drops a tensor that its sender withdraws; false if it is not in the queue.
-    pub(super) fn withdraw(&mut self, sequence: u64) -> bool {
-        let is_match = |tensor: &IncomingTensor| tensor.sequence == sequence;
-        let at = self.queue.iter().position(is_match);
-        at.and_then(|at| self.queue.remove(at)).is_some()
-    }
-
-    /// Drops the offers, whose memory is gone with the sender. Eager tensors stay.
-    pub(super) fn drop_offers(&mut self) {
-        self.queue
-            .retain(|tensor| !matches!(tensor.content, Content::Offer(_)));
+    /// Matches queued tensors with pending receives, in order, until one of the two queues is empty.
+    pub(super) fn match_receives(&mut self, cx: &mut ReactorContext) {
+        while let Some(next) = self.incoming.front()
+            && self.can_begin(next)
+            && let Some(receive) = self.receives.pop_front()
+        {
+            self.count_waiting();
+            if let Some(error) = next.mismatch(receive.out.as_ref()) {
+                receive.completer.complete(Err(error));
+                continue;
+            }
+            let Some(tensor) = self.incoming.pop_front() else {
+                return;
+            };
+            let (sequence, meta) = (tensor.sequence, tensor.meta);
+            match tensor.content {
+                Content::Eager(bytes) => {
+                    self.record_received(cx, sequence, bytes.len());
+                    let received =
+                        place(bytes, receive.out).map(|buffer| Arc::new(Received { meta, buffer }));
+                    receive.completer.complete(received);
+                }
+                Content::Offer(buffer) => self.begin_large(cx, sequence, meta, buffer, receive),
+                Content::Corrupt { was_offered } => {
+                    if was_offered {
+                        self.reply(cx, sequence, &ReceiverMessage::Corrupt);
+                    } else {
+                        self.record_received(cx, sequence, 0);
+                    }
+                    let text = format!(
+                        "tensor {sequence} differs from its checksum; it is lost, the pipe is usable"
+                    );
+                    receive.completer.complete(Err(Error::Corrupt(text)));
+                }
+            }
+        }
+        if let Some(error) = &self.failure
+            && self.incoming.is_empty()
+            && self.large_receives.is_empty()
+        {
+            for receive in self.receives.drain(..) {
+                receive.completer.complete(Err(error.clone()));
+            }
+        }
+        self.count_waiting();
     }
 }
 
-/// The receiver's side.
-impl IncomingQueue {
-    pub(super) fn is_empty(&self) -> bool {
-        self.queue.is_empty()
+/// Copies a small tensor into the caller's memory; without any, returns memory that holds it.
+fn place(bytes: Vec<u8>, out: Option<(Meta, Buffer)>) -> Result<Option<Buffer>> {
+    match out {
+        Some((_, out)) if !out.write(0, &bytes) => {
+            let text =
+                "the CUDA driver could not write into out=; the tensor is lost, the pipe is usable";
+            Err(Error::Unavailable(text.to_owned()))
+        }
+        Some(_) => Ok(None),
+        None => Ok(Some(Buffer::from_vec(bytes))),
     }
-
-    pub(super) fn next(&self) -> Option<&IncomingTensor> {
-        self.queue.front()
-    }
-
-    pub(super) fn pop(&mut self) -> Option<IncomingTensor> {
-        self.queue.pop_front()
-    }
-
-    /// Returns a popped tensor that was not received to the front.
-    pub(super) fn requeue(&mut self, tensor: IncomingTensor) {
-        self.queue.push_front(tensor);
-    }
-}
-
-/// Compares a payload with the checksum in the rest of its header; true without a checksum.
-fn matches_checksum(mut header: Reader<'_>, payload: &[u8]) -> Result<bool> {
-    let (is_checksummed, checksum) = (header.flag()?, header.u64()?);
-    header.end()?;
-    Ok(!is_checksummed || checksum::of(payload) == checksum)
 }

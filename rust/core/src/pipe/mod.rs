@@ -3,10 +3,10 @@
 //! destination by the data path of the session.
 
 mod incoming;
+mod large_receive;
+mod messages;
 mod posted;
-mod posting;
 mod receiver;
-mod receiving;
 mod sender;
 
 use std::net::{IpAddr, SocketAddr};
@@ -19,14 +19,15 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::address::{check_address, listen_address};
 use crate::net::identity::{Identity, SessionKind};
-use crate::reactor::Reactor;
-use crate::reactor::Route;
-use crate::session::SessionTimeouts;
-use crate::session::{ReactorConfig, ReactorContext};
+use crate::reactor::{Reactor, Route};
+use crate::session::{ReactorConfig, ReactorContext, SessionTimeouts};
 use crate::tensor::{Meta, Received};
 use crate::transfer::path::advice::advice;
 use crate::transport::Transport;
 use crate::work::{Then, Work};
+use incoming::PendingReceive;
+use receiver::{Receiver, ReceiverCommand};
+use sender::{ClosingCaller, QueuedSend, Sender, SenderCommand};
 
 /// Largest tensor that travels inside its message. Above this size a copy costs more than a round trip.
 const EAGER_CAP: usize = 32 << 10;
@@ -35,14 +36,6 @@ const MESSAGES_IN_FLIGHT: usize = 64;
 
 /// Most large tensors that are transferred at once.
 const TRANSFERS_IN_FLIGHT: usize = 8;
-
-// Kinds of messages, besides those of transfers.
-const EAGER: u8 = 1;
-const OFFER: u8 = 2;
-const ACK: u8 = 6;
-const WITHDRAW: u8 = 7;
-const WITHDRAWN: u8 = 8;
-const CORRUPT: u8 = 10;
 
 /// When an operation gives up.
 #[derive(Debug, Clone, Copy, Default)]
@@ -83,10 +76,19 @@ pub struct PipeInfo {
     pub in_flight: usize,
 }
 
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 struct SharedInfo(Arc<Mutex<PipeInfo>>);
 
 impl SharedInfo {
+    fn connecting(peer: String) -> Self {
+        let info = PipeInfo {
+            state: "connecting",
+            peer,
+            ..PipeInfo::default()
+        };
+        Self(Arc::new(Mutex::new(info)))
+    }
+
     /// Both ends are connected.
     fn open(&self, cx: &ReactorContext, session: SessionKey, peer: &Identity) {
         let mut info = self.get();
@@ -105,8 +107,8 @@ impl SharedInfo {
 
 #[derive(Debug)]
 enum End {
-    Sender(Reactor<sender::SenderCommand>),
-    Receiver(Reactor<receiver::ReceiverCommand>),
+    Sender(Reactor<SenderCommand>),
+    Receiver(Reactor<ReceiverCommand>),
 }
 
 /// One end of a pipe. Any thread may call; operations are queued in the order of the calls.
@@ -144,15 +146,12 @@ impl Pipe {
         busy_poll: Duration,
     ) -> Result<Self> {
         let address = listen_address(address, token)?;
-        let shared = SharedInfo::default();
-        shared.get().state = "connecting";
+        let shared = SharedInfo::connecting(String::new());
         let in_reactor = shared.clone();
         let config = config(Some(address), address.ip(), token, transport, busy_poll)?;
-        let reactor = crate::session::spawn(config, || receiver::Receiver::new(in_reactor))?;
-        Ok(Self {
-            end: End::Receiver(reactor),
-            shared,
-        })
+        let reactor = crate::session::spawn(config, || Receiver::new(in_reactor))?;
+        let end = End::Receiver(reactor);
+        Ok(Self { end, shared })
     }
 
     /// Resolves the address of a receiver for [`connect_along`](Self::connect_along).
@@ -185,27 +184,16 @@ impl Pipe {
         busy_poll: Duration,
     ) -> Result<(Self, Work<()>)> {
         let address = route.addresses().join(",");
-        let shared = SharedInfo::default();
-        {
-            let mut info = shared.get();
-            info.state = "connecting";
-            info.peer.clone_from(&address);
-        }
+        let shared = SharedInfo::connecting(address.clone());
         let mut config = config(None, route.local()?, token, transport, busy_poll)?;
         config.timeouts = SessionTimeouts::along(route);
         let in_reactor = shared.clone();
-        let reactor = crate::session::spawn(config, move || {
-            sender::Sender::new(in_reactor, is_checksummed)
-        })?;
+        let reactor =
+            crate::session::spawn(config, move || Sender::new(in_reactor, is_checksummed))?;
         let (connected, completer) = reactor.work();
-        reactor.send(sender::SenderCommand::Connect { address, completer })?;
-        Ok((
-            Self {
-                end: End::Sender(reactor),
-                shared,
-            },
-            connected,
-        ))
+        reactor.send(SenderCommand::Connect { address, completer })?;
+        let end = End::Sender(reactor);
+        Ok((Self { end, shared }, connected))
     }
 
     /// Queues a tensor for sending; the work is done when its memory may be changed.
@@ -223,13 +211,13 @@ impl Pipe {
         };
         meta.check()?;
         let (done, completer) = reactor.work();
-        let send = sender::SenderCommand::Send {
+        let send = QueuedSend {
             meta,
             buffer,
-            deadline,
+            meet_by: deadline.meet_by,
             completer,
         };
-        reactor.send_and(send, then)?;
+        reactor.send_and(SenderCommand::Send(send), then)?;
         Ok(done)
     }
 
@@ -246,42 +234,35 @@ impl Pipe {
             ));
         };
         let (done, completer) = reactor.work();
-        let receive = receiver::ReceiverCommand::Receive {
+        let receive = PendingReceive {
             out,
             deadline,
             completer,
         };
-        reactor.send_and(receive, then)?;
+        reactor.send_and(ReceiverCommand::Receive(receive), then)?;
         Ok(done)
     }
 
     /// Withdraws a receive that has not met a tensor. One that has met a tensor goes on.
     pub fn withdraw(&self, receive: &Work<Arc<Received>>) -> Result<()> {
-        match &self.end {
-            End::Sender(_) => Ok(()),
-            End::Receiver(reactor) => {
-                reactor.send(receiver::ReceiverCommand::Withdraw(receive.clone()))
-            }
+        if let End::Receiver(reactor) = &self.end {
+            reactor.send(ReceiverCommand::Withdraw(receive.clone()))?;
         }
+        Ok(())
     }
 
     /// Ends the pipe in order. The work of a sender is done once the receiver has acknowledged everything.
     pub fn close(&self, deadline: Deadline) -> Result<Option<Work<()>>> {
-        match &self.end {
-            End::Sender(reactor) => {
-                let (done, completer) = reactor.work();
-                reactor.send(sender::SenderCommand::Close {
-                    deadline,
-                    completer,
-                })?;
-                Ok(Some(done))
-            }
-            End::Receiver(reactor) => {
-                reactor.stop();
-                self.shared.get().state = "closed";
-                Ok(None)
-            }
-        }
+        let End::Sender(reactor) = &self.end else {
+            self.stop();
+            return Ok(None);
+        };
+        let (done, completer) = reactor.work();
+        reactor.send(SenderCommand::Close(ClosingCaller {
+            deadline: deadline.meet_by,
+            completer,
+        }))?;
+        Ok(Some(done))
     }
 
     /// Stops the reactor; all operations end.

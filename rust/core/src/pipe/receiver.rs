@@ -4,24 +4,22 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Buffer, Status};
+use kvpipe_ucx::{AmData, Status};
 
-use super::incoming::{Content, IncomingQueue};
-use super::receiving::LargeReceive;
-use super::{
-    ACK, CORRUPT, Deadline, EAGER, EAGER_CAP, MESSAGES_IN_FLIGHT, OFFER, SharedInfo,
-    TRANSFERS_IN_FLIGHT, WITHDRAW,
-};
+use super::incoming::{Content, IncomingTensor, PendingReceive};
+use super::large_receive::LargeReceive;
+use super::messages::ReceiverMessage;
+use super::{EAGER_CAP, MESSAGES_IN_FLIGHT, SharedInfo, TRANSFERS_IN_FLIGHT};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::codec::{Reader, Writer};
+use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
-use crate::tensor::{Meta, Received};
+use crate::tensor::Received;
 use crate::transfer::{Handled, Message, TransferEngine};
-use crate::transport::{Payload, Pool};
-use crate::work::{Completer, Work};
+use crate::transport::Pool;
+use crate::work::Work;
 
 /// The frame with which a sender ends the pipe in order, after all tensors have been acknowledged.
 pub(super) const END: &[u8] = b"end";
@@ -31,38 +29,29 @@ const MAX_ACK_DELAY: Duration = Duration::from_micros(500);
 
 #[derive(Debug)]
 pub(super) enum ReceiverCommand {
-    Receive {
-        out: Option<(Meta, Buffer)>,
-        deadline: Deadline,
-        completer: Completer<Arc<Received>>,
-    },
+    Receive(PendingReceive),
     /// Nobody waits for this receive.
     Withdraw(Work<Arc<Received>>),
 }
 
-pub(super) struct PendingReceive {
-    pub(super) out: Option<(Meta, Buffer)>,
-    pub(super) deadline: Deadline,
-    pub(super) completer: Completer<Arc<Received>>,
-}
-
 pub(super) struct Receiver {
-    pub(super) shared: SharedInfo,
-    /// The one sender, from its admission on.
-    pub(super) sender: Option<SessionKey>,
-    /// The same, while its session is established.
+    shared: SharedInfo,
+    /// Of the one sender, from its admission on. Messages to it go nowhere once the session has ended.
     pub(super) session: Option<SessionKey>,
-    pub(super) incoming: IncomingQueue,
+    /// In the order in which they are received.
+    pub(super) incoming: VecDeque<IncomingTensor>,
+    pub(super) next_sequence: u64,
     pub(super) receives: VecDeque<PendingReceive>,
-    pub(super) deadlines: Earliest,
+    deadlines: Earliest,
     /// Large tensors, in the order in which they complete.
     pub(super) large_receives: VecDeque<LargeReceive>,
     /// Received tensors that are not acknowledged yet, and the time when they are at the latest.
-    pub(super) unacknowledged: Vec<u64>,
-    pub(super) ack_at: Option<Instant>,
+    unacknowledged: Vec<u64>,
+    ack_at: Option<Instant>,
     pub(super) pool: Pool,
     pub(super) engine: TransferEngine,
-    pub(super) has_ended: bool,
+    /// Whether the sender has ended the pipe in order.
+    has_ended: bool,
     pub(super) failure: Option<Error>,
 }
 
@@ -70,9 +59,9 @@ impl Receiver {
     pub(super) fn new(shared: SharedInfo) -> Self {
         Self {
             shared,
-            sender: None,
             session: None,
-            incoming: IncomingQueue::default(),
+            incoming: VecDeque::new(),
+            next_sequence: 0,
             receives: VecDeque::new(),
             deadlines: Earliest::default(),
             large_receives: VecDeque::new(),
@@ -82,51 +71,6 @@ impl Receiver {
             engine: TransferEngine::new(TRANSFERS_IN_FLIGHT),
             has_ended: false,
             failure: None,
-        }
-    }
-
-    /// Matches queued tensors with pending receives, in order, until one of the two queues is empty.
-    pub(super) fn match_receives(&mut self, cx: &mut ReactorContext) {
-        while self.can_begin() && !self.receives.is_empty() {
-            let Some(receive) = self.receives.pop_front() else {
-                return;
-            };
-            let Some(tensor) = self.incoming.pop() else {
-                return;
-            };
-            self.count_waiting();
-            if let Some(error) = tensor.mismatch(receive.out.as_ref()) {
-                self.incoming.requeue(tensor);
-                receive.completer.complete(Err(error));
-                continue;
-            }
-            let (sequence, meta) = (tensor.sequence, tensor.meta);
-            match tensor.content {
-                Content::Eager(bytes) => self.deliver(cx, sequence, meta, bytes, receive),
-                Content::Corrupt { was_offered } => {
-                    if was_offered {
-                        self.reply(cx, CORRUPT, sequence);
-                    } else {
-                        self.record_received(cx, sequence, 0);
-                    }
-                    let text = format!(
-                        "tensor {sequence} differs from its checksum; it is lost, the pipe is usable"
-                    );
-                    receive.completer.complete(Err(Error::Corrupt(text)));
-                }
-                Content::Offer(buffer) => self.begin_large(cx, sequence, meta, buffer, receive),
-            }
-        }
-        if self.incoming.is_empty() && self.large_receives.is_empty() {
-            self.fail_receives();
-        }
-        self.count_waiting();
-    }
-
-    fn fail_receives(&mut self) {
-        let Some(error) = &self.failure else { return };
-        for receive in self.receives.drain(..) {
-            receive.completer.complete(Err(error.clone()));
         }
     }
 
@@ -147,18 +91,21 @@ impl Receiver {
     fn send_acks(&mut self, cx: &mut ReactorContext) {
         self.ack_at = None;
         let received = std::mem::take(&mut self.unacknowledged);
-        if let (Some(session), Some((first, rest))) = (self.session, received.split_first()) {
-            let header = cx.header(session, ACK).u64(*first);
-            let rest = Writer::default().list(rest, |w, sequence| w.u64(*sequence));
-            cx.message(session, header, Payload::Bytes(rest.finish()));
+        if let Some((first, others)) = received.split_first() {
+            let others = others.into();
+            self.reply(cx, *first, &ReceiverMessage::Ack { others });
         }
     }
 
-    /// Sends a message without payload about one tensor.
-    pub(super) fn reply(&self, cx: &mut ReactorContext, kind: u8, sequence: u64) {
+    /// Sends a message about one tensor.
+    pub(super) fn reply(
+        &self,
+        cx: &mut ReactorContext,
+        sequence: u64,
+        reply: &ReceiverMessage<'_>,
+    ) {
         if let Some(session) = self.session {
-            let header = cx.header(session, kind).u64(sequence);
-            cx.message(session, header, Payload::None);
+            reply.send(cx, session, sequence);
         }
     }
 
@@ -177,31 +124,6 @@ impl Receiver {
         self.shared.get().in_flight = self.receives.len() + self.large_receives.len();
     }
 
-    fn pipe_message(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        (kind, mut header): (u8, Reader<'_>),
-        data: &[u8],
-    ) -> Result<()> {
-        let sequence = header.u64()?;
-        match kind {
-            EAGER => self.incoming.eager(sequence, header, data)?,
-            OFFER => {
-                if let Some(buffer) = self.incoming.offer(sequence, header, data)? {
-                    self.engine.add_source(session, sequence, buffer.source());
-                }
-            }
-            WITHDRAW => self.withdraw(cx, sequence),
-            other => {
-                return Err(Error::protocol(format_args!(
-                    "message {other} to the receiver of a pipe"
-                )));
-            }
-        }
-        Ok(())
-    }
-
     fn expire(&mut self, cx: &mut ReactorContext) {
         let now = cx.now();
         if self.deadlines.take_if_past(now) {
@@ -212,8 +134,7 @@ impl Receiver {
             self.receives = kept;
             self.count_waiting();
             for receive in expired {
-                let text = "no tensor came in time; the pipe is usable";
-                let error = Error::Timeout(text.to_owned());
+                let error = Error::Timeout("no tensor came in time; the pipe is usable".to_owned());
                 receive.completer.complete(Err(error));
             }
             for receive in &self.receives {
@@ -229,17 +150,9 @@ impl Service for Receiver {
 
     fn command(&mut self, cx: &mut ReactorContext, command: ReceiverCommand) {
         match command {
-            ReceiverCommand::Receive {
-                out,
-                deadline,
-                completer,
-            } => {
-                self.deadlines.add(deadline.meet_by);
-                self.receives.push_back(PendingReceive {
-                    out,
-                    deadline,
-                    completer,
-                });
+            ReceiverCommand::Receive(receive) => {
+                self.deadlines.add(receive.deadline.meet_by);
+                self.receives.push_back(receive);
                 self.advance(cx);
             }
             ReceiverCommand::Withdraw(receive) => self.withdraw_receive(&receive),
@@ -247,21 +160,20 @@ impl Service for Receiver {
     }
 
     fn accept(&mut self, session: SessionKey, _peer: &Identity) -> std::result::Result<(), String> {
-        if self.sender.is_some() {
+        if self.session.is_some() {
             return Err(
                 "this pipe already has a sender; a pipe has one for its whole life".to_owned(),
             );
         }
-        self.sender = Some(session);
+        self.session = Some(session);
         Ok(())
     }
 
     fn dismissed(&mut self, session: SessionKey) {
-        self.sender.take_if(|sender| *sender == session);
+        self.session.take_if(|sender| *sender == session);
     }
 
     fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
-        self.session = Some(session);
         self.engine.session_up(session);
         self.shared.open(cx, session, peer);
     }
@@ -273,9 +185,9 @@ impl Service for Receiver {
             error
         };
         self.failure.get_or_insert(error.clone());
-        self.session = None;
         // Eager tensors can still be received. Offers cannot: their memory is gone with the sender.
-        self.incoming.drop_offers();
+        self.incoming
+            .retain(|tensor| !matches!(tensor.content, Content::Offer(_)));
         for large in &mut self.large_receives {
             large.fail(&error);
         }
@@ -319,7 +231,7 @@ impl Service for Receiver {
                 }
             }
         } else {
-            self.pipe_message(cx, session, (kind, reader), &data)?;
+            self.sender_message(cx, session, (kind, reader), &data)?;
         }
         drop(data);
         self.advance(cx);
@@ -358,12 +270,9 @@ impl Service for Receiver {
             self.send_acks(cx);
         }
         self.expire(cx);
-        let large_deadlines = self
-            .large_receives
-            .iter()
-            .filter(|large| !large.has_failed)
-            .filter_map(|large| large.deadline.done_by);
-        large_deadlines
+        let large = self.large_receives.iter();
+        large
+            .filter_map(|large| large.done_by)
             .chain(self.deadlines.at())
             .chain(self.ack_at)
             .chain(self.pool.expire(cx.now()))

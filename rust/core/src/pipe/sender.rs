@@ -1,27 +1,25 @@
 //! The sending end: queued and posted tensors.
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::iter::once;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Buffer, MemoryKind};
+use kvpipe_ucx::{AmData, Buffer};
 
-use super::posted::{PostedSend, PostedSends};
-use super::{
-    ACK, CORRUPT, Deadline, EAGER_CAP, MESSAGES_IN_FLIGHT, SharedInfo, TRANSFERS_IN_FLIGHT,
-    WITHDRAWN,
-};
+use super::messages::{ReceiverMessage, SenderMessage};
+use super::posted::{LargeSend, PostedSend};
+use super::{EAGER_CAP, MESSAGES_IN_FLIGHT, SharedInfo, TRANSFERS_IN_FLIGHT};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
+use crate::session::grace::GracePeriod;
 use crate::session::{ReactorContext, Service};
 use crate::tensor::Meta;
-use crate::transfer::region::Layout;
-use crate::transfer::source::SourceRequest;
+use crate::transfer::exposed::ExposedBuffer;
 use crate::transfer::{Handled, Message, TransferEngine};
-use crate::transport::Memory;
 use crate::work::Completer;
 
 #[derive(Debug)]
@@ -30,39 +28,39 @@ pub(super) enum SenderCommand {
         address: String,
         completer: Completer<()>,
     },
-    Send {
-        meta: Meta,
-        buffer: Buffer,
-        deadline: Deadline,
-        completer: Completer<()>,
-    },
-    Close {
-        deadline: Deadline,
-        completer: Completer<()>,
-    },
+    Send(QueuedSend),
+    Close(ClosingCaller),
 }
 
 /// A tensor that has not been posted.
+#[derive(Debug)]
 pub(super) struct QueuedSend {
     pub(super) meta: Meta,
     pub(super) buffer: Buffer,
-    pub(super) deadline: Deadline,
+    pub(super) meet_by: Option<Instant>,
+    pub(super) completer: Completer<()>,
+}
+
+/// A caller that waits for the end of the pipe.
+#[derive(Debug)]
+pub(super) struct ClosingCaller {
+    pub(super) deadline: Option<Instant>,
     pub(super) completer: Completer<()>,
 }
 
 pub(super) struct Sender {
     shared: SharedInfo,
     /// Whether tensors are sent with checksums.
-    pub(super) is_checksummed: bool,
+    is_checksummed: bool,
     session: Option<SessionKey>,
-    is_up: bool,
     connecting: Option<Completer<()>>,
     queue: VecDeque<QueuedSend>,
     deadlines: Earliest,
-    pub(super) posted: PostedSends,
-    pub(super) engine: TransferEngine,
-    /// Callers that wait for the end of the pipe.
-    closing: Vec<(Deadline, Completer<()>)>,
+    /// In the order of their sequence numbers.
+    posted: VecDeque<PostedSend>,
+    next_sequence: u64,
+    engine: TransferEngine,
+    closing: Vec<ClosingCaller>,
     failure: Option<Error>,
     /// Whether tensors were not acknowledged when the session failed.
     has_lost: bool,
@@ -74,11 +72,11 @@ impl Sender {
             shared,
             is_checksummed,
             session: None,
-            is_up: false,
             connecting: None,
             queue: VecDeque::new(),
             deadlines: Earliest::default(),
-            posted: PostedSends::default(),
+            posted: VecDeque::new(),
+            next_sequence: 0,
             engine: TransferEngine::new(TRANSFERS_IN_FLIGHT),
             closing: Vec::new(),
             failure: None,
@@ -87,43 +85,87 @@ impl Sender {
     }
 
     fn post(&mut self, cx: &mut ReactorContext) {
-        let Some(session) = self.session.filter(|_| self.is_up) else {
+        let Some(session) = self.session.filter(|session| cx.is_up(*session)) else {
             return;
         };
-        while self.posted.len() < MESSAGES_IN_FLIGHT {
-            let Some(queued) = self.queue.pop_front() else {
-                break;
+        while self.posted.len() < MESSAGES_IN_FLIGHT
+            && let Some(send) = self.queue.pop_front()
+        {
+            let (message, exposed) = match self.tensor_message(cx, session, &send) {
+                Ok(message) => message,
+                Err(error) => {
+                    send.completer.complete(Err(error));
+                    continue;
+                }
             };
-            let is_host = queued.buffer.kind() == MemoryKind::Host;
-            let unsent = if is_host && queued.buffer.len() <= EAGER_CAP {
-                self.post_eager(cx, session, queued)
-            } else {
-                self.post_offer(cx, session, queued)
-            };
-            if let Some(queued) = unsent {
+            if !message.send(cx, session, self.next_sequence, self.is_checksummed) {
                 // The session is lost; its end fails everything that is queued.
-                self.queue.push_front(queued);
+                self.queue.push_front(send);
                 return;
             }
+            self.add_posted(cx, session, send, exposed);
         }
         self.finish_closing(cx);
     }
 
-    /// Removes a posted tensor, which the receiver does not read any more.
-    fn remove_posted(&mut self, sequence: u64) -> Option<PostedSend> {
-        if let Some(session) = self.session {
-            self.engine.withdraw_source(session, sequence);
+    /// The message of a tensor, and the memory that the receiver may read if it is large.
+    fn tensor_message<'a>(
+        &self,
+        cx: &ReactorContext,
+        session: SessionKey,
+        send: &'a QueuedSend,
+    ) -> Result<(SenderMessage<'a>, Option<ExposedBuffer>)> {
+        let (meta, len) = (Cow::Borrowed(&send.meta), send.buffer.len());
+        if len <= EAGER_CAP
+            && let Some(bytes) = send.buffer.bytes(0, len)
+        {
+            return Ok((SenderMessage::Eager { meta, bytes }, None));
         }
-        self.posted.remove(sequence)
+        let buffer = send.buffer.clone();
+        let (exposed, buffer) = ExposedBuffer::new(cx, session, buffer, self.is_checksummed)?;
+        Ok((SenderMessage::Offer { meta, buffer }, Some(exposed)))
     }
 
-    /// A posted tensor that the receiver may read.
-    fn exposed(&self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
-        let Some(large) = self.posted.large(request.source) else {
-            let text = format!("tensor {} is not offered any more", request.source);
-            return Err(Error::Config(text));
+    fn add_posted(
+        &mut self,
+        cx: &ReactorContext,
+        session: SessionKey,
+        send: QueuedSend,
+        exposed: Option<ExposedBuffer>,
+    ) {
+        let sequence = self.next_sequence;
+        self.next_sequence += 1;
+        let Some(exposed) = exposed else {
+            self.count_sent(send.buffer.len());
+            let large = None;
+            self.posted.push_back(PostedSend { sequence, large });
+            return send.completer.complete(Ok(()));
         };
-        large.exposed.requested(request)
+        self.engine.expose(session, sequence, &exposed);
+        let large = Some(LargeSend {
+            exposed,
+            completer: send.completer,
+            grace: send.meet_by.map(|at| GracePeriod::new(cx.now(), at)),
+            is_withdrawn: false,
+        });
+        self.posted.push_back(PostedSend { sequence, large });
+    }
+
+    /// Ends a posted tensor, which the receiver does not read any more; false if it is not posted.
+    fn end_posted(&mut self, session: SessionKey, sequence: u64, outcome: Result<()>) -> bool {
+        self.engine.withdraw_source(session, sequence);
+        let is_it = |posted: &PostedSend| posted.sequence == sequence;
+        let at = self.posted.iter().position(is_it);
+        let Some(posted) = at.and_then(|at| self.posted.remove(at)) else {
+            return false;
+        };
+        if let Some(large) = posted.large {
+            if outcome.is_ok() {
+                self.count_sent(large.exposed.len());
+            }
+            large.complete(outcome);
+        }
+        true
     }
 
     fn transfer_message(
@@ -136,7 +178,15 @@ impl Sender {
         match self.engine.message(cx, session, message, data)? {
             Handled::Done => {}
             Handled::Request(request) => {
-                let source = self.exposed(&request);
+                let sequence = request.source;
+                let is_it = |posted: &&PostedSend| posted.sequence == sequence;
+                let posted = self.posted.iter().find(is_it);
+                let source = match posted.and_then(|posted| posted.large.as_ref()) {
+                    Some(large) => large.exposed.requested(&request),
+                    None => Err(Error::Config(format!(
+                        "tensor {sequence} is not offered any more"
+                    ))),
+                };
                 self.engine.serve(cx, &request, source);
             }
             Handled::UnknownTransfer => {
@@ -144,28 +194,6 @@ impl Sender {
             }
         }
         Ok(())
-    }
-
-    fn receive_ack(&mut self, cx: &mut ReactorContext, sequence: u64) -> Result<()> {
-        let Some(posted) = self.remove_posted(sequence) else {
-            return Err(Error::protocol(format_args!(
-                "tensor {sequence} was acknowledged, but is not posted"
-            )));
-        };
-        if let Some(large) = posted.large {
-            self.count_sent(large.exposed.len());
-            large.complete(Ok(()));
-        }
-        self.post(cx);
-        Ok(())
-    }
-
-    /// The receiver does not receive a large tensor.
-    fn fail_send(&mut self, cx: &mut ReactorContext, sequence: u64, error: Error) {
-        if let Some(large) = self.remove_posted(sequence).and_then(|posted| posted.large) {
-            large.complete(Err(error));
-        }
-        self.post(cx);
     }
 
     /// Ends the pipe when it is closing and everything has been acknowledged.
@@ -177,8 +205,8 @@ impl Sender {
             cx.send(session, super::receiver::END);
             cx.close(session, "the sender closed the pipe");
         }
-        for (_, completer) in self.closing.drain(..) {
-            completer.complete(Ok(()));
+        for caller in self.closing.drain(..) {
+            caller.completer.complete(Ok(()));
         }
         self.fail(&Error::Closed("the pipe is closed".to_owned()));
     }
@@ -190,34 +218,38 @@ impl Sender {
         for queued in self.queue.drain(..) {
             queued.completer.complete(Err(error.clone()));
         }
-        for large in self.posted.drain() {
+        for large in self.posted.drain(..).filter_map(|posted| posted.large) {
             large.complete(Err(error.clone()));
         }
         if let Some(completer) = self.connecting.take() {
             completer.complete(Err(error.clone()));
         }
-        for (_, completer) in self.closing.drain(..) {
-            completer.complete(Err(error.clone()));
+        for caller in self.closing.drain(..) {
+            caller.completer.complete(Err(error.clone()));
         }
-        self.is_up = false;
         self.failure.get_or_insert_with(|| error.clone());
         let mut info = self.shared.get();
         info.state = "closed";
         info.in_flight = 0;
     }
 
-    pub(super) fn count_sent(&self, len: usize) {
+    fn num_in_flight(&self) -> usize {
+        self.queue.len() + self.posted.len()
+    }
+
+    /// Called before a send completes, so that its caller sees the new counts.
+    fn count_sent(&self, len: usize) {
         let mut info = self.shared.get();
         info.num_tensors += 1;
         info.num_bytes += len as u64;
-        info.in_flight = self.queue.len() + self.posted.len();
+        info.in_flight = self.num_in_flight();
     }
 
     fn expire_queued(&mut self, now: Instant) {
         if !self.deadlines.take_if_past(now) {
             return;
         }
-        let late = |queued: &QueuedSend| queued.deadline.meet_by.is_some_and(|at| at <= now);
+        let late = |queued: &QueuedSend| queued.meet_by.is_some_and(|at| at <= now);
         let (expired, kept): (VecDeque<_>, VecDeque<_>) = self.queue.drain(..).partition(late);
         for queued in expired {
             let text = "the tensor was not sent in time; it was withdrawn, the pipe is usable";
@@ -225,20 +257,9 @@ impl Sender {
             queued.completer.complete(Err(error));
         }
         for queued in &kept {
-            self.deadlines.add(queued.deadline.meet_by);
+            self.deadlines.add(queued.meet_by);
         }
         self.queue = kept;
-    }
-
-    fn next_deadline(&self, cx: &ReactorContext) -> Option<Instant> {
-        let posted = self
-            .session
-            .and_then(|session| self.posted.next(cx, session));
-        let closing = self
-            .closing
-            .iter()
-            .filter_map(|(deadline, _)| deadline.meet_by);
-        closing.chain(posted).chain(self.deadlines.at()).min()
     }
 }
 
@@ -251,47 +272,33 @@ impl Service for Sender {
                 self.connecting = Some(completer);
                 self.session = Some(cx.connect(&address));
             }
-            SenderCommand::Send {
-                meta,
-                buffer,
-                deadline,
-                completer,
-            } => {
+            SenderCommand::Send(send) => {
                 if let Some(error) = &self.failure {
-                    return completer.complete(Err(error.clone()));
+                    return send.completer.complete(Err(error.clone()));
                 }
                 if !self.closing.is_empty() {
-                    return completer
-                        .complete(Err(Error::Closed("the pipe is closing".to_owned())));
+                    let error = Error::Closed("the pipe is closing".to_owned());
+                    return send.completer.complete(Err(error));
                 }
-                self.deadlines.add(deadline.meet_by);
-                self.queue.push_back(QueuedSend {
-                    meta,
-                    buffer,
-                    deadline,
-                    completer,
-                });
+                self.deadlines.add(send.meet_by);
+                self.queue.push_back(send);
                 self.post(cx);
             }
-            SenderCommand::Close {
-                deadline,
-                completer,
-            } => {
+            SenderCommand::Close(caller) => {
                 if let Some(error) = &self.failure {
                     // The sends of small tensors have completed without an acknowledgement: their loss is reported here, once.
                     let has_lost = std::mem::take(&mut self.has_lost);
                     let ended = if has_lost { Err(error.clone()) } else { Ok(()) };
-                    return completer.complete(ended);
+                    return caller.completer.complete(ended);
                 }
-                self.closing.push((deadline, completer));
+                self.closing.push(caller);
                 self.post(cx);
             }
         }
-        self.shared.get().in_flight = self.queue.len() + self.posted.len();
+        self.shared.get().in_flight = self.num_in_flight();
     }
 
     fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
-        self.is_up = true;
         self.engine.session_up(session);
         self.shared.open(cx, session, peer);
         if let Some(completer) = self.connecting.take() {
@@ -327,30 +334,27 @@ impl Service for Sender {
             return self.transfer_message(cx, session, (kind, reader), &data);
         }
         let sequence = reader.u64()?;
-        match kind {
-            ACK => {
-                let mut rest = Reader::new(&data);
-                let others = rest.list(MESSAGES_IN_FLIGHT, Reader::u64)?;
-                rest.end()?;
-                for sequence in [sequence].into_iter().chain(others) {
-                    self.receive_ack(cx, sequence)?;
+        match ReceiverMessage::decode(kind, &data)? {
+            ReceiverMessage::Ack { others } => {
+                for acknowledged in once(sequence).chain(others.iter().copied()) {
+                    if !self.end_posted(session, acknowledged, Ok(())) {
+                        return Err(Error::protocol(format_args!(
+                            "tensor {acknowledged} was acknowledged, but is not posted"
+                        )));
+                    }
                 }
             }
-            WITHDRAWN => {
+            ReceiverMessage::Withdrawn => {
                 let text = "the receiver did not ask for the tensor in time; it was withdrawn, the pipe is usable";
-                self.fail_send(cx, sequence, Error::Timeout(text.to_owned()));
+                self.end_posted(session, sequence, Err(Error::Timeout(text.to_owned())));
             }
-            CORRUPT => {
+            ReceiverMessage::Corrupt => {
                 let text = "the tensor came with another checksum than it had here; it was changed while it was sent, or on its way; the pipe is usable";
-                self.fail_send(cx, sequence, Error::Corrupt(text.to_owned()));
-            }
-            other => {
-                return Err(Error::protocol(format_args!(
-                    "message {other} to the sender of a pipe"
-                )));
+                self.end_posted(session, sequence, Err(Error::Corrupt(text.to_owned())));
             }
         }
-        self.shared.get().in_flight = self.queue.len() + self.posted.len();
+        self.post(cx);
+        self.shared.get().in_flight = self.num_in_flight();
         Ok(())
     }
 
@@ -363,23 +367,22 @@ impl Service for Sender {
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        self.expire_queued(cx.now());
-        if let Some(session) = self.session {
-            self.posted.expire(cx, session);
+        let (session, now) = (self.session?, cx.now());
+        self.expire_queued(now);
+        for posted in &mut self.posted {
+            posted.expire(cx, session);
         }
-        let now = cx.now();
-        let is_late = |(deadline, _): &(Deadline, _)| deadline.meet_by.is_some_and(|at| at <= now);
+        let is_late = |caller: &ClosingCaller| caller.deadline.is_some_and(|at| at <= now);
         if self.closing.iter().any(is_late) {
-            let left = self.queue.len() + self.posted.len();
+            let left = self.num_in_flight();
             let text = format!("{left} tensors had not been received in time; the pipe is closed");
-            match self.session {
-                // The receiver may be reading: only the end of the session stops it.
-                Some(session) if !cx.has_failed(session) => cx.fail(session, Error::Timeout(text)),
-                Some(_) => {}
-                None => self.fail(&Error::Timeout(text)),
-            }
+            // The receiver may be reading: only the end of the session stops it.
+            cx.fail(session, Error::Timeout(text));
         }
-        self.next_deadline(cx)
+        let posted = self.posted.iter();
+        let posted = posted.filter_map(|posted| posted.next(cx, session));
+        let closing = self.closing.iter().filter_map(|caller| caller.deadline);
+        posted.chain(closing).chain(self.deadlines.at()).min()
     }
 
     fn stop(&mut self, _cx: &mut ReactorContext) {

@@ -4,7 +4,8 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use kvpipe_core::control::{
-    Control, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank, SequenceState,
+    Control, ControlEvent, ControlQuery, ControlTimeouts, HandoffUpdate, Opening, Rank,
+    SequenceState,
 };
 use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
@@ -16,7 +17,7 @@ pub const OTHER: HandoffId = [4; 16];
 
 pub fn patience() -> ControlTimeouts {
     ControlTimeouts {
-        timeouts: SessionTimeouts::default(),
+        session: SessionTimeouts::default(),
         lease: PATIENCE,
         open: PATIENCE,
         handoff: PATIENCE,
@@ -70,16 +71,16 @@ pub fn state() -> SequenceState {
 }
 
 pub fn opened() -> ControlEvent {
-    ControlEvent::Opened {
+    ControlEvent::Updated {
         handoff: ID,
-        opening: opening(),
+        update: HandoffUpdate::Opened(opening()),
     }
 }
 
 pub fn finished() -> ControlEvent {
-    ControlEvent::Finished {
+    ControlEvent::Updated {
         handoff: ID,
-        state: state(),
+        update: HandoffUpdate::Finished(state()),
     }
 }
 
@@ -135,14 +136,19 @@ impl Engine {
         }
     }
 
-    /// The reason of the last event, `Ended`.
+    /// The reason of the last event: `Ended` or `Lost`.
     pub fn ended(&self) -> String {
         eventually("Ended", || match self.events().last() {
-            Some(ControlEvent::Ended {
-                handoff: ID,
-                reason,
-                ..
-            }) => Some(reason.clone()),
+            Some(
+                ControlEvent::Lost {
+                    handoff: ID,
+                    reason,
+                }
+                | ControlEvent::Updated {
+                    handoff: ID,
+                    update: HandoffUpdate::Ended(reason),
+                },
+            ) => Some(reason.clone()),
             _ => None,
         })
     }

@@ -25,7 +25,7 @@ const READ: u8 = 32;
 const REFUSED: u8 = 35;
 
 const PATIENT: ControlTimeouts = ControlTimeouts {
-    timeouts: SessionTimeouts {
+    session: SessionTimeouts {
         handshake: PATIENCE,
         begun: None,
         heartbeat: Duration::from_secs(1),

@@ -19,7 +19,7 @@ use crate::common::{
 
 fn control_with(token: &[u8], timeouts: SessionTimeouts) -> Control {
     let patience = ControlTimeouts {
-        timeouts,
+        session: timeouts,
         lease: PATIENCE,
         open: PATIENCE,
         handoff: PATIENCE,

@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use kvpipe_core::control::{
-    Control, ControlEvent, ControlQuery, ControlTimeouts, Opening, Rank, SequenceState,
+    Control, ControlEvent, ControlQuery, ControlTimeouts, HandoffUpdate, Opening, Rank,
+    SequenceState,
 };
 use kvpipe_core::fuzzing::{Round, without_threads};
 use kvpipe_core::net::identity::SessionKind;
@@ -81,9 +82,15 @@ impl Side {
 
     fn drain(&mut self) {
         for event in self.control.drain() {
-            if let ControlEvent::Ended { handoff, .. } = event
-                && let Some(index) = HANDOFFS.iter().position(|other| *other == handoff)
-            {
+            let (ControlEvent::Lost { handoff, .. }
+            | ControlEvent::Updated {
+                handoff,
+                update: HandoffUpdate::Ended(_),
+            }) = event
+            else {
+                continue;
+            };
+            if let Some(index) = HANDOFFS.iter().position(|other| *other == handoff) {
                 self.num_ended[index] += 1;
             }
         }
@@ -158,7 +165,7 @@ impl Victim for Side {
 pub(crate) fn control(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let timeouts = ControlTimeouts {
-        timeouts: SessionTimeouts::default(),
+        session: SessionTimeouts::default(),
         lease: TIMEOUT,
         open: TIMEOUT,
         handoff: TIMEOUT,

@@ -7,7 +7,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(in crate::control) fn producer() -> ProducerRole {
     ProducerRole::new(&ControlTimeouts {
-        timeouts: SessionTimeouts::default(),
+        session: SessionTimeouts::default(),
         lease: TIMEOUT,
         open: TIMEOUT,
         handoff: TIMEOUT,

@@ -1,8 +1,12 @@
 use std::net::Ipv4Addr;
 
-use super::super::receiving::LargeReceive;
+use kvpipe_ucx::Buffer;
+
+use super::super::Deadline;
+use super::super::large_receive::LargeReceive;
 use super::*;
 use crate::ids::SessionKey;
+use crate::tensor::Meta;
 use crate::work::work;
 
 const SESSION: SessionKey = 20;
@@ -10,7 +14,7 @@ const SESSION: SessionKey = 20;
 /// How a receive ends that is under way when the pipe ends.
 fn ended_with(cx: &mut ReactorContext) -> String {
     let (work, completer) = work();
-    let mut receiver = Receiver::new(SharedInfo::default());
+    let mut receiver = Receiver::new(SharedInfo::connecting(String::new()));
     receiver.receives.push_back(PendingReceive {
         out: None,
         deadline: Deadline::default(),
@@ -46,7 +50,7 @@ fn a_receive_says_nothing_of_its_memory_when_all_reads_have_ended() {
 
 /// Two large tensors that are being received: of the first nothing is here, the second is complete and waits for it.
 fn receiving(cx: &mut ReactorContext) -> (Receiver, [Work<Arc<Received>>; 2]) {
-    let mut receiver = Receiver::new(SharedInfo::default());
+    let mut receiver = Receiver::new(SharedInfo::connecting(String::new()));
     receiver.session = Some(SESSION);
     let works = [1, 2].map(|sequence| {
         let (work, completer) = work();
@@ -71,7 +75,7 @@ fn with_memory() -> ReactorContext {
 fn a_tensor_that_is_withdrawn_while_it_waits_is_not_delivered_although_it_is_complete() {
     let mut cx = with_memory();
     let (mut receiver, [first, second]) = receiving(&mut cx);
-    receiver.withdraw(&mut cx, 2);
+    receiver.withdraw(&mut cx, SESSION, 2);
     receiver.advance(&mut cx);
     assert!(matches!(second.result(), Some(Err(Error::Timeout(_)))));
     assert!(!first.is_completed());

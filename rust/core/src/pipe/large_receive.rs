@@ -1,13 +1,14 @@
-//! How receives get their tensors. Of large ones several are transferred at once, and complete in order.
+//! Large tensors that are being received. Several are transferred at once, and complete in order.
 
 use std::sync::Arc;
+use std::time::Instant;
 
-use kvpipe_ucx::Buffer;
-
-use super::incoming::{Content, IncomingTensor};
-use super::receiver::{PendingReceive, Receiver};
-use super::{CORRUPT, Deadline, TRANSFERS_IN_FLIGHT, WITHDRAWN};
+use super::TRANSFERS_IN_FLIGHT;
+use super::incoming::{Content, IncomingTensor, PendingReceive};
+use super::messages::ReceiverMessage;
+use super::receiver::Receiver;
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::session::ReactorContext;
 use crate::tensor::{Meta, Received};
 use crate::transfer::TransferRequest;
@@ -20,16 +21,16 @@ const BYTES_AHEAD: u64 = 4 << 20;
 
 /// A large tensor that is being transferred.
 pub(super) struct LargeReceive {
-    pub(super) sequence: u64,
-    pub(super) meta: Meta,
-    pub(super) len: usize,
+    sequence: u64,
+    meta: Meta,
+    len: usize,
     /// Its number in the engine.
     transfer: u64,
     is_pooled: bool,
-    pub(super) deadline: Deadline,
+    /// When it is late; `None` once it has failed.
+    pub(super) done_by: Option<Instant>,
     pub(super) completer: Completer<Arc<Received>>,
     is_withdrawn: bool,
-    pub(super) has_failed: bool,
     /// Set when nothing writes into its memory any more.
     pub(super) outcome: Option<Result<Arc<Memory>>>,
 }
@@ -38,7 +39,7 @@ impl LargeReceive {
     /// Fails a tensor that no caller has yet, also one that is complete and waits for those before it: its sender may
     /// have reported it as lost.
     pub(super) fn fail(&mut self, error: &Error) {
-        self.has_failed = true;
+        self.done_by = None;
         if let Some(outcome @ Ok(_)) = &mut self.outcome {
             *outcome = Err(error.clone());
         }
@@ -55,50 +56,23 @@ impl LargeReceive {
             len: 8,
             transfer: sequence,
             is_pooled: false,
-            deadline: Deadline::default(),
+            done_by: None,
             completer,
             is_withdrawn: false,
-            has_failed: false,
             outcome: None,
         }
     }
 }
 
 impl Receiver {
-    /// Whether the next queued tensor can be matched. A large tensor begins when little is left of those before it, so
-    /// that the wire is not idle between two.
-    pub(super) fn can_begin(&self) -> bool {
-        let Some(next) = self.incoming.next() else {
-            return false;
-        };
+    /// Whether the next tensor can be matched. A large one begins when little is left of those before it, so that the
+    /// wire is not idle between two.
+    pub(super) fn can_begin(&self, next: &IncomingTensor) -> bool {
         let left = self.large_receives.iter();
         let left: u64 = left.map(|each| self.engine.num_left(each.transfer)).sum();
         let is_large = matches!(next.content, Content::Offer(_));
         self.large_receives.is_empty()
             || (is_large && left < BYTES_AHEAD && self.large_receives.len() < TRANSFERS_IN_FLIGHT)
-    }
-
-    /// Completes a receive with a small tensor.
-    pub(super) fn deliver(
-        &mut self,
-        cx: &mut ReactorContext,
-        sequence: u64,
-        meta: Meta,
-        bytes: Vec<u8>,
-        receive: PendingReceive,
-    ) {
-        self.record_received(cx, sequence, bytes.len());
-        let buffer = match receive.out {
-            Some((_, out)) if !out.write(0, &bytes) => {
-                let text = "the CUDA driver could not write into out=; the tensor is lost, the pipe is usable";
-                let error = Error::Unavailable(text.to_owned());
-                return receive.completer.complete(Err(error));
-            }
-            Some(_) => None,
-            None => Some(Buffer::from_vec(bytes)),
-        };
-        let received = Received { meta, buffer };
-        receive.completer.complete(Ok(Arc::new(received)));
     }
 
     pub(super) fn begin_large(
@@ -118,7 +92,7 @@ impl Receiver {
             Ok(memory) => memory,
             Err(error) => {
                 // A caller with other memory can still receive it.
-                self.incoming.requeue(IncomingTensor {
+                self.incoming.push_front(IncomingTensor {
                     sequence,
                     meta,
                     content: Content::Offer(buffer),
@@ -143,10 +117,9 @@ impl Receiver {
             len: buffer.len,
             transfer,
             is_pooled: receive.out.is_none(),
-            deadline: receive.deadline,
+            done_by: receive.deadline.done_by,
             completer: receive.completer,
             is_withdrawn: false,
-            has_failed: false,
             outcome: None,
         });
         self.engine.enqueue(cx, transfer);
@@ -213,7 +186,7 @@ impl Receiver {
         self.count_waiting();
         let (sequence, len) = (large.sequence, large.len);
         if large.is_withdrawn {
-            self.reply(cx, WITHDRAWN, sequence);
+            self.reply(cx, sequence, &ReceiverMessage::Withdrawn);
         }
         let received = outcome.map(|memory| {
             self.record_received(cx, sequence, len);
@@ -225,13 +198,13 @@ impl Receiver {
             })
         });
         if let Err(Error::Corrupt(_)) = received {
-            self.reply(cx, CORRUPT, sequence);
+            self.reply(cx, sequence, &ReceiverMessage::Corrupt);
         }
         large.completer.complete(received);
     }
 
     /// Fails a large tensor. It completes when no read of it is in flight.
-    pub(super) fn fail_large(&mut self, cx: &mut ReactorContext, sequence: u64, error: &Error) {
+    fn fail_large(&mut self, cx: &mut ReactorContext, sequence: u64, error: &Error) {
         if let Some(large) = self.large_receive(sequence) {
             large.fail(error);
             let transfer = large.transfer;
@@ -242,10 +215,7 @@ impl Receiver {
     /// Closes the pipe if a large tensor is late.
     pub(super) fn expire_large(&mut self, cx: &mut ReactorContext) {
         let now = cx.now();
-        let is_late = |large: &&LargeReceive| {
-            let done_by = large.deadline.done_by;
-            !large.has_failed && done_by.is_some_and(|at| at <= now)
-        };
+        let is_late = |large: &&LargeReceive| large.done_by.is_some_and(|at| at <= now);
         if let (Some(session), Some(large)) =
             (self.session, self.large_receives.iter().find(is_late))
         {
@@ -258,19 +228,21 @@ impl Receiver {
         }
     }
 
-    pub(super) fn withdraw(&mut self, cx: &mut ReactorContext, sequence: u64) {
+    /// The sender withdraws a tensor.
+    pub(super) fn withdraw(&mut self, cx: &mut ReactorContext, session: SessionKey, sequence: u64) {
         if let Some(large) = self.large_receive(sequence) {
             // The answer is sent when no read is under way: then the sender may reuse its memory.
             large.is_withdrawn = true;
             let text = "the sender withdrew the tensor while it was received; it is lost, the pipe is usable";
             let error = Error::Timeout(text.to_owned());
-            self.fail_large(cx, sequence, &error);
-        } else if self.incoming.withdraw(sequence) {
-            if let Some(session) = self.session {
-                let closed = Error::Closed("the tensor was withdrawn".to_owned());
-                self.engine.remove_source(cx, session, sequence, &closed);
-            }
-            self.reply(cx, WITHDRAWN, sequence);
+            return self.fail_large(cx, sequence, &error);
+        }
+        let is_it = |tensor: &IncomingTensor| tensor.sequence == sequence;
+        if let Some(at) = self.incoming.iter().position(is_it) {
+            self.incoming.remove(at);
+            let closed = Error::Closed("the tensor was withdrawn".to_owned());
+            self.engine.remove_source(cx, session, sequence, &closed);
+            self.reply(cx, sequence, &ReceiverMessage::Withdrawn);
         }
     }
 }
