@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvpipe_ucx::{AmData, Buffer, EndpointId, Event, Lane, Status};
 use rustix::event::EventfdFlags;
@@ -62,9 +62,8 @@ struct Port {
 #[derive(Debug, Default)]
 struct PortInbox {
     events: VecDeque<PortEvent>,
-    /// The endpoints to this worker, with their owners.
-    connected: Vec<(Weak<Port>, EndpointId)>,
-    has_ended: bool,
+    /// The endpoints to this worker, with the workers that own them.
+    connected: BTreeMap<EndpointId, u32>,
 }
 
 #[derive(Debug)]
@@ -74,32 +73,16 @@ enum PortEvent {
 }
 
 impl Port {
-    /// Queues an event, unless the worker has ended.
-    fn push(&self, event: PortEvent) -> UcxResult<()> {
-        {
-            let mut inbox = lock(&self.inbox);
-            if inbox.has_ended {
-                return Err(RESET_BY_PEER);
-            }
-            inbox.events.push_back(event);
-        }
+    fn push(&self, event: PortEvent) {
+        lock(&self.inbox).events.push_back(event);
         // After the push, see `arm`. Fails only when the counter is full, and then it is readable.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-        Ok(())
     }
+}
 
-    /// Remembers an endpoint, which fails when this worker ends; false when it has ended.
-    fn admit(&self, port: &Arc<Self>, endpoint: EndpointId) -> bool {
-        let mut inbox = lock(&self.inbox);
-        inbox.connected.push((Arc::downgrade(port), endpoint));
-        !inbox.has_ended
-    }
-
-    fn dismiss(&self, endpoint: EndpointId) {
-        lock(&self.inbox)
-            .connected
-            .retain(|(_, other)| *other != endpoint);
-    }
+/// The port of a worker that has not ended.
+fn port(number: u32) -> Option<Arc<Port>> {
+    lock(&PORTS).get(&number).cloned()
 }
 
 /// A read that has not been done.
@@ -132,8 +115,8 @@ pub(crate) struct MemoryWorker {
     number: u32,
     port: Arc<Port>,
     data_path: MemoryPath,
-    /// The other sides; none once they have ended.
-    endpoints: RefCell<BTreeMap<EndpointId, Option<Arc<Port>>>>,
+    /// The workers at the other sides; none once they have ended.
+    endpoints: RefCell<BTreeMap<EndpointId, Option<u32>>>,
     gets: RefCell<Vec<PendingGet>>,
     events: RefCell<VecDeque<Event>>,
 }
@@ -172,12 +155,14 @@ impl MemoryWorker {
             Error::Connect(text.to_owned())
         })?;
         let endpoint = EndpointId::unique();
-        let peer = lock(&PORTS).get(&number).cloned();
-        let peer = peer.filter(|peer| peer.admit(&self.port, endpoint));
-        let has_ended = peer.is_none();
-        self.endpoints.borrow_mut().insert(endpoint, peer);
-        if has_ended {
-            self.fail(endpoint);
+        self.endpoints.borrow_mut().insert(endpoint, Some(number));
+        // A worker is no port any more when it tells those that have connected of its end.
+        let ports = lock(&PORTS);
+        match ports.get(&number) {
+            Some(peer) => {
+                lock(&peer.inbox).connected.insert(endpoint, self.number);
+            }
+            None => self.fail(endpoint),
         }
         Ok(endpoint)
     }
@@ -205,8 +190,8 @@ impl MemoryWorker {
         let Some(peer) = self.endpoints.borrow_mut().remove(&endpoint) else {
             return;
         };
-        if let Some(peer) = peer {
-            peer.dismiss(endpoint);
+        if let Some(peer) = peer.and_then(port) {
+            lock(&peer.inbox).connected.remove(&endpoint);
         }
         self.end_gets(endpoint, CANCELED);
         self.report(Event::Closed { endpoint });
@@ -216,8 +201,7 @@ impl MemoryWorker {
     fn peer(&self, endpoint: EndpointId) -> UcxResult<Arc<Port>> {
         match self.endpoints.borrow().get(&endpoint) {
             None => Err(NOT_CONNECTED),
-            Some(None) => Err(RESET_BY_PEER),
-            Some(Some(peer)) => Ok(Arc::clone(peer)),
+            Some(peer) => peer.and_then(port).ok_or(RESET_BY_PEER),
         }
     }
 
@@ -230,7 +214,7 @@ impl MemoryWorker {
     ) -> UcxResult<()> {
         let peer = self.peer(endpoint)?;
         let body = bytes(payload)?;
-        peer.push(PortEvent::Message { header, body })?;
+        peer.push(PortEvent::Message { header, body });
         let result = Ok(());
         self.report(Event::Done { token, result });
         Ok(())
@@ -334,20 +318,15 @@ impl MemoryWorker {
 impl Drop for MemoryWorker {
     fn drop(&mut self) {
         lock(&PORTS).remove(&self.number);
-        let connected = {
-            let mut inbox = lock(&self.port.inbox);
-            inbox.has_ended = true;
-            std::mem::take(&mut inbox.connected)
-        };
-        for (peer, endpoint) in connected {
-            if let Some(peer) = peer.upgrade() {
-                let _ = peer.push(PortEvent::PeerEnded(endpoint));
+        let connected = std::mem::take(&mut lock(&self.port.inbox).connected);
+        for (endpoint, owner) in connected {
+            if let Some(owner) = port(owner) {
+                owner.push(PortEvent::PeerEnded(endpoint));
             }
         }
-        for (endpoint, peer) in std::mem::take(self.endpoints.get_mut()) {
-            if let Some(peer) = peer {
-                peer.dismiss(endpoint);
-            }
+        let endpoints: Vec<_> = self.endpoints.get_mut().keys().copied().collect();
+        for endpoint in endpoints {
+            self.close(endpoint);
         }
     }
 }
