@@ -277,34 +277,11 @@ impl ReactorContext {
         is_posted
     }
 
-    /// Reads remote memory into `local`.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the two sides of a read, spelled out"
-    )]
-    pub fn get(
-        &mut self,
-        session: SessionKey,
-        local: &Arc<Memory>,
-        offset: usize,
-        len: usize,
-        remote: u64,
-        key: &RemoteKey,
-        token: u64,
-    ) -> bool {
+    /// Reads remote memory.
+    pub fn get(&mut self, session: SessionKey, get: Get<'_>) -> bool {
         // The peer may have its memory back already: what is read from now on verifies nothing.
-        if self.has_failed(session) {
-            return false;
-        }
-        let get = Get {
-            local,
-            offset,
-            len,
-            remote,
-            key,
-            token,
-        };
-        self.post(session, |worker, endpoint| worker.get(endpoint, get))
+        !self.has_failed(session)
+            && self.post(session, |worker, endpoint| worker.get(endpoint, get))
     }
 
     /// Makes a peer's remote key usable on its endpoint, to read into memory of kind `local`.
