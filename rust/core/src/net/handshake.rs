@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionId;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::{Identity, random};
-use frames::{HandshakeFrame, Nonce, Refusal, Signature};
+use frames::{HandshakeFrame, Nonce, Signature};
 
 /// Version of everything on the wire; other versions are refused.
 pub const PROTOCOL_VERSION: u16 = 6;
@@ -39,22 +39,20 @@ const SERVER_IDENTITY: &[u8] = b"kvpipe server identity";
 /// What a frame leads to.
 #[derive(Debug)]
 pub enum Step {
-    /// Send these frames and wait for more.
-    Continue(Vec<Vec<u8>>),
-    /// Send these frames; the peer is known. The accepting side waits for [`Step::Ready`] before it sends on the data
+    /// Send this frame and wait for more.
+    Continue(Vec<u8>),
+    /// Send this frame; the peer is known. The accepting side waits for [`Step::Ready`] before it sends on the data
     /// plane, so that no message overtakes the frame that makes the session known.
     Admitted {
         /// What is still to be sent.
-        frames: Vec<Vec<u8>>,
-        /// Who the peer is.
-        peer: Box<Identity>,
+        frame: Vec<u8>,
         /// The session's id.
         session_id: SessionId,
-        /// Whether this side may send at once.
-        is_ready: bool,
+        /// Who the peer is, where this side may send at once.
+        peer: Option<Box<Identity>>,
     },
-    /// The peer knows the session too.
-    Ready,
+    /// This peer knows the session too.
+    Ready(Box<Identity>),
     /// Send this frame, then close; the error is for the log of this side.
     Refuse(Vec<u8>, Error),
 }
@@ -64,7 +62,7 @@ enum HandshakeState {
     ServerHello,
     ServerProof,
     ServerIdentity,
-    ServerReady,
+    ServerReady(Box<Identity>),
     ClientChallenge,
     ClientProof,
     ClientWelcome,
@@ -123,9 +121,9 @@ impl Handshake {
     ) -> Result<Step> {
         use {HandshakeFrame as Frame, HandshakeState as State};
         let kind = frame.first();
-        let decoded = Frame::decode(frame)?;
+        let decoded = Frame::decode(frame, &self.peer)?;
         match (std::mem::replace(&mut self.state, State::Done), decoded) {
-            (_, Frame::Refused(refusal)) => Err(self.refused(refusal)),
+            (_, Frame::Refused(error)) => Err(error),
             (State::ServerHello, Frame::Hello { version, nonce }) => {
                 Ok(self.hello(version, nonce).unwrap_or_else(refuse))
             }
@@ -137,7 +135,7 @@ impl Handshake {
                 let checked = self.check_identity(ours, &peer, accept);
                 checked.map_or_else(|error| Ok(refuse(error)), |()| self.welcome(ours, peer))
             }
-            (State::ServerReady, Frame::Ready) => Ok(Step::Ready),
+            (State::ServerReady(peer), Frame::Ready) => Ok(Step::Ready(peer)),
             (State::ClientChallenge, Frame::Challenge { version, nonce }) => {
                 self.challenge(version, nonce)
             }
@@ -219,17 +217,16 @@ impl Handshake {
 
     fn welcome(&mut self, ours: &Identity, peer: Identity) -> Result<Step> {
         let session_id: SessionId = random()?;
-        self.state = HandshakeState::ServerReady;
+        self.state = HandshakeState::ServerReady(Box::new(peer));
         let body = ours.write(Writer::default().raw(&session_id)).finish();
         let welcome = HandshakeFrame::Welcome {
             signature: self.sign(SERVER_IDENTITY, &body),
             body: &body,
         };
         Ok(Step::Admitted {
-            frames: vec![welcome.encode()],
-            peer: Box::new(peer),
+            frame: welcome.encode(),
             session_id,
-            is_ready: false,
+            peer: None,
         })
     }
 
@@ -239,10 +236,9 @@ impl Handshake {
         reader.end()?;
         self.check_fingerprint(ours, &peer)?;
         Ok(Step::Admitted {
-            frames: vec![HandshakeFrame::Ready.encode()],
-            peer: Box::new(peer),
+            frame: HandshakeFrame::Ready.encode(),
             session_id,
-            is_ready: true,
+            peer: Some(Box::new(peer)),
         })
     }
 
@@ -298,32 +294,14 @@ impl Handshake {
             theirs,
         }
     }
-
-    /// The error of a refusal by the peer.
-    fn refused(&self, refusal: Refusal) -> Error {
-        let peer = &self.peer;
-        match refusal {
-            Refusal::Token => Error::Authentication(format!(
-                "{peer} refused this side's token: give both sides the same KVPIPE_TOKEN"
-            )),
-            Refusal::Incompatible {
-                field,
-                ours,
-                theirs,
-            } => self.incompatible(&field, ours, theirs),
-            Refusal::Other(reason) => {
-                Error::Connect(format!("{peer} refused the connection: {reason}"))
-            }
-        }
-    }
 }
 
 fn reply(frame: &HandshakeFrame<'_>) -> Step {
-    Step::Continue(vec![frame.encode()])
+    Step::Continue(frame.encode())
 }
 
 fn refuse(error: Error) -> Step {
-    let frame = HandshakeFrame::Refused(Refusal::of(&error));
+    let frame = HandshakeFrame::Refused(error.clone());
     Step::Refuse(frame.encode(), error)
 }
 

@@ -194,7 +194,7 @@ impl<H: EventHandler> Driver<H> {
                 }
                 Next::Sleep(until) => return self.sleep(core, until),
                 Next::End => {
-                    core.into_inner().end();
+                    core.into_inner().handler.end();
                     return self.set_ended();
                 }
             }
@@ -312,7 +312,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
         core.get_mut().poll_sockets(Instant::now());
         let next = core.get_mut().run_once();
         if matches!(next, Next::End) {
-            core.into_inner().end();
+            core.into_inner().handler.end();
             self.set_ended();
             return Round::Over;
         }

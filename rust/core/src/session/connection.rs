@@ -2,13 +2,15 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags};
 
-use crate::net::framing::{FrameReader, FrameWriter};
+use crate::error::{Error, Result};
+use crate::net::framing::FrameWriter;
+use crate::reactor::{Poller, Token};
 use crate::work::timespec;
 
 /// Bytes read at once, so that one busy peer cannot keep the thread: epoll is level-triggered and reports the rest.
@@ -20,35 +22,43 @@ type Reason = String;
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
-    pub(super) received: FrameReader,
+    poller: Arc<Poller>,
+    token: Token,
+    /// What the poller reports of it.
+    interest: EventFlags,
     unsent: FrameWriter,
     /// A write failed. What the peer sent before can still be read; reading then reports the end.
     is_broken: bool,
 }
 
 impl Connection {
-    pub(super) fn new(stream: TcpStream) -> std::io::Result<Self> {
-        stream.set_nonblocking(true)?;
-        stream.set_nodelay(true)?;
+    /// Registers the connection with the poller, until it is dropped.
+    ///
+    /// # Errors
+    /// `Connect`: the socket cannot be used. `Exhausted`: the poller refuses it.
+    pub(super) fn new(
+        stream: TcpStream,
+        peer: &str,
+        poller: &Arc<Poller>,
+        token: Token,
+    ) -> Result<Self> {
+        let unusable =
+            |error| Error::Connect(format!("cannot use the connection to {peer}: {error}"));
+        stream.set_nonblocking(true).map_err(unusable)?;
+        stream.set_nodelay(true).map_err(unusable)?;
+        poller.add(&stream, token, EventFlags::IN)?;
         Ok(Self {
             stream,
-            received: FrameReader::default(),
+            poller: Arc::clone(poller),
+            token,
+            interest: EventFlags::IN,
             unsent: FrameWriter::default(),
             is_broken: false,
         })
     }
 
-    /// What to wait for in epoll.
-    pub(super) fn interest(&self) -> EventFlags {
-        if self.unsent.is_empty() {
-            EventFlags::IN
-        } else {
-            EventFlags::IN | EventFlags::OUT
-        }
-    }
-
     /// Sends a frame; what the socket does not take now is sent by [`flush`](Self::flush).
-    pub(super) fn send(&mut self, frame: &[u8]) -> Result<(), Reason> {
+    pub(super) fn send(&mut self, frame: &[u8]) -> std::result::Result<(), Reason> {
         if !self.is_broken {
             if !self.unsent.push(frame) {
                 return Err("it does not read what it is sent".to_owned());
@@ -58,7 +68,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends what waits, as far as the socket takes it.
+    /// Sends what waits, as far as the socket takes it. The poller reports when it takes more.
     pub(super) fn flush(&mut self) {
         while !self.unsent.is_empty() {
             match self.stream.write(self.unsent.front()) {
@@ -71,11 +81,19 @@ impl Connection {
                 }
             }
         }
+        let interest = if self.unsent.is_empty() {
+            EventFlags::IN
+        } else {
+            EventFlags::IN | EventFlags::OUT
+        };
+        if self.interest != interest {
+            self.interest = interest;
+            self.poller.modify(&self.stream, self.token, interest);
+        }
     }
 
-    /// Reads what has come into `received`; whether that was anything, and how the connection has ended, if it has.
-    pub(super) fn fill(&mut self) -> (bool, Result<(), Reason>) {
-        let buffer = self.received.buffer();
+    /// Reads what has come into `buffer`; whether that was anything, and how the connection has ended, if it has.
+    pub(super) fn fill(&self, buffer: &mut Vec<u8>) -> (bool, std::result::Result<(), Reason>) {
         let before = buffer.len();
         let read = (&self.stream).take(READ_CAP as u64).read_to_end(buffer);
         let ended = match read {
@@ -100,9 +118,9 @@ impl Connection {
     }
 }
 
-impl AsFd for Connection {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.poller.remove(&self.stream);
     }
 }
 
@@ -116,10 +134,9 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let far = listener.accept().unwrap().0;
-        (
-            Connection::new(near).unwrap(),
-            Connection::new(far).unwrap(),
-        )
+        let poller = Arc::new(Poller::new().unwrap());
+        let connection = |stream| Connection::new(stream, "peer", &poller, 2).unwrap();
+        (connection(near), connection(far))
     }
 
     #[test]

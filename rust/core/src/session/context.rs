@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::ReactorConfig;
+use super::connection::Connection;
 use super::data_plane::DataPlane;
 use super::session::{Session, SessionTimeouts};
 use crate::error::{Error, Result};
@@ -103,7 +104,7 @@ impl ReactorContext {
     pub fn connect(&mut self, address: &str) -> SessionKey {
         let timeouts = self.config.timeouts;
         let begun = timeouts.begun.unwrap_or(self.now);
-        let key = self.add(Session::connecting(address.to_owned(), begun, timeouts));
+        let key = self.add(Session::new(address.to_owned(), false, begun, timeouts));
         let attempt = self
             .connector
             .connect(key, address, begun, timeouts.handshake);
@@ -128,9 +129,8 @@ impl ReactorContext {
         let Some(session) = self.sessions.get_mut(&key).filter(|it| it.is_up()) else {
             return;
         };
-        match session.send(frame) {
-            Ok(()) => self.watch(key),
-            Err(error) => self.fail(key, error),
+        if let Err(error) = session.send(frame) {
+            self.fail(key, error);
         }
     }
 
@@ -202,39 +202,22 @@ impl ReactorContext {
 
     /// Adds the session of a peer that has connected.
     pub(super) fn add_accepted(&mut self, stream: TcpStream, peer: String) -> Result<SessionKey> {
-        let (token, timeouts) = (&self.config.token, self.config.timeouts);
-        let session = Session::accepted(peer, stream, token, self.now, timeouts)?;
-        let key = self.add(session);
+        let key = self.add(Session::new(peer, true, self.now, self.config.timeouts));
         self.accepting.insert(key);
-        if let Err(error) = self.register_connection(key) {
+        let started = self.start_handshake(key, stream);
+        if started.is_err() {
             self.remove(key);
-            return Err(error);
         }
-        Ok(key)
+        started.map(|()| key)
     }
 
-    /// Begins the handshake on a session whose attempt to connect has succeeded.
+    /// Begins the handshake on a session whose connection is there.
     pub(super) fn start_handshake(&mut self, key: SessionKey, stream: TcpStream) -> Result<()> {
-        if let Some(session) = self.sessions.get_mut(&key) {
-            session.start_handshake(stream, &self.config.token)?;
-        }
-        self.register_connection(key)
-    }
-
-    fn register_connection(&self, key: SessionKey) -> Result<()> {
-        let session = self.sessions.get(&key);
-        let Some(connection) = session.and_then(|session| session.connection.as_ref()) else {
+        let Some(session) = self.sessions.get_mut(&key) else {
             return Ok(());
         };
-        self.poller.add(connection, key, connection.interest())
-    }
-
-    /// Waits for what a session's connection waits for now.
-    pub(super) fn watch(&self, key: SessionKey) {
-        let session = self.sessions.get(&key);
-        if let Some(connection) = session.and_then(|session| session.connection.as_ref()) {
-            self.poller.modify(connection, key, connection.interest());
-        }
+        let connection = Connection::new(stream, &session.peer, &self.poller, key)?;
+        session.start_handshake(connection, &self.config.token)
     }
 
     /// Removes a session that has ended.
@@ -242,9 +225,6 @@ impl ReactorContext {
         let session = self.sessions.remove(&key)?;
         self.timers.cancel(key);
         self.accepting.remove(&key);
-        if let Some(connection) = &session.connection {
-            self.poller.remove(connection);
-        }
         if session.is_up() || !session.is_accepted {
             self.ended_peers.insert(key, session.peer.clone());
             if self.ended_peers.len() > ENDED_CAP {

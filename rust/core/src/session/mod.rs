@@ -22,13 +22,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Status};
+use rustix::event::epoll::EventFlags;
 
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::identity::Identity;
-use crate::reactor::{Reactor, ReactorSetup};
+use crate::reactor::Reactor;
 use crate::transport::Transport;
-use listener::Listener;
+use listener::LISTENER;
 use sessions::Sessions;
 
 pub use context::ReactorContext;
@@ -137,22 +138,21 @@ where
     let context = context
         .map(|transport| transport.open(config.local).map(Arc::new))
         .transpose()?;
-    let setup = ReactorSetup {
-        busy_poll: config.busy_poll,
-        address: socket.as_ref().and_then(|socket| socket.local_addr().ok()),
-        registrar: context.as_ref().map(Arc::downgrade).unwrap_or_default(),
-    };
-    Reactor::start(setup, move |parts| {
-        let poller = parts.poller;
-        let listener = socket.map(|socket| Listener::new(socket, Arc::clone(&poller)));
-        let cx = ReactorContext::new(config, context, poller, parts.pending_reads)?;
-        Ok(Sessions::new(
-            cx,
-            make(),
-            parts.commands,
-            listener.transpose()?,
-        ))
-    })
+    let address = socket.as_ref().and_then(|socket| socket.local_addr().ok());
+    let registrar = context.as_ref().map(Arc::downgrade).unwrap_or_default();
+    let busy_poll = config.busy_poll;
+    Reactor::start(
+        busy_poll,
+        address,
+        registrar,
+        move |poller, commands, pending_reads| {
+            if let Some(socket) = &socket {
+                poller.add(socket, LISTENER, EventFlags::IN)?;
+            }
+            let cx = ReactorContext::new(config, context, poller, pending_reads)?;
+            Ok(Sessions::new(cx, make(), commands, socket))
+        },
+    )
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use kvpipe_ucx::{AmData, Event, Status};
 use rustix::event::epoll::EventFlags;
 
 use super::data_plane::{EndedOperation, HELLO};
-use super::listener::{LISTENER, Listener};
+use super::listener::{LISTENER, PAUSE, accept};
 use super::session::{SessionEvent, SessionState};
 use super::{ReactorContext, Service};
 use crate::error::{Error, Result};
@@ -12,16 +12,20 @@ use crate::ids::SessionKey;
 use crate::reactor::{CommandReceiver, Connected, EventHandler, Token};
 use crate::transport::Worker;
 
-use std::time::Instant;
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
 
 /// Most handshakes of peers at once. One more ends the oldest, so that silent connections shut out no peer.
 const HANDSHAKES_CAP: usize = 64;
+
+/// Longest wait of a reactor that stops for its last messages to leave.
+const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) struct Sessions<S: Service> {
     cx: ReactorContext,
     service: S,
     commands: CommandReceiver<S::Command>,
-    listener: Option<Listener>,
+    listener: Option<TcpListener>,
 }
 
 impl<S: Service> Sessions<S> {
@@ -29,7 +33,7 @@ impl<S: Service> Sessions<S> {
         cx: ReactorContext,
         service: S,
         commands: CommandReceiver<S::Command>,
-        listener: Option<Listener>,
+        listener: Option<TcpListener>,
     ) -> Self {
         Self {
             cx,
@@ -62,10 +66,10 @@ impl<S: Service> EventHandler for Sessions<S> {
         self.commands.is_stopping()
     }
 
-    fn handle_readiness(&mut self, token: Token, events: EventFlags) {
+    fn handle_readiness(&mut self, token: Token) {
         match token {
             LISTENER => self.accept(),
-            session => self.receive(session, events),
+            session => self.receive(session),
         }
     }
 
@@ -99,6 +103,9 @@ impl<S: Service> EventHandler for Sessions<S> {
         let now = self.cx.now();
         let service = self.service.timer(&mut self.cx);
         while let Some(key) = self.cx.timers.pop_expired(now) {
+            if key == LISTENER {
+                self.watch_listener(EventFlags::IN);
+            }
             let Some(session) = self.cx.sessions.get_mut(&key) else {
                 continue;
             };
@@ -107,12 +114,7 @@ impl<S: Service> EventHandler for Sessions<S> {
                 Err(error) => self.cx.fail(key, error),
             }
         }
-        let listener = self.listener.as_mut();
-        let listener = listener.and_then(|listener| listener.resume(now));
-        [service, self.cx.timers.next(), listener]
-            .into_iter()
-            .flatten()
-            .min()
+        service.into_iter().chain(self.cx.timers.next()).min()
     }
 
     fn has_failures(&self) -> bool {
@@ -128,11 +130,11 @@ impl<S: Service> EventHandler for Sessions<S> {
         }
     }
 
-    fn closing(&mut self) {
-        self.service.closing(&mut self.cx);
-    }
-
     fn end(mut self) {
+        self.service.closing(&mut self.cx);
+        if let Some(worker) = self.worker() {
+            worker.flush(FLUSH_TIMEOUT);
+        }
         for session in self.cx.sessions.values_mut() {
             session.say_goodbye("the process closed it");
         }
@@ -177,10 +179,10 @@ impl<S: Service> Sessions<S> {
 
     fn accept(&mut self) {
         for _ in 0..HANDSHAKES_CAP {
-            let Some(listener) = &mut self.listener else {
+            let Some(listener) = &self.listener else {
                 return;
             };
-            match listener.accept(self.cx.now()) {
+            match accept(listener) {
                 Ok(Some((stream, peer))) => {
                     self.evict_handshake();
                     if let Err(error) = self.cx.add_accepted(stream, peer.to_string()) {
@@ -189,10 +191,19 @@ impl<S: Service> Sessions<S> {
                 }
                 Ok(None) => return,
                 Err(error) => {
+                    // Else the poller would report the listener again and again.
+                    self.watch_listener(EventFlags::empty());
+                    self.cx.timers.set(LISTENER, self.cx.now() + PAUSE);
                     let text = format!("cannot accept connections: {error}");
                     return self.service.log(text);
                 }
             }
+        }
+    }
+
+    fn watch_listener(&self, events: EventFlags) {
+        if let Some(listener) = &self.listener {
+            self.cx.poller.modify(listener, LISTENER, events);
         }
     }
 
@@ -206,16 +217,11 @@ impl<S: Service> Sessions<S> {
     }
 
     /// Receives what has come on a session's connection.
-    fn receive(&mut self, key: SessionKey, events: EventFlags) {
+    fn receive(&mut self, key: SessionKey) {
         let now = self.cx.now();
         let Some(session) = self.cx.sessions.get_mut(&key) else {
             return;
         };
-        if events.contains(EventFlags::OUT)
-            && let Some(connection) = &mut session.connection
-        {
-            connection.flush();
-        }
         let (received, ended) = session.receive(&self.cx.config.identity, now, |peer| {
             self.service.accept(key, peer)
         });
@@ -229,7 +235,6 @@ impl<S: Service> Sessions<S> {
                 return self.cut(key, error);
             }
         }
-        self.cx.watch(key);
     }
 
     fn handle_session_event(&mut self, key: SessionKey, event: SessionEvent) -> Result<()> {
@@ -322,7 +327,7 @@ impl<S: Service> Sessions<S> {
     fn fail_endpoint(&mut self, session: SessionKey, status: Status) {
         // A peer that leaves in order says so before its endpoint ends, but over another connection: seen first, that
         // end would hide the reason that it gave.
-        self.receive(session, EventFlags::empty());
+        self.receive(session);
         let peer = self.cx.peer(session);
         self.cx.fail(session, Error::lost(&peer, status));
     }

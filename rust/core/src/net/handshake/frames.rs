@@ -39,7 +39,8 @@ pub(super) enum HandshakeFrame<'a> {
         body: &'a [u8],
     },
     Ready,
-    Refused(Refusal),
+    /// Why the peer is refused: encoded from the error of the side that refuses, decoded as that of the other side.
+    Refused(Error),
 }
 
 impl<'a> HandshakeFrame<'a> {
@@ -53,12 +54,12 @@ impl<'a> HandshakeFrame<'a> {
             Self::Identity { signature, body } => Writer::new(IDENTITY).raw(signature).raw(body),
             Self::Welcome { signature, body } => Writer::new(WELCOME).raw(signature).raw(body),
             Self::Ready => Writer::new(READY),
-            Self::Refused(refusal) => refusal.write(Writer::new(REFUSED)),
+            Self::Refused(error) => write_refusal(Writer::new(REFUSED), error),
         };
         writer.finish()
     }
 
-    pub(super) fn decode(frame: &'a [u8]) -> Result<Self> {
+    pub(super) fn decode(frame: &'a [u8], peer: &str) -> Result<Self> {
         let mut reader = Reader::new(frame);
         let frame = match reader.u8()? {
             HELLO if reader.fixed::<4>()? != MAGIC => {
@@ -82,7 +83,7 @@ impl<'a> HandshakeFrame<'a> {
                 Self::Welcome { signature, body }
             }
             READY => Self::Ready,
-            REFUSED => Self::Refused(Refusal::read(&mut reader)?),
+            REFUSED => Self::Refused(read_refusal(&mut reader, peer)?),
             other => {
                 return Err(Error::protocol(format_args!(
                     "frame {other} in a handshake"
@@ -104,58 +105,34 @@ fn read_version(reader: &mut Reader<'_>) -> Result<(u16, Nonce)> {
     Ok((version, Nonce::default()))
 }
 
-/// Why a peer is refused, from its point of view.
-#[derive(Debug)]
-pub(super) enum Refusal {
-    Token,
-    Incompatible {
-        field: String,
-        ours: String,
-        theirs: String,
-    },
-    Other(String),
+/// What is our value here is the peer's other one.
+fn write_refusal(writer: Writer, error: &Error) -> Writer {
+    match error {
+        Error::Authentication(_) => writer.u8(1),
+        Error::Incompatible {
+            field,
+            ours,
+            theirs,
+            ..
+        } => writer.u8(2).str(field).str(theirs).str(ours),
+        other => writer.u8(3).text(&other.to_string(), TEXT_CAP),
+    }
 }
 
-impl Refusal {
-    /// What the peer gets for an error of this side: our value is the peer's other one.
-    pub(super) fn of(error: &Error) -> Self {
-        match error {
-            Error::Authentication(_) => Self::Token,
-            Error::Incompatible {
-                field,
-                ours,
-                theirs,
-                ..
-            } => Self::Incompatible {
-                field: field.clone(),
-                ours: theirs.clone(),
-                theirs: ours.clone(),
-            },
-            other => Self::Other(other.to_string()),
+fn read_refusal(reader: &mut Reader<'_>, peer: &str) -> Result<Error> {
+    Ok(match reader.u8()? {
+        1 => Error::Authentication(format!(
+            "{peer} refused this side's token: give both sides the same KVPIPE_TOKEN"
+        )),
+        2 => Error::Incompatible {
+            peer: peer.to_owned(),
+            field: reader.str(TEXT_CAP)?,
+            ours: reader.str(TEXT_CAP)?,
+            theirs: reader.str(TEXT_CAP)?,
+        },
+        _ => {
+            let reason = reader.str(TEXT_CAP)?;
+            Error::Connect(format!("{peer} refused the connection: {reason}"))
         }
-    }
-
-    fn write(&self, writer: Writer) -> Writer {
-        match self {
-            Self::Token => writer.u8(1),
-            Self::Incompatible {
-                field,
-                ours,
-                theirs,
-            } => writer.u8(2).str(field).str(ours).str(theirs),
-            Self::Other(reason) => writer.u8(3).text(reason, TEXT_CAP),
-        }
-    }
-
-    fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        Ok(match reader.u8()? {
-            1 => Self::Token,
-            2 => Self::Incompatible {
-                field: reader.str(TEXT_CAP)?,
-                ours: reader.str(TEXT_CAP)?,
-                theirs: reader.str(TEXT_CAP)?,
-            },
-            _ => Self::Other(reader.str(TEXT_CAP)?),
-        })
-    }
+    })
 }

@@ -17,7 +17,7 @@ impl ReactorContext {
         session_id: SessionId,
         worker: Option<&[u8]>,
     ) {
-        let session = Session::connecting("peer".to_owned(), self.now(), self.timeouts());
+        let session = Session::new("peer".to_owned(), false, self.now(), self.timeouts());
         self.sessions.insert(key, session);
         self.admit(key, session_id);
         if let Some(address) = worker {

@@ -46,7 +46,7 @@ fn a_command_that_comes_while_the_end_of_a_session_is_seen_knows_of_it() {
     while sessions.service.0.last() != Some(&true) {
         // The end is on its way, and a command is there whenever it is seen.
         send(session);
-        sessions.receive(session, EventFlags::empty());
+        sessions.receive(session);
         let has_failed = sessions.cx.has_failed(session);
         assert_eq!(sessions.service.0.last(), Some(&has_failed));
     }
@@ -168,7 +168,7 @@ fn a_read_of_a_stopped_peer_outlives_its_reactor_with_its_memory_until_the_peer_
     send(());
     core.run_once();
     assert_eq!(pending.check(), Ok(()), "it has not been closed");
-    core.end();
+    core.handler.end();
     let error = end.recv().expect("it has ended");
     assert!(error.contains("1 reads have not ended"), "{error}");
     assert!(matches!(pending.check(), Err(Error::Timeout(_))));
