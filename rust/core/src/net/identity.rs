@@ -28,13 +28,10 @@ pub enum SessionKind {
 
 impl SessionKind {
     fn parse(value: u8) -> Result<Self> {
-        match value {
-            1 => Ok(Self::Pipe),
-            2 => Ok(Self::Agent),
-            3 => Ok(Self::Control),
-            4 => Ok(Self::Lookup),
-            other => Err(Error::protocol(format_args!("unknown kind {other}"))),
-        }
+        [Self::Pipe, Self::Agent, Self::Control, Self::Lookup]
+            .into_iter()
+            .find(|kind| *kind as u8 == value)
+            .ok_or_else(|| Error::protocol(format_args!("unknown kind {value}")))
     }
 }
 

@@ -5,8 +5,8 @@ use std::cell::Cell;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::ENDED;
-use crate::error::{Error, Result};
+use super::ended;
+use crate::error::Result;
 
 pub(super) enum ReactorCommand<C> {
     Command(C),
@@ -45,11 +45,8 @@ impl<C> CommandSender<C> {
     /// `Closed`: the reactor has ended.
     pub(super) fn send(&self, command: ReactorCommand<C>) -> Result<()> {
         let sender = self.lock();
-        let sent = sender
-            .as_ref()
-            .is_some_and(|sender| sender.send(command).is_ok());
-        sent.then_some(())
-            .ok_or_else(|| Error::Closed(ENDED.to_owned()))
+        let sender = sender.as_ref().ok_or_else(ended)?;
+        sender.send(command).map_err(|_| ended())
     }
 }
 

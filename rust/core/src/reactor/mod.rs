@@ -35,8 +35,10 @@ pub(crate) use reactor_core::ReactorCore;
 pub use resolve::Route;
 pub(crate) use timers::Timers;
 
-/// Error text for calls on a reactor that has ended.
-pub(crate) const ENDED: &str = "already closed";
+/// The error of calls on a reactor that has ended.
+pub(crate) fn ended() -> Error {
+    Error::Closed("already closed".to_owned())
+}
 
 /// What a reactor drives. All calls come from the thread that runs the reactor, one at a time; it is not always the same
 /// thread, so that a handler uses no thread-locals and shares nothing with other threads without atomics.
@@ -141,7 +143,6 @@ impl<C: Send + 'static> Reactor<C> {
     /// `Unavailable`: UCX cannot reach such memory. `Closed`: the reactor has ended, or this process is a fork.
     pub(crate) fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
         self.process.check()?;
-        let ended = || Error::Closed(ENDED.to_owned());
         self.registrar.upgrade().ok_or_else(ended)?.register(buffer)
     }
 

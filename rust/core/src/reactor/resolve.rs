@@ -67,14 +67,15 @@ impl Route {
 
     /// The address from which all of them are reached; that of every interface, if there is none.
     pub(crate) fn local(&self) -> Result<IpAddr> {
-        let known = |(name, local): (&String, &Work<IpAddr>)| {
-            local.result().unwrap_or_else(|| Err(self.unresolved(name)))
-        };
-        let known = self.addresses.iter().zip(&self.locals).map(known);
-        let mut locals = known.collect::<Result<Vec<_>>>()?;
+        let mut locals = Vec::new();
+        for (name, local) in self.addresses.iter().zip(&self.locals) {
+            locals.push(local.result().ok_or_else(|| self.unresolved(name))??);
+        }
         locals.dedup();
-        let any = IpAddr::from(Ipv4Addr::UNSPECIFIED);
-        Ok(if locals.len() == 1 { locals[0] } else { any })
+        Ok(match locals[..] {
+            [one] => one,
+            _ => Ipv4Addr::UNSPECIFIED.into(),
+        })
     }
 
     /// When it began, and how long it and the sessions along it may take from then on.
@@ -124,10 +125,8 @@ fn local_towards(peer: &str, resolved: SocketAddr) -> Result<IpAddr> {
         socket.local_addr()
     });
     // Without a route, UCX must not listen on every interface instead.
-    route.map_or_else(
-        |error| Err(Error::Connect(format!("cannot reach {peer}: {error}"))),
-        |address| Ok(address.ip()),
-    )
+    let route = route.map_err(|error| Error::Connect(format!("cannot reach {peer}: {error}")))?;
+    Ok(route.ip())
 }
 
 #[cfg(test)]

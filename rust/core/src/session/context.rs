@@ -27,7 +27,7 @@ const WELCOME_OVERHEAD: usize = 1 + 32 + 16;
 
 /// The sessions of a reactor, as its service sees them.
 pub struct ReactorContext {
-    now: Instant,
+    pub(super) now: Instant,
     pub(super) config: ReactorConfig,
     pub(super) poller: Arc<Poller>,
     pub(super) connector: Connector,
@@ -78,10 +78,6 @@ impl ReactorContext {
     /// The time of this round.
     pub fn now(&self) -> Instant {
         self.now
-    }
-
-    pub(super) fn set_now(&mut self, now: Instant) {
-        self.now = now;
     }
 
     /// Who this side is.

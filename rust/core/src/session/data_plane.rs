@@ -11,9 +11,9 @@ use super::stream_sinks::StreamSinks;
 use crate::error::{Error, Result};
 use crate::ids::{SessionId, SessionKey};
 use crate::net::codec::Writer;
-use crate::reactor::ENDED;
+use crate::reactor::ended;
 use crate::transport::{
-    Context, DataPath, Get, Memory, Payload, RemoteKey, Worker, is_direct, reads_host,
+    Context, DataPath, Get, Memory, Payload, RemoteKey, UcxResult, Worker, is_direct, reads_host,
 };
 
 /// The first message of each side of a session. It carries nothing, and has UCX connect.
@@ -38,8 +38,8 @@ pub(super) struct SessionEndpoint {
     /// Once the peer knows the session.
     id: Option<EndpointId>,
     /// Whether our hello has left, and whether theirs has come.
-    is_hello_sent: bool,
-    is_hello_received: bool,
+    pub(super) is_hello_sent: bool,
+    pub(super) is_hello_received: bool,
     data_path: DataPath,
     /// Whether every lane that reads memory of the host is CMA's, whose reads are over when they are posted.
     reads_at_once: bool,
@@ -66,15 +66,6 @@ impl SessionEndpoint {
     /// Whether the hellos of both sides have come through.
     pub(super) fn is_established(&self) -> bool {
         self.is_hello_sent && self.is_hello_received
-    }
-
-    /// Whether this side may send messages.
-    pub(super) fn is_open(&self) -> bool {
-        self.id.is_some()
-    }
-
-    pub(super) fn receive_hello(&mut self) {
-        self.is_hello_received = true;
     }
 }
 
@@ -214,14 +205,6 @@ impl ReactorContext {
         Some((self.data.as_mut()?, endpoint))
     }
 
-    /// Our hello has left; whether the session is established.
-    pub(super) fn finish_hello(&mut self, key: SessionKey) -> bool {
-        self.endpoint_mut(key).is_some_and(|endpoint| {
-            endpoint.is_hello_sent = true;
-            endpoint.is_established()
-        })
-    }
-
     /// A message has left.
     pub(super) fn finish_message(&mut self, key: SessionKey, size_kib: usize) {
         if let Some(endpoint) = self.endpoint_mut(key) {
@@ -237,7 +220,12 @@ impl ReactorContext {
         self.sessions.get_mut(&key)?.endpoint.as_mut()
     }
 
-    fn endpoint_id(&self, key: SessionKey) -> std::result::Result<EndpointId, Status> {
+    /// Whether this side may send messages.
+    pub(super) fn is_open(&self, key: SessionKey) -> bool {
+        self.endpoint_id(key).is_ok()
+    }
+
+    fn endpoint_id(&self, key: SessionKey) -> UcxResult<EndpointId> {
         let id = self.endpoint(key).and_then(|endpoint| endpoint.id);
         id.ok_or(NO_ENDPOINT)
     }
@@ -291,9 +279,7 @@ impl ReactorContext {
         packed: &[u8],
         local: MemoryKind,
     ) -> Result<RemoteKey> {
-        let Some(data) = &self.data else {
-            return Err(Error::Closed(ENDED.to_owned()));
-        };
+        let data = self.data.as_ref().ok_or_else(ended)?;
         let endpoint = self.endpoint_id(session)?;
         data.worker
             .unpack_rkey(endpoint, packed, local)
@@ -317,9 +303,7 @@ impl ReactorContext {
 
     /// Registers memory, so that it can be read or sent from.
     pub fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
-        let Some(data) = &self.data else {
-            return Err(Error::Closed(ENDED.to_owned()));
-        };
+        let data = self.data.as_ref().ok_or_else(ended)?;
         data.context.register(buffer)
     }
 
@@ -349,7 +333,7 @@ impl ReactorContext {
     fn post(
         &mut self,
         session: SessionKey,
-        operation: impl FnOnce(&Worker, EndpointId) -> std::result::Result<(), Status>,
+        operation: impl FnOnce(&Worker, EndpointId) -> UcxResult<()>,
     ) -> bool {
         let Some(data) = &self.data else { return false };
         let endpoint = self.endpoint_id(session);

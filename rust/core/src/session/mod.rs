@@ -21,14 +21,14 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::AmData;
 use rustix::event::epoll::EventFlags;
 
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::identity::Identity;
 use crate::reactor::Reactor;
-use crate::transport::Transport;
+use crate::transport::{Transport, UcxResult};
 use listener::LISTENER;
 use sessions::Sessions;
 
@@ -75,13 +75,7 @@ pub trait Service {
         ))
     }
     /// A UCX operation has ended.
-    fn done(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _token: u64,
-        _result: std::result::Result<(), Status>,
-    ) {
-    }
+    fn done(&mut self, _cx: &mut ReactorContext, _token: u64, _result: UcxResult<()>) {}
     /// Runs a slice of long work, between two looks at sockets and UCX; whether more of it waits.
     fn poll(&mut self, _cx: &mut ReactorContext) -> bool {
         false

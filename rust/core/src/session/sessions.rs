@@ -3,14 +3,14 @@
 use kvpipe_ucx::{AmData, Event, Status};
 use rustix::event::epoll::EventFlags;
 
-use super::data_plane::{EndedOperation, HELLO};
+use super::data_plane::{EndedOperation, HELLO, SessionEndpoint};
 use super::listener::{LISTENER, PAUSE, accept};
 use super::session::{SessionEvent, SessionState};
 use super::{ReactorContext, Service};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::reactor::{CommandReceiver, Connected, EventHandler, Token};
-use crate::transport::Worker;
+use crate::transport::{UcxResult, Worker};
 
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
@@ -50,7 +50,7 @@ impl<S: Service> EventHandler for Sessions<S> {
     }
 
     fn set_now(&mut self, now: Instant) {
-        self.cx.set_now(now);
+        self.cx.now = now;
     }
 
     fn drain_commands(&mut self) {
@@ -304,7 +304,7 @@ impl<S: Service> Sessions<S> {
 
 /// UCX.
 impl<S: Service> Sessions<S> {
-    fn finish_operation(&mut self, token: u64, result: std::result::Result<(), Status>) {
+    fn finish_operation(&mut self, token: u64, result: UcxResult<()>) {
         match EndedOperation::of(token) {
             EndedOperation::Hello(session) => self.finish_hello(session, result),
             EndedOperation::Message { session, size_kib } => {
@@ -314,13 +314,21 @@ impl<S: Service> Sessions<S> {
         }
     }
 
-    fn finish_hello(&mut self, session: SessionKey, result: std::result::Result<(), Status>) {
+    fn finish_hello(&mut self, session: SessionKey, result: UcxResult<()>) {
         if let Err(status) = result {
             let peer = self.cx.peer(session);
             return self.cx.fail(session, Error::lost(&peer, status));
         }
-        if self.cx.finish_hello(session) {
-            self.report_up(session);
+        self.record_hello(session, |endpoint| endpoint.is_hello_sent = true);
+    }
+
+    /// A hello has come through; the session is up once both have.
+    fn record_hello(&mut self, session: SessionKey, record: impl FnOnce(&mut SessionEndpoint)) {
+        if let Some(endpoint) = self.cx.endpoint_mut(session) {
+            record(endpoint);
+            if endpoint.is_established() {
+                self.report_up(session);
+            }
         }
     }
 
@@ -341,17 +349,10 @@ impl<S: Service> Sessions<S> {
         let Some(key) = plane.and_then(|plane| plane.key_of(session_id)) else {
             return;
         };
-        let Some(endpoint) = self.cx.endpoint_mut(key) else {
-            return;
-        };
         if header == [HELLO] {
-            endpoint.receive_hello();
-            if endpoint.is_established() {
-                self.report_up(key);
-            }
-            return;
+            return self.record_hello(key, |endpoint| endpoint.is_hello_received = true);
         }
-        if !endpoint.is_open() {
+        if !self.cx.is_open(key) {
             let error = Error::protocol("a message before the session was ready");
             return self.cut(key, error);
         }

@@ -26,7 +26,8 @@ pub use data_path::DataPath;
 pub(crate) use data_path::{is_direct, reads_host};
 pub(crate) use pool::Pool;
 
-type UcxResult<T> = std::result::Result<T, Status>;
+/// The outcome of a call of UCX.
+pub(crate) type UcxResult<T> = std::result::Result<T, Status>;
 
 /// Which transport a reactor uses. Peers need the same.
 #[derive(Debug, Clone)]
