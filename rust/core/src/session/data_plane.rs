@@ -2,9 +2,8 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 
-use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Reaper, Status};
+use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Status};
 
 use super::ReactorContext;
 use super::stream_sinks::StreamSinks;
@@ -74,9 +73,9 @@ pub(super) struct DataPlane {
     context: Arc<Context>,
     pub(super) worker: Worker,
     /// Sessions whose messages are taken.
-    session_keys: HashMap<SessionId, SessionKey>,
+    pub(super) session_keys: HashMap<SessionId, SessionKey>,
     /// Endpoints that have not ended, also of sessions that are gone.
-    endpoints: HashMap<EndpointId, SessionKey>,
+    pub(super) endpoints: HashMap<EndpointId, SessionKey>,
     sinks: StreamSinks,
 }
 
@@ -119,30 +118,12 @@ impl DataPlane {
         })
     }
 
-    /// Ends it; see [`Worker::end`].
-    pub(super) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Reaper> {
-        self.worker.end(num_reads)
-    }
-
     /// Closes an endpoint by force. Its operations end with errors, each through its own completion.
     pub(super) fn close(&mut self, endpoint: &SessionEndpoint) {
         self.session_keys.remove(&endpoint.session_id);
         if let Some(id) = endpoint.id {
             self.worker.close(id);
         }
-    }
-
-    /// An endpoint has ended with all its operations.
-    pub(super) fn forget(&mut self, endpoint: EndpointId) {
-        self.endpoints.remove(&endpoint);
-    }
-
-    pub(super) fn session_of(&self, endpoint: EndpointId) -> Option<SessionKey> {
-        self.endpoints.get(&endpoint).copied()
-    }
-
-    pub(super) fn key_of(&self, session_id: &SessionId) -> Option<SessionKey> {
-        self.session_keys.get(session_id).copied()
     }
 }
 

@@ -128,10 +128,10 @@ where
     S: Service + 'static,
 {
     let socket = config.listen.map(listener::bind).transpose()?;
-    let context = config.transport.as_ref();
-    let context = context
-        .map(|transport| transport.open(config.local).map(Arc::new))
-        .transpose()?;
+    let context = match &config.transport {
+        Some(transport) => Some(Arc::new(transport.open(config.local)?)),
+        None => None,
+    };
     let address = socket.as_ref().and_then(|socket| socket.local_addr().ok());
     let registrar = context.as_ref().map(Arc::downgrade).unwrap_or_default();
     let busy_poll = config.busy_poll;
@@ -144,7 +144,12 @@ where
                 poller.add(socket, LISTENER, EventFlags::IN)?;
             }
             let cx = ReactorContext::new(config, context, poller, pending_reads)?;
-            Ok(Sessions::new(cx, make(), commands, socket))
+            Ok(Sessions {
+                cx,
+                service: make(),
+                commands,
+                listener: socket,
+            })
         },
     )
 }

@@ -1,5 +1,8 @@
 //! The sessions of a reactor and the service that they belong to: what sockets, UCX, commands and deadlines lead to.
 
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
+
 use kvpipe_ucx::{AmData, Event, Status};
 use rustix::event::epoll::EventFlags;
 
@@ -12,36 +15,16 @@ use crate::ids::SessionKey;
 use crate::reactor::{CommandReceiver, Connected, EventHandler, Token};
 use crate::transport::{UcxResult, Worker};
 
-use std::net::TcpListener;
-use std::time::{Duration, Instant};
-
 /// Most handshakes of peers at once. One more ends the oldest, so that silent connections shut out no peer.
 const HANDSHAKES_CAP: usize = 64;
-
 /// Longest wait of a reactor that stops for its last messages to leave.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) struct Sessions<S: Service> {
-    cx: ReactorContext,
-    service: S,
-    commands: CommandReceiver<S::Command>,
-    listener: Option<TcpListener>,
-}
-
-impl<S: Service> Sessions<S> {
-    pub(super) fn new(
-        cx: ReactorContext,
-        service: S,
-        commands: CommandReceiver<S::Command>,
-        listener: Option<TcpListener>,
-    ) -> Self {
-        Self {
-            cx,
-            service,
-            commands,
-            listener,
-        }
-    }
+    pub(super) cx: ReactorContext,
+    pub(super) service: S,
+    pub(super) commands: CommandReceiver<S::Command>,
+    pub(super) listener: Option<TcpListener>,
 }
 
 impl<S: Service> EventHandler for Sessions<S> {
@@ -79,13 +62,13 @@ impl<S: Service> EventHandler for Sessions<S> {
             Event::Done { token, result } => self.finish_operation(token, result),
             Event::EndpointFailed { endpoint, status } => {
                 let data = self.cx.data.as_ref();
-                if let Some(session) = data.and_then(|data| data.session_of(endpoint)) {
-                    self.fail_endpoint(session, status);
+                if let Some(session) = data.and_then(|data| data.endpoints.get(&endpoint)) {
+                    self.fail_endpoint(*session, status);
                 }
             }
             Event::Closed { endpoint } => {
                 if let Some(data) = &mut self.cx.data {
-                    data.forget(endpoint);
+                    data.endpoints.remove(&endpoint);
                 }
             }
         }
@@ -141,7 +124,8 @@ impl<S: Service> EventHandler for Sessions<S> {
         // Waits for every operation: nothing may write into memory whose operation is reported as ended. Where UCX does not
         // end one in time, its memory is kept, and the report says so.
         let num_reads = self.cx.pending_reads().counter();
-        let reaper = self.cx.data.take().and_then(|data| data.end(num_reads));
+        let data = self.cx.data.take();
+        let reaper = data.and_then(|data| data.worker.end(num_reads));
         // It was accepted, so it is answered: it ends with the rest.
         for command in self.commands.close() {
             self.service.command(&mut self.cx, command);
@@ -346,7 +330,7 @@ impl<S: Service> Sessions<S> {
         };
         // A stranger's message gets no answer, not even an error.
         let plane = self.cx.data.as_ref();
-        let Some(key) = plane.and_then(|plane| plane.key_of(session_id)) else {
+        let Some(&key) = plane.and_then(|plane| plane.session_keys.get(session_id)) else {
             return;
         };
         if header == [HELLO] {
