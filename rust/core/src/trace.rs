@@ -63,7 +63,7 @@ impl Trace {
         };
         let file = open(path).map_err(failed)?;
         let (lines, queue) = channel();
-        let thread = Thread::spawn("kvpipe-trace", move || write(file, &queue)).map_err(failed)?;
+        let thread = Thread::spawn("kvpipe-trace", move || write(file, &queue))?;
         let trace = Self(Some(Arc::new(TraceWriter {
             lines: Some(lines),
             thread: Some(thread),

@@ -119,7 +119,7 @@ impl<C: Send + 'static> Reactor<C> {
         let start = || (!manual::is_on()).then(start).transpose();
         #[cfg(not(any(test, feature = "fuzzing")))]
         let start = || start().map(Some);
-        let thread = start().map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
+        let thread = start()?;
         Ok(Self {
             commands,
             driver,

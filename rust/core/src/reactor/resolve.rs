@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket}
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::process::Thread;
 use crate::work::{Waited, Work, work};
 
 /// The local address from which one or more peers are reached; a reactor needs it before it starts. One timeout bounds
@@ -13,8 +14,9 @@ use crate::work::{Waited, Work, work};
 pub struct Route {
     addresses: Vec<String>,
     locals: Vec<Work<IpAddr>>,
-    begun: Instant,
-    timeout: Duration,
+    pub(crate) begun: Instant,
+    /// How long it and the sessions along it may take since it began.
+    pub(crate) timeout: Duration,
 }
 
 impl Route {
@@ -77,11 +79,6 @@ impl Route {
             _ => Ipv4Addr::UNSPECIFIED.into(),
         })
     }
-
-    /// When it began, and how long it and the sessions along it may take from then on.
-    pub(crate) fn timeout(&self) -> (Instant, Duration) {
-        (self.begun, self.timeout)
-    }
 }
 
 /// Finds the first address of a name.
@@ -97,10 +94,8 @@ fn ask(peer: &str, look_up: impl LookUp) -> Result<Work<IpAddr>> {
         return Ok(local);
     }
     let name = peer.to_owned();
-    std::thread::Builder::new()
-        .name("kvpipe-resolve".to_owned())
-        .spawn(move || completer.complete(resolve(&name, look_up)))
-        .map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
+    let resolving = move || completer.complete(resolve(&name, look_up));
+    Thread::spawn("kvpipe-resolve", resolving)?;
     Ok(local)
 }
 

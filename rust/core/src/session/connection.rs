@@ -1,5 +1,6 @@
 //! The TCP connection of a session: frames over a socket that never blocks.
 
+use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags};
 
 use crate::error::{Error, Result};
-use crate::net::framing::FrameWriter;
+use crate::net::framing::append_frame;
 use crate::reactor::{Poller, Token};
 use crate::work::timespec;
 
@@ -26,7 +27,8 @@ pub(super) struct Connection {
     token: Token,
     /// What the poller reports of it.
     interest: EventFlags,
-    unsent: FrameWriter,
+    /// Frames that the socket has not taken.
+    unsent: VecDeque<u8>,
     /// A write failed. What the peer sent before can still be read; reading then reports the end.
     is_broken: bool,
 }
@@ -52,7 +54,7 @@ impl Connection {
             poller: Arc::clone(poller),
             token,
             interest: EventFlags::IN,
-            unsent: FrameWriter::default(),
+            unsent: VecDeque::new(),
             is_broken: false,
         })
     }
@@ -60,7 +62,7 @@ impl Connection {
     /// Sends a frame; what the socket does not take now is sent by [`flush`](Self::flush).
     pub(super) fn send(&mut self, frame: &[u8]) -> std::result::Result<(), Reason> {
         if !self.is_broken {
-            if !self.unsent.push(frame) {
+            if !append_frame(&mut self.unsent, frame) {
                 return Err("it does not read what it is sent".to_owned());
             }
             self.flush();
@@ -71,8 +73,8 @@ impl Connection {
     /// Sends what waits, as far as the socket takes it. The poller reports when it takes more.
     pub(super) fn flush(&mut self) {
         while !self.unsent.is_empty() {
-            match self.stream.write(self.unsent.front()) {
-                Ok(len) if len > 0 => self.unsent.consume(len),
+            match self.stream.write(self.unsent.as_slices().0) {
+                Ok(len) if len > 0 => drop(self.unsent.drain(..len)),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Ok(_) | Err(_) => {

@@ -44,10 +44,9 @@ impl Default for SessionTimeouts {
 impl SessionTimeouts {
     /// Those of the sessions along a route: connecting has what resolving has left of the route's timeout.
     pub(crate) fn along(route: &Route) -> Self {
-        let (begun, handshake) = route.timeout();
         Self {
-            handshake,
-            begun: Some(begun),
+            handshake: route.timeout,
+            begun: Some(route.begun),
             ..Self::default()
         }
     }
