@@ -15,10 +15,8 @@ use crate::transport::{
     Context, DataPath, Get, Memory, Payload, RemoteKey, UcxResult, Worker, is_direct, reads_host,
 };
 
-/// The first message of each side of a session. It carries nothing, and has UCX connect.
+/// The first message of each side of a session. It carries nothing, counts as empty, and has UCX connect.
 pub(super) const HELLO: u8 = 0;
-/// Marks the token of a hello; the rest is the session.
-const HELLO_TOKEN: u64 = 1 << 63;
 /// Marks the token of a message; the rest is the session, of which strangers can have any number made, and its size.
 const MESSAGE_TOKEN: u64 = 1 << 62;
 /// Bits of a message's token that hold its size in KiB, which the cap bounds. 42 are left for the session.
@@ -45,7 +43,7 @@ pub(super) struct SessionEndpoint {
     /// Lanes that may reach CUDA memory.
     lanes: Vec<Lane>,
     /// KiB of messages that have not left, each rounded up.
-    unsent_kib: usize,
+    pub(super) unsent_kib: usize,
 }
 
 impl SessionEndpoint {
@@ -79,30 +77,15 @@ pub(super) struct DataPlane {
     sinks: StreamSinks,
 }
 
-/// What has ended with a token.
-pub(super) enum EndedOperation {
-    Hello(SessionKey),
-    Message {
-        session: SessionKey,
-        size_kib: usize,
-    },
-    /// An operation of the service.
-    Service,
+fn message_token(session: SessionKey, size_kib: usize) -> u64 {
+    MESSAGE_TOKEN | session << SIZE_BITS | size_kib as u64
 }
 
-impl EndedOperation {
-    pub(super) fn of(token: u64) -> Self {
-        if token & HELLO_TOKEN != 0 {
-            return Self::Hello(token & !HELLO_TOKEN);
-        }
-        if token & MESSAGE_TOKEN == 0 {
-            return Self::Service;
-        }
-        Self::Message {
-            session: (token ^ MESSAGE_TOKEN) >> SIZE_BITS,
-            size_kib: (token & SIZE_MASK) as usize,
-        }
-    }
+/// The session of a message and its size in KiB. `None`: the token is an operation's of the service.
+pub(super) fn message_of(token: u64) -> Option<(SessionKey, usize)> {
+    let is_message = token & MESSAGE_TOKEN != 0;
+    let (session, size_kib) = ((token ^ MESSAGE_TOKEN) >> SIZE_BITS, token & SIZE_MASK);
+    is_message.then_some((session, size_kib as usize))
 }
 
 impl DataPlane {
@@ -154,7 +137,7 @@ impl ReactorContext {
         endpoint.id = Some(id);
         data.endpoints.insert(id, key);
         let hello = [&endpoint.session_id[..], &[HELLO]].concat();
-        let token = HELLO_TOKEN | key;
+        let token = message_token(key, 0);
         let posted = data.worker.am_send(id, hello, Payload::None, token);
         posted.map_err(|status| Error::Connect(format!("UCX cannot reach the peer: {status}")))?;
         Ok(true)
@@ -184,13 +167,6 @@ impl ReactorContext {
     fn data_of(&mut self, key: SessionKey) -> Option<(&mut DataPlane, &mut SessionEndpoint)> {
         let endpoint = self.sessions.get_mut(&key)?.endpoint.as_mut()?;
         Some((self.data.as_mut()?, endpoint))
-    }
-
-    /// A message has left.
-    pub(super) fn finish_message(&mut self, key: SessionKey, size_kib: usize) {
-        if let Some(endpoint) = self.endpoint_mut(key) {
-            endpoint.unsent_kib -= size_kib;
-        }
     }
 
     fn endpoint(&self, key: SessionKey) -> Option<&SessionEndpoint> {
@@ -236,7 +212,7 @@ impl ReactorContext {
             self.fail(session, error);
             return false;
         }
-        let token = MESSAGE_TOKEN | session << SIZE_BITS | size_kib as u64;
+        let token = message_token(session, size_kib);
         let is_posted = self.post(session, |worker, endpoint| {
             worker.am_send(endpoint, header, payload, token)
         });

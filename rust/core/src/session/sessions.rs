@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::{AmData, Event, Status};
 use rustix::event::epoll::EventFlags;
 
-use super::data_plane::{EndedOperation, HELLO, SessionEndpoint};
+use super::data_plane::{HELLO, SessionEndpoint, message_of};
 use super::listener::{LISTENER, PAUSE, accept};
 use super::session::{SessionEvent, SessionState};
 use super::{ReactorContext, Service};
@@ -289,21 +289,28 @@ impl<S: Service> Sessions<S> {
 /// UCX.
 impl<S: Service> Sessions<S> {
     fn finish_operation(&mut self, token: u64, result: UcxResult<()>) {
-        match EndedOperation::of(token) {
-            EndedOperation::Hello(session) => self.finish_hello(session, result),
-            EndedOperation::Message { session, size_kib } => {
-                self.cx.finish_message(session, size_kib);
-            }
-            EndedOperation::Service => self.service.done(&mut self.cx, token, result),
+        match message_of(token) {
+            Some((session, size_kib)) => self.finish_message(session, size_kib, result),
+            None => self.service.done(&mut self.cx, token, result),
         }
     }
 
-    fn finish_hello(&mut self, session: SessionKey, result: UcxResult<()>) {
-        if let Err(status) = result {
-            let peer = self.cx.peer(session);
-            return self.cx.fail(session, Error::lost(&peer, status));
+    fn finish_message(&mut self, session: SessionKey, size_kib: usize, result: UcxResult<()>) {
+        let Some(endpoint) = self.cx.endpoint_mut(session) else {
+            return;
+        };
+        endpoint.unsent_kib -= size_kib;
+        if endpoint.is_hello_sent {
+            return;
         }
-        self.record_hello(session, |endpoint| endpoint.is_hello_sent = true);
+        // The first message is the hello.
+        match result {
+            Ok(()) => self.record_hello(session, |endpoint| endpoint.is_hello_sent = true),
+            Err(status) => {
+                let peer = self.cx.peer(session);
+                self.cx.fail(session, Error::lost(&peer, status));
+            }
+        }
     }
 
     /// A hello has come through; the session is up once both have.
