@@ -1,6 +1,7 @@
 //! What a service may do: connect, send, close. Its part of the data plane is in `data_plane.rs`.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt::Display;
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Instant;
@@ -163,7 +164,7 @@ impl ReactorContext {
             return Ok(());
         }
         let reason = "it closed before what it exposed had come";
-        Err(Error::lost(&self.peer(session), reason))
+        Err(self.lost(session, reason))
     }
 
     /// Reads that UCX has not ended although the data plane has.
@@ -181,6 +182,11 @@ impl ReactorContext {
         let known = self.sessions.get(&session).map(|session| &session.peer);
         let peer = known.or_else(|| self.ended_peers.get(&session));
         peer.map_or_else(|| "unknown".to_owned(), Clone::clone)
+    }
+
+    /// The error of a session whose peer is lost.
+    pub(super) fn lost(&self, session: SessionKey, reason: impl Display) -> Error {
+        Error::lost(&self.peer(session), reason)
     }
 
     /// Whether a session is established.

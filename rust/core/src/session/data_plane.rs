@@ -208,8 +208,10 @@ impl ReactorContext {
             .endpoint(session)
             .map_or(0, |endpoint| endpoint.unsent_kib);
         if unsent_kib + size_kib > UNSENT_CAP_KIB {
-            let error = Error::lost(&self.peer(session), "it does not read what it is sent");
-            self.fail(session, error);
+            self.fail(
+                session,
+                self.lost(session, "it does not read what it is sent"),
+            );
             return false;
         }
         let token = message_token(session, size_kib);
@@ -241,7 +243,7 @@ impl ReactorContext {
         data.worker
             .unpack_rkey(endpoint, packed, local)
             .map_err(|status| match status {
-                lost if lost.is_disconnect() => Error::lost(&self.peer(session), lost),
+                lost if lost.is_disconnect() => self.lost(session, lost),
                 other => Error::protocol(format_args!("a remote key cannot be used: {other}")),
             })
     }
@@ -296,8 +298,7 @@ impl ReactorContext {
         let endpoint = self.endpoint_id(session);
         let posted = endpoint.and_then(|endpoint| operation(&data.worker, endpoint));
         if let Err(status) = posted {
-            let peer = self.peer(session);
-            self.fail(session, Error::lost(&peer, status));
+            self.fail(session, self.lost(session, status));
         }
         posted.is_ok()
     }

@@ -306,10 +306,7 @@ impl<S: Service> Sessions<S> {
         // The first message is the hello.
         match result {
             Ok(()) => self.record_hello(session, |endpoint| endpoint.is_hello_sent = true),
-            Err(status) => {
-                let peer = self.cx.peer(session);
-                self.cx.fail(session, Error::lost(&peer, status));
-            }
+            Err(status) => self.cx.fail(session, self.cx.lost(session, status)),
         }
     }
 
@@ -327,8 +324,7 @@ impl<S: Service> Sessions<S> {
         // A peer that leaves in order says so before its endpoint ends, but over another connection: seen first, that
         // end would hide the reason that it gave.
         self.receive(session);
-        let peer = self.cx.peer(session);
-        self.cx.fail(session, Error::lost(&peer, status));
+        self.cx.fail(session, self.cx.lost(session, status));
     }
 
     fn receive_message(&mut self, header: &[u8], data: AmData) {
