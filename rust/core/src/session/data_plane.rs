@@ -29,7 +29,7 @@ const UNSENT_CAP_KIB: usize = 512 << 10;
 const HEADER_CAPACITY: usize = 64;
 
 /// What of a session belongs to the data plane.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct SessionEndpoint {
     session_id: SessionId,
     /// Once the peer knows the session.
@@ -37,7 +37,7 @@ pub(super) struct SessionEndpoint {
     /// Whether our hello has left, and whether theirs has come.
     pub(super) is_hello_sent: bool,
     pub(super) is_hello_received: bool,
-    data_path: DataPath,
+    data_path: Option<DataPath>,
     /// Whether every lane that reads memory of the host is CMA's, whose reads are over when they are posted.
     reads_at_once: bool,
     /// Lanes that may reach CUDA memory.
@@ -47,19 +47,6 @@ pub(super) struct SessionEndpoint {
 }
 
 impl SessionEndpoint {
-    fn new(session_id: SessionId) -> Self {
-        Self {
-            session_id,
-            id: None,
-            is_hello_sent: false,
-            is_hello_received: false,
-            data_path: DataPath::Stream(String::new()),
-            reads_at_once: false,
-            lanes: Vec::new(),
-            unsent_kib: 0,
-        }
-    }
-
     /// Whether the hellos of both sides have come through.
     pub(super) fn is_established(&self) -> bool {
         self.is_hello_sent && self.is_hello_received
@@ -123,7 +110,10 @@ impl ReactorContext {
             && let Some(session) = self.sessions.get_mut(&key)
         {
             data.session_keys.insert(session_id, key);
-            session.endpoint = Some(SessionEndpoint::new(session_id));
+            session.endpoint = Some(SessionEndpoint {
+                session_id,
+                ..SessionEndpoint::default()
+            });
         }
     }
 
@@ -158,7 +148,7 @@ impl ReactorContext {
             let mut lanes = data.worker.lanes(id);
             let mut reading = lanes.iter().filter(|lane| reads_host(lane));
             endpoint.reads_at_once = reading.all(|lane| lane.transport == "cma");
-            endpoint.data_path = DataPath::choose(&lanes);
+            endpoint.data_path = Some(DataPath::choose(&lanes));
             lanes.retain(is_direct);
             endpoint.lanes = lanes;
         }
@@ -268,8 +258,7 @@ impl ReactorContext {
 
     /// How bytes move on this session.
     pub fn data_path(&self, session: SessionKey) -> Option<DataPath> {
-        let endpoint = self.endpoint(session)?;
-        Some(endpoint.data_path.clone())
+        self.endpoint(session)?.data_path.clone()
     }
 
     /// Whether a read on this session is over when it is posted, so that reads end in order.
