@@ -28,7 +28,7 @@ impl Peer {
             .frame(frame, &self.identity.clone(), |_| Ok(()));
         match step {
             Ok(Step::Continue(frame) | Step::Admitted { frame, .. } | Step::Refuse(frame, _)) => {
-                self.outbox = vec![frame]
+                self.outbox = vec![frame];
             }
             Ok(Step::Ready(_)) | Err(_) => {}
         }
