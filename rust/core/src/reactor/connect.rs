@@ -11,9 +11,10 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-use super::poller::{Poller, Token, eventfd, signal};
+use super::poller::{Poller, Token};
 use crate::error::Result;
 use crate::process::Thread;
+use crate::sync::{eventfd, signal};
 use crate::work::timespec;
 
 /// The outcome of an attempt to connect.

@@ -38,10 +38,11 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::AssertSend;
 
 use super::EventHandler;
-use super::poller::{Poller, clear, eventfd, signal};
+use super::poller::Poller;
 use super::reactor_core::{Next, ReactorCore};
 use crate::error::Result;
 use crate::process::Process;
+use crate::sync::{clear, eventfd, signal};
 use crate::work::{Drive, Driven};
 
 /// How long the thread leaves the core to the next caller after the last one, up to twice that.

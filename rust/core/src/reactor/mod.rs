@@ -15,13 +15,14 @@ mod resolve;
 mod timers;
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AssertSend, Buffer, Event};
 
 use crate::error::{Error, Result};
 use crate::process::{Process, Thread};
+use crate::sync::lock;
 use crate::transport::{Context, Memory, Worker};
 use crate::work::{Completer, Then, Work, work};
 use commands::{CommandSender, ReactorCommand};
@@ -204,7 +205,7 @@ impl<C> Reactor<C> {
             return;
         }
         // Locked until the thread has ended: other callers of `stop` wait here for the same.
-        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut thread = lock(&self.thread);
         if let Some(thread) = thread.take() {
             thread.join();
         }

@@ -11,13 +11,13 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use kvpipe_ucx::{AmData, Buffer, EndpointId, Event, Lane, Status};
-use rustix::event::EventfdFlags;
 
 use super::{FOREIGN, Memory, MemoryPath, Payload, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
+use crate::sync::{clear, eventfd, lock, signal};
 
 pub(super) use regions::{MemoryKey, TwinMemory};
 
@@ -35,10 +35,6 @@ fn process() -> Result<u32> {
     let failed = |error| Error::Exhausted(format!("no random number: {error}"));
     let fresh = getrandom::u32().map_err(failed)?;
     Ok(RANDOM.get_or_init(|| fresh) ^ std::process::id())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 const fn status(code: i32) -> Status {
@@ -75,8 +71,8 @@ enum PortEvent {
 impl Port {
     fn push(&self, event: PortEvent) {
         lock(&self.inbox).events.push_back(event);
-        // After the push, see `arm`. Fails only when the counter is full, and then it is readable.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        // After the push, see `arm`.
+        signal(&self.wake);
     }
 }
 
@@ -124,11 +120,9 @@ pub(crate) struct MemoryWorker {
 impl MemoryWorker {
     pub(super) fn new(data_path: MemoryPath) -> Result<Self> {
         let process = process()?;
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| Error::Exhausted(format!("no eventfd: {error}")))?;
         let port = Arc::new(Port {
             inbox: Mutex::default(),
-            wake,
+            wake: eventfd()?,
         });
         let number = NEXT_PORT.fetch_add(1, Ordering::Relaxed);
         lock(&PORTS).insert(number, Arc::clone(&port));
@@ -252,7 +246,7 @@ impl MemoryWorker {
             && self.events.borrow().is_empty();
         if is_idle {
             // An event that is queued from here on is signalled after that: no wake-up is lost.
-            let _ = rustix::io::read(&self.port.wake, &mut [0; 8]);
+            clear(&self.port.wake);
         }
         is_idle
     }

@@ -2,7 +2,7 @@
 //! when it is written: a tensor of 64 MiB took seven times as long. Pooled memory has been written and registered before.
 
 use std::borrow::Borrow;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Buffer;
@@ -10,6 +10,7 @@ use kvpipe_ucx::Buffer;
 use super::Memory;
 use crate::error::{Error, Result};
 use crate::process::Process;
+use crate::sync::lock;
 
 /// Most free bytes that a pool keeps; the system gets back the rest at once.
 const BYTES_CAP: usize = 1 << 30;
@@ -122,10 +123,6 @@ impl<M: Borrow<Buffer>> Drop for PooledLease<M> {
             free.push((memory, Instant::now()));
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
