@@ -152,6 +152,22 @@ mod tests {
     }
 
     #[test]
+    fn the_poller_reports_a_socket_that_takes_more_while_something_waits_for_it() {
+        let (mut near, far) = pair();
+        while near.unsent.is_empty() {
+            assert_eq!(near.interest, EventFlags::IN);
+            near.send(&vec![0; 1 << 20]).unwrap();
+        }
+        assert_eq!(near.interest, EventFlags::IN | EventFlags::OUT);
+        let mut received = Vec::new();
+        while !near.unsent.is_empty() {
+            let _ = far.fill(&mut received);
+            near.flush();
+        }
+        assert_eq!(near.interest, EventFlags::IN);
+    }
+
+    #[test]
     fn a_connection_that_the_peer_has_dropped_is_not_open() {
         let (near, far) = pair();
         drop(far);
