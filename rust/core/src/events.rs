@@ -1,7 +1,9 @@
 //! A queue of events from the reactor to the thread that drains it.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
+
+use crate::sync::lock;
 
 /// Most events in the queue before minor ones are dropped: anybody who reaches the port can cause a line to log.
 const MINOR_CAP: usize = 1024;
@@ -25,15 +27,12 @@ impl<T> Default for Events<T> {
 impl<T> Events<T> {
     /// Appends an event.
     pub fn push(&self, event: T) {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push_back(event);
+        lock(&self.0).push_back(event);
     }
 
     /// Appends an event that nobody waits for, such as a line to log, or drops it while the queue is long.
     pub fn push_minor(&self, event: T) {
-        let mut events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut events = lock(&self.0);
         if events.len() < MINOR_CAP {
             events.push_back(event);
         }
@@ -41,11 +40,7 @@ impl<T> Events<T> {
 
     /// Removes and returns all events.
     pub fn drain(&self) -> Vec<T> {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .drain(..)
-            .collect()
+        lock(&self.0).drain(..).collect()
     }
 }
 

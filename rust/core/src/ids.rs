@@ -21,19 +21,10 @@ pub type RegionId = u32;
 const RECENT_CAP: usize = 4096;
 
 /// What is known of handoffs that have ended. It forgets the oldest ones.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct RecentHandoffs<T> {
     entries: HashMap<HandoffId, T>,
     order: VecDeque<HandoffId>,
-}
-
-impl<T> Default for RecentHandoffs<T> {
-    fn default() -> Self {
-        Self {
-            entries: HashMap::new(),
-            order: VecDeque::new(),
-        }
-    }
 }
 
 impl<T> RecentHandoffs<T> {

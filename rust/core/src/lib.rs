@@ -22,6 +22,7 @@ pub mod pipe;
 mod process;
 pub mod reactor;
 pub mod session;
+mod sync;
 pub mod tensor;
 pub mod trace;
 mod transfer;

@@ -39,8 +39,11 @@ pub(crate) struct Thread {
 }
 
 impl Thread {
-    pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> std::io::Result<Self> {
-        let handle = Builder::new().name(name.to_owned()).spawn(run)?;
+    /// # Errors
+    /// `Exhausted`: the system gives no thread.
+    pub(crate) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<Self> {
+        let spawned = Builder::new().name(name.to_owned()).spawn(run);
+        let handle = spawned.map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
         Ok(Self {
             handle: Some(handle),
             process: Process::this(),

@@ -63,7 +63,7 @@ impl Trace {
         };
         let file = open(path).map_err(failed)?;
         let (lines, queue) = channel();
-        let thread = Thread::spawn("kvpipe-trace", move || write(file, &queue)).map_err(failed)?;
+        let thread = Thread::spawn("kvpipe-trace", move || write(file, &queue))?;
         let trace = Self(Some(Arc::new(TraceWriter {
             lines: Some(lines),
             thread: Some(thread),
@@ -195,86 +195,4 @@ fn at(track: Track, time: Duration) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::path::PathBuf;
-
-    use super::*;
-
-    const ID: HandoffId = [0xab; 16];
-
-    fn file(name: &str) -> PathBuf {
-        let path = std::env::temp_dir().join(format!("kvpipe-{name}-{}", std::process::id()));
-        let _ = std::fs::remove_file(&path);
-        path
-    }
-
-    fn lines(path: &Path) -> Vec<String> {
-        let text = std::fs::read_to_string(path).unwrap();
-        std::fs::remove_file(path).unwrap();
-        text.lines().map(str::to_owned).collect()
-    }
-
-    #[test]
-    fn several_processes_write_whole_lines_to_one_list() {
-        let path = file("shared-trace");
-        let writers: Vec<_> = (0..4)
-            .map(|number| {
-                let trace = Trace::to_file(&path, "worker").unwrap();
-                std::thread::spawn(move || {
-                    for _ in 0..200 {
-                        trace.instant(Track::Reactor, "arrived", &ID, &[("writer", number)]);
-                    }
-                })
-            })
-            .collect();
-        for writer in writers {
-            writer.join().unwrap();
-        }
-        let lines = lines(&path);
-        assert_eq!(lines.len(), 1 + 4 * (3 + 200));
-        assert_eq!(lines[0], "[");
-        let is_whole = |line: &String| line.starts_with(r#"{"name":""#) && line.ends_with("}},");
-        assert!(lines[1..].iter().all(is_whole));
-    }
-
-    #[test]
-    fn a_span_says_when_it_began_and_how_long_it_took() {
-        let path = file("span-trace");
-        let trace = Trace::to_file(&path, "worker").unwrap();
-        let began = trace.now();
-        std::thread::sleep(Duration::from_millis(20));
-        trace.span(Track::Engine, "computed", &ID, began, &[("layer", 3)]);
-        drop(trace);
-        let line = lines(&path).pop().unwrap();
-        let number = |name: &str| -> f64 {
-            let (_, rest) = line.split_once(&format!(r#""{name}":"#)).unwrap();
-            rest.split(',').next().unwrap().parse().unwrap()
-        };
-        assert!((number("ts") - began.as_secs_f64() * 1e6).abs() < 1.0);
-        assert!(number("dur") >= 20_000.0);
-        assert!(
-            line.contains(r#""args":{"handoff":"abababababababababababababababab","layer":3}"#)
-        );
-    }
-
-    #[test]
-    fn a_name_cannot_break_the_line() {
-        let path = file("name-trace");
-        drop(Trace::to_file(&path, "a\"b\\c\nd").unwrap());
-        assert!(lines(&path)[1].contains(r#""args":{"name":"abcd"}"#));
-    }
-
-    #[test]
-    fn a_file_that_cannot_be_written_is_an_error() {
-        let error = Trace::to_file(Path::new("/nowhere/trace"), "worker").unwrap_err();
-        assert!(error.to_string().contains("/nowhere/trace"), "{error}");
-    }
-
-    #[test]
-    fn nothing_is_traced_by_default() {
-        let trace = Trace::default();
-        trace.instant(Track::Reactor, "arrived", &ID, &[]);
-        assert!(!trace.is_on());
-        assert_eq!(trace.now(), Duration::ZERO);
-    }
-}
+mod tests;

@@ -5,14 +5,15 @@
 use std::fmt;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::thread::futex;
 
 use crate::error::{Error, Result};
+use crate::sync::{eventfd, lock, signal};
 
 /// Longest sleep of a wait, so that a signal that arrives just before it is noticed too.
 const SIGNAL_SLICE: Duration = Duration::from_secs(1);
@@ -116,21 +117,16 @@ pub fn work<T>() -> (Work<T>, Completer<T>) {
 }
 
 impl<T> SharedWork<T> {
-    fn lock(&self) -> MutexGuard<'_, WorkState<T>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn is_completed(&self) -> bool {
         self.progress.load(Ordering::Acquire) == COMPLETED
     }
 
     fn complete(&self, result: Result<T>) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.result = Some(result);
         let before = self.progress.swap(COMPLETED, Ordering::AcqRel);
         if let Some(fd) = &state.eventfd {
-            // Fails only when the counter is full, and then the descriptor is readable already.
-            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+            signal(fd);
         }
         drop(state);
         if before == WAITED_FOR {
@@ -197,15 +193,14 @@ impl<T> Work<T> {
 
     /// A file descriptor that is readable once the operation is completed. The work owns it.
     pub fn event_fd(&self) -> Result<RawFd> {
-        let mut state = self.shared.lock();
+        let mut state = lock(&self.shared.state);
         if let Some(fd) = &state.eventfd {
             return Ok(fd.as_raw_fd());
         }
-        let count = u32::from(state.result.is_some());
-        let fd = rustix::event::eventfd(count, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| {
-                Error::Exhausted(format!("no file descriptor to wait with: {error}"))
-            })?;
+        let fd = eventfd()?;
+        if state.result.is_some() {
+            signal(&fd);
+        }
         Ok(state.eventfd.insert(fd).as_raw_fd())
     }
 
@@ -271,7 +266,7 @@ fn wait(
 impl<T: Clone> Work<T> {
     /// The outcome, once there is one.
     pub fn result(&self) -> Option<Result<T>> {
-        self.shared.lock().result.clone()
+        lock(&self.shared.state).result.clone()
     }
 
     /// Waits without checking for signals, for Rust callers.

@@ -6,16 +6,13 @@ use crate::error::{Error, Result};
 
 /// Parses `host:port` for listening. A name is resolved; without a token only loopback is allowed.
 pub(crate) fn listen_address(address: &str, token: &[u8]) -> Result<SocketAddr> {
-    let mut candidates = address.to_socket_addrs().map_err(|error| {
-        Error::Config(format!(
-            "cannot listen on {address:?}: {error}; expected HOST:PORT"
-        ))
-    })?;
-    let resolved = candidates.next().ok_or_else(|| {
-        Error::Config(format!(
-            "cannot listen on {address:?}: the name has no address"
-        ))
-    })?;
+    let cannot = |reason| Error::Config(format!("cannot listen on {address:?}: {reason}"));
+    let mut candidates = address
+        .to_socket_addrs()
+        .map_err(|error| cannot(format!("{error}; expected HOST:PORT")))?;
+    let resolved = candidates
+        .next()
+        .ok_or_else(|| cannot("the name has no address".to_owned()))?;
     if token.is_empty() && !resolved.ip().is_loopback() {
         return Err(Error::Config(format!(
             "listening on {address} needs a token, because others can reach it: set KVPIPE_TOKEN or pass token="

@@ -90,39 +90,15 @@ impl FrameReader {
     }
 }
 
-/// Frames that have not been sent.
-#[derive(Debug, Default)]
-pub(crate) struct FrameWriter(VecDeque<u8>);
-
-impl FrameWriter {
-    /// Appends a frame; false when too much waits already.
-    #[must_use]
-    pub(crate) fn push(&mut self, frame: &[u8]) -> bool {
-        let fits = self.0.len() + frame.len() <= UNSENT_CAP;
-        if fits {
-            self.0.extend((frame.len() as u32).to_le_bytes());
-            self.0.extend(frame);
-        }
-        fits
+/// Appends a frame to bytes that have not been sent; false when too many wait already.
+#[must_use]
+pub(crate) fn append_frame(unsent: &mut VecDeque<u8>, frame: &[u8]) -> bool {
+    let fits = unsent.len() + frame.len() <= UNSENT_CAP;
+    if fits {
+        unsent.extend((frame.len() as u32).to_le_bytes());
+        unsent.extend(frame);
     }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// The next bytes to send, as many as lie together.
-    pub(crate) fn front(&self) -> &[u8] {
-        self.0.as_slices().0
-    }
-
-    /// The first `len` bytes have been sent.
-    pub(crate) fn consume(&mut self, len: usize) {
-        self.0.drain(..len);
-    }
-
-    pub(crate) fn clear(&mut self) {
-        self.0.clear();
-    }
+    fits
 }
 
 #[cfg(test)]
@@ -132,11 +108,9 @@ mod tests {
     use super::*;
 
     /// What has been written so far, in pieces of `len` bytes.
-    fn receive(writer: &mut FrameWriter, reader: &mut FrameReader, len: usize) -> usize {
-        let piece = writer.front();
-        let len = len.min(piece.len());
-        reader.buffer().extend(&piece[..len]);
-        writer.consume(len);
+    fn receive(unsent: &mut VecDeque<u8>, reader: &mut FrameReader, len: usize) -> usize {
+        let len = len.min(unsent.len());
+        reader.buffer().extend(unsent.drain(..len));
         len
     }
 
@@ -166,24 +140,24 @@ mod tests {
 
     #[test]
     fn a_peer_that_does_not_read_is_sent_no_more_than_the_cap() {
-        let (mut writer, frame) = (FrameWriter::default(), vec![0; FRAME_CAP - 4]);
-        assert!((0..UNSENT_CAP / FRAME_CAP).all(|_| writer.push(&frame)));
-        assert!(!writer.push(b"!"));
+        let (mut unsent, frame) = (VecDeque::new(), vec![0; FRAME_CAP - 4]);
+        assert!((0..UNSENT_CAP / FRAME_CAP).all(|_| append_frame(&mut unsent, &frame)));
+        assert!(!append_frame(&mut unsent, b"!"));
     }
 
     proptest! {
         #[test]
         fn frames_come_out_as_they_went_in_however_they_are_cut(frames: Vec<Vec<u8>>, len in 1..9usize) {
-            let (mut writer, mut reader) = (FrameWriter::default(), FrameReader::default());
-            assert!(frames.iter().all(|frame| writer.push(frame)));
+            let (mut unsent, mut reader) = (VecDeque::new(), FrameReader::default());
+            assert!(frames.iter().all(|frame| append_frame(&mut unsent, frame)));
             let mut received = Vec::new();
-            while receive(&mut writer, &mut reader, len) > 0 {
+            while receive(&mut unsent, &mut reader, len) > 0 {
                 while let Some(frame) = reader.next(FRAME_CAP).unwrap() {
                     received.push(frame.to_vec());
                 }
             }
             prop_assert_eq!(received, frames);
-            prop_assert!(writer.is_empty());
+            prop_assert!(unsent.is_empty());
         }
     }
 }

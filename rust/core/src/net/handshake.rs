@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionId;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::{Identity, random};
-use frames::{HandshakeFrame, Nonce, Refusal, Signature};
+use frames::{Greeting, HandshakeFrame, Nonce, Signature, Signed};
 
 /// Version of everything on the wire; other versions are refused.
 pub const PROTOCOL_VERSION: u16 = 6;
@@ -39,22 +39,20 @@ const SERVER_IDENTITY: &[u8] = b"kvpipe server identity";
 /// What a frame leads to.
 #[derive(Debug)]
 pub enum Step {
-    /// Send these frames and wait for more.
-    Continue(Vec<Vec<u8>>),
-    /// Send these frames; the peer is known. The accepting side waits for [`Step::Ready`] before it sends on the data
+    /// Send this frame and wait for more.
+    Continue(Vec<u8>),
+    /// Send this frame; the peer is known. The accepting side waits for [`Step::Ready`] before it sends on the data
     /// plane, so that no message overtakes the frame that makes the session known.
     Admitted {
         /// What is still to be sent.
-        frames: Vec<Vec<u8>>,
-        /// Who the peer is.
-        peer: Box<Identity>,
+        frame: Vec<u8>,
         /// The session's id.
         session_id: SessionId,
-        /// Whether this side may send at once.
-        is_ready: bool,
+        /// Who the peer is, where this side may send at once.
+        peer: Option<Box<Identity>>,
     },
-    /// The peer knows the session too.
-    Ready,
+    /// This peer knows the session too.
+    Ready(Box<Identity>),
     /// Send this frame, then close; the error is for the log of this side.
     Refuse(Vec<u8>, Error),
 }
@@ -64,7 +62,7 @@ enum HandshakeState {
     ServerHello,
     ServerProof,
     ServerIdentity,
-    ServerReady,
+    ServerReady(Box<Identity>),
     ClientChallenge,
     ClientProof,
     ClientWelcome,
@@ -102,12 +100,8 @@ impl Handshake {
             nonce_server: Nonce::default(),
             peer: peer.to_owned(),
         };
-        let hello = HandshakeFrame::Hello {
-            version: PROTOCOL_VERSION,
-            nonce: handshake.nonce_client,
-        };
-        let hello = hello.encode();
-        Ok((handshake, hello))
+        let hello = HandshakeFrame::Hello(Greeting::new(handshake.nonce_client));
+        Ok((handshake, hello.encode()))
     }
 
     /// Handles a frame of the peer. `ours` is what this side says about itself when its turn comes; `accept` may refuse a
@@ -123,47 +117,41 @@ impl Handshake {
     ) -> Result<Step> {
         use {HandshakeFrame as Frame, HandshakeState as State};
         let kind = frame.first();
-        let decoded = Frame::decode(frame)?;
+        let decoded = Frame::decode(frame, &self.peer)?;
         match (std::mem::replace(&mut self.state, State::Done), decoded) {
-            (_, Frame::Refused(refusal)) => Err(self.refused(refusal)),
-            (State::ServerHello, Frame::Hello { version, nonce }) => {
-                Ok(self.hello(version, nonce).unwrap_or_else(refuse))
+            (_, Frame::Refused(error)) => Err(error),
+            (State::ServerHello, Frame::Hello(greeting)) => {
+                Ok(self.hello(&greeting).unwrap_or_else(refuse))
             }
             (State::ServerProof, Frame::Proof(signature)) => {
                 Ok(self.client_proof(&signature).unwrap_or_else(refuse))
             }
-            (State::ServerIdentity, Frame::Identity { signature, body }) => {
-                let peer = self.read_identity(&signature, body)?;
+            (State::ServerIdentity, Frame::Identity(signed)) => {
+                let peer = self.read_identity(&signed)?;
                 let checked = self.check_identity(ours, &peer, accept);
                 checked.map_or_else(|error| Ok(refuse(error)), |()| self.welcome(ours, peer))
             }
-            (State::ServerReady, Frame::Ready) => Ok(Step::Ready),
-            (State::ClientChallenge, Frame::Challenge { version, nonce }) => {
-                self.challenge(version, nonce)
-            }
+            (State::ServerReady(peer), Frame::Ready) => Ok(Step::Ready(peer)),
+            (State::ClientChallenge, Frame::Challenge(greeting)) => self.challenge(&greeting),
             (State::ClientProof, Frame::Proof(signature)) => self.server_proof(&signature, ours),
-            (State::ClientWelcome, Frame::Welcome { signature, body }) => {
-                self.welcomed(&signature, body, ours)
-            }
+            (State::ClientWelcome, Frame::Welcome(signed)) => self.welcomed(&signed, ours),
             (state, _) => Err(Error::protocol(format_args!(
                 "frame {kind:?} in handshake state {state:?}"
             ))),
         }
     }
 
-    fn hello(&mut self, version: u16, nonce: Nonce) -> Result<Step> {
-        self.check_version(version)?;
-        self.nonce_client = nonce;
+    fn hello(&mut self, greeting: &Greeting) -> Result<Step> {
+        self.check_version(greeting)?;
+        self.nonce_client = greeting.nonce;
         self.state = HandshakeState::ServerProof;
-        Ok(reply(&HandshakeFrame::Challenge {
-            version: PROTOCOL_VERSION,
-            nonce: self.nonce_server,
-        }))
+        let challenge = Greeting::new(self.nonce_server);
+        Ok(reply(&HandshakeFrame::Challenge(challenge)))
     }
 
-    fn challenge(&mut self, version: u16, nonce: Nonce) -> Result<Step> {
-        self.check_version(version)?;
-        self.nonce_server = nonce;
+    fn challenge(&mut self, greeting: &Greeting) -> Result<Step> {
+        self.check_version(greeting)?;
+        self.nonce_server = greeting.nonce;
         self.state = HandshakeState::ClientProof;
         let proof = self.sign(CLIENT_PROOF, &[]);
         Ok(reply(&HandshakeFrame::Proof(proof)))
@@ -190,14 +178,12 @@ impl Handshake {
         }
         self.state = HandshakeState::ClientWelcome;
         let body = ours.write(Writer::default()).finish();
-        Ok(reply(&HandshakeFrame::Identity {
-            signature: self.sign(CLIENT_IDENTITY, &body),
-            body: &body,
-        }))
+        let signed = self.seal(CLIENT_IDENTITY, &body);
+        Ok(reply(&HandshakeFrame::Identity(signed)))
     }
 
-    fn read_identity(&self, signature: &Signature, body: &[u8]) -> Result<Identity> {
-        let mut reader = self.open(signature, CLIENT_IDENTITY, body)?;
+    fn read_identity(&self, signed: &Signed<'_>) -> Result<Identity> {
+        let mut reader = self.open(CLIENT_IDENTITY, signed)?;
         let peer = Identity::read(&mut reader)?;
         reader.end()?;
         Ok(peer)
@@ -219,37 +205,37 @@ impl Handshake {
 
     fn welcome(&mut self, ours: &Identity, peer: Identity) -> Result<Step> {
         let session_id: SessionId = random()?;
-        self.state = HandshakeState::ServerReady;
+        self.state = HandshakeState::ServerReady(Box::new(peer));
         let body = ours.write(Writer::default().raw(&session_id)).finish();
-        let welcome = HandshakeFrame::Welcome {
-            signature: self.sign(SERVER_IDENTITY, &body),
-            body: &body,
-        };
+        let welcome = HandshakeFrame::Welcome(self.seal(SERVER_IDENTITY, &body));
         Ok(Step::Admitted {
-            frames: vec![welcome.encode()],
-            peer: Box::new(peer),
+            frame: welcome.encode(),
             session_id,
-            is_ready: false,
+            peer: None,
         })
     }
 
-    fn welcomed(&self, signature: &Signature, body: &[u8], ours: &Identity) -> Result<Step> {
-        let mut reader = self.open(signature, SERVER_IDENTITY, body)?;
+    fn welcomed(&self, signed: &Signed<'_>, ours: &Identity) -> Result<Step> {
+        let mut reader = self.open(SERVER_IDENTITY, signed)?;
         let (session_id, peer) = (reader.fixed()?, Identity::read(&mut reader)?);
         reader.end()?;
         self.check_fingerprint(ours, &peer)?;
         Ok(Step::Admitted {
-            frames: vec![HandshakeFrame::Ready.encode()],
-            peer: Box::new(peer),
+            frame: HandshakeFrame::Ready.encode(),
             session_id,
-            is_ready: true,
+            peer: Some(Box::new(peer)),
         })
     }
 
+    fn seal<'a>(&self, label: &[u8], body: &'a [u8]) -> Signed<'a> {
+        let signature = self.sign(label, body);
+        Signed { signature, body }
+    }
+
     /// A body whose signature is right.
-    fn open<'a>(&self, signature: &Signature, label: &[u8], body: &'a [u8]) -> Result<Reader<'a>> {
-        if self.is_signed(signature, label, body) {
-            return Ok(Reader::new(body));
+    fn open<'a>(&self, label: &[u8], signed: &Signed<'a>) -> Result<Reader<'a>> {
+        if self.is_signed(&signed.signature, label, signed.body) {
+            return Ok(Reader::new(signed.body));
         }
         Err(Error::Authentication(format!(
             "the identity of {} is not signed by its token",
@@ -257,19 +243,19 @@ impl Handshake {
         )))
     }
 
-    fn check_version(&self, version: u16) -> Result<()> {
-        if version == PROTOCOL_VERSION {
+    fn check_version(&self, greeting: &Greeting) -> Result<()> {
+        if greeting.version == PROTOCOL_VERSION {
             return Ok(());
         }
-        let (ours, theirs) = (PROTOCOL_VERSION.to_string(), version.to_string());
+        let (ours, theirs) = (PROTOCOL_VERSION.to_string(), greeting.version.to_string());
         Err(self.incompatible("protocol version", ours, theirs))
     }
 
     fn check_fingerprint(&self, ours: &Identity, peer: &Identity) -> Result<()> {
-        ours.difference(peer)
-            .map_or(Ok(()), |(field, ours, theirs)| {
-                Err(self.incompatible(&field, ours, theirs))
-            })
+        match ours.difference(peer) {
+            None => Ok(()),
+            Some((field, ours, theirs)) => Err(self.incompatible(&field, ours, theirs)),
+        }
     }
 
     fn sign(&self, label: &[u8], body: &[u8]) -> Signature {
@@ -298,32 +284,14 @@ impl Handshake {
             theirs,
         }
     }
-
-    /// The error of a refusal by the peer.
-    fn refused(&self, refusal: Refusal) -> Error {
-        let peer = &self.peer;
-        match refusal {
-            Refusal::Token => Error::Authentication(format!(
-                "{peer} refused this side's token: give both sides the same KVPIPE_TOKEN"
-            )),
-            Refusal::Incompatible {
-                field,
-                ours,
-                theirs,
-            } => self.incompatible(&field, ours, theirs),
-            Refusal::Other(reason) => {
-                Error::Connect(format!("{peer} refused the connection: {reason}"))
-            }
-        }
-    }
 }
 
 fn reply(frame: &HandshakeFrame<'_>) -> Step {
-    Step::Continue(vec![frame.encode()])
+    Step::Continue(frame.encode())
 }
 
 fn refuse(error: Error) -> Step {
-    let frame = HandshakeFrame::Refused(Refusal::of(&error));
+    let frame = HandshakeFrame::Refused(error.clone());
     Step::Refuse(frame.encode(), error)
 }
 

@@ -28,13 +28,10 @@ pub enum SessionKind {
 
 impl SessionKind {
     fn parse(value: u8) -> Result<Self> {
-        match value {
-            1 => Ok(Self::Pipe),
-            2 => Ok(Self::Agent),
-            3 => Ok(Self::Control),
-            4 => Ok(Self::Lookup),
-            other => Err(Error::protocol(format_args!("unknown kind {other}"))),
-        }
+        [Self::Pipe, Self::Agent, Self::Control, Self::Lookup]
+            .into_iter()
+            .find(|kind| *kind as u8 == value)
+            .ok_or_else(|| Error::protocol(format_args!("unknown kind {value}")))
     }
 }
 
@@ -109,26 +106,18 @@ impl Identity {
         if self.fingerprint.is_empty() || other.fingerprint.is_empty() {
             return None;
         }
-        let find = |fields: &[(String, String)], name: &str| {
-            fields
-                .iter()
-                .find(|(field, _)| field == name)
-                .map_or("(absent)".to_owned(), |(_, value)| value.clone())
+        let value = |fields: &[(String, String)], name: &str| {
+            let field = fields.iter().find(|(field, _)| field == name);
+            field.map_or("(absent)".to_owned(), |(_, value)| value.clone())
         };
-        let names = self
-            .fingerprint
-            .iter()
-            .chain(&other.fingerprint)
-            .map(|(field, _)| field);
-        names
-            .map(|name| {
-                (
-                    name.clone(),
-                    find(&self.fingerprint, name),
-                    find(&other.fingerprint, name),
-                )
-            })
-            .find(|(_, ours, theirs)| ours != theirs)
+        for (name, _) in self.fingerprint.iter().chain(&other.fingerprint) {
+            let ours = value(&self.fingerprint, name);
+            let theirs = value(&other.fingerprint, name);
+            if ours != theirs {
+                return Some((name.clone(), ours, theirs));
+            }
+        }
+        None
     }
 }
 

@@ -3,10 +3,11 @@
 
 use std::cell::Cell;
 use std::sync::mpsc::{Receiver, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use super::ENDED;
-use crate::error::{Error, Result};
+use super::ended;
+use crate::error::Result;
+use crate::sync::lock;
 
 pub(super) enum ReactorCommand<C> {
     Command(C),
@@ -37,19 +38,12 @@ pub(super) fn channel<C>() -> (CommandSender<C>, CommandReceiver<C>) {
 }
 
 impl<C> CommandSender<C> {
-    fn lock(&self) -> MutexGuard<'_, Option<Sender<ReactorCommand<C>>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// # Errors
     /// `Closed`: the reactor has ended.
     pub(super) fn send(&self, command: ReactorCommand<C>) -> Result<()> {
-        let sender = self.lock();
-        let sent = sender
-            .as_ref()
-            .is_some_and(|sender| sender.send(command).is_ok());
-        sent.then_some(())
-            .ok_or_else(|| Error::Closed(ENDED.to_owned()))
+        let sender = lock(&self.0);
+        let sender = sender.as_ref().ok_or_else(ended)?;
+        sender.send(command).map_err(|_| ended())
     }
 }
 
@@ -75,7 +69,7 @@ impl<C> CommandReceiver<C> {
 
     /// Refuses commands from now on, and returns those that were accepted.
     pub(crate) fn close(&self) -> Vec<C> {
-        drop(self.sender.lock().take());
+        drop(lock(&self.sender.0).take());
         let command = |command| match command {
             ReactorCommand::Command(command) => Some(command),
             ReactorCommand::Stop => None,

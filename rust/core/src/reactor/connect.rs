@@ -11,8 +11,10 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-use super::poller::{Poller, Token, eventfd, signal};
-use crate::error::{Error, Result};
+use super::poller::{Poller, Token};
+use crate::error::Result;
+use crate::process::Thread;
+use crate::sync::{eventfd, signal};
 use crate::work::timespec;
 
 /// The outcome of an attempt to connect.
@@ -66,11 +68,7 @@ impl Connector {
             attempt();
             return Ok(());
         }
-        std::thread::Builder::new()
-            .name("kvpipe-connect".to_owned())
-            .spawn(attempt)
-            .map(drop)
-            .map_err(|error| Error::Exhausted(format!("no thread: {error}")))
+        Thread::spawn("kvpipe-connect", attempt).map(drop)
     }
 
     /// The next attempt that has ended.

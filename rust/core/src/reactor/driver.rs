@@ -38,10 +38,11 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::AssertSend;
 
 use super::EventHandler;
-use super::poller::{Poller, clear, eventfd, signal};
+use super::poller::Poller;
 use super::reactor_core::{Next, ReactorCore};
 use crate::error::Result;
 use crate::process::Process;
+use crate::sync::{clear, eventfd, signal};
 use crate::work::{Drive, Driven};
 
 /// How long the thread leaves the core to the next caller after the last one, up to twice that.
@@ -194,7 +195,7 @@ impl<H: EventHandler> Driver<H> {
                 }
                 Next::Sleep(until) => return self.sleep(core, until),
                 Next::End => {
-                    core.into_inner().end();
+                    core.into_inner().handler.end();
                     return self.set_ended();
                 }
             }
@@ -312,7 +313,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
         core.get_mut().poll_sockets(Instant::now());
         let next = core.get_mut().run_once();
         if matches!(next, Next::End) {
-            core.into_inner().end();
+            core.into_inner().handler.end();
             self.set_ended();
             return Round::Over;
         }

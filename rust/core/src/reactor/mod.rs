@@ -15,14 +15,14 @@ mod resolve;
 mod timers;
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AssertSend, Buffer, Event};
-use rustix::event::epoll::EventFlags;
 
 use crate::error::{Error, Result};
 use crate::process::{Process, Thread};
+use crate::sync::lock;
 use crate::transport::{Context, Memory, Worker};
 use crate::work::{Completer, Then, Work, work};
 use commands::{CommandSender, ReactorCommand};
@@ -36,8 +36,10 @@ pub(crate) use reactor_core::ReactorCore;
 pub use resolve::Route;
 pub(crate) use timers::Timers;
 
-/// Error text for calls on a reactor that has ended.
-pub(crate) const ENDED: &str = "already closed";
+/// The error of calls on a reactor that has ended.
+pub(crate) fn ended() -> Error {
+    Error::Closed("already closed".to_owned())
+}
 
 /// What a reactor drives. All calls come from the thread that runs the reactor, one at a time; it is not always the same
 /// thread, so that a handler uses no thread-locals and shares nothing with other threads without atomics.
@@ -52,7 +54,7 @@ pub(crate) trait EventHandler {
     /// Whether there was a command to stop.
     fn is_stopping(&self) -> bool;
     /// A descriptor of the handler is ready.
-    fn handle_readiness(&mut self, token: Token, events: EventFlags);
+    fn handle_readiness(&mut self, token: Token);
     /// The UCX worker reports something.
     fn handle_ucx_event(&mut self, event: Event);
     /// Runs a slice of long work; whether more of it waits.
@@ -65,30 +67,11 @@ pub(crate) trait EventHandler {
     fn has_failures(&self) -> bool;
     /// Reports failures, each once.
     fn report_failures(&mut self);
-    /// The reactor is about to stop: sends the last messages.
-    fn closing(&mut self);
-    /// The reactor has stopped: ends the data plane, then everything that is under way.
+    /// The reactor stops: sends the last messages, and ends the data plane, then everything that is under way.
     fn end(self);
     /// Sockets that are registered.
     #[cfg(any(test, feature = "fuzzing"))]
     fn num_sessions(&self) -> usize;
-}
-
-/// What a handler gets from its reactor.
-pub(crate) struct HandlerParts<C> {
-    pub(crate) poller: Arc<Poller>,
-    pub(crate) commands: CommandReceiver<C>,
-    pub(crate) pending_reads: PendingReads,
-}
-
-/// How a reactor runs, and what its handle knows of the handler.
-pub(crate) struct ReactorSetup {
-    /// How long the thread polls before it sleeps, where there is a data plane.
-    pub(crate) busy_poll: Duration,
-    /// The address that peers connect to.
-    pub(crate) address: Option<SocketAddr>,
-    /// Where the data plane registers memory.
-    pub(crate) registrar: Weak<Context>,
 }
 
 /// The default time that a reactor polls before it sleeps: a hop through epoll costs about 25 us, but on two cores a
@@ -111,22 +94,21 @@ pub struct Reactor<C> {
 }
 
 impl<C: Send + 'static> Reactor<C> {
-    /// Makes the handler and starts the thread.
+    /// Makes the handler and starts the thread, which polls for `busy_poll` before it sleeps where there is a data plane.
+    /// `address` is the one that peers connect to; `registrar` is where the data plane registers memory.
     ///
     /// # Errors
     /// Those of `make`; `Exhausted`: the system gives no descriptor or thread.
     pub(crate) fn start<H: EventHandler + 'static>(
-        setup: ReactorSetup,
-        make: impl FnOnce(HandlerParts<C>) -> Result<H> + Send + 'static,
+        busy_poll: Duration,
+        address: Option<SocketAddr>,
+        registrar: Weak<Context>,
+        make: impl FnOnce(Arc<Poller>, CommandReceiver<C>, PendingReads) -> Result<H> + Send + 'static,
     ) -> Result<Self> {
         let (commands, receiver) = commands::channel();
         let (poller, pending_reads) = (Arc::new(Poller::new()?), PendingReads::default());
-        let handler = make(HandlerParts {
-            poller: Arc::clone(&poller),
-            commands: receiver,
-            pending_reads: pending_reads.clone(),
-        })?;
-        let core = ReactorCore::new(handler, Arc::clone(&poller), setup.busy_poll)?;
+        let handler = make(Arc::clone(&poller), receiver, pending_reads.clone())?;
+        let core = ReactorCore::new(handler, Arc::clone(&poller), busy_poll)?;
         #[expect(unsafe_code, reason = "the one promise that the compiler cannot check")]
         // SAFETY: the worker, its keys and its placer are reachable through the core only: `make`, being Send, brings
         // nothing that shares without atomics. Handlers keep to what `EventHandler` demands.
@@ -138,13 +120,13 @@ impl<C: Send + 'static> Reactor<C> {
         let start = || (!manual::is_on()).then(start).transpose();
         #[cfg(not(any(test, feature = "fuzzing")))]
         let start = || start().map(Some);
-        let thread = start().map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
+        let thread = start()?;
         Ok(Self {
             commands,
             driver,
             thread: Mutex::new(thread),
-            address: setup.address,
-            registrar: setup.registrar,
+            address,
+            registrar,
             pending_reads,
             process: Process::this(),
         })
@@ -162,7 +144,6 @@ impl<C: Send + 'static> Reactor<C> {
     /// `Unavailable`: UCX cannot reach such memory. `Closed`: the reactor has ended, or this process is a fork.
     pub(crate) fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
         self.process.check()?;
-        let ended = || Error::Closed(ENDED.to_owned());
         self.registrar.upgrade().ok_or_else(ended)?.register(buffer)
     }
 
@@ -224,7 +205,7 @@ impl<C> Reactor<C> {
             return;
         }
         // Locked until the thread has ended: other callers of `stop` wait here for the same.
-        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut thread = lock(&self.thread);
         if let Some(thread) = thread.take() {
             thread.join();
         }

@@ -17,11 +17,10 @@ impl PendingReads {
 
     /// The error of an operation that the reactor's end has ended: `reason`, and whether memory may still be written to.
     pub(crate) fn closed(&self, reason: &str) -> Error {
-        let pending = self.describe();
-        Error::Closed(pending.map_or_else(
-            || reason.to_owned(),
-            |pending| format!("{reason}, but {pending}"),
-        ))
+        Error::Closed(match self.describe() {
+            None => reason.to_owned(),
+            Some(pending) => format!("{reason}, but {pending}"),
+        })
     }
 
     /// Checks that no read of the reactor is pending.
@@ -29,13 +28,12 @@ impl PendingReads {
     /// # Errors
     /// `Timeout` says how many reads have not ended.
     pub(crate) fn check(&self) -> Result<()> {
-        let error = |pending| {
-            Error::Timeout(format!(
+        match self.describe() {
+            None => Ok(()),
+            Some(pending) => Err(Error::Timeout(format!(
                 "closed, but {pending}; close again to see whether they have ended"
-            ))
-        };
-        self.describe()
-            .map_or(Ok(()), |pending| Err(error(pending)))
+            ))),
+        }
     }
 
     fn describe(&self) -> Option<String> {

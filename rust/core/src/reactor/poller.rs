@@ -6,10 +6,11 @@ use std::time::Instant;
 
 use rustix::buffer::spare_capacity;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use crate::error::{Error, Result};
+use crate::sync::{clear, eventfd, signal};
 use crate::work::timespec;
 
 /// Names a descriptor of a reactor.
@@ -98,18 +99,4 @@ impl Poller {
 
 fn no_epoll(error: Errno) -> Error {
     Error::Exhausted(format!("epoll: {error}"))
-}
-
-pub(super) fn eventfd() -> Result<OwnedFd> {
-    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-        .map_err(|error| Error::Exhausted(format!("no eventfd: {error}")))
-}
-
-pub(super) fn signal(eventfd: &OwnedFd) {
-    // Fails only when the counter is full, and then the descriptor is readable already.
-    let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
-}
-
-pub(super) fn clear(eventfd: &OwnedFd) {
-    let _ = rustix::io::read(eventfd, &mut [0u8; 8]);
 }

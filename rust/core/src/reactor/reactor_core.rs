@@ -21,8 +21,6 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 const EVENTS_PER_ROUND: usize = 32;
 /// Wakes by UCX's descriptor in a row that may lead to nothing.
 const FRUITLESS_WAKES: u32 = 16;
-/// Longest wait of a reactor that stops for its last messages to leave.
-const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// What follows a round.
 pub(crate) enum Next {
@@ -32,7 +30,7 @@ pub(crate) enum Next {
     Poll,
     /// A sleep, until a descriptor is ready or this time has come.
     Sleep(Instant),
-    /// [`ReactorCore::end`].
+    /// [`EventHandler::end`]. Works that are not completed end with it.
     End,
 }
 
@@ -147,27 +145,6 @@ impl<H: EventHandler> ReactorCore<H> {
             || self.handler.has_failures())
     }
 
-    /// The last round. Works that are not completed end with it.
-    pub(crate) fn end(mut self) {
-        self.handler.closing();
-        self.flush();
-        self.handler.end();
-    }
-
-    /// Lets the last messages leave, a pipe's acknowledgement or a handoff's, before the endpoints are closed by force.
-    fn flush(&mut self) {
-        let Some(worker) = self.handler.worker() else {
-            return;
-        };
-        let deadline = Instant::now() + FLUSH_TIMEOUT;
-        while worker.outstanding() > 0 && Instant::now() < deadline {
-            if worker.progress() == 0 {
-                std::thread::sleep(Duration::from_micros(100));
-            }
-            while worker.next_event().is_some() {}
-        }
-    }
-
     /// Handles the descriptors that are ready, and sleeps until `until` if none is; whether a signal ended the sleep.
     pub(crate) fn poll_sockets(&mut self, until: Instant) -> bool {
         let mut ready = std::mem::take(&mut self.ready);
@@ -181,7 +158,7 @@ impl<H: EventHandler> ReactorCore<H> {
                     self.handler.drain_commands();
                 }
                 UCX => self.count_ucx_wake(),
-                token => self.handler.handle_readiness(token, event.flags),
+                token => self.handler.handle_readiness(token),
             }
         }
         self.ready = ready;

@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket}
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
+use crate::process::Thread;
 use crate::work::{Waited, Work, work};
 
 /// The local address from which one or more peers are reached; a reactor needs it before it starts. One timeout bounds
@@ -13,8 +14,9 @@ use crate::work::{Waited, Work, work};
 pub struct Route {
     addresses: Vec<String>,
     locals: Vec<Work<IpAddr>>,
-    begun: Instant,
-    timeout: Duration,
+    pub(crate) begun: Instant,
+    /// How long it and the sessions along it may take since it began.
+    pub(crate) timeout: Duration,
 }
 
 impl Route {
@@ -67,19 +69,15 @@ impl Route {
 
     /// The address from which all of them are reached; that of every interface, if there is none.
     pub(crate) fn local(&self) -> Result<IpAddr> {
-        let known = |(name, local): (&String, &Work<IpAddr>)| {
-            local.result().unwrap_or_else(|| Err(self.unresolved(name)))
-        };
-        let known = self.addresses.iter().zip(&self.locals).map(known);
-        let mut locals = known.collect::<Result<Vec<_>>>()?;
+        let mut locals = Vec::new();
+        for (name, local) in self.addresses.iter().zip(&self.locals) {
+            locals.push(local.result().ok_or_else(|| self.unresolved(name))??);
+        }
         locals.dedup();
-        let any = IpAddr::from(Ipv4Addr::UNSPECIFIED);
-        Ok(if locals.len() == 1 { locals[0] } else { any })
-    }
-
-    /// When it began, and how long it and the sessions along it may take from then on.
-    pub(crate) fn timeout(&self) -> (Instant, Duration) {
-        (self.begun, self.timeout)
+        Ok(match locals[..] {
+            [one] => one,
+            _ => Ipv4Addr::UNSPECIFIED.into(),
+        })
     }
 }
 
@@ -96,10 +94,8 @@ fn ask(peer: &str, look_up: impl LookUp) -> Result<Work<IpAddr>> {
         return Ok(local);
     }
     let name = peer.to_owned();
-    std::thread::Builder::new()
-        .name("kvpipe-resolve".to_owned())
-        .spawn(move || completer.complete(resolve(&name, look_up)))
-        .map_err(|error| Error::Exhausted(format!("no thread: {error}")))?;
+    let resolving = move || completer.complete(resolve(&name, look_up));
+    Thread::spawn("kvpipe-resolve", resolving)?;
     Ok(local)
 }
 
@@ -124,10 +120,8 @@ fn local_towards(peer: &str, resolved: SocketAddr) -> Result<IpAddr> {
         socket.local_addr()
     });
     // Without a route, UCX must not listen on every interface instead.
-    route.map_or_else(
-        |error| Err(Error::Connect(format!("cannot reach {peer}: {error}"))),
-        |address| Ok(address.ip()),
-    )
+    let route = route.map_err(|error| Error::Connect(format!("cannot reach {peer}: {error}")))?;
+    Ok(route.ip())
 }
 
 #[cfg(test)]

@@ -1,30 +1,22 @@
-//! Deadlines of many things at once.
+//! Deadlines of many things at once, each with the token of what it is for.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
-use std::hash::Hash;
 use std::time::Instant;
 
+use super::poller::Token;
+
 /// One deadline for each key. Setting and expiring cost O(log n), also where deadlines move all the time.
-#[derive(Debug)]
-pub(crate) struct Timers<K> {
-    deadlines: HashMap<K, Instant>,
+#[derive(Debug, Default)]
+pub(crate) struct Timers {
+    deadlines: HashMap<Token, Instant>,
     /// The deadlines in order, among others that were moved or cancelled since.
-    heap: BinaryHeap<Reverse<(Instant, K)>>,
+    heap: BinaryHeap<Reverse<(Instant, Token)>>,
 }
 
-impl<K> Default for Timers<K> {
-    fn default() -> Self {
-        Self {
-            deadlines: HashMap::new(),
-            heap: BinaryHeap::new(),
-        }
-    }
-}
-
-impl<K: Copy + Eq + Ord + Hash> Timers<K> {
+impl Timers {
     /// Sets the deadline of a key, in place of an earlier one.
-    pub(crate) fn set(&mut self, key: K, deadline: Instant) {
+    pub(crate) fn set(&mut self, key: Token, deadline: Instant) {
         if self.deadlines.insert(key, deadline) != Some(deadline) {
             self.heap.push(Reverse((deadline, key)));
         }
@@ -35,12 +27,12 @@ impl<K: Copy + Eq + Ord + Hash> Timers<K> {
     }
 
     /// Removes the deadline of a key.
-    pub(crate) fn cancel(&mut self, key: K) {
+    pub(crate) fn cancel(&mut self, key: Token) {
         self.deadlines.remove(&key);
     }
 
     /// Removes and returns a key whose deadline has passed.
-    pub(crate) fn pop_expired(&mut self, now: Instant) -> Option<K> {
+    pub(crate) fn pop_expired(&mut self, now: Instant) -> Option<Token> {
         self.next().filter(|deadline| *deadline <= now)?;
         let Reverse((_, key)) = self.heap.pop()?;
         self.deadlines.remove(&key);
@@ -65,7 +57,7 @@ mod tests {
 
     use super::*;
 
-    fn expired(timers: &mut Timers<u32>, now: Instant) -> Vec<u32> {
+    fn expired(timers: &mut Timers, now: Instant) -> Vec<Token> {
         std::iter::from_fn(|| timers.pop_expired(now)).collect()
     }
 
@@ -74,7 +66,7 @@ mod tests {
         let (mut timers, start) = (Timers::default(), Instant::now());
         let at = |seconds| start + Duration::from_secs(seconds);
         for key in [3, 1, 2] {
-            timers.set(key, at(key.into()));
+            timers.set(key, at(key));
         }
         assert_eq!(timers.next(), Some(at(1)));
         assert_eq!(expired(&mut timers, at(2)), [1, 2]);

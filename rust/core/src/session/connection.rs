@@ -1,14 +1,17 @@
 //! The TCP connection of a session: frames over a socket that never blocks.
 
+use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::epoll::EventFlags;
 use rustix::event::{PollFd, PollFlags};
 
-use crate::net::framing::{FrameReader, FrameWriter};
+use crate::error::{Error, Result};
+use crate::net::framing::append_frame;
+use crate::reactor::{Poller, Token};
 use crate::work::timespec;
 
 /// Bytes read at once, so that one busy peer cannot keep the thread: epoll is level-triggered and reports the rest.
@@ -20,37 +23,46 @@ type Reason = String;
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
-    pub(super) received: FrameReader,
-    unsent: FrameWriter,
+    poller: Arc<Poller>,
+    token: Token,
+    /// What the poller reports of it.
+    interest: EventFlags,
+    /// Frames that the socket has not taken.
+    unsent: VecDeque<u8>,
     /// A write failed. What the peer sent before can still be read; reading then reports the end.
     is_broken: bool,
 }
 
 impl Connection {
-    pub(super) fn new(stream: TcpStream) -> std::io::Result<Self> {
-        stream.set_nonblocking(true)?;
-        stream.set_nodelay(true)?;
+    /// Registers the connection with the poller, until it is dropped.
+    ///
+    /// # Errors
+    /// `Connect`: the socket cannot be used. `Exhausted`: the poller refuses it.
+    pub(super) fn new(
+        stream: TcpStream,
+        peer: &str,
+        poller: &Arc<Poller>,
+        token: Token,
+    ) -> Result<Self> {
+        let unusable =
+            |error| Error::Connect(format!("cannot use the connection to {peer}: {error}"));
+        stream.set_nonblocking(true).map_err(unusable)?;
+        stream.set_nodelay(true).map_err(unusable)?;
+        poller.add(&stream, token, EventFlags::IN)?;
         Ok(Self {
             stream,
-            received: FrameReader::default(),
-            unsent: FrameWriter::default(),
+            poller: Arc::clone(poller),
+            token,
+            interest: EventFlags::IN,
+            unsent: VecDeque::new(),
             is_broken: false,
         })
     }
 
-    /// What to wait for in epoll.
-    pub(super) fn interest(&self) -> EventFlags {
-        if self.unsent.is_empty() {
-            EventFlags::IN
-        } else {
-            EventFlags::IN | EventFlags::OUT
-        }
-    }
-
     /// Sends a frame; what the socket does not take now is sent by [`flush`](Self::flush).
-    pub(super) fn send(&mut self, frame: &[u8]) -> Result<(), Reason> {
+    pub(super) fn send(&mut self, frame: &[u8]) -> std::result::Result<(), Reason> {
         if !self.is_broken {
-            if !self.unsent.push(frame) {
+            if !append_frame(&mut self.unsent, frame) {
                 return Err("it does not read what it is sent".to_owned());
             }
             self.flush();
@@ -58,11 +70,11 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends what waits, as far as the socket takes it.
+    /// Sends what waits, as far as the socket takes it. The poller reports when it takes more.
     pub(super) fn flush(&mut self) {
         while !self.unsent.is_empty() {
-            match self.stream.write(self.unsent.front()) {
-                Ok(len) if len > 0 => self.unsent.consume(len),
+            match self.stream.write(self.unsent.as_slices().0) {
+                Ok(len) if len > 0 => drop(self.unsent.drain(..len)),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Ok(_) | Err(_) => {
@@ -71,11 +83,19 @@ impl Connection {
                 }
             }
         }
+        let interest = if self.unsent.is_empty() {
+            EventFlags::IN
+        } else {
+            EventFlags::IN | EventFlags::OUT
+        };
+        if self.interest != interest {
+            self.interest = interest;
+            self.poller.modify(&self.stream, self.token, interest);
+        }
     }
 
-    /// Reads what has come into `received`; whether that was anything, and how the connection has ended, if it has.
-    pub(super) fn fill(&mut self) -> (bool, Result<(), Reason>) {
-        let buffer = self.received.buffer();
+    /// Reads what has come into `buffer`; whether that was anything, and how the connection has ended, if it has.
+    pub(super) fn fill(&self, buffer: &mut Vec<u8>) -> (bool, std::result::Result<(), Reason>) {
         let before = buffer.len();
         let read = (&self.stream).take(READ_CAP as u64).read_to_end(buffer);
         let ended = match read {
@@ -100,9 +120,9 @@ impl Connection {
     }
 }
 
-impl AsFd for Connection {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.stream.as_fd()
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.poller.remove(&self.stream);
     }
 }
 
@@ -116,10 +136,9 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let far = listener.accept().unwrap().0;
-        (
-            Connection::new(near).unwrap(),
-            Connection::new(far).unwrap(),
-        )
+        let poller = Arc::new(Poller::new().unwrap());
+        let connection = |stream| Connection::new(stream, "peer", &poller, 2).unwrap();
+        (connection(near), connection(far))
     }
 
     #[test]
@@ -130,6 +149,22 @@ mod tests {
         assert!(near.is_open_at_peer());
         far.shut_down();
         assert!(!near.is_open_at_peer());
+    }
+
+    #[test]
+    fn the_poller_reports_a_socket_that_takes_more_while_something_waits_for_it() {
+        let (mut near, far) = pair();
+        while near.unsent.is_empty() {
+            assert_eq!(near.interest, EventFlags::IN);
+            near.send(&vec![0; 1 << 20]).unwrap();
+        }
+        assert_eq!(near.interest, EventFlags::IN | EventFlags::OUT);
+        let mut received = Vec::new();
+        while !near.unsent.is_empty() {
+            let _ = far.fill(&mut received);
+            near.flush();
+        }
+        assert_eq!(near.interest, EventFlags::IN);
     }
 
     #[test]

@@ -1,11 +1,13 @@
 //! What a service may do: connect, send, close. Its part of the data plane is in `data_plane.rs`.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt::Display;
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::ReactorConfig;
+use super::connection::Connection;
 use super::data_plane::DataPlane;
 use super::session::{Session, SessionTimeouts};
 use crate::error::{Error, Result};
@@ -26,7 +28,7 @@ const WELCOME_OVERHEAD: usize = 1 + 32 + 16;
 
 /// The sessions of a reactor, as its service sees them.
 pub struct ReactorContext {
-    now: Instant,
+    pub(super) now: Instant,
     pub(super) config: ReactorConfig,
     pub(super) poller: Arc<Poller>,
     pub(super) connector: Connector,
@@ -34,7 +36,7 @@ pub struct ReactorContext {
     pub(super) sessions: BTreeMap<SessionKey, Session>,
     /// Sessions that peers have begun and whose handshake is not over, the oldest first.
     pub(super) accepting: BTreeSet<SessionKey>,
-    pub(super) timers: Timers<SessionKey>,
+    pub(super) timers: Timers,
     /// Sessions whose failure is not reported, in the order in which they failed.
     pub(super) failed: VecDeque<SessionKey>,
     /// The peers of sessions that are gone: an operation may end after its session.
@@ -79,10 +81,6 @@ impl ReactorContext {
         self.now
     }
 
-    pub(super) fn set_now(&mut self, now: Instant) {
-        self.now = now;
-    }
-
     /// Who this side is.
     pub fn identity(&self) -> &Identity {
         &self.config.identity
@@ -103,7 +101,7 @@ impl ReactorContext {
     pub fn connect(&mut self, address: &str) -> SessionKey {
         let timeouts = self.config.timeouts;
         let begun = timeouts.begun.unwrap_or(self.now);
-        let key = self.add(Session::connecting(address.to_owned(), begun, timeouts));
+        let key = self.add(Session::new(address.to_owned(), false, begun, timeouts));
         let attempt = self
             .connector
             .connect(key, address, begun, timeouts.handshake);
@@ -128,9 +126,8 @@ impl ReactorContext {
         let Some(session) = self.sessions.get_mut(&key).filter(|it| it.is_up()) else {
             return;
         };
-        match session.send(frame) {
-            Ok(()) => self.watch(key),
-            Err(error) => self.fail(key, error),
+        if let Err(error) = session.send(frame) {
+            self.fail(key, error);
         }
     }
 
@@ -167,7 +164,7 @@ impl ReactorContext {
             return Ok(());
         }
         let reason = "it closed before what it exposed had come";
-        Err(Error::lost(&self.peer(session), reason))
+        Err(self.lost(session, reason))
     }
 
     /// Reads that UCX has not ended although the data plane has.
@@ -187,6 +184,11 @@ impl ReactorContext {
         peer.map_or_else(|| "unknown".to_owned(), Clone::clone)
     }
 
+    /// The error of a session whose peer is lost.
+    pub(super) fn lost(&self, session: SessionKey, reason: impl Display) -> Error {
+        Error::lost(&self.peer(session), reason)
+    }
+
     /// Whether a session is established.
     pub fn is_up(&self, session: SessionKey) -> bool {
         self.sessions.get(&session).is_some_and(Session::is_up)
@@ -202,39 +204,22 @@ impl ReactorContext {
 
     /// Adds the session of a peer that has connected.
     pub(super) fn add_accepted(&mut self, stream: TcpStream, peer: String) -> Result<SessionKey> {
-        let (token, timeouts) = (&self.config.token, self.config.timeouts);
-        let session = Session::accepted(peer, stream, token, self.now, timeouts)?;
-        let key = self.add(session);
+        let key = self.add(Session::new(peer, true, self.now, self.config.timeouts));
         self.accepting.insert(key);
-        if let Err(error) = self.register_connection(key) {
+        let started = self.start_handshake(key, stream);
+        if started.is_err() {
             self.remove(key);
-            return Err(error);
         }
-        Ok(key)
+        started.map(|()| key)
     }
 
-    /// Begins the handshake on a session whose attempt to connect has succeeded.
+    /// Begins the handshake on a session whose connection is there.
     pub(super) fn start_handshake(&mut self, key: SessionKey, stream: TcpStream) -> Result<()> {
-        if let Some(session) = self.sessions.get_mut(&key) {
-            session.start_handshake(stream, &self.config.token)?;
-        }
-        self.register_connection(key)
-    }
-
-    fn register_connection(&self, key: SessionKey) -> Result<()> {
-        let session = self.sessions.get(&key);
-        let Some(connection) = session.and_then(|session| session.connection.as_ref()) else {
+        let Some(session) = self.sessions.get_mut(&key) else {
             return Ok(());
         };
-        self.poller.add(connection, key, connection.interest())
-    }
-
-    /// Waits for what a session's connection waits for now.
-    pub(super) fn watch(&self, key: SessionKey) {
-        let session = self.sessions.get(&key);
-        if let Some(connection) = session.and_then(|session| session.connection.as_ref()) {
-            self.poller.modify(connection, key, connection.interest());
-        }
+        let connection = Connection::new(stream, &session.peer, &self.poller, key)?;
+        session.start_handshake(connection, &self.config.token)
     }
 
     /// Removes a session that has ended.
@@ -242,9 +227,6 @@ impl ReactorContext {
         let session = self.sessions.remove(&key)?;
         self.timers.cancel(key);
         self.accepting.remove(&key);
-        if let Some(connection) = &session.connection {
-            self.poller.remove(connection);
-        }
         if session.is_up() || !session.is_accepted {
             self.ended_peers.insert(key, session.peer.clone());
             if self.ended_peers.len() > ENDED_CAP {

@@ -2,24 +2,21 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 
-use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Reaper, Status};
+use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Status};
 
 use super::ReactorContext;
 use super::stream_sinks::StreamSinks;
 use crate::error::{Error, Result};
 use crate::ids::{SessionId, SessionKey};
 use crate::net::codec::Writer;
-use crate::reactor::ENDED;
+use crate::reactor::ended;
 use crate::transport::{
-    Context, DataPath, Get, Memory, Payload, RemoteKey, Worker, is_direct, reads_host,
+    Context, DataPath, Get, Memory, Payload, RemoteKey, UcxResult, Worker, is_direct, reads_host,
 };
 
-/// The first message of each side of a session. It carries nothing, and has UCX connect.
+/// The first message of each side of a session. It carries nothing, counts as empty, and has UCX connect.
 pub(super) const HELLO: u8 = 0;
-/// Marks the token of a hello; the rest is the session.
-const HELLO_TOKEN: u64 = 1 << 63;
 /// Marks the token of a message; the rest is the session, of which strangers can have any number made, and its size.
 const MESSAGE_TOKEN: u64 = 1 << 62;
 /// Bits of a message's token that hold its size in KiB, which the cap bounds. 42 are left for the session.
@@ -32,49 +29,27 @@ const UNSENT_CAP_KIB: usize = 512 << 10;
 const HEADER_CAPACITY: usize = 64;
 
 /// What of a session belongs to the data plane.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct SessionEndpoint {
     session_id: SessionId,
     /// Once the peer knows the session.
     id: Option<EndpointId>,
     /// Whether our hello has left, and whether theirs has come.
-    is_hello_sent: bool,
-    is_hello_received: bool,
-    data_path: DataPath,
+    pub(super) is_hello_sent: bool,
+    pub(super) is_hello_received: bool,
+    data_path: Option<DataPath>,
     /// Whether every lane that reads memory of the host is CMA's, whose reads are over when they are posted.
     reads_at_once: bool,
     /// Lanes that may reach CUDA memory.
     lanes: Vec<Lane>,
     /// KiB of messages that have not left, each rounded up.
-    unsent_kib: usize,
+    pub(super) unsent_kib: usize,
 }
 
 impl SessionEndpoint {
-    fn new(session_id: SessionId) -> Self {
-        Self {
-            session_id,
-            id: None,
-            is_hello_sent: false,
-            is_hello_received: false,
-            data_path: DataPath::Stream(String::new()),
-            reads_at_once: false,
-            lanes: Vec::new(),
-            unsent_kib: 0,
-        }
-    }
-
     /// Whether the hellos of both sides have come through.
     pub(super) fn is_established(&self) -> bool {
         self.is_hello_sent && self.is_hello_received
-    }
-
-    /// Whether this side may send messages.
-    pub(super) fn is_open(&self) -> bool {
-        self.id.is_some()
-    }
-
-    pub(super) fn receive_hello(&mut self) {
-        self.is_hello_received = true;
     }
 }
 
@@ -83,36 +58,21 @@ pub(super) struct DataPlane {
     context: Arc<Context>,
     pub(super) worker: Worker,
     /// Sessions whose messages are taken.
-    session_keys: HashMap<SessionId, SessionKey>,
+    pub(super) session_keys: HashMap<SessionId, SessionKey>,
     /// Endpoints that have not ended, also of sessions that are gone.
-    endpoints: HashMap<EndpointId, SessionKey>,
+    pub(super) endpoints: HashMap<EndpointId, SessionKey>,
     sinks: StreamSinks,
 }
 
-/// What has ended with a token.
-pub(super) enum EndedOperation {
-    Hello(SessionKey),
-    Message {
-        session: SessionKey,
-        size_kib: usize,
-    },
-    /// An operation of the service.
-    Service,
+fn message_token(session: SessionKey, size_kib: usize) -> u64 {
+    MESSAGE_TOKEN | session << SIZE_BITS | size_kib as u64
 }
 
-impl EndedOperation {
-    pub(super) fn of(token: u64) -> Self {
-        if token & HELLO_TOKEN != 0 {
-            return Self::Hello(token & !HELLO_TOKEN);
-        }
-        if token & MESSAGE_TOKEN == 0 {
-            return Self::Service;
-        }
-        Self::Message {
-            session: (token ^ MESSAGE_TOKEN) >> SIZE_BITS,
-            size_kib: (token & SIZE_MASK) as usize,
-        }
-    }
+/// The session of a message and its size in KiB. `None`: the token is an operation's of the service.
+pub(super) fn message_of(token: u64) -> Option<(SessionKey, usize)> {
+    let is_message = token & MESSAGE_TOKEN != 0;
+    let (session, size_kib) = ((token ^ MESSAGE_TOKEN) >> SIZE_BITS, token & SIZE_MASK);
+    is_message.then_some((session, size_kib as usize))
 }
 
 impl DataPlane {
@@ -128,30 +88,12 @@ impl DataPlane {
         })
     }
 
-    /// Ends it; see [`Worker::end`].
-    pub(super) fn end(self, num_reads: Arc<AtomicUsize>) -> Option<Reaper> {
-        self.worker.end(num_reads)
-    }
-
     /// Closes an endpoint by force. Its operations end with errors, each through its own completion.
     pub(super) fn close(&mut self, endpoint: &SessionEndpoint) {
         self.session_keys.remove(&endpoint.session_id);
         if let Some(id) = endpoint.id {
             self.worker.close(id);
         }
-    }
-
-    /// An endpoint has ended with all its operations.
-    pub(super) fn forget(&mut self, endpoint: EndpointId) {
-        self.endpoints.remove(&endpoint);
-    }
-
-    pub(super) fn session_of(&self, endpoint: EndpointId) -> Option<SessionKey> {
-        self.endpoints.get(&endpoint).copied()
-    }
-
-    pub(super) fn key_of(&self, session_id: &SessionId) -> Option<SessionKey> {
-        self.session_keys.get(session_id).copied()
     }
 }
 
@@ -168,7 +110,10 @@ impl ReactorContext {
             && let Some(session) = self.sessions.get_mut(&key)
         {
             data.session_keys.insert(session_id, key);
-            session.endpoint = Some(SessionEndpoint::new(session_id));
+            session.endpoint = Some(SessionEndpoint {
+                session_id,
+                ..SessionEndpoint::default()
+            });
         }
     }
 
@@ -182,7 +127,7 @@ impl ReactorContext {
         endpoint.id = Some(id);
         data.endpoints.insert(id, key);
         let hello = [&endpoint.session_id[..], &[HELLO]].concat();
-        let token = HELLO_TOKEN | key;
+        let token = message_token(key, 0);
         let posted = data.worker.am_send(id, hello, Payload::None, token);
         posted.map_err(|status| Error::Connect(format!("UCX cannot reach the peer: {status}")))?;
         Ok(true)
@@ -203,7 +148,7 @@ impl ReactorContext {
             let mut lanes = data.worker.lanes(id);
             let mut reading = lanes.iter().filter(|lane| reads_host(lane));
             endpoint.reads_at_once = reading.all(|lane| lane.transport == "cma");
-            endpoint.data_path = DataPath::choose(&lanes);
+            endpoint.data_path = Some(DataPath::choose(&lanes));
             lanes.retain(is_direct);
             endpoint.lanes = lanes;
         }
@@ -214,21 +159,6 @@ impl ReactorContext {
         Some((self.data.as_mut()?, endpoint))
     }
 
-    /// Our hello has left; whether the session is established.
-    pub(super) fn finish_hello(&mut self, key: SessionKey) -> bool {
-        self.endpoint_mut(key).is_some_and(|endpoint| {
-            endpoint.is_hello_sent = true;
-            endpoint.is_established()
-        })
-    }
-
-    /// A message has left.
-    pub(super) fn finish_message(&mut self, key: SessionKey, size_kib: usize) {
-        if let Some(endpoint) = self.endpoint_mut(key) {
-            endpoint.unsent_kib -= size_kib;
-        }
-    }
-
     fn endpoint(&self, key: SessionKey) -> Option<&SessionEndpoint> {
         self.sessions.get(&key)?.endpoint.as_ref()
     }
@@ -237,7 +167,12 @@ impl ReactorContext {
         self.sessions.get_mut(&key)?.endpoint.as_mut()
     }
 
-    fn endpoint_id(&self, key: SessionKey) -> std::result::Result<EndpointId, Status> {
+    /// Whether this side may send messages.
+    pub(super) fn is_open(&self, key: SessionKey) -> bool {
+        self.endpoint_id(key).is_ok()
+    }
+
+    fn endpoint_id(&self, key: SessionKey) -> UcxResult<EndpointId> {
         let id = self.endpoint(key).and_then(|endpoint| endpoint.id);
         id.ok_or(NO_ENDPOINT)
     }
@@ -263,11 +198,13 @@ impl ReactorContext {
             .endpoint(session)
             .map_or(0, |endpoint| endpoint.unsent_kib);
         if unsent_kib + size_kib > UNSENT_CAP_KIB {
-            let error = Error::lost(&self.peer(session), "it does not read what it is sent");
-            self.fail(session, error);
+            self.fail(
+                session,
+                self.lost(session, "it does not read what it is sent"),
+            );
             return false;
         }
-        let token = MESSAGE_TOKEN | session << SIZE_BITS | size_kib as u64;
+        let token = message_token(session, size_kib);
         let is_posted = self.post(session, |worker, endpoint| {
             worker.am_send(endpoint, header, payload, token)
         });
@@ -277,34 +214,11 @@ impl ReactorContext {
         is_posted
     }
 
-    /// Reads remote memory into `local`.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the two sides of a read, spelled out"
-    )]
-    pub fn get(
-        &mut self,
-        session: SessionKey,
-        local: &Arc<Memory>,
-        offset: usize,
-        len: usize,
-        remote: u64,
-        key: &RemoteKey,
-        token: u64,
-    ) -> bool {
+    /// Reads remote memory.
+    pub fn get(&mut self, session: SessionKey, get: Get<'_>) -> bool {
         // The peer may have its memory back already: what is read from now on verifies nothing.
-        if self.has_failed(session) {
-            return false;
-        }
-        let get = Get {
-            local,
-            offset,
-            len,
-            remote,
-            key,
-            token,
-        };
-        self.post(session, |worker, endpoint| worker.get(endpoint, get))
+        !self.has_failed(session)
+            && self.post(session, |worker, endpoint| worker.get(endpoint, get))
     }
 
     /// Makes a peer's remote key usable on its endpoint, to read into memory of kind `local`.
@@ -314,14 +228,12 @@ impl ReactorContext {
         packed: &[u8],
         local: MemoryKind,
     ) -> Result<RemoteKey> {
-        let Some(data) = &self.data else {
-            return Err(Error::Closed(ENDED.to_owned()));
-        };
+        let data = self.data.as_ref().ok_or_else(ended)?;
         let endpoint = self.endpoint_id(session)?;
         data.worker
             .unpack_rkey(endpoint, packed, local)
             .map_err(|status| match status {
-                lost if lost.is_disconnect() => Error::lost(&self.peer(session), lost),
+                lost if lost.is_disconnect() => self.lost(session, lost),
                 other => Error::protocol(format_args!("a remote key cannot be used: {other}")),
             })
     }
@@ -340,16 +252,13 @@ impl ReactorContext {
 
     /// Registers memory, so that it can be read or sent from.
     pub fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
-        let Some(data) = &self.data else {
-            return Err(Error::Closed(ENDED.to_owned()));
-        };
+        let data = self.data.as_ref().ok_or_else(ended)?;
         data.context.register(buffer)
     }
 
     /// How bytes move on this session.
     pub fn data_path(&self, session: SessionKey) -> Option<DataPath> {
-        let endpoint = self.endpoint(session)?;
-        Some(endpoint.data_path.clone())
+        self.endpoint(session)?.data_path.clone()
     }
 
     /// Whether a read on this session is over when it is posted, so that reads end in order.
@@ -372,14 +281,13 @@ impl ReactorContext {
     fn post(
         &mut self,
         session: SessionKey,
-        operation: impl FnOnce(&Worker, EndpointId) -> std::result::Result<(), Status>,
+        operation: impl FnOnce(&Worker, EndpointId) -> UcxResult<()>,
     ) -> bool {
         let Some(data) = &self.data else { return false };
         let endpoint = self.endpoint_id(session);
         let posted = endpoint.and_then(|endpoint| operation(&data.worker, endpoint));
         if let Err(status) = posted {
-            let peer = self.peer(session);
-            self.fail(session, Error::lost(&peer, status));
+            self.fail(session, self.lost(session, status));
         }
         posted.is_ok()
     }

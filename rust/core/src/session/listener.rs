@@ -1,28 +1,18 @@
-//! The listener of a reactor.
+//! Accepting connections.
 
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
-
-use rustix::event::epoll::EventFlags;
+use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::reactor::{FIRST_TOKEN, Poller, Token};
+use crate::reactor::{FIRST_TOKEN, Token};
 
 pub(super) const LISTENER: Token = FIRST_TOKEN;
 /// Connections that may wait to be accepted, as far as the system allows. A peer that finds no place tries again after a
 /// second, then after two more.
 const BACKLOG: i32 = 4096;
 /// Pause after the system has refused to accept, as it does without file descriptors.
-const PAUSE: Duration = Duration::from_secs(1);
-
-#[derive(Debug)]
-pub(super) struct Listener {
-    socket: TcpListener,
-    poller: Arc<Poller>,
-    resume_at: Option<Instant>,
-}
+pub(super) const PAUSE: Duration = Duration::from_secs(1);
 
 /// Binds a socket that peers can connect to.
 ///
@@ -36,50 +26,20 @@ pub(super) fn bind(address: SocketAddr) -> Result<TcpListener> {
     Ok(socket)
 }
 
-impl Listener {
-    pub(super) fn new(socket: TcpListener, poller: Arc<Poller>) -> Result<Self> {
-        poller.add(&socket, LISTENER, EventFlags::IN)?;
-        Ok(Self {
-            socket,
-            poller,
-            resume_at: None,
-        })
-    }
-
-    /// Accepts a connection, if one waits.
-    ///
-    /// # Errors
-    /// The system refuses: no more is accepted for a while. The listener would be reported as readable again and again.
-    pub(super) fn accept(
-        &mut self,
-        now: Instant,
-    ) -> std::io::Result<Option<(TcpStream, SocketAddr)>> {
-        loop {
-            match self.socket.accept() {
-                Ok(accepted) => return Ok(Some(accepted)),
-                Err(error) => match error.kind() {
-                    ErrorKind::WouldBlock => return Ok(None),
-                    ErrorKind::Interrupted | ErrorKind::ConnectionAborted => {}
-                    _ => {
-                        self.resume_at = Some(now + PAUSE);
-                        self.watch(EventFlags::empty());
-                        return Err(error);
-                    }
-                },
-            }
+/// Accepts a connection, if one waits.
+///
+/// # Errors
+/// The system refuses; it may do so for a while.
+pub(super) fn accept(listener: &TcpListener) -> std::io::Result<Option<(TcpStream, SocketAddr)>> {
+    loop {
+        match listener.accept() {
+            Ok(accepted) => return Ok(Some(accepted)),
+            Err(error) => match error.kind() {
+                ErrorKind::WouldBlock => return Ok(None),
+                ErrorKind::Interrupted | ErrorKind::ConnectionAborted => {}
+                _ => return Err(error),
+            },
         }
-    }
-
-    /// Ends a pause that has lasted long enough; when to call again.
-    pub(super) fn resume(&mut self, now: Instant) -> Option<Instant> {
-        if self.resume_at.take_if(|at| *at <= now).is_some() {
-            self.watch(EventFlags::IN);
-        }
-        self.resume_at
-    }
-
-    fn watch(&self, events: EventFlags) {
-        self.poller.modify(&self.socket, LISTENER, events);
     }
 }
 

@@ -21,14 +21,15 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::AmData;
+use rustix::event::epoll::EventFlags;
 
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::identity::Identity;
-use crate::reactor::{Reactor, ReactorSetup};
-use crate::transport::Transport;
-use listener::Listener;
+use crate::reactor::Reactor;
+use crate::transport::{Transport, UcxResult};
+use listener::LISTENER;
 use sessions::Sessions;
 
 pub use context::ReactorContext;
@@ -74,13 +75,7 @@ pub trait Service {
         ))
     }
     /// A UCX operation has ended.
-    fn done(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _token: u64,
-        _result: std::result::Result<(), Status>,
-    ) {
-    }
+    fn done(&mut self, _cx: &mut ReactorContext, _token: u64, _result: UcxResult<()>) {}
     /// Runs a slice of long work, between two looks at sockets and UCX; whether more of it waits.
     fn poll(&mut self, _cx: &mut ReactorContext) -> bool {
         false
@@ -133,26 +128,30 @@ where
     S: Service + 'static,
 {
     let socket = config.listen.map(listener::bind).transpose()?;
-    let context = config.transport.as_ref();
-    let context = context
-        .map(|transport| transport.open(config.local).map(Arc::new))
-        .transpose()?;
-    let setup = ReactorSetup {
-        busy_poll: config.busy_poll,
-        address: socket.as_ref().and_then(|socket| socket.local_addr().ok()),
-        registrar: context.as_ref().map(Arc::downgrade).unwrap_or_default(),
+    let context = match &config.transport {
+        Some(transport) => Some(Arc::new(transport.open(config.local)?)),
+        None => None,
     };
-    Reactor::start(setup, move |parts| {
-        let poller = parts.poller;
-        let listener = socket.map(|socket| Listener::new(socket, Arc::clone(&poller)));
-        let cx = ReactorContext::new(config, context, poller, parts.pending_reads)?;
-        Ok(Sessions::new(
-            cx,
-            make(),
-            parts.commands,
-            listener.transpose()?,
-        ))
-    })
+    let address = socket.as_ref().and_then(|socket| socket.local_addr().ok());
+    let registrar = context.as_ref().map(Arc::downgrade).unwrap_or_default();
+    let busy_poll = config.busy_poll;
+    Reactor::start(
+        busy_poll,
+        address,
+        registrar,
+        move |poller, commands, pending_reads| {
+            if let Some(socket) = &socket {
+                poller.add(socket, LISTENER, EventFlags::IN)?;
+            }
+            let cx = ReactorContext::new(config, context, poller, pending_reads)?;
+            Ok(Sessions {
+                cx,
+                service: make(),
+                commands,
+                listener: socket,
+            })
+        },
+    )
 }
 
 #[cfg(test)]

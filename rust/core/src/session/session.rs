@@ -1,20 +1,18 @@
 //! One session, from the attempt to connect until it has failed.
 //!
 //! ```text
-//! Connecting ──TCP──► Handshaking ──peer is known──► Admitted ──READY──► Establishing ──UCX hellos──► Up
-//!                          └───── on the side that connects ────────────────┘
+//! Connecting ──TCP──► Handshaking ──both know the session──► Establishing ──UCX hellos──► Up
 //! ```
-//! A side that accepts begins at Handshaking. Without a data plane, Establishing ends at once. A failure is noted beside
-//! the state, because frames that came before it still count; once it is reported, the session is removed.
+//! Without a data plane, Establishing ends at once. A failure is noted beside the state, because frames that came before
+//! it still count; once it is reported, the session is removed.
 
-use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use super::connection::Connection;
 use super::data_plane::SessionEndpoint;
 use crate::error::{Error, Result};
 use crate::ids::SessionId;
-use crate::net::framing::{FRAME_CAP, SessionFrame};
+use crate::net::framing::{FRAME_CAP, FrameReader, SessionFrame};
 use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Handshake, Step};
 use crate::net::identity::Identity;
 use crate::reactor::Route;
@@ -46,10 +44,9 @@ impl Default for SessionTimeouts {
 impl SessionTimeouts {
     /// Those of the sessions along a route: connecting has what resolving has left of the route's timeout.
     pub(crate) fn along(route: &Route) -> Self {
-        let (begun, handshake) = route.timeout();
         Self {
-            handshake,
-            begun: Some(begun),
+            handshake: route.timeout,
+            begun: Some(route.begun),
             ..Self::default()
         }
     }
@@ -57,12 +54,11 @@ impl SessionTimeouts {
 
 #[derive(Debug)]
 pub(super) enum SessionState {
-    /// A thread resolves the address and connects.
+    /// A thread resolves the address and connects, or a connection was accepted just now.
     Connecting,
-    /// TCP is connected; both sides prove the token and say who they are.
+    /// TCP is connected; both sides prove the token and say who they are. At the end of it the peer may use the session,
+    /// but this side may not, because the peer does not know the session yet.
     Handshaking(Box<Handshake>),
-    /// The peer is known and may use the session. It does not know the session yet, so that this side may not.
-    Admitted(Box<Handshake>, Box<Identity>),
     /// Both sides know the session; their UCX hellos are under way.
     Establishing(Box<Identity>),
     /// The service knows the session.
@@ -72,7 +68,7 @@ pub(super) enum SessionState {
 /// What received frames lead to.
 #[derive(Debug)]
 pub(super) enum SessionEvent {
-    /// The session is [`Admitted`](SessionState::Admitted), or about to be established.
+    /// The peer is known and may use the session with this id.
     Admitted(SessionId),
     /// The session is [`Establishing`](SessionState::Establishing).
     Ready,
@@ -92,6 +88,7 @@ pub(super) struct Session {
     pub(super) endpoint: Option<SessionEndpoint>,
     /// None while it is connecting.
     pub(super) connection: Option<Connection>,
+    received: FrameReader,
     timeouts: SessionTimeouts,
     begun: Instant,
     /// When bytes of the peer came last.
@@ -102,15 +99,21 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// A session whose connection is being made; the handshake's time counts from `begun`.
-    pub(super) fn connecting(peer: String, begun: Instant, timeouts: SessionTimeouts) -> Self {
+    /// A session without a connection; the handshake's time counts from `begun`.
+    pub(super) fn new(
+        peer: String,
+        is_accepted: bool,
+        begun: Instant,
+        timeouts: SessionTimeouts,
+    ) -> Self {
         Self {
             peer,
-            is_accepted: false,
+            is_accepted,
             state: SessionState::Connecting,
             failure: None,
             endpoint: None,
             connection: None,
+            received: FrameReader::default(),
             timeouts,
             begun,
             last_rx: begun,
@@ -119,36 +122,17 @@ impl Session {
         }
     }
 
-    /// A session of a peer that has connected.
-    pub(super) fn accepted(
-        peer: String,
-        stream: TcpStream,
-        token: &[u8],
-        begun: Instant,
-        timeouts: SessionTimeouts,
-    ) -> Result<Self> {
-        let mut session = Self::connecting(peer, begun, timeouts);
-        session.is_accepted = true;
-        session.attach(stream)?;
-        let handshake = Handshake::server(token, &session.peer)?;
-        session.state = SessionState::Handshaking(Box::new(handshake));
-        Ok(session)
-    }
-
-    /// The attempt to connect has succeeded: begins the handshake.
-    pub(super) fn start_handshake(&mut self, stream: TcpStream, token: &[u8]) -> Result<()> {
-        self.attach(stream)?;
-        let (handshake, hello) = Handshake::client(token, &self.peer)?;
+    /// TCP is connected: begins the handshake.
+    pub(super) fn start_handshake(&mut self, connection: Connection, token: &[u8]) -> Result<()> {
+        self.connection = Some(connection);
+        let (handshake, hello) = if self.is_accepted {
+            (Handshake::server(token, &self.peer)?, None)
+        } else {
+            let (handshake, hello) = Handshake::client(token, &self.peer)?;
+            (handshake, Some(hello))
+        };
         self.state = SessionState::Handshaking(Box::new(handshake));
-        self.send_raw(&hello)
-    }
-
-    fn attach(&mut self, stream: TcpStream) -> Result<()> {
-        let peer = &self.peer;
-        let unusable =
-            |error| Error::Connect(format!("cannot use the connection to {peer}: {error}"));
-        self.connection = Some(Connection::new(stream).map_err(unusable)?);
-        Ok(())
+        hello.map_or(Ok(()), |hello| self.send_raw(&hello))
     }
 
     /// Whether the service knows the session.
@@ -204,7 +188,7 @@ impl Session {
         connection.is_some_and(Connection::is_open_at_peer)
     }
 
-    /// Reads what has come; the events that it leads to, and how the session has ended, if it has. Events that came before
+    /// Sends what waits and reads what has come; the events that it leads to, and how the session has ended, if it has. Events that came before
     /// the end count.
     pub(super) fn receive(
         &mut self,
@@ -216,11 +200,12 @@ impl Session {
         let Some(connection) = &mut self.connection else {
             return (events, None);
         };
-        let (has_read, ended) = connection.fill();
+        connection.flush();
+        let mut received = std::mem::take(&mut self.received);
+        let (has_read, ended) = connection.fill(received.buffer());
         if has_read {
             self.last_rx = now;
         }
-        let mut received = std::mem::take(&mut connection.received);
         let handled = loop {
             let cap = if self.is_ready() {
                 FRAME_CAP
@@ -236,9 +221,7 @@ impl Session {
                 break event;
             }
         };
-        if let Some(connection) = &mut self.connection {
-            connection.received = received;
-        }
+        self.received = received;
         let ended = handled
             .and_then(|()| ended.map_err(|reason| Error::lost(&self.peer, reason)))
             .and_then(|()| self.answer_ping());
@@ -267,56 +250,35 @@ impl Session {
         accept: impl FnMut(&Identity) -> std::result::Result<(), String>,
         events: &mut Vec<SessionEvent>,
     ) -> Result<()> {
-        let step = match &mut self.state {
-            SessionState::Handshaking(handshake) | SessionState::Admitted(handshake, _) => {
-                handshake.frame(frame, ours, accept)?
-            }
-            _ => {
-                events.extend(self.handle_session_frame(frame)?);
-                return Ok(());
-            }
+        let SessionState::Handshaking(handshake) = &mut self.state else {
+            events.extend(self.handle_session_frame(frame)?);
+            return Ok(());
         };
-        match step {
-            Step::Continue(frames) => self.send_all(&frames)?,
-            Step::Admitted {
-                frames,
-                peer,
-                session_id,
-                is_ready,
-            } => {
-                self.send_all(&frames)?;
-                events.push(SessionEvent::Admitted(session_id));
-                self.admit(peer);
-                if is_ready {
-                    self.make_ready(events);
-                }
+        let ready = match handshake.frame(frame, ours, accept)? {
+            Step::Continue(frame) => {
+                self.send_raw(&frame)?;
+                None
             }
-            Step::Ready => self.make_ready(events),
+            Step::Admitted {
+                frame,
+                session_id,
+                peer,
+            } => {
+                self.send_raw(&frame)?;
+                events.push(SessionEvent::Admitted(session_id));
+                peer
+            }
+            Step::Ready(peer) => Some(peer),
             Step::Refuse(frame, error) => {
                 self.send_raw(&frame)?;
                 return Err(error);
             }
+        };
+        if let Some(peer) = ready {
+            self.state = SessionState::Establishing(peer);
+            events.push(SessionEvent::Ready);
         }
         Ok(())
-    }
-
-    fn send_all(&mut self, frames: &[Vec<u8>]) -> Result<()> {
-        frames.iter().try_for_each(|frame| self.send_raw(frame))
-    }
-
-    fn admit(&mut self, peer: Box<Identity>) {
-        self.state = match std::mem::replace(&mut self.state, SessionState::Connecting) {
-            SessionState::Handshaking(handshake) => SessionState::Admitted(handshake, peer),
-            other => other,
-        };
-    }
-
-    fn make_ready(&mut self, events: &mut Vec<SessionEvent>) {
-        self.state = match std::mem::replace(&mut self.state, SessionState::Connecting) {
-            SessionState::Admitted(_, peer) => SessionState::Establishing(peer),
-            other => other,
-        };
-        events.push(SessionEvent::Ready);
     }
 
     fn handle_session_frame(&mut self, frame: &[u8]) -> Result<Option<SessionEvent>> {

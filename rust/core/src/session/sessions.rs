@@ -1,43 +1,30 @@
 //! The sessions of a reactor and the service that they belong to: what sockets, UCX, commands and deadlines lead to.
 
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
+
 use kvpipe_ucx::{AmData, Event, Status};
 use rustix::event::epoll::EventFlags;
 
-use super::data_plane::{EndedOperation, HELLO};
-use super::listener::{LISTENER, Listener};
+use super::data_plane::{HELLO, SessionEndpoint, message_of};
+use super::listener::{LISTENER, PAUSE, accept};
 use super::session::{SessionEvent, SessionState};
 use super::{ReactorContext, Service};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::reactor::{CommandReceiver, Connected, EventHandler, Token};
-use crate::transport::Worker;
-
-use std::time::Instant;
+use crate::transport::{UcxResult, Worker};
 
 /// Most handshakes of peers at once. One more ends the oldest, so that silent connections shut out no peer.
 const HANDSHAKES_CAP: usize = 64;
+/// Longest wait of a reactor that stops for its last messages to leave.
+const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
 pub(super) struct Sessions<S: Service> {
-    cx: ReactorContext,
-    service: S,
-    commands: CommandReceiver<S::Command>,
-    listener: Option<Listener>,
-}
-
-impl<S: Service> Sessions<S> {
-    pub(super) fn new(
-        cx: ReactorContext,
-        service: S,
-        commands: CommandReceiver<S::Command>,
-        listener: Option<Listener>,
-    ) -> Self {
-        Self {
-            cx,
-            service,
-            commands,
-            listener,
-        }
-    }
+    pub(super) cx: ReactorContext,
+    pub(super) service: S,
+    pub(super) commands: CommandReceiver<S::Command>,
+    pub(super) listener: Option<TcpListener>,
 }
 
 impl<S: Service> EventHandler for Sessions<S> {
@@ -46,7 +33,7 @@ impl<S: Service> EventHandler for Sessions<S> {
     }
 
     fn set_now(&mut self, now: Instant) {
-        self.cx.set_now(now);
+        self.cx.now = now;
     }
 
     fn drain_commands(&mut self) {
@@ -62,10 +49,10 @@ impl<S: Service> EventHandler for Sessions<S> {
         self.commands.is_stopping()
     }
 
-    fn handle_readiness(&mut self, token: Token, events: EventFlags) {
+    fn handle_readiness(&mut self, token: Token) {
         match token {
             LISTENER => self.accept(),
-            session => self.receive(session, events),
+            session => self.receive(session),
         }
     }
 
@@ -75,13 +62,13 @@ impl<S: Service> EventHandler for Sessions<S> {
             Event::Done { token, result } => self.finish_operation(token, result),
             Event::EndpointFailed { endpoint, status } => {
                 let data = self.cx.data.as_ref();
-                if let Some(session) = data.and_then(|data| data.session_of(endpoint)) {
-                    self.fail_endpoint(session, status);
+                if let Some(session) = data.and_then(|data| data.endpoints.get(&endpoint)) {
+                    self.fail_endpoint(*session, status);
                 }
             }
             Event::Closed { endpoint } => {
                 if let Some(data) = &mut self.cx.data {
-                    data.forget(endpoint);
+                    data.endpoints.remove(&endpoint);
                 }
             }
         }
@@ -99,6 +86,9 @@ impl<S: Service> EventHandler for Sessions<S> {
         let now = self.cx.now();
         let service = self.service.timer(&mut self.cx);
         while let Some(key) = self.cx.timers.pop_expired(now) {
+            if key == LISTENER {
+                self.watch_listener(EventFlags::IN);
+            }
             let Some(session) = self.cx.sessions.get_mut(&key) else {
                 continue;
             };
@@ -107,12 +97,7 @@ impl<S: Service> EventHandler for Sessions<S> {
                 Err(error) => self.cx.fail(key, error),
             }
         }
-        let listener = self.listener.as_mut();
-        let listener = listener.and_then(|listener| listener.resume(now));
-        [service, self.cx.timers.next(), listener]
-            .into_iter()
-            .flatten()
-            .min()
+        service.into_iter().chain(self.cx.timers.next()).min()
     }
 
     fn has_failures(&self) -> bool {
@@ -128,18 +113,19 @@ impl<S: Service> EventHandler for Sessions<S> {
         }
     }
 
-    fn closing(&mut self) {
-        self.service.closing(&mut self.cx);
-    }
-
     fn end(mut self) {
+        self.service.closing(&mut self.cx);
+        if let Some(worker) = self.worker() {
+            worker.flush(FLUSH_TIMEOUT);
+        }
         for session in self.cx.sessions.values_mut() {
             session.say_goodbye("the process closed it");
         }
         // Waits for every operation: nothing may write into memory whose operation is reported as ended. Where UCX does not
         // end one in time, its memory is kept, and the report says so.
         let num_reads = self.cx.pending_reads().counter();
-        let reaper = self.cx.data.take().and_then(|data| data.end(num_reads));
+        let data = self.cx.data.take();
+        let reaper = data.and_then(|data| data.worker.end(num_reads));
         // It was accepted, so it is answered: it ends with the rest.
         for command in self.commands.close() {
             self.service.command(&mut self.cx, command);
@@ -177,10 +163,10 @@ impl<S: Service> Sessions<S> {
 
     fn accept(&mut self) {
         for _ in 0..HANDSHAKES_CAP {
-            let Some(listener) = &mut self.listener else {
+            let Some(listener) = &self.listener else {
                 return;
             };
-            match listener.accept(self.cx.now()) {
+            match accept(listener) {
                 Ok(Some((stream, peer))) => {
                     self.evict_handshake();
                     if let Err(error) = self.cx.add_accepted(stream, peer.to_string()) {
@@ -189,10 +175,19 @@ impl<S: Service> Sessions<S> {
                 }
                 Ok(None) => return,
                 Err(error) => {
+                    // Else the poller would report the listener again and again.
+                    self.watch_listener(EventFlags::empty());
+                    self.cx.timers.set(LISTENER, self.cx.now() + PAUSE);
                     let text = format!("cannot accept connections: {error}");
                     return self.service.log(text);
                 }
             }
+        }
+    }
+
+    fn watch_listener(&self, events: EventFlags) {
+        if let Some(listener) = &self.listener {
+            self.cx.poller.modify(listener, LISTENER, events);
         }
     }
 
@@ -206,16 +201,11 @@ impl<S: Service> Sessions<S> {
     }
 
     /// Receives what has come on a session's connection.
-    fn receive(&mut self, key: SessionKey, events: EventFlags) {
+    fn receive(&mut self, key: SessionKey) {
         let now = self.cx.now();
         let Some(session) = self.cx.sessions.get_mut(&key) else {
             return;
         };
-        if events.contains(EventFlags::OUT)
-            && let Some(connection) = &mut session.connection
-        {
-            connection.flush();
-        }
         let (received, ended) = session.receive(&self.cx.config.identity, now, |peer| {
             self.service.accept(key, peer)
         });
@@ -229,7 +219,6 @@ impl<S: Service> Sessions<S> {
                 return self.cut(key, error);
             }
         }
-        self.cx.watch(key);
     }
 
     fn handle_session_event(&mut self, key: SessionKey, event: SessionEvent) -> Result<()> {
@@ -299,32 +288,43 @@ impl<S: Service> Sessions<S> {
 
 /// UCX.
 impl<S: Service> Sessions<S> {
-    fn finish_operation(&mut self, token: u64, result: std::result::Result<(), Status>) {
-        match EndedOperation::of(token) {
-            EndedOperation::Hello(session) => self.finish_hello(session, result),
-            EndedOperation::Message { session, size_kib } => {
-                self.cx.finish_message(session, size_kib);
-            }
-            EndedOperation::Service => self.service.done(&mut self.cx, token, result),
+    fn finish_operation(&mut self, token: u64, result: UcxResult<()>) {
+        match message_of(token) {
+            Some((session, size_kib)) => self.finish_message(session, size_kib, result),
+            None => self.service.done(&mut self.cx, token, result),
         }
     }
 
-    fn finish_hello(&mut self, session: SessionKey, result: std::result::Result<(), Status>) {
-        if let Err(status) = result {
-            let peer = self.cx.peer(session);
-            return self.cx.fail(session, Error::lost(&peer, status));
+    fn finish_message(&mut self, session: SessionKey, size_kib: usize, result: UcxResult<()>) {
+        let Some(endpoint) = self.cx.endpoint_mut(session) else {
+            return;
+        };
+        endpoint.unsent_kib -= size_kib;
+        if endpoint.is_hello_sent {
+            return;
         }
-        if self.cx.finish_hello(session) {
-            self.report_up(session);
+        // The first message is the hello.
+        match result {
+            Ok(()) => self.record_hello(session, |endpoint| endpoint.is_hello_sent = true),
+            Err(status) => self.cx.fail(session, self.cx.lost(session, status)),
+        }
+    }
+
+    /// A hello has come through; the session is up once both have.
+    fn record_hello(&mut self, session: SessionKey, record: impl FnOnce(&mut SessionEndpoint)) {
+        if let Some(endpoint) = self.cx.endpoint_mut(session) {
+            record(endpoint);
+            if endpoint.is_established() {
+                self.report_up(session);
+            }
         }
     }
 
     fn fail_endpoint(&mut self, session: SessionKey, status: Status) {
         // A peer that leaves in order says so before its endpoint ends, but over another connection: seen first, that
         // end would hide the reason that it gave.
-        self.receive(session, EventFlags::empty());
-        let peer = self.cx.peer(session);
-        self.cx.fail(session, Error::lost(&peer, status));
+        self.receive(session);
+        self.cx.fail(session, self.cx.lost(session, status));
     }
 
     fn receive_message(&mut self, header: &[u8], data: AmData) {
@@ -333,20 +333,13 @@ impl<S: Service> Sessions<S> {
         };
         // A stranger's message gets no answer, not even an error.
         let plane = self.cx.data.as_ref();
-        let Some(key) = plane.and_then(|plane| plane.key_of(session_id)) else {
-            return;
-        };
-        let Some(endpoint) = self.cx.endpoint_mut(key) else {
+        let Some(&key) = plane.and_then(|plane| plane.session_keys.get(session_id)) else {
             return;
         };
         if header == [HELLO] {
-            endpoint.receive_hello();
-            if endpoint.is_established() {
-                self.report_up(key);
-            }
-            return;
+            return self.record_hello(key, |endpoint| endpoint.is_hello_received = true);
         }
-        if !endpoint.is_open() {
+        if !self.cx.is_open(key) {
             let error = Error::protocol("a message before the session was ready");
             return self.cut(key, error);
         }

@@ -73,11 +73,9 @@ impl ReactorContext {
         (kind, id): (u8, u64),
         sink: SharedSink,
     ) -> RegisteredSink {
-        let mut name = [0; NAME_LEN];
         let header = self.header(session, kind).u64(id).finish();
-        for (to, from) in name.iter_mut().zip(header) {
-            *to = from;
-        }
+        let mut name = [0; NAME_LEN];
+        name.copy_from_slice(&header);
         let sinks = self.stream_sinks();
         sinks.0.borrow_mut().insert(name, sink);
         RegisteredSink { sinks, name }

@@ -19,6 +19,7 @@ use super::verifier::Verifier;
 use crate::error::Error;
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
+use crate::transport::Get;
 
 /// Bytes of reads from one peer in flight. Of 1, 4 and 16 MiB none took less CPU than another over CMA, whose
 /// reads keep the thread from its sockets meanwhile: this much takes 1 to 2 ms. RDMA has 4 MiB left when it is refilled.
@@ -184,9 +185,15 @@ impl TransferEngine {
                 {
                     return;
                 }
-                let token = read_token(id, reading.posted.next_number());
-                let (at, len) = (run.to as usize, run.len as usize);
-                if !cx.get(session, &request.memory, at, len, remote, &key, token) {
+                let get = Get {
+                    local: &request.memory,
+                    offset: run.to as usize,
+                    len: run.len as usize,
+                    remote,
+                    key: &key,
+                    token: read_token(id, reading.posted.next_number()),
+                };
+                if !cx.get(session, get) {
                     return;
                 }
                 reading.posted.post(run.len);

@@ -11,13 +11,13 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use kvpipe_ucx::{AmData, Buffer, EndpointId, Event, Lane, Status};
-use rustix::event::EventfdFlags;
 
 use super::{FOREIGN, Memory, MemoryPath, Payload, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
+use crate::sync::{clear, eventfd, lock, signal};
 
 pub(super) use regions::{MemoryKey, TwinMemory};
 
@@ -35,10 +35,6 @@ fn process() -> Result<u32> {
     let failed = |error| Error::Exhausted(format!("no random number: {error}"));
     let fresh = getrandom::u32().map_err(failed)?;
     Ok(RANDOM.get_or_init(|| fresh) ^ std::process::id())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 const fn status(code: i32) -> Status {
@@ -62,9 +58,8 @@ struct Port {
 #[derive(Debug, Default)]
 struct PortInbox {
     events: VecDeque<PortEvent>,
-    /// The endpoints to this worker, with their owners.
-    connected: Vec<(Weak<Port>, EndpointId)>,
-    has_ended: bool,
+    /// The endpoints to this worker, with the workers that own them.
+    connected: BTreeMap<EndpointId, u32>,
 }
 
 #[derive(Debug)]
@@ -74,32 +69,16 @@ enum PortEvent {
 }
 
 impl Port {
-    /// Queues an event, unless the worker has ended.
-    fn push(&self, event: PortEvent) -> UcxResult<()> {
-        {
-            let mut inbox = lock(&self.inbox);
-            if inbox.has_ended {
-                return Err(RESET_BY_PEER);
-            }
-            inbox.events.push_back(event);
-        }
-        // After the push, see `arm`. Fails only when the counter is full, and then it is readable.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-        Ok(())
+    fn push(&self, event: PortEvent) {
+        lock(&self.inbox).events.push_back(event);
+        // After the push, see `arm`.
+        signal(&self.wake);
     }
+}
 
-    /// Remembers an endpoint, which fails when this worker ends; false when it has ended.
-    fn admit(&self, port: &Arc<Self>, endpoint: EndpointId) -> bool {
-        let mut inbox = lock(&self.inbox);
-        inbox.connected.push((Arc::downgrade(port), endpoint));
-        !inbox.has_ended
-    }
-
-    fn dismiss(&self, endpoint: EndpointId) {
-        lock(&self.inbox)
-            .connected
-            .retain(|(_, other)| *other != endpoint);
-    }
+/// The port of a worker that has not ended.
+fn port(number: u32) -> Option<Arc<Port>> {
+    lock(&PORTS).get(&number).cloned()
 }
 
 /// A read that has not been done.
@@ -132,8 +111,8 @@ pub(crate) struct MemoryWorker {
     number: u32,
     port: Arc<Port>,
     data_path: MemoryPath,
-    /// The other sides; none once they have ended.
-    endpoints: RefCell<BTreeMap<EndpointId, Option<Arc<Port>>>>,
+    /// The workers at the other sides; none once they have ended.
+    endpoints: RefCell<BTreeMap<EndpointId, Option<u32>>>,
     gets: RefCell<Vec<PendingGet>>,
     events: RefCell<VecDeque<Event>>,
 }
@@ -141,11 +120,9 @@ pub(crate) struct MemoryWorker {
 impl MemoryWorker {
     pub(super) fn new(data_path: MemoryPath) -> Result<Self> {
         let process = process()?;
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| Error::Exhausted(format!("no eventfd: {error}")))?;
         let port = Arc::new(Port {
             inbox: Mutex::default(),
-            wake,
+            wake: eventfd()?,
         });
         let number = NEXT_PORT.fetch_add(1, Ordering::Relaxed);
         lock(&PORTS).insert(number, Arc::clone(&port));
@@ -172,12 +149,14 @@ impl MemoryWorker {
             Error::Connect(text.to_owned())
         })?;
         let endpoint = EndpointId::unique();
-        let peer = lock(&PORTS).get(&number).cloned();
-        let peer = peer.filter(|peer| peer.admit(&self.port, endpoint));
-        let has_ended = peer.is_none();
-        self.endpoints.borrow_mut().insert(endpoint, peer);
-        if has_ended {
-            self.fail(endpoint);
+        self.endpoints.borrow_mut().insert(endpoint, Some(number));
+        // A worker is no port any more when it tells those that have connected of its end.
+        let ports = lock(&PORTS);
+        match ports.get(&number) {
+            Some(peer) => {
+                lock(&peer.inbox).connected.insert(endpoint, self.number);
+            }
+            None => self.fail(endpoint),
         }
         Ok(endpoint)
     }
@@ -205,8 +184,8 @@ impl MemoryWorker {
         let Some(peer) = self.endpoints.borrow_mut().remove(&endpoint) else {
             return;
         };
-        if let Some(peer) = peer {
-            peer.dismiss(endpoint);
+        if let Some(peer) = peer.and_then(port) {
+            lock(&peer.inbox).connected.remove(&endpoint);
         }
         self.end_gets(endpoint, CANCELED);
         self.report(Event::Closed { endpoint });
@@ -216,8 +195,7 @@ impl MemoryWorker {
     fn peer(&self, endpoint: EndpointId) -> UcxResult<Arc<Port>> {
         match self.endpoints.borrow().get(&endpoint) {
             None => Err(NOT_CONNECTED),
-            Some(None) => Err(RESET_BY_PEER),
-            Some(Some(peer)) => Ok(Arc::clone(peer)),
+            Some(peer) => peer.and_then(port).ok_or(RESET_BY_PEER),
         }
     }
 
@@ -230,7 +208,7 @@ impl MemoryWorker {
     ) -> UcxResult<()> {
         let peer = self.peer(endpoint)?;
         let body = bytes(payload)?;
-        peer.push(PortEvent::Message { header, body })?;
+        peer.push(PortEvent::Message { header, body });
         let result = Ok(());
         self.report(Event::Done { token, result });
         Ok(())
@@ -268,7 +246,7 @@ impl MemoryWorker {
             && self.events.borrow().is_empty();
         if is_idle {
             // An event that is queued from here on is signalled after that: no wake-up is lost.
-            let _ = rustix::io::read(&self.port.wake, &mut [0; 8]);
+            clear(&self.port.wake);
         }
         is_idle
     }
@@ -334,20 +312,15 @@ impl MemoryWorker {
 impl Drop for MemoryWorker {
     fn drop(&mut self) {
         lock(&PORTS).remove(&self.number);
-        let connected = {
-            let mut inbox = lock(&self.port.inbox);
-            inbox.has_ended = true;
-            std::mem::take(&mut inbox.connected)
-        };
-        for (peer, endpoint) in connected {
-            if let Some(peer) = peer.upgrade() {
-                let _ = peer.push(PortEvent::PeerEnded(endpoint));
+        let connected = std::mem::take(&mut lock(&self.port.inbox).connected);
+        for (endpoint, owner) in connected {
+            if let Some(owner) = port(owner) {
+                owner.push(PortEvent::PeerEnded(endpoint));
             }
         }
-        for (endpoint, peer) in std::mem::take(self.endpoints.get_mut()) {
-            if let Some(peer) = peer {
-                peer.dismiss(endpoint);
-            }
+        let endpoints: Vec<_> = self.endpoints.get_mut().keys().copied().collect();
+        for endpoint in endpoints {
+            self.close(endpoint);
         }
     }
 }

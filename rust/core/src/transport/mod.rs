@@ -9,10 +9,12 @@ mod memory;
 mod pool;
 mod ucx;
 
+use std::borrow::Borrow;
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
+use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{
     Buffer, Domains, EndpointId, Event, Lane, MemoryKind, Placer, Reaper, Search, Status,
@@ -24,7 +26,8 @@ pub use data_path::DataPath;
 pub(crate) use data_path::{is_direct, reads_host};
 pub(crate) use pool::Pool;
 
-type UcxResult<T> = std::result::Result<T, Status>;
+/// The outcome of a call of UCX.
+pub(crate) type UcxResult<T> = std::result::Result<T, Status>;
 
 /// Which transport a reactor uses. Peers need the same.
 #[derive(Debug, Clone)]
@@ -137,6 +140,12 @@ impl Memory {
     }
 }
 
+impl Borrow<Buffer> for Memory {
+    fn borrow(&self) -> &Buffer {
+        self.buffer()
+    }
+}
+
 /// Access to a peer's memory over one endpoint.
 #[derive(Debug)]
 pub enum RemoteKey {
@@ -175,14 +184,20 @@ impl Payload {
 }
 
 /// A read of remote memory.
-#[derive(Clone, Copy)]
-pub(crate) struct Get<'a> {
-    pub(crate) local: &'a Memory,
-    pub(crate) offset: usize,
-    pub(crate) len: usize,
-    pub(crate) remote: u64,
-    pub(crate) key: &'a RemoteKey,
-    pub(crate) token: u64,
+#[derive(Debug, Clone, Copy)]
+pub struct Get<'a> {
+    /// Where the bytes go.
+    pub local: &'a Memory,
+    /// The first byte there.
+    pub offset: usize,
+    /// How many bytes.
+    pub len: usize,
+    /// The peer's address of the first one.
+    pub remote: u64,
+    /// What gives access to it.
+    pub key: &'a RemoteKey,
+    /// Names the read in its `done`.
+    pub token: u64,
 }
 
 /// The transport of one thread.
@@ -308,6 +323,17 @@ impl Worker {
         match self {
             Self::Ucx(worker) => worker.next_event(),
             Self::Twin(worker) => worker.next_event(),
+        }
+    }
+
+    /// Lets messages leave, a pipe's acknowledgement or a handoff's, before the endpoints are closed by force.
+    pub(crate) fn flush(&self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        while self.outstanding() > 0 && Instant::now() < deadline {
+            if self.progress() == 0 {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            while self.next_event().is_some() {}
         }
     }
 

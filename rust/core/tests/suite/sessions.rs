@@ -487,10 +487,8 @@ fn a_peer_whose_ucx_is_not_reached_is_a_connect_error_in_time() {
         let mut handshake = Handshake::server(TOKEN, "client").expect("handshake");
         while let Ok(frame) = receive_frame(&mut stream) {
             let step = handshake.frame(&frame, &ours, |_| Ok(()));
-            if let Ok(Step::Continue(frames) | Step::Admitted { frames, .. }) = step {
-                for frame in &frames {
-                    send_frame(&mut stream, frame);
-                }
+            if let Ok(Step::Continue(frame) | Step::Admitted { frame, .. }) = step {
+                send_frame(&mut stream, &frame);
             }
         }
     });

@@ -27,9 +27,10 @@ impl Peer {
             .handshake
             .frame(frame, &self.identity.clone(), |_| Ok(()));
         match step {
-            Ok(Step::Continue(frames) | Step::Admitted { frames, .. }) => self.outbox = frames,
-            Ok(Step::Refuse(frame, _)) => self.outbox = vec![frame],
-            Ok(Step::Ready) | Err(_) => {}
+            Ok(Step::Continue(frame) | Step::Admitted { frame, .. } | Step::Refuse(frame, _)) => {
+                self.outbox = vec![frame];
+            }
+            Ok(Step::Ready(_)) | Err(_) => {}
         }
     }
 }
@@ -101,19 +102,16 @@ pub(crate) fn handshake(bytes: &[u8]) {
     let mut reader = Reader::new(rest);
     while let Ok(Some((frame, is_right))) = next_frame(&mut reader, &mut peer) {
         is_honest &= is_right;
-        let frames = match victim.frame(&frame, &ours, |_| Ok(())) {
-            Ok(Step::Continue(frames)) => frames,
-            Ok(Step::Admitted { frames, .. }) => {
+        let frame = match victim.frame(&frame, &ours, |_| Ok(())) {
+            Ok(Step::Continue(frame) | Step::Refuse(frame, _)) => frame,
+            Ok(Step::Admitted { frame, .. }) => {
                 assert!(is_honest, "a stranger was admitted");
-                frames
+                frame
             }
-            Ok(Step::Ready) | Err(_) => return,
-            Ok(Step::Refuse(frame, _)) => vec![frame],
+            Ok(Step::Ready(_)) | Err(_) => return,
         };
-        for frame in frames {
-            let is_disclosed = contains(&frame, ENGINE_ID);
-            assert!(is_honest || !is_disclosed, "a stranger learns who this is");
-            peer.receive(&frame);
-        }
+        let is_disclosed = contains(&frame, ENGINE_ID);
+        assert!(is_honest || !is_disclosed, "a stranger learns who this is");
+        peer.receive(&frame);
     }
 }

@@ -122,29 +122,25 @@ impl Hostile {
     /// Sends what follows in the handshake; true when it is over.
     fn advance_handshake(&mut self, step: HandshakeStep, flags: Flags) -> bool {
         match step {
-            HandshakeStep::Continue(frames) => frames.iter().for_each(|frame| self.send(frame)),
+            HandshakeStep::Continue(frame) => self.send(&frame),
             HandshakeStep::Admitted {
-                frames,
-                peer,
+                frame,
                 session_id,
-                is_ready,
+                peer,
             } => {
                 self.session_id = session_id;
-                if is_ready && flags.is_unready() {
+                if peer.is_some() && flags.is_unready() {
                     return true;
                 }
-                for frame in &frames {
-                    self.send(frame);
-                }
-                if let Some(plane) = &mut self.plane {
-                    plane.connect(&peer.ucx_address).expect("endpoint");
-                }
-                if is_ready {
+                self.send(&frame);
+                if let Some(peer) = peer {
+                    self.open_plane(&peer);
                     self.message(&[0], &[]);
                     return true;
                 }
             }
-            HandshakeStep::Ready => {
+            HandshakeStep::Ready(peer) => {
+                self.open_plane(&peer);
                 if !flags.is_unready() {
                     self.message(&[0], &[]);
                 }
@@ -153,6 +149,12 @@ impl Hostile {
             HandshakeStep::Refuse(_, error) => panic!("an honest victim was refused: {error}"),
         }
         false
+    }
+
+    fn open_plane(&mut self, victim: &Identity) {
+        if let Some(plane) = &mut self.plane {
+            plane.connect(&victim.ucx_address).expect("endpoint");
+        }
     }
 
     fn read_socket(&mut self) {

@@ -21,68 +21,43 @@ pub(super) type Signature = [u8; 32];
 /// A frame of the handshake.
 #[derive(Debug)]
 pub(super) enum HandshakeFrame<'a> {
-    Hello {
-        version: u16,
-        nonce: Nonce,
-    },
-    Challenge {
-        version: u16,
-        nonce: Nonce,
-    },
+    Hello(Greeting),
+    Challenge(Greeting),
     Proof(Signature),
-    Identity {
-        signature: Signature,
-        body: &'a [u8],
-    },
-    Welcome {
-        signature: Signature,
-        body: &'a [u8],
-    },
+    Identity(Signed<'a>),
+    Welcome(Signed<'a>),
     Ready,
-    Refused(Refusal),
+    /// Why the peer is refused: encoded from the error of the side that refuses, decoded as that of the other side.
+    Refused(Error),
 }
 
 impl<'a> HandshakeFrame<'a> {
     pub(super) fn encode(&self) -> Vec<u8> {
         let writer = match self {
-            Self::Hello { version, nonce } => {
-                Writer::new(HELLO).raw(&MAGIC).u16(*version).raw(nonce)
-            }
-            Self::Challenge { version, nonce } => Writer::new(CHALLENGE).u16(*version).raw(nonce),
+            Self::Hello(greeting) => greeting.write(Writer::new(HELLO).raw(&MAGIC)),
+            Self::Challenge(greeting) => greeting.write(Writer::new(CHALLENGE)),
             Self::Proof(signature) => Writer::new(PROOF).raw(signature),
-            Self::Identity { signature, body } => Writer::new(IDENTITY).raw(signature).raw(body),
-            Self::Welcome { signature, body } => Writer::new(WELCOME).raw(signature).raw(body),
+            Self::Identity(signed) => signed.write(Writer::new(IDENTITY)),
+            Self::Welcome(signed) => signed.write(Writer::new(WELCOME)),
             Self::Ready => Writer::new(READY),
-            Self::Refused(refusal) => refusal.write(Writer::new(REFUSED)),
+            Self::Refused(error) => write_refusal(Writer::new(REFUSED), error),
         };
         writer.finish()
     }
 
-    pub(super) fn decode(frame: &'a [u8]) -> Result<Self> {
+    pub(super) fn decode(frame: &'a [u8], peer: &str) -> Result<Self> {
         let mut reader = Reader::new(frame);
         let frame = match reader.u8()? {
             HELLO if reader.fixed::<4>()? != MAGIC => {
                 return Err(Error::protocol("not a kvpipe peer"));
             }
-            HELLO => {
-                let (version, nonce) = read_version(&mut reader)?;
-                Self::Hello { version, nonce }
-            }
-            CHALLENGE => {
-                let (version, nonce) = read_version(&mut reader)?;
-                Self::Challenge { version, nonce }
-            }
+            HELLO => Self::Hello(Greeting::read(&mut reader)?),
+            CHALLENGE => Self::Challenge(Greeting::read(&mut reader)?),
             PROOF => Self::Proof(reader.fixed()?),
-            IDENTITY => {
-                let (signature, body) = (reader.fixed()?, reader.rest());
-                Self::Identity { signature, body }
-            }
-            WELCOME => {
-                let (signature, body) = (reader.fixed()?, reader.rest());
-                Self::Welcome { signature, body }
-            }
+            IDENTITY => Self::Identity(Signed::read(&mut reader)?),
+            WELCOME => Self::Welcome(Signed::read(&mut reader)?),
             READY => Self::Ready,
-            REFUSED => Self::Refused(Refusal::read(&mut reader)?),
+            REFUSED => Self::Refused(read_refusal(&mut reader, peer)?),
             other => {
                 return Err(Error::protocol(format_args!(
                     "frame {other} in a handshake"
@@ -94,68 +69,81 @@ impl<'a> HandshakeFrame<'a> {
     }
 }
 
-/// A version and, if it is ours, the nonce that follows it. Other versions may go on differently.
-fn read_version(reader: &mut Reader<'_>) -> Result<(u16, Nonce)> {
-    let version = reader.u16()?;
-    if version == PROTOCOL_VERSION {
-        return Ok((version, reader.fixed()?));
-    }
-    reader.rest();
-    Ok((version, Nonce::default()))
-}
-
-/// Why a peer is refused, from its point of view.
+/// The version of a side, and what makes its session unlike any other.
 #[derive(Debug)]
-pub(super) enum Refusal {
-    Token,
-    Incompatible {
-        field: String,
-        ours: String,
-        theirs: String,
-    },
-    Other(String),
+pub(super) struct Greeting {
+    pub(super) version: u16,
+    pub(super) nonce: Nonce,
 }
 
-impl Refusal {
-    /// What the peer gets for an error of this side: our value is the peer's other one.
-    pub(super) fn of(error: &Error) -> Self {
-        match error {
-            Error::Authentication(_) => Self::Token,
-            Error::Incompatible {
-                field,
-                ours,
-                theirs,
-                ..
-            } => Self::Incompatible {
-                field: field.clone(),
-                ours: theirs.clone(),
-                theirs: ours.clone(),
-            },
-            other => Self::Other(other.to_string()),
-        }
+impl Greeting {
+    pub(super) fn new(nonce: Nonce) -> Self {
+        let version = PROTOCOL_VERSION;
+        Self { version, nonce }
     }
 
     fn write(&self, writer: Writer) -> Writer {
-        match self {
-            Self::Token => writer.u8(1),
-            Self::Incompatible {
-                field,
-                ours,
-                theirs,
-            } => writer.u8(2).str(field).str(ours).str(theirs),
-            Self::Other(reason) => writer.u8(3).text(reason, TEXT_CAP),
-        }
+        writer.u16(self.version).raw(&self.nonce)
     }
 
+    /// Other versions than ours may go on differently.
     fn read(reader: &mut Reader<'_>) -> Result<Self> {
-        Ok(match reader.u8()? {
-            1 => Self::Token,
-            2 => Self::Incompatible {
-                field: reader.str(TEXT_CAP)?,
-                ours: reader.str(TEXT_CAP)?,
-                theirs: reader.str(TEXT_CAP)?,
-            },
-            _ => Self::Other(reader.str(TEXT_CAP)?),
-        })
+        let version = reader.u16()?;
+        if version == PROTOCOL_VERSION {
+            return Ok(Self::new(reader.fixed()?));
+        }
+        reader.rest();
+        let nonce = Nonce::default();
+        Ok(Self { version, nonce })
     }
+}
+
+/// Bytes, and the proof that a holder of the token has sent them.
+#[derive(Debug)]
+pub(super) struct Signed<'a> {
+    pub(super) signature: Signature,
+    pub(super) body: &'a [u8],
+}
+
+impl<'a> Signed<'a> {
+    fn write(&self, writer: Writer) -> Writer {
+        writer.raw(&self.signature).raw(self.body)
+    }
+
+    fn read(reader: &mut Reader<'a>) -> Result<Self> {
+        let (signature, body) = (reader.fixed()?, reader.rest());
+        Ok(Self { signature, body })
+    }
+}
+
+/// What is our value here is the peer's other one.
+fn write_refusal(writer: Writer, error: &Error) -> Writer {
+    match error {
+        Error::Authentication(_) => writer.u8(1),
+        Error::Incompatible {
+            field,
+            ours,
+            theirs,
+            ..
+        } => writer.u8(2).str(field).str(theirs).str(ours),
+        other => writer.u8(3).text(&other.to_string(), TEXT_CAP),
+    }
+}
+
+fn read_refusal(reader: &mut Reader<'_>, peer: &str) -> Result<Error> {
+    Ok(match reader.u8()? {
+        1 => Error::Authentication(format!(
+            "{peer} refused this side's token: give both sides the same KVPIPE_TOKEN"
+        )),
+        2 => Error::Incompatible {
+            peer: peer.to_owned(),
+            field: reader.str(TEXT_CAP)?,
+            ours: reader.str(TEXT_CAP)?,
+            theirs: reader.str(TEXT_CAP)?,
+        },
+        _ => {
+            let reason = reader.str(TEXT_CAP)?;
+            Error::Connect(format!("{peer} refused the connection: {reason}"))
+        }
+    })
 }

@@ -38,14 +38,14 @@ fn converse(
         };
         let Some(frame) = inbox.pop() else { break };
         match side.frame(&frame, identity, |peer| accept(peer)) {
-            Ok(Step::Continue(frames)) => outbox.extend(frames),
+            Ok(Step::Continue(frame)) => outbox.push(frame),
             Ok(Step::Admitted {
-                frames, session_id, ..
+                frame, session_id, ..
             }) => {
-                outbox.extend(frames);
+                outbox.push(frame);
                 *outcome = Some(Ok(session_id));
             }
-            Ok(Step::Ready) => {}
+            Ok(Step::Ready(_)) => {}
             Ok(Step::Refuse(frame, error)) => {
                 outbox.push(frame);
                 *outcome = Some(Err(error));
@@ -119,12 +119,12 @@ fn a_recorded_proof_is_worthless_in_another_session() {
     let Ok(Step::Continue(challenge)) = first.frame(&hello, &who, |_| Ok(())) else {
         panic!()
     };
-    let Ok(Step::Continue(proof)) = client.frame(&challenge[0], &who, |_| Ok(())) else {
+    let Ok(Step::Continue(proof)) = client.frame(&challenge, &who, |_| Ok(())) else {
         panic!()
     };
     let mut second = Handshake::server(b"t", "client").unwrap();
     second.frame(&hello, &who, |_| Ok(())).unwrap();
-    let replayed = second.frame(&proof[0], &who, |_| Ok(()));
+    let replayed = second.frame(&proof, &who, |_| Ok(()));
     assert!(
         matches!(replayed, Ok(Step::Refuse(_, Error::Authentication(_)))),
         "{replayed:?}"
@@ -139,10 +139,10 @@ fn a_proof_that_is_sent_back_is_no_answer() {
     let Ok(Step::Continue(challenge)) = server.frame(&hello, &who, |_| Ok(())) else {
         panic!()
     };
-    let Ok(Step::Continue(proof)) = client.frame(&challenge[0], &who, |_| Ok(())) else {
+    let Ok(Step::Continue(proof)) = client.frame(&challenge, &who, |_| Ok(())) else {
         panic!()
     };
-    let reflected = client.frame(&proof[0], &who, |_| Ok(()));
+    let reflected = client.frame(&proof, &who, |_| Ok(()));
     assert!(
         matches!(reflected, Err(Error::Authentication(_))),
         "{reflected:?}"
@@ -152,9 +152,9 @@ fn a_proof_that_is_sent_back_is_no_answer() {
 /// The frames that a step sends, and whether the conversation may go on.
 fn sent(step: Result<Step>) -> (Vec<Vec<u8>>, bool) {
     match step {
-        Ok(Step::Continue(frames) | Step::Admitted { frames, .. }) => (frames, true),
+        Ok(Step::Continue(frame) | Step::Admitted { frame, .. }) => (vec![frame], true),
         Ok(Step::Refuse(frame, _)) => (vec![frame], false),
-        Ok(Step::Ready) => (vec![], true),
+        Ok(Step::Ready(_)) => (vec![], true),
         Err(_) => (vec![], false),
     }
 }

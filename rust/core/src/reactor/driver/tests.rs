@@ -1,11 +1,10 @@
 use std::thread::{self, ThreadId};
 
 use kvpipe_ucx::Event;
-use rustix::event::epoll::EventFlags;
 
 use super::*;
 use crate::error::{Error, Result};
-use crate::reactor::{CommandReceiver, Reactor, ReactorSetup, Token};
+use crate::reactor::{CommandReceiver, Reactor, Token};
 use crate::transport::Worker;
 use crate::work::{Completer, Then, Work};
 
@@ -48,7 +47,7 @@ impl EventHandler for Answering {
     fn is_stopping(&self) -> bool {
         self.commands.is_stopping()
     }
-    fn handle_readiness(&mut self, _token: Token, _events: EventFlags) {}
+    fn handle_readiness(&mut self, _token: Token) {}
     fn handle_ucx_event(&mut self, _event: Event) {}
     fn poll(&mut self) -> bool {
         false
@@ -63,7 +62,6 @@ impl EventHandler for Answering {
         false
     }
     fn report_failures(&mut self) {}
-    fn closing(&mut self) {}
     fn end(self) {
         drop(self.commands.close());
     }
@@ -73,16 +71,10 @@ impl EventHandler for Answering {
 }
 
 fn reactor() -> Reactor<Ask> {
-    let setup = ReactorSetup {
-        busy_poll: Duration::ZERO,
-        address: None,
-        registrar: std::sync::Weak::new(),
-    };
-    let reactor = Reactor::start(setup, |parts| {
-        Ok(Answering {
-            commands: parts.commands,
-            kept: Vec::new(),
-        })
+    let registrar = std::sync::Weak::new();
+    let reactor = Reactor::start(Duration::ZERO, None, registrar, |_, commands, _| {
+        let kept = Vec::new();
+        Ok(Answering { commands, kept })
     });
     reactor.unwrap()
 }

@@ -35,7 +35,7 @@ const PEER: &str = "127.0.0.1:9";
 /// A session that is being made.
 fn connecting(cx: &mut ReactorContext) -> SessionKey {
     let (now, timeouts) = (cx.now(), cx.timeouts());
-    cx.add(Session::connecting(PEER.to_owned(), now, timeouts))
+    cx.add(Session::new(PEER.to_owned(), false, now, timeouts))
 }
 
 #[test]

@@ -17,7 +17,7 @@ impl ReactorContext {
         session_id: SessionId,
         worker: Option<&[u8]>,
     ) {
-        let session = Session::connecting("peer".to_owned(), self.now(), self.timeouts());
+        let session = Session::new("peer".to_owned(), false, self.now(), self.timeouts());
         self.sessions.insert(key, session);
         self.admit(key, session_id);
         if let Some(address) = worker {
@@ -31,11 +31,7 @@ impl ReactorContext {
         let worker = &self.data.as_ref()?.worker;
         worker.progress();
         std::iter::from_fn(|| worker.next_event()).find_map(|event| match event {
-            Event::Done { token, result }
-                if matches!(EndedOperation::of(token), EndedOperation::Service) =>
-            {
-                Some((token, result))
-            }
+            Event::Done { token, result } if message_of(token).is_none() => Some((token, result)),
             _ => None,
         })
     }
@@ -61,9 +57,9 @@ fn send(cx: &mut ReactorContext, session: SessionKey) -> bool {
 fn let_leave(cx: &mut ReactorContext) {
     while let Some(event) = cx.data.as_ref().unwrap().worker.next_event() {
         if let Event::Done { token, .. } = event
-            && let EndedOperation::Message { session, size_kib } = EndedOperation::of(token)
+            && let Some((session, size_kib)) = message_of(token)
         {
-            cx.finish_message(session, size_kib);
+            cx.endpoint_mut(session).unwrap().unsent_kib -= size_kib;
         }
     }
 }

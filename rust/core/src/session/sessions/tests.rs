@@ -34,6 +34,19 @@ impl Service for FailureNotes {
     }
 }
 
+fn sessions<S: Service>(
+    cx: ReactorContext,
+    service: S,
+    commands: CommandReceiver<S::Command>,
+) -> Sessions<S> {
+    Sessions {
+        cx,
+        service,
+        commands,
+        listener: None,
+    }
+}
+
 #[test]
 fn a_command_that_comes_while_the_end_of_a_session_is_seen_knows_of_it() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -41,12 +54,12 @@ fn a_command_that_comes_while_the_end_of_a_session_is_seen_knows_of_it() {
     let mut cx = ReactorContext::manual(None);
     let session = cx.add_accepted(stream, "peer".to_owned()).unwrap();
     let (send, receiver) = CommandReceiver::manual();
-    let mut sessions = Sessions::new(cx, FailureNotes::default(), receiver, None);
+    let mut sessions = sessions(cx, FailureNotes::default(), receiver);
     drop(listener.accept().unwrap());
     while sessions.service.0.last() != Some(&true) {
         // The end is on its way, and a command is there whenever it is seen.
         send(session);
-        sessions.receive(session, EventFlags::empty());
+        sessions.receive(session);
         let has_failed = sessions.cx.has_failed(session);
         assert_eq!(sessions.service.0.last(), Some(&has_failed));
     }
@@ -66,7 +79,7 @@ fn one_poll_receives_from_all_peers_that_have_sent() {
     };
     let peers: Vec<_> = (0..200).map(&mut peer).collect();
     let (_send, receiver) = CommandReceiver::manual();
-    let sessions = Sessions::new(cx, FailureNotes::default(), receiver, None);
+    let sessions = sessions(cx, FailureNotes::default(), receiver);
     let mut core = ReactorCore::new(sessions, poller, Duration::ZERO).unwrap();
     core.poll_sockets(Instant::now());
     let has_received =
@@ -163,12 +176,12 @@ fn a_read_of_a_stopped_peer_outlives_its_reactor_with_its_memory_until_the_peer_
     let (send, receiver) = CommandReceiver::manual();
     let cx = ReactorContext::manual(Some(context));
     let (pending, poller) = (cx.pending_reads().clone(), Arc::clone(&cx.poller));
-    let sessions = Sessions::new(cx, reading, receiver, None);
+    let sessions = sessions(cx, reading, receiver);
     let mut core = ReactorCore::new(sessions, poller, Duration::ZERO).unwrap();
     send(());
     core.run_once();
     assert_eq!(pending.check(), Ok(()), "it has not been closed");
-    core.end();
+    core.handler.end();
     let error = end.recv().expect("it has ended");
     assert!(error.contains("1 reads have not ended"), "{error}");
     assert!(matches!(pending.check(), Err(Error::Timeout(_))));

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvpipe_ucx::Buffer;
 
-use super::{INVALID_PARAM, lock};
+use super::INVALID_PARAM;
+use crate::sync::lock;
 use crate::transport::UcxResult;
 
 /// The registered memory of this process.

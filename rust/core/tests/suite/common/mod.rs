@@ -249,8 +249,8 @@ pub fn bytes(buffer: &Buffer) -> Vec<u8> {
 pub struct Raw {
     pub stream: TcpStream,
     pub session_id: SessionId,
-    /// The frames with which the handshake ends, while they are held back.
-    ready: Vec<Vec<u8>>,
+    /// The frame with which the handshake ends, while it is held back.
+    ready: Vec<u8>,
     pub context: Arc<Context>,
     pub worker: Worker,
     pub endpoint: EndpointId,
@@ -260,9 +260,8 @@ impl Raw {
     /// Establishes a session.
     pub fn connect(search: &Search, address: SocketAddr, kind: SessionKind) -> Self {
         let mut raw = Self::begin(search, address, kind);
-        for frame in std::mem::take(&mut raw.ready) {
-            send_frame(&mut raw.stream, &frame);
-        }
+        let ready = std::mem::take(&mut raw.ready);
+        send_frame(&mut raw.stream, &ready);
         raw.send(&[0], &[]);
         raw.message(0);
         while raw.worker.outstanding() > 0 {
@@ -283,28 +282,26 @@ impl Raw {
         let mut stream = TcpStream::connect(address).expect("connect");
         stream.set_read_timeout(Some(PATIENCE)).expect("timeout");
         let (mut handshake, hello) = Handshake::client(TOKEN, "raw").expect("handshake");
-        let mut to_send = vec![hello];
+        let mut to_send = hello;
         loop {
-            to_send
-                .drain(..)
-                .for_each(|frame| send_frame(&mut stream, &frame));
+            send_frame(&mut stream, &to_send);
             let frame = receive_frame(&mut stream).expect("frame");
             match handshake
                 .frame(&frame, &ours, |_| Ok(()))
                 .expect("accepted")
             {
-                Step::Continue(frames) => to_send = frames,
+                Step::Continue(frame) => to_send = frame,
                 Step::Admitted {
-                    frames,
-                    peer,
+                    frame,
                     session_id,
-                    ..
+                    peer,
                 } => {
+                    let peer = peer.expect("the client is ready");
                     let endpoint = worker.connect(&peer.ucx_address).expect("endpoint");
                     return Self {
                         stream,
                         session_id,
-                        ready: frames,
+                        ready: frame,
                         context,
                         worker,
                         endpoint,

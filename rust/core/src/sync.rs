@@ -1,0 +1,28 @@
+//! What threads wait for each other with: mutexes and eventfds.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::event::EventfdFlags;
+
+use crate::error::{Error, Result};
+
+/// Locks a mutex, whatever happened to other threads: a panic is reported where it happens, not by poison.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A descriptor that is readable from [`signal`] to [`clear`].
+pub(crate) fn eventfd() -> Result<OwnedFd> {
+    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .map_err(|error| Error::Exhausted(format!("no eventfd: {error}")))
+}
+
+pub(crate) fn signal(eventfd: &OwnedFd) {
+    // Fails only when the counter is full, and then the descriptor is readable already.
+    let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
+}
+
+pub(crate) fn clear(eventfd: &OwnedFd) {
+    let _ = rustix::io::read(eventfd, &mut [0u8; 8]);
+}
