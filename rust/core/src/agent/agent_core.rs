@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::AmData;
 
 use super::SharedState;
 use super::messages::{
@@ -76,15 +76,15 @@ pub(crate) struct AgentCore {
     pub(super) by_address: HashMap<String, SessionKey>,
     /// Reads under way, by the owner that the engine knows.
     pub(super) reads: HashMap<u64, ActiveRead>,
-    /// How reads of tasks have ended.
-    pub(super) task_ends: VecDeque<(u64, Result<BlocksRead>)>,
+    /// How reads for the service have ended.
+    pub(super) ended_reads: VecDeque<(u64, Result<BlocksRead>)>,
     pub(super) offers: HashMap<u64, Offer>,
     /// Of offers.
     pub(super) deadlines: Earliest,
     /// Peers that may have to be told which notifications have come.
     pub(super) to_note: BTreeSet<SessionKey>,
     /// Lines for people.
-    pub(super) logs: Vec<String>,
+    pub(crate) logs: Vec<String>,
 }
 
 impl AgentCore {
@@ -99,17 +99,12 @@ impl AgentCore {
             peers: HashMap::new(),
             by_address: HashMap::new(),
             reads: HashMap::new(),
-            task_ends: VecDeque::new(),
+            ended_reads: VecDeque::new(),
             offers: HashMap::new(),
             deadlines: Earliest::default(),
             to_note: BTreeSet::new(),
             logs: Vec::new(),
         }
-    }
-
-    /// Lines for people, since the last call.
-    pub(crate) fn drain_logs(&mut self) -> Vec<String> {
-        std::mem::take(&mut self.logs)
     }
 
     pub(crate) fn command(&mut self, cx: &mut ReactorContext, command: AgentCommand) {
@@ -212,16 +207,6 @@ impl AgentCore {
         }
     }
 
-    /// A read has ended.
-    pub(crate) fn done(
-        &mut self,
-        cx: &mut ReactorContext,
-        token: u64,
-        result: std::result::Result<(), Status>,
-    ) {
-        self.engine.read_ended(cx, token, result);
-    }
-
     /// Looks at deadlines; tells when to come back.
     pub(crate) fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let transfers = self.engine.expire(cx);
@@ -237,13 +222,8 @@ impl AgentCore {
             .min()
     }
 
-    /// Ends everything; the ends of tasks' reads are to be drained before [`finish_stop`](Self::finish_stop).
+    /// Ends everything that is left when the engine has stopped and its reads have been drained.
     pub(crate) fn stop(&mut self, cx: &mut ReactorContext, reason: &str) {
-        self.engine.stop(&cx.closed(reason));
-    }
-
-    /// Ends what is left when reads have ended.
-    pub(crate) fn finish_stop(&mut self, cx: &mut ReactorContext, reason: &str) {
         let closed = cx.closed(reason);
         for session in self.peers.keys().copied().collect::<Vec<_>>() {
             self.offers_down(session, &closed);

@@ -34,8 +34,8 @@ pub(super) enum ReadOwner {
         offer: u64,
         notice: Option<(u64, Vec<u8>)>,
     },
-    /// A task above the agent, by a token of the reactor.
-    Task(u64),
+    /// The service above the agent, which knows the read by this token of the reactor.
+    Service(u64),
 }
 
 /// Blocks of a peer that are wanted here.
@@ -63,7 +63,7 @@ pub(super) struct ActiveRead {
     pub(super) owner: ReadOwner,
 }
 
-/// What a task's read has brought.
+/// What a read for the service has brought.
 #[derive(Debug)]
 pub(crate) struct BlocksRead {
     pub(crate) memory: Arc<Memory>,
@@ -74,12 +74,12 @@ pub(crate) struct BlocksRead {
 }
 
 impl AgentCore {
-    /// Begins a read for a task above; [`next_task_end`](Self::next_task_end) tells how it ended. Checksums of its own
-    /// verify what comes.
-    pub(crate) fn read_for_task(
+    /// Begins a read for the service above, whose own checksums verify what comes.
+    /// [`next_ended_read`](Self::next_ended_read) returns how it ended.
+    pub(crate) fn read_for_service(
         &mut self,
         cx: &mut ReactorContext,
-        task: u64,
+        token: u64,
         session: SessionKey,
         (region, remote_region): (RegionId, RegionId),
         pieces: Pieces,
@@ -93,14 +93,14 @@ impl AgentCore {
             is_checksummed: false,
             is_retry,
             deadline: None,
-            owner: ReadOwner::Task(task),
+            owner: ReadOwner::Service(token),
         };
         self.read(cx, read);
     }
 
-    /// Ends a task whose blocks are not to be had.
-    pub(crate) fn fail_task(&mut self, task: u64, error: Error) {
-        self.task_ends.push_back((task, Err(error)));
+    /// Ends a read that cannot begin.
+    pub(crate) fn fail_read(&mut self, token: u64, error: Error) {
+        self.ended_reads.push_back((token, Err(error)));
     }
 
     /// Begins a read, or ends it at once with what is wrong with it.
@@ -118,7 +118,7 @@ impl AgentCore {
             _ => None,
         };
         let token = match read.owner {
-            ReadOwner::Task(task) => task,
+            ReadOwner::Service(token) => token,
             _ => cx.token(),
         };
         let transfer = self.engine.add(TransferRequest {
@@ -128,7 +128,7 @@ impl AgentCore {
             memory,
             pieces: read.pieces,
             is_checksummed: read.is_checksummed,
-            is_verified_by_owner: matches!(read.owner, ReadOwner::Task(_)),
+            is_verified_by_owner: matches!(read.owner, ReadOwner::Service(_)),
             is_retry: read.is_retry,
             deadline: read.deadline,
         });
@@ -178,9 +178,9 @@ impl AgentCore {
         }
     }
 
-    /// Ends what a task need not wait for.
-    pub(crate) fn abandon_task(&mut self, cx: &mut ReactorContext, task: u64, error: &Error) {
-        if let Some(read) = self.reads.get(&task) {
+    /// Ends a read that the service need not wait for.
+    pub(crate) fn abandon_read(&mut self, cx: &mut ReactorContext, token: u64, error: &Error) {
+        if let Some(read) = self.reads.get(&token) {
             self.engine.abandon(cx, read.transfer, error);
         }
     }
@@ -192,13 +192,13 @@ impl AgentCore {
         }
     }
 
-    /// The next read of a task that has ended. Ends those of users and offers on the way.
-    pub(crate) fn next_task_end(
+    /// The next read for the service that has ended. Ends those of users and offers on the way.
+    pub(crate) fn next_ended_read(
         &mut self,
         cx: &mut ReactorContext,
     ) -> Option<(u64, Result<BlocksRead>)> {
         self.drain(cx);
-        self.task_ends.pop_front()
+        self.ended_reads.pop_front()
     }
 
     fn completed(&mut self, cx: &mut ReactorContext, completion: Completion) {
@@ -253,7 +253,7 @@ impl AgentCore {
                 let outcome = outcome.map(|_| ());
                 self.answer(cx, session, (offer, notice), outcome);
             }
-            ReadOwner::Task(task) => self.task_ends.push_back((task, outcome)),
+            ReadOwner::Service(token) => self.ended_reads.push_back((token, outcome)),
         }
     }
 }

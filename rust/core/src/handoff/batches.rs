@@ -12,8 +12,7 @@ use crate::ids::HandoffId;
 use crate::ids::RegionId;
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
-use crate::transfer::region::{Layout, Pieces, coalesce};
-use crate::transport::Memory;
+use crate::transfer::region::{Pieces, coalesce};
 
 impl HandoffService {
     pub(super) fn read_batch(
@@ -24,14 +23,14 @@ impl HandoffService {
         batch: ReadBatch,
     ) {
         let (planned, is_retry) = (self.plan_batch(session, &batch), batch.is_retry);
-        let task = cx.token();
-        self.batches.insert(task, (handoff, batch));
+        let token = cx.token();
+        self.batches.insert(token, (handoff, batch));
         match planned {
             Ok((regions, pieces)) => {
                 self.agent
-                    .read_for_task(cx, task, session, regions, pieces, is_retry);
+                    .read_for_service(cx, token, session, regions, pieces, is_retry);
             }
-            Err(error) => self.agent.fail_task(task, error),
+            Err(error) => self.agent.fail_read(token, error),
         }
     }
 
@@ -39,48 +38,38 @@ impl HandoffService {
     pub(super) fn batch_ended(
         &mut self,
         cx: &mut ReactorContext,
-        task: u64,
+        token: u64,
         outcome: Result<BlocksRead>,
     ) {
-        let Some((handoff, batch)) = self.batches.remove(&task) else {
+        let Some((handoff, batch)) = self.batches.remove(&token) else {
+            return;
+        };
+        let Some(active) = self.loads.get_mut(&handoff) else {
             return;
         };
         match outcome {
             Ok(read) => {
-                let verified = self.verify(&handoff, &batch, &read.memory, &read.layout);
-                self.trace_arrival(&handoff, &batch, &verified, &read);
-                self.consumer
-                    .read_completed(&handoff, &batch, &verified, read.num_bytes);
+                let epoch = active.load.request.epoch;
+                let verified = verify(&handoff, epoch, &batch, &read);
+                let num_verified = verified.iter().filter(|is_verified| **is_verified).count();
+                let facts = [
+                    ("layer", u64::from(batch.region)),
+                    ("blocks", verified.len() as u64),
+                    ("verified", num_verified as u64),
+                    ("bytes", read.num_bytes),
+                ];
+                let began = self.trace.now().saturating_sub(read.elapsed);
+                self.trace.overlapping("arrived", &handoff, began, &facts);
+                active
+                    .load
+                    .read_completed(&batch, &verified, read.num_bytes);
             }
-            Err(error) => {
-                let reason = error.to_string();
-                self.consumer.read_failed(&handoff, &batch, &reason);
-            }
+            Err(error) => active.load.read_failed(&batch, &error.to_string()),
         }
-        if let Some(loading) = self.loading.get(&handoff) {
-            let since = loading.announced.unwrap_or(loading.started);
-            let after = Instant::now().saturating_duration_since(since);
-            self.consumer.caught_up(&handoff, after);
-        }
+        let since = active.announced.unwrap_or(active.started);
+        let after = Instant::now().saturating_duration_since(since);
+        active.load.caught_up(after);
         self.continue_load(cx, handoff);
-    }
-
-    fn trace_arrival(
-        &self,
-        handoff: &HandoffId,
-        batch: &ReadBatch,
-        verified: &[bool],
-        read: &BlocksRead,
-    ) {
-        let num_verified = verified.iter().filter(|is_verified| **is_verified).count();
-        let facts = [
-            ("layer", u64::from(batch.region)),
-            ("blocks", verified.len() as u64),
-            ("verified", num_verified as u64),
-            ("bytes", read.num_bytes),
-        ];
-        let began = self.trace.now().saturating_sub(read.elapsed);
-        self.trace.overlapping("arrived", handoff, began, &facts);
     }
 
     /// Handoffs name regions by their place among all of an agent.
@@ -103,22 +92,15 @@ impl HandoffService {
         )?;
         Ok(((id, theirs.id), pieces))
     }
+}
 
-    /// For each block of a batch, whether it is here with the checksum that the producer computed.
-    fn verify(
-        &self,
-        handoff: &HandoffId,
-        batch: &ReadBatch,
-        memory: &Memory,
-        layout: &Layout,
-    ) -> Vec<bool> {
-        let epoch = self.consumer.epoch(handoff).unwrap_or_default();
-        let is_verified = |(block, &local): (&ReadyBlock, &u32)| {
-            block_bytes(memory, layout, local).is_some_and(|bytes| {
-                checksum(handoff, epoch, block.region, block.position, bytes) == block.checksum
-            })
-        };
-        let blocks = batch.blocks.iter().zip(&batch.local_ids);
-        blocks.map(is_verified).collect()
-    }
+/// For each block of a batch, whether it is here with the checksum that the producer computed.
+fn verify(handoff: &HandoffId, epoch: u32, batch: &ReadBatch, read: &BlocksRead) -> Vec<bool> {
+    let is_verified = |(block, &local): (&ReadyBlock, &u32)| {
+        block_bytes(&read.memory, &read.layout, local).is_some_and(|bytes| {
+            checksum(handoff, epoch, block.region, block.position, bytes) == block.checksum
+        })
+    };
+    let blocks = batch.blocks.iter().zip(&batch.local_ids);
+    blocks.map(is_verified).collect()
 }

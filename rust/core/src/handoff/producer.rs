@@ -6,7 +6,9 @@ use std::collections::hash_map::Entry;
 use std::time::{Duration, Instant};
 
 use super::ReadyBlock;
+use super::messages::HandoffMessage;
 use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
+use crate::session::ReactorContext;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
 /// Selections that may wait for unknown handoffs: bounds what peers make this worker remember.
@@ -17,75 +19,63 @@ const ANNOUNCED_CAP: usize = 16 << 10;
 /// end to this worker; prefill itself may compute for minutes.
 const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// A message that the producer sends to a consumer.
+/// A message to a consumer.
 #[derive(Debug, PartialEq, Eq)]
-pub enum ProducerAction {
-    /// The consumer may read these blocks.
-    Announce {
-        /// The consumer.
-        session: SessionKey,
-        /// The handoff of the blocks.
-        handoff: HandoffId,
-        /// Its epoch.
-        epoch: u32,
-        /// The blocks.
-        blocks: Vec<ReadyBlock>,
-    },
-    /// The handoff has ended; no more blocks follow.
-    End {
-        /// The consumer.
-        session: SessionKey,
-        /// The handoff.
-        handoff: HandoffId,
-        /// Why it ended.
-        reason: String,
-    },
+pub(super) struct Outgoing {
+    pub(super) session: SessionKey,
+    pub(super) handoff: HandoffId,
+    pub(super) message: HandoffMessage,
+}
+
+pub(super) fn send_all(cx: &mut ReactorContext, messages: Vec<Outgoing>) {
+    for outgoing in messages {
+        outgoing
+            .message
+            .send(cx, outgoing.session, &outgoing.handoff);
+    }
 }
 
 /// A consumer's request for the blocks of a handoff from one position to another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BlockSelection {
-    /// The consumer.
-    pub session: SessionKey,
-    /// The handoff.
-    pub handoff: HandoffId,
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BlockSelection {
+    pub(super) session: SessionKey,
+    pub(super) handoff: HandoffId,
     /// The first position that the consumer lacks.
-    pub first: u32,
+    pub(super) first: u32,
     /// The position after the last.
-    pub end: u32,
+    pub(super) end: u32,
 }
 
 impl BlockSelection {
+    /// Announces those of the blocks that are selected.
     fn announce(
         self,
         epoch: u32,
         blocks: &[ReadyBlock],
-    ) -> impl Iterator<Item = ProducerAction> + use<'_> {
-        let Self {
-            session,
-            handoff,
-            first,
-            end,
-        } = self;
+    ) -> impl Iterator<Item = Outgoing> + use<'_> {
+        let positions = self.first..self.end;
         let mut selected = blocks
             .iter()
-            .filter(move |block| (first..end).contains(&block.position));
+            .filter(move |block| positions.contains(&block.position));
         std::iter::from_fn(move || {
             let blocks: Vec<ReadyBlock> = selected.by_ref().take(ANNOUNCED_CAP).copied().collect();
-            (!blocks.is_empty()).then_some(ProducerAction::Announce {
-                session,
-                handoff,
-                epoch,
-                blocks,
-            })
+            if blocks.is_empty() {
+                return None;
+            }
+            Some(self.message(HandoffMessage::BlocksReady { epoch, blocks }))
         })
     }
 
-    fn end(self, reason: &str) -> ProducerAction {
-        ProducerAction::End {
+    fn end(self, reason: &str) -> Outgoing {
+        let reason = reason.to_owned();
+        self.message(HandoffMessage::Ended { reason })
+    }
+
+    fn message(self, message: HandoffMessage) -> Outgoing {
+        Outgoing {
             session: self.session,
             handoff: self.handoff,
-            reason: reason.to_owned(),
+            message,
         }
     }
 }
@@ -113,7 +103,7 @@ impl Waiter for PendingSelection {
 
 /// All handoffs that this worker produces.
 #[derive(Debug)]
-pub struct Producer {
+pub(super) struct Producer {
     leased: HashMap<HandoffId, ReadyHandoff>,
     pending: FairWaitlist<PendingSelection>,
     /// Why handoffs ended, to answer late selections at once.
@@ -132,12 +122,12 @@ impl Default for Producer {
 
 impl Producer {
     /// Adds ready blocks to a handoff. A new epoch voids all earlier announcements.
-    pub fn mark_ready(
+    pub(super) fn mark_ready(
         &mut self,
         handoff: HandoffId,
         epoch: u32,
         blocks: &[ReadyBlock],
-    ) -> Vec<ProducerAction> {
+    ) -> Vec<Outgoing> {
         if self.ended.get(&handoff).is_some() {
             return Vec::new();
         }
@@ -166,7 +156,7 @@ impl Producer {
     }
 
     /// Receives a selection. One of an unknown handoff waits for its first ready block.
-    pub fn select(&mut self, selection: BlockSelection, now: Instant) -> Vec<ProducerAction> {
+    pub(super) fn select(&mut self, selection: BlockSelection, now: Instant) -> Vec<Outgoing> {
         let BlockSelection {
             session, handoff, ..
         } = selection;
@@ -192,7 +182,7 @@ impl Producer {
     }
 
     /// Ends a handoff: its blocks may change from now on.
-    pub fn end_handoff(&mut self, handoff: HandoffId, reason: &str) -> Vec<ProducerAction> {
+    pub(super) fn end_handoff(&mut self, handoff: HandoffId, reason: &str) -> Vec<Outgoing> {
         if self.ended.get(&handoff).is_none() {
             self.ended.insert(handoff, reason.to_owned());
         }
@@ -209,7 +199,7 @@ impl Producer {
     }
 
     /// Receives a consumer's acknowledgement. The first one of a leased handoff ends it, and returns true.
-    pub fn acknowledge(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
+    pub(super) fn acknowledge(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
         let Entry::Occupied(leased) = self.leased.entry(handoff) else {
             return false;
         };
@@ -224,7 +214,7 @@ impl Producer {
     }
 
     /// Forgets the selections of a lost session.
-    pub fn session_down(&mut self, session: SessionKey) {
+    pub(super) fn session_down(&mut self, session: SessionKey) {
         for leased in self.leased.values_mut() {
             leased.selections.retain(|other| other.session != session);
         }
@@ -233,7 +223,7 @@ impl Producer {
     }
 
     /// Refuses selections whose first block was not ready in time, and returns the next deadline.
-    pub fn expire(&mut self, now: Instant) -> (Vec<ProducerAction>, Option<Instant>) {
+    pub(super) fn expire(&mut self, now: Instant) -> (Vec<Outgoing>, Option<Instant>) {
         let expired = self.pending.remove_if(|one| one.deadline <= now);
         let reason = "the handoff is not known here";
         let ended = expired.iter().map(|one| one.selection.end(reason));
@@ -242,7 +232,7 @@ impl Producer {
     }
 
     /// Number of handoffs that are leased.
-    pub fn num_leased(&self) -> usize {
+    pub(super) fn num_leased(&self) -> usize {
         self.leased.len()
     }
 }

@@ -24,24 +24,30 @@ fn selection(session: SessionKey, first: u32, end: u32) -> BlockSelection {
     }
 }
 
-fn positions(actions: &[ProducerAction]) -> Vec<u32> {
-    let of = |action: &ProducerAction| match action {
-        ProducerAction::Announce { blocks, .. } => {
-            blocks.iter().map(|block| block.position).collect()
-        }
-        ProducerAction::End { .. } => vec![],
+fn announced(messages: &[Outgoing]) -> Vec<ReadyBlock> {
+    let of = |outgoing: &Outgoing| match &outgoing.message {
+        HandoffMessage::BlocksReady { blocks, .. } => blocks.clone(),
+        _ => vec![],
     };
-    actions.iter().flat_map(of).collect()
+    messages.iter().flat_map(of).collect()
 }
 
-fn layers(actions: &[ProducerAction]) -> Vec<u16> {
-    let of = |action: &ProducerAction| match action {
-        ProducerAction::Announce { blocks, .. } => {
-            blocks.iter().map(|block| block.region).collect()
-        }
-        ProducerAction::End { .. } => vec![],
-    };
-    actions.iter().flat_map(of).collect()
+fn positions(messages: &[Outgoing]) -> Vec<u32> {
+    let blocks = announced(messages);
+    blocks.iter().map(|block| block.position).collect()
+}
+
+fn layers(messages: &[Outgoing]) -> Vec<u16> {
+    let blocks = announced(messages);
+    blocks.iter().map(|block| block.region).collect()
+}
+
+/// The consumer to which the only message goes, if that is the end of a handoff.
+fn refused(messages: &[Outgoing]) -> Option<SessionKey> {
+    match messages {
+        [one] if matches!(one.message, HandoffMessage::Ended { .. }) => Some(one.session),
+        _ => None,
+    }
 }
 
 #[test]
@@ -62,11 +68,9 @@ fn blocks_marked_ready_together_in_several_layers_are_one_announcement() {
     let both: Vec<ReadyBlock> = (0..3)
         .flat_map(|region| [in_layer(region, 0), in_layer(region, 1)])
         .collect();
-    let actions = producer.mark_ready(ID, 0, &both);
-    assert!(
-        matches!(&actions[..], [ProducerAction::Announce { blocks, .. }] if *blocks == both),
-        "{actions:?}"
-    );
+    let messages = producer.mark_ready(ID, 0, &both);
+    assert_eq!(messages.len(), 1);
+    assert_eq!(announced(&messages), both);
 }
 
 #[test]
@@ -77,11 +81,11 @@ fn a_late_selection_gets_any_number_of_blocks_in_announcements_of_bounded_size()
     producer.select(selection(20, 0, end), now);
     let in_time = producer.mark_ready(ID, 0, &blocks);
     let late = producer.select(selection(21, 0, end), now);
-    let size = |action: &ProducerAction| positions(std::slice::from_ref(action)).len();
-    for actions in [in_time, late] {
-        let sizes: Vec<usize> = actions.iter().map(size).collect();
+    let size = |outgoing: &Outgoing| positions(std::slice::from_ref(outgoing)).len();
+    for messages in [in_time, late] {
+        let sizes: Vec<usize> = messages.iter().map(size).collect();
         assert_eq!(sizes, [ANNOUNCED_CAP, ANNOUNCED_CAP, 1]);
-        assert_eq!(positions(&actions), (0..end).collect::<Vec<_>>());
+        assert_eq!(positions(&messages), (0..end).collect::<Vec<_>>());
     }
 }
 
@@ -92,8 +96,8 @@ fn each_layer_is_announced_once_to_earlier_selections_and_all_layers_to_later_on
     assert_eq!(layers(&producer.select(selection(20, 0, 1), now)), [0]);
     assert_eq!(layers(&producer.mark_ready(ID, 0, &[in_layer(1, 0)])), [1]);
     assert_eq!(layers(&producer.select(selection(21, 0, 1), now)), [0, 1]);
-    let actions = producer.mark_ready(ID, 0, &[in_layer(2, 0)]);
-    assert_eq!(layers(&actions), [2, 2]);
+    let messages = producer.mark_ready(ID, 0, &[in_layer(2, 0)]);
+    assert_eq!(layers(&messages), [2, 2]);
 }
 
 #[test]
@@ -121,11 +125,8 @@ fn a_selection_without_a_first_block_is_refused_at_its_deadline() {
         producer.expire(now),
         (vec![], Some(now + FIRST_BLOCK_TIMEOUT))
     );
-    let (actions, _) = producer.expire(now + FIRST_BLOCK_TIMEOUT);
-    assert!(
-        matches!(&actions[..], [ProducerAction::End { session: 20, .. }]),
-        "{actions:?}"
-    );
+    let (messages, _) = producer.expire(now + FIRST_BLOCK_TIMEOUT);
+    assert_eq!(refused(&messages), Some(20), "{messages:?}");
 }
 
 #[test]
@@ -139,16 +140,15 @@ fn selections_of_unknown_handoffs_do_not_shut_out_another_consumer() {
         };
         producer.select(random, now);
     }
-    let actions = producer.select(selection(21, 0, 1), now);
-    assert!(
-        matches!(&actions[..], [ProducerAction::End { session: 20, .. }]),
-        "{actions:?}"
+    let messages = producer.select(selection(21, 0, 1), now);
+    assert_eq!(refused(&messages), Some(20), "{messages:?}");
+    let messages = producer.mark_ready(ID, 0, &[block(0)]);
+    assert_eq!(
+        (messages.len(), messages[0].session),
+        (1, 21),
+        "{messages:?}"
     );
-    let actions = producer.mark_ready(ID, 0, &[block(0)]);
-    assert!(
-        matches!(&actions[..], [ProducerAction::Announce { session: 21, .. }]),
-        "{actions:?}"
-    );
+    assert_eq!(positions(&messages), [0]);
 }
 
 #[test]
@@ -177,22 +177,21 @@ fn an_ended_handoff_is_refused_and_never_comes_back() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.mark_ready(ID, 0, &[block(0)]);
     producer.select(selection(20, 0, 1), now);
-    let actions = producer.end_handoff(ID, "aborted");
+    let messages = producer.end_handoff(ID, "aborted");
     assert_eq!(
-        actions,
-        [ProducerAction::End {
+        messages,
+        [Outgoing {
             session: 20,
             handoff: ID,
-            reason: "aborted".to_owned()
+            message: HandoffMessage::Ended {
+                reason: "aborted".to_owned()
+            }
         }]
     );
     producer.mark_ready(ID, 0, &[block(1)]);
     assert_eq!(producer.num_leased(), 0);
-    let actions = producer.select(selection(21, 0, 1), now);
-    assert!(
-        matches!(&actions[..], [ProducerAction::End { session: 21, .. }]),
-        "{actions:?}"
-    );
+    let messages = producer.select(selection(21, 0, 1), now);
+    assert_eq!(refused(&messages), Some(21), "{messages:?}");
 }
 
 #[test]
