@@ -8,15 +8,12 @@ use std::time::Instant;
 use kvpipe_ucx::AmData;
 
 use super::SharedState;
-use super::messages::{
-    ACCEPTED, CORRUPT, DECLINED, NOTED, NOTIFY, OFFER, PROCESS_VM, REGIONS, RELEASED,
-    RemoteRegions, VOID,
-};
-use super::offers::Offer;
+use super::messages::{AgentMessage, PROCESS_VM, REGIONS, RELEASED, read_regions};
+use super::offers::Write;
 use super::peer::Peer;
 use super::peers::PeerState;
 use super::plan::{Region, region_gone};
-use super::reads::{ActiveRead, BlockRead, BlocksRead};
+use super::reads::{ActiveRead, BlockTransfer, BlocksRead, Caller, ReadOwner};
 use super::regions::{Closing, LocalRegion};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
@@ -52,8 +49,8 @@ pub(super) enum AgentCommandKind {
         incarnation: Option<Incarnation>,
         completer: Completer<Peer>,
     },
-    Read(BlockRead),
-    Write(Offer),
+    Read(BlockTransfer, Caller),
+    Write(Write),
     Notify {
         session: SessionKey,
         tag: Vec<u8>,
@@ -78,8 +75,8 @@ pub(crate) struct AgentCore {
     pub(super) reads: HashMap<u64, ActiveRead>,
     /// How reads for the service have ended.
     pub(super) ended_reads: VecDeque<(u64, Result<BlocksRead>)>,
-    pub(super) offers: HashMap<u64, Offer>,
-    /// Of offers.
+    pub(super) writes: HashMap<u64, Write>,
+    /// Deadlines of writes.
     pub(super) deadlines: Earliest,
     /// Peers that may have to be told which notifications have come.
     pub(super) to_note: BTreeSet<SessionKey>,
@@ -100,7 +97,7 @@ impl AgentCore {
             by_address: HashMap::new(),
             reads: HashMap::new(),
             ended_reads: VecDeque::new(),
-            offers: HashMap::new(),
+            writes: HashMap::new(),
             deadlines: Earliest::default(),
             to_note: BTreeSet::new(),
             logs: Vec::new(),
@@ -122,8 +119,11 @@ impl AgentCore {
                 incarnation,
                 completer,
             } => self.connect(cx, &address, incarnation, completer),
-            AgentCommandKind::Read(read) => self.read(cx, read),
-            AgentCommandKind::Write(offer) => self.write_command(cx, offer),
+            AgentCommandKind::Read(transfer, caller) => {
+                let session = transfer.peer.session();
+                self.read(cx, session, Ok(transfer), ReadOwner::Caller(caller));
+            }
+            AgentCommandKind::Write(write) => self.write_command(cx, write),
             AgentCommandKind::Notify {
                 session,
                 tag,
@@ -152,7 +152,7 @@ impl AgentCore {
         self.logs.push(format!("session.closed {error}"));
         self.peer_down(session, error);
         self.engine.session_down(cx, session, error);
-        self.offers_down(session, error);
+        self.writes_down(session, error);
         self.regions_down(session);
     }
 
@@ -166,8 +166,7 @@ impl AgentCore {
         let mut reader = Reader::new(frame);
         match reader.u8()? {
             REGIONS => {
-                let regions = RemoteRegions::read(reader)?;
-                self.receive_regions(cx, session, regions)?;
+                self.receive_regions(cx, session, read_regions(reader)?)?;
                 return Ok(true);
             }
             PROCESS_VM => self.engine.receive_process_address(cx, session, reader)?,
@@ -189,21 +188,28 @@ impl AgentCore {
         (kind, header): (u8, Reader<'_>),
         data: &AmData,
     ) -> Result<()> {
-        match kind {
-            kind if Message::is_kind(kind) => {
-                let handled = self.engine.message(cx, session, (kind, header), data)?;
-                if let Handled::Request(request) = handled {
-                    let source = self.exposed_to(session, request.source);
-                    let source = source.ok_or_else(region_gone);
-                    self.engine.serve(cx, &request, source);
-                }
-                Ok(())
+        if Message::is_kind(kind) {
+            let handled = self.engine.message(cx, session, (kind, header), data)?;
+            if let Handled::Request(request) = handled {
+                let source = self.exposed_to(session, request.source);
+                let source = source.ok_or_else(region_gone);
+                self.engine.serve(cx, &request, source);
             }
-            OFFER | ACCEPTED | DECLINED | CORRUPT => {
-                self.offer_message(cx, session, kind, header, data)
+            return Ok(());
+        }
+        match AgentMessage::decode(kind, header, data)? {
+            AgentMessage::Offer(offer) => self.offered(cx, session, offer),
+            AgentMessage::Accepted { offer } => self.answered(cx, session, offer, Ok(())),
+            AgentMessage::Declined { offer, reason } => {
+                let error = Error::Config(format!("the peer declined the write: {reason}"));
+                self.answered(cx, session, offer, Err(error))
             }
-            NOTIFY | VOID | NOTED => self.notice_message(cx, session, kind, header, data),
-            other => Err(Error::protocol(format_args!("message {other} to an agent"))),
+            AgentMessage::Corrupt { offer, reason } => {
+                self.answered(cx, session, offer, Err(Error::Corrupt(reason)))
+            }
+            AgentMessage::Notify { number, tag } => self.arrive(session, number, Some(tag)),
+            AgentMessage::Void { number } => self.arrive(session, number, None),
+            AgentMessage::Noted { received, drained } => self.noted(cx, session, received, drained),
         }
     }
 
@@ -211,7 +217,7 @@ impl AgentCore {
     pub(crate) fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let transfers = self.engine.expire(cx);
         self.drain(cx);
-        self.expire_offers(cx);
+        self.expire_writes(cx);
         let described = self.expire_peers(cx);
         self.note(cx);
         self.release(cx);
@@ -226,7 +232,7 @@ impl AgentCore {
     pub(crate) fn stop(&mut self, cx: &mut ReactorContext, reason: &str) {
         let closed = cx.closed(reason);
         for session in self.peers.keys().copied().collect::<Vec<_>>() {
-            self.offers_down(session, &closed);
+            self.writes_down(session, &closed);
             self.peer_down(session, &closed);
         }
         self.end_all_closing(cx.pending_reads());

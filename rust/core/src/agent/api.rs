@@ -1,7 +1,7 @@
 //! Block transfers and notifications, as other threads ask for them.
 
 use std::os::fd::RawFd;
-use std::sync::PoisonError;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -10,14 +10,14 @@ use kvpipe_ucx::Buffer;
 use super::agent_core::AgentCommandKind;
 use super::metadata::Metadata;
 use super::notices::check_tag;
-use super::offers::Offer;
-use super::reads::{BlockRead, Notify, ReadOwner};
+use super::offers::Write;
+use super::reads::{BlockTransfer, Caller, Notify};
 use super::regions::LocalRegion;
 use super::{Agent, AgentCommand, Notification, Options, Peer, Plan, Region, Stats};
 use crate::error::{Error, Result};
 use crate::ids::Incarnation;
 use crate::net::address::check_address;
-use crate::transfer::region::{Layout, NAME_CAP};
+use crate::transfer::region::{Layout, NAME_CAP, Pieces};
 use crate::work::{Waited, Work};
 
 impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
@@ -138,8 +138,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
 
     /// The peers that are connected, whoever began.
     pub fn peers(&self) -> Vec<Peer> {
-        let peers = self.shared.peers.lock();
-        let peers = peers.unwrap_or_else(PoisonError::into_inner);
+        let peers = self.shared.peers();
         let is_there = |peer: &&Peer| peer.lost().is_none();
         peers.values().filter(is_there).cloned().collect()
     }
@@ -169,44 +168,40 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     /// What is wrong with the blocks or the tag; nothing has begun.
     pub fn read(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
-        let pieces = plan.reading()?;
-        let (done, completer) = self.reactor.work();
-        let notify = options.notify.map(|tag| Notify { tag, number: None });
-        self.send(AgentCommandKind::Read(BlockRead {
-            session: plan.peer.session(),
-            region: plan.local.id(),
-            remote_region: plan.remote.id,
-            pieces,
-            is_checksummed: self.is_checksummed,
-            is_retry: false,
-            deadline,
-            owner: ReadOwner::Caller(completer, notify),
-        }))?;
+        let (transfer, caller, done) = self.transfer(plan, plan.reading()?, options, deadline);
+        self.send(AgentCommandKind::Read(transfer, caller))?;
         Ok(done)
     }
 
-    /// Offers our blocks to a peer, which takes them. The work ends with the number of bytes once they are there.
+    /// Offers our blocks to a peer, which reads them. The work ends with the number of bytes once they are there.
     ///
     /// # Errors
     /// As for [`read`](Self::read); what the peer alone can know, the work tells.
     pub fn write(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
-        let pieces = plan.writing()?;
+        let (transfer, caller, done) = self.transfer(plan, plan.writing()?, options, deadline);
+        self.send(AgentCommandKind::Write(Write { transfer, caller }))?;
+        Ok(done)
+    }
+
+    fn transfer(
+        &self,
+        plan: &Plan,
+        pieces: Arc<Pieces>,
+        options: Options,
+        deadline: Option<Instant>,
+    ) -> (BlockTransfer, Caller, Work<u64>) {
         let (done, completer) = self.reactor.work();
-        let notify = options.notify.map(|tag| Notify { tag, number: None });
-        self.send(AgentCommandKind::Write(Offer {
-            session: plan.peer.session(),
+        let transfer = BlockTransfer {
             peer: plan.peer.clone(),
             region: plan.local.id(),
             remote_region: plan.remote.id,
             pieces,
             is_checksummed: self.is_checksummed,
-            notify,
             deadline,
-            completer,
-            is_sent: false,
-        }))?;
-        Ok(done)
+        };
+        let notify = options.notify.map(|tag| Notify { tag, number: None });
+        (transfer, Caller { completer, notify }, done)
     }
 
     /// Sends a tag to a peer's user. The work ends when the peer has it, which waits while its user does not take

@@ -17,7 +17,7 @@ pub(crate) mod regions;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::Result;
 use crate::ids::Incarnation;
@@ -33,24 +33,30 @@ pub use agent_core::AgentCommand;
 pub use inbox::Notification;
 pub use metadata::Metadata;
 pub use notices::TAG_CAP;
-pub use peer::{Peer, RegionInfo, Stats};
+pub use peer::{Peer, Regions, Stats};
 pub use plan::{Options, Plan, Region};
 
 pub(crate) use agent_core::AgentCore;
 pub(crate) use messages::reason;
 pub(crate) use plan::region_gone;
-pub(crate) use reads::BlocksRead;
+pub(crate) use reads::{BlockTransfer, BlocksRead, ReadOwner};
 
 use inbox::Inbox;
 use peer::Counters;
 
-/// What the agent's thread shows to others.
+/// What the reactor's thread shows to others.
 #[derive(Debug)]
 struct SharedState {
     peers: Mutex<BTreeMap<SessionKey, Peer>>,
     counters: Counters,
     inbox: Inbox,
     num_regions: AtomicUsize,
+}
+
+impl SharedState {
+    fn peers(&self) -> MutexGuard<'_, BTreeMap<SessionKey, Peer>> {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Where an agent listens, and who it is.

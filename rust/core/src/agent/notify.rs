@@ -2,15 +2,13 @@
 
 use super::agent_core::AgentCore;
 use super::inbox::Notification;
-use super::messages::{NOTED, NOTIFY, VOID};
+use super::messages::AgentMessage;
 use super::notices::Notice;
 use super::plan::peer_gone;
-use super::reads::{Notify, ReadOwner};
+use super::reads::Notify;
 use crate::error::Result;
 use crate::ids::SessionKey;
-use crate::net::codec::Reader;
 use crate::session::ReactorContext;
-use crate::transport::Payload;
 use crate::work::Completer;
 
 /// The sender's side.
@@ -39,17 +37,14 @@ impl AgentCore {
 
     /// Gives numbers as far as the window has room.
     fn send_notices(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        loop {
-            let peer = self.peers.get_mut(&session);
-            match peer.and_then(|peer| peer.outbox.pop()) {
-                None => return,
-                Some((number, Notice::Transfer(id, _))) => self.numbered(cx, session, id, number),
-                Some((number, Notice::Tag(tag, completer))) => {
-                    let header = cx.header(session, NOTIFY).u64(number);
-                    cx.message(session, header, Payload::Bytes(tag));
-                    if let Some(peer) = self.peers.get_mut(&session) {
-                        peer.outbox.sent(number, completer);
-                    }
+        while let Some(peer) = self.peers.get_mut(&session)
+            && let Some((number, notice)) = peer.outbox.pop()
+        {
+            match notice {
+                Notice::Transfer(id, _) => self.numbered(cx, session, id, number),
+                Notice::Tag(tag, completer) => {
+                    peer.outbox.sent(number, completer);
+                    AgentMessage::Notify { number, tag }.send(cx, session);
                 }
             }
         }
@@ -57,49 +52,34 @@ impl AgentCore {
 
     /// A transfer has its number, and begins.
     fn numbered(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64, number: u64) {
-        if let Some(offer) = self.offers.get_mut(&id) {
-            if let Some(notify) = &mut offer.notify {
+        if let Some(write) = self.writes.get_mut(&id) {
+            if let Some(notify) = &mut write.caller.notify {
                 notify.number = Some(number);
             }
-            return self.offer_ready(cx, session, id);
+            self.write_ready(cx, session, id);
+        } else if !self.read_numbered(cx, id, number) {
+            AgentMessage::Void { number }.send(cx, session);
         }
-        if let Some(read) = self.reads.get_mut(&id)
-            && let ReadOwner::Caller(_, Some(notify)) = &mut read.owner
-        {
-            notify.number = Some(number);
-            return self.engine.enqueue(cx, read.transfer);
-        }
-        self.void(cx, session, number);
     }
 
-    /// A transfer of ours has ended, and the peer is waiting for its number if it has one.
-    pub(super) fn tell(
+    /// A transfer of ours has ended: the peer is waiting for its number if it has one.
+    pub(super) fn notify_of_transfer(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         notify: Option<Notify>,
         is_ok: bool,
     ) {
-        let Some(Notify {
-            tag,
-            number: Some(number),
-        }) = notify
-        else {
-            return;
-        };
-        if !is_ok {
-            return self.void(cx, session, number);
-        }
-        let header = cx.header(session, NOTIFY).u64(number);
-        if self.peers.contains_key(&session) {
-            cx.message(session, header, Payload::Bytes(tag));
-        }
-    }
-
-    fn void(&mut self, cx: &mut ReactorContext, session: SessionKey, number: u64) {
-        let header = cx.header(session, VOID).u64(number);
-        if self.peers.contains_key(&session) {
-            cx.message(session, header, Payload::None);
+        if let Some(notify) = notify
+            && let Some(number) = notify.number
+        {
+            let tag = notify.tag;
+            let message = if is_ok {
+                AgentMessage::Notify { number, tag }
+            } else {
+                AgentMessage::Void { number }
+            };
+            message.send(cx, session);
         }
     }
 }
@@ -152,33 +132,24 @@ impl AgentCore {
     pub(super) fn note(&mut self, cx: &mut ReactorContext) {
         for session in std::mem::take(&mut self.to_note) {
             let peer = self.peers.get_mut(&session);
-            if let Some((queued, taken)) = peer.and_then(|peer| peer.arrivals.note()) {
-                let header = cx.header(session, NOTED).u64(queued).u64(taken);
-                cx.message(session, header, Payload::None);
+            if let Some((received, drained)) = peer.and_then(|peer| peer.arrivals.note()) {
+                AgentMessage::Noted { received, drained }.send(cx, session);
             }
         }
     }
 
-    pub(super) fn notice_message(
+    /// The peer tells what has come and what was drained of it.
+    pub(super) fn noted(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        kind: u8,
-        mut header: Reader<'_>,
-        data: &[u8],
+        received: u64,
+        drained: u64,
     ) -> Result<()> {
-        let number = header.u64()?;
-        if kind == NOTED {
-            let taken = header.u64()?;
-            header.end()?;
-            if let Some(peer) = self.peers.get_mut(&session) {
-                peer.outbox.noted(number, taken)?;
-            }
-            self.send_notices(cx, session);
-            return Ok(());
+        if let Some(peer) = self.peers.get_mut(&session) {
+            peer.outbox.noted(received, drained)?;
         }
-        header.end()?;
-        let tag = (kind == NOTIFY).then(|| data.to_vec());
-        self.arrive(session, number, tag)
+        self.send_notices(cx, session);
+        Ok(())
     }
 }

@@ -6,14 +6,14 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::notices::check_tag;
-use super::peer::{Peer, RegionInfo};
+use super::peer::Peer;
 use crate::error::{Error, Result};
 use crate::ids::Incarnation;
 use crate::ids::RegionId;
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
 use crate::transfer::message::BLOCKS_CAP;
-use crate::transfer::region::{Layout, Pieces, check_sizes, coalesce};
+use crate::transfer::region::{Layout, Pieces, RemoteRegion, check_sizes, coalesce};
 
 #[derive(Debug)]
 struct Registered {
@@ -127,7 +127,7 @@ impl Options {
 pub struct Plan {
     pub(super) peer: Peer,
     pub(super) local: Region,
-    pub(super) remote: RegionInfo,
+    pub(super) remote: Arc<RemoteRegion>,
     local_ids: Vec<u32>,
     remote_ids: Vec<u32>,
     reading: OnceLock<Result<Arc<Pieces>>>,

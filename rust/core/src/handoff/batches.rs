@@ -1,18 +1,18 @@
 //! Batches of a load: reads of blocks of one region, and the comparison of what has come with the producer's checksums.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::announcements::block_bytes;
 use super::consumer::ReadBatch;
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum};
-use crate::agent::{BlocksRead, region_gone};
+use crate::agent::{BlockTransfer, BlocksRead, ReadOwner, region_gone};
 use crate::error::Result;
 use crate::ids::HandoffId;
-use crate::ids::RegionId;
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
-use crate::transfer::region::{Pieces, coalesce};
+use crate::transfer::region::coalesce;
 
 impl HandoffService {
     pub(super) fn read_batch(
@@ -22,16 +22,11 @@ impl HandoffService {
         handoff: HandoffId,
         batch: ReadBatch,
     ) {
-        let (planned, is_retry) = (self.plan_batch(session, &batch), batch.is_retry);
-        let token = cx.token();
+        let transfer = self.plan_batch(session, &batch);
+        let (token, is_retry) = (cx.token(), batch.is_retry);
         self.batches.insert(token, (handoff, batch));
-        match planned {
-            Ok((regions, pieces)) => {
-                self.agent
-                    .read_for_service(cx, token, session, regions, pieces, is_retry);
-            }
-            Err(error) => self.agent.fail_read(token, error),
-        }
+        let owner = ReadOwner::Service { token, is_retry };
+        self.agent.read(cx, session, transfer, owner);
     }
 
     /// A read of blocks has ended.
@@ -73,24 +68,25 @@ impl HandoffService {
     }
 
     /// Handoffs name regions by their place among all of an agent.
-    fn plan_batch(
-        &self,
-        session: SessionKey,
-        batch: &ReadBatch,
-    ) -> Result<((RegionId, RegionId), Pieces)> {
+    fn plan_batch(&self, session: SessionKey, batch: &ReadBatch) -> Result<BlockTransfer> {
         let place = usize::from(batch.region);
-        let peer = self.agent.peers.get(&session);
-        let theirs = peer.and_then(|peer| peer.regions.as_ref()?.values().nth(place));
-        let (Some((&id, ours)), Some(theirs)) = (self.agent.regions.iter().nth(place), theirs)
+        let peer = self.agent.peers.get(&session).ok_or_else(region_gone)?;
+        let theirs = peer.regions.as_ref().and_then(|regions| regions.get(place));
+        let (Some((&region, ours)), Some(theirs)) = (self.agent.regions.iter().nth(place), theirs)
         else {
             return Err(region_gone());
         };
         let from_ids: Vec<u32> = batch.blocks.iter().map(|block| block.block_id).collect();
-        let pieces = coalesce(
-            (&ours.layout, &batch.local_ids),
-            (&theirs.layout, &from_ids),
-        )?;
-        Ok(((id, theirs.id), pieces))
+        let to = (&ours.layout, &batch.local_ids[..]);
+        let pieces = coalesce(to, (&theirs.layout, &from_ids))?;
+        Ok(BlockTransfer {
+            peer: peer.handle.clone(),
+            region,
+            remote_region: theirs.id,
+            pieces: Arc::new(pieces),
+            is_checksummed: false,
+            deadline: None,
+        })
     }
 }
 

@@ -6,6 +6,7 @@
 mod tests;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::ReadyBlock;
@@ -260,23 +261,20 @@ impl HandoffService {
 
 fn region_difference(
     ours: &BTreeMap<RegionId, LocalRegion>,
-    theirs: &BTreeMap<RegionId, RemoteRegion>,
+    theirs: &[Arc<RemoteRegion>],
 ) -> Option<String> {
-    if ours.len() != theirs.len() {
-        return Some(format!(
-            "{} regions here, {} there",
-            ours.len(),
-            theirs.len()
-        ));
+    let (num_ours, num_theirs) = (ours.len(), theirs.len());
+    if num_ours != num_theirs {
+        return Some(format!("{num_ours} regions here, {num_theirs} there"));
     }
-    let differs = |(ours, theirs): (&LocalRegion, &RemoteRegion)| {
+    for (ours, theirs) in ours.values().zip(theirs) {
         let (here, there) = (ours.layout.block_bytes, theirs.layout.block_bytes);
-        (ours.name != theirs.name || here != there).then(|| {
-            format!(
+        if ours.name != theirs.name || here != there {
+            return Some(format!(
                 "region {:?} of {here}-byte blocks here, {:?} of {there} there",
                 ours.name, theirs.name
-            )
-        })
-    };
-    ours.values().zip(theirs.values()).find_map(differs)
+            ));
+        }
+    }
+    None
 }
