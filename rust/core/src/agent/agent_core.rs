@@ -8,7 +8,9 @@ use std::time::Instant;
 use kvpipe_ucx::AmData;
 
 use super::SharedState;
+use super::inbox::Drained;
 use super::messages::{AgentMessage, PROCESS_VM, REGIONS, RELEASED, read_regions};
+use super::notices::Notice;
 use super::offers::Write;
 use super::peer::Peer;
 use super::peers::PeerState;
@@ -17,9 +19,7 @@ use super::reads::{ActiveRead, BlockTransfer, BlocksRead, Caller, ReadOwner};
 use super::regions::{Closing, LocalRegion};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::ids::Incarnation;
-use crate::ids::RegionId;
-use crate::ids::SessionKey;
+use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::ReactorContext;
@@ -57,7 +57,7 @@ pub(super) enum AgentCommandKind {
         completer: Completer<()>,
     },
     /// Notifications that the user has drained.
-    Drained(Vec<(SessionKey, u64)>),
+    Drained(Vec<Drained>),
 }
 
 /// All of it.
@@ -78,7 +78,7 @@ pub(crate) struct AgentCore {
     pub(super) writes: HashMap<u64, Write>,
     /// Deadlines of writes.
     pub(super) deadlines: Earliest,
-    /// Peers that may have to be told which notifications have come.
+    /// Peers whose notifications may have to be acknowledged.
     pub(super) to_note: BTreeSet<SessionKey>,
     /// Lines for people.
     pub(crate) logs: Vec<String>,
@@ -107,7 +107,7 @@ impl AgentCore {
     pub(crate) fn command(&mut self, cx: &mut ReactorContext, command: AgentCommand) {
         match command.0 {
             AgentCommandKind::Register { region, completer } => {
-                self.register_command(cx, region, completer);
+                completer.complete(self.register(cx, region));
             }
             AgentCommandKind::Close {
                 region,
@@ -128,7 +128,7 @@ impl AgentCore {
                 session,
                 tag,
                 completer,
-            } => self.notify_command(cx, session, tag, completer),
+            } => self.notice(cx, session, Notice::Tag(tag), Some(completer)),
             AgentCommandKind::Drained(drained) => self.drained(drained),
         }
     }
@@ -156,7 +156,7 @@ impl AgentCore {
         self.regions_down(session);
     }
 
-    /// A frame; true when it has told of the peer's regions.
+    /// A frame; true when it described the peer's regions.
     pub(crate) fn frame(
         &mut self,
         cx: &mut ReactorContext,

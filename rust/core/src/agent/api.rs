@@ -37,7 +37,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
         self.register_as(name, buffer, (block_bytes, stride), false)
     }
 
-    /// Registers memory as blocks that peers may read and have their blocks taken into.
+    /// Registers memory as blocks that peers may read, and may write by offers that this agent reads.
     pub fn register_writable(
         &self,
         name: &str,

@@ -1,11 +1,10 @@
 //! Notifications between this agent's users and its peers'.
 
 use super::agent_core::AgentCore;
-use super::inbox::Notification;
+use super::inbox::{Drained, Notification};
 use super::messages::AgentMessage;
 use super::notices::Notice;
 use super::plan::peer_gone;
-use super::reads::Notify;
 use crate::error::Result;
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
@@ -13,24 +12,18 @@ use crate::work::Completer;
 
 /// The sender's side.
 impl AgentCore {
-    pub(super) fn notify_command(
+    /// Gives a number to a notice when the window has room. The completer is of a tag of its own.
+    pub(super) fn notice(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        tag: Vec<u8>,
-        completer: Completer<()>,
+        notice: Notice,
+        completer: Option<Completer<()>>,
     ) {
-        if self.peers.contains_key(&session) {
-            self.notice(cx, session, Notice::Tag(tag, completer));
-        } else {
-            completer.complete(Err(peer_gone(cx, session)));
-        }
-    }
-
-    /// Something wants a number.
-    pub(super) fn notice(&mut self, cx: &mut ReactorContext, session: SessionKey, notice: Notice) {
         if let Some(peer) = self.peers.get_mut(&session) {
-            peer.outbox.push(notice);
+            peer.outbox.push(notice, completer);
+        } else if let Some(completer) = completer {
+            completer.complete(Err(peer_gone(cx, session)));
         }
         self.send_notices(cx, session);
     }
@@ -42,10 +35,7 @@ impl AgentCore {
         {
             match notice {
                 Notice::Transfer(id, _) => self.numbered(cx, session, id, number),
-                Notice::Tag(tag, completer) => {
-                    peer.outbox.sent(number, completer);
-                    AgentMessage::Notify { number, tag }.send(cx, session);
-                }
+                Notice::Tag(tag) => AgentMessage::Notify { number, tag }.send(cx, session),
             }
         }
     }
@@ -59,27 +49,6 @@ impl AgentCore {
             self.write_ready(cx, session, id);
         } else if !self.read_numbered(cx, id, number) {
             AgentMessage::Void { number }.send(cx, session);
-        }
-    }
-
-    /// A transfer of ours has ended: the peer is waiting for its number if it has one.
-    pub(super) fn notify_of_transfer(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        notify: Option<Notify>,
-        is_ok: bool,
-    ) {
-        if let Some(notify) = notify
-            && let Some(number) = notify.number
-        {
-            let tag = notify.tag;
-            let message = if is_ok {
-                AgentMessage::Notify { number, tag }
-            } else {
-                AgentMessage::Void { number }
-            };
-            message.send(cx, session);
         }
     }
 }
@@ -116,10 +85,10 @@ impl AgentCore {
     }
 
     /// Our user has drained notifications.
-    pub(super) fn drained(&mut self, drained: Vec<(SessionKey, u64)>) {
+    pub(super) fn drained(&mut self, drained: Vec<Drained>) {
         for (session, upto) in drained {
             if let Some(peer) = self.peers.get_mut(&session) {
-                peer.arrivals.take(upto);
+                peer.arrivals.drain(upto);
             }
         }
         // Also of the others: what they sent may have waited for room.
@@ -128,7 +97,7 @@ impl AgentCore {
         }
     }
 
-    /// Tells peers what has come and what was taken of it, once a round.
+    /// Tells peers what has come and what was drained of it, once a round.
     pub(super) fn note(&mut self, cx: &mut ReactorContext) {
         for session in std::mem::take(&mut self.to_note) {
             let peer = self.peers.get_mut(&session);

@@ -37,7 +37,7 @@ impl AgentCore {
         self.deadlines.add(write.transfer.deadline);
         self.writes.insert(id, write);
         match tag_len {
-            Some(len) => self.notice(cx, session, Notice::Transfer(id, len)),
+            Some(len) => self.notice(cx, session, Notice::Transfer(id, len), None),
             None => self.write_ready(cx, session, id),
         }
     }
@@ -130,9 +130,10 @@ impl AgentCore {
     }
 
     fn withdraw_write(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
-        if let Some(write) = self.writes.get_mut(&id) {
-            let (session, notify) = (write.transfer.peer.session(), write.caller.notify.take());
-            self.notify_of_transfer(cx, session, notify, false);
+        if let Some(write) = self.writes.get_mut(&id)
+            && let Some(notify) = write.caller.notify.take()
+        {
+            notify.transfer_ended(cx, write.transfer.peer.session(), false);
         }
         self.end_write(id, Err(error.clone()));
     }

@@ -4,8 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
-use crate::ids::Incarnation;
-use crate::ids::SessionKey;
+use crate::ids::{Incarnation, SessionKey};
 use crate::transfer::region::RemoteRegion;
 
 /// The regions of a peer, by ascending ids.
@@ -127,7 +126,7 @@ impl Peer {
         &self.0.address
     }
 
-    /// Its life.
+    /// Its incarnation.
     pub fn incarnation(&self) -> Incarnation {
         self.state().incarnation
     }
@@ -137,7 +136,7 @@ impl Peer {
         self.state().transport.clone()
     }
 
-    /// Its regions, as last heard.
+    /// Its regions, as it last described them.
     pub fn regions(&self) -> Regions {
         Arc::clone(&self.state().regions)
     }

@@ -9,9 +9,7 @@ use super::messages::{Offer, PROCESS_VM};
 use super::notices::{Arrivals, Outbox};
 use super::peer::{Counters, Peer, Regions};
 use crate::error::Error;
-use crate::ids::Incarnation;
-use crate::ids::RegionId;
-use crate::ids::SessionKey;
+use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::codec::Writer;
 use crate::net::identity::Identity;
 use crate::session::ReactorContext;
@@ -24,7 +22,7 @@ pub(crate) struct PeerState {
     pub(crate) handle: Peer,
     /// By ascending ids, once it has described them.
     pub(crate) regions: Option<Regions>,
-    /// Above every region that it has told of.
+    /// Above the id of every region that it has described.
     pub(super) next_region: RegionId,
     /// When its regions have to be here, from the moment the session is established.
     pub(super) regions_by: Option<Instant>,
@@ -36,7 +34,7 @@ pub(crate) struct PeerState {
     pub(super) offers_sent: Vec<u64>,
     /// Its offers that we have not answered.
     pub(super) num_offers_here: usize,
-    /// Of them, those from regions that it has not told of yet.
+    /// Of them, those from regions that it has not described yet.
     pub(super) offers_early: Vec<Offer<'static>>,
     pub(super) outbox: Outbox,
     pub(super) arrivals: Arrivals,
@@ -82,7 +80,7 @@ impl AgentCore {
         self.tell_waiting(session);
     }
 
-    /// The session to an address: the one there is, or a new one. One whose loss its users have been told of already is
+    /// The session to an address: the one there is, or a new one. One whose loss its users know of already is
     /// not there any more, although its end is still to be reported.
     pub(crate) fn session_to(&mut self, cx: &mut ReactorContext, address: &str) -> SessionKey {
         let known = self.by_address.get(address);

@@ -8,9 +8,7 @@ use std::time::{Duration, Instant};
 use super::notices::check_tag;
 use super::peer::Peer;
 use crate::error::{Error, Result};
-use crate::ids::Incarnation;
-use crate::ids::RegionId;
-use crate::ids::SessionKey;
+use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::session::ReactorContext;
 use crate::transfer::message::BLOCKS_CAP;
 use crate::transfer::region::{Layout, Pieces, RemoteRegion, check_sizes, coalesce};
@@ -106,10 +104,10 @@ pub(super) fn peer_gone(cx: &ReactorContext, session: SessionKey) -> Error {
     )
 }
 
-/// How one run of a transfer goes.
+/// Options of one run of a transfer.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// What the peer is told once the blocks are where they belong.
+    /// What the peer's user gets once the blocks are where they belong.
     pub notify: Option<Vec<u8>>,
     /// Within which it must be done.
     pub timeout: Option<Duration>,

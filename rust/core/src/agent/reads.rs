@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::agent_core::AgentCore;
+use super::messages::AgentMessage;
 use super::notices::Notice;
 use super::peer::{Counters, Peer};
 use super::plan::{peer_gone, region_gone};
 use crate::error::{Error, Result};
-use crate::ids::RegionId;
-use crate::ids::SessionKey;
+use crate::ids::{RegionId, SessionKey};
 use crate::session::ReactorContext;
 use crate::transfer::region::{Layout, Pieces};
 use crate::transfer::{Completion, TransferRequest};
@@ -29,12 +29,27 @@ pub(crate) struct BlockTransfer {
     pub(crate) deadline: Option<Instant>,
 }
 
-/// What the peer's user is told when a transfer has gone well.
+/// The notification of a transfer: the peer's user gets its tag when the transfer has gone well.
 #[derive(Debug)]
 pub(crate) struct Notify {
     pub(super) tag: Vec<u8>,
     /// Its place among the notifications; a transfer begins when it has one.
     pub(super) number: Option<u64>,
+}
+
+impl Notify {
+    /// The transfer has ended: the peer waits for the number, if there is one.
+    pub(super) fn transfer_ended(self, cx: &mut ReactorContext, session: SessionKey, is_ok: bool) {
+        let (Some(number), tag) = (self.number, self.tag) else {
+            return;
+        };
+        let message = if is_ok {
+            AgentMessage::Notify { number, tag }
+        } else {
+            AgentMessage::Void { number }
+        };
+        message.send(cx, session);
+    }
 }
 
 /// Our user, who waits for a transfer.
@@ -50,7 +65,7 @@ impl Caller {
     }
 }
 
-/// Who is told when blocks are here.
+/// Whose read it is.
 #[derive(Debug)]
 pub(crate) enum ReadOwner {
     Caller(Caller),
@@ -134,7 +149,7 @@ impl AgentCore {
         };
         self.reads.insert(token, active);
         match tag_len {
-            Some(len) => self.notice(cx, session, Notice::Transfer(token, len)),
+            Some(len) => self.notice(cx, session, Notice::Transfer(token, len), None),
             None => self.engine.enqueue(cx, id),
         }
     }
@@ -257,7 +272,9 @@ impl AgentCore {
     ) {
         match owner {
             ReadOwner::Caller(caller) => {
-                self.notify_of_transfer(cx, session, caller.notify, outcome.is_ok());
+                if let Some(notify) = caller.notify {
+                    notify.transfer_ended(cx, session, outcome.is_ok());
+                }
                 caller
                     .completer
                     .complete(outcome.map(|read| read.num_bytes));

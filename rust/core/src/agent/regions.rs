@@ -1,4 +1,4 @@
-//! Regions: ours, which peers are told of and asked to let go, and theirs.
+//! Regions: ours, which are described to peers and are closed when the peers have released them, and theirs.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -13,8 +13,7 @@ use super::peer::Regions;
 use super::plan::{Region, closed_region};
 use super::reads::BlockTransfer;
 use crate::error::{Error, Result};
-use crate::ids::RegionId;
-use crate::ids::SessionKey;
+use crate::ids::{RegionId, SessionKey};
 use crate::net::codec::Writer;
 use crate::reactor::PendingReads;
 use crate::session::ReactorContext;
@@ -91,19 +90,11 @@ pub(super) struct Closing {
 
 /// Ours.
 impl AgentCore {
-    pub(super) fn register_command(
+    pub(super) fn register(
         &mut self,
         cx: &mut ReactorContext,
         region: LocalRegion,
-        completer: Completer<Region>,
-    ) {
-        let (name, layout) = (region.name.clone(), region.layout.clone());
-        let agent = cx.identity().incarnation;
-        let registered = self.register(cx, region);
-        completer.complete(registered.map(|id| Region::new(id, &name, layout, agent)));
-    }
-
-    fn register(&mut self, cx: &mut ReactorContext, region: LocalRegion) -> Result<RegionId> {
+    ) -> Result<Region> {
         let name = &region.name;
         if self.regions.values().any(|other| other.name == *name) {
             return Err(Error::Config(format!(
@@ -117,9 +108,11 @@ impl AgentCore {
         }
         let id = self.next_region;
         self.next_region += 1;
+        let layout = region.layout.clone();
+        let registered = Region::new(id, name, layout, cx.identity().incarnation);
         self.regions.insert(id, region);
         self.send_regions(cx);
-        Ok(id)
+        Ok(registered)
     }
 
     fn send_regions(&self, cx: &mut ReactorContext) {

@@ -9,11 +9,14 @@ use std::time::Duration;
 use super::consumer::{LoadCounts, LoadFailure, LoadRequest};
 use super::ready::{ReadyBlocks, check_positions};
 use super::service::{HandoffCommand, HandoffCommandKind, HandoffService};
-use crate::agent::{Agent, AgentConfig, Region};
+use crate::agent::{Agent, Region};
 use crate::error::Result;
 use crate::events::Events;
 use crate::ids::HandoffId;
-use crate::session::SessionTimeouts;
+use crate::net::address::listen_address;
+use crate::net::identity::{Identity, SessionKind};
+use crate::reactor::default_busy_poll;
+use crate::session::{ReactorConfig, SessionTimeouts};
 use crate::trace::Trace;
 use crate::transport::Transport;
 
@@ -80,13 +83,15 @@ impl HandoffAgent {
         fingerprint: Vec<(String, String)>,
         timeouts: SessionTimeouts,
     ) -> Result<Self> {
-        let config = AgentConfig {
-            listen,
-            token,
-            transport,
-            engine_id,
-            fingerprint,
+        let address = listen_address(listen, token)?;
+        let config = ReactorConfig {
+            listen: Some(address),
+            token: token.to_vec(),
+            identity: Identity::new(SessionKind::Agent, engine_id, fingerprint)?,
+            transport: Some(transport),
+            local: address.ip(),
             timeouts,
+            busy_poll: default_busy_poll(),
         };
         let shared = Arc::new(SharedState::default());
         let in_thread = Arc::clone(&shared);
@@ -97,7 +102,7 @@ impl HandoffAgent {
     /// The same without checksums of the blocks that it reads and writes. Handoffs have them all the same.
     #[must_use]
     pub fn without_checksums(mut self) -> Self {
-        self.agent.disable_checksums();
+        self.agent.is_checksummed = false;
         self
     }
 

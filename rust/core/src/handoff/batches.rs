@@ -9,8 +9,7 @@ use super::service::HandoffService;
 use super::{ReadyBlock, checksum};
 use crate::agent::{BlockTransfer, BlocksRead, ReadOwner, region_gone};
 use crate::error::Result;
-use crate::ids::HandoffId;
-use crate::ids::SessionKey;
+use crate::ids::{HandoffId, SessionKey};
 use crate::session::ReactorContext;
 use crate::transfer::region::coalesce;
 
