@@ -21,7 +21,6 @@ use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::codec::Reader;
-use crate::net::identity::Identity;
 use crate::session::ReactorContext;
 use crate::transfer::{Handled, Message, TransferEngine};
 use crate::work::Completer;
@@ -131,16 +130,6 @@ impl AgentCore {
             } => self.notice(cx, session, Notice::Tag(tag), Some(completer)),
             AgentCommandKind::Drained(drained) => self.drained(drained),
         }
-    }
-
-    pub(crate) fn session_up(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        peer: &Identity,
-    ) {
-        self.engine.session_up(session);
-        self.peer_up(cx, session, peer);
     }
 
     pub(crate) fn session_down(

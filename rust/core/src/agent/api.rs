@@ -11,18 +11,25 @@ use super::agent_core::AgentCommandKind;
 use super::metadata::Metadata;
 use super::notices::check_tag;
 use super::offers::Write;
-use super::reads::{BlockTransfer, Caller, Notify};
+use super::reads::{BlockTransfer, Caller};
 use super::regions::LocalRegion;
 use super::{Agent, AgentCommand, Notification, Options, Peer, Plan, Region, Stats};
 use crate::error::{Error, Result};
 use crate::ids::Incarnation;
 use crate::net::address::check_address;
 use crate::transfer::region::{Layout, NAME_CAP, Pieces};
-use crate::work::{Waited, Work};
+use crate::work::{Completer, Waited, Work};
 
 impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     fn send(&self, command: AgentCommandKind) -> Result<()> {
         self.reactor.send(AgentCommand(command).into())
+    }
+
+    /// Sends a command that ends a work.
+    fn ask<T>(&self, command: impl FnOnce(Completer<T>) -> AgentCommandKind) -> Result<Work<T>> {
+        let (done, completer) = self.reactor.work();
+        self.send(command(completer))?;
+        Ok(done)
     }
 
     /// Registers memory as blocks that peers may read; peers learn of it. Where a device pins the memory, this takes its
@@ -67,9 +74,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     }
 
     pub(crate) fn register_region(&self, region: LocalRegion) -> Result<Work<Region>> {
-        let (done, completer) = self.reactor.work();
-        self.send(AgentCommandKind::Register { region, completer })?;
-        Ok(done)
+        self.ask(|completer| AgentCommandKind::Register { region, completer })
     }
 
     /// Takes a region back. The work ends when nothing reads or writes its memory any more, or with `Timeout`: then the
@@ -117,13 +122,11 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
 
     fn connect_to(&self, address: &str, incarnation: Option<Incarnation>) -> Result<Work<Peer>> {
         check_address(address)?;
-        let (done, completer) = self.reactor.work();
-        self.send(AgentCommandKind::Connect {
+        self.ask(|completer| AgentCommandKind::Connect {
             address: address.to_owned(),
             incarnation,
             completer,
-        })?;
-        Ok(done)
+        })
     }
 
     /// Where this agent is and in which life, for those who bring their own exchange.
@@ -168,9 +171,10 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     /// What is wrong with the blocks or the tag; nothing has begun.
     pub fn read(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
-        let (transfer, caller, done) = self.transfer(plan, plan.reading()?, options, deadline);
-        self.send(AgentCommandKind::Read(transfer, caller))?;
-        Ok(done)
+        let transfer = self.transfer(plan, plan.reading()?, deadline);
+        self.ask(|completer| {
+            AgentCommandKind::Read(transfer, Caller::new(completer, options.notify))
+        })
     }
 
     /// Offers our blocks to a peer, which reads them. The work ends with the number of bytes once they are there.
@@ -179,29 +183,27 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     /// As for [`read`](Self::read); what the peer alone can know, the work tells.
     pub fn write(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
-        let (transfer, caller, done) = self.transfer(plan, plan.writing()?, options, deadline);
-        self.send(AgentCommandKind::Write(Write { transfer, caller }))?;
-        Ok(done)
+        let transfer = self.transfer(plan, plan.writing()?, deadline);
+        self.ask(|completer| {
+            let caller = Caller::new(completer, options.notify);
+            AgentCommandKind::Write(Write { transfer, caller })
+        })
     }
 
     fn transfer(
         &self,
         plan: &Plan,
         pieces: Arc<Pieces>,
-        options: Options,
         deadline: Option<Instant>,
-    ) -> (BlockTransfer, Caller, Work<u64>) {
-        let (done, completer) = self.reactor.work();
-        let transfer = BlockTransfer {
+    ) -> BlockTransfer {
+        BlockTransfer {
             peer: plan.peer.clone(),
             region: plan.local.id(),
             remote_region: plan.remote.id,
             pieces,
             is_checksummed: self.is_checksummed,
             deadline,
-        };
-        let notify = options.notify.map(|tag| Notify { tag, number: None });
-        (transfer, Caller { completer, notify }, done)
+        }
     }
 
     /// Sends a tag to a peer's user. The work ends when the peer has it, which waits while its user does not take
@@ -212,14 +214,11 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     pub fn notify(&self, peer: &Peer, tag: Vec<u8>) -> Result<Work<()>> {
         check_tag(&tag)?;
         peer.check()?;
-        let (done, completer) = self.reactor.work();
-        let session = peer.session();
-        self.send(AgentCommandKind::Notify {
-            session,
+        self.ask(|completer| AgentCommandKind::Notify {
+            session: peer.session(),
             tag,
             completer,
-        })?;
-        Ok(done)
+        })
     }
 
     /// Takes the notifications that have come; there may be none.

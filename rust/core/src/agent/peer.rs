@@ -180,15 +180,14 @@ impl Peer {
     /// # Errors
     /// It is lost, or its agent was closed.
     pub(super) fn check(&self) -> Result<()> {
-        let lost = self.state().lost.clone();
-        match (lost, self.lost()) {
-            (Some(Error::Closed(text)), _) => Err(Error::Closed(text)),
-            (_, Some(reason)) => {
-                let text = format_args!("{reason}; connect again for a new peer");
-                Err(Error::lost(&self.0.address, text))
-            }
-            (_, None) => Ok(()),
+        let Some(reason) = self.lost() else {
+            return Ok(());
+        };
+        if let Some(Error::Closed(text)) = &self.state().lost {
+            return Err(Error::Closed(text.clone()));
         }
+        let text = format_args!("{reason}; connect again for a new peer");
+        Err(Error::lost(&self.0.address, text))
     }
 
     /// One of its regions.

@@ -132,12 +132,13 @@ impl AgentCore {
         }
     }
 
-    pub(super) fn peer_up(
+    pub(crate) fn session_up(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         identity: &Identity,
     ) {
+        self.engine.session_up(session);
         let (address, ours) = (cx.peer(session), cx.identity().incarnation);
         let peer = self
             .peers

@@ -60,6 +60,11 @@ pub(crate) struct Caller {
 }
 
 impl Caller {
+    pub(super) fn new(completer: Completer<u64>, tag: Option<Vec<u8>>) -> Self {
+        let notify = tag.map(|tag| Notify { tag, number: None });
+        Self { completer, notify }
+    }
+
     pub(super) fn tag_len(&self) -> Option<usize> {
         self.notify.as_ref().map(|notify| notify.tag.len())
     }

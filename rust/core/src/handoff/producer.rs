@@ -17,7 +17,7 @@ const PENDING_CAP: usize = 1024;
 const ANNOUNCED_CAP: usize = 16 << 10;
 /// How long a selection waits for the first ready block. The scheduler has opened the handoff before, and reports its
 /// end to this worker; prefill itself may compute for minutes.
-const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(300);
+pub(super) const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A message to a consumer.
 #[derive(Debug, PartialEq, Eq)]
@@ -44,6 +44,14 @@ pub(super) struct BlockSelection {
     pub(super) first: u32,
     /// The position after the last.
     pub(super) end: u32,
+    /// By when the first block has to be ready.
+    pub(super) deadline: Instant,
+}
+
+impl Waiter for BlockSelection {
+    fn session(&self) -> SessionKey {
+        self.session
+    }
 }
 
 impl BlockSelection {
@@ -88,24 +96,12 @@ struct ReadyHandoff {
     selections: Vec<BlockSelection>,
 }
 
-/// A selection of an unknown handoff.
-#[derive(Debug)]
-struct PendingSelection {
-    selection: BlockSelection,
-    deadline: Instant,
-}
-
-impl Waiter for PendingSelection {
-    fn session(&self) -> SessionKey {
-        self.selection.session
-    }
-}
-
 /// All handoffs that this worker produces.
 #[derive(Debug)]
 pub(super) struct Producer {
     leased: HashMap<HandoffId, ReadyHandoff>,
-    pending: FairWaitlist<PendingSelection>,
+    /// Selections of unknown handoffs.
+    pending: FairWaitlist<BlockSelection>,
     /// Why handoffs ended, to answer late selections at once.
     ended: RecentHandoffs<String>,
 }
@@ -134,13 +130,11 @@ impl Producer {
         let leased = match self.leased.entry(handoff) {
             Entry::Occupied(leased) => leased.into_mut(),
             Entry::Vacant(unknown) => {
-                let pending = self
-                    .pending
-                    .remove_if(|one| one.selection.handoff == handoff);
+                let selections = self.pending.remove_if(|other| other.handoff == handoff);
                 unknown.insert(ReadyHandoff {
                     epoch,
                     blocks: Vec::new(),
-                    selections: pending.into_iter().map(|one| one.selection).collect(),
+                    selections,
                 })
             }
         };
@@ -156,29 +150,25 @@ impl Producer {
     }
 
     /// Receives a selection. One of an unknown handoff waits for its first ready block.
-    pub(super) fn select(&mut self, selection: BlockSelection, now: Instant) -> Vec<Outgoing> {
-        let BlockSelection {
-            session, handoff, ..
-        } = selection;
-        if let Some(reason) = self.ended.get(&handoff) {
+    pub(super) fn select(&mut self, selection: BlockSelection) -> Vec<Outgoing> {
+        if let Some(reason) = self.ended.get(&selection.handoff) {
             return vec![selection.end(reason)];
         }
-        if let Some(leased) = self.leased.get_mut(&handoff) {
-            // A consumer that selects again has given up its earlier selection.
-            leased.selections.retain(|other| other.session != session);
+        // A consumer that selects again has given up its earlier selection.
+        let is_earlier = |other: &BlockSelection| {
+            (other.handoff, other.session) == (selection.handoff, selection.session)
+        };
+        if let Some(leased) = self.leased.get_mut(&selection.handoff) {
+            leased.selections.retain(|other| !is_earlier(other));
             leased.selections.push(selection);
             return selection.announce(leased.epoch, &leased.blocks).collect();
         }
-        self.pending.remove_if(|other| {
-            (other.selection.handoff, other.selection.session) == (handoff, session)
-        });
-        let displaced = self.pending.admit(PendingSelection {
-            selection,
-            deadline: now + FIRST_BLOCK_TIMEOUT,
-        });
+        self.pending.remove_if(is_earlier);
+        let displaced = self.pending.admit(selection).into_iter();
         let reason = || waitlist_full("selects of handoffs that are not open", PENDING_CAP);
-        let ended = displaced.map(|displaced| displaced.selection.end(&reason()));
-        ended.into_iter().collect()
+        displaced
+            .map(|selection| selection.end(&reason()))
+            .collect()
     }
 
     /// Ends a handoff: its blocks may change from now on.
@@ -187,15 +177,10 @@ impl Producer {
             self.ended.insert(handoff, reason.to_owned());
         }
         let leased = self.leased.remove(&handoff);
-        let pending = self
-            .pending
-            .remove_if(|one| one.selection.handoff == handoff);
-        let pending = pending.into_iter().map(|one| one.selection);
-        let selections = leased.into_iter().flat_map(|leased| leased.selections);
-        selections
-            .chain(pending)
-            .map(|selection| selection.end(reason))
-            .collect()
+        let mut selections = leased.map_or_else(Vec::new, |leased| leased.selections);
+        selections.extend(self.pending.remove_if(|other| other.handoff == handoff));
+        let ends = selections.iter().map(|selection| selection.end(reason));
+        ends.collect()
     }
 
     /// Receives a consumer's acknowledgement. The first one of a leased handoff ends it, and returns true.
@@ -218,16 +203,15 @@ impl Producer {
         for leased in self.leased.values_mut() {
             leased.selections.retain(|other| other.session != session);
         }
-        self.pending
-            .remove_if(|other| other.selection.session == session);
+        self.pending.remove_if(|other| other.session == session);
     }
 
     /// Refuses selections whose first block was not ready in time, and returns the next deadline.
     pub(super) fn expire(&mut self, now: Instant) -> (Vec<Outgoing>, Option<Instant>) {
-        let expired = self.pending.remove_if(|one| one.deadline <= now);
+        let expired = self.pending.remove_if(|pending| pending.deadline <= now);
         let reason = "the handoff is not known here";
-        let ended = expired.iter().map(|one| one.selection.end(reason));
-        let next = self.pending.iter().map(|one| one.deadline).min();
+        let ended = expired.iter().map(|selection| selection.end(reason));
+        let next = self.pending.iter().map(|pending| pending.deadline).min();
         (ended.collect(), next)
     }
 

@@ -11,7 +11,7 @@ use super::agent::{Event, SharedState};
 use super::consumer::{LoadRequest, ReadBatch};
 use super::loads::ActiveLoad;
 use super::messages::HandoffMessage;
-use super::producer::{BlockSelection, Producer, send_all};
+use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, send_all};
 use super::ready::{ReadyBlocks, ReadyQueue};
 use crate::agent::{AgentCommand, AgentCore};
 use crate::error::{Error, Result};
@@ -139,8 +139,9 @@ impl HandoffService {
                     handoff,
                     first,
                     end,
+                    deadline: cx.now() + FIRST_BLOCK_TIMEOUT,
                 };
-                let messages = self.producer.select(selection, cx.now());
+                let messages = self.producer.select(selection);
                 send_all(cx, messages);
             }
             HandoffMessage::BlocksReady { epoch, blocks } => {

@@ -15,12 +15,13 @@ fn in_layer(region: u16, position: u32) -> ReadyBlock {
     }
 }
 
-fn selection(session: SessionKey, first: u32, end: u32) -> BlockSelection {
+fn selection(session: SessionKey, first: u32, end: u32, now: Instant) -> BlockSelection {
     BlockSelection {
         session,
         handoff: ID,
         first,
         end,
+        deadline: now + FIRST_BLOCK_TIMEOUT,
     }
 }
 
@@ -54,7 +55,7 @@ fn refused(messages: &[Outgoing]) -> Option<SessionKey> {
 fn a_selection_is_announced_ready_blocks_at_once_and_the_rest_as_they_become_ready() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.mark_ready(ID, 0, &[block(0), block(1)]);
-    assert_eq!(positions(&producer.select(selection(20, 1, 3), now)), [1]);
+    assert_eq!(positions(&producer.select(selection(20, 1, 3, now))), [1]);
     assert_eq!(
         positions(&producer.mark_ready(ID, 0, &[block(2), block(3)])),
         [2]
@@ -64,7 +65,7 @@ fn a_selection_is_announced_ready_blocks_at_once_and_the_rest_as_they_become_rea
 #[test]
 fn blocks_marked_ready_together_in_several_layers_are_one_announcement() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.select(selection(20, 0, 2), now);
+    producer.select(selection(20, 0, 2, now));
     let both: Vec<ReadyBlock> = (0..3)
         .flat_map(|region| [in_layer(region, 0), in_layer(region, 1)])
         .collect();
@@ -78,9 +79,9 @@ fn a_late_selection_gets_any_number_of_blocks_in_announcements_of_bounded_size()
     let (mut producer, now) = (Producer::default(), Instant::now());
     let end = 2 * ANNOUNCED_CAP as u32 + 1;
     let blocks: Vec<ReadyBlock> = (0..end).map(block).collect();
-    producer.select(selection(20, 0, end), now);
+    producer.select(selection(20, 0, end, now));
     let in_time = producer.mark_ready(ID, 0, &blocks);
-    let late = producer.select(selection(21, 0, end), now);
+    let late = producer.select(selection(21, 0, end, now));
     let size = |outgoing: &Outgoing| positions(std::slice::from_ref(outgoing)).len();
     for messages in [in_time, late] {
         let sizes: Vec<usize> = messages.iter().map(size).collect();
@@ -93,9 +94,9 @@ fn a_late_selection_gets_any_number_of_blocks_in_announcements_of_bounded_size()
 fn each_layer_is_announced_once_to_earlier_selections_and_all_layers_to_later_ones() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.mark_ready(ID, 0, &[in_layer(0, 0)]);
-    assert_eq!(layers(&producer.select(selection(20, 0, 1), now)), [0]);
+    assert_eq!(layers(&producer.select(selection(20, 0, 1, now))), [0]);
     assert_eq!(layers(&producer.mark_ready(ID, 0, &[in_layer(1, 0)])), [1]);
-    assert_eq!(layers(&producer.select(selection(21, 0, 1), now)), [0, 1]);
+    assert_eq!(layers(&producer.select(selection(21, 0, 1, now))), [0, 1]);
     let messages = producer.mark_ready(ID, 0, &[in_layer(2, 0)]);
     assert_eq!(layers(&messages), [2, 2]);
 }
@@ -103,24 +104,24 @@ fn each_layer_is_announced_once_to_earlier_selections_and_all_layers_to_later_on
 #[test]
 fn a_handoff_that_ends_between_two_layers_is_announced_no_further() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.select(selection(20, 0, 1), now);
+    producer.select(selection(20, 0, 1, now));
     producer.mark_ready(ID, 0, &[in_layer(0, 0)]);
     producer.end_handoff(ID, "preempted");
     assert_eq!(producer.mark_ready(ID, 0, &[in_layer(1, 0)]), []);
-    assert_eq!(layers(&producer.select(selection(21, 0, 1), now)), []);
+    assert_eq!(layers(&producer.select(selection(21, 0, 1, now))), []);
 }
 
 #[test]
 fn a_selection_of_an_unknown_handoff_waits_for_its_first_block() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    assert!(producer.select(selection(20, 0, 9), now).is_empty());
+    assert!(producer.select(selection(20, 0, 9, now)).is_empty());
     assert_eq!(positions(&producer.mark_ready(ID, 0, &[block(0)])), [0]);
 }
 
 #[test]
 fn a_selection_without_a_first_block_is_refused_at_its_deadline() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.select(selection(20, 0, 9), now);
+    producer.select(selection(20, 0, 9, now));
     assert_eq!(
         producer.expire(now),
         (vec![], Some(now + FIRST_BLOCK_TIMEOUT))
@@ -136,11 +137,11 @@ fn selections_of_unknown_handoffs_do_not_shut_out_another_consumer() {
         let handoff = n.to_le_bytes();
         let random = BlockSelection {
             handoff,
-            ..selection(20, 0, 1)
+            ..selection(20, 0, 1, now)
         };
-        producer.select(random, now);
+        producer.select(random);
     }
-    let messages = producer.select(selection(21, 0, 1), now);
+    let messages = producer.select(selection(21, 0, 1, now));
     assert_eq!(refused(&messages), Some(20), "{messages:?}");
     let messages = producer.mark_ready(ID, 0, &[block(0)]);
     assert_eq!(
@@ -156,7 +157,7 @@ fn an_acknowledgement_counts_once_and_only_from_a_consumer_that_selected() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.mark_ready(ID, 0, &[block(0)]);
     assert!(!producer.acknowledge(20, ID));
-    producer.select(selection(20, 0, 1), now);
+    producer.select(selection(20, 0, 1, now));
     assert!(producer.acknowledge(20, ID));
     assert!(!producer.acknowledge(20, ID));
     assert_eq!(producer.num_leased(), 0);
@@ -165,10 +166,10 @@ fn an_acknowledgement_counts_once_and_only_from_a_consumer_that_selected() {
 #[test]
 fn a_consumer_that_selects_again_gets_each_block_once() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.select(selection(20, 0, 2), now);
-    producer.select(selection(20, 0, 2), now);
+    producer.select(selection(20, 0, 2, now));
+    producer.select(selection(20, 0, 2, now));
     assert_eq!(positions(&producer.mark_ready(ID, 0, &[block(0)])), [0]);
-    producer.select(selection(20, 1, 2), now);
+    producer.select(selection(20, 1, 2, now));
     assert_eq!(positions(&producer.mark_ready(ID, 0, &[block(1)])), [1]);
 }
 
@@ -176,7 +177,7 @@ fn a_consumer_that_selects_again_gets_each_block_once() {
 fn an_ended_handoff_is_refused_and_never_comes_back() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.mark_ready(ID, 0, &[block(0)]);
-    producer.select(selection(20, 0, 1), now);
+    producer.select(selection(20, 0, 1, now));
     let messages = producer.end_handoff(ID, "aborted");
     assert_eq!(
         messages,
@@ -190,7 +191,7 @@ fn an_ended_handoff_is_refused_and_never_comes_back() {
     );
     producer.mark_ready(ID, 0, &[block(1)]);
     assert_eq!(producer.num_leased(), 0);
-    let messages = producer.select(selection(21, 0, 1), now);
+    let messages = producer.select(selection(21, 0, 1, now));
     assert_eq!(refused(&messages), Some(21), "{messages:?}");
 }
 
@@ -199,5 +200,5 @@ fn a_new_epoch_voids_the_blocks_of_the_old() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.mark_ready(ID, 0, &[block(0), block(1)]);
     producer.mark_ready(ID, 1, &[block(0)]);
-    assert_eq!(positions(&producer.select(selection(20, 0, 9), now)), [0]);
+    assert_eq!(positions(&producer.select(selection(20, 0, 9, now))), [0]);
 }
