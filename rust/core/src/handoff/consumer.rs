@@ -321,7 +321,7 @@ impl Load {
         }
         let mut batches = Vec::new();
         for ((region, is_retry), all) in begun {
-            for part in all.chunks(self.max_batch.max(1)) {
+            for part in all.chunks(self.max_batch) {
                 let (blocks, local_ids) = part.iter().copied().unzip();
                 batches.push(ReadBatch {
                     region,
