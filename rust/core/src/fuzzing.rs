@@ -7,7 +7,7 @@ use std::sync::Arc;
 use kvpipe_ucx::{Buffer, EndpointId};
 
 use crate::agent::Metadata;
-use crate::agent::messages::{self as agent, Offered, RemoteRegions};
+use crate::agent::messages::{self as agent, AgentMessage, OFFER};
 use crate::control::messages::ControlMessage;
 use crate::error::Result;
 use crate::handoff::messages::HandoffMessage;
@@ -18,7 +18,7 @@ use crate::net::identity::Identity;
 use crate::tensor::Meta;
 use crate::transfer::Message;
 use crate::transfer::exposed::BufferDescription;
-use crate::transfer::region::{Pieces, RemoteRegion};
+use crate::transfer::region::RemoteRegion;
 use crate::transport::{Memory, Payload, Transport, Worker};
 
 pub use crate::reactor::manual::{Round, without_threads};
@@ -91,8 +91,8 @@ pub const DECODERS: [(&str, Decoder); 15] = [
         Some(ControlMessage::decode(b).ok()?.encode())
     }),
     ("regions", |b| {
-        let read = RemoteRegions::read(Reader::new(b)).ok()?;
-        Some(agent::regions(&read.0)[1..].to_vec())
+        let read = agent::read_regions(Reader::new(b)).ok()?;
+        Some(agent::write_regions(&read)[1..].to_vec())
     }),
     ("offered_blocks", offered_blocks),
     ("transfer", transfer_message),
@@ -130,27 +130,12 @@ fn prefix<T>(
 fn offered_blocks(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut reader = Reader::new(bytes);
     let header = reader.bytes(1 << 10).ok()?;
-    let read = Offered::read(Reader::new(header), reader.rest()).ok()?;
-    let pieces = Pieces {
-        runs: Vec::new(),
-        to_ids: read.to_ids,
-        from_ids: read.from_ids,
-        num_bytes: 0,
-        unit_bytes: 1,
+    let read = AgentMessage::decode(OFFER, Reader::new(header), reader.rest()).ok()?;
+    let (header, payload) = read.encode(Writer::default());
+    let Payload::Bytes(payload) = payload else {
+        return None;
     };
-    let notice = read
-        .notice
-        .as_ref()
-        .map(|(number, tag)| (*number, &tag[..]));
-    let ids = (read.offer, read.to, read.from);
-    let (header, payload) =
-        Offered::write(Writer::default(), ids, &pieces, read.is_checksummed, notice);
-    Some(
-        Writer::default()
-            .bytes(&header.finish())
-            .raw(&payload)
-            .finish(),
-    )
+    Some(join(&header.finish(), &payload))
 }
 
 /// A kind of a later version is read as the least specific one: only its text is encoded again.

@@ -1,11 +1,10 @@
 //! `Agent`: block transfers and the worker role's side of handoffs.
 
 use std::os::fd::RawFd;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use kvpipe_core::agent::{Notification, Options};
-use kvpipe_core::handoff::consumer::LoadCounts;
-use kvpipe_core::handoff::{Event, HandoffAgent, LoadRequest};
+use kvpipe_core::handoff::{Event, HandoffAgent, LoadReport, LoadRequest};
 use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Waited;
@@ -294,37 +293,26 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
         dict.set_item("event", kind)?;
         dict.set_item("handoff", handoff.as_slice())
     };
+    let set_report = |kind: &str, report: &LoadReport| {
+        set(kind, &report.handoff)?;
+        let counts = &report.counts;
+        dict.set_item("transport", &report.transport)?;
+        dict.set_item("elapsed_s", report.elapsed.as_secs_f64())?;
+        dict.set_item("backlog_s", counts.backlog.as_secs_f64())?;
+        dict.set_item("num_bytes", counts.num_bytes)?;
+        dict.set_item("num_received", counts.num_received)?;
+        dict.set_item("num_missing", counts.num_missing)?;
+        dict.set_item("num_retried", counts.num_retried)?;
+        dict.set_item("num_compared", counts.num_compared)?;
+        dict.set_item("num_corrupt", counts.num_corrupt)
+    };
     match event {
-        Event::BlocksVerified {
-            handoff,
-            counts,
-            transport,
-            elapsed,
-        } => {
-            set("blocks_verified", handoff)?;
-            set_facts(&dict, counts, transport, *elapsed)?;
-        }
-        Event::LoadCompleted {
-            handoff,
-            counts,
-            transport,
-            elapsed,
-        } => {
-            set("load_completed", handoff)?;
-            set_facts(&dict, counts, transport, *elapsed)?;
-        }
-        Event::LoadFailed {
-            handoff,
-            counts,
-            transport,
-            elapsed,
-            missing,
-            reason,
-        } => {
-            set("load_failed", handoff)?;
-            set_facts(&dict, counts, transport, *elapsed)?;
-            dict.set_item("missing", missing)?;
-            dict.set_item("reason", reason)?;
+        Event::BlocksVerified(report) => set_report("blocks_verified", report)?,
+        Event::LoadCompleted(report) => set_report("load_completed", report)?,
+        Event::LoadFailed(report, failure) => {
+            set_report("load_failed", report)?;
+            dict.set_item("missing", &failure.missing)?;
+            dict.set_item("reason", &failure.reason)?;
         }
         Event::Acknowledged { handoff } => set("acknowledged", handoff)?,
         Event::Log(text) => {
@@ -333,24 +321,6 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
         }
     }
     Ok(dict)
-}
-
-/// The facts of a load, whatever its outcome.
-fn set_facts(
-    dict: &Bound<'_, PyDict>,
-    counts: &LoadCounts,
-    transport: &str,
-    elapsed: Duration,
-) -> PyResult<()> {
-    dict.set_item("transport", transport)?;
-    dict.set_item("elapsed_s", elapsed.as_secs_f64())?;
-    dict.set_item("backlog_s", counts.backlog.as_secs_f64())?;
-    dict.set_item("num_bytes", counts.num_bytes)?;
-    dict.set_item("num_received", counts.num_received)?;
-    dict.set_item("num_missing", counts.num_missing)?;
-    dict.set_item("num_retried", counts.num_retried)?;
-    dict.set_item("num_compared", counts.num_compared)?;
-    dict.set_item("num_corrupt", counts.num_corrupt)
 }
 
 impl Drop for Agent {

@@ -1,5 +1,8 @@
 //! The handles that an agent makes: regions, peers and plans.
 
+use std::sync::Arc;
+
+use kvpipe_core::region::RemoteRegion;
 use kvpipe_core::{agent, handoff};
 use pyo3::prelude::*;
 
@@ -62,7 +65,7 @@ impl Peer {
 
     fn regions(&self) -> Vec<(String, u64, u64, String, bool)> {
         let regions = self.0.regions();
-        let describe = |region: &agent::RegionInfo| {
+        let describe = |region: &Arc<RemoteRegion>| {
             let layout = &region.layout;
             let (name, device) = (region.name.clone(), region.device.clone());
             let is_writable = region.is_writable;

@@ -5,26 +5,22 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::AmData;
 
 use super::SharedState;
-use super::messages::{
-    ACCEPTED, CORRUPT, DECLINED, NOTED, NOTIFY, OFFER, PROCESS_VM, REGIONS, RELEASED,
-    RemoteRegions, VOID,
-};
-use super::offers::Offer;
+use super::inbox::Drained;
+use super::messages::{AgentMessage, PROCESS_VM, REGIONS, RELEASED, read_regions};
+use super::notices::Notice;
+use super::offers::Write;
 use super::peer::Peer;
 use super::peers::PeerState;
 use super::plan::{Region, region_gone};
-use super::reads::{ActiveRead, BlockRead, BlocksRead};
+use super::reads::{ActiveRead, BlockTransfer, BlocksRead, Caller, ReadOwner};
 use super::regions::{Closing, LocalRegion};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
-use crate::ids::Incarnation;
-use crate::ids::RegionId;
-use crate::ids::SessionKey;
+use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::codec::Reader;
-use crate::net::identity::Identity;
 use crate::session::ReactorContext;
 use crate::transfer::{Handled, Message, TransferEngine};
 use crate::work::Completer;
@@ -52,15 +48,15 @@ pub(super) enum AgentCommandKind {
         incarnation: Option<Incarnation>,
         completer: Completer<Peer>,
     },
-    Read(BlockRead),
-    Write(Offer),
+    Read(BlockTransfer, Caller),
+    Write(Write),
     Notify {
         session: SessionKey,
         tag: Vec<u8>,
         completer: Completer<()>,
     },
     /// Notifications that the user has drained.
-    Drained(Vec<(SessionKey, u64)>),
+    Drained(Vec<Drained>),
 }
 
 /// All of it.
@@ -76,15 +72,15 @@ pub(crate) struct AgentCore {
     pub(super) by_address: HashMap<String, SessionKey>,
     /// Reads under way, by the owner that the engine knows.
     pub(super) reads: HashMap<u64, ActiveRead>,
-    /// How reads of tasks have ended.
-    pub(super) task_ends: VecDeque<(u64, Result<BlocksRead>)>,
-    pub(super) offers: HashMap<u64, Offer>,
-    /// Of offers.
+    /// How reads for the service have ended.
+    pub(super) ended_reads: VecDeque<(u64, Result<BlocksRead>)>,
+    pub(super) writes: HashMap<u64, Write>,
+    /// Deadlines of writes.
     pub(super) deadlines: Earliest,
-    /// Peers that may have to be told which notifications have come.
+    /// Peers whose notifications may have to be acknowledged.
     pub(super) to_note: BTreeSet<SessionKey>,
     /// Lines for people.
-    pub(super) logs: Vec<String>,
+    pub(crate) logs: Vec<String>,
 }
 
 impl AgentCore {
@@ -99,23 +95,18 @@ impl AgentCore {
             peers: HashMap::new(),
             by_address: HashMap::new(),
             reads: HashMap::new(),
-            task_ends: VecDeque::new(),
-            offers: HashMap::new(),
+            ended_reads: VecDeque::new(),
+            writes: HashMap::new(),
             deadlines: Earliest::default(),
             to_note: BTreeSet::new(),
             logs: Vec::new(),
         }
     }
 
-    /// Lines for people, since the last call.
-    pub(crate) fn drain_logs(&mut self) -> Vec<String> {
-        std::mem::take(&mut self.logs)
-    }
-
     pub(crate) fn command(&mut self, cx: &mut ReactorContext, command: AgentCommand) {
         match command.0 {
             AgentCommandKind::Register { region, completer } => {
-                self.register_command(cx, region, completer);
+                completer.complete(self.register(cx, region));
             }
             AgentCommandKind::Close {
                 region,
@@ -127,25 +118,18 @@ impl AgentCore {
                 incarnation,
                 completer,
             } => self.connect(cx, &address, incarnation, completer),
-            AgentCommandKind::Read(read) => self.read(cx, read),
-            AgentCommandKind::Write(offer) => self.write_command(cx, offer),
+            AgentCommandKind::Read(transfer, caller) => {
+                let session = transfer.peer.session();
+                self.read(cx, session, Ok(transfer), ReadOwner::Caller(caller));
+            }
+            AgentCommandKind::Write(write) => self.write_command(cx, write),
             AgentCommandKind::Notify {
                 session,
                 tag,
                 completer,
-            } => self.notify_command(cx, session, tag, completer),
+            } => self.notice(cx, session, Notice::Tag(tag), Some(completer)),
             AgentCommandKind::Drained(drained) => self.drained(drained),
         }
-    }
-
-    pub(crate) fn session_up(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        peer: &Identity,
-    ) {
-        self.engine.session_up(session);
-        self.peer_up(cx, session, peer);
     }
 
     pub(crate) fn session_down(
@@ -157,11 +141,11 @@ impl AgentCore {
         self.logs.push(format!("session.closed {error}"));
         self.peer_down(session, error);
         self.engine.session_down(cx, session, error);
-        self.offers_down(session, error);
+        self.writes_down(session, error);
         self.regions_down(session);
     }
 
-    /// A frame; true when it has told of the peer's regions.
+    /// A frame; true when it described the peer's regions.
     pub(crate) fn frame(
         &mut self,
         cx: &mut ReactorContext,
@@ -171,8 +155,7 @@ impl AgentCore {
         let mut reader = Reader::new(frame);
         match reader.u8()? {
             REGIONS => {
-                let regions = RemoteRegions::read(reader)?;
-                self.receive_regions(cx, session, regions)?;
+                self.receive_regions(cx, session, read_regions(reader)?)?;
                 return Ok(true);
             }
             PROCESS_VM => self.engine.receive_process_address(cx, session, reader)?,
@@ -194,39 +177,36 @@ impl AgentCore {
         (kind, header): (u8, Reader<'_>),
         data: &AmData,
     ) -> Result<()> {
-        match kind {
-            kind if Message::is_kind(kind) => {
-                let handled = self.engine.message(cx, session, (kind, header), data)?;
-                if let Handled::Request(request) = handled {
-                    let source = self.exposed_to(session, request.source);
-                    let source = source.ok_or_else(region_gone);
-                    self.engine.serve(cx, &request, source);
-                }
-                Ok(())
+        if Message::is_kind(kind) {
+            let handled = self.engine.message(cx, session, (kind, header), data)?;
+            if let Handled::Request(request) = handled {
+                let source = self.exposed_to(session, request.source);
+                let source = source.ok_or_else(region_gone);
+                self.engine.serve(cx, &request, source);
             }
-            OFFER | ACCEPTED | DECLINED | CORRUPT => {
-                self.offer_message(cx, session, kind, header, data)
-            }
-            NOTIFY | VOID | NOTED => self.notice_message(cx, session, kind, header, data),
-            other => Err(Error::protocol(format_args!("message {other} to an agent"))),
+            return Ok(());
         }
-    }
-
-    /// A read has ended.
-    pub(crate) fn done(
-        &mut self,
-        cx: &mut ReactorContext,
-        token: u64,
-        result: std::result::Result<(), Status>,
-    ) {
-        self.engine.read_ended(cx, token, result);
+        match AgentMessage::decode(kind, header, data)? {
+            AgentMessage::Offer(offer) => self.offered(cx, session, offer),
+            AgentMessage::Accepted { offer } => self.answered(cx, session, offer, Ok(())),
+            AgentMessage::Declined { offer, reason } => {
+                let error = Error::Config(format!("the peer declined the write: {reason}"));
+                self.answered(cx, session, offer, Err(error))
+            }
+            AgentMessage::Corrupt { offer, reason } => {
+                self.answered(cx, session, offer, Err(Error::Corrupt(reason)))
+            }
+            AgentMessage::Notify { number, tag } => self.arrive(session, number, Some(tag)),
+            AgentMessage::Void { number } => self.arrive(session, number, None),
+            AgentMessage::Noted { received, drained } => self.noted(cx, session, received, drained),
+        }
     }
 
     /// Looks at deadlines; tells when to come back.
     pub(crate) fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let transfers = self.engine.expire(cx);
         self.drain(cx);
-        self.expire_offers(cx);
+        self.expire_writes(cx);
         let described = self.expire_peers(cx);
         self.note(cx);
         self.release(cx);
@@ -237,16 +217,11 @@ impl AgentCore {
             .min()
     }
 
-    /// Ends everything; the ends of tasks' reads are to be drained before [`finish_stop`](Self::finish_stop).
+    /// Ends everything that is left when the engine has stopped and its reads have been drained.
     pub(crate) fn stop(&mut self, cx: &mut ReactorContext, reason: &str) {
-        self.engine.stop(&cx.closed(reason));
-    }
-
-    /// Ends what is left when reads have ended.
-    pub(crate) fn finish_stop(&mut self, cx: &mut ReactorContext, reason: &str) {
         let closed = cx.closed(reason);
         for session in self.peers.keys().copied().collect::<Vec<_>>() {
-            self.offers_down(session, &closed);
+            self.writes_down(session, &closed);
             self.peer_down(session, &closed);
         }
         self.end_all_closing(cx.pending_reads());

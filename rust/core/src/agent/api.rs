@@ -1,7 +1,7 @@
 //! Block transfers and notifications, as other threads ask for them.
 
 use std::os::fd::RawFd;
-use std::sync::PoisonError;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -10,19 +10,26 @@ use kvpipe_ucx::Buffer;
 use super::agent_core::AgentCommandKind;
 use super::metadata::Metadata;
 use super::notices::check_tag;
-use super::offers::Offer;
-use super::reads::{BlockRead, Notify, ReadOwner};
+use super::offers::Write;
+use super::reads::{BlockTransfer, Caller};
 use super::regions::LocalRegion;
 use super::{Agent, AgentCommand, Notification, Options, Peer, Plan, Region, Stats};
 use crate::error::{Error, Result};
 use crate::ids::Incarnation;
 use crate::net::address::check_address;
-use crate::transfer::region::{Layout, NAME_CAP};
-use crate::work::{Waited, Work};
+use crate::transfer::region::{Layout, NAME_CAP, Pieces};
+use crate::work::{Completer, Waited, Work};
 
 impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     fn send(&self, command: AgentCommandKind) -> Result<()> {
         self.reactor.send(AgentCommand(command).into())
+    }
+
+    /// Sends a command that ends a work.
+    fn ask<T>(&self, command: impl FnOnce(Completer<T>) -> AgentCommandKind) -> Result<Work<T>> {
+        let (done, completer) = self.reactor.work();
+        self.send(command(completer))?;
+        Ok(done)
     }
 
     /// Registers memory as blocks that peers may read; peers learn of it. Where a device pins the memory, this takes its
@@ -37,7 +44,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
         self.register_as(name, buffer, (block_bytes, stride), false)
     }
 
-    /// Registers memory as blocks that peers may read and have their blocks taken into.
+    /// Registers memory as blocks that peers may read, and may write by offers that this agent reads.
     pub fn register_writable(
         &self,
         name: &str,
@@ -67,9 +74,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     }
 
     pub(crate) fn register_region(&self, region: LocalRegion) -> Result<Work<Region>> {
-        let (done, completer) = self.reactor.work();
-        self.send(AgentCommandKind::Register { region, completer })?;
-        Ok(done)
+        self.ask(|completer| AgentCommandKind::Register { region, completer })
     }
 
     /// Takes a region back. The work ends when nothing reads or writes its memory any more, or with `Timeout`: then the
@@ -117,13 +122,11 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
 
     fn connect_to(&self, address: &str, incarnation: Option<Incarnation>) -> Result<Work<Peer>> {
         check_address(address)?;
-        let (done, completer) = self.reactor.work();
-        self.send(AgentCommandKind::Connect {
+        self.ask(|completer| AgentCommandKind::Connect {
             address: address.to_owned(),
             incarnation,
             completer,
-        })?;
-        Ok(done)
+        })
     }
 
     /// Where this agent is and in which life, for those who bring their own exchange.
@@ -138,8 +141,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
 
     /// The peers that are connected, whoever began.
     pub fn peers(&self) -> Vec<Peer> {
-        let peers = self.shared.peers.lock();
-        let peers = peers.unwrap_or_else(PoisonError::into_inner);
+        let peers = self.shared.peers();
         let is_there = |peer: &&Peer| peer.lost().is_none();
         peers.values().filter(is_there).cloned().collect()
     }
@@ -169,44 +171,39 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     /// What is wrong with the blocks or the tag; nothing has begun.
     pub fn read(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
-        let pieces = plan.reading()?;
-        let (done, completer) = self.reactor.work();
-        let notify = options.notify.map(|tag| Notify { tag, number: None });
-        self.send(AgentCommandKind::Read(BlockRead {
-            session: plan.peer.session(),
-            region: plan.local.id(),
-            remote_region: plan.remote.id,
-            pieces,
-            is_checksummed: self.is_checksummed,
-            is_retry: false,
-            deadline,
-            owner: ReadOwner::Caller(completer, notify),
-        }))?;
-        Ok(done)
+        let transfer = self.transfer(plan, plan.reading()?, deadline);
+        self.ask(|completer| {
+            AgentCommandKind::Read(transfer, Caller::new(completer, options.notify))
+        })
     }
 
-    /// Offers our blocks to a peer, which takes them. The work ends with the number of bytes once they are there.
+    /// Offers our blocks to a peer, which reads them. The work ends with the number of bytes once they are there.
     ///
     /// # Errors
     /// As for [`read`](Self::read); what the peer alone can know, the work tells.
     pub fn write(&self, plan: &Plan, options: Options) -> Result<Work<u64>> {
         let deadline = options.check()?;
-        let pieces = plan.writing()?;
-        let (done, completer) = self.reactor.work();
-        let notify = options.notify.map(|tag| Notify { tag, number: None });
-        self.send(AgentCommandKind::Write(Offer {
-            session: plan.peer.session(),
+        let transfer = self.transfer(plan, plan.writing()?, deadline);
+        self.ask(|completer| {
+            let caller = Caller::new(completer, options.notify);
+            AgentCommandKind::Write(Write { transfer, caller })
+        })
+    }
+
+    fn transfer(
+        &self,
+        plan: &Plan,
+        pieces: Arc<Pieces>,
+        deadline: Option<Instant>,
+    ) -> BlockTransfer {
+        BlockTransfer {
             peer: plan.peer.clone(),
             region: plan.local.id(),
             remote_region: plan.remote.id,
             pieces,
             is_checksummed: self.is_checksummed,
-            notify,
             deadline,
-            completer,
-            is_sent: false,
-        }))?;
-        Ok(done)
+        }
     }
 
     /// Sends a tag to a peer's user. The work ends when the peer has it, which waits while its user does not take
@@ -217,14 +214,11 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
     pub fn notify(&self, peer: &Peer, tag: Vec<u8>) -> Result<Work<()>> {
         check_tag(&tag)?;
         peer.check()?;
-        let (done, completer) = self.reactor.work();
-        let session = peer.session();
-        self.send(AgentCommandKind::Notify {
-            session,
+        self.ask(|completer| AgentCommandKind::Notify {
+            session: peer.session(),
             tag,
             completer,
-        })?;
-        Ok(done)
+        })
     }
 
     /// Takes the notifications that have come; there may be none.

@@ -1,4 +1,4 @@
-//! Notifications that have arrived and that nobody has taken yet.
+//! Notifications that have arrived and that the user has not drained yet.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -13,29 +13,29 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::work::{Waited, wait_readable};
 
-/// A peer's word, in the order in which it gave them.
+/// What a peer sent, in the order in which it sent it.
 #[derive(Debug, Clone)]
 pub struct Notification {
     /// Who sent it.
     pub peer: Peer,
-    /// What it said.
+    /// The bytes that it sent.
     pub tag: Vec<u8>,
 }
 
 /// Notifications of all peers that may wait. A peer's own are bounded, but one that comes again begins anew: from then on
 /// what comes waits in its session, unacknowledged.
 const CAP: usize = 64 * WINDOW as usize;
-/// Bytes of their tags.
+/// Most bytes of their tags.
 const BYTES_CAP: usize = 64 * WINDOW_BYTES;
 
-/// Up to which number the notifications of a session have been taken.
-pub(super) type Taken = (SessionKey, u64);
+/// A session, and the number before which everything that it sent was drained.
+pub(super) type Drained = (SessionKey, u64);
 
 #[derive(Debug, Default)]
 struct InboxState {
     waiting: VecDeque<(u64, Notification)>,
     /// Bytes of their tags.
-    held: usize,
+    tag_bytes: usize,
     is_closed: bool,
 }
 
@@ -69,23 +69,23 @@ impl Inbox {
     /// Whether another notification may wait.
     pub(super) fn has_room(&self) -> bool {
         let state = self.state();
-        state.waiting.len() < CAP && state.held < BYTES_CAP
+        state.waiting.len() < CAP && state.tag_bytes < BYTES_CAP
     }
 
     pub(super) fn push(&self, number: u64, notification: Notification) {
         let mut state = self.state();
-        state.held += notification.tag.len();
+        state.tag_bytes += notification.tag.len();
         state.waiting.push_back((number, notification));
         if state.waiting.len() == 1 {
             self.signal();
         }
     }
 
-    /// Takes everything that waits, and tells up to which number of each session that is.
+    /// Takes everything that waits, and tells before which number everything of each session was drained.
     ///
     /// # Errors
     /// Nothing waits, and the agent was closed.
-    pub(super) fn drain(&self) -> Result<(Vec<Notification>, Vec<Taken>)> {
+    pub(super) fn drain(&self) -> Result<(Vec<Notification>, Vec<Drained>)> {
         let mut state = self.state();
         if state.waiting.is_empty() && state.is_closed {
             return Err(Error::Closed("the agent was closed".to_owned()));
@@ -93,21 +93,21 @@ impl Inbox {
         if !state.is_closed {
             let _ = rustix::io::read(&self.ready, &mut [0u8; 8]);
         }
-        state.held = 0;
-        let mut taken: Vec<Taken> = Vec::new();
+        state.tag_bytes = 0;
+        let mut drained: Vec<Drained> = Vec::new();
         let mut notifications = Vec::with_capacity(state.waiting.len());
         for (number, notification) in state.waiting.drain(..) {
             let session = notification.peer.session();
-            match taken.iter_mut().find(|(other, _)| *other == session) {
+            match drained.iter_mut().find(|(other, _)| *other == session) {
                 Some((_, upto)) => *upto = number + 1,
-                None => taken.push((session, number + 1)),
+                None => drained.push((session, number + 1)),
             }
             notifications.push(notification);
         }
-        Ok((notifications, taken))
+        Ok((notifications, drained))
     }
 
-    /// Waits until something can be taken, `deadline` has passed, or a signal arrived.
+    /// Waits until something can be drained, `deadline` has passed, or a signal arrived.
     pub(super) fn wait(&self, deadline: Option<Instant>) -> Result<Waited> {
         let is_ready = || {
             let state = self.state();

@@ -1,30 +1,25 @@
 //! Messages of an agent besides those of transfers; see docs/reference/wire-agent.md.
 
-use crate::error::{Error, Result};
-use crate::net::codec::{Reader, Writer};
+use std::borrow::Cow;
 
 use super::notices::TAG_CAP;
-use crate::ids::RegionId;
+use crate::error::{Error, Result};
+use crate::ids::{RegionId, SessionKey};
+use crate::net::codec::{Reader, Writer};
+use crate::session::ReactorContext;
 use crate::transfer::message::{BLOCKS_CAP, REASON_CAP};
-use crate::transfer::region::{Pieces, RemoteRegion};
+use crate::transfer::region::RemoteRegion;
+use crate::transport::Payload;
 
-/// Writer offers blocks: offer, target's region, writer's region, whether checksums are wanted, 1 and a number if it has
-/// a tag, else 0; payload: the target's ids, the writer's ids, the tag.
-pub(super) const OFFER: u8 = 36;
-/// Target has an offer's blocks: offer.
-pub(super) const ACCEPTED: u8 = 37;
-/// Target does not take an offer, whose number is void: offer; payload: reason.
-pub(super) const DECLINED: u8 = 38;
-/// Target got blocks that differ from their checksums; as [`DECLINED`].
-pub(super) const CORRUPT: u8 = 39;
-/// A notification: number; payload: tag.
-pub(super) const NOTIFY: u8 = 40;
-/// A number whose transfer failed: number.
-pub(super) const VOID: u8 = 41;
-/// Receiver has all numbers before one, its user has taken all before another.
-pub(super) const NOTED: u8 = 42;
+pub(crate) const OFFER: u8 = 36;
+const ACCEPTED: u8 = 37;
+const DECLINED: u8 = 38;
+const CORRUPT: u8 = 39;
+const NOTIFY: u8 = 40;
+const VOID: u8 = 41;
+const NOTED: u8 = 42;
 
-/// Frame over TCP: the regions of the sender, all of them, in the order of their indices.
+/// Frame over TCP: the regions of the sender, all of them, in the order of their ids.
 ///
 /// A region that was in the frame before and is not any more has been closed.
 pub(super) const REGIONS: u8 = 1;
@@ -36,90 +31,157 @@ pub(super) const PROCESS_VM: u8 = 3;
 /// Most regions of an agent.
 pub(super) const REGIONS_CAP: usize = 4096;
 
-pub(crate) fn regions(regions: &[RemoteRegion]) -> Vec<u8> {
+pub(crate) fn write_regions(regions: &[RemoteRegion]) -> Vec<u8> {
     Writer::new(REGIONS)
         .list(regions, |writer, region| region.write(writer))
         .finish()
 }
 
-/// What a peer says in [`REGIONS`].
-pub(crate) struct RemoteRegions(pub(crate) Vec<RemoteRegion>);
-
-impl RemoteRegions {
-    /// Reads what follows the type.
-    pub(crate) fn read(mut reader: Reader<'_>) -> Result<Self> {
-        let regions = reader.list(REGIONS_CAP, RemoteRegion::read)?;
-        reader.end()?;
-        if !regions.is_sorted_by(|a, b| a.id < b.id) {
-            return Err(Error::protocol("regions out of order"));
-        }
-        Ok(Self(regions))
+/// Reads what follows the type of [`REGIONS`].
+pub(crate) fn read_regions(mut reader: Reader<'_>) -> Result<Vec<RemoteRegion>> {
+    let regions = reader.list(REGIONS_CAP, RemoteRegion::read)?;
+    reader.end()?;
+    if !regions.is_sorted_by(|a, b| a.id < b.id) {
+        return Err(Error::protocol("regions out of order"));
     }
+    Ok(regions)
 }
 
 /// Blocks that a writer offers.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Offered {
-    pub(crate) offer: u64,
-    /// On the target.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Offer<'a> {
+    pub(crate) id: u64,
+    /// The region of the target.
     pub(crate) to: RegionId,
-    /// On the writer.
+    /// The region of the writer.
     pub(crate) from: RegionId,
-    pub(crate) to_ids: Vec<u32>,
-    pub(crate) from_ids: Vec<u32>,
+    pub(crate) to_ids: Cow<'a, [u32]>,
+    pub(crate) from_ids: Cow<'a, [u32]>,
     pub(crate) is_checksummed: bool,
-    /// Number and content of its notification.
-    pub(crate) notice: Option<(u64, Vec<u8>)>,
+    /// The number and the tag of its notification.
+    pub(crate) notification: Option<(u64, Cow<'a, [u8]>)>,
 }
 
-impl Offered {
-    /// Continues a header, and makes the payload.
-    pub(crate) fn write(
-        header: Writer,
-        (offer, to, from): (u64, RegionId, RegionId),
-        pieces: &Pieces,
-        is_checksummed: bool,
-        notice: Option<(u64, &[u8])>,
-    ) -> (Writer, Vec<u8>) {
-        let header = header
-            .u64(offer)
-            .u32(to)
-            .u32(from)
-            .u8(is_checksummed.into());
-        let (header, tag) = match notice {
-            Some((number, tag)) => (header.u8(1).u64(number), tag),
-            None => (header.u8(0), &[][..]),
-        };
-        let payload = Writer::default()
-            .list(&pieces.to_ids, |w, id| w.u32(*id))
-            .list(&pieces.from_ids, |w, id| w.u32(*id))
-            .bytes(tag);
-        (header, payload.finish())
+/// What an agent tells another.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum AgentMessage<'a> {
+    /// Writer: read these blocks.
+    Offer(Offer<'a>),
+    /// Target: the blocks of the offer are here.
+    Accepted { offer: u64 },
+    /// Target: the blocks of the offer were not read. The number of its notification is void.
+    Declined { offer: u64, reason: String },
+    /// Target: the blocks of the offer differ from their checksums. The number of its notification is void.
+    Corrupt { offer: u64, reason: String },
+    /// Sender: a notification.
+    Notify { number: u64, tag: Vec<u8> },
+    /// Sender: the transfer of the notification with this number has failed.
+    Void { number: u64 },
+    /// Receiver: all notifications before `received` have come, and its user has drained those before `drained`.
+    Noted { received: u64, drained: u64 },
+}
+
+impl AgentMessage<'_> {
+    fn kind(&self) -> u8 {
+        match self {
+            Self::Offer(_) => OFFER,
+            Self::Accepted { .. } => ACCEPTED,
+            Self::Declined { .. } => DECLINED,
+            Self::Corrupt { .. } => CORRUPT,
+            Self::Notify { .. } => NOTIFY,
+            Self::Void { .. } => VOID,
+            Self::Noted { .. } => NOTED,
+        }
     }
 
-    pub(crate) fn read(mut header: Reader<'_>, payload: &[u8]) -> Result<Self> {
-        let (offer, to, from) = (header.u64()?, header.u32()?, header.u32()?);
-        let is_checksummed = header.flag()?;
-        let number = header.flag()?.then(|| header.u64()).transpose()?;
-        header.end()?;
-        let mut reader = Reader::new(payload);
-        let to_ids = reader.list(BLOCKS_CAP, Reader::u32)?;
-        let from_ids = reader.list(BLOCKS_CAP, Reader::u32)?;
-        let tag = reader.bytes(TAG_CAP)?.to_vec();
-        reader.end()?;
-        if number.is_none() && !tag.is_empty() {
-            return Err(Error::protocol("an offer with a tag that has no number"));
+    /// Continues a header after its kind, and makes the payload.
+    pub(crate) fn encode(self, header: Writer) -> (Writer, Payload) {
+        match self {
+            Self::Offer(offer) => {
+                let header = header.u64(offer.id).u32(offer.to).u32(offer.from);
+                let header = header.u8(offer.is_checksummed.into());
+                let (header, tag) = match &offer.notification {
+                    Some((number, tag)) => (header.u8(1).u64(*number), &tag[..]),
+                    None => (header.u8(0), &[][..]),
+                };
+                let payload = Writer::default()
+                    .list(&offer.to_ids, |w, id| w.u32(*id))
+                    .list(&offer.from_ids, |w, id| w.u32(*id))
+                    .bytes(tag);
+                (header, Payload::Bytes(payload.finish()))
+            }
+            Self::Accepted { offer } => (header.u64(offer), Payload::None),
+            Self::Declined { offer, reason } | Self::Corrupt { offer, reason } => {
+                let text = Writer::default().text(&reason, REASON_CAP);
+                (header.u64(offer), Payload::Bytes(text.finish()))
+            }
+            Self::Notify { number, tag } => (header.u64(number), Payload::Bytes(tag)),
+            Self::Void { number } => (header.u64(number), Payload::None),
+            Self::Noted { received, drained } => (header.u64(received).u64(drained), Payload::None),
         }
-        Ok(Self {
-            offer,
-            to,
-            from,
-            to_ids,
-            from_ids,
-            is_checksummed,
-            notice: number.map(|number| (number, tag)),
-        })
     }
+
+    /// Reads a header after its kind, and the payload.
+    pub(crate) fn decode(
+        kind: u8,
+        mut header: Reader<'_>,
+        payload: &[u8],
+    ) -> Result<AgentMessage<'static>> {
+        let id = header.u64()?;
+        let message = match kind {
+            OFFER => AgentMessage::Offer(read_offer(id, &mut header, payload)?),
+            ACCEPTED => AgentMessage::Accepted { offer: id },
+            DECLINED => AgentMessage::Declined {
+                offer: id,
+                reason: reason(payload)?,
+            },
+            CORRUPT => AgentMessage::Corrupt {
+                offer: id,
+                reason: reason(payload)?,
+            },
+            NOTIFY => AgentMessage::Notify {
+                number: id,
+                tag: payload.to_vec(),
+            },
+            VOID => AgentMessage::Void { number: id },
+            NOTED => AgentMessage::Noted {
+                received: id,
+                drained: header.u64()?,
+            },
+            other => return Err(Error::protocol(format_args!("message {other} to an agent"))),
+        };
+        header.end()?;
+        Ok(message)
+    }
+
+    pub(super) fn send(self, cx: &mut ReactorContext, session: SessionKey) {
+        let header = cx.header(session, self.kind());
+        let (header, payload) = self.encode(header);
+        cx.message(session, header, payload);
+    }
+}
+
+fn read_offer(id: u64, header: &mut Reader<'_>, payload: &[u8]) -> Result<Offer<'static>> {
+    let (to, from) = (header.u32()?, header.u32()?);
+    let is_checksummed = header.flag()?;
+    let number = header.flag()?.then(|| header.u64()).transpose()?;
+    let mut reader = Reader::new(payload);
+    let to_ids = reader.list(BLOCKS_CAP, Reader::u32)?.into();
+    let from_ids = reader.list(BLOCKS_CAP, Reader::u32)?.into();
+    let tag = reader.bytes(TAG_CAP)?.to_vec();
+    reader.end()?;
+    if number.is_none() && !tag.is_empty() {
+        return Err(Error::protocol("an offer with a tag that has no number"));
+    }
+    Ok(Offer {
+        id,
+        to,
+        from,
+        to_ids,
+        from_ids,
+        is_checksummed,
+        notification: number.map(|number| (number, tag.into())),
+    })
 }
 
 pub(crate) fn reason(payload: &[u8]) -> Result<String> {
@@ -134,35 +196,58 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn to_bytes(message: AgentMessage<'_>) -> (Vec<u8>, Vec<u8>) {
+        let (header, payload) = message.encode(Writer::default());
+        let payload = match payload {
+            Payload::Bytes(bytes) => bytes,
+            _ => Vec::new(),
+        };
+        (header.finish(), payload)
+    }
+
+    fn read_back(message: &AgentMessage<'_>) {
+        let (header, payload) = to_bytes(message.clone());
+        let read =
+            |header: &[u8]| AgentMessage::decode(message.kind(), Reader::new(header), &payload);
+        assert_eq!(read(&header).as_ref(), Ok(message));
+        assert!(read(&header[..header.len() - 1]).is_err());
+        assert!(read(&[&header[..], &[0]].concat()).is_err());
+    }
+
     proptest! {
         #[test]
-        fn any_payload_gives_a_value_or_an_error(payload: Vec<u8>) {
+        fn any_payload_gives_a_value_or_an_error(kind: u8, payload: Vec<u8>) {
             let _ = reason(&payload);
-            let _ = Offered::read(Reader::new(&payload), &payload);
-            let _ = RemoteRegions::read(Reader::new(&payload));
+            let _ = AgentMessage::decode(kind, Reader::new(&payload), &payload);
+            let _ = AgentMessage::decode(OFFER, Reader::new(&payload), &payload);
+            let _ = read_regions(Reader::new(&payload));
         }
 
         #[test]
-        fn an_offer_is_read_back(ids: Vec<(u32, u32)>, is_checksummed: bool, notice: Option<(u64, Vec<u8>)>) {
+        fn what_is_written_is_read_back(
+            ids: Vec<(u32, u32)>,
+            is_checksummed: bool,
+            notification: Option<(u64, Vec<u8>)>,
+            number: u64,
+            reason: String,
+        ) {
             let (to_ids, from_ids): (Vec<u32>, Vec<u32>) = ids.into_iter().unzip();
-            let offered = Offered { offer: 1, to: 2, from: 3, to_ids, from_ids, is_checksummed, notice };
-            let pieces = Pieces {
-                runs: Vec::new(),
-                to_ids: offered.to_ids.clone(),
-                from_ids: offered.from_ids.clone(),
-                num_bytes: 0,
-                unit_bytes: 1,
-            };
-            let notice = offered.notice.as_ref().map(|(number, tag)| (*number, &tag[..]));
-            let (header, payload) = Offered::write(Writer::default(), (1, 2, 3), &pieces, is_checksummed, notice);
-            prop_assert_eq!(Offered::read(Reader::new(&header.finish()), &payload).unwrap(), offered);
+            let notification = notification.map(|(number, tag)| (number, tag.into()));
+            let (to_ids, from_ids) = (to_ids.into(), from_ids.into());
+            read_back(&AgentMessage::Offer(Offer { id: 1, to: 2, from: 3, to_ids, from_ids, is_checksummed, notification }));
+            read_back(&AgentMessage::Accepted { offer: number });
+            read_back(&AgentMessage::Declined { offer: number, reason: reason.clone() });
+            read_back(&AgentMessage::Corrupt { offer: number, reason });
+            read_back(&AgentMessage::Notify { number, tag: vec![7; 3] });
+            read_back(&AgentMessage::Void { number });
+            read_back(&AgentMessage::Noted { received: number, drained: 1 });
         }
 
         #[test]
         fn a_tag_without_a_number_is_an_error(tag: u8) {
             let header = Writer::default().u64(1).u32(2).u32(3).u8(1).u8(0).finish();
             let payload = Writer::default().u32(0).u32(0).bytes(&[tag]).finish();
-            prop_assert!(Offered::read(Reader::new(&header), &payload).is_err());
+            prop_assert!(AgentMessage::decode(OFFER, Reader::new(&header), &payload).is_err());
         }
     }
 }

@@ -12,12 +12,12 @@ const ADDRESS_CAP: usize = 1024;
 /// Most bytes that are looked at.
 const METADATA_CAP: usize = 4096;
 
-/// Where an agent is, and in which life.
+/// Where an agent listens, and its incarnation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Metadata {
     /// Where it listens.
     pub address: String,
-    /// Its life.
+    /// Its incarnation.
     pub incarnation: Incarnation,
 }
 

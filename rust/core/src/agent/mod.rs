@@ -17,34 +17,29 @@ pub(crate) mod regions;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::Result;
-use crate::ids::Incarnation;
-use crate::ids::SessionKey;
-use crate::net::address::listen_address;
-use crate::net::identity::{Identity, SessionKind};
-use crate::reactor::{Reactor, default_busy_poll};
-use crate::session::SessionTimeouts;
+use crate::ids::{Incarnation, SessionKey};
+use crate::reactor::Reactor;
 use crate::session::{ReactorConfig, Service};
-use crate::transport::Transport;
 
 pub use agent_core::AgentCommand;
 pub use inbox::Notification;
 pub use metadata::Metadata;
 pub use notices::TAG_CAP;
-pub use peer::{Peer, RegionInfo, Stats};
+pub use peer::{Peer, Regions, Stats};
 pub use plan::{Options, Plan, Region};
 
 pub(crate) use agent_core::AgentCore;
 pub(crate) use messages::reason;
 pub(crate) use plan::region_gone;
-pub(crate) use reads::BlocksRead;
+pub(crate) use reads::{BlockTransfer, BlocksRead, ReadOwner};
 
 use inbox::Inbox;
 use peer::Counters;
 
-/// What the agent's thread shows to others.
+/// What the reactor's thread shows to others.
 #[derive(Debug)]
 struct SharedState {
     peers: Mutex<BTreeMap<SessionKey, Peer>>,
@@ -53,47 +48,32 @@ struct SharedState {
     num_regions: AtomicUsize,
 }
 
-/// Where an agent listens, and who it is.
-#[derive(Debug)]
-pub(crate) struct AgentConfig<'a> {
-    pub(crate) listen: &'a str,
-    pub(crate) token: &'a [u8],
-    pub(crate) transport: Transport,
-    pub(crate) engine_id: &'a str,
-    pub(crate) fingerprint: Vec<(String, String)>,
-    pub(crate) timeouts: SessionTimeouts,
+impl SharedState {
+    fn peers(&self) -> MutexGuard<'_, BTreeMap<SessionKey, Peer>> {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
-/// One end of block transfers; any thread may call. `C` is what the service takes that runs it.
+/// One end of block transfers; any thread may call. `C` is the command of the service that runs it.
 #[derive(Debug)]
 pub struct Agent<C> {
     pub(crate) reactor: Reactor<C>,
     incarnation: Incarnation,
     shared: Arc<SharedState>,
-    is_checksummed: bool,
+    /// Whether the blocks that it reads and writes have checksums.
+    pub(crate) is_checksummed: bool,
 }
 
 impl<C: Send + 'static> Agent<C> {
     /// Starts an agent whose core is run by the service that `make` makes of it.
     pub(crate) fn start<S>(
-        config: AgentConfig<'_>,
+        config: ReactorConfig,
         make: impl FnOnce(AgentCore) -> S + Send + 'static,
     ) -> Result<Self>
     where
         S: Service<Command = C> + 'static,
     {
-        let address = listen_address(config.listen, config.token)?;
-        let identity = Identity::new(SessionKind::Agent, config.engine_id, config.fingerprint)?;
-        let incarnation = identity.incarnation;
-        let reactor_config = ReactorConfig {
-            listen: Some(address),
-            token: config.token.to_vec(),
-            identity,
-            transport: Some(config.transport),
-            local: address.ip(),
-            timeouts: config.timeouts,
-            busy_poll: default_busy_poll(),
-        };
+        let incarnation = config.identity.incarnation;
         let shared = Arc::new(SharedState {
             peers: Mutex::default(),
             counters: Counters::default(),
@@ -101,18 +81,13 @@ impl<C: Send + 'static> Agent<C> {
             num_regions: AtomicUsize::new(0),
         });
         let in_thread = Arc::clone(&shared);
-        let reactor = crate::session::spawn(reactor_config, || make(AgentCore::new(in_thread)))?;
+        let reactor = crate::session::spawn(config, || make(AgentCore::new(in_thread)))?;
         Ok(Self {
             reactor,
             incarnation,
             shared,
             is_checksummed: true,
         })
-    }
-
-    /// Switches checksums of the blocks that it reads and writes off.
-    pub(crate) fn disable_checksums(&mut self) {
-        self.is_checksummed = false;
     }
 
     /// Runs one round of a reactor without a thread.
@@ -126,12 +101,12 @@ impl<C: Send + 'static> Agent<C> {
         self.reactor.address()
     }
 
-    /// This life of the agent.
+    /// The incarnation of this agent.
     pub fn incarnation(&self) -> Incarnation {
         self.incarnation
     }
 
-    /// Ends the agent: peers are told, its thread ends. See [`check_reads_ended`](Self::check_reads_ended).
+    /// Ends the agent: its sessions are closed, its thread ends. See [`check_reads_ended`](Self::check_reads_ended).
     pub fn close(&self) {
         self.reactor.stop();
     }

@@ -9,9 +9,9 @@ use crate::work::Completer;
 
 /// Longest tag.
 pub const TAG_CAP: usize = 64 << 10;
-/// Numbers that were given and not taken.
+/// Most numbers that were given and not drained.
 pub(super) const WINDOW: u64 = 256;
-/// Bytes of their tags.
+/// Most bytes of their tags.
 pub(super) const WINDOW_BYTES: usize = 1 << 20;
 
 /// # Errors
@@ -26,96 +26,101 @@ pub(super) fn check_tag(tag: &[u8]) -> Result<()> {
     )))
 }
 
-/// What waits for its number.
+/// What gets a number.
 #[derive(Debug)]
 pub(super) enum Notice {
     /// A tag of its own.
-    Tag(Vec<u8>, Completer<()>),
+    Tag(Vec<u8>),
     /// The transfer of this id, whose tag has this length.
     Transfer(u64, usize),
 }
 
 impl Notice {
-    fn len(&self) -> usize {
+    fn tag_len(&self) -> usize {
         match self {
-            Self::Tag(tag, _) => tag.len(),
+            Self::Tag(tag) => tag.len(),
             Self::Transfer(_, len) => *len,
         }
     }
 }
 
+/// A number that was given.
+#[derive(Debug)]
+struct Numbered {
+    tag_len: usize,
+    /// Until the peer has the tag.
+    completer: Option<Completer<()>>,
+}
+
 /// The sender's side.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
-    waiting: VecDeque<Notice>,
-    next: u64,
-    /// The peer has everything before this.
-    queued: u64,
-    /// And its user has taken everything before this.
-    taken: u64,
-    /// Lengths from `taken` on.
-    lens: VecDeque<usize>,
-    held: usize,
-    sent: VecDeque<(u64, Completer<()>)>,
+    /// Who waits for a tag of its own is told when the peer has it.
+    waiting: VecDeque<(Notice, Option<Completer<()>>)>,
+    /// The numbers from `drained` on.
+    numbered: VecDeque<Numbered>,
+    /// Bytes of their tags.
+    tag_bytes: usize,
+    /// The peer has everything before this number.
+    received: u64,
+    /// And its user has drained everything before this number.
+    drained: u64,
 }
 
 impl Outbox {
-    pub(super) fn push(&mut self, notice: Notice) {
-        self.waiting.push_back(notice);
+    pub(super) fn push(&mut self, notice: Notice, completer: Option<Completer<()>>) {
+        self.waiting.push_back((notice, completer));
+    }
+
+    /// The number that the next notice gets.
+    fn next(&self) -> u64 {
+        self.drained + self.numbered.len() as u64
     }
 
     /// The next that may go, with its number.
     pub(super) fn pop(&mut self) -> Option<(u64, Notice)> {
-        let len = self.waiting.front()?.len();
-        if self.next - self.taken >= WINDOW || self.held + len > WINDOW_BYTES {
+        let tag_len = self.waiting.front()?.0.tag_len();
+        if self.numbered.len() as u64 >= WINDOW || self.tag_bytes + tag_len > WINDOW_BYTES {
             return None;
         }
-        self.lens.push_back(len);
-        self.held += len;
-        self.next += 1;
-        Some((self.next - 1, self.waiting.pop_front()?))
+        let (number, (notice, completer)) = (self.next(), self.waiting.pop_front()?);
+        self.tag_bytes += tag_len;
+        self.numbered.push_back(Numbered { tag_len, completer });
+        Some((number, notice))
     }
 
-    /// A tag was sent; its work ends when the peer has it.
-    pub(super) fn sent(&mut self, number: u64, completer: Completer<()>) {
-        self.sent.push_back((number, completer));
-    }
-
-    /// What the peer says it has.
+    /// What the peer acknowledges.
     ///
     /// # Errors
     /// It cannot be true.
-    pub(super) fn noted(&mut self, queued: u64, taken: u64) -> Result<()> {
-        if queued < self.queued || taken < self.taken || taken > queued || queued > self.next {
+    pub(super) fn noted(&mut self, received: u64, drained: u64) -> Result<()> {
+        let goes_back = received < self.received || drained < self.drained;
+        if goes_back || drained > received || received > self.next() {
             return Err(Error::protocol(format_args!(
-                "{queued} notifications acknowledged and {taken} taken, of {}",
-                self.next
+                "{received} notifications acknowledged and {drained} drained, of {}",
+                self.next()
             )));
         }
-        let num_taken = (taken - self.taken) as usize;
-        self.held -= self.lens.drain(..num_taken).sum::<usize>();
-        (self.queued, self.taken) = (queued, taken);
-        while self
-            .sent
-            .front()
-            .is_some_and(|(number, _)| *number < queued)
-        {
-            if let Some((_, completer)) = self.sent.pop_front() {
+        let is_received = (received - self.drained) as usize;
+        for numbered in self.numbered.iter_mut().take(is_received) {
+            if let Some(completer) = numbered.completer.take() {
                 completer.complete(Ok(()));
             }
         }
+        let is_drained = (drained - self.drained) as usize;
+        for numbered in self.numbered.drain(..is_drained) {
+            self.tag_bytes -= numbered.tag_len;
+        }
+        (self.received, self.drained) = (received, drained);
         Ok(())
     }
 
-    /// The peer is gone: ends the works of tags.
+    /// The peer is lost: ends the works of tags.
     pub(super) fn fail(self, error: &Error) {
-        for (_, completer) in self.sent {
+        let numbered = self.numbered.into_iter().map(|one| one.completer);
+        let waiting = self.waiting.into_iter().map(|(_, completer)| completer);
+        for completer in numbered.chain(waiting).flatten() {
             completer.complete(Err(error.clone()));
-        }
-        for notice in self.waiting {
-            if let Notice::Tag(_, completer) = notice {
-                completer.complete(Err(error.clone()));
-            }
         }
     }
 }
@@ -127,14 +132,16 @@ pub(super) struct Arrivals {
     next: u64,
     /// Beyond it: what came, or that it will not come.
     early: BTreeMap<u64, Option<Vec<u8>>>,
-    /// Delivered and not taken: number and length.
+    /// Delivered and not drained: number and length of the tag.
     delivered: VecDeque<(u64, usize)>,
-    held: usize,
-    said: (u64, u64),
+    /// Bytes of the tags in `early` and `delivered`.
+    tag_bytes: usize,
+    /// What the sender was told.
+    noted: (u64, u64),
 }
 
 impl Arrivals {
-    fn taken(&self) -> u64 {
+    fn drained(&self) -> u64 {
         let first = self.delivered.front();
         first.map_or(self.next, |(number, _)| *number)
     }
@@ -146,14 +153,14 @@ impl Arrivals {
     pub(super) fn arrive(&mut self, number: u64, tag: Option<Vec<u8>>) -> Result<()> {
         let len = tag.as_ref().map_or(0, Vec::len);
         let is_new = number >= self.next && !self.early.contains_key(&number);
-        let fits = number.saturating_sub(self.taken()) < WINDOW;
-        if !is_new || !fits || len > TAG_CAP || self.held + len > WINDOW_BYTES {
+        let fits = number.saturating_sub(self.drained()) < WINDOW;
+        if !is_new || !fits || len > TAG_CAP || self.tag_bytes + len > WINDOW_BYTES {
             return Err(Error::protocol(format_args!(
                 "notification {number} of {len} bytes when {} is next and {} bytes wait",
-                self.next, self.held
+                self.next, self.tag_bytes
             )));
         }
-        self.held += len;
+        self.tag_bytes += len;
         self.early.insert(number, tag);
         Ok(())
     }
@@ -171,23 +178,19 @@ impl Arrivals {
         None
     }
 
-    /// The user has taken everything before `upto`.
-    pub(super) fn take(&mut self, upto: u64) {
-        let num_taken = self.delivered.partition_point(|(number, _)| *number < upto);
-        self.held -= self
-            .delivered
-            .drain(..num_taken)
-            .map(|(_, len)| len)
-            .sum::<usize>();
+    /// The user has drained everything before `upto`.
+    pub(super) fn drain(&mut self, upto: u64) {
+        let num_drained = self.delivered.partition_point(|(number, _)| *number < upto);
+        for (_, len) in self.delivered.drain(..num_drained) {
+            self.tag_bytes -= len;
+        }
     }
 
-    /// What the sender should be told, if it was told something else.
+    /// What the sender is to be told, if it was told something else: before which number everything has come, and was
+    /// drained.
     pub(super) fn note(&mut self) -> Option<(u64, u64)> {
-        let now = (self.next, self.taken());
-        (now != self.said).then(|| {
-            self.said = now;
-            now
-        })
+        let now = (self.next, self.drained());
+        (std::mem::replace(&mut self.noted, now) != now).then_some(now)
     }
 }
 
@@ -209,7 +212,7 @@ mod tests {
         assert_eq!(arrive(&mut arrivals, 0, Some(b"a")).unwrap(), [b"a"]);
         assert_eq!(arrive(&mut arrivals, 1, None).unwrap(), [b"c"]);
         assert_eq!(arrivals.note(), Some((3, 0)));
-        arrivals.take(3);
+        arrivals.drain(3);
         assert_eq!(arrivals.note(), Some((3, 3)));
         assert_eq!(arrivals.note(), None);
     }
@@ -242,20 +245,20 @@ mod tests {
     fn a_sender_that_keeps_its_window_is_never_refused() {
         let (mut outbox, mut arrivals) = (Outbox::default(), Arrivals::default());
         for _ in 0..4 * WINDOW {
-            outbox.push(Notice::Transfer(0, TAG_CAP / 3));
+            outbox.push(Notice::Transfer(0, TAG_CAP / 3), None);
         }
         let mut num_sent = 0;
         while num_sent < 4 * WINDOW {
             while let Some((number, notice)) = outbox.pop() {
-                let tag = Some(vec![0; notice.len()]);
+                let tag = Some(vec![0; notice.tag_len()]);
                 arrivals.arrive(number, tag).unwrap();
                 arrivals.pop().unwrap();
                 num_sent += 1;
             }
-            assert!(arrivals.held <= WINDOW_BYTES);
-            arrivals.take(arrivals.next);
-            let (queued, taken) = arrivals.note().unwrap();
-            outbox.noted(queued, taken).unwrap();
+            assert!(arrivals.tag_bytes <= WINDOW_BYTES);
+            arrivals.drain(arrivals.next);
+            let (received, drained) = arrivals.note().unwrap();
+            outbox.noted(received, drained).unwrap();
         }
     }
 
@@ -264,14 +267,11 @@ mod tests {
         let mut outbox = Outbox::default();
         let works = [0, 1, 2].map(|_| {
             let (tag, completer) = work();
-            outbox.push(Notice::Tag(b"tag".to_vec(), completer));
+            outbox.push(Notice::Tag(b"tag".to_vec()), Some(completer));
             tag
         });
         for _ in 0..2 {
-            let Some((number, Notice::Tag(_, completer))) = outbox.pop() else {
-                panic!("there is room");
-            };
-            outbox.sent(number, completer);
+            outbox.pop().expect("there is room");
         }
         outbox.noted(1, 0).unwrap();
         let lost = Error::lost("a", "gone");
@@ -283,14 +283,17 @@ mod tests {
 
     #[test]
     fn acknowledgements_that_cannot_be_true_are_errors() {
-        for (queued, taken) in [(3, 0), (2, 3), (u64::MAX, 0), (0, 0), (1, 0)] {
+        for (received, drained) in [(3, 0), (2, 3), (u64::MAX, 0), (0, 0), (1, 0)] {
             let mut outbox = Outbox::default();
             for _ in 0..2 {
-                outbox.push(Notice::Transfer(0, 1));
+                outbox.push(Notice::Transfer(0, 1), None);
                 outbox.pop().unwrap();
             }
             outbox.noted(2, 1).unwrap();
-            assert!(outbox.noted(queued, taken).is_err(), "{queued} {taken}");
+            assert!(
+                outbox.noted(received, drained).is_err(),
+                "{received} {drained}"
+            );
         }
     }
 }

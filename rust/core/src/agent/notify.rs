@@ -1,105 +1,54 @@
 //! Notifications between this agent's users and its peers'.
 
 use super::agent_core::AgentCore;
-use super::inbox::Notification;
-use super::messages::{NOTED, NOTIFY, VOID};
+use super::inbox::{Drained, Notification};
+use super::messages::AgentMessage;
 use super::notices::Notice;
 use super::plan::peer_gone;
-use super::reads::{Notify, ReadOwner};
 use crate::error::Result;
 use crate::ids::SessionKey;
-use crate::net::codec::Reader;
 use crate::session::ReactorContext;
-use crate::transport::Payload;
 use crate::work::Completer;
 
 /// The sender's side.
 impl AgentCore {
-    pub(super) fn notify_command(
+    /// Gives a number to a notice when the window has room. The completer is of a tag of its own.
+    pub(super) fn notice(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        tag: Vec<u8>,
-        completer: Completer<()>,
+        notice: Notice,
+        completer: Option<Completer<()>>,
     ) {
-        if self.peers.contains_key(&session) {
-            self.notice(cx, session, Notice::Tag(tag, completer));
-        } else {
-            completer.complete(Err(peer_gone(cx, session)));
-        }
-    }
-
-    /// Something wants a number.
-    pub(super) fn notice(&mut self, cx: &mut ReactorContext, session: SessionKey, notice: Notice) {
         if let Some(peer) = self.peers.get_mut(&session) {
-            peer.outbox.push(notice);
+            peer.outbox.push(notice, completer);
+        } else if let Some(completer) = completer {
+            completer.complete(Err(peer_gone(cx, session)));
         }
         self.send_notices(cx, session);
     }
 
     /// Gives numbers as far as the window has room.
     fn send_notices(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        loop {
-            let peer = self.peers.get_mut(&session);
-            match peer.and_then(|peer| peer.outbox.pop()) {
-                None => return,
-                Some((number, Notice::Transfer(id, _))) => self.numbered(cx, session, id, number),
-                Some((number, Notice::Tag(tag, completer))) => {
-                    let header = cx.header(session, NOTIFY).u64(number);
-                    cx.message(session, header, Payload::Bytes(tag));
-                    if let Some(peer) = self.peers.get_mut(&session) {
-                        peer.outbox.sent(number, completer);
-                    }
-                }
+        while let Some(peer) = self.peers.get_mut(&session)
+            && let Some((number, notice)) = peer.outbox.pop()
+        {
+            match notice {
+                Notice::Transfer(id, _) => self.numbered(cx, session, id, number),
+                Notice::Tag(tag) => AgentMessage::Notify { number, tag }.send(cx, session),
             }
         }
     }
 
     /// A transfer has its number, and begins.
     fn numbered(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64, number: u64) {
-        if let Some(offer) = self.offers.get_mut(&id) {
-            if let Some(notify) = &mut offer.notify {
+        if let Some(write) = self.writes.get_mut(&id) {
+            if let Some(notify) = &mut write.caller.notify {
                 notify.number = Some(number);
             }
-            return self.offer_ready(cx, session, id);
-        }
-        if let Some(read) = self.reads.get_mut(&id)
-            && let ReadOwner::Caller(_, Some(notify)) = &mut read.owner
-        {
-            notify.number = Some(number);
-            return self.engine.enqueue(cx, read.transfer);
-        }
-        self.void(cx, session, number);
-    }
-
-    /// A transfer of ours has ended, and the peer is waiting for its number if it has one.
-    pub(super) fn tell(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        notify: Option<Notify>,
-        is_ok: bool,
-    ) {
-        let Some(Notify {
-            tag,
-            number: Some(number),
-        }) = notify
-        else {
-            return;
-        };
-        if !is_ok {
-            return self.void(cx, session, number);
-        }
-        let header = cx.header(session, NOTIFY).u64(number);
-        if self.peers.contains_key(&session) {
-            cx.message(session, header, Payload::Bytes(tag));
-        }
-    }
-
-    fn void(&mut self, cx: &mut ReactorContext, session: SessionKey, number: u64) {
-        let header = cx.header(session, VOID).u64(number);
-        if self.peers.contains_key(&session) {
-            cx.message(session, header, Payload::None);
+            self.write_ready(cx, session, id);
+        } else if !self.read_numbered(cx, id, number) {
+            AgentMessage::Void { number }.send(cx, session);
         }
     }
 }
@@ -136,10 +85,10 @@ impl AgentCore {
     }
 
     /// Our user has drained notifications.
-    pub(super) fn drained(&mut self, drained: Vec<(SessionKey, u64)>) {
+    pub(super) fn drained(&mut self, drained: Vec<Drained>) {
         for (session, upto) in drained {
             if let Some(peer) = self.peers.get_mut(&session) {
-                peer.arrivals.take(upto);
+                peer.arrivals.drain(upto);
             }
         }
         // Also of the others: what they sent may have waited for room.
@@ -148,37 +97,28 @@ impl AgentCore {
         }
     }
 
-    /// Tells peers what has come and what was taken of it, once a round.
+    /// Tells peers what has come and what was drained of it, once a round.
     pub(super) fn note(&mut self, cx: &mut ReactorContext) {
         for session in std::mem::take(&mut self.to_note) {
             let peer = self.peers.get_mut(&session);
-            if let Some((queued, taken)) = peer.and_then(|peer| peer.arrivals.note()) {
-                let header = cx.header(session, NOTED).u64(queued).u64(taken);
-                cx.message(session, header, Payload::None);
+            if let Some((received, drained)) = peer.and_then(|peer| peer.arrivals.note()) {
+                AgentMessage::Noted { received, drained }.send(cx, session);
             }
         }
     }
 
-    pub(super) fn notice_message(
+    /// The peer tells what has come and what was drained of it.
+    pub(super) fn noted(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        kind: u8,
-        mut header: Reader<'_>,
-        data: &[u8],
+        received: u64,
+        drained: u64,
     ) -> Result<()> {
-        let number = header.u64()?;
-        if kind == NOTED {
-            let taken = header.u64()?;
-            header.end()?;
-            if let Some(peer) = self.peers.get_mut(&session) {
-                peer.outbox.noted(number, taken)?;
-            }
-            self.send_notices(cx, session);
-            return Ok(());
+        if let Some(peer) = self.peers.get_mut(&session) {
+            peer.outbox.noted(received, drained)?;
         }
-        header.end()?;
-        let tag = (kind == NOTIFY).then(|| data.to_vec());
-        self.arrive(session, number, tag)
+        self.send_notices(cx, session);
+        Ok(())
     }
 }

@@ -1,74 +1,51 @@
-//! Writes. Whoever owns the destination decides what is written into it: a write is an offer, which the target checks
-//! and takes by its own data path, and answers.
+//! Writes. Whoever owns the destination decides what is written into it: a write is an offer of blocks, which the target
+//! checks, reads by its own data path, and answers.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use super::agent_core::AgentCore;
-use super::messages::{ACCEPTED, CORRUPT, DECLINED, OFFER, Offered, reason};
+use super::messages::{AgentMessage, Offer};
 use super::notices::Notice;
-use super::peer::{Counters, Peer};
-use super::plan::{not_writable, peer_gone, region_gone};
-use super::reads::{BlockRead, Notify, ReadOwner};
+use super::peer::Counters;
+use super::plan::{not_writable, region_gone};
+use super::reads::{BlockTransfer, Caller, ReadOwner};
 use crate::error::{Error, Result};
-use crate::ids::RegionId;
 use crate::ids::SessionKey;
-use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
-use crate::transfer::message::REASON_CAP;
-use crate::transfer::region::{Pieces, coalesce};
-use crate::transport::Payload;
-use crate::work::Completer;
+use crate::transfer::region::coalesce;
 
-/// Offers to one peer that it has not answered; more wait. One that is taken and one that follows keep it busy.
+/// Offers to one peer that it has not answered; more wait. One that is read and one that follows keep it busy.
 const OFFERS_IN_FLIGHT: usize = 8;
 
 /// A write, at the writer.
 #[derive(Debug)]
-pub(super) struct Offer {
-    pub(super) session: SessionKey,
-    pub(super) peer: Peer,
-    /// Our region, the source.
-    pub(super) region: RegionId,
-    /// The peer's, the destination.
-    pub(super) remote_region: RegionId,
-    pub(super) pieces: Arc<Pieces>,
-    pub(super) is_checksummed: bool,
-    pub(super) notify: Option<Notify>,
-    pub(super) deadline: Option<Instant>,
-    pub(super) completer: Completer<u64>,
-    pub(super) is_sent: bool,
+pub(super) struct Write {
+    pub(super) transfer: BlockTransfer,
+    pub(super) caller: Caller,
 }
 
 /// At the writer.
 impl AgentCore {
-    pub(super) fn write_command(&mut self, cx: &mut ReactorContext, offer: Offer) {
-        let session = offer.session;
-        let peer = self.peers.get(&session);
-        let target = peer.and_then(|peer| peer.regions.as_ref()?.get(&offer.remote_region));
-        if target.is_none() || !self.regions.contains_key(&offer.region) {
-            let gone = match peer {
-                Some(_) => region_gone(),
-                None => peer_gone(cx, session),
-            };
-            return offer.completer.complete(Err(gone));
+    pub(super) fn write_command(&mut self, cx: &mut ReactorContext, write: Write) {
+        if let Err(error) = self.check_regions(cx, &write.transfer) {
+            return write.caller.completer.complete(Err(error));
         }
-        self.count(&offer.peer, Counters::begin);
+        let session = write.transfer.peer.session();
+        self.count(&write.transfer.peer, Counters::begin);
         let id = cx.token();
-        let tag_len = offer.notify.as_ref().map(|notify| notify.tag.len());
-        self.deadlines.add(offer.deadline);
-        self.offers.insert(id, offer);
-        if let Some(len) = tag_len {
-            self.notice(cx, session, Notice::Transfer(id, len));
-        } else {
-            self.offer_ready(cx, session, id);
+        let tag_len = write.caller.tag_len();
+        self.deadlines.add(write.transfer.deadline);
+        self.writes.insert(id, write);
+        match tag_len {
+            Some(len) => self.notice(cx, session, Notice::Transfer(id, len), None),
+            None => self.write_ready(cx, session, id),
         }
     }
 
-    /// Nothing but its turn is to be waited for.
-    pub(super) fn offer_ready(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64) {
+    /// A write has its number if it needs one, and is offered when it is its turn.
+    pub(super) fn write_ready(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64) {
         if let Some(peer) = self.peers.get_mut(&session) {
-            peer.offers_ready.push_back(id);
+            peer.writes_ready.push_back(id);
         }
         self.send_offers(cx, session);
     }
@@ -77,116 +54,124 @@ impl AgentCore {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
-        while peer.num_offers_sent < OFFERS_IN_FLIGHT {
-            let Some(id) = peer.offers_ready.pop_front() else {
+        while peer.offers_sent.len() < OFFERS_IN_FLIGHT {
+            let Some(id) = peer.writes_ready.pop_front() else {
                 return;
             };
-            let Some(offer) = self.offers.get_mut(&id) else {
+            let Some(write) = self.writes.get(&id) else {
                 continue;
             };
-            let names = (id, offer.remote_region, offer.region);
-            let notice = offer.notify.as_ref();
-            let notice = notice.and_then(|notify| Some((notify.number?, &notify.tag[..])));
-            let header = cx.header(session, OFFER);
-            let (header, payload) =
-                Offered::write(header, names, &offer.pieces, offer.is_checksummed, notice);
-            offer.is_sent = true;
-            peer.num_offers_sent += 1;
-            cx.message(session, header, Payload::Bytes(payload));
+            let (transfer, notify) = (&write.transfer, write.caller.notify.as_ref());
+            let offer = Offer {
+                id,
+                to: transfer.remote_region,
+                from: transfer.region,
+                to_ids: (&transfer.pieces.to_ids).into(),
+                from_ids: (&transfer.pieces.from_ids).into(),
+                is_checksummed: transfer.is_checksummed,
+                notification: notify
+                    .and_then(|notify| Some((notify.number?, (&notify.tag).into()))),
+            };
+            AgentMessage::Offer(offer).send(cx, session);
+            peer.offers_sent.push(id);
         }
     }
 
     /// The target's answer.
-    fn answered(
+    pub(super) fn answered(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         id: u64,
         outcome: Result<()>,
     ) -> Result<()> {
-        let is_theirs = |offer: &Offer| offer.session == session && offer.is_sent;
-        if !self.offers.get(&id).is_some_and(is_theirs) {
+        let Some(peer) = self.peers.get_mut(&session) else {
+            return Ok(());
+        };
+        let Some(index) = peer.offers_sent.iter().position(|sent| *sent == id) else {
             let text = format_args!("an answer to offer {id}, which was not made");
             return Err(Error::protocol(text));
-        }
-        if let Some(peer) = self.peers.get_mut(&session) {
-            peer.num_offers_sent -= 1;
-        }
-        self.end_offer(id, outcome);
+        };
+        peer.offers_sent.swap_remove(index);
+        self.end_write(id, outcome);
         self.send_offers(cx, session);
         Ok(())
     }
 
-    fn end_offer(&mut self, id: u64, outcome: Result<()>) {
-        let Some(offer) = self.offers.remove(&id) else {
+    fn end_write(&mut self, id: u64, outcome: Result<()>) {
+        let Some(write) = self.writes.remove(&id) else {
             return;
         };
-        let num_bytes = offer.pieces.num_bytes;
+        let num_bytes = write.transfer.pieces.num_bytes;
         let moved = outcome.is_ok().then_some(num_bytes);
-        self.count(&offer.peer, |counters| counters.end_write(moved));
-        offer.completer.complete(outcome.map(|()| num_bytes));
+        self.count(&write.transfer.peer, |counters| counters.end_write(moved));
+        let outcome = outcome.map(|()| num_bytes);
+        write.caller.completer.complete(outcome);
     }
 
-    /// Fails offers that the target has not heard of.
-    pub(super) fn withdraw_offers(
+    fn is_offered(&self, id: u64, write: &Write) -> bool {
+        let peer = self.peers.get(&write.transfer.peer.session());
+        peer.is_some_and(|peer| peer.offers_sent.contains(&id))
+    }
+
+    /// Fails writes that the target has not been offered.
+    pub(super) fn withdraw_writes(
         &mut self,
         cx: &mut ReactorContext,
-        is_affected: impl Fn(&Offer) -> bool,
+        is_affected: impl Fn(&BlockTransfer) -> bool,
         error: &Error,
     ) {
-        let affected = self.offers.iter();
-        let affected = affected.filter(|(_, offer)| !offer.is_sent && is_affected(offer));
-        let affected: Vec<u64> = affected.map(|(id, _)| *id).collect();
-        for id in affected {
-            self.withdraw_offer(cx, id, error);
+        let writes = self.writes.iter();
+        let affected = writes
+            .filter(|(id, write)| is_affected(&write.transfer) && !self.is_offered(**id, write));
+        for id in affected.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.withdraw_write(cx, id, error);
         }
     }
 
-    fn withdraw_offer(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
-        if let Some(offer) = self.offers.get_mut(&id) {
-            let (session, notify) = (offer.session, offer.notify.take());
-            self.tell(cx, session, notify, false);
+    fn withdraw_write(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
+        if let Some(write) = self.writes.get_mut(&id)
+            && let Some(notify) = write.caller.notify.take()
+        {
+            notify.transfer_ended(cx, write.transfer.peer.session(), false);
         }
-        self.end_offer(id, Err(error.clone()));
+        self.end_write(id, Err(error.clone()));
     }
 
-    pub(super) fn offers_down(&mut self, session: SessionKey, error: &Error) {
-        let of_session = self
-            .offers
-            .iter()
-            .filter(|(_, offer)| offer.session == session);
-        let of_session: Vec<u64> = of_session.map(|(id, _)| *id).collect();
-        for id in of_session {
-            self.end_offer(id, Err(error.clone()));
+    pub(super) fn writes_down(&mut self, session: SessionKey, error: &Error) {
+        let writes = self.writes.iter();
+        let of_session = writes.filter(|(_, write)| write.transfer.peer.session() == session);
+        for id in of_session.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.end_write(id, Err(error.clone()));
         }
     }
 
-    pub(super) fn expire_offers(&mut self, cx: &mut ReactorContext) {
+    pub(super) fn expire_writes(&mut self, cx: &mut ReactorContext) {
         let (mut late, now) = (Vec::new(), cx.now());
         if !self.deadlines.take_if_past(now) {
             return;
         }
-        for (&id, offer) in &self.offers {
-            if offer.deadline.is_some_and(|deadline| deadline <= now) {
-                late.push((id, offer.session, offer.is_sent));
+        for (&id, write) in &self.writes {
+            let deadline = write.transfer.deadline;
+            if deadline.is_some_and(|deadline| deadline <= now) {
+                let peer = write.transfer.peer.clone();
+                late.push((id, peer, self.is_offered(id, write)));
             } else {
-                self.deadlines.add(offer.deadline);
+                self.deadlines.add(deadline);
             }
         }
-        for (id, session, is_sent) in late {
-            if is_sent {
-                let text = "the blocks were not taken in time; the peer is closed, connect again";
+        for (id, peer, is_offered) in late {
+            if is_offered {
+                let text = "the peer did not read the blocks in time; it is closed, connect again";
                 let error = Error::Timeout(text.to_owned());
-                if let Some(peer) = self.peers.get(&session) {
-                    peer.handle.lose(&error);
-                }
-                // The peer may be reading: the offer ends with the session, after it.
-                if !cx.has_failed(session) {
-                    cx.fail(session, error);
+                peer.lose(&error);
+                // The peer may be reading: the write ends with the session, after it.
+                if !cx.has_failed(peer.session()) {
+                    cx.fail(peer.session(), error);
                 }
             } else {
                 let text = "the write did not begin in time; the peer is usable";
-                self.withdraw_offer(cx, id, &Error::Timeout(text.to_owned()));
+                self.withdraw_write(cx, id, &Error::Timeout(text.to_owned()));
             }
         }
     }
@@ -194,11 +179,11 @@ impl AgentCore {
 
 /// At the target.
 impl AgentCore {
-    fn offered(
+    pub(super) fn offered(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        offered: Offered,
+        offer: Offer<'static>,
     ) -> Result<()> {
         let Some(peer) = self.peers.get_mut(&session) else {
             return Ok(());
@@ -209,57 +194,52 @@ impl AgentCore {
             )));
         }
         peer.num_offers_here += 1;
-        self.accept_offer(cx, session, offered);
+        self.read_offered(cx, session, offer);
         Ok(())
     }
 
-    /// Takes the blocks of an offer, or answers why not. An offer from a region that the peer has not told us of yet,
+    /// Reads the blocks of an offer, or answers why not. An offer from a region that the peer has not told us of yet,
     /// which goes another way, waits for it.
-    pub(super) fn accept_offer(
+    pub(super) fn read_offered(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        offered: Offered,
+        offer: Offer<'static>,
     ) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
-        if offered.from >= peer.next_region {
-            return peer.offers_early.push(offered);
+        if offer.from >= peer.next_region {
+            return peer.offers_early.push(offer);
         }
-        match self.check_offer(session, &offered) {
-            Ok(pieces) => {
-                let read = BlockRead {
-                    session,
-                    region: offered.to,
-                    remote_region: offered.from,
-                    pieces: Arc::new(pieces),
-                    is_checksummed: offered.is_checksummed,
-                    is_retry: false,
-                    deadline: None,
-                    owner: ReadOwner::Offer {
-                        offer: offered.offer,
-                        notice: offered.notice,
-                    },
-                };
-                self.read(cx, read);
-            }
-            Err(error) => self.answer(cx, session, (offered.offer, offered.notice), Err(error)),
-        }
+        let transfer = self.plan_offered(session, &offer);
+        let notification = offer.notification;
+        let owner = ReadOwner::Offer {
+            id: offer.id,
+            notification: notification.map(|(number, tag)| (number, tag.into_owned())),
+        };
+        self.read(cx, session, transfer, owner);
     }
 
-    fn check_offer(&self, session: SessionKey, offered: &Offered) -> Result<Pieces> {
-        let local = self.regions.get(&offered.to).ok_or_else(region_gone)?;
+    fn plan_offered(&self, session: SessionKey, offer: &Offer<'_>) -> Result<BlockTransfer> {
+        let local = self.regions.get(&offer.to).ok_or_else(region_gone)?;
         if !local.is_writable {
             return Err(not_writable(&local.name));
         }
-        let peer = self.peers.get(&session);
-        let remote = peer.and_then(|peer| peer.regions.as_ref()?.get(&offered.from));
-        let remote = remote.ok_or_else(region_gone)?;
-        coalesce(
-            (&local.layout, &offered.to_ids),
-            (&remote.layout, &offered.from_ids),
-        )
+        let peer = self.peers.get(&session).ok_or_else(region_gone)?;
+        let remote = peer.region(offer.from).ok_or_else(region_gone)?;
+        let pieces = coalesce(
+            (&local.layout, &offer.to_ids),
+            (&remote.layout, &offer.from_ids),
+        )?;
+        Ok(BlockTransfer {
+            peer: peer.handle.clone(),
+            region: offer.to,
+            remote_region: offer.from,
+            pieces: Arc::new(pieces),
+            is_checksummed: offer.is_checksummed,
+            deadline: None,
+        })
     }
 
     /// Tells the writer how it went, and our user if it went well.
@@ -267,56 +247,28 @@ impl AgentCore {
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        (offer, notice): (u64, Option<(u64, Vec<u8>)>),
+        offer: u64,
+        notification: Option<(u64, Vec<u8>)>,
         outcome: Result<()>,
     ) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
         peer.num_offers_here -= 1;
-        if let Some((number, tag)) = notice {
+        if let Some((number, tag)) = notification {
             let tag = outcome.is_ok().then_some(tag);
             if let Err(error) = self.arrive(session, number, tag) {
                 return cx.fail(session, error);
             }
         }
-        let (kind, payload) = match outcome {
-            Ok(()) => (ACCEPTED, Payload::None),
-            Err(error) => {
-                let text = Writer::default().text(&error.to_string(), REASON_CAP);
-                let is_corrupt = matches!(error, Error::Corrupt(_));
-                let kind = if is_corrupt { CORRUPT } else { DECLINED };
-                (kind, Payload::Bytes(text.finish()))
-            }
+        let answer = match outcome {
+            Ok(()) => AgentMessage::Accepted { offer },
+            Err(Error::Corrupt(reason)) => AgentMessage::Corrupt { offer, reason },
+            Err(error) => AgentMessage::Declined {
+                offer,
+                reason: error.to_string(),
+            },
         };
-        let header = cx.header(session, kind).u64(offer);
-        cx.message(session, header, payload);
-    }
-}
-
-impl AgentCore {
-    pub(super) fn offer_message(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        kind: u8,
-        mut header: Reader<'_>,
-        data: &[u8],
-    ) -> Result<()> {
-        if kind == OFFER {
-            return self.offered(cx, session, Offered::read(header, data)?);
-        }
-        let id = header.u64()?;
-        header.end()?;
-        let outcome = match kind {
-            ACCEPTED => Ok(()),
-            CORRUPT => Err(Error::Corrupt(reason(data)?)),
-            _ => {
-                let text = reason(data)?;
-                let text = format!("the peer did not take the blocks: {text}");
-                Err(Error::Config(text))
-            }
-        };
-        self.answered(cx, session, id, outcome)
+        answer.send(cx, session);
     }
 }

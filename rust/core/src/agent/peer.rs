@@ -4,37 +4,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{Error, Result};
-use crate::ids::Incarnation;
-use crate::ids::RegionId;
-use crate::ids::SessionKey;
-use crate::transfer::region::{Layout, RemoteRegion};
+use crate::ids::{Incarnation, SessionKey};
+use crate::transfer::region::RemoteRegion;
 
-/// A region of a peer.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RegionInfo {
-    /// Names it on its agent.
-    pub id: RegionId,
-    /// Its name.
-    pub name: String,
-    /// How it is cut.
-    pub layout: Layout,
-    /// Where its memory is.
-    pub device: String,
-    /// Whether its owner takes blocks into it.
-    pub is_writable: bool,
-}
-
-impl From<&RemoteRegion> for RegionInfo {
-    fn from(region: &RemoteRegion) -> Self {
-        Self {
-            id: region.id,
-            name: region.name.clone(),
-            layout: region.layout.clone(),
-            device: region.device.clone(),
-            is_writable: region.is_writable,
-        }
-    }
-}
+/// The regions of a peer, by ascending ids.
+pub type Regions = Arc<[Arc<RemoteRegion>]>;
 
 /// Counters of what this side asked for; what peers ask for is not in them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -54,11 +28,16 @@ pub struct Stats {
 /// The same while it changes: written by one thread.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
-    bytes_read: AtomicU64,
-    bytes_written: AtomicU64,
-    num_reads: AtomicU64,
-    num_writes: AtomicU64,
+    reads: Completed,
+    writes: Completed,
     in_flight: AtomicU64,
+}
+
+/// Transfers of one kind that have gone well.
+#[derive(Debug, Default)]
+struct Completed {
+    count: AtomicU64,
+    bytes: AtomicU64,
 }
 
 impl Counters {
@@ -68,35 +47,29 @@ impl Counters {
 
     /// A read ended, with this number of bytes when it went well.
     pub(super) fn end_read(&self, num_bytes: Option<u64>) {
-        Self::end(
-            &self.in_flight,
-            num_bytes,
-            &self.num_reads,
-            &self.bytes_read,
-        );
+        self.end(&self.reads, num_bytes);
     }
 
     /// A write ended, with this number of bytes when it went well.
     pub(super) fn end_write(&self, num_bytes: Option<u64>) {
-        let (count, bytes) = (&self.num_writes, &self.bytes_written);
-        Self::end(&self.in_flight, num_bytes, count, bytes);
+        self.end(&self.writes, num_bytes);
     }
 
-    fn end(in_flight: &AtomicU64, num_bytes: Option<u64>, count: &AtomicU64, bytes: &AtomicU64) {
-        in_flight.fetch_sub(1, Ordering::Relaxed);
+    fn end(&self, completed: &Completed, num_bytes: Option<u64>) {
+        self.in_flight.fetch_sub(1, Ordering::Relaxed);
         if let Some(num_bytes) = num_bytes {
-            count.fetch_add(1, Ordering::Relaxed);
-            bytes.fetch_add(num_bytes, Ordering::Relaxed);
+            completed.count.fetch_add(1, Ordering::Relaxed);
+            completed.bytes.fetch_add(num_bytes, Ordering::Relaxed);
         }
     }
 
     pub(super) fn read(&self) -> Stats {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Stats {
-            bytes_read: load(&self.bytes_read),
-            bytes_written: load(&self.bytes_written),
-            num_reads: load(&self.num_reads),
-            num_writes: load(&self.num_writes),
+            bytes_read: load(&self.reads.bytes),
+            bytes_written: load(&self.writes.bytes),
+            num_reads: load(&self.reads.count),
+            num_writes: load(&self.writes.count),
             in_flight: load(&self.in_flight),
         }
     }
@@ -106,7 +79,7 @@ impl Counters {
 struct PeerStatus {
     incarnation: Incarnation,
     transport: String,
-    regions: Arc<[RegionInfo]>,
+    regions: Regions,
     lost: Option<Error>,
 }
 
@@ -133,7 +106,7 @@ impl Peer {
             state: Mutex::new(PeerStatus {
                 incarnation: [0; 16],
                 transport: String::new(),
-                regions: Arc::new([]),
+                regions: Regions::default(),
                 lost: None,
             }),
         }))
@@ -153,7 +126,7 @@ impl Peer {
         &self.0.address
     }
 
-    /// Its life.
+    /// Its incarnation.
     pub fn incarnation(&self) -> Incarnation {
         self.state().incarnation
     }
@@ -163,8 +136,8 @@ impl Peer {
         self.state().transport.clone()
     }
 
-    /// Its regions, as last heard.
-    pub fn regions(&self) -> Arc<[RegionInfo]> {
+    /// Its regions, as it last described them.
+    pub fn regions(&self) -> Regions {
         Arc::clone(&self.state().regions)
     }
 
@@ -196,7 +169,7 @@ impl Peer {
         (state.incarnation, state.transport) = (incarnation, transport);
     }
 
-    pub(super) fn set_regions(&self, regions: Arc<[RegionInfo]>) {
+    pub(super) fn set_regions(&self, regions: Regions) {
         self.state().regions = regions;
     }
 
@@ -207,22 +180,21 @@ impl Peer {
     /// # Errors
     /// It is lost, or its agent was closed.
     pub(super) fn check(&self) -> Result<()> {
-        let lost = self.state().lost.clone();
-        match (lost, self.lost()) {
-            (Some(Error::Closed(text)), _) => Err(Error::Closed(text)),
-            (_, Some(reason)) => {
-                let text = format_args!("{reason}; connect again for a new peer");
-                Err(Error::lost(&self.0.address, text))
-            }
-            (_, None) => Ok(()),
+        let Some(reason) = self.lost() else {
+            return Ok(());
+        };
+        if let Some(Error::Closed(text)) = &self.state().lost {
+            return Err(Error::Closed(text.clone()));
         }
+        let text = format_args!("{reason}; connect again for a new peer");
+        Err(Error::lost(&self.0.address, text))
     }
 
     /// One of its regions.
     ///
     /// # Errors
     /// It is lost, or has no region of this name.
-    pub(super) fn region(&self, name: &str) -> Result<RegionInfo> {
+    pub(super) fn region(&self, name: &str) -> Result<Arc<RemoteRegion>> {
         self.check()?;
         let regions = self.regions();
         let found = regions.iter().find(|region| region.name == name);

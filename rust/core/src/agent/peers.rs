@@ -1,17 +1,15 @@
 //! The sessions of an agent: who is connected, and what waits for whom.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::PoisonError;
+use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::agent_core::AgentCore;
-use super::messages::{Offered, PROCESS_VM};
+use super::messages::{Offer, PROCESS_VM};
 use super::notices::{Arrivals, Outbox};
-use super::peer::{Counters, Peer};
+use super::peer::{Counters, Peer, Regions};
 use crate::error::Error;
-use crate::ids::Incarnation;
-use crate::ids::RegionId;
-use crate::ids::SessionKey;
+use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::codec::Writer;
 use crate::net::identity::Identity;
 use crate::session::ReactorContext;
@@ -22,21 +20,22 @@ use crate::work::Completer;
 /// A peer as the agent's thread knows it.
 pub(crate) struct PeerState {
     pub(crate) handle: Peer,
-    pub(crate) regions: Option<BTreeMap<RegionId, RemoteRegion>>,
-    /// Above every region that it has told of.
+    /// By ascending ids, once it has described them.
+    pub(crate) regions: Option<Regions>,
+    /// Above the id of every region that it has described.
     pub(super) next_region: RegionId,
     /// When its regions have to be here, from the moment the session is established.
     pub(super) regions_by: Option<Instant>,
     /// Who wants to know of it, and in which life.
     waiting: Vec<(Option<Incarnation>, Completer<Peer>)>,
-    /// Our offers to it that wait.
-    pub(super) offers_ready: VecDeque<u64>,
-    /// Our offers that it has not answered.
-    pub(super) num_offers_sent: usize,
+    /// Our writes that it is to be offered.
+    pub(super) writes_ready: VecDeque<u64>,
+    /// Our writes that it was offered and has not answered.
+    pub(super) offers_sent: Vec<u64>,
     /// Its offers that we have not answered.
     pub(super) num_offers_here: usize,
-    /// Of them, those from regions that it has not told of yet.
-    pub(super) offers_early: Vec<Offered>,
+    /// Of them, those from regions that it has not described yet.
+    pub(super) offers_early: Vec<Offer<'static>>,
     pub(super) outbox: Outbox,
     pub(super) arrivals: Arrivals,
 }
@@ -49,13 +48,20 @@ impl PeerState {
             next_region: 0,
             regions_by: None,
             waiting: Vec::new(),
-            offers_ready: VecDeque::new(),
-            num_offers_sent: 0,
+            writes_ready: VecDeque::new(),
+            offers_sent: Vec::new(),
             num_offers_here: 0,
             offers_early: Vec::new(),
             outbox: Outbox::default(),
             arrivals: Arrivals::default(),
         }
+    }
+
+    /// A region that it has described and not closed.
+    pub(super) fn region(&self, id: RegionId) -> Option<&Arc<RemoteRegion>> {
+        let regions = self.regions.as_ref()?;
+        let index = regions.binary_search_by_key(&id, |region| region.id);
+        regions.get(index.ok()?)
     }
 }
 
@@ -74,7 +80,7 @@ impl AgentCore {
         self.tell_waiting(session);
     }
 
-    /// The link to an address: the one there is, or a new one. One whose loss its users have been told of already is
+    /// The session to an address: the one there is, or a new one. One whose loss its users know of already is
     /// not there any more, although its end is still to be reported.
     pub(crate) fn session_to(&mut self, cx: &mut ReactorContext, address: &str) -> SessionKey {
         let known = self.by_address.get(address);
@@ -119,23 +125,20 @@ impl AgentCore {
             return;
         };
         let early = std::mem::take(&mut peer.offers_early);
-        self.shared
-            .peers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(session, peer.handle.clone());
+        self.shared.peers().insert(session, peer.handle.clone());
         self.tell_waiting(session);
-        for offered in early {
-            self.accept_offer(cx, session, offered);
+        for offer in early {
+            self.read_offered(cx, session, offer);
         }
     }
 
-    pub(super) fn peer_up(
+    pub(crate) fn session_up(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         identity: &Identity,
     ) {
+        self.engine.session_up(session);
         let (address, ours) = (cx.peer(session), cx.identity().incarnation);
         let peer = self
             .peers
@@ -186,11 +189,7 @@ impl AgentCore {
             return;
         };
         peer.handle.lose(error);
-        self.shared
-            .peers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&session);
+        self.shared.peers().remove(&session);
         for (_, completer) in peer.waiting {
             completer.complete(Err(error.clone()));
         }

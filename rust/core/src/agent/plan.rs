@@ -6,14 +6,12 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::notices::check_tag;
-use super::peer::{Peer, RegionInfo};
+use super::peer::Peer;
 use crate::error::{Error, Result};
-use crate::ids::Incarnation;
-use crate::ids::RegionId;
-use crate::ids::SessionKey;
+use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::session::ReactorContext;
 use crate::transfer::message::BLOCKS_CAP;
-use crate::transfer::region::{Layout, Pieces, check_sizes, coalesce};
+use crate::transfer::region::{Layout, Pieces, RemoteRegion, check_sizes, coalesce};
 
 #[derive(Debug)]
 struct Registered {
@@ -106,10 +104,10 @@ pub(super) fn peer_gone(cx: &ReactorContext, session: SessionKey) -> Error {
     )
 }
 
-/// How one run of a transfer goes.
+/// Options of one run of a transfer.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// What the peer is told once the blocks are where they belong.
+    /// What the peer's user gets once the blocks are where they belong.
     pub notify: Option<Vec<u8>>,
     /// Within which it must be done.
     pub timeout: Option<Duration>,
@@ -127,7 +125,7 @@ impl Options {
 pub struct Plan {
     pub(super) peer: Peer,
     pub(super) local: Region,
-    pub(super) remote: RegionInfo,
+    pub(super) remote: Arc<RemoteRegion>,
     local_ids: Vec<u32>,
     remote_ids: Vec<u32>,
     reading: OnceLock<Result<Arc<Pieces>>>,

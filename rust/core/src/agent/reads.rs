@@ -4,66 +4,102 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::agent_core::AgentCore;
+use super::messages::AgentMessage;
 use super::notices::Notice;
 use super::peer::{Counters, Peer};
 use super::plan::{peer_gone, region_gone};
 use crate::error::{Error, Result};
-use crate::ids::RegionId;
-use crate::ids::SessionKey;
+use crate::ids::{RegionId, SessionKey};
 use crate::session::ReactorContext;
 use crate::transfer::region::{Layout, Pieces};
 use crate::transfer::{Completion, TransferRequest};
 use crate::transport::Memory;
 use crate::work::Completer;
 
-/// What the peer is told when a transfer has gone well.
+/// Blocks that go from a region of one side to one of the other.
 #[derive(Debug)]
-pub(super) struct Notify {
+pub(crate) struct BlockTransfer {
+    pub(crate) peer: Peer,
+    /// Our region.
+    pub(crate) region: RegionId,
+    /// The peer's.
+    pub(crate) remote_region: RegionId,
+    pub(crate) pieces: Arc<Pieces>,
+    pub(crate) is_checksummed: bool,
+    pub(crate) deadline: Option<Instant>,
+}
+
+/// The notification of a transfer: the peer's user gets its tag when the transfer has gone well.
+#[derive(Debug)]
+pub(crate) struct Notify {
     pub(super) tag: Vec<u8>,
     /// Its place among the notifications; a transfer begins when it has one.
     pub(super) number: Option<u64>,
 }
 
-/// Who is told when blocks are here.
+impl Notify {
+    /// The transfer has ended: the peer waits for the number, if there is one.
+    pub(super) fn transfer_ended(self, cx: &mut ReactorContext, session: SessionKey, is_ok: bool) {
+        let (Some(number), tag) = (self.number, self.tag) else {
+            return;
+        };
+        let message = if is_ok {
+            AgentMessage::Notify { number, tag }
+        } else {
+            AgentMessage::Void { number }
+        };
+        message.send(cx, session);
+    }
+}
+
+/// Our user, who waits for a transfer.
 #[derive(Debug)]
-pub(super) enum ReadOwner {
-    /// Our user, and the peer's if there is a tag.
-    Caller(Completer<u64>, Option<Notify>),
-    /// The peer that offered the blocks, and our user if there is a tag.
+pub(crate) struct Caller {
+    pub(super) completer: Completer<u64>,
+    pub(super) notify: Option<Notify>,
+}
+
+impl Caller {
+    pub(super) fn new(completer: Completer<u64>, tag: Option<Vec<u8>>) -> Self {
+        let notify = tag.map(|tag| Notify { tag, number: None });
+        Self { completer, notify }
+    }
+
+    pub(super) fn tag_len(&self) -> Option<usize> {
+        self.notify.as_ref().map(|notify| notify.tag.len())
+    }
+}
+
+/// Whose read it is.
+#[derive(Debug)]
+pub(crate) enum ReadOwner {
+    Caller(Caller),
+    /// The peer that offered the blocks, and our user if the offer has a tag.
     Offer {
-        offer: u64,
-        notice: Option<(u64, Vec<u8>)>,
+        id: u64,
+        notification: Option<(u64, Vec<u8>)>,
     },
-    /// A task above the agent, by a token of the reactor.
-    Task(u64),
+    /// The service above the agent, which knows the read by a token of the reactor, and verifies what comes by checksums
+    /// of its own.
+    Service {
+        token: u64,
+        /// Whether a read of these blocks has failed before.
+        is_retry: bool,
+    },
 }
 
-/// Blocks of a peer that are wanted here.
-#[derive(Debug)]
-pub(super) struct BlockRead {
-    pub(super) session: SessionKey,
-    pub(super) region: RegionId,
-    pub(super) remote_region: RegionId,
-    pub(super) pieces: Arc<Pieces>,
-    pub(super) is_checksummed: bool,
-    pub(super) is_retry: bool,
-    pub(super) deadline: Option<Instant>,
-    pub(super) owner: ReadOwner,
-}
-
-/// One of them under way.
+/// A read under way.
 #[derive(Debug)]
 pub(super) struct ActiveRead {
-    /// Its number in the engine.
-    pub(super) transfer: u64,
-    pub(super) session: SessionKey,
-    pub(super) region: RegionId,
+    /// Its id in the engine.
+    id: u64,
     peer: Peer,
+    pub(super) region: RegionId,
     layout: Layout,
-    pub(super) owner: ReadOwner,
+    owner: ReadOwner,
 }
 
-/// What a task's read has brought.
+/// What a read for the service has brought.
 #[derive(Debug)]
 pub(crate) struct BlocksRead {
     pub(crate) memory: Arc<Memory>,
@@ -74,95 +110,90 @@ pub(crate) struct BlocksRead {
 }
 
 impl AgentCore {
-    /// Begins a read for a task above; [`next_task_end`](Self::next_task_end) tells how it ended. Checksums of its own
-    /// verify what comes.
-    pub(crate) fn read_for_task(
+    /// Begins a read, or ends it at once with what is wrong with it.
+    pub(crate) fn read(
         &mut self,
         cx: &mut ReactorContext,
-        task: u64,
         session: SessionKey,
-        (region, remote_region): (RegionId, RegionId),
-        pieces: Pieces,
-        is_retry: bool,
+        transfer: Result<BlockTransfer>,
+        owner: ReadOwner,
     ) {
-        let read = BlockRead {
-            session,
-            region,
-            remote_region,
-            pieces: Arc::new(pieces),
-            is_checksummed: false,
-            is_retry,
-            deadline: None,
-            owner: ReadOwner::Task(task),
+        let checked = transfer.and_then(|transfer| {
+            let destination = self.check_regions(cx, &transfer)?;
+            Ok((transfer, destination))
+        });
+        let (transfer, (memory, layout)) = match checked {
+            Ok(checked) => checked,
+            Err(error) => return self.end_read(cx, session, owner, Err(error)),
         };
-        self.read(cx, read);
-    }
-
-    /// Ends a task whose blocks are not to be had.
-    pub(crate) fn fail_task(&mut self, task: u64, error: Error) {
-        self.task_ends.push_back((task, Err(error)));
-    }
-
-    /// Begins a read, or ends it at once with what is wrong with it.
-    pub(super) fn read(&mut self, cx: &mut ReactorContext, read: BlockRead) {
-        let session = read.session;
-        let (peer, memory, layout) = match self.check_read(cx, &read) {
-            Ok(all) => all,
-            Err(error) => return self.end_read(cx, session, read.owner, Err(error)),
+        let (token, tag_len) = match &owner {
+            ReadOwner::Caller(caller) => (cx.token(), caller.tag_len()),
+            ReadOwner::Offer { .. } => (cx.token(), None),
+            ReadOwner::Service { token, .. } => (*token, None),
         };
-        if !matches!(read.owner, ReadOwner::Offer { .. }) {
-            self.count(&peer, Counters::begin);
+        if !matches!(owner, ReadOwner::Offer { .. }) {
+            self.count(&transfer.peer, Counters::begin);
         }
-        let tag_len = match &read.owner {
-            ReadOwner::Caller(_, Some(notify)) => Some(notify.tag.len()),
-            _ => None,
-        };
-        let token = match read.owner {
-            ReadOwner::Task(task) => task,
-            _ => cx.token(),
-        };
-        let transfer = self.engine.add(TransferRequest {
+        let id = self.engine.add(TransferRequest {
             owner: token,
             session,
-            source: read.remote_region.into(),
+            source: transfer.remote_region.into(),
             memory,
-            pieces: read.pieces,
-            is_checksummed: read.is_checksummed,
-            is_verified_by_owner: matches!(read.owner, ReadOwner::Task(_)),
-            is_retry: read.is_retry,
-            deadline: read.deadline,
+            pieces: transfer.pieces,
+            is_checksummed: transfer.is_checksummed,
+            is_verified_by_owner: matches!(owner, ReadOwner::Service { .. }),
+            is_retry: matches!(owner, ReadOwner::Service { is_retry: true, .. }),
+            deadline: transfer.deadline,
         });
         let active = ActiveRead {
-            transfer,
-            session,
-            region: read.region,
-            peer,
+            id,
+            peer: transfer.peer,
+            region: transfer.region,
             layout,
-            owner: read.owner,
+            owner,
         };
         self.reads.insert(token, active);
-        if let Some(len) = tag_len {
-            self.notice(cx, session, Notice::Transfer(token, len));
-        } else {
-            self.engine.enqueue(cx, transfer);
+        match tag_len {
+            Some(len) => self.notice(cx, session, Notice::Transfer(token, len), None),
+            None => self.engine.enqueue(cx, id),
         }
     }
 
-    fn check_read(
+    /// The destination of a read, or the source of a write.
+    ///
+    /// # Errors
+    /// Since the transfer was asked for, a region was closed or the peer was lost.
+    pub(super) fn check_regions(
         &self,
         cx: &ReactorContext,
-        read: &BlockRead,
-    ) -> Result<(Peer, Arc<Memory>, Layout)> {
-        let local = self.regions.get(&read.region);
+        transfer: &BlockTransfer,
+    ) -> Result<(Arc<Memory>, Layout)> {
+        let local = self.regions.get(&transfer.region);
         let local = local.ok_or_else(region_gone)?;
-        let peer = self.peers.get(&read.session);
-        let peer = peer.ok_or_else(|| peer_gone(cx, read.session))?;
-        let regions = peer.regions.as_ref();
-        regions
-            .and_then(|regions| regions.get(&read.remote_region))
+        let session = transfer.peer.session();
+        let peer = self.peers.get(&session);
+        let peer = peer.ok_or_else(|| peer_gone(cx, session))?;
+        peer.region(transfer.remote_region)
             .ok_or_else(region_gone)?;
-        let (memory, layout) = (Arc::clone(&local.memory), local.layout.clone());
-        Ok((peer.handle.clone(), memory, layout))
+        Ok((Arc::clone(&local.memory), local.layout.clone()))
+    }
+
+    /// A read has its number, and begins; whether there is such a read.
+    pub(super) fn read_numbered(
+        &mut self,
+        cx: &mut ReactorContext,
+        token: u64,
+        number: u64,
+    ) -> bool {
+        if let Some(read) = self.reads.get_mut(&token)
+            && let ReadOwner::Caller(caller) = &mut read.owner
+            && let Some(notify) = &mut caller.notify
+        {
+            notify.number = Some(number);
+            self.engine.enqueue(cx, read.id);
+            return true;
+        }
+        false
     }
 
     /// Fails reads into a region that have not begun.
@@ -173,15 +204,15 @@ impl AgentCore {
         error: &Error,
     ) {
         let into = self.reads.values().filter(|read| read.region == region);
-        for transfer in into.map(|read| read.transfer).collect::<Vec<_>>() {
-            self.engine.withdraw(cx, transfer, error);
+        for id in into.map(|read| read.id).collect::<Vec<_>>() {
+            self.engine.withdraw(cx, id, error);
         }
     }
 
-    /// Ends what a task need not wait for.
-    pub(crate) fn abandon_task(&mut self, cx: &mut ReactorContext, task: u64, error: &Error) {
-        if let Some(read) = self.reads.get(&task) {
-            self.engine.abandon(cx, read.transfer, error);
+    /// Ends a read that the service need not wait for.
+    pub(crate) fn abandon_read(&mut self, cx: &mut ReactorContext, token: u64, error: &Error) {
+        if let Some(read) = self.reads.get(&token) {
+            self.engine.abandon(cx, read.id, error);
         }
     }
 
@@ -192,23 +223,23 @@ impl AgentCore {
         }
     }
 
-    /// The next read of a task that has ended. Ends those of users and offers on the way.
-    pub(crate) fn next_task_end(
+    /// The next read for the service that has ended. Ends those of users and offers on the way.
+    pub(crate) fn next_ended_read(
         &mut self,
         cx: &mut ReactorContext,
     ) -> Option<(u64, Result<BlocksRead>)> {
         self.drain(cx);
-        self.task_ends.pop_front()
+        self.ended_reads.pop_front()
     }
 
     fn completed(&mut self, cx: &mut ReactorContext, completion: Completion) {
         let Some(read) = self.reads.remove(&completion.owner) else {
             return;
         };
-        let (pieces, block_bytes) = (&completion.pieces, read.layout.block_bytes);
+        let pieces = &completion.pieces;
         let outcome = completion.outcome.map_err(|error| {
             error.into_error(|corruption| {
-                let index = (corruption.at / block_bytes) as usize;
+                let index = (corruption.at / pieces.unit_bytes) as usize;
                 let id = |ids: &[u32]| ids.get(index).copied().unwrap_or_default();
                 let (to, from) = (id(&pieces.to_ids), id(&pieces.from_ids));
                 // A piece of a stream can have many small blocks.
@@ -234,7 +265,7 @@ impl AgentCore {
             num_bytes,
             elapsed: completion.elapsed,
         });
-        self.end_read(cx, read.session, read.owner, outcome);
+        self.end_read(cx, read.peer.session(), read.owner, outcome);
     }
 
     fn end_read(
@@ -245,15 +276,18 @@ impl AgentCore {
         outcome: Result<BlocksRead>,
     ) {
         match owner {
-            ReadOwner::Caller(completer, notify) => {
-                self.tell(cx, session, notify, outcome.is_ok());
-                completer.complete(outcome.map(|read| read.num_bytes));
+            ReadOwner::Caller(caller) => {
+                if let Some(notify) = caller.notify {
+                    notify.transfer_ended(cx, session, outcome.is_ok());
+                }
+                caller
+                    .completer
+                    .complete(outcome.map(|read| read.num_bytes));
             }
-            ReadOwner::Offer { offer, notice } => {
-                let outcome = outcome.map(|_| ());
-                self.answer(cx, session, (offer, notice), outcome);
+            ReadOwner::Offer { id, notification } => {
+                self.answer(cx, session, id, notification, outcome.map(|_| ()));
             }
-            ReadOwner::Task(task) => self.task_ends.push_back((task, outcome)),
+            ReadOwner::Service { token, .. } => self.ended_reads.push_back((token, outcome)),
         }
     }
 }

@@ -1,6 +1,6 @@
-//! Regions: ours, which peers are told of and asked to let go, and theirs.
+//! Regions: ours, which are described to peers and are closed when the peers have released them, and theirs.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -8,13 +8,12 @@ use std::time::Instant;
 use kvpipe_ucx::MemoryKind;
 
 use super::agent_core::AgentCore;
-use super::messages::{REGIONS_CAP, RELEASED, RemoteRegions, regions};
-use super::offers::Offer;
-use super::peer::RegionInfo;
+use super::messages::{REGIONS_CAP, RELEASED, write_regions};
+use super::peer::Regions;
 use super::plan::{Region, closed_region};
+use super::reads::BlockTransfer;
 use crate::error::{Error, Result};
-use crate::ids::RegionId;
-use crate::ids::SessionKey;
+use crate::ids::{RegionId, SessionKey};
 use crate::net::codec::Writer;
 use crate::reactor::PendingReads;
 use crate::session::ReactorContext;
@@ -63,15 +62,26 @@ impl LocalRegion {
             rkey,
         })
     }
+
+    fn describe(&self, id: RegionId) -> RemoteRegion {
+        let buffer = self.memory.buffer();
+        RemoteRegion {
+            id,
+            name: self.name.clone(),
+            layout: self.layout.clone(),
+            device: device(buffer.kind()),
+            is_writable: self.is_writable,
+            base: buffer.address() as u64,
+            rkey: self.rkey.clone(),
+        }
+    }
 }
 
 /// A region that was closed and that somebody may still be reading.
 pub(super) struct Closing {
     id: RegionId,
-    name: String,
-    layout: Layout,
     /// Keeps the memory registered.
-    memory: Arc<Memory>,
+    region: LocalRegion,
     /// Peers that have not said that they read nothing of it any more.
     waiting_for: HashSet<SessionKey>,
     /// Who waits for its end, and until when.
@@ -80,19 +90,11 @@ pub(super) struct Closing {
 
 /// Ours.
 impl AgentCore {
-    pub(super) fn register_command(
+    pub(super) fn register(
         &mut self,
         cx: &mut ReactorContext,
         region: LocalRegion,
-        completer: Completer<Region>,
-    ) {
-        let (name, layout) = (region.name.clone(), region.layout.clone());
-        let agent = cx.identity().incarnation;
-        let registered = self.register(cx, region);
-        completer.complete(registered.map(|id| Region::new(id, &name, layout, agent)));
-    }
-
-    fn register(&mut self, cx: &mut ReactorContext, region: LocalRegion) -> Result<RegionId> {
+    ) -> Result<Region> {
         let name = &region.name;
         if self.regions.values().any(|other| other.name == *name) {
             return Err(Error::Config(format!(
@@ -106,9 +108,11 @@ impl AgentCore {
         }
         let id = self.next_region;
         self.next_region += 1;
+        let layout = region.layout.clone();
+        let registered = Region::new(id, name, layout, cx.identity().incarnation);
         self.regions.insert(id, region);
         self.send_regions(cx);
-        Ok(id)
+        Ok(registered)
     }
 
     fn send_regions(&self, cx: &mut ReactorContext) {
@@ -121,16 +125,9 @@ impl AgentCore {
     }
 
     pub(super) fn describe_regions(&self) -> Vec<u8> {
-        let describe = |(&id, region): (&RegionId, &LocalRegion)| RemoteRegion {
-            id,
-            name: region.name.clone(),
-            layout: region.layout.clone(),
-            device: device(region.memory.buffer().kind()),
-            is_writable: region.is_writable,
-            base: region.memory.buffer().address() as u64,
-            rkey: region.rkey.clone(),
-        };
-        regions(&self.regions.iter().map(describe).collect::<Vec<_>>())
+        let regions = self.regions.iter();
+        let described = regions.map(|(id, region)| region.describe(*id));
+        write_regions(&described.collect::<Vec<_>>())
     }
 
     /// Takes a region back: nothing of it begins any more, and what has begun is waited for, here and at the peers.
@@ -149,19 +146,13 @@ impl AgentCore {
         };
         let error = closed_region(&region.name);
         self.withdraw_reads(cx, id, &error);
-        self.withdraw_offers(cx, |offer: &Offer| offer.region == id, &error);
+        self.withdraw_writes(cx, |transfer| transfer.region == id, &error);
         self.send_regions(cx);
-        let up = self
-            .peers
-            .keys()
-            .copied()
-            .filter(|session| cx.is_up(*session));
+        let sessions = self.peers.keys().copied();
         self.closing.push(Closing {
             id,
-            name: region.name,
-            layout: region.layout,
-            memory: region.memory,
-            waiting_for: up.collect(),
+            region,
+            waiting_for: sessions.filter(|session| cx.is_up(*session)).collect(),
             waiting: vec![(until, completer)],
         });
     }
@@ -173,12 +164,10 @@ impl AgentCore {
         source: u64,
     ) -> Option<(Arc<Memory>, Layout)> {
         let id = RegionId::try_from(source).ok()?;
-        if let Some(region) = self.regions.get(&id) {
-            return Some((Arc::clone(&region.memory), region.layout.clone()));
-        }
         let is_it = |closing: &&Closing| closing.id == id && closing.waiting_for.contains(&session);
-        let closing = self.closing.iter().find(is_it)?;
-        Some((Arc::clone(&closing.memory), closing.layout.clone()))
+        let closing = || Some(&self.closing.iter().find(is_it)?.region);
+        let region = self.regions.get(&id).or_else(closing)?;
+        Some((Arc::clone(&region.memory), region.layout.clone()))
     }
 
     /// A peer reads nothing of a closed region any more.
@@ -195,9 +184,12 @@ impl AgentCore {
     pub(super) fn end_closing(&mut self, now: Instant) -> Option<Instant> {
         for mut closing in std::mem::take(&mut self.closing) {
             let is_used = self.reads.values().any(|read| read.region == closing.id)
-                || self.offers.values().any(|offer| offer.region == closing.id);
+                || self
+                    .writes
+                    .values()
+                    .any(|write| write.transfer.region == closing.id);
             if closing.waiting_for.is_empty() && !is_used {
-                drop(closing.memory);
+                drop(closing.region);
                 for (_, completer) in closing.waiting {
                     completer.complete(Ok(()));
                 }
@@ -233,7 +225,7 @@ impl AgentCore {
         let text = format!(
             "region {:?} may still be read by {peers:?} or by a transfer of this side; it is closed for others, and its \
              memory is kept until they are done",
-            closing.name
+            closing.region.name
         );
         for (_, completer) in late {
             completer.complete(Err(Error::Timeout(text.clone())));
@@ -247,41 +239,38 @@ impl AgentCore {
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        regions: RemoteRegions,
+        regions: Vec<RemoteRegion>,
     ) -> Result<()> {
         let Some(peer) = self.peers.get_mut(&session) else {
             return Ok(());
         };
-        let known = peer.regions.take().unwrap_or_default();
         // Its key is in use, and plans are made for it.
-        let is_wrong = |region: &&RemoteRegion| match known.get(&region.id) {
-            Some(before) => before != *region,
+        let is_wrong = |region: &&RemoteRegion| match peer.region(region.id) {
+            Some(known) => **known != **region,
             None => region.id < peer.next_region,
         };
-        if let Some(region) = regions.0.iter().find(is_wrong) {
+        if let Some(region) = regions.iter().find(is_wrong) {
             let text = format_args!("region {} changed or came back", region.id);
             return Err(Error::protocol(text));
         }
-        let last = regions.0.last();
-        peer.next_region = last.map_or(0, |region| region.id + 1).max(peer.next_region);
-        peer.handle
-            .set_regions(regions.0.iter().map(RegionInfo::from).collect());
-        let regions = regions.0.into_iter().map(|region| (region.id, region));
-        let regions: BTreeMap<RegionId, RemoteRegion> = regions.collect();
-        let closed = known.iter();
-        let closed = closed.filter(|(id, _)| !regions.contains_key(id));
-        let closed: Vec<_> = closed
-            .map(|(id, region)| (*id, region.name.clone()))
-            .collect();
-        for (id, region) in regions.iter().filter(|(id, _)| !known.contains_key(id)) {
+        let regions: Regions = regions.into_iter().map(Arc::new).collect();
+        for region in regions
+            .iter()
+            .filter(|region| region.id >= peer.next_region)
+        {
             let (rkey, is_cuda) = (region.rkey.clone(), region.is_cuda());
             let source = RemoteSource::new(region.base, rkey, is_cuda, SourceChecksums::Asked);
-            self.engine.add_source(session, (*id).into(), source);
+            self.engine.add_source(session, region.id.into(), source);
         }
-        peer.regions = Some(regions);
+        let next_region = regions.last().map_or(0, |region| region.id + 1);
+        peer.next_region = peer.next_region.max(next_region);
+        peer.handle.set_regions(Arc::clone(&regions));
         peer.regions_by = None;
-        for (id, name) in closed {
-            self.release_remote_region(cx, session, id, &name);
+        let known = peer.regions.replace(regions).unwrap_or_default();
+        let is_closed = |region: &&Arc<RemoteRegion>| peer.region(region.id).is_none();
+        let closed: Vec<_> = known.iter().filter(is_closed).collect();
+        for region in closed {
+            self.release_remote_region(cx, session, region);
         }
         self.regions_known(cx, session);
         Ok(())
@@ -292,14 +281,16 @@ impl AgentCore {
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        id: RegionId,
-        name: &str,
+        region: &RemoteRegion,
     ) {
+        let (id, name) = (region.id, &region.name);
         let text = format!("region {name:?} of the peer was closed by its owner");
         let error = Error::Config(text);
         self.engine.remove_source(cx, session, id.into(), &error);
-        let to_region = |offer: &Offer| offer.session == session && offer.remote_region == id;
-        self.withdraw_offers(cx, to_region, &error);
+        let to_region = |transfer: &BlockTransfer| {
+            (transfer.peer.session(), transfer.remote_region) == (session, id)
+        };
+        self.withdraw_writes(cx, to_region, &error);
         self.releasing_regions.push((session, id));
     }
 

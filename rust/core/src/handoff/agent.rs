@@ -6,116 +6,71 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::consumer::LoadCounts;
+use super::consumer::{LoadCounts, LoadFailure, LoadRequest};
 use super::ready::{ReadyBlocks, check_positions};
 use super::service::{HandoffCommand, HandoffCommandKind, HandoffService};
-use crate::agent::{Agent, AgentConfig, Region};
+use crate::agent::{Agent, Region};
 use crate::error::Result;
 use crate::events::Events;
 use crate::ids::HandoffId;
-use crate::ids::Incarnation;
-use crate::session::SessionTimeouts;
+use crate::net::address::listen_address;
+use crate::net::identity::{Identity, SessionKind};
+use crate::reactor::default_busy_poll;
+use crate::session::{ReactorConfig, SessionTimeouts};
 use crate::trace::Trace;
 use crate::transport::Transport;
 
-/// What happened on the blocks' thread, for whoever drains it.
+/// What happened on the reactor's thread, for whoever drains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// Every block of a load is here and verified; the sequence state is not, as far as this thread knows.
-    BlocksVerified {
-        /// Which.
-        handoff: HandoffId,
-        /// In numbers.
-        counts: LoadCounts,
-        /// By which transport.
-        transport: String,
-        /// From the start of the load to its last block.
-        elapsed: Duration,
-    },
+    BlocksVerified(LoadReport),
     /// A load is complete: every block is here and verified. The producer has been told.
-    LoadCompleted {
-        /// Which.
-        handoff: HandoffId,
-        /// In numbers.
-        counts: LoadCounts,
-        /// By which transport.
-        transport: String,
-        /// From the start of the load to its end.
-        elapsed: Duration,
-    },
+    LoadCompleted(LoadReport),
     /// A load is over and incomplete; nothing writes into its blocks any more.
-    LoadFailed {
-        /// Which.
-        handoff: HandoffId,
-        /// In numbers.
-        counts: LoadCounts,
-        /// By which transport; empty if no session is left.
-        transport: String,
-        /// From the start of the load to its end.
-        elapsed: Duration,
-        /// Indices into the `block_ids` of the load.
-        missing: Vec<u32>,
-        /// Why.
-        reason: String,
-    },
+    LoadFailed(LoadReport, LoadFailure),
     /// A consumer has everything of a handoff that is leased here.
     Acknowledged {
-        /// Which.
+        /// The handoff.
         handoff: HandoffId,
     },
     /// One line for people.
     Log(String),
 }
 
-/// Handoffs that were ended, as marked by the thread that ends them and not later by the one that is told.
-#[derive(Debug, Clone, Default)]
-pub(super) struct EndedHandoffs(Arc<Mutex<HashSet<HandoffId>>>);
-
-impl EndedHandoffs {
-    fn get(&self) -> MutexGuard<'_, HashSet<HandoffId>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn mark(&self, handoff: HandoffId) {
-        self.get().insert(handoff);
-    }
-
-    /// The end has been processed: from now on the producer machine remembers it.
-    pub(super) fn unmark(&self, handoff: &HandoffId) {
-        self.get().remove(handoff);
-    }
-
-    pub(super) fn is_marked(&self, handoff: &HandoffId) -> bool {
-        self.get().contains(handoff)
-    }
+/// The facts of a load.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoadReport {
+    /// Its handoff.
+    pub handoff: HandoffId,
+    /// Its counters.
+    pub counts: LoadCounts,
+    /// The transport of its session; empty if no session is left.
+    pub transport: String,
+    /// Time since the load began.
+    pub elapsed: Duration,
 }
 
-/// What a worker loads of a handoff.
-#[derive(Debug, Clone)]
-pub struct LoadRequest {
-    /// Which handoff.
-    pub handoff: HandoffId,
-    /// Where the producer's worker listens.
-    pub producer: String,
-    /// The producer's life, as its scheduler named it.
-    pub incarnation: Incarnation,
-    /// The epoch of its blocks.
-    pub epoch: u32,
-    /// Position of the first wanted block in the prompt.
-    pub first: u32,
-    /// Destination ids, one a position.
-    pub block_ids: Vec<u32>,
-    /// Whether the sequence state is here already.
-    pub is_committed: bool,
+/// What the reactor's thread and callers share.
+#[derive(Debug, Default)]
+pub(super) struct SharedState {
+    pub(super) events: Events<Event>,
+    ended: Mutex<HashSet<HandoffId>>,
+    pub(super) num_leased: AtomicUsize,
+}
+
+impl SharedState {
+    /// Handoffs that callers have ended and whose end the reactor's thread has not processed.
+    pub(super) fn ended(&self) -> MutexGuard<'_, HashSet<HandoffId>> {
+        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// An [`Agent`] and the handoffs that it produces and consumes; any thread may call.
 #[derive(Debug)]
 pub struct HandoffAgent {
     agent: Agent<HandoffCommand>,
-    events: Events<Event>,
-    ended: EndedHandoffs,
-    num_leased: Arc<AtomicUsize>,
+    shared: Arc<SharedState>,
 }
 
 impl HandoffAgent {
@@ -128,32 +83,26 @@ impl HandoffAgent {
         fingerprint: Vec<(String, String)>,
         timeouts: SessionTimeouts,
     ) -> Result<Self> {
-        let config = AgentConfig {
-            listen,
-            token,
-            transport,
-            engine_id,
-            fingerprint,
+        let address = listen_address(listen, token)?;
+        let config = ReactorConfig {
+            listen: Some(address),
+            token: token.to_vec(),
+            identity: Identity::new(SessionKind::Agent, engine_id, fingerprint)?,
+            transport: Some(transport),
+            local: address.ip(),
             timeouts,
+            busy_poll: default_busy_poll(),
         };
-        let (events, ended) = (Events::default(), EndedHandoffs::default());
-        let num_leased = Arc::new(AtomicUsize::new(0));
-        let (in_thread, marks, leased) = (events.clone(), ended.clone(), Arc::clone(&num_leased));
-        let agent = Agent::start(config, move |core| {
-            HandoffService::new(core, in_thread, marks, leased)
-        })?;
-        Ok(Self {
-            agent,
-            events,
-            ended,
-            num_leased,
-        })
+        let shared = Arc::new(SharedState::default());
+        let in_thread = Arc::clone(&shared);
+        let agent = Agent::start(config, |core| HandoffService::new(core, in_thread))?;
+        Ok(Self { agent, shared })
     }
 
     /// The same without checksums of the blocks that it reads and writes. Handoffs have them all the same.
     #[must_use]
     pub fn without_checksums(mut self) -> Self {
-        self.agent.disable_checksums();
+        self.agent.is_checksummed = false;
         self
     }
 
@@ -177,7 +126,7 @@ impl HandoffAgent {
     ///
     /// Marked before this returns: a checksum that is being computed over blocks that change meanwhile is discarded.
     pub fn end(&self, handoff: HandoffId, reason: &str) -> Result<()> {
-        self.ended.mark(handoff);
+        self.shared.ended().insert(handoff);
         self.send(HandoffCommandKind::End {
             handoff,
             reason: reason.to_owned(),
@@ -213,12 +162,12 @@ impl HandoffAgent {
 
     /// What has happened since the last call.
     pub fn drain(&self) -> Vec<Event> {
-        self.events.drain()
+        self.shared.events.drain()
     }
 
     /// Number of handoffs whose blocks are leased.
     pub fn num_leased(&self) -> usize {
-        self.num_leased.load(Ordering::Relaxed)
+        self.shared.num_leased.load(Ordering::Relaxed)
     }
 }
 

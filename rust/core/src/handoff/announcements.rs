@@ -1,15 +1,10 @@
-//! Handoffs at their producer: ready blocks get their checksums in slices, and what the state machine says becomes
-//! messages.
+//! Handoffs at their producer: ready blocks get their checksums in slices, and are announced.
 
-use std::sync::atomic::Ordering;
-
-use super::messages::HandoffMessage;
-use super::producer::ProducerAction;
+use super::producer::send_all;
 use super::ready::ReadyRange;
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum};
-use crate::ids::HandoffId;
-use crate::ids::RegionId;
+use crate::ids::{HandoffId, RegionId};
 use crate::session::ReactorContext;
 use crate::trace::Track;
 use crate::transfer::region::Layout;
@@ -33,10 +28,10 @@ impl HandoffService {
         let began = self.trace.now();
         match self.checksums(&part, &regions) {
             // Marked before the blocks could change: unmarked now, they did not change while they were read.
-            Ok(_) if self.ended.is_marked(&part.handoff) => {}
+            Ok(_) if self.shared.ended().contains(&part.handoff) => {}
             Ok(blocks) => {
-                let actions = self.producer.mark_ready(part.handoff, part.epoch, &blocks);
-                self.act(cx, actions);
+                let messages = self.producer.mark_ready(part.handoff, part.epoch, &blocks);
+                send_all(cx, messages);
                 let before = regions
                     .first()
                     .map_or(0, |id| self.agent.regions.range(..id).count());
@@ -86,32 +81,7 @@ impl HandoffService {
     pub(super) fn end(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
         self.trace.instant(Track::Reactor, "ended", &handoff, &[]);
         self.ready.forget(&handoff);
-        let actions = self.producer.end_handoff(handoff, reason);
-        self.act(cx, actions);
-    }
-
-    pub(super) fn act(&mut self, cx: &mut ReactorContext, actions: Vec<ProducerAction>) {
-        for action in actions {
-            match action {
-                ProducerAction::Announce {
-                    session,
-                    handoff,
-                    epoch,
-                    blocks,
-                } => {
-                    HandoffMessage::BlocksReady { epoch, blocks }.send(cx, session, &handoff);
-                }
-                ProducerAction::End {
-                    session,
-                    handoff,
-                    reason,
-                } => {
-                    HandoffMessage::Ended { reason }.send(cx, session, &handoff);
-                }
-            }
-        }
-        let num_leased = self.producer.num_leased();
-        self.num_leased.store(num_leased, Ordering::Relaxed);
+        send_all(cx, self.producer.end_handoff(handoff, reason));
     }
 }
 

@@ -1,46 +1,36 @@
-//! The consumer of handoffs as a pure state machine: which blocks were announced, which to read, which are verified, and
-//! how each load ended.
+//! The consumer of a handoff as a pure state machine: which blocks were announced, which to read, which are verified, are to
+//! be read again, or are lost, and how the load ended.
 
-mod state;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
-use self::state::{LoadEnding, LoadPhase, LoadState};
 use super::ReadyBlock;
 use crate::error::{Error, Result};
-use crate::ids::HandoffId;
+use crate::ids::{HandoffId, Incarnation};
 
-/// The destination of a handoff's blocks.
+/// Most reads of a block of one region: by the session's data path, then once more as a stream.
+const MAX_READS: u8 = 2;
+
+/// What a worker loads of a handoff.
 #[derive(Debug, Clone)]
-pub struct Load {
-    /// The epoch that the producer's scheduler named.
+pub struct LoadRequest {
+    /// The handoff.
+    pub handoff: HandoffId,
+    /// Where the producer's worker listens.
+    pub producer: String,
+    /// The producer's incarnation, as its scheduler named it.
+    pub incarnation: Incarnation,
+    /// The epoch of its blocks.
     pub epoch: u32,
-    /// Most blocks of one batch; the checksums of a batch are verified in one slice.
-    pub max_batch: usize,
-    /// Position of the first selected block.
+    /// Position of the first wanted block in the prompt.
     pub first: u32,
     /// Destination ids, one for each position from `first` on.
     pub block_ids: Vec<u32>,
-    /// Number of regions (layers) in which each block must arrive.
-    pub num_regions: u16,
     /// Whether the sequence state is here: the load then ends with its last block.
     pub is_committed: bool,
-}
-
-/// Blocks of one region to read now.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ReadBatch {
-    /// The region on both sides.
-    pub region: u16,
-    /// Whether an earlier read of these blocks failed.
-    pub is_retry: bool,
-    /// The blocks at the producer, with their checksums.
-    pub blocks: Vec<ReadyBlock>,
-    /// Destination ids, in the same order.
-    pub local_ids: Vec<u32>,
 }
 
 /// Counters of a load.
@@ -63,96 +53,118 @@ pub struct LoadCounts {
     pub backlog: Duration,
 }
 
-/// A load whose blocks are all verified.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct VerifiedLoad {
-    /// Its counters.
-    pub counts: LoadCounts,
-    /// Whether the sequence state is here too, which ends the load.
-    pub is_committed: bool,
-}
-
-/// How a load ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LoadOutcome {
-    /// Its counters.
-    pub counts: LoadCounts,
-    /// What is missing, unless all blocks are verified.
-    pub failure: Option<LoadFailure>,
-}
-
 /// Why a load failed, and what it lacks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoadFailure {
-    /// Indices into `block_ids` of the blocks that are not verified.
+    /// Indices into the `block_ids` of the load, of the blocks that are not verified.
     pub missing: Vec<u32>,
     /// The first failure.
     pub reason: String,
 }
 
-/// All loads of this worker.
-#[derive(Debug, Default)]
-pub struct Consumer {
-    loads: HashMap<HandoffId, LoadState>,
+/// How a load ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct LoadOutcome {
+    pub(super) counts: LoadCounts,
+    /// `None`: all blocks are verified.
+    pub(super) failure: Option<LoadFailure>,
 }
 
-impl Consumer {
-    /// Begins a load.
-    ///
-    /// # Errors
-    /// `Config`: the handoff is being loaded already.
-    pub fn begin(&mut self, handoff: HandoffId, load: Load) -> Result<()> {
-        if self.loads.contains_key(&handoff) {
-            return Err(Error::Config(
-                "this handoff is being loaded already".to_owned(),
-            ));
+/// Blocks of one region to read now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ReadBatch {
+    /// The place of the region among all, the same on both sides.
+    pub(super) region: u16,
+    /// Whether an earlier read of these blocks failed.
+    pub(super) is_retry: bool,
+    /// The blocks at the producer, with their checksums.
+    pub(super) blocks: Vec<ReadyBlock>,
+    /// Destination ids, in the same order.
+    pub(super) local_ids: Vec<u32>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum BlockStage {
+    /// To be announced, or to be read again.
+    #[default]
+    Awaited,
+    Reading,
+    Verified,
+    /// No read brought what was announced.
+    Lost,
+}
+
+/// The reads of a selected block in one region.
+#[derive(Debug, Clone, Copy, Default)]
+struct BlockReads {
+    stage: BlockStage,
+    num_reads: u8,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LoadPhase {
+    /// The producer has not been asked for blocks.
+    Created,
+    Selected,
+    /// All blocks are verified, and the caller knows.
+    Reported,
+    /// No more blocks will come. The verified ones count.
+    Ended,
+    /// No more blocks will come, and none counts: the producer has withdrawn what it announced.
+    Withdrawn,
+}
+
+/// A load.
+#[derive(Debug)]
+pub(super) struct Load {
+    pub(super) request: LoadRequest,
+    /// Number of regions (layers) in which each block must arrive.
+    num_regions: u16,
+    /// Most blocks of one batch; the checksums of a batch are verified in one slice.
+    max_batch: usize,
+    phase: LoadPhase,
+    /// For each selected block and region: `[block][region]`.
+    reads: Vec<BlockReads>,
+    /// For each selected block, the number of regions in which it is verified.
+    num_verified: Vec<u16>,
+    /// Index of the first lost block. The blocks after it are useless without it, and no longer read.
+    end: usize,
+    /// Blocks to read again from the present session.
+    retries: Vec<ReadyBlock>,
+    num_reading: usize,
+    counts: LoadCounts,
+    /// Why the load fails: a lost block, or its end.
+    failure: Option<String>,
+}
+
+impl Load {
+    pub(super) fn new(request: LoadRequest, num_regions: u16, max_batch: usize) -> Self {
+        let count = request.block_ids.len();
+        Self {
+            request,
+            num_regions,
+            max_batch,
+            phase: LoadPhase::Created,
+            reads: vec![BlockReads::default(); count * usize::from(num_regions)],
+            num_verified: vec![0; count],
+            end: count,
+            retries: Vec::new(),
+            num_reading: 0,
+            counts: LoadCounts::default(),
+            failure: None,
         }
-        self.loads.insert(handoff, LoadState::new(load));
-        Ok(())
     }
 
     /// The positions to select at the producer: the first, and the one after the last. Retries of an earlier session are
     /// void, because the new session announces their blocks again.
-    pub fn select(&mut self, handoff: &HandoffId) -> Option<(u32, u32)> {
-        let state = self.loads.get_mut(handoff)?;
-        if state.phase == LoadPhase::Created {
-            state.phase = LoadPhase::Selected;
+    pub(super) fn select(&mut self) -> (u32, u32) {
+        if self.phase == LoadPhase::Created {
+            self.phase = LoadPhase::Selected;
         }
-        state.retries.clear();
-        let load = &state.load;
-        let end = load.first.saturating_add(load.block_ids.len() as u32);
-        Some((load.first, end))
-    }
-
-    /// The epoch of a load.
-    pub fn epoch(&self, handoff: &HandoffId) -> Option<u32> {
-        Some(self.loads.get(handoff)?.load.epoch)
-    }
-
-    /// Whether all blocks are verified, and only the sequence state is missing.
-    pub fn has_all(&self, handoff: &HandoffId) -> bool {
-        self.loads.get(handoff).is_some_and(LoadState::is_complete)
-    }
-
-    /// Reports once that all blocks of a load are verified and no read can write into them any more. A failed load is
-    /// never reported.
-    pub fn next_verified(&mut self, handoff: &HandoffId) -> Option<VerifiedLoad> {
-        let state = self.loads.get_mut(handoff)?;
-        let may_report = state.phase == LoadPhase::Selected && state.failure.is_none();
-        if !may_report || state.num_reading > 0 || !state.is_complete() {
-            return None;
-        }
-        state.phase = LoadPhase::Reported;
-        Some(VerifiedLoad {
-            counts: state.counts(0),
-            is_committed: state.load.is_committed,
-        })
-    }
-
-    /// Whether a read may still write into a load's blocks.
-    pub fn is_reading(&self, handoff: &HandoffId) -> bool {
-        let state = self.loads.get(handoff);
-        state.is_some_and(|state| state.num_reading > 0)
+        self.retries.clear();
+        let first = self.request.first;
+        let count = self.request.block_ids.len() as u32;
+        (first, first.saturating_add(count))
     }
 
     /// Receives an announcement, and returns what to read now, region by region.
@@ -162,117 +174,215 @@ impl Consumer {
     ///
     /// # Errors
     /// `Protocol`: a region that this side does not have.
-    pub fn blocks_announced(
+    pub(super) fn blocks_announced(
         &mut self,
-        handoff: &HandoffId,
         epoch: u32,
         blocks: &[ReadyBlock],
     ) -> Result<Vec<ReadBatch>> {
-        let Some(state) = self.loads.get_mut(handoff) else {
-            return Ok(Vec::new());
-        };
-        if state.has_ended() || state.load.epoch != epoch {
+        if self.has_ended() || self.request.epoch != epoch {
             return Ok(Vec::new());
         }
-        let num_regions = state.load.num_regions;
+        let num_regions = self.num_regions;
         if let Some(block) = blocks.iter().find(|block| block.region >= num_regions) {
             return Err(Error::protocol(format_args!(
                 "a block of region {} of {num_regions} was announced",
                 block.region
             )));
         }
-        Ok(state.begin_batches(blocks.iter().copied()))
+        Ok(self.begin_batches(blocks.iter().copied()))
     }
 
     /// What to read once more from the present session, by another data path.
-    pub fn next_retries(&mut self, handoff: &HandoffId) -> Vec<ReadBatch> {
-        let state = self.loads.get_mut(handoff);
-        let Some(state) = state.filter(|state| !state.has_ended()) else {
+    pub(super) fn next_retries(&mut self) -> Vec<ReadBatch> {
+        if self.has_ended() {
             return Vec::new();
-        };
-        let retries = std::mem::take(&mut state.retries);
-        state.begin_batches(retries.into_iter())
+        }
+        let retries = std::mem::take(&mut self.retries);
+        self.begin_batches(retries.into_iter())
     }
 
     /// A read has ended with its data. `verified` says for each of its blocks whether the checksum matches.
-    pub fn read_completed(
-        &mut self,
-        handoff: &HandoffId,
-        batch: &ReadBatch,
-        verified: &[bool],
-        num_bytes: u64,
-    ) {
-        let Some(state) = self.loads.get_mut(handoff) else {
-            return;
-        };
-        state.num_reading -= 1;
-        state.counts.num_bytes += num_bytes;
-        state.counts.num_compared += verified.len() as u64;
+    pub(super) fn read_completed(&mut self, batch: &ReadBatch, verified: &[bool], num_bytes: u64) {
+        self.num_reading -= 1;
+        self.counts.num_bytes += num_bytes;
+        self.counts.num_compared += verified.len() as u64;
         for (block, is_verified) in batch.blocks.iter().zip(verified) {
             if *is_verified {
-                state.block_verified(block);
+                self.block_verified(block);
                 continue;
             }
-            state.counts.num_corrupt += 1;
+            self.counts.num_corrupt += 1;
             let (position, region) = (block.position, block.region);
-            state.block_failed(block, || {
+            self.block_failed(block, || {
                 format!("block {position} of region {region} differs from its checksum")
             });
         }
     }
 
     /// A read has ended without its data.
-    pub fn read_failed(&mut self, handoff: &HandoffId, batch: &ReadBatch, reason: &str) {
-        if let Some(state) = self.loads.get_mut(handoff) {
-            state.num_reading -= 1;
-            for block in &batch.blocks {
-                state.block_failed(block, || reason.to_owned());
-            }
+    pub(super) fn read_failed(&mut self, batch: &ReadBatch, reason: &str) {
+        self.num_reading -= 1;
+        for block in &batch.blocks {
+            self.block_failed(block, || reason.to_owned());
         }
     }
 
     /// Sets [`LoadCounts::backlog`] when no announced block is on its way any more; only the first time counts.
-    pub fn caught_up(&mut self, handoff: &HandoffId, after: Duration) {
-        if let Some(state) = self.loads.get_mut(handoff)
-            && state.num_reading == 0
-            && state.counts.backlog.is_zero()
-        {
-            state.counts.backlog = after;
+    pub(super) fn caught_up(&mut self, after: Duration) {
+        if self.num_reading == 0 && self.counts.backlog.is_zero() {
+            self.counts.backlog = after;
         }
     }
 
-    /// The sequence state is here.
-    pub fn commit(&mut self, handoff: &HandoffId) {
-        if let Some(state) = self.loads.get_mut(handoff) {
-            state.load.is_committed = true;
+    /// Ends the load: no more blocks will come. Verified blocks count.
+    pub(super) fn fail(&mut self, reason: &str) {
+        self.failure.get_or_insert(reason.to_owned());
+        if !self.has_ended() {
+            self.phase = LoadPhase::Ended;
         }
     }
 
-    /// Ends a load: no more blocks will come. Verified blocks count.
-    pub fn fail(&mut self, handoff: &HandoffId, reason: &str) {
-        if let Some(state) = self.loads.get_mut(handoff) {
-            state.failure.get_or_insert(reason.to_owned());
-            if !state.has_ended() {
-                state.phase = LoadPhase::Ended(LoadEnding::Kept);
+    /// The producer has withdrawn what it announced: no block counts.
+    pub(super) fn withdraw(&mut self) {
+        self.phase = LoadPhase::Withdrawn;
+    }
+
+    /// Whether no more blocks will come.
+    pub(super) fn has_ended(&self) -> bool {
+        matches!(self.phase, LoadPhase::Ended | LoadPhase::Withdrawn)
+    }
+
+    /// Whether a read may still write into the load's blocks.
+    pub(super) fn is_reading(&self) -> bool {
+        self.num_reading > 0
+    }
+
+    /// Whether all blocks before the first lost one are verified, and only the sequence state may be missing.
+    pub(super) fn is_complete(&self) -> bool {
+        let is_selected = matches!(self.phase, LoadPhase::Selected | LoadPhase::Reported);
+        is_selected && (0..self.end).all(|index| self.is_verified(index))
+    }
+
+    /// Reports once that all blocks are verified and no read can write into them any more. A failed load is never
+    /// reported.
+    pub(super) fn next_verified(&mut self) -> Option<LoadCounts> {
+        let may_report = self.phase == LoadPhase::Selected && self.failure.is_none();
+        if !may_report || self.is_reading() || !self.is_complete() {
+            return None;
+        }
+        self.phase = LoadPhase::Reported;
+        Some(self.counts(0))
+    }
+
+    /// How the load ended, once it is over: no read can still write into its blocks.
+    pub(super) fn outcome(&self) -> Option<LoadOutcome> {
+        let is_enough = self.request.is_committed || self.failure.is_some();
+        if self.is_reading() || !(self.has_ended() || is_enough && self.is_complete()) {
+            return None;
+        }
+        let missing = self.missing();
+        let counts = self.counts(missing.len());
+        let failure = self.failure.clone();
+        let failure = failure.map(|reason| LoadFailure { missing, reason });
+        Some(LoadOutcome { counts, failure })
+    }
+
+    fn index(&self, block: &ReadyBlock) -> Option<usize> {
+        Some(block.position.checked_sub(self.request.first)? as usize)
+    }
+
+    fn reads_of(&mut self, block: &ReadyBlock) -> Option<&mut BlockReads> {
+        let regions = usize::from(self.num_regions);
+        let at = self.index(block)? * regions + usize::from(block.region);
+        self.reads.get_mut(at)
+    }
+
+    /// The destination of a block and whether it was read before; `None` for a block that need not be read now.
+    fn begin_read(&mut self, block: &ReadyBlock) -> Option<(u32, bool)> {
+        let index = self.index(block).filter(|index| *index < self.end)?;
+        let local = *self.request.block_ids.get(index)?;
+        let reads = self.reads_of(block)?;
+        if reads.stage != BlockStage::Awaited {
+            return None;
+        }
+        reads.stage = BlockStage::Reading;
+        reads.num_reads += 1;
+        Some((local, reads.num_reads > 1))
+    }
+
+    /// Begins the reads of those blocks that need one.
+    fn begin_batches(&mut self, blocks: impl Iterator<Item = ReadyBlock>) -> Vec<ReadBatch> {
+        let mut begun: BTreeMap<(u16, bool), Vec<(ReadyBlock, u32)>> = BTreeMap::new();
+        for block in blocks {
+            if let Some((local, is_retry)) = self.begin_read(&block) {
+                let of_region = begun.entry((block.region, is_retry)).or_default();
+                of_region.push((block, local));
             }
         }
+        let mut batches = Vec::new();
+        for ((region, is_retry), all) in begun {
+            for part in all.chunks(self.max_batch) {
+                let (blocks, local_ids) = part.iter().copied().unzip();
+                batches.push(ReadBatch {
+                    region,
+                    is_retry,
+                    blocks,
+                    local_ids,
+                });
+            }
+        }
+        self.num_reading += batches.len();
+        batches
     }
 
-    /// Ends a load whose producer has withdrawn what it announced. No block counts.
-    pub fn withdraw(&mut self, handoff: &HandoffId) {
-        if let Some(state) = self.loads.get_mut(handoff) {
-            state.phase = LoadPhase::Ended(LoadEnding::Withdrawn);
+    fn block_verified(&mut self, block: &ReadyBlock) {
+        if let Some(reads) = self.reads_of(block) {
+            reads.stage = BlockStage::Verified;
+        }
+        if let Some(index) = self.index(block) {
+            self.num_verified[index] += 1;
         }
     }
 
-    /// Returns once how the load ended: only after the last read that could still write into its blocks.
-    pub fn next_outcome(&mut self, handoff: &HandoffId) -> Option<LoadOutcome> {
-        self.loads.get(handoff).filter(|state| state.is_over())?;
-        Some(self.loads.remove(handoff)?.outcome())
+    /// A read of a block has failed: the block is read again, or lost.
+    fn block_failed(&mut self, block: &ReadyBlock, reason: impl FnOnce() -> String) {
+        let (Some(index), Some(reads)) = (self.index(block), self.reads_of(block)) else {
+            return;
+        };
+        if reads.num_reads < MAX_READS {
+            reads.stage = BlockStage::Awaited;
+            self.retries.push(*block);
+            return;
+        }
+        reads.stage = BlockStage::Lost;
+        self.failure.get_or_insert_with(reason);
+        self.end = self.end.min(index);
     }
 
-    /// All handoffs that are being loaded.
-    pub fn handoffs(&self) -> Vec<HandoffId> {
-        self.loads.keys().copied().collect()
+    fn is_verified(&self, index: usize) -> bool {
+        self.num_verified[index] == self.num_regions
+    }
+
+    fn num_retried(&self) -> u64 {
+        let blocks = self.reads.chunks(self.num_regions.max(1).into());
+        let is_retried = |regions: &&[BlockReads]| regions.iter().any(|reads| reads.num_reads > 1);
+        blocks.filter(is_retried).count() as u64
+    }
+
+    fn missing(&self) -> Vec<u32> {
+        let is_withdrawn = self.phase == LoadPhase::Withdrawn;
+        (0..self.num_verified.len())
+            .filter(|&index| is_withdrawn || !self.is_verified(index))
+            .map(|index| index as u32)
+            .collect()
+    }
+
+    fn counts(&self, num_missing: usize) -> LoadCounts {
+        LoadCounts {
+            num_received: (self.num_verified.len() - num_missing) as u64,
+            num_missing: num_missing as u64,
+            num_retried: self.num_retried(),
+            ..self.counts
+        }
     }
 }

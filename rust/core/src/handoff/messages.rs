@@ -3,8 +3,7 @@
 use super::ReadyBlock;
 use crate::agent::reason;
 use crate::error::{Error, Result};
-use crate::ids::HandoffId;
-use crate::ids::SessionKey;
+use crate::ids::{HandoffId, SessionKey};
 use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
 use crate::transfer::message::{BLOCKS_CAP, REASON_CAP};

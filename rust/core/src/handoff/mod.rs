@@ -1,23 +1,23 @@
-//! One request's KV on its way from a prefill to a decode worker: two pure state machines, events in and actions out, and
-//! the tasks that run them on an agent. The [`producer`] announces blocks once they are ready. The [`consumer`] reads them
-//! in batches, and verifies each block with the checksum that the producer computed.
+//! One request's KV on its way from a prefill to a decode worker: two pure state machines, events in and messages
+//! out, and the service that runs them on an agent. The producer announces blocks once they are ready. The consumer reads
+//! them in batches, and verifies each block with the checksum that the producer computed.
 
 mod agent;
 mod announcements;
 mod batches;
-pub mod consumer;
+mod consumer;
 mod loads;
 pub(crate) mod messages;
-pub mod producer;
+mod producer;
 mod ready;
 mod service;
 
-pub use agent::{Event, HandoffAgent, LoadRequest};
+pub use agent::{Event, HandoffAgent, LoadReport};
+pub use consumer::{LoadCounts, LoadFailure, LoadRequest};
 pub use ready::{ReadyBlocks, ReadyRange};
 pub use service::HandoffCommand;
 
 use crate::checksum::bound;
-
 use crate::ids::HandoffId;
 
 /// A block of one region (layer) that will not change any more.

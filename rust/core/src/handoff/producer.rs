@@ -6,7 +6,9 @@ use std::collections::hash_map::Entry;
 use std::time::{Duration, Instant};
 
 use super::ReadyBlock;
+use super::messages::HandoffMessage;
 use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
+use crate::session::ReactorContext;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
 /// Selections that may wait for unknown handoffs: bounds what peers make this worker remember.
@@ -15,77 +17,73 @@ const PENDING_CAP: usize = 1024;
 const ANNOUNCED_CAP: usize = 16 << 10;
 /// How long a selection waits for the first ready block. The scheduler has opened the handoff before, and reports its
 /// end to this worker; prefill itself may compute for minutes.
-const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(300);
+pub(super) const FIRST_BLOCK_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// A message that the producer sends to a consumer.
+/// A message to a consumer.
 #[derive(Debug, PartialEq, Eq)]
-pub enum ProducerAction {
-    /// The consumer may read these blocks.
-    Announce {
-        /// The consumer.
-        session: SessionKey,
-        /// The handoff of the blocks.
-        handoff: HandoffId,
-        /// Its epoch.
-        epoch: u32,
-        /// The blocks.
-        blocks: Vec<ReadyBlock>,
-    },
-    /// The handoff has ended; no more blocks follow.
-    End {
-        /// The consumer.
-        session: SessionKey,
-        /// The handoff.
-        handoff: HandoffId,
-        /// Why it ended.
-        reason: String,
-    },
+pub(super) struct Outgoing {
+    pub(super) session: SessionKey,
+    pub(super) handoff: HandoffId,
+    pub(super) message: HandoffMessage,
+}
+
+pub(super) fn send_all(cx: &mut ReactorContext, messages: Vec<Outgoing>) {
+    for outgoing in messages {
+        outgoing
+            .message
+            .send(cx, outgoing.session, &outgoing.handoff);
+    }
 }
 
 /// A consumer's request for the blocks of a handoff from one position to another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BlockSelection {
-    /// The consumer.
-    pub session: SessionKey,
-    /// The handoff.
-    pub handoff: HandoffId,
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BlockSelection {
+    pub(super) session: SessionKey,
+    pub(super) handoff: HandoffId,
     /// The first position that the consumer lacks.
-    pub first: u32,
+    pub(super) first: u32,
     /// The position after the last.
-    pub end: u32,
+    pub(super) end: u32,
+    /// By when the first block has to be ready.
+    pub(super) deadline: Instant,
+}
+
+impl Waiter for BlockSelection {
+    fn session(&self) -> SessionKey {
+        self.session
+    }
 }
 
 impl BlockSelection {
+    /// Announces those of the blocks that are selected.
     fn announce(
         self,
         epoch: u32,
         blocks: &[ReadyBlock],
-    ) -> impl Iterator<Item = ProducerAction> + use<'_> {
-        let Self {
-            session,
-            handoff,
-            first,
-            end,
-        } = self;
+    ) -> impl Iterator<Item = Outgoing> + use<'_> {
+        let positions = self.first..self.end;
         let mut selected = blocks
             .iter()
-            .filter(move |block| (first..end).contains(&block.position));
+            .filter(move |block| positions.contains(&block.position));
         std::iter::from_fn(move || {
             let blocks: Vec<ReadyBlock> = selected.by_ref().take(ANNOUNCED_CAP).copied().collect();
-            (!blocks.is_empty()).then_some(ProducerAction::Announce {
-                session,
-                handoff,
-                epoch,
-                blocks,
-            })
+            if blocks.is_empty() {
+                return None;
+            }
+            Some(self.message(HandoffMessage::BlocksReady { epoch, blocks }))
         })
     }
 
-    fn end(self, reason: &str) -> ProducerAction {
-        ProducerAction::End {
+    fn end(self, reason: &str) -> Outgoing {
+        let reason = reason.to_owned();
+        self.message(HandoffMessage::Ended { reason })
+    }
+
+    fn message(self, message: HandoffMessage) -> Outgoing {
+        Outgoing {
             session: self.session,
             handoff: self.handoff,
-            reason: reason.to_owned(),
+            message,
         }
     }
 }
@@ -98,24 +96,12 @@ struct ReadyHandoff {
     selections: Vec<BlockSelection>,
 }
 
-/// A selection of an unknown handoff.
-#[derive(Debug)]
-struct PendingSelection {
-    selection: BlockSelection,
-    deadline: Instant,
-}
-
-impl Waiter for PendingSelection {
-    fn session(&self) -> SessionKey {
-        self.selection.session
-    }
-}
-
 /// All handoffs that this worker produces.
 #[derive(Debug)]
-pub struct Producer {
+pub(super) struct Producer {
     leased: HashMap<HandoffId, ReadyHandoff>,
-    pending: FairWaitlist<PendingSelection>,
+    /// Selections of unknown handoffs.
+    pending: FairWaitlist<BlockSelection>,
     /// Why handoffs ended, to answer late selections at once.
     ended: RecentHandoffs<String>,
 }
@@ -132,25 +118,23 @@ impl Default for Producer {
 
 impl Producer {
     /// Adds ready blocks to a handoff. A new epoch voids all earlier announcements.
-    pub fn mark_ready(
+    pub(super) fn mark_ready(
         &mut self,
         handoff: HandoffId,
         epoch: u32,
         blocks: &[ReadyBlock],
-    ) -> Vec<ProducerAction> {
+    ) -> Vec<Outgoing> {
         if self.ended.get(&handoff).is_some() {
             return Vec::new();
         }
         let leased = match self.leased.entry(handoff) {
             Entry::Occupied(leased) => leased.into_mut(),
             Entry::Vacant(unknown) => {
-                let pending = self
-                    .pending
-                    .remove_if(|one| one.selection.handoff == handoff);
+                let selections = self.pending.remove_if(|other| other.handoff == handoff);
                 unknown.insert(ReadyHandoff {
                     epoch,
                     blocks: Vec::new(),
-                    selections: pending.into_iter().map(|one| one.selection).collect(),
+                    selections,
                 })
             }
         };
@@ -166,50 +150,41 @@ impl Producer {
     }
 
     /// Receives a selection. One of an unknown handoff waits for its first ready block.
-    pub fn select(&mut self, selection: BlockSelection, now: Instant) -> Vec<ProducerAction> {
-        let BlockSelection {
-            session, handoff, ..
-        } = selection;
-        if let Some(reason) = self.ended.get(&handoff) {
+    pub(super) fn select(&mut self, selection: BlockSelection) -> Vec<Outgoing> {
+        if let Some(reason) = self.ended.get(&selection.handoff) {
             return vec![selection.end(reason)];
         }
-        if let Some(leased) = self.leased.get_mut(&handoff) {
-            // A consumer that selects again has given up its earlier selection.
-            leased.selections.retain(|other| other.session != session);
+        // A consumer that selects again has given up its earlier selection.
+        let is_earlier = |other: &BlockSelection| {
+            (other.handoff, other.session) == (selection.handoff, selection.session)
+        };
+        if let Some(leased) = self.leased.get_mut(&selection.handoff) {
+            leased.selections.retain(|other| !is_earlier(other));
             leased.selections.push(selection);
             return selection.announce(leased.epoch, &leased.blocks).collect();
         }
-        self.pending.remove_if(|other| {
-            (other.selection.handoff, other.selection.session) == (handoff, session)
-        });
-        let displaced = self.pending.admit(PendingSelection {
-            selection,
-            deadline: now + FIRST_BLOCK_TIMEOUT,
-        });
+        self.pending.remove_if(is_earlier);
+        let displaced = self.pending.admit(selection).into_iter();
         let reason = || waitlist_full("selects of handoffs that are not open", PENDING_CAP);
-        let ended = displaced.map(|displaced| displaced.selection.end(&reason()));
-        ended.into_iter().collect()
+        displaced
+            .map(|selection| selection.end(&reason()))
+            .collect()
     }
 
     /// Ends a handoff: its blocks may change from now on.
-    pub fn end_handoff(&mut self, handoff: HandoffId, reason: &str) -> Vec<ProducerAction> {
+    pub(super) fn end_handoff(&mut self, handoff: HandoffId, reason: &str) -> Vec<Outgoing> {
         if self.ended.get(&handoff).is_none() {
             self.ended.insert(handoff, reason.to_owned());
         }
         let leased = self.leased.remove(&handoff);
-        let pending = self
-            .pending
-            .remove_if(|one| one.selection.handoff == handoff);
-        let pending = pending.into_iter().map(|one| one.selection);
-        let selections = leased.into_iter().flat_map(|leased| leased.selections);
-        selections
-            .chain(pending)
-            .map(|selection| selection.end(reason))
-            .collect()
+        let mut selections = leased.map_or_else(Vec::new, |leased| leased.selections);
+        selections.extend(self.pending.remove_if(|other| other.handoff == handoff));
+        let ends = selections.iter().map(|selection| selection.end(reason));
+        ends.collect()
     }
 
     /// Receives a consumer's acknowledgement. The first one of a leased handoff ends it, and returns true.
-    pub fn acknowledge(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
+    pub(super) fn acknowledge(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
         let Entry::Occupied(leased) = self.leased.entry(handoff) else {
             return false;
         };
@@ -224,25 +199,24 @@ impl Producer {
     }
 
     /// Forgets the selections of a lost session.
-    pub fn session_down(&mut self, session: SessionKey) {
+    pub(super) fn session_down(&mut self, session: SessionKey) {
         for leased in self.leased.values_mut() {
             leased.selections.retain(|other| other.session != session);
         }
-        self.pending
-            .remove_if(|other| other.selection.session == session);
+        self.pending.remove_if(|other| other.session == session);
     }
 
     /// Refuses selections whose first block was not ready in time, and returns the next deadline.
-    pub fn expire(&mut self, now: Instant) -> (Vec<ProducerAction>, Option<Instant>) {
-        let expired = self.pending.remove_if(|one| one.deadline <= now);
+    pub(super) fn expire(&mut self, now: Instant) -> (Vec<Outgoing>, Option<Instant>) {
+        let expired = self.pending.remove_if(|pending| pending.deadline <= now);
         let reason = "the handoff is not known here";
-        let ended = expired.iter().map(|one| one.selection.end(reason));
-        let next = self.pending.iter().map(|one| one.deadline).min();
+        let ended = expired.iter().map(|selection| selection.end(reason));
+        let next = self.pending.iter().map(|pending| pending.deadline).min();
         (ended.collect(), next)
     }
 
     /// Number of handoffs that are leased.
-    pub fn num_leased(&self) -> usize {
+    pub(super) fn num_leased(&self) -> usize {
         self.leased.len()
     }
 }

@@ -5,8 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
-use crate::ids::HandoffId;
-use crate::ids::RegionId;
+use crate::ids::{HandoffId, RegionId};
 use crate::transfer::message::BLOCKS_CAP;
 
 /// # Errors

@@ -2,23 +2,20 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::agent::{EndedHandoffs, Event, LoadRequest};
-use super::consumer::{Consumer, ReadBatch};
-use super::loads::Loading;
+use super::agent::{Event, SharedState};
+use super::consumer::{LoadRequest, ReadBatch};
+use super::loads::ActiveLoad;
 use super::messages::HandoffMessage;
-use super::producer::{BlockSelection, Producer};
+use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, send_all};
 use super::ready::{ReadyBlocks, ReadyQueue};
 use crate::agent::{AgentCommand, AgentCore};
 use crate::error::{Error, Result};
-use crate::events::Events;
-use crate::ids::HandoffId;
-use crate::ids::RegionId;
-use crate::ids::SessionKey;
+use crate::ids::{HandoffId, RegionId, SessionKey};
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
@@ -57,48 +54,43 @@ impl From<AgentCommand> for HandoffCommand {
 
 pub(super) struct HandoffService {
     pub(super) agent: AgentCore,
-    pub(super) events: Events<Event>,
+    pub(super) shared: Arc<SharedState>,
     pub(super) trace: Trace,
-    pub(super) ended: EndedHandoffs,
-    pub(super) num_leased: Arc<AtomicUsize>,
     /// What has become ready and has no checksums yet.
     pub(super) ready: ReadyQueue,
     pub(super) producer: Producer,
-    pub(super) consumer: Consumer,
-    pub(super) loading: HashMap<HandoffId, Loading>,
+    pub(super) loads: HashMap<HandoffId, ActiveLoad>,
     /// Reads of loads under way, by the tokens that name them to the agent.
     pub(super) batches: HashMap<u64, (HandoffId, ReadBatch)>,
 }
 
 impl HandoffService {
-    pub(super) fn new(
-        agent: AgentCore,
-        events: Events<Event>,
-        ended: EndedHandoffs,
-        num_leased: Arc<AtomicUsize>,
-    ) -> Self {
+    pub(super) fn new(agent: AgentCore, shared: Arc<SharedState>) -> Self {
         Self {
             agent,
-            events,
+            shared,
             trace: Trace::default(),
-            ended,
-            num_leased,
             ready: ReadyQueue::default(),
             producer: Producer::default(),
-            consumer: Consumer::default(),
-            loading: HashMap::new(),
+            loads: HashMap::new(),
             batches: HashMap::new(),
         }
     }
 
-    /// Goes on with what reads have ended. To be called after everything that may end one.
+    /// Handles what has ended, and shows others what has changed. Called after everything that may end a read.
     fn drain(&mut self, cx: &mut ReactorContext) {
-        while let Some((task, outcome)) = self.agent.next_task_end(cx) {
-            self.batch_ended(cx, task, outcome);
+        while let Some((token, outcome)) = self.agent.next_ended_read(cx) {
+            self.batch_ended(cx, token, outcome);
         }
-        for text in self.agent.drain_logs() {
-            self.events.push_minor(Event::Log(text));
+        for text in std::mem::take(&mut self.agent.logs) {
+            self.log_line(text);
         }
+        let num_leased = self.producer.num_leased();
+        self.shared.num_leased.store(num_leased, Ordering::Relaxed);
+    }
+
+    pub(super) fn log_line(&self, text: String) {
+        self.shared.events.push_minor(Event::Log(text));
     }
 
     fn run_command(&mut self, cx: &mut ReactorContext, command: HandoffCommandKind) {
@@ -107,13 +99,16 @@ impl HandoffService {
             HandoffCommandKind::MarkReady(ready, regions) => self.ready.push(ready, regions),
             HandoffCommandKind::End { handoff, reason } => {
                 self.end(cx, handoff, &reason);
-                self.ended.unmark(&handoff);
+                // From now on the producer remembers it.
+                self.shared.ended().remove(&handoff);
             }
             HandoffCommandKind::Load(request) => self.load(cx, request),
             HandoffCommandKind::Commit { handoff } => {
                 self.trace
                     .instant(Track::Reactor, "committed", &handoff, &[]);
-                self.consumer.commit(&handoff);
+                if let Some(active) = self.loads.get_mut(&handoff) {
+                    active.load.request.is_committed = true;
+                }
                 self.continue_load(cx, handoff);
             }
             HandoffCommandKind::Cancel {
@@ -122,7 +117,7 @@ impl HandoffService {
                 is_withdrawn,
             } => {
                 if is_withdrawn {
-                    self.consumer.withdraw(&handoff);
+                    self.withdraw_load(&handoff);
                 }
                 self.fail_load(cx, handoff, &reason);
             }
@@ -144,16 +139,18 @@ impl HandoffService {
                     handoff,
                     first,
                     end,
+                    deadline: cx.now() + FIRST_BLOCK_TIMEOUT,
                 };
-                let actions = self.producer.select(selection, cx.now());
-                self.act(cx, actions);
+                let messages = self.producer.select(selection);
+                send_all(cx, messages);
             }
             HandoffMessage::BlocksReady { epoch, blocks } => {
-                self.announced(cx, session, handoff, epoch, &blocks)?;
+                self.blocks_announced(cx, session, handoff, epoch, &blocks)?;
             }
             HandoffMessage::Ended { reason } => {
-                if self.is_loading_from(session, &handoff) {
-                    self.consumer.withdraw(&handoff);
+                let active = self.loads.get(&handoff);
+                if active.is_some_and(|active| active.session == session) {
+                    self.withdraw_load(&handoff);
                     self.fail_load(cx, handoff, &reason);
                 }
             }
@@ -161,8 +158,7 @@ impl HandoffService {
                 if self.producer.acknowledge(session, handoff) {
                     self.trace
                         .instant(Track::Reactor, "acknowledged", &handoff, &[]);
-                    self.events.push(Event::Acknowledged { handoff });
-                    self.act(cx, Vec::new());
+                    self.shared.events.push(Event::Acknowledged { handoff });
                 }
             }
         }
@@ -187,13 +183,17 @@ impl Service for HandoffService {
         self.producer.session_down(session);
         self.agent.session_down(cx, session, &error);
         self.drain(cx);
-        self.loads_down(cx, session, &error);
+        for handoff in self.loads_from(session) {
+            self.session_lost(cx, handoff, &error);
+        }
         self.drain(cx);
     }
 
     fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()> {
         if self.agent.frame(cx, session, frame)? {
-            self.regions_known(cx, session);
+            for handoff in self.loads_from(session) {
+                self.continue_load(cx, handoff);
+            }
         }
         self.drain(cx);
         Ok(())
@@ -224,15 +224,15 @@ impl Service for HandoffService {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        self.agent.done(cx, token, result);
+        self.agent.engine.read_ended(cx, token, result);
         self.drain(cx);
     }
 
     fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        let has_marked = self.checksum_ready(cx);
+        let has_checksummed = self.checksum_ready(cx);
         let has_moved = self.agent.engine.run_slice(cx);
         self.drain(cx);
-        has_moved || has_marked
+        has_moved || has_checksummed
     }
 
     fn has_work(&self) -> bool {
@@ -240,32 +240,31 @@ impl Service for HandoffService {
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let (actions, parked) = self.producer.expire(cx.now());
-        if !actions.is_empty() {
-            self.act(cx, actions);
-        }
-        let fresh = self.expire_loads(cx);
+        let (messages, first_block) = self.producer.expire(cx.now());
+        send_all(cx, messages);
+        let fresh_session = self.expire_loads(cx);
         let agent = self.agent.timer(cx);
         self.drain(cx);
-        [agent, parked, fresh].into_iter().flatten().min()
+        [agent, first_block, fresh_session]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn log(&mut self, text: String) {
-        self.events
-            .push_minor(Event::Log(format!("session.refused {text}")));
+        self.log_line(format!("session.refused {text}"));
     }
 
     fn stop(&mut self, cx: &mut ReactorContext) {
         let reason = "the agent was closed";
-        for handoff in self.consumer.handoffs() {
-            self.consumer.fail(&handoff, reason);
+        for active in self.loads.values_mut() {
+            active.load.fail(reason);
         }
-        self.agent.stop(cx, reason);
+        self.agent.engine.stop(&cx.closed(reason));
         self.drain(cx);
-        self.agent.finish_stop(cx, reason);
-        let closed = cx.closed(reason).to_string();
-        for handoff in self.consumer.handoffs() {
-            self.fail_load(cx, handoff, &closed);
+        self.agent.stop(cx, reason);
+        for handoff in self.loads.keys().copied().collect::<Vec<_>>() {
+            self.fail_load(cx, handoff, reason);
         }
         self.drain(cx);
     }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use kvpipe_core::handoff::Event;
-use kvpipe_core::handoff::consumer::LoadCounts;
+use kvpipe_core::handoff::LoadCounts;
 
 use crate::common::{self, eventually, on_every_path};
 use crate::workers::{BLOCK, ID, LAYERS, Worker, pair, worker};
@@ -76,7 +76,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream) {
 
 fn counts(worker: &Worker) -> LoadCounts {
     match worker.ended() {
-        Event::LoadCompleted { counts, .. } | Event::LoadFailed { counts, .. } => counts,
+        Event::LoadCompleted(report) | Event::LoadFailed(report, _) => report.counts,
         other => panic!("{other:?}"),
     }
 }
@@ -170,10 +170,7 @@ fn a_load_that_has_all_blocks_needs_no_session_to_wait_for_the_sequence_state() 
         cable.cut(None);
         // Longer than a fresh session would be waited for.
         std::thread::sleep(Duration::from_millis(2500));
-        assert!(matches!(
-            consumer.events()[..],
-            [Event::BlocksVerified { .. }]
-        ));
+        assert!(matches!(consumer.events()[..], [Event::BlocksVerified(_)]));
         consumer.agent.commit(ID).expect("commit");
         consumer.loaded();
     });

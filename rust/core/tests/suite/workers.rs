@@ -93,7 +93,7 @@ impl Worker {
 
     /// How the load ended, which it did once.
     pub fn ended(&self) -> Event {
-        let is_end = |event: &Event| !matches!(event, Event::BlocksVerified { .. });
+        let is_end = |event: &Event| !matches!(event, Event::BlocksVerified(_));
         eventually("the end of the load", || {
             self.events().into_iter().find(is_end)
         })
@@ -101,16 +101,14 @@ impl Worker {
 
     pub fn loaded(&self) -> u64 {
         match self.ended() {
-            Event::LoadCompleted { counts, .. } => counts.num_bytes,
+            Event::LoadCompleted(report) => report.counts.num_bytes,
             other => panic!("{other:?}"),
         }
     }
 
     pub fn failed(&self) -> (Vec<u32>, String) {
         match self.ended() {
-            Event::LoadFailed {
-                missing, reason, ..
-            } => (missing, reason),
+            Event::LoadFailed(_, failure) => (failure.missing, failure.reason),
             other => panic!("{other:?}"),
         }
     }

@@ -195,7 +195,7 @@ impl Victim for Side {
     fn check(&mut self) {
         self.events.extend(self.agent.drain());
         let ends = |event: &&Event| match event {
-            Event::LoadCompleted { .. } | Event::LoadFailed { .. } => true,
+            Event::LoadCompleted(_) | Event::LoadFailed(..) => true,
             // The handoff was being loaded.
             Event::Log(text) => text.starts_with("load refused"),
             _ => false,

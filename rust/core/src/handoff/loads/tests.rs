@@ -2,7 +2,7 @@ use kvpipe_ucx::Buffer;
 
 use crate::agent::Region;
 use crate::agent::regions::LocalRegion;
-use crate::handoff::{Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
+use crate::handoff::{Event, HandoffAgent, LoadReport, LoadRequest, ReadyBlocks, ReadyRange};
 use crate::reactor::manual::{Round, without_threads};
 use crate::session::SessionTimeouts;
 use crate::transfer::region::Layout;
@@ -106,11 +106,13 @@ fn a_block_whose_get_has_failed_is_read_again_by_messages() {
     assert!(producer.memory.write(17, &[1]));
     settle(&[&producer.agent, &consumer.agent]);
     let ended = consumer.ended();
-    let Some(Event::LoadCompleted { counts, .. }) = ended else {
+    let Some(Event::LoadCompleted(LoadReport { counts, .. })) = ended else {
         panic!("{ended:?}");
     };
     assert_eq!((counts.num_retried, counts.num_corrupt), (1, 1));
     assert_eq!(consumer.content(), [1; BLOCK]);
+    settle(&[&producer.agent, &consumer.agent]);
+    assert_eq!(consumer.ended(), None, "a load ends once");
 }
 
 #[test]
@@ -125,6 +127,6 @@ fn any_number_of_reads_that_wait_can_fail_as_they_begin() {
     }
     settle(&[&consumer.agent, &producer.agent]);
     let ended = consumer.agent.drain();
-    let is_retried = |event: &&Event| matches!(event, Event::LoadCompleted { counts, .. } if counts.num_retried == 1);
+    let is_retried = |event: &&Event| matches!(event, Event::LoadCompleted(report) if report.counts.num_retried == 1);
     assert_eq!(ended.iter().filter(is_retried).count(), NUM_LOADS as usize);
 }

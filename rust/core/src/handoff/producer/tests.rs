@@ -15,40 +15,47 @@ fn in_layer(region: u16, position: u32) -> ReadyBlock {
     }
 }
 
-fn selection(session: SessionKey, first: u32, end: u32) -> BlockSelection {
+fn selection(session: SessionKey, first: u32, end: u32, now: Instant) -> BlockSelection {
     BlockSelection {
         session,
         handoff: ID,
         first,
         end,
+        deadline: now + FIRST_BLOCK_TIMEOUT,
     }
 }
 
-fn positions(actions: &[ProducerAction]) -> Vec<u32> {
-    let of = |action: &ProducerAction| match action {
-        ProducerAction::Announce { blocks, .. } => {
-            blocks.iter().map(|block| block.position).collect()
-        }
-        ProducerAction::End { .. } => vec![],
+fn announced(messages: &[Outgoing]) -> Vec<ReadyBlock> {
+    let of = |outgoing: &Outgoing| match &outgoing.message {
+        HandoffMessage::BlocksReady { blocks, .. } => blocks.clone(),
+        _ => vec![],
     };
-    actions.iter().flat_map(of).collect()
+    messages.iter().flat_map(of).collect()
 }
 
-fn layers(actions: &[ProducerAction]) -> Vec<u16> {
-    let of = |action: &ProducerAction| match action {
-        ProducerAction::Announce { blocks, .. } => {
-            blocks.iter().map(|block| block.region).collect()
-        }
-        ProducerAction::End { .. } => vec![],
-    };
-    actions.iter().flat_map(of).collect()
+fn positions(messages: &[Outgoing]) -> Vec<u32> {
+    let blocks = announced(messages);
+    blocks.iter().map(|block| block.position).collect()
+}
+
+fn layers(messages: &[Outgoing]) -> Vec<u16> {
+    let blocks = announced(messages);
+    blocks.iter().map(|block| block.region).collect()
+}
+
+/// The consumer to which the only message goes, if that is the end of a handoff.
+fn refused(messages: &[Outgoing]) -> Option<SessionKey> {
+    match messages {
+        [one] if matches!(one.message, HandoffMessage::Ended { .. }) => Some(one.session),
+        _ => None,
+    }
 }
 
 #[test]
 fn a_selection_is_announced_ready_blocks_at_once_and_the_rest_as_they_become_ready() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.mark_ready(ID, 0, &[block(0), block(1)]);
-    assert_eq!(positions(&producer.select(selection(20, 1, 3), now)), [1]);
+    assert_eq!(positions(&producer.select(selection(20, 1, 3, now))), [1]);
     assert_eq!(
         positions(&producer.mark_ready(ID, 0, &[block(2), block(3)])),
         [2]
@@ -58,15 +65,13 @@ fn a_selection_is_announced_ready_blocks_at_once_and_the_rest_as_they_become_rea
 #[test]
 fn blocks_marked_ready_together_in_several_layers_are_one_announcement() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.select(selection(20, 0, 2), now);
+    producer.select(selection(20, 0, 2, now));
     let both: Vec<ReadyBlock> = (0..3)
         .flat_map(|region| [in_layer(region, 0), in_layer(region, 1)])
         .collect();
-    let actions = producer.mark_ready(ID, 0, &both);
-    assert!(
-        matches!(&actions[..], [ProducerAction::Announce { blocks, .. }] if *blocks == both),
-        "{actions:?}"
-    );
+    let messages = producer.mark_ready(ID, 0, &both);
+    assert_eq!(messages.len(), 1);
+    assert_eq!(announced(&messages), both);
 }
 
 #[test]
@@ -74,14 +79,14 @@ fn a_late_selection_gets_any_number_of_blocks_in_announcements_of_bounded_size()
     let (mut producer, now) = (Producer::default(), Instant::now());
     let end = 2 * ANNOUNCED_CAP as u32 + 1;
     let blocks: Vec<ReadyBlock> = (0..end).map(block).collect();
-    producer.select(selection(20, 0, end), now);
+    producer.select(selection(20, 0, end, now));
     let in_time = producer.mark_ready(ID, 0, &blocks);
-    let late = producer.select(selection(21, 0, end), now);
-    let size = |action: &ProducerAction| positions(std::slice::from_ref(action)).len();
-    for actions in [in_time, late] {
-        let sizes: Vec<usize> = actions.iter().map(size).collect();
+    let late = producer.select(selection(21, 0, end, now));
+    let size = |outgoing: &Outgoing| positions(std::slice::from_ref(outgoing)).len();
+    for messages in [in_time, late] {
+        let sizes: Vec<usize> = messages.iter().map(size).collect();
         assert_eq!(sizes, [ANNOUNCED_CAP, ANNOUNCED_CAP, 1]);
-        assert_eq!(positions(&actions), (0..end).collect::<Vec<_>>());
+        assert_eq!(positions(&messages), (0..end).collect::<Vec<_>>());
     }
 }
 
@@ -89,43 +94,40 @@ fn a_late_selection_gets_any_number_of_blocks_in_announcements_of_bounded_size()
 fn each_layer_is_announced_once_to_earlier_selections_and_all_layers_to_later_ones() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.mark_ready(ID, 0, &[in_layer(0, 0)]);
-    assert_eq!(layers(&producer.select(selection(20, 0, 1), now)), [0]);
+    assert_eq!(layers(&producer.select(selection(20, 0, 1, now))), [0]);
     assert_eq!(layers(&producer.mark_ready(ID, 0, &[in_layer(1, 0)])), [1]);
-    assert_eq!(layers(&producer.select(selection(21, 0, 1), now)), [0, 1]);
-    let actions = producer.mark_ready(ID, 0, &[in_layer(2, 0)]);
-    assert_eq!(layers(&actions), [2, 2]);
+    assert_eq!(layers(&producer.select(selection(21, 0, 1, now))), [0, 1]);
+    let messages = producer.mark_ready(ID, 0, &[in_layer(2, 0)]);
+    assert_eq!(layers(&messages), [2, 2]);
 }
 
 #[test]
 fn a_handoff_that_ends_between_two_layers_is_announced_no_further() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.select(selection(20, 0, 1), now);
+    producer.select(selection(20, 0, 1, now));
     producer.mark_ready(ID, 0, &[in_layer(0, 0)]);
     producer.end_handoff(ID, "preempted");
     assert_eq!(producer.mark_ready(ID, 0, &[in_layer(1, 0)]), []);
-    assert_eq!(layers(&producer.select(selection(21, 0, 1), now)), []);
+    assert_eq!(layers(&producer.select(selection(21, 0, 1, now))), []);
 }
 
 #[test]
 fn a_selection_of_an_unknown_handoff_waits_for_its_first_block() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    assert!(producer.select(selection(20, 0, 9), now).is_empty());
+    assert!(producer.select(selection(20, 0, 9, now)).is_empty());
     assert_eq!(positions(&producer.mark_ready(ID, 0, &[block(0)])), [0]);
 }
 
 #[test]
 fn a_selection_without_a_first_block_is_refused_at_its_deadline() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.select(selection(20, 0, 9), now);
+    producer.select(selection(20, 0, 9, now));
     assert_eq!(
         producer.expire(now),
         (vec![], Some(now + FIRST_BLOCK_TIMEOUT))
     );
-    let (actions, _) = producer.expire(now + FIRST_BLOCK_TIMEOUT);
-    assert!(
-        matches!(&actions[..], [ProducerAction::End { session: 20, .. }]),
-        "{actions:?}"
-    );
+    let (messages, _) = producer.expire(now + FIRST_BLOCK_TIMEOUT);
+    assert_eq!(refused(&messages), Some(20), "{messages:?}");
 }
 
 #[test]
@@ -135,20 +137,19 @@ fn selections_of_unknown_handoffs_do_not_shut_out_another_consumer() {
         let handoff = n.to_le_bytes();
         let random = BlockSelection {
             handoff,
-            ..selection(20, 0, 1)
+            ..selection(20, 0, 1, now)
         };
-        producer.select(random, now);
+        producer.select(random);
     }
-    let actions = producer.select(selection(21, 0, 1), now);
-    assert!(
-        matches!(&actions[..], [ProducerAction::End { session: 20, .. }]),
-        "{actions:?}"
+    let messages = producer.select(selection(21, 0, 1, now));
+    assert_eq!(refused(&messages), Some(20), "{messages:?}");
+    let messages = producer.mark_ready(ID, 0, &[block(0)]);
+    assert_eq!(
+        (messages.len(), messages[0].session),
+        (1, 21),
+        "{messages:?}"
     );
-    let actions = producer.mark_ready(ID, 0, &[block(0)]);
-    assert!(
-        matches!(&actions[..], [ProducerAction::Announce { session: 21, .. }]),
-        "{actions:?}"
-    );
+    assert_eq!(positions(&messages), [0]);
 }
 
 #[test]
@@ -156,7 +157,7 @@ fn an_acknowledgement_counts_once_and_only_from_a_consumer_that_selected() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.mark_ready(ID, 0, &[block(0)]);
     assert!(!producer.acknowledge(20, ID));
-    producer.select(selection(20, 0, 1), now);
+    producer.select(selection(20, 0, 1, now));
     assert!(producer.acknowledge(20, ID));
     assert!(!producer.acknowledge(20, ID));
     assert_eq!(producer.num_leased(), 0);
@@ -165,10 +166,10 @@ fn an_acknowledgement_counts_once_and_only_from_a_consumer_that_selected() {
 #[test]
 fn a_consumer_that_selects_again_gets_each_block_once() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.select(selection(20, 0, 2), now);
-    producer.select(selection(20, 0, 2), now);
+    producer.select(selection(20, 0, 2, now));
+    producer.select(selection(20, 0, 2, now));
     assert_eq!(positions(&producer.mark_ready(ID, 0, &[block(0)])), [0]);
-    producer.select(selection(20, 1, 2), now);
+    producer.select(selection(20, 1, 2, now));
     assert_eq!(positions(&producer.mark_ready(ID, 0, &[block(1)])), [1]);
 }
 
@@ -176,23 +177,22 @@ fn a_consumer_that_selects_again_gets_each_block_once() {
 fn an_ended_handoff_is_refused_and_never_comes_back() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.mark_ready(ID, 0, &[block(0)]);
-    producer.select(selection(20, 0, 1), now);
-    let actions = producer.end_handoff(ID, "aborted");
+    producer.select(selection(20, 0, 1, now));
+    let messages = producer.end_handoff(ID, "aborted");
     assert_eq!(
-        actions,
-        [ProducerAction::End {
+        messages,
+        [Outgoing {
             session: 20,
             handoff: ID,
-            reason: "aborted".to_owned()
+            message: HandoffMessage::Ended {
+                reason: "aborted".to_owned()
+            }
         }]
     );
     producer.mark_ready(ID, 0, &[block(1)]);
     assert_eq!(producer.num_leased(), 0);
-    let actions = producer.select(selection(21, 0, 1), now);
-    assert!(
-        matches!(&actions[..], [ProducerAction::End { session: 21, .. }]),
-        "{actions:?}"
-    );
+    let messages = producer.select(selection(21, 0, 1, now));
+    assert_eq!(refused(&messages), Some(21), "{messages:?}");
 }
 
 #[test]
@@ -200,5 +200,5 @@ fn a_new_epoch_voids_the_blocks_of_the_old() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.mark_ready(ID, 0, &[block(0), block(1)]);
     producer.mark_ready(ID, 1, &[block(0)]);
-    assert_eq!(positions(&producer.select(selection(20, 0, 9), now)), [0]);
+    assert_eq!(positions(&producer.select(selection(20, 0, 9, now))), [0]);
 }
