@@ -136,10 +136,7 @@ impl CommandQueue {
     }
 
     pub(super) fn info(&self) -> LookupInfo {
-        let closed = |_| LookupInfo {
-            state: "closed",
-            ..LookupInfo::default()
-        };
-        self.lock().map_or_else(closed, |state| state.info.clone())
+        self.lock()
+            .map_or_else(|_| LookupInfo::closed(), |state| state.info.clone())
     }
 }

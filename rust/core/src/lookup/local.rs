@@ -5,9 +5,10 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::copying::LocalInsert;
 use super::operation::{Operation, Origin, Selected};
 use super::server::LookupServer;
-use super::shared::LookupShared;
+use super::shared::{BufferState, ChangedBy, LookupShared, Waiter};
 use super::{Items, LookupInfo, LookupQuery, check_entry};
 use crate::error::{Error, Result};
 use crate::net::address::listen_address;
@@ -21,7 +22,7 @@ use crate::work::work;
 /// A lookup buffer in this process. Any thread may call; no call blocks, but an insert copies its tensors.
 #[derive(Debug)]
 pub struct LocalBuffer {
-    shared: Arc<LookupShared>,
+    pub(super) shared: Arc<LookupShared>,
     reactor: OnceLock<Reactor<Infallible>>,
     /// Held while the reactor is made or stopped: opening UCX takes up to a second, for which other calls do not wait.
     serving: Mutex<()>,
@@ -61,7 +62,7 @@ impl LocalBuffer {
                 "the buffer is served at {at} already"
             )));
         }
-        self.shared.check_open()?;
+        self.shared.change(ChangedBy::Caller, |_| ())?;
         let address = listen_address(address, token)?;
         let config = ReactorConfig {
             listen: Some(address),
@@ -102,10 +103,16 @@ impl LocalBuffer {
         timeout: Option<Duration>,
     ) -> Result<Operation<()>> {
         check_entry(&tokens)?;
-        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        self.shared.check_process()?;
+        let now = Instant::now();
+        self.shared.pool.expire(now);
+        let deadline = timeout.map(|timeout| now + timeout);
         let (inserted, completer) = work();
-        let shared = &self.shared;
-        let ticket = shared.insert(tokens.into(), items, deadline, completer)?;
+        let num_bytes = items.entry_bytes(&tokens);
+        let insert = Waiter::Local(LocalInsert::new(tokens.into(), items, completer));
+        let reserve =
+            |state: &mut BufferState| state.store.reserve(num_bytes, deadline, now, insert);
+        let ticket = self.shared.change(ChangedBy::Caller, reserve)??;
         Ok(Operation::insert(inserted, ticket, self.origin()).expires(deadline))
     }
 
@@ -116,9 +123,12 @@ impl LocalBuffer {
         timeout: Option<Duration>,
     ) -> Result<Operation<Selected>> {
         query.check()?;
-        let deadline = timeout.map(|timeout| Instant::now() + timeout);
+        let now = Instant::now();
+        let deadline = timeout.map(|timeout| now + timeout);
         let (selected, completer) = work();
-        let ticket = self.shared.select(query, deadline, completer)?;
+        let select = Waiter::Local(completer);
+        let select = |state: &mut BufferState| state.store.select(query, deadline, now, select);
+        let ticket = self.shared.change(ChangedBy::Caller, select)?;
         Ok(Operation::select(selected, ticket, self.origin()).expires(deadline))
     }
 

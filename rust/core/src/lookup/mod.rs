@@ -11,7 +11,6 @@ mod operation;
 mod remote;
 mod server;
 mod shared;
-mod state;
 mod store;
 mod tensors;
 #[cfg(test)]
@@ -143,6 +142,16 @@ pub struct LookupInfo {
     pub capacity_bytes: Option<u64>,
     /// The transport of large tensors to the servers; empty in the same process.
     pub transport: String,
+}
+
+impl LookupInfo {
+    /// Of a buffer that cannot be looked at, in the child of a fork.
+    fn closed() -> Self {
+        Self {
+            state: "closed",
+            ..Self::default()
+        }
+    }
 }
 
 /// A lookup buffer of either kind. Any thread may call.

@@ -7,8 +7,7 @@ use std::time::Instant;
 
 use super::Items;
 use super::command_queue::CommandQueue;
-use super::shared::LookupShared;
-use super::state::{BufferState, ChangedBy};
+use super::shared::{BufferState, ChangedBy, LookupShared};
 use super::store::Ticket;
 use crate::error::Result;
 use crate::work::{Waited, Work};

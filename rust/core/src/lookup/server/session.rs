@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::super::messages::TOKENS_CAP;
-use super::super::state::ClientAction;
 use super::super::store::Ticket;
 use super::super::{INSERTS_IN_FLIGHT, LookupQuery, SELECT_TOKENS_CAP, SELECTS_CAP};
 use crate::error::{Error, Result};
@@ -43,14 +42,6 @@ pub(super) struct ClientSession {
 }
 
 impl ClientSession {
-    /// Whether the operation of an action is still open.
-    pub(super) fn awaits(&self, operation: u64, action: &ClientAction) -> bool {
-        match action {
-            ClientAction::Grant(_) | ClientAction::Full(_) => self.inserts.contains_key(&operation),
-            ClientAction::Deliver(..) | ClientAction::Miss => self.selects.contains_key(&operation),
-        }
-    }
-
     /// # Errors
     /// `Protocol`: a client that respects the limits does not send this insert.
     pub(super) fn check_insert(&self, operation: u64, tokens: &[i64]) -> Result<()> {
