@@ -174,8 +174,8 @@ impl LookupClient {
 
     /// Handles the offered entries that have arrived.
     fn advance(&mut self, cx: &mut ReactorContext) {
-        while let Some((session, arrived)) = self.tensors.next_arrived(cx) {
-            self.arrived(cx, session, arrived);
+        while let Some((session, operation, items)) = self.tensors.next_arrived(cx) {
+            self.arrived(cx, session, operation, items);
         }
     }
 
@@ -291,7 +291,7 @@ impl Service for LookupClient {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        self.tensors.read_ended(cx, token, result);
+        self.tensors.engine.read_ended(cx, token, result);
         self.advance(cx);
     }
 
@@ -303,13 +303,13 @@ impl Service for LookupClient {
             }
             self.count_waiting();
         }
-        let has_worked = self.tensors.run_slice(cx);
+        let has_worked = self.tensors.engine.run_slice(cx);
         self.advance(cx);
         has_worked
     }
 
     fn has_work(&self) -> bool {
-        self.tensors.has_work()
+        self.tensors.engine.has_work()
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
@@ -321,7 +321,7 @@ impl Service for LookupClient {
         let first = self.sessions.first().copied();
         let next_answer = first.and_then(|session| self.inserts.check_answers(cx, session));
         self.expire_selects(cx);
-        let idle = self.tensors.expire(cx.now());
+        let idle = self.tensors.pool.expire(cx.now());
         let deadlines = [next_insert, next_answer, self.next_looks.at(), idle];
         deadlines.into_iter().flatten().min()
     }

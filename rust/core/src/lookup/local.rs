@@ -9,7 +9,7 @@ use super::copying::LocalInsert;
 use super::operation::{Operation, Origin, Selected};
 use super::server::LookupServer;
 use super::shared::{BufferState, ChangedBy, LookupShared, Waiter};
-use super::{Items, LookupInfo, LookupQuery, check_entry};
+use super::{Items, LookupInfo, LookupQuery, check_entry, entry_bytes};
 use crate::error::{Error, Result};
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
@@ -108,7 +108,7 @@ impl LocalBuffer {
         self.shared.pool.expire(now);
         let deadline = timeout.map(|timeout| now + timeout);
         let (inserted, completer) = work();
-        let num_bytes = items.entry_bytes(&tokens);
+        let num_bytes = entry_bytes(&tokens, items.0.iter().map(Arc::as_ref));
         let insert = Waiter::Local(LocalInsert::new(tokens.into(), items, completer));
         let reserve =
             |state: &mut BufferState| state.store.reserve(num_bytes, deadline, now, insert);

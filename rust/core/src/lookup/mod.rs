@@ -23,7 +23,7 @@ use std::time::Duration;
 use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
-use crate::tensor::{Meta, Received};
+use crate::tensor::Received;
 use crate::transport::Transport;
 use crate::work::Then;
 
@@ -87,27 +87,16 @@ impl LookupQuery {
 #[derive(Debug, Clone)]
 pub struct Items(pub [Arc<Received>; NUM_ITEMS]);
 
-impl Items {
-    /// The bytes that an entry of these tensors counts.
-    fn entry_bytes(&self, tokens: &[i64]) -> u64 {
-        let len = |buffer: &Buffer| buffer.len() as u64;
-        let tensors = self.0.iter();
-        entry_bytes(
-            tokens,
-            tensors.map(|item| (&item.meta, item.buffer.as_ref().map_or(0, len))),
-        )
-    }
-}
-
 fn not_host() -> Error {
     let text = "only host memory can be inserted in this version; copy the tensor to the CPU first";
     Error::Unavailable(text.to_owned())
 }
 
 /// What an entry counts against a buffer's capacity: all memory that it occupies.
-fn entry_bytes<'a>(tokens: &[i64], tensors: impl Iterator<Item = (&'a Meta, u64)>) -> u64 {
-    tensors
-        .flat_map(|(meta, len)| [meta.num_bytes(), len])
+fn entry_bytes<'a>(tokens: &[i64], items: impl Iterator<Item = &'a Received>) -> u64 {
+    let len = |buffer: &Buffer| buffer.len() as u64;
+    items
+        .flat_map(|item| [item.meta.num_bytes(), item.buffer.as_ref().map_or(0, len)])
         .chain([size_of_val(tokens) as u64])
         .fold(BOOKKEEPING_BYTES, u64::saturating_add)
 }

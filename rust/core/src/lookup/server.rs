@@ -19,7 +19,7 @@ use super::transfer::{EntryTransfer, check_operation};
 use super::{Items, LookupQuery};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::codec::{Reader, Writer};
+use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
 use crate::transfer::Message;
@@ -216,12 +216,12 @@ impl LookupServer {
             }
             (Some(client), Some((entry, items))) => {
                 let tensors = &mut self.tensors;
-                match tensors.write(cx, session, operation, &items, Writer::default()) {
-                    Ok(writer) => {
+                match tensors.write(cx, session, operation, &items) {
+                    Ok(encoded) => {
                         client
                             .selects
                             .insert(operation, ClientSelect::Leased(entry));
-                        let tensors = writer.finish().into();
+                        let tensors = encoded.into();
                         LookupMessage::Offer { tensors }.send(cx, session, operation);
                     }
                     Err(error) => {
@@ -239,7 +239,7 @@ impl LookupServer {
     }
 
     fn commit_arrived(&mut self, cx: &mut ReactorContext) {
-        while let Some((session, (operation, items))) = self.tensors.next_arrived(cx) {
+        while let Some((session, operation, items)) = self.tensors.next_arrived(cx) {
             let client = self.clients.get_mut(&session);
             let insert = client.and_then(|client| client.inserts.remove(&operation));
             let Some(ClientInsert { ticket, tokens }) = insert else {
@@ -346,14 +346,14 @@ impl Service for LookupServer {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        self.tensors.read_ended(cx, token, result);
+        self.tensors.engine.read_ended(cx, token, result);
         self.advance(cx);
     }
 
     fn poll(&mut self, cx: &mut ReactorContext) -> bool {
         let has_copied = self.shared.run_copy_slice(&mut self.copying);
         self.advance(cx);
-        let has_worked = self.tensors.run_slice(cx);
+        let has_worked = self.tensors.engine.run_slice(cx);
         if has_worked {
             self.advance(cx);
         }
@@ -361,7 +361,7 @@ impl Service for LookupServer {
     }
 
     fn has_work(&self) -> bool {
-        self.tensors.has_work()
+        self.tensors.engine.has_work()
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
@@ -369,7 +369,7 @@ impl Service for LookupServer {
             let _ = self.change(|state| state.store.expire(Instant::now()));
             self.advance(cx);
         }
-        let idle = self.tensors.expire(cx.now());
+        let idle = self.tensors.pool.expire(cx.now());
         self.shared.next_deadline().into_iter().chain(idle).min()
     }
 }

@@ -10,7 +10,6 @@ use super::super::tensors::Tensors;
 use crate::earliest::Earliest;
 use crate::error::Error;
 use crate::ids::SessionKey;
-use crate::net::codec::Writer;
 use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::work::Completer;
@@ -56,12 +55,12 @@ impl InsertQueue {
                 completer,
             } = insert;
             let num_tokens = tokens.len();
-            match tensors.write(cx, session, operation, &items, Writer::default()) {
+            match tensors.write(cx, session, operation, &items) {
                 Ok(encoded) => {
                     let message = LookupMessage::Insert {
                         timeout: deadline.map(|at| at.saturating_duration_since(cx.now())),
                         tokens,
-                        tensors: encoded.finish().into(),
+                        tensors: encoded.into(),
                     };
                     message.send(cx, session, operation);
                     let sent = SentInsert {

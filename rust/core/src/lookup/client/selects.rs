@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::super::messages::LookupMessage;
 use super::super::operation::{Delivery, Origin, Selected};
-use super::super::transfer::{Arrived, EntryTransfer};
+use super::super::transfer::EntryTransfer;
 use super::super::{Items, LookupQuery, SELECTS_CAP};
 use super::LookupClient;
 use crate::error::{Error, Result};
@@ -178,7 +178,8 @@ impl LookupClient {
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        (operation, items): Arrived,
+        operation: u64,
+        items: Result<Items>,
     ) {
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
