@@ -1,6 +1,6 @@
 //! The client of one or more lookup servers on its reactor: sends each operation, and ends it with the answers.
 
-pub(super) mod inserts;
+mod inserts;
 mod selects;
 
 use std::collections::HashMap;
@@ -10,19 +10,17 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::command_queue::{CommandQueue, LookupCommand, QueuedInsert};
+use super::command_queue::{CommandQueue, LookupCommand};
 use super::messages::LookupMessage;
 use super::tensors::Tensors;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
-use crate::transfer::Message;
 use crate::work::Completer;
-use inserts::{FailedInsert, InsertQueue};
-use selects::{PendingSelect, settle};
+use inserts::Inserts;
+use selects::PendingSelect;
 
 struct ServerSession {
     is_up: bool,
@@ -34,7 +32,7 @@ pub(super) struct LookupClient {
     sessions: Vec<SessionKey>,
     servers: HashMap<SessionKey, ServerSession>,
     connecting: Option<Completer<()>>,
-    inserts: InsertQueue,
+    inserts: Inserts,
     selects: HashMap<u64, PendingSelect>,
     /// When to look at the grace periods of selects.
     next_looks: Earliest,
@@ -51,7 +49,7 @@ impl LookupClient {
             sessions: Vec::new(),
             servers: HashMap::new(),
             connecting: None,
-            inserts: InsertQueue::default(),
+            inserts: Inserts::default(),
             selects: HashMap::new(),
             next_looks: Earliest::default(),
             delivered: HashMap::new(),
@@ -79,7 +77,7 @@ impl LookupClient {
                 is_consumed,
             } => {
                 if let Some(session) = self.delivered.remove(&operation) {
-                    settle(cx, session, operation, is_consumed);
+                    LookupMessage::Settle { is_consumed }.send(cx, session, operation);
                 }
             }
         }
@@ -107,45 +105,6 @@ impl LookupClient {
         Ok(())
     }
 
-    fn insert(&mut self, cx: &mut ReactorContext, insert: QueuedInsert) {
-        if let Err(error) = self.check_usable() {
-            return insert.completer.complete(Err(error));
-        }
-        self.inserts.add(insert);
-        self.send_inserts(cx);
-    }
-
-    fn send_inserts(&mut self, cx: &mut ReactorContext) {
-        if let Some(&session) = self.sessions.first()
-            && self.servers.contains_key(&session)
-        {
-            let failed = self.inserts.send(cx, session, &mut self.tensors);
-            self.end_failed(failed);
-        }
-    }
-
-    fn end_failed(&self, failed: Vec<FailedInsert>) {
-        for (completer, error) in failed {
-            self.end(Some(completer), Err(error));
-        }
-    }
-
-    fn insert_answered(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-        result: Result<()>,
-    ) {
-        self.tensors.release(session, operation);
-        if let Some(completer) = self.inserts.answered(operation) {
-            self.command_queue
-                .update_info(|info| info.num_inserted += u64::from(result.is_ok()));
-            self.end(Some(completer), result);
-        }
-        self.send_inserts(cx);
-    }
-
     fn receive(
         &mut self,
         cx: &mut ReactorContext,
@@ -155,7 +114,7 @@ impl LookupClient {
     ) -> Result<()> {
         match message {
             LookupMessage::Inserted => self.insert_answered(cx, session, operation, Ok(())),
-            LookupMessage::Refused(error) if self.inserts.is_sent(operation) => {
+            LookupMessage::Refused(error) if self.inserts.sent.contains_key(&operation) => {
                 self.insert_answered(cx, session, operation, Err(error));
             }
             LookupMessage::Refused(error) => self.select_refused(cx, session, operation, error),
@@ -188,7 +147,7 @@ impl LookupClient {
         if let Some(completer) = self.connecting.take() {
             completer.complete(Err(error.clone()));
         }
-        self.inserts.fail_all(error);
+        self.fail_inserts(error);
         let selects = self.selects.drain();
         for completer in selects.filter_map(|(_, select)| select.completer) {
             completer.complete(Err(error.clone()));
@@ -204,7 +163,7 @@ impl LookupClient {
     }
 
     fn count_waiting(&self) {
-        let waiting = self.inserts.len() + self.selects.len();
+        let waiting = self.inserts.queue.len() + self.inserts.sent.len() + self.selects.len();
         self.command_queue
             .update_info(|info| info.num_waiting = waiting);
     }
@@ -249,17 +208,6 @@ impl Service for LookupClient {
         }
     }
 
-    fn frame(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _session: SessionKey,
-        _frame: &[u8],
-    ) -> Result<()> {
-        Err(Error::protocol(
-            "the server of a lookup buffer sent a frame",
-        ))
-    }
-
     fn message(
         &mut self,
         cx: &mut ReactorContext,
@@ -267,17 +215,13 @@ impl Service for LookupClient {
         header: &[u8],
         data: AmData,
     ) -> Result<()> {
-        let mut reader = Reader::new(header);
-        let kind = reader.u8()?;
-        if Message::is_kind(kind) {
-            self.tensors.message(cx, session, (kind, reader), &data)?;
-        } else {
-            let id = reader.u64()?;
-            match LookupMessage::decode(kind, reader, &data) {
-                Ok(message) => self.receive(cx, session, id, message)?,
-                Err(error @ Error::Corrupt(_)) => self.offer(cx, session, id, Err(error))?,
-                Err(error) => return Err(error),
+        match self.tensors.message(cx, session, header, &data)? {
+            Some((operation, Ok(message))) => self.receive(cx, session, operation, message)?,
+            Some((operation, Err(error @ Error::Corrupt(_)))) => {
+                self.offer(cx, session, operation, Err(error))?;
             }
+            Some((_, Err(error))) => return Err(error),
+            None => {}
         }
         drop(data);
         self.advance(cx);
@@ -313,16 +257,10 @@ impl Service for LookupClient {
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let late = self.inserts.expire(cx.now());
-        self.end_failed(late);
-        // A smaller insert may be the first now, and fit.
-        self.send_inserts(cx);
-        let next_insert = self.inserts.next_deadline();
-        let first = self.sessions.first().copied();
-        let next_answer = first.and_then(|session| self.inserts.check_answers(cx, session));
+        let next_insert = self.expire_inserts(cx);
         self.expire_selects(cx);
         let idle = self.tensors.pool.expire(cx.now());
-        let deadlines = [next_insert, next_answer, self.next_looks.at(), idle];
+        let deadlines = [next_insert, self.next_looks.at(), idle];
         deadlines.into_iter().flatten().min()
     }
 

@@ -113,7 +113,7 @@ impl LocalBuffer {
         let reserve =
             |state: &mut BufferState| state.store.reserve(num_bytes, deadline, now, insert);
         let ticket = self.shared.change(ChangedBy::Caller, reserve)??;
-        Ok(Operation::insert(inserted, ticket, self.origin()).expires(deadline))
+        Ok(Operation::new(inserted, ticket, self.origin()).expires(deadline))
     }
 
     /// Selects an entry; the operation ends with `None` at `timeout`.
@@ -129,7 +129,9 @@ impl LocalBuffer {
         let select = Waiter::Local(completer);
         let select = |state: &mut BufferState| state.store.select(query, deadline, now, select);
         let ticket = self.shared.change(ChangedBy::Caller, select)?;
-        Ok(Operation::select(selected, ticket, self.origin()).expires(deadline))
+        Ok(Operation::new(selected, ticket, self.origin())
+            .withdraws_on_drop()
+            .expires(deadline))
     }
 
     /// Counters and state.

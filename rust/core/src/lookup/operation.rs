@@ -99,30 +99,25 @@ pub struct Operation<T> {
     work: Work<T>,
     ticket: Ticket,
     origin: Origin,
-    is_select: bool,
+    withdraws_on_drop: bool,
     /// The deadline that the waiting thread enforces, where no other thread does.
     deadline: Option<Instant>,
 }
 
 impl<T> Operation<T> {
-    pub(super) fn insert(work: Work<T>, ticket: Ticket, origin: Origin) -> Self {
+    pub(super) fn new(work: Work<T>, ticket: Ticket, origin: Origin) -> Self {
         Self {
             work,
             ticket,
             origin,
-            is_select: false,
+            withdraws_on_drop: false,
             deadline: None,
         }
     }
 
-    pub(super) fn select(work: Work<T>, ticket: Ticket, origin: Origin) -> Self {
-        Self {
-            work,
-            ticket,
-            origin,
-            is_select: true,
-            deadline: None,
-        }
+    pub(super) fn withdraws_on_drop(mut self) -> Self {
+        self.withdraws_on_drop = true;
+        self
     }
 
     pub(super) fn expires(mut self, at: Option<Instant>) -> Self {
@@ -167,7 +162,7 @@ impl<T: Clone> Operation<T> {
 
 impl<T> Drop for Operation<T> {
     fn drop(&mut self) {
-        if self.is_select && !self.work.is_completed() {
+        if self.withdraws_on_drop && !self.work.is_completed() {
             self.withdraw();
         }
     }

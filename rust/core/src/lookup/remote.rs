@@ -123,7 +123,7 @@ impl RemoteBuffer {
         };
         self.command_queue
             .send(LookupCommand::Insert(insert), then)?;
-        Ok(Operation::insert(inserted, operation, self.origin()))
+        Ok(Operation::new(inserted, operation, self.origin()))
     }
 
     /// Selects an entry of any server; the operation ends with `None` at `timeout`.
@@ -146,7 +146,7 @@ impl RemoteBuffer {
             completer,
         };
         self.command_queue.send(select, then)?;
-        Ok(Operation::select(selected, operation, self.origin()))
+        Ok(Operation::new(selected, operation, self.origin()).withdraws_on_drop())
     }
 
     /// The servers' addresses.

@@ -22,7 +22,6 @@ use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
-use crate::transfer::Message;
 use session::{ClientInsert, ClientSelect, ClientSession};
 
 pub(super) struct LookupServer {
@@ -305,15 +304,6 @@ impl Service for LookupServer {
         }
     }
 
-    fn frame(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _session: SessionKey,
-        _frame: &[u8],
-    ) -> Result<()> {
-        Err(Error::protocol("a client of a lookup buffer sent a frame"))
-    }
-
     fn message(
         &mut self,
         cx: &mut ReactorContext,
@@ -321,19 +311,13 @@ impl Service for LookupServer {
         header: &[u8],
         data: AmData,
     ) -> Result<()> {
-        let mut reader = Reader::new(header);
-        let kind = reader.u8()?;
-        if Message::is_kind(kind) {
-            self.tensors.message(cx, session, (kind, reader), &data)?;
-        } else {
-            let id = reader.u64()?;
-            match LookupMessage::decode(kind, reader, &data) {
-                Ok(message) => self.receive(cx, (session, id), message)?,
-                Err(error @ Error::Corrupt(_)) => {
-                    LookupMessage::Refused(error).send(cx, session, id);
-                }
-                Err(error) => return Err(error),
+        match self.tensors.message(cx, session, header, &data)? {
+            Some((operation, Ok(message))) => self.receive(cx, (session, operation), message)?,
+            Some((operation, Err(error @ Error::Corrupt(_)))) => {
+                LookupMessage::Refused(error).send(cx, session, operation);
             }
+            Some((_, Err(error))) => return Err(error),
+            None => {}
         }
         drop(data);
         self.advance(cx);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use kvpipe_ucx::{AmData, Buffer};
 
+use super::messages::LookupMessage;
 use super::transfer::{EntryTransfer, INLINE, INLINE_CAP, NOTHING, OFFERED, owner_of, source_id};
 use super::{HUGE, Items, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
@@ -14,7 +15,7 @@ use crate::session::ReactorContext;
 use crate::transfer::exposed::{BufferDescription, ExposedBuffer};
 use crate::transfer::region::Layout;
 use crate::transfer::source::SourceRequest;
-use crate::transfer::{Completion, Handled, TransferEngine, TransferRequest};
+use crate::transfer::{Completion, Handled, Message, TransferEngine, TransferRequest};
 use crate::transport::{Memory, Pool};
 
 /// Transfers from one peer under way at once. Entries come one after the other, and their tensors too.
@@ -77,20 +78,26 @@ impl Tensors {
         self.sessions.clear();
     }
 
-    /// A message of a transfer.
-    pub(super) fn message(
+    /// Handles a message of a transfer, or decodes one about an operation.
+    pub(super) fn message<'a>(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        (kind, header): (u8, Reader<'_>),
-        data: &AmData,
-    ) -> Result<()> {
-        let handled = self.engine.message(cx, session, (kind, header), data)?;
+        header: &[u8],
+        data: &'a AmData,
+    ) -> Result<Option<(u64, Result<LookupMessage<'a>>)>> {
+        let mut reader = Reader::new(header);
+        let kind = reader.u8()?;
+        if !Message::is_kind(kind) {
+            let operation = reader.u64()?;
+            return Ok(Some((operation, LookupMessage::decode(kind, reader, data))));
+        }
+        let handled = self.engine.message(cx, session, (kind, reader), data)?;
         if let Handled::Request(request) = handled {
             let source = self.exposed(&request);
             self.engine.serve(cx, &request, source);
         }
-        Ok(())
+        Ok(None)
     }
 
     fn exposed(&self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {

@@ -63,14 +63,7 @@ impl PendingSelect {
     }
 }
 
-pub(super) fn settle(
-    cx: &mut ReactorContext,
-    session: SessionKey,
-    operation: u64,
-    is_consumed: bool,
-) {
-    LookupMessage::Settle { is_consumed }.send(cx, session, operation);
-}
+const RETURN: LookupMessage<'static> = LookupMessage::Settle { is_consumed: false };
 
 impl LookupClient {
     pub(super) fn select(
@@ -104,11 +97,7 @@ impl LookupClient {
     }
 
     pub(super) fn withdraw(&mut self, cx: &mut ReactorContext, operation: u64) {
-        if self.inserts.withdraw(operation)
-            && let Some(&session) = self.sessions.first()
-        {
-            LookupMessage::Withdraw.send(cx, session, operation);
-        }
+        self.withdraw_insert(cx, operation);
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
         };
@@ -201,7 +190,7 @@ impl LookupClient {
         operation: u64,
         result: Result<Selected>,
     ) {
-        settle(cx, session, operation, false);
+        RETURN.send(cx, session, operation);
         self.end_select(operation, result);
     }
 
@@ -233,7 +222,7 @@ impl LookupClient {
             )));
         };
         if is_withdrawn {
-            settle(cx, session, operation, false);
+            RETURN.send(cx, session, operation);
             return Ok(());
         }
         self.delivered.insert(operation, session);

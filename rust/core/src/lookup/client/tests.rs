@@ -1,5 +1,6 @@
 //! A client whose servers disagree, and how its operations end. All reactors are manual.
 
+use super::super::command_queue::QueuedInsert;
 use super::super::{LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
 use super::*;
 use crate::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
@@ -98,7 +99,7 @@ fn client() -> (LookupClient, Arc<CommandQueue>) {
 /// Adds an insert that waits to be sent.
 fn insert(client: &mut LookupClient) -> Work<()> {
     let (inserted, completer) = work();
-    client.inserts.add(QueuedInsert {
+    client.inserts.queue.push_back(QueuedInsert {
         operation: 0,
         tokens: vec![1],
         items: entry(Meta::default(), 1),
