@@ -1,7 +1,7 @@
 //! A client whose servers disagree, and how its operations end. All reactors are manual.
 
 use super::super::command_queue::QueuedInsert;
-use super::super::{LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
+use super::super::{LookupBuffer, LookupQuery, Operation, Selected};
 use super::*;
 use crate::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
 use crate::tensor::Meta;
@@ -12,7 +12,7 @@ const LENS: [usize; 2] = [100, 1 << 20];
 const SESSIONS: [SessionKey; 2] = [16, 17];
 
 /// Two servers. The first has an entry of so many bytes; the second refuses each select, because its entry is malformed.
-fn servers(num_bytes: usize) -> [LocalBuffer; 2] {
+fn servers(num_bytes: usize) -> [LookupBuffer; 2] {
     let shape = vec![1; 1 << 10];
     let misshapen = Meta {
         shape,
@@ -25,7 +25,7 @@ fn servers(num_bytes: usize) -> [LocalBuffer; 2] {
 }
 
 /// Runs all reactors until the condition holds.
-fn run_until(remote: &RemoteBuffer, servers: &[LocalBuffer], holds: impl Fn() -> bool) {
+fn run_until(remote: &LookupBuffer, servers: &[LookupBuffer], holds: impl Fn() -> bool) {
     for _ in 0..ROUNDS {
         if holds() {
             return;
@@ -39,8 +39,8 @@ fn run_until(remote: &RemoteBuffer, servers: &[LocalBuffer], holds: impl Fn() ->
 }
 
 fn end(
-    remote: &RemoteBuffer,
-    servers: &[LocalBuffer],
+    remote: &LookupBuffer,
+    servers: &[LookupBuffer],
     selected: &Operation<Selected>,
 ) -> Result<Selected> {
     run_until(remote, servers, || selected.is_completed());
@@ -48,7 +48,7 @@ fn end(
 }
 
 /// Visible and leased entries.
-fn held(server: &LocalBuffer) -> (Option<usize>, Option<usize>) {
+fn held(server: &LookupBuffer) -> (Option<usize>, Option<usize>) {
     let info = server.info();
     (info.num_entries, info.num_leased)
 }

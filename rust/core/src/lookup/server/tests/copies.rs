@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::lookup::LookupQuery;
 use crate::lookup::tests::manual::serve_within;
 use crate::reactor::manual::Round;
-use crate::work::Waited;
+use crate::work::{Then, Waited};
 
 /// Slices of a waiting insert.
 const NUM_SLICES: usize = 2;
@@ -19,12 +19,12 @@ const NUM_SLICES: usize = 2;
 const INSERTS: usize = 3;
 
 /// A full buffer whose inserts all get their space in the next round.
-fn about_to_grant() -> (LocalBuffer, RemoteBuffer, Vec<Operation<()>>) {
+fn about_to_grant() -> (LookupBuffer, LookupBuffer, Vec<Operation<()>>) {
     let local = serve_within((SLICES * SLICE + (8 << 10)) as u64, entries(1));
     let remote = connect(&[&local]);
     let insert = |_| {
         let items = entry(Meta::default(), NUM_SLICES * SLICE);
-        local.insert(vec![2], items, None).unwrap()
+        local.insert(vec![2], items, None, Then::GoOn).unwrap()
     };
     let inserts: Vec<_> = (0..INSERTS).map(insert).collect();
     let selected = select(&remote);
@@ -45,7 +45,7 @@ fn num_completed(inserts: &[Operation<()>]) -> usize {
 }
 
 /// Rounds until the next insert ends.
-fn rounds_to_next(local: &LocalBuffer, inserts: &[Operation<()>]) -> usize {
+fn rounds_to_next(local: &LookupBuffer, inserts: &[Operation<()>]) -> usize {
     let before = num_completed(inserts);
     for round in 1..ROUNDS {
         local.manual_round();
@@ -57,7 +57,7 @@ fn rounds_to_next(local: &LocalBuffer, inserts: &[Operation<()>]) -> usize {
 }
 
 /// Runs rounds until all inserts are granted, and none is copied.
-fn granted(local: &LocalBuffer, inserts: &[Operation<()>]) {
+fn granted(local: &LookupBuffer, inserts: &[Operation<()>]) {
     for _ in 0..ROUNDS {
         if local.info().num_waiting == 0 {
             assert_eq!(num_completed(inserts), 0);
@@ -120,11 +120,11 @@ fn waiting_for_an_insert_that_is_copied_past_its_deadline_sleeps() {
 
 #[test]
 fn granted_inserts_end_with_the_server_and_free_their_space() {
-    let local = LocalBuffer::new(20 << 10);
-    let shared = &local.shared;
+    let local = LookupBuffer::new(20 << 10);
+    let shared = local.shared();
     let insert = |num_bytes| {
         let items = entry(Meta::default(), num_bytes);
-        local.insert(vec![1], items, None).unwrap()
+        local.insert(vec![1], items, None, Then::GoOn).unwrap()
     };
     let server = LookupServer::new(Arc::clone(shared), true);
     let other = Waiter::Client((20, 1));
@@ -146,11 +146,11 @@ fn granted_inserts_end_with_the_server_and_free_their_space() {
 #[test]
 fn an_entry_returned_as_the_server_ends_is_not_leased_to_another_client() {
     for _ in 0..16 {
-        let local = LocalBuffer::new(20 << 10);
-        let shared = &local.shared;
+        let local = LookupBuffer::new(20 << 10);
+        let shared = local.shared();
         let mut server = LookupServer::new(Arc::clone(shared), true);
         let items = entry(Meta::default(), 1);
-        let _inserted = local.insert(vec![1], items, None).unwrap();
+        let _inserted = local.insert(vec![1], items, None, Then::GoOn).unwrap();
         let add = |server: &mut LookupServer, session, select| {
             let mut client = ClientSession::default();
             client.selects.insert(1, select);
