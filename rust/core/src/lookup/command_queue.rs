@@ -98,11 +98,6 @@ impl CommandQueue {
         Ok(())
     }
 
-    /// A closed queue ignores this: the servers forget the operation when the sessions end.
-    pub(super) fn withdraw(&self, operation: u64) {
-        let _ = self.send(LookupCommand::Withdraw(operation), Then::GoOn);
-    }
-
     /// A closed queue ignores this: the servers return the entry when the sessions end.
     pub(super) fn settle(&self, operation: u64, is_consumed: bool) {
         self.update_info(|info| info.num_consumed += u64::from(is_consumed));

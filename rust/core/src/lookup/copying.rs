@@ -33,6 +33,10 @@ impl LocalInsert {
         }
     }
 
+    pub(super) fn is_being_copied(&self) -> bool {
+        self.num_copied > 0 || self.partial.is_some()
+    }
+
     /// Copies a small tensor, or up to `max_bytes` of a large one; true once all tensors are copied.
     pub(super) fn advance(&mut self, pool: &Pool<Buffer>, max_bytes: usize) -> Result<bool> {
         while let Some(item) = self.items.0.get_mut(self.num_copied) {

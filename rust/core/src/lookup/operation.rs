@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::Items;
-use super::command_queue::CommandQueue;
+use super::command_queue::{CommandQueue, LookupCommand};
 use super::shared::{BufferState, ChangedBy, LookupShared};
 use super::store::Ticket;
 use crate::error::Result;
-use crate::work::{Waited, Work};
+use crate::work::{Then, Waited, Work};
 
 /// The buffer of an operation: its tickets mean something there. A closed buffer ignores all calls.
 #[derive(Debug, Clone)]
@@ -26,7 +26,10 @@ impl Origin {
             Self::Local(shared) => {
                 let _ = shared.change(ChangedBy::Caller, |state| state.withdraw(ticket));
             }
-            Self::Remote(queue) => queue.withdraw(ticket),
+            // The servers of a closed client forget the operation when the sessions end.
+            Self::Remote(queue) => {
+                let _ = queue.send(LookupCommand::Withdraw(ticket), Then::GoOn);
+            }
         }
     }
 

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::copying::LocalInsert;
 use super::messages::LookupMessage;
 use super::shared::{BufferState, ChangedBy, ClientOperation, LookupShared, Waiter};
 use super::store::{StoreAction, Ticket};
@@ -28,8 +27,6 @@ pub(super) struct LookupServer {
     shared: Arc<LookupShared>,
     clients: HashMap<SessionKey, ClientSession>,
     tensors: Tensors,
-    /// An insert of this process that is being copied, a slice in each round.
-    copying: Option<(Ticket, LocalInsert)>,
 }
 
 fn after(timeout: Option<Duration>) -> Option<Instant> {
@@ -42,7 +39,6 @@ impl LookupServer {
             shared,
             clients: HashMap::new(),
             tensors: Tensors::new(is_checksummed),
-            copying: None,
         }
     }
 
@@ -335,7 +331,7 @@ impl Service for LookupServer {
     }
 
     fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        let has_copied = self.shared.run_copy_slice(&mut self.copying);
+        let has_copied = self.shared.run_copy_slice();
         self.advance(cx);
         let has_worked = self.tensors.engine.run_slice(cx);
         if has_worked {
@@ -364,19 +360,13 @@ impl Drop for LookupServer {
         for (_, client) in std::mem::take(&mut self.clients) {
             self.end_client(client);
         }
-        // A returned entry may be delivered to a client that is released later.
-        loop {
-            let actions = self.shared.drain_client_actions();
-            if actions.is_empty() {
-                break;
-            }
-            for action in actions {
-                if let StoreAction::Select(_, Some((entry, _))) = action {
-                    self.release(entry);
-                }
+        // A returned entry may have been leased to a client that ended later. No client waits any more.
+        for action in self.shared.drain_client_actions() {
+            if let StoreAction::Select(_, Some((entry, _))) = action {
+                self.release(entry);
             }
         }
-        self.shared.end_copies(self.copying.take());
+        self.shared.end_copies();
     }
 }
 

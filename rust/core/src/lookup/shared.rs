@@ -52,7 +52,7 @@ pub(super) struct BufferState {
     pub(super) store: Store<Items, Waiter<LocalInsert>, Waiter<Completer<Selected>>>,
     /// Until the server's thread drains them.
     client_actions: VecDeque<ClientAction>,
-    /// Inserts of this process to which the server's thread has given space. It copies them by slices.
+    /// Inserts of this process to which the server's thread has given space. It copies the first one by slices.
     granted: VecDeque<(Ticket, LocalInsert)>,
 }
 
@@ -89,8 +89,10 @@ impl BufferState {
     /// Ends an operation of this process that has not met its other side, and whose insert is not being copied: its
     /// completer is dropped, which completes it as closed.
     pub(super) fn withdraw(&mut self, ticket: Ticket) {
-        let mut granted = self.granted.iter();
-        if let Some(at) = granted.position(|(granted, _)| *granted == ticket) {
+        let is_it = |(granted, insert): &(Ticket, LocalInsert)| {
+            *granted == ticket && !insert.is_being_copied()
+        };
+        if let Some(at) = self.granted.iter().position(is_it) {
             self.granted.remove(at);
             self.store.release(ticket);
         } else {
@@ -241,15 +243,16 @@ impl LookupShared {
     }
 
     /// On the server's thread: copies a slice of an insert of this process, if one waits for its copy. True if there was one.
-    pub(super) fn run_copy_slice(
-        self: &Arc<Self>,
-        copying: &mut Option<(Ticket, LocalInsert)>,
-    ) -> bool {
-        let Some((ticket, mut insert)) = copying.take().or_else(|| self.next_granted()) else {
+    pub(super) fn run_copy_slice(self: &Arc<Self>) -> bool {
+        let Some((ticket, mut insert)) = self.next_granted() else {
             return false;
         };
         match insert.advance(&self.pool, COPY_SLICE) {
-            Ok(false) => *copying = Some((ticket, insert)),
+            Ok(false) => {
+                if let Ok(mut state) = self.lock() {
+                    state.granted.push_front((ticket, insert));
+                }
+            }
             ended => {
                 let (mut stack, copied) = (Vec::new(), ended.map(|_| ()));
                 self.end_copy(ChangedBy::Server, &mut stack, (ticket, insert), copied);
@@ -265,9 +268,9 @@ impl LookupShared {
     }
 
     /// Ends the inserts of this process that wait for a copy by the server's thread, which has ended.
-    pub(super) fn end_copies(self: &Arc<Self>, mut copying: Option<(Ticket, LocalInsert)>) {
+    pub(super) fn end_copies(self: &Arc<Self>) {
         let mut stack = Vec::new();
-        while let Some(insert) = copying.take().or_else(|| self.next_granted()) {
+        while let Some(insert) = self.next_granted() {
             let ended = Err(Error::Closed("the buffer's server has ended".to_owned()));
             self.end_copy(ChangedBy::Caller, &mut stack, insert, ended);
         }

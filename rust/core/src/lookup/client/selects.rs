@@ -37,7 +37,7 @@ pub(super) struct PendingSelect {
 }
 
 impl PendingSelect {
-    /// Marks a server as answered; whether it had not answered before.
+    /// Marks a server as answered; false if it has answered before, or another server has offered an entry.
     fn mark_answered(&mut self, session: SessionKey) -> bool {
         match &mut self.stage {
             SelectStage::Asking(servers) => servers.remove(&session),
