@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::client::LookupClient;
-use super::command_queue::{CommandQueue, LookupCommand, QueuedInsert};
+use super::command_queue::{CommandQueue, LookupCommand, QueuedInsert, QueuedSelect};
 use super::copying::LocalInsert;
 use super::messages::TOKENS_CAP;
 use super::operation::{Operation, Origin, Selected};
@@ -253,13 +253,13 @@ impl LookupBuffer {
                     check_num_tokens(tokens)?;
                 }
                 let operation = queue.next_operation();
-                let select = LookupCommand::Select {
+                let select = QueuedSelect {
                     operation,
                     query,
                     timeout,
                     completer,
                 };
-                queue.send(select, then)?;
+                queue.send(LookupCommand::Select(select), then)?;
                 let operation = Operation::new(selected, operation, self.origin.clone());
                 Ok(operation.withdraws_on_drop())
             }

@@ -3,7 +3,7 @@
 mod inserts;
 mod selects;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
@@ -22,15 +22,13 @@ use crate::work::Completer;
 use inserts::Inserts;
 use selects::PendingSelect;
 
-struct ServerSession {
-    is_up: bool,
-}
-
 pub(super) struct LookupClient {
     command_queue: Arc<CommandQueue>,
     /// In the order of their addresses.
     sessions: Vec<SessionKey>,
-    servers: HashMap<SessionKey, ServerSession>,
+    /// Those that are not lost.
+    servers: HashSet<SessionKey>,
+    num_up: usize,
     connecting: Option<Completer<()>>,
     inserts: Inserts,
     selects: HashMap<u64, PendingSelect>,
@@ -47,7 +45,8 @@ impl LookupClient {
         Self {
             command_queue,
             sessions: Vec::new(),
-            servers: HashMap::new(),
+            servers: HashSet::new(),
+            num_up: 0,
             connecting: None,
             inserts: Inserts::default(),
             selects: HashMap::new(),
@@ -65,12 +64,7 @@ impl LookupClient {
                 completer,
             } => self.connect(cx, &addresses, completer),
             LookupCommand::Insert(insert) => self.insert(cx, insert),
-            LookupCommand::Select {
-                operation,
-                query,
-                timeout,
-                completer,
-            } => self.select(cx, operation, (query, timeout), completer),
+            LookupCommand::Select(select) => self.select(cx, select),
             LookupCommand::Withdraw(operation) => self.withdraw(cx, operation),
             LookupCommand::Settle {
                 operation,
@@ -88,7 +82,7 @@ impl LookupClient {
         for address in addresses {
             let session = cx.connect(address);
             self.sessions.push(session);
-            self.servers.insert(session, ServerSession { is_up: false });
+            self.servers.insert(session);
         }
     }
 
@@ -177,15 +171,13 @@ impl Service for LookupClient {
     }
 
     fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
-        if let Some(server) = self.servers.get_mut(&session) {
-            server.is_up = true;
-        }
+        self.num_up += 1;
         self.tensors.session_up(session);
         if let Some(data_path) = cx.data_path(session) {
             self.command_queue
                 .update_info(|info| data_path.transport().clone_into(&mut info.transport));
         }
-        if self.servers.values().all(|server| server.is_up)
+        if self.num_up == self.sessions.len()
             && let Some(completer) = self.connecting.take()
         {
             self.command_queue.update_info(|info| info.state = "open");
@@ -199,7 +191,7 @@ impl Service for LookupClient {
         self.servers.remove(&session);
         self.delivered.retain(|_, from| *from != session);
         let failure = self.failure.get_or_insert(error).clone();
-        for &other in self.servers.keys() {
+        for &other in &self.servers {
             cx.close(other, "another of the client's servers is lost");
         }
         // Before its session has ended, a server may read memory that a caller changes once its operation ends.

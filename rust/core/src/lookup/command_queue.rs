@@ -22,6 +22,15 @@ pub(super) struct QueuedInsert {
     pub(super) completer: Completer<()>,
 }
 
+/// A select to be sent.
+#[derive(Debug)]
+pub(super) struct QueuedSelect {
+    pub(super) operation: u64,
+    pub(super) query: LookupQuery,
+    pub(super) timeout: Option<Duration>,
+    pub(super) completer: Completer<Selected>,
+}
+
 #[derive(Debug)]
 pub(super) enum LookupCommand {
     Connect {
@@ -29,12 +38,7 @@ pub(super) enum LookupCommand {
         completer: Completer<()>,
     },
     Insert(QueuedInsert),
-    Select {
-        operation: u64,
-        query: LookupQuery,
-        timeout: Option<Duration>,
-        completer: Completer<Selected>,
-    },
+    Select(QueuedSelect),
     Withdraw(u64),
     Settle {
         operation: u64,

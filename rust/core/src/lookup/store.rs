@@ -33,6 +33,7 @@ struct Entry<C> {
 
 #[derive(Debug)]
 struct WaitingInsert<I> {
+    ticket: Ticket,
     num_bytes: u64,
     deadline: Option<Instant>,
     insert: I,
@@ -59,7 +60,7 @@ pub(super) struct Store<C, I, S> {
     /// Bytes of granted inserts that are not committed.
     reserved: HashMap<Ticket, u64>,
     /// In the order of their calls: small inserts never overtake a large one.
-    inserts: BTreeMap<Ticket, WaitingInsert<I>>,
+    inserts: VecDeque<WaitingInsert<I>>,
     selects: BTreeMap<Ticket, WaitingSelect<S>>,
     deadlines: Earliest,
     actions: VecDeque<StoreAction<C, I, S>>,
@@ -79,7 +80,7 @@ impl<C: Clone, I, S> Store<C, I, S> {
             index: Index::default(),
             leased: HashMap::new(),
             reserved: HashMap::new(),
-            inserts: BTreeMap::new(),
+            inserts: VecDeque::new(),
             selects: BTreeMap::new(),
             deadlines: Earliest::default(),
             actions: VecDeque::new(),
@@ -112,12 +113,12 @@ impl<C: Clone, I, S> Store<C, I, S> {
             )));
         }
         let ticket = self.ticket();
-        let waiting = WaitingInsert {
+        self.inserts.push_back(WaitingInsert {
+            ticket,
             num_bytes,
             deadline,
             insert,
-        };
-        self.inserts.insert(ticket, waiting);
+        });
         self.grant();
         if !self.inserts.is_empty() {
             self.deadlines.add(deadline);
@@ -128,13 +129,13 @@ impl<C: Clone, I, S> Store<C, I, S> {
 
     /// Reserves space for waiting inserts, in order.
     fn grant(&mut self) {
-        while let Some(first) = self.inserts.first_entry()
-            && first.get().num_bytes <= self.capacity_bytes - self.num_bytes
+        while let Some(first) = self.inserts.front()
+            && first.num_bytes <= self.capacity_bytes - self.num_bytes
+            && let Some(first) = self.inserts.pop_front()
         {
-            let (ticket, first) = first.remove_entry();
             self.num_bytes += first.num_bytes;
-            self.reserved.insert(ticket, first.num_bytes);
-            let granted = StoreAction::Insert(first.insert, Ok(ticket));
+            self.reserved.insert(first.ticket, first.num_bytes);
+            let granted = StoreAction::Insert(first.insert, Ok(first.ticket));
             self.actions.push_back(granted);
         }
     }
@@ -203,7 +204,9 @@ impl<C: Clone, I, S> Store<C, I, S> {
 
     /// Forgets an insert or a select that waits; whether there was one.
     pub(super) fn cancel(&mut self, ticket: Ticket) -> bool {
-        if self.inserts.remove(&ticket).is_some() {
+        let inserts = &mut self.inserts;
+        if let Ok(at) = inserts.binary_search_by_key(&ticket, |waiting| waiting.ticket) {
+            inserts.remove(at);
             self.grant();
             return true;
         }
@@ -212,13 +215,12 @@ impl<C: Clone, I, S> Store<C, I, S> {
 
     /// Forgets what waits under this ticket, frees the space of a granted insert, or returns a leased entry to its old place.
     pub(super) fn release(&mut self, ticket: Ticket) {
-        if self.cancel(ticket) {
-            return;
-        }
         if let Some(num_bytes) = self.reserved.remove(&ticket) {
             self.free(num_bytes);
         } else if let Some(entry) = self.leased.remove(&ticket) {
             self.show(ticket, entry);
+        } else {
+            self.cancel(ticket);
         }
     }
 
@@ -242,10 +244,9 @@ impl<C: Clone, I, S> Store<C, I, S> {
         }
         let is_late = |deadline: Option<Instant>| deadline.is_some_and(|at| at <= now);
         let inserts = std::mem::take(&mut self.inserts).into_iter();
-        let (late, kept): (BTreeMap<_, _>, _) =
-            inserts.partition(|(_, waiting)| is_late(waiting.deadline));
+        let (late, kept): (VecDeque<_>, _) = inserts.partition(|waiting| is_late(waiting.deadline));
         self.inserts = kept;
-        for late in late.into_values() {
+        for late in late {
             let full = Error::Exhausted(format!(
                 "no place for {} bytes in time: {} of {} are taken; nothing was inserted, the buffer is usable",
                 late.num_bytes, self.num_bytes, self.capacity_bytes
@@ -253,15 +254,14 @@ impl<C: Clone, I, S> Store<C, I, S> {
             let refused = StoreAction::Insert(late.insert, Err(full));
             self.actions.push_back(refused);
         }
-        let selects = std::mem::take(&mut self.selects).into_iter();
-        let (late, kept): (BTreeMap<_, _>, _) =
-            selects.partition(|(_, waiting)| is_late(waiting.deadline));
-        self.selects = kept;
-        for late in late.into_values() {
-            self.actions
-                .push_back(StoreAction::Select(late.select, None));
+        let late = self.selects.iter();
+        let late = late.filter(|(_, waiting)| is_late(waiting.deadline));
+        for ticket in late.map(|(ticket, _)| *ticket).collect::<Vec<_>>() {
+            if let Some(WaitingSelect { select, .. }) = self.selects.remove(&ticket) {
+                self.actions.push_back(StoreAction::Select(select, None));
+            }
         }
-        for waiting in self.inserts.values() {
+        for waiting in &self.inserts {
             self.deadlines.add(waiting.deadline);
         }
         for waiting in self.selects.values() {
@@ -288,7 +288,7 @@ impl<C: Clone, I, S> Store<C, I, S> {
             ..Self::new(self.capacity_bytes)
         };
         let dropped = std::mem::replace(self, closed);
-        let inserts = dropped.inserts.into_values().map(|waiting| waiting.insert);
+        let inserts = dropped.inserts.into_iter().map(|waiting| waiting.insert);
         let selects = dropped.selects.into_values().map(|waiting| waiting.select);
         (inserts.collect(), selects.collect())
     }

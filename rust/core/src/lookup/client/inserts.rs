@@ -43,7 +43,7 @@ impl LookupClient {
     /// Sends queued inserts in order to the first server, as many as it lets wait.
     fn send_inserts(&mut self, cx: &mut ReactorContext) {
         let first = self.sessions.first().copied();
-        let Some(session) = first.filter(|first| self.servers.contains_key(first)) else {
+        let Some(session) = first.filter(|first| self.servers.contains(first)) else {
             return;
         };
         while let Some(insert) = self.next_insert() {

@@ -2,12 +2,12 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::Duration;
 
+use super::super::command_queue::QueuedSelect;
 use super::super::messages::LookupMessage;
 use super::super::operation::{Delivery, Origin, Selected};
 use super::super::transfer::EntryTransfer;
-use super::super::{Items, LookupQuery, SELECTS_CAP};
+use super::super::{Items, SELECTS_CAP};
 use super::LookupClient;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -66,13 +66,13 @@ impl PendingSelect {
 const RETURN: LookupMessage<'static> = LookupMessage::Settle { is_consumed: false };
 
 impl LookupClient {
-    pub(super) fn select(
-        &mut self,
-        cx: &mut ReactorContext,
-        operation: u64,
-        (query, timeout): (LookupQuery, Option<Duration>),
-        completer: Completer<Selected>,
-    ) {
+    pub(super) fn select(&mut self, cx: &mut ReactorContext, select: QueuedSelect) {
+        let QueuedSelect {
+            operation,
+            query,
+            timeout,
+            completer,
+        } = select;
         if let Err(error) = self.check_usable() {
             return completer.complete(Err(error));
         }

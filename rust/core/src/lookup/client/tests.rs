@@ -1,6 +1,6 @@
 //! A client whose servers disagree, and how its operations end. All reactors are manual.
 
-use super::super::command_queue::QueuedInsert;
+use super::super::command_queue::{QueuedInsert, QueuedSelect};
 use super::super::{LookupBuffer, LookupQuery, Operation, Selected};
 use super::*;
 use crate::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
@@ -114,9 +114,8 @@ fn an_insert_ends_with_the_first_lost_server_once_no_server_can_read_it() {
     let (mut cx, (mut client, _command_queue)) = (ReactorContext::manual(None), client());
     for session in SESSIONS {
         cx.add_manual(session, [0; 16], None);
-        let is_up = true;
         client.sessions.push(session);
-        client.servers.insert(session, ServerSession { is_up });
+        client.servers.insert(session);
     }
     let inserted = insert(&mut client);
     let lost = Error::lost("second", "gone");
@@ -132,12 +131,12 @@ fn a_client_whose_reactor_panics_ends_queued_commands_and_refuses_later_ones() {
     let (client, command_queue) = client();
     let select = || {
         let (selected, completer) = work();
-        let command = LookupCommand::Select {
+        let command = LookupCommand::Select(QueuedSelect {
             operation: command_queue.next_operation(),
             query: LookupQuery::Any,
             timeout: None,
             completer,
-        };
+        });
         (command_queue.send(command, Then::GoOn), selected)
     };
     let (sent, selected) = select();
