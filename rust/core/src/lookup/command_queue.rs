@@ -102,16 +102,6 @@ impl CommandQueue {
         Ok(())
     }
 
-    /// A closed queue ignores this: the servers return the entry when the sessions end.
-    pub(super) fn settle(&self, operation: u64, is_consumed: bool) {
-        self.update_info(|info| info.num_consumed += u64::from(is_consumed));
-        let settle = LookupCommand::Settle {
-            operation,
-            is_consumed,
-        };
-        let _ = self.send(settle, Then::GoOn);
-    }
-
     pub(super) fn drain(&self) -> VecDeque<LookupCommand> {
         self.lock()
             .map(|mut state| std::mem::take(&mut state.commands))

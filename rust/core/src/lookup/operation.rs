@@ -37,10 +37,19 @@ impl Origin {
     fn settle(&self, entry: Ticket, is_consumed: bool) {
         match self {
             Self::Local(shared) => {
-                let settle = |state: &mut BufferState| state.settle(entry, is_consumed);
+                let settle = |state: &mut BufferState| state.store.settle(entry, is_consumed);
                 let _ = shared.change(ChangedBy::Caller, settle);
             }
-            Self::Remote(queue) => queue.settle(entry, is_consumed),
+            // The servers of a closed client return the entry when the sessions end.
+            Self::Remote(queue) => {
+                queue.update_info(|info| info.num_consumed += u64::from(is_consumed));
+                let operation = entry;
+                let settle = LookupCommand::Settle {
+                    operation,
+                    is_consumed,
+                };
+                let _ = queue.send(settle, Then::GoOn);
+            }
         }
     }
 

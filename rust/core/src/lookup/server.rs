@@ -274,7 +274,7 @@ impl LookupServer {
             ClientSelect::Consumed(entry) => {
                 let _ = self.change(|state| {
                     state.store.num_consumed -= 1;
-                    state.settle(entry, keeps_consumed);
+                    state.store.settle(entry, keeps_consumed);
                 });
             }
         }

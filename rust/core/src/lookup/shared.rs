@@ -99,15 +99,6 @@ impl BufferState {
             self.store.cancel(ticket);
         }
     }
-
-    /// Ends a lease: the consumer keeps the entry, or it goes back to its old place.
-    pub(super) fn settle(&mut self, entry: Ticket, is_consumed: bool) {
-        if is_consumed {
-            self.store.consume(entry);
-        } else {
-            self.store.release(entry);
-        }
-    }
 }
 
 #[derive(Debug)]

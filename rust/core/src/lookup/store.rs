@@ -19,7 +19,7 @@ pub(super) enum StoreAction<C, I, S> {
     /// The insert has its space: move its bytes, then call [`Store::commit`] or [`Store::release`]. Or it got none in time,
     /// and the store has forgotten it.
     Insert(I, Result<Ticket>),
-    /// The select gets this entry, which is leased until [`Store::consume`] or [`Store::release`]. Or there was none in
+    /// The select gets this entry, which is leased until [`Store::settle`]. Or there was none in
     /// time, and the store has forgotten the select.
     Select(S, Option<(Ticket, C)>),
 }
@@ -65,7 +65,7 @@ pub(super) struct Store<C, I, S> {
     deadlines: Earliest,
     actions: VecDeque<StoreAction<C, I, S>>,
     num_inserted: u64,
-    /// The server counts an entry when its client has it, before [`consume`](Self::consume).
+    /// The server counts an entry when its client has it, before [`settle`](Self::settle).
     pub(super) num_consumed: u64,
     is_closed: bool,
 }
@@ -224,9 +224,11 @@ impl<C: Clone, I, S> Store<C, I, S> {
         }
     }
 
-    /// Drops a leased entry that its consumer keeps.
-    pub(super) fn consume(&mut self, entry: Ticket) {
-        if let Some(entry) = self.leased.remove(&entry) {
+    /// Ends a lease: the consumer keeps the entry, or it goes back to its old place.
+    pub(super) fn settle(&mut self, ticket: Ticket, is_consumed: bool) {
+        if !is_consumed {
+            self.release(ticket);
+        } else if let Some(entry) = self.leased.remove(&ticket) {
             self.num_consumed += 1;
             self.free(entry.num_bytes);
         }

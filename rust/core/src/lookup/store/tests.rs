@@ -142,7 +142,7 @@ fn a_leased_entry_keeps_its_bytes_until_it_is_consumed() {
     actions(&mut store);
     let waiting = reserve(&mut store, 1);
     assert_eq!(actions(&mut store), []);
-    store.consume(large);
+    store.settle(large, true);
     assert_eq!(actions(&mut store), [grant(waiting)]);
 }
 

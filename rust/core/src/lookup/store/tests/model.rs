@@ -110,7 +110,7 @@ impl Model {
             StoreStep::Consume(n) => {
                 if let Some(entry) = take(&mut self.leased, n) {
                     assert!(self.consumed.insert(entry), "{entry} was consumed twice");
-                    self.store.consume(entry);
+                    self.store.settle(entry, true);
                 }
             }
             StoreStep::PutBack(n) => {
