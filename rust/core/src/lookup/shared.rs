@@ -174,7 +174,10 @@ impl LookupShared {
         }
         let changed = change(&mut state);
         stack.extend(state.drain_actions(by).into_iter().rev());
-        let needs_server = !(state.client_actions.is_empty() && state.granted.is_empty());
+        // The server goes on by itself with the insert that it copies.
+        let waiting = state.granted.back();
+        let needs_server = !state.client_actions.is_empty()
+            || waiting.is_some_and(|(_, insert)| !insert.is_being_copied());
         drop(state);
         if let Some(server) = self.server.get().filter(|_| needs_server) {
             server.wake();
