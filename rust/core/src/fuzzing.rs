@@ -11,7 +11,7 @@ use crate::agent::messages::{self as agent, AgentMessage, OFFER};
 use crate::control::messages::ControlMessage;
 use crate::error::Result;
 use crate::handoff::messages::HandoffMessage;
-use crate::lookup::messages as lookup;
+use crate::lookup::messages::{self as lookup, LookupMessage};
 use crate::lookup::transfer::EntryTransfer;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::Identity;
@@ -104,10 +104,7 @@ pub const DECODERS: [(&str, Decoder); 15] = [
     ("metadata", |b| {
         Some(Metadata::from_bytes(b).ok()?.to_bytes())
     }),
-    ("select", |b| {
-        let (query, timeout) = lookup::read_select(b).ok()?;
-        Some(lookup::write_select(&query, timeout))
-    }),
+    ("select", |b| lookup_payload(lookup::SELECT, b)),
     ("refusal", refusal),
     // Entries are encoded from registered memory only.
     ("entry", |b| {
@@ -138,9 +135,15 @@ fn offered_blocks(bytes: &[u8]) -> Option<Vec<u8>> {
     Some(join(&header.finish(), &payload))
 }
 
+/// The payload of a message without header.
+fn lookup_payload(kind: u8, payload: &[u8]) -> Option<Vec<u8>> {
+    let message = LookupMessage::decode(kind, Reader::new(&[]), payload);
+    Some(message.ok()?.into_bytes().1)
+}
+
 /// A kind of a later version is read as the least specific one: only its text is encoded again.
 fn refusal(bytes: &[u8]) -> Option<Vec<u8>> {
-    let mut written = lookup::write_refusal(&lookup::read_refusal(bytes).ok()?);
+    let mut written = lookup_payload(lookup::REFUSED, bytes)?;
     if bytes[0] > 3 {
         written[0] = bytes[0];
     }

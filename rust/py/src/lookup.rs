@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvpipe_core::lookup::{self, Items, LocalBuffer, LookupQuery, NUM_ITEMS, RemoteBuffer};
+use kvpipe_core::lookup::{self, Items, LookupQuery, NUM_ITEMS};
 use kvpipe_core::tensor::{Meta, Received};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
@@ -41,9 +41,7 @@ fn items(tensors: Vec<(MetaTuple, Bound<'_, PyAny>)>) -> PyResult<Items> {
 impl LookupBuffer {
     #[new]
     fn new(capacity_bytes: u64) -> Self {
-        Self(lookup::LookupBuffer::Local(LocalBuffer::new(
-            capacity_bytes,
-        )))
+        Self(lookup::LookupBuffer::new(capacity_bytes))
     }
 
     #[staticmethod]
@@ -57,12 +55,12 @@ impl LookupBuffer {
     ) -> PyResult<(Self, Work)> {
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let transport = transport.core();
-        let route = wait_for_route(py, || RemoteBuffer::route(addresses, timeout))?;
-        let connected =
-            py.detach(|| RemoteBuffer::connect_along(&route, token, transport, is_checksummed));
-        let (remote, connected) = connected.map_err(to_py)?;
-        let buffer = Self(lookup::LookupBuffer::Remote(remote));
-        Ok((buffer, Work::new(Kind::Nothing(connected))))
+        let route = wait_for_route(py, || lookup::LookupBuffer::route(addresses, timeout))?;
+        let connected = py.detach(|| {
+            lookup::LookupBuffer::connect_along(&route, token, transport, is_checksummed)
+        });
+        let (client, connected) = connected.map_err(to_py)?;
+        Ok((Self(client), Work::new(Kind::Nothing(connected))))
     }
 
     fn serve(

@@ -1,40 +1,36 @@
 //! The client of one or more lookup servers on its reactor: sends each operation, and ends it with the answers.
 
-pub(super) mod inserts;
+mod inserts;
 mod selects;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::command_queue::{CommandQueue, LookupCommand, QueuedInsert};
+use super::command_queue::{CommandQueue, LookupCommand};
 use super::messages::LookupMessage;
 use super::tensors::Tensors;
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
-use crate::transfer::Message;
 use crate::work::Completer;
-use inserts::{FailedInsert, InsertQueue};
-use selects::{PendingSelect, settle};
-
-struct ServerSession {
-    is_up: bool,
-}
+use inserts::Inserts;
+use selects::PendingSelect;
 
 pub(super) struct LookupClient {
     command_queue: Arc<CommandQueue>,
     /// In the order of their addresses.
     sessions: Vec<SessionKey>,
-    servers: HashMap<SessionKey, ServerSession>,
+    /// Those that are not lost.
+    servers: HashSet<SessionKey>,
+    num_up: usize,
     connecting: Option<Completer<()>>,
-    inserts: InsertQueue,
+    inserts: Inserts,
     selects: HashMap<u64, PendingSelect>,
     /// When to look at the grace periods of selects.
     next_looks: Earliest,
@@ -49,9 +45,10 @@ impl LookupClient {
         Self {
             command_queue,
             sessions: Vec::new(),
-            servers: HashMap::new(),
+            servers: HashSet::new(),
+            num_up: 0,
             connecting: None,
-            inserts: InsertQueue::default(),
+            inserts: Inserts::default(),
             selects: HashMap::new(),
             next_looks: Earliest::default(),
             delivered: HashMap::new(),
@@ -67,19 +64,14 @@ impl LookupClient {
                 completer,
             } => self.connect(cx, &addresses, completer),
             LookupCommand::Insert(insert) => self.insert(cx, insert),
-            LookupCommand::Select {
-                operation,
-                query,
-                timeout,
-                completer,
-            } => self.select(cx, operation, (query, timeout), completer),
+            LookupCommand::Select(select) => self.select(cx, select),
             LookupCommand::Withdraw(operation) => self.withdraw(cx, operation),
             LookupCommand::Settle {
                 operation,
                 is_consumed,
             } => {
                 if let Some(session) = self.delivered.remove(&operation) {
-                    settle(cx, session, operation, is_consumed);
+                    LookupMessage::Settle { is_consumed }.send(cx, session, operation);
                 }
             }
         }
@@ -90,7 +82,7 @@ impl LookupClient {
         for address in addresses {
             let session = cx.connect(address);
             self.sessions.push(session);
-            self.servers.insert(session, ServerSession { is_up: false });
+            self.servers.insert(session);
         }
     }
 
@@ -107,45 +99,6 @@ impl LookupClient {
         Ok(())
     }
 
-    fn insert(&mut self, cx: &mut ReactorContext, insert: QueuedInsert) {
-        if let Err(error) = self.check_usable() {
-            return insert.completer.complete(Err(error));
-        }
-        self.inserts.add(insert);
-        self.send_inserts(cx);
-    }
-
-    fn send_inserts(&mut self, cx: &mut ReactorContext) {
-        if let Some(&session) = self.sessions.first()
-            && self.servers.contains_key(&session)
-        {
-            let failed = self.inserts.send(cx, session, &mut self.tensors);
-            self.end_failed(failed);
-        }
-    }
-
-    fn end_failed(&self, failed: Vec<FailedInsert>) {
-        for (completer, error) in failed {
-            self.end(Some(completer), Err(error));
-        }
-    }
-
-    fn insert_answered(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-        result: Result<()>,
-    ) {
-        self.tensors.release(session, operation);
-        if let Some(completer) = self.inserts.answered(operation) {
-            self.command_queue
-                .update_info(|info| info.num_inserted += u64::from(result.is_ok()));
-            self.end(Some(completer), result);
-        }
-        self.send_inserts(cx);
-    }
-
     fn receive(
         &mut self,
         cx: &mut ReactorContext,
@@ -155,7 +108,7 @@ impl LookupClient {
     ) -> Result<()> {
         match message {
             LookupMessage::Inserted => self.insert_answered(cx, session, operation, Ok(())),
-            LookupMessage::Refused(error) if self.inserts.is_sent(operation) => {
+            LookupMessage::Refused(error) if self.inserts.sent.contains_key(&operation) => {
                 self.insert_answered(cx, session, operation, Err(error));
             }
             LookupMessage::Refused(error) => self.select_refused(cx, session, operation, error),
@@ -174,8 +127,8 @@ impl LookupClient {
 
     /// Handles the offered entries that have arrived.
     fn advance(&mut self, cx: &mut ReactorContext) {
-        while let Some((session, arrived)) = self.tensors.next_arrived(cx) {
-            self.arrived(cx, session, arrived);
+        while let Some((session, operation, items)) = self.tensors.next_arrived(cx) {
+            self.arrived(cx, session, operation, items);
         }
     }
 
@@ -188,7 +141,7 @@ impl LookupClient {
         if let Some(completer) = self.connecting.take() {
             completer.complete(Err(error.clone()));
         }
-        self.inserts.fail_all(error);
+        self.fail_inserts(error);
         let selects = self.selects.drain();
         for completer in selects.filter_map(|(_, select)| select.completer) {
             completer.complete(Err(error.clone()));
@@ -204,7 +157,7 @@ impl LookupClient {
     }
 
     fn count_waiting(&self) {
-        let waiting = self.inserts.len() + self.selects.len();
+        let waiting = self.inserts.queue.len() + self.inserts.sent.len() + self.selects.len();
         self.command_queue
             .update_info(|info| info.num_waiting = waiting);
     }
@@ -218,15 +171,13 @@ impl Service for LookupClient {
     }
 
     fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
-        if let Some(server) = self.servers.get_mut(&session) {
-            server.is_up = true;
-        }
+        self.num_up += 1;
         self.tensors.session_up(session);
         if let Some(data_path) = cx.data_path(session) {
             self.command_queue
                 .update_info(|info| data_path.transport().clone_into(&mut info.transport));
         }
-        if self.servers.values().all(|server| server.is_up)
+        if self.num_up == self.sessions.len()
             && let Some(completer) = self.connecting.take()
         {
             self.command_queue.update_info(|info| info.state = "open");
@@ -240,24 +191,13 @@ impl Service for LookupClient {
         self.servers.remove(&session);
         self.delivered.retain(|_, from| *from != session);
         let failure = self.failure.get_or_insert(error).clone();
-        for &other in self.servers.keys() {
+        for &other in &self.servers {
             cx.close(other, "another of the client's servers is lost");
         }
         // Before its session has ended, a server may read memory that a caller changes once its operation ends.
         if self.servers.is_empty() {
             self.fail(&failure);
         }
-    }
-
-    fn frame(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _session: SessionKey,
-        _frame: &[u8],
-    ) -> Result<()> {
-        Err(Error::protocol(
-            "the server of a lookup buffer sent a frame",
-        ))
     }
 
     fn message(
@@ -267,17 +207,13 @@ impl Service for LookupClient {
         header: &[u8],
         data: AmData,
     ) -> Result<()> {
-        let mut reader = Reader::new(header);
-        let kind = reader.u8()?;
-        if Message::is_kind(kind) {
-            self.tensors.message(cx, session, (kind, reader), &data)?;
-        } else {
-            let id = reader.u64()?;
-            match LookupMessage::decode(kind, reader, &data) {
-                Ok(message) => self.receive(cx, session, id, message)?,
-                Err(error @ Error::Corrupt(_)) => self.offer(cx, session, id, Err(error))?,
-                Err(error) => return Err(error),
+        match self.tensors.message(cx, session, header, &data)? {
+            Some((operation, Ok(message))) => self.receive(cx, session, operation, message)?,
+            Some((operation, Err(error @ Error::Corrupt(_)))) => {
+                self.offer(cx, session, operation, Err(error))?;
             }
+            Some((_, Err(error))) => return Err(error),
+            None => {}
         }
         drop(data);
         self.advance(cx);
@@ -291,7 +227,7 @@ impl Service for LookupClient {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        self.tensors.read_ended(cx, token, result);
+        self.tensors.engine.read_ended(cx, token, result);
         self.advance(cx);
     }
 
@@ -303,26 +239,20 @@ impl Service for LookupClient {
             }
             self.count_waiting();
         }
-        let has_worked = self.tensors.run_slice(cx);
+        let has_worked = self.tensors.engine.run_slice(cx);
         self.advance(cx);
         has_worked
     }
 
     fn has_work(&self) -> bool {
-        self.tensors.has_work()
+        self.tensors.engine.has_work()
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let late = self.inserts.expire(cx.now());
-        self.end_failed(late);
-        // A smaller insert may be the first now, and fit.
-        self.send_inserts(cx);
-        let next_insert = self.inserts.next_deadline();
-        let first = self.sessions.first().copied();
-        let next_answer = first.and_then(|session| self.inserts.check_answers(cx, session));
+        let next_insert = self.expire_inserts(cx);
         self.expire_selects(cx);
-        let idle = self.tensors.expire(cx.now());
-        let deadlines = [next_insert, next_answer, self.next_looks.at(), idle];
+        let idle = self.tensors.pool.expire(cx.now());
+        let deadlines = [next_insert, self.next_looks.at(), idle];
         deadlines.into_iter().flatten().min()
     }
 

@@ -22,6 +22,15 @@ pub(super) struct QueuedInsert {
     pub(super) completer: Completer<()>,
 }
 
+/// A select to be sent.
+#[derive(Debug)]
+pub(super) struct QueuedSelect {
+    pub(super) operation: u64,
+    pub(super) query: LookupQuery,
+    pub(super) timeout: Option<Duration>,
+    pub(super) completer: Completer<Selected>,
+}
+
 #[derive(Debug)]
 pub(super) enum LookupCommand {
     Connect {
@@ -29,12 +38,7 @@ pub(super) enum LookupCommand {
         completer: Completer<()>,
     },
     Insert(QueuedInsert),
-    Select {
-        operation: u64,
-        query: LookupQuery,
-        timeout: Option<Duration>,
-        completer: Completer<Selected>,
-    },
+    Select(QueuedSelect),
     Withdraw(u64),
     Settle {
         operation: u64,
@@ -98,21 +102,6 @@ impl CommandQueue {
         Ok(())
     }
 
-    /// A closed queue ignores this: the servers forget the operation when the sessions end.
-    pub(super) fn withdraw(&self, operation: u64) {
-        let _ = self.send(LookupCommand::Withdraw(operation), Then::GoOn);
-    }
-
-    /// A closed queue ignores this: the servers return the entry when the sessions end.
-    pub(super) fn settle(&self, operation: u64, is_consumed: bool) {
-        self.update_info(|info| info.num_consumed += u64::from(is_consumed));
-        let settle = LookupCommand::Settle {
-            operation,
-            is_consumed,
-        };
-        let _ = self.send(settle, Then::GoOn);
-    }
-
     pub(super) fn drain(&self) -> VecDeque<LookupCommand> {
         self.lock()
             .map(|mut state| std::mem::take(&mut state.commands))
@@ -136,10 +125,7 @@ impl CommandQueue {
     }
 
     pub(super) fn info(&self) -> LookupInfo {
-        let closed = |_| LookupInfo {
-            state: "closed",
-            ..LookupInfo::default()
-        };
-        self.lock().map_or_else(closed, |state| state.info.clone())
+        self.lock()
+            .map_or_else(|_| LookupInfo::closed(), |state| state.info.clone())
     }
 }

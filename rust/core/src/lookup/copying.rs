@@ -4,35 +4,42 @@ use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
 
-use super::state::LocalInsert;
-use super::store::Ticket;
-use super::{HUGE, NUM_ITEMS, not_host};
+use super::{HUGE, Items, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
 use crate::tensor::Received;
 use crate::transport::Pool;
+use crate::work::Completer;
 
-/// A granted insert whose tensors are copied one after the other; each copy replaces the caller's tensor.
-pub(super) struct EntryCopy {
-    pub(super) ticket: Ticket,
-    pub(super) insert: LocalInsert,
+/// An insert of this process. Once it is granted, its tensors are copied one after the other; each copy replaces the
+/// caller's tensor.
+#[derive(Debug)]
+pub(super) struct LocalInsert {
+    pub(super) tokens: Arc<[i64]>,
+    pub(super) items: Items,
+    pub(super) completer: Completer<()>,
     num_copied: usize,
     /// The copy of a large tensor that is under way, and its copied bytes.
     partial: Option<(Arc<Buffer>, usize)>,
 }
 
-impl EntryCopy {
-    pub(super) fn new(ticket: Ticket, insert: LocalInsert) -> Self {
+impl LocalInsert {
+    pub(super) fn new(tokens: Arc<[i64]>, items: Items, completer: Completer<()>) -> Self {
         Self {
-            ticket,
-            insert,
+            tokens,
+            items,
+            completer,
             num_copied: 0,
             partial: None,
         }
     }
 
+    pub(super) fn is_being_copied(&self) -> bool {
+        self.num_copied > 0 || self.partial.is_some()
+    }
+
     /// Copies a small tensor, or up to `max_bytes` of a large one; true once all tensors are copied.
     pub(super) fn advance(&mut self, pool: &Pool<Buffer>, max_bytes: usize) -> Result<bool> {
-        while let Some(item) = self.insert.items.0.get_mut(self.num_copied) {
+        while let Some(item) = self.items.0.get_mut(self.num_copied) {
             let Some(buffer) = &item.buffer else {
                 self.num_copied += 1;
                 continue;

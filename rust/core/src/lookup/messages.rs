@@ -15,8 +15,8 @@ use crate::transport::Payload;
 // Kinds besides those of `crate::transfer::Message`.
 const INSERT: u8 = 16;
 const INSERTED: u8 = 17;
-const REFUSED: u8 = 18;
-const SELECT: u8 = 19;
+pub(crate) const REFUSED: u8 = 18;
+pub(crate) const SELECT: u8 = 19;
 const OFFER: u8 = 20;
 const NOTHING: u8 = 21;
 const CONSUME: u8 = 22;
@@ -33,7 +33,7 @@ const FOREVER: u64 = u64::MAX;
 
 /// A message about one operation of a client; the header carries the operation's number.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum LookupMessage<'a> {
+pub(crate) enum LookupMessage<'a> {
     /// Client: insert this entry. `Inserted` or `Refused` answers.
     Insert {
         timeout: Option<Duration>,
@@ -101,9 +101,18 @@ impl LookupMessage<'_> {
                 with_checksum(header, writer.raw(&tensors).finish())
             }
             Self::Offer { tensors } => with_checksum(header, tensors.into_owned()),
-            Self::Refused(error) => (header, Payload::Bytes(write_refusal(&error))),
+            Self::Refused(error) => {
+                let text = error.to_string();
+                let writer = Writer::new(refusal_kind(&error)).text(&text, TEXT_CAP);
+                (header, Payload::Bytes(writer.finish()))
+            }
             Self::Select { query, timeout } => {
-                (header, Payload::Bytes(write_select(&query, timeout)))
+                let writer = write_timeout(Writer::default(), timeout);
+                let writer = match &query {
+                    LookupQuery::Any => writer.u8(0),
+                    LookupQuery::Tokens(tokens) => write_tokens(writer.u8(1), tokens),
+                };
+                (header, Payload::Bytes(writer.finish()))
             }
             Self::Settle { is_consumed } => (header.u8(is_consumed.into()), Payload::None),
             Self::Inserted | Self::Nothing | Self::Consume | Self::Consumed | Self::Withdraw => {
@@ -118,11 +127,11 @@ impl<'a> LookupMessage<'a> {
     ///
     /// # Errors
     /// `Corrupt`: the payload differs from its checksum; only this operation fails. `Protocol`: the session fails.
-    pub(super) fn decode(kind: u8, mut header: Reader<'_>, payload: &'a [u8]) -> Result<Self> {
+    pub(crate) fn decode(kind: u8, mut header: Reader<'_>, payload: &'a [u8]) -> Result<Self> {
+        let mut reader = Reader::new(payload);
         Ok(match kind {
             INSERT => {
                 check_payload(header, payload)?;
-                let mut reader = Reader::new(payload);
                 Self::Insert {
                     timeout: read_timeout(&mut reader)?,
                     tokens: read_tokens(&mut reader)?,
@@ -135,9 +144,29 @@ impl<'a> LookupMessage<'a> {
                 Self::Offer { tensors }
             }
             INSERTED => Self::Inserted,
-            REFUSED => Self::Refused(read_refusal(payload)?),
+            REFUSED => {
+                let (kind, text) = (reader.u8()?, reader.str(TEXT_CAP)?);
+                reader.end()?;
+                Self::Refused(match kind {
+                    1 => Error::Config(text),
+                    2 => Error::Exhausted(text),
+                    3 => Error::Corrupt(text),
+                    _ => Error::Unavailable(text),
+                })
+            }
             SELECT => {
-                let (query, timeout) = read_select(payload)?;
+                let timeout = read_timeout(&mut reader)?;
+                let query = match reader.u8()? {
+                    0 => LookupQuery::Any,
+                    1 => {
+                        let mut tokens = read_tokens(&mut reader)?;
+                        // A query may wait for long, and up to half of the vector is unused capacity.
+                        tokens.shrink_to_fit();
+                        LookupQuery::Tokens(tokens)
+                    }
+                    other => return Err(Error::protocol(format_args!("query {other}"))),
+                };
+                reader.end()?;
                 Self::Select { query, timeout }
             }
             NOTHING => Self::Nothing,
@@ -194,55 +223,27 @@ fn read_timeout(reader: &mut Reader<'_>) -> Result<Option<Duration>> {
     Ok((micros != FOREVER).then(|| Duration::from_micros(micros)))
 }
 
-pub(crate) fn write_select(query: &LookupQuery, timeout: Option<Duration>) -> Vec<u8> {
-    let writer = write_timeout(Writer::default(), timeout);
-    match query {
-        LookupQuery::Any => writer.u8(0),
-        LookupQuery::Tokens(tokens) => write_tokens(writer.u8(1), tokens),
-    }
-    .finish()
-}
-
-pub(crate) fn read_select(payload: &[u8]) -> Result<(LookupQuery, Option<Duration>)> {
-    let mut reader = Reader::new(payload);
-    let timeout = read_timeout(&mut reader)?;
-    let query = match reader.u8()? {
-        0 => LookupQuery::Any,
-        1 => {
-            let mut tokens = read_tokens(&mut reader)?;
-            // A query may wait for long, and up to half of the vector is unused capacity.
-            tokens.shrink_to_fit();
-            LookupQuery::Tokens(tokens)
-        }
-        other => return Err(Error::protocol(format_args!("query {other}"))),
-    };
-    reader.end()?;
-    Ok((query, timeout))
-}
-
-/// Encodes which of the errors that a caller can tell apart it is, and its text.
-pub(crate) fn write_refusal(error: &Error) -> Vec<u8> {
-    let kind = match error {
+/// Which of the errors that a caller can tell apart it is.
+fn refusal_kind(error: &Error) -> u8 {
+    match error {
         Error::Config(_) => 1,
         Error::Exhausted(_) => 2,
         Error::Corrupt(_) => 3,
         _ => 0,
-    };
-    Writer::new(kind)
-        .text(&error.to_string(), TEXT_CAP)
-        .finish()
+    }
 }
 
-pub(crate) fn read_refusal(payload: &[u8]) -> Result<Error> {
-    let mut reader = Reader::new(payload);
-    let (kind, text) = (reader.u8()?, reader.str(TEXT_CAP)?);
-    reader.end()?;
-    Ok(match kind {
-        1 => Error::Config(text),
-        2 => Error::Exhausted(text),
-        3 => Error::Corrupt(text),
-        _ => Error::Unavailable(text),
-    })
+#[cfg(any(test, feature = "fuzzing"))]
+impl LookupMessage<'_> {
+    /// The header after the operation's number, and the payload.
+    pub(crate) fn into_bytes(self) -> (Vec<u8>, Vec<u8>) {
+        let (header, payload) = self.encode(Writer::default());
+        let payload = match payload {
+            Payload::Bytes(bytes) => bytes,
+            _ => Vec::new(),
+        };
+        (header.finish(), payload)
+    }
 }
 
 #[cfg(test)]
@@ -252,13 +253,8 @@ mod tests {
 
     fn encode(message: LookupMessage<'_>) -> (u8, Vec<u8>, Vec<u8>) {
         let kind = message.kind();
-        let (header, payload) = message.encode(Writer::default());
-        let payload = match payload {
-            Payload::Bytes(bytes) => bytes,
-            Payload::None => Vec::new(),
-            Payload::Memory { .. } => panic!("memory in a message"),
-        };
-        (kind, header.finish(), payload)
+        let (header, payload) = message.into_bytes();
+        (kind, header, payload)
     }
 
     fn decode((kind, header, payload): &(u8, Vec<u8>, Vec<u8>)) -> Result<LookupMessage<'_>> {
@@ -308,8 +304,9 @@ mod tests {
 
     #[test]
     fn a_query_without_tokens_is_refused() {
-        let written = write_select(&LookupQuery::Tokens(Vec::new()), None);
-        assert!(read_select(&written).is_err());
+        let query = LookupQuery::Tokens(Vec::new());
+        let timeout = None;
+        assert!(decode(&encode(LookupMessage::Select { query, timeout })).is_err());
     }
 
     proptest! {

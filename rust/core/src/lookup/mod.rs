@@ -1,17 +1,15 @@
-//! Lookup buffers: KV entries that are selected by their tokens; one consumer gets each entry. A [`LocalBuffer`] keeps them in
-//! this process, and may serve other processes. A [`RemoteBuffer`] is a client of such servers.
+//! Lookup buffers: KV entries that are selected by their tokens; one consumer gets each entry. A [`LookupBuffer`] keeps them in
+//! this process, and may serve other processes; or it is a client of such servers.
 
+mod buffer;
 mod client;
 mod command_queue;
 mod copying;
 mod index;
-mod local;
 pub(crate) mod messages;
 mod operation;
-mod remote;
 mod server;
 mod shared;
-mod state;
 mod store;
 mod tensors;
 #[cfg(test)]
@@ -19,18 +17,14 @@ mod tests;
 pub(crate) mod transfer;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use kvpipe_ucx::Buffer;
 
 use crate::error::{Error, Result};
-use crate::tensor::{Meta, Received};
-use crate::transport::Transport;
-use crate::work::Then;
+use crate::tensor::Received;
 
-pub use local::LocalBuffer;
+pub use buffer::LookupBuffer;
 pub use operation::{Delivery, Operation, Selected};
-pub use remote::RemoteBuffer;
 
 /// Inserts of one client that may wait at a server; the client queues more of them itself.
 const INSERTS_IN_FLIGHT: usize = 64;
@@ -88,38 +82,18 @@ impl LookupQuery {
 #[derive(Debug, Clone)]
 pub struct Items(pub [Arc<Received>; NUM_ITEMS]);
 
-impl Items {
-    /// The bytes that an entry of these tensors counts.
-    fn entry_bytes(&self, tokens: &[i64]) -> u64 {
-        let len = |buffer: &Buffer| buffer.len() as u64;
-        let tensors = self.0.iter();
-        entry_bytes(
-            tokens,
-            tensors.map(|item| (&item.meta, item.buffer.as_ref().map_or(0, len))),
-        )
-    }
-}
-
 fn not_host() -> Error {
     let text = "only host memory can be inserted in this version; copy the tensor to the CPU first";
     Error::Unavailable(text.to_owned())
 }
 
 /// What an entry counts against a buffer's capacity: all memory that it occupies.
-fn entry_bytes<'a>(tokens: &[i64], tensors: impl Iterator<Item = (&'a Meta, u64)>) -> u64 {
-    tensors
-        .flat_map(|(meta, len)| [meta.num_bytes(), len])
+fn entry_bytes<'a>(tokens: &[i64], items: impl Iterator<Item = &'a Received>) -> u64 {
+    let len = |buffer: &Buffer| buffer.len() as u64;
+    items
+        .flat_map(|item| [item.meta.num_bytes(), item.buffer.as_ref().map_or(0, len)])
         .chain([size_of_val(tokens) as u64])
         .fold(BOOKKEEPING_BYTES, u64::saturating_add)
-}
-
-fn check_entry(tokens: &[i64]) -> Result<()> {
-    if tokens.is_empty() {
-        return Err(Error::Config(
-            "the entry has no tokens under its roi: nobody could select it by them".to_owned(),
-        ));
-    }
-    Ok(())
 }
 
 /// Counters and state of a lookup buffer. What only a server knows is `None` at a client.
@@ -145,83 +119,12 @@ pub struct LookupInfo {
     pub transport: String,
 }
 
-/// A lookup buffer of either kind. Any thread may call.
-#[derive(Debug)]
-pub enum LookupBuffer {
-    /// Keeps its entries in this process.
-    Local(LocalBuffer),
-    /// Keeps its entries at servers.
-    Remote(RemoteBuffer),
-}
-
-impl LookupBuffer {
-    /// Inserts the tensors; see [`LocalBuffer::insert`] and [`RemoteBuffer::insert`].
-    pub fn insert(
-        &self,
-        tokens: Vec<i64>,
-        items: Items,
-        timeout: Option<Duration>,
-        then: Then,
-    ) -> Result<Operation<()>> {
-        match self {
-            Self::Local(local) => local.insert(tokens, items, timeout),
-            Self::Remote(remote) => remote.insert(tokens, items, timeout, then),
-        }
-    }
-
-    /// Selects an entry; the operation ends with `None` at `timeout`.
-    pub fn select(
-        &self,
-        query: LookupQuery,
-        timeout: Option<Duration>,
-        then: Then,
-    ) -> Result<Operation<Selected>> {
-        match self {
-            Self::Local(local) => local.select(query, timeout),
-            Self::Remote(remote) => remote.select(query, timeout, then),
-        }
-    }
-
-    /// Serves other processes; see [`LocalBuffer::serve`].
-    pub fn serve(
-        &self,
-        address: &str,
-        token: &[u8],
-        transport: Transport,
-        is_checksummed: bool,
-    ) -> Result<()> {
-        match self {
-            Self::Local(local) => local.serve(address, token, transport, is_checksummed),
-            Self::Remote(_) => Err(Error::Config(
-                "this buffer belongs to other processes; one in this process can be served"
-                    .to_owned(),
-            )),
-        }
-    }
-
-    /// The address of a served buffer, or the servers' addresses, separated by commas; empty for a buffer that is not served.
-    pub fn address(&self) -> String {
-        match self {
-            Self::Local(local) => local
-                .address()
-                .map_or_else(String::new, |at| at.to_string()),
-            Self::Remote(remote) => remote.addresses().join(","),
-        }
-    }
-
-    /// Counters and state.
-    pub fn info(&self) -> LookupInfo {
-        match self {
-            Self::Local(local) => local.info(),
-            Self::Remote(remote) => remote.info(),
-        }
-    }
-
-    /// Closes the buffer; operations that wait end as closed.
-    pub fn close(&self) {
-        match self {
-            Self::Local(local) => local.close(),
-            Self::Remote(remote) => remote.close(),
+impl LookupInfo {
+    /// Of a buffer that cannot be looked at, in the child of a fork.
+    fn closed() -> Self {
+        Self {
+            state: "closed",
+            ..Self::default()
         }
     }
 }

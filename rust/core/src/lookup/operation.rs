@@ -6,12 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::Items;
-use super::command_queue::CommandQueue;
-use super::shared::LookupShared;
-use super::state::{BufferState, ChangedBy};
+use super::command_queue::{CommandQueue, LookupCommand};
+use super::shared::{BufferState, ChangedBy, LookupShared};
 use super::store::Ticket;
 use crate::error::Result;
-use crate::work::{Waited, Work};
+use crate::work::{Then, Waited, Work};
 
 /// The buffer of an operation: its tickets mean something there. A closed buffer ignores all calls.
 #[derive(Debug, Clone)]
@@ -27,7 +26,10 @@ impl Origin {
             Self::Local(shared) => {
                 let _ = shared.change(ChangedBy::Caller, |state| state.withdraw(ticket));
             }
-            Self::Remote(queue) => queue.withdraw(ticket),
+            // The servers of a closed client forget the operation when the sessions end.
+            Self::Remote(queue) => {
+                let _ = queue.send(LookupCommand::Withdraw(ticket), Then::GoOn);
+            }
         }
     }
 
@@ -35,10 +37,19 @@ impl Origin {
     fn settle(&self, entry: Ticket, is_consumed: bool) {
         match self {
             Self::Local(shared) => {
-                let settle = |state: &mut BufferState| state.settle(entry, is_consumed);
+                let settle = |state: &mut BufferState| state.store.settle(entry, is_consumed);
                 let _ = shared.change(ChangedBy::Caller, settle);
             }
-            Self::Remote(queue) => queue.settle(entry, is_consumed),
+            // The servers of a closed client return the entry when the sessions end.
+            Self::Remote(queue) => {
+                queue.update_info(|info| info.num_consumed += u64::from(is_consumed));
+                let operation = entry;
+                let settle = LookupCommand::Settle {
+                    operation,
+                    is_consumed,
+                };
+                let _ = queue.send(settle, Then::GoOn);
+            }
         }
     }
 
@@ -100,30 +111,25 @@ pub struct Operation<T> {
     work: Work<T>,
     ticket: Ticket,
     origin: Origin,
-    is_select: bool,
+    withdraws_on_drop: bool,
     /// The deadline that the waiting thread enforces, where no other thread does.
     deadline: Option<Instant>,
 }
 
 impl<T> Operation<T> {
-    pub(super) fn insert(work: Work<T>, ticket: Ticket, origin: Origin) -> Self {
+    pub(super) fn new(work: Work<T>, ticket: Ticket, origin: Origin) -> Self {
         Self {
             work,
             ticket,
             origin,
-            is_select: false,
+            withdraws_on_drop: false,
             deadline: None,
         }
     }
 
-    pub(super) fn select(work: Work<T>, ticket: Ticket, origin: Origin) -> Self {
-        Self {
-            work,
-            ticket,
-            origin,
-            is_select: true,
-            deadline: None,
-        }
+    pub(super) fn withdraws_on_drop(mut self) -> Self {
+        self.withdraws_on_drop = true;
+        self
     }
 
     pub(super) fn expires(mut self, at: Option<Instant>) -> Self {
@@ -168,7 +174,7 @@ impl<T: Clone> Operation<T> {
 
 impl<T> Drop for Operation<T> {
     fn drop(&mut self) {
-        if self.is_select && !self.work.is_completed() {
+        if self.withdraws_on_drop && !self.work.is_completed() {
             self.withdraw();
         }
     }

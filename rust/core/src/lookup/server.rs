@@ -10,28 +10,23 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::copying::EntryCopy;
 use super::messages::LookupMessage;
-use super::shared::LookupShared;
-use super::state::{BufferState, ChangedBy, ClientAction, ClientOperation, Inserter, Selector};
-use super::store::Ticket;
+use super::shared::{BufferState, ChangedBy, ClientOperation, LookupShared, Waiter};
+use super::store::{StoreAction, Ticket};
 use super::tensors::Tensors;
 use super::transfer::{EntryTransfer, check_operation};
 use super::{Items, LookupQuery};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::codec::{Reader, Writer};
+use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
-use crate::transfer::Message;
 use session::{ClientInsert, ClientSelect, ClientSession};
 
 pub(super) struct LookupServer {
     shared: Arc<LookupShared>,
     clients: HashMap<SessionKey, ClientSession>,
     tensors: Tensors,
-    /// An insert of this process that is being copied, a slice in each round.
-    copying: Option<EntryCopy>,
 }
 
 fn after(timeout: Option<Duration>) -> Option<Instant> {
@@ -44,7 +39,6 @@ impl LookupServer {
             shared,
             clients: HashMap::new(),
             tensors: Tensors::new(is_checksummed),
-            copying: None,
         }
     }
 
@@ -81,7 +75,7 @@ impl LookupServer {
                 self.client(session)?.consume(operation)?;
                 self.tensors.release(session, operation);
                 // Counted when the client has the entry, and taken back if it returns it.
-                let _ = self.change(|state| state.num_consumed += 1);
+                let _ = self.change(|state| state.store.num_consumed += 1);
                 LookupMessage::Consumed.send(cx, session, operation);
             }
             LookupMessage::Settle { is_consumed } => {
@@ -111,7 +105,7 @@ impl LookupServer {
         } else if self.tensors.forget(cx, session, operation)
             && let Some(insert) = self.client(session)?.inserts.remove(&operation)
         {
-            self.forget(insert.ticket);
+            self.release(insert.ticket);
             let withdrawn = Error::Closed("withdrawn".to_owned());
             LookupMessage::Refused(withdrawn).send(cx, session, operation);
         }
@@ -128,7 +122,7 @@ impl LookupServer {
     ) -> Result<()> {
         self.client(session)?.check_insert(operation, &tokens)?;
         let (num_bytes, now) = (entry.entry_bytes(&tokens), Instant::now());
-        let insert = Inserter::Client((session, operation));
+        let insert = Waiter::Client((session, operation));
         let reserved = self.change(|state| state.store.reserve(num_bytes, deadline, now, insert));
         match reserved.flatten() {
             Ok(ticket) => {
@@ -158,7 +152,7 @@ impl LookupServer {
             checked => checked?,
         }
         let (num_tokens, now) = (query.num_tokens(), Instant::now());
-        let select = Selector::Client((session, operation));
+        let select = Waiter::Client((session, operation));
         let ticket = self.change(|state| state.store.select(query, deadline, now, select))?;
         let waiting = ClientSelect::Waiting { ticket, num_tokens };
         self.client(session)?.selects.insert(operation, waiting);
@@ -168,108 +162,103 @@ impl LookupServer {
     /// Makes inserted entries visible that have arrived, then does what the shared state has for clients.
     fn advance(&mut self, cx: &mut ReactorContext) {
         self.commit_arrived(cx);
-        for (client, action) in self.shared.drain_client_actions() {
-            self.act(cx, client, action);
+        for action in self.shared.drain_client_actions() {
+            match action {
+                StoreAction::Insert(client, granted) => self.answer_insert(cx, client, granted),
+                StoreAction::Select(client, found) => self.answer_select(cx, client, found),
+            }
         }
     }
 
-    fn act(
+    /// An insert has its space: fetches its tensors. Or it got none in time.
+    fn answer_insert(
         &mut self,
         cx: &mut ReactorContext,
         (session, operation): ClientOperation,
-        action: ClientAction,
+        granted: Result<Ticket>,
     ) {
         let client = self.clients.get_mut(&session);
-        let Some(client) = client.filter(|client| client.awaits(operation, &action)) else {
-            return self.decline(&action);
+        // Otherwise the client is lost or has withdrawn the insert, which has released its ticket.
+        let Some(client) = client.filter(|client| client.inserts.contains_key(&operation)) else {
+            return;
         };
-        match action {
-            ClientAction::Grant(_) => {
+        match granted {
+            Ok(_) => {
                 self.tensors.begin(cx, session, operation);
                 self.commit_arrived(cx);
             }
-            ClientAction::Full(error) => {
+            Err(full) => {
                 client.inserts.remove(&operation);
                 self.tensors.forget(cx, session, operation);
-                LookupMessage::Refused(error).send(cx, session, operation);
-            }
-            ClientAction::Miss => {
-                client.selects.remove(&operation);
-                LookupMessage::Nothing.send(cx, session, operation);
-            }
-            ClientAction::Deliver(entry, items) => {
-                self.offer(cx, (session, operation), entry, &items);
+                LookupMessage::Refused(full).send(cx, session, operation);
             }
         }
     }
 
-    /// Undoes an action for a client that is lost, or an operation that was withdrawn.
-    fn decline(&self, action: &ClientAction) {
-        match action {
-            ClientAction::Grant(ticket) => self.forget(*ticket),
-            ClientAction::Deliver(entry, _) => self.put_back(*entry),
-            ClientAction::Full(_) | ClientAction::Miss => {}
-        }
-    }
-
-    fn offer(
+    /// A select gets an entry, or there was none in time.
+    fn answer_select(
         &mut self,
         cx: &mut ReactorContext,
         (session, operation): ClientOperation,
-        entry: Ticket,
-        items: &Items,
+        found: Option<(Ticket, Items)>,
     ) {
-        let Some(client) = self.clients.get_mut(&session) else {
-            return;
-        };
-        let tensors = &mut self.tensors;
-        match tensors.write(cx, session, operation, items, Writer::default()) {
-            Ok(writer) => {
-                client
-                    .selects
-                    .insert(operation, ClientSelect::Leased(entry));
-                let tensors = writer.finish().into();
-                LookupMessage::Offer { tensors }.send(cx, session, operation);
-            }
-            Err(error) => {
-                tensors.release(session, operation);
+        let client = self.clients.get_mut(&session);
+        let client = client.filter(|client| client.selects.contains_key(&operation));
+        match (client, found) {
+            (Some(client), None) => {
                 client.selects.remove(&operation);
-                self.put_back(entry);
-                LookupMessage::Refused(error).send(cx, session, operation);
+                LookupMessage::Nothing.send(cx, session, operation);
             }
+            (Some(client), Some((entry, items))) => {
+                let tensors = &mut self.tensors;
+                match tensors.write(cx, session, operation, &items) {
+                    Ok(encoded) => {
+                        client
+                            .selects
+                            .insert(operation, ClientSelect::Leased(entry));
+                        let tensors = encoded.into();
+                        LookupMessage::Offer { tensors }.send(cx, session, operation);
+                    }
+                    Err(error) => {
+                        tensors.release(session, operation);
+                        client.selects.remove(&operation);
+                        self.release(entry);
+                        LookupMessage::Refused(error).send(cx, session, operation);
+                    }
+                }
+            }
+            // The client is lost, or has withdrawn the select.
+            (None, Some((entry, _))) => self.release(entry),
+            (None, None) => {}
         }
     }
 
     fn commit_arrived(&mut self, cx: &mut ReactorContext) {
-        while let Some((session, (operation, items))) = self.tensors.next_arrived(cx) {
+        while let Some((session, operation, items)) = self.tensors.next_arrived(cx) {
             let client = self.clients.get_mut(&session);
             let insert = client.and_then(|client| client.inserts.remove(&operation));
             let Some(ClientInsert { ticket, tokens }) = insert else {
                 continue;
             };
-            let commit = |items| self.change(|state| state.commit(ticket, tokens, items));
+            let commit = |items| self.change(|state| state.store.commit(ticket, tokens, items));
             match items.and_then(commit) {
                 Ok(()) => LookupMessage::Inserted.send(cx, session, operation),
                 Err(error) => {
-                    self.forget(ticket);
+                    self.release(ticket);
                     LookupMessage::Refused(error).send(cx, session, operation);
                 }
             }
         }
     }
 
-    fn forget(&self, ticket: Ticket) {
-        let _ = self.change(|state| state.forget(ticket));
-    }
-
-    fn put_back(&self, entry: Ticket) {
-        let _ = self.change(|state| state.settle(entry, false));
+    fn release(&self, ticket: Ticket) {
+        let _ = self.change(|state| state.store.release(ticket));
     }
 
     /// Ends the operations of a lost client.
-    fn release(&mut self, client: ClientSession) {
+    fn end_client(&mut self, client: ClientSession) {
         for insert in client.inserts.into_values() {
-            self.forget(insert.ticket);
+            self.release(insert.ticket);
         }
         for select in client.selects.into_values() {
             self.end_select(select, true);
@@ -279,12 +268,13 @@ impl LookupServer {
     /// Ends a select; `keeps_consumed` says whether the client keeps an entry that it has consumed.
     fn end_select(&self, select: ClientSelect, keeps_consumed: bool) {
         match select {
-            ClientSelect::Waiting { ticket, .. } => self.forget(ticket),
-            ClientSelect::Leased(entry) => self.put_back(entry),
+            ClientSelect::Waiting { ticket, .. } | ClientSelect::Leased(ticket) => {
+                self.release(ticket);
+            }
             ClientSelect::Consumed(entry) => {
                 let _ = self.change(|state| {
-                    state.num_consumed -= 1;
-                    state.settle(entry, keeps_consumed);
+                    state.store.num_consumed -= 1;
+                    state.store.settle(entry, keeps_consumed);
                 });
             }
         }
@@ -306,17 +296,8 @@ impl Service for LookupServer {
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
         self.tensors.session_down(cx, session, &error);
         if let Some(client) = self.clients.remove(&session) {
-            self.release(client);
+            self.end_client(client);
         }
-    }
-
-    fn frame(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _session: SessionKey,
-        _frame: &[u8],
-    ) -> Result<()> {
-        Err(Error::protocol("a client of a lookup buffer sent a frame"))
     }
 
     fn message(
@@ -326,19 +307,13 @@ impl Service for LookupServer {
         header: &[u8],
         data: AmData,
     ) -> Result<()> {
-        let mut reader = Reader::new(header);
-        let kind = reader.u8()?;
-        if Message::is_kind(kind) {
-            self.tensors.message(cx, session, (kind, reader), &data)?;
-        } else {
-            let id = reader.u64()?;
-            match LookupMessage::decode(kind, reader, &data) {
-                Ok(message) => self.receive(cx, (session, id), message)?,
-                Err(error @ Error::Corrupt(_)) => {
-                    LookupMessage::Refused(error).send(cx, session, id);
-                }
-                Err(error) => return Err(error),
+        match self.tensors.message(cx, session, header, &data)? {
+            Some((operation, Ok(message))) => self.receive(cx, (session, operation), message)?,
+            Some((operation, Err(error @ Error::Corrupt(_)))) => {
+                LookupMessage::Refused(error).send(cx, session, operation);
             }
+            Some((_, Err(error))) => return Err(error),
+            None => {}
         }
         drop(data);
         self.advance(cx);
@@ -351,14 +326,14 @@ impl Service for LookupServer {
         token: u64,
         result: std::result::Result<(), Status>,
     ) {
-        self.tensors.read_ended(cx, token, result);
+        self.tensors.engine.read_ended(cx, token, result);
         self.advance(cx);
     }
 
     fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        let has_copied = self.shared.run_copy_slice(&mut self.copying);
+        let has_copied = self.shared.run_copy_slice();
         self.advance(cx);
-        let has_worked = self.tensors.run_slice(cx);
+        let has_worked = self.tensors.engine.run_slice(cx);
         if has_worked {
             self.advance(cx);
         }
@@ -366,7 +341,7 @@ impl Service for LookupServer {
     }
 
     fn has_work(&self) -> bool {
-        self.tensors.has_work()
+        self.tensors.engine.has_work()
     }
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
@@ -374,7 +349,7 @@ impl Service for LookupServer {
             let _ = self.change(|state| state.store.expire(Instant::now()));
             self.advance(cx);
         }
-        let idle = self.tensors.expire(cx.now());
+        let idle = self.tensors.pool.expire(cx.now());
         self.shared.next_deadline().into_iter().chain(idle).min()
     }
 }
@@ -383,19 +358,15 @@ impl Service for LookupServer {
 impl Drop for LookupServer {
     fn drop(&mut self) {
         for (_, client) in std::mem::take(&mut self.clients) {
-            self.release(client);
+            self.end_client(client);
         }
-        // A returned entry may be delivered to a client that is released later.
-        loop {
-            let actions = self.shared.drain_client_actions();
-            if actions.is_empty() {
-                break;
-            }
-            for (_, action) in actions {
-                self.decline(&action);
+        // A returned entry may have been leased to a client that ended later. No client waits any more.
+        for action in self.shared.drain_client_actions() {
+            if let StoreAction::Select(_, Some((entry, _))) = action {
+                self.release(entry);
             }
         }
-        self.shared.end_copies(self.copying.take());
+        self.shared.end_copies();
     }
 }
 

@@ -1,4 +1,4 @@
-//! A lookup buffer as its threads share it: the state behind one lock. Each caller does its own work, and the server's
+//! A lookup buffer as its threads share it: the store behind one lock. Each caller does its own work, and the server's
 //! thread that of its clients. Bytes are copied and operations completed without the lock.
 
 use std::collections::VecDeque;
@@ -7,15 +7,12 @@ use std::time::Instant;
 
 use kvpipe_ucx::Buffer;
 
-use super::copying::EntryCopy;
+use super::copying::LocalInsert;
 use super::operation::{Delivery, Origin, Selected};
-use super::state::{
-    BufferState, ChangedBy, ClientAction, ClientOperation, FollowUp, Inserter, LocalInsert,
-    Selector,
-};
-use super::store::Ticket;
-use super::{Items, LookupInfo, LookupQuery};
+use super::store::{Store, StoreAction, Ticket};
+use super::{Items, LookupInfo};
 use crate::error::{Error, Result};
+use crate::ids::SessionKey;
 use crate::process::Process;
 use crate::reactor::Waker;
 use crate::transport::Pool;
@@ -24,19 +21,94 @@ use crate::work::Completer;
 /// What the server's thread copies in one slice: about 2 ms for memory that was never used.
 const COPY_SLICE: usize = 4 << 20;
 
+/// An operation of a client: its session and the client's number.
+pub(super) type ClientOperation = (SessionKey, u64);
+
+/// Who waits for an insert or a select: a caller in this process, or a client of the server.
+#[derive(Debug)]
+pub(super) enum Waiter<L> {
+    Local(L),
+    Client(ClientOperation),
+}
+
+/// What only the server's thread does.
+pub(super) type ClientAction = StoreAction<Items, ClientOperation, ClientOperation>;
+
+/// What the thread does that has changed the store.
+type LocalAction = StoreAction<Items, LocalInsert, Completer<Selected>>;
+
+/// The thread that changes the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ChangedBy {
+    /// A thread that may copy at once.
+    Caller,
+    /// The server's thread, which has heartbeats to send and other clients to serve.
+    Server,
+}
+
+/// What the lock guards.
+#[derive(Debug)]
+pub(super) struct BufferState {
+    pub(super) store: Store<Items, Waiter<LocalInsert>, Waiter<Completer<Selected>>>,
+    /// Until the server's thread drains them.
+    client_actions: VecDeque<ClientAction>,
+    /// Inserts of this process to which the server's thread has given space. It copies the first one by slices.
+    granted: VecDeque<(Ticket, LocalInsert)>,
+}
+
+impl BufferState {
+    /// Divides the store's actions: returns those for the thread that has changed it, and keeps the others for the server's.
+    fn drain_actions(&mut self, by: ChangedBy) -> Vec<LocalAction> {
+        let mut local = Vec::new();
+        while let Some(action) = self.store.next_action() {
+            match action {
+                StoreAction::Insert(Waiter::Client(client), granted) => {
+                    let action = StoreAction::Insert(client, granted);
+                    self.client_actions.push_back(action);
+                }
+                StoreAction::Select(Waiter::Client(client), found) => {
+                    let action = StoreAction::Select(client, found);
+                    self.client_actions.push_back(action);
+                }
+                StoreAction::Insert(Waiter::Local(insert), Ok(ticket))
+                    if by == ChangedBy::Server =>
+                {
+                    self.granted.push_back((ticket, insert));
+                }
+                StoreAction::Insert(Waiter::Local(insert), granted) => {
+                    local.push(StoreAction::Insert(insert, granted));
+                }
+                StoreAction::Select(Waiter::Local(completer), found) => {
+                    local.push(StoreAction::Select(completer, found));
+                }
+            }
+        }
+        local
+    }
+
+    /// Ends an operation of this process that has not met its other side, and whose insert is not being copied: its
+    /// completer is dropped, which completes it as closed.
+    pub(super) fn withdraw(&mut self, ticket: Ticket) {
+        let is_it = |(granted, insert): &(Ticket, LocalInsert)| {
+            *granted == ticket && !insert.is_being_copied()
+        };
+        if let Some(at) = self.granted.iter().position(is_it) {
+            self.granted.remove(at);
+            self.store.release(ticket);
+        } else {
+            self.store.cancel(ticket);
+        }
+    }
+}
+
+#[derive(Debug)]
 pub(super) struct LookupShared {
     state: Mutex<BufferState>,
     /// Wakes the server, if there is one.
     server: OnceLock<Waker>,
     /// Memory of consumed entries. Without a server, each insert releases what was idle for long.
-    pool: Pool<Buffer>,
+    pub(super) pool: Pool<Buffer>,
     process: Process,
-}
-
-impl std::fmt::Debug for LookupShared {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LookupShared").finish_non_exhaustive()
-    }
 }
 
 fn closed() -> Error {
@@ -45,8 +117,13 @@ fn closed() -> Error {
 
 impl LookupShared {
     pub(super) fn new(capacity_bytes: u64) -> Self {
+        let state = BufferState {
+            store: Store::new(capacity_bytes),
+            client_actions: VecDeque::new(),
+            granted: VecDeque::new(),
+        };
         Self {
-            state: Mutex::new(BufferState::new(capacity_bytes)),
+            state: Mutex::new(state),
             server: OnceLock::new(),
             pool: Pool::default(),
             process: Process::this(),
@@ -62,10 +139,6 @@ impl LookupShared {
     /// In the child of a fork, another thread may hold the lock for ever.
     pub(super) fn check_process(&self) -> Result<()> {
         self.process.check()
-    }
-
-    pub(super) fn check_open(self: &Arc<Self>) -> Result<()> {
-        self.change(ChangedBy::Caller, |_| ())
     }
 
     fn lock(&self) -> Result<MutexGuard<'_, BufferState>> {
@@ -88,20 +161,23 @@ impl LookupShared {
         changed
     }
 
-    /// Changes the state, and puts what follows on the stack: the first follow-up on top.
+    /// Changes the state, and puts what follows on the stack: the first action on top.
     fn begin_change<R>(
         &self,
         by: ChangedBy,
-        stack: &mut Vec<FollowUp>,
+        stack: &mut Vec<LocalAction>,
         change: impl FnOnce(&mut BufferState) -> R,
     ) -> Result<R> {
         let mut state = self.lock()?;
-        if state.is_closed {
+        if state.store.is_closed() {
             return Err(closed());
         }
         let changed = change(&mut state);
-        stack.extend(state.follow_ups(by).into_iter().rev());
-        let needs_server = state.needs_server();
+        stack.extend(state.drain_actions(by).into_iter().rev());
+        // The server goes on by itself with the insert that it copies.
+        let waiting = state.granted.back();
+        let needs_server = !state.client_actions.is_empty()
+            || waiting.is_some_and(|(_, insert)| !insert.is_being_copied());
         drop(state);
         if let Some(server) = self.server.get().filter(|_| needs_server) {
             server.wake();
@@ -109,25 +185,25 @@ impl LookupShared {
         Ok(changed)
     }
 
-    fn run(self: &Arc<Self>, mut stack: Vec<FollowUp>) {
-        while let Some(follow_up) = stack.pop() {
-            match follow_up {
-                FollowUp::Copy(mut copy) => {
+    fn run(self: &Arc<Self>, mut stack: Vec<LocalAction>) {
+        while let Some(action) = stack.pop() {
+            match action {
+                StoreAction::Insert(mut insert, Ok(ticket)) => {
                     let copied = loop {
-                        match copy.advance(&self.pool, usize::MAX) {
+                        match insert.advance(&self.pool, usize::MAX) {
                             Ok(false) => {}
                             ended => break ended.map(|_| ()),
                         }
                     };
-                    self.end_copy(ChangedBy::Caller, &mut stack, copy, copied);
+                    self.end_copy(ChangedBy::Caller, &mut stack, (ticket, insert), copied);
                 }
-                FollowUp::Refuse(completer, error) => completer.complete(Err(error)),
-                FollowUp::Deliver(completer, entry, items) => {
-                    let origin = Origin::Local(Arc::clone(self));
-                    let delivery = Delivery::new(items, entry, origin);
-                    completer.complete(Ok(Some(Arc::new(delivery))));
+                StoreAction::Insert(insert, Err(full)) => insert.completer.complete(Err(full)),
+                StoreAction::Select(completer, found) => {
+                    let origin = || Origin::Local(Arc::clone(self));
+                    let delivery =
+                        found.map(|(entry, items)| Arc::new(Delivery::new(items, entry, origin())));
+                    completer.complete(Ok(delivery));
                 }
-                FollowUp::Miss(completer) => completer.complete(Ok(None)),
             }
         }
     }
@@ -136,54 +212,61 @@ impl LookupShared {
     fn end_copy(
         &self,
         by: ChangedBy,
-        stack: &mut Vec<FollowUp>,
-        copy: EntryCopy,
+        stack: &mut Vec<LocalAction>,
+        (ticket, insert): (Ticket, LocalInsert),
         copied: Result<()>,
     ) {
-        let EntryCopy { ticket, insert, .. } = copy;
         let LocalInsert {
             tokens,
             items,
             completer,
+            ..
         } = insert;
         let ended = match copied {
-            Ok(()) => self.begin_change(by, stack, |state| state.commit(ticket, tokens, items)),
+            Ok(()) => {
+                self.begin_change(by, stack, |state| state.store.commit(ticket, tokens, items))
+            }
             Err(error) => {
                 // Before the insert completes, its caller's memory is released.
                 drop(items);
-                let abandoned = self.begin_change(by, stack, |state| state.store.abandon(ticket));
-                abandoned.and(Err(error))
+                let released = self.begin_change(by, stack, |state| state.store.release(ticket));
+                released.and(Err(error))
             }
         };
         completer.complete(ended);
     }
 
     /// On the server's thread: copies a slice of an insert of this process, if one waits for its copy. True if there was one.
-    pub(super) fn run_copy_slice(self: &Arc<Self>, copying: &mut Option<EntryCopy>) -> bool {
-        let Some(mut copy) = copying.take().or_else(|| self.next_granted()) else {
+    pub(super) fn run_copy_slice(self: &Arc<Self>) -> bool {
+        let Some((ticket, mut insert)) = self.next_granted() else {
             return false;
         };
-        match copy.advance(&self.pool, COPY_SLICE) {
-            Ok(false) => *copying = Some(copy),
+        match insert.advance(&self.pool, COPY_SLICE) {
+            Ok(false) => {
+                if let Ok(mut state) = self.lock() {
+                    state.granted.push_front((ticket, insert));
+                }
+            }
             ended => {
                 let (mut stack, copied) = (Vec::new(), ended.map(|_| ()));
-                self.end_copy(ChangedBy::Server, &mut stack, copy, copied);
+                self.end_copy(ChangedBy::Server, &mut stack, (ticket, insert), copied);
                 self.run(stack);
             }
         }
         true
     }
 
-    fn next_granted(&self) -> Option<EntryCopy> {
-        self.lock().ok()?.next_granted()
+    /// The next insert for the server's thread to copy.
+    fn next_granted(&self) -> Option<(Ticket, LocalInsert)> {
+        self.lock().ok()?.granted.pop_front()
     }
 
     /// Ends the inserts of this process that wait for a copy by the server's thread, which has ended.
-    pub(super) fn end_copies(self: &Arc<Self>, mut copying: Option<EntryCopy>) {
+    pub(super) fn end_copies(self: &Arc<Self>) {
         let mut stack = Vec::new();
-        while let Some(copy) = copying.take().or_else(|| self.next_granted()) {
+        while let Some(insert) = self.next_granted() {
             let ended = Err(Error::Closed("the buffer's server has ended".to_owned()));
-            self.end_copy(ChangedBy::Caller, &mut stack, copy, ended);
+            self.end_copy(ChangedBy::Caller, &mut stack, insert, ended);
         }
         self.run(stack);
     }
@@ -193,52 +276,13 @@ impl LookupShared {
         let _ = self.server.set(server);
     }
 
-    /// Begins an insert of this process.
-    pub(super) fn insert(
-        self: &Arc<Self>,
-        tokens: Arc<[i64]>,
-        items: Items,
-        deadline: Option<Instant>,
-        completer: Completer<()>,
-    ) -> Result<Ticket> {
-        self.check_process()?;
-        let now = Instant::now();
-        self.pool.expire(now);
-        let num_bytes = items.entry_bytes(&tokens);
-        let insert = Inserter::Local(LocalInsert {
-            tokens,
-            items,
-            completer,
-        });
-        let reserved = self.change(ChangedBy::Caller, |state| {
-            state.store.reserve(num_bytes, deadline, now, insert)
-        });
-        reserved.flatten()
-    }
-
-    /// Begins a select of this process.
-    pub(super) fn select(
-        self: &Arc<Self>,
-        query: LookupQuery,
-        deadline: Option<Instant>,
-        completer: Completer<Selected>,
-    ) -> Result<Ticket> {
-        let select = Selector::Local(completer);
-        self.change(ChangedBy::Caller, |state| {
-            state.store.select(query, deadline, Instant::now(), select)
-        })
-    }
-
     pub(super) fn info(&self) -> LookupInfo {
-        let closed = |_| LookupInfo {
-            state: "closed",
-            ..LookupInfo::default()
-        };
-        self.lock().map_or_else(closed, |state| state.info())
+        self.lock()
+            .map_or_else(|_| LookupInfo::closed(), |state| state.store.info())
     }
 
     /// What the server has to do for its clients.
-    pub(super) fn drain_client_actions(&self) -> VecDeque<(ClientOperation, ClientAction)> {
+    pub(super) fn drain_client_actions(&self) -> VecDeque<ClientAction> {
         self.lock()
             .map(|mut state| std::mem::take(&mut state.client_actions))
             .unwrap_or_default()
@@ -252,13 +296,22 @@ impl LookupShared {
     /// Drops all entries; operations that wait end as closed.
     pub(super) fn close(&self) {
         let Ok(mut state) = self.lock() else { return };
-        let (inserts, selects) = state.close();
+        state.client_actions.clear();
+        let granted = std::mem::take(&mut state.granted);
+        let (inserts, selects) = state.store.close();
         drop(state);
-        for completer in inserts {
-            completer.complete(Err(closed()));
+        for insert in inserts {
+            if let Waiter::Local(insert) = insert {
+                insert.completer.complete(Err(closed()));
+            }
         }
-        for completer in selects {
-            completer.complete(Err(closed()));
+        for (_, insert) in granted {
+            insert.completer.complete(Err(closed()));
+        }
+        for select in selects {
+            if let Waiter::Local(completer) = select {
+                completer.complete(Err(closed()));
+            }
         }
     }
 }

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::LookupQuery;
 use super::index::Index;
+use super::{LookupInfo, LookupQuery};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 
@@ -16,18 +16,12 @@ pub(crate) type Ticket = u64;
 /// What the caller has to do. `C` is the content of an entry; `I` and `S` are whoever waits for an insert or a select.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum StoreAction<C, I, S> {
-    /// The insert has its space: move its bytes, then call [`Store::commit`] or [`Store::abandon`].
-    Grant { ticket: Ticket, insert: I },
-    /// The insert of so many bytes got no space in time. The store has forgotten it.
-    Full { num_bytes: u64, insert: I },
-    /// The select gets an entry, which is leased until [`Store::consume`] or [`Store::put_back`].
-    Deliver {
-        entry: Ticket,
-        content: C,
-        select: S,
-    },
-    /// The select found no entry in time. The store has forgotten it.
-    Miss { select: S },
+    /// The insert has its space: move its bytes, then call [`Store::commit`] or [`Store::release`]. Or it got none in time,
+    /// and the store has forgotten it.
+    Insert(I, Result<Ticket>),
+    /// The select gets this entry, which is leased until [`Store::settle`]. Or there was none in
+    /// time, and the store has forgotten the select.
+    Select(S, Option<(Ticket, C)>),
 }
 
 #[derive(Debug)]
@@ -52,17 +46,6 @@ struct WaitingSelect<S> {
     select: S,
 }
 
-#[expect(clippy::struct_field_names, reason = "counts are named num_*")]
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct StoreCounts {
-    pub(super) num_entries: usize,
-    pub(super) num_leased: usize,
-    pub(super) num_reserved: usize,
-    pub(super) num_waiting_inserts: usize,
-    pub(super) num_waiting_selects: usize,
-    pub(super) num_bytes: u64,
-}
-
 #[derive(Debug)]
 pub(super) struct Store<C, I, S> {
     capacity_bytes: u64,
@@ -81,6 +64,10 @@ pub(super) struct Store<C, I, S> {
     selects: BTreeMap<Ticket, WaitingSelect<S>>,
     deadlines: Earliest,
     actions: VecDeque<StoreAction<C, I, S>>,
+    num_inserted: u64,
+    /// The server counts an entry when its client has it, before [`settle`](Self::settle).
+    pub(super) num_consumed: u64,
+    is_closed: bool,
 }
 
 impl<C: Clone, I, S> Store<C, I, S> {
@@ -97,11 +84,10 @@ impl<C: Clone, I, S> Store<C, I, S> {
             selects: BTreeMap::new(),
             deadlines: Earliest::default(),
             actions: VecDeque::new(),
+            num_inserted: 0,
+            num_consumed: 0,
+            is_closed: false,
         }
-    }
-
-    pub(super) fn capacity_bytes(&self) -> u64 {
-        self.capacity_bytes
     }
 
     fn ticket(&mut self) -> Ticket {
@@ -109,7 +95,7 @@ impl<C: Clone, I, S> Store<C, I, S> {
         self.next_ticket
     }
 
-    /// Requests space for an entry; `Grant` or `Full` follows.
+    /// Requests space for an entry; [`StoreAction::Insert`] follows.
     ///
     /// # Errors
     /// `Config`: the entry is larger than the capacity.
@@ -143,24 +129,21 @@ impl<C: Clone, I, S> Store<C, I, S> {
 
     /// Reserves space for waiting inserts, in order.
     fn grant(&mut self) {
-        let free = |store: &Self| store.capacity_bytes - store.num_bytes;
-        while self
-            .inserts
-            .front()
-            .is_some_and(|first| first.num_bytes <= free(self))
+        while let Some(first) = self.inserts.front()
+            && first.num_bytes <= self.capacity_bytes - self.num_bytes
             && let Some(first) = self.inserts.pop_front()
         {
-            let (ticket, insert) = (first.ticket, first.insert);
             self.num_bytes += first.num_bytes;
-            self.reserved.insert(ticket, first.num_bytes);
-            self.actions
-                .push_back(StoreAction::Grant { ticket, insert });
+            self.reserved.insert(first.ticket, first.num_bytes);
+            let granted = StoreAction::Insert(first.insert, Ok(first.ticket));
+            self.actions.push_back(granted);
         }
     }
 
-    /// Makes a granted entry visible. An unknown ticket is one of a store before [`clear`](Self::clear).
+    /// Makes a granted entry visible.
     pub(super) fn commit(&mut self, ticket: Ticket, tokens: Arc<[i64]>, content: C) {
         if let Some(num_bytes) = self.reserved.remove(&ticket) {
+            self.num_inserted += 1;
             let entry = Entry {
                 tokens,
                 num_bytes,
@@ -183,22 +166,12 @@ impl<C: Clone, I, S> Store<C, I, S> {
     }
 
     fn lease(&mut self, select: S, ticket: Ticket, entry: Entry<C>) {
-        self.actions.push_back(StoreAction::Deliver {
-            entry: ticket,
-            content: entry.content.clone(),
-            select,
-        });
+        let found = Some((ticket, entry.content.clone()));
+        self.actions.push_back(StoreAction::Select(select, found));
         self.leased.insert(ticket, entry);
     }
 
-    /// Frees the space of a granted insert that will not be committed.
-    pub(super) fn abandon(&mut self, ticket: Ticket) {
-        if let Some(num_bytes) = self.reserved.remove(&ticket) {
-            self.free(num_bytes);
-        }
-    }
-
-    /// Requests an entry; `Deliver` or `Miss` follows.
+    /// Requests an entry; [`StoreAction::Select`] follows.
     pub(super) fn select(
         &mut self,
         query: LookupQuery,
@@ -231,27 +204,33 @@ impl<C: Clone, I, S> Store<C, I, S> {
 
     /// Forgets an insert or a select that waits; whether there was one.
     pub(super) fn cancel(&mut self, ticket: Ticket) -> bool {
-        if self.selects.remove(&ticket).is_some() {
+        let inserts = &mut self.inserts;
+        if let Ok(at) = inserts.binary_search_by_key(&ticket, |waiting| waiting.ticket) {
+            inserts.remove(at);
+            self.grant();
             return true;
         }
-        let before = self.inserts.len();
-        self.inserts.retain(|waiting| waiting.ticket != ticket);
-        let is_cancelled = self.inserts.len() < before;
-        self.grant();
-        is_cancelled
+        self.selects.remove(&ticket).is_some()
     }
 
-    /// Drops a leased entry that its consumer keeps.
-    pub(super) fn consume(&mut self, entry: Ticket) {
-        if let Some(entry) = self.leased.remove(&entry) {
-            self.free(entry.num_bytes);
+    /// Forgets what waits under this ticket, frees the space of a granted insert, or returns a leased entry to its old place.
+    pub(super) fn release(&mut self, ticket: Ticket) {
+        if let Some(num_bytes) = self.reserved.remove(&ticket) {
+            self.free(num_bytes);
+        } else if let Some(entry) = self.leased.remove(&ticket) {
+            self.show(ticket, entry);
+        } else {
+            self.cancel(ticket);
         }
     }
 
-    /// Returns a leased entry to its old place.
-    pub(super) fn put_back(&mut self, ticket: Ticket) {
-        if let Some(entry) = self.leased.remove(&ticket) {
-            self.show(ticket, entry);
+    /// Ends a lease: the consumer keeps the entry, or it goes back to its old place.
+    pub(super) fn settle(&mut self, ticket: Ticket, is_consumed: bool) {
+        if !is_consumed {
+            self.release(ticket);
+        } else if let Some(entry) = self.leased.remove(&ticket) {
+            self.num_consumed += 1;
+            self.free(entry.num_bytes);
         }
     }
 
@@ -266,20 +245,22 @@ impl<C: Clone, I, S> Store<C, I, S> {
             return;
         }
         let is_late = |deadline: Option<Instant>| deadline.is_some_and(|at| at <= now);
-        let (late, kept): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut self.inserts)
-            .into_iter()
-            .partition(|waiting| is_late(waiting.deadline));
+        let inserts = std::mem::take(&mut self.inserts).into_iter();
+        let (late, kept): (VecDeque<_>, _) = inserts.partition(|waiting| is_late(waiting.deadline));
         self.inserts = kept;
-        let full = late.into_iter().map(|waiting| StoreAction::Full {
-            num_bytes: waiting.num_bytes,
-            insert: waiting.insert,
-        });
-        self.actions.extend(full);
+        for late in late {
+            let full = Error::Exhausted(format!(
+                "no place for {} bytes in time: {} of {} are taken; nothing was inserted, the buffer is usable",
+                late.num_bytes, self.num_bytes, self.capacity_bytes
+            ));
+            let refused = StoreAction::Insert(late.insert, Err(full));
+            self.actions.push_back(refused);
+        }
         let late = self.selects.iter();
         let late = late.filter(|(_, waiting)| is_late(waiting.deadline));
         for ticket in late.map(|(ticket, _)| *ticket).collect::<Vec<_>>() {
             if let Some(WaitingSelect { select, .. }) = self.selects.remove(&ticket) {
-                self.actions.push_back(StoreAction::Miss { select });
+                self.actions.push_back(StoreAction::Select(select, None));
             }
         }
         for waiting in &self.inserts {
@@ -301,21 +282,34 @@ impl<C: Clone, I, S> Store<C, I, S> {
     }
 
     /// Drops everything, and returns the inserts and selects that waited.
-    pub(super) fn clear(&mut self) -> (Vec<I>, Vec<S>) {
-        let cleared = std::mem::replace(self, Self::new(self.capacity_bytes));
-        let inserts = cleared.inserts.into_iter().map(|waiting| waiting.insert);
-        let selects = cleared.selects.into_values().map(|waiting| waiting.select);
+    pub(super) fn close(&mut self) -> (Vec<I>, Vec<S>) {
+        let closed = Self {
+            num_inserted: self.num_inserted,
+            num_consumed: self.num_consumed,
+            is_closed: true,
+            ..Self::new(self.capacity_bytes)
+        };
+        let dropped = std::mem::replace(self, closed);
+        let inserts = dropped.inserts.into_iter().map(|waiting| waiting.insert);
+        let selects = dropped.selects.into_values().map(|waiting| waiting.select);
         (inserts.collect(), selects.collect())
     }
 
-    pub(super) fn counts(&self) -> StoreCounts {
-        StoreCounts {
-            num_entries: self.entries.len(),
-            num_leased: self.leased.len(),
-            num_reserved: self.reserved.len(),
-            num_waiting_inserts: self.inserts.len(),
-            num_waiting_selects: self.selects.len(),
-            num_bytes: self.num_bytes,
+    pub(super) fn is_closed(&self) -> bool {
+        self.is_closed
+    }
+
+    pub(super) fn info(&self) -> LookupInfo {
+        LookupInfo {
+            state: if self.is_closed { "closed" } else { "open" },
+            num_inserted: self.num_inserted,
+            num_consumed: self.num_consumed,
+            num_waiting: self.inserts.len() + self.selects.len(),
+            num_entries: Some(self.entries.len()),
+            num_leased: Some(self.leased.len()),
+            num_bytes: Some(self.num_bytes),
+            capacity_bytes: Some(self.capacity_bytes),
+            transport: String::new(),
         }
     }
 }

@@ -2,13 +2,11 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Buffer, Status};
+use kvpipe_ucx::{AmData, Buffer};
 
-use super::transfer::{
-    Arrived, EntryTransfer, INLINE, INLINE_CAP, NOTHING, OFFERED, owner_of, source_id,
-};
+use super::messages::LookupMessage;
+use super::transfer::{EntryTransfer, INLINE, INLINE_CAP, NOTHING, OFFERED, owner_of, source_id};
 use super::{HUGE, Items, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -17,7 +15,7 @@ use crate::session::ReactorContext;
 use crate::transfer::exposed::{BufferDescription, ExposedBuffer};
 use crate::transfer::region::Layout;
 use crate::transfer::source::SourceRequest;
-use crate::transfer::{Completion, Handled, TransferEngine, TransferRequest};
+use crate::transfer::{Completion, Handled, Message, TransferEngine, TransferRequest};
 use crate::transport::{Memory, Pool};
 
 /// Transfers from one peer under way at once. Entries come one after the other, and their tensors too.
@@ -28,23 +26,23 @@ const TRANSFERS_IN_FLIGHT: usize = 4;
 struct SessionTensors {
     /// What this side exposes, by source.
     exposed: HashMap<u64, ExposedBuffer>,
-    /// What the peer has described, by operation.
-    entries: HashMap<u64, EntryTransfer>,
-    /// Operations whose tensors are to be transferred, in this order.
-    ready: VecDeque<u64>,
-    /// The source that is being transferred, and its length.
-    current: Option<(u64, usize)>,
+    /// What the peer has described of operations that have not begun.
+    waiting: HashMap<u64, EntryTransfer>,
+    /// Entries to be transferred, in this order, with their operations.
+    queue: VecDeque<(u64, EntryTransfer)>,
+    /// A tensor of the first entry is being transferred.
+    is_transferring: bool,
 }
 
 #[derive(Debug)]
 pub(super) struct Tensors {
-    engine: TransferEngine,
+    pub(super) engine: TransferEngine,
     sessions: HashMap<SessionKey, SessionTensors>,
-    pool: Pool,
+    pub(super) pool: Pool,
     /// Whether peers verify checksums of what this side exposes.
     is_checksummed: bool,
-    /// Entries that have arrived, or failed to.
-    arrived: VecDeque<(SessionKey, Arrived)>,
+    /// Entries that have arrived, or failed to, with their operations.
+    arrived: VecDeque<(SessionKey, u64, Result<Items>)>,
 }
 
 /// Sessions, messages and slices of work.
@@ -80,20 +78,26 @@ impl Tensors {
         self.sessions.clear();
     }
 
-    /// A message of a transfer.
-    pub(super) fn message(
+    /// Handles a message of a transfer, or decodes one about an operation.
+    pub(super) fn message<'a>(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        (kind, header): (u8, Reader<'_>),
-        data: &AmData,
-    ) -> Result<()> {
-        let handled = self.engine.message(cx, session, (kind, header), data)?;
+        header: &[u8],
+        data: &'a AmData,
+    ) -> Result<Option<(u64, Result<LookupMessage<'a>>)>> {
+        let mut reader = Reader::new(header);
+        let kind = reader.u8()?;
+        if !Message::is_kind(kind) {
+            let operation = reader.u64()?;
+            return Ok(Some((operation, LookupMessage::decode(kind, reader, data))));
+        }
+        let handled = self.engine.message(cx, session, (kind, reader), data)?;
         if let Handled::Request(request) = handled {
             let source = self.exposed(&request);
             self.engine.serve(cx, &request, source);
         }
-        Ok(())
+        Ok(None)
     }
 
     fn exposed(&self, request: &SourceRequest) -> Result<(Arc<Memory>, Layout)> {
@@ -105,34 +109,11 @@ impl Tensors {
         };
         exposed.requested(request)
     }
-
-    /// A read has ended.
-    pub(super) fn read_ended(
-        &mut self,
-        cx: &mut ReactorContext,
-        token: u64,
-        result: std::result::Result<(), Status>,
-    ) {
-        self.engine.read_ended(cx, token, result);
-    }
-
-    pub(super) fn run_slice(&mut self, cx: &mut ReactorContext) -> bool {
-        self.engine.run_slice(cx)
-    }
-
-    pub(super) fn has_work(&self) -> bool {
-        self.engine.has_work()
-    }
-
-    /// Frees memory that has been idle for too long, and returns when to call again.
-    pub(super) fn expire(&self, now: Instant) -> Option<Instant> {
-        self.pool.expire(now)
-    }
 }
 
 /// What this side exposes.
 impl Tensors {
-    /// Appends the tensors of an operation to its message. Those that are too large are exposed until
+    /// Encodes the tensors of an operation for its message. Those that are too large are exposed until
     /// [`release`](Self::release).
     pub(super) fn write(
         &mut self,
@@ -140,9 +121,8 @@ impl Tensors {
         session: SessionKey,
         operation: u64,
         items: &Items,
-        mut writer: Writer,
-    ) -> Result<Writer> {
-        let mut space = INLINE_CAP;
+    ) -> Result<Vec<u8>> {
+        let (mut writer, mut space) = (Writer::default(), INLINE_CAP);
         for (index, item) in items.0.iter().enumerate() {
             item.meta.check()?;
             writer = match &item.buffer {
@@ -159,7 +139,7 @@ impl Tensors {
                 }
             };
         }
-        Ok(writer)
+        Ok(writer.finish())
     }
 
     fn expose(
@@ -200,10 +180,10 @@ impl Tensors {
             return;
         };
         for (index, buffer) in entry.offered() {
-            let source = source_id(operation, index);
+            let source = source_id(operation, *index);
             self.engine.add_source(session, source, buffer.source());
         }
-        tensors.entries.insert(operation, entry);
+        tensors.waiting.insert(operation, entry);
     }
 
     /// Drops an entry that has not begun; whether there was one.
@@ -214,11 +194,11 @@ impl Tensors {
         operation: u64,
     ) -> bool {
         let tensors = self.sessions.get_mut(&session);
-        let waiting = tensors.filter(|tensors| !tensors.ready.contains(&operation));
-        let forgotten = waiting.and_then(|tensors| tensors.entries.remove(&operation));
-        forgotten
-            .map(|_| self.remove_sources(cx, session, operation))
-            .is_some()
+        let forgotten = tensors.and_then(|tensors| tensors.waiting.remove(&operation));
+        if forgotten.is_some() {
+            self.remove_sources(cx, session, operation);
+        }
+        forgotten.is_some()
     }
 
     fn remove_sources(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
@@ -231,17 +211,19 @@ impl Tensors {
 
     /// Has an entry transferred.
     pub(super) fn begin(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
-        if let Some(tensors) = self.sessions.get_mut(&session) {
-            tensors.ready.push_back(operation);
+        if let Some(tensors) = self.sessions.get_mut(&session)
+            && let Some(entry) = tensors.waiting.remove(&operation)
+        {
+            tensors.queue.push_back((operation, entry));
+            self.advance(cx, session);
         }
-        self.advance(cx, session);
     }
 
-    /// The next entry that has arrived, or has failed to.
+    /// The next entry that has arrived, or has failed to, with its session and operation.
     pub(super) fn next_arrived(
         &mut self,
         cx: &mut ReactorContext,
-    ) -> Option<(SessionKey, Arrived)> {
+    ) -> Option<(SessionKey, u64, Result<Items>)> {
         while let Some(completion) = self.engine.next_completion() {
             self.completed(cx, completion);
         }
@@ -249,14 +231,12 @@ impl Tensors {
     }
 
     fn completed(&mut self, cx: &mut ReactorContext, completion: Completion) {
-        let (session, source) = (completion.session, completion.owner);
+        let session = completion.session;
         let Some(tensors) = self.sessions.get_mut(&session) else {
             return;
         };
-        let Some((_, len)) = tensors.current.take_if(|(current, _)| *current == source) else {
-            return;
-        };
-        let (operation, index) = owner_of(source);
+        tensors.is_transferring = false;
+        let len = completion.pieces.num_bytes as usize;
         let outcome = completion.outcome.map_err(|error| {
             error.into_error(|corruption| {
                 let at = corruption.at;
@@ -272,8 +252,8 @@ impl Tensors {
                 } else {
                     self.pool.lend(completion.memory, len)
                 };
-                if let (Some(entry), Some(buffer)) = (tensors.entries.get_mut(&operation), buffer) {
-                    entry.fill(index, buffer);
+                if let Some((_, entry)) = tensors.queue.front_mut() {
+                    entry.fill_first(buffer);
                 }
             }
             Err(error) => {
@@ -281,7 +261,7 @@ impl Tensors {
                 if matches!(error, Error::Protocol(_) | Error::PeerLost { .. }) {
                     cx.fail(session, error.clone());
                 }
-                self.finish(cx, session, operation, Err(error));
+                self.finish(cx, session, Err(error));
             }
         }
         self.advance(cx, session);
@@ -289,69 +269,50 @@ impl Tensors {
 
     /// Begins what can be.
     fn advance(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        while let Some(tensors) = self.sessions.get(&session)
-            && tensors.current.is_none()
-            && let Some(&operation) = tensors.ready.front()
+        while let Some(tensors) = self.sessions.get_mut(&session)
+            && !tensors.is_transferring
+            && let Some((operation, entry)) = tensors.queue.front()
         {
-            let entry = tensors.entries.get(&operation);
-            let next = entry.and_then(|entry| entry.offered().next());
-            let next = next.map(|(index, buffer)| (source_id(operation, index), buffer.clone()));
-            match next {
-                Some((source, buffer)) => {
-                    if let Err(error) = self.transfer(cx, session, source, &buffer) {
-                        self.finish(cx, session, operation, Err(error));
-                    }
+            let Some((index, buffer)) = entry.offered().next() else {
+                self.finish(cx, session, Ok(()));
+                continue;
+            };
+            let memory = if buffer.len < HUGE {
+                cx.register(Buffer::zeroed(buffer.len))
+            } else {
+                self.pool.take(buffer.len, |fresh| cx.register(fresh))
+            };
+            let memory = match memory {
+                Ok(memory) => memory,
+                Err(error) => {
+                    self.finish(cx, session, Err(error));
+                    continue;
                 }
-                None => self.finish(cx, session, operation, Ok(())),
-            }
+            };
+            let source = source_id(*operation, *index);
+            let transfer = self.engine.add(TransferRequest {
+                owner: source,
+                session,
+                source,
+                memory,
+                pieces: buffer.pieces(),
+                is_checksummed: buffer.is_checksummed(),
+                is_verified_by_owner: false,
+                is_retry: false,
+                deadline: None,
+            });
+            tensors.is_transferring = true;
+            self.engine.enqueue(cx, transfer);
         }
     }
 
-    fn transfer(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        source: u64,
-        buffer: &BufferDescription,
-    ) -> Result<()> {
-        let memory = if buffer.len < HUGE {
-            cx.register(Buffer::zeroed(buffer.len))?
-        } else {
-            self.pool.take(buffer.len, |fresh| cx.register(fresh))?
-        };
-        let transfer = self.engine.add(TransferRequest {
-            owner: source,
-            session,
-            source,
-            memory,
-            pieces: buffer.pieces(),
-            is_checksummed: buffer.is_checksummed(),
-            is_verified_by_owner: false,
-            is_retry: false,
-            deadline: None,
-        });
-        if let Some(tensors) = self.sessions.get_mut(&session) {
-            tensors.current = Some((source, buffer.len));
-        }
-        self.engine.enqueue(cx, transfer);
-        Ok(())
-    }
-
-    fn finish(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        operation: u64,
-        outcome: Result<()>,
-    ) {
-        self.remove_sources(cx, session, operation);
-        let Some(tensors) = self.sessions.get_mut(&session) else {
-            return;
-        };
-        tensors.ready.retain(|other| *other != operation);
-        if let Some(entry) = tensors.entries.remove(&operation) {
+    /// Ends the first entry of the queue.
+    fn finish(&mut self, cx: &mut ReactorContext, session: SessionKey, outcome: Result<()>) {
+        let tensors = self.sessions.get_mut(&session);
+        if let Some((operation, entry)) = tensors.and_then(|tensors| tensors.queue.pop_front()) {
+            self.remove_sources(cx, session, operation);
             let items = outcome.map(|()| entry.into_items());
-            self.arrived.push_back((session, (operation, items)));
+            self.arrived.push_back((session, operation, items));
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The tensors of an entry in a message: small ones inside, large ones described, to be transferred.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use kvpipe_ucx::Buffer;
@@ -40,86 +41,61 @@ pub(super) fn owner_of(source: u64) -> (u64, usize) {
     (source / count, (source % count) as usize)
 }
 
-#[derive(Debug)]
-enum Slot {
-    Nothing,
-    Here(Buffer),
-    Offered(BufferDescription),
-}
-
 /// An entry as its message describes it.
 #[derive(Debug)]
 pub(crate) struct EntryTransfer {
-    metas: [Meta; NUM_ITEMS],
-    slots: [Slot; NUM_ITEMS],
+    items: [Received; NUM_ITEMS],
+    /// The tensors that have not come, by their index.
+    offered: VecDeque<(usize, BufferDescription)>,
 }
 
 impl EntryTransfer {
     /// Reads the tensors of a message, to its end.
     pub(crate) fn read(mut reader: Reader<'_>) -> Result<Self> {
-        let mut entry = Self {
-            metas: Default::default(),
-            slots: [const { Slot::Nothing }; NUM_ITEMS],
-        };
-        let mut space = INLINE_CAP;
-        for (meta, slot) in entry.metas.iter_mut().zip(&mut entry.slots) {
-            *slot = match reader.u8()? {
-                NOTHING => continue,
+        let mut items = std::array::from_fn(|_| Received {
+            meta: Meta::default(),
+            buffer: None,
+        });
+        let (mut offered, mut space) = (VecDeque::new(), INLINE_CAP);
+        for (index, item) in items.iter_mut().enumerate() {
+            match reader.u8()? {
+                NOTHING => {}
                 INLINE => {
-                    *meta = Meta::read(&mut reader)?;
+                    item.meta = Meta::read(&mut reader)?;
                     let bytes = reader.bytes(space)?;
                     space -= bytes.len();
-                    Slot::Here(Buffer::from_vec(bytes.to_vec()))
+                    item.buffer = Some(Buffer::from_vec(bytes.to_vec()));
                 }
                 OFFERED => {
-                    *meta = Meta::read(&mut reader)?;
-                    Slot::Offered(BufferDescription::read(&mut reader)?)
+                    item.meta = Meta::read(&mut reader)?;
+                    offered.push_back((index, BufferDescription::read(&mut reader)?));
                 }
                 other => return Err(Error::protocol(format_args!("a tensor of kind {other}"))),
-            };
+            }
         }
         reader.end()?;
-        Ok(entry)
+        Ok(Self { items, offered })
     }
 
     /// What an entry of these tensors counts.
     pub(super) fn entry_bytes(&self, tokens: &[i64]) -> u64 {
-        let len = |slot: &Slot| match slot {
-            Slot::Nothing => 0,
-            Slot::Here(buffer) => buffer.len() as u64,
-            Slot::Offered(buffer) => buffer.len as u64,
-        };
-        entry_bytes(tokens, self.metas.iter().zip(self.slots.iter().map(len)))
+        let offered = self.offered.iter().map(|(_, buffer)| buffer.len as u64);
+        entry_bytes(tokens, self.items.iter()).saturating_add(offered.fold(0, u64::saturating_add))
     }
 
-    /// The tensors that are not inside: index and description.
-    pub(super) fn offered(&self) -> impl Iterator<Item = (usize, &BufferDescription)> {
-        let slots = self.slots.iter().enumerate();
-        slots.filter_map(|(index, slot)| match slot {
-            Slot::Offered(buffer) => Some((index, buffer)),
-            Slot::Nothing | Slot::Here(_) => None,
-        })
+    /// The tensors that have not come: index and description.
+    pub(super) fn offered(&self) -> impl Iterator<Item = &(usize, BufferDescription)> {
+        self.offered.iter()
     }
 
-    /// A tensor is here.
-    pub(super) fn fill(&mut self, index: usize, buffer: Buffer) {
-        if let Some(slot) = self.slots.get_mut(index) {
-            *slot = Slot::Here(buffer);
+    /// The first of [`offered`](Self::offered) has come.
+    pub(super) fn fill_first(&mut self, buffer: Option<Buffer>) {
+        if let Some((index, _)) = self.offered.pop_front() {
+            self.items[index].buffer = buffer;
         }
     }
 
     pub(super) fn into_items(self) -> Items {
-        let mut metas = self.metas.into_iter();
-        Items(self.slots.map(|slot| {
-            let buffer = match slot {
-                Slot::Here(buffer) => Some(buffer),
-                Slot::Nothing | Slot::Offered(_) => None,
-            };
-            let meta = metas.next().unwrap_or_default();
-            Arc::new(Received { meta, buffer })
-        }))
+        Items(self.items.map(Arc::new))
     }
 }
-
-/// An entry whose tensors are all here, or why they are not.
-pub(super) type Arrived = (u64, Result<Items>);

@@ -129,7 +129,7 @@ mod tests {
     use std::sync::{Arc, Barrier, mpsc};
 
     use super::*;
-    use crate::lookup::RemoteBuffer;
+    use crate::lookup::LookupBuffer;
     use crate::pipe::Pipe;
     use crate::transport::{MemoryPath, Transport};
 
@@ -223,7 +223,7 @@ mod tests {
         let (route, _silent) = nearly_late();
         let transport = Transport::Memory(MemoryPath::RemoteRead);
         let (_buffer, connected) =
-            RemoteBuffer::connect_along(&route, b"", transport, true).unwrap();
+            LookupBuffer::connect_along(&route, b"", transport, true).unwrap();
         assert_late(&connected);
     }
 

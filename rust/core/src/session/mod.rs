@@ -61,7 +61,14 @@ pub trait Service {
     /// this call.
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error);
     /// An application frame came over TCP. An error closes the session.
-    fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()>;
+    fn frame(
+        &mut self,
+        _cx: &mut ReactorContext,
+        _session: SessionKey,
+        _frame: &[u8],
+    ) -> Result<()> {
+        Err(Error::protocol("a frame for a service without frames"))
+    }
     /// An active message came over UCX; `header` starts after the session id. An error closes the session.
     fn message(
         &mut self,

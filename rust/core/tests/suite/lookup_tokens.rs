@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvpipe_core::Error;
 use kvpipe_core::checksum;
-use kvpipe_core::lookup::{Items, LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
+use kvpipe_core::lookup::{Items, LookupBuffer, LookupQuery, Operation, Selected};
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::tensor::{Meta, Received};
@@ -20,19 +20,19 @@ const TOKENS_CAP: usize = 1 << 22;
 /// What an entry counts besides tokens, tensors and their descriptions.
 const BOOKKEEPING: u64 = 2048;
 
-fn serve(search: &Search, capacity_bytes: u64) -> LocalBuffer {
-    let local = LocalBuffer::new(capacity_bytes);
+fn serve(search: &Search, capacity_bytes: u64) -> LookupBuffer {
+    let local = LookupBuffer::new(capacity_bytes);
     local
         .serve("127.0.0.1:0", TOKEN, search.clone().into(), true)
         .expect("serve");
     local
 }
 
-fn connect(search: &Search, local: &LocalBuffer) -> RemoteBuffer {
-    let address = local.address().expect("address").to_string();
+fn connect(search: &Search, local: &LookupBuffer) -> LookupBuffer {
+    let address = local.address();
     let transport = search.clone().into();
     let (remote, connected) =
-        RemoteBuffer::connect(vec![address], TOKEN, transport, true, PATIENCE).expect("connect");
+        LookupBuffer::connect(vec![address], TOKEN, transport, true, PATIENCE).expect("connect");
     connected.wait_for(PATIENCE).expect("connected");
     remote
 }
@@ -59,7 +59,7 @@ fn nothing() -> Items {
     items(String::new(), Vec::new())
 }
 
-fn waits(local: &LocalBuffer, num_waiting: usize) {
+fn waits(local: &LookupBuffer, num_waiting: usize) {
     eventually("it waits", || {
         (local.info().num_waiting == num_waiting).then_some(())
     });
@@ -77,7 +77,7 @@ fn an_entry_counts_all_its_memory_whoever_inserts_it() {
     let entry = || items("d".repeat(3000), vec![7; 50_000]);
     let num_bytes = BOOKKEEPING + 8 * 1000 + 3000 + 8 + 50_000;
     let here = local
-        .insert(vec![1; 1000], entry(), None)
+        .insert(vec![1; 1000], entry(), None, Then::GoOn)
         .expect("inserted");
     assert_eq!(ends(&here), Ok(()));
     assert_eq!(local.info().num_bytes, Some(num_bytes));
@@ -101,11 +101,11 @@ fn tokens_count_against_the_capacity_as_tensors_do() {
     assert_eq!(insert(1 << 16, None), Ok(()));
     let refused = insert(1 << 16, Some(Duration::ZERO));
     assert!(matches!(refused, Err(Error::Exhausted(_))), "{refused:?}");
-    let entry = local.insert(vec![1; 1 << 17], nothing(), None);
+    let entry = local.insert(vec![1; 1 << 17], nothing(), None, Then::GoOn);
     assert!(matches!(entry, Err(Error::Config(_))), "{entry:?}");
 }
 
-fn select(remote: &RemoteBuffer, num_tokens: usize) -> Operation<Selected> {
+fn select(remote: &LookupBuffer, num_tokens: usize) -> Operation<Selected> {
     let query = LookupQuery::Tokens(vec![1; num_tokens]);
     remote.select(query, None, Then::GoOn).expect("begun")
 }
@@ -132,7 +132,9 @@ fn a_select_with_too_many_tokens_beside_waiting_selects_is_refused_and_they_go_o
     waits(&local, 5);
     drop((waiting, others));
     waits(&local, 1);
-    local.insert(vec![1], nothing(), None).expect("inserted");
+    local
+        .insert(vec![1], nothing(), None, Then::GoOn)
+        .expect("inserted");
     assert!(ends(&next).expect("no error").is_some());
 }
 
@@ -142,7 +144,9 @@ fn inserts_with_too_many_tokens_for_the_server_wait_in_the_client() {
     let local = serve(&search, 64 << 20);
     let remote = connect(&search, &local);
     let full = items(String::new(), vec![0; 60 << 20]);
-    local.insert(vec![1], full, None).expect("inserted");
+    local
+        .insert(vec![1], full, None, Then::GoOn)
+        .expect("inserted");
     let insert = |num_tokens, timeout| {
         let inserted = remote.insert(vec![1; num_tokens], nothing(), timeout, Then::GoOn);
         inserted.expect("begun")
@@ -158,7 +162,9 @@ fn inserts_with_too_many_tokens_for_the_server_wait_in_the_client() {
         "{refused}"
     );
     assert_eq!(local.info().num_waiting, 1);
-    let taken = local.select(LookupQuery::Any, None).expect("select");
+    let taken = local
+        .select(LookupQuery::Any, None, Then::GoOn)
+        .expect("select");
     ends(&taken).expect("no error").expect("an entry").consume();
     for insert in &inserts {
         assert_eq!(ends(insert), Ok(()));
@@ -170,7 +176,9 @@ fn an_insert_is_sent_once_an_earlier_one_with_too_many_tokens_has_timed_out() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search, 64 << 20);
     let full = items(String::new(), vec![0; 60 << 20]);
-    local.insert(vec![1], full, None).expect("inserted");
+    local
+        .insert(vec![1], full, None, Then::GoOn)
+        .expect("inserted");
     for is_late in [true, false] {
         let remote = connect(&search, &local);
         let timeout = is_late.then_some(Duration::from_millis(100));
@@ -196,10 +204,12 @@ fn a_client_that_exceeds_the_tokens_of_inserts_is_cut_off() {
     let Some(search) = common::ucx() else { return };
     let local = serve(&search, 64 << 20);
     let full = items(String::new(), vec![0; 60 << 20]);
-    local.insert(vec![1], full, None).expect("inserted");
+    local
+        .insert(vec![1], full, None, Then::GoOn)
+        .expect("inserted");
     let mut raw = Raw::connect(
         &search,
-        local.address().expect("address"),
+        local.address().parse().expect("address"),
         SessionKind::Lookup,
     );
     let insert = |raw: &Raw, operation: u64, num_tokens: usize| {

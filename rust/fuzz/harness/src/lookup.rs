@@ -4,9 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvpipe_core::fuzzing::{Round, without_threads};
-use kvpipe_core::lookup::{
-    Items, LocalBuffer, LookupQuery, NUM_ITEMS, Operation, RemoteBuffer, Selected,
-};
+use kvpipe_core::lookup::{Items, LookupBuffer, LookupQuery, NUM_ITEMS, Operation, Selected};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::tensor::Received;
 use kvpipe_core::work::{Then, Work};
@@ -31,46 +29,8 @@ pub(crate) mod user {
     pub(crate) const COUNT: u8 = WITHDRAW + 1;
 }
 
-/// What the two kinds of buffer have in common for their users.
-trait Buffered {
-    fn insert(&self, items: Items) -> Option<Operation<()>>;
-    fn select(&self, query: LookupQuery) -> Option<Operation<Selected>>;
-    fn round(&self) -> Round;
-    fn close(&self);
-}
-
-impl Buffered for LocalBuffer {
-    fn insert(&self, items: Items) -> Option<Operation<()>> {
-        self.insert(vec![1, 2], items, None).ok()
-    }
-    fn select(&self, query: LookupQuery) -> Option<Operation<Selected>> {
-        self.select(query, None).ok()
-    }
-    fn round(&self) -> Round {
-        self.manual_round()
-    }
-    fn close(&self) {
-        self.close();
-    }
-}
-
-impl Buffered for RemoteBuffer {
-    fn insert(&self, items: Items) -> Option<Operation<()>> {
-        self.insert(vec![1, 2], items, None, Then::GoOn).ok()
-    }
-    fn select(&self, query: LookupQuery) -> Option<Operation<Selected>> {
-        self.select(query, None, Then::GoOn).ok()
-    }
-    fn round(&self) -> Round {
-        self.manual_round()
-    }
-    fn close(&self) {
-        self.close();
-    }
-}
-
-struct Side<B> {
-    buffer: B,
+struct Side {
+    buffer: LookupBuffer,
     inserts: Vec<Operation<()>>,
     selects: Vec<Operation<Selected>>,
     /// Shared by all tensors, and released by all of them at the end.
@@ -78,8 +38,8 @@ struct Side<B> {
     connected: Option<Work<()>>,
 }
 
-impl<B> Side<B> {
-    fn new(buffer: B, connected: Option<Work<()>>) -> Self {
+impl Side {
+    fn new(buffer: LookupBuffer, connected: Option<Work<()>>) -> Self {
         Self {
             buffer,
             inserts: Vec::new(),
@@ -104,21 +64,26 @@ impl<B> Side<B> {
     }
 }
 
-impl<B: Buffered> Victim for Side<B> {
+impl Victim for Side {
     fn round(&self) -> Round {
-        self.buffer.round()
+        self.buffer.manual_round()
     }
 
     fn act(&mut self, what: u8, argument: u8) {
         match what % user::COUNT {
             user::INSERT => {
                 let items = self.items(argument);
-                self.inserts.extend(self.buffer.insert(items));
+                let insert = self.buffer.insert(vec![1, 2], items, None, Then::GoOn);
+                self.inserts.extend(insert);
             }
-            user::SELECT => self.selects.extend(self.buffer.select(LookupQuery::Any)),
+            user::SELECT => {
+                let select = self.buffer.select(LookupQuery::Any, None, Then::GoOn);
+                self.selects.extend(select);
+            }
             user::SELECT_TOKENS => {
                 let tokens = LookupQuery::Tokens(vec![argument.into()]);
-                self.selects.extend(self.buffer.select(tokens));
+                self.selects
+                    .extend(self.buffer.select(tokens, None, Then::GoOn));
             }
             user::DROP_SELECT => drop(self.selects.pop()),
             user::CONSUME => {
@@ -165,11 +130,15 @@ impl<B: Buffered> Victim for Side<B> {
 pub(crate) fn server(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
-    let buffer = LocalBuffer::new(CAPACITY);
+    let buffer = LookupBuffer::new(CAPACITY);
     let is_checksummed = !flags.has_no_checksums();
     let serve = || buffer.serve("127.0.0.1:0", TOKEN, transport.clone(), is_checksummed);
     without_threads(serve).expect("served");
-    let hostile = Hostile::connect(SessionKind::Lookup, Some(&transport), buffer.address());
+    let hostile = Hostile::connect(
+        SessionKind::Lookup,
+        Some(&transport),
+        buffer.address().parse().ok(),
+    );
     run_session(Side::new(buffer, None), hostile, flags, steps);
 }
 
@@ -184,7 +153,7 @@ pub(crate) fn client(bytes: &[u8]) {
     let is_checksummed = !flags.has_no_checksums();
     let connect = || {
         let addresses = vec![address];
-        RemoteBuffer::connect(addresses, TOKEN, transport.clone(), is_checksummed, TIMEOUT)
+        LookupBuffer::connect(addresses, TOKEN, transport.clone(), is_checksummed, TIMEOUT)
     };
     let (buffer, connected) = without_threads(connect).expect("buffer");
     run_session(Side::new(buffer, Some(connected)), hostile, flags, steps);

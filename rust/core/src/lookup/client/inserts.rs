@@ -6,48 +6,47 @@ use std::time::Instant;
 use super::super::INSERTS_IN_FLIGHT;
 use super::super::command_queue::QueuedInsert;
 use super::super::messages::{LookupMessage, TOKENS_CAP};
-use super::super::tensors::Tensors;
+use super::LookupClient;
 use crate::earliest::Earliest;
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::codec::Writer;
 use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::work::Completer;
 
 /// An insert that the server has not answered. While the server answers probes, it enforces the deadline.
 #[derive(Debug)]
-struct SentInsert {
+pub(super) struct SentInsert {
     num_tokens: usize,
     completer: Completer<()>,
     grace: Option<GracePeriod>,
 }
 
-/// An insert that was never sent, and why.
-pub(super) type FailedInsert = (Completer<()>, Error);
-
 #[derive(Debug, Default)]
-pub(super) struct InsertQueue {
-    queue: VecDeque<QueuedInsert>,
+pub(super) struct Inserts {
+    /// They wait to be sent.
+    pub(super) queue: VecDeque<QueuedInsert>,
     deadlines: Earliest,
-    sent: HashMap<u64, SentInsert>,
+    pub(super) sent: HashMap<u64, SentInsert>,
 }
 
-impl InsertQueue {
-    pub(super) fn add(&mut self, insert: QueuedInsert) {
-        self.deadlines.add(insert.deadline);
-        self.queue.push_back(insert);
+impl LookupClient {
+    pub(super) fn insert(&mut self, cx: &mut ReactorContext, insert: QueuedInsert) {
+        if let Err(error) = self.check_usable() {
+            return insert.completer.complete(Err(error));
+        }
+        self.inserts.deadlines.add(insert.deadline);
+        self.inserts.queue.push_back(insert);
+        self.send_inserts(cx);
     }
 
-    /// Sends queued inserts in order, as many as the server lets wait.
-    pub(super) fn send(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-        tensors: &mut Tensors,
-    ) -> Vec<FailedInsert> {
-        let mut failed = Vec::new();
-        while let Some(insert) = self.next() {
+    /// Sends queued inserts in order to the first server, as many as it lets wait.
+    fn send_inserts(&mut self, cx: &mut ReactorContext) {
+        let first = self.sessions.first().copied();
+        let Some(session) = first.filter(|first| self.servers.contains(first)) else {
+            return;
+        };
+        while let Some(insert) = self.next_insert() {
             let QueuedInsert {
                 operation,
                 tokens,
@@ -55,89 +54,81 @@ impl InsertQueue {
                 deadline,
                 completer,
             } = insert;
-            let num_tokens = tokens.len();
-            match tensors.write(cx, session, operation, &items, Writer::default()) {
+            match self.tensors.write(cx, session, operation, &items) {
                 Ok(encoded) => {
-                    let message = LookupMessage::Insert {
-                        timeout: deadline.map(|at| at.saturating_duration_since(cx.now())),
-                        tokens,
-                        tensors: encoded.finish().into(),
-                    };
-                    message.send(cx, session, operation);
                     let sent = SentInsert {
-                        num_tokens,
+                        num_tokens: tokens.len(),
                         completer,
                         grace: deadline.map(|at| GracePeriod::new(cx.now(), at)),
                     };
-                    self.sent.insert(operation, sent);
+                    let message = LookupMessage::Insert {
+                        timeout: deadline.map(|at| at.saturating_duration_since(cx.now())),
+                        tokens,
+                        tensors: encoded.into(),
+                    };
+                    message.send(cx, session, operation);
+                    self.inserts.sent.insert(operation, sent);
                 }
                 Err(error) => {
-                    tensors.release(session, operation);
-                    failed.push((completer, error));
+                    self.tensors.release(session, operation);
+                    self.end(Some(completer), Err(error));
                 }
             }
         }
-        failed
     }
 
     /// The first queued insert, if the server lets it wait beside those that were sent.
-    fn next(&mut self) -> Option<QueuedInsert> {
-        let first = self.queue.front()?;
-        let sent: usize = self.sent.values().map(|sent| sent.num_tokens).sum();
-        let may_wait =
-            self.sent.len() < INSERTS_IN_FLIGHT && sent + first.tokens.len() <= TOKENS_CAP;
-        may_wait.then(|| self.queue.pop_front()).flatten()
+    fn next_insert(&mut self) -> Option<QueuedInsert> {
+        let Inserts { queue, sent, .. } = &mut self.inserts;
+        let num_tokens: usize = sent.values().map(|sent| sent.num_tokens).sum();
+        let may_wait = sent.len() < INSERTS_IN_FLIGHT
+            && num_tokens + queue.front()?.tokens.len() <= TOKENS_CAP;
+        may_wait.then(|| queue.pop_front()).flatten()
     }
 
-    /// The completer of an insert that the server has answered.
-    pub(super) fn answered(&mut self, operation: u64) -> Option<Completer<()>> {
-        self.sent.remove(&operation).map(|sent| sent.completer)
-    }
-
-    pub(super) fn is_sent(&self, operation: u64) -> bool {
-        self.sent.contains_key(&operation)
-    }
-
-    /// Forgets a queued insert; true for one that was sent, which the server has to cancel.
-    pub(super) fn withdraw(&mut self, operation: u64) -> bool {
-        self.queue.retain(|insert| insert.operation != operation);
-        self.is_sent(operation)
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.queue.len() + self.sent.len()
-    }
-
-    /// Removes queued inserts whose deadline has passed.
-    pub(super) fn expire(&mut self, now: Instant) -> Vec<FailedInsert> {
-        if !self.deadlines.take_if_past(now) {
-            return Vec::new();
+    pub(super) fn insert_answered(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+        result: Result<()>,
+    ) {
+        self.tensors.release(session, operation);
+        if let Some(sent) = self.inserts.sent.remove(&operation) {
+            self.command_queue
+                .update_info(|info| info.num_inserted += u64::from(result.is_ok()));
+            self.end(Some(sent.completer), result);
         }
-        let is_late = |insert: &QueuedInsert| insert.deadline.is_some_and(|at| at <= now);
-        let (late, queued): (VecDeque<_>, VecDeque<_>) = self.queue.drain(..).partition(is_late);
-        for insert in &queued {
-            self.deadlines.add(insert.deadline);
-        }
-        self.queue = queued;
-        let num_sent = self.sent.len();
-        late.into_iter()
-            .map(|insert| (insert.completer, too_many_wait(num_sent)))
-            .collect()
+        self.send_inserts(cx);
     }
 
-    /// The next deadline of a queued insert.
-    pub(super) fn next_deadline(&self) -> Option<Instant> {
-        self.deadlines.at()
+    /// Ends queued inserts whose deadline has passed, and looks for answers that are late. Returns when to call again.
+    pub(super) fn expire_inserts(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        if self.inserts.deadlines.take_if_past(cx.now()) {
+            let is_late = |insert: &QueuedInsert| insert.deadline.is_some_and(|at| at <= cx.now());
+            let queued = std::mem::take(&mut self.inserts.queue);
+            let (late, kept): (VecDeque<_>, _) = queued.into_iter().partition(is_late);
+            self.inserts.queue = kept;
+            for insert in &self.inserts.queue {
+                self.inserts.deadlines.add(insert.deadline);
+            }
+            for insert in late {
+                let full = too_many_wait(self.inserts.sent.len());
+                self.end(Some(insert.completer), Err(full));
+            }
+        }
+        // A smaller insert may be the first now, and fit.
+        self.send_inserts(cx);
+        let next_answer = self.check_answers(cx);
+        let next_deadline = self.inserts.deadlines.at();
+        next_deadline.into_iter().chain(next_answer).min()
     }
 
     /// Fails the session of a server whose answer is late, because it may still read what was inserted. Returns when to look
     /// again.
-    pub(super) fn check_answers(
-        &mut self,
-        cx: &mut ReactorContext,
-        session: SessionKey,
-    ) -> Option<Instant> {
-        let sent = self.sent.values_mut();
+    fn check_answers(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        let session = *self.sessions.first()?;
+        let sent = self.inserts.sent.values_mut();
         let mut next: Option<Instant> = None;
         for grace in sent.filter_map(|sent| sent.grace.as_mut()) {
             if grace.look(cx, &[session]) == AnswerStage::Over && !cx.has_failed(session) {
@@ -149,9 +140,20 @@ impl InsertQueue {
         next
     }
 
-    pub(super) fn fail_all(&mut self, error: &Error) {
-        let queued = self.queue.drain(..).map(|insert| insert.completer);
-        let sent = self.sent.drain().map(|(_, sent)| sent.completer);
+    /// Forgets a queued insert, or has the server cancel one that was sent.
+    pub(super) fn withdraw_insert(&mut self, cx: &mut ReactorContext, operation: u64) {
+        let queue = &mut self.inserts.queue;
+        queue.retain(|insert| insert.operation != operation);
+        if self.inserts.sent.contains_key(&operation)
+            && let Some(&session) = self.sessions.first()
+        {
+            LookupMessage::Withdraw.send(cx, session, operation);
+        }
+    }
+
+    pub(super) fn fail_inserts(&mut self, error: &Error) {
+        let queued = self.inserts.queue.drain(..).map(|insert| insert.completer);
+        let sent = self.inserts.sent.drain().map(|(_, sent)| sent.completer);
         for completer in queued.chain(sent) {
             completer.complete(Err(error.clone()));
         }

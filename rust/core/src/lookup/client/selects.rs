@@ -2,12 +2,12 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::Duration;
 
+use super::super::command_queue::QueuedSelect;
 use super::super::messages::LookupMessage;
 use super::super::operation::{Delivery, Origin, Selected};
-use super::super::transfer::{Arrived, EntryTransfer};
-use super::super::{Items, LookupQuery, SELECTS_CAP};
+use super::super::transfer::EntryTransfer;
+use super::super::{Items, SELECTS_CAP};
 use super::LookupClient;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -37,7 +37,7 @@ pub(super) struct PendingSelect {
 }
 
 impl PendingSelect {
-    /// Marks a server as answered; whether it had not answered before.
+    /// Marks a server as answered; false if it has answered before, or another server has offered an entry.
     fn mark_answered(&mut self, session: SessionKey) -> bool {
         match &mut self.stage {
             SelectStage::Asking(servers) => servers.remove(&session),
@@ -63,23 +63,16 @@ impl PendingSelect {
     }
 }
 
-pub(super) fn settle(
-    cx: &mut ReactorContext,
-    session: SessionKey,
-    operation: u64,
-    is_consumed: bool,
-) {
-    LookupMessage::Settle { is_consumed }.send(cx, session, operation);
-}
+const RETURN: LookupMessage<'static> = LookupMessage::Settle { is_consumed: false };
 
 impl LookupClient {
-    pub(super) fn select(
-        &mut self,
-        cx: &mut ReactorContext,
-        operation: u64,
-        (query, timeout): (LookupQuery, Option<Duration>),
-        completer: Completer<Selected>,
-    ) {
+    pub(super) fn select(&mut self, cx: &mut ReactorContext, select: QueuedSelect) {
+        let QueuedSelect {
+            operation,
+            query,
+            timeout,
+            completer,
+        } = select;
         if let Err(error) = self.check_usable() {
             return completer.complete(Err(error));
         }
@@ -104,11 +97,7 @@ impl LookupClient {
     }
 
     pub(super) fn withdraw(&mut self, cx: &mut ReactorContext, operation: u64) {
-        if self.inserts.withdraw(operation)
-            && let Some(&session) = self.sessions.first()
-        {
-            LookupMessage::Withdraw.send(cx, session, operation);
-        }
+        self.withdraw_insert(cx, operation);
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
         };
@@ -178,7 +167,8 @@ impl LookupClient {
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        (operation, items): Arrived,
+        operation: u64,
+        items: Result<Items>,
     ) {
         let Some(select) = self.selects.get_mut(&operation) else {
             return;
@@ -200,7 +190,7 @@ impl LookupClient {
         operation: u64,
         result: Result<Selected>,
     ) {
-        settle(cx, session, operation, false);
+        RETURN.send(cx, session, operation);
         self.end_select(operation, result);
     }
 
@@ -232,7 +222,7 @@ impl LookupClient {
             )));
         };
         if is_withdrawn {
-            settle(cx, session, operation, false);
+            RETURN.send(cx, session, operation);
             return Ok(());
         }
         self.delivered.insert(operation, session);

@@ -1,6 +1,7 @@
 //! A client whose servers disagree, and how its operations end. All reactors are manual.
 
-use super::super::{LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
+use super::super::command_queue::{QueuedInsert, QueuedSelect};
+use super::super::{LookupBuffer, LookupQuery, Operation, Selected};
 use super::*;
 use crate::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
 use crate::tensor::Meta;
@@ -11,7 +12,7 @@ const LENS: [usize; 2] = [100, 1 << 20];
 const SESSIONS: [SessionKey; 2] = [16, 17];
 
 /// Two servers. The first has an entry of so many bytes; the second refuses each select, because its entry is malformed.
-fn servers(num_bytes: usize) -> [LocalBuffer; 2] {
+fn servers(num_bytes: usize) -> [LookupBuffer; 2] {
     let shape = vec![1; 1 << 10];
     let misshapen = Meta {
         shape,
@@ -24,7 +25,7 @@ fn servers(num_bytes: usize) -> [LocalBuffer; 2] {
 }
 
 /// Runs all reactors until the condition holds.
-fn run_until(remote: &RemoteBuffer, servers: &[LocalBuffer], holds: impl Fn() -> bool) {
+fn run_until(remote: &LookupBuffer, servers: &[LookupBuffer], holds: impl Fn() -> bool) {
     for _ in 0..ROUNDS {
         if holds() {
             return;
@@ -38,8 +39,8 @@ fn run_until(remote: &RemoteBuffer, servers: &[LocalBuffer], holds: impl Fn() ->
 }
 
 fn end(
-    remote: &RemoteBuffer,
-    servers: &[LocalBuffer],
+    remote: &LookupBuffer,
+    servers: &[LookupBuffer],
     selected: &Operation<Selected>,
 ) -> Result<Selected> {
     run_until(remote, servers, || selected.is_completed());
@@ -47,7 +48,7 @@ fn end(
 }
 
 /// Visible and leased entries.
-fn held(server: &LocalBuffer) -> (Option<usize>, Option<usize>) {
+fn held(server: &LookupBuffer) -> (Option<usize>, Option<usize>) {
     let info = server.info();
     (info.num_entries, info.num_leased)
 }
@@ -98,7 +99,7 @@ fn client() -> (LookupClient, Arc<CommandQueue>) {
 /// Adds an insert that waits to be sent.
 fn insert(client: &mut LookupClient) -> Work<()> {
     let (inserted, completer) = work();
-    client.inserts.add(QueuedInsert {
+    client.inserts.queue.push_back(QueuedInsert {
         operation: 0,
         tokens: vec![1],
         items: entry(Meta::default(), 1),
@@ -113,9 +114,8 @@ fn an_insert_ends_with_the_first_lost_server_once_no_server_can_read_it() {
     let (mut cx, (mut client, _command_queue)) = (ReactorContext::manual(None), client());
     for session in SESSIONS {
         cx.add_manual(session, [0; 16], None);
-        let is_up = true;
         client.sessions.push(session);
-        client.servers.insert(session, ServerSession { is_up });
+        client.servers.insert(session);
     }
     let inserted = insert(&mut client);
     let lost = Error::lost("second", "gone");
@@ -131,12 +131,12 @@ fn a_client_whose_reactor_panics_ends_queued_commands_and_refuses_later_ones() {
     let (client, command_queue) = client();
     let select = || {
         let (selected, completer) = work();
-        let command = LookupCommand::Select {
+        let command = LookupCommand::Select(QueuedSelect {
             operation: command_queue.next_operation(),
             query: LookupQuery::Any,
             timeout: None,
             completer,
-        };
+        });
         (command_queue.send(command, Then::GoOn), selected)
     };
     let (sent, selected) = select();

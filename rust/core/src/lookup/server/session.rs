@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::super::messages::TOKENS_CAP;
-use super::super::state::ClientAction;
 use super::super::store::Ticket;
 use super::super::{INSERTS_IN_FLIGHT, LookupQuery, SELECT_TOKENS_CAP, SELECTS_CAP};
 use crate::error::{Error, Result};
@@ -43,14 +42,6 @@ pub(super) struct ClientSession {
 }
 
 impl ClientSession {
-    /// Whether the operation of an action is still open.
-    pub(super) fn awaits(&self, operation: u64, action: &ClientAction) -> bool {
-        match action {
-            ClientAction::Grant(_) | ClientAction::Full(_) => self.inserts.contains_key(&operation),
-            ClientAction::Deliver(..) | ClientAction::Miss => self.selects.contains_key(&operation),
-        }
-    }
-
     /// # Errors
     /// `Protocol`: a client that respects the limits does not send this insert.
     pub(super) fn check_insert(&self, operation: u64, tokens: &[i64]) -> Result<()> {
@@ -88,14 +79,11 @@ impl ClientSession {
     /// # Errors
     /// `Protocol`: the operation has no lease.
     pub(super) fn consume(&mut self, operation: u64) -> Result<()> {
-        let select = self.selects.get_mut(&operation);
-        let Some((select, entry)) = select.and_then(|select| match *select {
-            ClientSelect::Leased(entry) => Some((select, entry)),
-            ClientSelect::Waiting { .. } | ClientSelect::Consumed(_) => None,
-        }) else {
+        let Some(&ClientSelect::Leased(entry)) = self.selects.get(&operation) else {
             return Err(no_lease(operation));
         };
-        *select = ClientSelect::Consumed(entry);
+        self.selects
+            .insert(operation, ClientSelect::Consumed(entry));
         Ok(())
     }
 
@@ -104,15 +92,13 @@ impl ClientSession {
     /// # Errors
     /// `Protocol`: the operation has no such lease. The session then ends, which returns the entry.
     pub(super) fn settle(&mut self, operation: u64, is_consumed: bool) -> Result<ClientSelect> {
-        let may_settle = |select: &ClientSelect| match select {
-            ClientSelect::Consumed(_) => true,
-            ClientSelect::Leased(_) => !is_consumed,
-            ClientSelect::Waiting { .. } => false,
-        };
-        let select = self.selects.get(&operation).copied().filter(may_settle);
-        let select = select.ok_or_else(|| no_lease(operation))?;
-        self.selects.remove(&operation);
-        Ok(select)
+        match self.selects.get(&operation) {
+            Some(ClientSelect::Consumed(_)) => {}
+            Some(ClientSelect::Leased(_)) if !is_consumed => {}
+            _ => return Err(no_lease(operation)),
+        }
+        let select = self.selects.remove(&operation);
+        select.ok_or_else(|| no_lease(operation))
     }
 }
 

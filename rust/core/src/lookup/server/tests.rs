@@ -2,7 +2,7 @@
 
 mod copies;
 
-use super::super::{Items, LocalBuffer, Operation, RemoteBuffer, Selected};
+use super::super::{Items, LookupBuffer, Operation, Selected};
 use crate::lookup::tests::manual::{ROUNDS, connect, entry, rest, select, serve};
 use crate::tensor::Meta;
 
@@ -17,8 +17,8 @@ fn entries(count: usize) -> Vec<Items> {
 
 /// The round of the server in which each select ends.
 fn ends(
-    local: &LocalBuffer,
-    remotes: &[RemoteBuffer],
+    local: &LookupBuffer,
+    remotes: &[LookupBuffer],
     selects: &[Operation<Selected>],
 ) -> Vec<usize> {
     let mut ends = vec![None; selects.len()];

@@ -1,3 +1,5 @@
+mod model;
+
 use std::time::Duration;
 
 use super::*;
@@ -51,25 +53,23 @@ fn select(store: &mut TestStore, tokens: &[i64]) -> Ticket {
     select_until(store, query, None, Instant::now())
 }
 
-fn grant(ticket: Ticket) -> TestAction {
-    let insert = ticket;
-    StoreAction::Grant { ticket, insert }
+fn grant(insert: Ticket) -> TestAction {
+    StoreAction::Insert(insert, Ok(insert))
 }
 
-fn full(insert: Ticket, num_bytes: u64) -> TestAction {
-    StoreAction::Full { num_bytes, insert }
+fn full(insert: Ticket, num_bytes: u64, num_taken: u64) -> TestAction {
+    let text = format!(
+        "no place for {num_bytes} bytes in time: {num_taken} of {CAPACITY} are taken; nothing was inserted, the buffer is usable"
+    );
+    StoreAction::Insert(insert, Err(Error::Exhausted(text)))
 }
 
 fn miss(select: Ticket) -> TestAction {
-    StoreAction::Miss { select }
+    StoreAction::Select(select, None)
 }
 
 fn deliver(select: Ticket, entry: Ticket, content: char) -> TestAction {
-    StoreAction::Deliver {
-        select,
-        entry,
-        content,
-    }
+    StoreAction::Select(select, Some((entry, content)))
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn an_entry_that_is_put_back_keeps_its_age() {
     let a = insert(&mut store, &[1], 'a');
     insert(&mut store, &[1], 'b');
     select(&mut store, &[1]);
-    store.put_back(a);
+    store.release(a);
     actions(&mut store);
     let again = select(&mut store, &[1]);
     assert_eq!(actions(&mut store), [deliver(again, a, 'a')]);
@@ -129,7 +129,7 @@ fn an_entry_that_is_put_back_goes_to_a_waiting_select() {
     select(&mut store, &[1]);
     let waiting = select(&mut store, &[1]);
     actions(&mut store);
-    store.put_back(a);
+    store.release(a);
     assert_eq!(actions(&mut store), [deliver(waiting, a, 'a')]);
 }
 
@@ -142,7 +142,7 @@ fn a_leased_entry_keeps_its_bytes_until_it_is_consumed() {
     actions(&mut store);
     let waiting = reserve(&mut store, 1);
     assert_eq!(actions(&mut store), []);
-    store.consume(large);
+    store.settle(large, true);
     assert_eq!(actions(&mut store), [grant(waiting)]);
 }
 
@@ -152,7 +152,7 @@ fn inserts_are_granted_in_the_order_of_their_calls() {
     let first = reserve(&mut store, CAPACITY);
     let (large, small) = (reserve(&mut store, 60), reserve(&mut store, 1));
     actions(&mut store);
-    store.abandon(first);
+    store.release(first);
     let expected = [grant(large), grant(small)];
     assert_eq!(actions(&mut store), expected);
 }
@@ -189,13 +189,9 @@ fn waiting_operations_end_at_their_deadline_and_leave_nothing() {
     assert_eq!(actions(&mut store), []);
     assert_eq!(store.next_deadline(), Some(at));
     store.expire(at);
-    let expected = [full(late, 10), miss(select)];
+    let expected = [full(late, 10, CAPACITY), miss(select)];
     assert_eq!(actions(&mut store), expected);
-    let counts = store.counts();
-    assert_eq!(
-        (counts.num_waiting_inserts, counts.num_waiting_selects),
-        (0, 0)
-    );
+    assert!(store.inserts.is_empty() && store.selects.is_empty());
     assert_eq!(store.next_deadline(), None);
 }
 
@@ -207,5 +203,5 @@ fn an_operation_without_time_ends_at_once() {
     assert_eq!(actions(&mut store), [miss(nothing)]);
     insert(&mut store, &[1], 'a');
     let late = reserve_until(&mut store, CAPACITY, Some(now), now).unwrap();
-    assert_eq!(actions(&mut store).last(), Some(&full(late, CAPACITY)));
+    assert_eq!(actions(&mut store).last(), Some(&full(late, CAPACITY, 10)));
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvpipe_ucx::Buffer;
 
-use super::super::{Items, LocalBuffer, LookupQuery, Operation, RemoteBuffer, Selected};
+use super::super::{Items, LookupBuffer, LookupQuery, Operation, Selected};
 use crate::reactor::manual::{Round, without_threads};
 use crate::tensor::{Meta, Received};
 use crate::transport::{MemoryPath, Transport};
@@ -31,15 +31,15 @@ pub(in crate::lookup) fn entry(key: Meta, num_bytes: usize) -> Items {
 }
 
 /// A served buffer with these entries.
-pub(in crate::lookup) fn serve(entries: Vec<Items>) -> LocalBuffer {
+pub(in crate::lookup) fn serve(entries: Vec<Items>) -> LookupBuffer {
     serve_within(u64::MAX, entries)
 }
 
 /// As [`serve`], with a capacity.
-pub(in crate::lookup) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> LocalBuffer {
-    let local = LocalBuffer::new(capacity_bytes);
+pub(in crate::lookup) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) -> LookupBuffer {
+    let local = LookupBuffer::new(capacity_bytes);
     for entry in entries {
-        let inserted = local.insert(vec![1], entry, None).unwrap();
+        let inserted = local.insert(vec![1], entry, None, Then::GoOn).unwrap();
         assert!(inserted.is_completed());
     }
     let serve = || local.serve("127.0.0.1:0", b"token", TRANSPORT, true);
@@ -48,10 +48,10 @@ pub(in crate::lookup) fn serve_within(capacity_bytes: u64, entries: Vec<Items>) 
 }
 
 /// A client of all these servers.
-pub(in crate::lookup) fn connect(locals: &[&LocalBuffer]) -> RemoteBuffer {
-    let address = |local: &&LocalBuffer| local.address().unwrap().to_string();
+pub(in crate::lookup) fn connect(locals: &[&LookupBuffer]) -> LookupBuffer {
+    let address = |local: &&LookupBuffer| local.address();
     let addresses = locals.iter().map(address).collect();
-    let connect = || RemoteBuffer::connect(addresses, b"token", TRANSPORT, true, TIMEOUT);
+    let connect = || LookupBuffer::connect(addresses, b"token", TRANSPORT, true, TIMEOUT);
     let (remote, connected) = without_threads(connect).unwrap();
     for _ in 0..ROUNDS {
         if connected.is_completed() {
@@ -68,7 +68,7 @@ pub(in crate::lookup) fn connect(locals: &[&LocalBuffer]) -> RemoteBuffer {
 }
 
 /// Begins a select, and sends it.
-pub(in crate::lookup) fn select(remote: &RemoteBuffer) -> Operation<Selected> {
+pub(in crate::lookup) fn select(remote: &LookupBuffer) -> Operation<Selected> {
     let selected = remote.select(LookupQuery::Any, None, Then::GoOn).unwrap();
     rest(|| remote.manual_round());
     selected

@@ -1,4 +1,3 @@
-//! Tests of several files of the lookup buffer, and what such tests share.
+//! What tests of several files of the lookup buffer share.
 
 pub(super) mod manual;
-mod model;

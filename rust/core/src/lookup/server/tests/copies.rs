@@ -4,15 +4,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::super::{
-    BufferState, ChangedBy, ClientAction, ClientSelect, ClientSession, Inserter, LookupServer,
-    LookupShared, Selector,
+    BufferState, ChangedBy, ClientSelect, ClientSession, LookupServer, StoreAction, Waiter,
 };
 use super::*;
 use crate::error::Error;
 use crate::lookup::LookupQuery;
 use crate::lookup::tests::manual::serve_within;
 use crate::reactor::manual::Round;
-use crate::work::{Waited, work};
+use crate::work::{Then, Waited};
 
 /// Slices of a waiting insert.
 const NUM_SLICES: usize = 2;
@@ -20,12 +19,12 @@ const NUM_SLICES: usize = 2;
 const INSERTS: usize = 3;
 
 /// A full buffer whose inserts all get their space in the next round.
-fn about_to_grant() -> (LocalBuffer, RemoteBuffer, Vec<Operation<()>>) {
+fn about_to_grant() -> (LookupBuffer, LookupBuffer, Vec<Operation<()>>) {
     let local = serve_within((SLICES * SLICE + (8 << 10)) as u64, entries(1));
     let remote = connect(&[&local]);
     let insert = |_| {
         let items = entry(Meta::default(), NUM_SLICES * SLICE);
-        local.insert(vec![2], items, None).unwrap()
+        local.insert(vec![2], items, None, Then::GoOn).unwrap()
     };
     let inserts: Vec<_> = (0..INSERTS).map(insert).collect();
     let selected = select(&remote);
@@ -46,7 +45,7 @@ fn num_completed(inserts: &[Operation<()>]) -> usize {
 }
 
 /// Rounds until the next insert ends.
-fn rounds_to_next(local: &LocalBuffer, inserts: &[Operation<()>]) -> usize {
+fn rounds_to_next(local: &LookupBuffer, inserts: &[Operation<()>]) -> usize {
     let before = num_completed(inserts);
     for round in 1..ROUNDS {
         local.manual_round();
@@ -58,7 +57,7 @@ fn rounds_to_next(local: &LocalBuffer, inserts: &[Operation<()>]) -> usize {
 }
 
 /// Runs rounds until all inserts are granted, and none is copied.
-fn granted(local: &LocalBuffer, inserts: &[Operation<()>]) {
+fn granted(local: &LookupBuffer, inserts: &[Operation<()>]) {
     for _ in 0..ROUNDS {
         if local.info().num_waiting == 0 {
             assert_eq!(num_completed(inserts), 0);
@@ -121,39 +120,37 @@ fn waiting_for_an_insert_that_is_copied_past_its_deadline_sleeps() {
 
 #[test]
 fn granted_inserts_end_with_the_server_and_free_their_space() {
-    let shared = Arc::new(LookupShared::new(20 << 10));
+    let local = LookupBuffer::new(20 << 10);
+    let shared = local.shared();
     let insert = |num_bytes| {
-        let (inserted, completer) = work();
         let items = entry(Meta::default(), num_bytes);
-        let ticket = shared.insert(vec![1].into(), items, None, completer);
-        (inserted, ticket.unwrap())
+        local.insert(vec![1], items, None, Then::GoOn).unwrap()
     };
-    let server = LookupServer::new(Arc::clone(&shared), true);
-    let other = Inserter::Client((20, 1));
+    let server = LookupServer::new(Arc::clone(shared), true);
+    let other = Waiter::Client((20, 1));
     let reserve =
         |state: &mut BufferState| state.store.reserve(16 << 10, None, Instant::now(), other);
     let reserved = shared.change(ChangedBy::Server, reserve);
     let reserved = reserved.flatten().unwrap();
-    let (inserted, _) = insert(4 << 10);
+    let inserted = insert(4 << 10);
     assert!(inserted.result().is_none());
     // As the server does when it loses the client.
-    let forget = |state: &mut BufferState| state.forget(reserved);
+    let forget = |state: &mut BufferState| state.store.release(reserved);
     shared.change(ChangedBy::Server, forget).unwrap();
     assert!(inserted.result().is_none());
     drop(server); // as the driver does when the reactor panics
     assert!(matches!(inserted.result(), Some(Err(Error::Closed(_)))));
-    assert_eq!(insert(16 << 10).0.result(), Some(Ok(())));
+    assert_eq!(insert(16 << 10).result(), Some(Ok(())));
 }
 
 #[test]
 fn an_entry_returned_as_the_server_ends_is_not_leased_to_another_client() {
     for _ in 0..16 {
-        let shared = Arc::new(LookupShared::new(20 << 10));
-        let mut server = LookupServer::new(Arc::clone(&shared), true);
-        let (_inserted, completer) = work();
+        let local = LookupBuffer::new(20 << 10);
+        let shared = local.shared();
+        let mut server = LookupServer::new(Arc::clone(shared), true);
         let items = entry(Meta::default(), 1);
-        let inserted = shared.insert(vec![1].into(), items, None, completer);
-        inserted.unwrap();
+        let _inserted = local.insert(vec![1], items, None, Then::GoOn).unwrap();
         let add = |server: &mut LookupServer, session, select| {
             let mut client = ClientSession::default();
             client.selects.insert(1, select);
@@ -161,14 +158,15 @@ fn an_entry_returned_as_the_server_ends_is_not_leased_to_another_client() {
         };
         let select = |session| {
             let select = |state: &mut BufferState| {
-                let selector = Selector::Client((session, 1));
+                let selector = Waiter::Client((session, 1));
                 let now = Instant::now();
                 state.store.select(LookupQuery::Any, None, now, selector)
             };
             shared.change(ChangedBy::Server, select).unwrap()
         };
         select(16);
-        let Some((_, ClientAction::Deliver(entry, _))) = shared.drain_client_actions().pop_front()
+        let Some(StoreAction::Select(_, Some((entry, _)))) =
+            shared.drain_client_actions().pop_front()
         else {
             panic!("it matches");
         };

@@ -5,8 +5,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::super::LookupQuery;
-use super::super::store::{Store, StoreAction, Ticket};
+use super::super::{LookupQuery, Store, StoreAction, Ticket};
 
 const CAPACITY: u64 = 100;
 
@@ -105,19 +104,19 @@ impl Model {
             }
             StoreStep::Abandon(n) => {
                 if let Some(ticket) = take(&mut self.granted, n) {
-                    self.store.abandon(ticket);
+                    self.store.release(ticket);
                 }
             }
             StoreStep::Consume(n) => {
                 if let Some(entry) = take(&mut self.leased, n) {
                     assert!(self.consumed.insert(entry), "{entry} was consumed twice");
-                    self.store.consume(entry);
+                    self.store.settle(entry, true);
                 }
             }
             StoreStep::PutBack(n) => {
                 if let Some(entry) = take(&mut self.leased, n) {
                     self.visible.insert(entry);
-                    self.store.put_back(entry);
+                    self.store.release(entry);
                 }
             }
             StoreStep::Cancel(n) => {
@@ -139,27 +138,23 @@ impl Model {
     fn follow(&mut self) {
         while let Some(action) = self.store.next_action() {
             match action {
-                StoreAction::Grant { ticket, insert } => {
+                StoreAction::Insert(insert, Ok(ticket)) => {
                     assert_eq!(insert, ticket);
                     assert_eq!(self.waiting.remove(0), ticket, "out of turn");
                     self.granted.push(ticket);
                 }
-                StoreAction::Full { insert, .. } => {
+                StoreAction::Insert(insert, Err(_)) => {
                     self.waiting.retain(|waiting| *waiting != insert);
                 }
-                StoreAction::Deliver {
-                    select,
-                    entry,
-                    content,
-                } => {
+                StoreAction::Select(select, found) => {
                     let query = self.selects.remove(&select).expect("it waited");
+                    let Some((entry, content)) = found else {
+                        continue;
+                    };
                     assert!(query.matches(&self.tokens[&entry]));
                     assert!(self.visible.remove(&entry), "{entry} was not there");
                     assert_eq!(content, entry);
                     self.leased.push(entry);
-                }
-                StoreAction::Miss { select } => {
-                    self.selects.remove(&select).expect("it waited");
                 }
             }
         }
@@ -169,15 +164,15 @@ impl Model {
         let sizes = |tickets: &mut dyn Iterator<Item = &Ticket>| -> u64 {
             tickets.map(|ticket| self.sizes[ticket]).sum()
         };
-        let counts = self.store.counts();
+        let info = self.store.info();
         let num_bytes = sizes(&mut self.granted.iter().chain(&self.visible).chain(&self.leased));
-        assert_eq!(counts.num_bytes, num_bytes);
+        assert_eq!(info.num_bytes, Some(num_bytes));
         assert!(num_bytes <= CAPACITY);
-        assert_eq!(counts.num_entries, self.visible.len());
-        assert_eq!(counts.num_leased, self.leased.len());
-        assert_eq!(counts.num_reserved, self.granted.len());
-        assert_eq!(counts.num_waiting_inserts, self.waiting.len());
-        assert_eq!(counts.num_waiting_selects, self.selects.len());
+        assert_eq!(info.num_entries, Some(self.visible.len()));
+        assert_eq!(info.num_leased, Some(self.leased.len()));
+        assert_eq!(self.store.reserved.len(), self.granted.len());
+        assert_eq!(self.store.inserts.len(), self.waiting.len());
+        assert_eq!(self.store.selects.len(), self.selects.len());
         for query in self.selects.values() {
             let matches = |entry: &&Ticket| query.matches(&self.tokens[*entry]);
             assert_eq!(
