@@ -85,6 +85,15 @@ impl AmData {
             Self::Placed(len) => *len,
         }
     }
+
+    /// The bytes, without a copy; none if they were placed.
+    #[must_use]
+    pub fn into_bytes(self) -> Vec<u8> {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Placed(_) => Vec::new(),
+        }
+    }
 }
 
 impl Deref for AmData {

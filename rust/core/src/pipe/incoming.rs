@@ -1,9 +1,8 @@
 //! Tensors that have arrived and wait for a receive, and receives that wait for a tensor. They meet in order.
 
-use std::borrow::Cow;
 use std::sync::Arc;
 
-use kvpipe_ucx::Buffer;
+use kvpipe_ucx::{AmData, Buffer};
 
 use super::messages::{OFFER, ReceiverMessage, SenderMessage};
 use super::receiver::Receiver;
@@ -32,7 +31,11 @@ pub(super) struct IncomingTensor {
 }
 
 pub(super) enum Content {
-    Eager(Vec<u8>),
+    /// The message, which ends with the tensor's bytes: they are not copied out of it.
+    Eager {
+        message: Vec<u8>,
+        len: usize,
+    },
     Offer(BufferDescription),
     /// The message differs from its checksum: none of its fields can be trusted.
     Corrupt {
@@ -46,7 +49,7 @@ impl IncomingTensor {
     fn mismatch(&self, out: Option<&(Meta, Buffer)>) -> Option<Error> {
         let (meta, buffer) = out?;
         let len = match &self.content {
-            Content::Eager(bytes) => bytes.len(),
+            Content::Eager { len, .. } => *len,
             Content::Offer(buffer) => buffer.len,
             Content::Corrupt { .. } => return None,
         };
@@ -73,19 +76,25 @@ impl Receiver {
         cx: &mut ReactorContext,
         session: SessionKey,
         (kind, mut header): (u8, Reader<'_>),
-        data: &[u8],
+        data: AmData,
     ) -> Result<()> {
         let sequence = header.u64()?;
-        let (meta, content) = match SenderMessage::decode(kind, header, data) {
-            Ok(SenderMessage::Eager { meta, bytes }) => (meta, Content::Eager(bytes.to_vec())),
-            Ok(SenderMessage::Offer { meta, buffer }) => (meta, Content::Offer(buffer)),
+        let (meta, content) = match SenderMessage::decode(kind, header, &data) {
+            Ok(SenderMessage::Eager { meta, bytes }) => {
+                let (meta, len) = (meta.into_owned(), bytes.len());
+                let message = data.into_bytes();
+                (meta, Content::Eager { message, len })
+            }
+            Ok(SenderMessage::Offer { meta, buffer }) => {
+                (meta.into_owned(), Content::Offer(buffer))
+            }
             Ok(SenderMessage::Withdraw) => {
                 self.withdraw(cx, session, sequence);
                 return Ok(());
             }
             Err(Error::Corrupt(_)) => {
                 let was_offered = kind == OFFER;
-                (Cow::default(), Content::Corrupt { was_offered })
+                (Meta::default(), Content::Corrupt { was_offered })
             }
             Err(error) => return Err(error),
         };
@@ -99,7 +108,6 @@ impl Receiver {
         if let Content::Offer(buffer) = &content {
             self.engine.add_source(session, sequence, buffer.source());
         }
-        let meta = meta.into_owned();
         self.incoming.push_back(IncomingTensor {
             sequence,
             meta,
@@ -124,10 +132,10 @@ impl Receiver {
             };
             let (sequence, meta) = (tensor.sequence, tensor.meta);
             match tensor.content {
-                Content::Eager(bytes) => {
-                    self.record_received(cx, sequence, bytes.len());
-                    let received =
-                        place(bytes, receive.out).map(|buffer| Arc::new(Received { meta, buffer }));
+                Content::Eager { message, len } => {
+                    self.record_received(cx, sequence, len);
+                    let placed = place(message, len, receive.out);
+                    let received = placed.map(|buffer| Arc::new(Received { meta, buffer }));
                     receive.completer.complete(received);
                 }
                 Content::Offer(buffer) => self.begin_large(cx, sequence, meta, buffer, receive),
@@ -156,15 +164,20 @@ impl Receiver {
     }
 }
 
-/// Copies a small tensor into the caller's memory; without any, returns memory that holds it.
-fn place(bytes: Vec<u8>, out: Option<(Meta, Buffer)>) -> Result<Option<Buffer>> {
+/// Copies a small tensor, the last `len` bytes of its message, into the caller's memory; without any, returns memory that
+/// holds it.
+fn place(mut message: Vec<u8>, len: usize, out: Option<(Meta, Buffer)>) -> Result<Option<Buffer>> {
+    let start = message.len() - len;
     match out {
-        Some((_, out)) if !out.write(0, &bytes) => {
+        Some((_, out)) if !out.write(0, &message[start..]) => {
             let text =
                 "the CUDA driver could not write into out=; the tensor is lost, the pipe is usable";
             Err(Error::Unavailable(text.to_owned()))
         }
         Some(_) => Ok(None),
-        None => Ok(Some(Buffer::from_vec(bytes))),
+        None => {
+            message.drain(..start); // elements are aligned where an allocation begins
+            Ok(Some(Buffer::from_vec(message)))
+        }
     }
 }

@@ -231,9 +231,8 @@ impl Service for Receiver {
                 }
             }
         } else {
-            self.sender_message(cx, session, (kind, reader), &data)?;
+            self.sender_message(cx, session, (kind, reader), data)?;
         }
-        drop(data);
         self.advance(cx);
         Ok(())
     }
