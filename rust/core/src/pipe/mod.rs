@@ -24,7 +24,6 @@ use crate::reactor::Route;
 use crate::session::SessionTimeouts;
 use crate::session::{ReactorConfig, ReactorContext};
 use crate::tensor::{Meta, Received};
-use crate::transfer::path::advice::advice;
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 
@@ -94,7 +93,9 @@ impl SharedInfo {
         info.peer = cx.peer(session);
         if let Some(data_path) = cx.data_path(session) {
             data_path.transport().clone_into(&mut info.transport);
-            info.advice = advice(&data_path, peer.host == cx.identity().host).unwrap_or_default();
+            info.advice = data_path
+                .advice(peer.host == cx.identity().host)
+                .unwrap_or_default();
         }
     }
 

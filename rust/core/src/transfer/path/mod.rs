@@ -1,6 +1,5 @@
 //! How the bytes of a transfer get here: one decision, and the three ways.
 
-pub(crate) mod advice;
 pub(crate) mod incoming;
 pub(super) mod outgoing;
 pub(super) mod process_vm;
