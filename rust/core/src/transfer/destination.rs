@@ -4,34 +4,32 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::Status;
+use kvpipe_ucx::{AmData, Status};
 
-use super::engine::{Completion, TransferEngine};
+use super::engine::{Completion, PeerTransfers, TransferEngine};
+use super::incoming_stream::IncomingStream;
 use super::message::{Message, Wanted};
-use super::path::incoming::IncomingStream;
-use super::path::process_vm::CHECKSUMMED_BYTES;
-use super::path::{self, Path};
+use super::region::Cursor;
 use super::remote_source::SourceChecksums;
 use super::transfer::{
-    ReadPath, Reading, State, Transfer, TransferError, TransferRequest, read_token, split_token,
+    CHECKSUMMED_BYTES, Corruption, Reading, State, Transfer, TransferError, TransferRequest,
+    split_token,
 };
 use super::verifier::Verifier;
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
 
 /// Bytes of reads from one peer in flight. Of 1, 4 and 16 MiB none took less CPU than another over CMA, whose
 /// reads keep the thread from its sockets meanwhile: this much takes 1 to 2 ms. RDMA has 4 MiB left when it is refilled.
 const BYTES_IN_FLIGHT: u64 = 8 << 20;
-/// Reads from one peer in flight where they wait in a device. A queue pair takes 256: when a dead peer leaves it
-/// full, UCX (1.13) has no room for what begins a close by force, and the reads end when the device gives up, if ever.
-const READS_IN_FLIGHT: usize = 128;
+
 /// From the beginning of a transfer to its end.
 impl TransferEngine {
     /// Starts transfers of a peer as far as the bound on those under way allows.
     pub(super) fn start_waiting(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         loop {
-            let Some(peer) = self.peers.get(&session) else {
+            let Some(peer) = self.peers.get_mut(&session) else {
                 return;
             };
             let is_waiting = |id: &&u64| {
@@ -42,70 +40,14 @@ impl TransferEngine {
             let Some(&id) = first.find(is_waiting) else {
                 return self.post(cx, session);
             };
-            self.start(cx, session, id);
+            if let Some(transfer) = self.transfers.get_mut(&id) {
+                transfer.began = Some(Instant::now());
+                let state = peer.start(cx, id, &transfer.request);
+                transfer.state = state.unwrap_or_else(State::Failed);
+            }
+            self.schedule(id);
             self.complete_if_over(cx, id);
         }
-    }
-
-    fn start(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64) {
-        let (Some(transfer), Some(peer)) =
-            (self.transfers.get_mut(&id), self.peers.get_mut(&session))
-        else {
-            return;
-        };
-        transfer.began = Some(Instant::now());
-        let request = &transfer.request;
-        if request.pieces.num_bytes == 0 {
-            transfer.state = State::Verifying(Verifier::default());
-            return;
-        }
-        let Some(source) = peer.sources.get_mut(&request.source) else {
-            let text = "the source of the transfer has been closed meanwhile";
-            return transfer.fail(Error::Config(text.to_owned()));
-        };
-        // Nobody hashes what is on a GPU.
-        let is_checksummed = request.is_checksummed && !source.is_cuda;
-        let (is_retry, process) = (request.is_retry, peer.process.as_ref());
-        let wanted = match path::choose(cx, session, (source, process), &request.memory, is_retry) {
-            Err(error) => return transfer.fail(error),
-            Ok(Path::Stream) => {
-                let destination = (Arc::clone(&request.memory), Arc::clone(&request.pieces));
-                let stream = IncomingStream::begin(cx, session, id, destination, is_checksummed);
-                let wanted = if is_checksummed {
-                    Wanted::ChecksummedBytes
-                } else {
-                    Wanted::Bytes
-                };
-                ask(cx, id, request, wanted);
-                transfer.state = State::Streaming(stream);
-                return;
-            }
-            Ok(Path::RemoteRead(key)) => {
-                let is_in_order = !source.is_cuda && cx.reads_at_once(session);
-                peer.reads_cap = if is_in_order {
-                    usize::MAX
-                } else {
-                    READS_IN_FLIGHT
-                };
-                ReadPath::Remote {
-                    base: source.base,
-                    key,
-                }
-            }
-            Ok(Path::ProcessVm(process)) => ReadPath::ProcessVm {
-                base: source.base,
-                process,
-            },
-        };
-        let verifier = is_checksummed.then(|| {
-            if let SourceChecksums::Pushed { known, .. } = &source.checksums {
-                return Verifier::new(known.clone());
-            }
-            ask(cx, id, request, Wanted::Checksums);
-            Verifier::default()
-        });
-        transfer.state = State::Reading(Reading::new(wanted, verifier));
-        self.schedule(id);
     }
 
     /// Completes a transfer if it is over, and lets the next begin.
@@ -139,29 +81,147 @@ impl TransferEngine {
     }
 }
 
+impl PeerTransfers {
+    /// Chooses the path of a transfer, and asks the source for what is needed of it.
+    fn start(
+        &mut self,
+        cx: &mut ReactorContext,
+        id: u64,
+        request: &TransferRequest,
+    ) -> Result<State> {
+        let Some(source) = self.sources.get_mut(&request.source) else {
+            let text = "the source of the transfer has been closed meanwhile";
+            return Err(Error::Config(text.to_owned()));
+        };
+        let session = request.session;
+        // Nobody hashes what is on a GPU.
+        let is_checksummed = request.is_checksummed && !source.is_cuda;
+        let path = if request.is_retry {
+            None
+        } else {
+            source.read_path(cx, session, self.process.as_ref(), &request.memory)?
+        };
+        let Some(path) = path else {
+            let destination = (Arc::clone(&request.memory), Arc::clone(&request.pieces));
+            let stream = IncomingStream::begin(cx, session, id, destination, is_checksummed);
+            let wanted = if is_checksummed {
+                Wanted::ChecksummedBytes
+            } else {
+                Wanted::Bytes
+            };
+            ask(cx, id, request, wanted);
+            return Ok(State::Streaming(stream));
+        };
+        let verifier = is_checksummed.then(|| {
+            if let SourceChecksums::Pushed { known, .. } = &source.checksums {
+                return Verifier::new(known.clone());
+            }
+            ask(cx, id, request, Wanted::Checksums);
+            Verifier::new(Vec::new())
+        });
+        Ok(State::Reading(Reading {
+            path,
+            base: source.base,
+            cursor: Cursor::default(),
+            verifier,
+        }))
+    }
+}
+
 /// Sends what a destination wants of its source.
 fn ask(cx: &mut ReactorContext, transfer: u64, request: &TransferRequest, wanted: Wanted) {
     let message = Message::Read {
-        transfer,
         source: request.source,
         wanted,
         ids: Cow::Borrowed(&request.pieces.from_ids),
     };
-    message.send(cx, request.session);
+    message.send(cx, request.session, transfer);
 }
 
 /// Whether what has come is what was exposed. Without checksums that is so if the source still exposes it; what differs from
 /// them is not the source's fault if it does not.
-fn judge(cx: &ReactorContext, transfer: &Transfer) -> Result<(), TransferError> {
-    if let State::Failed(error, _) = &transfer.state {
-        return Err(TransferError::Failed(error.clone()));
-    }
-    let corruption = transfer.corruption();
-    if corruption.is_some() || !transfer.is_verified() {
-        cx.check_still_exposed(transfer.request.session)
+fn judge(cx: &ReactorContext, transfer: &Transfer) -> std::result::Result<(), TransferError> {
+    let request = &transfer.request;
+    let (is_verified, corruption) = match &transfer.state {
+        State::Failed(error) => return Err(TransferError::Failed(error.clone())),
+        // There were no bytes.
+        State::Held | State::Queued => return Ok(()),
+        State::Reading(reading) => {
+            let verifier = reading.verifier.as_ref();
+            let unit = verifier.and_then(Verifier::corrupt_unit);
+            let corruption = unit.map(|index| Corruption {
+                at: index as u64 * request.pieces.unit_bytes,
+                is_exact: true,
+            });
+            (verifier.is_some(), corruption)
+        }
+        State::Streaming(stream) => {
+            let corruption = stream.corrupt_at().map(|at| Corruption {
+                at,
+                is_exact: false,
+            });
+            let is_verified = stream.is_checksummed() || request.is_verified_by_owner;
+            (is_verified, corruption)
+        }
+    };
+    if corruption.is_some() || !is_verified {
+        cx.check_still_exposed(request.session)
             .map_err(TransferError::Failed)?;
     }
     corruption.map_or(Ok(()), |corruption| Err(TransferError::Corrupt(corruption)))
+}
+
+/// What a source sends.
+impl TransferEngine {
+    /// A message about a transfer. It is dropped if the transfer has ended meanwhile.
+    pub(super) fn receive(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+        message: Message<'_>,
+        data: &AmData,
+    ) -> Result<()> {
+        let Some(transfer) = self.transfers.get_mut(&id) else {
+            return Ok(());
+        };
+        if transfer.request.session != session || transfer.has_failed() {
+            return Ok(());
+        }
+        if let Some(num_bytes) = transfer.receive(message, data)? {
+            Message::Credit(num_bytes).send(cx, session, id);
+        }
+        self.settle(cx, id);
+        Ok(())
+    }
+
+    /// The checksums of the next units of a source, which come unasked. Of one that is not known any more: nothing.
+    pub(super) fn receive_source_checksums(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+        first: u64,
+        checksums: &[u64],
+    ) -> Result<()> {
+        let Some(peer) = self.peers.get_mut(&session) else {
+            return Ok(());
+        };
+        let Some(source) = peer.sources.get_mut(&id) else {
+            return Ok(());
+        };
+        source.receive(first, checksums)?;
+        let queue = peer.queue.iter().take(self.max_in_flight);
+        for transfer_id in queue.copied().collect::<Vec<_>>() {
+            let transfer = self.transfers.get_mut(&transfer_id);
+            let transfer = transfer.filter(|transfer| transfer.request.source == id);
+            if let Some(verifier) = transfer.and_then(Transfer::verifier) {
+                verifier.theirs.extend(checksums);
+                self.settle(cx, transfer_id);
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Reads over UCX.
@@ -171,27 +231,17 @@ impl TransferEngine {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
-        for &id in peer.queue.iter().take(self.max_in_flight) {
-            let Some(transfer) = self.transfers.get_mut(&id) else {
+        for id in peer.queue.iter().take(self.max_in_flight) {
+            if peer.bytes_in_flight >= BYTES_IN_FLIGHT {
+                return;
+            }
+            let Some(transfer) = self.transfers.get_mut(id) else {
                 continue;
             };
-            let State::Reading(reading) = &mut transfer.state else {
-                continue;
-            };
-            let request = &transfer.request;
-            while let Some((run, remote, key)) = reading.next_read(&request.pieces) {
-                if peer.bytes_in_flight >= BYTES_IN_FLIGHT || peer.reads_in_flight >= peer.reads_cap
-                {
-                    return;
-                }
-                let token = read_token(id, reading.posted.next_number());
-                let (at, len) = (run.to as usize, run.len as usize);
-                if !cx.get(session, &request.memory, at, len, remote, &key, token) {
-                    return;
-                }
-                reading.posted.post(run.len);
-                reading.cursor.advance(&request.pieces.runs, run.len);
-                peer.bytes_in_flight += run.len;
+            while peer.bytes_in_flight < BYTES_IN_FLIGHT
+                && let Some(len) = transfer.post_read(cx, *id, peer.reads_in_flight)
+            {
+                peer.bytes_in_flight += len;
                 peer.reads_in_flight += 1;
             }
         }
@@ -202,19 +252,14 @@ impl TransferEngine {
         &mut self,
         cx: &mut ReactorContext,
         token: u64,
-        result: Result<(), Status>,
+        result: std::result::Result<(), Status>,
     ) {
         let (id, number) = split_token(token);
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
         let session = transfer.request.session;
-        let posted = match &mut transfer.state {
-            State::Reading(reading) => &mut reading.posted,
-            State::Failed(_, posted) => posted,
-            _ => return,
-        };
-        let Some(len) = posted.end(number) else {
+        let Some(len) = transfer.posted.end(number) else {
             return;
         };
         match result {
@@ -240,6 +285,7 @@ impl TransferEngine {
         }
     }
 }
+
 /// Work of this thread, slice by slice: reads by calls of our own, and checksums.
 impl TransferEngine {
     /// Queues a transfer if there is work for it.

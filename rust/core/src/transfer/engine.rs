@@ -5,10 +5,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::ProcessVmReader;
+use kvpipe_ucx::{AmData, Buffer, ProcessVmReader};
 
-use super::path::outgoing::OutgoingStream;
-use super::path::process_vm::{ProcessAddress, Secret, is_cma};
+use super::message::Message;
+use super::outgoing_stream::OutgoingStream;
+use super::process_vm::secret;
 use super::region::Pieces;
 use super::remote_source::RemoteSource;
 use super::source::{ChecksumJob, SourceRequest};
@@ -16,7 +17,7 @@ use super::transfer::{State, Transfer, TransferError, TransferRequest};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::codec::{Reader, Writer};
+use crate::net::codec::Reader;
 use crate::session::ReactorContext;
 use crate::transport::Memory;
 
@@ -73,7 +74,6 @@ pub(super) struct PeerTransfers {
     /// Of reads over UCX.
     pub(super) bytes_in_flight: u64,
     pub(super) reads_in_flight: usize,
-    pub(super) reads_cap: usize,
     /// It runs on this machine and its memory can be read.
     pub(super) process: Option<Rc<ProcessVmReader>>,
     /// It has said where its memory can be read.
@@ -98,7 +98,8 @@ pub(crate) struct TransferEngine {
     pub(super) scheduled: VecDeque<u64>,
     /// Peers that get checksums, in the order of their slices.
     pub(super) checksum_turns: VecDeque<SessionKey>,
-    secret: Secret,
+    /// By which a peer of this host knows our memory.
+    pub(super) secret: Option<Buffer>,
     pub(super) completions: VecDeque<Completion>,
 }
 
@@ -113,7 +114,7 @@ impl TransferEngine {
             deadlines: Earliest::default(),
             scheduled: VecDeque::new(),
             checksum_turns: VecDeque::new(),
-            secret: Secret::new(),
+            secret: secret(),
             completions: VecDeque::new(),
         }
     }
@@ -213,8 +214,8 @@ impl TransferEngine {
     }
 
     /// Bytes of a transfer that have not been asked for, or have not come as a stream.
-    pub(crate) fn num_left(&self, id: u64) -> u64 {
-        self.transfers.get(&id).map_or(0, Transfer::num_left)
+    pub(crate) fn bytes_left(&self, id: u64) -> u64 {
+        self.transfers.get(&id).map_or(0, Transfer::bytes_left)
     }
 
     /// The next transfer that has ended.
@@ -251,45 +252,50 @@ impl TransferEngine {
     /// The reactor has ended, and with it all reads but those that it tells of.
     pub(crate) fn stop(&mut self, error: &Error) {
         self.peers.clear();
-        for (_, mut transfer) in std::mem::take(&mut self.transfers) {
-            transfer.fail(error.clone());
+        for (_, transfer) in self.transfers.drain() {
             let outcome = Err(TransferError::Failed(error.clone()));
             self.completions
                 .push_back(Completion::of(transfer, outcome));
         }
     }
 
-    /// What to tell a peer on this machine, so that it can read our memory itself: continues `frame`.
-    pub(crate) fn process_address(
-        &self,
-        cx: &ReactorContext,
-        session: SessionKey,
-        frame: Writer,
-    ) -> Option<Writer> {
-        is_cma(cx, session)
-            .then(|| self.secret.write(frame))
-            .flatten()
-    }
-
-    /// A peer on this machine says where its memory can be read.
-    pub(crate) fn receive_process_address(
+    /// A message of a transfer, of a kind that [`Message::is_kind`] knows. What a peer asks for is handed on.
+    pub(crate) fn message(
         &mut self,
-        cx: &ReactorContext,
+        cx: &mut ReactorContext,
         session: SessionKey,
-        frame: Reader<'_>,
-    ) -> Result<()> {
-        let there = ProcessAddress::read(frame)?;
-        let Some(peer) = self.peers.get_mut(&session) else {
-            return Ok(());
-        };
-        if std::mem::replace(&mut peer.has_process_address, true) {
-            return Err(Error::protocol("a second PROCESS_VM"));
+        (kind, header): (u8, Reader<'_>),
+        data: &AmData,
+    ) -> Result<Handled> {
+        let (id, message) = Message::decode(kind, header, data)?;
+        match message {
+            Message::Read {
+                source,
+                wanted,
+                ids,
+            } => {
+                let request = SourceRequest {
+                    session,
+                    source,
+                    transfer: id,
+                    wanted,
+                    ids: ids.into_owned(),
+                };
+                self.admit(&request)?;
+                return Ok(Handled::Request(request));
+            }
+            Message::Credit(num_bytes) => self.credited(cx, session, id, num_bytes),
+            Message::SourceChecksums { first, checksums } => {
+                self.receive_source_checksums(cx, session, id, first, &checksums)?;
+            }
+            Message::Data { .. } | Message::Refused(_) | Message::Checksums { .. } => {
+                if !(1..=self.last_id).contains(&id) {
+                    return Ok(Handled::UnknownTransfer);
+                }
+                self.receive(cx, session, id, message, data)?;
+            }
         }
-        if is_cma(cx, session) {
-            let found = ProcessVmReader::find(there.pid, there.address, &there.secret);
-            peer.process = found.map(Rc::new);
-        }
-        Ok(())
+        Ok(Handled::Done)
     }
 
     /// Does a slice of each kind of work; whether there was any.
