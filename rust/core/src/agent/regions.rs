@@ -20,7 +20,7 @@ use crate::reactor::PendingReads;
 use crate::session::ReactorContext;
 use crate::transfer::exposed::key;
 use crate::transfer::region::{Layout, RemoteRegion};
-use crate::transfer::remote_source::{RemoteSource, SourceChecksums};
+use crate::transfer::remote_source::RemoteSource;
 use crate::transport::Memory;
 use crate::work::Completer;
 
@@ -274,8 +274,7 @@ impl AgentCore {
             .map(|(id, region)| (*id, region.name.clone()))
             .collect();
         for (id, region) in regions.iter().filter(|(id, _)| !known.contains_key(id)) {
-            let (rkey, is_cuda) = (region.rkey.clone(), region.is_cuda());
-            let source = RemoteSource::new(region.base, rkey, is_cuda, SourceChecksums::Asked);
+            let source = RemoteSource::new(region.base, region.rkey.clone(), region.is_cuda());
             self.engine.add_source(session, (*id).into(), source);
         }
         peer.regions = Some(regions);

@@ -10,7 +10,7 @@ use super::engine::{Completion, PeerTransfers, TransferEngine};
 use super::incoming_stream::IncomingStream;
 use super::message::{Message, Wanted};
 use super::region::Cursor;
-use super::remote_source::SourceChecksums;
+use super::remote_source::ChecksumMode;
 use super::transfer::{
     CHECKSUMMED_BYTES, Corruption, Reading, State, Transfer, TransferError, TransferRequest,
     split_token,
@@ -113,8 +113,8 @@ impl PeerTransfers {
             return Ok(State::Streaming(stream));
         };
         let verifier = is_checksummed.then(|| {
-            if let SourceChecksums::Pushed { known, .. } = &source.checksums {
-                return Verifier::new(known.clone());
+            if source.checksum_mode == ChecksumMode::Any {
+                return Verifier::new(source.known.clone());
             }
             ask(cx, id, request, Wanted::Checksums);
             Verifier::new(Vec::new())
@@ -213,9 +213,11 @@ impl TransferEngine {
         source.receive(first, checksums)?;
         let queue = peer.queue.iter().take(self.max_in_flight);
         for transfer_id in queue.copied().collect::<Vec<_>>() {
-            let transfer = self.transfers.get_mut(&transfer_id);
-            let transfer = transfer.filter(|transfer| transfer.request.source == id);
-            if let Some(verifier) = transfer.and_then(Transfer::verifier) {
+            if let Some(transfer) = self.transfers.get_mut(&transfer_id)
+                && transfer.request.source == id
+                && let State::Reading(reading) = &mut transfer.state
+                && let Some(verifier) = &mut reading.verifier
+            {
                 verifier.theirs.extend(checksums);
                 self.settle(cx, transfer_id);
             }

@@ -85,7 +85,7 @@ pub(super) struct PeerTransfers {
 }
 
 /// Moves bytes between registered memories. See the module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct TransferEngine {
     /// Transfers from one peer under way at once; more wait, and a peer may not ask for more. Bounds the bytes that
     /// streams have in flight.
@@ -108,14 +108,8 @@ impl TransferEngine {
     pub(crate) fn new(max_in_flight: usize) -> Self {
         Self {
             max_in_flight,
-            peers: HashMap::new(),
-            transfers: HashMap::new(),
-            last_id: 0,
-            deadlines: Earliest::default(),
-            scheduled: VecDeque::new(),
-            checksum_turns: VecDeque::new(),
             secret: secret(),
-            completions: VecDeque::new(),
+            ..Self::default()
         }
     }
 
@@ -284,7 +278,7 @@ impl TransferEngine {
                 self.admit(&request)?;
                 return Ok(Handled::Request(request));
             }
-            Message::Credit(num_bytes) => self.credited(cx, session, id, num_bytes),
+            Message::Credit(num_bytes) => self.stream_on(cx, session, id, num_bytes),
             Message::SourceChecksums { first, checksums } => {
                 self.receive_source_checksums(cx, session, id, first, &checksums)?;
             }
@@ -320,12 +314,10 @@ impl TransferEngine {
             for id in self.ids(is_late) {
                 self.fail_late(cx, id);
             }
-            let open = self
-                .transfers
-                .values()
-                .filter(|transfer| !transfer.has_failed());
-            for transfer in open {
-                self.deadlines.add(transfer.request.deadline);
+            for transfer in self.transfers.values() {
+                if !transfer.has_failed() {
+                    self.deadlines.add(transfer.request.deadline);
+                }
             }
         }
         self.deadlines.at()

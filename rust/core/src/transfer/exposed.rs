@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvpipe_ucx::{Buffer, MemoryKind};
 
 use super::region::{Layout, Pieces, RKEY_CAP};
-use super::remote_source::{RemoteSource, SourceChecksums};
+use super::remote_source::{ChecksumMode, RemoteSource};
 use super::source::SourceRequest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -16,18 +16,6 @@ use crate::transport::{DataPath, Memory};
 
 /// What one checksum of a buffer covers: a read of UCX's, so that it is computed while the bytes are in the cache.
 pub(super) const UNIT: u64 = 1 << 20;
-
-/// How a buffer is verified.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub(crate) enum ChecksumMode {
-    /// Not at all: its owner has switched checksums off.
-    None = 0,
-    /// By checksums of its units, which come unasked, or by those that the pieces of a stream carry.
-    Any = 1,
-    /// By the checksums of a stream only: the owner does not see that it could be read.
-    Stream = 2,
-}
 
 const fn is_cuda(kind: MemoryKind) -> bool {
     matches!(kind, MemoryKind::Cuda { .. })
@@ -166,15 +154,11 @@ impl BufferDescription {
 
     /// What the engine reads it from.
     pub(crate) fn source(&self) -> RemoteSource {
-        let checksums = match self.checksum_mode {
-            ChecksumMode::None => SourceChecksums::Asked,
-            ChecksumMode::Any => SourceChecksums::Pushed {
-                num_units: (self.len as u64).div_ceil(UNIT),
-                known: Vec::new(),
-            },
-            ChecksumMode::Stream => SourceChecksums::Streamed,
-        };
-        RemoteSource::new(self.address, self.key.clone(), self.is_cuda, checksums)
+        RemoteSource {
+            checksum_mode: self.checksum_mode,
+            num_units: (self.len as u64).div_ceil(UNIT),
+            ..RemoteSource::new(self.address, self.key.clone(), self.is_cuda)
+        }
     }
 }
 

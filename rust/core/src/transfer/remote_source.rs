@@ -16,15 +16,16 @@ const UNITS_CAP: u64 = 1 << 20;
 /// full, UCX (1.13) has no room for what begins a close by force, and the reads end when the device gives up, if ever.
 const READS_IN_FLIGHT: usize = 128;
 
-/// Where the checksums of a source come from.
-#[derive(Debug)]
-pub(crate) enum SourceChecksums {
-    /// The destination asks for those of its blocks, if it wants any.
-    Asked,
-    /// Its owner sends those of all units unasked: how many there are, and what has come.
-    Pushed { num_units: u64, known: Vec<u64> },
-    /// Only the pieces of a stream have any, so that it always streams.
-    Streamed,
+/// How what is read from a source is verified.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum ChecksumMode {
+    /// By checksums that the destination asks for, if it wants any. The owner of a buffer has switched them off.
+    None = 0,
+    /// By checksums of its units, which come unasked, or by those that the pieces of a stream carry.
+    Any = 1,
+    /// By the checksums of a stream only: the owner does not see that it could be read.
+    Stream = 2,
 }
 
 /// How a destination reads a source itself.
@@ -45,20 +46,26 @@ pub(crate) struct RemoteSource {
     /// Address of its first byte in the peer's process.
     pub(super) base: u64,
     /// The packed key for UCX.
-    rkey: Vec<u8>,
+    pub(super) rkey: Vec<u8>,
     pub(super) is_cuda: bool,
-    pub(super) checksums: SourceChecksums,
+    pub(super) checksum_mode: ChecksumMode,
+    /// How many checksums come unasked, and what has come.
+    pub(super) num_units: u64,
+    pub(super) known: Vec<u64>,
     /// By the kind of memory that they read into.
-    keys: Vec<(MemoryKind, Rc<RemoteKey>)>,
+    pub(super) keys: Vec<(MemoryKind, Rc<RemoteKey>)>,
 }
 
 impl RemoteSource {
-    pub(crate) fn new(base: u64, rkey: Vec<u8>, is_cuda: bool, checksums: SourceChecksums) -> Self {
+    /// Memory of which no checksums come unasked.
+    pub(crate) fn new(base: u64, rkey: Vec<u8>, is_cuda: bool) -> Self {
         Self {
             base,
             rkey,
             is_cuda,
-            checksums,
+            checksum_mode: ChecksumMode::None,
+            num_units: 0,
+            known: Vec::new(),
             keys: Vec::new(),
         }
     }
@@ -74,7 +81,7 @@ impl RemoteSource {
         process: Option<&Rc<ProcessVmReader>>,
         destination: &Memory,
     ) -> Result<Option<ReadPath>> {
-        if let SourceChecksums::Streamed = self.checksums {
+        if self.checksum_mode == ChecksumMode::Stream {
             return Ok(None);
         }
         let (to, data_path) = (destination.buffer().kind(), cx.data_path(session));
@@ -125,8 +132,9 @@ impl RemoteSource {
     /// # Errors
     /// It has no such units, or no checksums that come unasked.
     pub(crate) fn receive(&mut self, first: u64, checksums: &[u64]) -> Result<()> {
-        if let SourceChecksums::Pushed { num_units, known } = &mut self.checksums
-            && add_next(known, UNITS_CAP.min(*num_units), first, checksums)
+        let num_units = UNITS_CAP.min(self.num_units);
+        if self.checksum_mode == ChecksumMode::Any
+            && add_next(&mut self.known, num_units, first, checksums)
         {
             return Ok(());
         }
@@ -159,20 +167,19 @@ mod tests {
 
     #[test]
     fn checksums_that_come_unasked_come_in_order_and_not_beyond_the_last_unit() {
-        let known = Vec::new();
-        let checksums = SourceChecksums::Pushed {
+        let mut source = RemoteSource {
+            checksum_mode: ChecksumMode::Any,
             num_units: 2,
-            known,
+            ..RemoteSource::new(0, Vec::new(), false)
         };
-        let mut source = RemoteSource::new(0, Vec::new(), false, checksums);
         assert!(source.receive(1, &[7]).is_err());
         assert_eq!(source.receive(0, &[7]), Ok(()));
         assert!(source.receive(0, &[7]).is_err());
         assert!(source.receive(1, &[7, 7]).is_err());
         assert_eq!(source.receive(1, &[8]), Ok(()));
-        let asked = SourceChecksums::Asked;
-        let mut source = RemoteSource::new(0, Vec::new(), false, asked);
+        let mut source = RemoteSource::new(0, Vec::new(), false);
         assert!(source.receive(0, &[7]).is_err());
+        assert!(source.receive(0, &[]).is_err());
     }
 
     #[test]

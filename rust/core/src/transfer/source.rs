@@ -98,7 +98,7 @@ impl TransferEngine {
         let (session, transfer) = (request.session, request.transfer);
         let begun = source.and_then(|(memory, layout)| self.begin(request, memory, &layout));
         match begun {
-            Ok(()) => self.stream_on(cx, session, transfer),
+            Ok(()) => self.stream_on(cx, session, transfer, 0),
             Err(error) => {
                 Message::Refused(error.to_string()).send(cx, session, transfer);
             }
@@ -161,27 +161,21 @@ impl TransferEngine {
         }
     }
 
-    /// The destination has placed so many bytes.
-    pub(super) fn credited(
+    /// Streams as far as the credit goes, to which the destination has added so many bytes.
+    pub(super) fn stream_on(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         transfer: u64,
-        num_bytes: u64,
+        credit_bytes: u64,
     ) {
-        let peer = self.peers.get_mut(&session);
-        if let Some(stream) = peer.and_then(|peer| peer.streams.get_mut(&transfer)) {
-            stream.grant(num_bytes);
-            self.stream_on(cx, session, transfer);
-        }
-    }
-
-    fn stream_on(&mut self, cx: &mut ReactorContext, session: SessionKey, transfer: u64) {
         if let Some(peer) = self.peers.get_mut(&session)
             && let Some(stream) = peer.streams.get_mut(&transfer)
-            && stream.send(cx, session, transfer)
         {
-            peer.streams.remove(&transfer);
+            stream.grant(credit_bytes);
+            if stream.send(cx, session, transfer) {
+                peer.streams.remove(&transfer);
+            }
         }
     }
 

@@ -186,14 +186,6 @@ impl Transfer {
         matches!(self.state, State::Failed(_))
     }
 
-    /// What compares a read with checksums.
-    pub(super) fn verifier(&mut self) -> Option<&mut Verifier> {
-        match &mut self.state {
-            State::Reading(reading) => reading.verifier.as_mut(),
-            _ => None,
-        }
-    }
-
     /// Whether nothing more will happen: all is here and compared, or it failed and no read can write any more.
     pub(super) fn is_over(&self) -> bool {
         let pieces = &self.request.pieces;

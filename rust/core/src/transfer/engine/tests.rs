@@ -10,7 +10,7 @@ use crate::checksum;
 use crate::transfer::exposed::ExposedBuffer;
 use crate::transfer::message::{Message, Wanted};
 use crate::transfer::region::{Layout, coalesce};
-use crate::transfer::remote_source::SourceChecksums;
+use crate::transfer::remote_source::ChecksumMode;
 use crate::transport::{MemoryPath, Transport, Worker};
 
 const SESSION: SessionKey = 20;
@@ -60,16 +60,20 @@ impl Fixture {
             peer,
             source,
         };
-        fixture.add_source(SourceChecksums::Asked);
+        fixture.add_source(ChecksumMode::None);
         fixture
     }
 
-    fn add_source(&mut self, checksums: SourceChecksums) {
+    fn add_source(&mut self, checksum_mode: ChecksumMode) {
         let (base, rkey) = (
             self.source.buffer().address() as u64,
             self.source.pack_rkey(),
         );
-        let source = RemoteSource::new(base, rkey.unwrap(), false, checksums);
+        let source = RemoteSource {
+            checksum_mode,
+            num_units: 3,
+            ..RemoteSource::new(base, rkey.unwrap(), false)
+        };
         self.engine.add_source(SESSION, SOURCE, source);
     }
 
@@ -226,10 +230,7 @@ fn a_read_names_the_first_block_that_differs() {
 fn checksums_that_come_unasked_verify_a_read_whenever_they_come() {
     for comes_first in [true, false] {
         let mut it = Fixture::new(MemoryPath::RemoteRead);
-        it.add_source(SourceChecksums::Pushed {
-            num_units: 3,
-            known: Vec::new(),
-        });
+        it.add_source(ChecksumMode::Any);
         let checksums = it.block_checksums();
         if comes_first {
             it.source_checksums(checksums.clone()).unwrap();
