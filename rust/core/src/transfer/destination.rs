@@ -1,6 +1,7 @@
 //! The destination's side of transfers: in which order they begin, what they read, and when they are over.
 
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -12,8 +13,7 @@ use super::message::{Message, Wanted};
 use super::region::Cursor;
 use super::remote_source::ChecksumMode;
 use super::transfer::{
-    CHECKSUMMED_BYTES, Corruption, Reading, State, Transfer, TransferError, TransferRequest,
-    split_token,
+    CHECKSUMMED_BYTES, Reading, State, Transfer, TransferError, TransferRequest, split_token,
 };
 use super::verifier::Verifier;
 use crate::error::{Error, Result};
@@ -44,8 +44,8 @@ impl TransferEngine {
                 transfer.began = Some(Instant::now());
                 let state = peer.start(cx, id, &transfer.request);
                 transfer.state = state.unwrap_or_else(State::Failed);
+                schedule(&mut self.scheduled, id, transfer);
             }
-            self.schedule(id);
             self.complete_if_over(cx, id);
         }
     }
@@ -148,20 +148,12 @@ fn judge(cx: &ReactorContext, transfer: &Transfer) -> std::result::Result<(), Tr
         State::Held | State::Queued => return Ok(()),
         State::Reading(reading) => {
             let verifier = reading.verifier.as_ref();
-            let unit = verifier.and_then(Verifier::corrupt_unit);
-            let corruption = unit.map(|index| Corruption {
-                at: index as u64 * request.pieces.unit_bytes,
-                is_exact: true,
-            });
+            let corruption = verifier.and_then(|verifier| verifier.corruption(&request.pieces));
             (verifier.is_some(), corruption)
         }
         State::Streaming(stream) => {
-            let corruption = stream.corrupt_at().map(|at| Corruption {
-                at,
-                is_exact: false,
-            });
             let is_verified = stream.is_checksummed() || request.is_verified_by_owner;
-            (is_verified, corruption)
+            (is_verified, stream.corruption())
         }
     };
     if corruption.is_some() || !is_verified {
@@ -191,7 +183,9 @@ impl TransferEngine {
         if let Some(num_bytes) = transfer.receive(message, data)? {
             Message::Credit(num_bytes).send(cx, session, id);
         }
-        self.settle(cx, id);
+        if transfer.is_over() {
+            self.settle(cx, id);
+        }
         Ok(())
     }
 
@@ -273,34 +267,32 @@ impl TransferEngine {
                 cx.fail(session, error);
             }
         }
+        schedule(&mut self.scheduled, id, transfer);
+        let is_over = transfer.is_over();
         let mut is_low = false;
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.bytes_in_flight -= len;
             peer.reads_in_flight -= 1;
             is_low = peer.bytes_in_flight <= BYTES_IN_FLIGHT / 2;
         }
-        self.schedule(id);
-        if self.complete_if_over(cx, id).is_some() {
-            self.start_waiting(cx, session);
+        if is_over {
+            self.settle(cx, id);
         } else if is_low {
             self.post(cx, session);
         }
     }
 }
 
+/// Queues a transfer if there is work for it.
+fn schedule(scheduled: &mut VecDeque<u64>, id: u64, transfer: &mut Transfer) {
+    if !transfer.is_scheduled && transfer.has_work() {
+        transfer.is_scheduled = true;
+        scheduled.push_back(id);
+    }
+}
+
 /// Work of this thread, slice by slice: reads by calls of our own, and checksums.
 impl TransferEngine {
-    /// Queues a transfer if there is work for it.
-    fn schedule(&mut self, id: u64) {
-        if let Some(transfer) = self.transfers.get_mut(&id)
-            && !transfer.is_scheduled
-            && transfer.has_work()
-        {
-            transfer.is_scheduled = true;
-            self.scheduled.push_back(id);
-        }
-    }
-
     pub(super) fn run_transfer_slice(&mut self, cx: &mut ReactorContext) -> bool {
         let Some(id) = self.scheduled.pop_front() else {
             return false;
@@ -322,8 +314,10 @@ impl TransferEngine {
                 cx.fail(session, error);
             }
         }
-        self.schedule(id);
-        self.settle(cx, id);
+        schedule(&mut self.scheduled, id, transfer);
+        if transfer.is_over() {
+            self.settle(cx, id);
+        }
         true
     }
 }

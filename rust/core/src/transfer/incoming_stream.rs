@@ -11,6 +11,7 @@ use kvpipe_ucx::AmData;
 use super::message::DATA;
 use super::outgoing_stream::WINDOW;
 use super::region::{Cursor, Pieces};
+use super::transfer::Corruption;
 use crate::checksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -27,7 +28,7 @@ struct StreamDestination {
     cursor: Cursor,
     is_checksummed: bool,
     /// Where the first piece begins that differs from its checksum.
-    corrupt_at: Option<u64>,
+    corruption: Option<Corruption>,
 }
 
 impl StreamDestination {
@@ -42,7 +43,10 @@ impl StreamDestination {
         }
         self.cursor = self.write(data)?;
         if self.is_checksummed && checksum::of(data) != checksum {
-            self.corrupt_at.get_or_insert(offset);
+            self.corruption.get_or_insert(Corruption {
+                at: offset,
+                is_exact: false,
+            });
         }
         Ok(())
     }
@@ -97,7 +101,7 @@ impl IncomingStream {
             pieces,
             cursor: Cursor::default(),
             is_checksummed,
-            corrupt_at: None,
+            corruption: None,
         }));
         Self {
             _registered: cx.register_sink(session, (DATA, transfer), destination.clone()),
@@ -136,8 +140,8 @@ impl IncomingStream {
     }
 
     /// Where the first piece begins that differs from its checksum.
-    pub(super) fn corrupt_at(&self) -> Option<u64> {
-        self.destination.borrow().corrupt_at
+    pub(super) fn corruption(&self) -> Option<Corruption> {
+        self.destination.borrow().corruption
     }
 }
 
@@ -204,7 +208,7 @@ mod tests {
             incoming.receive(0, 0, &AmData::Placed(len)).unwrap();
         }
         assert_eq!(incoming.received_bytes, 8);
-        assert_eq!(incoming.corrupt_at(), None);
+        assert_eq!(incoming.corruption(), None);
     }
 
     #[test]
@@ -256,6 +260,7 @@ mod tests {
         let (incoming, place) = (begin(&cx, &memory), cx.placer());
         assert!(place(&header(0, b"abcd"), b"abcd"));
         assert!(place(&header(4, b"efgh"), b"efgx"));
-        assert_eq!(incoming.corrupt_at(), Some(4));
+        let corruption = incoming.corruption().unwrap();
+        assert_eq!((corruption.at, corruption.is_exact), (4, false));
     }
 }

@@ -4,6 +4,7 @@
 use kvpipe_ucx::Buffer;
 
 use super::region::{Cursor, Pieces, Run};
+use super::transfer::Corruption;
 use crate::checksum::{self, RunningChecksum};
 
 /// Computes the checksum of one unit after the other, as far as a slice of work goes.
@@ -116,9 +117,13 @@ impl Verifier {
     }
 
     /// The first unit whose checksums differ.
-    pub(super) fn corrupt_unit(&self) -> Option<usize> {
+    pub(super) fn corruption(&self, pieces: &Pieces) -> Option<Corruption> {
         let mut pairs = self.ours.iter().zip(&self.theirs);
-        pairs.position(|(ours, theirs)| ours != theirs)
+        let index = pairs.position(|(ours, theirs)| ours != theirs)?;
+        Some(Corruption {
+            at: index as u64 * pieces.unit_bytes,
+            is_exact: true,
+        })
     }
 }
 
@@ -141,7 +146,7 @@ mod tests {
     }
 
     /// What a verifier says that hashes slices of `budget` bytes as they come, `step` bytes at a time.
-    fn verify(theirs: &[u64], step: u64, budget: u64) -> Option<usize> {
+    fn verify(theirs: &[u64], step: u64, budget: u64) -> Option<u64> {
         let (buffer, pieces) = blocks();
         let mut verifier = Verifier::new(theirs[..1].to_vec());
         let mut placed_bytes = 0;
@@ -154,7 +159,7 @@ mod tests {
         }
         verifier.theirs.extend(&theirs[1..]);
         assert!(verifier.is_done(&pieces));
-        verifier.corrupt_unit()
+        verifier.corruption(&pieces).map(|corruption| corruption.at)
     }
 
     #[test]
@@ -172,7 +177,7 @@ mod tests {
             for checksum in &mut theirs[first..] {
                 *checksum ^= 1;
             }
-            assert_eq!(verify(&theirs, 3, 2), Some(first));
+            assert_eq!(verify(&theirs, 3, 2), Some(8 * first as u64));
         }
     }
 
@@ -183,6 +188,6 @@ mod tests {
         let mut verifier = Verifier::new(theirs);
         verifier.hash(&buffer, &pieces, 20, 100);
         assert!(verifier.is_done(&pieces));
-        assert_eq!(verifier.corrupt_unit(), None);
+        assert_eq!(verifier.corruption(&pieces), None);
     }
 }
