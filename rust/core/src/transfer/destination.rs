@@ -28,25 +28,24 @@ const BYTES_IN_FLIGHT: u64 = 8 << 20;
 impl TransferEngine {
     /// Starts transfers of a peer as far as the bound on those under way allows.
     pub(super) fn start_waiting(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        loop {
-            let Some(peer) = self.peers.get_mut(&session) else {
-                return;
+        let mut has_started = false;
+        while let Some(peer) = self.peers.get_mut(&session)
+            && peer.running.len() < self.max_in_flight
+            && let Some(id) = peer.waiting.pop_front()
+        {
+            let Some(transfer) = self.transfers.get_mut(&id) else {
+                continue;
             };
-            let is_waiting = |id: &&u64| {
-                let transfer = self.transfers.get(*id);
-                transfer.is_some_and(|transfer| !transfer.has_begun())
-            };
-            let mut first = peer.queue.iter().take(self.max_in_flight);
-            let Some(&id) = first.find(is_waiting) else {
-                return self.post(cx, session);
-            };
-            if let Some(transfer) = self.transfers.get_mut(&id) {
-                transfer.began = Some(Instant::now());
-                let state = peer.start(cx, id, &transfer.request);
-                transfer.state = state.unwrap_or_else(State::Failed);
-                schedule(&mut self.scheduled, id, transfer);
-            }
+            peer.running.push(id);
+            transfer.began = Some(Instant::now());
+            let state = peer.start(cx, id, &transfer.request);
+            transfer.state = state.unwrap_or_else(State::Failed);
+            schedule(&mut self.scheduled, id, transfer);
             self.complete_if_over(cx, id);
+            has_started = true;
+        }
+        if has_started {
+            self.post(cx, session);
         }
     }
 
@@ -68,10 +67,12 @@ impl TransferEngine {
             .filter(|transfer| transfer.is_over())?;
         let transfer = self.transfers.remove(&id)?;
         let session = transfer.request.session;
-        if let Some(peer) = self.peers.get_mut(&session)
-            && let Some(at) = peer.queue.iter().position(|other| *other == id)
-        {
-            peer.queue.remove(at);
+        if let Some(peer) = self.peers.get_mut(&session) {
+            if let Some(at) = peer.running.iter().position(|other| *other == id) {
+                peer.running.remove(at);
+            } else {
+                peer.waiting.retain(|other| *other != id);
+            }
         }
         let outcome = judge(cx, &transfer);
         // With it goes where a stream lands: nothing is placed any more when the completion is seen.
@@ -205,8 +206,7 @@ impl TransferEngine {
             return Ok(());
         };
         source.receive(first, checksums)?;
-        let queue = peer.queue.iter().take(self.max_in_flight);
-        for transfer_id in queue.copied().collect::<Vec<_>>() {
+        for transfer_id in peer.running.clone() {
             if let Some(transfer) = self.transfers.get_mut(&transfer_id)
                 && transfer.request.source == id
                 && let State::Reading(reading) = &mut transfer.state
@@ -222,12 +222,13 @@ impl TransferEngine {
 
 /// Reads over UCX.
 impl TransferEngine {
-    /// Keeps reads from a peer in flight, those of its first transfers first.
+    /// Keeps reads from a peer in flight, those of its first transfers first. More are due when a transfer has started, and
+    /// when few are left.
     fn post(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
-        for id in peer.queue.iter().take(self.max_in_flight) {
+        for id in &peer.running {
             if peer.bytes_in_flight >= BYTES_IN_FLIGHT {
                 return;
             }
@@ -277,7 +278,8 @@ impl TransferEngine {
         }
         if is_over {
             self.settle(cx, id);
-        } else if is_low {
+        }
+        if is_low {
             self.post(cx, session);
         }
     }

@@ -69,8 +69,9 @@ pub(crate) enum Handled {
 pub(super) struct PeerTransfers {
     /// What it exposes, by its ids.
     pub(super) sources: HashMap<u64, RemoteSource>,
-    /// Transfers from it that are not over, in the order in which they may begin.
-    pub(super) queue: VecDeque<u64>,
+    /// Transfers from it that have not begun, and those that have and are not over, both in order.
+    pub(super) waiting: VecDeque<u64>,
+    pub(super) running: Vec<u64>,
     /// Of reads over UCX.
     pub(super) bytes_in_flight: u64,
     pub(super) reads_in_flight: usize,
@@ -131,13 +132,16 @@ impl TransferEngine {
             match self.peers.get_mut(&session) {
                 Some(peer) => {
                     transfer.state = State::Queued;
-                    peer.queue.push_back(id);
+                    peer.waiting.push_back(id);
                 }
                 None => transfer.fail(Error::lost(&cx.peer(session), "it is gone")),
             }
         }
-        self.settle(cx, id);
-        self.start_waiting(cx, session);
+        if transfer.is_over() {
+            self.settle(cx, id);
+        } else {
+            self.start_waiting(cx, session);
+        }
     }
 
     /// Fails a transfer: nothing more is asked for, and it completes when no read can write any more.
@@ -199,9 +203,10 @@ impl TransferEngine {
 
     /// Whether a transfer reads from a source of a peer, or may still.
     pub(crate) fn is_reading(&self, session: SessionKey, source: u64) -> bool {
-        let queue = self.peers.get(&session).into_iter();
-        let mut transfers = queue.flat_map(|peer| peer.queue.iter());
-        transfers.any(|id| {
+        let Some(peer) = self.peers.get(&session) else {
+            return false;
+        };
+        peer.running.iter().chain(&peer.waiting).any(|id| {
             let transfer = self.transfers.get(id);
             transfer.is_some_and(|transfer| transfer.request.source == source)
         })
