@@ -74,7 +74,7 @@ impl TransferEngine {
                 peer.waiting.retain(|other| *other != id);
             }
         }
-        let outcome = judge(cx, &transfer);
+        let outcome = outcome_of(cx, &transfer);
         // With it goes where a stream lands: nothing is placed any more when the completion is seen.
         self.completions
             .push_back(Completion::of(transfer, outcome));
@@ -110,14 +110,14 @@ impl PeerTransfers {
             } else {
                 Wanted::Bytes
             };
-            ask(cx, id, request, wanted);
+            send_read(cx, id, request, wanted);
             return Ok(State::Streaming(stream));
         };
         let verifier = is_checksummed.then(|| {
             if source.checksum_mode == ChecksumMode::Any {
                 return Verifier::new(source.known.clone());
             }
-            ask(cx, id, request, Wanted::Checksums);
+            send_read(cx, id, request, Wanted::Checksums);
             Verifier::new(Vec::new())
         });
         Ok(State::Reading(Reading {
@@ -130,7 +130,7 @@ impl PeerTransfers {
 }
 
 /// Sends what a destination wants of its source.
-fn ask(cx: &mut ReactorContext, transfer: u64, request: &TransferRequest, wanted: Wanted) {
+fn send_read(cx: &mut ReactorContext, transfer: u64, request: &TransferRequest, wanted: Wanted) {
     let message = Message::Read {
         source: request.source,
         wanted,
@@ -141,7 +141,7 @@ fn ask(cx: &mut ReactorContext, transfer: u64, request: &TransferRequest, wanted
 
 /// Whether what has come is what was exposed. Without checksums that is so if the source still exposes it; what differs from
 /// them is not the source's fault if it does not.
-fn judge(cx: &ReactorContext, transfer: &Transfer) -> std::result::Result<(), TransferError> {
+fn outcome_of(cx: &ReactorContext, transfer: &Transfer) -> std::result::Result<(), TransferError> {
     let request = &transfer.request;
     let (is_verified, corruption) = match &transfer.state {
         State::Failed(error) => return Err(TransferError::Failed(error.clone())),

@@ -98,7 +98,7 @@ pub(crate) struct TransferEngine {
     /// Transfers with work for this thread, in the order of their slices.
     pub(super) scheduled: VecDeque<u64>,
     /// Peers that get checksums, in the order of their slices.
-    pub(super) checksum_turns: VecDeque<SessionKey>,
+    pub(super) checksum_queue: VecDeque<SessionKey>,
     /// By which a peer of this host knows our memory.
     pub(super) secret: Option<Buffer>,
     pub(super) completions: VecDeque<Completion>,
@@ -283,7 +283,7 @@ impl TransferEngine {
                 self.admit(&request)?;
                 return Ok(Handled::Request(request));
             }
-            Message::Credit(num_bytes) => self.stream_on(cx, session, id, num_bytes),
+            Message::Credit(num_bytes) => self.continue_stream(cx, session, id, num_bytes),
             Message::SourceChecksums { first, checksums } => {
                 self.receive_source_checksums(cx, session, id, first, &checksums)?;
             }
@@ -305,7 +305,7 @@ impl TransferEngine {
 
     /// Whether a slice waits.
     pub(crate) fn has_work(&self) -> bool {
-        !(self.scheduled.is_empty() && self.checksum_turns.is_empty())
+        !(self.scheduled.is_empty() && self.checksum_queue.is_empty())
     }
 
     /// Ends transfers that are late, and tells when to come back.

@@ -98,7 +98,7 @@ impl TransferEngine {
         let (session, transfer) = (request.session, request.transfer);
         let begun = source.and_then(|(memory, layout)| self.begin(request, memory, &layout));
         match begun {
-            Ok(()) => self.stream_on(cx, session, transfer, 0),
+            Ok(()) => self.continue_stream(cx, session, transfer, 0),
             Err(error) => {
                 Message::Refused(error.to_string()).send(cx, session, transfer);
             }
@@ -137,8 +137,8 @@ impl TransferEngine {
     fn add_job(&mut self, session: SessionKey, job: ChecksumJob) {
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.checksum_jobs.push_back(job);
-            if !self.checksum_turns.contains(&session) {
-                self.checksum_turns.push_back(session);
+            if !self.checksum_queue.contains(&session) {
+                self.checksum_queue.push_back(session);
             }
         }
     }
@@ -161,8 +161,8 @@ impl TransferEngine {
         }
     }
 
-    /// Streams as far as the credit goes, to which the destination has added so many bytes.
-    pub(super) fn stream_on(
+    /// Continues a stream as far as its credit goes, to which the destination has added so many bytes.
+    pub(super) fn continue_stream(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
@@ -181,7 +181,7 @@ impl TransferEngine {
 
     /// Hashes a slice of what the peer whose turn it is gets checksums of; whether there was any.
     pub(super) fn run_checksum_slice(&mut self, cx: &mut ReactorContext) -> bool {
-        let Some(session) = self.checksum_turns.pop_front() else {
+        let Some(session) = self.checksum_queue.pop_front() else {
             return false;
         };
         let Some(peer) = self.peers.get_mut(&session) else {
@@ -207,7 +207,7 @@ impl TransferEngine {
             }
         }
         if !peer.checksum_jobs.is_empty() {
-            self.checksum_turns.push_back(session);
+            self.checksum_queue.push_back(session);
         }
         true
     }

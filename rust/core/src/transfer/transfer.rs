@@ -140,8 +140,12 @@ pub(super) struct Reading {
 
 /// See the diagram of the module.
 #[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "a box would cost each read an allocation"
+)]
 pub(super) enum State {
-    /// Not in the queue of its peer yet.
+    /// Not among those that wait for their turn yet.
     Held,
     Queued,
     Reading(Reading),
@@ -218,7 +222,7 @@ impl Transfer {
 impl Transfer {
     /// A message of the source; bytes of credit for it, if they are due.
     pub(super) fn receive(&mut self, message: Message<'_>, data: &AmData) -> Result<Option<u64>> {
-        let (kind, num_units) = (message.kind(), self.request.pieces.num_units());
+        let kind = message.kind();
         let is_expected = match (message, &mut self.state) {
             (Message::Data { offset, checksum }, State::Streaming(stream)) => {
                 return stream.receive(offset, checksum, data);
@@ -229,6 +233,7 @@ impl Transfer {
                 true
             }
             (Message::Checksums { first, checksums }, State::Reading(reading)) => {
+                let num_units = self.request.pieces.num_units();
                 let verifier = reading.verifier.as_mut();
                 verifier.is_some_and(|verifier| {
                     add_next(&mut verifier.theirs, num_units, first, &checksums)

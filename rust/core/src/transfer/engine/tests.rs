@@ -192,6 +192,21 @@ fn a_stream_is_complete_when_all_of_it_has_come() {
 }
 
 #[test]
+fn a_transfer_without_bytes_is_complete_when_its_turn_may_come() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    let pieces = coalesce((&layout(), &[]), (&layout(), &[])).unwrap();
+    let id = it.engine.add(TransferRequest {
+        pieces: Arc::new(pieces),
+        ..it.request(7)
+    });
+    assert!(it.engine.next_completion().is_none(), "it is held");
+    it.engine.enqueue(&mut it.cx, id);
+    let completion = it.engine.next_completion().expect("a completion");
+    assert_eq!((completion.owner, completion.outcome), (7, Ok(())));
+    assert_eq!(it.requests(), []);
+}
+
+#[test]
 fn a_read_is_complete_when_its_bytes_and_their_checksums_are_here() {
     for checksums_are_first in [false, true] {
         let mut it = Fixture::new(MemoryPath::RemoteRead);
