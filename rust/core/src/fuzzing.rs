@@ -164,8 +164,8 @@ fn join(header: &[u8], payload: &[u8]) -> Vec<u8> {
 /// The payload of DATA is placed, and not decoded.
 fn transfer_message(bytes: &[u8]) -> Option<Vec<u8>> {
     let (header, payload) = split(bytes)?;
-    let read = Message::decode(header[0], Reader::new(&header[1..]), payload).ok()?;
-    let (header, written) = read.to_bytes();
+    let (id, read) = Message::decode(header[0], Reader::new(&header[1..]), payload).ok()?;
+    let (header, written) = read.to_bytes(id);
     let is_data = matches!(read, Message::Data { .. });
     Some(join(&header, if is_data { payload } else { &written }))
 }

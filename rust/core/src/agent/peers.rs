@@ -13,7 +13,6 @@ use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::codec::Writer;
 use crate::net::identity::Identity;
 use crate::session::ReactorContext;
-use crate::transfer::path::advice::advice;
 use crate::transfer::region::RemoteRegion;
 use crate::work::Completer;
 
@@ -157,7 +156,7 @@ impl AgentCore {
         let is_same_host = identity.host == cx.identity().host;
         if let Some(text) = cx
             .data_path(session)
-            .and_then(|data_path| advice(&data_path, is_same_host))
+            .and_then(|data_path| data_path.advice(is_same_host))
         {
             self.logs
                 .push(format!("session.slow peer={address} {text}"));

@@ -19,7 +19,7 @@ use crate::reactor::PendingReads;
 use crate::session::ReactorContext;
 use crate::transfer::exposed::key;
 use crate::transfer::region::{Layout, RemoteRegion};
-use crate::transfer::remote_source::{RemoteSource, SourceChecksums};
+use crate::transfer::remote_source::RemoteSource;
 use crate::transport::Memory;
 use crate::work::Completer;
 
@@ -258,8 +258,7 @@ impl AgentCore {
             .iter()
             .filter(|region| region.id >= peer.next_region)
         {
-            let (rkey, is_cuda) = (region.rkey.clone(), region.is_cuda());
-            let source = RemoteSource::new(region.base, rkey, is_cuda, SourceChecksums::Asked);
+            let source = RemoteSource::new(region.base, region.rkey.clone(), region.is_cuda());
             self.engine.add_source(session, region.id.into(), source);
         }
         let next_region = regions.last().map_or(0, |region| region.id + 1);

@@ -69,7 +69,7 @@ impl Receiver {
     /// wire is not idle between two.
     pub(super) fn can_begin(&self, next: &IncomingTensor) -> bool {
         let left = self.large_receives.iter();
-        let left: u64 = left.map(|each| self.engine.num_left(each.transfer)).sum();
+        let left: u64 = left.map(|each| self.engine.bytes_left(each.transfer)).sum();
         let is_large = matches!(next.content, Content::Offer(_));
         self.large_receives.is_empty()
             || (is_large && left < BYTES_AHEAD && self.large_receives.len() < TRANSFERS_IN_FLIGHT)

@@ -22,7 +22,6 @@ use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, Route};
 use crate::session::{ReactorConfig, ReactorContext, SessionTimeouts};
 use crate::tensor::{Meta, Received};
-use crate::transfer::path::advice::advice;
 use crate::transport::Transport;
 use crate::work::{Then, Work};
 use incoming::PendingReceive;
@@ -96,7 +95,9 @@ impl SharedInfo {
         info.peer = cx.peer(session);
         if let Some(data_path) = cx.data_path(session) {
             data_path.transport().clone_into(&mut info.transport);
-            info.advice = advice(&data_path, peer.host == cx.identity().host).unwrap_or_default();
+            info.advice = data_path
+                .advice(peer.host == cx.identity().host)
+                .unwrap_or_default();
         }
     }
 

@@ -5,10 +5,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::ProcessVmReader;
+use kvpipe_ucx::{AmData, Buffer, ProcessVmReader};
 
-use super::path::outgoing::OutgoingStream;
-use super::path::process_vm::{ProcessAddress, Secret, is_cma};
+use super::message::Message;
+use super::outgoing_stream::OutgoingStream;
+use super::process_vm::secret;
 use super::region::Pieces;
 use super::remote_source::RemoteSource;
 use super::source::{ChecksumJob, SourceRequest};
@@ -16,7 +17,7 @@ use super::transfer::{State, Transfer, TransferError, TransferRequest};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::net::codec::{Reader, Writer};
+use crate::net::codec::Reader;
 use crate::session::ReactorContext;
 use crate::transport::Memory;
 
@@ -68,12 +69,12 @@ pub(crate) enum Handled {
 pub(super) struct PeerTransfers {
     /// What it exposes, by its ids.
     pub(super) sources: HashMap<u64, RemoteSource>,
-    /// Transfers from it that are not over, in the order in which they may begin.
-    pub(super) queue: VecDeque<u64>,
+    /// Transfers from it that have not begun, and those that have and are not over, both in order.
+    pub(super) waiting: VecDeque<u64>,
+    pub(super) running: Vec<u64>,
     /// Of reads over UCX.
     pub(super) bytes_in_flight: u64,
     pub(super) reads_in_flight: usize,
-    pub(super) reads_cap: usize,
     /// It runs on this machine and its memory can be read.
     pub(super) process: Option<Rc<ProcessVmReader>>,
     /// It has said where its memory can be read.
@@ -85,7 +86,7 @@ pub(super) struct PeerTransfers {
 }
 
 /// Moves bytes between registered memories. See the module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct TransferEngine {
     /// Transfers from one peer under way at once; more wait, and a peer may not ask for more. Bounds the bytes that
     /// streams have in flight.
@@ -97,8 +98,9 @@ pub(crate) struct TransferEngine {
     /// Transfers with work for this thread, in the order of their slices.
     pub(super) scheduled: VecDeque<u64>,
     /// Peers that get checksums, in the order of their slices.
-    pub(super) checksum_turns: VecDeque<SessionKey>,
-    secret: Secret,
+    pub(super) checksum_queue: VecDeque<SessionKey>,
+    /// By which a peer of this host knows our memory.
+    pub(super) secret: Option<Buffer>,
     pub(super) completions: VecDeque<Completion>,
 }
 
@@ -107,14 +109,8 @@ impl TransferEngine {
     pub(crate) fn new(max_in_flight: usize) -> Self {
         Self {
             max_in_flight,
-            peers: HashMap::new(),
-            transfers: HashMap::new(),
-            last_id: 0,
-            deadlines: Earliest::default(),
-            scheduled: VecDeque::new(),
-            checksum_turns: VecDeque::new(),
-            secret: Secret::new(),
-            completions: VecDeque::new(),
+            secret: secret(),
+            ..Self::default()
         }
     }
 
@@ -136,13 +132,16 @@ impl TransferEngine {
             match self.peers.get_mut(&session) {
                 Some(peer) => {
                     transfer.state = State::Queued;
-                    peer.queue.push_back(id);
+                    peer.waiting.push_back(id);
                 }
                 None => transfer.fail(Error::lost(&cx.peer(session), "it is gone")),
             }
         }
-        self.settle(cx, id);
-        self.start_waiting(cx, session);
+        if transfer.is_over() {
+            self.settle(cx, id);
+        } else {
+            self.start_waiting(cx, session);
+        }
     }
 
     /// Fails a transfer: nothing more is asked for, and it completes when no read can write any more.
@@ -204,17 +203,18 @@ impl TransferEngine {
 
     /// Whether a transfer reads from a source of a peer, or may still.
     pub(crate) fn is_reading(&self, session: SessionKey, source: u64) -> bool {
-        let queue = self.peers.get(&session).into_iter();
-        let mut transfers = queue.flat_map(|peer| peer.queue.iter());
-        transfers.any(|id| {
+        let Some(peer) = self.peers.get(&session) else {
+            return false;
+        };
+        peer.running.iter().chain(&peer.waiting).any(|id| {
             let transfer = self.transfers.get(id);
             transfer.is_some_and(|transfer| transfer.request.source == source)
         })
     }
 
     /// Bytes of a transfer that have not been asked for, or have not come as a stream.
-    pub(crate) fn num_left(&self, id: u64) -> u64 {
-        self.transfers.get(&id).map_or(0, Transfer::num_left)
+    pub(crate) fn bytes_left(&self, id: u64) -> u64 {
+        self.transfers.get(&id).map_or(0, Transfer::bytes_left)
     }
 
     /// The next transfer that has ended.
@@ -251,45 +251,50 @@ impl TransferEngine {
     /// The reactor has ended, and with it all reads but those that it tells of.
     pub(crate) fn stop(&mut self, error: &Error) {
         self.peers.clear();
-        for (_, mut transfer) in std::mem::take(&mut self.transfers) {
-            transfer.fail(error.clone());
+        for (_, transfer) in self.transfers.drain() {
             let outcome = Err(TransferError::Failed(error.clone()));
             self.completions
                 .push_back(Completion::of(transfer, outcome));
         }
     }
 
-    /// What to tell a peer on this machine, so that it can read our memory itself: continues `frame`.
-    pub(crate) fn process_address(
-        &self,
-        cx: &ReactorContext,
-        session: SessionKey,
-        frame: Writer,
-    ) -> Option<Writer> {
-        is_cma(cx, session)
-            .then(|| self.secret.write(frame))
-            .flatten()
-    }
-
-    /// A peer on this machine says where its memory can be read.
-    pub(crate) fn receive_process_address(
+    /// A message of a transfer, of a kind that [`Message::is_kind`] knows. What a peer asks for is handed on.
+    pub(crate) fn message(
         &mut self,
-        cx: &ReactorContext,
+        cx: &mut ReactorContext,
         session: SessionKey,
-        frame: Reader<'_>,
-    ) -> Result<()> {
-        let there = ProcessAddress::read(frame)?;
-        let Some(peer) = self.peers.get_mut(&session) else {
-            return Ok(());
-        };
-        if std::mem::replace(&mut peer.has_process_address, true) {
-            return Err(Error::protocol("a second PROCESS_VM"));
+        (kind, header): (u8, Reader<'_>),
+        data: &AmData,
+    ) -> Result<Handled> {
+        let (id, message) = Message::decode(kind, header, data)?;
+        match message {
+            Message::Read {
+                source,
+                wanted,
+                ids,
+            } => {
+                let request = SourceRequest {
+                    session,
+                    source,
+                    transfer: id,
+                    wanted,
+                    ids: ids.into_owned(),
+                };
+                self.admit(&request)?;
+                return Ok(Handled::Request(request));
+            }
+            Message::Credit(num_bytes) => self.continue_stream(cx, session, id, num_bytes),
+            Message::SourceChecksums { first, checksums } => {
+                self.receive_source_checksums(cx, session, id, first, &checksums)?;
+            }
+            Message::Data { .. } | Message::Refused(_) | Message::Checksums { .. } => {
+                if !(1..=self.last_id).contains(&id) {
+                    return Ok(Handled::UnknownTransfer);
+                }
+                self.receive(cx, session, id, message, data)?;
+            }
         }
-        if is_cma(cx, session) {
-            let found = ProcessVmReader::find(there.pid, there.address, &there.secret);
-            peer.process = found.map(Rc::new);
-        }
-        Ok(())
+        Ok(Handled::Done)
     }
 
     /// Does a slice of each kind of work; whether there was any.
@@ -300,7 +305,7 @@ impl TransferEngine {
 
     /// Whether a slice waits.
     pub(crate) fn has_work(&self) -> bool {
-        !(self.scheduled.is_empty() && self.checksum_turns.is_empty())
+        !(self.scheduled.is_empty() && self.checksum_queue.is_empty())
     }
 
     /// Ends transfers that are late, and tells when to come back.
@@ -314,12 +319,10 @@ impl TransferEngine {
             for id in self.ids(is_late) {
                 self.fail_late(cx, id);
             }
-            let open = self
-                .transfers
-                .values()
-                .filter(|transfer| !transfer.has_failed());
-            for transfer in open {
-                self.deadlines.add(transfer.request.deadline);
+            for transfer in self.transfers.values() {
+                if !transfer.has_failed() {
+                    self.deadlines.add(transfer.request.deadline);
+                }
             }
         }
         self.deadlines.at()

@@ -5,32 +5,17 @@ use std::sync::Arc;
 
 use kvpipe_ucx::{Buffer, MemoryKind};
 
-use super::region::{Layout, Pieces};
-use super::remote_source::{RemoteSource, SourceChecksums};
+use super::region::{Layout, Pieces, RKEY_CAP};
+use super::remote_source::{ChecksumMode, RemoteSource};
 use super::source::SourceRequest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
-use crate::transport::DataPath;
-use crate::transport::Memory;
+use crate::transport::{DataPath, Memory};
 
 /// What one checksum of a buffer covers: a read of UCX's, so that it is computed while the bytes are in the cache.
 pub(super) const UNIT: u64 = 1 << 20;
-/// Largest packed remote key.
-const RKEY_CAP: usize = 4096;
-
-/// How a buffer is verified.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub(crate) enum ChecksumMode {
-    /// Not at all: its owner has switched checksums off.
-    None = 0,
-    /// By checksums of its units, which come unasked, or by those that the pieces of a stream carry.
-    Any = 1,
-    /// By the checksums of a stream only: the owner does not see that it could be read.
-    Stream = 2,
-}
 
 const fn is_cuda(kind: MemoryKind) -> bool {
     matches!(kind, MemoryKind::Cuda { .. })
@@ -48,8 +33,9 @@ pub(crate) fn key(memory: &Memory) -> Result<Vec<u8>> {
 /// A buffer that a peer may read, as long as its owner keeps this.
 #[derive(Debug)]
 pub(crate) struct ExposedBuffer {
-    memory: Arc<Memory>,
-    checksum_mode: ChecksumMode,
+    pub(super) memory: Arc<Memory>,
+    /// Whether its checksums are sent unasked.
+    pub(super) pushes_checksums: bool,
 }
 
 impl ExposedBuffer {
@@ -78,7 +64,7 @@ impl ExposedBuffer {
         };
         let exposed = Self {
             memory,
-            checksum_mode,
+            pushes_checksums: checksum_mode == ChecksumMode::Any,
         };
         Ok((exposed, described))
     }
@@ -88,12 +74,7 @@ impl ExposedBuffer {
         self.memory.buffer().len()
     }
 
-    /// Its memory, as one block.
-    pub(super) fn source(&self) -> (Arc<Memory>, Layout) {
-        (Arc::clone(&self.memory), Layout::whole(self.len() as u64))
-    }
-
-    /// What a peer reads of it: all of it, once.
+    /// What a peer reads of it: all of it as one block, once.
     ///
     /// # Errors
     /// The peer asks for something else.
@@ -104,12 +85,7 @@ impl ExposedBuffer {
                 "a buffer is one block, id 0; {num} ids were requested"
             )));
         }
-        Ok(self.source())
-    }
-
-    /// Whether its checksums are sent unasked.
-    pub(super) fn pushes_checksums(&self) -> bool {
-        self.checksum_mode == ChecksumMode::Any
+        Ok((Arc::clone(&self.memory), Layout::whole(self.len() as u64)))
     }
 }
 
@@ -178,15 +154,11 @@ impl BufferDescription {
 
     /// What the engine reads it from.
     pub(crate) fn source(&self) -> RemoteSource {
-        let checksums = match self.checksum_mode {
-            ChecksumMode::None => SourceChecksums::None,
-            ChecksumMode::Any => SourceChecksums::Pushed {
-                num_units: (self.len as u64).div_ceil(UNIT),
-                known: Vec::new(),
-            },
-            ChecksumMode::Stream => SourceChecksums::Streamed,
-        };
-        RemoteSource::new(self.address, self.key.clone(), self.is_cuda, checksums)
+        RemoteSource {
+            checksum_mode: self.checksum_mode,
+            num_units: (self.len as u64).div_ceil(UNIT),
+            ..RemoteSource::new(self.address, self.key.clone(), self.is_cuda)
+        }
     }
 }
 

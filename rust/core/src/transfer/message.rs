@@ -46,39 +46,34 @@ impl Wanted {
     }
 }
 
-/// What checksums are of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Subject {
-    /// The blocks of a transfer, because its destination asked for them.
-    Transfer(u64),
-    /// A source, whose owner sends its checksums without being asked.
-    Source(u64),
-}
-
-/// A message of a transfer. Ids of transfers are the destination's, ids of sources the source's.
+/// A message about a transfer, or about a source. Its id is in front of the rest: that of the transfer, which the destination
+/// has chosen, but of [`SourceChecksums`](Self::SourceChecksums) that of the source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Message<'a> {
     /// Destination: send me this of the blocks with these ids.
     Read {
-        transfer: u64,
         source: u64,
         wanted: Wanted,
         ids: Cow<'a, [u32]>,
     },
     /// Source: the next piece of a stream, which is the payload.
     Data {
-        transfer: u64,
         /// In the sequence of the blocks.
         offset: u64,
         checksum: u64,
     },
     /// Destination: so many bytes more have been placed.
-    Credit { transfer: u64, num_bytes: u64 },
-    /// Source: the transfer cannot be served.
-    Refused { transfer: u64, reason: String },
-    /// Source: the next checksums.
+    Credit(u64),
+    /// Source: the transfer cannot be served, for this reason.
+    Refused(String),
+    /// Source: the next checksums of the blocks of a transfer, because its destination asked for them.
     Checksums {
-        subject: Subject,
+        /// Index of the first of them.
+        first: u64,
+        checksums: Vec<u64>,
+    },
+    /// Source: the next checksums of the units of a source, without being asked.
+    SourceChecksums {
         /// Index of the first of them.
         first: u64,
         checksums: Vec<u64>,
@@ -86,72 +81,35 @@ pub(crate) enum Message<'a> {
 }
 
 impl Message<'_> {
-    fn kind(&self) -> u8 {
+    pub(super) fn kind(&self) -> u8 {
         match self {
             Self::Read { .. } => READ,
             Self::Data { .. } => DATA,
-            Self::Credit { .. } => CREDIT,
-            Self::Refused { .. } => REFUSED,
-            Self::Checksums {
-                subject: Subject::Transfer(_),
-                ..
-            } => CHECKSUMS,
-            Self::Checksums {
-                subject: Subject::Source(_),
-                ..
-            } => SOURCE_CHECKSUMS,
+            Self::Credit(_) => CREDIT,
+            Self::Refused(_) => REFUSED,
+            Self::Checksums { .. } => CHECKSUMS,
+            Self::SourceChecksums { .. } => SOURCE_CHECKSUMS,
         }
     }
 
-    /// Continues a header after its kind, and makes the payload. That of [`Data`](Self::Data) is the piece itself.
+    /// Continues a header after the id, and makes the payload. That of [`Data`](Self::Data) is the piece itself.
     fn encode(&self, header: Writer) -> (Writer, Payload) {
         match self {
             Self::Read {
-                transfer,
                 source,
                 wanted,
                 ids,
             } => {
-                let header = header.u64(*transfer).u64(*source).u8(*wanted as u8);
+                let header = header.u64(*source).u8(*wanted as u8);
                 (header, payload(|w| w.list(ids, |w, id| w.u32(*id))))
             }
-            Self::Data {
-                transfer,
-                offset,
-                checksum,
-            } => {
-                let header = header.u64(*transfer).u64(*offset).u64(*checksum);
-                (header, Payload::None)
-            }
-            Self::Credit {
-                transfer,
-                num_bytes,
-            } => (header.u64(*transfer).u64(*num_bytes), Payload::None),
-            Self::Refused { transfer, reason } => {
-                let text = payload(|w| w.text(reason, REASON_CAP));
-                (header.u64(*transfer), text)
-            }
-            Self::Checksums {
-                subject: Subject::Transfer(id) | Subject::Source(id),
-                first,
-                checksums,
-            } => {
+            Self::Data { offset, checksum } => (header.u64(*offset).u64(*checksum), Payload::None),
+            Self::Credit(num_bytes) => (header.u64(*num_bytes), Payload::None),
+            Self::Refused(reason) => (header, payload(|w| w.text(reason, REASON_CAP))),
+            Self::Checksums { first, checksums } | Self::SourceChecksums { first, checksums } => {
                 let list = payload(|w| w.list(checksums, |w, checksum| w.u64(*checksum)));
-                (header.u64(*id).u64(*first), list)
+                (header.u64(*first), list)
             }
-        }
-    }
-
-    /// The transfer that it tells the destination of.
-    pub(crate) fn at_destination(&self) -> Option<u64> {
-        match self {
-            Self::Data { transfer, .. }
-            | Self::Refused { transfer, .. }
-            | Self::Checksums {
-                subject: Subject::Transfer(transfer),
-                ..
-            } => Some(*transfer),
-            Self::Read { .. } | Self::Credit { .. } | Self::Checksums { .. } => None,
         }
     }
 
@@ -160,43 +118,33 @@ impl Message<'_> {
         matches!(kind, READ..=REFUSED | CHECKSUMS | SOURCE_CHECKSUMS)
     }
 
-    /// Reads a header after its kind, and the payload.
+    /// Reads the id and the rest of a header after its kind, and the payload.
     pub(crate) fn decode(
         kind: u8,
         mut header: Reader<'_>,
         payload: &[u8],
-    ) -> Result<Message<'static>> {
+    ) -> Result<(u64, Message<'static>)> {
         let (id, mut payload) = (header.u64()?, Reader::new(payload));
         let message = match kind {
             READ => Message::Read {
-                transfer: id,
                 source: header.u64()?,
                 wanted: Wanted::decode(header.u8()?)?,
                 ids: payload.list(BLOCKS_CAP, Reader::u32)?.into(),
             },
             DATA => {
-                let (offset, checksum) = (header.u64()?, header.u64()?);
                 payload = Reader::new(&[]);
                 Message::Data {
-                    transfer: id,
-                    offset,
-                    checksum,
+                    offset: header.u64()?,
+                    checksum: header.u64()?,
                 }
             }
-            CREDIT => Message::Credit {
-                transfer: id,
-                num_bytes: header.u64()?,
+            CREDIT => Message::Credit(header.u64()?),
+            REFUSED => Message::Refused(payload.str(REASON_CAP)?),
+            CHECKSUMS => Message::Checksums {
+                first: header.u64()?,
+                checksums: payload.list(CHECKSUMS_CAP, Reader::u64)?,
             },
-            REFUSED => Message::Refused {
-                transfer: id,
-                reason: payload.str(REASON_CAP)?,
-            },
-            CHECKSUMS | SOURCE_CHECKSUMS => Message::Checksums {
-                subject: if kind == CHECKSUMS {
-                    Subject::Transfer(id)
-                } else {
-                    Subject::Source(id)
-                },
+            SOURCE_CHECKSUMS => Message::SourceChecksums {
                 first: header.u64()?,
                 checksums: payload.list(CHECKSUMS_CAP, Reader::u64)?,
             },
@@ -204,23 +152,24 @@ impl Message<'_> {
         };
         header.end()?;
         payload.end()?;
-        Ok(message)
+        Ok((id, message))
     }
 
     /// Sends it; false when the session is lost.
-    pub(crate) fn send(&self, cx: &mut ReactorContext, session: SessionKey) -> bool {
-        let (header, payload) = self.encode(cx.header(session, self.kind()));
+    pub(super) fn send(&self, cx: &mut ReactorContext, session: SessionKey, id: u64) -> bool {
+        let (header, payload) = self.encode(cx.header(session, self.kind()).u64(id));
         cx.message(session, header, payload)
     }
 
     /// Sends it with the piece that it announces.
-    pub(crate) fn send_with(
+    pub(super) fn send_with(
         &self,
         cx: &mut ReactorContext,
         session: SessionKey,
+        id: u64,
         piece: Payload,
     ) -> bool {
-        let (header, _) = self.encode(cx.header(session, self.kind()));
+        let (header, _) = self.encode(cx.header(session, self.kind()).u64(id));
         cx.message(session, header, piece)
     }
 }
@@ -232,8 +181,8 @@ fn payload(write: impl FnOnce(Writer) -> Writer) -> Payload {
 #[cfg(any(test, feature = "fuzzing"))]
 impl Message<'_> {
     /// Kind and header, then the payload.
-    pub(crate) fn to_bytes(&self) -> (Vec<u8>, Vec<u8>) {
-        let (header, payload) = self.encode(Writer::new(self.kind()));
+    pub(crate) fn to_bytes(&self, id: u64) -> (Vec<u8>, Vec<u8>) {
+        let (header, payload) = self.encode(Writer::new(self.kind()).u64(id));
         let payload = match payload {
             Payload::Bytes(bytes) => bytes,
             _ => Vec::new(),
@@ -247,10 +196,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn read_back(message: &Message<'_>) {
-        let (header, payload) = message.to_bytes();
+    fn read_back(id: u64, message: &Message<'_>) {
+        let (header, payload) = message.to_bytes(id);
         let read = Message::decode(header[0], Reader::new(&header[1..]), &payload);
-        assert_eq!(read.as_ref(), Ok(message));
+        assert_eq!(read, Ok((id, message.clone())));
         for longer in [
             (&[&header[..], &[0]].concat(), &payload),
             (&header, &[&payload[..], &[0]].concat()),
@@ -265,14 +214,13 @@ mod tests {
         #[test]
         fn what_is_written_is_read_back(id: u64, first: u64, ids: Vec<u32>, checksums: Vec<u64>, reason: String) {
             for wanted in [Wanted::Bytes, Wanted::ChecksummedBytes, Wanted::Checksums] {
-                read_back(&Message::Read { transfer: id, source: first, wanted, ids: Cow::Borrowed(&ids) });
+                read_back(id, &Message::Read { source: first, wanted, ids: Cow::Borrowed(&ids) });
             }
-            read_back(&Message::Data { transfer: id, offset: first, checksum: id });
-            read_back(&Message::Credit { transfer: id, num_bytes: first });
-            read_back(&Message::Refused { transfer: id, reason });
-            for subject in [Subject::Transfer(id), Subject::Source(id)] {
-                read_back(&Message::Checksums { subject, first, checksums: checksums.clone() });
-            }
+            read_back(id, &Message::Data { offset: first, checksum: id });
+            read_back(id, &Message::Credit(first));
+            read_back(id, &Message::Refused(reason));
+            read_back(id, &Message::Checksums { first, checksums: checksums.clone() });
+            read_back(id, &Message::SourceChecksums { first, checksums });
         }
 
         #[test]

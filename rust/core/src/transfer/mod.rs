@@ -7,12 +7,11 @@
 //! A transfer, at its destination:
 //!
 //! ```text
-//!          enqueue          its turn, by path            all has come
-//!   Held ----------> Queued ----------------> Reading ---------------> Verifying
-//!                      |                         |  without checksums      | all compared
-//!                      |                         +----------------------+  |
-//!                      | its turn, no path reads       all has come     v  v
-//!                      +--------------> Streaming ------------------> completed
+//!          enqueue          its turn, by path         all has come, and is compared
+//!   Held ----------> Queued ----------------> Reading -------------------------+
+//!                      |                                                       v
+//!                      | its turn, no path reads       all has come       completed
+//!                      +--------------> Streaming -----------------------------^
 //!
 //!   any of them -- fail: caller, session, deadline, refusal --> Failed -- the last read has ended --> completed
 //! ```
@@ -20,13 +19,13 @@
 //! Transfers from one peer begin in order, a few at a time; the first of them has the reads. A slice of work takes less
 //! than a millisecond, and slices go round among transfers and peers.
 
-pub(crate) mod cursor;
 mod destination;
 pub(crate) mod engine;
 pub(crate) mod exposed;
+mod incoming_stream;
 pub(crate) mod message;
-pub(crate) mod path;
-mod receive;
+mod outgoing_stream;
+mod process_vm;
 pub mod region;
 pub(crate) mod remote_source;
 pub(crate) mod source;

@@ -6,7 +6,7 @@ use crate::ids::RegionId;
 use crate::net::codec::{Reader, Writer};
 
 /// Largest packed remote key.
-const RKEY_CAP: usize = 4096;
+pub(super) const RKEY_CAP: usize = 4096;
 /// Longest name of a region.
 pub(crate) const NAME_CAP: usize = 256;
 /// Longest name of a device.
@@ -70,10 +70,6 @@ impl Layout {
             block_bytes: len,
             stride: len,
         }
-    }
-
-    fn is_dense(&self) -> bool {
-        self.stride == self.block_bytes
     }
 }
 
@@ -166,6 +162,44 @@ pub struct Run {
     pub len: u64,
 }
 
+/// A position in a list of runs.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Cursor {
+    /// The current run, and how much of it is behind.
+    index: usize,
+    in_run: u64,
+    bytes_behind: u64,
+}
+
+impl Cursor {
+    /// What comes next, at most `cap` bytes of it.
+    pub(super) fn piece(self, runs: &[Run], cap: u64) -> Option<Run> {
+        let run = runs.get(self.index)?;
+        Some(Run {
+            to: run.to + self.in_run,
+            from: run.from + self.in_run,
+            len: (run.len - self.in_run).min(cap),
+        })
+    }
+
+    /// Moves on by `len` bytes, all of one run.
+    pub(super) fn advance(&mut self, runs: &[Run], len: u64) {
+        self.in_run += len;
+        self.bytes_behind += len;
+        if runs
+            .get(self.index)
+            .is_some_and(|run| run.len == self.in_run)
+        {
+            (self.index, self.in_run) = (self.index + 1, 0);
+        }
+    }
+
+    /// Bytes of all runs that are behind.
+    pub(super) fn bytes_behind(self) -> u64 {
+        self.bytes_behind
+    }
+}
+
 /// The blocks of a transfer in the order of their destinations, whatever order they were named in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pieces {
@@ -211,29 +245,50 @@ pub fn coalesce(to: (&Layout, &[u32]), from: (&Layout, &[u32])) -> Result<Pieces
     let ((to, to_ids), (from, from_ids)) = (to, from);
     check_sizes(to, from)?;
     let pairs = by_destination(to_ids, from_ids)?;
-    let mut runs = Runs::new(to.is_dense() && from.is_dense(), to.block_bytes);
+    let len = to.block_bytes;
+    let mut runs = Vec::new();
     for &(to_id, from_id) in &pairs {
-        runs.add(to.offset(to_id)?, from.offset(from_id)?);
+        let (to, from) = (to.offset(to_id)?, from.offset(from_id)?);
+        join(&mut runs, Run { to, from, len });
     }
     Ok(Pieces {
-        runs: runs.joined,
-        num_bytes: pairs.len() as u64 * to.block_bytes,
+        runs,
+        num_bytes: pairs.len() as u64 * len,
         to_ids: pairs.iter().map(|pair| pair.0).collect(),
         from_ids: pairs.iter().map(|pair| pair.1).collect(),
-        unit_bytes: to.block_bytes,
+        unit_bytes: len,
     })
 }
 
-/// Blocks in the order in which they are named, as pieces of a sequence of bytes without gaps.
+/// Blocks in the order in which they are named, as pieces of a sequence of bytes without gaps, which has no ids.
 ///
 /// # Errors
 /// An id is out of range.
-pub fn sequence(layout: &Layout, ids: &[u32]) -> Result<Vec<Run>> {
-    let mut runs = Runs::new(layout.is_dense(), layout.block_bytes);
-    for (&id, index) in ids.iter().zip(0..) {
-        runs.add(index * layout.block_bytes, layout.offset(id)?);
+pub(super) fn sequence(layout: &Layout, ids: &[u32]) -> Result<Pieces> {
+    let len = layout.block_bytes;
+    let (mut runs, mut num_bytes) = (Vec::new(), 0);
+    for &id in ids {
+        let (to, from) = (num_bytes, layout.offset(id)?);
+        join(&mut runs, Run { to, from, len });
+        num_bytes += len;
     }
-    Ok(runs.joined)
+    Ok(Pieces {
+        runs,
+        num_bytes,
+        to_ids: Vec::new(),
+        from_ids: Vec::new(),
+        unit_bytes: len,
+    })
+}
+
+/// Adds a block: to the last run if it follows on both ends.
+fn join(runs: &mut Vec<Run>, block: Run) {
+    match runs.last_mut() {
+        Some(run) if run.to + run.len == block.to && run.from + run.len == block.from => {
+            run.len += block.len;
+        }
+        _ => runs.push(block),
+    }
 }
 
 /// # Errors
@@ -262,40 +317,12 @@ fn by_destination(to_ids: &[u32], from_ids: &[u32]) -> Result<Vec<(u32, u32)>> {
     if !to_ids.is_sorted() {
         pairs.sort_unstable_by_key(|pair| pair.0);
     }
-    let repeated = pairs.windows(2).find(|two| two[0].0 == two[1].0);
-    repeated.map_or(Ok(()), |two| {
+    if let Some(two) = pairs.windows(2).find(|two| two[0].0 == two[1].0) {
         let id = two[0].0;
         let text = format!("destination block id {id} is named twice");
-        Err(Error::Config(text))
-    })?;
+        return Err(Error::Config(text));
+    }
     Ok(pairs)
-}
-
-/// Joins blocks that follow each other.
-struct Runs {
-    joined: Vec<Run>,
-    is_dense: bool,
-    block_bytes: u64,
-}
-
-impl Runs {
-    fn new(is_dense: bool, block_bytes: u64) -> Self {
-        Self {
-            joined: Vec::new(),
-            is_dense,
-            block_bytes,
-        }
-    }
-
-    fn add(&mut self, to: u64, from: u64) {
-        let len = self.block_bytes;
-        match self.joined.last_mut() {
-            Some(run) if self.is_dense && run.to + run.len == to && run.from + run.len == from => {
-                run.len += len;
-            }
-            _ => self.joined.push(Run { to, from, len }),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,63 +1,119 @@
-//! Memory that a peer exposes to us: its address, its keys, and the checksums that its owner sends.
+//! Memory that a peer exposes to us: its address, its keys, the checksums that its owner sends, and how this side reads it.
 
 use std::rc::Rc;
 
-use kvpipe_ucx::MemoryKind;
+use kvpipe_ucx::{MemoryKind, ProcessVmReader};
 
+use super::verifier::add_next;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
-use crate::transport::RemoteKey;
+use crate::transport::{DataPath, Memory, RemoteKey};
 
 /// Most units of a source whose checksums come unasked: a TiB of a buffer.
 const UNITS_CAP: u64 = 1 << 20;
+/// Reads from one peer in flight where they wait in a device. A queue pair takes 256: when a dead peer leaves it
+/// full, UCX (1.13) has no room for what begins a close by force, and the reads end when the device gives up, if ever.
+const READS_IN_FLIGHT: usize = 128;
 
-/// Where the checksums of a source come from.
+/// How what is read from a source is verified.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum ChecksumMode {
+    /// By checksums that the destination asks for, if it wants any. The owner of a buffer has switched them off.
+    None = 0,
+    /// By checksums of its units, which come unasked, or by those that the pieces of a stream carry.
+    Any = 1,
+    /// By the checksums of a stream only: the owner does not see that it could be read.
+    Stream = 2,
+}
+
+/// How a destination reads a source itself.
 #[derive(Debug)]
-pub(crate) enum SourceChecksums {
-    /// There are none.
-    None,
-    /// The destination asks for those of its blocks.
-    Asked,
-    /// Its owner sends those of all units unasked: how many there are, and what has come.
-    Pushed { num_units: u64, known: Vec<u64> },
-    /// Only the pieces of a stream have any, so that it always streams.
-    Streamed,
+pub(super) enum ReadPath {
+    /// UCX reads, as long as fewer reads from the peer are in flight than the cap.
+    RemoteRead {
+        key: Rc<RemoteKey>,
+        reads_cap: usize,
+    },
+    /// Calls of our own read out of a process of this host.
+    ProcessVm(Rc<ProcessVmReader>),
 }
 
 /// Memory that a peer exposes to us.
 #[derive(Debug)]
 pub(crate) struct RemoteSource {
     /// Address of its first byte in the peer's process.
-    pub(crate) base: u64,
+    pub(super) base: u64,
     /// The packed key for UCX.
-    pub(crate) rkey: Vec<u8>,
-    pub(crate) is_cuda: bool,
-    pub(crate) checksums: SourceChecksums,
+    pub(super) rkey: Vec<u8>,
+    pub(super) is_cuda: bool,
+    pub(super) checksum_mode: ChecksumMode,
+    /// How many checksums come unasked, and what has come.
+    pub(super) num_units: u64,
+    pub(super) known: Vec<u64>,
     /// By the kind of memory that they read into.
-    keys: Vec<(MemoryKind, Rc<RemoteKey>)>,
+    pub(super) keys: Vec<(MemoryKind, Rc<RemoteKey>)>,
 }
 
 impl RemoteSource {
-    pub(crate) fn new(base: u64, rkey: Vec<u8>, is_cuda: bool, checksums: SourceChecksums) -> Self {
+    /// Memory of which no checksums come unasked.
+    pub(crate) fn new(base: u64, rkey: Vec<u8>, is_cuda: bool) -> Self {
         Self {
             base,
             rkey,
             is_cuda,
-            checksums,
+            checksum_mode: ChecksumMode::None,
+            num_units: 0,
+            known: Vec::new(),
             keys: Vec::new(),
         }
     }
 
-    pub(super) fn is_stream_only(&self) -> bool {
-        matches!(self.checksums, SourceChecksums::Streamed)
+    /// Chooses how memory of ours reads from it; none if the source streams instead.
+    ///
+    /// # Errors
+    /// The peer's key cannot be used, or the session is lost.
+    pub(super) fn read_path(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        process: Option<&Rc<ProcessVmReader>>,
+        destination: &Memory,
+    ) -> Result<Option<ReadPath>> {
+        if self.checksum_mode == ChecksumMode::Stream {
+            return Ok(None);
+        }
+        let (to, data_path) = (destination.buffer().kind(), cx.data_path(session));
+        let is_cuda = self.is_cuda;
+        // A key that cannot be used here is no fault of the peer's: CUDA opens not all memory everywhere.
+        let reaches = || {
+            let key = self.key(cx, session, to);
+            key.is_ok_and(|key| cx.reaches(session, destination, (self.base, &key)))
+        };
+        if !is_read(data_path.as_ref(), is_cuda, to, reaches) {
+            return Ok(None);
+        }
+        if let Some(process) = process
+            && !is_cuda
+        {
+            return Ok(Some(ReadPath::ProcessVm(Rc::clone(process))));
+        }
+        let key = self.key(cx, session, to)?;
+        let is_in_order = !is_cuda && cx.reads_at_once(session);
+        let reads_cap = if is_in_order {
+            usize::MAX
+        } else {
+            READS_IN_FLIGHT
+        };
+        Ok(Some(ReadPath::RemoteRead { key, reads_cap }))
     }
 
     /// Its key for reads into memory of kind `to`.
     ///
     /// # Errors
     /// It cannot be used.
-    pub(super) fn key(
+    fn key(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
@@ -76,17 +132,32 @@ impl RemoteSource {
     /// # Errors
     /// It has no such units, or no checksums that come unasked.
     pub(crate) fn receive(&mut self, first: u64, checksums: &[u64]) -> Result<()> {
-        let num = checksums.len() as u64;
-        if let SourceChecksums::Pushed { num_units, known } = &mut self.checksums
-            && first == known.len() as u64
-            && first + num <= UNITS_CAP.min(*num_units)
+        let num_units = UNITS_CAP.min(self.num_units);
+        if self.checksum_mode == ChecksumMode::Any
+            && add_next(&mut self.known, num_units, first, checksums)
         {
-            known.extend(checksums);
             return Ok(());
         }
+        let num = checksums.len();
         Err(Error::protocol(format_args!(
             "{num} checksums of a source from unit {first} on, which were not to come"
         )))
+    }
+}
+
+/// Whether the destination reads from a peer's memory, in CUDA or not, into memory of its own; else the source streams.
+/// `reaches` tells whether a lane connects two CUDA memories.
+fn is_read(
+    data_path: Option<&DataPath>,
+    is_from_cuda: bool,
+    to: MemoryKind,
+    reaches: impl FnOnce() -> bool,
+) -> bool {
+    match (is_from_cuda, to) {
+        (false, MemoryKind::Host) => matches!(data_path, Some(DataPath::RemoteRead(_))),
+        (true, MemoryKind::Cuda { .. }) => reaches(),
+        // No lane connects the two: UCX would serve the read in software.
+        (false, MemoryKind::Cuda { .. }) | (true, MemoryKind::Host) => false,
     }
 }
 
@@ -96,19 +167,52 @@ mod tests {
 
     #[test]
     fn checksums_that_come_unasked_come_in_order_and_not_beyond_the_last_unit() {
-        let known = Vec::new();
-        let checksums = SourceChecksums::Pushed {
+        let mut source = RemoteSource {
+            checksum_mode: ChecksumMode::Any,
             num_units: 2,
-            known,
+            ..RemoteSource::new(0, Vec::new(), false)
         };
-        let mut source = RemoteSource::new(0, Vec::new(), false, checksums);
         assert!(source.receive(1, &[7]).is_err());
         assert_eq!(source.receive(0, &[7]), Ok(()));
         assert!(source.receive(0, &[7]).is_err());
         assert!(source.receive(1, &[7, 7]).is_err());
         assert_eq!(source.receive(1, &[8]), Ok(()));
-        let asked = SourceChecksums::Asked;
-        let mut source = RemoteSource::new(0, Vec::new(), false, asked);
+        let mut source = RemoteSource::new(0, Vec::new(), false);
         assert!(source.receive(0, &[7]).is_err());
+        assert!(source.receive(0, &[]).is_err());
+    }
+
+    #[test]
+    fn memory_of_the_host_takes_the_path_of_the_session() {
+        let asked = || panic!("whether CUDA memory is reached");
+        let (read, stream) = (
+            DataPath::RemoteRead(String::new()),
+            DataPath::Stream(String::new()),
+        );
+        assert!(is_read(Some(&read), false, MemoryKind::Host, asked));
+        assert!(!is_read(Some(&stream), false, MemoryKind::Host, asked));
+        assert!(!is_read(None, false, MemoryKind::Host, asked));
+    }
+
+    #[test]
+    fn between_two_gpus_bytes_are_read_where_a_lane_reaches_and_streamed_where_none_does() {
+        let cuda = MemoryKind::Cuda { device: 1 };
+        for data_path in [
+            DataPath::RemoteRead(String::new()),
+            DataPath::Stream(String::new()),
+        ] {
+            assert!(is_read(Some(&data_path), true, cuda, || true));
+            assert!(!is_read(Some(&data_path), true, cuda, || false));
+        }
+    }
+
+    #[test]
+    fn between_a_gpu_and_the_host_bytes_are_always_streamed() {
+        let (cuda, read) = (
+            MemoryKind::Cuda { device: 0 },
+            DataPath::RemoteRead(String::new()),
+        );
+        assert!(!is_read(Some(&read), false, cuda, || true));
+        assert!(!is_read(Some(&read), true, MemoryKind::Host, || true));
     }
 }

@@ -1,14 +1,13 @@
 //! The source's side of transfers: streams of its memory, and checksums of what destinations read.
 
-use std::borrow::Cow;
 use std::sync::Arc;
 
-use super::engine::{Handled, TransferEngine};
+use super::engine::TransferEngine;
 use super::exposed::{ExposedBuffer, UNIT};
-use super::message::{CHECKSUMS_CAP, Message, Subject, Wanted};
-use super::path::outgoing::OutgoingStream;
-use super::region::{Layout, Pieces, Run, sequence};
-use super::verifier::{UnitHasher, Units};
+use super::message::{CHECKSUMS_CAP, Message, Wanted};
+use super::outgoing_stream::OutgoingStream;
+use super::region::{Layout, Pieces, sequence};
+use super::verifier::UnitHasher;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
@@ -23,105 +22,70 @@ const SLICE: u64 = 4 << 20;
 pub(crate) struct SourceRequest {
     pub(crate) session: SessionKey,
     pub(crate) source: u64,
-    transfer: u64,
-    wanted: Wanted,
+    pub(super) transfer: u64,
+    pub(super) wanted: Wanted,
     pub(super) ids: Vec<u32>,
 }
 
 /// Units of a source whose checksums a peer gets.
 #[derive(Debug)]
 pub(super) struct ChecksumJob {
-    subject: Subject,
+    /// The transfer whose destination has asked for them; none if they are sent unasked.
+    transfer: Option<u64>,
     source: u64,
     memory: Arc<Memory>,
-    runs: Vec<Run>,
-    num_bytes: u64,
-    unit_bytes: u64,
-    num_checksummed: u64,
+    pieces: Pieces,
     hasher: UnitHasher,
 }
 
 impl ChecksumJob {
-    fn new(
-        (subject, source): (Subject, u64),
-        memory: Arc<Memory>,
-        runs: Vec<Run>,
-        unit_bytes: u64,
-    ) -> Self {
+    fn new(transfer: Option<u64>, source: u64, memory: Arc<Memory>, pieces: Pieces) -> Self {
         Self {
-            subject,
+            transfer,
             source,
             memory,
-            num_bytes: runs.iter().map(|run| run.len).sum(),
-            runs,
-            unit_bytes,
-            num_checksummed: 0,
-            hasher: UnitHasher::default(),
+            pieces,
+            hasher: UnitHasher::new(|run| run.from),
         }
     }
 
-    fn is_of(&self, transfer: u64) -> bool {
-        self.subject == Subject::Transfer(transfer)
-    }
-
-    /// The message with the checksums of the next slice, which may lie within one unit and then has none.
-    fn next(&mut self) -> Message<'static> {
-        let units = Units {
-            buffer: self.memory.buffer(),
-            runs: &self.runs,
-            side: |run| run.from,
-            num_bytes: self.num_bytes,
-            unit_bytes: self.unit_bytes,
-        };
+    /// Hashes a slice; the checksums of the units that end in it, and the index of the first of them.
+    fn run_slice(&mut self) -> (u64, Vec<u64>) {
+        let first = self.hasher.hashed_bytes() / self.pieces.unit_bytes;
         let (mut budget, mut checksums) = (SLICE, Vec::new());
+        let (buffer, pieces) = (self.memory.buffer(), &self.pieces);
         while checksums.len() < CHECKSUMS_CAP
-            && let Some(checksum) = self.hasher.next(&units, self.num_bytes, &mut budget)
+            && let Some(checksum) = self
+                .hasher
+                .next(buffer, pieces, pieces.num_bytes, &mut budget)
         {
             checksums.push(checksum);
         }
-        let first = self.num_checksummed;
-        self.num_checksummed += checksums.len() as u64;
-        Message::Checksums {
-            subject: self.subject,
-            first,
-            checksums,
-        }
+        (first, checksums)
     }
 
     fn is_over(&self) -> bool {
-        self.hasher.num_hashed() == self.num_bytes
+        self.hasher.hashed_bytes() == self.pieces.num_bytes
     }
 }
 
 impl TransferEngine {
-    /// A peer asks for blocks.
-    pub(super) fn admit_read(
-        &self,
-        session: SessionKey,
-        (transfer, source): (u64, u64),
-        wanted: Wanted,
-        ids: Cow<'_, [u32]>,
-    ) -> Result<Handled> {
-        let Some(peer) = self.peers.get(&session) else {
-            return Ok(Handled::Done);
+    /// Whether a peer may ask for this, besides what it has asked for.
+    pub(super) fn admit(&self, request: &SourceRequest) -> Result<()> {
+        let Some(peer) = self.peers.get(&request.session) else {
+            return Ok(());
         };
-        let jobs = peer.checksum_jobs.iter();
-        let is_asked = |job: &&ChecksumJob| matches!(job.subject, Subject::Transfer(_));
-        if peer.streams.contains_key(&transfer) || jobs.clone().any(|job| job.is_of(transfer)) {
-            let text = format_args!("transfer {transfer} was asked for twice");
+        let id = request.transfer;
+        let asked = peer.checksum_jobs.iter().filter_map(|job| job.transfer);
+        if peer.streams.contains_key(&id) || asked.clone().any(|asked| asked == id) {
+            let text = format_args!("transfer {id} was asked for twice");
             return Err(Error::protocol(text));
         }
-        if peer.streams.len() + jobs.filter(is_asked).count() >= self.max_in_flight {
+        if peer.streams.len() + asked.count() >= self.max_in_flight {
             let text = format_args!("more than {} transfers at once", self.max_in_flight);
             return Err(Error::protocol(text));
         }
-        Ok(Handled::Request(SourceRequest {
-            session,
-            source,
-            transfer,
-            wanted,
-            ids: ids.into_owned(),
-        }))
+        Ok(())
     }
 
     /// Serves what a peer has asked for from this memory, or says why not.
@@ -134,10 +98,9 @@ impl TransferEngine {
         let (session, transfer) = (request.session, request.transfer);
         let begun = source.and_then(|(memory, layout)| self.begin(request, memory, &layout));
         match begun {
-            Ok(()) => self.stream_on(cx, session, transfer),
+            Ok(()) => self.continue_stream(cx, session, transfer, 0),
             Err(error) => {
-                let reason = error.to_string();
-                Message::Refused { transfer, reason }.send(cx, session);
+                Message::Refused(error.to_string()).send(cx, session, transfer);
             }
         }
     }
@@ -148,9 +111,9 @@ impl TransferEngine {
         memory: Arc<Memory>,
         layout: &Layout,
     ) -> Result<()> {
-        let runs = sequence(layout, &request.ids)?;
-        let (session, source) = (request.session, request.source);
-        let Some(peer) = self.peers.get_mut(&session) else {
+        let pieces = sequence(layout, &request.ids)?;
+        let (transfer, source) = (request.transfer, request.source);
+        let Some(peer) = self.peers.get_mut(&request.session) else {
             return Ok(());
         };
         if request.wanted == Wanted::Checksums {
@@ -158,36 +121,34 @@ impl TransferEngine {
                 let text = "the blocks are not in memory that this process can read";
                 return Err(Error::Unavailable(text.to_owned()));
             }
-            let names = (Subject::Transfer(request.transfer), source);
-            let job = ChecksumJob::new(names, memory, runs, layout.block_bytes);
-            self.add_job(session, job);
+            let job = ChecksumJob::new(Some(transfer), source, memory, pieces);
+            self.add_job(request.session, job);
             return Ok(());
         }
         // Whoever has it streamed needs no checksums of its units.
         peer.checksum_jobs
-            .retain(|job| job.subject != Subject::Source(source));
+            .retain(|job| job.transfer.is_some() || job.source != source);
         let is_checksummed = request.wanted == Wanted::ChecksummedBytes;
-        let names = (request.transfer, source);
-        let stream = OutgoingStream::new(names, memory, runs, is_checksummed);
-        peer.streams.insert(request.transfer, stream);
+        let stream = OutgoingStream::new(source, memory, pieces, is_checksummed);
+        peer.streams.insert(transfer, stream);
         Ok(())
     }
 
     fn add_job(&mut self, session: SessionKey, job: ChecksumJob) {
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.checksum_jobs.push_back(job);
-            if !self.checksum_turns.contains(&session) {
-                self.checksum_turns.push_back(session);
+            if !self.checksum_queue.contains(&session) {
+                self.checksum_queue.push_back(session);
             }
         }
     }
 
     /// A buffer has been described to a peer under this id; its checksums follow, if it has any.
     pub(crate) fn expose(&mut self, session: SessionKey, source: u64, exposed: &ExposedBuffer) {
-        if exposed.pushes_checksums() {
-            let (memory, layout) = exposed.source();
-            let runs = Pieces::whole(layout.block_bytes, UNIT).runs;
-            let job = ChecksumJob::new((Subject::Source(source), source), memory, runs, UNIT);
+        if exposed.pushes_checksums {
+            let pieces = Pieces::whole(exposed.len() as u64, UNIT);
+            let memory = Arc::clone(&exposed.memory);
+            let job = ChecksumJob::new(None, source, memory, pieces);
             self.add_job(session, job);
         }
     }
@@ -196,57 +157,57 @@ impl TransferEngine {
     pub(crate) fn withdraw_source(&mut self, session: SessionKey, source: u64) {
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.checksum_jobs.retain(|job| job.source != source);
-            peer.streams.retain(|_, stream| stream.source() != source);
+            peer.streams.retain(|_, stream| stream.source != source);
         }
     }
 
-    /// The destination has placed so many bytes.
-    pub(super) fn credited(
+    /// Continues a stream as far as its credit goes, to which the destination has added so many bytes.
+    pub(super) fn continue_stream(
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
         transfer: u64,
-        num_bytes: u64,
+        credit_bytes: u64,
     ) {
-        let peer = self.peers.get_mut(&session);
-        if let Some(stream) = peer.and_then(|peer| peer.streams.get_mut(&transfer)) {
-            stream.grant(num_bytes);
-            self.stream_on(cx, session, transfer);
-        }
-    }
-
-    fn stream_on(&mut self, cx: &mut ReactorContext, session: SessionKey, transfer: u64) {
         if let Some(peer) = self.peers.get_mut(&session)
             && let Some(stream) = peer.streams.get_mut(&transfer)
-            && stream.send(cx, session)
         {
-            peer.streams.remove(&transfer);
+            stream.grant(credit_bytes);
+            if stream.send(cx, session, transfer) {
+                peer.streams.remove(&transfer);
+            }
         }
     }
 
     /// Hashes a slice of what the peer whose turn it is gets checksums of; whether there was any.
     pub(super) fn run_checksum_slice(&mut self, cx: &mut ReactorContext) -> bool {
-        let Some(session) = self.checksum_turns.pop_front() else {
+        let Some(session) = self.checksum_queue.pop_front() else {
             return false;
         };
         let Some(peer) = self.peers.get_mut(&session) else {
             return true;
         };
         if let Some(mut job) = peer.checksum_jobs.pop_front() {
-            let message = job.next();
-            match job.subject {
-                _ if job.is_over() => {}
-                // A short read does not wait for a long one.
-                Subject::Transfer(_) => peer.checksum_jobs.push_back(job),
-                // Buffers are read in the order in which they were described.
-                Subject::Source(_) => peer.checksum_jobs.push_front(job),
+            let (first, checksums) = job.run_slice();
+            // A slice may lie within one unit.
+            if !checksums.is_empty() {
+                let (id, message) = match job.transfer {
+                    Some(id) => (id, Message::Checksums { first, checksums }),
+                    None => (job.source, Message::SourceChecksums { first, checksums }),
+                };
+                message.send(cx, session, id);
             }
-            if !matches!(&message, Message::Checksums { checksums, .. } if checksums.is_empty()) {
-                message.send(cx, session);
+            if !job.is_over() {
+                match job.transfer {
+                    // A short read does not wait for a long one.
+                    Some(_) => peer.checksum_jobs.push_back(job),
+                    // Buffers are read in the order in which they were described.
+                    None => peer.checksum_jobs.push_front(job),
+                }
             }
         }
         if !peer.checksum_jobs.is_empty() {
-            self.checksum_turns.push_back(session);
+            self.checksum_queue.push_back(session);
         }
         true
     }

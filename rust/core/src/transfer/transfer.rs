@@ -1,33 +1,39 @@
 //! One transfer at its destination: its state, and how it goes from one to the next.
 
 use std::collections::VecDeque;
-use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::ProcessVmReader;
+use kvpipe_ucx::{AmData, Piece};
 
-use super::cursor::Cursor;
-use super::path::incoming::IncomingStream;
-use super::path::process_vm::read_slice;
-use super::region::{Pieces, Run};
-use super::verifier::Verifier;
-use crate::error::Error;
+use super::incoming_stream::IncomingStream;
+use super::message::Message;
+use super::region::{Cursor, Pieces};
+use super::remote_source::ReadPath;
+use super::verifier::{Verifier, add_next};
+use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::transport::{Memory, RemoteKey};
+use crate::session::ReactorContext;
+use crate::transport::{Get, Memory};
 
 /// Largest piece of one read, so that several are in flight.
 const READ_PIECE: u64 = 1 << 20;
+/// Of one call to the kernel, which sockets and other transfers wait for: less than a millisecond.
+const CALL_PIECES: usize = 256;
+const CALL_BYTES: u64 = 4 << 20;
+/// The same where it is compared with checksums right after: what a core's own cache still has then.
+pub(super) const CHECKSUMMED_BYTES: u64 = 1 << 20;
 /// Bits of a read's token that hold its number; the rest is the transfer.
 const NUMBER_BITS: u32 = 20;
 /// Most reads of a transfer that are remembered.
 const READS_CAP: usize = 1 << NUMBER_BITS;
 
 /// The token of a read: which transfer it is of, and its number.
-pub(super) fn read_token(transfer: u64, number: u64) -> u64 {
+fn read_token(transfer: u64, number: u64) -> u64 {
     (transfer << NUMBER_BITS) | (number % READS_CAP as u64)
 }
 
+/// The transfer and the number.
 pub(super) fn split_token(token: u64) -> (u64, u64) {
     (token >> NUMBER_BITS, token % READS_CAP as u64)
 }
@@ -80,19 +86,6 @@ impl TransferError {
     }
 }
 
-/// How a transfer reads what it reads itself.
-#[derive(Debug)]
-pub(super) enum ReadPath {
-    Remote {
-        base: u64,
-        key: Rc<RemoteKey>,
-    },
-    ProcessVm {
-        base: u64,
-        process: Rc<ProcessVmReader>,
-    },
-}
-
 /// Reads in the order in which they were posted.
 #[derive(Debug, Default)]
 pub(super) struct PostedReads {
@@ -100,22 +93,20 @@ pub(super) struct PostedReads {
     reads: VecDeque<(u64, bool)>,
     /// The number of the first of them.
     first: u64,
-    num_in_flight: usize,
-    /// Bytes that have come before the first of them.
-    num_here: u64,
+    /// Bytes at the start of the sequence that are here.
+    placed_bytes: u64,
 }
 
 impl PostedReads {
     /// The number of the next read.
-    pub(super) fn next_number(&self) -> u64 {
+    fn next_number(&self) -> u64 {
         self.first + self.reads.len() as u64
     }
 
     /// Adds a read and returns its number.
-    pub(super) fn post(&mut self, len: u64) -> u64 {
+    fn post(&mut self, len: u64) -> u64 {
         let number = self.next_number();
         self.reads.push_back((len, false));
-        self.num_in_flight += 1;
         number
     }
 
@@ -124,18 +115,14 @@ impl PostedReads {
         let index = number.wrapping_sub(self.first) % READS_CAP as u64;
         let read = self.reads.get_mut(index as usize);
         let (len, has_ended) = read.filter(|(_, has_ended)| !has_ended)?;
-        (*has_ended, self.num_in_flight) = (true, self.num_in_flight - 1);
+        *has_ended = true;
         let len = *len;
         while let Some(&(len, true)) = self.reads.front() {
             self.reads.pop_front();
-            self.num_here += len;
+            self.placed_bytes += len;
             self.first += 1;
         }
         Some(len)
-    }
-
-    pub(super) fn num_in_flight(&self) -> usize {
-        self.num_in_flight
     }
 }
 
@@ -143,65 +130,35 @@ impl PostedReads {
 #[derive(Debug)]
 pub(super) struct Reading {
     pub(super) path: ReadPath,
+    /// Address of the source.
+    pub(super) base: u64,
     /// What has been asked for.
     pub(super) cursor: Cursor,
-    pub(super) posted: PostedReads,
     /// Compares what comes, if anything does.
     pub(super) verifier: Option<Verifier>,
 }
 
-impl Reading {
-    pub(super) fn new(path: ReadPath, verifier: Option<Verifier>) -> Self {
-        Self {
-            path,
-            cursor: Cursor::default(),
-            posted: PostedReads::default(),
-            verifier,
-        }
-    }
-
-    /// The next read to post over UCX.
-    pub(super) fn next_read(&self, pieces: &Pieces) -> Option<(Run, u64, Rc<RemoteKey>)> {
-        let ReadPath::Remote { base, key } = &self.path else {
-            return None;
-        };
-        let has_room = self.posted.reads.len() < READS_CAP;
-        let run = self.cursor.piece(&pieces.runs, READ_PIECE);
-        let run = run.filter(|_| has_room)?;
-        Some((run, base + run.from, Rc::clone(key)))
-    }
-
-    /// Bytes at the start of the sequence that are here.
-    pub(super) fn num_here(&self) -> u64 {
-        self.posted.num_here
-    }
-
-    fn has_work(&self, pieces: &Pieces) -> bool {
-        let is_calling = matches!(self.path, ReadPath::ProcessVm { .. })
-            && self.cursor.piece(&pieces.runs, 1).is_some();
-        let verifier = self.verifier.as_ref();
-        is_calling || verifier.is_some_and(|verifier| verifier.has_work(self.num_here()))
-    }
-}
-
 /// See the diagram of the module.
 #[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "a box would cost each read an allocation"
+)]
 pub(super) enum State {
-    /// Not in the queue of its peer yet.
+    /// Not among those that wait for their turn yet.
     Held,
     Queued,
     Reading(Reading),
-    /// All is here; it is hashed, or checksums are missing.
-    Verifying(Verifier),
     Streaming(IncomingStream),
-    /// Reads that are in flight may still write.
-    Failed(Error, PostedReads),
+    Failed(Error),
 }
 
 #[derive(Debug)]
 pub(super) struct Transfer {
     pub(super) request: TransferRequest,
     pub(super) state: State,
+    /// Those in flight may still write, even if it has failed.
+    pub(super) posted: PostedReads,
     /// Whether it is in the queue of work.
     pub(super) is_scheduled: bool,
     pub(super) began: Option<Instant>,
@@ -212,6 +169,7 @@ impl Transfer {
         Self {
             request,
             state: State::Held,
+            posted: PostedReads::default(),
             is_scheduled: false,
             began: None,
         }
@@ -223,130 +181,165 @@ impl Transfer {
 
     /// Nothing more is asked for; the first reason counts. A stream places nothing any more.
     pub(super) fn fail(&mut self, error: Error) {
-        let posted = match &mut self.state {
-            State::Failed(..) => return,
-            State::Reading(reading) => std::mem::take(&mut reading.posted),
-            _ => PostedReads::default(),
-        };
-        self.state = State::Failed(error, posted);
+        if !self.has_failed() {
+            self.state = State::Failed(error);
+        }
     }
 
     pub(super) fn has_failed(&self) -> bool {
-        matches!(self.state, State::Failed(..))
-    }
-
-    /// What compares a read with checksums.
-    pub(super) fn verifier(&mut self) -> Option<&mut Verifier> {
-        match &mut self.state {
-            State::Reading(reading) => reading.verifier.as_mut(),
-            State::Verifying(verifier) => Some(verifier),
-            _ => None,
-        }
-    }
-
-    pub(super) fn has_work(&self) -> bool {
-        let pieces = &self.request.pieces;
-        match &self.state {
-            State::Reading(reading) => reading.has_work(pieces),
-            State::Verifying(verifier) => verifier.has_work(pieces.num_bytes),
-            _ => false,
-        }
-    }
-
-    /// Hashes at most `budget` bytes of what is here.
-    pub(super) fn hash(&mut self, budget: u64) {
-        let (buffer, pieces) = (self.request.memory.buffer(), &self.request.pieces);
-        match &mut self.state {
-            State::Reading(reading) => {
-                let num_here = reading.num_here();
-                if let Some(verifier) = &mut reading.verifier {
-                    verifier.hash(buffer, pieces, num_here, budget);
-                }
-                if num_here == pieces.num_bytes
-                    && let Some(verifier) = reading.verifier.take()
-                {
-                    self.state = State::Verifying(verifier);
-                }
-            }
-            State::Verifying(verifier) => verifier.hash(buffer, pieces, pieces.num_bytes, budget),
-            _ => {}
-        }
+        matches!(self.state, State::Failed(_))
     }
 
     /// Whether nothing more will happen: all is here and compared, or it failed and no read can write any more.
     pub(super) fn is_over(&self) -> bool {
         let pieces = &self.request.pieces;
         match &self.state {
-            State::Held | State::Queued => false,
+            State::Held => false,
+            State::Queued => pieces.num_bytes == 0,
             State::Reading(reading) => {
-                reading.verifier.is_none() && reading.num_here() == pieces.num_bytes
+                let verifier = reading.verifier.as_ref();
+                self.posted.placed_bytes == pieces.num_bytes
+                    && verifier.is_none_or(|verifier| verifier.is_done(pieces))
             }
-            State::Verifying(verifier) => verifier.is_done(pieces),
-            State::Streaming(stream) => stream.is_here(),
-            State::Failed(_, posted) => posted.num_in_flight() == 0,
+            State::Streaming(stream) => stream.received_bytes == pieces.num_bytes,
+            State::Failed(_) => self.posted.reads.is_empty(),
         }
     }
 
     /// Bytes that have not been asked for, or have not come as a stream.
-    pub(super) fn num_left(&self) -> u64 {
+    pub(super) fn bytes_left(&self) -> u64 {
         let num_bytes = self.request.pieces.num_bytes;
         match &self.state {
             State::Held | State::Queued => num_bytes,
-            State::Reading(reading) => num_bytes - reading.cursor.num_behind(),
-            State::Streaming(stream) => num_bytes - stream.num_received(),
-            State::Verifying(_) | State::Failed(..) => 0,
-        }
-    }
-
-    /// Whether checksums verify what came.
-    pub(super) fn is_verified(&self) -> bool {
-        match &self.state {
-            State::Verifying(_) => true,
-            State::Streaming(stream) => {
-                stream.is_checksummed() || self.request.is_verified_by_owner
-            }
-            _ => false,
-        }
-    }
-
-    /// Where what came differs from its checksum.
-    pub(super) fn corruption(&self) -> Option<Corruption> {
-        match &self.state {
-            State::Verifying(verifier) => verifier.corrupt().map(|index| Corruption {
-                at: index as u64 * self.request.pieces.unit_bytes,
-                is_exact: true,
-            }),
-            State::Streaming(stream) => stream.corrupt().map(|at| Corruption {
-                at,
-                is_exact: false,
-            }),
-            _ => None,
+            State::Reading(reading) => num_bytes - reading.cursor.bytes_behind(),
+            State::Streaming(stream) => num_bytes - stream.received_bytes,
+            State::Failed(_) => 0,
         }
     }
 }
 
-/// Reads by calls of our own.
+/// What its source sends.
 impl Transfer {
-    /// Reads the next pieces of a transfer whose path is `process_vm`; others read nothing.
+    /// A message of the source; bytes of credit for it, if they are due.
+    pub(super) fn receive(&mut self, message: Message<'_>, data: &AmData) -> Result<Option<u64>> {
+        let kind = message.kind();
+        let is_expected = match (message, &mut self.state) {
+            (Message::Data { offset, checksum }, State::Streaming(stream)) => {
+                return stream.receive(offset, checksum, data);
+            }
+            (Message::Refused(_), State::Held | State::Queued) => true,
+            (Message::Refused(reason), _) => {
+                self.fail(Error::Config(format!("the peer refused: {reason}")));
+                true
+            }
+            (Message::Checksums { first, checksums }, State::Reading(reading)) => {
+                let num_units = self.request.pieces.num_units();
+                let verifier = reading.verifier.as_mut();
+                verifier.is_some_and(|verifier| {
+                    add_next(&mut verifier.theirs, num_units, first, &checksums)
+                })
+            }
+            _ => false,
+        };
+        if !is_expected {
+            let text = format_args!("message {kind} of a transfer, which was not to come");
+            return Err(Error::protocol(text));
+        }
+        Ok(None)
+    }
+}
+
+/// Reads over UCX.
+impl Transfer {
+    /// Posts the next read of this transfer; its length. None when nothing is left, or no more reads may be in flight, or
+    /// the session is lost.
+    pub(super) fn post_read(
+        &mut self,
+        cx: &mut ReactorContext,
+        id: u64,
+        reads_in_flight: usize,
+    ) -> Option<u64> {
+        let State::Reading(reading) = &mut self.state else {
+            return None;
+        };
+        let ReadPath::RemoteRead { key, reads_cap } = &reading.path else {
+            return None;
+        };
+        let (request, posted) = (&self.request, &mut self.posted);
+        let run = reading.cursor.piece(&request.pieces.runs, READ_PIECE)?;
+        if reads_in_flight >= *reads_cap || posted.reads.len() == READS_CAP {
+            return None;
+        }
+        let get = Get {
+            local: &request.memory,
+            offset: run.to as usize,
+            len: run.len as usize,
+            remote: reading.base + run.from,
+            key,
+            token: read_token(id, posted.next_number()),
+        };
+        if !cx.get(request.session, get) {
+            return None;
+        }
+        posted.post(run.len);
+        reading.cursor.advance(&request.pieces.runs, run.len);
+        Some(run.len)
+    }
+}
+
+/// Work of this thread.
+impl Transfer {
+    pub(super) fn has_work(&self) -> bool {
+        let State::Reading(reading) = &self.state else {
+            return false;
+        };
+        let is_calling = matches!(reading.path, ReadPath::ProcessVm(_)) && self.bytes_left() > 0;
+        let verifier = reading.verifier.as_ref();
+        is_calling || verifier.is_some_and(|verifier| verifier.has_work(self.posted.placed_bytes))
+    }
+
+    /// Reads the next pieces with one call to the kernel, if that is the path.
     pub(super) fn read_process(&mut self) -> std::io::Result<()> {
         let State::Reading(reading) = &mut self.state else {
             return Ok(());
         };
-        let ReadPath::ProcessVm { base, process } = &reading.path else {
+        let ReadPath::ProcessVm(process) = &reading.path else {
             return Ok(());
         };
-        let (memory, runs) = (self.request.memory.buffer(), &self.request.pieces.runs);
-        let is_checksummed = reading.verifier.is_some();
-        let num_bytes = read_slice(
-            process,
-            (memory, *base),
-            runs,
-            &mut reading.cursor,
-            is_checksummed,
-        )?;
-        let number = reading.posted.post(num_bytes);
-        reading.posted.end(number);
+        let cap = match reading.verifier {
+            Some(_) => CHECKSUMMED_BYTES,
+            None => CALL_BYTES,
+        };
+        let runs = &self.request.pieces.runs;
+        let (mut pieces, mut len) = (Vec::with_capacity(CALL_PIECES), 0);
+        while pieces.len() < CALL_PIECES
+            && len < cap
+            && let Some(run) = reading.cursor.piece(runs, cap - len)
+        {
+            pieces.push(Piece {
+                to: run.to as usize,
+                from: reading.base + run.from,
+                len: run.len as usize,
+            });
+            len += run.len;
+            reading.cursor.advance(runs, run.len);
+        }
+        if pieces.is_empty() {
+            return Ok(());
+        }
+        process.read(self.request.memory.buffer(), &pieces)?;
+        self.posted.placed_bytes += len;
         Ok(())
+    }
+
+    /// Hashes at most `budget` bytes of what is here.
+    pub(super) fn hash(&mut self, budget: u64) {
+        if let State::Reading(reading) = &mut self.state
+            && let Some(verifier) = &mut reading.verifier
+        {
+            let (buffer, pieces) = (self.request.memory.buffer(), &self.request.pieces);
+            verifier.hash(buffer, pieces, self.posted.placed_bytes, budget);
+        }
     }
 }
 
@@ -368,12 +361,14 @@ mod tests {
         let mut posted = PostedReads::default();
         let numbers = [10, 20, 30].map(|len| posted.post(len));
         assert_eq!(posted.end(numbers[1]), Some(20));
-        assert_eq!((posted.num_here, posted.num_in_flight), (0, 2));
+        assert_eq!(posted.placed_bytes, 0);
         assert_eq!(posted.end(numbers[1]), None, "it has ended before");
         assert_eq!(posted.end(numbers[0]), Some(10));
-        assert_eq!((posted.num_here, posted.num_in_flight), (30, 1));
+        assert_eq!(posted.placed_bytes, 30);
+        assert!(!posted.reads.is_empty(), "one is in flight");
         assert_eq!(posted.end(numbers[2]), Some(30));
-        assert_eq!((posted.num_here, posted.num_in_flight), (60, 0));
+        assert!(posted.reads.is_empty());
+        assert_eq!(posted.placed_bytes, 60);
         assert_eq!(posted.end(numbers[2]), None);
     }
 
@@ -384,6 +379,6 @@ mod tests {
             let (_, number) = split_token(read_token(1, posted.post(1)));
             assert_eq!(posted.end(number), Some(1));
         }
-        assert_eq!(posted.num_here, READS_CAP as u64 + 3);
+        assert_eq!(posted.placed_bytes, READS_CAP as u64 + 3);
     }
 }

@@ -3,63 +3,57 @@
 
 use kvpipe_ucx::Buffer;
 
-use super::cursor::Cursor;
-use super::region::{Pieces, Run};
+use super::region::{Cursor, Pieces, Run};
+use super::transfer::Corruption;
 use crate::checksum::{self, RunningChecksum};
 
-/// Which offset of a run is that of the memory that is hashed.
-pub(super) type Side = fn(&Run) -> u64;
-
-/// The units of a sequence of bytes, and where they lie in memory.
-pub(super) struct Units<'a> {
-    pub(super) buffer: &'a Buffer,
-    pub(super) runs: &'a [Run],
-    pub(super) side: Side,
-    pub(super) num_bytes: u64,
-    pub(super) unit_bytes: u64,
-}
-
 /// Computes the checksum of one unit after the other, as far as a slice of work goes.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct UnitHasher {
+    /// Which offset of a run is that of the memory that is hashed.
+    side: fn(&Run) -> u64,
     cursor: Cursor,
-    /// Bytes of all units that are behind, and of the current one.
-    num_hashed: u64,
-    num_in_unit: u64,
+    /// Of the current unit, where one look does not see all of it.
     running: RunningChecksum,
 }
 
 impl UnitHasher {
-    pub(super) fn num_hashed(&self) -> u64 {
-        self.num_hashed
+    pub(super) fn new(side: fn(&Run) -> u64) -> Self {
+        Self {
+            side,
+            cursor: Cursor::default(),
+            running: RunningChecksum::default(),
+        }
+    }
+
+    pub(super) fn hashed_bytes(&self) -> u64 {
+        self.cursor.bytes_behind()
     }
 
     /// Goes on to the byte `end` of the sequence for at most `budget` bytes, which are taken from it; the checksum of
     /// the unit that is complete then. None when `end` or the budget was met first.
-    pub(super) fn next(&mut self, units: &Units<'_>, end: u64, budget: &mut u64) -> Option<u64> {
-        while self.num_hashed < end && *budget > 0 {
-            let unit = units
-                .unit_bytes
-                .min(units.num_bytes - (self.num_hashed - self.num_in_unit));
-            let cap = (unit - self.num_in_unit)
-                .min(end - self.num_hashed)
-                .min(*budget);
-            let run = self.cursor.piece(units.runs, cap)?;
-            let offset = (units.side)(&run) as usize;
-            let bytes = units
-                .buffer
-                .bytes(offset, run.len as usize)
-                .unwrap_or_default();
-            self.cursor.advance(units.runs, run.len);
-            self.num_hashed += run.len;
+    pub(super) fn next(
+        &mut self,
+        buffer: &Buffer,
+        pieces: &Pieces,
+        end: u64,
+        budget: &mut u64,
+    ) -> Option<u64> {
+        while self.hashed_bytes() < end && *budget > 0 {
+            let hashed = self.hashed_bytes();
+            let in_unit = hashed % pieces.unit_bytes;
+            let unit = pieces.unit_bytes.min(pieces.num_bytes - (hashed - in_unit));
+            let cap = (unit - in_unit).min(end - hashed).min(*budget);
+            let run = self.cursor.piece(&pieces.runs, cap)?;
+            let offset = (self.side)(&run) as usize;
+            let bytes = buffer.bytes(offset, run.len as usize).unwrap_or_default();
+            self.cursor.advance(&pieces.runs, run.len);
             *budget -= run.len;
             if run.len == unit {
                 return Some(checksum::of(bytes));
             }
             self.running.add(bytes);
-            self.num_in_unit += run.len;
-            if self.num_in_unit == unit {
-                self.num_in_unit = 0;
+            if in_unit + run.len == unit {
                 return Some(std::mem::take(&mut self.running).get());
             }
         }
@@ -67,15 +61,25 @@ impl UnitHasher {
     }
 }
 
-/// What is known of the units of a transfer, at its destination.
-#[derive(Debug, Default)]
+/// Adds checksums to those that are known; false unless they are the next ones of `num_units`.
+pub(super) fn add_next(
+    known: &mut Vec<u64>,
+    num_units: u64,
+    first: u64,
+    checksums: &[u64],
+) -> bool {
+    let is_next = first == known.len() as u64 && first + checksums.len() as u64 <= num_units;
+    if is_next {
+        known.extend(checksums);
+    }
+    is_next
+}
+
+/// The checksums of a read's units: the source's, and those of what is here.
+#[derive(Debug)]
 pub(super) struct Verifier {
-    /// Checksums of the first units: the source's, and those of what is here.
-    theirs: Vec<u64>,
+    pub(super) theirs: Vec<u64>,
     ours: Vec<u64>,
-    num_compared: usize,
-    /// The first unit that differs from its checksum.
-    corrupt: Option<usize>,
     hasher: UnitHasher,
 }
 
@@ -84,63 +88,42 @@ impl Verifier {
     pub(super) fn new(theirs: Vec<u64>) -> Self {
         Self {
             theirs,
-            ..Self::default()
+            ours: Vec::new(),
+            hasher: UnitHasher::new(|run| run.to),
         }
     }
 
-    /// Number of the source's checksums that are known.
-    pub(super) fn num_known(&self) -> u64 {
-        self.theirs.len() as u64
+    /// Whether some of the first `placed_bytes` have not been hashed.
+    pub(super) fn has_work(&self, placed_bytes: u64) -> bool {
+        self.hasher.hashed_bytes() < placed_bytes
     }
 
-    /// The source's checksums of the next units.
-    pub(super) fn receive(&mut self, checksums: &[u64]) {
-        self.theirs.extend(checksums);
-        self.compare();
-    }
-
-    /// Whether bytes are here that have not been hashed.
-    pub(super) fn has_work(&self, num_here: u64) -> bool {
-        self.hasher.num_hashed() < num_here
-    }
-
-    /// Hashes at most `budget` bytes of the first `num_here`.
+    /// Hashes at most `budget` bytes of the first `placed_bytes`.
     pub(super) fn hash(
         &mut self,
         buffer: &Buffer,
         pieces: &Pieces,
-        num_here: u64,
+        placed_bytes: u64,
         mut budget: u64,
     ) {
-        let units = Units {
-            buffer,
-            runs: &pieces.runs,
-            side: |run| run.to,
-            num_bytes: pieces.num_bytes,
-            unit_bytes: pieces.unit_bytes,
-        };
-        while let Some(checksum) = self.hasher.next(&units, num_here, &mut budget) {
+        while let Some(checksum) = self.hasher.next(buffer, pieces, placed_bytes, &mut budget) {
             self.ours.push(checksum);
         }
-        self.compare();
     }
 
-    fn compare(&mut self) {
-        let num_known = self.ours.len().min(self.theirs.len());
-        let known = self.num_compared..num_known;
-        let differs = |index: &usize| self.ours.get(*index) != self.theirs.get(*index);
-        self.corrupt = self.corrupt.or_else(|| known.clone().find(differs));
-        self.num_compared = num_known;
-    }
-
-    /// Whether every unit has been compared.
+    /// Whether both checksums of every unit are known.
     pub(super) fn is_done(&self, pieces: &Pieces) -> bool {
-        self.num_compared as u64 == pieces.num_units()
+        self.ours.len().min(self.theirs.len()) as u64 == pieces.num_units()
     }
 
-    /// The first unit that differs from its checksum.
-    pub(super) fn corrupt(&self) -> Option<usize> {
-        self.corrupt
+    /// The first unit whose checksums differ.
+    pub(super) fn corruption(&self, pieces: &Pieces) -> Option<Corruption> {
+        let mut pairs = self.ours.iter().zip(&self.theirs);
+        let index = pairs.position(|(ours, theirs)| ours != theirs)?;
+        Some(Corruption {
+            at: index as u64 * pieces.unit_bytes,
+            is_exact: true,
+        })
     }
 }
 
@@ -163,20 +146,20 @@ mod tests {
     }
 
     /// What a verifier says that hashes slices of `budget` bytes as they come, `step` bytes at a time.
-    fn verify(theirs: &[u64], step: u64, budget: u64) -> Option<usize> {
+    fn verify(theirs: &[u64], step: u64, budget: u64) -> Option<u64> {
         let (buffer, pieces) = blocks();
         let mut verifier = Verifier::new(theirs[..1].to_vec());
-        let mut num_here = 0;
-        while num_here < pieces.num_bytes {
-            num_here = pieces.num_bytes.min(num_here + step);
-            while verifier.has_work(num_here) {
-                verifier.hash(&buffer, &pieces, num_here, budget);
+        let mut placed_bytes = 0;
+        while placed_bytes < pieces.num_bytes {
+            placed_bytes = pieces.num_bytes.min(placed_bytes + step);
+            while verifier.has_work(placed_bytes) {
+                verifier.hash(&buffer, &pieces, placed_bytes, budget);
             }
             assert!(!verifier.is_done(&pieces), "checksums are missing");
         }
-        verifier.receive(&theirs[1..]);
+        verifier.theirs.extend(&theirs[1..]);
         assert!(verifier.is_done(&pieces));
-        verifier.corrupt()
+        verifier.corruption(&pieces).map(|corruption| corruption.at)
     }
 
     #[test]
@@ -194,7 +177,7 @@ mod tests {
             for checksum in &mut theirs[first..] {
                 *checksum ^= 1;
             }
-            assert_eq!(verify(&theirs, 3, 2), Some(first));
+            assert_eq!(verify(&theirs, 3, 2), Some(8 * first as u64));
         }
     }
 
@@ -205,6 +188,6 @@ mod tests {
         let mut verifier = Verifier::new(theirs);
         verifier.hash(&buffer, &pieces, 20, 100);
         assert!(verifier.is_done(&pieces));
-        assert_eq!(verifier.corrupt(), None);
+        assert_eq!(verifier.corruption(&pieces), None);
     }
 }

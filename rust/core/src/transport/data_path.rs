@@ -1,6 +1,6 @@
 //! How bytes get from one session's side to the other, as its UCX lanes allow.
 
-use kvpipe_ucx::Lane;
+use kvpipe_ucx::{Lane, has_rdma_devices};
 
 /// How bytes move on a session. The side of the destination writes the destination in both cases.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,6 +25,21 @@ impl DataPath {
         }
         let message = lanes.iter().find(|lane| lane.is_am).or(lanes.first());
         Self::Stream(message.map_or_else(|| "unknown".to_owned(), |lane| lane.transport.clone()))
+    }
+
+    /// Why it is slow, and what to do; none when it is as fast as this machine allows.
+    pub(crate) fn advice(&self, is_same_host: bool) -> Option<&'static str> {
+        let Self::Stream(transport) = self else {
+            return None;
+        };
+        if transport == "tcp" && is_same_host {
+            return Some(
+                "the peer is on this host, but bytes move over tcp: UCX 1.20 or newer reads its memory (CMA) if both run as the same user in the same namespaces",
+            );
+        }
+        (transport == "tcp" && has_rdma_devices()).then_some(
+            "this machine has RDMA devices, but bytes move over tcp: the libucx wheel has no RDMA (install the system's UCX, or name one with KVPIPE_UCX_LIB), or UCX_NET_DEVICES or UCX_TLS leaves it out",
+        )
     }
 }
 
@@ -69,5 +84,14 @@ mod tests {
             DataPath::choose(&[tcp, cuda, cma]),
             DataPath::RemoteRead("cma".to_owned())
         );
+    }
+
+    #[test]
+    fn tcp_on_one_host_is_worth_a_word_and_cma_is_not() {
+        let advice = |path: DataPath| path.advice(true);
+        let tcp = advice(DataPath::Stream("tcp".to_owned()));
+        assert!(tcp.is_some_and(|text| text.contains("CMA")));
+        assert_eq!(advice(DataPath::RemoteRead("cma".to_owned())), None);
+        assert_eq!(advice(DataPath::Stream("memory".to_owned())), None);
     }
 }

@@ -8,9 +8,9 @@ use kvpipe_ucx::{AmData, Buffer, Event};
 use super::*;
 use crate::checksum;
 use crate::transfer::exposed::ExposedBuffer;
-use crate::transfer::message::{Message, Subject, Wanted};
+use crate::transfer::message::{Message, Wanted};
 use crate::transfer::region::{Layout, coalesce};
-use crate::transfer::remote_source::SourceChecksums;
+use crate::transfer::remote_source::ChecksumMode;
 use crate::transport::{MemoryPath, Transport, Worker};
 
 const SESSION: SessionKey = 20;
@@ -60,16 +60,20 @@ impl Fixture {
             peer,
             source,
         };
-        fixture.add_source(SourceChecksums::Asked);
+        fixture.add_source(ChecksumMode::None);
         fixture
     }
 
-    fn add_source(&mut self, checksums: SourceChecksums) {
+    fn add_source(&mut self, checksum_mode: ChecksumMode) {
         let (base, rkey) = (
             self.source.buffer().address() as u64,
             self.source.pack_rkey(),
         );
-        let source = RemoteSource::new(base, rkey.unwrap(), false, checksums);
+        let source = RemoteSource {
+            checksum_mode,
+            num_units: 3,
+            ..RemoteSource::new(base, rkey.unwrap(), false)
+        };
         self.engine.add_source(SESSION, SOURCE, source);
     }
 
@@ -97,7 +101,7 @@ impl Fixture {
     }
 
     /// What has come at the peer since the last call.
-    fn sent(&self) -> Vec<(Message<'static>, Vec<u8>)> {
+    fn sent(&self) -> Vec<(u64, Message<'static>, Vec<u8>)> {
         self.peer.progress();
         let mut sent = Vec::new();
         while let Some(event) = self.peer.next_event() {
@@ -105,10 +109,8 @@ impl Fixture {
                 && Message::is_kind(header[16])
             {
                 let rest = Reader::new(&header[17..]);
-                sent.push((
-                    Message::decode(header[16], rest, &data).unwrap(),
-                    data.to_vec(),
-                ));
+                let (id, message) = Message::decode(header[16], rest, &data).unwrap();
+                sent.push((id, message, data.to_vec()));
             }
         }
         sent
@@ -116,17 +118,15 @@ impl Fixture {
 
     /// Transfers that the source has been asked to serve since the last call, with what is wanted.
     fn requests(&self) -> Vec<(u64, Wanted)> {
-        let read = |(message, _)| match message {
-            Message::Read {
-                transfer, wanted, ..
-            } => Some((transfer, wanted)),
+        let read = |(transfer, message, _)| match message {
+            Message::Read { wanted, .. } => Some((transfer, wanted)),
             _ => None,
         };
         self.sent().into_iter().filter_map(read).collect()
     }
 
-    fn receive(&mut self, message: &Message<'_>, payload: &[u8]) -> Result<Handled> {
-        let (header, encoded) = message.to_bytes();
+    fn receive(&mut self, id: u64, message: &Message<'_>, payload: &[u8]) -> Result<Handled> {
+        let (header, encoded) = message.to_bytes(id);
         let payload = [&encoded, payload].concat();
         let header = (header[0], Reader::new(&header[1..]));
         let data = AmData::Bytes(payload);
@@ -141,21 +141,20 @@ impl Fixture {
     fn data(&mut self, transfer: u64) -> Result<Handled> {
         let data = [3, 1, 0].map(|id| self.block(id).to_vec()).concat();
         let message = Message::Data {
-            transfer,
             offset: 0,
             checksum: checksum::of(&data),
         };
-        self.receive(&message, &data)
+        self.receive(transfer, &message, &data)
     }
 
-    fn checksums(&mut self, subject: Subject, checksums: Vec<u64>) -> Result<Handled> {
+    fn checksums(&mut self, transfer: u64, checksums: Vec<u64>) -> Result<Handled> {
         let first = 0;
-        let message = Message::Checksums {
-            subject,
-            first,
-            checksums,
-        };
-        self.receive(&message, &[])
+        self.receive(transfer, &Message::Checksums { first, checksums }, &[])
+    }
+
+    fn source_checksums(&mut self, checksums: Vec<u64>) -> Result<Handled> {
+        let first = 0;
+        self.receive(SOURCE, &Message::SourceChecksums { first, checksums }, &[])
     }
 
     fn block_checksums(&self) -> Vec<u64> {
@@ -193,6 +192,21 @@ fn a_stream_is_complete_when_all_of_it_has_come() {
 }
 
 #[test]
+fn a_transfer_without_bytes_is_complete_when_its_turn_may_come() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    let pieces = coalesce((&layout(), &[]), (&layout(), &[])).unwrap();
+    let id = it.engine.add(TransferRequest {
+        pieces: Arc::new(pieces),
+        ..it.request(7)
+    });
+    assert!(it.engine.next_completion().is_none(), "it is held");
+    it.engine.enqueue(&mut it.cx, id);
+    let completion = it.engine.next_completion().expect("a completion");
+    assert_eq!((completion.owner, completion.outcome), (7, Ok(())));
+    assert_eq!(it.requests(), []);
+}
+
+#[test]
 fn a_read_is_complete_when_its_bytes_and_their_checksums_are_here() {
     for checksums_are_first in [false, true] {
         let mut it = Fixture::new(MemoryPath::RemoteRead);
@@ -203,8 +217,7 @@ fn a_read_is_complete_when_its_bytes_and_their_checksums_are_here() {
         for is_checksums in halves {
             assert!(it.engine.next_completion().is_none());
             if is_checksums {
-                it.checksums(Subject::Transfer(id), checksums.clone())
-                    .unwrap();
+                it.checksums(id, checksums.clone()).unwrap();
             } else {
                 it.end_reads();
             }
@@ -219,7 +232,7 @@ fn a_read_names_the_first_block_that_differs() {
     let id = it.begin(it.request(7));
     let mut checksums = it.block_checksums();
     checksums[1] ^= 1;
-    it.checksums(Subject::Transfer(id), checksums).unwrap();
+    it.checksums(id, checksums).unwrap();
     it.end_reads();
     // What differs is the source's fault only while it exposes its memory, and this one has no connection.
     assert!(matches!(
@@ -232,21 +245,17 @@ fn a_read_names_the_first_block_that_differs() {
 fn checksums_that_come_unasked_verify_a_read_whenever_they_come() {
     for comes_first in [true, false] {
         let mut it = Fixture::new(MemoryPath::RemoteRead);
-        it.add_source(SourceChecksums::Pushed {
-            num_units: 3,
-            known: Vec::new(),
-        });
+        it.add_source(ChecksumMode::Any);
         let checksums = it.block_checksums();
         if comes_first {
-            it.checksums(Subject::Source(SOURCE), checksums.clone())
-                .unwrap();
+            it.source_checksums(checksums.clone()).unwrap();
         }
         it.begin(it.request(7));
         assert_eq!(it.requests(), []);
         it.end_reads();
         if !comes_first {
             assert!(it.engine.next_completion().is_none());
-            it.checksums(Subject::Source(SOURCE), checksums).unwrap();
+            it.source_checksums(checksums).unwrap();
         }
         it.assert_moved(7);
     }
@@ -272,10 +281,8 @@ fn transfers_from_a_peer_begin_in_order_and_a_few_at_a_time() {
     it.data(ids[1]).unwrap();
     assert_eq!(it.requests(), [(ids[2], bytes)]);
     it.assert_moved(1);
-    let reason = "no such block".to_owned();
-    let transfer = ids[0];
-    it.receive(&Message::Refused { transfer, reason }, &[])
-        .unwrap();
+    let refused = Message::Refused("no such block".to_owned());
+    it.receive(ids[0], &refused, &[]).unwrap();
     assert_eq!(it.requests(), [(ids[3], bytes)]);
     let error = failed(it.engine.next_completion());
     assert_eq!(error, config("the peer refused: no such block"));
@@ -354,12 +361,11 @@ fn a_buffer_is_read_once_by_a_request() {
     let (exposed, _) = ExposedBuffer::new(&it.cx, SESSION, Buffer::zeroed(8), true).unwrap();
     for (transfer, ids, is_refused) in [(1, &[0][..], false), (2, &[0, 0], true), (3, &[1], true)] {
         let message = Message::Read {
-            transfer,
             source: SOURCE,
             wanted: Wanted::Bytes,
             ids: Cow::Borrowed(ids),
         };
-        let Ok(Handled::Request(request)) = it.receive(&message, &[]) else {
+        let Ok(Handled::Request(request)) = it.receive(transfer, &message, &[]) else {
             panic!("not a request")
         };
         assert_eq!(exposed.requested(&request).is_err(), is_refused, "{ids:?}");
@@ -372,12 +378,11 @@ fn checksums_that_one_peer_asks_for_are_computed_in_turns() {
     let mut it = Fixture::new(MemoryPath::RemoteRead);
     for (transfer, num_bytes) in [(1, LARGE), (2, 8)] {
         let message = Message::Read {
-            transfer,
             source: SOURCE,
             wanted: Wanted::Checksums,
             ids: Cow::Borrowed(&[0]),
         };
-        let Ok(Handled::Request(request)) = it.receive(&message, &[]) else {
+        let Ok(Handled::Request(request)) = it.receive(transfer, &message, &[]) else {
             panic!("not a request")
         };
         let memory = it.cx.register(Buffer::zeroed(num_bytes as usize)).unwrap();
@@ -390,13 +395,8 @@ fn checksums_that_one_peer_asks_for_are_computed_in_turns() {
         order.extend(
             it.sent()
                 .into_iter()
-                .filter_map(|(message, _)| match message {
-                    Message::Checksums {
-                        subject: Subject::Transfer(transfer),
-                        ..
-                    } => Some(transfer),
-                    _ => None,
-                }),
+                .filter(|(_, message, _)| matches!(message, Message::Checksums { .. }))
+                .map(|(transfer, ..)| transfer),
         );
     }
     assert_eq!(
@@ -439,9 +439,8 @@ fn the_end_of_a_session_is_that_of_its_transfers_after_their_reads() {
     assert_eq!(failed(it.engine.next_completion()), lost);
 }
 
-fn read(transfer: u64, wanted: Wanted) -> Message<'static> {
+fn read(wanted: Wanted) -> Message<'static> {
     Message::Read {
-        transfer,
         source: 9,
         wanted,
         ids: vec![2, 0].into(),
@@ -452,7 +451,7 @@ fn read(transfer: u64, wanted: Wanted) -> Message<'static> {
 fn a_peer_gets_what_it_asks_for_and_no_more_at_once_than_it_may() {
     let mut it = Fixture::new(MemoryPath::Stream);
     for (transfer, wanted) in [(1, Wanted::ChecksummedBytes), (2, Wanted::Checksums)] {
-        let Ok(Handled::Request(request)) = it.receive(&read(transfer, wanted), &[]) else {
+        let Ok(Handled::Request(request)) = it.receive(transfer, &read(wanted), &[]) else {
             panic!("it may ask");
         };
         assert_eq!(request.source, 9);
@@ -462,36 +461,31 @@ fn a_peer_gets_what_it_asks_for_and_no_more_at_once_than_it_may() {
     }
     let data = [it.block(2), it.block(0)].concat();
     let expected = Message::Data {
-        transfer: 1,
         offset: 0,
         checksum: checksum::of(&data),
     };
-    assert_eq!(it.sent(), [(expected, data)]);
+    assert_eq!(it.sent(), [(1, expected, data)]);
     for transfer in 2..=MAX_IN_FLIGHT as u64 {
-        assert!(it.receive(&read(transfer, Wanted::Checksums), &[]).is_err());
+        let message = read(Wanted::Checksums);
+        assert!(it.receive(transfer, &message, &[]).is_err());
     }
     while it.engine.run_slice(&mut it.cx) {}
     let checksums = [2, 0].map(|id| checksum::of(it.block(id))).to_vec();
-    let expected = Message::Checksums {
-        subject: Subject::Transfer(2),
-        first: 0,
-        checksums,
-    };
-    assert_eq!(it.sent()[0].0, expected);
+    let (id, message, _) = it.sent().remove(0);
+    let first = 0;
+    assert_eq!((id, message), (2, Message::Checksums { first, checksums }));
     assert!(!it.engine.has_work());
 }
 
 #[test]
 fn a_peer_that_asks_for_what_is_not_there_is_refused() {
     let mut it = Fixture::new(MemoryPath::Stream);
-    let Ok(Handled::Request(request)) = it.receive(&read(1, Wanted::Bytes), &[]) else {
+    let Ok(Handled::Request(request)) = it.receive(1, &read(Wanted::Bytes), &[]) else {
         panic!("it may ask");
     };
     it.engine
         .serve(&mut it.cx, &request, Err(config("no such source")));
-    let expected = Message::Refused {
-        transfer: 1,
-        reason: "no such source".to_owned(),
-    };
-    assert_eq!(it.sent()[0].0, expected);
+    let (id, message, _) = it.sent().remove(0);
+    let reason = "no such source".to_owned();
+    assert_eq!((id, message), (1, Message::Refused(reason)));
 }

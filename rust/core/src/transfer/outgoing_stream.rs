@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
-use super::WINDOW;
+use super::message::Message;
+use super::region::{Cursor, Pieces, Run};
 use crate::checksum;
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
-use crate::transfer::cursor::Cursor;
-use crate::transfer::message::Message;
-use crate::transfer::region::Run;
 use crate::transport::{Memory, Payload};
 
+/// Bytes a source may stream before the destination's next credit.
+pub(super) const WINDOW: u64 = 4 << 20;
 /// What fits with its headers into one packet of 64 KiB, the most that Linux makes of a write: a message of a little more
 /// has a second packet of a few bytes.
 const PACKET: u64 = 60 << 10;
@@ -31,122 +31,110 @@ fn message_len(left: u64) -> u64 {
 
 /// A stream at its source.
 #[derive(Debug)]
-pub(crate) struct OutgoingStream {
-    transfer: u64,
+pub(super) struct OutgoingStream {
     /// The source that it is of.
-    source: u64,
+    pub(super) source: u64,
     memory: Arc<Memory>,
-    /// Their destinations are not used: the order counts.
-    runs: Vec<Run>,
+    pieces: Pieces,
     cursor: Cursor,
-    sent: u64,
-    credit: u64,
+    credit_bytes: u64,
     is_checksummed: bool,
 }
 
 impl OutgoingStream {
-    pub(crate) fn new(
-        (transfer, source): (u64, u64),
+    pub(super) fn new(
+        source: u64,
         memory: Arc<Memory>,
-        runs: Vec<Run>,
+        pieces: Pieces,
         is_checksummed: bool,
     ) -> Self {
         Self {
-            transfer,
             source,
             memory,
-            runs,
+            pieces,
             cursor: Cursor::default(),
-            sent: 0,
-            credit: WINDOW,
+            credit_bytes: WINDOW,
             is_checksummed,
         }
     }
 
-    pub(crate) fn source(&self) -> u64 {
-        self.source
-    }
-
     /// The destination has placed so many bytes.
-    pub(crate) fn grant(&mut self, credit: u64) {
-        self.credit = self.credit.saturating_add(credit).min(WINDOW);
+    pub(super) fn grant(&mut self, credit_bytes: u64) {
+        self.credit_bytes = self.credit_bytes.saturating_add(credit_bytes).min(WINDOW);
     }
 
     /// Sends what the credit allows; whether everything has been sent.
-    pub(crate) fn send(&mut self, cx: &mut ReactorContext, session: SessionKey) -> bool {
-        while let Some(rest) = self.cursor.piece(&self.runs, u64::MAX) {
+    pub(super) fn send(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        transfer: u64,
+    ) -> bool {
+        while let Some(rest) = self.cursor.piece(&self.pieces.runs, u64::MAX) {
             let run = Run {
                 len: message_len(rest.len),
                 ..rest
             };
-            if self.credit < run.len {
+            if self.credit_bytes < run.len {
                 return false;
             }
             let before = self.cursor;
-            let (payload, len, checksum) = self.next_piece(run);
-            let message = Message::Data {
-                transfer: self.transfer,
-                offset: self.sent,
-                checksum,
-            };
-            if !message.send_with(cx, session, payload) {
+            let (payload, checksum) = self.next_piece(run);
+            let offset = before.bytes_behind();
+            let message = Message::Data { offset, checksum };
+            if !message.send_with(cx, session, transfer, payload) {
                 self.cursor = before;
                 return false;
             }
-            self.sent += len;
-            self.credit -= len;
+            self.credit_bytes -= self.cursor.bytes_behind() - offset;
         }
         true
     }
 
-    /// What the next message carries: a large run as it lies in memory, small ones together in a copy, which costs less
-    /// than a message each.
-    fn next_piece(&mut self, run: Run) -> (Payload, u64, u64) {
+    /// What the next message carries, and its checksum: a large run as it lies in memory, small ones together in a copy,
+    /// which costs less than a message each.
+    fn next_piece(&mut self, run: Run) -> (Payload, u64) {
         if run.len <= SMALL
             && let Some(bytes) = self.gather()
         {
-            let checksum = if self.is_checksummed {
-                checksum::of(&bytes)
-            } else {
-                0
-            };
-            let len = bytes.len() as u64;
-            return (Payload::Bytes(bytes), len, checksum);
+            let checksum = self.checksum(&bytes);
+            return (Payload::Bytes(bytes), checksum);
         }
-        self.cursor.advance(&self.runs, run.len);
+        self.cursor.advance(&self.pieces.runs, run.len);
         let (offset, len) = (run.from as usize, run.len as usize);
         let bytes = self.memory.buffer().bytes(offset, len);
-        let checksum = bytes
-            .filter(|_| self.is_checksummed)
-            .map_or(0, checksum::of);
+        let checksum = bytes.map_or(0, |bytes| self.checksum(bytes));
         let memory = Arc::clone(&self.memory);
         let payload = Payload::Memory {
             memory,
             offset,
             len,
         };
-        (payload, run.len, checksum)
+        (payload, checksum)
+    }
+
+    fn checksum(&self, bytes: &[u8]) -> u64 {
+        if self.is_checksummed {
+            checksum::of(bytes)
+        } else {
+            0
+        }
     }
 
     /// The next small runs, as many as fit into a message and the credit; none of memory that is not the host's.
     fn gather(&mut self) -> Option<Vec<u8>> {
-        let (start, room) = (self.cursor, GATHERED.min(self.credit));
+        let (mut cursor, runs) = (self.cursor, &self.pieces.runs);
+        let room = GATHERED.min(self.credit_bytes);
         let mut gathered = Vec::with_capacity(room as usize);
-        while let Some(run) = self.cursor.piece(&self.runs, PIECE)
+        while let Some(run) = cursor.piece(runs, PIECE)
             && run.len <= SMALL
             && gathered.len() as u64 + run.len <= room
         {
-            let Some(bytes) = self
-                .memory
-                .buffer()
-                .bytes(run.from as usize, run.len as usize)
-            else {
-                self.cursor = start;
-                return None;
-            };
-            gathered.extend_from_slice(bytes);
-            self.cursor.advance(&self.runs, run.len);
+            let (offset, len) = (run.from as usize, run.len as usize);
+            gathered.extend_from_slice(self.memory.buffer().bytes(offset, len)?);
+            cursor.advance(runs, run.len);
         }
+        self.cursor = cursor;
         Some(gathered)
     }
 }

@@ -8,16 +8,15 @@ use std::sync::Arc;
 
 use kvpipe_ucx::AmData;
 
-use super::WINDOW;
+use super::message::DATA;
+use super::outgoing_stream::WINDOW;
+use super::region::{Cursor, Pieces};
+use super::transfer::Corruption;
 use crate::checksum;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
-use crate::session::ReactorContext;
-use crate::session::{RegisteredSink, StreamSink};
-use crate::transfer::cursor::Cursor;
-use crate::transfer::message::{DATA, Message};
-use crate::transfer::region::Pieces;
+use crate::session::{ReactorContext, RegisteredSink, StreamSink};
 use crate::transport::Memory;
 
 /// What is expected of a stream, and where it goes.
@@ -25,34 +24,37 @@ use crate::transport::Memory;
 struct StreamDestination {
     memory: Arc<Memory>,
     pieces: Arc<Pieces>,
+    /// What has been placed.
     cursor: Cursor,
-    num_placed: u64,
     is_checksummed: bool,
     /// Where the first piece begins that differs from its checksum.
-    corrupt: Option<u64>,
+    corruption: Option<Corruption>,
 }
 
 impl StreamDestination {
     /// Puts a piece where it belongs. Pieces come in order, so that any other is an error of the peer.
     fn put(&mut self, offset: u64, checksum: u64, data: &[u8]) -> Result<()> {
         let (len, num_bytes) = (data.len() as u64, self.pieces.num_bytes);
-        if offset != self.num_placed || len == 0 || len > num_bytes - offset {
+        let placed_bytes = self.cursor.bytes_behind();
+        if offset != placed_bytes || len == 0 || len > num_bytes - offset {
             return Err(Error::protocol(format_args!(
-                "{len} bytes at {offset} of {num_bytes}, {} expected next",
-                self.num_placed
+                "{len} bytes at {offset} of {num_bytes}, {placed_bytes} expected next"
             )));
         }
-        self.write(data)?;
+        self.cursor = self.write(data)?;
         if self.is_checksummed && checksum::of(data) != checksum {
-            self.corrupt.get_or_insert(offset);
+            self.corruption.get_or_insert(Corruption {
+                at: offset,
+                is_exact: false,
+            });
         }
-        self.num_placed += len;
         Ok(())
     }
 
-    fn write(&mut self, mut data: &[u8]) -> Result<()> {
-        let runs = &self.pieces.runs;
-        while let Some(run) = self.cursor.piece(runs, data.len() as u64)
+    /// Writes a piece, and returns the position after it.
+    fn write(&self, mut data: &[u8]) -> Result<Cursor> {
+        let (mut cursor, runs) = (self.cursor, &self.pieces.runs);
+        while let Some(run) = cursor.piece(runs, data.len() as u64)
             && let Some((piece, rest)) = data.split_at_checked(run.len as usize)
             && !piece.is_empty()
         {
@@ -60,10 +62,10 @@ impl StreamDestination {
                 let text = "the CUDA driver could not write into the destination";
                 return Err(Error::Unavailable(text.to_owned()));
             }
-            self.cursor.advance(runs, run.len);
+            cursor.advance(runs, run.len);
             data = rest;
         }
-        Ok(())
+        Ok(cursor)
     }
 }
 
@@ -77,89 +79,69 @@ impl StreamSink for StreamDestination {
 
 /// A stream at its destination, which receives it until this is dropped.
 #[derive(Debug)]
-pub(crate) struct IncomingStream {
+pub(super) struct IncomingStream {
     _registered: RegisteredSink,
     destination: Rc<RefCell<StreamDestination>>,
-    transfer: u64,
-    num_bytes: u64,
     /// Bytes of the messages that have come, and those of them that the source has no credit for yet.
-    num_received: u64,
-    num_uncredited: u64,
+    pub(super) received_bytes: u64,
+    uncredited_bytes: u64,
 }
 
 impl IncomingStream {
     /// Receives the stream of a transfer into `memory`.
-    pub(crate) fn begin(
+    pub(super) fn begin(
         cx: &ReactorContext,
         session: SessionKey,
         transfer: u64,
         (memory, pieces): (Arc<Memory>, Arc<Pieces>),
         is_checksummed: bool,
     ) -> Self {
-        let num_bytes = pieces.num_bytes;
         let destination = Rc::new(RefCell::new(StreamDestination {
             memory,
             pieces,
             cursor: Cursor::default(),
-            num_placed: 0,
             is_checksummed,
-            corrupt: None,
+            corruption: None,
         }));
         Self {
             _registered: cx.register_sink(session, (DATA, transfer), destination.clone()),
             destination,
-            transfer,
-            num_bytes,
-            num_received: 0,
-            num_uncredited: 0,
+            received_bytes: 0,
+            uncredited_bytes: 0,
         }
     }
 
-    /// A piece has come, which may be in place already.
-    pub(crate) fn receive(&mut self, offset: u64, checksum: u64, data: &AmData) -> Result<()> {
+    /// A piece has come, which may be in place already; bytes of credit for the source, if it is due.
+    pub(super) fn receive(
+        &mut self,
+        offset: u64,
+        checksum: u64,
+        data: &AmData,
+    ) -> Result<Option<u64>> {
         let mut destination = self.destination.borrow_mut();
         if let AmData::Bytes(bytes) = data {
             destination.put(offset, checksum, bytes)?;
         }
-        let num_received = self.num_received + data.num_bytes() as u64;
-        if num_received > destination.num_placed {
+        let len = data.num_bytes() as u64;
+        if self.received_bytes + len > destination.cursor.bytes_behind() {
             let text = "a message of a stream that ended before this one";
             return Err(Error::protocol(text));
         }
-        self.num_uncredited += num_received - self.num_received;
-        self.num_received = num_received;
-        Ok(())
-    }
-
-    /// Gives the source credit when it is due.
-    pub(crate) fn send_credit(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        if self.num_uncredited >= WINDOW / 4 && !self.is_here() {
-            let credit = Message::Credit {
-                transfer: self.transfer,
-                num_bytes: std::mem::take(&mut self.num_uncredited),
-            };
-            credit.send(cx, session);
-        }
-    }
-
-    /// Bytes that have come.
-    pub(crate) fn num_received(&self) -> u64 {
-        self.num_received
-    }
-
-    /// Whether all of it has come.
-    pub(crate) fn is_here(&self) -> bool {
-        self.num_received == self.num_bytes
+        self.received_bytes += len;
+        self.uncredited_bytes += len;
+        let is_here = self.received_bytes == destination.pieces.num_bytes;
+        let is_due = self.uncredited_bytes >= WINDOW / 4 && !is_here;
+        Ok(is_due.then(|| std::mem::take(&mut self.uncredited_bytes)))
     }
 
     /// Whether each piece has a checksum.
-    pub(crate) fn is_checksummed(&self) -> bool {
+    pub(super) fn is_checksummed(&self) -> bool {
         self.destination.borrow().is_checksummed
     }
 
     /// Where the first piece begins that differs from its checksum.
-    pub(crate) fn corrupt(&self) -> Option<u64> {
-        self.destination.borrow().corrupt
+    pub(super) fn corruption(&self) -> Option<Corruption> {
+        self.destination.borrow().corruption
     }
 }
 
@@ -221,12 +203,12 @@ mod tests {
         assert!(place(&header(0, b"abc"), b"abc"));
         assert!(place(&header(3, b"defgh"), b"defgh"));
         assert_eq!(bytes(&memory), *b"\0\0efgh\0\0\0\0\0\0abcd");
-        assert!(!incoming.is_here());
+        assert!(incoming.received_bytes < 8);
         for len in [3, 5] {
             incoming.receive(0, 0, &AmData::Placed(len)).unwrap();
         }
-        assert!(incoming.is_here());
-        assert_eq!(incoming.corrupt(), None);
+        assert_eq!(incoming.received_bytes, 8);
+        assert_eq!(incoming.corruption(), None);
     }
 
     #[test]
@@ -278,6 +260,7 @@ mod tests {
         let (incoming, place) = (begin(&cx, &memory), cx.placer());
         assert!(place(&header(0, b"abcd"), b"abcd"));
         assert!(place(&header(4, b"efgh"), b"efgx"));
-        assert_eq!(incoming.corrupt(), Some(4));
+        let corruption = incoming.corruption().unwrap();
+        assert_eq!((corruption.at, corruption.is_exact), (4, false));
     }
 }
