@@ -35,6 +35,7 @@ class Run:
         self.skipped: dict[str, str] = {}
         self.versions: set[str] = set()
         self._words: Mapping[str, object] = {}
+        self._num_starts = 0
 
     @property
     def num_processes(self) -> int:
@@ -55,13 +56,14 @@ class Run:
                 closing.callback(opened.close)
 
     def start(self, words: Mapping[str, object]) -> None:
-        """Starts all processes with the words of `words`.
+        """Starts all processes with the words of `words`, each time in another order: who is first gets other memory.
 
         Raises:
             SubjectError: kvpipe itself failed, here and below. Other subjects that fail are left out.
         """
         self._words = words
-        for entry in list(self.entries):
+        self._num_starts += 1
+        for entry in self._order(f"start {self._num_starts}"):
             self._attempt(entry, partial(self._open, entry))
 
     def _open(self, entry: Entry) -> None:
@@ -100,9 +102,9 @@ class Run:
             self._attempt(entry, partial(self._check, entry))
             self._progress.step(f"check, {entry.case.label}, {_name(entry)}")
 
-    def _order(self, number: int) -> list[Entry]:
-        """A different order for each round, the same in each run, so that no subject always follows the same one."""
-        return random.Random(number).sample(self.entries, len(self.entries))  # noqa: S311 - no secret
+    def _order(self, seed: int | str) -> list[Entry]:
+        """A different order for each seed, the same in each run, so that no subject always follows the same one."""
+        return random.Random(seed).sample(self.entries, len(self.entries))  # noqa: S311 - no secret
 
     def _check(self, entry: Entry) -> None:
         took_s = self._runner(entry).check(entry.case, entry.subject.options)
