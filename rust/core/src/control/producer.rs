@@ -1,5 +1,5 @@
 //! The producer's half of the control plane: the handoffs leased here, the consumers that watch them, and when their leases
-//! end. A pure state machine: its messages and events go to an [`ControlOutbox`].
+//! end. A pure state machine: its messages and events go to a [`ControlOutbox`].
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};

@@ -17,7 +17,7 @@ const ACK: u8 = 51;
 /// What one side of a handoff tells the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum HandoffMessage {
-    /// Consumer: I want the blocks at these positions, in this epoch.
+    /// Consumer: I want the blocks at these positions. The producer does not look at the epoch yet.
     Select { epoch: u32, first: u32, end: u32 },
     /// Producer: these blocks can be read.
     BlocksReady { epoch: u32, blocks: Vec<ReadyBlock> },

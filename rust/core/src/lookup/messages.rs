@@ -1,5 +1,5 @@
 //! Messages between the client and the server of a lookup buffer, besides those that move large tensors; see
-//! docs/reference/wire-format.md.
+//! docs/reference/wire-lookup.md.
 
 use std::borrow::Cow;
 use std::time::Duration;

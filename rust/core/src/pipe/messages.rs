@@ -1,4 +1,4 @@
-//! Messages of a pipe, besides those of transfers; see docs/reference/wire-format.md. The header of each carries the
+//! Messages of a pipe, besides those of transfers; see docs/reference/wire-pipe.md. The header of each carries the
 //! sequence number of the tensor that it is about.
 
 use std::borrow::Cow;

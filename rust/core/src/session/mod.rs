@@ -1,6 +1,6 @@
 //! Sessions: the authenticated connection to a peer, its UCX endpoint, and what a caller may expect of a peer that is late.
 //!
-//! What runs on top (pipe, agent, control, lookup) is a [`Service`]: events in, calls on [`ReactorContext`] out, on one
+//! What runs on top (pipe, lookup, control, handoff on an agent) is a [`Service`]: events in, calls on [`ReactorContext`] out, on one
 //! thread at a time, without locks.
 
 mod connection;

@@ -114,7 +114,7 @@ impl PeerTransfers {
             return Ok(State::Streaming(stream));
         };
         let verifier = is_checksummed.then(|| {
-            if source.checksum_mode == ChecksumMode::Any {
+            if source.checksum_mode == ChecksumMode::Pushed {
                 return Verifier::new(source.known.clone());
             }
             send_read(cx, id, request, Wanted::Checksums);

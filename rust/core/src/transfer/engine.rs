@@ -160,8 +160,8 @@ impl TransferEngine {
         }
     }
 
-    /// Ends what need not be waited for. A source cannot be stopped once it streams; one that does not stream is waited
-    /// for a while only.
+    /// Fails a transfer whose owner has ended, unless it streams: a source cannot be stopped, so that a stream has
+    /// [`ABANDONED_WITHIN`] to end, or its session ends.
     pub(crate) fn abandon(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;

@@ -49,9 +49,9 @@ impl ExposedBuffer {
         let is_read = matches!(cx.data_path(session), Some(DataPath::RemoteRead(_)));
         let is_cuda = is_cuda(buffer.kind());
         let checksum_mode = match (is_checksummed && !is_cuda, is_read) {
-            (false, _) => ChecksumMode::None,
-            (true, true) => ChecksumMode::Any,
-            (true, false) => ChecksumMode::Stream,
+            (false, _) => ChecksumMode::OnRequest,
+            (true, true) => ChecksumMode::Pushed,
+            (true, false) => ChecksumMode::StreamOnly,
         };
         let (len, address) = (buffer.len(), buffer.address() as u64);
         let memory = cx.register(buffer)?;
@@ -64,7 +64,7 @@ impl ExposedBuffer {
         };
         let exposed = Self {
             memory,
-            pushes_checksums: checksum_mode == ChecksumMode::Any,
+            pushes_checksums: checksum_mode == ChecksumMode::Pushed,
         };
         Ok((exposed, described))
     }
@@ -114,9 +114,9 @@ impl BufferDescription {
         let (len, address) = (reader.u64()?, reader.u64()?);
         let is_cuda = reader.flag()?;
         let checksum_mode = match reader.u8()? {
-            0 => ChecksumMode::None,
-            1 => ChecksumMode::Any,
-            2 => ChecksumMode::Stream,
+            0 => ChecksumMode::OnRequest,
+            1 => ChecksumMode::Pushed,
+            2 => ChecksumMode::StreamOnly,
             other => {
                 let text = format_args!("a buffer with checksums of mode {other}");
                 return Err(Error::protocol(text));
@@ -130,7 +130,7 @@ impl BufferDescription {
             return Err(Error::protocol(text));
         }
         // Nobody checksums what is on a GPU.
-        if is_cuda && checksum_mode != ChecksumMode::None {
+        if is_cuda && checksum_mode != ChecksumMode::OnRequest {
             return Err(Error::protocol("checksums of a buffer in CUDA memory"));
         }
         Ok(Self {
@@ -149,7 +149,7 @@ impl BufferDescription {
 
     /// Whether it has checksums.
     pub(crate) fn is_checksummed(&self) -> bool {
-        self.checksum_mode != ChecksumMode::None
+        self.checksum_mode != ChecksumMode::OnRequest
     }
 
     /// What the engine reads it from.

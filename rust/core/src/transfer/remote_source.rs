@@ -20,12 +20,13 @@ const READS_IN_FLIGHT: usize = 128;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum ChecksumMode {
-    /// By checksums that the destination asks for, if it wants any. The owner of a buffer has switched them off.
-    None = 0,
-    /// By checksums of its units, which come unasked, or by those that the pieces of a stream carry.
-    Any = 1,
-    /// By the checksums of a stream only: the owner does not see that it could be read.
-    Stream = 2,
+    /// A region: by checksums that the destination asks for, if it wants any. A buffer: by none, its sender has switched
+    /// them off.
+    OnRequest = 0,
+    /// A buffer: by checksums of its units, which come unasked, or by those that the pieces of a stream carry.
+    Pushed = 1,
+    /// A buffer: by the checksums of a stream only, because its sender does not see that it could be read.
+    StreamOnly = 2,
 }
 
 /// How a destination reads a source itself.
@@ -63,7 +64,7 @@ impl RemoteSource {
             base,
             rkey,
             is_cuda,
-            checksum_mode: ChecksumMode::None,
+            checksum_mode: ChecksumMode::OnRequest,
             num_units: 0,
             known: Vec::new(),
             keys: Vec::new(),
@@ -81,7 +82,7 @@ impl RemoteSource {
         process: Option<&Rc<ProcessVmReader>>,
         destination: &Memory,
     ) -> Result<Option<ReadPath>> {
-        if self.checksum_mode == ChecksumMode::Stream {
+        if self.checksum_mode == ChecksumMode::StreamOnly {
             return Ok(None);
         }
         let (to, data_path) = (destination.buffer().kind(), cx.data_path(session));
@@ -133,7 +134,7 @@ impl RemoteSource {
     /// It has no such units, or no checksums that come unasked.
     pub(crate) fn receive(&mut self, first: u64, checksums: &[u64]) -> Result<()> {
         let num_units = UNITS_CAP.min(self.num_units);
-        if self.checksum_mode == ChecksumMode::Any
+        if self.checksum_mode == ChecksumMode::Pushed
             && add_next(&mut self.known, num_units, first, checksums)
         {
             return Ok(());
@@ -168,7 +169,7 @@ mod tests {
     #[test]
     fn checksums_that_come_unasked_come_in_order_and_not_beyond_the_last_unit() {
         let mut source = RemoteSource {
-            checksum_mode: ChecksumMode::Any,
+            checksum_mode: ChecksumMode::Pushed,
             num_units: 2,
             ..RemoteSource::new(0, Vec::new(), false)
         };

@@ -70,7 +70,7 @@ impl ChecksumJob {
 }
 
 impl TransferEngine {
-    /// Whether a peer may ask for this, besides what it has asked for.
+    /// Refuses a request whose transfer is being served already, or that is one more than are served at once.
     pub(super) fn admit(&self, request: &SourceRequest) -> Result<()> {
         let Some(peer) = self.peers.get(&request.session) else {
             return Ok(());

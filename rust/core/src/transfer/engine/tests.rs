@@ -60,7 +60,7 @@ impl Fixture {
             peer,
             source,
         };
-        fixture.add_source(ChecksumMode::None);
+        fixture.add_source(ChecksumMode::OnRequest);
         fixture
     }
 
@@ -245,7 +245,7 @@ fn a_read_names_the_first_block_that_differs() {
 fn checksums_that_come_unasked_verify_a_read_whenever_they_come() {
     for comes_first in [true, false] {
         let mut it = Fixture::new(MemoryPath::RemoteRead);
-        it.add_source(ChecksumMode::Any);
+        it.add_source(ChecksumMode::Pushed);
         let checksums = it.block_checksums();
         if comes_first {
             it.source_checksums(checksums.clone()).unwrap();
