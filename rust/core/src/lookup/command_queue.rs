@@ -22,6 +22,13 @@ pub(super) struct QueuedInsert {
     pub(super) completer: Completer<()>,
 }
 
+impl QueuedInsert {
+    /// Ends the insert; its caller's memory is released before.
+    pub(super) fn into_completer(self) -> Completer<()> {
+        self.completer
+    }
+}
+
 /// A select to be sent.
 #[derive(Debug)]
 pub(super) struct QueuedSelect {

@@ -33,6 +33,12 @@ impl LocalInsert {
         }
     }
 
+    /// Fails the insert; its caller's memory is released before.
+    pub(super) fn fail(self, error: Error) {
+        drop((self.items, self.partial));
+        self.completer.complete(Err(error));
+    }
+
     pub(super) fn is_being_copied(&self) -> bool {
         self.num_copied > 0 || self.partial.is_some()
     }

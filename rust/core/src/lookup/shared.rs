@@ -197,7 +197,7 @@ impl LookupShared {
                     };
                     self.end_copy(ChangedBy::Caller, &mut stack, (ticket, insert), copied);
                 }
-                StoreAction::Insert(insert, Err(full)) => insert.completer.complete(Err(full)),
+                StoreAction::Insert(insert, Err(full)) => insert.fail(full),
                 StoreAction::Select(completer, found) => {
                     let origin = || Origin::Local(Arc::clone(self));
                     let delivery =
@@ -302,11 +302,11 @@ impl LookupShared {
         drop(state);
         for insert in inserts {
             if let Waiter::Local(insert) = insert {
-                insert.completer.complete(Err(closed()));
+                insert.fail(closed());
             }
         }
         for (_, insert) in granted {
-            insert.completer.complete(Err(closed()));
+            insert.fail(closed());
         }
         for select in selects {
             if let Waiter::Local(completer) = select {

@@ -116,7 +116,7 @@ impl Handshake {
         accept: impl FnOnce(&Identity) -> std::result::Result<(), String>,
     ) -> Result<Step> {
         use {HandshakeFrame as Frame, HandshakeState as State};
-        let kind = frame.first();
+        let kind = frame.first().copied().unwrap_or_default();
         let decoded = Frame::decode(frame, &self.peer)?;
         match (std::mem::replace(&mut self.state, State::Done), decoded) {
             (_, Frame::Refused(error)) => Err(error),
@@ -135,8 +135,8 @@ impl Handshake {
             (State::ClientChallenge, Frame::Challenge(greeting)) => self.challenge(&greeting),
             (State::ClientProof, Frame::Proof(signature)) => self.server_proof(&signature, ours),
             (State::ClientWelcome, Frame::Welcome(signed)) => self.welcomed(&signed, ours),
-            (state, _) => Err(Error::protocol(format_args!(
-                "frame {kind:?} in handshake state {state:?}"
+            _ => Err(Error::protocol(format_args!(
+                "frame {kind} of a handshake, out of turn"
             ))),
         }
     }

@@ -300,10 +300,10 @@ impl<S: Service> Sessions<S> {
             return;
         };
         endpoint.unsent_kib -= size_kib;
-        if endpoint.is_hello_sent {
+        // Of all messages the hello alone has no payload and no header of a service.
+        if endpoint.is_hello_sent || size_kib > 0 {
             return;
         }
-        // The first message is the hello.
         match result {
             Ok(()) => self.record_hello(session, |endpoint| endpoint.is_hello_sent = true),
             Err(status) => self.cx.fail(session, self.cx.lost(session, status)),

@@ -33,7 +33,7 @@ pub(super) struct Inserts {
 impl LookupClient {
     pub(super) fn insert(&mut self, cx: &mut ReactorContext, insert: QueuedInsert) {
         if let Err(error) = self.check_usable() {
-            return insert.completer.complete(Err(error));
+            return insert.into_completer().complete(Err(error));
         }
         self.inserts.deadlines.add(insert.deadline);
         self.inserts.queue.push_back(insert);
@@ -71,6 +71,7 @@ impl LookupClient {
                 }
                 Err(error) => {
                     self.tensors.release(session, operation);
+                    drop(items); // before the insert completes
                     self.end(Some(completer), Err(error));
                 }
             }
@@ -114,7 +115,7 @@ impl LookupClient {
             }
             for insert in late {
                 let full = too_many_wait(self.inserts.sent.len());
-                self.end(Some(insert.completer), Err(full));
+                self.end(Some(insert.into_completer()), Err(full));
             }
         }
         // A smaller insert may be the first now, and fit.
@@ -152,7 +153,11 @@ impl LookupClient {
     }
 
     pub(super) fn fail_inserts(&mut self, error: &Error) {
-        let queued = self.inserts.queue.drain(..).map(|insert| insert.completer);
+        let queued = self
+            .inserts
+            .queue
+            .drain(..)
+            .map(QueuedInsert::into_completer);
         let sent = self.inserts.sent.drain().map(|(_, sent)| sent.completer);
         for completer in queued.chain(sent) {
             completer.complete(Err(error.clone()));
