@@ -53,13 +53,13 @@ pub struct LoadReport {
 
 /// What the reactor's thread and callers share.
 #[derive(Debug, Default)]
-pub(super) struct SharedState {
+pub(super) struct HandoffShared {
     pub(super) events: Events<Event>,
     ended: Mutex<HashSet<HandoffId>>,
     pub(super) num_leased: AtomicUsize,
 }
 
-impl SharedState {
+impl HandoffShared {
     /// Handoffs that callers have ended and whose end the reactor's thread has not processed.
     pub(super) fn ended(&self) -> MutexGuard<'_, HashSet<HandoffId>> {
         self.ended.lock().unwrap_or_else(PoisonError::into_inner)
@@ -70,7 +70,7 @@ impl SharedState {
 #[derive(Debug)]
 pub struct HandoffAgent {
     agent: Agent<HandoffCommand>,
-    shared: Arc<SharedState>,
+    shared: Arc<HandoffShared>,
 }
 
 impl HandoffAgent {
@@ -93,7 +93,7 @@ impl HandoffAgent {
             timeouts,
             busy_poll: default_busy_poll(),
         };
-        let shared = Arc::new(SharedState::default());
+        let shared = Arc::new(HandoffShared::default());
         let in_thread = Arc::clone(&shared);
         let agent = Agent::start(config, |core| HandoffService::new(core, in_thread))?;
         Ok(Self { agent, shared })

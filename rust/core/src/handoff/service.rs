@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::agent::{Event, SharedState};
+use super::agent::{Event, HandoffShared};
 use super::consumer::{LoadRequest, ReadBatch};
 use super::loads::ActiveLoad;
 use super::messages::HandoffMessage;
@@ -54,7 +54,7 @@ impl From<AgentCommand> for HandoffCommand {
 
 pub(super) struct HandoffService {
     pub(super) agent: AgentCore,
-    pub(super) shared: Arc<SharedState>,
+    pub(super) shared: Arc<HandoffShared>,
     pub(super) trace: Trace,
     /// What has become ready and has no checksums yet.
     pub(super) ready: ReadyQueue,
@@ -65,7 +65,7 @@ pub(super) struct HandoffService {
 }
 
 impl HandoffService {
-    pub(super) fn new(agent: AgentCore, shared: Arc<SharedState>) -> Self {
+    pub(super) fn new(agent: AgentCore, shared: Arc<HandoffShared>) -> Self {
         Self {
             agent,
             shared,

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::{AmData, Status};
 
 use super::messages::LookupMessage;
-use super::shared::{BufferState, ChangedBy, ClientOperation, LookupShared, Waiter};
+use super::shared::{BufferState, ChangedBy, ClientOperation, LookupShared, LookupWaiter};
 use super::store::{StoreAction, Ticket};
 use super::tensors::Tensors;
 use super::transfer::{EntryTransfer, check_operation};
@@ -122,7 +122,7 @@ impl LookupServer {
     ) -> Result<()> {
         self.client(session)?.check_insert(operation, &tokens)?;
         let (num_bytes, now) = (entry.entry_bytes(&tokens), Instant::now());
-        let insert = Waiter::Client((session, operation));
+        let insert = LookupWaiter::Client((session, operation));
         let reserved = self.change(|state| state.store.reserve(num_bytes, deadline, now, insert));
         match reserved.flatten() {
             Ok(ticket) => {
@@ -152,7 +152,7 @@ impl LookupServer {
             checked => checked?,
         }
         let (num_tokens, now) = (query.num_tokens(), Instant::now());
-        let select = Waiter::Client((session, operation));
+        let select = LookupWaiter::Client((session, operation));
         let ticket = self.change(|state| state.store.select(query, deadline, now, select))?;
         let waiting = ClientSelect::Waiting { ticket, num_tokens };
         self.client(session)?.selects.insert(operation, waiting);

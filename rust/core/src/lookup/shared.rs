@@ -26,7 +26,7 @@ pub(super) type ClientOperation = (SessionKey, u64);
 
 /// Who waits for an insert or a select: a caller in this process, or a client of the server.
 #[derive(Debug)]
-pub(super) enum Waiter<L> {
+pub(super) enum LookupWaiter<L> {
     Local(L),
     Client(ClientOperation),
 }
@@ -49,7 +49,7 @@ pub(super) enum ChangedBy {
 /// What the lock guards.
 #[derive(Debug)]
 pub(super) struct BufferState {
-    pub(super) store: Store<Items, Waiter<LocalInsert>, Waiter<Completer<Selected>>>,
+    pub(super) store: Store<Items, LookupWaiter<LocalInsert>, LookupWaiter<Completer<Selected>>>,
     /// Until the server's thread drains them.
     client_actions: VecDeque<ClientAction>,
     /// Inserts of this process to which the server's thread has given space. It copies the first one by slices.
@@ -62,23 +62,23 @@ impl BufferState {
         let mut local = Vec::new();
         while let Some(action) = self.store.next_action() {
             match action {
-                StoreAction::Insert(Waiter::Client(client), granted) => {
+                StoreAction::Insert(LookupWaiter::Client(client), granted) => {
                     let action = StoreAction::Insert(client, granted);
                     self.client_actions.push_back(action);
                 }
-                StoreAction::Select(Waiter::Client(client), found) => {
+                StoreAction::Select(LookupWaiter::Client(client), found) => {
                     let action = StoreAction::Select(client, found);
                     self.client_actions.push_back(action);
                 }
-                StoreAction::Insert(Waiter::Local(insert), Ok(ticket))
+                StoreAction::Insert(LookupWaiter::Local(insert), Ok(ticket))
                     if by == ChangedBy::Server =>
                 {
                     self.granted.push_back((ticket, insert));
                 }
-                StoreAction::Insert(Waiter::Local(insert), granted) => {
+                StoreAction::Insert(LookupWaiter::Local(insert), granted) => {
                     local.push(StoreAction::Insert(insert, granted));
                 }
-                StoreAction::Select(Waiter::Local(completer), found) => {
+                StoreAction::Select(LookupWaiter::Local(completer), found) => {
                     local.push(StoreAction::Select(completer, found));
                 }
             }
@@ -301,7 +301,7 @@ impl LookupShared {
         let (inserts, selects) = state.store.close();
         drop(state);
         for insert in inserts {
-            if let Waiter::Local(insert) = insert {
+            if let LookupWaiter::Local(insert) = insert {
                 insert.fail(closed());
             }
         }
@@ -309,7 +309,7 @@ impl LookupShared {
             insert.fail(closed());
         }
         for select in selects {
-            if let Waiter::Local(completer) = select {
+            if let LookupWaiter::Local(completer) = select {
                 completer.complete(Err(closed()));
             }
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::super::{
-    BufferState, ChangedBy, ClientSelect, ClientSession, LookupServer, StoreAction, Waiter,
+    BufferState, ChangedBy, ClientSelect, ClientSession, LookupServer, LookupWaiter, StoreAction,
 };
 use super::*;
 use crate::error::Error;
@@ -127,7 +127,7 @@ fn granted_inserts_end_with_the_server_and_free_their_space() {
         local.insert(vec![1], items, None, Then::GoOn).unwrap()
     };
     let server = LookupServer::new(Arc::clone(shared), true);
-    let other = Waiter::Client((20, 1));
+    let other = LookupWaiter::Client((20, 1));
     let reserve =
         |state: &mut BufferState| state.store.reserve(16 << 10, None, Instant::now(), other);
     let reserved = shared.change(ChangedBy::Server, reserve);
@@ -158,7 +158,7 @@ fn an_entry_returned_as_the_server_ends_is_not_leased_to_another_client() {
         };
         let select = |session| {
             let select = |state: &mut BufferState| {
-                let selector = Waiter::Client((session, 1));
+                let selector = LookupWaiter::Client((session, 1));
                 let now = Instant::now();
                 state.store.select(LookupQuery::Any, None, now, selector)
             };
