@@ -135,7 +135,7 @@ impl<T> SharedWork<T> {
         }
     }
 
-    /// Sleeps until completion, `deadline` or a signal.
+    /// Sleeps until completion, `deadline` or a signal, for [`SIGNAL_SLICE`] at most.
     fn sleep(&self, deadline: Option<Instant>) -> Result<Waited> {
         let (relaxed, acquire) = (Ordering::Relaxed, Ordering::Acquire);
         let _ = self

@@ -72,21 +72,21 @@ impl DeferredQuery {
     /// The reply as JSON, once the condition holds or never will.
     fn reply(&self, now: Instant, producer: &ProducerRole) -> Option<String> {
         match producer.status(&self.handoff) {
-            HandoffStatus::Leased(leased) => self.reply_about(leased, now),
+            HandoffStatus::Open(open) => self.reply_about(open, now),
             HandoffStatus::Ended(reason) => Some(ended(reason)),
             HandoffStatus::Unknown if self.deadline <= now => Some(ended(UNKNOWN_HANDOFF)),
             HandoffStatus::Unknown | HandoffStatus::Expected => None,
         }
     }
 
-    fn reply_about(&self, leased: &OpenHandoff, now: Instant) -> Option<String> {
-        let prefill_ends = leased.prefill_ends;
+    fn reply_about(&self, open: &OpenHandoff, now: Instant) -> Option<String> {
+        let prefill_ends = open.prefill_ends;
         let remaining = prefill_ends.map(|at| at.saturating_duration_since(now));
         match self.condition {
             ReplyCondition::Consumer => {
-                (!leased.watchers.is_empty()).then(|| moment("watched", None))
+                (!open.watchers.is_empty()).then(|| moment("watched", None))
             }
-            ReplyCondition::PrefillEnd { .. } if leased.finished.is_some() => {
+            ReplyCondition::PrefillEnd { .. } if open.finished.is_some() => {
                 Some(moment("finished", remaining))
             }
             ReplyCondition::PrefillEnd { lead } => {
@@ -98,8 +98,8 @@ impl DeferredQuery {
     /// When there is a reply if nothing else happens until then.
     fn next_look(&self, producer: &ProducerRole) -> Option<Instant> {
         match (producer.status(&self.handoff), self.condition) {
-            (HandoffStatus::Leased(leased), ReplyCondition::PrefillEnd { lead }) => {
-                leased.prefill_ends?.checked_sub(lead)
+            (HandoffStatus::Open(open), ReplyCondition::PrefillEnd { lead }) => {
+                open.prefill_ends?.checked_sub(lead)
             }
             (HandoffStatus::Unknown, _) => Some(self.deadline),
             _ => None,

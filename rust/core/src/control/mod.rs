@@ -240,7 +240,8 @@ impl Control {
         })
     }
 
-    /// Consumer: ends the watch. Unless the blocks were acknowledged, the producer may free them.
+    /// Consumer: ends the watch. If the blocks were acknowledged, the producer ends the handoff at once, whoever else watches;
+    /// else when nobody watches and its prefill has finished.
     pub fn unwatch(&self, handoff: HandoffId, is_acknowledged: bool) -> Result<()> {
         self.reactor.send(ControlCommand::Unwatch {
             handoff,

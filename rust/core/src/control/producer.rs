@@ -1,4 +1,4 @@
-//! The producer's half of the control plane: the handoffs leased here, the consumers that watch them, and when their leases
+//! The producer's half of the control plane: the handoffs that are open here, the consumers that watch them, and when their leases
 //! end. A pure state machine: its messages and events go to a [`ControlOutbox`].
 
 use std::collections::{HashMap, HashSet};
@@ -71,7 +71,7 @@ impl Waiter for PendingWatch {
 
 /// What a producer knows about a handoff.
 pub(super) enum HandoffStatus<'p> {
-    Leased(&'p OpenHandoff),
+    Open(&'p OpenHandoff),
     Ended(&'p str),
     /// Its request has arrived, and is not scheduled yet.
     Expected,
@@ -81,7 +81,7 @@ pub(super) enum HandoffStatus<'p> {
 pub(super) struct ProducerRole {
     lease: Duration,
     open_timeout: Duration,
-    leased: HashMap<HandoffId, OpenHandoff>,
+    open: HashMap<HandoffId, OpenHandoff>,
     /// Why handoffs ended.
     ended: RecentHandoffs<String>,
     /// Handoffs whose watches and queries wait without a deadline.
@@ -94,7 +94,7 @@ impl ProducerRole {
         Self {
             lease: timeouts.lease,
             open_timeout: timeouts.open,
-            leased: HashMap::new(),
+            open: HashMap::new(),
             ended: RecentHandoffs::default(),
             expected: HashSet::new(),
             pending: FairWaitlist::new(PENDING_WATCHES_CAP),
@@ -102,8 +102,8 @@ impl ProducerRole {
     }
 
     pub(super) fn status(&self, handoff: &HandoffId) -> HandoffStatus<'_> {
-        if let Some(leased) = self.leased.get(handoff) {
-            return HandoffStatus::Leased(leased);
+        if let Some(open) = self.open.get(handoff) {
+            return HandoffStatus::Open(open);
         }
         if let Some(reason) = self.ended.get(handoff) {
             return HandoffStatus::Ended(reason);
@@ -118,36 +118,36 @@ impl ProducerRole {
         self.expected.insert(handoff);
     }
 
-    /// Leases a handoff whose request is scheduled. A handoff that is opened again, in a new epoch, keeps its watchers.
+    /// Opens a handoff whose request is scheduled. A handoff that is opened again, in a new epoch, keeps its watchers.
     pub(super) fn open(&mut self, out: &mut ControlOutbox, handoff: HandoffId, opening: Opening) {
         self.expected.remove(&handoff);
         if let Some(reason) = self.ended.get(&handoff) {
             let reason = reason.clone();
             return out.events.push(ControlEvent::Released { handoff, reason });
         }
-        let before = self.leased.remove(&handoff);
-        let mut watchers = before.map_or_else(HashSet::new, |leased| leased.watchers);
+        let before = self.open.remove(&handoff);
+        let mut watchers = before.map_or_else(HashSet::new, |open| open.watchers);
         let pending = self.pending.remove_if(|watch| watch.handoff == handoff);
         watchers.extend(pending.iter().map(|watch| watch.session));
         for &session in &watchers {
             out.update(session, handoff, HandoffUpdate::Opened(opening.clone()));
         }
-        let leased = OpenHandoff {
+        let open = OpenHandoff {
             opening,
             finished: None,
             prefill_ends: None,
             was_watched: !watchers.is_empty(),
             watchers,
         };
-        self.leased.insert(handoff, leased);
+        self.open.insert(handoff, open);
     }
 
     /// Notes when prefill is predicted to end; false unless it is under way.
     pub(super) fn predict_end(&mut self, handoff: &HandoffId, ends_at: Instant) -> bool {
-        let leased = self.leased.get_mut(handoff);
-        let prefilling = leased.filter(|leased| leased.finished.is_none());
+        let open = self.open.get_mut(handoff);
+        let prefilling = open.filter(|open| open.finished.is_none());
         prefilling
-            .map(|leased| leased.prefill_ends = Some(ends_at))
+            .map(|open| open.prefill_ends = Some(ends_at))
             .is_some()
     }
 
@@ -158,22 +158,22 @@ impl ProducerRole {
         handoff: HandoffId,
         state: SequenceState,
     ) {
-        let Some(leased) = self.leased.get_mut(&handoff) else {
+        let Some(open) = self.open.get_mut(&handoff) else {
             let ended = self.ended.get(&handoff).map(String::as_str);
             let reason = ended.unwrap_or("it was never opened").to_owned();
             return out.events.push(ControlEvent::Released { handoff, reason });
         };
-        for &session in &leased.watchers {
+        for &session in &open.watchers {
             out.update(session, handoff, HandoffUpdate::Finished(state.clone()));
         }
         let lease_ends = now + self.lease;
-        leased.finished = Some(FinishedPrefill { state, lease_ends });
-        if leased.was_watched {
+        open.finished = Some(FinishedPrefill { state, lease_ends });
+        if open.was_watched {
             self.release_unwatched(out, handoff, CONSUMER_LOST);
         }
     }
 
-    /// Ends a handoff and tells its watchers; true if it was leased.
+    /// Ends a handoff and tells its watchers; true if it was open.
     pub(super) fn end_handoff(
         &mut self,
         out: &mut ControlOutbox,
@@ -185,28 +185,28 @@ impl ProducerRole {
         for watch in self.pending.remove_if(|watch| watch.handoff == handoff) {
             watch.end(out, reason.to_owned());
         }
-        let Some(leased) = self.leased.remove(&handoff) else {
+        let Some(open) = self.open.remove(&handoff) else {
             return false;
         };
-        for session in leased.watchers {
+        for session in open.watchers {
             out.update(session, handoff, HandoffUpdate::Ended(reason.to_owned()));
         }
         true
     }
 
-    /// Ends a leased handoff and tells the scheduler to free its blocks; false if it was not leased.
+    /// Ends a handoff and tells the scheduler role, which has vLLM free its blocks; false if it was not open.
     pub(super) fn release(
         &mut self,
         out: &mut ControlOutbox,
         handoff: HandoffId,
         reason: &str,
     ) -> bool {
-        let was_leased = self.end_handoff(out, handoff, reason);
-        if was_leased {
+        let was_open = self.end_handoff(out, handoff, reason);
+        if was_open {
             let reason = reason.to_owned();
             out.events.push(ControlEvent::Released { handoff, reason });
         }
-        was_leased
+        was_open
     }
 
     /// A consumer watches a handoff.
@@ -217,12 +217,12 @@ impl ProducerRole {
         session: SessionKey,
         handoff: HandoffId,
     ) {
-        if let Some(leased) = self.leased.get_mut(&handoff) {
-            leased.watchers.insert(session);
-            leased.was_watched = true;
-            let opening = leased.opening.clone();
+        if let Some(open) = self.open.get_mut(&handoff) {
+            open.watchers.insert(session);
+            open.was_watched = true;
+            let opening = open.opening.clone();
             out.update(session, handoff, HandoffUpdate::Opened(opening));
-            if let Some(finished) = &leased.finished {
+            if let Some(finished) = &open.finished {
                 let state = finished.state.clone();
                 out.update(session, handoff, HandoffUpdate::Finished(state));
             }
@@ -256,12 +256,12 @@ impl ProducerRole {
             // No consumer is left: the scheduler gets the blocks back as soon as it opens the handoff.
             self.ended.insert(handoff, CONSUMER_GAVE_UP.to_owned());
         }
-        let leased = self.leased.get_mut(&handoff);
-        if !leased.is_some_and(|leased| leased.watchers.remove(&session)) {
+        let open = self.open.get_mut(&handoff);
+        if !open.is_some_and(|open| open.watchers.remove(&session)) {
             return;
         }
         if is_acknowledged {
-            // The consumer's workers acknowledge to ours too; this frees the blocks even if such a message is lost.
+            // The consumer's workers acknowledge to ours too; this ends the handoff even if such a message is lost.
             self.release(out, handoff, "its consumer acknowledged it");
         } else {
             self.release_unwatched(out, handoff, CONSUMER_GAVE_UP);
@@ -270,8 +270,8 @@ impl ProducerRole {
 
     /// Releases a handoff that nobody watches any more, unless prefill is under way.
     fn release_unwatched(&mut self, out: &mut ControlOutbox, handoff: HandoffId, reason: &str) {
-        let leased = self.leased.get(&handoff);
-        if leased.and_then(OpenHandoff::lease_ends).is_some() {
+        let open = self.open.get(&handoff);
+        if open.and_then(OpenHandoff::lease_ends).is_some() {
             self.release(out, handoff, reason);
         }
     }
@@ -279,8 +279,8 @@ impl ProducerRole {
     pub(super) fn session_down(&mut self, out: &mut ControlOutbox, session: SessionKey) {
         self.pending.remove_if(|watch| watch.session == session);
         let mut unwatched = Vec::new();
-        for (handoff, leased) in &mut self.leased {
-            if leased.watchers.remove(&session) {
+        for (handoff, open) in &mut self.open {
+            if open.watchers.remove(&session) {
                 unwatched.push(*handoff);
             }
         }
@@ -291,8 +291,8 @@ impl ProducerRole {
 
     /// Ends leases and pending watches that are over, and returns the next deadline.
     pub(super) fn expire(&mut self, out: &mut ControlOutbox, now: Instant) -> Option<Instant> {
-        let ends = |leased: &OpenHandoff| leased.lease_ends().is_some_and(|at| at <= now);
-        let ended = self.leased.iter().filter(|(_, leased)| ends(leased));
+        let ends = |open: &OpenHandoff| open.lease_ends().is_some_and(|at| at <= now);
+        let ended = self.open.iter().filter(|(_, open)| ends(open));
         for handoff in ended.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.release(out, handoff, "its lease ended before a consumer came");
         }
@@ -303,7 +303,7 @@ impl ProducerRole {
             watch.end(out, UNKNOWN_HANDOFF.to_owned());
         }
         let pending = self.pending.iter().filter(|watch| is_unknown(watch));
-        let leases = self.leased.values().filter_map(OpenHandoff::lease_ends);
+        let leases = self.open.values().filter_map(OpenHandoff::lease_ends);
         pending.map(|watch| watch.deadline).chain(leases).min()
     }
 }

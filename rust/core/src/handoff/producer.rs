@@ -99,7 +99,7 @@ struct ReadyHandoff {
 /// All handoffs that this worker produces.
 #[derive(Debug)]
 pub(super) struct Producer {
-    leased: HashMap<HandoffId, ReadyHandoff>,
+    ready: HashMap<HandoffId, ReadyHandoff>,
     /// Selections of unknown handoffs.
     pending: FairWaitlist<BlockSelection>,
     /// Why handoffs ended, to answer late selections at once.
@@ -109,7 +109,7 @@ pub(super) struct Producer {
 impl Default for Producer {
     fn default() -> Self {
         Self {
-            leased: HashMap::new(),
+            ready: HashMap::new(),
             pending: FairWaitlist::new(PENDING_CAP),
             ended: RecentHandoffs::default(),
         }
@@ -127,8 +127,8 @@ impl Producer {
         if self.ended.get(&handoff).is_some() {
             return Vec::new();
         }
-        let leased = match self.leased.entry(handoff) {
-            Entry::Occupied(leased) => leased.into_mut(),
+        let ready = match self.ready.entry(handoff) {
+            Entry::Occupied(ready) => ready.into_mut(),
             Entry::Vacant(unknown) => {
                 let selections = self.pending.remove_if(|other| other.handoff == handoff);
                 unknown.insert(ReadyHandoff {
@@ -138,12 +138,12 @@ impl Producer {
                 })
             }
         };
-        if leased.epoch != epoch {
-            leased.epoch = epoch;
-            leased.blocks.clear();
+        if ready.epoch != epoch {
+            ready.epoch = epoch;
+            ready.blocks.clear();
         }
-        leased.blocks.extend_from_slice(blocks);
-        let selections = leased.selections.iter();
+        ready.blocks.extend_from_slice(blocks);
+        let selections = ready.selections.iter();
         selections
             .flat_map(|selection| selection.announce(epoch, blocks))
             .collect()
@@ -158,10 +158,10 @@ impl Producer {
         let is_earlier = |other: &BlockSelection| {
             (other.handoff, other.session) == (selection.handoff, selection.session)
         };
-        if let Some(leased) = self.leased.get_mut(&selection.handoff) {
-            leased.selections.retain(|other| !is_earlier(other));
-            leased.selections.push(selection);
-            return selection.announce(leased.epoch, &leased.blocks).collect();
+        if let Some(ready) = self.ready.get_mut(&selection.handoff) {
+            ready.selections.retain(|other| !is_earlier(other));
+            ready.selections.push(selection);
+            return selection.announce(ready.epoch, &ready.blocks).collect();
         }
         self.pending.remove_if(is_earlier);
         let displaced = self.pending.admit(selection).into_iter();
@@ -176,22 +176,22 @@ impl Producer {
         if self.ended.get(&handoff).is_none() {
             self.ended.insert(handoff, reason.to_owned());
         }
-        let leased = self.leased.remove(&handoff);
-        let mut selections = leased.map_or_else(Vec::new, |leased| leased.selections);
+        let ready = self.ready.remove(&handoff);
+        let mut selections = ready.map_or_else(Vec::new, |ready| ready.selections);
         selections.extend(self.pending.remove_if(|other| other.handoff == handoff));
         let ends = selections.iter().map(|selection| selection.end(reason));
         ends.collect()
     }
 
-    /// Receives a consumer's acknowledgement. The first one of a leased handoff ends it, and returns true.
+    /// Receives a consumer's acknowledgement. The first one of a handoff with ready blocks ends it, and returns true.
     pub(super) fn acknowledge(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
-        let Entry::Occupied(leased) = self.leased.entry(handoff) else {
+        let Entry::Occupied(ready) = self.ready.entry(handoff) else {
             return false;
         };
-        let mut selections = leased.get().selections.iter();
+        let mut selections = ready.get().selections.iter();
         let has_selected = selections.any(|selection| selection.session == session);
         if has_selected {
-            leased.remove();
+            ready.remove();
             self.ended
                 .insert(handoff, "its consumer acknowledged it".to_owned());
         }
@@ -200,8 +200,8 @@ impl Producer {
 
     /// Forgets the selections of a lost session.
     pub(super) fn session_down(&mut self, session: SessionKey) {
-        for leased in self.leased.values_mut() {
-            leased.selections.retain(|other| other.session != session);
+        for ready in self.ready.values_mut() {
+            ready.selections.retain(|other| other.session != session);
         }
         self.pending.remove_if(|other| other.session == session);
     }
@@ -215,9 +215,9 @@ impl Producer {
         (ended.collect(), next)
     }
 
-    /// Number of handoffs that are leased.
+    /// Number of handoffs of which blocks are ready.
     pub(super) fn num_leased(&self) -> usize {
-        self.leased.len()
+        self.ready.len()
     }
 }
 

@@ -138,7 +138,7 @@ pub(super) struct Reading {
     pub(super) verifier: Option<Verifier>,
 }
 
-/// See the diagram of the module.
+/// See the diagram in `transfer/mod.rs`.
 #[derive(Debug)]
 #[expect(
     clippy::large_enum_variant,

@@ -46,7 +46,7 @@ fn watches_of_unknown_handoffs_do_not_shut_out_another_consumer() {
     producer.watch(&mut out, now, 21, ID);
     assert_eq!(producer.pending.iter().len(), PENDING_WATCHES_CAP);
     producer.open(&mut out, ID, opening());
-    assert_eq!(producer.leased[&ID].watchers, HashSet::from([21]));
+    assert_eq!(producer.open[&ID].watchers, HashSet::from([21]));
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn a_consumer_that_gives_up_before_the_opening_takes_the_handoff_from_no_other()
     }
     producer.unwatch(&mut out, 20, ID, false);
     producer.open(&mut out, ID, opening());
-    assert_eq!(producer.leased[&ID].watchers, HashSet::from([21]));
+    assert_eq!(producer.open[&ID].watchers, HashSet::from([21]));
 }
 
 #[test]
