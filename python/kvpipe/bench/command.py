@@ -195,7 +195,7 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace) -> Findings:
         chosen = [case for case in cases if case.kind == kind]
         with Run(subjects, chosen, progress) as run:
             run.start(_words(run, total, kind) | pinned)
-            run.measure(args.rounds, builds.ROUNDS_A_START if args.against else 0)
+            run.measure(args.rounds, builds.ROUNDS_A_START if args.against else None)
         rows += rows_of(run.entries, baselines)
         bounds += bounds_of(run.entries)
         differences += builds.differences_of(run.entries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from functools import partial
 from typing import TYPE_CHECKING, Self
@@ -75,17 +76,18 @@ class Run:
         entry.transport = opened.transport
         self.versions |= {opened.version} - {""}
 
-    def measure(self, rounds: int, restart_every: int = 0) -> None:
+    def measure(self, rounds: int, restart_every: int | None = None) -> None:
         """Verifies what each subject moves, then measures.
 
         Args:
             rounds: Samples of each entry.
-            restart_every: Rounds after which all processes are started anew and verify again; 0: never.
+            restart_every: Rounds after which all processes are started anew and verify again; `None`: never.
         """
-        num_starts = -(-rounds // restart_every) if restart_every else 1
+        every = restart_every or rounds
+        num_starts = math.ceil(rounds / every)
         self._progress.expect((rounds + num_starts) * len(self.entries))
         for number in range(1, rounds + 1):
-            if (number - 1) % (restart_every or rounds) == 0:
+            if (number - 1) % every == 0:
                 if number > 1:
                     self._close()
                     self.start(self._words)

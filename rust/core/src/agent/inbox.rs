@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
 use rustix::event::EventfdFlags;
@@ -11,6 +11,7 @@ use super::notices::{WINDOW, WINDOW_BYTES};
 use super::peer::Peer;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
+use crate::sync::lock;
 use crate::work::{Waited, wait_readable};
 
 /// What a peer sent, in the order in which it sent it.
@@ -58,7 +59,7 @@ impl Inbox {
     }
 
     fn state(&self) -> MutexGuard<'_, InboxState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn signal(&self) {

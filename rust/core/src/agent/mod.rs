@@ -17,12 +17,13 @@ pub(crate) mod regions;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::error::Result;
 use crate::ids::{Incarnation, SessionKey};
 use crate::reactor::Reactor;
 use crate::session::{ReactorConfig, Service};
+use crate::sync::lock;
 
 pub use agent_core::AgentCommand;
 pub use inbox::Notification;
@@ -50,7 +51,7 @@ struct SharedState {
 
 impl SharedState {
     fn peers(&self) -> MutexGuard<'_, BTreeMap<SessionKey, Peer>> {
-        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.peers)
     }
 }
 

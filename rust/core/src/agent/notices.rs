@@ -55,7 +55,7 @@ struct Numbered {
 /// The sender's side.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
-    /// Who waits for a tag of its own is told when the peer has it.
+    /// The work of a tag of its own completes when the peer has it.
     waiting: VecDeque<(Notice, Option<Completer<()>>)>,
     /// The numbers from `drained` on.
     numbered: VecDeque<Numbered>,

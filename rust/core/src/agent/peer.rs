@@ -1,10 +1,11 @@
 //! A connected peer as other threads see it: what it has, what was moved, whether it is lost.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::error::{Error, Result};
 use crate::ids::{Incarnation, SessionKey};
+use crate::sync::lock;
 use crate::transfer::region::RemoteRegion;
 
 /// The regions of a peer, by ascending ids.
@@ -33,7 +34,7 @@ pub(super) struct Counters {
     in_flight: AtomicU64,
 }
 
-/// Transfers of one kind that have gone well.
+/// Transfers of one kind that have succeeded.
 #[derive(Debug, Default)]
 struct Completed {
     count: AtomicU64,
@@ -113,7 +114,7 @@ impl Peer {
     }
 
     fn state(&self) -> MutexGuard<'_, PeerStatus> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.state)
     }
 
     /// Names it on this agent.

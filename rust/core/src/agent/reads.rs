@@ -29,7 +29,7 @@ pub(crate) struct BlockTransfer {
     pub(crate) deadline: Option<Instant>,
 }
 
-/// The notification of a transfer: the peer's user gets its tag when the transfer has gone well.
+/// The notification of a transfer: the peer's user gets its tag when the transfer has succeeded.
 #[derive(Debug)]
 pub(crate) struct Notify {
     pub(super) tag: Vec<u8>,

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use super::consumer::{LoadCounts, LoadFailure, LoadRequest};
@@ -17,6 +17,7 @@ use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::default_busy_poll;
 use crate::session::{ReactorConfig, SessionTimeouts};
+use crate::sync::lock;
 use crate::trace::Trace;
 use crate::transport::Transport;
 
@@ -62,7 +63,7 @@ pub(super) struct HandoffShared {
 impl HandoffShared {
     /// Handoffs that callers have ended and whose end the reactor's thread has not processed.
     pub(super) fn ended(&self) -> MutexGuard<'_, HashSet<HandoffId>> {
-        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.ended)
     }
 }
 

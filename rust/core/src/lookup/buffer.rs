@@ -1,7 +1,7 @@
 //! A lookup buffer as callers see it.
 
 use std::convert::Infallible;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::client::LookupClient;
@@ -17,6 +17,7 @@ use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, Route, default_busy_poll};
 use crate::session::{ReactorConfig, SessionTimeouts, spawn};
+use crate::sync::lock;
 use crate::transport::Transport;
 use crate::work::{Completer, Then, Work, work};
 
@@ -57,7 +58,7 @@ impl LookupBuffer {
     }
 
     fn serving(&self) -> MutexGuard<'_, ()> {
-        self.serving.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.serving)
     }
 
     /// Serves other processes. With `is_checksummed`, they verify checksums of the entries that they select.

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::operation::Selected;
@@ -10,6 +10,7 @@ use super::{Items, LookupInfo, LookupQuery};
 use crate::error::{Error, Result};
 use crate::process::Process;
 use crate::reactor::Waker;
+use crate::sync::lock;
 use crate::work::{Completer, Then};
 
 /// An insert that waits to be sent.
@@ -91,7 +92,7 @@ impl CommandQueue {
 
     fn lock(&self) -> Result<MutexGuard<'_, QueueState>> {
         self.process.check()?;
-        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(lock(&self.state))
     }
 
     pub(super) fn send(&self, command: LookupCommand, then: Then) -> Result<()> {

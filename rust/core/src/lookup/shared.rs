@@ -2,7 +2,7 @@
 //! thread that of its clients. Bytes are copied and operations completed without the lock.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
 use kvpipe_ucx::Buffer;
@@ -15,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::process::Process;
 use crate::reactor::Waker;
+use crate::sync::lock;
 use crate::transport::Pool;
 use crate::work::Completer;
 
@@ -143,7 +144,7 @@ impl LookupShared {
 
     fn lock(&self) -> Result<MutexGuard<'_, BufferState>> {
         self.check_process()?;
-        Ok(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(lock(&self.state))
     }
 
     /// Changes the state, then does what follows.

@@ -15,7 +15,7 @@ use crate::session::ReactorContext;
 use crate::transfer::exposed::{BufferDescription, ExposedBuffer};
 use crate::transfer::region::Layout;
 use crate::transfer::source::SourceRequest;
-use crate::transfer::{Completion, Handled, Message, TransferEngine, TransferRequest};
+use crate::transfer::{Completion, Handled, Message, TransferEngine};
 use crate::transport::{Memory, Pool};
 
 /// Transfers from one peer under way at once. Entries come one after the other, and their tensors too.
@@ -290,17 +290,7 @@ impl Tensors {
                 }
             };
             let source = source_id(*operation, *index);
-            let transfer = self.engine.add(TransferRequest {
-                owner: source,
-                session,
-                source,
-                memory,
-                pieces: buffer.pieces(),
-                is_checksummed: buffer.is_checksummed(),
-                is_verified_by_owner: false,
-                is_retry: false,
-                deadline: None,
-            });
+            let transfer = self.engine.add(buffer.transfer(session, source, memory));
             tensors.is_transferring = true;
             self.engine.enqueue(cx, transfer);
         }

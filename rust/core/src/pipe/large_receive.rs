@@ -11,7 +11,6 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
 use crate::tensor::{Meta, Received};
-use crate::transfer::TransferRequest;
 use crate::transfer::exposed::BufferDescription;
 use crate::transport::{Memory, Pool};
 use crate::work::Completer;
@@ -100,17 +99,7 @@ impl Receiver {
                 return receive.completer.complete(Err(not_consumed(error)));
             }
         };
-        let transfer = self.engine.add(TransferRequest {
-            owner: sequence,
-            session,
-            source: sequence,
-            memory,
-            pieces: buffer.pieces(),
-            is_checksummed: buffer.is_checksummed(),
-            is_verified_by_owner: false,
-            is_retry: false,
-            deadline: None,
-        });
+        let transfer = self.engine.add(buffer.transfer(session, sequence, memory));
         self.large_receives.push_back(LargeReceive {
             sequence,
             meta,

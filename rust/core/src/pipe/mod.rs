@@ -10,7 +10,7 @@ mod receiver;
 mod sender;
 
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Buffer;
@@ -21,6 +21,7 @@ use crate::net::address::{check_address, listen_address};
 use crate::net::identity::{Identity, SessionKind};
 use crate::reactor::{Reactor, Route};
 use crate::session::{ReactorConfig, ReactorContext, SessionTimeouts};
+use crate::sync::lock;
 use crate::tensor::{Meta, Received};
 use crate::transport::Transport;
 use crate::work::{Then, Work};
@@ -102,7 +103,7 @@ impl SharedInfo {
     }
 
     fn get(&self) -> MutexGuard<'_, PipeInfo> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

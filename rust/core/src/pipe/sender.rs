@@ -312,15 +312,6 @@ impl Service for Sender {
         self.fail(&error);
     }
 
-    fn frame(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _session: SessionKey,
-        _frame: &[u8],
-    ) -> Result<()> {
-        Err(Error::protocol("the receiver of a pipe sent a frame"))
-    }
-
     fn message(
         &mut self,
         cx: &mut ReactorContext,

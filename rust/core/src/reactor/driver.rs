@@ -42,7 +42,7 @@ use super::poller::Poller;
 use super::reactor_core::{Next, ReactorCore};
 use crate::error::Result;
 use crate::process::Process;
-use crate::sync::{clear, eventfd, signal};
+use crate::sync::{clear, eventfd, lock, signal};
 use crate::work::{Drive, Driven};
 
 /// How long the thread leaves the core to the next caller after the last one, up to twice that.
@@ -140,7 +140,7 @@ impl<H: EventHandler> Driver<H> {
     }
 
     fn lock(&self) -> MutexGuard<'_, DriverState<H>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// The reactor's thread.

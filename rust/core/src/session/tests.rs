@@ -24,14 +24,6 @@ impl Service for Busy {
     }
     fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
     fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
-    fn frame(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _session: SessionKey,
-        _frame: &[u8],
-    ) -> Result<()> {
-        Ok(())
-    }
 }
 
 fn config() -> ReactorConfig {
@@ -81,14 +73,6 @@ impl Service for SlowToEnd {
     fn command(&mut self, _cx: &mut ReactorContext, _command: ()) {}
     fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
     fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
-    fn frame(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _session: SessionKey,
-        _frame: &[u8],
-    ) -> Result<()> {
-        Ok(())
-    }
     fn stop(&mut self, _cx: &mut ReactorContext) {
         let _ = self.ends.send(());
         let _ = self.may_end.recv_timeout(TIMEOUT);
@@ -135,14 +119,6 @@ impl Service for CommandCounter {
     }
     fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
     fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
-    fn frame(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _session: SessionKey,
-        _frame: &[u8],
-    ) -> Result<()> {
-        Ok(())
-    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use kvpipe_ucx::{Buffer, MemoryKind};
 use super::region::{Layout, Pieces, RKEY_CAP};
 use super::remote_source::{ChecksumMode, RemoteSource};
 use super::source::SourceRequest;
+use super::transfer::TransferRequest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
@@ -142,14 +143,24 @@ impl BufferDescription {
         })
     }
 
-    /// The pieces of a transfer of all of it.
-    pub(crate) fn pieces(&self) -> Arc<Pieces> {
-        Arc::new(Pieces::whole(self.len as u64, UNIT))
-    }
-
-    /// Whether it has checksums.
-    pub(crate) fn is_checksummed(&self) -> bool {
-        self.checksum_mode != ChecksumMode::OnRequest
+    /// The transfer of all of it into `memory`. Its owner is the id of the source.
+    pub(crate) fn transfer(
+        &self,
+        session: SessionKey,
+        source: u64,
+        memory: Arc<Memory>,
+    ) -> TransferRequest {
+        TransferRequest {
+            owner: source,
+            session,
+            source,
+            memory,
+            pieces: Arc::new(Pieces::whole(self.len as u64, UNIT)),
+            is_checksummed: self.checksum_mode != ChecksumMode::OnRequest,
+            is_verified_by_owner: false,
+            is_retry: false,
+            deadline: None,
+        }
     }
 
     /// What the engine reads it from.

@@ -24,14 +24,6 @@ impl Service for FailureNotes {
     }
     fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
     fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
-    fn frame(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _session: SessionKey,
-        _frame: &[u8],
-    ) -> Result<()> {
-        Ok(())
-    }
 }
 
 fn sessions<S: Service>(
@@ -137,14 +129,6 @@ impl Service for Reading {
     }
     fn session_up(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _peer: &Identity) {}
     fn session_down(&mut self, _cx: &mut ReactorContext, _session: SessionKey, _error: Error) {}
-    fn frame(
-        &mut self,
-        _cx: &mut ReactorContext,
-        _session: SessionKey,
-        _frame: &[u8],
-    ) -> Result<()> {
-        Ok(())
-    }
     fn stop(&mut self, cx: &mut ReactorContext) {
         let _ = self.ended.send(cx.closed("closed").to_string());
     }
