@@ -5,13 +5,11 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
-use rustix::event::EventfdFlags;
-
 use super::notices::{WINDOW, WINDOW_BYTES};
 use super::peer::Peer;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::sync::lock;
+use crate::sync::{clear, eventfd, lock, signal};
 use crate::work::{Waited, wait_readable};
 
 /// What a peer sent, in the order in which it sent it.
@@ -49,22 +47,14 @@ pub(super) struct Inbox {
 
 impl Inbox {
     pub(super) fn new() -> Result<Self> {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let ready = rustix::event::eventfd(0, flags)
-            .map_err(|error| Error::Exhausted(format!("no eventfd: {error}")))?;
         Ok(Self {
             state: Mutex::default(),
-            ready,
+            ready: eventfd()?,
         })
     }
 
     fn state(&self) -> MutexGuard<'_, InboxState> {
         lock(&self.state)
-    }
-
-    fn signal(&self) {
-        // An eventfd that counts to a few never blocks.
-        let _ = rustix::io::write(&self.ready, &1u64.to_ne_bytes());
     }
 
     /// Whether another notification may wait.
@@ -78,7 +68,7 @@ impl Inbox {
         state.tag_bytes += notification.tag.len();
         state.waiting.push_back((number, notification));
         if state.waiting.len() == 1 {
-            self.signal();
+            signal(&self.ready);
         }
     }
 
@@ -92,7 +82,7 @@ impl Inbox {
             return Err(Error::Closed("the agent was closed".to_owned()));
         }
         if !state.is_closed {
-            let _ = rustix::io::read(&self.ready, &mut [0u8; 8]);
+            clear(&self.ready);
         }
         state.tag_bytes = 0;
         let mut drained: Vec<Drained> = Vec::new();
@@ -119,7 +109,7 @@ impl Inbox {
 
     pub(super) fn close(&self) {
         self.state().is_closed = true;
-        self.signal();
+        signal(&self.ready);
     }
 
     pub(super) fn fd(&self) -> RawFd {
