@@ -136,7 +136,7 @@ pub(super) struct Arrivals {
     delivered: VecDeque<(u64, usize)>,
     /// Bytes of the tags in `early` and `delivered`.
     tag_bytes: usize,
-    /// What the sender was told.
+    /// What the last NOTED message said.
     noted: (u64, u64),
 }
 
@@ -186,7 +186,7 @@ impl Arrivals {
         }
     }
 
-    /// What the sender is to be told, if it was told something else: before which number everything has come, and was
+    /// What the next NOTED message says, if it differs from the last one: before which number everything has come, and was
     /// drained.
     pub(super) fn note(&mut self) -> Option<(u64, u64)> {
         let now = (self.next, self.drained());

@@ -198,7 +198,7 @@ impl AgentCore {
         Ok(())
     }
 
-    /// Reads the blocks of an offer, or answers why not. An offer from a region that the peer has not told us of yet,
+    /// Reads the blocks of an offer, or answers why not. An offer from a region that the peer has not described yet,
     /// which goes another way, waits for it.
     pub(super) fn read_offered(
         &mut self,

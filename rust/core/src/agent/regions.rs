@@ -275,7 +275,7 @@ impl AgentCore {
         Ok(())
     }
 
-    /// The peer has closed a region: what has not begun fails, and it is told when the rest is over.
+    /// The peer has closed a region: what has not begun fails, and RELEASED follows when the rest is over.
     fn release_remote_region(
         &mut self,
         cx: &mut ReactorContext,

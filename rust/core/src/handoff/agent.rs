@@ -26,7 +26,7 @@ use crate::transport::Transport;
 pub enum Event {
     /// Every block of a load is here and verified; the sequence state is not, as far as this thread knows.
     BlocksVerified(LoadReport),
-    /// A load is complete: every block is here and verified. The producer has been told.
+    /// A load is complete: every block is here and verified. The producer has been sent ACK.
     LoadCompleted(LoadReport),
     /// A load is over and incomplete; nothing writes into its blocks any more.
     LoadFailed(LoadReport, LoadFailure),

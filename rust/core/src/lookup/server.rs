@@ -74,7 +74,7 @@ impl LookupServer {
             LookupMessage::Consume => {
                 self.client(session)?.consume(operation)?;
                 self.tensors.release(session, operation);
-                // Counted when the client has the entry, and taken back if it returns it.
+                // Counted when the client has the entry, and not any more if it returns it.
                 let _ = self.change(|state| state.store.num_consumed += 1);
                 LookupMessage::Consumed.send(cx, session, operation);
             }

@@ -105,7 +105,7 @@ impl Handshake {
     }
 
     /// Handles a frame of the peer. `ours` is what this side says about itself when its turn comes; `accept` may refuse a
-    /// peer that has proved the token, with a reason that the peer is told.
+    /// peer that has proved the token, with a reason that the peer receives.
     ///
     /// # Errors
     /// The peer refused us, cannot prove the token, or breaks the protocol; the session is over.

@@ -27,7 +27,7 @@ pub(super) struct Connection {
     token: Token,
     /// What the poller reports of it.
     interest: EventFlags,
-    /// Frames that the socket has not taken.
+    /// Frames that the socket has not accepted.
     unsent: VecDeque<u8>,
     /// A write failed. What the peer sent before can still be read; reading then reports the end.
     is_broken: bool,

@@ -57,7 +57,7 @@ impl SessionEndpoint {
 pub(super) struct DataPlane {
     context: Arc<Context>,
     pub(super) worker: Worker,
-    /// Sessions whose messages are taken.
+    /// Sessions whose messages are handled.
     pub(super) session_keys: HashMap<SessionId, SessionKey>,
     /// Endpoints that have not ended, also of sessions that are gone.
     pub(super) endpoints: HashMap<EndpointId, SessionKey>,

@@ -260,7 +260,7 @@ impl<S: Service> Sessions<S> {
         }
     }
 
-    /// Ends a session whose peer broke the protocol: no more of its messages are taken.
+    /// Ends a session whose peer broke the protocol: no more of its messages are handled.
     fn cut(&mut self, key: SessionKey, error: Error) {
         self.cx.mute(key);
         self.cx.fail(key, error);

@@ -84,7 +84,7 @@ pub struct RemoteRegion {
     pub layout: Layout,
     /// Where its memory is: `cpu`, or `cuda:0` and so on.
     pub device: String,
-    /// Whether peers may have their blocks taken into it.
+    /// Whether peers may write into it, by offers.
     pub is_writable: bool,
     /// Address of its first byte in the owner's process.
     pub base: u64,

@@ -70,7 +70,7 @@ fn with_memory() -> ReactorContext {
     ReactorContext::manual(Some(transport.open(Ipv4Addr::LOCALHOST.into()).unwrap()))
 }
 
-/// Its sender has told its user so.
+/// Its sender has reported it as lost.
 #[test]
 fn a_tensor_that_is_withdrawn_while_it_waits_is_not_delivered_although_it_is_complete() {
     let mut cx = with_memory();
