@@ -18,6 +18,7 @@ from kvpipe import (
     PeerLostError,
     Pipe,
     RegionInfo,
+    TransferTimeoutError,
 )
 from tests.conftest import DATA_PATHS, is_tcp
 from tests.peers import pattern, serving, wait_until
@@ -281,3 +282,27 @@ def test_close_ends_the_agent(agent, num_threads):
     assert num_threads() <= before
     with pytest.raises(ClosedError):
         other.connect(agent.address)
+
+
+@pytest.mark.ucx
+def test_a_late_read_fails_alone_and_its_blocks_are_free_when_it_is_settled(transport, agent, start):
+    if transport not in DATA_PATHS:
+        pytest.skip("the memory of one process is no other process's")
+    num_bytes = 64 << 20
+    peer = agent.connect(start("serve_blocks", 2, num_bytes).read())
+    blocks = np.zeros((2, num_bytes // 4), np.uint32)
+    region = agent.register(blocks, "mine", num_bytes)
+    num_late = 0
+    for _ in range(5):
+        healthy = peer.read_blocks(region, [0], "kv", [0])
+        late = peer.read_blocks(region, [1], "kv", [1], timeout=0.003)
+        with contextlib.suppress(TransferTimeoutError):
+            late.wait(20)
+            continue
+        num_late += 1
+        assert healthy.wait(20) == num_bytes
+        late.settled(20)
+        assert peer.read_blocks(region, [1], "kv", [1]).wait(20) == num_bytes
+        assert (blocks == pattern(2, num_bytes)).all()
+        blocks[:] = 0
+    assert num_late > 0

@@ -182,15 +182,26 @@ class Deferred:
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end; returns false after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
+        if not self._wait_begun(timeout):
+            return False
+        return self.begun is None or self.begun.wait(_left_until(until))
+
+    def wait_settled(self, timeout: float | None = None) -> bool:
+        """Waits as `wait` does, until nothing of the operation is under way."""
+        until = None if timeout is None else time.monotonic() + timeout
+        if not self._wait_begun(timeout):
+            return False
+        return self.begun is None or self.begun.wait_settled(_left_until(until))
+
+    def _wait_begun(self, timeout: float | None) -> bool:
+        """Waits until the operation has begun or is withdrawn; returns false after `timeout` seconds."""
         if not self._is_settled.wait(self._left(timeout)):
             if self._until is None or time.monotonic() < self._until:
                 return False
             message = "the tensor's stream was not done in time; the operation was withdrawn, everything is usable"
             self.withdraw(TransferTimeoutError(message))
             self._is_settled.wait()  # returns at once: it is withdrawn, or has just begun
-        if self.begun is None:
-            return True
-        return self.begun.wait(None if until is None else max(0.0, until - time.monotonic()))
+        return True
 
     def result(self) -> Any:
         """Returns the native operation's result, or raises the error that prevented it.
@@ -216,6 +227,10 @@ class Deferred:
             slept = loop.create_future()
             self._sleepers.append((loop, slept))
         await slept
+
+
+def _left_until(until: float | None) -> float | None:
+    return None if until is None else max(0.0, until - time.monotonic())
 
 
 def _wake_sleeper(slept: asyncio.Future[None]) -> None:

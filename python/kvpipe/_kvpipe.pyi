@@ -135,6 +135,9 @@ class Work:
     def wait(self, timeout: float | None = None) -> bool:
         """Waits without the GIL; False when the timeout came first. Ctrl-C interrupts."""
 
+    def wait_settled(self, timeout: float | None = None) -> bool:
+        """Waits as `wait` does, until nothing of the operation is under way."""
+
     def result(self) -> Any:
         """The outcome of an ended operation, or its error."""
 

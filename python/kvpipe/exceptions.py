@@ -63,7 +63,7 @@ class ProtocolError(KVPipeError):
 
 
 class CapacityError(KVPipeError):
-    """A buffer stayed full for longer than the timeout."""
+    """A buffer stayed full for longer than the timeout, or a block is still busy with a transfer that was late."""
 
 
 class ClosedError(KVPipeError):

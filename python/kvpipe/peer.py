@@ -123,8 +123,8 @@ class Peer:
             remote_ids: Source block ids, one for each destination.
             notify: A tag that the peer's `Agent.notifications` returns once the blocks have been read; at most 64 KiB.
                 A transfer with a tag begins when the peer has space for the tag, see `notify`.
-            timeout: Seconds. At the deadline, a transfer that has begun closes the peer, because nothing else can stop
-                it. Otherwise the peer stays usable.
+            timeout: Seconds. A transfer that is late fails alone, and the peer stays usable. Reads that have begun cannot
+                be taken back: the blocks stay busy until `Work.settled`, and new operations on them are refused.
 
         Returns:
             A work whose result is the number of bytes.
@@ -137,6 +137,7 @@ class Peer:
                 approximately). They changed during the read, or on the network. The destination holds the received
                 bytes; the peer is usable.
             TransferTimeoutError: (from the work) not done in time.
+            CapacityError: (from the work) a block is still busy with a transfer that was late.
             ClosedError: The agent was closed.
         """
         return self.prepare(region, local_ids, remote_region, remote_ids).read(notify=notify, timeout=timeout)
@@ -172,6 +173,7 @@ class Peer:
             PeerLostError: The peer was lost (also from the work).
             CorruptDataError: (from the work) as for `read_blocks`.
             TransferTimeoutError: (from the work) not done in time.
+            CapacityError: (from the work) a block is still busy with a transfer that was late.
             ClosedError: The agent was closed.
         """
         return self.prepare(region, local_ids, remote_region, remote_ids).write(notify=notify, timeout=timeout)

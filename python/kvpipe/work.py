@@ -47,6 +47,23 @@ class Work(Generic[T]):
             raise TransferTimeoutError(message)
         return self.result()
 
+    def settled(self, timeout: float | None = None) -> None:
+        """Waits until nothing of the operation is under way: no read of it can write into its destination blocks any more.
+
+        An operation that has ended well is settled. A read or write of blocks that failed at its deadline may be settled
+        later, because a remote read that has begun cannot be taken back; until then its blocks are busy, and new
+        operations on them are refused.
+
+        Args:
+            timeout: Seconds; `None` waits until the operation is settled.
+
+        Raises:
+            TransferTimeoutError: It is not settled in time; wait again.
+        """
+        if not self._native.wait_settled(timeout):
+            message = f"not settled within {timeout} s; its blocks are still busy"
+            raise TransferTimeoutError(message)
+
     def result(self) -> T:
         """Returns the result of an ended operation, the same object at each call, or raises its error.
 

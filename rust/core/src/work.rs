@@ -28,14 +28,17 @@ struct WorkState<T> {
 #[derive(Debug)]
 struct SharedWork<T> {
     state: Mutex<WorkState<T>>,
-    /// [`PENDING`], [`WAITED_FOR`] or [`COMPLETED`].
+    /// [`PENDING`], [`COMPLETED`] or [`SETTLED`], and the mark [`WAITED_FOR`].
     progress: AtomicU32,
 }
 
 const PENDING: u32 = 0;
-/// Pending, and threads sleep until it is completed.
-const WAITED_FOR: u32 = 1;
-const COMPLETED: u32 = 2;
+/// There is a result, and what was under way may not have ended.
+const COMPLETED: u32 = 1;
+/// There is a result, and nothing is under way.
+const SETTLED: u32 = 2;
+/// Threads sleep until there is progress.
+const WAITED_FOR: u32 = 1 << 31;
 
 /// A reactor as a waiting caller sees it: the caller runs the reactor while it waits.
 pub(crate) trait Drive: Send + Sync + fmt::Debug {
@@ -117,44 +120,52 @@ pub fn work<T>() -> (Work<T>, Completer<T>) {
 }
 
 impl<T> SharedWork<T> {
-    fn is_completed(&self) -> bool {
-        self.progress.load(Ordering::Acquire) == COMPLETED
+    /// How far it is: [`PENDING`], [`COMPLETED`] or [`SETTLED`].
+    fn progress(&self) -> u32 {
+        self.progress.load(Ordering::Acquire) & !WAITED_FOR
     }
 
-    fn complete(&self, result: Result<T>) {
+    /// Sets the result, unless there is one.
+    fn complete(&self, result: Result<T>, progress: u32) {
         let mut state = lock(&self.state);
-        state.result = Some(result);
-        let before = self.progress.swap(COMPLETED, Ordering::AcqRel);
-        if let Some(fd) = &state.eventfd {
-            signal(fd);
+        if state.result.is_none() {
+            state.result = Some(result);
+            if let Some(fd) = &state.eventfd {
+                signal(fd);
+            }
         }
+        let before = self.progress.swap(progress, Ordering::AcqRel);
         drop(state);
-        if before == WAITED_FOR {
+        if before & WAITED_FOR != 0 {
             // Fails only for an invalid address.
             let _ = futex::wake(&self.progress, futex::Flags::PRIVATE, i32::MAX as u32);
         }
     }
 
-    /// Sleeps until completion, `deadline` or a signal, for [`SIGNAL_SLICE`] at most.
-    fn sleep(&self, deadline: Option<Instant>) -> Result<Waited> {
+    /// Sleeps until it has progressed to `until`, `deadline` or a signal, for [`SIGNAL_SLICE`] at most.
+    fn sleep(&self, until: u32, deadline: Option<Instant>) -> Result<Waited> {
+        let is_done = || self.progress() >= until;
+        let seen = self.progress.load(Ordering::Acquire);
+        let marked = seen | WAITED_FOR;
         let (relaxed, acquire) = (Ordering::Relaxed, Ordering::Acquire);
+        // Where it has progressed meanwhile, the sleep ends at once: the value differs.
         let _ = self
             .progress
-            .compare_exchange(PENDING, WAITED_FOR, relaxed, acquire);
-        let sleep = |slice: &Timespec| {
-            let slept = futex::wait(
-                &self.progress,
-                futex::Flags::PRIVATE,
-                WAITED_FOR,
-                Some(slice),
-            );
-            match slept {
-                Ok(()) | Err(Errno::AGAIN) => Ok(true),
-                Err(Errno::TIMEDOUT) => Ok(false),
-                Err(error) => Err(error),
-            }
+            .compare_exchange(seen, marked, relaxed, acquire);
+        if is_done() {
+            return Ok(Waited::Done);
+        }
+        let sleep = |slice: &Timespec| match futex::wait(
+            &self.progress,
+            futex::Flags::PRIVATE,
+            marked,
+            Some(slice),
+        ) {
+            Ok(()) | Err(Errno::AGAIN) => Ok(true),
+            Err(Errno::TIMEDOUT) => Ok(false),
+            Err(error) => Err(error),
         };
-        wait(deadline, || self.is_completed(), sleep)
+        wait(deadline, is_done, sleep)
     }
 }
 
@@ -165,14 +176,27 @@ impl<T> Completer<T> {
         shared.is_some_and(|shared| Arc::ptr_eq(shared, &work.shared))
     }
 
-    /// Completes the work.
+    /// Completes the work, and settles it. A work that was [completed before](Self::complete_unsettled) keeps its result.
     pub fn complete(mut self, result: Result<T>) {
         self.finish(result);
     }
 
+    /// Completes the work while something of its operation is still under way; [`complete`](Self::complete) settles it.
+    pub(crate) fn complete_unsettled(&self, result: Result<T>) {
+        if let Some(shared) = &self.0 {
+            shared.complete(result, COMPLETED);
+        }
+    }
+
+    /// Whether the work has its result.
+    pub(crate) fn is_completed(&self) -> bool {
+        let shared = self.0.as_ref();
+        shared.is_some_and(|shared| shared.progress() >= COMPLETED)
+    }
+
     fn finish(&mut self, result: Result<T>) {
         if let Some(shared) = self.0.take() {
-            shared.complete(result);
+            shared.complete(result, SETTLED);
         }
     }
 }
@@ -188,7 +212,13 @@ impl<T> Drop for Completer<T> {
 impl<T> Work<T> {
     /// Whether the operation is completed, with a value or an error.
     pub fn is_completed(&self) -> bool {
-        self.shared.is_completed()
+        self.shared.progress() >= COMPLETED
+    }
+
+    /// Whether nothing of the operation is under way. A late read may be completed before, see
+    /// [`wait_settled`](Self::wait_settled).
+    pub fn is_settled(&self) -> bool {
+        self.shared.progress() == SETTLED
     }
 
     /// A file descriptor that is readable once the operation is completed. The work owns it.
@@ -212,13 +242,24 @@ impl<T> Work<T> {
 
     /// Waits for completion, `deadline` or a signal. Runs the reactor meanwhile, unless another thread does.
     pub fn wait(&self, deadline: Option<Instant>) -> Result<Waited> {
-        if self.is_completed() {
+        self.wait_until(COMPLETED, deadline)
+    }
+
+    /// Waits until nothing of the operation is under way, as [`wait`](Self::wait) does for its result. The two differ where
+    /// the operation failed at its deadline while reads that cannot be taken back were under way.
+    pub fn wait_settled(&self, deadline: Option<Instant>) -> Result<Waited> {
+        self.wait_until(SETTLED, deadline)
+    }
+
+    fn wait_until(&self, progress: u32, deadline: Option<Instant>) -> Result<Waited> {
+        let is_done = || self.shared.progress() >= progress;
+        if is_done() {
             return Ok(Waited::Done);
         }
         if let Some(driver) = &self.driver {
             let slice = Instant::now() + SIGNAL_SLICE;
             let until = deadline.map_or(slice, |at| at.min(slice));
-            match driver.drive(until, &|| self.is_completed()) {
+            match driver.drive(until, &is_done) {
                 Driven::Done => return Ok(Waited::Done),
                 Driven::TimedOut if Some(until) == deadline => return Ok(Waited::TimedOut),
                 Driven::TimedOut | Driven::Interrupted => return Ok(Waited::Interrupted),
@@ -226,7 +267,7 @@ impl<T> Work<T> {
                 Driven::Forked(error) => return Err(error),
             }
         }
-        self.shared.sleep(deadline)
+        self.shared.sleep(progress, deadline)
     }
 }
 
@@ -307,6 +348,25 @@ mod tests {
         let (work, _completer) = work::<()>();
         let deadline = Instant::now() + Duration::from_millis(20);
         assert_eq!(work.wait(Some(deadline)), Ok(Waited::TimedOut));
+    }
+
+    #[test]
+    fn a_work_that_is_completed_early_is_settled_later_and_keeps_its_result() {
+        let (work, completer) = work();
+        let late = Error::Timeout("late".to_owned());
+        let soon = || Some(Instant::now() + Duration::from_millis(20));
+        completer.complete_unsettled(Err(late.clone()));
+        assert_eq!(work.wait(None), Ok(Waited::Done));
+        assert_eq!(work.wait_settled(soon()), Ok(Waited::TimedOut));
+        let waiting = work.clone();
+        let thread = std::thread::spawn(
+            move || {
+                while waiting.wait_settled(None) != Ok(Waited::Done) {}
+            },
+        );
+        completer.complete(Ok(7));
+        thread.join().unwrap();
+        assert_eq!(work.result(), Some(Err(late)));
     }
 
     #[test]

@@ -102,21 +102,19 @@ impl Work {
 
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
-        let deadline = duration(timeout)?.map(|timeout| Instant::now() + timeout);
-        loop {
-            let waited = py
-                .detach(|| each!(&self.0, work => work.wait(deadline)))
-                .map_err(to_py)?;
-            py.check_signals()?;
-            match waited {
-                Waited::Done => {
-                    release_let_go(py);
-                    return Ok(true);
-                }
-                Waited::TimedOut => return Ok(false),
-                Waited::Interrupted => {}
-            }
-        }
+        wait(
+            py,
+            timeout,
+            |deadline| each!(&self.0, work => work.wait(deadline)),
+        )
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn wait_settled(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        wait(py, timeout, |deadline| match &self.0 {
+            Kind::Bytes(work) => work.wait_settled(deadline),
+            other => each!(other, work => work.wait(deadline)),
+        })
     }
 
     /// Confirms a selected entry; without it, dropping the work puts the entry back.
@@ -152,6 +150,27 @@ impl Work {
                 finished(work.result()).and_then(|()| py.None().into_bound_py_any(py))
             }
             Kind::Selected(work) => selected(py, &finished(work.result())?),
+        }
+    }
+}
+
+/// Waits without the GIL for at most `timeout` seconds; false when they have passed. A signal handler may end the wait.
+fn wait(
+    py: Python<'_>,
+    timeout: Option<f64>,
+    wait: impl Fn(Option<Instant>) -> kvpipe_core::Result<Waited> + Sync,
+) -> PyResult<bool> {
+    let deadline = duration(timeout)?.map(|timeout| Instant::now() + timeout);
+    loop {
+        let waited = py.detach(|| wait(deadline)).map_err(to_py)?;
+        py.check_signals()?;
+        match waited {
+            Waited::Done => {
+                release_let_go(py);
+                return Ok(true);
+            }
+            Waited::TimedOut => return Ok(false),
+            Waited::Interrupted => {}
         }
     }
 }

@@ -17,10 +17,10 @@ use super::peers::PeerState;
 use super::plan::{Region, region_gone};
 use super::reads::{ActiveRead, BlockTransfer, BlocksRead, Caller, ReadOwner};
 use super::regions::{Closing, LocalRegion};
-use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::net::codec::Reader;
+use crate::reactor::Timers;
 use crate::session::ReactorContext;
 use crate::transfer::{Handled, Message, TransferEngine};
 use crate::work::Completer;
@@ -74,11 +74,14 @@ pub(crate) struct AgentCore {
     pub(super) reads: HashMap<u64, ActiveRead>,
     /// How reads for the service have ended.
     pub(super) ended_reads: VecDeque<(u64, Result<BlocksRead>)>,
-    pub(super) writes: HashMap<u64, Write>,
-    /// Deadlines of writes.
-    pub(super) deadlines: Earliest,
+    /// Deadlines of writes, by peer and id.
+    pub(super) write_deadlines: Timers<(SessionKey, u64)>,
+    /// When peers have to have described their regions.
+    pub(super) described_by: Timers<SessionKey>,
     /// Peers whose notifications may have to be acknowledged.
     pub(super) to_note: BTreeSet<SessionKey>,
+    /// Peers whose notifications may wait for room in the inbox.
+    pub(super) undelivered: BTreeSet<SessionKey>,
     /// Lines for people.
     pub(crate) logs: Vec<String>,
 }
@@ -96,9 +99,10 @@ impl AgentCore {
             by_address: HashMap::new(),
             reads: HashMap::new(),
             ended_reads: VecDeque::new(),
-            writes: HashMap::new(),
-            deadlines: Earliest::default(),
+            write_deadlines: Timers::default(),
+            described_by: Timers::default(),
             to_note: BTreeSet::new(),
+            undelivered: BTreeSet::new(),
             logs: Vec::new(),
         }
     }
@@ -141,7 +145,6 @@ impl AgentCore {
         self.logs.push(format!("session.closed {error}"));
         self.peer_down(session, error);
         self.engine.session_down(cx, session, error);
-        self.writes_down(session, error);
         self.regions_down(session);
     }
 
@@ -188,6 +191,10 @@ impl AgentCore {
         }
         match AgentMessage::decode(kind, header, data)? {
             AgentMessage::Offer(offer) => self.offered(cx, session, offer),
+            AgentMessage::Withdraw { offer } => {
+                self.withdraw_offered(cx, session, offer);
+                Ok(())
+            }
             AgentMessage::Accepted { offer } => self.answered(cx, session, offer, Ok(())),
             AgentMessage::Declined { offer, reason } => {
                 let error = Error::Config(format!("the peer declined the write: {reason}"));
@@ -206,12 +213,12 @@ impl AgentCore {
     pub(crate) fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let transfers = self.engine.expire(cx);
         self.drain(cx);
-        self.expire_writes(cx);
+        let writes = self.expire_writes(cx);
         let described = self.expire_peers(cx);
         self.note(cx);
         self.release(cx);
         let closed = self.end_closing(cx.now());
-        [transfers, self.deadlines.at(), described, closed]
+        [transfers, writes, described, closed]
             .into_iter()
             .flatten()
             .min()
@@ -221,7 +228,6 @@ impl AgentCore {
     pub(crate) fn stop(&mut self, cx: &mut ReactorContext, reason: &str) {
         let closed = cx.closed(reason);
         for session in self.peers.keys().copied().collect::<Vec<_>>() {
-            self.writes_down(session, &closed);
             self.peer_down(session, &closed);
         }
         self.end_all_closing(cx.pending_reads());

@@ -18,6 +18,7 @@ const CORRUPT: u8 = 39;
 const NOTIFY: u8 = 40;
 const VOID: u8 = 41;
 const NOTED: u8 = 42;
+const WITHDRAW: u8 = 47;
 
 /// Frame over TCP: the regions of the sender, all of them, in the order of their ids.
 ///
@@ -67,6 +68,8 @@ pub(crate) struct Offer<'a> {
 pub(crate) enum AgentMessage<'a> {
     /// Writer: read these blocks.
     Offer(Offer<'a>),
+    /// Writer: do not read the blocks of the offer any more. Its answer follows when nothing reads them.
+    Withdraw { offer: u64 },
     /// Target: the blocks of the offer are here.
     Accepted { offer: u64 },
     /// Target: the blocks of the offer were not read. The number of its notification is void.
@@ -85,6 +88,7 @@ impl AgentMessage<'_> {
     fn kind(&self) -> u8 {
         match self {
             Self::Offer(_) => OFFER,
+            Self::Withdraw { .. } => WITHDRAW,
             Self::Accepted { .. } => ACCEPTED,
             Self::Declined { .. } => DECLINED,
             Self::Corrupt { .. } => CORRUPT,
@@ -110,7 +114,9 @@ impl AgentMessage<'_> {
                     .bytes(tag);
                 (header, Payload::Bytes(payload.finish()))
             }
-            Self::Accepted { offer } => (header.u64(offer), Payload::None),
+            Self::Withdraw { offer } | Self::Accepted { offer } => {
+                (header.u64(offer), Payload::None)
+            }
             Self::Declined { offer, reason } | Self::Corrupt { offer, reason } => {
                 let text = Writer::default().text(&reason, REASON_CAP);
                 (header.u64(offer), Payload::Bytes(text.finish()))
@@ -130,6 +136,7 @@ impl AgentMessage<'_> {
         let id = header.u64()?;
         let message = match kind {
             OFFER => AgentMessage::Offer(read_offer(id, &mut header, payload)?),
+            WITHDRAW => AgentMessage::Withdraw { offer: id },
             ACCEPTED => AgentMessage::Accepted { offer: id },
             DECLINED => AgentMessage::Declined {
                 offer: id,
@@ -235,6 +242,7 @@ mod tests {
             let notification = notification.map(|(number, tag)| (number, tag.into()));
             let (to_ids, from_ids) = (to_ids.into(), from_ids.into());
             read_back(&AgentMessage::Offer(Offer { id: 1, to: 2, from: 3, to_ids, from_ids, is_checksummed, notification }));
+            read_back(&AgentMessage::Withdraw { offer: number });
             read_back(&AgentMessage::Accepted { offer: number });
             read_back(&AgentMessage::Declined { offer: number, reason: reason.clone() });
             read_back(&AgentMessage::Corrupt { offer: number, reason });

@@ -42,12 +42,10 @@ impl AgentCore {
 
     /// A transfer has its number, and begins.
     fn numbered(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64, number: u64) {
-        if let Some(write) = self.writes.get_mut(&id) {
-            if let Some(notify) = &mut write.caller.notify {
-                notify.number = Some(number);
-            }
-            self.write_ready(cx, session, id);
-        } else if !self.read_numbered(cx, id, number) {
+        if self.write_numbered(cx, session, id, number) {
+            return;
+        }
+        if !self.read_numbered(cx, id, number) {
             AgentMessage::Void { number }.send(cx, session);
         }
     }
@@ -75,13 +73,16 @@ impl AgentCore {
             return;
         };
         let inbox = &self.shared.inbox;
-        while inbox.has_room()
-            && let Some((number, tag)) = peer.arrivals.pop()
-        {
+        while inbox.has_room() {
+            let Some((number, tag)) = peer.arrivals.pop() else {
+                self.to_note.insert(session);
+                return;
+            };
             let peer = peer.handle.clone();
             inbox.push(number, Notification { peer, tag });
         }
         self.to_note.insert(session);
+        self.undelivered.insert(session);
     }
 
     /// Our user has drained notifications.
@@ -89,10 +90,10 @@ impl AgentCore {
         for (session, upto) in drained {
             if let Some(peer) = self.peers.get_mut(&session) {
                 peer.arrivals.drain(upto);
+                self.to_note.insert(session);
             }
         }
-        // Also of the others: what they sent may have waited for room.
-        for session in self.peers.keys().copied().collect::<Vec<_>>() {
+        for session in std::mem::take(&mut self.undelivered) {
             self.deliver(session);
         }
     }

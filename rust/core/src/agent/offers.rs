@@ -2,6 +2,7 @@
 //! checks, reads by its own data path, and answers.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::agent_core::AgentCore;
 use super::messages::{AgentMessage, Offer};
@@ -27,23 +28,47 @@ pub(super) struct Write {
 /// At the writer.
 impl AgentCore {
     pub(super) fn write_command(&mut self, cx: &mut ReactorContext, write: Write) {
-        if let Err(error) = self.check_regions(cx, &write.transfer) {
-            return write.caller.completer.complete(Err(error));
+        let Write { transfer, caller } = write;
+        let source_ids = &transfer.pieces.from_ids;
+        if let Err(error) = self.begin_transfer(cx, &transfer, source_ids) {
+            return caller.completer.complete(Err(error));
         }
-        let session = write.transfer.peer.session();
-        self.count(&write.transfer.peer, Counters::begin);
-        let id = cx.token();
-        let tag_len = write.caller.tag_len();
-        self.deadlines.add(write.transfer.deadline);
-        self.writes.insert(id, write);
+        let session = transfer.peer.session();
+        self.count(&transfer.peer, Counters::begin);
+        let (id, tag_len) = (cx.token(), caller.tag_len());
+        if let Some(deadline) = transfer.deadline {
+            self.write_deadlines.set((session, id), deadline);
+        }
+        if let Some(peer) = self.peers.get_mut(&session) {
+            peer.writes.insert(id, Write { transfer, caller });
+        }
         match tag_len {
             Some(len) => self.notice(cx, session, Notice::Transfer(id, len), None),
             None => self.write_ready(cx, session, id),
         }
     }
 
-    /// A write has its number if it needs one, and is offered when it is its turn.
-    pub(super) fn write_ready(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64) {
+    /// A write has its number, and may be offered; whether there is such a write.
+    pub(super) fn write_numbered(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+        number: u64,
+    ) -> bool {
+        let peer = self.peers.get_mut(&session);
+        let Some(write) = peer.and_then(|peer| peer.writes.get_mut(&id)) else {
+            return false;
+        };
+        if let Some(notify) = &mut write.caller.notify {
+            notify.number = Some(number);
+        }
+        self.write_ready(cx, session, id);
+        true
+    }
+
+    /// Offers a write when it is its turn.
+    fn write_ready(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64) {
         if let Some(peer) = self.peers.get_mut(&session) {
             peer.writes_ready.push_back(id);
         }
@@ -58,7 +83,7 @@ impl AgentCore {
             let Some(id) = peer.writes_ready.pop_front() else {
                 return;
             };
-            let Some(write) = self.writes.get(&id) else {
+            let Some(write) = peer.writes.get(&id) else {
                 continue;
             };
             let (transfer, notify) = (&write.transfer, write.caller.notify.as_ref());
@@ -93,87 +118,100 @@ impl AgentCore {
             return Err(Error::protocol(text));
         };
         peer.offers_sent.swap_remove(index);
-        self.end_write(id, outcome);
+        self.end_write(session, id, outcome);
         self.send_offers(cx, session);
         Ok(())
     }
 
-    fn end_write(&mut self, id: u64, outcome: Result<()>) {
-        let Some(write) = self.writes.remove(&id) else {
+    /// Ends a write. Its target reads nothing of it any more.
+    fn end_write(&mut self, session: SessionKey, id: u64, outcome: Result<()>) {
+        let peer = self.peers.get_mut(&session);
+        let Some(Write { transfer, caller }) = peer.and_then(|peer| peer.writes.remove(&id)) else {
             return;
         };
-        let num_bytes = write.transfer.pieces.num_bytes;
-        let moved = outcome.is_ok().then_some(num_bytes);
-        self.count(&write.transfer.peer, |counters| counters.end_write(moved));
-        let outcome = outcome.map(|()| num_bytes);
-        write.caller.completer.complete(outcome);
+        self.write_deadlines.cancel((session, id));
+        let (num_bytes, was_late) = (transfer.pieces.num_bytes, caller.completer.is_completed());
+        self.end_transfer(transfer.region, &transfer.pieces.from_ids, was_late);
+        if !was_late {
+            let moved = outcome.is_ok().then_some(num_bytes);
+            self.count(&transfer.peer, |counters| counters.end_write(moved));
+        }
+        caller.completer.complete(outcome.map(|()| num_bytes));
     }
 
-    fn is_offered(&self, id: u64, write: &Write) -> bool {
-        let peer = self.peers.get(&write.transfer.peer.session());
-        peer.is_some_and(|peer| peer.offers_sent.contains(&id))
-    }
-
-    /// Fails writes that the target has not been offered.
+    /// Fails writes to a peer that it has not been offered.
     pub(super) fn withdraw_writes(
         &mut self,
         cx: &mut ReactorContext,
+        session: SessionKey,
         is_affected: impl Fn(&BlockTransfer) -> bool,
         error: &Error,
     ) {
-        let writes = self.writes.iter();
-        let affected = writes
-            .filter(|(id, write)| is_affected(&write.transfer) && !self.is_offered(**id, write));
-        for id in affected.map(|(id, _)| *id).collect::<Vec<_>>() {
-            self.withdraw_write(cx, id, error);
-        }
-    }
-
-    fn withdraw_write(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
-        if let Some(write) = self.writes.get_mut(&id)
-            && let Some(notify) = write.caller.notify.take()
-        {
-            notify.transfer_ended(cx, write.transfer.peer.session(), false);
-        }
-        self.end_write(id, Err(error.clone()));
-    }
-
-    pub(super) fn writes_down(&mut self, session: SessionKey, error: &Error) {
-        let writes = self.writes.iter();
-        let of_session = writes.filter(|(_, write)| write.transfer.peer.session() == session);
-        for id in of_session.map(|(id, _)| *id).collect::<Vec<_>>() {
-            self.end_write(id, Err(error.clone()));
-        }
-    }
-
-    pub(super) fn expire_writes(&mut self, cx: &mut ReactorContext) {
-        let (mut late, now) = (Vec::new(), cx.now());
-        if !self.deadlines.take_if_past(now) {
+        let Some(peer) = self.peers.get(&session) else {
             return;
+        };
+        let writes = peer.writes.iter();
+        let affected = writes
+            .filter(|(id, write)| is_affected(&write.transfer) && !peer.offers_sent.contains(id));
+        for id in affected.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.withdraw_write(cx, session, id, error);
         }
-        for (&id, write) in &self.writes {
-            let deadline = write.transfer.deadline;
-            if deadline.is_some_and(|deadline| deadline <= now) {
-                let peer = write.transfer.peer.clone();
-                late.push((id, peer, self.is_offered(id, write)));
-            } else {
-                self.deadlines.add(deadline);
-            }
+    }
+
+    fn withdraw_write(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+        error: &Error,
+    ) {
+        let peer = self.peers.get_mut(&session);
+        let write = peer.and_then(|peer| peer.writes.get_mut(&id));
+        if let Some(notify) = write.and_then(|write| write.caller.notify.take()) {
+            notify.transfer_ended(cx, session, false);
         }
-        for (id, peer, is_offered) in late {
-            if is_offered {
-                let text = "the peer did not read the blocks in time; it is closed, connect again";
-                let error = Error::Timeout(text.to_owned());
-                peer.lose(&error);
-                // The peer may be reading: the write ends with the session, after it.
-                if !cx.has_failed(peer.session()) {
-                    cx.fail(peer.session(), error);
-                }
-            } else {
-                let text = "the write did not begin in time; the peer is usable";
-                self.withdraw_write(cx, id, &Error::Timeout(text.to_owned()));
-            }
+        self.end_write(session, id, Err(error.clone()));
+    }
+
+    /// The peer is lost: ends all writes to it.
+    pub(super) fn end_writes(&mut self, session: SessionKey, error: &Error) {
+        let peer = self.peers.get(&session);
+        let writes = peer.map(|peer| peer.writes.keys().copied().collect::<Vec<_>>());
+        for id in writes.unwrap_or_default() {
+            self.end_write(session, id, Err(error.clone()));
         }
+    }
+
+    /// Fails writes that are late, and tells when to come back.
+    pub(super) fn expire_writes(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
+        while let Some((session, id)) = self.write_deadlines.pop_expired(cx.now()) {
+            self.fail_late_write(cx, session, id);
+        }
+        self.write_deadlines.next()
+    }
+
+    /// A write that was offered fails at once, and is over when the target has answered: it may be reading until then.
+    fn fail_late_write(&mut self, cx: &mut ReactorContext, session: SessionKey, id: u64) {
+        let Some(peer) = self.peers.get(&session) else {
+            return;
+        };
+        if !peer.offers_sent.contains(&id) {
+            let text = "the write did not begin in time; the peer is usable";
+            return self.withdraw_write(cx, session, id, &Error::Timeout(text.to_owned()));
+        }
+        let Some(write) = peer.writes.get(&id) else {
+            return;
+        };
+        let text = "the peer did not read the blocks in time; it may read them until the work is settled; the peer is \
+                    usable";
+        self.count(&write.transfer.peer, |counters| counters.end_write(None));
+        let error = Error::Timeout(text.to_owned());
+        write.caller.completer.complete_unsettled(Err(error));
+        let (region, pieces) = (write.transfer.region, Arc::clone(&write.transfer.pieces));
+        if let Some(region) = self.local_region_mut(region) {
+            region.set_busy(&pieces.from_ids);
+        }
+        AgentMessage::Withdraw { offer: id }.send(cx, session);
     }
 }
 
@@ -188,12 +226,15 @@ impl AgentCore {
         let Some(peer) = self.peers.get_mut(&session) else {
             return Ok(());
         };
-        if peer.num_offers_here >= OFFERS_IN_FLIGHT {
+        if peer.offers_here.len() >= OFFERS_IN_FLIGHT {
             return Err(Error::protocol(format_args!(
                 "more than {OFFERS_IN_FLIGHT} offers at once"
             )));
         }
-        peer.num_offers_here += 1;
+        if peer.offers_here.insert(offer.id, None).is_some() {
+            let text = format_args!("offer {} was made twice", offer.id);
+            return Err(Error::protocol(text));
+        }
         self.read_offered(cx, session, offer);
         Ok(())
     }
@@ -219,6 +260,27 @@ impl AgentCore {
             notification: notification.map(|(number, tag)| (number, tag.into_owned())),
         };
         self.read(cx, session, transfer, owner);
+    }
+
+    /// The writer has withdrawn an offer. It may have been answered before.
+    pub(super) fn withdraw_offered(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+    ) {
+        let Some(peer) = self.peers.get_mut(&session) else {
+            return;
+        };
+        let error = Error::Timeout("the writer withdrew it".to_owned());
+        let early = peer.offers_early.iter().position(|offer| offer.id == id);
+        if let Some(at) = early {
+            let notification = peer.offers_early.remove(at).notification;
+            let notification = notification.map(|(number, tag)| (number, tag.into_owned()));
+            self.answer(cx, session, id, notification, Err(error));
+        } else if let Some(Some(token)) = peer.offers_here.get(&id).copied() {
+            self.fail_read(cx, token, &error);
+        }
     }
 
     fn plan_offered(&self, session: SessionKey, offer: &Offer<'_>) -> Result<BlockTransfer> {
@@ -254,7 +316,7 @@ impl AgentCore {
         let Some(peer) = self.peers.get_mut(&session) else {
             return;
         };
-        peer.num_offers_here -= 1;
+        peer.offers_here.remove(&offer);
         if let Some((number, tag)) = notification {
             let tag = outcome.is_ok().then_some(tag);
             if let Err(error) = self.arrive(session, number, tag) {

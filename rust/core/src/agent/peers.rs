@@ -1,12 +1,13 @@
 //! The sessions of an agent: who is connected, and what waits for whom.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::agent_core::AgentCore;
 use super::messages::{Offer, PROCESS_VM};
 use super::notices::{Arrivals, Outbox};
+use super::offers::Write;
 use super::peer::{Counters, Peer, Regions};
 use crate::error::Error;
 use crate::ids::{Incarnation, RegionId, SessionKey};
@@ -23,16 +24,16 @@ pub(crate) struct PeerState {
     pub(crate) regions: Option<Regions>,
     /// Above the id of every region that it has described.
     pub(super) next_region: RegionId,
-    /// When its regions have to be here, from the moment the session is established.
-    pub(super) regions_by: Option<Instant>,
     /// Who wants to know of it, and in which life.
     waiting: Vec<(Option<Incarnation>, Completer<Peer>)>,
-    /// Our writes that it is to be offered.
+    /// Our writes, by id.
+    pub(super) writes: HashMap<u64, Write>,
+    /// Those that it is to be offered.
     pub(super) writes_ready: VecDeque<u64>,
-    /// Our writes that it was offered and has not answered.
+    /// Those that it was offered and has not answered.
     pub(super) offers_sent: Vec<u64>,
-    /// Its offers that we have not answered.
-    pub(super) num_offers_here: usize,
+    /// Its offers that we have not answered, each with the token of its read once that has begun.
+    pub(super) offers_here: HashMap<u64, Option<u64>>,
     /// Of them, those from regions that it has not described yet.
     pub(super) offers_early: Vec<Offer<'static>>,
     pub(super) outbox: Outbox,
@@ -45,11 +46,11 @@ impl PeerState {
             handle,
             regions: None,
             next_region: 0,
-            regions_by: None,
             waiting: Vec::new(),
+            writes: HashMap::new(),
             writes_ready: VecDeque::new(),
             offers_sent: Vec::new(),
-            num_offers_here: 0,
+            offers_here: HashMap::new(),
             offers_early: Vec::new(),
             outbox: Outbox::default(),
             arrivals: Arrivals::default(),
@@ -147,7 +148,8 @@ impl AgentCore {
         peer.handle
             .set_identity(identity.incarnation, transport.clone());
         if peer.regions.is_none() {
-            peer.regions_by = Some(cx.now() + cx.timeouts().handshake);
+            let by = cx.now() + cx.timeouts().handshake;
+            self.described_by.set(session, by);
         }
         let ucx = cx.ucx();
         self.logs.push(format!(
@@ -170,24 +172,30 @@ impl AgentCore {
 
     /// Gives up peers that do not say what regions they have, and tells when to come back.
     pub(super) fn expire_peers(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let mut next = None;
-        for (&session, peer) in &mut self.peers {
-            if peer.regions_by.take_if(|at| *at <= cx.now()).is_some() {
-                let waited = cx.timeouts().handshake;
-                let text = format!("it did not describe its regions within {waited:?}");
-                cx.fail(session, Error::lost(peer.handle.address(), text));
-            }
-            next = next.into_iter().chain(peer.regions_by).min();
+        while let Some(session) = self.described_by.pop_expired(cx.now()) {
+            let waited = cx.timeouts().handshake;
+            let text = format!("it did not describe its regions within {waited:?}");
+            cx.fail(session, Error::lost(&cx.peer(session), text));
         }
-        next
+        self.described_by.next()
     }
 
     pub(super) fn peer_down(&mut self, session: SessionKey, error: &Error) {
-        self.by_address.retain(|_, other| *other != session);
+        self.described_by.cancel(session);
+        self.undelivered.remove(&session);
+        let Some(peer) = self.peers.get(&session) else {
+            return;
+        };
+        // Works end after that: whoever sees one of them sees this too.
+        peer.handle.lose(error);
+        self.end_writes(session, error);
         let Some(peer) = self.peers.remove(&session) else {
             return;
         };
-        peer.handle.lose(error);
+        let address = peer.handle.address();
+        if self.by_address.get(address) == Some(&session) {
+            self.by_address.remove(address);
+        }
         self.shared.peers().remove(&session);
         for (_, completer) in peer.waiting {
             completer.complete(Err(error.clone()));

@@ -88,6 +88,13 @@ pub(crate) enum ReadOwner {
     },
 }
 
+impl ReadOwner {
+    /// Whether the caller knows that the read has failed.
+    fn was_late(&self) -> bool {
+        matches!(self, Self::Caller(caller) if caller.completer.is_completed())
+    }
+}
+
 /// A read under way.
 #[derive(Debug)]
 pub(super) struct ActiveRead {
@@ -96,6 +103,7 @@ pub(super) struct ActiveRead {
     peer: Peer,
     pub(super) region: RegionId,
     layout: Layout,
+    pieces: Arc<Pieces>,
     owner: ReadOwner,
 }
 
@@ -118,12 +126,12 @@ impl AgentCore {
         transfer: Result<BlockTransfer>,
         owner: ReadOwner,
     ) {
-        let checked = transfer.and_then(|transfer| {
-            let destination = self.check_regions(cx, &transfer)?;
+        let begun = transfer.and_then(|transfer| {
+            let destination = self.begin_transfer(cx, &transfer, &transfer.pieces.to_ids)?;
             Ok((transfer, destination))
         });
-        let (transfer, (memory, layout)) = match checked {
-            Ok(checked) => checked,
+        let (transfer, (memory, layout)) = match begun {
+            Ok(begun) => begun,
             Err(error) => return self.end_read(cx, session, owner, Err(error)),
         };
         let (token, tag_len) = match &owner {
@@ -131,6 +139,11 @@ impl AgentCore {
             ReadOwner::Offer { .. } => (cx.token(), None),
             ReadOwner::Service { token, .. } => (*token, None),
         };
+        if let ReadOwner::Offer { id, .. } = &owner
+            && let Some(peer) = self.peers.get_mut(&session)
+        {
+            peer.offers_here.insert(*id, Some(token));
+        }
         if !matches!(owner, ReadOwner::Offer { .. }) {
             self.count(&transfer.peer, Counters::begin);
         }
@@ -139,7 +152,7 @@ impl AgentCore {
             session,
             source: transfer.remote_region.into(),
             memory,
-            pieces: transfer.pieces,
+            pieces: Arc::clone(&transfer.pieces),
             is_checksummed: transfer.is_checksummed,
             is_verified_by_owner: matches!(owner, ReadOwner::Service { .. }),
             is_retry: matches!(owner, ReadOwner::Service { is_retry: true, .. }),
@@ -150,6 +163,7 @@ impl AgentCore {
             peer: transfer.peer,
             region: transfer.region,
             layout,
+            pieces: transfer.pieces,
             owner,
         };
         self.reads.insert(token, active);
@@ -159,23 +173,36 @@ impl AgentCore {
         }
     }
 
-    /// The destination of a read, or the source of a write.
+    /// Counts a transfer as one of our region's; the destination of a read, or the source of a write. `ids` are our blocks.
     ///
     /// # Errors
-    /// Since the transfer was asked for, a region was closed or the peer was lost.
-    pub(super) fn check_regions(
-        &self,
+    /// Since the transfer was asked for, a region was closed or the peer was lost; or a block is busy.
+    pub(super) fn begin_transfer(
+        &mut self,
         cx: &ReactorContext,
         transfer: &BlockTransfer,
+        ids: &[u32],
     ) -> Result<(Arc<Memory>, Layout)> {
-        let local = self.regions.get(&transfer.region);
+        let local = self.regions.get_mut(&transfer.region);
         let local = local.ok_or_else(region_gone)?;
         let session = transfer.peer.session();
         let peer = self.peers.get(&session);
         let peer = peer.ok_or_else(|| peer_gone(cx, session))?;
         peer.region(transfer.remote_region)
             .ok_or_else(region_gone)?;
+        local.check_free(ids)?;
+        local.num_transfers += 1;
         Ok((Arc::clone(&local.memory), local.layout.clone()))
+    }
+
+    /// A transfer of a region is over, after its caller knew of its failure or not.
+    pub(super) fn end_transfer(&mut self, region: RegionId, ids: &[u32], was_late: bool) {
+        if let Some(region) = self.local_region_mut(region) {
+            region.num_transfers -= 1;
+            if was_late {
+                region.set_free(ids);
+            }
+        }
     }
 
     /// A read has its number, and begins; whether there is such a read.
@@ -209,17 +236,41 @@ impl AgentCore {
         }
     }
 
-    /// Ends a read that the service need not wait for.
-    pub(crate) fn abandon_read(&mut self, cx: &mut ReactorContext, token: u64, error: &Error) {
+    /// Fails a read. It ends when nothing of it is under way.
+    pub(crate) fn fail_read(&mut self, cx: &mut ReactorContext, token: u64, error: &Error) {
         if let Some(read) = self.reads.get(&token) {
-            self.engine.abandon(cx, read.id, error);
+            self.engine.fail(cx, read.id, error);
         }
     }
 
-    /// Tells the owners of reads what has ended.
+    /// Tells the owners of reads what has failed or ended.
     pub(super) fn drain(&mut self, cx: &mut ReactorContext) {
+        while let Some((token, error)) = self.engine.next_late() {
+            self.late(cx, token, error);
+        }
         while let Some(completion) = self.engine.next_completion() {
             self.completed(cx, completion);
+        }
+    }
+
+    /// A read has failed at its deadline, and is not over: its caller knows, and its blocks are busy until it is.
+    fn late(&mut self, cx: &mut ReactorContext, token: u64, error: Error) {
+        let Some(read) = self.reads.get_mut(&token) else {
+            return;
+        };
+        let ReadOwner::Caller(caller) = &mut read.owner else {
+            return;
+        };
+        if let Some(notify) = caller.notify.take() {
+            notify.transfer_ended(cx, read.peer.session(), false);
+        }
+        let (region, pieces) = (read.region, Arc::clone(&read.pieces));
+        for counters in [&self.shared.counters, read.peer.counters()] {
+            counters.end_read(None);
+        }
+        caller.completer.complete_unsettled(Err(error));
+        if let Some(region) = self.local_region_mut(region) {
+            region.set_busy(&pieces.to_ids);
         }
     }
 
@@ -255,7 +306,9 @@ impl AgentCore {
             read.peer.lose(error);
         }
         let num_bytes = completion.pieces.num_bytes;
-        if !matches!(read.owner, ReadOwner::Offer { .. }) {
+        let was_late = read.owner.was_late();
+        self.end_transfer(read.region, &completion.pieces.to_ids, was_late);
+        if !(was_late || matches!(read.owner, ReadOwner::Offer { .. })) {
             let moved = outcome.is_ok().then_some(num_bytes);
             self.count(&read.peer, |counters| counters.end_read(moved));
         }

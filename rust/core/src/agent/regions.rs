@@ -1,6 +1,6 @@
 //! Regions: ours, which are described to peers and are closed when the peers have released them, and theirs.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -42,6 +42,10 @@ pub(crate) struct LocalRegion {
     pub(crate) memory: Arc<Memory>,
     /// The packed key.
     pub(crate) rkey: Vec<u8>,
+    /// Reads into it and writes from it that are not over.
+    pub(super) num_transfers: usize,
+    /// Blocks of transfers that have failed and are not over, each with the number of these transfers.
+    busy: BTreeMap<u32, usize>,
 }
 
 impl LocalRegion {
@@ -60,7 +64,42 @@ impl LocalRegion {
             is_writable,
             memory,
             rkey,
+            num_transfers: 0,
+            busy: BTreeMap::new(),
         })
+    }
+
+    /// # Errors
+    /// A failed transfer may still write into one of these blocks, or read it.
+    pub(super) fn check_free(&self, ids: &[u32]) -> Result<()> {
+        if self.busy.is_empty() {
+            return Ok(());
+        }
+        let Some(id) = ids.iter().find(|id| self.busy.contains_key(id)) else {
+            return Ok(());
+        };
+        let name = &self.name;
+        Err(Error::Exhausted(format!(
+            "block {id} of region {name:?} is busy: a transfer that failed at its deadline is not over there; wait for it \
+             with Work.settled(), or use other blocks"
+        )))
+    }
+
+    pub(super) fn set_busy(&mut self, ids: &[u32]) {
+        for id in ids {
+            *self.busy.entry(*id).or_default() += 1;
+        }
+    }
+
+    pub(super) fn set_free(&mut self, ids: &[u32]) {
+        for id in ids {
+            if let Some(num_transfers) = self.busy.get_mut(id) {
+                *num_transfers -= 1;
+                if *num_transfers == 0 {
+                    self.busy.remove(id);
+                }
+            }
+        }
     }
 
     fn describe(&self, id: RegionId) -> RemoteRegion {
@@ -146,7 +185,10 @@ impl AgentCore {
         };
         let error = closed_region(&region.name);
         self.withdraw_reads(cx, id, &error);
-        self.withdraw_writes(cx, |transfer| transfer.region == id, &error);
+        let sessions = self.peers.keys().copied().collect::<Vec<_>>();
+        for session in sessions {
+            self.withdraw_writes(cx, session, |transfer| transfer.region == id, &error);
+        }
         self.send_regions(cx);
         let sessions = self.peers.keys().copied();
         self.closing.push(Closing {
@@ -180,15 +222,18 @@ impl AgentCore {
         Err(Error::protocol(text))
     }
 
+    /// A region of ours that is registered, or closed and in use.
+    pub(super) fn local_region_mut(&mut self, id: RegionId) -> Option<&mut LocalRegion> {
+        let closing = self.closing.iter_mut();
+        let mut closing = closing.filter(|closing| closing.id == id);
+        let region = self.regions.get_mut(&id);
+        region.or_else(|| Some(&mut closing.next()?.region))
+    }
+
     /// Ends the closing of regions that nobody uses any more, and tells when to come back for the others.
     pub(super) fn end_closing(&mut self, now: Instant) -> Option<Instant> {
         for mut closing in std::mem::take(&mut self.closing) {
-            let is_used = self.reads.values().any(|read| read.region == closing.id)
-                || self
-                    .writes
-                    .values()
-                    .any(|write| write.transfer.region == closing.id);
-            if closing.waiting_for.is_empty() && !is_used {
+            if closing.waiting_for.is_empty() && closing.region.num_transfers == 0 {
                 drop(closing.region);
                 for (_, completer) in closing.waiting {
                     completer.complete(Ok(()));
@@ -264,7 +309,7 @@ impl AgentCore {
         let next_region = regions.last().map_or(0, |region| region.id + 1);
         peer.next_region = peer.next_region.max(next_region);
         peer.handle.set_regions(Arc::clone(&regions));
-        peer.regions_by = None;
+        self.described_by.cancel(session);
         let known = peer.regions.replace(regions).unwrap_or_default();
         let is_closed = |region: &&Arc<RemoteRegion>| peer.region(region.id).is_none();
         let closed: Vec<_> = known.iter().filter(is_closed).collect();
@@ -286,10 +331,8 @@ impl AgentCore {
         let text = format!("region {name:?} of the peer was closed by its owner");
         let error = Error::Config(text);
         self.engine.remove_source(cx, session, id.into(), &error);
-        let to_region = |transfer: &BlockTransfer| {
-            (transfer.peer.session(), transfer.remote_region) == (session, id)
-        };
-        self.withdraw_writes(cx, to_region, &error);
+        let to_region = |transfer: &BlockTransfer| transfer.remote_region == id;
+        self.withdraw_writes(cx, session, to_region, &error);
         self.releasing_regions.push((session, id));
     }
 

@@ -181,4 +181,6 @@ impl Deref for HandoffAgent {
 }
 
 #[cfg(test)]
+mod late_tests;
+#[cfg(test)]
 mod tests;

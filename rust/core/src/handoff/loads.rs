@@ -174,7 +174,7 @@ impl HandoffService {
         let closed = Error::Closed(reason.to_owned());
         for (token, (other, _)) in &self.batches {
             if *other == handoff {
-                self.agent.abandon_read(cx, *token, &closed);
+                self.agent.fail_read(cx, *token, &closed);
             }
         }
         self.report(cx, handoff);

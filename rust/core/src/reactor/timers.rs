@@ -2,21 +2,29 @@
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
+use std::hash::Hash;
 use std::time::Instant;
 
-use super::poller::Token;
-
 /// One deadline for each key. Setting and expiring cost O(log n), also where deadlines move all the time.
-#[derive(Debug, Default)]
-pub(crate) struct Timers {
-    deadlines: HashMap<Token, Instant>,
+#[derive(Debug)]
+pub(crate) struct Timers<K> {
+    deadlines: HashMap<K, Instant>,
     /// The deadlines in order, among others that were moved or cancelled since.
-    heap: BinaryHeap<Reverse<(Instant, Token)>>,
+    heap: BinaryHeap<Reverse<(Instant, K)>>,
 }
 
-impl Timers {
+impl<K: Ord> Default for Timers<K> {
+    fn default() -> Self {
+        Self {
+            deadlines: HashMap::new(),
+            heap: BinaryHeap::new(),
+        }
+    }
+}
+
+impl<K: Copy + Hash + Ord> Timers<K> {
     /// Sets the deadline of a key, in place of an earlier one.
-    pub(crate) fn set(&mut self, key: Token, deadline: Instant) {
+    pub(crate) fn set(&mut self, key: K, deadline: Instant) {
         if self.deadlines.insert(key, deadline) != Some(deadline) {
             self.heap.push(Reverse((deadline, key)));
         }
@@ -27,12 +35,12 @@ impl Timers {
     }
 
     /// Removes the deadline of a key.
-    pub(crate) fn cancel(&mut self, key: Token) {
+    pub(crate) fn cancel(&mut self, key: K) {
         self.deadlines.remove(&key);
     }
 
     /// Removes and returns a key whose deadline has passed.
-    pub(crate) fn pop_expired(&mut self, now: Instant) -> Option<Token> {
+    pub(crate) fn pop_expired(&mut self, now: Instant) -> Option<K> {
         self.next().filter(|deadline| *deadline <= now)?;
         let Reverse((_, key)) = self.heap.pop()?;
         self.deadlines.remove(&key);
@@ -57,7 +65,7 @@ mod tests {
 
     use super::*;
 
-    fn expired(timers: &mut Timers, now: Instant) -> Vec<Token> {
+    fn expired(timers: &mut Timers<u64>, now: Instant) -> Vec<u64> {
         std::iter::from_fn(|| timers.pop_expired(now)).collect()
     }
 

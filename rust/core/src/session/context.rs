@@ -36,7 +36,7 @@ pub struct ReactorContext {
     pub(super) sessions: BTreeMap<SessionKey, Session>,
     /// Sessions that peers have begun and whose handshake is not over, the oldest first.
     pub(super) accepting: BTreeSet<SessionKey>,
-    pub(super) timers: Timers,
+    pub(super) timers: Timers<SessionKey>,
     /// Sessions whose failure is not reported, in the order in which they failed.
     pub(super) failed: VecDeque<SessionKey>,
     /// The peers of sessions that are gone: an operation may end after its session.

@@ -30,7 +30,7 @@ impl TransferEngine {
     pub(super) fn start_waiting(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         let mut has_started = false;
         while let Some(peer) = self.peers.get_mut(&session)
-            && peer.running.len() < self.max_in_flight
+            && peer.num_busy() < self.max_in_flight
             && let Some(id) = peer.waiting.pop_front()
         {
             let Some(transfer) = self.transfers.get_mut(&id) else {
@@ -66,8 +66,10 @@ impl TransferEngine {
             .get(&id)
             .filter(|transfer| transfer.is_over())?;
         let transfer = self.transfers.remove(&id)?;
+        self.deadlines.cancel(id);
         let session = transfer.request.session;
         if let Some(peer) = self.peers.get_mut(&session) {
+            peer.transfers.remove(&id);
             if let Some(at) = peer.running.iter().position(|other| *other == id) {
                 peer.running.remove(at);
             } else {
@@ -83,6 +85,13 @@ impl TransferEngine {
 }
 
 impl PeerTransfers {
+    /// Places among those under way at once that are taken. A cancelled transfer keeps its place until its source has
+    /// answered, so that the bytes in flight stay bounded.
+    fn num_busy(&self) -> usize {
+        let is_only_cancelling = |id: &&u64| !self.running.contains(id);
+        self.running.len() + self.cancelling.iter().filter(is_only_cancelling).count()
+    }
+
     /// Chooses the path of a transfer, and asks the source for what is needed of it.
     fn start(
         &mut self,
@@ -113,18 +122,23 @@ impl PeerTransfers {
             send_read(cx, id, request, wanted);
             return Ok(State::Streaming(stream));
         };
-        let verifier = is_checksummed.then(|| {
-            if source.checksum_mode == ChecksumMode::Pushed {
-                return Verifier::new(source.known.clone());
-            }
+        let has_asked = is_checksummed && source.checksum_mode != ChecksumMode::Pushed;
+        if has_asked {
             send_read(cx, id, request, Wanted::Checksums);
-            Verifier::new(Vec::new())
-        });
+        }
+        let known = || {
+            if has_asked {
+                Vec::new()
+            } else {
+                source.known.clone()
+            }
+        };
         Ok(State::Reading(Reading {
             path,
             base: source.base,
             cursor: Cursor::default(),
-            verifier,
+            verifier: is_checksummed.then(|| Verifier::new(known())),
+            has_asked,
         }))
     }
 }
@@ -187,6 +201,22 @@ impl TransferEngine {
         if transfer.is_over() {
             self.settle(cx, id);
         }
+        Ok(())
+    }
+
+    /// The source sends nothing more of a transfer that was cancelled.
+    pub(super) fn cancelled(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        id: u64,
+    ) -> Result<()> {
+        let peer = self.peers.get_mut(&session);
+        if peer.is_some_and(|peer| !peer.cancelling.remove(&id)) {
+            let text = format_args!("transfer {id} was cancelled, which was not asked for");
+            return Err(Error::protocol(text));
+        }
+        self.start_waiting(cx, session);
         Ok(())
     }
 

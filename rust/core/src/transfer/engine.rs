@@ -1,6 +1,6 @@
 //! The engine: all transfers of a reactor, and in which order they go.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,15 +14,12 @@ use super::region::Pieces;
 use super::remote_source::RemoteSource;
 use super::source::{ChecksumJob, SourceRequest};
 use super::transfer::{State, Transfer, TransferError, TransferRequest};
-use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
+use crate::reactor::Timers;
 use crate::session::ReactorContext;
 use crate::transport::Memory;
-
-/// A stream that is abandoned has to end within this time.
-const ABANDONED_WITHIN: Duration = Duration::from_secs(2);
 
 /// How a transfer ended.
 #[derive(Debug)]
@@ -69,9 +66,13 @@ pub(crate) enum Handled {
 pub(super) struct PeerTransfers {
     /// What it exposes, by its ids.
     pub(super) sources: HashMap<u64, RemoteSource>,
-    /// Transfers from it that have not begun, and those that have and are not over, both in order.
+    /// All transfers from it.
+    pub(super) transfers: BTreeSet<u64>,
+    /// Those whose turn has not come, and those that have begun and are not over, both in order.
     pub(super) waiting: VecDeque<u64>,
     pub(super) running: Vec<u64>,
+    /// Failed transfers of which it may still send something.
+    pub(super) cancelling: HashSet<u64>,
     /// Of reads over UCX.
     pub(super) bytes_in_flight: u64,
     pub(super) reads_in_flight: usize,
@@ -94,7 +95,7 @@ pub(crate) struct TransferEngine {
     pub(super) peers: HashMap<SessionKey, PeerTransfers>,
     pub(super) transfers: HashMap<u64, Transfer>,
     pub(super) last_id: u64,
-    deadlines: Earliest,
+    pub(super) deadlines: Timers<u64>,
     /// Transfers with work for this thread, in the order of their slices.
     pub(super) scheduled: VecDeque<u64>,
     /// Peers that get checksums, in the order of their slices.
@@ -102,6 +103,8 @@ pub(crate) struct TransferEngine {
     /// By which a peer of this host knows our memory.
     pub(super) secret: Option<Buffer>,
     pub(super) completions: VecDeque<Completion>,
+    /// Owners of transfers that have failed while reads may still write, with the error.
+    late: VecDeque<(u64, Error)>,
 }
 
 /// What a service asks for.
@@ -117,9 +120,15 @@ impl TransferEngine {
     /// Takes a transfer, which waits until it is [queued](Self::enqueue), and returns its id.
     pub(crate) fn add(&mut self, request: TransferRequest) -> u64 {
         self.last_id += 1;
-        self.deadlines.add(request.deadline);
-        self.transfers.insert(self.last_id, Transfer::new(request));
-        self.last_id
+        let id = self.last_id;
+        if let Some(deadline) = request.deadline {
+            self.deadlines.set(id, deadline);
+        }
+        if let Some(peer) = self.peers.get_mut(&request.session) {
+            peer.transfers.insert(id);
+        }
+        self.transfers.insert(id, Transfer::new(request));
+        id
     }
 
     /// Lets a transfer begin when it is its turn among those from its peer.
@@ -144,33 +153,24 @@ impl TransferEngine {
         }
     }
 
-    /// Fails a transfer: nothing more is asked for, and it completes when no read can write any more.
+    /// Fails a transfer: its source sends nothing more, and it completes when no read can write any more.
     pub(crate) fn fail(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
-        if let Some(transfer) = self.transfers.get_mut(&id) {
-            transfer.fail(error.clone());
-            self.settle(cx, id);
+        let Some(transfer) = self.transfers.get_mut(&id) else {
+            return;
+        };
+        let (session, is_served) = (transfer.request.session, transfer.is_served());
+        transfer.fail(error.clone());
+        if is_served && let Some(peer) = self.peers.get_mut(&session) {
+            peer.cancelling.insert(id);
+            Message::Cancel.send(cx, session, id);
         }
+        self.settle(cx, id);
     }
 
     /// Fails a transfer that has not begun; others go on.
     pub(crate) fn withdraw(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
         let transfer = self.transfers.get(&id);
         if transfer.is_some_and(|transfer| !transfer.has_begun()) {
-            self.fail(cx, id, error);
-        }
-    }
-
-    /// Fails a transfer whose owner has ended, unless it streams: a source cannot be stopped, so that a stream has
-    /// [`ABANDONED_WITHIN`] to end, or its session ends.
-    pub(crate) fn abandon(&mut self, cx: &mut ReactorContext, id: u64, error: &Error) {
-        let Some(transfer) = self.transfers.get_mut(&id) else {
-            return;
-        };
-        if let State::Streaming(_) = transfer.state {
-            let deadline = &mut transfer.request.deadline;
-            deadline.get_or_insert(cx.now() + ABANDONED_WITHIN);
-            self.deadlines.add(*deadline);
-        } else {
             self.fail(cx, id, error);
         }
     }
@@ -190,13 +190,16 @@ impl TransferEngine {
         source: u64,
         error: &Error,
     ) {
-        if let Some(peer) = self.peers.get_mut(&session) {
-            peer.sources.remove(&source);
-        }
-        let is_of_it = |transfer: &Transfer| {
-            (transfer.request.session, transfer.request.source) == (session, source)
+        let Some(peer) = self.peers.get_mut(&session) else {
+            return;
         };
-        for id in self.ids(is_of_it) {
+        peer.sources.remove(&source);
+        let is_of_it = |id: &u64| {
+            let transfer = self.transfers.get(id);
+            transfer.is_some_and(|transfer| transfer.request.source == source)
+        };
+        let of_it: Vec<_> = peer.transfers.iter().copied().filter(is_of_it).collect();
+        for id in of_it {
             self.withdraw(cx, id, error);
         }
     }
@@ -222,10 +225,10 @@ impl TransferEngine {
         self.completions.pop_front()
     }
 
-    fn ids(&self, is_it: impl Fn(&Transfer) -> bool) -> Vec<u64> {
-        let transfers = self.transfers.iter();
-        let found = transfers.filter(|(_, transfer)| is_it(transfer));
-        found.map(|(id, _)| *id).collect()
+    /// The owner of the next transfer that has failed at its deadline while reads may still write into its memory. Its
+    /// completion follows when they have ended.
+    pub(crate) fn next_late(&mut self) -> Option<(u64, Error)> {
+        self.late.pop_front()
     }
 }
 
@@ -242,8 +245,8 @@ impl TransferEngine {
         session: SessionKey,
         error: &Error,
     ) {
-        self.peers.remove(&session);
-        for id in self.ids(|transfer| transfer.request.session == session) {
+        let peer = self.peers.remove(&session).unwrap_or_default();
+        for id in peer.transfers {
             self.fail(cx, id, error);
         }
     }
@@ -284,6 +287,8 @@ impl TransferEngine {
                 return Ok(Handled::Request(request));
             }
             Message::Credit(num_bytes) => self.continue_stream(cx, session, id, num_bytes),
+            Message::Cancel => self.cancel(cx, session, id),
+            Message::Cancelled => self.cancelled(cx, session, id)?,
             Message::SourceChecksums { first, checksums } => {
                 self.receive_source_checksums(cx, session, id, first, &checksums)?;
             }
@@ -308,39 +313,29 @@ impl TransferEngine {
         !(self.scheduled.is_empty() && self.checksum_queue.is_empty())
     }
 
-    /// Ends transfers that are late, and tells when to come back.
+    /// Fails transfers that are late, and tells when to come back.
     pub(crate) fn expire(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let now = cx.now();
-        if self.deadlines.take_if_past(now) {
-            let is_late = |transfer: &Transfer| {
-                let deadline = transfer.request.deadline;
-                !transfer.has_failed() && deadline.is_some_and(|at| at <= now)
-            };
-            for id in self.ids(is_late) {
-                self.fail_late(cx, id);
-            }
-            for transfer in self.transfers.values() {
-                if !transfer.has_failed() {
-                    self.deadlines.add(transfer.request.deadline);
-                }
-            }
+        while let Some(id) = self.deadlines.pop_expired(cx.now()) {
+            self.fail_late(cx, id);
         }
-        self.deadlines.at()
+        self.deadlines.next()
     }
 
-    /// A transfer that has begun fails its session, and completes with it: its owner then sees a lost peer at once.
     fn fail_late(&mut self, cx: &mut ReactorContext, id: u64) {
-        let Some(transfer) = self.transfers.get_mut(&id) else {
+        let Some(transfer) = self.transfers.get(&id) else {
             return;
         };
-        if transfer.has_begun() {
-            let text = "the blocks were not read in time; the peer is closed, connect again";
-            let (session, error) = (transfer.request.session, Error::Timeout(text.to_owned()));
-            transfer.fail(error.clone());
-            cx.fail(session, error);
+        let text = if transfer.has_begun() {
+            "the blocks were not read in time; reads that have begun may write into them until the work is settled; \
+             the peer is usable"
         } else {
-            let text = "the read did not begin in time; the peer is usable";
-            self.fail(cx, id, &Error::Timeout(text.to_owned()));
+            "the read did not begin in time; the peer is usable"
+        };
+        self.fail(cx, id, &Error::Timeout(text.to_owned()));
+        if let Some(transfer) = self.transfers.get(&id)
+            && let State::Failed(error) = &transfer.state
+        {
+            self.late.push_back((transfer.request.owner, error.clone()));
         }
     }
 }

@@ -15,6 +15,8 @@ const CREDIT: u8 = 34;
 const REFUSED: u8 = 35;
 const CHECKSUMS: u8 = 43;
 const SOURCE_CHECKSUMS: u8 = 44;
+const CANCEL: u8 = 45;
+const CANCELLED: u8 = 46;
 
 /// Most ids of one transfer.
 pub(crate) const BLOCKS_CAP: usize = 1 << 22;
@@ -79,6 +81,10 @@ pub(crate) enum Message<'a> {
         first: u64,
         checksums: Vec<u64>,
     },
+    /// Destination: send nothing more of the transfer.
+    Cancel,
+    /// Source: nothing more of the transfer follows, be it because of [`Cancel`](Self::Cancel) or because all was sent before.
+    Cancelled,
 }
 
 impl Message<'_> {
@@ -90,6 +96,8 @@ impl Message<'_> {
             Self::Refused(_) => REFUSED,
             Self::Checksums { .. } => CHECKSUMS,
             Self::SourceChecksums { .. } => SOURCE_CHECKSUMS,
+            Self::Cancel => CANCEL,
+            Self::Cancelled => CANCELLED,
         }
     }
 
@@ -111,12 +119,13 @@ impl Message<'_> {
                 let list = payload(|w| w.list(checksums, |w, checksum| w.u64(*checksum)));
                 (header.u64(*first), list)
             }
+            Self::Cancel | Self::Cancelled => (header, Payload::None),
         }
     }
 
     /// Whether messages of this kind are of transfers.
     pub(crate) fn is_kind(kind: u8) -> bool {
-        matches!(kind, READ..=REFUSED | CHECKSUMS | SOURCE_CHECKSUMS)
+        matches!(kind, READ..=REFUSED | CHECKSUMS..=CANCELLED)
     }
 
     /// Reads the id and the rest of a header after its kind, and the payload.
@@ -149,6 +158,8 @@ impl Message<'_> {
                 first: header.u64()?,
                 checksums: payload.list(CHECKSUMS_CAP, Reader::u64)?,
             },
+            CANCEL => Message::Cancel,
+            CANCELLED => Message::Cancelled,
             other => return Err(Error::protocol(format_args!("message {other}"))),
         };
         header.end()?;
@@ -222,6 +233,8 @@ mod tests {
             read_back(id, &Message::Refused(reason));
             read_back(id, &Message::Checksums { first, checksums: checksums.clone() });
             read_back(id, &Message::SourceChecksums { first, checksums });
+            read_back(id, &Message::Cancel);
+            read_back(id, &Message::Cancelled);
         }
 
         #[test]

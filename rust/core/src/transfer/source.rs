@@ -161,6 +161,16 @@ impl TransferEngine {
         }
     }
 
+    /// Sends nothing more of a transfer whose destination has cancelled it. All of it may have been sent before.
+    pub(super) fn cancel(&mut self, cx: &mut ReactorContext, session: SessionKey, transfer: u64) {
+        if let Some(peer) = self.peers.get_mut(&session) {
+            peer.streams.remove(&transfer);
+            peer.checksum_jobs
+                .retain(|job| job.transfer != Some(transfer));
+        }
+        Message::Cancelled.send(cx, session, transfer);
+    }
+
     /// Continues a stream as far as its credit goes, to which the destination has added so many bytes.
     pub(super) fn continue_stream(
         &mut self,

@@ -136,6 +136,8 @@ pub(super) struct Reading {
     pub(super) cursor: Cursor,
     /// Compares what comes, if anything does.
     pub(super) verifier: Option<Verifier>,
+    /// Whether the source was asked for checksums.
+    pub(super) has_asked: bool,
 }
 
 /// See the diagram in `transfer/mod.rs`.
@@ -188,6 +190,20 @@ impl Transfer {
 
     pub(super) fn has_failed(&self) -> bool {
         matches!(self.state, State::Failed(_))
+    }
+
+    /// Whether its source may still send something of it.
+    pub(super) fn is_served(&self) -> bool {
+        let pieces = &self.request.pieces;
+        match &self.state {
+            State::Reading(reading) => {
+                let verifier = reading.verifier.as_ref();
+                let is_complete = |verifier: &Verifier| verifier.is_complete(pieces);
+                reading.has_asked && !verifier.is_some_and(is_complete)
+            }
+            State::Streaming(stream) => stream.received_bytes < pieces.num_bytes,
+            State::Held | State::Queued | State::Failed(_) => false,
+        }
     }
 
     /// Whether nothing more will happen: all is here and compared, or it failed and no read can write any more.

@@ -93,6 +93,11 @@ impl Verifier {
         }
     }
 
+    /// Whether all checksums of the source are here.
+    pub(super) fn is_complete(&self, pieces: &Pieces) -> bool {
+        self.theirs.len() as u64 == pieces.num_units()
+    }
+
     /// Whether some of the first `placed_bytes` have not been hashed.
     pub(super) fn has_work(&self, placed_bytes: u64) -> bool {
         self.hasher.hashed_bytes() < placed_bytes

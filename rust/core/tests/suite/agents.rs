@@ -85,15 +85,24 @@ pub fn pair(
     from_stride: usize,
     to_stride: usize,
 ) -> Pair {
+    pair_of(transport, (COUNT, BLOCK), (from_stride, to_stride))
+}
+
+/// The same with so many blocks of so many bytes.
+pub fn pair_of(
+    transport: &(impl Clone + Into<Transport>),
+    (num_blocks, block_bytes): (usize, usize),
+    (from_stride, to_stride): (usize, usize),
+) -> Pair {
     let (source, destination) = (agent(transport), agent(transport));
-    let from = Buffer::from_vec(pattern(COUNT * from_stride, 1));
-    let to = Buffer::zeroed(COUNT * to_stride);
+    let from = Buffer::from_vec(pattern(num_blocks * from_stride, 1));
+    let to = Buffer::zeroed(num_blocks * to_stride);
     let source_region = source
-        .register_writable("kv", from.clone(), BLOCK as u64, from_stride as u64)
+        .register_writable("kv", from.clone(), block_bytes as u64, from_stride as u64)
         .expect("register")
         .wait_for(PATIENCE)
         .expect("registered");
-    let region = register(&destination, "kv", &to, BLOCK, to_stride);
+    let region = register(&destination, "kv", &to, block_bytes, to_stride);
     let peer = connect(&destination, &source);
     Pair {
         source,

@@ -11,8 +11,8 @@ use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_ucx::{Buffer, Search};
 
-use crate::agents::{BLOCK, COUNT, agent, connect, pair, register};
-use crate::common::{self, PATIENCE, Raw, TOKEN, bytes, on_every_path, pattern};
+use crate::agents::{BLOCK, COUNT, agent, connect, pair, pair_of, register};
+use crate::common::{self, PATIENCE, Raw, TOKEN, bytes, eventually, on_every_path, pattern};
 
 const READ: u8 = 32;
 const REFUSED: u8 = 35;
@@ -122,7 +122,7 @@ fn a_region_registered_later_becomes_known_to_peers() {
         let work = pair.destination.read(&plan, Options::default()).ok()?;
         work.wait_for(PATIENCE).ok()
     };
-    common::eventually("the region", read);
+    eventually("the region", read);
     assert!(bytes(&pair.to)[..BLOCK] == pattern(BLOCK, 9));
 }
 
@@ -133,7 +133,7 @@ fn a_peer_that_is_gone_ends_reads_as_lost_and_can_be_reached_again() {
         let address = pair.source.address().expect("address").to_string();
         pair.source.close();
         let read = || pair.read(&[0], &[0]).err();
-        let error = common::eventually("the loss", read);
+        let error = eventually("the loss", read);
         assert!(matches!(error, Error::PeerLost { .. }), "{error}");
         assert!(pair.peer.lost().is_some());
         let error = pair.read(&[0], &[0]).expect_err("still lost");
@@ -247,6 +247,33 @@ fn a_source_that_sends_what_was_not_asked_for_writes_nothing() {
     ask(&raw, 1, 9, &[]);
     raw.message(REFUSED);
     assert!(bytes(&to).iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn late_reads_end_alone_beside_healthy_ones() {
+    const LARGE: usize = 32 << 20;
+    on_every_path(|transport| {
+        let pair = pair_of(transport, (2, LARGE), (LARGE, LARGE));
+        let mut num_late = 0;
+        for _ in 0..5 {
+            let healthy = pair.begin_read(&[0], &[0], Options::default());
+            let options = Options {
+                timeout: Some(Duration::from_millis(2)),
+                ..Options::default()
+            };
+            let late = pair.begin_read(&[1], &[1], options).expect("read");
+            // Fast enough it may be; over it is in any case, and alone.
+            if let Err(error) = late.wait_for(PATIENCE) {
+                assert!(matches!(error, Error::Timeout(_)), "{error}");
+                num_late += 1;
+            }
+            let healthy = healthy.expect("read").wait_for(PATIENCE);
+            assert_eq!(healthy, Ok(LARGE as u64));
+            eventually("its end", || late.is_settled().then_some(()));
+            assert_eq!(pair.read(&[1], &[1]), Ok(LARGE as u64));
+        }
+        assert!(num_late > 0, "no read was late");
+    });
 }
 
 #[test]

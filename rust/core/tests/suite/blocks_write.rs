@@ -17,6 +17,7 @@ use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, patte
 const OFFER: u8 = 36;
 const ACCEPTED: u8 = 37;
 const DECLINED: u8 = 38;
+const WITHDRAW: u8 = 47;
 
 #[test]
 fn written_blocks_arrive_and_nothing_else_is_written() {
@@ -249,9 +250,9 @@ fn refused(raw: &Raw, number: u64) -> String {
     Reader::new(&payload).str(4096).expect("a reason")
 }
 
-/// Its memory may be changed when the write has ended, and a target that still reads must be able to know.
+/// Its memory may be changed when the write is settled, and a target that still reads must be able to know.
 #[test]
-fn a_write_that_was_begun_and_times_out_ends_after_its_link() {
+fn a_write_that_was_begun_and_times_out_is_withdrawn_and_settled_by_its_answer() {
     let Some(search) = common::ucx() else { return };
     let (writer, memory) = (agent(&search), Buffer::zeroed(COUNT * BLOCK));
     let region = register(&writer, "kv", &memory, BLOCK, BLOCK);
@@ -264,26 +265,36 @@ fn a_write_that_was_begun_and_times_out_ends_after_its_link() {
     });
     send_frame(&mut raw.stream, &writable.finish());
     let peer = eventually("the peer", || writer.peers().pop());
-    let ids = (&region, vec![0]);
-    let plan = eventually("its region", || {
-        let ids = (ids.0, ids.1.clone());
-        writer.prepare(&peer, ids, ("mine", vec![0])).ok()
-    });
+    let plan = |block| {
+        eventually("its region", || {
+            let (ours, theirs) = ((&region, vec![block]), ("mine", vec![block]));
+            writer.prepare(&peer, ours, theirs).ok()
+        })
+    };
     let options = Options {
         notify: None,
-        timeout: Some(Duration::from_millis(300)),
+        timeout: Some(Duration::from_millis(50)),
     };
-    let work = writer.write(&plan, options).expect("write");
-    raw.message(OFFER);
-    raw.stream.set_nonblocking(true).expect("non-blocking");
-    // Not to miss the moment.
-    while !work.is_completed() {
-        std::hint::spin_loop();
-    }
-    let said = std::io::Read::read_to_end(&mut raw.stream, &mut Vec::new());
-    assert!(said.is_ok(), "{said:?}");
+    let work = writer.write(&plan(0), options).expect("write");
+    let (offer, _) = raw.message(OFFER);
     let error = work.wait_for(PATIENCE).expect_err("not taken");
     assert!(matches!(error, Error::Timeout(_)), "{error}");
+    assert!(!work.is_settled());
+    let (withdrawn, _) = raw.message(WITHDRAW);
+    assert_eq!(withdrawn, offer[..8]);
+    let busy = writer.write(&plan(0), Options::default()).expect("write");
+    let busy = busy.wait_for(PATIENCE).expect_err("the target may read it");
+    assert!(matches!(busy, Error::Exhausted(_)), "{busy}");
+    let other = writer.write(&plan(1), Options::default()).expect("write");
+    let (next, _) = raw.message(OFFER);
+    let reason = Writer::default().text("withdrawn", 100).finish();
+    raw.send(&Writer::new(DECLINED).raw(&withdrawn).finish(), &reason);
+    raw.send(&Writer::new(ACCEPTED).raw(&next[..8]).finish(), b"");
+    assert_eq!(other.wait_for(PATIENCE), Ok(BLOCK as u64));
+    eventually("the end of the late one", || {
+        work.is_settled().then_some(())
+    });
+    assert_eq!(peer.lost(), None);
 }
 
 /// Regions, target's ids, writer's ids, and what the answer names.

@@ -328,31 +328,123 @@ fn a_source_that_is_removed_fails_what_has_not_begun() {
     }
 }
 
-#[test]
-fn a_late_transfer_fails_its_session_only_if_it_has_begun() {
-    let mut it = Fixture::new(MemoryPath::Stream);
-    let late = |it: &Fixture, owner| TransferRequest {
+fn late(it: &Fixture, owner: u64) -> TransferRequest {
+    TransferRequest {
         deadline: Some(it.cx.now()),
         ..it.request(owner)
-    };
+    }
+}
+
+fn is_timeout(completion: Option<Completion>) -> bool {
+    matches!(failed(completion), Error::Timeout(_))
+}
+
+#[test]
+fn a_late_transfer_that_has_not_begun_fails_alone() {
+    let mut it = Fixture::new(MemoryPath::Stream);
     it.engine.add(late(&it, 0));
+    let healthy = it.begin(it.request(1));
     assert_eq!(it.engine.expire(&mut it.cx), None);
-    assert!(matches!(
-        failed(it.engine.next_completion()),
-        Error::Timeout(_)
-    ));
+    assert!(is_timeout(it.engine.next_completion()));
     assert!(!it.cx.has_failed(SESSION));
-    it.begin(late(&it, 1));
+    it.data(healthy).unwrap();
+    it.assert_moved(1);
+}
+
+#[test]
+fn a_late_stream_is_cancelled_and_fails_alone() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let cancelled = it.begin(late(&it, 0));
+    let healthy = it.begin(it.request(1));
+    it.sent();
     it.engine.expire(&mut it.cx);
-    assert!(it.cx.has_failed(SESSION));
-    // Its owner learns of it when the session is lost for everybody, and learns the first reason.
+    assert_eq!(it.sent(), [(cancelled, Message::Cancel, Vec::new())]);
+    assert!(is_timeout(it.engine.next_completion()));
+    assert!(!it.cx.has_failed(SESSION));
+    // What was under way is dropped, and CANCEL may cross the last of it.
+    it.data(cancelled).unwrap();
+    it.receive(cancelled, &Message::Cancelled, &[]).unwrap();
     assert!(it.engine.next_completion().is_none());
-    let lost = Error::lost("peer", "its session failed");
-    it.engine.session_down(&mut it.cx, SESSION, &lost);
-    assert!(matches!(
-        failed(it.engine.next_completion()),
-        Error::Timeout(_)
-    ));
+    it.data(healthy).unwrap();
+    it.assert_moved(1);
+    assert!(it.engine.peers[&SESSION].cancelling.is_empty());
+}
+
+#[test]
+fn a_cancelled_stream_keeps_its_place_until_its_source_has_answered() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    let ids = [0, 1, 2].map(|owner| it.begin(it.request(owner)));
+    it.sent();
+    it.engine.fail(&mut it.cx, ids[0], &config("failed"));
+    assert_eq!(it.requests(), []);
+    it.receive(ids[0], &Message::Cancelled, &[]).unwrap();
+    assert_eq!(it.requests(), [(ids[2], Wanted::ChecksummedBytes)]);
+    for id in [ids[0], ids[1], ids[2] + 1] {
+        let unasked = it.receive(id, &Message::Cancelled, &[]);
+        assert!(matches!(unasked, Err(Error::Protocol(_))), "{id}");
+    }
+}
+
+#[test]
+fn what_a_source_has_sent_in_full_is_not_cancelled() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    let id = it.begin(it.request(0));
+    it.checksums(id, it.block_checksums()).unwrap();
+    it.sent();
+    it.engine.fail(&mut it.cx, id, &config("failed"));
+    assert_eq!(it.sent(), []);
+    assert!(it.engine.peers[&SESSION].cancelling.is_empty());
+}
+
+#[test]
+fn a_late_read_fails_at_once_and_is_over_when_nothing_can_write_any_more() {
+    let mut it = Fixture::new(MemoryPath::RemoteRead);
+    let id = it.begin(late(&it, 7));
+    it.sent();
+    it.engine.expire(&mut it.cx);
+    let (owner, error) = it.engine.next_late().expect("it is late");
+    assert_eq!(owner, 7);
+    assert!(matches!(error, Error::Timeout(_)));
+    assert!(it.engine.next_completion().is_none(), "reads may write");
+    assert_eq!(it.sent(), [(id, Message::Cancel, Vec::new())]);
+    assert!(!it.cx.has_failed(SESSION));
+    it.end_reads();
+    assert!(is_timeout(it.engine.next_completion()));
+    assert!(it.engine.next_late().is_none());
+}
+
+/// Serves a stream that is longer than the window, of which nothing has been placed.
+fn serve_long_stream(it: &mut Fixture, transfer: u64) {
+    let Ok(Handled::Request(request)) = it.receive(transfer, &read(Wanted::Bytes), &[]) else {
+        panic!("it may ask");
+    };
+    let len = 8 << 20;
+    let memory = it.cx.register(Buffer::zeroed(3 * len)).unwrap();
+    let (len, total) = (len as u64, 3 * len as u64);
+    let layout = Layout::new(total, len, len).unwrap();
+    it.engine.serve(&mut it.cx, &request, Ok((memory, layout)));
+}
+
+#[test]
+fn a_source_sends_nothing_more_of_what_is_cancelled_and_says_so() {
+    let mut it = Fixture::new(MemoryPath::Stream);
+    serve_long_stream(&mut it, 1);
+    assert!(!it.sent().is_empty());
+    it.receive(1, &Message::Cancel, &[]).unwrap();
+    it.receive(1, &Message::Credit(4 << 20), &[]).unwrap();
+    assert_eq!(it.sent(), [(1, Message::Cancelled, Vec::new())]);
+    let message = read(Wanted::Checksums);
+    let Ok(Handled::Request(request)) = it.receive(2, &message, &[]) else {
+        panic!("it may ask");
+    };
+    let source = Ok((Arc::clone(&it.source), layout()));
+    it.engine.serve(&mut it.cx, &request, source);
+    it.receive(2, &Message::Cancel, &[]).unwrap();
+    while it.engine.run_slice(&mut it.cx) {}
+    assert_eq!(it.sent(), [(2, Message::Cancelled, Vec::new())]);
+    // All of it had been sent when CANCEL came.
+    it.receive(3, &Message::Cancel, &[]).unwrap();
+    assert_eq!(it.sent(), [(3, Message::Cancelled, Vec::new())]);
 }
 
 #[test]
@@ -404,22 +496,6 @@ fn checksums_that_one_peer_asks_for_are_computed_in_turns() {
         [2, 1],
         "the small one waits for a slice of the large one, not for all of it"
     );
-}
-
-#[test]
-fn an_abandoned_stream_may_still_end_and_nothing_else_goes_on() {
-    let mut it = Fixture::new(MemoryPath::Stream);
-    let ids = [0, 1, 2].map(|owner| it.begin(it.request(owner)));
-    for id in [ids[0], ids[2]] {
-        it.engine.abandon(&mut it.cx, id, &config("abandoned"));
-    }
-    assert_eq!(failed(it.engine.next_completion()), config("abandoned"));
-    assert_eq!(
-        it.engine.expire(&mut it.cx),
-        Some(it.cx.now() + ABANDONED_WITHIN)
-    );
-    it.data(ids[0]).unwrap();
-    it.assert_moved(0);
 }
 
 #[test]
