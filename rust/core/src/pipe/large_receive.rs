@@ -10,6 +10,7 @@ use super::receiver::Receiver;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
+use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::tensor::{Meta, Received};
 use crate::transfer::exposed::BufferDescription;
 use crate::transport::{Memory, Pool};
@@ -26,9 +27,10 @@ pub(super) struct LargeReceive {
     /// Its number in the engine.
     transfer: u64,
     is_pooled: bool,
-    /// When it is late; `None` once it has failed.
-    pub(super) done_by: Option<Instant>,
+    /// When it is late; `None` once its session has failed.
+    pub(super) grace: Option<GracePeriod>,
     pub(super) completer: Completer<Arc<Received>>,
+    /// By its sender, or because its receive is late.
     is_withdrawn: bool,
     /// Set when nothing writes into its memory any more.
     pub(super) outcome: Option<Result<Arc<Memory>>>,
@@ -38,7 +40,6 @@ impl LargeReceive {
     /// Fails a tensor that no caller has yet, also one that is complete and waits for those before it: its sender may
     /// have reported it as lost.
     pub(super) fn fail(&mut self, error: &Error) {
-        self.done_by = None;
         if let Some(outcome @ Ok(_)) = &mut self.outcome {
             *outcome = Err(error.clone());
         }
@@ -55,7 +56,7 @@ impl LargeReceive {
             len: 8,
             transfer: sequence,
             is_pooled: false,
-            done_by: None,
+            grace: None,
             completer,
             is_withdrawn: false,
             outcome: None,
@@ -106,7 +107,7 @@ impl Receiver {
             len: buffer.len,
             transfer,
             is_pooled: receive.out.is_none(),
-            done_by: receive.deadline.done_by,
+            grace: (receive.deadline.done_by).map(|at| GracePeriod::new(cx.now(), at)),
             completer: receive.completer,
             is_withdrawn: false,
             outcome: None,
@@ -201,20 +202,45 @@ impl Receiver {
         }
     }
 
-    /// Closes the pipe if a large tensor is late.
+    /// Withdraws large tensors that are late: each fails as soon as no read of it is in flight. Where that lasts and the
+    /// sender answers no probe, the session fails: the caller needs its memory back.
     pub(super) fn expire_large(&mut self, cx: &mut ReactorContext) {
-        let now = cx.now();
-        let is_late = |large: &&LargeReceive| large.done_by.is_some_and(|at| at <= now);
-        if let (Some(session), Some(large)) =
-            (self.session, self.large_receives.iter().find(is_late))
-        {
-            let (sequence, len) = (large.sequence, large.len);
-            let text =
-                format!("a tensor of {len} bytes was not received in time; the pipe is closed");
-            let error = Error::Timeout(text);
-            self.fail_large(cx, sequence, &error);
-            cx.fail(session, error);
+        let Some(session) = self.session else { return };
+        let mut late = Vec::new();
+        for large in &mut self.large_receives {
+            let Some(grace) = &mut large.grace else {
+                continue;
+            };
+            match grace.look(cx, &[session]) {
+                AnswerStage::Late | AnswerStage::Over if !large.is_withdrawn => {
+                    large.is_withdrawn = true;
+                    late.push((large.sequence, large.len));
+                }
+                AnswerStage::InTime | AnswerStage::Late => {}
+                AnswerStage::Over => {
+                    let text = "a late tensor is still being read, and its sender does not answer; the pipe is closed";
+                    cx.fail(session, Error::Timeout(text.to_owned()));
+                }
+            }
         }
+        if late.is_empty() {
+            return;
+        }
+        for (sequence, len) in late {
+            let error = Error::Timeout(format!(
+                "a tensor of {len} bytes was not received in time; it is lost, the pipe is usable"
+            ));
+            self.fail_large(cx, sequence, &error);
+        }
+        self.advance(cx);
+    }
+
+    /// When to look again at large tensors that may be late.
+    pub(super) fn next_expiry(&self, cx: &ReactorContext) -> Option<Instant> {
+        let session = self.session?;
+        let graces = self.large_receives.iter();
+        let graces = graces.filter_map(|large| large.grace.as_ref());
+        graces.map(|grace| grace.next(cx, &[session])).min()
     }
 
     /// The sender withdraws a tensor.

@@ -42,7 +42,7 @@ const TRANSFERS_IN_FLIGHT: usize = 8;
 pub struct Deadline {
     /// The send and its receive must have met by then. Otherwise the operation is withdrawn and the pipe stays usable.
     pub meet_by: Option<Instant>,
-    /// The operation must be done by then. Otherwise the pipe is closed.
+    /// The operation must be done by then. Otherwise the tensor is lost on both sides, and the pipe stays usable.
     pub done_by: Option<Instant>,
 }
 

@@ -190,6 +190,7 @@ impl Service for Receiver {
             .retain(|tensor| !matches!(tensor.content, Content::Offer(_)));
         for large in &mut self.large_receives {
             large.fail(&error);
+            large.grace = None;
         }
         self.engine.session_down(cx, session, &error);
         self.shared.get().state = "closed";
@@ -269,9 +270,8 @@ impl Service for Receiver {
             self.send_acks(cx);
         }
         self.expire(cx);
-        let large = self.large_receives.iter();
-        large
-            .filter_map(|large| large.done_by)
+        self.next_expiry(cx)
+            .into_iter()
             .chain(self.deadlines.at())
             .chain(self.ack_at)
             .chain(self.pool.expire(cx.now()))

@@ -336,7 +336,8 @@ impl Service for Sender {
                 }
             }
             ReceiverMessage::Withdrawn => {
-                let text = "the receiver did not ask for the tensor in time; it was withdrawn, the pipe is usable";
+                let text =
+                    "the tensor was not received in time; it was withdrawn, the pipe is usable";
                 self.end_posted(session, sequence, Err(Error::Timeout(text.to_owned())));
             }
             ReceiverMessage::Corrupt => {
