@@ -48,6 +48,7 @@ pub struct Buffer {
     address: usize,
     len: usize,
     kind: MemoryKind,
+    is_writable: bool,
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -57,8 +58,7 @@ impl Buffer {
     /// # Safety
     /// `address .. address + len` must not wrap around, and must be valid for reads and writes from
     /// any thread until `owner` is dropped with the last clone; nobody may hold a Rust reference
-    /// into it meanwhile. Memory that is valid for reads only must never come to be a destination:
-    /// of [`write`](Self::write), of a read, or of a peer that has a key to it.
+    /// into it meanwhile.
     /// Memory of kind CUDA must be of the device that the kind names, and valid
     /// so for that device.
     pub unsafe fn from_raw_parts(
@@ -71,7 +71,26 @@ impl Buffer {
             address,
             len,
             kind,
+            is_writable: true,
             _owner: owner.into(),
+        }
+    }
+
+    /// Describes memory that may only be read: it is refused as a destination.
+    ///
+    /// # Safety
+    /// As for [`from_raw_parts`](Self::from_raw_parts), but for writes.
+    pub unsafe fn read_only(
+        address: usize,
+        len: usize,
+        kind: MemoryKind,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Self {
+        // SAFETY: the caller's promise, but for writes, which the flag prevents.
+        let buffer = unsafe { Self::from_raw_parts(address, len, kind, owner) };
+        Self {
+            is_writable: false,
+            ..buffer
         }
     }
 
@@ -90,6 +109,7 @@ impl Buffer {
             address: mapping.address,
             len,
             kind: MemoryKind::Host,
+            is_writable: true,
             _owner: Arc::new(mapping),
         })
     }
@@ -101,6 +121,7 @@ impl Buffer {
             address: self.address,
             len,
             kind: self.kind,
+            is_writable: self.is_writable,
             _owner: Arc::new((owner, self.clone())),
         })
     }
@@ -112,6 +133,7 @@ impl Buffer {
             address,
             len: bytes.len(),
             kind: MemoryKind::Host,
+            is_writable: true,
             _owner: Arc::new(bytes),
         }
     }
@@ -136,7 +158,8 @@ impl Buffer {
         self.kind
     }
 
-    /// Copies `data` to `offset`; false when it does not fit, or the CUDA driver could not copy it.
+    /// Copies `data` to `offset`; false when it does not fit, the memory may only be read, or the CUDA driver could not
+    /// copy it.
     ///
     /// In CUDA memory, too, every stream sees the bytes when this returns. It waits for no stream: it overtakes work that
     /// the caller's own stream has queued.
@@ -153,7 +176,7 @@ impl Buffer {
     }
 
     fn write_cuda(&self, device: u32, offset: usize, data: SharedBytes<'_>) -> bool {
-        let Some(to) = self.range(offset, data.len()) else {
+        let Some(to) = self.writable_range(offset, data.len()) else {
             return false;
         };
         // SAFETY: the range is in bounds, and memory of this device while the owner lives, by the contract of
@@ -168,6 +191,9 @@ impl Buffer {
         let Some(target) = self.host_range(offset, data.len()) else {
             return false;
         };
+        if !self.is_writable {
+            return false;
+        }
         // SAFETY: the range is in bounds, and valid for writes while the owner lives, by the
         // contract of from_raw_parts; `copy` allows that `data` overlaps it.
         unsafe { std::ptr::copy(data.as_ptr(), target, data.len()) };
@@ -186,6 +212,11 @@ impl Buffer {
     pub(crate) fn range(&self, offset: usize, len: usize) -> Option<*mut c_void> {
         let end = offset.checked_add(len)?;
         (end <= self.len).then(|| std::ptr::with_exposed_provenance_mut(self.address + offset))
+    }
+
+    /// The same for a destination; none in memory that may only be read.
+    pub(crate) fn writable_range(&self, offset: usize, len: usize) -> Option<*mut c_void> {
+        self.range(offset, len).filter(|_| self.is_writable)
     }
 
     fn host_range(&self, offset: usize, len: usize) -> Option<*mut u8> {
@@ -301,6 +332,20 @@ mod tests {
         assert!(!buffer.write(64, b"x"));
         assert!(buffer.bytes(0, 1).is_none());
         assert!(buffer.range(0, 64).is_some());
+    }
+
+    #[test]
+    fn memory_that_may_only_be_read_is_no_destination() {
+        static BYTES: &[u8] = b"kvpipe";
+        let address = BYTES.as_ptr().expose_provenance();
+        // SAFETY: a static is valid for reads for ever.
+        let buffer = unsafe { Buffer::read_only(address, 6, MemoryKind::Host, Box::new(())) };
+        assert_eq!(buffer.bytes(0, 6).unwrap().to_vec(), BYTES);
+        let first = buffer.first(2, Box::new(())).unwrap();
+        for buffer in [buffer, first] {
+            assert!(!buffer.write(0, b"x"));
+            assert!(buffer.writable_range(0, 1).is_none());
+        }
     }
 
     #[test]

@@ -93,7 +93,7 @@ impl ProcessVmReader {
             Vec::with_capacity(pieces.len()),
         );
         for piece in pieces {
-            let range = into.range(piece.to, piece.len);
+            let range = into.writable_range(piece.to, piece.len);
             let start = range.filter(|_| into.kind() == MemoryKind::Host);
             local.push(libc::iovec {
                 iov_base: start.ok_or(ErrorKind::InvalidInput)?,
