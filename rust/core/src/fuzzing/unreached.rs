@@ -8,6 +8,7 @@ use super::{Round, without_threads};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::identity::{Identity, SessionKind};
+use crate::net::secret::Secret;
 use crate::reactor::Reactor;
 use crate::session::{ReactorConfig, ReactorContext, Service, SessionTimeouts, spawn};
 use crate::transport::Transport;
@@ -57,7 +58,7 @@ impl Unreached {
     pub fn start(engine_id: &str, is_listening: bool, transport: Transport) -> Result<Self> {
         let config = ReactorConfig {
             listen: is_listening.then(|| (Ipv4Addr::LOCALHOST, 0).into()),
-            token: b"a token that the stranger does not hold".to_vec(),
+            secret: Secret::new(b"a token that the stranger does not hold"),
             identity: Identity::new(SessionKind::Agent, engine_id, Vec::new())?,
             transport: Some(transport),
             local: Ipv4Addr::LOCALHOST.into(),

@@ -219,7 +219,7 @@ impl ReactorContext {
             return Ok(());
         };
         let connection = Connection::new(stream, &session.peer, &self.poller, key)?;
-        session.start_handshake(connection, &self.config.token)
+        session.start_handshake(connection, &self.config.secret)
     }
 
     /// Removes a session that has ended.

@@ -27,6 +27,7 @@ use rustix::event::epoll::EventFlags;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::identity::Identity;
+use crate::net::secret::Secret;
 use crate::reactor::Reactor;
 use crate::transport::{Transport, UcxResult};
 use listener::LISTENER;
@@ -109,8 +110,8 @@ pub(crate) trait Service {
 pub(crate) struct ReactorConfig {
     /// Where to accept peers; `None` only connects.
     pub(crate) listen: Option<SocketAddr>,
-    /// The shared secret; empty: none.
-    pub(crate) token: Vec<u8>,
+    /// What the token's holders prove; that of an empty token for none.
+    pub(crate) secret: Secret,
     /// Who this side is.
     pub(crate) identity: Identity,
     /// What moves bytes; `None` for a reactor without data plane.
