@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,7 +117,7 @@ class RemoteProgram:
 
     local: Program
     address: str
-    token: str | None
+    token: str | None = field(repr=False)
 
     def open(self, words: Mapping[str, object]) -> Runner:
         """Starts both processes and connects them."""

@@ -67,7 +67,7 @@ class Program:
     command: tuple[str, ...]
     roles: tuple[str, ...] = ("active", "passive")
     setup: Pairs = ()
-    env: Pairs = ()
+    env: Pairs = field(default=(), repr=False)
     is_paused: bool = False
 
     def start(self, role: str, words: Mapping[str, object]) -> Process:

@@ -31,14 +31,14 @@ class DeploymentSpec:
     dispatch: Literal["just-in-time", "sequential", "concurrent"] = "just-in-time"
     block_size: int | None = None
     """Tokens in a KV block; None leaves it to vLLM."""
-    token: str | None = None
+    token: str | None = dataclasses.field(default=None, repr=False)
     """Shared secret of all processes; None means KVPIPE_TOKEN, or a random one for this run."""
     vllm_args: Sequence[str] = ()
     connector_module: str = "kvpipe.connector"
     """Module of the `KVPipeConnector` that the instances load, for subclasses."""
     connector_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """More keys of `kv_connector_extra_config`, for every instance."""
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     """Variables of every process, in addition to this process's environment."""
     log_dir: Path | None = None
     """Folder for `<name>.log` of each process; None writes no files."""

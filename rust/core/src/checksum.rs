@@ -2,6 +2,7 @@
 //! cache, XXH3 at 20 to 36 (docs/benchmarks.md), so that reading memory is what costs.
 
 use crc_fast::{CrcAlgorithm, Digest, checksum};
+use kvpipe_ucx::SharedBytes;
 
 const ALGORITHM: CrcAlgorithm = CrcAlgorithm::Crc64Nvme;
 
@@ -11,31 +12,43 @@ pub fn of(bytes: &[u8]) -> u64 {
     checksum(ALGORITHM, bytes)
 }
 
+/// The checksum of bytes that others may change: of what is there while each of them is read, once.
+#[must_use]
+pub fn of_shared(bytes: SharedBytes<'_>) -> u64 {
+    let mut running = RunningChecksum::default();
+    running.add(bytes);
+    running.get()
+}
+
 /// The checksum of `bytes` at a place: the same bytes have another checksum at another place.
-pub(crate) fn bound(place: &[u8], bytes: &[u8]) -> u64 {
-    let mut digest = Digest::new(ALGORITHM);
-    digest.update(place);
-    digest.update(bytes);
-    digest.finalize()
+pub(crate) fn bound(place: &[u8], bytes: SharedBytes<'_>) -> u64 {
+    let mut running = RunningChecksum::default();
+    running.add(place.into());
+    running.add(bytes);
+    running.get()
 }
 
 /// A checksum that is computed in pieces.
 #[derive(Debug)]
-pub(crate) struct RunningChecksum(Digest);
+pub(crate) struct RunningChecksum {
+    state: u64,
+}
 
 impl Default for RunningChecksum {
     fn default() -> Self {
-        Self(Digest::new(ALGORITHM))
+        Self {
+            state: Digest::new(ALGORITHM).get_state(),
+        }
     }
 }
 
 impl RunningChecksum {
-    pub(crate) fn add(&mut self, bytes: &[u8]) {
-        self.0.update(bytes);
+    pub(crate) fn add(&mut self, bytes: SharedBytes<'_>) {
+        self.state = bytes.update_crc64(self.state);
     }
 
     pub(crate) fn get(&self) -> u64 {
-        self.0.finalize()
+        Digest::new_with_init_state(ALGORITHM, self.state).finalize()
     }
 }
 
@@ -46,11 +59,13 @@ mod tests {
     #[test]
     fn the_checksum_is_the_catalogues_crc64_nvme() {
         assert_eq!(of(b"123456789"), 0xae8b_1486_0a79_9888);
+        assert_eq!(of_shared(b"123456789"[..].into()), of(b"123456789"));
     }
 
     #[test]
     fn a_bound_checksum_is_that_of_place_and_bytes() {
-        assert_eq!(bound(b"1234", b"56789"), of(b"123456789"));
-        assert_ne!(bound(b"1235", b"56789"), bound(b"1234", b"56789"));
+        let of_place = |place| bound(place, b"56789"[..].into());
+        assert_eq!(of_place(b"1234"), of(b"123456789"));
+        assert_ne!(of_place(b"1235"), of_place(b"1234"));
     }
 }

@@ -1,6 +1,8 @@
 //! What the fuzz harness (`rust/fuzz/harness`) needs besides the public API: reactors that run one round at a time, the
 //! data plane of a peer, and every decoder that reads bytes of a peer.
 
+mod unreached;
+
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
@@ -22,6 +24,7 @@ use crate::transfer::region::RemoteRegion;
 use crate::transport::{Memory, Payload, Transport, Worker};
 
 pub use crate::reactor::manual::{Round, without_threads};
+pub use unreached::Unreached;
 
 /// The data plane of a peer that may send anything.
 #[derive(Debug)]

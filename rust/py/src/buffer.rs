@@ -60,11 +60,16 @@ pub(crate) fn from_python(object: &Bound<'_, PyAny>, must_be_writable: bool) -> 
         return Err(bad("the memory is read-only, but has to be written"));
     }
     let (address, len) = (buffer.buf_ptr() as usize, buffer.len_bytes());
+    let describe = if buffer.readonly() {
+        Buffer::read_only
+    } else {
+        Buffer::from_raw_parts
+    };
     let owner = Box::new(Owner(Some(Kept::Buffer(buffer))));
     #[allow(unsafe_code)]
     // SAFETY: the exporter keeps `len` bytes at `address` allocated while the PyBuffer, which `owner` holds, is not
-    // released. Read-only memory is never a destination: this was checked above for destinations.
-    Ok(unsafe { Buffer::from_raw_parts(address, len, MemoryKind::Host, owner) })
+    // released, and says whether they may be written.
+    Ok(unsafe { describe(address, len, MemoryKind::Host, owner) })
 }
 
 /// Bytes on a GPU, described by Python.

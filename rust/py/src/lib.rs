@@ -73,7 +73,7 @@ mod _kvpipe {
         let sum = |&start| {
             buffer
                 .bytes(start, num_bytes)
-                .map(kvpipe_core::checksum::of)
+                .map(kvpipe_core::checksum::of_shared)
                 .ok_or(start)
         };
         let sums = py.detach(|| starts.iter().map(sum).collect::<Result<Vec<u64>, usize>>());

@@ -109,7 +109,7 @@ impl Deref for AmData {
 }
 
 /// Stores the payload of a message, given its header, out of UCX's receive buffer, which saves a copy. If it returns
-/// false, the payload is copied into the event. It is called while the worker progresses, and must not use the worker.
+/// false, the payload is copied into the event.
 pub type Placer = Box<dyn Fn(&[u8], &[u8]) -> bool>;
 
 impl Worker {
@@ -166,7 +166,10 @@ impl Worker {
     }
 
     /// Offers the payloads of messages to `placer`, in place of an earlier one.
-    pub fn place_with(&self, placer: Placer) {
+    ///
+    /// # Safety
+    /// UCX calls `placer` while the worker progresses: it must not use the worker, nor anything that was made from it.
+    pub unsafe fn place_with(&self, placer: Placer) {
         self.inner.state.placer.replace(Some(placer));
     }
 

@@ -6,6 +6,7 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
 use crate::cuda::{self, Current};
+use crate::shared_bytes::SharedBytes;
 use crate::sys;
 
 /// The memory in which a range lies.
@@ -40,13 +41,14 @@ impl MemoryKind {
 /// A range of memory, with the owner that keeps it allocated.
 ///
 /// Like all memory open to remote access, its bytes can change while they are read: between the
-/// post of a get and its `Done`, and whenever a peer with the key writes. Callers read a range
-/// while nothing writes it; otherwise they see torn bytes. Clones share the owner.
+/// post of a get and its `Done`, and whenever its user or a peer with the key writes. Nothing here makes
+/// a reference to them. Clones share the owner.
 #[derive(Clone)]
 pub struct Buffer {
     address: usize,
     len: usize,
     kind: MemoryKind,
+    is_writable: bool,
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -56,8 +58,7 @@ impl Buffer {
     /// # Safety
     /// `address .. address + len` must not wrap around, and must be valid for reads and writes from
     /// any thread until `owner` is dropped with the last clone; nobody may hold a Rust reference
-    /// into it meanwhile. Memory that is valid for reads only must never come to be a destination:
-    /// of [`write`](Self::write), of a read, or of a peer that has a key to it.
+    /// into it meanwhile.
     /// Memory of kind CUDA must be of the device that the kind names, and valid
     /// so for that device.
     pub unsafe fn from_raw_parts(
@@ -70,7 +71,26 @@ impl Buffer {
             address,
             len,
             kind,
+            is_writable: true,
             _owner: owner.into(),
+        }
+    }
+
+    /// Describes memory that may only be read: it is refused as a destination.
+    ///
+    /// # Safety
+    /// As for [`from_raw_parts`](Self::from_raw_parts), but for writes.
+    pub unsafe fn read_only(
+        address: usize,
+        len: usize,
+        kind: MemoryKind,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Self {
+        // SAFETY: the caller's promise, but for writes, which the flag prevents.
+        let buffer = unsafe { Self::from_raw_parts(address, len, kind, owner) };
+        Self {
+            is_writable: false,
+            ..buffer
         }
     }
 
@@ -89,6 +109,7 @@ impl Buffer {
             address: mapping.address,
             len,
             kind: MemoryKind::Host,
+            is_writable: true,
             _owner: Arc::new(mapping),
         })
     }
@@ -100,6 +121,7 @@ impl Buffer {
             address: self.address,
             len,
             kind: self.kind,
+            is_writable: self.is_writable,
             _owner: Arc::new((owner, self.clone())),
         })
     }
@@ -111,6 +133,7 @@ impl Buffer {
             address,
             len: bytes.len(),
             kind: MemoryKind::Host,
+            is_writable: true,
             _owner: Arc::new(bytes),
         }
     }
@@ -135,19 +158,25 @@ impl Buffer {
         self.kind
     }
 
-    /// Copies `data` to `offset`; false when it does not fit, or the CUDA driver could not copy it.
+    /// Copies `data` to `offset`; false when it does not fit, the memory may only be read, or the CUDA driver could not
+    /// copy it.
     ///
     /// In CUDA memory, too, every stream sees the bytes when this returns. It waits for no stream: it overtakes work that
     /// the caller's own stream has queued.
     pub fn write(&self, offset: usize, data: &[u8]) -> bool {
+        self.copy_from(offset, data.into())
+    }
+
+    /// Copies bytes that others may change to `offset`, as [`write`](Self::write) does.
+    pub fn copy_from(&self, offset: usize, data: SharedBytes<'_>) -> bool {
         match self.kind {
             MemoryKind::Host => self.write_host(offset, data),
             MemoryKind::Cuda { device } => self.write_cuda(device, offset, data),
         }
     }
 
-    fn write_cuda(&self, device: u32, offset: usize, data: &[u8]) -> bool {
-        let Some(to) = self.range(offset, data.len()) else {
+    fn write_cuda(&self, device: u32, offset: usize, data: SharedBytes<'_>) -> bool {
+        let Some(to) = self.writable_range(offset, data.len()) else {
             return false;
         };
         // SAFETY: the range is in bounds, and memory of this device while the owner lives, by the contract of
@@ -158,29 +187,36 @@ impl Buffer {
             .is_ok()
     }
 
-    fn write_host(&self, offset: usize, data: &[u8]) -> bool {
+    fn write_host(&self, offset: usize, data: SharedBytes<'_>) -> bool {
         let Some(target) = self.host_range(offset, data.len()) else {
             return false;
         };
+        if !self.is_writable {
+            return false;
+        }
         // SAFETY: the range is in bounds, and valid for writes while the owner lives, by the
         // contract of from_raw_parts; `copy` allows that `data` overlaps it.
         unsafe { std::ptr::copy(data.as_ptr(), target, data.len()) };
         true
     }
 
-    /// The bytes at `offset`, unless out of range or not in the CPU's memory. See the type on
-    /// when they may be read.
-    pub fn bytes(&self, offset: usize, len: usize) -> Option<&[u8]> {
+    /// The bytes at `offset`, unless out of range or not in the CPU's memory.
+    pub fn bytes(&self, offset: usize, len: usize) -> Option<SharedBytes<'_>> {
         let start = self.host_range(offset, len)?;
-        // SAFETY: the range is in bounds, initialised, and valid while the owner, and with it
-        // `&self`, lives; that nothing writes it meanwhile is the caller's part, see the type.
-        Some(unsafe { std::slice::from_raw_parts(start, len) })
+        // SAFETY: the range is in bounds, initialised, and valid for reads while the owner, and with it
+        // `&self`, lives.
+        Some(unsafe { SharedBytes::new(start, len) })
     }
 
     /// A pointer to `offset`, when `len` bytes follow it. Good for any kind of memory.
     pub(crate) fn range(&self, offset: usize, len: usize) -> Option<*mut c_void> {
         let end = offset.checked_add(len)?;
         (end <= self.len).then(|| std::ptr::with_exposed_provenance_mut(self.address + offset))
+    }
+
+    /// The same for a destination; none in memory that may only be read.
+    pub(crate) fn writable_range(&self, offset: usize, len: usize) -> Option<*mut c_void> {
+        self.range(offset, len).filter(|_| self.is_writable)
     }
 
     fn host_range(&self, offset: usize, len: usize) -> Option<*mut u8> {
@@ -245,22 +281,23 @@ mod tests {
     fn write_and_bytes_stay_in_bounds() {
         let buffer = Buffer::zeroed(8);
         assert!(buffer.write(5, b"abc"));
-        assert_eq!(buffer.bytes(4, 4), Some(&b"\0abc"[..]));
+        assert_eq!(buffer.bytes(4, 4).unwrap().to_vec(), b"\0abc");
         assert!(!buffer.write(6, b"abc"));
         assert!(!buffer.write(usize::MAX, b"abc"));
-        assert_eq!(buffer.bytes(8, 0), Some(&[][..]));
-        assert_eq!(buffer.bytes(9, 0), None);
-        assert_eq!(buffer.bytes(1, usize::MAX), None);
+        assert_eq!(buffer.bytes(8, 0).unwrap().to_vec(), []);
+        assert!(buffer.bytes(9, 0).is_none());
+        assert!(buffer.bytes(1, usize::MAX).is_none());
     }
 
     #[test]
     fn mapped_memory_is_zero_and_can_be_written() {
         let buffer = Buffer::mapped(3 << 20).unwrap();
-        assert_eq!(buffer.bytes(3 << 20, 0), Some(&[][..]));
+        assert_eq!(buffer.bytes(3 << 20, 0).unwrap().to_vec(), []);
         assert!(
             buffer
                 .bytes(0, 3 << 20)
                 .unwrap()
+                .to_vec()
                 .iter()
                 .all(|byte| *byte == 0)
         );
@@ -277,8 +314,8 @@ mod tests {
         let (owner, whole) = (Arc::new(()), Buffer::from_vec(b"kvpipe".to_vec()));
         let first = whole.first(2, Box::new(Arc::clone(&owner))).unwrap();
         drop(whole);
-        assert_eq!(first.bytes(0, 2), Some(&b"kv"[..]));
-        assert_eq!(first.bytes(0, 3), None);
+        assert_eq!(first.bytes(0, 2).unwrap().to_vec(), b"kv");
+        assert!(first.bytes(0, 3).is_none());
         let clone = first.clone();
         drop(first);
         assert_eq!(Arc::strong_count(&owner), 2);
@@ -293,14 +330,28 @@ mod tests {
         // SAFETY: never dereferenced: the kind forbids it, which is what this test is about.
         let buffer = unsafe { Buffer::from_raw_parts(4096, 64, kind, Box::new(())) };
         assert!(!buffer.write(64, b"x"));
-        assert_eq!(buffer.bytes(0, 1), None);
+        assert!(buffer.bytes(0, 1).is_none());
         assert!(buffer.range(0, 64).is_some());
+    }
+
+    #[test]
+    fn memory_that_may_only_be_read_is_no_destination() {
+        static BYTES: &[u8] = b"kvpipe";
+        let address = BYTES.as_ptr().expose_provenance();
+        // SAFETY: a static is valid for reads for ever.
+        let buffer = unsafe { Buffer::read_only(address, 6, MemoryKind::Host, Box::new(())) };
+        assert_eq!(buffer.bytes(0, 6).unwrap().to_vec(), BYTES);
+        let first = buffer.first(2, Box::new(())).unwrap();
+        for buffer in [buffer, first] {
+            assert!(!buffer.write(0, b"x"));
+            assert!(buffer.writable_range(0, 1).is_none());
+        }
     }
 
     #[test]
     fn buffer_from_vec_keeps_its_bytes() {
         let buffer = Buffer::from_vec(b"kv".to_vec());
-        assert_eq!(buffer.bytes(0, 2), Some(&b"kv"[..]));
+        assert_eq!(buffer.bytes(0, 2).unwrap().to_vec(), b"kv");
         assert!(Buffer::from_vec(Vec::new()).is_empty());
     }
 }

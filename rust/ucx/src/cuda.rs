@@ -13,6 +13,7 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
+use crate::shared_bytes::SharedBytes;
 use crate::sys::entry_points;
 
 const SONAME: &str = "libcuda.so.1";
@@ -161,7 +162,12 @@ impl Driver {
 
     /// # Safety
     /// `to` must be memory of this device, valid for `data.len()` bytes.
-    unsafe fn copy(&self, ordinal: u32, to: CUdeviceptr, data: &[u8]) -> Result<(), CudaError> {
+    unsafe fn copy(
+        &self,
+        ordinal: u32,
+        to: CUdeviceptr,
+        data: SharedBytes<'_>,
+    ) -> Result<(), CudaError> {
         let (_current, device) = self.enter(ordinal)?;
         let from = data.as_ptr().cast();
         // Our own stream does not wait for work that others have queued. cuMemcpyHtoD may return before the bytes are
@@ -237,7 +243,11 @@ pub(crate) fn enter_or_log(ordinal: u32) -> Option<Current<'static>> {
 ///
 /// # Safety
 /// `to` must be memory of this device, valid for `data.len()` bytes.
-pub(crate) unsafe fn copy(ordinal: u32, to: CUdeviceptr, data: &[u8]) -> Result<(), CudaError> {
+pub(crate) unsafe fn copy(
+    ordinal: u32,
+    to: CUdeviceptr,
+    data: SharedBytes<'_>,
+) -> Result<(), CudaError> {
     // SAFETY: the caller's promise is the same.
     unsafe { driver()?.copy(ordinal, to, data) }
 }

@@ -1,6 +1,6 @@
 //! UCX for kvpipe: loaded at run time, one owning type per UCX object. This crate holds all of
 //! kvpipe's foreign function calls; what it exports is safe to call, but for
-//! [`Buffer::from_raw_parts`], [`CudaEvent::record`] and [`AssertSend::new`].
+//! [`Buffer::from_raw_parts`], [`Buffer::read_only`], [`Worker::place_with`], [`CudaEvent::record`] and [`AssertSend::new`].
 //!
 //! Its use of CUDA memory follows the documentation and has not run on a GPU: docs/gpu.md.
 //!
@@ -45,6 +45,7 @@ mod process_vm;
 mod reaper;
 mod request;
 mod rma;
+mod shared_bytes;
 mod status;
 mod sys;
 mod worker;
@@ -64,5 +65,6 @@ pub use process_vm::{PIECES_CAP, Piece, ProcessVmReader};
 pub use reaper::Reaper;
 pub use request::Token;
 pub use rma::{Domains, Get, RemoteKey};
+pub use shared_bytes::SharedBytes;
 pub use status::Status;
 pub use worker::Worker;

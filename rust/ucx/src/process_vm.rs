@@ -79,7 +79,7 @@ impl ProcessVmReader {
             len: proof.len(),
         };
         found.read(&read, &[piece]).ok()?;
-        (read.bytes(0, proof.len())? == proof).then_some(found)
+        (read.bytes(0, proof.len())? == *proof).then_some(found)
     }
 
     /// Reads all pieces into `into`, synchronously.
@@ -93,7 +93,7 @@ impl ProcessVmReader {
             Vec::with_capacity(pieces.len()),
         );
         for piece in pieces {
-            let range = into.range(piece.to, piece.len);
+            let range = into.writable_range(piece.to, piece.len);
             let start = range.filter(|_| into.kind() == MemoryKind::Host);
             local.push(libc::iovec {
                 iov_base: start.ok_or(ErrorKind::InvalidInput)?,
@@ -183,7 +183,10 @@ mod tests {
         ];
         let process_vm = here(&from, &[0, 1]).unwrap();
         process_vm.read(&into, &pieces).unwrap();
-        assert_eq!(into.bytes(0, 8).unwrap(), [200, 201, 202, 0, 0, 0, 10, 11]);
+        assert_eq!(
+            into.bytes(0, 8).unwrap().to_vec(),
+            [200, 201, 202, 0, 0, 0, 10, 11]
+        );
     }
 
     #[test]
@@ -217,6 +220,6 @@ mod tests {
             PIECES_CAP + 1
         ];
         assert!(process_vm.read(&into, &many).is_err());
-        assert_eq!(into.bytes(0, 8).unwrap(), [0; 8]);
+        assert_eq!(into.bytes(0, 8).unwrap().to_vec(), [0; 8]);
     }
 }

@@ -158,7 +158,7 @@ impl Worker {
     /// Reads a peer's memory. `Done` means that the bytes are there.
     ///
     /// # Errors
-    /// `UCS_ERR_OUT_OF_RANGE` when the local piece is outside its memory, `UCS_ERR_INVALID_PARAM`
+    /// `UCS_ERR_OUT_OF_RANGE` when the local piece is outside its memory or may only be read, `UCS_ERR_INVALID_PARAM`
     /// for memory of another context or a key of another endpoint, `UCS_ERR_NOT_CONNECTED` or the
     /// endpoint's failure, else the status of UCX. No `Done` follows an error.
     ///
@@ -182,6 +182,9 @@ impl Worker {
         let ep = endpoint.usable(CALL)?;
         let handle = key.handle.get().filter(|_| is_of_endpoint);
         let rkey = handle.ok_or(Status::new(sys::UCS_ERR_INVALID_PARAM, CALL))?;
+        if local.buffer().writable_range(offset, len).is_none() {
+            return Err(Status::new(sys::UCS_ERR_OUT_OF_RANGE, CALL));
+        }
         let (start, attributes) = self.inner.local(local, offset, len, CALL)?;
         let _current = self.inner.enter();
         if len == 0 {

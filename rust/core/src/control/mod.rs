@@ -16,6 +16,7 @@ use crate::events::Events;
 use crate::ids::{HandoffId, Incarnation};
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
+use crate::net::secret::Secret;
 use crate::reactor::Reactor;
 use crate::session::{ReactorConfig, SessionTimeouts};
 use crate::trace::Trace;
@@ -170,7 +171,7 @@ impl Control {
             .transpose()?;
         let config = ReactorConfig {
             listen: address,
-            token: token.to_vec(),
+            secret: Secret::new(token),
             identity: Identity::new(SessionKind::Control, engine_id, fingerprint)?,
             transport: None,
             local: address.map_or(IpAddr::from(Ipv4Addr::LOCALHOST), |address| address.ip()),

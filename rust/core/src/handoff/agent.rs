@@ -15,6 +15,7 @@ use crate::events::Events;
 use crate::ids::HandoffId;
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
+use crate::net::secret::Secret;
 use crate::reactor::default_busy_poll;
 use crate::session::{ReactorConfig, SessionTimeouts};
 use crate::sync::lock;
@@ -87,7 +88,7 @@ impl HandoffAgent {
         let address = listen_address(listen, token)?;
         let config = ReactorConfig {
             listen: Some(address),
-            token: token.to_vec(),
+            secret: Secret::new(token),
             identity: Identity::new(SessionKind::Agent, engine_id, fingerprint)?,
             transport: Some(transport),
             local: address.ip(),

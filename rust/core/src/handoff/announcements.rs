@@ -1,5 +1,7 @@
 //! Handoffs at their producer: ready blocks get their checksums in slices, and are announced.
 
+use kvpipe_ucx::SharedBytes;
+
 use super::producer::send_all;
 use super::ready::ReadyRange;
 use super::service::HandoffService;
@@ -90,7 +92,11 @@ pub(super) fn slice_of(block_bytes: u64) -> usize {
     (SLICE / block_bytes.max(1)).max(1) as usize
 }
 
-pub(super) fn block_bytes<'m>(memory: &'m Memory, layout: &Layout, id: u32) -> Option<&'m [u8]> {
+pub(super) fn block_bytes<'m>(
+    memory: &'m Memory,
+    layout: &Layout,
+    id: u32,
+) -> Option<SharedBytes<'m>> {
     let at = layout.offset(id).ok()?;
     memory
         .buffer()

@@ -17,6 +17,8 @@ pub use consumer::{LoadCounts, LoadFailure, LoadRequest};
 pub use ready::{ReadyBlocks, ReadyRange};
 pub use service::HandoffCommand;
 
+use kvpipe_ucx::SharedBytes;
+
 use crate::checksum::bound;
 use crate::ids::HandoffId;
 
@@ -35,7 +37,13 @@ pub struct ReadyBlock {
 
 /// The checksum of a block. It covers the block's place too, so that a block of another handoff, epoch, layer or position
 /// never passes for this one.
-pub fn checksum(handoff: &HandoffId, epoch: u32, region: u16, position: u32, bytes: &[u8]) -> u64 {
+pub fn checksum(
+    handoff: &HandoffId,
+    epoch: u32,
+    region: u16,
+    position: u32,
+    bytes: SharedBytes<'_>,
+) -> u64 {
     let mut place = [0; 26];
     place[..16].copy_from_slice(handoff);
     place[16..20].copy_from_slice(&epoch.to_le_bytes());
@@ -50,14 +58,15 @@ mod tests {
 
     #[test]
     fn a_checksum_depends_on_every_part_of_its_place() {
-        let base = checksum(&[1; 16], 0, 0, 0, b"block");
-        assert_eq!(base, checksum(&[1; 16], 0, 0, 0, b"block"));
+        let (block, other) = (b"block"[..].into(), b"blocK"[..].into());
+        let base = checksum(&[1; 16], 0, 0, 0, block);
+        assert_eq!(base, checksum(&[1; 16], 0, 0, 0, block));
         for other in [
-            checksum(&[2; 16], 0, 0, 0, b"block"),
-            checksum(&[1; 16], 1, 0, 0, b"block"),
-            checksum(&[1; 16], 0, 1, 0, b"block"),
-            checksum(&[1; 16], 0, 0, 1, b"block"),
-            checksum(&[1; 16], 0, 0, 0, b"blocK"),
+            checksum(&[2; 16], 0, 0, 0, block),
+            checksum(&[1; 16], 1, 0, 0, block),
+            checksum(&[1; 16], 0, 1, 0, block),
+            checksum(&[1; 16], 0, 0, 1, block),
+            checksum(&[1; 16], 0, 0, 0, other),
         ] {
             assert_ne!(base, other);
         }

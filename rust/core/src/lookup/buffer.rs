@@ -15,6 +15,7 @@ use super::{Items, LookupInfo, LookupQuery, entry_bytes};
 use crate::error::{Error, Result};
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
+use crate::net::secret::Secret;
 use crate::reactor::{Reactor, Route, default_busy_poll};
 use crate::session::{ReactorConfig, SessionTimeouts, spawn};
 use crate::sync::lock;
@@ -91,7 +92,7 @@ impl LookupBuffer {
         let address = listen_address(address, token)?;
         let config = ReactorConfig {
             listen: Some(address),
-            token: token.to_vec(),
+            secret: Secret::new(token),
             identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             local: address.ip(),
@@ -139,7 +140,7 @@ impl LookupBuffer {
     ) -> Result<(Self, Work<()>)> {
         let config = ReactorConfig {
             listen: None,
-            token: token.to_vec(),
+            secret: Secret::new(token),
             identity: Identity::new(SessionKind::Lookup, "", Vec::new())?,
             transport: Some(transport),
             local: route.local()?,

@@ -74,7 +74,7 @@ fn copy(
         let bytes = buffer.bytes(0, len).ok_or_else(not_host)?;
         let mut copied = Vec::new();
         copied.try_reserve_exact(len).map_err(|_| exhausted())?;
-        copied.extend_from_slice(bytes);
+        bytes.append_to(&mut copied);
         return Ok(Some(Buffer::from_vec(copied)));
     }
     let (copied, at) = match partial.take() {
@@ -82,7 +82,7 @@ fn copy(
         None => (pool.take(len, |fresh| Ok(Arc::new(fresh)))?, 0),
     };
     let slice = max_bytes.min(len - at);
-    copied.write(at, buffer.bytes(at, slice).ok_or_else(not_host)?);
+    copied.copy_from(at, buffer.bytes(at, slice).ok_or_else(not_host)?);
     if at + slice < len {
         *partial = Some((copied, at + slice));
         return Ok(None);

@@ -130,7 +130,7 @@ impl Tensors {
                 Some(buffer) if buffer.len() <= space => {
                     space -= buffer.len();
                     let bytes = buffer.bytes(0, buffer.len()).ok_or_else(not_host)?;
-                    item.meta.write(writer.u8(INLINE)).bytes(bytes)
+                    item.meta.write(writer.u8(INLINE)).shared(bytes)
                 }
                 Some(buffer) => {
                     let source = source_id(operation, index);

@@ -1,6 +1,8 @@
 //! The binary codec of every message: little-endian integers, and byte strings with a length in front. A length is checked
 //! against the bytes that have come before anything is allocated.
 
+use kvpipe_ucx::SharedBytes;
+
 use crate::error::{Error, Result};
 
 /// Appends values to a message.
@@ -52,6 +54,13 @@ impl Writer {
     /// Appends a byte string: length, then content.
     pub fn bytes(self, value: &[u8]) -> Self {
         self.u32(value.len() as u32).raw(value)
+    }
+
+    /// Appends a byte string that others may change: length, then a copy.
+    pub(crate) fn shared(self, value: SharedBytes<'_>) -> Self {
+        let mut start = self.u32(value.len() as u32);
+        value.append_to(&mut start.0);
+        start
     }
 
     /// Appends a text as UTF-8.

@@ -17,13 +17,15 @@ mod frames;
 
 use hmac::digest::KeyInit;
 use hmac::{Hmac, Mac};
-use sha2::{Digest, Sha256};
+use sha2::Sha256;
 use subtle::ConstantTimeEq;
+use zeroize::Zeroize;
 
 use crate::error::{Error, Result};
 use crate::ids::SessionId;
 use crate::net::codec::{Reader, Writer};
 use crate::net::identity::{Identity, random};
+use crate::net::secret::Secret;
 use frames::{Greeting, HandshakeFrame, Nonce, Signature, Signed};
 
 /// Version of everything on the wire; other versions are refused.
@@ -73,7 +75,7 @@ enum HandshakeState {
 #[derive(Debug)]
 pub struct Handshake {
     state: HandshakeState,
-    token: Vec<u8>,
+    secret: Secret,
     nonce_client: Nonce,
     nonce_server: Nonce,
     peer: String,
@@ -81,10 +83,10 @@ pub struct Handshake {
 
 impl Handshake {
     /// The accepting side.
-    pub fn server(token: &[u8], peer: &str) -> Result<Self> {
+    pub fn server(secret: &Secret, peer: &str) -> Result<Self> {
         Ok(Self {
             state: HandshakeState::ServerHello,
-            token: token.to_vec(),
+            secret: secret.clone(),
             nonce_client: Nonce::default(),
             nonce_server: random()?,
             peer: peer.to_owned(),
@@ -92,10 +94,10 @@ impl Handshake {
     }
 
     /// The connecting side, and its first frame.
-    pub fn client(token: &[u8], peer: &str) -> Result<(Self, Vec<u8>)> {
+    pub fn client(secret: &Secret, peer: &str) -> Result<(Self, Vec<u8>)> {
         let handshake = Self {
             state: HandshakeState::ClientChallenge,
-            token: token.to_vec(),
+            secret: secret.clone(),
             nonce_client: random()?,
             nonce_server: Nonce::default(),
             peer: peer.to_owned(),
@@ -259,11 +261,13 @@ impl Handshake {
     }
 
     fn sign(&self, label: &[u8], body: &[u8]) -> Signature {
-        // Hashed to the key size first: `new` then takes it without an error path, and any token length works.
-        let key = Sha256::digest(&self.token);
-        let mut block = hmac::digest::Key::<Hmac<Sha256>>::default();
-        block[..key.len()].copy_from_slice(&key);
+        let (key, mut block) = (
+            self.secret.key(),
+            hmac::digest::Key::<Hmac<Sha256>>::default(),
+        );
+        block[..key.len()].copy_from_slice(key);
         let mut mac = <Hmac<Sha256> as KeyInit>::new(&block);
+        block.as_mut_slice().zeroize();
         mac.update(label);
         mac.update(&PROTOCOL_VERSION.to_le_bytes());
         mac.update(&self.nonce_client);

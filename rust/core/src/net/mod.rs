@@ -5,3 +5,4 @@ pub mod codec;
 pub(crate) mod framing;
 pub mod handshake;
 pub mod identity;
+pub mod secret;

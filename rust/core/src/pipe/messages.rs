@@ -3,6 +3,8 @@
 
 use std::borrow::Cow;
 
+use kvpipe_ucx::SharedBytes;
+
 use super::{EAGER_CAP, MESSAGES_IN_FLIGHT};
 use crate::checksum;
 use crate::error::{Error, Result};
@@ -21,12 +23,12 @@ const WITHDRAWN: u8 = 8;
 const CORRUPT: u8 = 10;
 
 /// A message of the sender about one tensor.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(super) enum SenderMessage<'a> {
     /// The next tensor is small: these are its bytes.
     Eager {
         meta: Cow<'a, Meta>,
-        bytes: &'a [u8],
+        bytes: SharedBytes<'a>,
     },
     /// The next tensor is large: the receiver transfers it from this buffer. Each message of the receiver may answer.
     Offer {
@@ -47,7 +49,7 @@ impl<'a> SenderMessage<'a> {
         is_checksummed: bool,
     ) -> bool {
         let (kind, payload) = match self {
-            Self::Eager { meta, bytes } => (EAGER, meta.write(Writer::default()).bytes(bytes)),
+            Self::Eager { meta, bytes } => (EAGER, meta.write(Writer::default()).shared(*bytes)),
             Self::Offer { meta, buffer } => (OFFER, buffer.write(meta.write(Writer::default()))),
             Self::Withdraw => {
                 let header = cx.header(session, WITHDRAW).u64(sequence);
@@ -71,7 +73,7 @@ impl<'a> SenderMessage<'a> {
                 check_payload(header, payload)?;
                 let mut reader = Reader::new(payload);
                 let meta = Cow::Owned(Meta::read(&mut reader)?);
-                let bytes = reader.bytes(EAGER_CAP)?;
+                let bytes = reader.bytes(EAGER_CAP)?.into();
                 reader.end()?;
                 Ok(Self::Eager { meta, bytes })
             }

@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::address::{check_address, listen_address};
 use crate::net::identity::{Identity, SessionKind};
+use crate::net::secret::Secret;
 use crate::reactor::{Reactor, Route};
 use crate::session::{ReactorConfig, ReactorContext, SessionTimeouts};
 use crate::sync::lock;
@@ -129,7 +130,7 @@ fn config(
 ) -> Result<ReactorConfig> {
     Ok(ReactorConfig {
         listen,
-        token: token.to_vec(),
+        secret: Secret::new(token),
         identity: Identity::new(SessionKind::Pipe, "", Vec::new())?,
         transport: Some(transport),
         local,

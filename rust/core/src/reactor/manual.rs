@@ -38,7 +38,7 @@ pub enum Round {
 
 impl<C> Reactor<C> {
     /// Runs one round.
-    pub fn round(&self) -> Round {
+    pub(crate) fn round(&self) -> Round {
         without_threads(|| self.driver.run_once())
     }
 }

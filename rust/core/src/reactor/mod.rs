@@ -83,7 +83,7 @@ pub fn default_busy_poll() -> Duration {
 
 /// A running reactor, as other threads see it. Dropping it stops the reactor.
 #[derive(Debug)]
-pub struct Reactor<C> {
+pub(crate) struct Reactor<C> {
     commands: CommandSender<C>,
     driver: Arc<dyn DriverHandle>,
     thread: Mutex<Option<Thread>>,
@@ -133,7 +133,7 @@ impl<C: Send + 'static> Reactor<C> {
     }
 
     /// The address that peers connect to.
-    pub fn address(&self) -> Option<SocketAddr> {
+    pub(crate) fn address(&self) -> Option<SocketAddr> {
         self.address
     }
 
@@ -158,7 +158,7 @@ impl<C: Send + 'static> Reactor<C> {
     ///
     /// # Errors
     /// `Closed`: the reactor has ended, or this process is a fork of the one that made it.
-    pub fn send(&self, command: C) -> Result<()> {
+    pub(crate) fn send(&self, command: C) -> Result<()> {
         self.send_and(command, Then::GoOn)
     }
 
@@ -195,7 +195,7 @@ impl<C> Reactor<C> {
 
     /// Stops the reactor and waits until it has ended; what is under way ends as closed. Every caller waits for the end,
     /// but for one that the reactor itself runs: for it the reactor ends after this round.
-    pub fn stop(&self) {
+    pub(crate) fn stop(&self) {
         if self.process.check().is_err() {
             return;
         }

@@ -27,7 +27,7 @@ const ENDED_CAP: usize = 256;
 const WELCOME_OVERHEAD: usize = 1 + 32 + 16;
 
 /// The sessions of a reactor, as its service sees them.
-pub struct ReactorContext {
+pub(crate) struct ReactorContext {
     pub(super) now: Instant,
     pub(super) config: ReactorConfig,
     pub(super) poller: Arc<Poller>,
@@ -77,28 +77,28 @@ impl ReactorContext {
     }
 
     /// The time of this round.
-    pub fn now(&self) -> Instant {
+    pub(crate) fn now(&self) -> Instant {
         self.now
     }
 
     /// Who this side is.
-    pub fn identity(&self) -> &Identity {
+    pub(crate) fn identity(&self) -> &Identity {
         &self.config.identity
     }
 
     /// Deadlines of sessions.
-    pub fn timeouts(&self) -> SessionTimeouts {
+    pub(crate) fn timeouts(&self) -> SessionTimeouts {
         self.config.timeouts
     }
 
     /// A number that has not been used on this reactor, for an operation or a transfer.
-    pub fn token(&mut self) -> u64 {
+    pub(crate) fn token(&mut self) -> u64 {
         self.next_token += 1;
         self.next_token
     }
 
     /// Begins to connect; `session_up` or `session_down` follows.
-    pub fn connect(&mut self, address: &str) -> SessionKey {
+    pub(crate) fn connect(&mut self, address: &str) -> SessionKey {
         let timeouts = self.config.timeouts;
         let begun = timeouts.begun.unwrap_or(self.now);
         let key = self.add(Session::new(address.to_owned(), false, begun, timeouts));
@@ -113,7 +113,7 @@ impl ReactorContext {
 
     /// Sends an application frame over an established session; over another it goes nowhere. A session that cannot take
     /// it is lost, which `session_down` reports.
-    pub fn send(&mut self, session: SessionKey, frame: &[u8]) {
+    pub(crate) fn send(&mut self, session: SessionKey, frame: &[u8]) {
         self.send_frame(session, &SessionFrame::Application(frame));
     }
 
@@ -138,12 +138,12 @@ impl ReactorContext {
     }
 
     /// Closes a session on purpose; `session_down` follows with this reason on both sides.
-    pub fn close(&mut self, session: SessionKey, reason: &str) {
+    pub(crate) fn close(&mut self, session: SessionKey, reason: &str) {
         self.fail(session, Error::Closed(reason.to_owned()));
     }
 
     /// Ends a session with an error; `session_down` follows. Of several errors of a session the first counts.
-    pub fn fail(&mut self, session: SessionKey, error: Error) {
+    pub(crate) fn fail(&mut self, session: SessionKey, error: Error) {
         let unfailed = |session: &&mut Session| session.failure.is_none();
         if let Some(failing) = self.sessions.get_mut(&session).filter(unfailed) {
             failing.failure = Some(error);
@@ -178,7 +178,7 @@ impl ReactorContext {
     }
 
     /// The address of a session's peer, also before it is connected, and when the session is gone.
-    pub fn peer(&self, session: SessionKey) -> String {
+    pub(crate) fn peer(&self, session: SessionKey) -> String {
         let known = self.sessions.get(&session).map(|session| &session.peer);
         let peer = known.or_else(|| self.ended_peers.get(&session));
         peer.map_or_else(|| "unknown".to_owned(), Clone::clone)
@@ -190,7 +190,7 @@ impl ReactorContext {
     }
 
     /// Whether a session is established.
-    pub fn is_up(&self, session: SessionKey) -> bool {
+    pub(crate) fn is_up(&self, session: SessionKey) -> bool {
         self.sessions.get(&session).is_some_and(Session::is_up)
     }
 
@@ -219,7 +219,7 @@ impl ReactorContext {
             return Ok(());
         };
         let connection = Connection::new(stream, &session.peer, &self.poller, key)?;
-        session.start_handshake(connection, &self.config.token)
+        session.start_handshake(connection, &self.config.secret)
     }
 
     /// Removes a session that has ended.

@@ -78,7 +78,11 @@ pub(super) fn message_of(token: u64) -> Option<(SessionKey, usize)> {
 impl DataPlane {
     pub(super) fn new(context: Arc<Context>) -> Result<Self> {
         let (worker, sinks) = (context.worker()?, StreamSinks::default());
-        worker.place_with(sinks.placer());
+        #[expect(unsafe_code, reason = "UCX calls the placer while it progresses")]
+        // SAFETY: the only sinks are destinations of streams, which copy into memory and have no worker.
+        unsafe {
+            worker.place_with(sinks.placer());
+        }
         Ok(Self {
             context,
             worker,
@@ -182,7 +186,7 @@ impl ReactorContext {
 /// exactly one `done`.
 impl ReactorContext {
     /// Starts the header of an active message on this session.
-    pub fn header(&self, session: SessionKey, kind: u8) -> Writer {
+    pub(crate) fn header(&self, session: SessionKey, kind: u8) -> Writer {
         let endpoint = self.endpoint(session);
         let session_id = endpoint.map_or([0; 16], |endpoint| endpoint.session_id);
         Writer::with_capacity(HEADER_CAPACITY)
@@ -191,7 +195,12 @@ impl ReactorContext {
     }
 
     /// Sends an active message. Nobody waits for its end, so that the reactor bounds how much waits to leave.
-    pub fn message(&mut self, session: SessionKey, header: Writer, payload: Payload) -> bool {
+    pub(crate) fn message(
+        &mut self,
+        session: SessionKey,
+        header: Writer,
+        payload: Payload,
+    ) -> bool {
         let header = header.finish();
         let size_kib = (header.len() + payload.num_owned()).div_ceil(1 << 10);
         let unsent_kib = self
@@ -215,14 +224,14 @@ impl ReactorContext {
     }
 
     /// Reads remote memory.
-    pub fn get(&mut self, session: SessionKey, get: Get<'_>) -> bool {
+    pub(crate) fn get(&mut self, session: SessionKey, get: Get<'_>) -> bool {
         // The peer may have its memory back already: what is read from now on verifies nothing.
         !self.has_failed(session)
             && self.post(session, |worker, endpoint| worker.get(endpoint, get))
     }
 
     /// Makes a peer's remote key usable on its endpoint, to read into memory of kind `local`.
-    pub fn unpack_rkey(
+    pub(crate) fn unpack_rkey(
         &mut self,
         session: SessionKey,
         packed: &[u8],
@@ -251,24 +260,24 @@ impl ReactorContext {
     }
 
     /// Registers memory, so that it can be read or sent from.
-    pub fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
+    pub(crate) fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
         let data = self.data.as_ref().ok_or_else(ended)?;
         data.context.register(buffer)
     }
 
     /// How bytes move on this session.
-    pub fn data_path(&self, session: SessionKey) -> Option<DataPath> {
+    pub(crate) fn data_path(&self, session: SessionKey) -> Option<DataPath> {
         self.endpoint(session)?.data_path.clone()
     }
 
     /// Whether a read on this session is over when it is posted, so that reads end in order.
-    pub fn reads_at_once(&self, session: SessionKey) -> bool {
+    pub(crate) fn reads_at_once(&self, session: SessionKey) -> bool {
         let endpoint = self.endpoint(session);
         endpoint.is_some_and(|endpoint| endpoint.reads_at_once)
     }
 
     /// UCX as `version (path)`, or `none`, for the log line of a session.
-    pub fn ucx(&self) -> String {
+    pub(crate) fn ucx(&self) -> String {
         let data = self.data.as_ref();
         data.map_or_else(String::new, |data| data.context.describe())
     }

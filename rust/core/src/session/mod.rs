@@ -27,18 +27,19 @@ use rustix::event::epoll::EventFlags;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::identity::Identity;
+use crate::net::secret::Secret;
 use crate::reactor::Reactor;
 use crate::transport::{Transport, UcxResult};
 use listener::LISTENER;
 use sessions::Sessions;
 
-pub use context::ReactorContext;
+pub(crate) use context::ReactorContext;
 pub use session::SessionTimeouts;
 pub(crate) use stream_sinks::{RegisteredSink, StreamSink};
 
 /// What runs on a reactor. All calls come from the thread that runs the reactor, one at a time; it is not always the same
 /// thread. A service keeps nothing in thread-locals, and shares nothing with other threads without atomics.
-pub trait Service {
+pub(crate) trait Service {
     /// What other threads ask of it.
     type Command: Send + 'static;
 
@@ -106,28 +107,28 @@ pub trait Service {
 
 /// What a reactor with sessions is made from.
 #[derive(Debug, Clone)]
-pub struct ReactorConfig {
+pub(crate) struct ReactorConfig {
     /// Where to accept peers; `None` only connects.
-    pub listen: Option<SocketAddr>,
-    /// The shared secret; empty: none.
-    pub token: Vec<u8>,
+    pub(crate) listen: Option<SocketAddr>,
+    /// What the token's holders prove; that of an empty token for none.
+    pub(crate) secret: Secret,
     /// Who this side is.
-    pub identity: Identity,
+    pub(crate) identity: Identity,
     /// What moves bytes; `None` for a reactor without data plane.
-    pub transport: Option<Transport>,
+    pub(crate) transport: Option<Transport>,
     /// The address whose interface it uses.
-    pub local: IpAddr,
+    pub(crate) local: IpAddr,
     /// Deadlines of sessions.
-    pub timeouts: SessionTimeouts,
+    pub(crate) timeouts: SessionTimeouts,
     /// How long the thread polls before it sleeps, where there is a data plane.
-    pub busy_poll: Duration,
+    pub(crate) busy_poll: Duration,
 }
 
 /// Binds, loads UCX where wanted, and starts a reactor that runs the service.
 ///
 /// # Errors
 /// The address cannot be bound (`Config`), UCX is missing (`Unavailable`).
-pub fn spawn<S>(
+pub(crate) fn spawn<S>(
     config: ReactorConfig,
     make: impl FnOnce() -> S + Send + 'static,
 ) -> Result<Reactor<S::Command>>

@@ -15,6 +15,7 @@ use crate::ids::SessionId;
 use crate::net::framing::{FRAME_CAP, FrameReader, SessionFrame};
 use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Handshake, Step};
 use crate::net::identity::Identity;
+use crate::net::secret::Secret;
 use crate::reactor::Route;
 
 /// How long things may take on a session.
@@ -123,12 +124,16 @@ impl Session {
     }
 
     /// TCP is connected: begins the handshake.
-    pub(super) fn start_handshake(&mut self, connection: Connection, token: &[u8]) -> Result<()> {
+    pub(super) fn start_handshake(
+        &mut self,
+        connection: Connection,
+        secret: &Secret,
+    ) -> Result<()> {
         self.connection = Some(connection);
         let (handshake, hello) = if self.is_accepted {
-            (Handshake::server(token, &self.peer)?, None)
+            (Handshake::server(secret, &self.peer)?, None)
         } else {
-            let (handshake, hello) = Handshake::client(token, &self.peer)?;
+            let (handshake, hello) = Handshake::client(secret, &self.peer)?;
             (handshake, Some(hello))
         };
         self.state = SessionState::Handshaking(Box::new(handshake));

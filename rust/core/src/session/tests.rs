@@ -5,6 +5,8 @@ use kvpipe_ucx::Buffer;
 
 use super::*;
 use crate::net::identity::SessionKind;
+use crate::net::secret::Secret;
+use crate::net::secret::tests::{TOKEN, assert_discloses_nothing};
 use crate::transport::MemoryPath;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -29,7 +31,7 @@ impl Service for Busy {
 fn config() -> ReactorConfig {
     ReactorConfig {
         listen: None,
-        token: Vec::new(),
+        secret: Secret::new(b""),
         identity: Identity::new(SessionKind::Agent, "", Vec::new()).expect("identity"),
         transport: Some(Transport::Memory(MemoryPath::RemoteRead)),
         local: std::net::Ipv4Addr::LOCALHOST.into(),
@@ -136,4 +138,17 @@ fn every_accepted_command_is_handled_whenever_the_reactor_is_stopped() {
         let num_accepted: usize = num_accepted.iter().sum();
         assert_eq!(num_handled.load(Ordering::Relaxed), num_accepted);
     }
+}
+
+#[test]
+fn neither_the_configuration_of_a_reactor_nor_the_reactor_shows_the_token() {
+    let config = ReactorConfig {
+        secret: Secret::new(TOKEN),
+        ..config()
+    };
+    let mut shown = format!("{config:?}{config:#?}");
+    let ((begun, _begins), (_lets_end, may_end)) = (sync_channel(1), sync_channel(1));
+    let reactor = spawn(config, || Busy { begun, may_end }).expect("reactor");
+    shown += &format!("{reactor:?}{reactor:#?}");
+    assert_discloses_nothing(&shown);
 }

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use kvpipe_ucx::SharedBytes;
+
 use super::message::Message;
 use super::region::{Cursor, Pieces, Run};
 use crate::checksum;
@@ -97,7 +99,7 @@ impl OutgoingStream {
         if run.len <= SMALL
             && let Some(bytes) = self.gather()
         {
-            let checksum = self.checksum(&bytes);
+            let checksum = self.checksum(bytes[..].into());
             return (Payload::Bytes(bytes), checksum);
         }
         self.cursor.advance(&self.pieces.runs, run.len);
@@ -113,9 +115,9 @@ impl OutgoingStream {
         (payload, checksum)
     }
 
-    fn checksum(&self, bytes: &[u8]) -> u64 {
+    fn checksum(&self, bytes: SharedBytes<'_>) -> u64 {
         if self.is_checksummed {
-            checksum::of(bytes)
+            checksum::of_shared(bytes)
         } else {
             0
         }
@@ -131,7 +133,8 @@ impl OutgoingStream {
             && gathered.len() as u64 + run.len <= room
         {
             let (offset, len) = (run.from as usize, run.len as usize);
-            gathered.extend_from_slice(self.memory.buffer().bytes(offset, len)?);
+            let bytes = self.memory.buffer().bytes(offset, len)?;
+            bytes.append_to(&mut gathered);
             cursor.advance(runs, run.len);
         }
         self.cursor = cursor;

@@ -35,7 +35,7 @@ impl TransferEngine {
     ) -> Option<Writer> {
         let secret = self.secret.as_ref().filter(|_| is_cma(cx, session))?;
         let frame = frame.u32(std::process::id()).u64(secret.address() as u64);
-        Some(frame.raw(secret.bytes(0, 16)?))
+        Some(frame.raw(&secret.bytes(0, 16)?.to_vec()))
     }
 
     /// A peer on this machine says where its memory can be read.

@@ -142,10 +142,6 @@ pub(super) struct Reading {
 
 /// See the diagram in `transfer/mod.rs`.
 #[derive(Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "a box would cost each read an allocation"
-)]
 pub(super) enum State {
     /// Not among those that wait for their turn yet.
     Held,

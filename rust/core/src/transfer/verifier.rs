@@ -1,7 +1,7 @@
 //! Checksums of the units of a transfer: a source computes them, a destination compares what has come with them, as
 //! close behind the read as it gets, while the bytes are in the cache.
 
-use kvpipe_ucx::Buffer;
+use kvpipe_ucx::{Buffer, SharedBytes};
 
 use super::region::{Cursor, Pieces, Run};
 use super::transfer::Corruption;
@@ -46,11 +46,12 @@ impl UnitHasher {
             let cap = (unit - in_unit).min(end - hashed).min(*budget);
             let run = self.cursor.piece(&pieces.runs, cap)?;
             let offset = (self.side)(&run) as usize;
-            let bytes = buffer.bytes(offset, run.len as usize).unwrap_or_default();
+            let bytes = buffer.bytes(offset, run.len as usize);
+            let bytes = bytes.unwrap_or(SharedBytes::from(&[][..]));
             self.cursor.advance(&pieces.runs, run.len);
             *budget -= run.len;
             if run.len == unit {
-                return Some(checksum::of(bytes));
+                return Some(checksum::of_shared(bytes));
             }
             self.running.add(bytes);
             if in_unit + run.len == unit {
@@ -146,7 +147,7 @@ mod tests {
     }
 
     fn checksums(buffer: &Buffer) -> Vec<u64> {
-        let of = |at| checksum::of(buffer.bytes(at, 8).unwrap());
+        let of = |at| checksum::of_shared(buffer.bytes(at, 8).unwrap());
         [0, 32, 48].map(of).to_vec()
     }
 

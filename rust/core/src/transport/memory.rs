@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use kvpipe_ucx::{AmData, Buffer, EndpointId, Event, Lane, Status};
+use kvpipe_ucx::{AmData, Buffer, EndpointId, Event, Lane, SharedBytes, Status};
 
 use super::{FOREIGN, Memory, MemoryPath, Payload, RemoteKey, UcxResult};
 use crate::error::{Error, Result};
@@ -99,7 +99,7 @@ impl PendingGet {
         let start = self.remote.checked_sub(source.address() as u64);
         let start = start.and_then(|start| usize::try_from(start).ok());
         let bytes = start.and_then(|start| source.bytes(start, self.len));
-        let is_written = bytes.is_some_and(|bytes| self.local.write(self.offset, bytes));
+        let is_written = bytes.is_some_and(|bytes| self.local.copy_from(self.offset, bytes));
         is_written.then_some(()).ok_or(OUT_OF_RANGE)
     }
 }
@@ -335,7 +335,7 @@ fn bytes(payload: Payload) -> UcxResult<Vec<u8>> {
             len,
         } => {
             let bytes = memory.buffer().bytes(offset, len);
-            bytes.map(<[u8]>::to_vec).ok_or(OUT_OF_RANGE)
+            bytes.map(SharedBytes::to_vec).ok_or(OUT_OF_RANGE)
         }
     }
 }

@@ -112,7 +112,7 @@ impl Context {
 
 /// Registered memory. Dropping it deregisters it and only then frees the bytes.
 #[derive(Debug)]
-pub enum Memory {
+pub(crate) enum Memory {
     /// With UCX.
     Ucx(Arc<kvpipe_ucx::Memory>),
     /// In this process.
@@ -121,7 +121,7 @@ pub enum Memory {
 
 impl Memory {
     /// The bytes.
-    pub fn buffer(&self) -> &Buffer {
+    pub(crate) fn buffer(&self) -> &Buffer {
         match self {
             Self::Ucx(memory) => memory.buffer(),
             Self::Twin(memory) => memory.buffer(),
@@ -132,7 +132,7 @@ impl Memory {
     ///
     /// # Errors
     /// The status of UCX.
-    pub fn pack_rkey(&self) -> UcxResult<Vec<u8>> {
+    pub(crate) fn pack_rkey(&self) -> UcxResult<Vec<u8>> {
         match self {
             Self::Ucx(memory) => memory.pack_rkey(),
             Self::Twin(memory) => Ok(memory.pack_rkey()),
@@ -148,7 +148,7 @@ impl Borrow<Buffer> for Memory {
 
 /// Access to a peer's memory over one endpoint.
 #[derive(Debug)]
-pub enum RemoteKey {
+pub(crate) enum RemoteKey {
     /// Through UCX.
     Ucx(kvpipe_ucx::RemoteKey),
     /// In this process.
@@ -157,7 +157,7 @@ pub enum RemoteKey {
 
 /// The bytes of a message, kept alive until it has left.
 #[derive(Debug)]
-pub enum Payload {
+pub(crate) enum Payload {
     /// Only the header.
     None,
     /// Bytes that it owns.
@@ -185,7 +185,7 @@ impl Payload {
 
 /// A read of remote memory.
 #[derive(Debug, Clone, Copy)]
-pub struct Get<'a> {
+pub(crate) struct Get<'a> {
     /// Where the bytes go.
     pub local: &'a Memory,
     /// The first byte there.
@@ -259,9 +259,14 @@ impl Worker {
     }
 
     /// Offers payloads to `placer`. The in-memory twin reports all of them as events, which place them too.
-    pub(crate) fn place_with(&self, placer: Placer) {
+    ///
+    /// # Safety
+    /// `placer` must not use the worker, nor anything that was made from it.
+    #[expect(unsafe_code, reason = "UCX calls the placer while it progresses")]
+    pub(crate) unsafe fn place_with(&self, placer: Placer) {
         match self {
-            Self::Ucx(worker) => worker.place_with(placer),
+            // SAFETY: the caller's promise.
+            Self::Ucx(worker) => unsafe { worker.place_with(placer) },
             Self::Twin(_) => {}
         }
     }

@@ -70,9 +70,9 @@ impl Source {
         (source, plan, memory)
     }
 
-    fn block(&self, id: usize) -> &[u8] {
+    fn block(&self, id: usize) -> Vec<u8> {
         let block = self.memory.buffer().bytes(id * BLOCK, BLOCK);
-        block.expect("host memory")
+        block.expect("host memory").to_vec()
     }
 
     /// Answers the next READ with these checksums of the blocks 3 and 4.
@@ -86,7 +86,7 @@ impl Source {
             for (id, sum) in [3, 4].into_iter().zip(sums) {
                 let offset = (id - 3) * BLOCK;
                 let header = Writer::new(DATA).u64(transfer).u64(offset as u64);
-                self.raw.send(&header.u64(sum).finish(), self.block(id));
+                self.raw.send(&header.u64(sum).finish(), &self.block(id));
             }
         } else {
             let sums = Writer::default().list(&sums, |w, sum| w.u64(*sum));
@@ -96,7 +96,7 @@ impl Source {
     }
 
     fn sums(&self) -> [u64; 2] {
-        [3, 4].map(|id| checksum::of(self.block(id)))
+        [3, 4].map(|id| checksum::of(&self.block(id)))
     }
 }
 
@@ -148,7 +148,7 @@ fn blocks_of_a_gpu_come_to_the_host_as_messages_without_checksums_whatever_the_r
         let wanted = header.fixed::<9>().expect("a source and what is wanted")[8];
         assert_eq!(wanted, 0);
         let header = Writer::new(DATA).u64(transfer).u64(0).u64(0).finish();
-        source.raw.send(&header, source.block(3));
+        source.raw.send(&header, &source.block(3));
         assert_eq!(end_of(&work, &source.raw), Ok(BLOCK as u64));
         assert!(bytes(&to)[7 * BLOCK..8 * BLOCK] == *source.block(3));
     });
@@ -252,7 +252,7 @@ fn without_checksums_the_source_is_asked_for_none() {
             let (header, _) = source.raw.message(READ);
             assert_eq!(header.last(), Some(&0));
             let header = [&[DATA], &header[..8], &[0; 16]].concat();
-            source.raw.send(&header, source.block(3));
+            source.raw.send(&header, &source.block(3));
         }
         assert_eq!(end_of(&work, &source.raw), Ok(BLOCK as u64));
         assert!(bytes(&to)[..BLOCK] == *source.block(3));

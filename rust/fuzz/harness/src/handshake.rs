@@ -4,6 +4,7 @@ use kvpipe_core::Result;
 use kvpipe_core::net::codec::Reader;
 use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Identity, SessionKind};
+use kvpipe_core::net::secret::Secret;
 
 use crate::hostile::TOKEN;
 
@@ -75,8 +76,8 @@ pub(crate) fn handshake(bytes: &[u8]) {
     let (is_server, has_token) = (flags & 1 != 0, flags & 2 == 0);
     let token = if has_token { TOKEN } else { b"another" };
     let ours = identity(ENGINE_ID);
-    let client = |token| Handshake::client(token, "peer").expect("client");
-    let server = |token| Handshake::server(token, "peer").expect("server");
+    let client = |token| Handshake::client(&Secret::new(token), "peer").expect("client");
+    let server = |token| Handshake::server(&Secret::new(token), "peer").expect("server");
     let (mut victim, mut peer) = {
         let (client, hello) = client(if is_server { token } else { TOKEN });
         let server = server(if is_server { TOKEN } else { token });

@@ -9,6 +9,7 @@ use kvpipe_core::fuzzing::PeerPlane;
 use kvpipe_core::ids::SessionId;
 use kvpipe_core::net::handshake::{Handshake, Step as HandshakeStep};
 use kvpipe_core::net::identity::{Identity, SessionKind};
+use kvpipe_core::net::secret::Secret;
 use kvpipe_core::transport::{MemoryPath, Transport};
 use rustix::net::sockopt;
 
@@ -96,9 +97,13 @@ impl Hostile {
             victim.round();
             let stream = listener.accept().expect("accept").0;
             self.use_stream(stream);
-            (Handshake::server(TOKEN, "victim").expect("server"), None)
+            (
+                Handshake::server(&Secret::new(TOKEN), "victim").expect("server"),
+                None,
+            )
         } else {
-            let (handshake, hello) = Handshake::client(TOKEN, "victim").expect("client");
+            let (handshake, hello) =
+                Handshake::client(&Secret::new(TOKEN), "victim").expect("client");
             (handshake, Some(hello))
         };
         if let Some(hello) = hello {

@@ -137,7 +137,8 @@ fn ping(worker: &mut BareWorker, case: &Case) -> Result<String> {
         worker.send(b"ping", 0, case.bytes)?;
         let (_, data) = worker.message()?;
         seconds.push(started.elapsed().as_secs_f64());
-        if worker.region.buffer().bytes(0, case.bytes) != Some(&data) {
+        let reply = worker.region.buffer().bytes(0, case.bytes);
+        if reply.is_none_or(|reply| reply != *data) {
             return Err("the reply differs from the message".into());
         }
     }
@@ -174,7 +175,8 @@ fn verify(worker: &BareWorker, case: &Case, kind: &str) -> Result<String> {
         local.zip(remote).collect()
     };
     let is_equal = |&(to, from): &(usize, usize)| {
-        buffer.bytes(to, case.bytes) == expected.get(from..from + case.bytes)
+        let arrived = buffer.bytes(to, case.bytes);
+        arrived.is_some_and(|arrived| arrived == expected[from..from + case.bytes])
     };
     if pairs.iter().all(is_equal) {
         return Ok("ok".to_owned());

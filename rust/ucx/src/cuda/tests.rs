@@ -118,7 +118,7 @@ fn stand_in() -> Driver {
 
 fn copy_with(driver: &Driver, device: u32, to: CUdeviceptr) -> Result<(), CudaError> {
     // SAFETY: the stand-in touches no memory.
-    unsafe { driver.copy(device, to, b"kv") }
+    unsafe { driver.copy(device, to, b"kv"[..].into()) }
 }
 
 #[test]
@@ -188,7 +188,7 @@ fn on_a_gpu_bytes_are_where_they_belong_when_the_copy_returns() {
     assert!(is_exportable(address as usize));
     let bytes: Vec<u8> = (0..4096u32).map(|at| at as u8).collect();
     // SAFETY: allocated above with this length, and never freed.
-    unsafe { copy(0, address, &bytes) }.unwrap();
+    unsafe { copy(0, address, bytes[..].into()) }.unwrap();
     let (_current, _) = driver().unwrap().enter(0).unwrap();
     let mut back = vec![0; 4096];
     let to = back.as_mut_ptr().cast();

@@ -103,8 +103,8 @@ fn read_region(visitor: &Visitor) {
         let read = get(region, (to, len), card.region + from as u64, &key, 1);
         worker.get(*endpoint, read).expect("get");
         assert_eq!(node.done(1), Ok(()));
-        let read = region.buffer().bytes(to, len);
-        assert!(read == theirs.get(from..from + len), "{len} bytes differ");
+        let read = region.buffer().bytes(to, len).expect("host memory");
+        assert!(read == theirs[from..from + len], "{len} bytes differ");
     }
     let empty = get(region, (0, 0), card.region, &key, 2);
     worker.get(*endpoint, empty).expect("empty get");

@@ -75,8 +75,8 @@ impl Side {
         self.agent.load(request).expect("load");
     }
 
-    fn content(&self) -> &[u8] {
-        self.memory.bytes(0, BLOCK).expect("its bytes")
+    fn content(&self) -> Vec<u8> {
+        self.memory.bytes(0, BLOCK).expect("its bytes").to_vec()
     }
 
     fn ended(&self) -> Option<Event> {

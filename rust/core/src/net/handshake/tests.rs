@@ -1,6 +1,7 @@
 use super::frames::{CHALLENGE, PROOF, REFUSED};
 use super::*;
 use crate::net::identity::SessionKind;
+use crate::net::secret::tests::{TOKEN, assert_discloses_nothing};
 use proptest::prelude::*;
 
 fn identity(dtype: &str) -> Identity {
@@ -14,8 +15,8 @@ fn converse(
     ours: [&Identity; 2],
     accept: impl Fn(&Identity) -> std::result::Result<(), String>,
 ) -> (Result<SessionId>, Result<SessionId>) {
-    let (mut client, hello) = Handshake::client(tokens[0], "server").unwrap();
-    let mut server = Handshake::server(tokens[1], "client").unwrap();
+    let (mut client, hello) = Handshake::client(&Secret::new(tokens[0]), "server").unwrap();
+    let mut server = Handshake::server(&Secret::new(tokens[1]), "client").unwrap();
     let (mut to_server, mut to_client) = (vec![hello], vec![]);
     let (mut at_client, mut at_server) = (None, None);
     while at_client.is_none() || at_server.is_none() {
@@ -114,15 +115,15 @@ fn a_refusal_of_the_service_reaches_the_client() {
 #[test]
 fn a_recorded_proof_is_worthless_in_another_session() {
     let who = identity("float32");
-    let (mut client, hello) = Handshake::client(b"t", "server").unwrap();
-    let mut first = Handshake::server(b"t", "client").unwrap();
+    let (mut client, hello) = Handshake::client(&Secret::new(b"t"), "server").unwrap();
+    let mut first = Handshake::server(&Secret::new(b"t"), "client").unwrap();
     let Ok(Step::Continue(challenge)) = first.frame(&hello, &who, |_| Ok(())) else {
         panic!()
     };
     let Ok(Step::Continue(proof)) = client.frame(&challenge, &who, |_| Ok(())) else {
         panic!()
     };
-    let mut second = Handshake::server(b"t", "client").unwrap();
+    let mut second = Handshake::server(&Secret::new(b"t"), "client").unwrap();
     second.frame(&hello, &who, |_| Ok(())).unwrap();
     let replayed = second.frame(&proof, &who, |_| Ok(()));
     assert!(
@@ -134,8 +135,8 @@ fn a_recorded_proof_is_worthless_in_another_session() {
 #[test]
 fn a_proof_that_is_sent_back_is_no_answer() {
     let who = identity("float32");
-    let (mut client, hello) = Handshake::client(b"t", "server").unwrap();
-    let mut server = Handshake::server(b"t", "client").unwrap();
+    let (mut client, hello) = Handshake::client(&Secret::new(b"t"), "server").unwrap();
+    let mut server = Handshake::server(&Secret::new(b"t"), "client").unwrap();
     let Ok(Step::Continue(challenge)) = server.frame(&hello, &who, |_| Ok(())) else {
         panic!()
     };
@@ -161,8 +162,8 @@ fn sent(step: Result<Step>) -> (Vec<Vec<u8>>, bool) {
 
 /// A server that has sent its challenge, and the client that it is for.
 fn challenged(who: &Identity) -> (Handshake, Handshake, Vec<u8>) {
-    let (client, hello) = Handshake::client(b"t", "server").unwrap();
-    let mut server = Handshake::server(b"t", "client").unwrap();
+    let (client, hello) = Handshake::client(&Secret::new(b"t"), "server").unwrap();
+    let mut server = Handshake::server(&Secret::new(b"t"), "client").unwrap();
     let (mut frames, _) = sent(server.frame(&hello, who, |_| Ok(())));
     (server, client, frames.remove(0))
 }
@@ -243,8 +244,8 @@ fn an_identity_that_was_changed_on_the_way_is_refused_by_both_sides() {
 fn no_nonce_comes_twice() {
     let mut nonces = std::collections::HashSet::new();
     for _ in 0..500 {
-        let server = Handshake::server(b"t", "client").unwrap();
-        let (client, hello) = Handshake::client(b"t", "server").unwrap();
+        let server = Handshake::server(&Secret::new(b"t"), "client").unwrap();
+        let (client, hello) = Handshake::client(&Secret::new(b"t"), "server").unwrap();
         assert!(hello.ends_with(&client.nonce_client));
         assert!(nonces.insert(server.nonce_server));
         assert!(nonces.insert(client.nonce_client));
@@ -255,9 +256,33 @@ proptest! {
     #[test]
     fn any_frames_give_steps_or_errors(frames: Vec<Vec<u8>>) {
         let who = identity("float32");
-        let mut server = Handshake::server(b"t", "peer").unwrap();
+        let mut server = Handshake::server(&Secret::new(b"t"), "peer").unwrap();
         for frame in frames {
             let _ = server.frame(&frame, &who, |_| Ok(()));
         }
     }
+}
+
+#[test]
+fn neither_side_of_a_handshake_nor_its_errors_and_frames_show_the_token() {
+    let (secret, other) = (Secret::new(TOKEN), Secret::new(b"another"));
+    let (mut client, hello) = Handshake::client(&secret, "server").unwrap();
+    let mut server = Handshake::server(&other, "client").unwrap();
+    let ours = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
+    let mut shown = format!("{client:?}{server:?}{hello:?}");
+    let mut frame = hello;
+    for _ in 0..2 {
+        for side in [&mut server, &mut client] {
+            let step = side.frame(&frame, &ours, |_| Ok(()));
+            shown += &format!("{step:?}{side:#?}");
+            if let Ok(Step::Continue(next) | Step::Refuse(next, _)) = step {
+                frame = next;
+            }
+        }
+    }
+    assert!(
+        shown.contains("KVPIPE_TOKEN"),
+        "the server refuses: {shown}"
+    );
+    assert_discloses_nothing(&shown);
 }

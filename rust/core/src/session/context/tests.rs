@@ -3,6 +3,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::net::identity::SessionKind;
+use crate::net::secret::Secret;
 
 impl ReactorContext {
     /// A context without a reactor.
@@ -10,7 +11,7 @@ impl ReactorContext {
         let identity = Identity::new(SessionKind::Control, "", Vec::new());
         let config = ReactorConfig {
             listen: None,
-            token: Vec::new(),
+            secret: Secret::new(b""),
             identity: identity.expect("identity"),
             transport: None,
             local: Ipv4Addr::LOCALHOST.into(),

@@ -133,13 +133,14 @@ impl Fixture {
         self.engine.message(&mut self.cx, SESSION, header, &data)
     }
 
-    fn block(&self, id: usize) -> &[u8] {
-        self.source.buffer().bytes(id * BLOCK, BLOCK).unwrap()
+    fn block(&self, id: usize) -> Vec<u8> {
+        let block = self.source.buffer().bytes(id * BLOCK, BLOCK);
+        block.unwrap().to_vec()
     }
 
     /// All bytes of a request's stream.
     fn data(&mut self, transfer: u64) -> Result<Handled> {
-        let data = [3, 1, 0].map(|id| self.block(id).to_vec()).concat();
+        let data = [3, 1, 0].map(|id| self.block(id)).concat();
         let message = Message::Data {
             offset: 0,
             checksum: checksum::of(&data),
@@ -158,7 +159,7 @@ impl Fixture {
     }
 
     fn block_checksums(&self) -> Vec<u64> {
-        [3, 1, 0].map(|id| checksum::of(self.block(id))).to_vec()
+        [3, 1, 0].map(|id| checksum::of(&self.block(id))).to_vec()
     }
 
     /// Ends all reads that are in flight.
@@ -173,7 +174,8 @@ impl Fixture {
         assert_eq!((completion.owner, completion.outcome), (owner, Ok(())));
         let to = completion.memory.buffer();
         for (to_id, from_id) in [(0, 3), (2, 1), (3, 0)] {
-            assert_eq!(to.bytes(to_id * BLOCK, BLOCK).unwrap(), self.block(from_id));
+            let block = to.bytes(to_id * BLOCK, BLOCK).unwrap();
+            assert_eq!(block.to_vec(), self.block(from_id));
         }
     }
 }
@@ -546,7 +548,7 @@ fn a_peer_gets_what_it_asks_for_and_no_more_at_once_than_it_may() {
         assert!(it.receive(transfer, &message, &[]).is_err());
     }
     while it.engine.run_slice(&mut it.cx) {}
-    let checksums = [2, 0].map(|id| checksum::of(it.block(id))).to_vec();
+    let checksums = [2, 0].map(|id| checksum::of(&it.block(id))).to_vec();
     let (id, message, _) = it.sent().remove(0);
     let first = 0;
     assert_eq!((id, message), (2, Message::Checksums { first, checksums }));

@@ -15,7 +15,7 @@ static REGIONS: Mutex<BTreeMap<u64, Buffer>> = Mutex::new(BTreeMap::new());
 
 /// Registered memory. Its key is valid until it is dropped.
 #[derive(Debug)]
-pub struct TwinMemory {
+pub(crate) struct TwinMemory {
     key: u64,
     buffer: Buffer,
 }
@@ -50,7 +50,7 @@ impl Drop for TwinMemory {
 
 /// Access to registered memory.
 #[derive(Debug, Clone, Copy)]
-pub struct MemoryKey(u64);
+pub(crate) struct MemoryKey(u64);
 
 impl MemoryKey {
     pub(in crate::transport) fn unpack(packed: &[u8]) -> UcxResult<Self> {

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use kvpipe_core::ids::SessionId;
 use kvpipe_core::net::handshake::{Handshake, Step};
 use kvpipe_core::net::identity::{Identity, SessionKind};
+use kvpipe_core::net::secret::Secret;
 use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_ucx::{Buffer, Config, Context, EndpointId, Event, Library, Payload, Search, Worker};
 
@@ -281,7 +282,8 @@ impl Raw {
         ours.ucx_address = worker.address().expect("address");
         let mut stream = TcpStream::connect(address).expect("connect");
         stream.set_read_timeout(Some(PATIENCE)).expect("timeout");
-        let (mut handshake, hello) = Handshake::client(TOKEN, "raw").expect("handshake");
+        let (mut handshake, hello) =
+            Handshake::client(&Secret::new(TOKEN), "raw").expect("handshake");
         let mut to_send = hello;
         loop {
             send_frame(&mut stream, &to_send);

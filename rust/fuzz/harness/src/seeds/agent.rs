@@ -43,7 +43,7 @@ pub(super) fn ready_block(region: u16, position: u32) -> ReadyBlock {
         region,
         position,
         block_id: 3,
-        checksum: handoff::checksum(&HANDOFFS[1], 0, region, position, &blocks(1)),
+        checksum: handoff::checksum(&HANDOFFS[1], 0, region, position, blocks(1)[..].into()),
     }
 }
 
