@@ -59,7 +59,6 @@ impl HandoffService {
             let Some(local) = self.agent.regions.get(id) else {
                 return Err("blocks of a region that was closed cannot be leased".to_owned());
             };
-            let region = self.agent.regions.range(..id).count() as u16;
             for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
                 let Some(bytes) = block_bytes(&local.memory, &local.layout, block_id) else {
                     return Err(format!(
@@ -68,10 +67,10 @@ impl HandoffService {
                     ));
                 };
                 blocks.push(ReadyBlock {
-                    region,
+                    region: *id,
                     position,
                     block_id,
-                    checksum: checksum(&part.handoff, part.epoch, region, position, bytes),
+                    checksum: checksum(&part.handoff, part.epoch, *id, position, bytes),
                 });
             }
         }

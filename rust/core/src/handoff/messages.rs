@@ -98,7 +98,7 @@ impl HandoffMessage {
 
 fn write_block(writer: Writer, block: &ReadyBlock) -> Writer {
     writer
-        .u16(block.region)
+        .u32(block.region)
         .u32(block.position)
         .u32(block.block_id)
         .u64(block.checksum)
@@ -106,7 +106,7 @@ fn write_block(writer: Writer, block: &ReadyBlock) -> Writer {
 
 fn read_block(reader: &mut Reader<'_>) -> Result<ReadyBlock> {
     Ok(ReadyBlock {
-        region: reader.u16()?,
+        region: reader.u32()?,
         position: reader.u32()?,
         block_id: reader.u32()?,
         checksum: reader.u64()?,
@@ -146,7 +146,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back(numbers: Vec<(u16, u32, u32, u64)>, reason: String, epoch: u32) {
+        fn what_is_written_is_read_back(numbers: Vec<(u32, u32, u32, u64)>, reason: String, epoch: u32) {
             let blocks = numbers
                 .iter()
                 .map(|&(region, position, block_id, checksum)| ReadyBlock { region, position, block_id, checksum })

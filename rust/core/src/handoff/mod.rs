@@ -18,13 +18,13 @@ pub use ready::{ReadyBlocks, ReadyRange};
 pub use service::HandoffCommand;
 
 use crate::checksum::bound;
-use crate::ids::HandoffId;
+use crate::ids::{HandoffId, RegionId};
 
 /// A block of one region (layer) that will not change any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReadyBlock {
-    /// The region (layer) it belongs to.
-    pub region: u16,
+    /// The producer's region (layer) it belongs to.
+    pub region: RegionId,
     /// Its place in the request: 0 is the first block of the prompt.
     pub position: u32,
     /// Its id in the producer's region.
@@ -35,12 +35,18 @@ pub struct ReadyBlock {
 
 /// The checksum of a block. It covers the block's place too, so that a block of another handoff, epoch, layer or position
 /// never passes for this one.
-pub fn checksum(handoff: &HandoffId, epoch: u32, region: u16, position: u32, bytes: &[u8]) -> u64 {
-    let mut place = [0; 26];
+pub fn checksum(
+    handoff: &HandoffId,
+    epoch: u32,
+    region: RegionId,
+    position: u32,
+    bytes: &[u8],
+) -> u64 {
+    let mut place = [0; 28];
     place[..16].copy_from_slice(handoff);
     place[16..20].copy_from_slice(&epoch.to_le_bytes());
-    place[20..22].copy_from_slice(&region.to_le_bytes());
-    place[22..].copy_from_slice(&position.to_le_bytes());
+    place[20..24].copy_from_slice(&region.to_le_bytes());
+    place[24..].copy_from_slice(&position.to_le_bytes());
     bound(&place, bytes)
 }
 

@@ -131,7 +131,7 @@ impl HandoffService {
         session: SessionKey,
         handoff: HandoffId,
         message: HandoffMessage,
-    ) -> Result<()> {
+    ) {
         match message {
             HandoffMessage::Select { first, end, .. } => {
                 let selection = BlockSelection {
@@ -145,7 +145,7 @@ impl HandoffService {
                 send_all(cx, messages);
             }
             HandoffMessage::BlocksReady { epoch, blocks } => {
-                self.blocks_announced(cx, session, handoff, epoch, &blocks)?;
+                self.blocks_announced(cx, session, handoff, epoch, &blocks);
             }
             HandoffMessage::Ended { reason } => {
                 let active = self.loads.get(&handoff);
@@ -162,7 +162,6 @@ impl HandoffService {
                 }
             }
         }
-        Ok(())
     }
 }
 
@@ -191,9 +190,7 @@ impl Service for HandoffService {
 
     fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()> {
         if self.agent.frame(cx, session, frame)? {
-            for handoff in self.loads_from(session) {
-                self.continue_load(cx, handoff);
-            }
+            self.regions_described(cx, session);
         }
         self.drain(cx);
         Ok(())
@@ -210,7 +207,7 @@ impl Service for HandoffService {
         let kind = header.u8()?;
         if HandoffMessage::is_kind(kind) {
             let (handoff, message) = HandoffMessage::decode(kind, header, &data)?;
-            self.handoff_message(cx, session, handoff, message)?;
+            self.handoff_message(cx, session, handoff, message);
         } else {
             self.agent.message(cx, session, (kind, header), &data)?;
         }

@@ -59,7 +59,7 @@ pub(crate) fn numbers(numbers: &[u64]) -> Vec<u8> {
 
 pub(crate) fn ready_blocks(blocks: &[ReadyBlock]) -> Vec<u8> {
     let list = Writer::default().list(blocks, |w, block| {
-        let w = w.u16(block.region).u32(block.position);
+        let w = w.u32(block.region).u32(block.position);
         w.u32(block.block_id).u64(block.checksum)
     });
     list.finish()

@@ -1,4 +1,5 @@
 use super::*;
+use crate::ids::RegionId;
 
 const ID: HandoffId = [7; 16];
 
@@ -6,7 +7,7 @@ fn block(position: u32) -> ReadyBlock {
     in_layer(0, position)
 }
 
-fn in_layer(region: u16, position: u32) -> ReadyBlock {
+fn in_layer(region: RegionId, position: u32) -> ReadyBlock {
     ReadyBlock {
         region,
         position,
@@ -38,7 +39,7 @@ fn positions(messages: &[Outgoing]) -> Vec<u32> {
     blocks.iter().map(|block| block.position).collect()
 }
 
-fn layers(messages: &[Outgoing]) -> Vec<u16> {
+fn layers(messages: &[Outgoing]) -> Vec<RegionId> {
     let blocks = announced(messages);
     blocks.iter().map(|block| block.region).collect()
 }

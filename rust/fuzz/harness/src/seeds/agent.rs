@@ -38,7 +38,7 @@ fn of_handoff(kind: u8, index: usize) -> Writer {
     Writer::new(kind).raw(&HANDOFFS[index])
 }
 
-pub(super) fn ready_block(region: u16, position: u32) -> ReadyBlock {
+pub(super) fn ready_block(region: u32, position: u32) -> ReadyBlock {
     ReadyBlock {
         region,
         position,
