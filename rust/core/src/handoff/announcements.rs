@@ -30,7 +30,7 @@ impl HandoffService {
             // Marked before the blocks could change: unmarked now, they did not change while they were read.
             Ok(_) if self.shared.ended().contains(&part.handoff) => {}
             Ok(blocks) => {
-                let messages = self.producer.mark_ready(part.handoff, part.epoch, &blocks);
+                let messages = self.producer.mark_ready(part.handoff, &blocks);
                 send_all(cx, messages);
                 let before = regions
                     .first()
@@ -54,6 +54,7 @@ impl HandoffService {
         part: &ReadyRange,
         regions: &[RegionId],
     ) -> Result<Vec<ReadyBlock>, String> {
+        let epoch = self.producer.epoch(&part.handoff);
         let mut blocks = Vec::with_capacity(part.block_ids.len() * regions.len());
         for id in regions {
             let Some(local) = self.agent.regions.get(id) else {
@@ -70,7 +71,7 @@ impl HandoffService {
                     region: *id,
                     position,
                     block_id,
-                    checksum: checksum(&part.handoff, part.epoch, *id, position, bytes),
+                    checksum: checksum(&part.handoff, epoch, *id, position, bytes),
                 });
             }
         }

@@ -43,8 +43,7 @@ impl HandoffService {
         };
         match outcome {
             Ok(read) => {
-                let epoch = active.load.request.epoch;
-                let verified = verify(&handoff, epoch, &batch, &read);
+                let verified = verify(&handoff, &batch, &read);
                 let num_verified = verified.iter().filter(|is_verified| **is_verified).count();
                 let facts = [
                     ("layer", batch.place as u64),
@@ -87,10 +86,10 @@ impl HandoffService {
 }
 
 /// For each block of a batch, whether it is here with the checksum that the producer computed.
-fn verify(handoff: &HandoffId, epoch: u32, batch: &ReadBatch, read: &BlocksRead) -> Vec<bool> {
+fn verify(handoff: &HandoffId, batch: &ReadBatch, read: &BlocksRead) -> Vec<bool> {
     let is_verified = |(block, &local): (&ReadyBlock, &u32)| {
         block_bytes(&read.memory, &read.layout, local).is_some_and(|bytes| {
-            checksum(handoff, epoch, block.region, block.position, bytes) == block.checksum
+            checksum(handoff, batch.epoch, block.region, block.position, bytes) == block.checksum
         })
     };
     let blocks = batch.blocks.iter().zip(&batch.local_ids);

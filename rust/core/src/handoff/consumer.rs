@@ -8,58 +8,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::ReadyBlock;
-use crate::ids::{HandoffId, Incarnation, RegionId};
+use super::load_request::{LoadCounts, LoadFailure, LoadRequest};
+use crate::ids::{Epoch, RegionId};
 
 /// Most reads of a block of one region: by the session's data path, then once more as a stream.
 const MAX_READS: u8 = 2;
-
-/// What a worker loads of a handoff.
-#[derive(Debug, Clone)]
-pub struct LoadRequest {
-    /// The handoff.
-    pub handoff: HandoffId,
-    /// Where the producer's worker listens.
-    pub producer: String,
-    /// The producer's incarnation, as its scheduler named it.
-    pub incarnation: Incarnation,
-    /// The epoch of its blocks.
-    pub epoch: u32,
-    /// Position of the first wanted block in the prompt.
-    pub first: u32,
-    /// Destination ids, one for each position from `first` on.
-    pub block_ids: Vec<u32>,
-    /// Whether the sequence state is here: the load then ends with its last block.
-    pub is_committed: bool,
-}
-
-/// Counters of a load.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct LoadCounts {
-    /// Bytes that were read.
-    pub num_bytes: u64,
-    /// Blocks that are verified in every region.
-    pub num_received: u64,
-    /// Blocks that are not.
-    pub num_missing: u64,
-    /// Blocks that were read again in some region.
-    pub num_retried: u64,
-    /// Comparisons with the producer's checksums, one for each block and region that was read.
-    pub num_compared: u64,
-    /// Comparisons that differed.
-    pub num_corrupt: u64,
-    /// Time from the first announcement until everything announced so far was here. What comes later overlaps with
-    /// prefill.
-    pub backlog: Duration,
-}
-
-/// Why a load failed, and what it lacks.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LoadFailure {
-    /// Indices into the `block_ids` of the load, of the blocks that are not verified.
-    pub missing: Vec<u32>,
-    /// The first failure.
-    pub reason: String,
-}
 
 /// How a load ended.
 #[derive(Debug, PartialEq, Eq)]
@@ -76,6 +29,8 @@ pub(super) struct ReadBatch {
     pub(super) region: RegionId,
     /// The place of that region among those of the load.
     pub(super) place: usize,
+    /// The epoch in which they were announced.
+    pub(super) epoch: Epoch,
     /// Whether an earlier read of these blocks failed.
     pub(super) is_retry: bool,
     /// The blocks at the producer, with their checksums.
@@ -89,6 +44,15 @@ impl ReadBatch {
     pub(super) fn remote_region(&self) -> RegionId {
         self.blocks[0].region
     }
+}
+
+/// Why nothing of an announcement can be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Unreadable {
+    /// It has blocks of a region that the producer did not have when the load selected.
+    Region(RegionId),
+    /// The load has blocks of an earlier epoch: the producer has ended the handoff since, and granted it again.
+    Epoch,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -133,6 +97,8 @@ pub(super) struct Load {
     /// Most blocks of one batch; the checksums of a batch are verified in one slice.
     max_batch: usize,
     phase: LoadPhase,
+    /// The producer's grant of the blocks, as the first announcement names it.
+    epoch: Option<Epoch>,
     /// For each selected block and place: `[block][place]`.
     reads: Vec<BlockReads>,
     /// For each selected block, the number of regions in which it is verified.
@@ -155,6 +121,7 @@ impl Load {
             places: Vec::new(),
             max_batch,
             phase: LoadPhase::Created,
+            epoch: None,
             reads: vec![BlockReads::default(); count * regions.len()],
             regions,
             num_verified: vec![0; count],
@@ -189,32 +156,35 @@ impl Load {
     /// Receives an announcement, and returns what to read now, region by region.
     ///
     /// Blocks that were not selected, are verified, or are being read are skipped: the announcement may answer an earlier
-    /// selection. So is all of an ended load, or of another epoch.
+    /// selection. So is all of an ended load.
     ///
     /// # Errors
-    /// A region that the producer did not have when the load selected. Nothing is read.
+    /// The load cannot go on, see [`Unreadable`]. Nothing is read.
     pub(super) fn blocks_announced(
         &mut self,
-        epoch: u32,
+        epoch: Epoch,
         blocks: &[ReadyBlock],
-    ) -> Result<Vec<ReadBatch>, RegionId> {
-        if self.has_ended() || self.request.epoch != epoch {
+    ) -> Result<Vec<ReadBatch>, Unreadable> {
+        if self.has_ended() {
             return Ok(Vec::new());
+        }
+        if *self.epoch.get_or_insert(epoch) != epoch {
+            return Err(Unreadable::Epoch);
         }
         let is_unknown = |block: &&ReadyBlock| self.place(block.region).is_none();
         if let Some(block) = blocks.iter().find(is_unknown) {
-            return Err(block.region);
+            return Err(Unreadable::Region(block.region));
         }
-        Ok(self.begin_batches(blocks.iter().copied()))
+        Ok(self.begin_batches(epoch, blocks.iter().copied()))
     }
 
     /// What to read once more from the present session, by another data path.
     pub(super) fn next_retries(&mut self) -> Vec<ReadBatch> {
-        if self.has_ended() {
+        let Some(epoch) = self.epoch.filter(|_| !self.has_ended()) else {
             return Vec::new();
-        }
+        };
         let retries = std::mem::take(&mut self.retries);
-        self.begin_batches(retries.into_iter())
+        self.begin_batches(epoch, retries.into_iter())
     }
 
     /// A read has ended with its data. `verified` says for each of its blocks whether the checksum matches.
@@ -343,7 +313,11 @@ impl Load {
     }
 
     /// Begins the reads of those blocks that need one.
-    fn begin_batches(&mut self, blocks: impl Iterator<Item = ReadyBlock>) -> Vec<ReadBatch> {
+    fn begin_batches(
+        &mut self,
+        epoch: Epoch,
+        blocks: impl Iterator<Item = ReadyBlock>,
+    ) -> Vec<ReadBatch> {
         let mut begun: BTreeMap<(usize, bool), Vec<(ReadyBlock, u32)>> = BTreeMap::new();
         for block in blocks {
             if let Some(place) = self.place(block.region)
@@ -360,6 +334,7 @@ impl Load {
                 batches.push(ReadBatch {
                     region: self.regions[place],
                     place,
+                    epoch,
                     is_retry,
                     blocks,
                     local_ids,

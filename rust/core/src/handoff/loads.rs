@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 use super::ReadyBlock;
 use super::agent::{Event, LoadReport};
 use super::announcements::slice_of;
-use super::consumer::{Load, LoadCounts, LoadRequest};
+use super::consumer::{Load, Unreadable};
+use super::load_request::{LoadCounts, LoadRequest};
 use super::messages::HandoffMessage;
 use super::service::HandoffService;
 use crate::agent::peers::transport;
 use crate::agent::regions::LocalRegion;
 use crate::error::Error;
-use crate::ids::{HandoffId, RegionId, SessionKey};
+use crate::ids::{Epoch, HandoffId, RegionId, SessionKey};
 use crate::session::ReactorContext;
 use crate::trace::Track;
 use crate::transfer::region::RemoteRegion;
@@ -121,8 +122,8 @@ impl HandoffService {
             Ok(theirs) => theirs,
             Err(difference) => return load.fail(&difference),
         };
-        let (epoch, (first, end)) = (load.request.epoch, load.select(theirs.into_iter()));
-        let select = HandoffMessage::Select { epoch, first, end };
+        let (first, end) = load.select(theirs.into_iter());
+        let select = HandoffMessage::Select { first, end };
         select.send(cx, active.session, &handoff);
         let facts = [("first", u64::from(first)), ("end", u64::from(end))];
         self.trace
@@ -149,7 +150,7 @@ impl HandoffService {
         cx: &mut ReactorContext,
         session: SessionKey,
         handoff: HandoffId,
-        epoch: u32,
+        epoch: Epoch,
         blocks: &[ReadyBlock],
     ) {
         let active = self.loads.get_mut(&handoff);
@@ -163,10 +164,15 @@ impl HandoffService {
                     self.read_batch(cx, session, handoff, batch);
                 }
             }
-            Err(region) => {
+            Err(Unreadable::Region(region)) => {
                 let name = self.region_name(session, region);
                 let reason = format!("{name} of the producer was closed or registered meanwhile");
                 self.fail_load(cx, handoff, &reason);
+            }
+            Err(Unreadable::Epoch) => {
+                self.withdraw_load(&handoff);
+                let reason = "the producer ended the handoff, and began it again";
+                self.fail_load(cx, handoff, reason);
             }
         }
     }

@@ -6,6 +6,7 @@ mod agent;
 mod announcements;
 mod batches;
 mod consumer;
+mod load_request;
 mod loads;
 pub(crate) mod messages;
 mod producer;
@@ -13,12 +14,12 @@ mod ready;
 mod service;
 
 pub use agent::{Event, HandoffAgent, LoadReport};
-pub use consumer::{LoadCounts, LoadFailure, LoadRequest};
+pub use load_request::{LoadCounts, LoadFailure, LoadRequest};
 pub use ready::{ReadyBlocks, ReadyRange};
 pub use service::HandoffCommand;
 
 use crate::checksum::bound;
-use crate::ids::{HandoffId, RegionId};
+use crate::ids::{Epoch, HandoffId, RegionId};
 
 /// A block of one region (layer) that will not change any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,16 +38,16 @@ pub struct ReadyBlock {
 /// never passes for this one.
 pub fn checksum(
     handoff: &HandoffId,
-    epoch: u32,
+    epoch: Epoch,
     region: RegionId,
     position: u32,
     bytes: &[u8],
 ) -> u64 {
-    let mut place = [0; 28];
+    let mut place = [0; 32];
     place[..16].copy_from_slice(handoff);
-    place[16..20].copy_from_slice(&epoch.to_le_bytes());
-    place[20..24].copy_from_slice(&region.to_le_bytes());
-    place[24..].copy_from_slice(&position.to_le_bytes());
+    place[16..24].copy_from_slice(&epoch.to_le_bytes());
+    place[24..28].copy_from_slice(&region.to_le_bytes());
+    place[28..].copy_from_slice(&position.to_le_bytes());
     bound(&place, bytes)
 }
 

@@ -8,7 +8,8 @@ use std::time::Instant;
 use kvpipe_ucx::{AmData, Status};
 
 use super::agent::{Event, HandoffShared};
-use super::consumer::{LoadRequest, ReadBatch};
+use super::consumer::ReadBatch;
+use super::load_request::LoadRequest;
 use super::loads::ActiveLoad;
 use super::messages::HandoffMessage;
 use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, send_all};
@@ -133,7 +134,7 @@ impl HandoffService {
         message: HandoffMessage,
     ) {
         match message {
-            HandoffMessage::Select { first, end, .. } => {
+            HandoffMessage::Select { first, end } => {
                 let selection = BlockSelection {
                     session,
                     handoff,

@@ -10,7 +10,7 @@ use crate::workers::{BLOCK, COUNT, LAYERS, Worker, pair, step};
 fn selected_then_closed(producer: &Worker, consumer: &Worker) {
     consumer.load(producer.request(&[1, 2]));
     let last = LAYERS - 1;
-    producer.save(&step(1, 0, &[4]).expect("a step"), last..LAYERS);
+    producer.save(&step(0, &[4]).expect("a step"), last..LAYERS);
     eventually("a block of the last layer", || {
         (consumer.block(last, 1) == producer.block(last, 4)).then_some(())
     });
@@ -33,7 +33,7 @@ fn a_region_closed_between_select_and_blocks_ready_never_redirects_a_layer() {
         let (producer, consumer) = pair(transport);
         let before: Vec<_> = (0..LAYERS).map(|layer| consumer.block(layer, 1)).collect();
         selected_then_closed(&producer, &consumer);
-        producer.save(&step(1, 0, &[4]).expect("a step"), 1..2);
+        producer.save(&step(0, &[4]).expect("a step"), 1..2);
         let (missing, reason) = consumer.failed();
         assert_eq!(missing, [0, 1]);
         assert!(
@@ -56,7 +56,7 @@ fn a_region_closed_and_another_registered_between_select_and_blocks_ready_never_
             let another = producer.agent.register(name, memory, size, size);
             let another = another.expect("register").wait_for(PATIENCE);
             let regions = [another.expect("registered"), producer.regions[1].clone()];
-            let ready = step(1, 0, &[4, 5]).expect("a step");
+            let ready = step(0, &[4, 5]).expect("a step");
             producer.agent.mark_ready(&ready, &regions).expect("open");
             let (missing, reason) = consumer.failed();
             assert_eq!(missing, [0, 1]);

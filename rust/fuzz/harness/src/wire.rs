@@ -70,7 +70,7 @@ pub(crate) fn control(handoff: [u8; 16], opening: &Opening, state: &SequenceStat
     let of_handoff = |kind| Writer::new(kind).raw(&handoff);
     let question = |kind| head(kind, 1).raw(&handoff);
     let opened = of_handoff(control::OPENED).raw(&opening.prompt_hash);
-    let opened = opened.u32(opening.num_tokens).u32(opening.epoch);
+    let opened = opened.u32(opening.num_tokens);
     let frames = [
         of_handoff(control::WATCH),
         opened.list(&opening.ranks, |w, rank| {

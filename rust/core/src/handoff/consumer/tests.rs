@@ -1,11 +1,10 @@
 use super::*;
 
-fn request(epoch: u32, first: u32, block_ids: Vec<u32>, is_committed: bool) -> LoadRequest {
+fn request(first: u32, block_ids: Vec<u32>, is_committed: bool) -> LoadRequest {
     LoadRequest {
         handoff: [7; 16],
         producer: String::new(),
         incarnation: [0; 16],
-        epoch,
         first,
         block_ids,
         is_committed,
@@ -17,7 +16,7 @@ const OURS: [RegionId; 2] = [10, 11];
 const THEIRS: [RegionId; 2] = [21, 20];
 
 fn selected(is_committed: bool) -> Load {
-    let mut load = Load::new(request(3, 2, vec![50, 51], is_committed), OURS.to_vec(), 2);
+    let mut load = Load::new(request(2, vec![50, 51], is_committed), OURS.to_vec(), 2);
     assert_eq!(load.select(THEIRS.into_iter()), (2, 4));
     load
 }
@@ -231,8 +230,19 @@ fn a_fresh_session_reads_what_is_missing_and_repeats_reads_that_failed() {
 }
 
 #[test]
-fn blocks_of_another_epoch_are_not_read() {
-    assert_eq!(selected(true).blocks_announced(2, &all()).unwrap(), []);
+fn a_load_has_the_epoch_of_its_first_announcement_and_another_one_later_withdraws_it() {
+    let mut load = selected(true);
+    load.blocks_announced(3, &[block(0, 2)]).unwrap();
+    assert_eq!(load.blocks_announced(4, &all()), Err(Unreadable::Epoch));
+    assert_eq!(load.blocks_announced(2, &all()), Err(Unreadable::Epoch));
+    load.select(THEIRS.into_iter());
+    assert_eq!(
+        load.blocks_announced(4, &[]),
+        Err(Unreadable::Epoch),
+        "a fresh session does not change that"
+    );
+    let batches = load.blocks_announced(3, &all()).unwrap();
+    assert!(batches.iter().all(|batch| batch.epoch == 3));
 }
 
 #[test]
@@ -246,7 +256,7 @@ fn blocks_that_were_not_selected_are_not_read() {
 
 #[test]
 fn many_blocks_are_read_in_batches_of_bounded_size() {
-    let mut load = Load::new(request(0, 0, (0..5).collect(), true), vec![10], 2);
+    let mut load = Load::new(request(0, (0..5).collect(), true), vec![10], 2);
     load.select([THEIRS[0]].into_iter());
     let blocks: Vec<ReadyBlock> = (0..5).map(|position| block(0, position)).collect();
     let batches = load.blocks_announced(0, &blocks).unwrap();
@@ -284,7 +294,7 @@ fn a_block_of_a_region_that_was_not_there_at_select_is_not_read_nor_are_those_be
         };
         assert_eq!(
             load.blocks_announced(3, &[block(0, 3), unknown]),
-            Err(region)
+            Err(Unreadable::Region(region))
         );
         assert!(!load.is_reading());
     }
@@ -322,7 +332,7 @@ fn a_block_announced_twice_in_one_region_does_not_stand_for_another_region() {
 
 #[test]
 fn an_empty_load_ends_only_after_its_selection() {
-    let mut load = Load::new(request(0, 0, vec![], true), vec![10], 2);
+    let mut load = Load::new(request(0, vec![], true), vec![10], 2);
     assert_eq!(load.outcome(), None);
     load.select([THEIRS[0]].into_iter());
     assert_eq!(load.outcome().unwrap().failure, None);
