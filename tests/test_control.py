@@ -28,7 +28,7 @@ def client():
 
 
 def open_handoff(port, handoff):
-    port.open(handoff, bytes(32), 5, 1, [("127.0.0.1:1", bytes(16))])
+    port.open(handoff, bytes(32), 5, [("127.0.0.1:1", bytes(16))])
 
 
 def released(port):

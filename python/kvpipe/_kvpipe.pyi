@@ -250,8 +250,8 @@ class Plan:
 class ReadyBlocks:
     """Blocks that one step makes ready, region by region."""
 
-    def __new__(cls, parts: Sequence[tuple[bytes, int, int, Sequence[int]]]) -> ReadyBlocks:
-        """Parts are `(handoff, epoch, first, block_ids)`."""
+    def __new__(cls, parts: Sequence[tuple[bytes, int, Sequence[int]]]) -> ReadyBlocks:
+        """Parts are `(handoff, first, block_ids)`."""
 
 @final
 class Agent:
@@ -318,7 +318,6 @@ class Agent:
         handoff: bytes,
         producer: str,
         incarnation: bytes,
-        epoch: int,
         first: int,
         block_ids: Sequence[int],
         is_committed: bool,
@@ -360,7 +359,6 @@ class Control:
         handoff: bytes,
         prompt_hash: bytes,
         num_tokens: int,
-        epoch: int,
         ranks: Sequence[tuple[str, bytes]],
     ) -> None: ...
     def progress(self, handoff: bytes, remaining: float) -> None: ...

@@ -91,7 +91,7 @@ def test_a_request_whose_kv_is_all_cached_waits_for_the_producers_token(
     first = engine.add(tokens)
     until(lambda: engine.step() and first.is_finished())
     request, handoff = consuming(engine, producer, tokens)
-    producer.open(handoff, prompt_hash(request), request.num_prompt_tokens, 0, [("127.0.0.1:1", bytes(16))])
+    producer.open(handoff, prompt_hash(request), request.num_prompt_tokens, [("127.0.0.1:1", bytes(16))])
     until(lambda: engine.step() and engine.role._consuming._consumed.of(handoff).phase == "opened")
     for _ in range(20):
         assert not engine.step()[0].num_scheduled_tokens
@@ -164,7 +164,7 @@ def test_the_token_of_another_prompt_is_never_forced(
     engine: Engine, producer: _kvpipe.Control, *, is_late: bool
 ) -> None:
     request, handoff = consuming(engine, producer, prompt(40))
-    producer.open(handoff, bytes(32), 40, 0, [("127.0.0.1:1", bytes(16))])
+    producer.open(handoff, bytes(32), 40, [("127.0.0.1:1", bytes(16))])
     if is_late:
         engine.step()
     producer.finish(handoff, [THEIRS], "length", 0)

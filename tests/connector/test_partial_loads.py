@@ -203,7 +203,7 @@ def test_a_request_whose_kv_cannot_arrive_fails_and_the_result_has_the_reason(
     if cause == "withdrawn":
         producer.withdraw(bytes.fromhex(handoff), "it was aborted")
     elif cause == "another prompt":
-        producer.open(bytes.fromhex(handoff), bytes(32), 100, 0, RANKS)
+        producer.open(bytes.fromhex(handoff), bytes(32), 100, RANKS)
     load = loading(strict, request)
     assert (load.ranks, len(load.block_ids)) == ([], 4)
     strict.step(**lost(load, [0, 1, 2, 3], reason=load.refusal))
@@ -322,9 +322,9 @@ def produce(engine: Engine, tokens: list[int]) -> bytes:
     return bytes.fromhex(handoff)
 
 
-def announced(finals: list[tuple[bytes, int, int, list[int]]], handoff: bytes) -> list[tuple[int, int]]:
+def announced(finals: list[tuple[bytes, int, list[int]]], handoff: bytes) -> list[tuple[int, int]]:
     """First position and number of the blocks announced of a handoff."""
-    return [(first, len(block_ids)) for of, _, first, block_ids in finals if of == handoff]
+    return [(first, len(block_ids)) for of, first, block_ids in finals if of == handoff]
 
 
 def test_blocks_of_an_earlier_step_are_announced_before_the_forward_pass(engine: Engine) -> None:

@@ -48,7 +48,7 @@ class Scene:
         self.port = _kvpipe.Control("127.0.0.1:0", b"", "p")
         self.client = ControlClient("")
         self.handoff = bytes.fromhex(new_id())
-        self.port.open(self.handoff, bytes(32), 100, 0, [])
+        self.port.open(self.handoff, bytes(32), 100, [])
 
     def subscribed(self, lead_s: float) -> Any:
         work = self.client.subscribe(self.port.address, self.handoff.hex(), lead_s)

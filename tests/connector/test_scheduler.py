@@ -38,7 +38,7 @@ def consuming(engine: Engine, producer: _kvpipe.Control, tokens: list[int], **mo
 
 
 def opened(producer: _kvpipe.Control, request: Request, handoff: bytes) -> None:
-    producer.open(handoff, prompt_hash(request), request.num_prompt_tokens, 0, RANKS)
+    producer.open(handoff, prompt_hash(request), request.num_prompt_tokens, RANKS)
     producer.finish(handoff, [7], "length", 0)
 
 
@@ -182,7 +182,7 @@ def test_the_policy_of_vllm_follows_the_setting(new_engine: Callable[..., Engine
 
 def test_a_handoff_of_another_prompt_is_not_claimed(engine: Engine, producer: _kvpipe.Control) -> None:
     request, handoff = consuming(engine, producer, prompt(100))
-    producer.open(handoff, bytes(32), 100, 0, RANKS)
+    producer.open(handoff, bytes(32), 100, RANKS)
     assert scheduled(engine, request) == 100
 
 
@@ -204,7 +204,7 @@ def test_an_abort_while_waiting_ends_the_watch(engine: Engine, producer: _kvpipe
     time.sleep(0.1)
     engine.abort(request)
     time.sleep(0.1)
-    producer.open(handoff, prompt_hash(request), 100, 0, RANKS)
+    producer.open(handoff, prompt_hash(request), 100, RANKS)
     released = until(lambda: [event for event in producer.drain() if event["event"] == "released"])
     assert released[0]["handoff"] == handoff
 
@@ -316,8 +316,8 @@ def test_blocks_are_announced_in_the_step_that_completes_them(engine: Engine) ->
     request, handoff = produced(engine, prompt(300))
     _, first = engine.step()
     _, second = engine.step()
-    table = first.ready[0][3] + second.ready[0][3]
-    assert [(final[0], final[2], len(final[3])) for final in first.ready + second.ready] == [
+    table = first.ready[0][2] + second.ready[0][2]
+    assert [(final[0], final[1], len(final[2])) for final in first.ready + second.ready] == [
         (handoff, 0, 8),
         (handoff, 8, 2),
     ]

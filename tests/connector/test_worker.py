@@ -48,12 +48,12 @@ class Pair:
     def load(self, block_ids: list[int], *, is_committed: bool = True, incarnation: bytes | None = None) -> Load:
         address = self.producer.handshake()
         rank = (address.address, incarnation or address.incarnation)
-        load = Load("consuming", self.handoff, 0, 0, block_ids, [rank], is_committed)
+        load = Load("consuming", self.handoff, 0, block_ids, [rank], is_committed)
         self.consumer.begin_step(StepMetadata(loads=[load]))
         return load
 
     def begin_step(self, block_ids: list[int], first: int = 0) -> None:
-        self.producer.begin_step(StepMetadata(ready=[(self.handoff, 0, first, block_ids)]))
+        self.producer.begin_step(StepMetadata(ready=[(self.handoff, first, block_ids)]))
 
     def announce(self, block_ids: list[int], first: int = 0) -> None:
         self.begin_step(block_ids, first)
@@ -188,7 +188,7 @@ def test_a_step_whose_layers_were_all_saved_announces_nothing_at_its_end(pair: P
 
 def test_a_step_without_ready_blocks_sends_nothing(pair: Pair) -> None:
     recorded = Recorded(pair.producer)
-    for finals in ([], [(pair.handoff, 0, 0, [2])], [], []):
+    for finals in ([], [(pair.handoff, 0, [2])], [], []):
         pair.producer.begin_step(StepMetadata(ready=finals))
         for layer in range(LAYERS):
             pair.producer.save_layer(f"layer.{layer}")
@@ -227,7 +227,7 @@ def test_layers_that_are_called_before_all_is_written_are_announced_at_the_end(s
     worker = role(**setting)
     worker.register(caches())
     recorded = Recorded(worker)
-    worker.begin_step(StepMetadata(ready=[(bytes.fromhex(new_id()), 0, 0, [2])]))
+    worker.begin_step(StepMetadata(ready=[(bytes.fromhex(new_id()), 0, [2])]))
     for _ in range(2):
         worker.save_layer("layer.0")
     assert recorded.num_layers == []
@@ -368,7 +368,7 @@ def test_of_a_cancelled_load_blocks_that_are_here_count_unless_they_were_withdra
 
 def test_a_load_and_its_cancel_in_one_step_end_it(pair: Pair) -> None:
     address = pair.producer.handshake()
-    load = Load("consuming", pair.handoff, 0, 0, [5], [(address.address, address.incarnation)], is_committed=True)
+    load = Load("consuming", pair.handoff, 0, [5], [(address.address, address.incarnation)], is_committed=True)
     pair.consumer.begin_step(StepMetadata(loads=[load], cancels=[(pair.handoff, "aborted", False)]))
     assert received(pair.consumer) == {"consuming"}
 
@@ -390,7 +390,7 @@ def test_a_producer_that_goes_away_ends_the_load(pair: Pair) -> None:
 
 
 def test_a_producer_with_fewer_workers_fails_the_load(pair: Pair) -> None:
-    load = Load("consuming", pair.handoff, 0, 0, [5], [], is_committed=True)
+    load = Load("consuming", pair.handoff, 0, [5], [], is_committed=True)
     pair.consumer.begin_step(StepMetadata(loads=[load]))
     assert received(pair.consumer) == {"consuming"}
     assert pair.consumer.take_invalid_block_ids() == {5}
@@ -407,7 +407,7 @@ def test_a_release_frees_leased_blocks_once(pair: Pair) -> None:
 
 def test_consumers_of_different_handoffs_do_not_disturb_each_other(pair: Pair) -> None:
     pair.announce([2])
-    lost = Load("lost", bytes.fromhex(new_id()), 0, 0, [7], [("127.0.0.1:1", bytes(16))], is_committed=True)
+    lost = Load("lost", bytes.fromhex(new_id()), 0, [7], [("127.0.0.1:1", bytes(16))], is_committed=True)
     pair.consumer.begin_step(StepMetadata(loads=[lost]))
     pair.load([5])
     ended: set[str] = set()
@@ -418,7 +418,7 @@ def test_consumers_of_different_handoffs_do_not_disturb_each_other(pair: Pair) -
 
 def test_two_requests_of_one_handoff_are_distinguished(pair: Pair) -> None:
     load = pair.load([5])
-    again = Load("again", pair.handoff, 0, 0, [7], load.ranks, is_committed=True)
+    again = Load("again", pair.handoff, 0, [7], load.ranks, is_committed=True)
     pair.consumer.begin_step(StepMetadata(loads=[again]))
     assert received(pair.consumer) == {"again"}
     assert pair.consumer.take_invalid_block_ids() == {7}

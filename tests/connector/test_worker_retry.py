@@ -49,7 +49,7 @@ def test_a_load_that_failed_may_be_begun_again_while_its_blocks_are_leased(pair:
 
 
 def test_a_load_that_is_refused_ends_at_once_with_the_reason(pair: Pair) -> None:
-    load = Load("refused", pair.handoff, 0, 0, [5, 4], [], is_committed=False, refusal="its lease ended")
+    load = Load("refused", pair.handoff, 0, [5, 4], [], is_committed=False, refusal="its lease ended")
     pair.consumer.begin_step(StepMetadata(loads=[load]))
     assert pair.consumer.finished() == (set(), {"refused"})
     assert pair.consumer.take_invalid_block_ids() == {4, 5}
@@ -59,8 +59,8 @@ def test_a_load_that_is_refused_ends_at_once_with_the_reason(pair: Pair) -> None
 
 def test_cached_blocks_move_before_the_forward_pass(pair: Pair) -> None:
     pair.load([5, 4, 1])
-    finals = [(pair.handoff, 0, 2, [9])]
-    pair.producer.begin_step(StepMetadata(cached=[(pair.handoff, 0, 0, [2, 3])], ready=finals))
+    finals = [(pair.handoff, 2, [9])]
+    pair.producer.begin_step(StepMetadata(cached=[(pair.handoff, 0, [2, 3])], ready=finals))
     until(lambda: pair.arrived([2, 3], [5, 4]))
     time.sleep(0.05)
     assert not pair.arrived([9], [1])

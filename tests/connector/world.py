@@ -238,15 +238,14 @@ class World:
         for request_id, table, history, _, end in spans:
             assert self.cache.holds(table, history, 0, end), f"{request_id} was computed on KV that is not its own"
 
-    def _expose(self, parts: list[tuple[bytes, int, int, list[int]]]) -> None:
+    def _expose(self, parts: list[tuple[bytes, int, list[int]]]) -> None:
         """Exposes ready blocks to consumers."""
-        for handoff, epoch, first, block_ids in parts:
+        for handoff, first, block_ids in parts:
             if handoff not in self.exposed:
                 request_id = next(key for key, value in self.handoffs.items() if value == handoff)
                 self.exposed[handoff] = Exposed(self.engine.scheduler.requests[request_id])
             exposed = self.exposed[handoff]
             assert first == len(exposed.block_ids), "blocks become ready in the order of the prompt, each once"
-            assert epoch == 0
             exposed.block_ids += block_ids
 
     def _sample(self, request_id: str, step: StepMetadata) -> list[int]:

@@ -39,7 +39,7 @@ class Scene:
         return await answers(body=b"decoded")(request)
 
     def open(self, handoff):
-        self.producer.open(handoff, bytes(32), 100, 0, [])
+        self.producer.open(handoff, bytes(32), 100, [])
 
     def finish(self, handoff):
         self.producer.finish(handoff, [7], "length", 0)

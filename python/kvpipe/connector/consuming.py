@@ -131,7 +131,6 @@ class Consuming:
             Load(
                 request_id=consumed.request.request_id,
                 handoff=consumed.handoff,
-                epoch=opening.get("epoch", 0),
                 first=first,
                 block_ids=block_ids,
                 ranks=opening.get("ranks", []),

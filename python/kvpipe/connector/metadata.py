@@ -23,7 +23,6 @@ class Load:
     Attributes:
         request_id: vLLM's id on this engine.
         handoff: The handoff's id.
-        epoch: Generation of the producer's blocks.
         first: Position in the prompt of the first block to read.
         block_ids: Destination blocks, one for each position.
         ranks: `(address, incarnation)` of the producer's workers, by tensor-parallel rank.
@@ -33,7 +32,6 @@ class Load:
 
     request_id: str
     handoff: bytes
-    epoch: int
     first: int
     block_ids: list[int]
     ranks: list[tuple[str, bytes]]
@@ -55,7 +53,7 @@ class StepMetadata(KVConnectorMetadata):
             has withdrawn count as missing.
         ended: Producer: `(handoff, reason)` of handoffs whose blocks may change from this step on.
         cached: Producer: as `ready`, for blocks that are ready before this step's forward pass.
-        ready: Producer: `(handoff, epoch, first, block_ids)` of blocks that this step's forward pass completes.
+        ready: Producer: `(handoff, first, block_ids)` of blocks that this step's forward pass completes.
         leased: Producer: `(handoff, request_id)` of finished requests whose blocks are leased to a consumer.
         progress: Producer: `(handoff, seconds)` of prefills whose end the worker role can predict: their time beyond
             this step.
@@ -68,8 +66,8 @@ class StepMetadata(KVConnectorMetadata):
     committed: list[bytes] = field(default_factory=list)
     cancels: list[tuple[bytes, str, bool]] = field(default_factory=list)
     ended: list[tuple[bytes, str]] = field(default_factory=list)
-    cached: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
-    ready: list[tuple[bytes, int, int, list[int]]] = field(default_factory=list)
+    cached: list[tuple[bytes, int, list[int]]] = field(default_factory=list)
+    ready: list[tuple[bytes, int, list[int]]] = field(default_factory=list)
     leased: list[tuple[bytes, str]] = field(default_factory=list)
     progress: list[tuple[bytes, float]] = field(default_factory=list)
     control: str = ""

@@ -68,7 +68,7 @@ class Producing:
             produced.is_open = True
             self._out.trace.instant("opened", produced.handoff)
             hashed = prompt_hash(request)
-            self._out.control.open(produced.handoff, hashed, request.num_prompt_tokens, 0, self.ranks)
+            self._out.control.open(produced.handoff, hashed, request.num_prompt_tokens, self.ranks)
 
     def matched(self, request_id: str, num_local_tokens: int) -> None:
         """Notes how many tokens of a request were in this engine's prefix cache."""

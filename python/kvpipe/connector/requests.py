@@ -49,12 +49,12 @@ class Produced:
             return -(-self.num_prompt_tokens // block_size)
         return num_tokens // block_size
 
-    def announce(self, block_ids: list[int]) -> list[tuple[bytes, int, int, list[int]]]:
-        """Returns the announcement of the next blocks: `(handoff, epoch, first, block_ids)`, or none."""
+    def announce(self, block_ids: list[int]) -> list[tuple[bytes, int, list[int]]]:
+        """Returns the announcement of the next blocks: `(handoff, first, block_ids)`, or none."""
         first = self.num_announced
         self.num_announced += len(block_ids)
         self.announced_ids.update(block_ids)
-        return [(self.handoff, 0, first, block_ids)] if block_ids else []
+        return [(self.handoff, first, block_ids)] if block_ids else []
 
 
 @dataclass

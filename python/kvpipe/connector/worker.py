@@ -159,7 +159,6 @@ class WorkerRole:
             load.handoff,
             address,
             incarnation,
-            load.epoch,
             load.first,
             load.block_ids,
             load.is_committed,
@@ -299,7 +298,7 @@ class WorkerTrace:
     def layers_computed(self) -> None:
         """Writes a span since the last call, for each handoff of this step."""
         if self.lines.is_on:
-            for handoff, _, first, block_ids in self._step.ready:
+            for handoff, first, block_ids in self._step.ready:
                 facts = {"layer": self._num_layers, "first": first, "blocks": len(block_ids)}
                 self.lines.span("computed", handoff, self._since_s, **facts)
             self._since_s = time.monotonic()

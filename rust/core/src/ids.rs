@@ -14,6 +14,10 @@ pub type Incarnation = [u8; 16];
 /// Names one attempt to move one request's KV from producer to consumer; random, minted by the proxy.
 pub type HandoffId = [u8; 16];
 
+/// Names a grant of a handoff's blocks within the agent that produces them; counts up, never used again. A handoff that
+/// ends and becomes ready again has another one.
+pub type Epoch = u64;
+
 /// Names a region within its agent; in the order of registration, never used again.
 pub type RegionId = u32;
 

@@ -91,11 +91,10 @@ pub(crate) struct ReadyBlocks(pub(crate) handoff::ReadyBlocks);
 #[pymethods]
 impl ReadyBlocks {
     #[new]
-    fn new(parts: Vec<(Vec<u8>, u32, u32, Vec<u32>)>) -> PyResult<Self> {
-        let part = |(handoff, epoch, first, block_ids): (Vec<u8>, _, _, _)| {
+    fn new(parts: Vec<(Vec<u8>, u32, Vec<u32>)>) -> PyResult<Self> {
+        let part = |(handoff, first, block_ids): (Vec<u8>, _, _)| {
             Ok(handoff::ReadyRange {
                 handoff: id(&handoff)?,
-                epoch,
                 first,
                 block_ids,
             })

@@ -71,7 +71,6 @@ impl Control {
         handoff: &[u8],
         prompt_hash: &[u8],
         num_tokens: u32,
-        epoch: u32,
         ranks: Vec<(String, Vec<u8>)>,
     ) -> PyResult<()> {
         let prompt_hash = prompt_hash
@@ -90,7 +89,6 @@ impl Control {
                 Opening {
                     prompt_hash,
                     num_tokens,
-                    epoch,
                     ranks,
                 },
             )
@@ -240,7 +238,6 @@ fn to_dict<'py>(py: Python<'py>, event: &ControlEvent) -> PyResult<Bound<'py, Py
 fn set_opening(dict: &Bound<'_, PyDict>, opening: &Opening) -> PyResult<()> {
     dict.set_item("prompt_hash", opening.prompt_hash.as_slice())?;
     dict.set_item("num_tokens", opening.num_tokens)?;
-    dict.set_item("epoch", opening.epoch)?;
     let ranks: Vec<(&str, &[u8])> = opening
         .ranks
         .iter()

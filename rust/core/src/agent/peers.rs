@@ -58,7 +58,7 @@ impl PeerState {
     }
 
     /// A region that it has described and not closed.
-    pub(super) fn region(&self, id: RegionId) -> Option<&Arc<RemoteRegion>> {
+    pub(crate) fn region(&self, id: RegionId) -> Option<&Arc<RemoteRegion>> {
         let regions = self.regions.as_ref()?;
         let index = regions.binary_search_by_key(&id, |region| region.id);
         regions.get(index.ok()?)

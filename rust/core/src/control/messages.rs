@@ -66,7 +66,6 @@ impl ControlMessage {
                     .raw(handoff)
                     .raw(&opening.prompt_hash)
                     .u32(opening.num_tokens)
-                    .u32(opening.epoch)
                     .list(&opening.ranks, |w, rank| {
                         w.str(&rank.address).raw(&rank.incarnation)
                     }),
@@ -158,7 +157,6 @@ fn update(kind: u8, reader: &mut Reader<'_>) -> Result<HandoffUpdate> {
         OPENED => HandoffUpdate::Opened(Opening {
             prompt_hash: reader.fixed()?,
             num_tokens: reader.u32()?,
-            epoch: reader.u32()?,
             ranks: reader.list(RANKS_CAP, |r| {
                 Ok(Rank {
                     address: r.str(TEXT_CAP)?,
@@ -189,7 +187,6 @@ mod tests {
         let opening = Opening {
             prompt_hash: [9; 32],
             num_tokens: 5,
-            epoch: 2,
             ranks: vec![rank],
         };
         let state = SequenceState {

@@ -41,8 +41,6 @@ pub struct Opening {
     pub prompt_hash: [u8; 32],
     /// Number of prompt tokens whose KV will be leased.
     pub num_tokens: u32,
-    /// Epoch of the producer's blocks; a new one voids all announcements of the old one.
-    pub epoch: u32,
     /// The producer's workers, by tensor-parallel rank.
     pub ranks: Vec<Rank>,
 }

@@ -118,7 +118,7 @@ impl ProducerRole {
         self.expected.insert(handoff);
     }
 
-    /// Opens a handoff whose request is scheduled. A handoff that is opened again, in a new epoch, keeps its watchers.
+    /// Opens a handoff whose request is scheduled. A handoff that is opened again keeps its watchers.
     pub(super) fn open(&mut self, out: &mut ControlOutbox, handoff: HandoffId, opening: Opening) {
         self.expected.remove(&handoff);
         if let Some(reason) = self.ended.get(&handoff) {

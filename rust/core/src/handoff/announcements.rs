@@ -32,7 +32,7 @@ impl HandoffService {
             // Marked before the blocks could change: unmarked now, they did not change while they were read.
             Ok(_) if self.shared.ended().contains(&part.handoff) => {}
             Ok(blocks) => {
-                let messages = self.producer.mark_ready(part.handoff, part.epoch, &blocks);
+                let messages = self.producer.mark_ready(part.handoff, &blocks);
                 send_all(cx, messages);
                 let before = regions
                     .first()
@@ -56,12 +56,12 @@ impl HandoffService {
         part: &ReadyRange,
         regions: &[RegionId],
     ) -> Result<Vec<ReadyBlock>, String> {
+        let epoch = self.producer.epoch(&part.handoff);
         let mut blocks = Vec::with_capacity(part.block_ids.len() * regions.len());
         for id in regions {
             let Some(local) = self.agent.regions.get(id) else {
                 return Err("blocks of a region that was closed cannot be leased".to_owned());
             };
-            let region = self.agent.regions.range(..id).count() as u16;
             for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
                 let Some(bytes) = block_bytes(&local.memory, &local.layout, block_id) else {
                     return Err(format!(
@@ -70,10 +70,10 @@ impl HandoffService {
                     ));
                 };
                 blocks.push(ReadyBlock {
-                    region,
+                    region: *id,
                     position,
                     block_id,
-                    checksum: checksum(&part.handoff, part.epoch, region, position, bytes),
+                    checksum: checksum(&part.handoff, epoch, *id, position, bytes),
                 });
             }
         }

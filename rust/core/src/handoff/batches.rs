@@ -43,11 +43,10 @@ impl HandoffService {
         };
         match outcome {
             Ok(read) => {
-                let epoch = active.load.request.epoch;
-                let verified = verify(&handoff, epoch, &batch, &read);
+                let verified = verify(&handoff, &batch, &read);
                 let num_verified = verified.iter().filter(|is_verified| **is_verified).count();
                 let facts = [
-                    ("layer", u64::from(batch.region)),
+                    ("layer", batch.place as u64),
                     ("blocks", verified.len() as u64),
                     ("verified", num_verified as u64),
                     ("bytes", read.num_bytes),
@@ -66,13 +65,10 @@ impl HandoffService {
         self.continue_load(cx, handoff);
     }
 
-    /// Handoffs name regions by their place among all of an agent.
     fn plan_batch(&self, session: SessionKey, batch: &ReadBatch) -> Result<BlockTransfer> {
-        let place = usize::from(batch.region);
         let peer = self.agent.peers.get(&session).ok_or_else(region_gone)?;
-        let theirs = peer.regions.as_ref().and_then(|regions| regions.get(place));
-        let (Some((&region, ours)), Some(theirs)) = (self.agent.regions.iter().nth(place), theirs)
-        else {
+        let ours = self.agent.regions.get(&batch.region);
+        let (Some(ours), Some(theirs)) = (ours, peer.region(batch.remote_region())) else {
             return Err(region_gone());
         };
         let from_ids: Vec<u32> = batch.blocks.iter().map(|block| block.block_id).collect();
@@ -80,7 +76,7 @@ impl HandoffService {
         let pieces = coalesce(to, (&theirs.layout, &from_ids))?;
         Ok(BlockTransfer {
             peer: peer.handle.clone(),
-            region,
+            region: batch.region,
             remote_region: theirs.id,
             pieces: Arc::new(pieces),
             is_checksummed: false,
@@ -90,10 +86,10 @@ impl HandoffService {
 }
 
 /// For each block of a batch, whether it is here with the checksum that the producer computed.
-fn verify(handoff: &HandoffId, epoch: u32, batch: &ReadBatch, read: &BlocksRead) -> Vec<bool> {
+fn verify(handoff: &HandoffId, batch: &ReadBatch, read: &BlocksRead) -> Vec<bool> {
     let is_verified = |(block, &local): (&ReadyBlock, &u32)| {
         block_bytes(&read.memory, &read.layout, local).is_some_and(|bytes| {
-            checksum(handoff, epoch, block.region, block.position, bytes) == block.checksum
+            checksum(handoff, batch.epoch, block.region, block.position, bytes) == block.checksum
         })
     };
     let blocks = batch.blocks.iter().zip(&batch.local_ids);

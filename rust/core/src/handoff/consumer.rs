@@ -8,59 +8,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::ReadyBlock;
-use crate::error::{Error, Result};
-use crate::ids::{HandoffId, Incarnation};
+use super::load_request::{LoadCounts, LoadFailure, LoadRequest};
+use crate::ids::{Epoch, RegionId};
 
 /// Most reads of a block of one region: by the session's data path, then once more as a stream.
 const MAX_READS: u8 = 2;
-
-/// What a worker loads of a handoff.
-#[derive(Debug, Clone)]
-pub struct LoadRequest {
-    /// The handoff.
-    pub handoff: HandoffId,
-    /// Where the producer's worker listens.
-    pub producer: String,
-    /// The producer's incarnation, as its scheduler named it.
-    pub incarnation: Incarnation,
-    /// The epoch of its blocks.
-    pub epoch: u32,
-    /// Position of the first wanted block in the prompt.
-    pub first: u32,
-    /// Destination ids, one for each position from `first` on.
-    pub block_ids: Vec<u32>,
-    /// Whether the sequence state is here: the load then ends with its last block.
-    pub is_committed: bool,
-}
-
-/// Counters of a load.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct LoadCounts {
-    /// Bytes that were read.
-    pub num_bytes: u64,
-    /// Blocks that are verified in every region.
-    pub num_received: u64,
-    /// Blocks that are not.
-    pub num_missing: u64,
-    /// Blocks that were read again in some region.
-    pub num_retried: u64,
-    /// Comparisons with the producer's checksums, one for each block and region that was read.
-    pub num_compared: u64,
-    /// Comparisons that differed.
-    pub num_corrupt: u64,
-    /// Time from the first announcement until everything announced so far was here. What comes later overlaps with
-    /// prefill.
-    pub backlog: Duration,
-}
-
-/// Why a load failed, and what it lacks.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LoadFailure {
-    /// Indices into the `block_ids` of the load, of the blocks that are not verified.
-    pub missing: Vec<u32>,
-    /// The first failure.
-    pub reason: String,
-}
 
 /// How a load ended.
 #[derive(Debug, PartialEq, Eq)]
@@ -73,14 +25,34 @@ pub(super) struct LoadOutcome {
 /// Blocks of one region to read now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ReadBatch {
-    /// The place of the region among all, the same on both sides.
-    pub(super) region: u16,
+    /// Our region, into which they are read.
+    pub(super) region: RegionId,
+    /// The place of that region among those of the load.
+    pub(super) place: usize,
+    /// The epoch in which they were announced.
+    pub(super) epoch: Epoch,
     /// Whether an earlier read of these blocks failed.
     pub(super) is_retry: bool,
     /// The blocks at the producer, with their checksums.
     pub(super) blocks: Vec<ReadyBlock>,
     /// Destination ids, in the same order.
     pub(super) local_ids: Vec<u32>,
+}
+
+impl ReadBatch {
+    /// The producer's region.
+    pub(super) fn remote_region(&self) -> RegionId {
+        self.blocks[0].region
+    }
+}
+
+/// Why nothing of an announcement can be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Unreadable {
+    /// It has blocks of a region that the producer did not have when the load selected.
+    Region(RegionId),
+    /// The load has blocks of an earlier epoch: the producer has ended the handoff since, and granted it again.
+    Epoch,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -118,15 +90,19 @@ enum LoadPhase {
 #[derive(Debug)]
 pub(super) struct Load {
     pub(super) request: LoadRequest,
-    /// Number of regions (layers) in which each block must arrive.
-    num_regions: u16,
+    /// Our regions (layers), in each of which each block must arrive. A region's place is its index here.
+    regions: Vec<RegionId>,
+    /// The producer's regions with the places of ours of the same name, by ascending id.
+    places: Vec<(RegionId, usize)>,
     /// Most blocks of one batch; the checksums of a batch are verified in one slice.
     max_batch: usize,
     phase: LoadPhase,
-    /// For each selected block and region: `[block][region]`.
+    /// The producer's grant of the blocks, as the first announcement names it.
+    epoch: Option<Epoch>,
+    /// For each selected block and place: `[block][place]`.
     reads: Vec<BlockReads>,
     /// For each selected block, the number of regions in which it is verified.
-    num_verified: Vec<u16>,
+    num_verified: Vec<usize>,
     /// Index of the first lost block. The blocks after it are useless without it, and no longer read.
     end: usize,
     /// Blocks to read again from the present session.
@@ -138,14 +114,16 @@ pub(super) struct Load {
 }
 
 impl Load {
-    pub(super) fn new(request: LoadRequest, num_regions: u16, max_batch: usize) -> Self {
+    pub(super) fn new(request: LoadRequest, regions: Vec<RegionId>, max_batch: usize) -> Self {
         let count = request.block_ids.len();
         Self {
             request,
-            num_regions,
+            places: Vec::new(),
             max_batch,
             phase: LoadPhase::Created,
-            reads: vec![BlockReads::default(); count * usize::from(num_regions)],
+            epoch: None,
+            reads: vec![BlockReads::default(); count * regions.len()],
+            regions,
             num_verified: vec![0; count],
             end: count,
             retries: Vec::new(),
@@ -155,9 +133,17 @@ impl Load {
         }
     }
 
-    /// The positions to select at the producer: the first, and the one after the last. Retries of an earlier session are
-    /// void, because the new session announces their blocks again.
-    pub(super) fn select(&mut self) -> (u32, u32) {
+    /// The regions into which it loads.
+    pub(super) fn regions(&self) -> &[RegionId] {
+        &self.regions
+    }
+
+    /// The positions to select at the producer: the first, and the one after the last. `theirs` are its regions, in the
+    /// order of [`regions`](Self::regions). Retries of an earlier session are void, because the new session announces
+    /// their blocks again.
+    pub(super) fn select(&mut self, theirs: impl Iterator<Item = RegionId>) -> (u32, u32) {
+        self.places = theirs.zip(0..self.regions.len()).collect();
+        self.places.sort_unstable();
         if self.phase == LoadPhase::Created {
             self.phase = LoadPhase::Selected;
         }
@@ -170,35 +156,35 @@ impl Load {
     /// Receives an announcement, and returns what to read now, region by region.
     ///
     /// Blocks that were not selected, are verified, or are being read are skipped: the announcement may answer an earlier
-    /// selection. So is all of an ended load, or of another epoch.
+    /// selection. So is all of an ended load.
     ///
     /// # Errors
-    /// `Protocol`: a region that this side does not have.
+    /// The load cannot go on, see [`Unreadable`]. Nothing is read.
     pub(super) fn blocks_announced(
         &mut self,
-        epoch: u32,
+        epoch: Epoch,
         blocks: &[ReadyBlock],
-    ) -> Result<Vec<ReadBatch>> {
-        if self.has_ended() || self.request.epoch != epoch {
+    ) -> Result<Vec<ReadBatch>, Unreadable> {
+        if self.has_ended() {
             return Ok(Vec::new());
         }
-        let num_regions = self.num_regions;
-        if let Some(block) = blocks.iter().find(|block| block.region >= num_regions) {
-            return Err(Error::protocol(format_args!(
-                "a block of region {} of {num_regions} was announced",
-                block.region
-            )));
+        if *self.epoch.get_or_insert(epoch) != epoch {
+            return Err(Unreadable::Epoch);
         }
-        Ok(self.begin_batches(blocks.iter().copied()))
+        let is_unknown = |block: &&ReadyBlock| self.place(block.region).is_none();
+        if let Some(block) = blocks.iter().find(is_unknown) {
+            return Err(Unreadable::Region(block.region));
+        }
+        Ok(self.begin_batches(epoch, blocks.iter().copied()))
     }
 
     /// What to read once more from the present session, by another data path.
     pub(super) fn next_retries(&mut self) -> Vec<ReadBatch> {
-        if self.has_ended() {
+        let Some(epoch) = self.epoch.filter(|_| !self.has_ended()) else {
             return Vec::new();
-        }
+        };
         let retries = std::mem::take(&mut self.retries);
-        self.begin_batches(retries.into_iter())
+        self.begin_batches(epoch, retries.into_iter())
     }
 
     /// A read has ended with its data. `verified` says for each of its blocks whether the checksum matches.
@@ -208,12 +194,12 @@ impl Load {
         self.counts.num_compared += verified.len() as u64;
         for (block, is_verified) in batch.blocks.iter().zip(verified) {
             if *is_verified {
-                self.block_verified(block);
+                self.block_verified(batch.place, block);
                 continue;
             }
             self.counts.num_corrupt += 1;
             let (position, region) = (block.position, block.region);
-            self.block_failed(block, || {
+            self.block_failed(batch.place, block, || {
                 format!("block {position} of region {region} differs from its checksum")
             });
         }
@@ -223,7 +209,7 @@ impl Load {
     pub(super) fn read_failed(&mut self, batch: &ReadBatch, reason: &str) {
         self.num_reading -= 1;
         for block in &batch.blocks {
-            self.block_failed(block, || reason.to_owned());
+            self.block_failed(batch.place, block, || reason.to_owned());
         }
     }
 
@@ -250,6 +236,17 @@ impl Load {
     /// Whether no more blocks will come.
     pub(super) fn has_ended(&self) -> bool {
         matches!(self.phase, LoadPhase::Ended | LoadPhase::Withdrawn)
+    }
+
+    /// A region of ours that lacks blocks although the producer's, of which they were to come, is not open any more.
+    pub(super) fn lacked_region(&self, is_open: impl Fn(&RegionId) -> bool) -> Option<RegionId> {
+        let mut closed = self.places.iter().filter(|(theirs, _)| !is_open(theirs));
+        let is_lacking = |place: usize| {
+            let mut blocks = self.reads.chunks(self.regions.len()).take(self.end);
+            blocks.any(|regions| regions[place].stage != BlockStage::Verified)
+        };
+        let (_, place) = closed.find(|(_, place)| is_lacking(*place))?;
+        Some(self.regions[*place])
     }
 
     /// Whether a read may still write into the load's blocks.
@@ -291,17 +288,22 @@ impl Load {
         Some(block.position.checked_sub(self.request.first)? as usize)
     }
 
-    fn reads_of(&mut self, block: &ReadyBlock) -> Option<&mut BlockReads> {
-        let regions = usize::from(self.num_regions);
-        let at = self.index(block)? * regions + usize::from(block.region);
+    /// The place of a region of the producer.
+    fn place(&self, theirs: RegionId) -> Option<usize> {
+        let at = self.places.binary_search_by_key(&theirs, |(id, _)| *id);
+        Some(self.places[at.ok()?].1)
+    }
+
+    fn reads_of(&mut self, place: usize, block: &ReadyBlock) -> Option<&mut BlockReads> {
+        let at = self.index(block)? * self.regions.len() + place;
         self.reads.get_mut(at)
     }
 
     /// The destination of a block and whether it was read before; `None` for a block that need not be read now.
-    fn begin_read(&mut self, block: &ReadyBlock) -> Option<(u32, bool)> {
+    fn begin_read(&mut self, place: usize, block: &ReadyBlock) -> Option<(u32, bool)> {
         let index = self.index(block).filter(|index| *index < self.end)?;
         let local = *self.request.block_ids.get(index)?;
-        let reads = self.reads_of(block)?;
+        let reads = self.reads_of(place, block)?;
         if reads.stage != BlockStage::Awaited {
             return None;
         }
@@ -311,20 +313,28 @@ impl Load {
     }
 
     /// Begins the reads of those blocks that need one.
-    fn begin_batches(&mut self, blocks: impl Iterator<Item = ReadyBlock>) -> Vec<ReadBatch> {
-        let mut begun: BTreeMap<(u16, bool), Vec<(ReadyBlock, u32)>> = BTreeMap::new();
+    fn begin_batches(
+        &mut self,
+        epoch: Epoch,
+        blocks: impl Iterator<Item = ReadyBlock>,
+    ) -> Vec<ReadBatch> {
+        let mut begun: BTreeMap<(usize, bool), Vec<(ReadyBlock, u32)>> = BTreeMap::new();
         for block in blocks {
-            if let Some((local, is_retry)) = self.begin_read(&block) {
-                let of_region = begun.entry((block.region, is_retry)).or_default();
+            if let Some(place) = self.place(block.region)
+                && let Some((local, is_retry)) = self.begin_read(place, &block)
+            {
+                let of_region = begun.entry((place, is_retry)).or_default();
                 of_region.push((block, local));
             }
         }
         let mut batches = Vec::new();
-        for ((region, is_retry), all) in begun {
+        for ((place, is_retry), all) in begun {
             for part in all.chunks(self.max_batch) {
                 let (blocks, local_ids) = part.iter().copied().unzip();
                 batches.push(ReadBatch {
-                    region,
+                    region: self.regions[place],
+                    place,
+                    epoch,
                     is_retry,
                     blocks,
                     local_ids,
@@ -335,8 +345,8 @@ impl Load {
         batches
     }
 
-    fn block_verified(&mut self, block: &ReadyBlock) {
-        if let Some(reads) = self.reads_of(block) {
+    fn block_verified(&mut self, place: usize, block: &ReadyBlock) {
+        if let Some(reads) = self.reads_of(place, block) {
             reads.stage = BlockStage::Verified;
         }
         if let Some(index) = self.index(block) {
@@ -345,8 +355,8 @@ impl Load {
     }
 
     /// A read of a block has failed: the block is read again, or lost.
-    fn block_failed(&mut self, block: &ReadyBlock, reason: impl FnOnce() -> String) {
-        let (Some(index), Some(reads)) = (self.index(block), self.reads_of(block)) else {
+    fn block_failed(&mut self, place: usize, block: &ReadyBlock, reason: impl FnOnce() -> String) {
+        let (Some(index), Some(reads)) = (self.index(block), self.reads_of(place, block)) else {
             return;
         };
         if reads.num_reads < MAX_READS {
@@ -360,11 +370,11 @@ impl Load {
     }
 
     fn is_verified(&self, index: usize) -> bool {
-        self.num_verified[index] == self.num_regions
+        self.num_verified[index] == self.regions.len()
     }
 
     fn num_retried(&self) -> u64 {
-        let blocks = self.reads.chunks(self.num_regions.max(1).into());
+        let blocks = self.reads.chunks(self.regions.len().max(1));
         let is_retried = |regions: &&[BlockReads]| regions.iter().any(|reads| reads.num_reads > 1);
         blocks.filter(is_retried).count() as u64
     }

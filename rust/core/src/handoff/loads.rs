@@ -5,20 +5,21 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::ReadyBlock;
 use super::agent::{Event, LoadReport};
 use super::announcements::slice_of;
-use super::consumer::{Load, LoadCounts, LoadRequest};
+use super::consumer::{Load, Unreadable};
+use super::load_request::{LoadCounts, LoadRequest};
 use super::messages::HandoffMessage;
 use super::service::HandoffService;
 use crate::agent::peers::transport;
 use crate::agent::regions::LocalRegion;
-use crate::error::{Error, Result};
-use crate::ids::{HandoffId, RegionId, SessionKey};
+use crate::error::Error;
+use crate::ids::{Epoch, HandoffId, RegionId, SessionKey};
 use crate::session::ReactorContext;
 use crate::trace::Track;
 use crate::transfer::region::RemoteRegion;
@@ -66,19 +67,20 @@ impl HandoffService {
             return self.log_line(text.to_owned());
         }
         let regions = &self.agent.regions;
-        let num_regions = regions.len() as u16;
+        let ours: Vec<RegionId> = regions.keys().copied().collect();
+        let has_regions = !ours.is_empty();
         let block_bytes = regions.values().map(|region| region.layout.block_bytes);
         let max_batch = slice_of(block_bytes.max().unwrap_or_default());
         let active = ActiveLoad {
             session: self.agent.session_to(cx, &request.producer),
-            load: Load::new(request, num_regions, max_batch),
+            load: Load::new(request, ours, max_batch),
             started: cx.now(),
             announced: None,
             has_selected: false,
             lost: None,
         };
         self.loads.insert(handoff, active);
-        if num_regions == 0 {
+        if !has_regions {
             return self.fail_load(cx, handoff, "no region is registered here");
         }
         self.continue_load(cx, handoff);
@@ -116,11 +118,12 @@ impl HandoffService {
         if peer.handle.incarnation() != load.request.incarnation {
             return load.fail("the producer has been restarted");
         }
-        if let Some(difference) = region_difference(&self.agent.regions, theirs) {
-            return load.fail(&difference);
-        }
-        let (epoch, (first, end)) = (load.request.epoch, load.select());
-        let select = HandoffMessage::Select { epoch, first, end };
+        let theirs = match same_regions(&self.agent.regions, load.regions(), theirs) {
+            Ok(theirs) => theirs,
+            Err(difference) => return load.fail(&difference),
+        };
+        let (first, end) = load.select(theirs.into_iter());
+        let select = HandoffMessage::Select { first, end };
         select.send(cx, active.session, &handoff);
         let facts = [("first", u64::from(first)), ("end", u64::from(end))];
         self.trace
@@ -147,18 +150,62 @@ impl HandoffService {
         cx: &mut ReactorContext,
         session: SessionKey,
         handoff: HandoffId,
-        epoch: u32,
+        epoch: Epoch,
         blocks: &[ReadyBlock],
-    ) -> Result<()> {
+    ) {
         let active = self.loads.get_mut(&handoff);
         let Some(active) = active.filter(|active| active.session == session) else {
-            return Ok(());
+            return;
         };
         active.announced.get_or_insert(cx.now());
-        for batch in active.load.blocks_announced(epoch, blocks)? {
-            self.read_batch(cx, session, handoff, batch);
+        match active.load.blocks_announced(epoch, blocks) {
+            Ok(batches) => {
+                for batch in batches {
+                    self.read_batch(cx, session, handoff, batch);
+                }
+            }
+            Err(Unreadable::Region(region)) => {
+                let name = self.region_name(session, region);
+                let reason = format!("{name} of the producer was closed or registered meanwhile");
+                self.fail_load(cx, handoff, &reason);
+            }
+            Err(Unreadable::Epoch) => {
+                self.withdraw_load(&handoff);
+                let reason = "the producer ended the handoff, and began it again";
+                self.fail_load(cx, handoff, reason);
+            }
         }
-        Ok(())
+    }
+
+    fn region_name(&self, session: SessionKey, id: RegionId) -> String {
+        let peer = self.agent.peers.get(&session);
+        match peer.and_then(|peer| peer.region(id)) {
+            Some(region) => format!("region {:?}", region.name),
+            None => format!("region {id}"),
+        }
+    }
+
+    /// The producer has described its regions again: a load that lacks blocks of one that was closed fails.
+    pub(super) fn regions_described(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        for handoff in self.loads_from(session) {
+            match self.closed_region(session, handoff) {
+                Some(name) => {
+                    let reason = format!("region {name:?} was closed by the producer");
+                    self.fail_load(cx, handoff, &reason);
+                }
+                None => self.continue_load(cx, handoff),
+            }
+        }
+    }
+
+    /// The name of a region that the producer has closed, and of which a load lacks blocks.
+    fn closed_region(&self, session: SessionKey, handoff: HandoffId) -> Option<String> {
+        let active = self.loads.get(&handoff);
+        let active = active.filter(|active| active.has_selected)?;
+        let peer = self.agent.peers.get(&session)?;
+        let open = |id: &RegionId| peer.region(*id).is_some();
+        let ours = active.load.lacked_region(open)?;
+        Some(self.agent.regions.get(&ours)?.name.clone())
     }
 
     pub(super) fn withdraw_load(&mut self, handoff: &HandoffId) {
@@ -257,22 +304,36 @@ impl HandoffService {
     }
 }
 
-fn region_difference(
-    ours: &BTreeMap<RegionId, LocalRegion>,
+/// For each of our regions, the producer's of the same name.
+///
+/// # Errors
+/// The two sides do not have the same regions, or ours have changed since the load began.
+fn same_regions(
+    open: &BTreeMap<RegionId, LocalRegion>,
+    ours: &[RegionId],
     theirs: &[Arc<RemoteRegion>],
-) -> Option<String> {
+) -> Result<Vec<RegionId>, String> {
     let (num_ours, num_theirs) = (ours.len(), theirs.len());
     if num_ours != num_theirs {
-        return Some(format!("{num_ours} regions here, {num_theirs} there"));
+        return Err(format!("{num_ours} regions here, {num_theirs} there"));
     }
-    for (ours, theirs) in ours.values().zip(theirs) {
+    let by_name: HashMap<&str, &RemoteRegion> = theirs
+        .iter()
+        .map(|theirs| (&*theirs.name, &**theirs))
+        .collect();
+    let same = |ours: &RegionId| {
+        let ours = open.get(ours).ok_or("a region was closed here")?;
+        let name = &ours.name;
+        let theirs = by_name
+            .get(&**name)
+            .ok_or_else(|| format!("region {name:?} is here and not there"))?;
         let (here, there) = (ours.layout.block_bytes, theirs.layout.block_bytes);
-        if ours.name != theirs.name || here != there {
-            return Some(format!(
-                "region {:?} of {here}-byte blocks here, {:?} of {there} there",
-                ours.name, theirs.name
+        if here != there {
+            return Err(format!(
+                "region {name:?} has blocks of {here} bytes here, of {there} there"
             ));
         }
-    }
-    None
+        Ok(theirs.id)
+    };
+    ours.iter().map(same).collect()
 }

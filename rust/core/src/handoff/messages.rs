@@ -3,7 +3,7 @@
 use super::ReadyBlock;
 use crate::agent::reason;
 use crate::error::{Error, Result};
-use crate::ids::{HandoffId, SessionKey};
+use crate::ids::{Epoch, HandoffId, SessionKey};
 use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
 use crate::transfer::message::{BLOCKS_CAP, REASON_CAP};
@@ -17,10 +17,13 @@ const ACK: u8 = 51;
 /// What one side of a handoff tells the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum HandoffMessage {
-    /// Consumer: I want the blocks at these positions. The producer does not look at the epoch yet.
-    Select { epoch: u32, first: u32, end: u32 },
+    /// Consumer: I want the blocks at these positions.
+    Select { first: u32, end: u32 },
     /// Producer: these blocks can be read.
-    BlocksReady { epoch: u32, blocks: Vec<ReadyBlock> },
+    BlocksReady {
+        epoch: Epoch,
+        blocks: Vec<ReadyBlock>,
+    },
     /// Producer: nothing more will come.
     Ended { reason: String },
     /// Consumer: everything is here.
@@ -45,12 +48,10 @@ impl HandoffMessage {
     fn encode(&self, header: Writer, handoff: &HandoffId) -> (Writer, Payload) {
         let header = header.raw(handoff);
         match self {
-            Self::Select { epoch, first, end } => {
-                (header.u32(*epoch).u32(*first).u32(*end), Payload::None)
-            }
+            Self::Select { first, end } => (header.u32(*first).u32(*end), Payload::None),
             Self::BlocksReady { epoch, blocks } => {
                 let list = Writer::default().list(blocks, write_block);
-                (header.u32(*epoch), Payload::Bytes(list.finish()))
+                (header.u64(*epoch), Payload::Bytes(list.finish()))
             }
             Self::Ended { reason } => {
                 let text = Writer::default().text(reason, REASON_CAP);
@@ -69,12 +70,11 @@ impl HandoffMessage {
         let handoff = header.fixed()?;
         let message = match kind {
             SELECT => Self::Select {
-                epoch: header.u32()?,
                 first: header.u32()?,
                 end: header.u32()?,
             },
             BLOCKS_READY => {
-                let epoch = header.u32()?;
+                let epoch = header.u64()?;
                 let mut payload = Reader::new(payload);
                 let blocks = payload.list(BLOCKS_CAP, read_block)?;
                 payload.end()?;
@@ -98,7 +98,7 @@ impl HandoffMessage {
 
 fn write_block(writer: Writer, block: &ReadyBlock) -> Writer {
     writer
-        .u16(block.region)
+        .u32(block.region)
         .u32(block.position)
         .u32(block.block_id)
         .u64(block.checksum)
@@ -106,7 +106,7 @@ fn write_block(writer: Writer, block: &ReadyBlock) -> Writer {
 
 fn read_block(reader: &mut Reader<'_>) -> Result<ReadyBlock> {
     Ok(ReadyBlock {
-        region: reader.u16()?,
+        region: reader.u32()?,
         position: reader.u32()?,
         block_id: reader.u32()?,
         checksum: reader.u64()?,
@@ -146,12 +146,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back(numbers: Vec<(u16, u32, u32, u64)>, reason: String, epoch: u32) {
+        fn what_is_written_is_read_back(numbers: Vec<(u32, u32, u32, u64)>, reason: String, epoch: u64) {
             let blocks = numbers
                 .iter()
                 .map(|&(region, position, block_id, checksum)| ReadyBlock { region, position, block_id, checksum })
                 .collect();
-            read_back(&HandoffMessage::Select { epoch, first: 1, end: 2 });
+            read_back(&HandoffMessage::Select { first: 1, end: 2 });
             read_back(&HandoffMessage::BlocksReady { epoch, blocks });
             read_back(&HandoffMessage::Ended { reason });
             read_back(&HandoffMessage::Ack);

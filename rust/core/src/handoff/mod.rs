@@ -6,6 +6,7 @@ mod agent;
 mod announcements;
 mod batches;
 mod consumer;
+mod load_request;
 mod loads;
 pub(crate) mod messages;
 mod producer;
@@ -13,20 +14,20 @@ mod ready;
 mod service;
 
 pub use agent::{Event, HandoffAgent, LoadReport};
-pub use consumer::{LoadCounts, LoadFailure, LoadRequest};
+pub use load_request::{LoadCounts, LoadFailure, LoadRequest};
 pub use ready::{ReadyBlocks, ReadyRange};
 pub use service::HandoffCommand;
 
 use kvpipe_ucx::SharedBytes;
 
 use crate::checksum::bound;
-use crate::ids::HandoffId;
+use crate::ids::{Epoch, HandoffId, RegionId};
 
 /// A block of one region (layer) that will not change any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReadyBlock {
-    /// The region (layer) it belongs to.
-    pub region: u16,
+    /// The producer's region (layer) it belongs to.
+    pub region: RegionId,
     /// Its place in the request: 0 is the first block of the prompt.
     pub position: u32,
     /// Its id in the producer's region.
@@ -39,16 +40,16 @@ pub struct ReadyBlock {
 /// never passes for this one.
 pub fn checksum(
     handoff: &HandoffId,
-    epoch: u32,
-    region: u16,
+    epoch: Epoch,
+    region: RegionId,
     position: u32,
     bytes: SharedBytes<'_>,
 ) -> u64 {
-    let mut place = [0; 26];
+    let mut place = [0; 32];
     place[..16].copy_from_slice(handoff);
-    place[16..20].copy_from_slice(&epoch.to_le_bytes());
-    place[20..22].copy_from_slice(&region.to_le_bytes());
-    place[22..].copy_from_slice(&position.to_le_bytes());
+    place[16..24].copy_from_slice(&epoch.to_le_bytes());
+    place[24..28].copy_from_slice(&region.to_le_bytes());
+    place[28..].copy_from_slice(&position.to_le_bytes());
     bound(&place, bytes)
 }
 

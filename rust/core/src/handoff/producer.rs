@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::ReadyBlock;
 use super::messages::HandoffMessage;
-use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
+use crate::ids::{Epoch, HandoffId, RecentHandoffs, SessionKey};
 use crate::session::ReactorContext;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
@@ -58,7 +58,7 @@ impl BlockSelection {
     /// Announces those of the blocks that are selected.
     fn announce(
         self,
-        epoch: u32,
+        epoch: Epoch,
         blocks: &[ReadyBlock],
     ) -> impl Iterator<Item = Outgoing> + use<'_> {
         let positions = self.first..self.end;
@@ -91,7 +91,7 @@ impl BlockSelection {
 /// A handoff of which some blocks are ready.
 #[derive(Debug)]
 struct ReadyHandoff {
-    epoch: u32,
+    epoch: Epoch,
     blocks: Vec<ReadyBlock>,
     selections: Vec<BlockSelection>,
 }
@@ -100,6 +100,8 @@ struct ReadyHandoff {
 #[derive(Debug)]
 pub(super) struct Producer {
     ready: HashMap<HandoffId, ReadyHandoff>,
+    /// The epoch of the next handoff that becomes ready.
+    next_epoch: Epoch,
     /// Selections of unknown handoffs.
     pending: FairWaitlist<BlockSelection>,
     /// Why handoffs ended, to answer late selections at once.
@@ -110,6 +112,7 @@ impl Default for Producer {
     fn default() -> Self {
         Self {
             ready: HashMap::new(),
+            next_epoch: 0,
             pending: FairWaitlist::new(PENDING_CAP),
             ended: RecentHandoffs::default(),
         }
@@ -117,11 +120,16 @@ impl Default for Producer {
 }
 
 impl Producer {
-    /// Adds ready blocks to a handoff. A new epoch voids all earlier announcements.
+    /// The epoch in which blocks of a handoff become ready now.
+    pub(super) fn epoch(&self, handoff: &HandoffId) -> Epoch {
+        let ready = self.ready.get(handoff);
+        ready.map_or(self.next_epoch, |ready| ready.epoch)
+    }
+
+    /// Adds ready blocks to a handoff, in its [`epoch`](Self::epoch). The first ones begin a new one.
     pub(super) fn mark_ready(
         &mut self,
         handoff: HandoffId,
-        epoch: u32,
         blocks: &[ReadyBlock],
     ) -> Vec<Outgoing> {
         if self.ended.get(&handoff).is_some() {
@@ -131,6 +139,8 @@ impl Producer {
             Entry::Occupied(ready) => ready.into_mut(),
             Entry::Vacant(unknown) => {
                 let selections = self.pending.remove_if(|other| other.handoff == handoff);
+                let epoch = self.next_epoch;
+                self.next_epoch += 1;
                 unknown.insert(ReadyHandoff {
                     epoch,
                     blocks: Vec::new(),
@@ -138,14 +148,10 @@ impl Producer {
                 })
             }
         };
-        if ready.epoch != epoch {
-            ready.epoch = epoch;
-            ready.blocks.clear();
-        }
         ready.blocks.extend_from_slice(blocks);
         let selections = ready.selections.iter();
         selections
-            .flat_map(|selection| selection.announce(epoch, blocks))
+            .flat_map(|selection| selection.announce(ready.epoch, blocks))
             .collect()
     }
 

@@ -27,8 +27,6 @@ pub(super) fn check_positions(first: u32, len: usize) -> Result<()> {
 pub struct ReadyRange {
     /// Which handoff.
     pub handoff: HandoffId,
-    /// The epoch of its blocks.
-    pub epoch: u32,
     /// The position of the first of them.
     pub first: u32,
     /// Their ids, one a position.
@@ -91,7 +89,6 @@ impl Waiting {
         }
         Some(ReadyRange {
             handoff: part.handoff,
-            epoch: part.epoch,
             first: part.first + from as u32,
             block_ids: part.block_ids[from..to].to_vec(),
         })
@@ -163,7 +160,6 @@ mod tests {
     fn part(handoff: HandoffId, first: u32, block_ids: &[u32]) -> ReadyRange {
         ReadyRange {
             handoff,
-            epoch: 0,
             first,
             block_ids: block_ids.to_vec(),
         }

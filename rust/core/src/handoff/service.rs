@@ -8,7 +8,8 @@ use std::time::Instant;
 use kvpipe_ucx::{AmData, Status};
 
 use super::agent::{Event, HandoffShared};
-use super::consumer::{LoadRequest, ReadBatch};
+use super::consumer::ReadBatch;
+use super::load_request::LoadRequest;
 use super::loads::ActiveLoad;
 use super::messages::HandoffMessage;
 use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, send_all};
@@ -131,9 +132,9 @@ impl HandoffService {
         session: SessionKey,
         handoff: HandoffId,
         message: HandoffMessage,
-    ) -> Result<()> {
+    ) {
         match message {
-            HandoffMessage::Select { first, end, .. } => {
+            HandoffMessage::Select { first, end } => {
                 let selection = BlockSelection {
                     session,
                     handoff,
@@ -145,7 +146,7 @@ impl HandoffService {
                 send_all(cx, messages);
             }
             HandoffMessage::BlocksReady { epoch, blocks } => {
-                self.blocks_announced(cx, session, handoff, epoch, &blocks)?;
+                self.blocks_announced(cx, session, handoff, epoch, &blocks);
             }
             HandoffMessage::Ended { reason } => {
                 let active = self.loads.get(&handoff);
@@ -162,7 +163,6 @@ impl HandoffService {
                 }
             }
         }
-        Ok(())
     }
 }
 
@@ -191,9 +191,7 @@ impl Service for HandoffService {
 
     fn frame(&mut self, cx: &mut ReactorContext, session: SessionKey, frame: &[u8]) -> Result<()> {
         if self.agent.frame(cx, session, frame)? {
-            for handoff in self.loads_from(session) {
-                self.continue_load(cx, handoff);
-            }
+            self.regions_described(cx, session);
         }
         self.drain(cx);
         Ok(())
@@ -210,7 +208,7 @@ impl Service for HandoffService {
         let kind = header.u8()?;
         if HandoffMessage::is_kind(kind) {
             let (handoff, message) = HandoffMessage::decode(kind, header, &data)?;
-            self.handoff_message(cx, session, handoff, message)?;
+            self.handoff_message(cx, session, handoff, message);
         } else {
             self.agent.message(cx, session, (kind, header), &data)?;
         }

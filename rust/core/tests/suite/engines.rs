@@ -54,7 +54,6 @@ pub fn opening() -> Opening {
     Opening {
         prompt_hash: [7; 32],
         num_tokens: 100,
-        epoch: 2,
         ranks: vec![Rank {
             address: "10.0.0.1:7".to_owned(),
             incarnation: [5; 16],

@@ -19,7 +19,7 @@ fn a_layer_is_read_while_the_next_ones_are_computed() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
         consumer.load(producer.request(&[1, 2]));
-        let ready = step(1, 0, &[4, 5]).expect("a step");
+        let ready = step(0, &[4, 5]).expect("a step");
         for layer in 0..LAYERS {
             // The other layers still change: nothing of them may have been summed or read.
             for later in layer..LAYERS {
@@ -39,7 +39,7 @@ fn a_layer_is_read_while_the_next_ones_are_computed() {
 fn layers_announced_before_the_select_are_told_to_it() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
-        let ready = step(1, 0, &[4, 5]).expect("a step");
+        let ready = step(0, &[4, 5]).expect("a step");
         producer.save(&ready, 0..1);
         eventually("the first layer", || {
             (producer.agent.num_leased() == 1).then_some(())
@@ -61,7 +61,7 @@ fn a_handoff_that_ends_between_two_layers_is_announced_no_further() {
         let (producer, consumer) = pair(transport);
         let before = consumer.block(1, 1);
         consumer.load(producer.request(&[1, 2]));
-        let ready = step(1, 0, &[4, 5]).expect("a step");
+        let ready = step(0, &[4, 5]).expect("a step");
         producer.save(&ready, 0..1);
         arrive(&consumer, 0, &[1, 2], &producer, &[4, 5]);
         producer
@@ -88,7 +88,6 @@ fn handoffs_of_one_step_end_each_by_itself() {
         let other = [8; 16];
         let part = |handoff, block_ids: &[u32]| ReadyRange {
             handoff,
-            epoch: 1,
             first: 0,
             block_ids: block_ids.to_vec(),
         };
@@ -109,7 +108,7 @@ fn steps_whose_layers_come_one_by_one_follow_each_other() {
         let (producer, consumer) = pair(transport);
         consumer.load(producer.request(&[1, 2, 3]));
         for (first, block_ids) in [(0, &[4, 5][..]), (2, &[9])] {
-            let ready = step(1, first, block_ids).expect("a step");
+            let ready = step(first, block_ids).expect("a step");
             for layer in 0..LAYERS {
                 producer.save(&ready, layer..layer + 1);
             }
@@ -125,7 +124,7 @@ fn steps_whose_layers_come_one_by_one_follow_each_other() {
 fn regions_that_are_not_the_agents_or_closed_are_refused() {
     on_every_path(|transport| {
         let (producer, consumer) = pair(transport);
-        let ready = step(1, 0, &[4]).expect("a step");
+        let ready = step(0, &[4]).expect("a step");
         let mark_ready = |regions| producer.agent.mark_ready(&ready, regions);
         assert!(mark_ready(&consumer.regions).is_err());
         let closed = producer.agent.close_region(&producer.regions[2], None);

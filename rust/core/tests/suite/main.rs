@@ -13,6 +13,7 @@ mod control;
 mod engines;
 mod handoff;
 mod handoff_layers;
+mod handoff_regions;
 mod handoff_retry;
 mod hostile;
 mod lookup;

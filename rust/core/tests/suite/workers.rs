@@ -55,7 +55,6 @@ impl Worker {
             handoff: ID,
             producer: self.agent.address().expect("address").to_string(),
             incarnation: self.agent.incarnation(),
-            epoch: 1,
             first: 0,
             block_ids: block_ids.to_vec(),
             is_committed: true,
@@ -64,7 +63,7 @@ impl Worker {
 
     /// A step is over.
     pub fn mark_ready(&self, first: u32, block_ids: &[u32]) {
-        let ready = step(1, first, block_ids).expect("a step");
+        let ready = step(first, block_ids).expect("a step");
         self.save(&ready, 0..LAYERS);
     }
 
@@ -130,10 +129,9 @@ impl Worker {
 }
 
 /// What a step of this handoff makes final.
-pub fn step(epoch: u32, first: u32, block_ids: &[u32]) -> kvpipe_core::Result<ReadyBlocks> {
+pub fn step(first: u32, block_ids: &[u32]) -> kvpipe_core::Result<ReadyBlocks> {
     ReadyBlocks::new(vec![ReadyRange {
         handoff: ID,
-        epoch,
         first,
         block_ids: block_ids.to_vec(),
     }])

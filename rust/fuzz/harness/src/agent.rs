@@ -120,7 +120,6 @@ impl Side {
             handoff: HANDOFFS[1],
             producer: self.address.clone(),
             incarnation: peer.incarnation(),
-            epoch: 0,
             first: 0,
             block_ids: (0..u32::from(argument % 8)).collect(),
             is_committed: argument & IS_COMMITTED != 0,
@@ -129,10 +128,9 @@ impl Side {
     }
 
     /// Marks blocks as ready in one region after the other.
-    fn mark_ready(&self, epoch: u32, block_ids: Vec<u32>) -> Result<()> {
+    fn mark_ready(&self, block_ids: Vec<u32>) -> Result<()> {
         let part = ReadyRange {
             handoff: HANDOFFS[0],
-            epoch,
             first: 0,
             block_ids,
         };
@@ -144,9 +142,8 @@ impl Side {
 
     fn handoff(&mut self, what: u8, argument: u8) {
         let ids = (0..u32::from(argument % 8)).collect();
-        let epoch = u32::from(argument >> 6);
         let result = match what {
-            user::MARK_READY => self.mark_ready(epoch, ids),
+            user::MARK_READY => self.mark_ready(ids),
             user::END => self.agent.end(HANDOFFS[0], "withdrawn"),
             user::COMMIT => self.agent.commit(HANDOFFS[1]),
             _ => self

@@ -22,7 +22,6 @@ pub(crate) fn opening() -> Opening {
     Opening {
         prompt_hash: [3; 32],
         num_tokens: 5,
-        epoch: 0,
         ranks: vec![Rank {
             address: "127.0.0.1:1".to_owned(),
             incarnation: [4; 16],

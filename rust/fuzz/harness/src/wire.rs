@@ -59,7 +59,7 @@ pub(crate) fn numbers(numbers: &[u64]) -> Vec<u8> {
 
 pub(crate) fn ready_blocks(blocks: &[ReadyBlock]) -> Vec<u8> {
     let list = Writer::default().list(blocks, |w, block| {
-        let w = w.u16(block.region).u32(block.position);
+        let w = w.u32(block.region).u32(block.position);
         w.u32(block.block_id).u64(block.checksum)
     });
     list.finish()
@@ -70,7 +70,7 @@ pub(crate) fn control(handoff: [u8; 16], opening: &Opening, state: &SequenceStat
     let of_handoff = |kind| Writer::new(kind).raw(&handoff);
     let question = |kind| head(kind, 1).raw(&handoff);
     let opened = of_handoff(control::OPENED).raw(&opening.prompt_hash);
-    let opened = opened.u32(opening.num_tokens).u32(opening.epoch);
+    let opened = opened.u32(opening.num_tokens);
     let frames = [
         of_handoff(control::WATCH),
         opened.list(&opening.ranks, |w, rank| {

@@ -18,7 +18,6 @@ pub(in crate::control) fn opening() -> Opening {
     Opening {
         prompt_hash: [0; 32],
         num_tokens: 1,
-        epoch: 0,
         ranks: Vec::new(),
     }
 }

@@ -71,7 +71,7 @@ impl Side {
     fn is_filled(&self, block: u32, fill: u8) -> bool {
         let at = u64::from(block) * BLOCK;
         let bytes = self.memory.bytes(at as usize, BLOCK as usize).unwrap();
-        bytes.iter().all(|byte| *byte == fill)
+        bytes.to_vec().iter().all(|byte| *byte == fill)
     }
 
     fn tags(&self) -> Vec<Vec<u8>> {
@@ -219,7 +219,6 @@ fn load(pair: &Pair, id: u8, block: u32) {
     let handoff = [id; 16];
     let part = ReadyRange {
         handoff,
-        epoch: 0,
         first: 0,
         block_ids: vec![block],
     };
@@ -230,7 +229,6 @@ fn load(pair: &Pair, id: u8, block: u32) {
         handoff,
         producer: pair.far.agent.address().unwrap().to_string(),
         incarnation: pair.far.agent.incarnation(),
-        epoch: 0,
         first: 0,
         block_ids: vec![block],
         is_committed: true,
@@ -245,7 +243,7 @@ fn of_two_streamed_loads_one_is_cancelled_and_the_other_neither_notices_nor_retr
     load(&pair, 2, 1);
     let has_begun = |block: u32| {
         let at = (u64::from(block) * BLOCK) as usize;
-        pair.near.memory.bytes(at, 1).unwrap() == [7]
+        pair.near.memory.bytes(at, 1).unwrap().to_vec() == [7]
     };
     pair.until(|| has_begun(0) && has_begun(1));
     let mut num_rounds = 0;

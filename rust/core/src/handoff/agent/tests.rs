@@ -79,7 +79,6 @@ fn what_is_asked_of_an_agent_that_is_ending_is_answered_by_its_end() {
             handoff: [7; 16],
             producer: "127.0.0.1:9".to_owned(),
             incarnation: [0; 16],
-            epoch: 0,
             first: 0,
             block_ids: vec![0],
             is_committed: true,
@@ -213,7 +212,6 @@ mod by_messages {
         connected(&reader, &source);
         let part = ReadyRange {
             handoff: [7; 16],
-            epoch: 0,
             first: 0,
             block_ids: vec![0],
         };
@@ -225,7 +223,6 @@ mod by_messages {
             handoff: [7; 16],
             producer: source.agent.address().expect("address").to_string(),
             incarnation: source.agent.incarnation(),
-            epoch: 0,
             first: 0,
             block_ids: vec![0],
             is_committed: true,

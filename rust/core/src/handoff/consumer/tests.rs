@@ -1,26 +1,30 @@
 use super::*;
 
-fn request(epoch: u32, first: u32, block_ids: Vec<u32>, is_committed: bool) -> LoadRequest {
+fn request(first: u32, block_ids: Vec<u32>, is_committed: bool) -> LoadRequest {
     LoadRequest {
         handoff: [7; 16],
         producer: String::new(),
         incarnation: [0; 16],
-        epoch,
         first,
         block_ids,
         is_committed,
     }
 }
 
+/// Our two regions, and the producer's of the same names.
+const OURS: [RegionId; 2] = [10, 11];
+const THEIRS: [RegionId; 2] = [21, 20];
+
 fn selected(is_committed: bool) -> Load {
-    let mut load = Load::new(request(3, 2, vec![50, 51], is_committed), 2, 2);
-    assert_eq!(load.select(), (2, 4));
+    let mut load = Load::new(request(2, vec![50, 51], is_committed), OURS.to_vec(), 2);
+    assert_eq!(load.select(THEIRS.into_iter()), (2, 4));
     load
 }
 
-fn block(region: u16, position: u32) -> ReadyBlock {
+/// A block of the producer's region with this name.
+fn block(name: usize, position: u32) -> ReadyBlock {
     ReadyBlock {
-        region,
+        region: THEIRS[name],
         position,
         block_id: 9,
         checksum: 1,
@@ -160,7 +164,7 @@ fn a_block_that_is_corrupt_twice_is_missing_and_the_others_are_not() {
     corrupt(&mut load, &retries);
     assert_eq!(load.next_retries(), []);
     let outcome = load.outcome().unwrap();
-    let reason = "block 2 of region 0 differs from its checksum";
+    let reason = "block 2 of region 21 differs from its checksum";
     assert_eq!(outcome.failure, Some(failure(&[0], reason)));
     let (received, missing) = (outcome.counts.num_received, outcome.counts.num_missing);
     assert_eq!((received, missing, outcome.counts.num_retried), (1, 1, 1));
@@ -212,10 +216,10 @@ fn a_fresh_session_reads_what_is_missing_and_repeats_reads_that_failed() {
     assert!(load.is_reading());
     load.read_failed(&batches[1], "lost peer");
     assert!(!load.is_reading());
-    assert_eq!(load.select(), (2, 4));
+    assert_eq!(load.select(THEIRS.into_iter()), (2, 4));
     assert_eq!(load.next_retries(), []);
     let batches = load.blocks_announced(3, &all()).unwrap();
-    let wanted = |batch: &ReadBatch| (batch.region, batch.is_retry, batch.blocks[0].position);
+    let wanted = |batch: &ReadBatch| (batch.place, batch.is_retry, batch.blocks[0].position);
     let wanted: Vec<_> = batches.iter().map(wanted).collect();
     assert_eq!(wanted, [(0, false, 3), (1, false, 3), (1, true, 2)]);
     for batch in &batches {
@@ -226,8 +230,19 @@ fn a_fresh_session_reads_what_is_missing_and_repeats_reads_that_failed() {
 }
 
 #[test]
-fn blocks_of_another_epoch_are_not_read() {
-    assert_eq!(selected(true).blocks_announced(2, &all()).unwrap(), []);
+fn a_load_has_the_epoch_of_its_first_announcement_and_another_one_later_withdraws_it() {
+    let mut load = selected(true);
+    load.blocks_announced(3, &[block(0, 2)]).unwrap();
+    assert_eq!(load.blocks_announced(4, &all()), Err(Unreadable::Epoch));
+    assert_eq!(load.blocks_announced(2, &all()), Err(Unreadable::Epoch));
+    load.select(THEIRS.into_iter());
+    assert_eq!(
+        load.blocks_announced(4, &[]),
+        Err(Unreadable::Epoch),
+        "a fresh session does not change that"
+    );
+    let batches = load.blocks_announced(3, &all()).unwrap();
+    assert!(batches.iter().all(|batch| batch.epoch == 3));
 }
 
 #[test]
@@ -241,8 +256,8 @@ fn blocks_that_were_not_selected_are_not_read() {
 
 #[test]
 fn many_blocks_are_read_in_batches_of_bounded_size() {
-    let mut load = Load::new(request(0, 0, (0..5).collect(), true), 1, 2);
-    load.select();
+    let mut load = Load::new(request(0, (0..5).collect(), true), vec![10], 2);
+    load.select([THEIRS[0]].into_iter());
     let blocks: Vec<ReadyBlock> = (0..5).map(|position| block(0, position)).collect();
     let batches = load.blocks_announced(0, &blocks).unwrap();
     assert_eq!(
@@ -261,8 +276,40 @@ fn many_blocks_are_read_in_batches_of_bounded_size() {
 }
 
 #[test]
-fn a_block_of_an_unknown_region_is_an_error() {
-    assert!(selected(true).blocks_announced(3, &[block(2, 2)]).is_err());
+fn a_block_goes_into_the_region_of_the_same_name_whatever_the_ids_are() {
+    let mut load = selected(true);
+    let batches = load.blocks_announced(3, &all()).unwrap();
+    let regions = |batch: &ReadBatch| (batch.remote_region(), batch.region);
+    let regions: Vec<_> = batches.iter().map(regions).collect();
+    assert_eq!(regions, [(21, 10), (20, 11)]);
+}
+
+#[test]
+fn a_block_of_a_region_that_was_not_there_at_select_is_not_read_nor_are_those_beside_it() {
+    let mut load = selected(true);
+    for region in [0, 1, 10, 11, 19, 22] {
+        let unknown = ReadyBlock {
+            region,
+            ..block(0, 2)
+        };
+        assert_eq!(
+            load.blocks_announced(3, &[block(0, 3), unknown]),
+            Err(Unreadable::Region(region))
+        );
+        assert!(!load.is_reading());
+    }
+}
+
+#[test]
+fn a_closed_region_is_lacked_as_long_as_some_of_its_blocks_are_not_verified() {
+    let mut load = selected(false);
+    let batches = load.blocks_announced(3, &all()).unwrap();
+    let has_closed_first = |id: &RegionId| *id != THEIRS[0];
+    assert_eq!(load.lacked_region(|_| true), None);
+    assert_eq!(load.lacked_region(has_closed_first), Some(OURS[0]));
+    load.read_completed(&batches[0], &[true, true], 10);
+    assert_eq!(load.lacked_region(has_closed_first), None);
+    assert_eq!(load.lacked_region(|_| false), Some(OURS[1]));
 }
 
 #[test]
@@ -285,8 +332,8 @@ fn a_block_announced_twice_in_one_region_does_not_stand_for_another_region() {
 
 #[test]
 fn an_empty_load_ends_only_after_its_selection() {
-    let mut load = Load::new(request(0, 0, vec![], true), 1, 2);
+    let mut load = Load::new(request(0, vec![], true), vec![10], 2);
     assert_eq!(load.outcome(), None);
-    load.select();
+    load.select([THEIRS[0]].into_iter());
     assert_eq!(load.outcome().unwrap().failure, None);
 }

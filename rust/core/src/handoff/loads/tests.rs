@@ -52,7 +52,6 @@ impl Side {
     fn mark_ready(&self, handoffs: impl Iterator<Item = [u8; 16]>) {
         let part = |handoff| ReadyRange {
             handoff,
-            epoch: 0,
             first: 0,
             block_ids: vec![0],
         };
@@ -67,7 +66,6 @@ impl Side {
             handoff,
             producer: producer.agent.address().expect("address").to_string(),
             incarnation: producer.agent.incarnation(),
-            epoch: 0,
             first: 0,
             block_ids: vec![0],
             is_committed: true,

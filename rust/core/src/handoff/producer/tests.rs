@@ -1,4 +1,5 @@
 use super::*;
+use crate::ids::RegionId;
 
 const ID: HandoffId = [7; 16];
 
@@ -6,7 +7,7 @@ fn block(position: u32) -> ReadyBlock {
     in_layer(0, position)
 }
 
-fn in_layer(region: u16, position: u32) -> ReadyBlock {
+fn in_layer(region: RegionId, position: u32) -> ReadyBlock {
     ReadyBlock {
         region,
         position,
@@ -38,7 +39,7 @@ fn positions(messages: &[Outgoing]) -> Vec<u32> {
     blocks.iter().map(|block| block.position).collect()
 }
 
-fn layers(messages: &[Outgoing]) -> Vec<u16> {
+fn layers(messages: &[Outgoing]) -> Vec<RegionId> {
     let blocks = announced(messages);
     blocks.iter().map(|block| block.region).collect()
 }
@@ -54,10 +55,10 @@ fn refused(messages: &[Outgoing]) -> Option<SessionKey> {
 #[test]
 fn a_selection_is_announced_ready_blocks_at_once_and_the_rest_as_they_become_ready() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.mark_ready(ID, 0, &[block(0), block(1)]);
+    producer.mark_ready(ID, &[block(0), block(1)]);
     assert_eq!(positions(&producer.select(selection(20, 1, 3, now))), [1]);
     assert_eq!(
-        positions(&producer.mark_ready(ID, 0, &[block(2), block(3)])),
+        positions(&producer.mark_ready(ID, &[block(2), block(3)])),
         [2]
     );
 }
@@ -69,7 +70,7 @@ fn blocks_marked_ready_together_in_several_layers_are_one_announcement() {
     let both: Vec<ReadyBlock> = (0..3)
         .flat_map(|region| [in_layer(region, 0), in_layer(region, 1)])
         .collect();
-    let messages = producer.mark_ready(ID, 0, &both);
+    let messages = producer.mark_ready(ID, &both);
     assert_eq!(messages.len(), 1);
     assert_eq!(announced(&messages), both);
 }
@@ -80,7 +81,7 @@ fn a_late_selection_gets_any_number_of_blocks_in_announcements_of_bounded_size()
     let end = 2 * ANNOUNCED_CAP as u32 + 1;
     let blocks: Vec<ReadyBlock> = (0..end).map(block).collect();
     producer.select(selection(20, 0, end, now));
-    let in_time = producer.mark_ready(ID, 0, &blocks);
+    let in_time = producer.mark_ready(ID, &blocks);
     let late = producer.select(selection(21, 0, end, now));
     let size = |outgoing: &Outgoing| positions(std::slice::from_ref(outgoing)).len();
     for messages in [in_time, late] {
@@ -93,11 +94,11 @@ fn a_late_selection_gets_any_number_of_blocks_in_announcements_of_bounded_size()
 #[test]
 fn each_layer_is_announced_once_to_earlier_selections_and_all_layers_to_later_ones() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.mark_ready(ID, 0, &[in_layer(0, 0)]);
+    producer.mark_ready(ID, &[in_layer(0, 0)]);
     assert_eq!(layers(&producer.select(selection(20, 0, 1, now))), [0]);
-    assert_eq!(layers(&producer.mark_ready(ID, 0, &[in_layer(1, 0)])), [1]);
+    assert_eq!(layers(&producer.mark_ready(ID, &[in_layer(1, 0)])), [1]);
     assert_eq!(layers(&producer.select(selection(21, 0, 1, now))), [0, 1]);
-    let messages = producer.mark_ready(ID, 0, &[in_layer(2, 0)]);
+    let messages = producer.mark_ready(ID, &[in_layer(2, 0)]);
     assert_eq!(layers(&messages), [2, 2]);
 }
 
@@ -105,9 +106,9 @@ fn each_layer_is_announced_once_to_earlier_selections_and_all_layers_to_later_on
 fn a_handoff_that_ends_between_two_layers_is_announced_no_further() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.select(selection(20, 0, 1, now));
-    producer.mark_ready(ID, 0, &[in_layer(0, 0)]);
+    producer.mark_ready(ID, &[in_layer(0, 0)]);
     producer.end_handoff(ID, "preempted");
-    assert_eq!(producer.mark_ready(ID, 0, &[in_layer(1, 0)]), []);
+    assert_eq!(producer.mark_ready(ID, &[in_layer(1, 0)]), []);
     assert_eq!(layers(&producer.select(selection(21, 0, 1, now))), []);
 }
 
@@ -115,7 +116,7 @@ fn a_handoff_that_ends_between_two_layers_is_announced_no_further() {
 fn a_selection_of_an_unknown_handoff_waits_for_its_first_block() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     assert!(producer.select(selection(20, 0, 9, now)).is_empty());
-    assert_eq!(positions(&producer.mark_ready(ID, 0, &[block(0)])), [0]);
+    assert_eq!(positions(&producer.mark_ready(ID, &[block(0)])), [0]);
 }
 
 #[test]
@@ -143,7 +144,7 @@ fn selections_of_unknown_handoffs_do_not_shut_out_another_consumer() {
     }
     let messages = producer.select(selection(21, 0, 1, now));
     assert_eq!(refused(&messages), Some(20), "{messages:?}");
-    let messages = producer.mark_ready(ID, 0, &[block(0)]);
+    let messages = producer.mark_ready(ID, &[block(0)]);
     assert_eq!(
         (messages.len(), messages[0].session),
         (1, 21),
@@ -155,7 +156,7 @@ fn selections_of_unknown_handoffs_do_not_shut_out_another_consumer() {
 #[test]
 fn an_acknowledgement_counts_once_and_only_from_a_consumer_that_selected() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.mark_ready(ID, 0, &[block(0)]);
+    producer.mark_ready(ID, &[block(0)]);
     assert!(!producer.acknowledge(20, ID));
     producer.select(selection(20, 0, 1, now));
     assert!(producer.acknowledge(20, ID));
@@ -168,15 +169,15 @@ fn a_consumer_that_selects_again_gets_each_block_once() {
     let (mut producer, now) = (Producer::default(), Instant::now());
     producer.select(selection(20, 0, 2, now));
     producer.select(selection(20, 0, 2, now));
-    assert_eq!(positions(&producer.mark_ready(ID, 0, &[block(0)])), [0]);
+    assert_eq!(positions(&producer.mark_ready(ID, &[block(0)])), [0]);
     producer.select(selection(20, 1, 2, now));
-    assert_eq!(positions(&producer.mark_ready(ID, 0, &[block(1)])), [1]);
+    assert_eq!(positions(&producer.mark_ready(ID, &[block(1)])), [1]);
 }
 
 #[test]
 fn an_ended_handoff_is_refused_and_never_comes_back() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.mark_ready(ID, 0, &[block(0)]);
+    producer.mark_ready(ID, &[block(0)]);
     producer.select(selection(20, 0, 1, now));
     let messages = producer.end_handoff(ID, "aborted");
     assert_eq!(
@@ -189,16 +190,35 @@ fn an_ended_handoff_is_refused_and_never_comes_back() {
             }
         }]
     );
-    producer.mark_ready(ID, 0, &[block(1)]);
+    producer.mark_ready(ID, &[block(1)]);
     assert_eq!(producer.num_leased(), 0);
     let messages = producer.select(selection(21, 0, 1, now));
     assert_eq!(refused(&messages), Some(21), "{messages:?}");
 }
 
 #[test]
-fn a_new_epoch_voids_the_blocks_of_the_old() {
+fn a_handoff_has_one_epoch_until_it_ends_and_another_when_it_is_ready_again() {
     let (mut producer, now) = (Producer::default(), Instant::now());
-    producer.mark_ready(ID, 0, &[block(0), block(1)]);
-    producer.mark_ready(ID, 1, &[block(0)]);
-    assert_eq!(positions(&producer.select(selection(20, 0, 9, now))), [0]);
+    let epoch = |messages: &[Outgoing]| match messages {
+        [Outgoing { message, .. }] => match message {
+            HandoffMessage::BlocksReady { epoch, .. } => *epoch,
+            other => panic!("{other:?}"),
+        },
+        other => panic!("{other:?}"),
+    };
+    producer.mark_ready([8; 16], &[block(0)]);
+    producer.select(selection(20, 0, 9, now));
+    let expected = producer.epoch(&ID);
+    let first = epoch(&producer.mark_ready(ID, &[block(0)]));
+    assert_eq!((first, producer.epoch(&ID)), (expected, first));
+    assert_ne!(first, producer.epoch(&[8; 16]));
+    assert_eq!(epoch(&producer.mark_ready(ID, &[block(1)])), first);
+    assert_eq!(epoch(&producer.select(selection(21, 0, 9, now))), first);
+    producer.end_handoff(ID, "preempted");
+    // Its id is used again when the end has been forgotten.
+    for n in 0..1_u128 << 13 {
+        producer.end_handoff((1 << 64 | n).to_le_bytes(), "others");
+    }
+    producer.select(selection(20, 0, 9, now));
+    assert_ne!(epoch(&producer.mark_ready(ID, &[block(0)])), first);
 }

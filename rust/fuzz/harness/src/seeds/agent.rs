@@ -38,7 +38,7 @@ fn of_handoff(kind: u8, index: usize) -> Writer {
     Writer::new(kind).raw(&HANDOFFS[index])
 }
 
-pub(super) fn ready_block(region: u16, position: u32) -> ReadyBlock {
+pub(super) fn ready_block(region: u32, position: u32) -> ReadyBlock {
     ReadyBlock {
         region,
         position,
@@ -127,11 +127,11 @@ fn notifications() -> Vec<Script> {
 }
 
 fn handoffs() -> Vec<Script> {
-    let select = of_handoff(kind::SELECT, 0).u32(0).u32(0).u32(5).finish();
+    let select = of_handoff(kind::SELECT, 0).u32(0).u32(5).finish();
     let acknowledge = of_handoff(kind::ACK, 0).finish();
     let ended = of_handoff(kind::HANDOFF_ENDED, 1).finish();
     let loading = |flags| {
-        let announcement = of_handoff(kind::BLOCKS_READY, 1).u32(0).finish();
+        let announcement = of_handoff(kind::BLOCKS_READY, 1).u64(0).finish();
         let blocks = ready_blocks(&[0, 1].map(|region| ready_block(region, 0)));
         let script = connected(flags).user(user::LOAD, IS_COMMITTED | 1);
         script.message(&announcement, &blocks)

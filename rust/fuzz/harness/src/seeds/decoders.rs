@@ -37,7 +37,7 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
     };
     let read = message(head(transfer::READ, 1).u64(0).u8(2), &ids);
     let checksums = message(head(transfer::CHECKSUMS, 1).u64(0), &numbers(&[1]));
-    let ready = Writer::new(agent::BLOCKS_READY).raw(&HANDOFFS[1]).u32(0);
+    let ready = Writer::new(agent::BLOCKS_READY).raw(&HANDOFFS[1]).u64(0);
     let ready = message(ready, &ready_blocks(&[ready_block(0, 1)]));
     let metadata = Metadata {
         address: "127.0.0.1:4000".to_owned(),

@@ -1,0 +1,51 @@
+//! What a caller asks of a load, and what it learns of one.
+
+use std::time::Duration;
+
+use crate::ids::{HandoffId, Incarnation};
+
+/// What a worker loads of a handoff.
+#[derive(Debug, Clone)]
+pub struct LoadRequest {
+    /// The handoff.
+    pub handoff: HandoffId,
+    /// Where the producer's worker listens.
+    pub producer: String,
+    /// The producer's incarnation, as its scheduler named it.
+    pub incarnation: Incarnation,
+    /// Position of the first wanted block in the prompt.
+    pub first: u32,
+    /// Destination ids, one for each position from `first` on.
+    pub block_ids: Vec<u32>,
+    /// Whether the sequence state is here: the load then ends with its last block.
+    pub is_committed: bool,
+}
+
+/// Counters of a load.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LoadCounts {
+    /// Bytes that were read.
+    pub num_bytes: u64,
+    /// Blocks that are verified in every region.
+    pub num_received: u64,
+    /// Blocks that are not.
+    pub num_missing: u64,
+    /// Blocks that were read again in some region.
+    pub num_retried: u64,
+    /// Comparisons with the producer's checksums, one for each block and region that was read.
+    pub num_compared: u64,
+    /// Comparisons that differed.
+    pub num_corrupt: u64,
+    /// Time from the first announcement until everything announced so far was here. What comes later overlaps with
+    /// prefill.
+    pub backlog: Duration,
+}
+
+/// Why a load failed, and what it lacks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoadFailure {
+    /// Indices into the `block_ids` of the load, of the blocks that are not verified.
+    pub missing: Vec<u32>,
+    /// The first failure.
+    pub reason: String,
+}
