@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvpipe import Agent, EndOfPipeError, KVPipeError, LookupBuffer, PeerLostError, Pipe, TransferTimeoutError
+from kvpipe import Agent, EndOfPipeError, KVPipeError, LookupBuffer, PeerLostError, Pipe, TransferTimeoutError, _kvpipe
 from kvpipe.control import ControlClient
 
 ROOT = Path(__file__).parents[1]
@@ -327,6 +327,17 @@ def serve_blocks(num_blocks, block_bytes, address=LOOPBACK):
         wait_for_the_end()
 
 
+def announce_handoffs(num_handoffs, block_bytes, address=LOOPBACK):
+    """An agent that has announced handoffs of one block each: `number` is 16 times its byte, its block is of that number."""
+    with Agent(listen=address) as agent:
+        blocks = pattern(int(num_handoffs), int(block_bytes))
+        region = agent.register(blocks, "kv", int(block_bytes))
+        ready = [(bytes([number] * 16), 0, [number]) for number in range(int(num_handoffs))]
+        agent._native.mark_ready(_kvpipe.ReadyBlocks(ready), [region._native])
+        say(f"{agent.address} {agent._native.incarnation.hex()}")
+        wait_for_the_end()
+
+
 def drain_notifications(num_blocks, block_bytes, address=LOOPBACK):
     """An agent whose region `kv` may be written; says each notification, and 4 bytes of the block that it names."""
     num_blocks, block_bytes = int(num_blocks), int(block_bytes)
@@ -518,6 +529,7 @@ PROGRAMS = {
         say_half_a_hello,
         send_nothing,
         serve_blocks,
+        announce_handoffs,
         serve_entries,
         consume_numbered,
         consume_one,

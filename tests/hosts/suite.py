@@ -219,6 +219,51 @@ def test_tensors_arrive_although_the_cable_is_thin(thin, start):
     send_through(thin, start)
 
 
+def test_of_two_loads_over_a_thin_cable_one_is_cancelled_and_the_other_neither_notices_nor_retries(thin, start):
+    thin.disturb("tbf", "rate", "200mbit", "burst", "64kb", "latency", "50ms")
+    num_bytes = 12 * MIB  # half a second each
+    address, incarnation = start("announce_handoffs", 2, num_bytes, there(thin)).read().split()
+    memory = np.zeros((2, num_bytes // 4), np.uint32)
+    with Agent(f"{thin.near}:0") as agent:
+        agent.register(memory, "kv", num_bytes)
+        native = agent._native
+        for number in (0, 1):
+            handoff = bytes([number] * 16)
+            native.load(handoff, address, bytes.fromhex(incarnation), 0, [number], is_committed=True)
+        wait_until(lambda: memory[0, 1] and memory[1, 1])  # both are on their way
+        native.cancel(bytes(16), "not wanted", is_withdrawn=False)
+        ended = {}
+
+        def both_have_ended():
+            events = [event for event in native.drain() if event["event"] != "log"]
+            ended.update((event["handoff"][0], event) for event in events if event["event"] != "blocks_verified")
+            return len(ended) == 2
+
+        wait_until(both_have_ended)
+        assert ended[0]["event"] == "load_failed"
+        assert (ended[1]["event"], ended[1]["num_retried"]) == ("load_completed", 0)
+        assert (memory[1] == pattern(2, num_bytes)[1]).all()
+        assert agent.connect(address).transport == "tcp"
+
+
+def test_a_late_read_over_a_thin_cable_leaves_the_healthy_one_beside_it(thin, start):
+    thin.disturb("tbf", "rate", "200mbit", "burst", "64kb", "latency", "50ms")
+    num_bytes = 12 * MIB
+    address = start("serve_blocks", 2, num_bytes, there(thin)).read()
+    memory = np.zeros((2, num_bytes // 4), np.uint32)
+    with Agent(f"{thin.near}:0") as agent:
+        region, peer = agent.register(memory, "mine", num_bytes), agent.connect(address)
+        healthy = peer.read_blocks(region, [0], "kv", [0])
+        late = peer.read_blocks(region, [1], "kv", [1], timeout=0.1)
+        with pytest.raises(TransferTimeoutError, match="the peer is usable"):
+            late.wait(20)
+        late.settled(20)
+        memory[1] = 0
+        assert healthy.wait(20) == num_bytes
+        assert (memory[0] == pattern(2, num_bytes)[0]).all()
+        assert not memory[1].any()
+
+
 def send_through(cable, start):
     child = start("receive_in_order", there(cable))
     with Pipe.connect(child.read()) as sender:
