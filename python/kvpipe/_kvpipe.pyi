@@ -27,6 +27,7 @@ __all__ = [
     "checksums",
     "cuda_device_of",
     "cuda_is_exportable",
+    "forward_log",
     "ucx_info",
 ]
 
@@ -49,6 +50,9 @@ def cuda_device_of(address: int) -> int:
 
 def cuda_is_exportable(address: int) -> bool:
     """Whether other processes can open this CUDA memory by IPC handles, as that of cudaMalloc."""
+
+def forward_log() -> int:
+    """Hands what the native part has to log to the loggers `kvpipe.*`; how many records. Waits and sends do the same."""
 
 def ucx_info(wheel_dir: str | Path | None = None) -> dict[str, Any]:
     """Loads UCX and tells `version`, `path`, `has_cuda`, `has_rdma_devices`.

@@ -15,6 +15,7 @@ use crate::blocks::{Counts, Peer, Plan, ReadyBlocks, Region, counts};
 use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
 use crate::ids::ids;
+use crate::log::{forward_log, read_level};
 use crate::trace::Trace;
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration};
@@ -60,6 +61,7 @@ impl Agent {
         silence: Option<f64>,
         checksum: bool,
     ) -> PyResult<Self> {
+        read_level(py)?;
         let (timeouts, transport) = (timeouts(silence)?, transport.core());
         let agent = py.detach(|| {
             HandoffAgent::new(listen, token, transport, engine_id, fingerprint, timeouts)
@@ -260,6 +262,7 @@ impl Agent {
     }
 
     fn drain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        forward_log(py);
         self.0
             .drain()
             .iter()

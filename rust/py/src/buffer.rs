@@ -12,6 +12,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::error::{bad, to_py};
+use crate::log::forward_log;
 
 /// The owner of a Python object's memory.
 #[allow(dead_code, reason = "held for what their drop does")]
@@ -38,8 +39,10 @@ impl Drop for Owner {
     }
 }
 
-/// Releases the owners that our threads have dropped; called with the GIL, after waits and before sends.
-pub(crate) fn release_let_go(_py: Python<'_>) {
+/// Does what our threads leave to Python's: releases the owners that they have dropped, and forwards the log. Called with the
+/// GIL, after waits and before sends.
+pub(crate) fn release_let_go(py: Python<'_>) {
+    forward_log(py);
     let kept = std::mem::take(&mut *LET_GO.lock().unwrap_or_else(PoisonError::into_inner));
     drop(kept);
 }

@@ -11,6 +11,7 @@ use pyo3::types::PyDict;
 
 use crate::agent::{id, timeouts};
 use crate::error::{bad, to_py};
+use crate::log::{forward_log, read_level};
 use crate::trace::Trace;
 use crate::work::{Kind, Work, duration};
 
@@ -36,6 +37,7 @@ impl Control {
         open_timeout: f64,
         handoff_timeout: f64,
     ) -> PyResult<Self> {
+        read_level(py)?;
         let bounded =
             |seconds: f64| duration(Some(seconds)).map(|duration| duration.unwrap_or(FOREVER));
         let timeouts = ControlTimeouts {
@@ -174,6 +176,7 @@ impl Control {
     }
 
     fn drain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        forward_log(py);
         self.0
             .drain()
             .iter()
@@ -183,6 +186,7 @@ impl Control {
 
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.0.close());
+        forward_log(py);
     }
 }
 

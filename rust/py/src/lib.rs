@@ -14,6 +14,7 @@ mod buffer;
 mod control;
 mod error;
 mod ids;
+mod log;
 mod lookup;
 mod pipe;
 mod trace;
@@ -52,6 +53,8 @@ mod _kvpipe {
     #[pymodule_export]
     use super::control::Control;
     #[pymodule_export]
+    use super::log::forward_log;
+    #[pymodule_export]
     use super::lookup::LookupBuffer;
     #[pymodule_export]
     use super::pipe::PipeEnd;
@@ -61,6 +64,11 @@ mod _kvpipe {
     use super::transport::Transport;
     #[pymodule_export]
     use super::work::Work;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        super::log::install(module)
+    }
 
     #[pyfunction]
     fn checksums(
@@ -93,6 +101,7 @@ mod _kvpipe {
         py: Python<'_>,
         wheel_dir: Option<std::path::PathBuf>,
     ) -> PyResult<Bound<'_, PyDict>> {
+        super::log::read_level(py)?;
         let library = kvpipe_ucx::Library::load(&super::search(wheel_dir))
             .map_err(|error| super::error::to_py(kvpipe_core::Error::from(error)))?;
         let context =

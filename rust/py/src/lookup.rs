@@ -11,6 +11,7 @@ use pyo3::types::PyDict;
 
 use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
+use crate::log::read_level;
 use crate::pipe::{MetaTuple, meta};
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration, then, wait_for_route};
@@ -53,6 +54,7 @@ impl LookupBuffer {
         is_checksummed: bool,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
+        read_level(py)?;
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let transport = transport.core();
         let route = wait_for_route(py, || lookup::LookupBuffer::route(addresses, timeout))?;
@@ -71,6 +73,7 @@ impl LookupBuffer {
         transport: &Transport,
         is_checksummed: bool,
     ) -> PyResult<()> {
+        read_level(py)?;
         let transport = transport.core();
         py.detach(|| self.0.serve(address, token, transport, is_checksummed))
             .map_err(to_py)

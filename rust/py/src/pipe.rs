@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 
 use crate::buffer::{from_python, release_let_go};
 use crate::error::{bad, to_py};
+use crate::log::read_level;
 use crate::transport::Transport;
 use crate::work::{Kind, Work, duration, then, wait_for_route};
 
@@ -35,6 +36,7 @@ impl PipeEnd {
         transport: &Transport,
         busy_poll_us: Option<u64>,
     ) -> PyResult<Self> {
+        read_level(py)?;
         let (transport, busy_poll) = (transport.core(), busy_poll(busy_poll_us));
         py.detach(|| Pipe::listen(address, token, transport, busy_poll))
             .map(Self)
@@ -51,6 +53,7 @@ impl PipeEnd {
         busy_poll_us: Option<u64>,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
+        read_level(py)?;
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
         let (transport, busy_poll) = (transport.core(), busy_poll(busy_poll_us));
         let route = wait_for_route(py, || Pipe::route(address, timeout))?;
