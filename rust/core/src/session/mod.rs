@@ -3,11 +3,13 @@
 //! What runs on top (pipe, lookup, control, handoff on an agent) is a [`Service`]: events in, calls on [`ReactorContext`] out, on one
 //! thread at a time, without locks.
 
+mod attempts;
 mod connection;
 mod context;
 mod data_plane;
 pub(crate) mod fair_waitlist;
 pub(crate) mod grace;
+mod handshake_places;
 mod listener;
 #[expect(
     clippy::module_inception,
@@ -29,7 +31,7 @@ use crate::ids::SessionKey;
 use crate::net::identity::Identity;
 use crate::reactor::Reactor;
 use crate::transport::{Transport, UcxResult};
-use listener::LISTENER;
+use listener::{LISTENER, Listener};
 use sessions::Sessions;
 
 pub use context::ReactorContext;
@@ -155,7 +157,7 @@ where
                 cx,
                 service: make(),
                 commands,
-                listener: socket,
+                listener: socket.map(Listener::new),
             })
         },
     )
