@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -338,6 +339,17 @@ def announce_handoffs(num_handoffs, block_bytes, address=LOOPBACK):
         wait_for_the_end()
 
 
+def connect_many(count):
+    """Has many agents connect to an address at one instant."""
+    agents = [Agent() for _ in range(int(count))]
+    say("ready")
+    address = sys.stdin.readline().strip()
+    with ThreadPoolExecutor(len(agents)) as threads:
+        peers = list(threads.map(lambda agent: agent.connect(address), agents))
+    say(f"{len(peers)} connected")
+    wait_for_the_end()
+
+
 def drain_notifications(num_blocks, block_bytes, address=LOOPBACK):
     """An agent whose region `kv` may be written; says each notification, and 4 bytes of the block that it names."""
     num_blocks, block_bytes = int(num_blocks), int(block_bytes)
@@ -532,6 +544,7 @@ PROGRAMS = {
         announce_handoffs,
         serve_entries,
         consume_numbered,
+        connect_many,
         consume_one,
         consume_one_without_torch,
         drain_notifications,

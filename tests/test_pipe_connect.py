@@ -31,7 +31,7 @@ def test_nobody_listening_is_a_connect_error_with_the_address():
     with Pipe.listen() as gone:
         address = gone.address
     with pytest.raises(ConnectError, match=address):
-        Pipe.connect(address, timeout=5)
+        Pipe.connect(address, timeout=0.3)
 
 
 def test_a_listener_that_does_not_answer_is_a_connect_error_in_time(tmp_path):

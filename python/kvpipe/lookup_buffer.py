@@ -80,12 +80,12 @@ class LookupBuffer(Closing):
         Args:
             addresses: The servers' `address`, one or more.
             token: The shared secret; by default `KVPIPE_TOKEN`.
-            timeout: Seconds to wait for all servers.
+            timeout: Seconds to wait for all servers, which may begin to serve meanwhile.
             checksum: Whether the server verifies large inserted tensors by checksums (as of `Pipe.connect`). Small
                 tensors are always verified.
 
         Raises:
-            ConnectError: No server answers there.
+            ConnectError: A server does not answer in time.
             AuthenticationError: A server has another token.
             TransportUnavailableError: There is no usable UCX.
         """

@@ -101,7 +101,7 @@ class Pipe:
         Args:
             address: The receiver's `address`.
             token: The shared secret; by default `KVPIPE_TOKEN`.
-            timeout: Seconds to wait for the receiver.
+            timeout: Seconds to wait for the receiver, which may begin to listen meanwhile.
             checksum: Whether the receiver verifies each tensor by a checksum of the sender (CRC-64/NVME; its cost is in
                 docs/benchmarks.md). A mismatch, for example after a change during the send, raises `CorruptDataError`
                 at both ends, and the pipe continues with the next tensor.
@@ -109,7 +109,7 @@ class Pipe:
 
         Raises:
             ConfigError: The address is not `host:port`.
-            ConnectError: No pipe answers there, or it has a sender already.
+            ConnectError: No pipe answers there in time, or it has a sender already.
             AuthenticationError: The receiver has another token.
             TransportUnavailableError: There is no usable UCX.
         """

@@ -59,6 +59,17 @@ pub enum Step {
     Refuse(Vec<u8>, Error),
 }
 
+/// How far a peer that has connected is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Progress {
+    /// Its HELLO has not come.
+    Silent,
+    /// Its HELLO has come.
+    Greeted,
+    /// It has proved the token, or the handshake is over.
+    Proved,
+}
+
 #[derive(Debug)]
 enum HandshakeState {
     ServerHello,
@@ -104,6 +115,15 @@ impl Handshake {
         };
         let hello = HandshakeFrame::Hello(Greeting::new(handshake.nonce_client));
         Ok((handshake, hello.encode()))
+    }
+
+    /// How far a peer that has connected is.
+    pub(crate) fn progress(&self) -> Progress {
+        match self.state {
+            HandshakeState::ServerHello => Progress::Silent,
+            HandshakeState::ServerProof => Progress::Greeted,
+            _ => Progress::Proved,
+        }
     }
 
     /// Handles a frame of the peer. `ours` is what this side says about itself when its turn comes; `accept` may refuse a

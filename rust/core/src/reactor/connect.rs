@@ -1,6 +1,7 @@
 //! Connecting to peers. Resolving a name blocks, so that each attempt has a thread of its own, which ends with the
 //! reactor; only a resolver that does not answer keeps it longer.
 
+use std::fmt;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -21,7 +22,25 @@ use crate::work::timespec;
 #[derive(Debug)]
 pub(crate) struct Connected {
     pub(crate) token: Token,
-    pub(crate) stream: std::result::Result<TcpStream, String>,
+    pub(crate) stream: std::result::Result<TcpStream, ConnectFailure>,
+}
+
+/// Why an attempt to connect has failed.
+#[derive(Debug)]
+pub(crate) enum ConnectFailure {
+    /// Nobody listens there, or a firewall refuses. A full backlog refuses nobody: the system repeats the attempt.
+    Refused(String),
+    /// The peer accepted the connection and ended it without a reason.
+    Cut(String),
+    /// The name has no address, the network is not reached, the time is over, ...
+    Other(String),
+}
+
+impl fmt::Display for ConnectFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Refused(reason) | Self::Cut(reason) | Self::Other(reason)) = self;
+        f.write_str(reason)
+    }
 }
 
 /// Attempts to connect that are under way. Dropped, it ends their threads.
@@ -89,13 +108,17 @@ fn open(
     begun: Instant,
     timeout: Duration,
     stop: &OwnedFd,
-) -> std::result::Result<TcpStream, String> {
+) -> std::result::Result<TcpStream, ConnectFailure> {
+    use ConnectFailure::{Cut, Other, Refused};
     let deadline = begun + timeout;
-    let candidates = name.to_socket_addrs().map_err(|error| error.to_string())?;
+    let resolved = name.to_socket_addrs();
+    let candidates = resolved.map_err(|error| Other(error.to_string()))?;
     try_all(&candidates.collect::<Vec<_>>(), deadline, stop).map_err(|errno| match errno {
-        None => "the name has no address".to_owned(),
-        Some(Errno::TIMEDOUT) => format!("no answer within {timeout:?}"),
-        Some(error) => error.to_string(),
+        None => Other("the name has no address".to_owned()),
+        Some(Errno::TIMEDOUT) => Other(format!("no answer within {timeout:?}")),
+        Some(error @ Errno::CONNREFUSED) => Refused(error.to_string()),
+        Some(error @ (Errno::CONNRESET | Errno::CONNABORTED)) => Cut(error.to_string()),
+        Some(error) => Other(error.to_string()),
     })
 }
 

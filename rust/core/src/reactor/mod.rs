@@ -29,7 +29,7 @@ use commands::{CommandSender, ReactorCommand};
 use driver::{Driver, DriverHandle};
 
 pub(crate) use commands::CommandReceiver;
-pub(crate) use connect::{Connected, Connector};
+pub(crate) use connect::{ConnectFailure, Connected, Connector};
 pub(crate) use pending_reads::PendingReads;
 pub(crate) use poller::{FIRST_TOKEN, Poller, Token};
 pub(crate) use reactor_core::ReactorCore;

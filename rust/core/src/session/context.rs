@@ -1,6 +1,6 @@
 //! What a service may do: connect, send, close. Its part of the data plane is in `data_plane.rs`.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Display;
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -9,6 +9,7 @@ use std::time::Instant;
 use super::ReactorConfig;
 use super::connection::Connection;
 use super::data_plane::DataPlane;
+use super::handshake_places::HandshakePlaces;
 use super::session::{Session, SessionTimeouts};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
@@ -16,7 +17,7 @@ use crate::net::codec::Writer;
 use crate::net::framing::SessionFrame;
 use crate::net::handshake::HANDSHAKE_FRAME_CAP;
 use crate::net::identity::Identity;
-use crate::reactor::{Connector, PendingReads, Poller, Timers};
+use crate::reactor::{ConnectFailure, Connector, PendingReads, Poller, Timers};
 use crate::transport::Context;
 
 /// The key of a session is its token as well; those below are the listener's and the reactor's.
@@ -34,8 +35,7 @@ pub(crate) struct ReactorContext {
     pub(super) connector: Connector,
     // Few, and looked up for every message.
     pub(super) sessions: BTreeMap<SessionKey, Session>,
-    /// Sessions that peers have begun and whose handshake is not over, the oldest first.
-    pub(super) accepting: BTreeSet<SessionKey>,
+    pub(super) places: HandshakePlaces,
     pub(super) timers: Timers<SessionKey>,
     /// Sessions whose failure is not reported, in the order in which they failed.
     pub(super) failed: VecDeque<SessionKey>,
@@ -65,7 +65,7 @@ impl ReactorContext {
             connector: Connector::new(Arc::clone(&poller))?,
             poller,
             sessions: BTreeMap::new(),
-            accepting: BTreeSet::new(),
+            places: HandshakePlaces::default(),
             timers: Timers::default(),
             failed: VecDeque::new(),
             ended_peers: BTreeMap::new(),
@@ -102,13 +102,30 @@ impl ReactorContext {
         let timeouts = self.config.timeouts;
         let begun = timeouts.begun.unwrap_or(self.now);
         let key = self.add(Session::new(address.to_owned(), false, begun, timeouts));
-        let attempt = self
-            .connector
-            .connect(key, address, begun, timeouts.handshake);
-        if let Err(error) = attempt {
+        self.attempt(key);
+        key
+    }
+
+    /// Begins an attempt to connect a session.
+    pub(super) fn attempt(&mut self, key: SessionKey) {
+        let Some(session) = self.sessions.get(&key) else {
+            return;
+        };
+        let (begun, timeout) = (session.begun, self.config.timeouts.handshake);
+        if let Err(error) = self.connector.connect(key, &session.peer, begun, timeout) {
             self.fail(key, error);
         }
-        key
+    }
+
+    /// An attempt to connect has failed: ends the session, or has the next attempt follow after a pause.
+    pub(super) fn attempt_failed(&mut self, key: SessionKey, failure: &ConnectFailure) {
+        let Some(session) = self.sessions.get_mut(&key) else {
+            return;
+        };
+        match session.attempt_failed(self.now, failure) {
+            Ok(()) => self.timers.set(key, session.next_deadline()),
+            Err(error) => self.fail(key, error),
+        }
     }
 
     /// Sends an application frame over an established session; over another it goes nowhere. A session that cannot take
@@ -205,7 +222,7 @@ impl ReactorContext {
     /// Adds the session of a peer that has connected.
     pub(super) fn add_accepted(&mut self, stream: TcpStream, peer: String) -> Result<SessionKey> {
         let key = self.add(Session::new(peer, true, self.now, self.config.timeouts));
-        self.accepting.insert(key);
+        self.places.add(key, self.now);
         let started = self.start_handshake(key, stream);
         if started.is_err() {
             self.remove(key);
@@ -226,7 +243,7 @@ impl ReactorContext {
     pub(super) fn remove(&mut self, key: SessionKey) -> Option<Session> {
         let session = self.sessions.remove(&key)?;
         self.timers.cancel(key);
-        self.accepting.remove(&key);
+        self.places.remove(key);
         if session.is_up() || !session.is_accepted {
             self.ended_peers.insert(key, session.peer.clone());
             if self.ended_peers.len() > ENDED_CAP {

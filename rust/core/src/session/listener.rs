@@ -1,9 +1,13 @@
-//! Accepting connections.
+//! Accepting connections. They wait in the backlog of the listener while all places of handshakes are taken.
 
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::event::epoll::EventFlags;
+
+use super::Service;
+use super::sessions::Sessions;
 use crate::error::{Error, Result};
 use crate::reactor::{FIRST_TOKEN, Token};
 
@@ -12,7 +16,49 @@ pub(super) const LISTENER: Token = FIRST_TOKEN;
 /// second, then after two more.
 const BACKLOG: i32 = 4096;
 /// Pause after the system has refused to accept, as it does without file descriptors.
-pub(super) const PAUSE: Duration = Duration::from_secs(1);
+const REFUSED_PAUSE: Duration = Duration::from_secs(1);
+
+/// The socket that peers connect to.
+pub(super) struct Listener {
+    socket: TcpListener,
+    /// Why the poller does not report connections that wait.
+    paused: Option<Paused>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Paused {
+    /// All places of handshakes are taken, and none gives way yet.
+    Full,
+    /// The system refuses to accept.
+    Refused,
+}
+
+impl Listener {
+    /// A socket whose connections the poller reports.
+    pub(super) fn new(socket: TcpListener) -> Self {
+        Self {
+            socket,
+            paused: None,
+        }
+    }
+
+    /// Accepts a connection, if one waits.
+    ///
+    /// # Errors
+    /// The system refuses; it may do so for a while.
+    fn accept(&self) -> std::io::Result<Option<(TcpStream, SocketAddr)>> {
+        loop {
+            match self.socket.accept() {
+                Ok(accepted) => return Ok(Some(accepted)),
+                Err(error) => match error.kind() {
+                    ErrorKind::WouldBlock => return Ok(None),
+                    ErrorKind::Interrupted | ErrorKind::ConnectionAborted => {}
+                    _ => return Err(error),
+                },
+            }
+        }
+    }
+}
 
 /// Binds a socket that peers can connect to.
 ///
@@ -26,19 +72,83 @@ pub(super) fn bind(address: SocketAddr) -> Result<TcpListener> {
     Ok(socket)
 }
 
-/// Accepts a connection, if one waits.
-///
-/// # Errors
-/// The system refuses; it may do so for a while.
-pub(super) fn accept(listener: &TcpListener) -> std::io::Result<Option<(TcpStream, SocketAddr)>> {
-    loop {
-        match listener.accept() {
-            Ok(accepted) => return Ok(Some(accepted)),
-            Err(error) => match error.kind() {
-                ErrorKind::WouldBlock => return Ok(None),
-                ErrorKind::Interrupted | ErrorKind::ConnectionAborted => {}
-                _ => return Err(error),
-            },
+impl<S: Service> Sessions<S> {
+    /// Accepts connections that wait, as far as there are places for their handshakes. The poller has reported one.
+    pub(super) fn accept(&mut self) {
+        if self.cx.places.is_full() && !self.make_place() {
+            return;
+        }
+        while !self.cx.places.is_full() {
+            let Some(listener) = &self.listener else {
+                return;
+            };
+            match listener.accept() {
+                Ok(Some((stream, peer))) => {
+                    if let Err(error) = self.cx.add_accepted(stream, peer.to_string()) {
+                        self.service.log(format!("refused {peer}: {error}"));
+                    }
+                }
+                Ok(None) => return,
+                Err(error) => {
+                    // Else the poller would report the listener again and again.
+                    self.pause_accepting(Paused::Refused, self.cx.now() + REFUSED_PAUSE);
+                    let text = format!("cannot accept connections: {error}");
+                    return self.service.log(text);
+                }
+            }
+        }
+    }
+
+    /// Frees the place of a handshake that has taken long. False: none has by now, and accepting pauses until one has.
+    fn make_place(&mut self) -> bool {
+        let now = self.cx.now();
+        loop {
+            let oldest = match self.cx.places.evictable(now) {
+                Ok(oldest) => oldest,
+                Err(due) => {
+                    self.pause_accepting(Paused::Full, due);
+                    return false;
+                }
+            };
+            // What has come counts: it may be this side that is slow.
+            self.receive(oldest);
+            self.report_failure(oldest);
+            if self.cx.places.evictable(now) == Ok(oldest) {
+                let text = "it had not completed its handshake while many others waited";
+                self.end_session(oldest, Error::Connect(text.to_owned()));
+            }
+            if !self.cx.places.is_full() {
+                return true;
+            }
+        }
+    }
+
+    fn pause_accepting(&mut self, reason: Paused, until: Instant) {
+        self.watch_listener(Some(reason));
+        self.cx.timers.set(LISTENER, until);
+    }
+
+    /// The pause is over: the poller reports connections that wait.
+    pub(super) fn resume_accepting(&mut self) {
+        self.watch_listener(None);
+    }
+
+    /// Ends a pause for places once one is free.
+    pub(super) fn resume_where_free(&mut self) {
+        let listener = self.listener.as_ref();
+        if listener.is_some_and(|it| it.paused == Some(Paused::Full)) && !self.cx.places.is_full() {
+            self.resume_accepting();
+        }
+    }
+
+    fn watch_listener(&mut self, paused: Option<Paused>) {
+        let events = match paused {
+            None => EventFlags::IN,
+            Some(_) => EventFlags::empty(),
+        };
+        if let Some(listener) = &mut self.listener {
+            listener.paused = paused;
+            self.cx.poller.modify(&listener.socket, LISTENER, events);
         }
     }
 }

@@ -3,11 +3,13 @@
 //! What runs on top (pipe, lookup, control, handoff on an agent) is a [`Service`]: events in, calls on [`ReactorContext`] out, on one
 //! thread at a time, without locks.
 
+mod attempts;
 mod connection;
 mod context;
 mod data_plane;
 pub(crate) mod fair_waitlist;
 pub(crate) mod grace;
+mod handshake_places;
 mod listener;
 #[expect(
     clippy::module_inception,
@@ -30,7 +32,7 @@ use crate::net::identity::Identity;
 use crate::net::secret::Secret;
 use crate::reactor::Reactor;
 use crate::transport::{Transport, UcxResult};
-use listener::LISTENER;
+use listener::{LISTENER, Listener};
 use sessions::Sessions;
 
 pub(crate) use context::ReactorContext;
@@ -156,7 +158,7 @@ where
                 cx,
                 service: make(),
                 commands,
-                listener: socket,
+                listener: socket.map(Listener::new),
             })
         },
     )

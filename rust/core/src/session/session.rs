@@ -2,21 +2,26 @@
 //!
 //! ```text
 //! Connecting ──TCP──► Handshaking ──both know the session──► Establishing ──UCX hellos──► Up
+//!     ▲                    │ cut
+//!     └───── BackingOff ◄──┘
 //! ```
+//! A connection that is cut in its handshake is made again, because a peer with many handshakes ends the oldest. A connection
+//! that nobody accepts fails at once, unless the caller waits for the peer to listen.
 //! Without a data plane, Establishing ends at once. A failure is noted beside the state, because frames that came before
 //! it still count; once it is reported, the session is removed.
 
 use std::time::{Duration, Instant};
 
+use super::attempts::Attempts;
 use super::connection::Connection;
 use super::data_plane::SessionEndpoint;
 use crate::error::{Error, Result};
 use crate::ids::SessionId;
 use crate::net::framing::{FRAME_CAP, FrameReader, SessionFrame};
-use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Handshake, Step};
+use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Handshake, Progress, Step};
 use crate::net::identity::Identity;
 use crate::net::secret::Secret;
-use crate::reactor::Route;
+use crate::reactor::{ConnectFailure, Route};
 
 /// How long things may take on a session.
 #[derive(Debug, Clone, Copy)]
@@ -25,6 +30,8 @@ pub struct SessionTimeouts {
     pub handshake: Duration,
     /// Since when `handshake` counts on a side that connects; `None`: since it connects.
     pub begun: Option<Instant>,
+    /// Whether a side that connects waits for a peer that does not listen yet, until `handshake` has passed.
+    pub waits_for_listener: bool,
     /// Between two heartbeats.
     pub heartbeat: Duration,
     /// Without any frame of the peer, it counts as lost.
@@ -36,6 +43,7 @@ impl Default for SessionTimeouts {
         Self {
             handshake: Duration::from_secs(10),
             begun: None,
+            waits_for_listener: false,
             heartbeat: Duration::from_secs(1),
             silence: Duration::from_secs(10),
         }
@@ -43,11 +51,13 @@ impl Default for SessionTimeouts {
 }
 
 impl SessionTimeouts {
-    /// Those of the sessions along a route: connecting has what resolving has left of the route's timeout.
+    /// Those of the sessions along a route: connecting has what resolving has left of the route's timeout, and waits for the
+    /// peer to listen.
     pub(crate) fn along(route: &Route) -> Self {
         Self {
             handshake: route.timeout,
             begun: Some(route.begun),
+            waits_for_listener: true,
             ..Self::default()
         }
     }
@@ -57,6 +67,8 @@ impl SessionTimeouts {
 pub(super) enum SessionState {
     /// A thread resolves the address and connects, or a connection was accepted just now.
     Connecting,
+    /// The last attempt to connect has failed; the next one begins at this time.
+    BackingOff(Instant),
     /// TCP is connected; both sides prove the token and say who they are. At the end of it the peer may use the session,
     /// but this side may not, because the peer does not know the session yet.
     Handshaking(Box<Handshake>),
@@ -77,6 +89,15 @@ pub(super) enum SessionEvent {
     Frame(Vec<u8>),
 }
 
+/// How a session has ended.
+#[derive(Debug)]
+pub(super) enum SessionEnd {
+    /// It has failed.
+    Failed(Error),
+    /// The connection of this attempt ended in the handshake, and the peer gave no reason.
+    Cut(String),
+}
+
 #[derive(Debug)]
 pub(super) struct Session {
     /// The peer's address.
@@ -90,8 +111,10 @@ pub(super) struct Session {
     /// None while it is connecting.
     pub(super) connection: Option<Connection>,
     received: FrameReader,
+    attempts: Attempts,
     timeouts: SessionTimeouts,
-    begun: Instant,
+    /// Since when the handshake's time counts.
+    pub(super) begun: Instant,
     /// When bytes of the peer came last.
     pub(super) last_rx: Instant,
     next_heartbeat: Instant,
@@ -115,6 +138,7 @@ impl Session {
             endpoint: None,
             connection: None,
             received: FrameReader::default(),
+            attempts: Attempts::default(),
             timeouts,
             begun,
             last_rx: begun,
@@ -138,6 +162,43 @@ impl Session {
         };
         self.state = SessionState::Handshaking(Box::new(handshake));
         hello.map_or(Ok(()), |hello| self.send_raw(&hello))
+    }
+
+    /// An attempt to connect has failed: prepares the next one.
+    ///
+    /// # Errors
+    /// Another one is useless, or would come too late.
+    pub(super) fn attempt_failed(&mut self, now: Instant, failure: &ConnectFailure) -> Result<()> {
+        let may_succeed = match failure {
+            ConnectFailure::Cut(_) => true,
+            ConnectFailure::Refused(_) => self.timeouts.waits_for_listener,
+            ConnectFailure::Other(_) => false,
+        };
+        let next = now + self.attempts.fail(failure.to_string());
+        if !may_succeed || next >= self.established_by() {
+            return Err(self.unreachable());
+        }
+        self.connection = None;
+        self.received = FrameReader::default();
+        self.state = SessionState::BackingOff(next);
+        Ok(())
+    }
+
+    /// Whether it is time for the next attempt to connect, which then begins.
+    pub(super) fn begins_attempt(&mut self, now: Instant) -> bool {
+        let is_due = matches!(self.state, SessionState::BackingOff(next) if next <= now);
+        if is_due {
+            self.state = SessionState::Connecting;
+        }
+        is_due
+    }
+
+    /// How far the handshake of an accepted peer is.
+    pub(super) fn handshake_progress(&self) -> Progress {
+        match &self.state {
+            SessionState::Handshaking(handshake) => handshake.progress(),
+            _ => Progress::Proved,
+        }
     }
 
     /// Whether the service knows the session.
@@ -200,7 +261,7 @@ impl Session {
         ours: &Identity,
         now: Instant,
         mut accept: impl FnMut(&Identity) -> std::result::Result<(), String>,
-    ) -> (Vec<SessionEvent>, Option<Error>) {
+    ) -> (Vec<SessionEvent>, Option<SessionEnd>) {
         let mut events = Vec::new();
         let Some(connection) = &mut self.connection else {
             return (events, None);
@@ -227,10 +288,20 @@ impl Session {
             }
         };
         self.received = received;
-        let ended = handled
-            .and_then(|()| ended.map_err(|reason| Error::lost(&self.peer, reason)))
-            .and_then(|()| self.answer_ping());
-        (events, ended.err())
+        let handled = handled.and_then(|()| self.answer_ping());
+        let ended = match (handled, ended) {
+            (Err(error), _) => Some(SessionEnd::Failed(error)),
+            (Ok(()), Err(reason)) => Some(self.end_of_connection(reason)),
+            (Ok(()), Ok(())) => None,
+        };
+        (events, ended)
+    }
+
+    fn end_of_connection(&self, reason: String) -> SessionEnd {
+        if matches!(self.state, SessionState::Handshaking(_)) && !self.is_accepted {
+            return SessionEnd::Cut(reason);
+        }
+        SessionEnd::Failed(Error::lost(&self.peer, reason))
     }
 
     fn answer_ping(&mut self) -> Result<()> {
@@ -302,13 +373,18 @@ impl Session {
 
     /// When to [`expire`](Self::expire) next; earlier than needed where bytes have come since.
     pub(super) fn next_deadline(&self) -> Instant {
-        let established_by = self.begun + self.timeouts.handshake;
+        let established_by = self.established_by();
         let alive_by = self.last_rx + self.timeouts.silence;
         match self.state {
             SessionState::Up => alive_by.min(self.next_heartbeat),
             SessionState::Establishing(_) => established_by.min(alive_by).min(self.next_heartbeat),
-            _ => established_by,
+            SessionState::BackingOff(next) => established_by.min(next),
+            SessionState::Connecting | SessionState::Handshaking(_) => established_by,
         }
+    }
+
+    fn established_by(&self) -> Instant {
+        self.begun + self.timeouts.handshake
     }
 
     /// Sends a heartbeat when it is time.
@@ -316,7 +392,7 @@ impl Session {
     /// # Errors
     /// The peer has been silent for too long, or the session takes too long to be established.
     pub(super) fn expire(&mut self, now: Instant) -> Result<()> {
-        if !self.is_up() && now >= self.begun + self.timeouts.handshake {
+        if !self.is_up() && now >= self.established_by() {
             return Err(self.not_established());
         }
         if !self.is_ready() {
@@ -334,15 +410,25 @@ impl Session {
     }
 
     fn not_established(&self) -> Error {
-        let (peer, waited) = (&self.peer, self.timeouts.handshake);
+        let (peer, waited, history) =
+            (&self.peer, self.timeouts.handshake, self.attempts.history());
         Error::Connect(match self.state {
+            SessionState::BackingOff(_) => return self.unreachable(),
             SessionState::Connecting => {
-                format!("cannot reach {peer}: no answer within {waited:?}")
+                format!("cannot reach {peer}: no answer within {waited:?}{history}")
             }
             SessionState::Establishing(_) => format!(
                 "the UCX of {peer} was not reached within {waited:?}, although its bootstrap port was; can the hosts reach each other's UCX ports?"
             ),
-            _ => format!("{peer} did not complete the handshake within {waited:?}"),
+            _ => format!("{peer} did not complete the handshake within {waited:?}{history}"),
         })
+    }
+
+    fn unreachable(&self) -> Error {
+        Error::Connect(format!(
+            "cannot reach {}: {}; is a kvpipe peer listening there?",
+            self.peer,
+            self.attempts.failure()
+        ))
     }
 }

@@ -1,22 +1,18 @@
 //! The sessions of a reactor and the service that they belong to: what sockets, UCX, commands and deadlines lead to.
 
-use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Event, Status};
-use rustix::event::epoll::EventFlags;
 
 use super::data_plane::{HELLO, SessionEndpoint, message_of};
-use super::listener::{LISTENER, PAUSE, accept};
-use super::session::{SessionEvent, SessionState};
+use super::listener::{LISTENER, Listener};
+use super::session::{SessionEnd, SessionEvent, SessionState};
 use super::{ReactorContext, Service};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
-use crate::reactor::{CommandReceiver, Connected, EventHandler, Token};
+use crate::reactor::{CommandReceiver, ConnectFailure, Connected, EventHandler, Token};
 use crate::transport::{UcxResult, Worker};
 
-/// Most handshakes of peers at once. One more ends the oldest, so that silent connections shut out no peer.
-const HANDSHAKES_CAP: usize = 64;
 /// Longest wait of a reactor that stops for its last messages to leave.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -24,7 +20,7 @@ pub(super) struct Sessions<S: Service> {
     pub(super) cx: ReactorContext,
     pub(super) service: S,
     pub(super) commands: CommandReceiver<S::Command>,
-    pub(super) listener: Option<TcpListener>,
+    pub(super) listener: Option<Listener>,
 }
 
 impl<S: Service> EventHandler for Sessions<S> {
@@ -87,16 +83,22 @@ impl<S: Service> EventHandler for Sessions<S> {
         let service = self.service.timer(&mut self.cx);
         while let Some(key) = self.cx.timers.pop_expired(now) {
             if key == LISTENER {
-                self.watch_listener(EventFlags::IN);
+                self.resume_accepting();
             }
             let Some(session) = self.cx.sessions.get_mut(&key) else {
                 continue;
             };
-            match session.expire(now) {
-                Ok(()) => self.cx.timers.set(key, session.next_deadline()),
-                Err(error) => self.cx.fail(key, error),
+            if let Err(error) = session.expire(now) {
+                self.cx.fail(key, error);
+                continue;
+            }
+            let begins_attempt = session.begins_attempt(now);
+            self.cx.timers.set(key, session.next_deadline());
+            if begins_attempt {
+                self.cx.attempt(key);
             }
         }
+        self.resume_where_free();
         service.into_iter().chain(self.cx.timers.next()).min()
     }
 
@@ -106,10 +108,7 @@ impl<S: Service> EventHandler for Sessions<S> {
 
     fn report_failures(&mut self) {
         while let Some(key) = self.cx.failed.pop_front() {
-            let session = self.cx.sessions.get_mut(&key);
-            if let Some(error) = session.and_then(|session| session.failure.take()) {
-                self.end_session(key, error);
-            }
+            self.report_failure(key);
         }
     }
 
@@ -149,59 +148,18 @@ impl<S: Service> Sessions<S> {
         if !self.cx.sessions.contains_key(&token) {
             return;
         }
-        let connected = match stream {
-            Ok(stream) => self.cx.start_handshake(token, stream),
-            Err(reason) => Err(Error::Connect(format!(
-                "cannot reach {}: {reason}; is a kvpipe peer listening there?",
-                self.cx.peer(token)
-            ))),
-        };
-        if let Err(error) = connected {
-            self.cx.fail(token, error);
-        }
-    }
-
-    fn accept(&mut self) {
-        for _ in 0..HANDSHAKES_CAP {
-            let Some(listener) = &self.listener else {
-                return;
-            };
-            match accept(listener) {
-                Ok(Some((stream, peer))) => {
-                    self.evict_handshake();
-                    if let Err(error) = self.cx.add_accepted(stream, peer.to_string()) {
-                        self.service.log(format!("refused {peer}: {error}"));
-                    }
-                }
-                Ok(None) => return,
-                Err(error) => {
-                    // Else the poller would report the listener again and again.
-                    self.watch_listener(EventFlags::empty());
-                    self.cx.timers.set(LISTENER, self.cx.now() + PAUSE);
-                    let text = format!("cannot accept connections: {error}");
-                    return self.service.log(text);
+        match stream {
+            Ok(stream) => {
+                if let Err(error) = self.cx.start_handshake(token, stream) {
+                    self.cx.fail(token, error);
                 }
             }
-        }
-    }
-
-    fn watch_listener(&self, events: EventFlags) {
-        if let Some(listener) = &self.listener {
-            self.cx.poller.modify(listener, LISTENER, events);
-        }
-    }
-
-    fn evict_handshake(&mut self) {
-        if self.cx.accepting.len() >= HANDSHAKES_CAP
-            && let Some(oldest) = self.cx.accepting.first().copied()
-        {
-            let text = "it had not completed its handshake when many others connected";
-            self.end_session(oldest, Error::Connect(text.to_owned()));
+            Err(failure) => self.cx.attempt_failed(token, &failure),
         }
     }
 
     /// Receives what has come on a session's connection.
-    fn receive(&mut self, key: SessionKey) {
+    pub(super) fn receive(&mut self, key: SessionKey) {
         let now = self.cx.now();
         let Some(session) = self.cx.sessions.get_mut(&key) else {
             return;
@@ -209,9 +167,17 @@ impl<S: Service> Sessions<S> {
         let (received, ended) = session.receive(&self.cx.config.identity, now, |peer| {
             self.service.accept(key, peer)
         });
+        if session.is_accepted && !session.is_up() {
+            self.cx.places.update(key, session.handshake_progress());
+        }
         // Before the commands: one that needs the peer knows then that it has to connect again.
-        if let Some(error) = ended {
-            self.cx.fail(key, error);
+        match ended {
+            None => {}
+            Some(SessionEnd::Failed(error)) => self.cx.fail(key, error),
+            Some(SessionEnd::Cut(reason)) => {
+                let cause = format!("{reason} in the handshake");
+                self.cx.attempt_failed(key, &ConnectFailure::Cut(cause));
+            }
         }
         self.drain_commands();
         for event in received {
@@ -235,7 +201,6 @@ impl<S: Service> Sessions<S> {
 
     /// Both sides know the session. With a data plane, it is up when both hellos have come through that too.
     fn establish(&mut self, key: SessionKey) -> Result<()> {
-        self.cx.accepting.remove(&key);
         let Some(session) = self.cx.sessions.get(&key) else {
             return Ok(());
         };
@@ -266,7 +231,15 @@ impl<S: Service> Sessions<S> {
         self.cx.fail(key, error);
     }
 
-    fn end_session(&mut self, key: SessionKey, error: Error) {
+    /// Ends a session that has failed, if it has.
+    pub(super) fn report_failure(&mut self, key: SessionKey) {
+        let session = self.cx.sessions.get_mut(&key);
+        if let Some(error) = session.and_then(|session| session.failure.take()) {
+            self.end_session(key, error);
+        }
+    }
+
+    pub(super) fn end_session(&mut self, key: SessionKey, error: Error) {
         let Some(mut session) = self.cx.remove(key) else {
             return;
         };

@@ -10,6 +10,7 @@ mod blocks_proof;
 mod blocks_write;
 mod common;
 mod control;
+mod crowds;
 mod engines;
 mod handoff;
 mod handoff_layers;

@@ -28,6 +28,7 @@ const PATIENT: ControlTimeouts = ControlTimeouts {
     session: SessionTimeouts {
         handshake: PATIENCE,
         begun: None,
+        waits_for_listener: false,
         heartbeat: Duration::from_secs(1),
         silence: PATIENCE,
     },

@@ -14,6 +14,7 @@ use kvpipe_core::pipe::Pipe;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_ucx::{Buffer, Config, Context, Library, Search, Worker};
 
+use crate::common::sockets::descriptors;
 use crate::common::{
     self, PATIENCE, PROMPT, Raw, TOKEN, alone, eventually, on_both_paths, receive_frame, send_frame,
 };
@@ -119,41 +120,6 @@ fn strangers_on_the_port_disturb_nobody() {
                 || ended.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset),
             "cut off"
         );
-    }
-}
-
-#[test]
-fn a_thousand_silent_connections_keep_nobody_out_and_cost_no_time() {
-    alone(|_| {
-        allow_descriptors(1200);
-        let (server, friend) = (control(), control());
-        ask(&friend, &server).expect("the first session");
-        let before = descriptors();
-        let silent: Vec<_> = (0..1000)
-            .map(|_| TcpStream::connect(address(&server)).expect("connect"))
-            .collect();
-        let begun = Instant::now();
-        assert_eq!(ask(&control(), &server), Ok("{}".to_owned()));
-        assert_eq!(ask(&friend, &server), Ok("{}".to_owned()));
-        assert!(begun.elapsed() < PROMPT);
-        // The other end of each that is in its handshake is here too.
-        let in_flight = descriptors() - before - silent.len();
-        assert!(in_flight < 100, "{in_flight} handshakes in flight");
-        let before = cpu_time();
-        std::thread::sleep(Duration::from_millis(500));
-        let spent = cpu_time().checked_sub(before).expect("time goes on");
-        assert!(spent < Duration::from_millis(100), "{spent:?} of CPU");
-        drop(silent);
-    });
-}
-
-/// Raises the limit of this process, where the system allows it.
-fn allow_descriptors(count: u64) {
-    use rustix::process::{Resource, getrlimit, setrlimit};
-    let mut limit = getrlimit(Resource::Nofile);
-    if limit.current.is_some_and(|current| current < count) {
-        limit.current = Some(count);
-        setrlimit(Resource::Nofile, limit).expect("a limit of descriptors");
     }
 }
 
@@ -426,22 +392,11 @@ fn forty_pipes_leave_no_descriptor_and_no_memory() {
     });
 }
 
-fn descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd")
-        .expect("descriptors")
-        .count()
-}
-
 fn resident_kib() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").expect("status");
     let line = status.lines().find(|line| line.starts_with("VmRSS:"));
     let number = line.and_then(|line| line.split_whitespace().nth(1));
     number.expect("VmRSS").parse().expect("a number")
-}
-
-fn cpu_time() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec.unsigned_abs(), 0) + Duration::from_nanos(time.tv_nsec.unsigned_abs())
 }
 
 /// The figures once the last session has been noticed to be over.

@@ -17,9 +17,10 @@ use kvpipe_core::net::identity::{Identity, SessionKind};
 use kvpipe_core::net::secret::Secret;
 use kvpipe_core::transport::{MemoryPath, Transport};
 use kvpipe_ucx::{Buffer, Config, Context, EndpointId, Event, Library, Payload, Search, Worker};
+use rustix::process::{Pid, Signal, WaitOptions};
 
 pub const TOKEN: &[u8] = b"token of the tests";
-/// Longer than anything takes on a busy machine with two cores, also where a sanitizer slows it.
+/// Longer than anything takes, also where a sanitizer slows it.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Within this, the loss of a peer is known.
 pub const PROMPT: Duration = Duration::from_secs(2);
@@ -179,6 +180,21 @@ impl Process {
 
     pub fn kill(&mut self) {
         self.child.kill().expect("kill");
+    }
+
+    pub fn stop(&self) {
+        let stopped = Some(self.signal(Signal::STOP));
+        rustix::process::waitpid(stopped, WaitOptions::UNTRACED).expect("stopped");
+    }
+
+    pub fn go_on(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) -> Pid {
+        let pid = Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, signal).expect("signal");
+        pid
     }
 
     /// How it ended, if it has.

@@ -1,4 +1,4 @@
-//! The TCP sockets on which this process listens, as the kernel lists them.
+//! Sockets and descriptors, as the kernel lists them.
 
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -15,6 +15,24 @@ pub fn listening() -> HashSet<SocketAddr> {
         .filter(|(_, inode)| own.contains(inode))
         .map(|(address, _)| address)
         .collect()
+}
+
+/// Open descriptors of this process.
+pub fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd")
+        .expect("descriptors")
+        .count()
+}
+
+/// Connections to an address of 127.0.0.1, whether they were accepted or not.
+pub fn num_connections(address: SocketAddr) -> usize {
+    let remote = format!("0100007F:{:04X}", address.port());
+    let table = std::fs::read_to_string("/proc/self/net/tcp").expect("the kernel's table");
+    let is_one = |row: &&str| {
+        let columns: Vec<&str> = row.split_whitespace().collect();
+        columns.get(2) == Some(&remote.as_str()) && columns.get(3) == Some(&"01")
+    };
+    table.lines().filter(is_one).count()
 }
 
 fn own_inodes() -> HashSet<String> {
