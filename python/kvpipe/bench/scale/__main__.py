@@ -1,0 +1,28 @@
+"""One sample of one point: `python -m kvpipe.bench.scale PEERS LOADS HANDOFFS_PER_S` prints its costs as words."""
+
+import sys
+
+from kvpipe.bench.programs.request import compose
+from kvpipe.bench.scale.agents import loads
+from kvpipe.bench.scale.control import control_plane
+from kvpipe.bench.scale.point import Point
+from kvpipe.exceptions import KVPipeError
+
+
+def main() -> int:
+    """Measures, and prints what was measured."""
+    num_peers, num_loads, handoffs_per_s = map(int, sys.argv[1:])
+    point = Point(num_peers, num_loads)
+    try:
+        with loads(point) as agents:
+            costs = agents.costs()
+        with control_plane(point) as ports:
+            costs |= ports.at_rate(handoffs_per_s)
+    except KVPipeError as error:
+        sys.stdout.write(f"error {error}\n")
+        return 1
+    sys.stdout.write(compose("ok", costs) + "\n")
+    return 0
+
+
+sys.exit(main())
