@@ -123,8 +123,8 @@ class Peer:
             remote_ids: Source block ids, one for each destination.
             notify: A tag that the peer's `Agent.notifications` returns once the blocks have been read; at most 64 KiB.
                 A transfer with a tag begins when the peer has space for the tag, see `notify`.
-            timeout: Seconds. A transfer that is late fails alone, and the peer stays usable. Reads that have begun cannot
-                be taken back: the blocks stay busy until `Work.settled`, and new operations on them are refused.
+            timeout: Seconds. A late transfer fails alone, and the peer stays usable. Reads that have begun cannot be
+                taken back: the blocks stay busy until `Work.settled`, and new operations on them are refused.
 
         Returns:
             A work whose result is the number of bytes.

@@ -81,11 +81,14 @@ def _pipe_subjects(data_path: str, _: argparse.Namespace) -> list[Subject]:
 
 
 def _blocks_subjects(data_path: str, args: argparse.Namespace) -> list[Subject]:
-    return [*of.kvpipe_blocks(data_path, _sizes(args)), *of.bare(data_path)]
+    sizes = _sizes(args)
+    return [*of.kvpipe_blocks(data_path, sizes), *of.kvpipe_handoffs(data_path, sizes), *of.bare(data_path)]
 
 
 def _peers_subjects(data_path: str, args: argparse.Namespace) -> list[Subject]:
-    ours = [*of.kvpipe_pipe(data_path), *of.kvpipe_polling(data_path), *of.kvpipe_blocks(data_path, _sizes(args))]
+    sizes = _sizes(args)
+    tensors = [*of.kvpipe_pipe(data_path), *of.kvpipe_polling(data_path)]
+    ours = [*tensors, *of.kvpipe_blocks(data_path, sizes), *of.kvpipe_handoffs(data_path, sizes)]
     return [*ours, *of.bare(data_path), *of.peers(data_path)]
 
 

@@ -80,6 +80,12 @@ def kvpipe_blocks(data_path: str, setup: Pairs, program: Startable | None = None
     ]
 
 
+def kvpipe_handoffs(data_path: str, setup: Pairs) -> list[Subject]:
+    """Loads of handoffs whose blocks are validated, of the sizes in `setup`."""
+    program = ours("handoff_blocks", setup, ucx_env(data_path))
+    return [Subject("kvpipe handoff, validate", data_path, program, BLOCKS, is_ours=True)]
+
+
 def memcpy() -> list[Subject]:
     """Copies by one thread in one process."""
     program = ours("memcpy_tensors", roles=("copy",))

@@ -51,7 +51,7 @@ class Node:
 
     def mark_ready(self, handoff: bytes, first: int, num_blocks: int) -> None:
         """Announces blocks of a handoff in all regions. Any handoff is of the same blocks."""
-        ready = _kvpipe.ReadyBlocks([(handoff, 0, first, list(range(first, first + num_blocks)))])
+        ready = _kvpipe.ReadyBlocks([(handoff, first, list(range(first, first + num_blocks)))])
         self.agent.mark_ready(ready, self.regions)
 
 
@@ -108,7 +108,7 @@ class Loads:
     def _begin(self, handoff: bytes, place: int) -> None:
         producer = self._producer(handoff)
         blocks = [place * _BLOCKS_A_LOAD + number for number in range(_BLOCKS_A_LOAD)]
-        self._agent.load(handoff, producer.address, producer.agent.incarnation, 0, 0, blocks, is_committed=True)
+        self._agent.load(handoff, producer.address, producer.agent.incarnation, 0, blocks, is_committed=True)
 
     def _half_loaded(self, place: int | None = None) -> bytes:
         """Begins a load and waits until its first block is here."""

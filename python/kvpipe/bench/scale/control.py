@@ -60,7 +60,7 @@ class ControlPlane:
             pairs = [(self._producer, other), (other, self._consumer)]
         for producer, consumer in pairs:
             handoff = self._handoff()
-            producer.open(handoff, _PROMPT_HASH, 1, 0, _RANKS)
+            producer.open(handoff, _PROMPT_HASH, 1, _RANKS)
             consumer.watch(handoff, producer.address or "")
             # As a proxy does that dispatches just in time.
             self._asked.append(consumer.ask_subscription(producer.address or "", handoff, 0, _UNDER_WAY_S))
@@ -111,7 +111,7 @@ class ControlPlane:
     def _offer(self) -> bytes:
         handoff = self._handoff()
         self._consumer.watch(handoff, self._producer.address or "")
-        self._producer.open(handoff, _PROMPT_HASH, 1, 0, _RANKS)
+        self._producer.open(handoff, _PROMPT_HASH, 1, _RANKS)
         self._producer.finish(handoff, [1], "length", 0)
         return handoff
 

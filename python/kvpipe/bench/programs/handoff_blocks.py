@@ -1,0 +1,117 @@
+"""Handoffs that validate: the active process loads blocks that the passive one has announced, as decode loads prefill's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import kvpipe
+from kvpipe import _kvpipe
+from kvpipe._transport import transport
+
+from .blocks import verify_blocks
+from .request import LOCAL, REMOTE, pattern
+from .side import Idle, Setup, Words, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .request import Task
+
+_TIMEOUT_S = 60.0
+
+
+class _Node(Idle):
+    """The base of both roles: one agent a block size, because both sides of a handoff have the same regions."""
+
+    def __init__(self, setup: Setup, memory: Any) -> None:
+        self.memory, self.region, self.agent = memory, {}, {}
+        for size in map(int, setup.options["sizes"].split(",")):
+            agent = _kvpipe.Agent(f"{setup.host}:0", b"", transport(), integrity="validate")
+            registered = agent.register("kv", memory, size, size)
+            registered.wait(_TIMEOUT_S)
+            self.agent[size], self.region[size] = agent, registered.result()
+
+    def handoff(self, task: Task, number: int) -> bytes:
+        """Returns the id of a transfer's handoff: no other has it, in this run or another."""
+        place = (task.round * 1_000_000 + number, task.num_blocks * 2 + task.is_scattered)
+        return b"".join(part.to_bytes(8, "little") for part in place)
+
+
+class Passive(_Node):
+    """The producer."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, pattern(setup.total))
+        self._granted: list[tuple[_kvpipe.Agent, bytes]] = []
+
+    def hello(self) -> Words:
+        """Returns the address and incarnation of each agent."""
+        return {f"agent{size}": f"{agent.address}/{agent.incarnation.hex()}" for size, agent in self.agent.items()}
+
+    def run(self, task: Task) -> Words:
+        """Ends the handoffs of the run before, announces those of this one, and says so."""
+        agent, total = self.agent[task.num_bytes], len(self.memory)
+        source = task.transfers(total, REMOTE)
+        chosen = task.chosen(total)
+        for granting, handoff in self._granted:
+            granting.end(handoff, "the run is over")
+        parts = [(self.handoff(task, i), 0, source[chosen[i]].tolist()) for i in range(len(chosen))]
+        self._granted = [(agent, handoff) for handoff, _, _ in parts]
+        agent.mark_ready(_kvpipe.ReadyBlocks(parts), [self.region[task.num_bytes]])
+        for peer in agent.peers():
+            agent.notify(peer, b"ready").wait(_TIMEOUT_S)
+        return {}
+
+
+class Active(_Node):
+    """The consumer."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, np.ones(setup.total, np.uint8))
+
+    def meet(self, words: Mapping[str, str]) -> Words:
+        """Connects."""
+        self._producers = {}
+        for size, agent in self.agent.items():
+            address, incarnation = words[f"agent{size}"].split("/")
+            connected = agent.connect(address)
+            connected.wait(_TIMEOUT_S)
+            self._producers[size] = (address, bytes.fromhex(incarnation))
+        return {"transport": connected.result().transport}
+
+    def clear(self, task: Task) -> None:
+        """Clears the destination."""
+        del task
+        self.memory[:] = 0
+
+    def run(self, task: Task) -> Words:
+        """Runs one load after the other, and polls each until its end, because a worker role has no blocking wait."""
+        agent, total = self.agent[task.num_bytes], len(self.memory)
+        local, chosen = task.transfers(total, LOCAL), task.chosen(total)
+        loads = [(self.handoff(task, i), local[chosen[i]].tolist()) for i in range(len(chosen))]
+        agent.notifications(_TIMEOUT_S)
+
+        def all_loads() -> None:
+            for handoff, block_ids in loads:
+                agent.load(handoff, *self._producers[task.num_bytes], 0, block_ids, is_committed=True)
+                _wait_for(agent, handoff)
+
+        return seconds(all_loads)
+
+    def verify(self, task: Task) -> None:
+        """Raises unless every block is at its destination."""
+        verify_blocks(self.memory, task)
+
+
+def _wait_for(agent: _kvpipe.Agent, handoff: bytes) -> None:
+    while True:
+        for event in agent.drain():
+            if event["event"] == "load_failed":
+                raise kvpipe.KVPipeError(event["reason"])
+            if event["event"] == "load_completed" and event["handoff"] == handoff:
+                return
+
+
+ROLES = {"active": Active, "passive": Passive}
