@@ -5,19 +5,18 @@ import subprocess
 import sys
 
 import kvpipe
+from kvpipe.bench.remote import RemoteProgram
+from kvpipe.bench.runner import Program
+from kvpipe.launch.spec import DeploymentSpec
+from kvpipe.proxy.config import Instance, ProxyConfig
 from kvpipe.testing import memory_transport
 
 TOKEN = "kept-from-every-log"
 
 
 def test_no_configuration_shows_the_token():
-    from kvpipe.bench.remote import RemoteProgram, _secret
-    from kvpipe.bench.runner import Program
-    from kvpipe.launch.spec import DeploymentSpec
-    from kvpipe.proxy.config import Instance, ProxyConfig
-
     engine = Instance.parse("http://127.0.0.1:1,127.0.0.1:2")
-    program = Program("any", ("any",), env=_secret(TOKEN))
+    program = Program("any", ("any",), env=(("KVPIPE_TOKEN", TOKEN),))
     shown = repr(
         [
             ProxyConfig(prefill=(engine,), decode=(engine,), token=TOKEN),

@@ -52,7 +52,7 @@ def cuda_is_exportable(address: int) -> bool:
     """Whether other processes can open this CUDA memory by IPC handles, as that of cudaMalloc."""
 
 def forward_log() -> int:
-    """Hands what the native part has to log to the loggers `kvpipe.*`; how many records. Waits and sends do the same."""
+    """Hands what the native part has to log to the loggers `kvpipe.*`, and counts it. Waits and sends do the same."""
 
 def ucx_info(wheel_dir: str | Path | None = None) -> dict[str, Any]:
     """Loads UCX and tells `version`, `path`, `has_cuda`, `has_rdma_devices`.

@@ -47,10 +47,10 @@ pub(crate) mod tests {
         let key = *Secret::new(TOKEN).key();
         for secret in [TOKEN, &key] {
             let numbers: Vec<String> = secret.iter().map(u8::to_string).collect();
-            let hex: String = secret.iter().map(|byte| format!("{byte:02x}")).collect();
+            let hex: Vec<String> = secret.iter().map(|byte| format!("{byte:02x}")).collect();
             let text = String::from_utf8_lossy(secret).into_owned();
             let numbers_by_line = numbers.join(",\n");
-            for shown in [numbers.join(", "), numbers_by_line, hex, text] {
+            for shown in [numbers.join(", "), numbers_by_line, hex.concat(), text] {
                 let formatted = formatted.replace(' ', "");
                 let shown = shown.replace(' ', "");
                 assert!(!formatted.contains(&shown), "{formatted}");

@@ -13,7 +13,7 @@ use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::tensor::{Meta, Received};
 use crate::transfer::exposed::BufferDescription;
-use crate::transport::{Memory, Pool};
+use crate::transport::{Memory, Pool, check_len};
 use crate::work::Completer;
 
 /// Another transfer begins when fewer bytes than this are left of those that have begun.
@@ -84,6 +84,14 @@ impl Receiver {
         receive: PendingReceive,
     ) {
         let Some(session) = self.session else { return };
+        if receive.out.is_none()
+            && let Err(error) = check_len(buffer.len)
+        {
+            self.engine.remove_source(cx, session, sequence, &error);
+            let reason = error.to_string().into();
+            self.reply(cx, sequence, &ReceiverMessage::Refused { reason });
+            return receive.completer.complete(Err(error));
+        }
         let memory = match &receive.out {
             Some((_, out)) => cx.register(out.clone()),
             None => self.pool.take(buffer.len, |fresh| cx.register(fresh)),

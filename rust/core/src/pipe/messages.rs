@@ -21,6 +21,10 @@ const ACK: u8 = 6;
 const WITHDRAW: u8 = 7;
 const WITHDRAWN: u8 = 8;
 const CORRUPT: u8 = 10;
+const REFUSED: u8 = 11;
+
+/// Longest reason of a refusal.
+const REASON_CAP: usize = 4096;
 
 /// A message of the sender about one tensor.
 #[derive(Debug)]
@@ -116,6 +120,8 @@ pub(super) enum ReceiverMessage<'a> {
     Withdrawn,
     /// The tensor differs from its checksum.
     Corrupt,
+    /// The receiver cannot hold the tensor.
+    Refused { reason: Cow<'a, str> },
 }
 
 impl ReceiverMessage<'_> {
@@ -127,6 +133,10 @@ impl ReceiverMessage<'_> {
             }
             Self::Withdrawn => (WITHDRAWN, Payload::None),
             Self::Corrupt => (CORRUPT, Payload::None),
+            Self::Refused { reason } => {
+                let reason = Writer::default().text(reason, REASON_CAP);
+                (REFUSED, Payload::Bytes(reason.finish()))
+            }
         };
         let header = cx.header(session, kind).u64(sequence);
         cx.message(session, header, payload);
@@ -143,6 +153,12 @@ impl ReceiverMessage<'_> {
             }
             WITHDRAWN => Ok(Self::Withdrawn),
             CORRUPT => Ok(Self::Corrupt),
+            REFUSED => {
+                let mut reader = Reader::new(payload);
+                let reason = reader.str(REASON_CAP)?.into();
+                reader.end()?;
+                Ok(Self::Refused { reason })
+            }
             other => Err(Error::protocol(format_args!(
                 "message {other} to the sender of a pipe"
             ))),

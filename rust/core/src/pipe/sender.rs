@@ -344,6 +344,10 @@ impl Service for Sender {
                 let text = "the tensor came with another checksum than it had here; it was changed while it was sent, or on its way; the pipe is usable";
                 self.end_posted(session, sequence, Err(Error::Corrupt(text.to_owned())));
             }
+            ReceiverMessage::Refused { reason } => {
+                let text = format!("the receiver refused the tensor, the pipe is usable: {reason}");
+                self.end_posted(session, sequence, Err(Error::Exhausted(text)));
+            }
         }
         self.post(cx);
         self.shared.get().in_flight = self.num_in_flight();

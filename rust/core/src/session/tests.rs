@@ -146,9 +146,8 @@ fn neither_the_configuration_of_a_reactor_nor_the_reactor_shows_the_token() {
         secret: Secret::new(TOKEN),
         ..config()
     };
-    let mut shown = format!("{config:?}{config:#?}");
+    let configured = format!("{config:?}{config:#?}");
     let ((begun, _begins), (_lets_end, may_end)) = (sync_channel(1), sync_channel(1));
     let reactor = spawn(config, || Busy { begun, may_end }).expect("reactor");
-    shown += &format!("{reactor:?}{reactor:#?}");
-    assert_discloses_nothing(&shown);
+    assert_discloses_nothing(&format!("{configured}{reactor:?}{reactor:#?}"));
 }

@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 
 pub use data_path::DataPath;
 pub(crate) use data_path::{is_direct, reads_host};
-pub(crate) use pool::Pool;
+pub(crate) use pool::{Pool, check_len};
 
 /// The outcome of a call of UCX.
 pub(crate) type UcxResult<T> = std::result::Result<T, Status>;

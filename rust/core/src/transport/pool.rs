@@ -19,6 +19,25 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Sizes are rounded up to a multiple of it: the size of a huge page.
 const GRAIN: usize = 2 << 20;
 
+/// Refuses what this machine could never hold. A peer names the sizes of its tensors, and a system that overcommits would
+/// hand out any.
+///
+/// # Errors
+/// `Exhausted`: `len` is more than the machine's memory.
+pub(crate) fn check_len(len: usize) -> Result<()> {
+    let machine_bytes = {
+        let info = rustix::system::sysinfo();
+        (info.totalram as u64).saturating_mul(info.mem_unit.into())
+    };
+    if len as u64 <= machine_bytes {
+        return Ok(());
+    }
+    Err(Error::Exhausted(format!(
+        "a tensor of {len} bytes is larger than the memory of the machine that would receive it, {machine_bytes} bytes: \
+         send it in parts"
+    )))
+}
+
 /// A pool of registered memory, or of plain buffers. Clones share it.
 #[derive(Debug)]
 pub(crate) struct Pool<M: Borrow<Buffer> = Memory>(Arc<FreeList<M>>);
@@ -42,7 +61,7 @@ impl<M: Borrow<Buffer> + Send + Sync + 'static> Pool<M> {
     /// Memory of at least `len` bytes, with any content. `make` gets what the pool does not have from a fresh buffer.
     ///
     /// # Errors
-    /// The system has no such memory (`Exhausted`), or the transport cannot register it.
+    /// The machine or the system has no such memory (`Exhausted`), or the transport cannot register it.
     pub(crate) fn take(
         &self,
         len: usize,
@@ -51,6 +70,7 @@ impl<M: Borrow<Buffer> + Send + Sync + 'static> Pool<M> {
         if let Some(memory) = take_fitting(&mut lock(&self.0), len) {
             return Ok(memory);
         }
+        check_len(len)?;
         let capacity = len.checked_next_multiple_of(GRAIN).unwrap_or(len);
         let fresh = Buffer::mapped(capacity).map_err(|error| {
             Error::Exhausted(format!("no memory for a tensor of {len} bytes ({error})"))
@@ -148,6 +168,14 @@ mod tests {
         assert_eq!(num_free(&pool), 0);
         drop(received);
         assert_eq!(num_free(&pool), 1);
+    }
+
+    #[test]
+    fn memory_that_the_machine_does_not_have_is_refused_before_it_is_asked_for() {
+        let len = 1 << 46;
+        let taken = Pool::<Buffer>::default().take(len, |_| unreachable!("it was allocated"));
+        let error = taken.expect_err("64 TiB").to_string();
+        assert!(error.contains("70368744177664 bytes is larger"), "{error}");
     }
 
     #[test]

@@ -7,12 +7,13 @@ use crc_fast::{CrcAlgorithm, checksum};
 use kvpipe_core::Error;
 use kvpipe_core::net::codec::{Reader, Writer};
 use kvpipe_core::net::identity::SessionKind;
-use kvpipe_core::pipe::Pipe;
+use kvpipe_core::pipe::{Deadline, Pipe};
 use kvpipe_core::tensor::Received;
-use kvpipe_core::work::Work;
-use kvpipe_ucx::{Buffer, Search};
+use kvpipe_core::transport::{MemoryPath, Transport};
+use kvpipe_core::work::{Then, Work};
+use kvpipe_ucx::{Buffer, MemoryKind, Search};
 
-use crate::common::pipes::{content, receive, send, sender_to};
+use crate::common::pipes::{content, meta, receive, send, sender_to};
 use crate::common::{self, PATIENCE, Raw, TOKEN, eventually, on_both_paths, pattern};
 
 const EAGER: u8 = 1;
@@ -21,6 +22,7 @@ const READ: u8 = 32;
 const DATA: u8 = 33;
 const SOURCE_CHECKSUMS: u8 = 44;
 const CORRUPT: u8 = 10;
+const REFUSED: u8 = 11;
 const ACCEPTED: u8 = 6;
 
 /// Where offered memory is.
@@ -106,27 +108,6 @@ fn a_sender_that_leaves_before_it_is_established_leaves_its_place() {
     assert_eq!(content(&receive(&rx)), pattern(10, 1));
 }
 
-#[test]
-fn an_offer_that_no_memory_can_hold_is_an_error_and_not_the_end() {
-    let Some(search) = common::ucx() else { return };
-    let (raw, rx) = raw(&search);
-    let len = 1u64 << 60;
-    let header = unsummed(OFFER, 0);
-    raw.send(&header, &offer(len, 4096, 0, &[0; 16]));
-    let received = receive(&rx);
-    eventually("the refusal", || {
-        raw.worker.progress();
-        received.is_completed().then_some(())
-    });
-    let error = received.wait_for(PATIENCE).expect_err("no such memory");
-    assert!(
-        matches!(&error, Error::Exhausted(text) if text.contains("not consumed")),
-        "{error}"
-    );
-    assert_eq!(rx.info().state, "open");
-}
-
-/// Without a GPU at this end: whatever the data path, nobody reads across.
 #[test]
 fn an_offer_of_cuda_memory_comes_to_the_host_as_messages_however_small() {
     on_both_paths(|search| {
@@ -242,4 +223,54 @@ fn a_sender_that_ignores_its_credit_or_its_bounds_is_cut_off() {
         let error = eventually("the end", || receive(&rx).wait_for(PATIENCE).err());
         assert!(matches!(error, Error::Protocol(_)), "{error}");
     }
+}
+
+#[test]
+fn a_tensor_larger_than_the_machine_is_refused_by_its_size_and_the_next_one_is_received() {
+    let Some(search) = common::ucx() else { return };
+    let (raw, receiver) = raw(&search);
+    let refused = receive(&receiver);
+    let len: u64 = 1 << 60;
+    raw.send(&unsummed(OFFER, 0), &offer(len, 4096, 0, b"key"));
+    let error = refused.wait_for(PATIENCE).expect_err("too large");
+    let is_named = |text: &str| text.contains("1152921504606846976 bytes");
+    assert!(
+        matches!(&error, Error::Exhausted(text) if is_named(text)),
+        "{error}"
+    );
+    let (header, reason) = raw.message(REFUSED);
+    assert_eq!(header, 0_u64.to_le_bytes());
+    assert!(is_named(&String::from_utf8_lossy(&reason)), "{reason:?}");
+    let (header, payload) = eager(1, b"next");
+    raw.send(&header, &payload);
+    assert_eq!(content(&receive(&receiver)), b"next");
+}
+
+#[test]
+fn a_sender_learns_by_name_that_its_tensor_is_larger_than_the_receivers_machine() {
+    let transport = Transport::Memory(MemoryPath::RemoteRead);
+    let receiver =
+        Pipe::listen("127.0.0.1:0", TOKEN, transport.clone(), Duration::ZERO).expect("listen");
+    let address = receiver.address().expect("address").to_string();
+    let connected = Pipe::connect(&address, TOKEN, transport, false, Duration::ZERO, PATIENCE);
+    let (sender, connected) = connected.expect("connect");
+    connected.wait_for(PATIENCE).expect("connected");
+    // SAFETY: nothing reads it: no checksums are made, and the receiver refuses it by its size.
+    let buffer = unsafe { Buffer::from_raw_parts(4096, 1 << 46, MemoryKind::Host, Box::new(())) };
+    let sent = sender.send(meta(1 << 46), buffer, Deadline::default(), Then::GoOn);
+    let refused = receive(&receiver);
+    let at_the_receiver = refused
+        .wait_for(PATIENCE)
+        .expect_err("too large")
+        .to_string();
+    let error = sent.expect("send").wait_for(PATIENCE).expect_err("refused");
+    let is_named = matches!(&error, Error::Exhausted(text) if text.contains(&at_the_receiver));
+    assert!(is_named, "{error}");
+    assert!(
+        at_the_receiver.contains("70368744177664 bytes"),
+        "{at_the_receiver}"
+    );
+    let next = send(&sender, pattern(100_000, 1));
+    assert_eq!(content(&receive(&receiver)), pattern(100_000, 1));
+    next.wait_for(PATIENCE).expect("the pipe is usable");
 }

@@ -269,17 +269,18 @@ fn neither_side_of_a_handshake_nor_its_errors_and_frames_show_the_token() {
     let (mut client, hello) = Handshake::client(&secret, "server").unwrap();
     let mut server = Handshake::server(&other, "client").unwrap();
     let ours = Identity::new(SessionKind::Pipe, "", Vec::new()).unwrap();
-    let mut shown = format!("{client:?}{server:?}{hello:?}");
+    let mut shown = vec![format!("{client:?}{server:?}{hello:?}")];
     let mut frame = hello;
     for _ in 0..2 {
         for side in [&mut server, &mut client] {
             let step = side.frame(&frame, &ours, |_| Ok(()));
-            shown += &format!("{step:?}{side:#?}");
+            shown.push(format!("{step:?}{side:#?}"));
             if let Ok(Step::Continue(next) | Step::Refuse(next, _)) = step {
                 frame = next;
             }
         }
     }
+    let shown = shown.concat();
     assert!(
         shown.contains("KVPIPE_TOKEN"),
         "the server refuses: {shown}"
