@@ -15,7 +15,7 @@ use super::remote_source::ChecksumMode;
 use super::transfer::{
     CHECKSUMMED_BYTES, Reading, State, Transfer, TransferError, TransferRequest, split_token,
 };
-use super::verifier::Verifier;
+use super::verifier::{Checksums, Verifier};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
@@ -95,8 +95,6 @@ impl PeerTransfers {
             return Err(Error::Config(text.to_owned()));
         };
         let session = request.session;
-        // Nobody hashes what is on a GPU.
-        let is_checksummed = request.is_checksummed && !source.is_cuda;
         let path = if request.is_retry {
             None
         } else {
@@ -104,6 +102,8 @@ impl PeerTransfers {
         };
         let Some(path) = path else {
             let destination = (Arc::clone(&request.memory), Arc::clone(&request.pieces));
+            // Nobody hashes what is on a GPU.
+            let is_checksummed = request.checksums != Checksums::None && !source.is_cuda;
             let stream = IncomingStream::begin(cx, session, id, destination, is_checksummed);
             let wanted = if is_checksummed {
                 Wanted::ChecksummedBytes
@@ -113,6 +113,7 @@ impl PeerTransfers {
             send_read(cx, id, request, wanted);
             return Ok(State::Streaming(stream));
         };
+        let is_checksummed = request.checksums == Checksums::All && !source.is_cuda;
         let verifier = is_checksummed.then(|| {
             if source.checksum_mode == ChecksumMode::Pushed {
                 return Verifier::new(source.known.clone());
