@@ -270,6 +270,7 @@ class Agent:
         fingerprint: Sequence[tuple[str, str]] = ...,
         silence: float | None = None,
         checksum: bool = True,
+        integrity: str = "auto",
     ) -> Agent: ...
     @property
     def address(self) -> str | None: ...

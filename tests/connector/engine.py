@@ -131,7 +131,8 @@ def outcome(request: Request | Load, *, is_loaded: bool = True, **facts: Any) ->
         "backlog_s": 0.0,
         "reason": "",
     }
-    counts = dict.fromkeys(("num_received", "num_missing", "num_retried", "num_compared", "num_corrupt"), 0)
+    names = ("num_received", "num_missing", "num_retried", "num_validated", "num_compared", "num_corrupt")
+    counts = dict.fromkeys(names, 0)
     return WorkerOutcomes({request.request_id: known | {"backlog_s": 0.0} | counts | facts})
 
 

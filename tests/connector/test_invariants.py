@@ -47,6 +47,8 @@ MUST_BE_SEEN = (
     "producing request preempted in prefill",
     "consuming request preempted in prefill",
     "consuming request preempted in decode",
+    "consumer validated its blocks",
+    "consumer read changed blocks",
 )
 
 lengths = st.builds(
@@ -219,6 +221,12 @@ class Engines(RuleBasedStateMachine):
     def a_handoff_is_acknowledged_or_released(self, pick: int) -> None:
         handoffs = [handoff for handoff, produced in self.world.wire.produced.items() if produced.state != "ended"]
         self.world.wire.release(handoffs[pick % len(handoffs)])
+
+    @precondition(lambda self: self.world.exposed)
+    @rule(pick=picks)
+    def a_consumer_reads_without_checksums(self, pick: int) -> None:
+        handoffs = sorted(self.world.exposed)
+        self.world.read_exposed(handoffs[pick % len(handoffs)])
 
     @precondition(lambda self: self.world.leased)
     @rule(pick=picks)

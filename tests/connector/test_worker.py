@@ -39,11 +39,14 @@ class Pair:
     """A producer's and a consumer's worker."""
 
     def __init__(self, trace: str = "") -> None:
-        self.producer, self.consumer = role(trace=trace), role(trace=trace)
+        self.producer, self.consumer = self.role("producer", trace), self.role("consumer", trace)
         self.source, self.target = caches(), caches()
         self.producer.register(self.source)
         self.consumer.register(self.target)
         self.handoff = bytes.fromhex(new_id())
+
+    def role(self, side: str, trace: str = "") -> WorkerRole:
+        return role(trace=trace)
 
     def load(self, block_ids: list[int], *, is_committed: bool = True, incarnation: bytes | None = None) -> Load:
         address = self.producer.handshake()

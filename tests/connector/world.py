@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvpipe.connector.metadata import WorkerOutcomes
+from tests.connector.cache import NUM_BLOCKS, Cache
 from tests.connector.engine import BLOCK, Engine, is_unreported, outcome
 from tests.connector.wire import Wire
 
@@ -23,36 +24,8 @@ if TYPE_CHECKING:
 
     from kvpipe.connector.metadata import Load, StepMetadata
 
-NUM_BLOCKS = 13  # block 0 is vLLM's null block
 NUM_FREE = NUM_BLOCKS - 1
 THEIRS = 8  # what producers sample
-
-
-@dataclass
-class Cache:
-    """Each slot holds a number that stands for all tokens up to its own; None is garbage."""
-
-    slots: list[list[int | None]] = field(default_factory=lambda: [[None] * BLOCK for _ in range(NUM_BLOCKS)])
-    _names: dict[tuple[int | None, int], int] = field(default_factory=dict)
-
-    def history(self, tokens: list[int]) -> list[int]:
-        """The number of each position of a sequence."""
-        names: list[int] = []
-        for token in tokens:
-            key = (names[-1] if names else None, token)
-            names.append(self._names.setdefault(key, len(self._names)))
-        return names
-
-    def write(self, table: list[int], history: list[int], first: int, end: int) -> None:
-        for position in range(first, end):
-            self.slots[table[position // BLOCK]][position % BLOCK] = history[position]
-
-    def holds(self, table: list[int], history: list[int], first: int, end: int) -> bool:
-        return all(self.slots[table[at // BLOCK]][at % BLOCK] == history[at] for at in range(first, end))
-
-    def spoil(self, block_ids: list[int]) -> None:
-        for block_id in block_ids:
-            self.slots[block_id] = [None] * BLOCK
 
 
 @dataclass
@@ -76,6 +49,15 @@ class Exposed:
     block_ids: list[int] = field(default_factory=list)
 
 
+@dataclass
+class RemoteRead:
+    """A consumer that reads exposed blocks one after the other, and asks then whether their grant still holds."""
+
+    handoff: bytes
+    exposed: Exposed
+    slots: list[int | None] = field(default_factory=list)
+
+
 class World:
     """One engine, its simulated workers, and the invariants that every step checks."""
 
@@ -86,6 +68,7 @@ class World:
         self.cache = Cache()
         self.transfers: dict[str, Transfer] = {}
         self.exposed: dict[bytes, Exposed] = {}
+        self.remote_reads: list[RemoteRead] = []
         self.leased: dict[bytes, str] = {}
         self.released: set[bytes] = set()
         self.requests: list[Request] = []
@@ -140,7 +123,9 @@ class World:
         step = output.kv_connector_metadata
         self._note_preemptions(output)
         self.acknowledged = step.committed
+        self._consumers_go_on()
         self._begin(step)
+        self._consumers_go_on()
         self._loads_receive_commits_and_cancels()
         if is_prompt:
             for load in step.loads:
@@ -148,6 +133,7 @@ class World:
         self._expose(step.cached)
         self._exposed_blocks_are_kept()
         self._compute(output)
+        self._consumers_go_on()
         self._expose(step.ready)
         self._exposed_blocks_are_kept()
         sampled = [self._sample(request_id, step) for request_id in output.num_scheduled_tokens]
@@ -158,6 +144,7 @@ class World:
             sampled_token_ids=sampled,
             kv_connector_output=None if is_unreported(output, report) else report,
         )
+        self._consumers_go_on()
         self.engine.scheduler.update_from_output(output, result)
         self.check()
 
@@ -247,6 +234,27 @@ class World:
             exposed = self.exposed[handoff]
             assert first == len(exposed.block_ids), "blocks become ready in the order of the prompt, each once"
             exposed.block_ids += block_ids
+
+    def read_exposed(self, handoff: bytes) -> None:
+        """A consumer without checksums begins to read what is exposed of a handoff."""
+        self.remote_reads.append(RemoteRead(handoff, self.exposed[handoff]))
+
+    def _consumers_go_on(self) -> None:
+        """Each consumer reads a block, or asks after its last one: what it then counts is the KV of the prompt."""
+        for read in list(self.remote_reads):
+            block_ids = read.exposed.block_ids
+            num_read = len(read.slots) // BLOCK
+            if num_read < len(block_ids):
+                read.slots += self.cache.slots[block_ids[num_read]]
+                continue
+            self.remote_reads.remove(read)
+            is_valid = self.exposed.get(read.handoff) is read.exposed
+            history = self.cache.history(read.exposed.request.prompt_token_ids)
+            end = min(len(read.slots), len(history))
+            is_right = read.slots[:end] == history[:end]
+            assert is_right or not is_valid, "a block that had changed was validated"
+            self.seen["consumer validated its blocks"] += is_valid
+            self.seen["consumer read changed blocks"] += not is_right
 
     def _sample(self, request_id: str, step: StepMetadata) -> list[int]:
         request = self.engine.scheduler.requests[request_id]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ON_LOAD_FAILURE = ("recompute", "fail")
+INTEGRITY = ("auto", "checksum", "validate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,10 @@ class ConnectorConfig:
             picks a free port, which the log names. The workers' agents listen on free ports of the same host.
         on_load_failure: What happens to a request whose KV does not arrive: `recompute` (decode computes what is
             missing) or `fail` (HTTP 500; the handoff's result has the reason). It applies to the whole engine.
+        integrity: How blocks are known to be the producer's: `checksum` (the producer computes checksums of its blocks,
+            the consumer compares), `validate` (the consumer asks the producer after its last read whether the blocks
+            were kept), or `auto` (checksums in host memory, validation on a device). The producer's setting decides; a
+            consumer with `checksum` refuses blocks without checksums.
         lease_s: Seconds that finished blocks wait for a first consumer before they are freed.
         open_timeout_s: Seconds that a consumer waits for a handoff that its producer does not know.
         handoff_timeout_s: Seconds from a consumer's request to its KV. It limits a producer that is alive and keeps
@@ -34,6 +39,7 @@ class ConnectorConfig:
 
     listen: str = "127.0.0.1:0"
     on_load_failure: str = "recompute"
+    integrity: str = "auto"
     lease_s: float = 30.0
     open_timeout_s: float = 30.0
     handoff_timeout_s: float = 300.0
@@ -60,6 +66,12 @@ class ConnectorConfig:
     def _check(self) -> None:
         if self.on_load_failure not in ON_LOAD_FAILURE:
             message = f"on_load_failure={self.on_load_failure!r}: expected one of {', '.join(ON_LOAD_FAILURE)}"
+            raise ConfigError(message)
+        if self.integrity not in INTEGRITY:
+            message = (
+                f"integrity={self.integrity!r}: KV of handoffs is always verified, by one of {', '.join(INTEGRITY)}; "
+                'write "integrity": "auto" into kv_connector_extra_config'
+            )
             raise ConfigError(message)
         host, colon, _ = self.listen.rpartition(":")
         if not colon:

@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpipe.connector.config import ConnectorConfig
+from kvpipe.connector.integrity import objection_to_validate
 from kvpipe.connector.metadata import HandshakeMetadata, StepMetadata
 from kvpipe.exceptions import ConfigError
 
@@ -61,7 +62,8 @@ class KVPipeConnector(KVConnectorBase_V1):
         else:
             from kvpipe.connector.worker import WorkerRole  # noqa: PLC0415 - only where the role is
 
-            self._worker = WorkerRole(vllm_config, config)
+            objection = objection_to_validate(vllm_config, kv_cache_config)
+            self._worker = WorkerRole(vllm_config, config, objection_to_validate=objection)
 
     def _of_scheduler(self) -> SchedulerRole:
         if self._scheduler is None:

@@ -94,8 +94,9 @@ class WorkerOutcomes(KVConnectorWorkerMetadata):
     """Worker role to scheduler role: loads that ended, and loads that lack only the sequence state, by request id.
 
     Each outcome has `is_loaded`, `transport`, `elapsed_s`, `backlog_s`, `reason` and `num_bytes`; the block counts
-    `num_received`, `num_missing` and `num_retried`; and the checksum counts `num_compared` and `num_corrupt`. A load in
-    `verified` has one such outcome for each rank. The worker role reports nothing more of a handoff in `acknowledged`.
+    `num_received`, `num_missing`, `num_retried` and `num_validated`; and the checksum counts `num_compared` and
+    `num_corrupt`. A load in `verified` has one such outcome for each rank. The worker role reports nothing more of a
+    handoff in `acknowledged`.
     """
 
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -117,6 +118,7 @@ class WorkerOutcomes(KVConnectorWorkerMetadata):
 
 _MERGED: dict[str, Callable[[Any, Any], Any]] = {
     "num_bytes": operator.add,
+    "num_validated": operator.add,
     "num_compared": operator.add,
     "num_corrupt": operator.add,
     "num_received": min,

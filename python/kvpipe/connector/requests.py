@@ -140,6 +140,7 @@ class Consumed:
             "blocks_received": outcome.get("num_received", 0),
             "blocks_missing": outcome.get("num_missing", 0),
             "blocks_retried": outcome.get("num_retried", 0),
+            "blocks_validated": outcome.get("num_validated", 0),
             "checksums_compared": outcome.get("num_compared", 0),
             "checksums_differed": outcome.get("num_corrupt", 0),
             "bytes": outcome.get("num_bytes", 0),

@@ -16,6 +16,7 @@ from kvpipe import _kvpipe
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.connector.first_token import PENDING_FIRST_TOKENS
+from kvpipe.connector.integrity import choose_integrity
 from kvpipe.connector.metadata import HandshakeMetadata, Load, StepMetadata, WorkerOutcomes
 from kvpipe.connector.progress import Progress
 from kvpipe.exceptions import ConfigError, TransferTimeoutError
@@ -34,6 +35,7 @@ _FACTS: dict[str, Any] = {
     "num_received": 0,
     "num_missing": 0,
     "num_retried": 0,
+    "num_validated": 0,
     "num_compared": 0,
     "num_corrupt": 0,
     "transport": "",
@@ -44,12 +46,19 @@ _FACTS: dict[str, Any] = {
 
 
 class WorkerRole:
-    """Loads the KV blocks of one rank, and exposes them to consumers."""
+    """Loads the KV blocks of one rank, and exposes them to consumers.
 
-    def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
+    Args:
+        vllm_config: vLLM's configuration.
+        config: Settings of the connector.
+        objection_to_validate: Why its blocks may change before a handoff is marked as ended; empty if they do not.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, config: ConnectorConfig, *, objection_to_validate: str = "") -> None:
         self._rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._config = config
+        self._objection_to_validate = objection_to_validate
         role = vllm_config.kv_transfer_config.kv_role
         self._trace = WorkerTrace(config, f"{role} worker {self._rank} {self._engine_id}")
         self._agent: _kvpipe.Agent | None = None
@@ -76,12 +85,15 @@ class WorkerRole:
             ConfigError: A cache is not in host memory, or a layer's blocks are not contiguous.
         """
         host = self._config.listen.rpartition(":")[0]
+        [device] = {cache.device.type for cache in kv_caches.values()} or {"cpu"}
+        integrity = choose_integrity(self._config.integrity, self._objection_to_validate, device)
         self._agent = _kvpipe.Agent(
             f"{host}:0",
             resolve_token(),
             transport(),
             self._engine_id,
             silence=self._config.silence_s,
+            integrity=integrity,
         )
         self._agent.trace_to(self._trace.lines)
         for name, cache in kv_caches.items():

@@ -46,7 +46,7 @@ pub(crate) struct Agent(HandoffAgent);
 #[pymethods]
 impl Agent {
     #[new]
-    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None, checksum=true))]
+    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None, checksum=true, integrity="auto"))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword arguments of a private class"
@@ -60,11 +60,21 @@ impl Agent {
         fingerprint: Vec<(String, String)>,
         silence: Option<f64>,
         checksum: bool,
+        integrity: &str,
     ) -> PyResult<Self> {
         read_level(py)?;
+        let integrity = integrity.parse().map_err(to_py)?;
         let (timeouts, transport) = (timeouts(silence)?, transport.core());
         let agent = py.detach(|| {
-            HandoffAgent::new(listen, token, transport, engine_id, fingerprint, timeouts)
+            HandoffAgent::with_integrity(
+                listen,
+                token,
+                transport,
+                engine_id,
+                fingerprint,
+                timeouts,
+                integrity,
+            )
         });
         let agent = agent.map_err(to_py)?;
         Ok(Self(if checksum {
@@ -304,6 +314,7 @@ fn to_dict<'py>(py: Python<'py>, event: &Event) -> PyResult<Bound<'py, PyDict>> 
         dict.set_item("num_received", counts.num_received)?;
         dict.set_item("num_missing", counts.num_missing)?;
         dict.set_item("num_retried", counts.num_retried)?;
+        dict.set_item("num_validated", counts.num_validated)?;
         dict.set_item("num_compared", counts.num_compared)?;
         dict.set_item("num_corrupt", counts.num_corrupt)
     };

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::ids::{RegionId, SessionKey};
 use crate::session::ReactorContext;
 use crate::transfer::region::{Layout, Pieces};
-use crate::transfer::{Completion, TransferRequest};
+use crate::transfer::{Checksums, Completion, TransferRequest};
 use crate::transport::Memory;
 use crate::work::Completer;
 
@@ -79,12 +79,14 @@ pub(crate) enum ReadOwner {
         id: u64,
         notification: Option<(u64, Vec<u8>)>,
     },
-    /// The service above the agent, which knows the read by a token of the reactor, and verifies what comes by checksums
-    /// of its own.
+    /// The service above the agent, which knows the read by a token of the reactor, and decides whether what has come
+    /// counts.
     Service {
         token: u64,
         /// Whether a read of these blocks has failed before.
         is_retry: bool,
+        /// Whether the service has checksums of its own. Without them the pieces of a stream have some.
+        has_checksums: bool,
     },
 }
 
@@ -153,7 +155,13 @@ impl AgentCore {
             source: transfer.remote_region.into(),
             memory,
             pieces: Arc::clone(&transfer.pieces),
-            is_checksummed: transfer.is_checksummed,
+            checksums: match owner {
+                ReadOwner::Service {
+                    has_checksums: false,
+                    ..
+                } => Checksums::OfStream,
+                _ => Checksums::all_if(transfer.is_checksummed),
+            },
             is_verified_by_owner: matches!(owner, ReadOwner::Service { .. }),
             is_retry: matches!(owner, ReadOwner::Service { is_retry: true, .. }),
             deadline: transfer.deadline,

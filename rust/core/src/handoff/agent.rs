@@ -1,11 +1,13 @@
 //! An agent that also moves handoffs, as callers see it.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use super::Integrity;
 use super::load_request::{LoadCounts, LoadFailure, LoadRequest};
 use super::ready::{ReadyBlocks, check_positions};
 use super::service::{HandoffCommand, HandoffCommandKind, HandoffService};
@@ -57,14 +59,30 @@ pub struct LoadReport {
 #[derive(Debug, Default)]
 pub(super) struct HandoffShared {
     pub(super) events: Events<Event>,
-    ended: Mutex<HashSet<HandoffId>>,
+    /// How many ends of a handoff callers have marked and the reactor's thread has not processed.
+    ended: Mutex<HashMap<HandoffId, usize>>,
     pub(super) num_leased: AtomicUsize,
 }
 
 impl HandoffShared {
-    /// Handoffs that callers have ended and whose end the reactor's thread has not processed.
-    pub(super) fn ended(&self) -> MutexGuard<'_, HashSet<HandoffId>> {
-        lock(&self.ended)
+    /// A caller ends a handoff: its blocks may change when this returns.
+    pub(super) fn mark_ended(&self, handoff: HandoffId) {
+        *lock(&self.ended).entry(handoff).or_default() += 1;
+    }
+
+    /// The producer knows of one of these ends.
+    pub(super) fn end_processed(&self, handoff: HandoffId) {
+        if let Entry::Occupied(mut ends) = lock(&self.ended).entry(handoff) {
+            *ends.get_mut() -= 1;
+            if *ends.get() == 0 {
+                ends.remove();
+            }
+        }
+    }
+
+    /// Whether a caller has ended a handoff whose end the producer does not know of.
+    pub(super) fn has_ended(&self, handoff: &HandoffId) -> bool {
+        lock(&self.ended).contains_key(handoff)
     }
 }
 
@@ -72,11 +90,11 @@ impl HandoffShared {
 #[derive(Debug)]
 pub struct HandoffAgent {
     agent: Agent<HandoffCommand>,
-    shared: Arc<HandoffShared>,
+    pub(super) shared: Arc<HandoffShared>,
 }
 
 impl HandoffAgent {
-    /// Starts an agent.
+    /// Starts an agent whose handoffs have the [default integrity](Integrity::Auto).
     pub fn new(
         listen: &str,
         token: &[u8],
@@ -84,6 +102,28 @@ impl HandoffAgent {
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
         timeouts: SessionTimeouts,
+    ) -> Result<Self> {
+        let integrity = Integrity::default();
+        Self::with_integrity(
+            listen,
+            token,
+            transport,
+            engine_id,
+            fingerprint,
+            timeouts,
+            integrity,
+        )
+    }
+
+    /// Starts an agent.
+    pub fn with_integrity(
+        listen: &str,
+        token: &[u8],
+        transport: Transport,
+        engine_id: &str,
+        fingerprint: Vec<(String, String)>,
+        timeouts: SessionTimeouts,
+        integrity: Integrity,
     ) -> Result<Self> {
         let address = listen_address(listen, token)?;
         let config = ReactorConfig {
@@ -97,11 +137,13 @@ impl HandoffAgent {
         };
         let shared = Arc::new(HandoffShared::default());
         let in_thread = Arc::clone(&shared);
-        let agent = Agent::start(config, |core| HandoffService::new(core, in_thread))?;
+        let agent = Agent::start(config, move |core| {
+            HandoffService::new(core, in_thread, integrity)
+        })?;
         Ok(Self { agent, shared })
     }
 
-    /// The same without checksums of the blocks that it reads and writes. Handoffs have them all the same.
+    /// The same without checksums of the blocks that it reads and writes. Those of handoffs are decided by their integrity.
     #[must_use]
     pub fn without_checksums(mut self) -> Self {
         self.agent.is_checksummed = false;
@@ -126,9 +168,10 @@ impl HandoffAgent {
 
     /// Producer: the blocks of a handoff may change from now on.
     ///
-    /// Marked before this returns: a checksum that is being computed over blocks that change meanwhile is discarded.
+    /// Marked before this returns: a checksum that is being computed over blocks that change meanwhile is discarded, and a
+    /// consumer that asks whether the grant holds is answered that it does not.
     pub fn end(&self, handoff: HandoffId, reason: &str) -> Result<()> {
-        self.shared.ended().insert(handoff);
+        self.shared.mark_ended(handoff);
         self.send(HandoffCommandKind::End {
             handoff,
             reason: reason.to_owned(),

@@ -1,11 +1,13 @@
-//! Handoffs at their producer: ready blocks get their checksums in slices, and are announced.
+//! Handoffs at their producer: ready blocks get their checksums in slices, if they have any, and are announced.
+
+use kvpipe_ucx::MemoryKind;
 
 use kvpipe_ucx::SharedBytes;
 
 use super::producer::send_all;
 use super::ready::ReadyRange;
 use super::service::HandoffService;
-use super::{ReadyBlock, checksum};
+use super::{ReadyBlock, checksum as checksum_of};
 use crate::ids::{HandoffId, RegionId};
 use crate::session::ReactorContext;
 use crate::trace::Track;
@@ -18,19 +20,20 @@ const SLICE: u64 = 8 << 20;
 impl HandoffService {
     /// Takes the next slice of blocks that are ready, in the regions in which they are, and tells who has selected
     /// them; whether more are left.
-    pub(super) fn checksum_ready(&mut self, cx: &mut ReactorContext) -> bool {
+    pub(super) fn announce_ready(&mut self, cx: &mut ReactorContext) -> bool {
         let known = &self.agent.regions;
         let num_blocks = |regions: &[RegionId]| {
             let known = regions.iter().filter_map(|region| known.get(region));
-            slice_of(known.map(|region| region.layout.block_bytes).sum())
+            let hashed = known.filter(|region| self.integrity.has_checksums(kind(&region.memory)));
+            slice_of(hashed.map(|region| region.layout.block_bytes).sum())
         };
         let Some((part, regions)) = self.ready.slice(num_blocks) else {
             return false;
         };
         let began = self.trace.now();
-        match self.checksums(&part, &regions) {
+        match self.ready_blocks(&part, &regions) {
             // Marked before the blocks could change: unmarked now, they did not change while they were read.
-            Ok(_) if self.shared.ended().contains(&part.handoff) => {}
+            Ok(_) if self.shared.has_ended(&part.handoff) => {}
             Ok(blocks) => {
                 let messages = self.producer.mark_ready(part.handoff, &blocks);
                 send_all(cx, messages);
@@ -51,7 +54,7 @@ impl HandoffService {
         !self.ready.is_empty()
     }
 
-    fn checksums(
+    fn ready_blocks(
         &self,
         part: &ReadyRange,
         regions: &[RegionId],
@@ -62,18 +65,29 @@ impl HandoffService {
             let Some(local) = self.agent.regions.get(id) else {
                 return Err("blocks of a region that was closed cannot be leased".to_owned());
             };
+            let has_checksums = self.integrity.has_checksums(kind(&local.memory));
             for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
-                let Some(bytes) = block_bytes(&local.memory, &local.layout, block_id) else {
+                if local.layout.offset(block_id).is_err() {
                     return Err(format!(
                         "block {block_id} cannot be leased: it is not in region {:?}",
                         local.name
                     ));
-                };
+                }
+                let bytes = block_bytes(&local.memory, &local.layout, block_id);
+                if has_checksums && bytes.is_none() {
+                    return Err(format!(
+                        "region {:?} is not in host memory, and has no checksums: set integrity to auto or validate",
+                        local.name
+                    ));
+                }
+                let checksum = bytes.filter(|_| has_checksums);
+                let checksum =
+                    checksum.map(|it| checksum_of(&part.handoff, epoch, *id, position, it));
                 blocks.push(ReadyBlock {
                     region: *id,
                     position,
                     block_id,
-                    checksum: checksum(&part.handoff, epoch, *id, position, bytes),
+                    checksum,
                 });
             }
         }
@@ -85,6 +99,10 @@ impl HandoffService {
         self.ready.forget(&handoff);
         send_all(cx, self.producer.end_handoff(handoff, reason));
     }
+}
+
+fn kind(memory: &Memory) -> MemoryKind {
+    memory.buffer().kind()
 }
 
 /// How many blocks of this size make a slice of work.

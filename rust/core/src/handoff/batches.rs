@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::announcements::block_bytes;
-use super::consumer::ReadBatch;
+use super::read_batch::ReadBatch;
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum};
 use crate::agent::{BlockTransfer, BlocksRead, ReadOwner, region_gone};
@@ -23,8 +23,13 @@ impl HandoffService {
     ) {
         let transfer = self.plan_batch(session, &batch);
         let (token, is_retry) = (cx.token(), batch.is_retry);
+        let has_checksums = batch.has_checksums();
         self.batches.insert(token, (handoff, batch));
-        let owner = ReadOwner::Service { token, is_retry };
+        let owner = ReadOwner::Service {
+            token,
+            is_retry,
+            has_checksums,
+        };
         self.agent.read(cx, session, transfer, owner);
     }
 
@@ -85,11 +90,14 @@ impl HandoffService {
     }
 }
 
-/// For each block of a batch, whether it is here with the checksum that the producer computed.
+/// For each block of a batch, whether it is here with the checksum that the producer computed, if it has one.
 fn verify(handoff: &HandoffId, batch: &ReadBatch, read: &BlocksRead) -> Vec<bool> {
     let is_verified = |(block, &local): (&ReadyBlock, &u32)| {
+        let Some(theirs) = block.checksum else {
+            return true;
+        };
         block_bytes(&read.memory, &read.layout, local).is_some_and(|bytes| {
-            checksum(handoff, batch.epoch, block.region, block.position, bytes) == block.checksum
+            checksum(handoff, batch.epoch, block.region, block.position, bytes) == theirs
         })
     };
     let blocks = batch.blocks.iter().zip(&batch.local_ids);

@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use super::ReadyBlock;
 use super::load_request::{LoadCounts, LoadFailure, LoadRequest};
+use super::read_batch::ReadBatch;
+use super::validation::Validation;
 use crate::ids::{Epoch, RegionId};
 
 /// Most reads of a block of one region: by the session's data path, then once more as a stream.
@@ -20,30 +22,6 @@ pub(super) struct LoadOutcome {
     pub(super) counts: LoadCounts,
     /// `None`: all blocks are verified.
     pub(super) failure: Option<LoadFailure>,
-}
-
-/// Blocks of one region to read now.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct ReadBatch {
-    /// Our region, into which they are read.
-    pub(super) region: RegionId,
-    /// The place of that region among those of the load.
-    pub(super) place: usize,
-    /// The epoch in which they were announced.
-    pub(super) epoch: Epoch,
-    /// Whether an earlier read of these blocks failed.
-    pub(super) is_retry: bool,
-    /// The blocks at the producer, with their checksums.
-    pub(super) blocks: Vec<ReadyBlock>,
-    /// Destination ids, in the same order.
-    pub(super) local_ids: Vec<u32>,
-}
-
-impl ReadBatch {
-    /// The producer's region.
-    pub(super) fn remote_region(&self) -> RegionId {
-        self.blocks[0].region
-    }
 }
 
 /// Why nothing of an announcement can be read.
@@ -61,6 +39,7 @@ enum BlockStage {
     #[default]
     Awaited,
     Reading,
+    /// It is here and matches its checksum, if it has one.
     Verified,
     /// No read brought what was announced.
     Lost,
@@ -98,7 +77,7 @@ pub(super) struct Load {
     max_batch: usize,
     phase: LoadPhase,
     /// The producer's grant of the blocks, as the first announcement names it.
-    epoch: Option<Epoch>,
+    pub(super) epoch: Option<Epoch>,
     /// For each selected block and place: `[block][place]`.
     reads: Vec<BlockReads>,
     /// For each selected block, the number of regions in which it is verified.
@@ -108,6 +87,8 @@ pub(super) struct Load {
     /// Blocks to read again from the present session.
     retries: Vec<ReadyBlock>,
     num_reading: usize,
+    /// Whether blocks without checksums count.
+    pub(super) validation: Validation,
     counts: LoadCounts,
     /// Why the load fails: a lost block, or its end.
     failure: Option<String>,
@@ -128,6 +109,7 @@ impl Load {
             end: count,
             retries: Vec::new(),
             num_reading: 0,
+            validation: Validation::default(),
             counts: LoadCounts::default(),
             failure: None,
         }
@@ -191,7 +173,11 @@ impl Load {
     pub(super) fn read_completed(&mut self, batch: &ReadBatch, verified: &[bool], num_bytes: u64) {
         self.num_reading -= 1;
         self.counts.num_bytes += num_bytes;
-        self.counts.num_compared += verified.len() as u64;
+        let with_checksums = batch.blocks.iter().filter(|block| block.checksum.is_some());
+        let num_compared = with_checksums.count() as u64;
+        self.counts.num_compared += num_compared;
+        self.validation
+            .arrived(verified.len() as u64 - num_compared);
         for (block, is_verified) in batch.blocks.iter().zip(verified) {
             if *is_verified {
                 self.block_verified(batch.place, block);
@@ -233,6 +219,11 @@ impl Load {
         self.phase = LoadPhase::Withdrawn;
     }
 
+    /// Whether no block counts.
+    pub(super) fn is_withdrawn(&self) -> bool {
+        self.phase == LoadPhase::Withdrawn
+    }
+
     /// Whether no more blocks will come.
     pub(super) fn has_ended(&self) -> bool {
         matches!(self.phase, LoadPhase::Ended | LoadPhase::Withdrawn)
@@ -264,7 +255,7 @@ impl Load {
     /// reported.
     pub(super) fn next_verified(&mut self) -> Option<LoadCounts> {
         let may_report = self.phase == LoadPhase::Selected && self.failure.is_none();
-        if !may_report || self.is_reading() || !self.is_complete() {
+        if !may_report || self.is_reading() || self.needs_validation() || !self.is_complete() {
             return None;
         }
         self.phase = LoadPhase::Reported;
@@ -274,7 +265,10 @@ impl Load {
     /// How the load ended, once it is over: no read can still write into its blocks.
     pub(super) fn outcome(&self) -> Option<LoadOutcome> {
         let is_enough = self.request.is_committed || self.failure.is_some();
-        if self.is_reading() || !(self.has_ended() || is_enough && self.is_complete()) {
+        if self.is_reading()
+            || self.needs_validation()
+            || !(self.has_ended() || is_enough && self.is_complete())
+        {
             return None;
         }
         let missing = self.missing();
@@ -380,9 +374,8 @@ impl Load {
     }
 
     fn missing(&self) -> Vec<u32> {
-        let is_withdrawn = self.phase == LoadPhase::Withdrawn;
         (0..self.num_verified.len())
-            .filter(|&index| is_withdrawn || !self.is_verified(index))
+            .filter(|&index| self.is_withdrawn() || !self.is_verified(index))
             .map(|index| index as u32)
             .collect()
     }
@@ -392,6 +385,7 @@ impl Load {
             num_received: (self.num_verified.len() - num_missing) as u64,
             num_missing: num_missing as u64,
             num_retried: self.num_retried(),
+            num_validated: self.validation.num_validated(),
             ..self.counts
         }
     }

@@ -32,7 +32,10 @@ pub struct LoadCounts {
     pub num_missing: u64,
     /// Blocks that were read again in some region.
     pub num_retried: u64,
-    /// Comparisons with the producer's checksums, one for each block and region that was read.
+    /// Blocks without checksums of which the producer has said that its grant still held when they had been read, one for
+    /// each block and region.
+    pub num_validated: u64,
+    /// Comparisons with the producer's checksums, one for each block and region that was read and has one.
     pub num_compared: u64,
     /// Comparisons that differed.
     pub num_corrupt: u64,

@@ -3,12 +3,13 @@
 //! A load whose session is lost gets one fresh session; a block whose read has failed is read once more, as a stream.
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::Integrity;
 use super::ReadyBlock;
 use super::agent::{Event, LoadReport};
 use super::announcements::slice_of;
@@ -16,6 +17,7 @@ use super::consumer::{Load, Unreadable};
 use super::load_request::{LoadCounts, LoadRequest};
 use super::messages::HandoffMessage;
 use super::service::HandoffService;
+use super::validations::ANSWER_WITHIN;
 use crate::agent::peers::transport;
 use crate::agent::regions::LocalRegion;
 use crate::error::Error;
@@ -27,6 +29,9 @@ use crate::transfer::region::RemoteRegion;
 /// Deadline for a fresh session. A live peer needs milliseconds, and a dead one must not hold up its loads.
 const FRESH_WITHIN: Duration = Duration::from_secs(2);
 
+const REFUSES_VALIDATE: &str = "the producer has integrity=validate, and this side integrity=checksum: set auto or validate \
+                                here, or checksum there";
+
 /// A load and its session.
 pub(super) struct ActiveLoad {
     pub(super) load: Load,
@@ -35,7 +40,9 @@ pub(super) struct ActiveLoad {
     /// When the producer first announced blocks.
     pub(super) announced: Option<Instant>,
     /// Whether the producer was asked on this session.
-    has_selected: bool,
+    pub(super) has_selected: bool,
+    /// By when the producer has to say whether its grant still holds, of a load that has ended.
+    pub(super) answer_by: Option<Instant>,
     /// Why a session was lost, and when a fresh one has to be here.
     lost: Option<(String, Instant)>,
 }
@@ -77,6 +84,7 @@ impl HandoffService {
             started: cx.now(),
             announced: None,
             has_selected: false,
+            answer_by: None,
             lost: None,
         };
         self.loads.insert(handoff, active);
@@ -116,6 +124,8 @@ impl HandoffService {
         };
         active.has_selected = true;
         if peer.handle.incarnation() != load.request.incarnation {
+            // It knows nothing of what its former life granted.
+            load.cannot_validate();
             return load.fail("the producer has been restarted");
         }
         let theirs = match same_regions(&self.agent.regions, load.regions(), theirs) {
@@ -158,6 +168,9 @@ impl HandoffService {
             return;
         };
         active.announced.get_or_insert(cx.now());
+        if self.integrity == Integrity::Checksum && blocks.iter().any(|it| it.checksum.is_none()) {
+            return self.fail_load(cx, handoff, REFUSES_VALIDATE);
+        }
         match active.load.blocks_announced(epoch, blocks) {
             Ok(batches) => {
                 for batch in batches {
@@ -217,6 +230,9 @@ impl HandoffService {
     pub(super) fn fail_load(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
         if let Some(active) = self.loads.get_mut(&handoff) {
             active.load.fail(reason);
+            if active.load.awaits_validation() {
+                active.answer_by.get_or_insert(cx.now() + ANSWER_WITHIN);
+            }
         }
         let closed = Error::Closed(reason.to_owned());
         for (token, (other, _)) in &self.batches {
@@ -229,6 +245,7 @@ impl HandoffService {
 
     /// Reports what has become known of a load: that its blocks are verified, then how it ended.
     fn report(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
+        self.validate(cx, handoff);
         let Some(active) = self.loads.get_mut(&handoff) else {
             return;
         };
@@ -269,6 +286,7 @@ impl HandoffService {
         let Some(active) = self.loads.get_mut(&handoff) else {
             return;
         };
+        active.load.session_lost();
         if let Some((first, _)) = &active.lost {
             let reason = format!("{first}; asked again: {error}");
             return self.fail_load(cx, handoff, &reason);
@@ -277,7 +295,7 @@ impl HandoffService {
         if !is_lost || !active.has_selected || active.load.has_ended() {
             return self.fail_load(cx, handoff, &error.to_string());
         }
-        if active.load.is_complete() {
+        if active.load.is_complete() && !active.load.needs_validation() {
             return;
         }
         active.lost = Some((error.to_string(), cx.now() + FRESH_WITHIN));
@@ -286,15 +304,27 @@ impl HandoffService {
         self.continue_load(cx, handoff);
     }
 
-    /// Gives up loads whose fresh session does not come, and returns the next deadline of the others.
+    /// Gives up loads whose fresh session or whose answer does not come, and returns the next deadline of the others.
     pub(super) fn expire_loads(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let (mut late, mut next, now) = (Vec::new(), None, cx.now());
+        let mut unanswered = Vec::new();
         for (handoff, active) in &self.loads {
             match active.fresh_session_due() {
                 Some((due, lost)) if due <= now => late.push((*handoff, lost.to_owned())),
                 Some((due, _)) => next = next.into_iter().chain([due]).min(),
                 None => {}
             }
+            match active.answer_by {
+                Some(due) if due <= now => unanswered.push(*handoff),
+                due => next = next.into_iter().chain(due).min(),
+            }
+        }
+        for handoff in unanswered {
+            if let Some(active) = self.loads.get_mut(&handoff) {
+                active.answer_by = None;
+                active.load.cannot_validate();
+            }
+            self.report(cx, handoff);
         }
         for (handoff, lost) in late {
             let reason = format!("{lost}; no fresh session within {FRESH_WITHIN:?}");

@@ -13,6 +13,9 @@ const SELECT: u8 = 48;
 const BLOCKS_READY: u8 = 49;
 const HANDOFF_ENDED: u8 = 50;
 const ACK: u8 = 51;
+const VALIDATE: u8 = 52;
+const VALID: u8 = 53;
+const INVALID: u8 = 54;
 
 /// What one side of a handoff tells the other.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,6 +31,13 @@ pub(crate) enum HandoffMessage {
     Ended { reason: String },
     /// Consumer: everything is here.
     Ack,
+    /// Consumer: my reads of blocks of this epoch have ended. Does the grant still hold? The answer repeats the question's
+    /// number.
+    Validate { epoch: Epoch, question: u64 },
+    /// Producer: it does.
+    Valid { question: u64 },
+    /// Producer: it does not.
+    Invalid { question: u64 },
 }
 
 impl HandoffMessage {
@@ -37,12 +47,15 @@ impl HandoffMessage {
             Self::BlocksReady { .. } => BLOCKS_READY,
             Self::Ended { .. } => HANDOFF_ENDED,
             Self::Ack => ACK,
+            Self::Validate { .. } => VALIDATE,
+            Self::Valid { .. } => VALID,
+            Self::Invalid { .. } => INVALID,
         }
     }
 
     /// Whether messages of this kind are of handoffs.
     pub(super) fn is_kind(kind: u8) -> bool {
-        (SELECT..=ACK).contains(&kind)
+        (SELECT..=INVALID).contains(&kind)
     }
 
     fn encode(&self, header: Writer, handoff: &HandoffId) -> (Writer, Payload) {
@@ -58,6 +71,12 @@ impl HandoffMessage {
                 (header, Payload::Bytes(text.finish()))
             }
             Self::Ack => (header, Payload::None),
+            Self::Validate { epoch, question } => {
+                (header.u64(*epoch).u64(*question), Payload::None)
+            }
+            Self::Valid { question } | Self::Invalid { question } => {
+                (header.u64(*question), Payload::None)
+            }
         }
     }
 
@@ -84,6 +103,16 @@ impl HandoffMessage {
                 reason: reason(payload)?,
             },
             ACK => Self::Ack,
+            VALIDATE => Self::Validate {
+                epoch: header.u64()?,
+                question: header.u64()?,
+            },
+            VALID => Self::Valid {
+                question: header.u64()?,
+            },
+            INVALID => Self::Invalid {
+                question: header.u64()?,
+            },
             other => return Err(Error::protocol(format_args!("message {other}"))),
         };
         header.end()?;
@@ -97,11 +126,12 @@ impl HandoffMessage {
 }
 
 fn write_block(writer: Writer, block: &ReadyBlock) -> Writer {
-    writer
-        .u32(block.region)
-        .u32(block.position)
-        .u32(block.block_id)
-        .u64(block.checksum)
+    let writer = writer.u32(block.region).u32(block.position);
+    let writer = writer.u32(block.block_id);
+    match block.checksum {
+        Some(checksum) => writer.u8(1).u64(checksum),
+        None => writer.u8(0),
+    }
 }
 
 fn read_block(reader: &mut Reader<'_>) -> Result<ReadyBlock> {
@@ -109,7 +139,7 @@ fn read_block(reader: &mut Reader<'_>) -> Result<ReadyBlock> {
         region: reader.u32()?,
         position: reader.u32()?,
         block_id: reader.u32()?,
-        checksum: reader.u64()?,
+        checksum: reader.flag()?.then(|| reader.u64()).transpose()?,
     })
 }
 
@@ -146,7 +176,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back(numbers: Vec<(u32, u32, u32, u64)>, reason: String, epoch: u64) {
+        fn what_is_written_is_read_back(numbers: Vec<(u32, u32, u32, Option<u64>)>, reason: String, epoch: u64) {
             let blocks = numbers
                 .iter()
                 .map(|&(region, position, block_id, checksum)| ReadyBlock { region, position, block_id, checksum })
@@ -155,6 +185,9 @@ mod tests {
             read_back(&HandoffMessage::BlocksReady { epoch, blocks });
             read_back(&HandoffMessage::Ended { reason });
             read_back(&HandoffMessage::Ack);
+            read_back(&HandoffMessage::Validate { epoch, question: 7 });
+            read_back(&HandoffMessage::Valid { question: epoch });
+            read_back(&HandoffMessage::Invalid { question: epoch });
         }
 
         #[test]

@@ -1,6 +1,7 @@
 //! One request's KV on its way from a prefill to a decode worker: two pure state machines, events in and messages
 //! out, and the service that runs them on an agent. The producer announces blocks once they are ready. The consumer reads
-//! them in batches, and verifies each block with the checksum that the producer computed.
+//! them in batches. It verifies each block with the checksum that the producer computed; or asks the producer, when all
+//! reads have ended, whether its grant still holds.
 
 mod agent;
 mod announcements;
@@ -10,17 +11,23 @@ mod load_request;
 mod loads;
 pub(crate) mod messages;
 mod producer;
+mod read_batch;
 mod ready;
 mod service;
+mod validation;
+mod validations;
 
 pub use agent::{Event, HandoffAgent, LoadReport};
 pub use load_request::{LoadCounts, LoadFailure, LoadRequest};
 pub use ready::{ReadyBlocks, ReadyRange};
 pub use service::HandoffCommand;
 
-use kvpipe_ucx::SharedBytes;
+use std::str::FromStr;
+
+use kvpipe_ucx::{MemoryKind, SharedBytes};
 
 use crate::checksum::bound;
+use crate::error::Error;
 use crate::ids::{Epoch, HandoffId, RegionId};
 
 /// A block of one region (layer) that will not change any more.
@@ -32,8 +39,47 @@ pub struct ReadyBlock {
     pub position: u32,
     /// Its id in the producer's region.
     pub block_id: u32,
-    /// Checksum of its bytes, see [`checksum`].
-    pub checksum: u64,
+    /// Checksum of its bytes, see [`checksum`]. Without one, the block counts if the producer's grant still holds when
+    /// it has been read.
+    pub checksum: Option<u64>,
+}
+
+/// How an agent knows that the blocks of a handoff are those that the producer had. The producer's setting decides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Integrity {
+    /// As `Checksum` in host memory, as `Validate` in a device's.
+    #[default]
+    Auto,
+    /// The producer announces checksums, and the consumer compares. A consumer refuses blocks without checksums.
+    Checksum,
+    /// The producer announces no checksums. The consumer asks, after its last read, whether the grant still holds.
+    Validate,
+}
+
+impl Integrity {
+    /// Whether blocks in such memory are announced with checksums.
+    fn has_checksums(self, memory: MemoryKind) -> bool {
+        match self {
+            Self::Auto => memory == MemoryKind::Host,
+            Self::Checksum => true,
+            Self::Validate => false,
+        }
+    }
+}
+
+impl FromStr for Integrity {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "checksum" => Ok(Self::Checksum),
+            "validate" => Ok(Self::Validate),
+            other => Err(Error::Config(format!(
+                "integrity={other:?}: handoffs know auto, checksum and validate"
+            ))),
+        }
+    }
 }
 
 /// The checksum of a block. It covers the block's place too, so that a block of another handoff, epoch, layer or position

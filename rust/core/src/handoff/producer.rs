@@ -126,6 +126,12 @@ impl Producer {
         ready.map_or(self.next_epoch, |ready| ready.epoch)
     }
 
+    /// Whether blocks of a handoff may be read now, and have been since this epoch began.
+    pub(super) fn is_granted(&self, handoff: &HandoffId, epoch: Epoch) -> bool {
+        let ready = self.ready.get(handoff);
+        ready.is_some_and(|ready| ready.epoch == epoch)
+    }
+
     /// Adds ready blocks to a handoff, in its [`epoch`](Self::epoch). The first ones begin a new one.
     pub(super) fn mark_ready(
         &mut self,

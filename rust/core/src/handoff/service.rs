@@ -7,12 +7,13 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
+use super::Integrity;
 use super::agent::{Event, HandoffShared};
-use super::consumer::ReadBatch;
 use super::load_request::LoadRequest;
 use super::loads::ActiveLoad;
 use super::messages::HandoffMessage;
 use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, send_all};
+use super::read_batch::ReadBatch;
 use super::ready::{ReadyBlocks, ReadyQueue};
 use crate::agent::{AgentCommand, AgentCore};
 use crate::error::{Error, Result};
@@ -56,8 +57,9 @@ impl From<AgentCommand> for HandoffCommand {
 pub(super) struct HandoffService {
     pub(super) agent: AgentCore,
     pub(super) shared: Arc<HandoffShared>,
+    pub(super) integrity: Integrity,
     pub(super) trace: Trace,
-    /// What has become ready and has no checksums yet.
+    /// What has become ready and is not announced yet.
     pub(super) ready: ReadyQueue,
     pub(super) producer: Producer,
     pub(super) loads: HashMap<HandoffId, ActiveLoad>,
@@ -66,10 +68,11 @@ pub(super) struct HandoffService {
 }
 
 impl HandoffService {
-    pub(super) fn new(agent: AgentCore, shared: Arc<HandoffShared>) -> Self {
+    pub(super) fn new(agent: AgentCore, shared: Arc<HandoffShared>, integrity: Integrity) -> Self {
         Self {
             agent,
             shared,
+            integrity,
             trace: Trace::default(),
             ready: ReadyQueue::default(),
             producer: Producer::default(),
@@ -101,7 +104,7 @@ impl HandoffService {
             HandoffCommandKind::End { handoff, reason } => {
                 self.end(cx, handoff, &reason);
                 // From now on the producer remembers it.
-                self.shared.ended().remove(&handoff);
+                self.shared.end_processed(handoff);
             }
             HandoffCommandKind::Load(request) => self.load(cx, request),
             HandoffCommandKind::Commit { handoff } => {
@@ -161,6 +164,15 @@ impl HandoffService {
                         .instant(Track::Reactor, "acknowledged", &handoff, &[]);
                     self.shared.events.push(Event::Acknowledged { handoff });
                 }
+            }
+            HandoffMessage::Validate { epoch, question } => {
+                self.answer_validate(cx, session, handoff, epoch, question);
+            }
+            HandoffMessage::Valid { question } => {
+                self.validated(cx, session, handoff, question, true);
+            }
+            HandoffMessage::Invalid { question } => {
+                self.validated(cx, session, handoff, question, false);
             }
         }
     }
@@ -227,10 +239,10 @@ impl Service for HandoffService {
     }
 
     fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        let has_checksummed = self.checksum_ready(cx);
+        let has_announced = self.announce_ready(cx);
         let has_moved = self.agent.engine.run_slice(cx);
         self.drain(cx);
-        has_moved || has_checksummed
+        has_moved || has_announced
     }
 
     fn has_work(&self) -> bool {
@@ -262,6 +274,9 @@ impl Service for HandoffService {
         self.drain(cx);
         self.agent.stop(cx, reason);
         for handoff in self.loads.keys().copied().collect::<Vec<_>>() {
+            if let Some(active) = self.loads.get_mut(&handoff) {
+                active.load.cannot_validate();
+            }
             self.fail_load(cx, handoff, reason);
         }
         self.drain(cx);

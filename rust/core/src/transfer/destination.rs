@@ -15,7 +15,7 @@ use super::remote_source::ChecksumMode;
 use super::transfer::{
     CHECKSUMMED_BYTES, Reading, State, Transfer, TransferError, TransferRequest, split_token,
 };
-use super::verifier::Verifier;
+use super::verifier::{Checksums, Verifier};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
@@ -104,8 +104,6 @@ impl PeerTransfers {
             return Err(Error::Config(text.to_owned()));
         };
         let session = request.session;
-        // Nobody hashes what is on a GPU.
-        let is_checksummed = request.is_checksummed && !source.is_cuda;
         let path = if request.is_retry {
             None
         } else {
@@ -113,6 +111,8 @@ impl PeerTransfers {
         };
         let Some(path) = path else {
             let destination = (Arc::clone(&request.memory), Arc::clone(&request.pieces));
+            // Nobody hashes what is on a GPU.
+            let is_checksummed = request.checksums != Checksums::None && !source.is_cuda;
             let stream = IncomingStream::begin(cx, session, id, destination, is_checksummed);
             let wanted = if is_checksummed {
                 Wanted::ChecksummedBytes
@@ -122,22 +122,16 @@ impl PeerTransfers {
             send_read(cx, id, request, wanted);
             return Ok(State::Streaming(stream));
         };
+        let is_checksummed = request.checksums == Checksums::All && !source.is_cuda;
         let has_asked = is_checksummed && source.checksum_mode != ChecksumMode::Pushed;
         if has_asked {
             send_read(cx, id, request, Wanted::Checksums);
         }
-        let known = || {
-            if has_asked {
-                Vec::new()
-            } else {
-                source.known.clone()
-            }
-        };
         Ok(State::Reading(Reading {
             path,
             base: source.base,
             cursor: Cursor::default(),
-            verifier: is_checksummed.then(|| Verifier::new(known())),
+            verifier: is_checksummed.then(|| Verifier::new(source.known.clone())),
             has_asked,
         }))
     }

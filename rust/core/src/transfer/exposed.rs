@@ -9,6 +9,7 @@ use super::region::{Layout, Pieces, RKEY_CAP};
 use super::remote_source::{ChecksumMode, RemoteSource};
 use super::source::SourceRequest;
 use super::transfer::TransferRequest;
+use super::verifier::Checksums;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::{Reader, Writer};
@@ -156,7 +157,7 @@ impl BufferDescription {
             source,
             memory,
             pieces: Arc::new(Pieces::whole(self.len as u64, UNIT)),
-            is_checksummed: self.checksum_mode != ChecksumMode::OnRequest,
+            checksums: Checksums::all_if(self.checksum_mode != ChecksumMode::OnRequest),
             is_verified_by_owner: false,
             is_retry: false,
             deadline: None,

@@ -36,3 +36,4 @@ mod verifier;
 pub(crate) use engine::{Completion, Handled, TransferEngine};
 pub(crate) use message::Message;
 pub(crate) use transfer::TransferRequest;
+pub(crate) use verifier::Checksums;

@@ -10,7 +10,7 @@ use super::incoming_stream::IncomingStream;
 use super::message::Message;
 use super::region::{Cursor, Pieces};
 use super::remote_source::ReadPath;
-use super::verifier::{Verifier, add_next};
+use super::verifier::{Checksums, Verifier, add_next};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
@@ -49,9 +49,8 @@ pub(crate) struct TransferRequest {
     /// The destination.
     pub(crate) memory: Arc<Memory>,
     pub(crate) pieces: Arc<Pieces>,
-    /// Whether the bytes are compared with checksums, if the source has any.
-    pub(crate) is_checksummed: bool,
-    /// Whether the service has checksums of its own, which verify what a stream brings even if the source ends.
+    pub(crate) checksums: Checksums,
+    /// Whether the service verifies what has come, so that a stream counts even if its source has ended.
     pub(crate) is_verified_by_owner: bool,
     /// Whether a read has failed before: the source streams, whatever the path of the session.
     pub(crate) is_retry: bool,

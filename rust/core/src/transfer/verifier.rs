@@ -7,6 +7,26 @@ use super::region::{Cursor, Pieces, Run};
 use super::transfer::Corruption;
 use crate::checksum::{self, RunningChecksum};
 
+/// What is compared with checksums of the source, if the source has any.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Checksums {
+    None,
+    /// The pieces of a stream, but not what the destination reads itself.
+    OfStream,
+    All,
+}
+
+impl Checksums {
+    /// All or none.
+    pub(crate) fn all_if(is_checksummed: bool) -> Self {
+        if is_checksummed {
+            Self::All
+        } else {
+            Self::None
+        }
+    }
+}
+
 /// Computes the checksum of one unit after the other, as far as a slice of work goes.
 #[derive(Debug)]
 pub(super) struct UnitHasher {

@@ -193,6 +193,7 @@ fn a_block_that_differs_is_read_once_more_and_no_oftener() {
             num_received: 2,
             num_missing: 1,
             num_retried: 1,
+            num_validated: 0,
             num_compared: blocks * regions + 1,
             num_corrupt: 2,
             backlog: Duration::ZERO,

@@ -16,6 +16,7 @@ mod handoff;
 mod handoff_layers;
 mod handoff_regions;
 mod handoff_retry;
+mod handoff_validate;
 mod hostile;
 mod lookup;
 mod lookup_tokens;

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use kvpipe_core::agent::Region;
-use kvpipe_core::handoff::{Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
+use kvpipe_core::handoff::{Event, HandoffAgent, Integrity, LoadRequest, ReadyBlocks, ReadyRange};
 use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::transport::Transport;
@@ -26,9 +26,14 @@ pub struct Worker {
 
 /// A worker whose layers hold patterns from `seed` on.
 pub fn worker(transport: &Transport, seed: u64) -> Worker {
-    let timeouts = SessionTimeouts::default();
+    worker_with(transport, seed, Integrity::Auto)
+}
+
+pub fn worker_with(transport: &Transport, seed: u64, integrity: Integrity) -> Worker {
+    let (transport, timeouts) = (transport.clone(), SessionTimeouts::default());
     let agent =
-        HandoffAgent::new(&local(), TOKEN, transport.clone(), "", vec![], timeouts).expect("agent");
+        HandoffAgent::with_integrity(&local(), TOKEN, transport, "", vec![], timeouts, integrity);
+    let agent = agent.expect("agent");
     let layers: Vec<Buffer> = (0..LAYERS as u64)
         .map(|layer| Buffer::from_vec(pattern(COUNT * BLOCK, seed + layer)))
         .collect();

@@ -7,7 +7,7 @@ use kvpipe_core::Result;
 use kvpipe_core::agent::{Agent, Options, Peer, Region};
 use kvpipe_core::fuzzing::{Round, without_threads};
 use kvpipe_core::handoff::{
-    Event, HandoffAgent, HandoffCommand, LoadRequest, ReadyBlocks, ReadyRange,
+    Event, HandoffAgent, HandoffCommand, Integrity, LoadRequest, ReadyBlocks, ReadyRange,
 };
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::session::SessionTimeouts;
@@ -213,13 +213,19 @@ pub(crate) fn agent(bytes: &[u8]) {
     let transport = transport(flags);
     let agent = || {
         let (id, timeouts) = ("engine", SessionTimeouts::default());
-        HandoffAgent::new(
+        let integrity = if flags.validates() {
+            Integrity::Validate
+        } else {
+            Integrity::Auto
+        };
+        HandoffAgent::with_integrity(
             "127.0.0.1:0",
             TOKEN,
             transport.clone(),
             id,
             Vec::new(),
             timeouts,
+            integrity,
         )
     };
     let mut agent = without_threads(agent).expect("agent");

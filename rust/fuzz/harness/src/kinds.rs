@@ -61,6 +61,9 @@ pub(crate) mod agent {
     pub(crate) const BLOCKS_READY: u8 = 49;
     pub(crate) const HANDOFF_ENDED: u8 = 50;
     pub(crate) const ACK: u8 = 51;
+    pub(crate) const VALIDATE: u8 = 52;
+    pub(crate) const VALID: u8 = 53;
+    pub(crate) const INVALID: u8 = 54;
 }
 
 pub(crate) mod control {

@@ -30,6 +30,7 @@ pub(crate) const SERVER: u8 = 2;
 const UNREADY: u8 = 4;
 const UNREACHABLE: u8 = 8;
 pub(crate) const NO_CHECKSUMS: u8 = 16;
+pub(crate) const VALIDATES: u8 = 32;
 
 /// The first byte of a script: which data path, which side connects, and what of the handshake is missing.
 #[derive(Debug, Clone, Copy)]
@@ -54,6 +55,11 @@ impl Flags {
     /// The peer has no UCX address.
     pub(crate) fn is_unreachable(self) -> bool {
         self.0 & UNREACHABLE != 0
+    }
+
+    /// The victim's handoffs are validated, and have no checksums.
+    pub(crate) fn validates(self) -> bool {
+        self.0 & VALIDATES != 0
     }
 
     /// Checksums are switched off on the victim's side.

@@ -60,7 +60,11 @@ pub(crate) fn numbers(numbers: &[u64]) -> Vec<u8> {
 pub(crate) fn ready_blocks(blocks: &[ReadyBlock]) -> Vec<u8> {
     let list = Writer::default().list(blocks, |w, block| {
         let w = w.u32(block.region).u32(block.position);
-        w.u32(block.block_id).u64(block.checksum)
+        let w = w.u32(block.block_id);
+        match block.checksum {
+            Some(checksum) => w.u8(1).u64(checksum),
+            None => w.u8(0),
+        }
     });
     list.finish()
 }

@@ -1,3 +1,5 @@
+mod validation;
+
 use super::*;
 
 fn request(first: u32, block_ids: Vec<u32>, is_committed: bool) -> LoadRequest {
@@ -27,7 +29,7 @@ fn block(name: usize, position: u32) -> ReadyBlock {
         region: THEIRS[name],
         position,
         block_id: 9,
-        checksum: 1,
+        checksum: Some(1),
     }
 }
 

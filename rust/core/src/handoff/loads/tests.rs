@@ -1,20 +1,24 @@
+use std::net::SocketAddr;
+
 use kvpipe_ucx::Buffer;
 
 use crate::agent::Region;
 use crate::agent::regions::LocalRegion;
-use crate::handoff::{Event, HandoffAgent, LoadReport, LoadRequest, ReadyBlocks, ReadyRange};
+use crate::handoff::{
+    Event, HandoffAgent, Integrity, LoadReport, LoadRequest, ReadyBlocks, ReadyRange,
+};
 use crate::reactor::manual::{Round, without_threads};
 use crate::session::SessionTimeouts;
 use crate::transfer::region::Layout;
 use crate::transport::{MemoryPath, Transport};
 
-const BLOCK: usize = 1 << 10;
-const ID: [u8; 16] = [7; 16];
+pub(in crate::handoff) const BLOCK: usize = 1 << 10;
+pub(in crate::handoff) const ID: [u8; 16] = [7; 16];
 
-struct Side {
-    agent: HandoffAgent,
+pub(in crate::handoff) struct Side {
+    pub(in crate::handoff) agent: HandoffAgent,
     region: Region,
-    memory: Buffer,
+    pub(in crate::handoff) memory: Buffer,
 }
 
 impl Side {
@@ -25,12 +29,28 @@ impl Side {
 
     /// One that tells something else of its region than is so.
     fn with(content: u8, change: impl FnOnce(&mut LocalRegion)) -> Self {
-        let (transport, timeouts) = (
-            Transport::Memory(MemoryPath::RemoteRead),
-            SessionTimeouts::default(),
-        );
-        let agent =
-            || HandoffAgent::new("127.0.0.1:0", b"token", transport, "", Vec::new(), timeouts);
+        Self::on(MemoryPath::RemoteRead, Integrity::Auto, content, change)
+    }
+
+    pub(in crate::handoff) fn on(
+        path: MemoryPath,
+        integrity: Integrity,
+        content: u8,
+        change: impl FnOnce(&mut LocalRegion),
+    ) -> Self {
+        let (transport, timeouts) = (Transport::Memory(path), SessionTimeouts::default());
+        let (listen, token) = ("127.0.0.1:0", b"token");
+        let agent = || {
+            HandoffAgent::with_integrity(
+                listen,
+                token,
+                transport,
+                "",
+                Vec::new(),
+                timeouts,
+                integrity,
+            )
+        };
         let agent = without_threads(agent).expect("agent");
         let memory = Buffer::from_vec(vec![content; BLOCK]);
         let size = BLOCK as u64;
@@ -49,7 +69,7 @@ impl Side {
     }
 
     /// Its only block is ready for each of these.
-    fn mark_ready(&self, handoffs: impl Iterator<Item = [u8; 16]>) {
+    pub(in crate::handoff) fn mark_ready(&self, handoffs: impl Iterator<Item = [u8; 16]>) {
         let part = |handoff| ReadyRange {
             handoff,
             first: 0,
@@ -61,10 +81,24 @@ impl Side {
         settle(&[&self.agent]);
     }
 
-    fn load(&self, handoff: [u8; 16], producer: &Self) {
+    pub(in crate::handoff) fn load(&self, handoff: [u8; 16], producer: &Self) {
+        self.load_from(
+            handoff,
+            producer,
+            producer.agent.address().expect("address"),
+        );
+    }
+
+    /// Loads from a producer that is reached at this address.
+    pub(in crate::handoff) fn load_from(
+        &self,
+        handoff: [u8; 16],
+        producer: &Self,
+        address: SocketAddr,
+    ) {
         let request = LoadRequest {
             handoff,
-            producer: producer.agent.address().expect("address").to_string(),
+            producer: address.to_string(),
             incarnation: producer.agent.incarnation(),
             first: 0,
             block_ids: vec![0],
@@ -73,18 +107,18 @@ impl Side {
         self.agent.load(request).expect("load");
     }
 
-    fn content(&self) -> Vec<u8> {
+    pub(in crate::handoff) fn content(&self) -> Vec<u8> {
         self.memory.bytes(0, BLOCK).expect("its bytes").to_vec()
     }
 
-    fn ended(&self) -> Option<Event> {
+    pub(in crate::handoff) fn ended(&self) -> Option<Event> {
         let mut events = self.agent.drain().into_iter();
         events.find(|event| !matches!(event, Event::Log(_)))
     }
 }
 
 /// Runs reactors until they have nothing more to do.
-fn settle(agents: &[&HandoffAgent]) {
+pub(in crate::handoff) fn settle(agents: &[&HandoffAgent]) {
     let is_at_rest = |agent: &&HandoffAgent| matches!(agent.round(), Round::AtRest { .. });
     while !(0..5).all(|_| agents.iter().filter(|it| is_at_rest(it)).count() == agents.len()) {}
 }

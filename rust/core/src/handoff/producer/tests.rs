@@ -12,7 +12,7 @@ fn in_layer(region: RegionId, position: u32) -> ReadyBlock {
         region,
         position,
         block_id: position + 100,
-        checksum: 0,
+        checksum: Some(0),
     }
 }
 
@@ -221,4 +221,27 @@ fn a_handoff_has_one_epoch_until_it_ends_and_another_when_it_is_ready_again() {
     }
     producer.select(selection(20, 0, 9, now));
     assert_ne!(epoch(&producer.mark_ready(ID, &[block(0)])), first);
+}
+
+#[test]
+fn a_grant_holds_in_its_epoch_until_it_is_ended_or_acknowledged() {
+    for is_acknowledged in [false, true] {
+        let (mut producer, now) = (Producer::default(), Instant::now());
+        let epoch = producer.epoch(&ID);
+        assert!(!producer.is_granted(&ID, epoch), "nothing is ready");
+        producer.select(selection(20, 0, 1, now));
+        assert!(!producer.is_granted(&ID, epoch), "nothing is ready");
+        producer.mark_ready(ID, &[block(0)]);
+        assert!(producer.is_granted(&ID, epoch));
+        assert!(!producer.is_granted(&ID, epoch + 1));
+        assert!(!producer.is_granted(&[8; 16], epoch));
+        if is_acknowledged {
+            assert!(producer.acknowledge(20, ID));
+        } else {
+            producer.end_handoff(ID, "preempted");
+        }
+        assert!(!producer.is_granted(&ID, epoch));
+        producer.mark_ready(ID, &[block(0)]);
+        assert!(!producer.is_granted(&ID, epoch), "it never comes back");
+    }
 }

@@ -7,6 +7,7 @@ use kvpipe_ucx::{AmData, Buffer, Event};
 
 use super::*;
 use crate::checksum;
+use crate::transfer::Checksums;
 use crate::transfer::exposed::ExposedBuffer;
 use crate::transfer::message::{Message, Wanted};
 use crate::transfer::region::{Layout, coalesce};
@@ -87,7 +88,7 @@ impl Fixture {
             source: SOURCE,
             memory: self.cx.register(memory).unwrap(),
             pieces: Arc::new(pieces.unwrap()),
-            is_checksummed: true,
+            checksums: Checksums::All,
             is_verified_by_owner: false,
             is_retry: false,
             deadline: None,
@@ -272,6 +273,27 @@ fn a_retry_streams_whatever_the_path_of_the_session() {
     };
     let id = it.begin(request);
     assert_eq!(it.requests(), [(id, Wanted::ChecksummedBytes)]);
+}
+
+#[test]
+fn checksums_of_a_stream_only_are_asked_for_by_a_stream_only() {
+    for (path, wanted) in [
+        (MemoryPath::RemoteRead, None),
+        (MemoryPath::Stream, Some(Wanted::ChecksummedBytes)),
+    ] {
+        let mut it = Fixture::new(path);
+        let id = it.begin(TransferRequest {
+            checksums: Checksums::OfStream,
+            is_verified_by_owner: true,
+            ..it.request(7)
+        });
+        let expected: Vec<_> = wanted.map(|wanted| (id, wanted)).into_iter().collect();
+        assert_eq!(it.requests(), expected);
+        if wanted.is_some() {
+            it.data(id).unwrap();
+            it.assert_moved(7);
+        }
+    }
 }
 
 #[test]

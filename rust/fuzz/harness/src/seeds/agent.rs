@@ -7,7 +7,7 @@ use kvpipe_core::net::codec::Writer;
 use super::{goodbye, send};
 use crate::agent::{ANOTHER, HANDOFFS, IS_COMMITTED, KV, WITH_TAG, user};
 use crate::kinds::{agent as kind, transfer};
-use crate::script::{NO_CHECKSUMS, REMOTE_READ, SERVER, Script};
+use crate::script::{NO_CHECKSUMS, REMOTE_READ, SERVER, Script, VALIDATES};
 use crate::wire::{BLOCK_BYTES, block_ids, head, numbers, ready_blocks, regions, text};
 
 /// A script after the exchange of regions.
@@ -43,7 +43,13 @@ pub(super) fn ready_block(region: u32, position: u32) -> ReadyBlock {
         region,
         position,
         block_id: 3,
-        checksum: handoff::checksum(&HANDOFFS[1], 0, region, position, blocks(1)[..].into()),
+        checksum: Some(handoff::checksum(
+            &HANDOFFS[1],
+            0,
+            region,
+            position,
+            blocks(1)[..].into(),
+        )),
     }
 }
 
@@ -136,6 +142,26 @@ fn handoffs() -> Vec<Script> {
         let script = connected(flags).user(user::LOAD, IS_COMMITTED | 1);
         script.message(&announcement, &blocks)
     };
+    let validating = |kind| {
+        let announcement = of_handoff(kind::BLOCKS_READY, 1).u64(0).finish();
+        let without_checksum = |region| ReadyBlock {
+            checksum: None,
+            ..ready_block(region, 0)
+        };
+        let blocks = ready_blocks(&[0, 1].map(without_checksum));
+        let script = connected(REMOTE_READ | SERVER).user(user::LOAD, IS_COMMITTED | 1);
+        let script = script.message(&announcement, &blocks);
+        // One of them is the question's number.
+        (0..16).fold(script, |script, question| {
+            script.message(&of_handoff(kind, 1).u64(question).finish(), &[])
+        })
+    };
+    let validated = |epoch| {
+        let question = of_handoff(kind::VALIDATE, 0).u64(epoch).u64(1).finish();
+        let script = connected(REMOTE_READ | VALIDATES).user(user::MARK_READY, 5);
+        let script = script.message(&select, &[]).message(&question, &[]);
+        script.user(user::END, 0).message(&question, &[])
+    };
     let ready_then_selected = connected(REMOTE_READ).user(user::MARK_READY, 5);
     let selected_then_ready = connected(REMOTE_READ).message(&select, &[]);
     let selected_then_ready = selected_then_ready.user(user::MARK_READY, 5);
@@ -149,5 +175,9 @@ fn handoffs() -> Vec<Script> {
         loading(REMOTE_READ | SERVER),
         stream(loading(SERVER), 1),
         withdrawn.user(user::COMMIT, 0).user(user::CANCEL, 0),
+        validating(kind::VALID),
+        validating(kind::INVALID),
+        validated(0),
+        validated(1),
     ]
 }

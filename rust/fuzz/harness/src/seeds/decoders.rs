@@ -2,6 +2,7 @@
 
 use kvpipe_core::agent::Metadata;
 use kvpipe_core::fuzzing::DECODERS;
+use kvpipe_core::handoff::ReadyBlock;
 use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::identity::SessionKind;
 
@@ -39,6 +40,14 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
     let checksums = message(head(transfer::CHECKSUMS, 1).u64(0), &numbers(&[1]));
     let ready = Writer::new(agent::BLOCKS_READY).raw(&HANDOFFS[1]).u64(0);
     let ready = message(ready, &ready_blocks(&[ready_block(0, 1)]));
+    let without_checksum = ReadyBlock {
+        checksum: None,
+        ..ready_block(0, 1)
+    };
+    let validated = Writer::new(agent::BLOCKS_READY).raw(&HANDOFFS[1]).u64(0);
+    let validated = message(validated, &ready_blocks(&[without_checksum]));
+    let of_handoff = |kind| Writer::new(kind).raw(&HANDOFFS[1]).u64(1);
+    let validate = message(of_handoff(agent::VALIDATE).u64(2), &[]);
     let metadata = Metadata {
         address: "127.0.0.1:4000".to_owned(),
         incarnation: [1; 16],
@@ -54,6 +63,10 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
         ("transfer", read),
         ("transfer", checksums),
         ("handoff", ready),
+        ("handoff", validated),
+        ("handoff", validate),
+        ("handoff", message(of_handoff(agent::VALID), &[])),
+        ("handoff", message(of_handoff(agent::INVALID), &[])),
         ("reason", text("a reason")),
         ("metadata", metadata.to_bytes()),
         ("select", by_tokens()),

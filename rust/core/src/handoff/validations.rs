@@ -1,0 +1,88 @@
+//! The question whether a grant still holds, at the consumer that asks it and at the producer that answers.
+
+#[cfg(test)]
+mod tests;
+
+use std::time::Duration;
+
+use super::messages::HandoffMessage;
+use super::service::HandoffService;
+use crate::ids::{Epoch, HandoffId, SessionKey};
+use crate::session::ReactorContext;
+
+/// How long a load that has ended waits for the answer. Its blocks may still count, and must not occupy the consumer for
+/// long.
+pub(super) const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+
+/// The consumer.
+impl HandoffService {
+    /// Asks the producer whether a load's grant still holds, once nothing of the load is being read.
+    pub(super) fn validate(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
+        let Some(active) = self.loads.get_mut(&handoff) else {
+            return;
+        };
+        let Some(epoch) = active.load.epoch_to_validate() else {
+            return;
+        };
+        let has_ended = active.load.has_ended();
+        if !active.has_selected || self.agent.is_lost(cx, active.session) {
+            // A load that has not ended asks on a fresh session.
+            if has_ended {
+                active.load.cannot_validate();
+            }
+            return;
+        }
+        let question = cx.token();
+        HandoffMessage::Validate { epoch, question }.send(cx, active.session, &handoff);
+        active.load.validation_asked(question);
+        if has_ended {
+            active.answer_by = Some(cx.now() + ANSWER_WITHIN);
+        }
+    }
+
+    /// The producer has answered.
+    pub(super) fn validated(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        handoff: HandoffId,
+        question: u64,
+        is_valid: bool,
+    ) {
+        let active = self.loads.get_mut(&handoff);
+        let Some(active) = active.filter(|active| active.session == session) else {
+            return;
+        };
+        if !active.load.validation_answered(question, is_valid) {
+            return;
+        }
+        if is_valid {
+            return self.continue_load(cx, handoff);
+        }
+        let reason = "the producer ended the handoff before its blocks were validated";
+        self.fail_load(cx, handoff, reason);
+    }
+}
+
+/// The producer.
+impl HandoffService {
+    /// Answers whether a grant holds: every read that ended before the question has got what was ready then.
+    pub(super) fn answer_validate(
+        &self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        handoff: HandoffId,
+        epoch: Epoch,
+        question: u64,
+    ) {
+        // An end is marked before a block changes, and processed later.
+        let is_valid =
+            self.producer.is_granted(&handoff, epoch) && !self.shared.has_ended(&handoff);
+        let answer = if is_valid {
+            HandoffMessage::Valid { question }
+        } else {
+            HandoffMessage::Invalid { question }
+        };
+        answer.send(cx, session, &handoff);
+    }
+}

@@ -1,0 +1,328 @@
+//! The owner ends a grant at every moment of a load: the consumer never counts a block that could have changed.
+
+mod lost_session;
+
+use std::time::Instant;
+
+use super::*;
+use crate::handoff::loads::tests::{BLOCK, ID, Side, settle};
+use crate::handoff::{Event, Integrity};
+use crate::reactor::manual::Round;
+use crate::transport::MemoryPath;
+
+const PATHS: [MemoryPath; 2] = [MemoryPath::RemoteRead, MemoryPath::Stream];
+
+fn side(path: MemoryPath, content: u8) -> Side {
+    Side::on(path, Integrity::Validate, content, |_| {})
+}
+
+/// What the owner does from one moment on.
+#[derive(Debug, Clone, Copy)]
+enum Ending {
+    /// It ends the handoff.
+    Whole,
+    /// It has marked the end, and the reactor learns of it when the load is over.
+    MarkedOnly,
+    /// It ends the handoff, which is forgotten, and its id is used again for other content.
+    Reused,
+}
+
+impl Ending {
+    fn begin(self, producer: &Side) {
+        match self {
+            Self::Whole => producer.agent.end(ID, "preempted").expect("it runs"),
+            Self::MarkedOnly => producer.agent.shared.mark_ended(ID),
+            Self::Reused => end_and_forget(producer),
+        }
+        // The blocks may change from now on.
+        assert!(producer.memory.write(0, &[9; BLOCK]));
+        if let Self::Reused = self {
+            producer.mark_ready([ID].into_iter());
+        }
+    }
+
+    /// Whether a load may count this content: that of a grant, which is the second one's if its id is used again.
+    fn allows(self, content: &[u8]) -> bool {
+        content == [1; BLOCK] || matches!(self, Self::Reused) && content == [9; BLOCK]
+    }
+}
+
+/// Ends the handoff, and so many others that its end is forgotten.
+fn end_and_forget(producer: &Side) {
+    let end = |handoff| producer.agent.end(handoff, "preempted").expect("it runs");
+    end(ID);
+    for number in 0..1_u128 << 13 {
+        end((1 << 64 | number).to_le_bytes());
+    }
+    settle(&[&producer.agent]);
+}
+
+/// Runs a load whose grant ends after so many rounds; the event that ended it, and whether that was after the end of the
+/// grant.
+fn ends_after(
+    path: MemoryPath,
+    ending: Ending,
+    num_rounds: usize,
+    is_consumer_first: bool,
+) -> (Event, bool) {
+    let (producer, consumer) = (side(path, 1), side(path, 0));
+    producer.mark_ready([ID].into_iter());
+    consumer.load(ID, &producer);
+    let mut agents = [&producer.agent, &consumer.agent];
+    if is_consumer_first {
+        agents.reverse();
+    }
+    let mut has_begun = false;
+    for round in 0.. {
+        if round == num_rounds {
+            ending.begin(&producer);
+            has_begun = true;
+        }
+        agents[round % 2].round();
+        if let Some(event) = consumer.ended() {
+            let content = consumer.content();
+            let counts = match &event {
+                Event::LoadFailed(_, failure) => failure.missing.is_empty(),
+                _ => true,
+            };
+            let is_right = !counts || ending.allows(&content);
+            assert!(is_right, "{path:?} {ending:?} {num_rounds}: {event:?}");
+            return (event, has_begun);
+        }
+        assert!(round < 1000, "{path:?} {ending:?} {num_rounds}: no end");
+    }
+    unreachable!("the rounds are not bounded");
+}
+
+#[test]
+fn a_grant_that_ends_at_any_moment_leaves_no_block_that_could_have_changed() {
+    for path in PATHS {
+        for ending in [Ending::Whole, Ending::MarkedOnly, Ending::Reused] {
+            for is_consumer_first in [false, true] {
+                let (mut num_failed, mut num_rounds) = (0, 0);
+                loop {
+                    let (event, has_begun) =
+                        ends_after(path, ending, num_rounds, is_consumer_first);
+                    if !has_begun {
+                        assert!(matches!(event, Event::LoadCompleted(_)), "{event:?}");
+                        break;
+                    }
+                    num_failed += usize::from(matches!(event, Event::LoadFailed(..)));
+                    num_rounds += 1;
+                }
+                assert!(num_failed > 2, "{path:?} {ending:?}: {num_failed}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_load_is_validated_and_compares_nothing() {
+    for path in PATHS {
+        let (producer, consumer) = (side(path, 1), side(path, 0));
+        producer.mark_ready([ID].into_iter());
+        consumer.load(ID, &producer);
+        settle(&[&producer.agent, &consumer.agent]);
+        let ended = consumer.ended();
+        let Some(Event::LoadCompleted(report)) = ended else {
+            panic!("{ended:?}");
+        };
+        let counts = report.counts;
+        assert_eq!((counts.num_validated, counts.num_compared), (1, 0));
+        assert_eq!(consumer.content(), [1; BLOCK]);
+    }
+}
+
+/// Runs the consumer until its block is here, which the producer has no part in.
+fn read(producer: &Side, consumer: &Side) {
+    producer.mark_ready([ID].into_iter());
+    consumer.load(ID, producer);
+    while consumer.content() != [1; BLOCK] {
+        producer.agent.round();
+        settle(&[&consumer.agent]);
+    }
+    assert_eq!(consumer.ended(), None, "nothing counts before the answer");
+}
+
+#[test]
+fn a_load_that_was_cancelled_counts_after_the_answer_only() {
+    let [producer, consumer] = [1, 0].map(|content| side(MemoryPath::RemoteRead, content));
+    read(&producer, &consumer);
+    consumer.agent.cancel(ID, "late", false).expect("it runs");
+    settle(&[&consumer.agent]);
+    assert_eq!(consumer.ended(), None);
+    settle(&[&producer.agent, &consumer.agent]);
+    let ended = consumer.ended();
+    let Some(Event::LoadFailed(report, failure)) = ended else {
+        panic!("{ended:?}");
+    };
+    assert_eq!(
+        (&failure.missing[..], &failure.reason[..]),
+        (&[][..], "late")
+    );
+    assert_eq!(report.counts.num_validated, 1);
+}
+
+#[test]
+fn a_cancelled_load_whose_producer_does_not_answer_counts_nothing_and_ends_in_time() {
+    let [producer, consumer] = [1, 0].map(|content| side(MemoryPath::RemoteRead, content));
+    read(&producer, &consumer);
+    let began = Instant::now();
+    consumer.agent.cancel(ID, "late", false).expect("it runs");
+    let ended = loop {
+        if let Some(ended) = consumer.ended() {
+            break ended;
+        }
+        if consumer.agent.round() != Round::Busy {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    assert!(began.elapsed() >= ANSWER_WITHIN);
+    let Event::LoadFailed(_, failure) = ended else {
+        panic!("{ended:?}");
+    };
+    assert_eq!(failure.missing, [0]);
+}
+
+#[test]
+fn an_agent_that_is_closed_before_the_answer_counts_nothing() {
+    let [producer, consumer] = [1, 0].map(|content| side(MemoryPath::RemoteRead, content));
+    read(&producer, &consumer);
+    consumer.agent.close();
+    while consumer.agent.round() != Round::Over {}
+    let ended = consumer.ended();
+    let Some(Event::LoadFailed(_, failure)) = ended else {
+        panic!("{ended:?}");
+    };
+    assert_eq!(failure.missing, [0]);
+}
+
+#[test]
+fn an_answer_to_an_earlier_load_is_none_to_the_next() {
+    let [producer, consumer] = [1, 0].map(|content| side(MemoryPath::RemoteRead, content));
+    read(&producer, &consumer);
+    // The first load is withdrawn here, with its question on its way.
+    consumer.agent.cancel(ID, "late", true).expect("it runs");
+    settle(&[&consumer.agent]);
+    assert!(consumer.ended().is_some());
+    producer.agent.round();
+    // The second one reads what has changed since, and its own question is not answered yet.
+    consumer.load(ID, &producer);
+    Ending::MarkedOnly.begin(&producer);
+    settle(&[&producer.agent, &consumer.agent]);
+    let ended = consumer.ended();
+    let Some(Event::LoadFailed(_, failure)) = ended else {
+        panic!("{ended:?}");
+    };
+    assert_eq!(failure.missing, [0]);
+}
+
+#[test]
+fn a_grant_that_another_consumer_has_acknowledged_holds_no_more() {
+    for path in PATHS {
+        let producer = side(path, 1);
+        let [slow, fast] = [0, 0].map(|content| side(path, content));
+        for consumer in [&slow, &fast] {
+            consumer.load(ID, &producer);
+            settle(&[&producer.agent, &consumer.agent]);
+        }
+        producer.mark_ready([ID].into_iter());
+        settle(&[&producer.agent, &fast.agent]);
+        assert!(matches!(fast.ended(), Some(Event::LoadCompleted(_))));
+        assert_eq!(producer.ended(), Some(Event::Acknowledged { handoff: ID }));
+        // The owner may use its block for something else now, and the slow consumer knows of nothing.
+        assert!(producer.memory.write(0, &[9; BLOCK]));
+        settle(&[&producer.agent, &slow.agent]);
+        let ended = slow.ended();
+        let Some(Event::LoadFailed(_, failure)) = ended else {
+            panic!("{path:?} {ended:?}");
+        };
+        assert_eq!(failure.missing, [0]);
+    }
+}
+
+#[test]
+fn a_load_that_has_ended_counts_nothing_when_its_session_is_lost_before_the_answer() {
+    let [producer, consumer] = [1, 0].map(|content| side(MemoryPath::RemoteRead, content));
+    read(&producer, &consumer);
+    consumer.agent.cancel(ID, "late", false).expect("it runs");
+    settle(&[&consumer.agent]);
+    assert_eq!(consumer.ended(), None);
+    let peer = consumer.agent.peers().remove(0);
+    assert!(peer.lost().is_none());
+    // Its end arrives without an answer: the question is still to be looked at.
+    drop(producer);
+    let began = Instant::now();
+    let ended = loop {
+        settle(&[&consumer.agent]);
+        if let Some(ended) = consumer.ended() {
+            break ended;
+        }
+        assert!(began.elapsed() < Duration::from_secs(60));
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    let Event::LoadFailed(_, failure) = ended else {
+        panic!("{ended:?}");
+    };
+    assert_eq!(failure.missing, [0]);
+    assert!(began.elapsed() < ANSWER_WITHIN, "it does not wait for more");
+}
+
+#[test]
+fn a_side_that_wants_checksums_refuses_a_producer_that_validates_by_name() {
+    for path in PATHS {
+        let consumer = Side::on(path, Integrity::Checksum, 0, |_| {});
+        let producer = side(path, 1);
+        producer.mark_ready([ID].into_iter());
+        consumer.load(ID, &producer);
+        settle(&[&producer.agent, &consumer.agent]);
+        let ended = consumer.ended();
+        let Some(Event::LoadFailed(_, failure)) = ended else {
+            panic!("{ended:?}");
+        };
+        assert_eq!(failure.missing, [0]);
+        for part in ["integrity=validate", "integrity=checksum", "set auto"] {
+            assert!(failure.reason.contains(part), "{}", failure.reason);
+        }
+        assert_eq!(consumer.content(), [0; BLOCK], "nothing is read");
+    }
+}
+
+#[test]
+fn a_side_that_validates_verifies_the_checksums_of_a_producer_that_has_some() {
+    for path in PATHS {
+        let consumer = side(path, 0);
+        let producer = Side::on(path, Integrity::Checksum, 1, |_| {});
+        producer.mark_ready([ID].into_iter());
+        consumer.load(ID, &producer);
+        settle(&[&producer.agent, &consumer.agent]);
+        let ended = consumer.ended();
+        let Some(Event::LoadCompleted(report)) = ended else {
+            panic!("{ended:?}");
+        };
+        let counts = report.counts;
+        assert_eq!((counts.num_validated, counts.num_compared), (0, 1));
+    }
+}
+
+#[test]
+fn two_ends_of_a_handoff_are_marked_until_both_are_processed() {
+    let shared = crate::handoff::agent::HandoffShared::default();
+    shared.mark_ended(ID);
+    shared.mark_ended(ID);
+    shared.end_processed(ID);
+    assert!(shared.has_ended(&ID));
+    shared.end_processed(ID);
+    assert!(!shared.has_ended(&ID));
+    shared.end_processed(ID);
+    assert!(!shared.has_ended(&ID));
+}
+
+#[test]
+fn an_end_is_marked_when_the_call_returns_and_before_the_reactor_runs() {
+    let producer = side(MemoryPath::RemoteRead, 1);
+    producer.agent.end(ID, "preempted").expect("it runs");
+    assert!(producer.agent.shared.has_ended(&ID));
+    settle(&[&producer.agent]);
+    assert!(!producer.agent.shared.has_ended(&ID), "the producer knows");
+}

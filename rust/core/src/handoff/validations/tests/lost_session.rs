@@ -1,0 +1,103 @@
+//! The session is lost before the answer.
+
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+
+use super::*;
+
+/// The way to a producer, which can be cut, and lead to another one afterwards.
+struct Cable {
+    address: SocketAddr,
+    leads_to: Arc<Mutex<SocketAddr>>,
+    ends: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Cable {
+    fn to(producer: &Side) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
+        let cable = Self {
+            address: listener.local_addr().expect("address"),
+            leads_to: Arc::new(Mutex::new(producer.agent.address().expect("address"))),
+            ends: Arc::default(),
+        };
+        let (leads_to, ends) = (Arc::clone(&cable.leads_to), Arc::clone(&cable.ends));
+        std::thread::spawn(move || {
+            for near in listener.incoming().flatten() {
+                let far = TcpStream::connect(*leads_to.lock().expect("lock")).expect("connect");
+                for (from, to) in [(&near, &far), (&far, &near)] {
+                    let (mut from, mut to) = (clone(from), clone(to));
+                    std::thread::spawn(move || {
+                        let _ = std::io::copy(&mut from, &mut to);
+                        let _ = to.shutdown(Shutdown::Both);
+                    });
+                }
+                ends.lock().expect("lock").extend([near, far]);
+            }
+        });
+        cable
+    }
+
+    fn cut(&self, leads_to: &Side) {
+        *self.leads_to.lock().expect("lock") = leads_to.agent.address().expect("address");
+        for end in self.ends.lock().expect("lock").drain(..) {
+            let _ = end.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn clone(stream: &TcpStream) -> TcpStream {
+    stream.try_clone().expect("clone")
+}
+
+/// What becomes of a load whose session is lost while it waits for the answer, when its way leads to `next` afterwards.
+fn lost_while_validating(producer: &Side, next: &Side) -> Event {
+    let consumer = side(MemoryPath::RemoteRead, 0);
+    let cable = Cable::to(producer);
+    producer.mark_ready([ID].into_iter());
+    consumer.load_from(ID, producer, cable.address);
+    while consumer.content() != [1; BLOCK] {
+        producer.agent.round();
+        settle(&[&consumer.agent]);
+    }
+    assert_eq!(consumer.ended(), None);
+    cable.cut(next);
+    let began = Instant::now();
+    loop {
+        settle(&[&consumer.agent]);
+        if let Some(ended) = consumer.ended() {
+            return ended;
+        }
+        // The producer's answer to the question of the lost session is not to arrive by it.
+        if began.elapsed() > Duration::from_millis(100) {
+            settle(&[&next.agent]);
+        }
+        assert!(began.elapsed() < Duration::from_secs(60));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_load_whose_session_is_lost_before_the_answer_asks_again_on_a_fresh_one() {
+    let producer = side(MemoryPath::RemoteRead, 1);
+    let ended = lost_while_validating(&producer, &producer);
+    let Event::LoadCompleted(report) = ended else {
+        panic!("{ended:?}");
+    };
+    assert_eq!(report.counts.num_validated, 1);
+    assert_eq!(
+        report.counts.num_bytes, BLOCK as u64,
+        "nothing is read again"
+    );
+}
+
+#[test]
+fn another_life_of_the_producer_is_not_asked_although_it_has_the_handoff_and_the_epoch() {
+    let [producer, another] = [1, 2].map(|content| side(MemoryPath::RemoteRead, content));
+    another.mark_ready([ID].into_iter());
+    let ended = lost_while_validating(&producer, &another);
+    let Event::LoadFailed(_, failure) = ended else {
+        panic!("{ended:?}");
+    };
+    assert_eq!(failure.missing, [0]);
+    assert!(failure.reason.contains("restarted"), "{}", failure.reason);
+}

@@ -1,0 +1,107 @@
+//! Handoffs without checksums, over every data path: a block counts if the grant still held after the last read.
+
+use std::time::{Duration, Instant};
+
+use kvpipe_core::handoff::{Event, Integrity};
+use kvpipe_core::transport::Transport;
+
+use crate::common::{eventually, on_every_path};
+use crate::workers::{BLOCK, COUNT, ID, LAYERS, Worker, worker_with};
+
+fn pair(transport: &Transport) -> (Worker, Worker) {
+    let worker = |seed| worker_with(transport, seed, Integrity::Validate);
+    (worker(100), worker(900))
+}
+
+#[test]
+fn a_load_is_validated_once_its_blocks_are_here() {
+    on_every_path(|transport| {
+        let (producer, consumer) = pair(transport);
+        producer.mark_ready(0, &[4, 9]);
+        consumer.load(producer.request(&[1, 2, 3]));
+        eventually("the first blocks", || {
+            consumer.has(&[1, 2], &producer, &[4, 9]).then_some(())
+        });
+        assert_eq!(consumer.events(), []);
+        producer.mark_ready(2, &[5]);
+        let Event::LoadCompleted(report) = consumer.ended() else {
+            panic!("{:?}", consumer.events());
+        };
+        let counts = report.counts;
+        let num_blocks = 3 * LAYERS as u64;
+        let found = (counts.num_validated, counts.num_compared);
+        assert_eq!(found, (num_blocks, 0));
+        assert!(consumer.has(&[1, 2, 3], &producer, &[4, 9, 5]));
+        eventually("the end of the lease", || {
+            producer.events().first().cloned()
+        });
+        assert_eq!(producer.events(), [Event::Acknowledged { handoff: ID }]);
+    });
+}
+
+#[test]
+fn a_block_counts_only_as_it_was_when_its_grant_began_whenever_the_owner_ends_it() {
+    on_every_path(|transport| {
+        let (mut num_completed, mut num_failed) = (0, 0);
+        for step in 0..60 {
+            let (producer, consumer) = pair(transport);
+            let before: Vec<_> = (0..LAYERS).map(|layer| producer.block(layer, 4)).collect();
+            producer.mark_ready(0, &[4]);
+            eventually("the grant", || {
+                (producer.agent.num_leased() == 1).then_some(())
+            });
+            consumer.load(producer.request(&[1]));
+            let began = Instant::now();
+            while began.elapsed() < Duration::from_micros(100 * step) {
+                std::hint::spin_loop();
+            }
+            producer.agent.end(ID, "preempted").expect("end");
+            for layer in &producer.layers {
+                assert!(layer.write(0, &vec![7; COUNT * BLOCK]));
+            }
+            match consumer.ended() {
+                Event::LoadCompleted(_) => {
+                    num_completed += 1;
+                    for (layer, before) in before.iter().enumerate() {
+                        assert!(consumer.block(layer, 1) == *before, "it has changed");
+                    }
+                }
+                Event::LoadFailed(_, failure) => {
+                    num_failed += 1;
+                    assert_eq!(failure.missing, [0]);
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        assert_eq!(num_completed + num_failed, 60);
+        assert!(num_failed > 0, "some ends come before the answer");
+    });
+}
+
+#[test]
+fn a_load_that_is_cancelled_keeps_the_blocks_whose_grant_still_holds() {
+    on_every_path(|transport| {
+        let (producer, consumer) = pair(transport);
+        producer.mark_ready(0, &[4, 9]);
+        consumer.load(producer.request(&[1, 2, 3]));
+        eventually("the first blocks", || {
+            consumer.has(&[1, 2], &producer, &[4, 9]).then_some(())
+        });
+        consumer.agent.cancel(ID, "late", false).expect("cancel");
+        assert_eq!(consumer.failed(), (vec![2], "late".to_owned()));
+    });
+}
+
+#[test]
+fn a_producer_that_is_closed_before_the_answer_leaves_nothing() {
+    on_every_path(|transport| {
+        let (producer, consumer) = pair(transport);
+        producer.mark_ready(0, &[4, 9]);
+        consumer.load(producer.request(&[1, 2, 3]));
+        eventually("the first blocks", || {
+            consumer.has(&[1, 2], &producer, &[4, 9]).then_some(())
+        });
+        producer.agent.close();
+        assert_eq!(consumer.failed().0, [0, 1, 2]);
+    });
+}
