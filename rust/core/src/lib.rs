@@ -8,6 +8,7 @@
 
 pub mod agent;
 pub mod checksum;
+pub mod completions;
 pub mod control;
 mod earliest;
 mod error;

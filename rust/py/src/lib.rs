@@ -60,7 +60,7 @@ mod _kvpipe {
     #[pymodule_export]
     use super::transport::Transport;
     #[pymodule_export]
-    use super::work::Work;
+    use super::work::{Completions, Work};
 
     #[pyfunction]
     fn checksums(
