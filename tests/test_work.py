@@ -2,13 +2,16 @@
 
 import asyncio
 import gc
+import os
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvpipe import ConfigError, PeerLostError, Pipe
+from kvpipe import work as work_module
 
 pytestmark = pytest.mark.usefixtures("transport")
 
@@ -172,6 +175,108 @@ def test_many_works_are_awaited_side_by_side_without_a_thread(pair, num_threads)
         await asyncio.gather(*map(_await, sends))
         assert [int(result[0]) for result in await waits] == list(range(200))
         assert num_threads() <= before
+
+    run(scene)
+
+
+def num_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_thousand_awaited_works_share_one_descriptor(pair):
+    async def scene():
+        sender, receiver = pair
+        before = num_descriptors()
+        receives = [receiver.irecv_tensor() for _ in range(1000)]
+        waits = asyncio.gather(*map(_await, receives))
+        await asyncio.sleep(0.01)
+        assert num_descriptors() <= before + 1
+        for i in range(1000):
+            sender.isend_tensor(np.full(1, i))
+        assert [int(result[0]) for result in await waits] == list(range(1000))
+        assert num_descriptors() <= before + 1
+
+    run(scene)
+
+
+def test_cancelled_awaits_leave_nothing_behind(pair):
+    async def scene():
+        sender, receiver = pair
+        works = [receiver.irecv_tensor() for _ in range(100)]
+        waits = [asyncio.create_task(_await(work)) for work in works]
+        await asyncio.sleep(0.01)
+        completions = work_module._completions[asyncio.get_running_loop()]()
+        assert len(completions._waiting) == 100
+        for wait in waits[1:]:
+            wait.cancel()
+        await asyncio.gather(*waits[1:], return_exceptions=True)
+        assert len(completions._waiting) == 1
+        for _ in works:
+            sender.isend_tensor(TENSOR)
+        await waits[0]
+        assert completions._waiting == {}
+        for work in works:
+            assert np.array_equal(await work, TENSOR)
+
+    run(scene)
+
+
+def test_two_loops_may_await_the_same_works(pair):
+    sender, receiver = pair
+    works = [receiver.irecv_tensor() for _ in range(50)]
+    ready, results = threading.Barrier(3), []
+
+    async def scene():
+        waits = asyncio.gather(*map(_await, works))
+        await asyncio.sleep(0.01)
+        await asyncio.to_thread(ready.wait)
+        results.append(await waits)
+
+    threads = [threading.Thread(target=run, args=(scene,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    ready.wait(20)
+    for i in range(50):
+        sender.isend_tensor(np.full(1, i))
+    for thread in threads:
+        thread.join()
+    assert [[int(result[0]) for result in of_one] for of_one in results] == [list(range(50))] * 2
+
+
+def test_a_loop_that_is_closed_while_it_awaits_is_forgotten_with_its_descriptor(pair):
+    sender, receiver = pair
+    gc.collect()
+    before, work = num_descriptors(), receiver.irecv_tensor()
+
+    def abandon():
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(lambda *_: None)  # a task that is destroyed while it is pending
+        pending = loop.create_task(_await(work))
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+        assert not pending.done()
+
+    abandon()
+    gc.collect()
+    assert num_descriptors() <= before
+    sender.send_tensor(TENSOR)
+    assert np.array_equal(work.wait(10), TENSOR)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, where there are threads
+def test_a_forked_child_drains_nothing_of_its_parents(pair):
+    async def scene():
+        sender, receiver = pair
+        work = receiver.irecv_tensor()
+        wait = asyncio.create_task(_await(work))
+        await asyncio.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            os._exit(len(work_module._completions))
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
+        assert status == 0
+        sender.isend_tensor(TENSOR)
+        assert np.array_equal(await wait, TENSOR)
 
     run(scene)
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, final
 
 __all__ = [
     "Agent",
+    "Completions",
     "Control",
     "CudaEvent",
     "CudaMemory",
@@ -133,8 +134,11 @@ class Work:
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
 
-    def fileno(self) -> int:
-        """A descriptor that is readable once it has ended. It belongs to this object."""
+    def watch(self, completions: Completions, key: int) -> bool:
+        """Has its end queue `key` in `completions`; False if it has ended already. The keys of a loop differ."""
+
+    def unwatch(self, completions: Completions, key: int) -> None:
+        """Ends a watch. The key may have been queued already."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits without the GIL; False when the timeout came first. Ctrl-C interrupts."""
@@ -150,6 +154,17 @@ class Work:
 
     def withdraw(self) -> None:
         """Gives up an insert or a select of a lookup buffer, if it has not met its other side."""
+
+@final
+class Completions:
+    """The ended works among those that an asyncio loop watches."""
+
+    def __new__(cls) -> Completions: ...
+    def fileno(self) -> int:
+        """A descriptor that is readable while there are keys to drain. It belongs to this object."""
+
+    def drain(self) -> list[int]:
+        """Removes and returns the keys of works that have ended."""
 
 @final
 class ReceivedBuffer:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
+from kvpipe import _kvpipe
 from kvpipe._deferred import Deferred
 from kvpipe.exceptions import TransferTimeoutError
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Generator
-
-    from kvpipe import _kvpipe
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class Work(Generic[T]):
         return self._converted[0]
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Waits in an asyncio loop by a file descriptor, without a thread."""
+        """Waits in an asyncio loop, without a thread: one descriptor wakes a loop for all works that it awaits."""
         return self._wait_in_loop().__await__()
 
     async def _wait_in_loop(self) -> T:
@@ -84,12 +85,58 @@ class Work(Generic[T]):
             await deferred.settled()
         begun = deferred.begun if isinstance(deferred, Deferred) else deferred
         if begun is not None and not begun.is_completed():
-            await readable(begun.fileno())
+            await _completed(begun)
         return self.result()
 
     def __repr__(self) -> str:
         state = "completed" if self.is_completed() else "under way"
         return f"<Work {state}>"
+
+
+class _LoopCompletions:
+    """The works that an asyncio loop awaits, and the descriptor by which it learns that they have ended."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ended = _kvpipe.Completions()
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        loop.add_reader(self._ended.fileno(), self._wake)
+
+    async def wait(self, loop: asyncio.AbstractEventLoop, work: _kvpipe.Work) -> None:
+        """Waits until the work has ended."""
+        key, ended = next(self._ids), loop.create_future()
+        if not work.watch(self._ended, key):
+            return
+        self._waiting[key] = ended
+        try:
+            await ended
+        finally:
+            if self._waiting.pop(key, None) is not None:  # the await was cancelled
+                work.unwatch(self._ended, key)
+
+    def _wake(self) -> None:
+        for key in self._ended.drain():
+            ended = self._waiting.pop(key, None)
+            if ended is not None and not ended.done():
+                ended.set_result(None)
+
+
+# The loop itself keeps its completions, as its reader: with the futures that wait, they refer to the loop.
+_completions: WeakKeyDictionary[asyncio.AbstractEventLoop, ref[_LoopCompletions]] = WeakKeyDictionary()
+# A forked child shares its parent's descriptors and must not drain them.
+os.register_at_fork(after_in_child=_completions.clear)
+
+
+async def _completed(work: _kvpipe.Work) -> None:
+    import asyncio  # noqa: PLC0415 - half of kvpipe's import time, and a caller that awaits has imported it
+
+    loop = asyncio.get_running_loop()
+    known = _completions.get(loop)
+    completions = None if known is None else known()
+    if completions is None:
+        completions = _LoopCompletions(loop)
+        _completions[loop] = ref(completions)
+    await completions.wait(loop, work)
 
 
 # Futures by loop and descriptor, because a loop accepts one reader for each descriptor.
@@ -98,7 +145,7 @@ _by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, list[asyncio.Fu
 
 async def readable(descriptor: int) -> None:
     """Waits in the running loop until a descriptor is readable. Several tasks may wait for one."""
-    import asyncio  # noqa: PLC0415 - half of kvpipe's import time, and a caller that awaits has imported it
+    import asyncio  # noqa: PLC0415 - as above
 
     loop = asyncio.get_running_loop()
     ended = loop.create_future()

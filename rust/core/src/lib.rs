@@ -13,6 +13,7 @@
 
 pub mod agent;
 pub mod checksum;
+pub mod completions;
 pub mod control;
 mod earliest;
 mod error;

@@ -1,9 +1,9 @@
 //! The result of an asynchronous call. Its reactor completes it once, and any thread waits for it. A thread that waits runs
-//! the reactor meanwhile. Where another thread does that, it sleeps on a futex; asyncio waits on an eventfd, which is made
-//! on demand.
+//! the reactor meanwhile. Where another thread does that, it sleeps on a futex; an asyncio loop watches its works by one
+//! descriptor (`completions.rs`).
 
 use std::fmt;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -12,8 +12,9 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::thread::futex;
 
+use crate::completions::{Completions, Watcher};
 use crate::error::{Error, Result};
-use crate::sync::{eventfd, lock, signal};
+use crate::sync::lock;
 
 /// Longest sleep of a wait, so that a signal that arrives just before it is noticed too.
 const SIGNAL_SLICE: Duration = Duration::from_secs(1);
@@ -21,7 +22,7 @@ const SIGNAL_SLICE: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 struct WorkState<T> {
     result: Option<Result<T>>,
-    eventfd: Option<OwnedFd>,
+    watchers: Vec<Watcher>,
 }
 
 /// What a [`Work`] and its [`Completer`] share.
@@ -106,7 +107,7 @@ pub struct Completer<T>(Option<Arc<SharedWork<T>>>);
 pub fn work<T>() -> (Work<T>, Completer<T>) {
     let state = WorkState {
         result: None,
-        eventfd: None,
+        watchers: Vec::new(),
     };
     let shared = Arc::new(SharedWork {
         state: Mutex::new(state),
@@ -128,17 +129,16 @@ impl<T> SharedWork<T> {
     /// Sets the result, unless there is one.
     fn complete(&self, result: Result<T>, progress: u32) {
         let mut state = lock(&self.state);
-        if state.result.is_none() {
-            state.result = Some(result);
-            if let Some(fd) = &state.eventfd {
-                signal(fd);
-            }
-        }
+        state.result.get_or_insert(result);
         let before = self.progress.swap(progress, Ordering::AcqRel);
+        let watchers = std::mem::take(&mut state.watchers);
         drop(state);
         if before & WAITED_FOR != 0 {
             // Fails only for an invalid address.
             let _ = futex::wake(&self.progress, futex::Flags::PRIVATE, i32::MAX as u32);
+        }
+        for watcher in watchers {
+            watcher.notify();
         }
     }
 
@@ -221,17 +221,23 @@ impl<T> Work<T> {
         self.shared.progress() == SETTLED
     }
 
-    /// A file descriptor that is readable once the operation is completed. The work owns it.
-    pub fn event_fd(&self) -> Result<RawFd> {
+    /// Has completion queue `key` in `completions`; false if the work is completed already. Keys of a loop differ.
+    pub fn watch(&self, completions: &Arc<Completions>, key: u64) -> bool {
         let mut state = lock(&self.shared.state);
-        if let Some(fd) = &state.eventfd {
-            return Ok(fd.as_raw_fd());
-        }
-        let fd = eventfd()?;
         if state.result.is_some() {
-            signal(&fd);
+            return false;
         }
-        Ok(state.eventfd.insert(fd).as_raw_fd())
+        let completions = Arc::downgrade(completions);
+        state.watchers.push(Watcher { completions, key });
+        true
+    }
+
+    /// Ends a [`watch`](Self::watch). The key may have been queued already.
+    pub fn unwatch(&self, completions: &Arc<Completions>, key: u64) {
+        let is_other = |watcher: &Watcher| {
+            watcher.key != key || watcher.completions.as_ptr() != Arc::as_ptr(completions)
+        };
+        lock(&self.shared.state).watchers.retain(is_other);
     }
 
     /// Sets the reactor that completes it.
@@ -376,11 +382,66 @@ mod tests {
         assert!(matches!(work.result(), Some(Err(Error::Closed(_)))));
     }
 
+    fn completions() -> Arc<Completions> {
+        Arc::new(Completions::new().unwrap())
+    }
+
+    fn is_readable(completions: &Completions) -> bool {
+        let mut polled = [PollFd::new(completions, PollFlags::IN)];
+        rustix::event::poll(&mut polled, Some(&Timespec::default())).unwrap() == 1
+    }
+
     #[test]
-    fn the_event_fd_of_a_completed_work_is_readable() {
-        let (work, completer) = work();
+    fn one_descriptor_is_readable_while_completed_works_are_to_be_drained() {
+        let completions = completions();
+        let (works, completers): (Vec<_>, Vec<_>) = (0..100).map(|_| work::<()>()).unzip();
+        for (key, work) in (0..).zip(&works) {
+            assert!(work.watch(&completions, key));
+        }
+        assert!(!is_readable(&completions));
+        for completer in completers {
+            completer.complete(Ok(()));
+            assert!(is_readable(&completions));
+        }
+        assert_eq!(completions.drain(), (0..100).collect::<Vec<u64>>());
+        assert!(!is_readable(&completions));
+        assert!(!works[0].watch(&completions, 100), "it is completed");
+    }
+
+    #[test]
+    fn each_loop_that_watches_a_work_gets_its_own_key() {
+        let (here, there) = (completions(), completions());
+        let (work, completer) = work::<()>();
+        assert!(work.watch(&here, 1));
+        assert!(work.watch(&there, 2));
+        drop(completer);
+        assert_eq!((here.drain(), there.drain()), (vec![1], vec![2]));
+    }
+
+    #[test]
+    fn a_watch_that_is_ended_leaves_nothing_behind() {
+        let (here, there) = (completions(), completions());
+        let (work, completer) = work::<()>();
+        for key in 0..10 {
+            assert!(work.watch(&here, key) && work.watch(&there, key));
+        }
+        for key in 0..10 {
+            work.unwatch(&here, key);
+        }
+        assert_eq!(lock(&work.shared.state).watchers.len(), 10);
         completer.complete(Ok(()));
-        work.event_fd().unwrap();
-        assert_eq!(work.wait(Some(Instant::now())), Ok(Waited::Done));
+        assert!(!is_readable(&here));
+        assert_eq!(there.drain().len(), 10);
+    }
+
+    #[test]
+    fn a_work_keeps_no_loop_that_is_gone() {
+        let completions = completions();
+        let (work, completer) = work::<()>();
+        assert!(work.watch(&completions, 1));
+        let kept = Arc::downgrade(&completions);
+        drop(completions);
+        assert!(kept.upgrade().is_none());
+        completer.complete(Ok(()));
     }
 }

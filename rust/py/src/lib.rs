@@ -63,7 +63,7 @@ mod _kvpipe {
     #[pymodule_export]
     use super::transport::Transport;
     #[pymodule_export]
-    use super::work::Work;
+    use super::work::{Completions, Work};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

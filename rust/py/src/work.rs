@@ -1,10 +1,11 @@
 //! `Work`: the result of an asynchronous call, for Python.
 
-use std::os::fd::RawFd;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvpipe_core::agent;
+use kvpipe_core::completions::Completions as CoreCompletions;
 use kvpipe_core::lookup::{Operation, Selected};
 use kvpipe_core::reactor::Route;
 use kvpipe_core::tensor::Received;
@@ -90,14 +91,38 @@ pub(crate) fn then(is_waited: bool) -> Then {
     if is_waited { Then::Wait } else { Then::GoOn }
 }
 
+#[pyclass(frozen)]
+pub(crate) struct Completions(Arc<CoreCompletions>);
+
+#[pymethods]
+impl Completions {
+    #[new]
+    fn new() -> PyResult<Self> {
+        let completions = CoreCompletions::new().map_err(to_py)?;
+        Ok(Self(Arc::new(completions)))
+    }
+
+    fn fileno(&self) -> RawFd {
+        self.0.as_fd().as_raw_fd()
+    }
+
+    fn drain(&self) -> Vec<u64> {
+        self.0.drain()
+    }
+}
+
 #[pymethods]
 impl Work {
     fn is_completed(&self) -> bool {
         each!(&self.0, work => work.is_completed())
     }
 
-    fn fileno(&self) -> PyResult<RawFd> {
-        each!(&self.0, work => work.event_fd()).map_err(to_py)
+    fn watch(&self, completions: &Completions, key: u64) -> bool {
+        each!(&self.0, work => work.watch(&completions.0, key))
+    }
+
+    fn unwatch(&self, completions: &Completions, key: u64) {
+        each!(&self.0, work => work.unwatch(&completions.0, key));
     }
 
     #[pyo3(signature = (timeout=None))]

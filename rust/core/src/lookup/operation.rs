@@ -1,6 +1,5 @@
 //! What callers hold: an insert or a select under way, and a delivered entry.
 
-use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -9,6 +8,7 @@ use super::Items;
 use super::command_queue::{CommandQueue, LookupCommand};
 use super::shared::{BufferState, ChangedBy, LookupShared};
 use super::store::Ticket;
+use crate::completions::Completions;
 use crate::error::Result;
 use crate::work::{Then, Waited, Work};
 
@@ -142,9 +142,14 @@ impl<T> Operation<T> {
         self.work.is_completed()
     }
 
-    /// See [`Work::event_fd`].
-    pub fn event_fd(&self) -> Result<RawFd> {
-        self.work.event_fd()
+    /// See [`Work::watch`].
+    pub fn watch(&self, completions: &Arc<Completions>, key: u64) -> bool {
+        self.work.watch(completions, key)
+    }
+
+    /// See [`Work::unwatch`].
+    pub fn unwatch(&self, completions: &Arc<Completions>, key: u64) {
+        self.work.unwatch(completions, key);
     }
 
     /// See [`Work::wait`].

@@ -18,6 +18,7 @@ mod listener;
 mod session;
 mod sessions;
 mod stream_sinks;
+mod timeouts;
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -36,8 +37,8 @@ use listener::{LISTENER, Listener};
 use sessions::Sessions;
 
 pub(crate) use context::ReactorContext;
-pub use session::SessionTimeouts;
 pub(crate) use stream_sinks::{RegisteredSink, StreamSink};
+pub use timeouts::SessionTimeouts;
 
 /// What runs on a reactor. All calls come from the thread that runs the reactor, one at a time; it is not always the same
 /// thread. A service keeps nothing in thread-locals, and shares nothing with other threads without atomics.
