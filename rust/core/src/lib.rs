@@ -8,6 +8,7 @@
 
 pub mod agent;
 pub mod checksum;
+mod clock;
 pub mod control;
 mod earliest;
 mod error;
@@ -22,6 +23,8 @@ pub mod pipe;
 mod process;
 pub mod reactor;
 pub mod session;
+#[cfg(test)]
+mod simulated_day;
 mod sync;
 pub mod tensor;
 pub mod trace;

@@ -39,6 +39,12 @@ impl Timers {
         Some(key)
     }
 
+    /// How many entries it holds, those that were moved or cancelled included.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn len(&self) -> usize {
+        self.heap.len()
+    }
+
     /// The earliest deadline.
     pub(crate) fn next(&mut self) -> Option<Instant> {
         while let Some(Reverse((deadline, key))) = self.heap.peek() {

@@ -10,6 +10,7 @@ use super::ReactorConfig;
 use super::connection::Connection;
 use super::data_plane::DataPlane;
 use super::session::{Session, SessionTimeouts};
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Writer;
@@ -60,7 +61,7 @@ impl ReactorContext {
         }
         check_identity(&config.identity)?;
         Ok(Self {
-            now: Instant::now(),
+            now: clock::now(),
             config,
             connector: Connector::new(Arc::clone(&poller))?,
             poller,
@@ -234,6 +235,24 @@ impl ReactorContext {
             }
         }
         Some(session)
+    }
+}
+
+#[cfg(any(test, feature = "fuzzing"))]
+impl ReactorContext {
+    /// What its maps and queues hold.
+    pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let mut sizes = vec![
+            ("sessions", self.sessions.len()),
+            ("accepting", self.accepting.len()),
+            ("timers", self.timers.len()),
+            ("failed sessions", self.failed.len()),
+            ("ended peers", self.ended_peers.len()),
+        ];
+        if let Some(data) = &self.data {
+            sizes.extend(data.sizes());
+        }
+        sizes
     }
 }
 

@@ -222,6 +222,24 @@ impl TransferEngine {
         self.completions.pop_front()
     }
 
+    /// What its maps and queues hold.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let of_peers = |size: fn(&PeerTransfers) -> usize| self.peers.values().map(size).sum();
+        vec![
+            ("transfers", self.transfers.len()),
+            ("scheduled transfers", self.scheduled.len()),
+            ("checksum queue", self.checksum_queue.len()),
+            ("completions", self.completions.len()),
+            ("transfer peers", self.peers.len()),
+            ("sources", of_peers(|peer| peer.sources.len())),
+            ("waiting transfers", of_peers(|peer| peer.waiting.len())),
+            ("running transfers", of_peers(|peer| peer.running.len())),
+            ("outgoing streams", of_peers(|peer| peer.streams.len())),
+            ("checksum jobs", of_peers(|peer| peer.checksum_jobs.len())),
+        ]
+    }
+
     fn ids(&self, is_it: impl Fn(&Transfer) -> bool) -> Vec<u64> {
         let transfers = self.transfers.iter();
         let found = transfers.filter(|(_, transfer)| is_it(transfer));
