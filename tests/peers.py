@@ -90,7 +90,9 @@ class Child:
             with end_of(self.process.pid) as ended:
                 self.process.kill()
                 if ended:
-                    select.select([ended], [], [])
+                    ends = select.poll()  # of any descriptor, also beside a crowd's
+                    ends.register(ended, select.POLLIN)
+                    ends.poll()
             killed_at.append(time.monotonic())
 
         threading.Thread(target=kill, name="killer").start()

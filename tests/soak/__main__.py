@@ -1,4 +1,5 @@
-"""`python -m tests.soak`: rounds of everything at once. Ends with counts; fails on a hang, a leak or a wrong byte."""
+"""`python -m tests.soak`: rounds of everything at once. Ends with counts; fails on a hang, a leak, a wrong byte, or a
+healthy operation that was hit by what happens to others."""
 
 import argparse
 import ctypes
@@ -17,6 +18,7 @@ from tests.faults.__main__ import DATA_PATHS, leaked, use
 from tests.faults.rounds import Holdings
 from tests.soak.actors import ACTORS, Round, begin
 from tests.soak.clock import Clock
+from tests.soak.healthy import Pair
 
 ROUND_S = 10.0
 # Nothing that an actor does takes as long.
@@ -37,14 +39,14 @@ def main(argv=None):
     num_rounds = max(WARM_UP + 1, round(options.minutes * 60 / ROUND_S))
     print(f"seed {options.seed}, {num_rounds} rounds of {ROUND_S:.0f} s", flush=True)
     progress, before, failures = Progress(), None, []
-    shared = {"counts": Counter(), "times": {}, "clock": Clock(), "late": []}
+    shared = {"counts": Counter(), "times": {}, "clock": Clock(), "late": [], "hits": []}
     progress.expect(num_rounds)
     for number in range(num_rounds):
         data_path = list(DATA_PATHS)[number % len(DATA_PATHS)]
         use(data_path)
-        failures = _round(f"{options.seed} {number}", shared)
-        done = (f"{shared['counts'][what]} {what}" for what in ("tensors", "blocks", "entries", "faults"))
-        label = f"{data_path}: {', '.join(done)}"
+        failures = _round(f"{options.seed} {number}", shared, options.without)
+        done = (f"{shared['counts'][what]} {what}" for what in ("tensors", "blocks", "entries", "faults", "healthy"))
+        label = f"{data_path}: {', '.join(done)}, {len(shared['hits'])} hit"
         progress.step(label)
         progress.line(f"round {number + 1} of {num_rounds}, {label}, {_held().num_bytes >> 20} MiB held")
         if failures:
@@ -61,9 +63,15 @@ def _held(before=None):
     return Holdings.settled(before) if before else Holdings.now()
 
 
-def _round(seed, shared):
-    shared, failures = Round(time.monotonic() + ROUND_S, **shared), []
-    threads = {actor.__name__: begin(actor, f"{seed} {actor.__name__}", shared, failures) for actor in ACTORS}
+def _round(seed, shared, without):
+    with Pair() as pair:
+        actors = [actor for actor in ACTORS if actor.__name__ not in without]
+        return _act(seed, Round(time.monotonic() + ROUND_S, **shared, pair=pair), actors)
+
+
+def _act(seed, shared, actors):
+    failures = []
+    threads = {actor.__name__: begin(actor, f"{seed} {actor.__name__}", shared, failures) for actor in actors}
     begun = time.monotonic()
     while any(thread.is_alive() for thread in threads.values()):
         for name, thread in threads.items():
@@ -84,20 +92,26 @@ def _tell(shared, failures, lost):
         print(f"{name} failed:")
         traceback.print_exception(error)
     print(", ".join(f"{count} {what}" for what, count in sorted(shared["counts"].items())))
+    for hit in shared["hits"][:NUM_TOLD]:
+        print(f"hit: {hit}")
     for late in sorted(shared["late"], key=lambda late: -late.seconds)[:NUM_TOLD]:
         print(f"late: {late}")
     for fault, seconds in sorted(shared["times"].items()):
         median, worst = statistics.median(seconds) * 1e3, max(seconds) * 1e3
         figures = f", median {median:.1f} ms, max {worst:.1f} ms" if worst else ""
         print(f"{fault:24}{len(seconds):6} times{figures}")
+    num_healthy, num_hit = shared["counts"]["healthy"], len(shared["hits"])
+    print(f"healthy operations {num_healthy}, hit by others {num_hit}")
     print(f"hangs 0, failures {len(failures)}, leaked {lost}")
-    return 1 if failures or lost != "nothing" else 0
+    return 1 if failures or num_hit or lost != "nothing" else 0
 
 
 def _parse(argv):
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="default 30")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="of everything")
+    names = [actor.__name__ for actor in ACTORS]
+    parser.add_argument("--without", nargs="+", choices=names, default=[], help="actors that do nothing")
     return parser.parse_args(argv)
 
 

@@ -16,6 +16,7 @@ from tests.faults.rounds import FAULTS
 from tests.faults.stages import Place
 from tests.peers import MIB
 from tests.soak.clock import Clock, Waits
+from tests.soak.healthy import DISTURBERS, HEALTHY, Pair
 
 DTYPES = ("uint8", "int16", "float32", "complex128")
 LARGEST_BYTES = 16 * MIB
@@ -54,6 +55,8 @@ class Round:
     times: dict
     clock: Clock
     late: list
+    hits: list = field(default_factory=list)
+    pair: Pair | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     done_at: dict = field(default_factory=dict)
 
@@ -261,7 +264,7 @@ def _late(what, seconds, children, clock):
     return Late(what, seconds, clock.waits(now - seconds, now), killed and killed[1] - killed[0])
 
 
-ACTORS = (tensors, blocks, lookups, faults)
+ACTORS = (tensors, blocks, lookups, faults, *HEALTHY, *DISTURBERS)
 
 
 def begin(actor, seed, shared, failures):

@@ -38,6 +38,12 @@ impl<T> Events<T> {
         }
     }
 
+    /// How many wait.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn len(&self) -> usize {
+        lock(&self.0).len()
+    }
+
     /// Removes and returns all events.
     pub fn drain(&self) -> Vec<T> {
         lock(&self.0).drain(..).collect()

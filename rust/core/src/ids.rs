@@ -43,6 +43,12 @@ impl<T> RecentHandoffs<T> {
         }
     }
 
+    /// How many are remembered.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn len(&self) -> usize {
+        self.entries.len().max(self.order.len())
+    }
+
     pub(crate) fn get(&self, handoff: &HandoffId) -> Option<&T> {
         self.entries.get(handoff)
     }

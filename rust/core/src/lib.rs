@@ -13,6 +13,7 @@
 
 pub mod agent;
 pub mod checksum;
+mod clock;
 pub mod completions;
 pub mod control;
 mod earliest;
@@ -28,6 +29,8 @@ pub mod pipe;
 mod process;
 pub mod reactor;
 pub mod session;
+#[cfg(test)]
+mod simulated_day;
 mod sync;
 pub mod tensor;
 pub mod trace;

@@ -224,6 +224,34 @@ impl AgentCore {
             .min()
     }
 
+    /// What its maps and queues hold, and those of the engine.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let of_peers = |size: fn(&PeerState) -> usize| self.peers.values().map(size).sum();
+        let mut sizes = vec![
+            ("regions", self.regions.len()),
+            ("closing regions", self.closing.len()),
+            ("releasing regions", self.releasing_regions.len()),
+            ("agent peers", self.peers.len()),
+            ("agent addresses", self.by_address.len()),
+            ("reads", self.reads.len()),
+            ("ended reads", self.ended_reads.len()),
+            ("writes", of_peers(|peer| peer.writes.len())),
+            ("write deadlines", self.write_deadlines.len()),
+            ("deadlines of regions", self.described_by.len()),
+            ("peers to note", self.to_note.len()),
+            ("undelivered peers", self.undelivered.len()),
+            ("agent logs", self.logs.len()),
+            ("shared peers", self.shared.peers().len()),
+            ("inbox", self.shared.inbox.len()),
+            ("queued for peers", of_peers(PeerState::num_queued)),
+            ("outboxes", of_peers(|peer| peer.outbox.len())),
+            ("arrivals", of_peers(|peer| peer.arrivals.len())),
+        ];
+        sizes.extend(self.engine.sizes());
+        sizes
+    }
+
     /// Ends everything that is left when the engine has stopped and its reads have been drained.
     pub(crate) fn stop(&mut self, cx: &mut ReactorContext, reason: &str) {
         let closed = cx.closed(reason);

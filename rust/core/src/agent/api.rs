@@ -14,6 +14,7 @@ use super::offers::Write;
 use super::reads::{BlockTransfer, Caller};
 use super::regions::LocalRegion;
 use super::{Agent, AgentCommand, Notification, Options, Peer, Plan, Region, Stats};
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::Incarnation;
 use crate::net::address::check_address;
@@ -88,7 +89,7 @@ impl<C: From<AgentCommand> + Send + 'static> Agent<C> {
         let was_open = region.close();
         let sent = self.send(AgentCommandKind::Close {
             region: region.id(),
-            until: timeout.map(|timeout| Instant::now() + timeout),
+            until: timeout.map(|timeout| clock::now() + timeout),
             completer,
         });
         match sent {

@@ -53,6 +53,12 @@ impl Inbox {
         })
     }
 
+    /// Notifications that the user has not drained.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn len(&self) -> usize {
+        self.state().waiting.len()
+    }
+
     fn state(&self) -> MutexGuard<'_, InboxState> {
         lock(&self.state)
     }

@@ -97,6 +97,12 @@ impl<C: Send + 'static> Agent<C> {
         self.reactor.round()
     }
 
+    /// What the maps and queues of a reactor without a thread hold.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub fn sizes(&self) -> crate::reactor::manual::Sizes {
+        self.reactor.sizes()
+    }
+
     /// Where peers connect.
     pub fn address(&self) -> Option<SocketAddr> {
         self.reactor.address()

@@ -68,6 +68,12 @@ pub(super) struct Outbox {
 }
 
 impl Outbox {
+    /// Notifications that wait, or that the peer has not drained.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn len(&self) -> usize {
+        self.waiting.len() + self.numbered.len()
+    }
+
     pub(super) fn push(&mut self, notice: Notice, completer: Option<Completer<()>>) {
         self.waiting.push_back((notice, completer));
     }
@@ -141,6 +147,12 @@ pub(super) struct Arrivals {
 }
 
 impl Arrivals {
+    /// Notifications that came early, or that the user has not drained.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn len(&self) -> usize {
+        self.early.len() + self.delivered.len()
+    }
+
     fn drained(&self) -> u64 {
         let first = self.delivered.front();
         first.map_or(self.next, |(number, _)| *number)

@@ -57,6 +57,15 @@ impl PeerState {
         }
     }
 
+    /// What its queues hold, all together.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn num_queued(&self) -> usize {
+        self.waiting.len()
+            + self.writes_ready.len()
+            + self.offers_sent.len()
+            + self.offers_early.len()
+    }
+
     /// A region that it has described and not closed.
     pub(crate) fn region(&self, id: RegionId) -> Option<&Arc<RemoteRegion>> {
         let regions = self.regions.as_ref()?;

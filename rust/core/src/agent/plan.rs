@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::notices::check_tag;
 use super::peer::Peer;
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::{Incarnation, RegionId, SessionKey};
 use crate::session::ReactorContext;
@@ -116,7 +117,7 @@ pub struct Options {
 impl Options {
     pub(super) fn check(&self) -> Result<Option<Instant>> {
         self.notify.as_deref().map_or(Ok(()), check_tag)?;
-        Ok(self.timeout.map(|timeout| Instant::now() + timeout))
+        Ok(self.timeout.map(|timeout| clock::now() + timeout))
     }
 }
 

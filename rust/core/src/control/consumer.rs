@@ -31,6 +31,12 @@ impl ConsumerRole {
         }
     }
 
+    /// How many handoffs are watched.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn len(&self) -> usize {
+        self.watches.len()
+    }
+
     /// Watches a handoff at its producer. The producer learns of it now, or when its session is established.
     pub(super) fn watch(&mut self, now: Instant, handoff: HandoffId, session: SessionKey) {
         let watch = HandoffWatch {

@@ -123,6 +123,15 @@ impl DeferredQueries {
         }
     }
 
+    /// What waits, and for how many sessions.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        vec![
+            ("deferred queries", self.0.iter().len()),
+            ("sessions of deferred queries", self.0.num_sessions()),
+        ]
+    }
+
     pub(super) fn session_down(&mut self, session: SessionKey) {
         self.0.remove_if(|query| query.session == session);
     }

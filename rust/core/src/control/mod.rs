@@ -9,8 +9,9 @@ mod queries;
 mod service;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use crate::clock;
 use crate::error::Result;
 use crate::events::Events;
 use crate::ids::{HandoffId, Incarnation};
@@ -189,6 +190,12 @@ impl Control {
         self.reactor.round()
     }
 
+    /// What the maps and queues of a reactor without a thread hold.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub fn sizes(&self) -> crate::reactor::manual::Sizes {
+        self.reactor.sizes()
+    }
+
     /// The address that others connect to.
     pub fn address(&self) -> Option<SocketAddr> {
         self.reactor.address()
@@ -212,7 +219,7 @@ impl Control {
 
     /// Producer: prefill is predicted to end after `remaining`. Ignored unless it is under way.
     pub fn progress(&self, handoff: HandoffId, remaining: Duration) -> Result<()> {
-        let ends_at = Instant::now() + remaining;
+        let ends_at = clock::now() + remaining;
         self.reactor
             .send(ControlCommand::Progress { handoff, ends_at })
     }
@@ -264,7 +271,7 @@ impl Control {
         let query = PendingQuery {
             address: address.to_owned(),
             query,
-            deadline: Instant::now() + timeout,
+            deadline: clock::now() + timeout,
             completer,
         };
         self.reactor.send(ControlCommand::Query(query))?;

@@ -289,6 +289,18 @@ impl ProducerRole {
         }
     }
 
+    /// What its maps and queues hold.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        vec![
+            ("open handoffs", self.open.len()),
+            ("closed handoffs", self.ended.len()),
+            ("expected handoffs", self.expected.len()),
+            ("pending watches", self.pending.iter().len()),
+            ("sessions of pending watches", self.pending.num_sessions()),
+        ]
+    }
+
     /// Ends leases and pending watches that are over, and returns the next deadline.
     pub(super) fn expire(&mut self, out: &mut ControlOutbox, now: Instant) -> Option<Instant> {
         let ends = |open: &OpenHandoff| open.lease_ends().is_some_and(|at| at <= now);

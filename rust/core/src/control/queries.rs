@@ -43,6 +43,12 @@ impl PendingQueries {
         self.pending.insert(id, (session, pending));
     }
 
+    /// How many have no reply.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn len(&self) -> usize {
+        self.pending.len()
+    }
+
     pub(super) fn session_up(&self, out: &mut ControlOutbox, session: SessionKey) {
         for (&id, (other, pending)) in &self.pending {
             if *other == session {

@@ -266,6 +266,21 @@ impl Service for ControlService {
     fn log(&mut self, text: String) {
         self.out.log(format!("control.refused {text}"));
     }
+
+    #[cfg(any(test, feature = "fuzzing"))]
+    fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let mut sizes = vec![
+            ("results", self.results.len()),
+            ("control addresses", self.by_address.len()),
+            ("control messages", self.out.messages.len()),
+            ("control events", self.out.events.len()),
+            ("watches", self.consumer.len()),
+            ("pending queries", self.queries.len()),
+        ];
+        sizes.extend(self.deferred.sizes());
+        sizes.extend(self.producer.sizes());
+        sizes
+    }
 }
 
 #[cfg(test)]

@@ -80,6 +80,11 @@ impl HandoffShared {
         }
     }
 
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn num_ended(&self) -> usize {
+        lock(&self.ended).len()
+    }
+
     /// Whether a caller has ended a handoff whose end the producer does not know of.
     pub(super) fn has_ended(&self, handoff: &HandoffId) -> bool {
         lock(&self.ended).contains_key(handoff)

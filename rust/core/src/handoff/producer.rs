@@ -227,6 +227,22 @@ impl Producer {
         (ended.collect(), next)
     }
 
+    /// What its maps and queues hold.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let selections = self.ready.values().map(|ready| ready.selections.len());
+        vec![
+            ("ready handoffs", self.ready.len()),
+            ("selections", selections.sum()),
+            ("pending selections", self.pending.iter().len()),
+            (
+                "sessions of pending selections",
+                self.pending.num_sessions(),
+            ),
+            ("ended handoffs", self.ended.len()),
+        ]
+    }
+
     /// Number of handoffs of which blocks are ready.
     pub(super) fn num_leased(&self) -> usize {
         self.ready.len()

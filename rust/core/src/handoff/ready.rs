@@ -109,6 +109,12 @@ impl Waiting {
 pub(super) struct ReadyQueue(VecDeque<Waiting>);
 
 impl ReadyQueue {
+    /// Steps that wait.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     /// A step is ready in more regions.
     pub(super) fn push(&mut self, ready: ReadyBlocks, regions: Vec<RegionId>) {
         match self.0.back_mut() {

@@ -281,4 +281,18 @@ impl Service for HandoffService {
         }
         self.drain(cx);
     }
+
+    #[cfg(any(test, feature = "fuzzing"))]
+    fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let mut sizes = vec![
+            ("loads", self.loads.len()),
+            ("batches", self.batches.len()),
+            ("ready queue", self.ready.len()),
+            ("handoffs ended by callers", self.shared.num_ended()),
+            ("handoff events", self.shared.events.len()),
+        ];
+        sizes.extend(self.producer.sizes());
+        sizes.extend(self.agent.sizes());
+        sizes
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::client::LookupClient;
 use super::command_queue::{CommandQueue, LookupCommand, QueuedInsert, QueuedSelect};
@@ -12,6 +12,7 @@ use super::operation::{Operation, Origin, Selected};
 use super::server::LookupServer;
 use super::shared::{BufferState, ChangedBy, LookupShared, LookupWaiter};
 use super::{Items, LookupInfo, LookupQuery, entry_bytes};
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
@@ -198,7 +199,7 @@ impl LookupBuffer {
                 "the entry has no tokens under its roi: nobody could select it by them".to_owned(),
             ));
         }
-        let now = Instant::now();
+        let now = clock::now();
         let deadline = timeout.map(|timeout| now + timeout);
         let (inserted, completer) = self.work();
         match &self.origin {
@@ -240,7 +241,7 @@ impl LookupBuffer {
         let (selected, completer) = self.work();
         match &self.origin {
             Origin::Local(shared) => {
-                let now = Instant::now();
+                let now = clock::now();
                 let deadline = timeout.map(|timeout| now + timeout);
                 let select = |state: &mut BufferState| {
                     let select = LookupWaiter::Local(completer);
@@ -308,6 +309,11 @@ impl LookupBuffer {
     pub fn manual_round(&self) -> crate::reactor::manual::Round {
         let over = crate::reactor::manual::Round::Over;
         self.reactor.get().map_or(over, Reactor::round)
+    }
+
+    /// What the maps and queues of a reactor without a thread hold.
+    pub fn sizes(&self) -> crate::reactor::manual::Sizes {
+        self.reactor.get().map_or_else(Vec::new, Reactor::sizes)
     }
 }
 

@@ -8,6 +8,7 @@ use super::Items;
 use super::command_queue::{CommandQueue, LookupCommand};
 use super::shared::{BufferState, ChangedBy, LookupShared};
 use super::store::Ticket;
+use crate::clock;
 use crate::completions::Completions;
 use crate::error::Result;
 use crate::work::{Then, Waited, Work};
@@ -56,7 +57,7 @@ impl Origin {
     /// Ends operations whose deadline has passed. A remote buffer has a thread for that.
     fn expire(&self) {
         if let Self::Local(shared) = self {
-            let expire = |state: &mut BufferState| state.store.expire(Instant::now());
+            let expire = |state: &mut BufferState| state.store.expire(clock::now());
             let _ = shared.change(ChangedBy::Caller, expire);
         }
     }

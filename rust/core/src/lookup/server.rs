@@ -16,6 +16,7 @@ use super::store::{StoreAction, Ticket};
 use super::tensors::Tensors;
 use super::transfer::{EntryTransfer, check_operation};
 use super::{Items, LookupQuery};
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
@@ -30,7 +31,7 @@ pub(super) struct LookupServer {
 }
 
 fn after(timeout: Option<Duration>) -> Option<Instant> {
-    Instant::now().checked_add(timeout?)
+    clock::now().checked_add(timeout?)
 }
 
 impl LookupServer {
@@ -121,7 +122,7 @@ impl LookupServer {
         entry: EntryTransfer,
     ) -> Result<()> {
         self.client(session)?.check_insert(operation, &tokens)?;
-        let (num_bytes, now) = (entry.entry_bytes(&tokens), Instant::now());
+        let (num_bytes, now) = (entry.entry_bytes(&tokens), clock::now());
         let insert = LookupWaiter::Client((session, operation));
         let reserved = self.change(|state| state.store.reserve(num_bytes, deadline, now, insert));
         match reserved.flatten() {
@@ -151,7 +152,7 @@ impl LookupServer {
             }
             checked => checked?,
         }
-        let (num_tokens, now) = (query.num_tokens(), Instant::now());
+        let (num_tokens, now) = (query.num_tokens(), clock::now());
         let select = LookupWaiter::Client((session, operation));
         let ticket = self.change(|state| state.store.select(query, deadline, now, select))?;
         let waiting = ClientSelect::Waiting { ticket, num_tokens };
@@ -346,11 +347,24 @@ impl Service for LookupServer {
 
     fn timer(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         if self.shared.next_deadline().is_some_and(|at| at <= cx.now()) {
-            let _ = self.change(|state| state.store.expire(Instant::now()));
+            let _ = self.change(|state| state.store.expire(clock::now()));
             self.advance(cx);
         }
         let idle = self.tensors.pool.expire(cx.now());
         self.shared.next_deadline().into_iter().chain(idle).min()
+    }
+
+    #[cfg(any(test, feature = "fuzzing"))]
+    fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let of_clients = |size: fn(&ClientSession) -> usize| self.clients.values().map(size).sum();
+        let mut sizes = vec![
+            ("clients", self.clients.len()),
+            ("client inserts", of_clients(|it| it.inserts.len())),
+            ("client selects", of_clients(|it| it.selects.len())),
+        ];
+        sizes.extend(self.change(|state| state.sizes()).unwrap_or_default());
+        sizes.extend(self.tensors.sizes());
+        sizes
     }
 }
 

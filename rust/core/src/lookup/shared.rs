@@ -58,6 +58,17 @@ pub(super) struct BufferState {
 }
 
 impl BufferState {
+    /// What its queues hold, and those of the store.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let mut sizes = vec![
+            ("client actions", self.client_actions.len()),
+            ("granted inserts", self.granted.len()),
+        ];
+        sizes.extend(self.store.sizes());
+        sizes
+    }
+
     /// Divides the store's actions: returns those for the thread that has changed it, and keeps the others for the server's.
     fn drain_actions(&mut self, by: ChangedBy) -> Vec<LocalAction> {
         let mut local = Vec::new();

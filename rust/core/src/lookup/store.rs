@@ -71,6 +71,19 @@ pub(super) struct Store<C, I, S> {
 }
 
 impl<C: Clone, I, S> Store<C, I, S> {
+    /// What its maps and queues hold.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        vec![
+            ("entries", self.entries.len()),
+            ("leased entries", self.leased.len()),
+            ("reserved entries", self.reserved.len()),
+            ("waiting inserts", self.inserts.len()),
+            ("waiting selects", self.selects.len()),
+            ("store actions", self.actions.len()),
+        ]
+    }
+
     pub(super) fn new(capacity_bytes: u64) -> Self {
         Self {
             capacity_bytes,

@@ -57,6 +57,24 @@ impl Tensors {
         }
     }
 
+    /// What its maps and queues hold, and those of the engine.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let of_sessions = |size: fn(&SessionTensors) -> usize| {
+            let sessions = self.sessions.values();
+            sessions.map(size).sum()
+        };
+        let mut sizes = vec![
+            ("tensor sessions", self.sessions.len()),
+            ("exposed tensors", of_sessions(|it| it.exposed.len())),
+            ("described tensors", of_sessions(|it| it.waiting.len())),
+            ("queued tensors", of_sessions(|it| it.queue.len())),
+            ("arrived entries", self.arrived.len()),
+        ];
+        sizes.extend(self.engine.sizes());
+        sizes
+    }
+
     pub(super) fn session_up(&mut self, session: SessionKey) {
         self.sessions.insert(session, SessionTensors::default());
         self.engine.session_up(session);

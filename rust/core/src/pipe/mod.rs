@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::Buffer;
 
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::address::{check_address, listen_address};
@@ -50,7 +51,7 @@ pub struct Deadline {
 impl Deadline {
     /// `None` waits without end. Zero polls: a tensor that is already here is received to its end. Else both bounds are equal.
     pub fn after(timeout: Option<Duration>) -> Self {
-        let at = timeout.map(|timeout| Instant::now() + timeout);
+        let at = timeout.map(|timeout| clock::now() + timeout);
         Self {
             meet_by: at,
             done_by: at.filter(|_| timeout != Some(Duration::ZERO)),

@@ -40,6 +40,7 @@ use kvpipe_ucx::AssertSend;
 use super::EventHandler;
 use super::poller::Poller;
 use super::reactor_core::{Next, ReactorCore};
+use crate::clock;
 use crate::error::Result;
 use crate::process::Process;
 use crate::sync::{clear, eventfd, lock, signal};
@@ -57,6 +58,9 @@ pub(crate) trait DriverHandle: Drive {
     /// One round of a reactor that has no thread.
     #[cfg(any(test, feature = "fuzzing"))]
     fn run_once(&self) -> super::manual::Round;
+    /// What the handler of a reactor without a thread holds.
+    #[cfg(any(test, feature = "fuzzing"))]
+    fn sizes(&self) -> super::manual::Sizes;
     /// Drops the core of a reactor that has no thread: it and the holder of a [`Waker`](super::Waker) would keep each
     /// other.
     #[cfg(any(test, feature = "fuzzing"))]
@@ -182,7 +186,7 @@ impl<H: EventHandler> Driver<H> {
 
     /// Runs the reactor until it has nothing to do, a caller waits for the core, or the reactor ends.
     fn run_core(&self, mut core: BoxedCore<H>) {
-        core.get_mut().poll_sockets(Instant::now());
+        core.get_mut().poll_sockets(clock::now());
         loop {
             match (*core).get_mut().run_once() {
                 Next::Again => self.lock().thread = ThreadState::Running,
@@ -310,7 +314,7 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
         let Some(mut core) = self.lock().take_core(holder) else {
             return Round::Over;
         };
-        core.get_mut().poll_sockets(Instant::now());
+        core.get_mut().poll_sockets(clock::now());
         let next = core.get_mut().run_once();
         if matches!(next, Next::End) {
             core.into_inner().handler.end();
@@ -323,6 +327,17 @@ impl<H: EventHandler> DriverHandle for Driver<H> {
             Next::Sleep(_) => Round::AtRest { num_sessions },
             _ => Round::Busy,
         }
+    }
+
+    #[cfg(any(test, feature = "fuzzing"))]
+    fn sizes(&self) -> super::manual::Sizes {
+        let holder = Holder::HeldByCaller(thread::current().id());
+        let Some(mut core) = self.lock().take_core(holder) else {
+            return Vec::new();
+        };
+        let sizes = core.get_mut().handler.sizes();
+        self.lock().holder = Holder::Free(core);
+        sizes
     }
 
     #[cfg(any(test, feature = "fuzzing"))]

@@ -9,6 +9,9 @@ thread_local! {
     static IS_ON: Cell<bool> = const { Cell::new(false) };
 }
 
+/// How much each map and queue of an owner holds, by its name in `docs/internals/reactor.md`.
+pub type Sizes = Vec<(&'static str, usize)>;
+
 /// Whether reactors that this thread makes have no thread of their own, and connect on the calling thread.
 pub(super) fn is_on() -> bool {
     IS_ON.get()
@@ -40,5 +43,10 @@ impl<C> Reactor<C> {
     /// Runs one round.
     pub(crate) fn round(&self) -> Round {
         without_threads(|| self.driver.run_once())
+    }
+
+    /// What its handler holds between two rounds; nothing once it has ended.
+    pub(crate) fn sizes(&self) -> Sizes {
+        self.driver.sizes()
     }
 }

@@ -72,6 +72,9 @@ pub(crate) trait EventHandler {
     /// Sockets that are registered.
     #[cfg(any(test, feature = "fuzzing"))]
     fn num_sessions(&self) -> usize;
+    /// What its maps and queues hold.
+    #[cfg(any(test, feature = "fuzzing"))]
+    fn sizes(&self) -> manual::Sizes;
 }
 
 /// The default time that a reactor polls before it sleeps: a hop through epoll costs about 25 us, but on two cores a

@@ -9,6 +9,7 @@ use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::sync::{clear, eventfd, signal};
 use crate::work::timespec;
@@ -76,12 +77,12 @@ impl Poller {
     pub(super) fn wait(&self, ready: &mut Vec<Event>, until: Instant) -> bool {
         ready.reserve(self.num_descriptors.load(Ordering::Relaxed));
         let mut wait = |until: Instant| {
-            let timeout = timespec(until.saturating_duration_since(Instant::now()));
+            let timeout = timespec(until.saturating_duration_since(clock::now()));
             epoll::wait(&self.epoll, spare_capacity(ready), Some(&timeout))
         };
         let is_interrupted = wait(until) == Err(Errno::INTR);
         if is_interrupted {
-            let _ = wait(Instant::now());
+            let _ = wait(clock::now());
         }
         is_interrupted
     }
@@ -92,7 +93,7 @@ impl Poller {
             PollFd::new(&self.epoll, PollFlags::IN),
             PollFd::new(other, PollFlags::IN),
         ];
-        let timeout = timespec(until.saturating_duration_since(Instant::now()));
+        let timeout = timespec(until.saturating_duration_since(clock::now()));
         let _ = rustix::event::poll(&mut polled, Some(&timeout));
     }
 }

@@ -7,6 +7,7 @@ use rustix::event::epoll::{self, EventFlags};
 
 use super::EventHandler;
 use super::poller::{Poller, UCX, WAKE};
+use crate::clock;
 use crate::error::Result;
 use crate::transport::Worker;
 use crate::work::Driven;
@@ -56,7 +57,7 @@ impl<H: EventHandler> ReactorCore<H> {
         if let Some(worker) = handler.worker() {
             poller.add(worker.event_fd(), UCX, EventFlags::IN)?;
         }
-        let now = Instant::now();
+        let now = clock::now();
         Ok(Self {
             handler,
             poller,
@@ -72,7 +73,7 @@ impl<H: EventHandler> ReactorCore<H> {
 
     /// One round: looks at everything once.
     pub(crate) fn run_once(&mut self) -> Next {
-        let now = Instant::now();
+        let now = clock::now();
         self.handler.set_now(now);
         self.handler.drain_commands();
         let mut is_busy = self.progress();
@@ -90,7 +91,7 @@ impl<H: EventHandler> ReactorCore<H> {
             return Next::End;
         }
         if is_busy {
-            self.idle_since = Instant::now();
+            self.idle_since = clock::now();
         } else if self.may_poll() {
             std::thread::yield_now(); // another thread may need this CPU to go on
             return Next::Poll;
@@ -103,7 +104,7 @@ impl<H: EventHandler> ReactorCore<H> {
 
     /// Runs on a caller's thread until `is_done`, `until`, a signal, or the reactor's end.
     pub(super) fn drive(&mut self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven {
-        let begun = Instant::now();
+        let begun = clock::now();
         self.idle_since = begun;
         self.handler.set_now(begun);
         // A small tensor leaves with the command to send it, unless a round is due.
@@ -124,7 +125,7 @@ impl<H: EventHandler> ReactorCore<H> {
             if is_done() {
                 return Driven::Done;
             }
-            let now = Instant::now();
+            let now = clock::now();
             if is_interrupted || now - begun >= SIGNAL_INTERVAL {
                 return Driven::Interrupted;
             }
@@ -149,7 +150,7 @@ impl<H: EventHandler> ReactorCore<H> {
     pub(crate) fn poll_sockets(&mut self, until: Instant) -> bool {
         let mut ready = std::mem::take(&mut self.ready);
         let is_interrupted = self.poller.wait(&mut ready, until);
-        self.sockets_polled = Instant::now();
+        self.sockets_polled = clock::now();
         self.handler.set_now(self.sockets_polled);
         for event in ready.drain(..) {
             match event.data.u64() {
@@ -226,7 +227,7 @@ impl<H: EventHandler> ReactorCore<H> {
 
     /// Whether to poll instead of sleeping. Only UCX and commands are polled: sockets have their own interval.
     fn may_poll(&self) -> bool {
-        self.handler.worker().is_some() && self.idle_since.elapsed() < self.busy_poll
+        self.handler.worker().is_some() && clock::now() < self.idle_since + self.busy_poll
     }
 
     fn may_sleep(&self) -> bool {

@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, Instant};
 
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::process::Thread;
 use crate::work::{Waited, Work, work};
@@ -28,7 +29,7 @@ impl Route {
     }
 
     fn with(addresses: Vec<String>, timeout: Duration, look_up: impl LookUp) -> Result<Self> {
-        let begun = Instant::now();
+        let begun = clock::now();
         let locals = addresses.iter().map(|peer| ask(peer, look_up.clone()));
         Ok(Self {
             locals: locals.collect::<Result<_>>()?,

@@ -47,6 +47,12 @@ impl<K: Copy + Hash + Ord> Timers<K> {
         Some(key)
     }
 
+    /// How many entries it holds, those that were moved or cancelled included.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn len(&self) -> usize {
+        self.heap.len()
+    }
+
     /// The earliest deadline.
     pub(crate) fn next(&mut self) -> Option<Instant> {
         while let Some(Reverse((deadline, key))) = self.heap.peek() {

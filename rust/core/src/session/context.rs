@@ -12,6 +12,7 @@ use super::data_plane::DataPlane;
 use super::handshake_places::HandshakePlaces;
 use super::session::Session;
 use super::timeouts::SessionTimeouts;
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Writer;
@@ -61,7 +62,7 @@ impl ReactorContext {
         }
         check_identity(&config.identity)?;
         Ok(Self {
-            now: Instant::now(),
+            now: clock::now(),
             config,
             connector: Connector::new(Arc::clone(&poller))?,
             poller,
@@ -252,6 +253,24 @@ impl ReactorContext {
             }
         }
         Some(session)
+    }
+}
+
+#[cfg(any(test, feature = "fuzzing"))]
+impl ReactorContext {
+    /// What its maps and queues hold.
+    pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let mut sizes = vec![
+            ("sessions", self.sessions.len()),
+            ("handshakes", self.places.len()),
+            ("timers", self.timers.len()),
+            ("failed sessions", self.failed.len()),
+            ("ended peers", self.ended_peers.len()),
+        ];
+        if let Some(data) = &self.data {
+            sizes.extend(data.sizes());
+        }
+        sizes
     }
 }
 

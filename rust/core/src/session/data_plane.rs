@@ -92,6 +92,16 @@ impl DataPlane {
         })
     }
 
+    /// What its maps hold.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        vec![
+            ("session keys", self.session_keys.len()),
+            ("endpoints", self.endpoints.len()),
+            ("stream sinks", self.sinks.len()),
+        ]
+    }
+
     /// Closes an endpoint by force. Its operations end with errors, each through its own completion.
     pub(super) fn close(&mut self, endpoint: &SessionEndpoint) {
         self.session_keys.remove(&endpoint.session_id);

@@ -34,6 +34,12 @@ impl<T: Waiter> FairWaitlist<T> {
         self.waiting.iter()
     }
 
+    /// Sessions that have waiters.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn num_sessions(&self) -> usize {
+        self.shares.len()
+    }
+
     /// Adds a waiter, and returns the one that may not wait: none below the cap, else the latest of the largest share.
     pub(crate) fn admit(&mut self, waiter: T) -> Option<T> {
         if self.waiting.len() < self.cap {

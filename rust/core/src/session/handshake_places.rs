@@ -24,9 +24,13 @@ pub(super) struct HandshakePlaces {
 }
 
 impl HandshakePlaces {
+    pub(super) fn len(&self) -> usize {
+        self.silent.len() + self.greeted.len()
+    }
+
     /// Whether all places are taken.
     pub(super) fn is_full(&self) -> bool {
-        self.silent.len() + self.greeted.len() >= HANDSHAKES_CAP
+        self.len() >= HANDSHAKES_CAP
     }
 
     /// A peer was accepted.

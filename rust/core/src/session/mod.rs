@@ -106,6 +106,11 @@ pub(crate) trait Service {
     /// The reactor stops. Its data plane has ended before this call: nothing reads or writes registered memory, but for
     /// the reads that [`ReactorContext::closed`] reports.
     fn stop(&mut self, _cx: &mut ReactorContext) {}
+    /// What its maps and queues hold.
+    #[cfg(any(test, feature = "fuzzing"))]
+    fn sizes(&self) -> crate::reactor::manual::Sizes {
+        Vec::new()
+    }
 }
 
 /// What a reactor with sessions is made from.

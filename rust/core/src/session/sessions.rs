@@ -139,6 +139,13 @@ impl<S: Service> EventHandler for Sessions<S> {
         let sessions = self.cx.sessions.values();
         sessions.filter(|it| it.connection.is_some()).count()
     }
+
+    #[cfg(any(test, feature = "fuzzing"))]
+    fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let mut sizes = self.cx.sizes();
+        sizes.extend(self.service.sizes());
+        sizes
+    }
 }
 
 /// Connections.

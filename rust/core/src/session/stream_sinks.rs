@@ -39,6 +39,12 @@ impl StreamSinks {
         Box::new(move |header, data| sinks.place(header, data).unwrap_or(false))
     }
 
+    /// How many are registered.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(super) fn len(&self) -> usize {
+        self.0.borrow().len()
+    }
+
     fn place(&self, header: &[u8], data: &[u8]) -> Option<bool> {
         let (name, rest) = header.split_first_chunk()?;
         let sinks = self.0.try_borrow().ok()?;

@@ -230,6 +230,31 @@ impl TransferEngine {
     pub(crate) fn next_late(&mut self) -> Option<(u64, Error)> {
         self.late.pop_front()
     }
+
+    /// What its maps and queues hold.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        let of_peers = |size: fn(&PeerTransfers) -> usize| self.peers.values().map(size).sum();
+        vec![
+            ("transfers", self.transfers.len()),
+            ("scheduled transfers", self.scheduled.len()),
+            ("checksum queue", self.checksum_queue.len()),
+            ("completions", self.completions.len()),
+            ("transfer peers", self.peers.len()),
+            ("sources", of_peers(|peer| peer.sources.len())),
+            ("waiting transfers", of_peers(|peer| peer.waiting.len())),
+            ("deadlines of transfers", self.deadlines.len()),
+            ("late transfers", self.late.len()),
+            ("transfers of peers", of_peers(|peer| peer.transfers.len())),
+            (
+                "cancelled transfers",
+                of_peers(|peer| peer.cancelling.len()),
+            ),
+            ("running transfers", of_peers(|peer| peer.running.len())),
+            ("outgoing streams", of_peers(|peer| peer.streams.len())),
+            ("checksum jobs", of_peers(|peer| peer.checksum_jobs.len())),
+        ]
+    }
 }
 
 /// What happens around it.

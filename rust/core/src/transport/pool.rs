@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use kvpipe_ucx::Buffer;
 
 use super::Memory;
+use crate::clock;
 use crate::error::{Error, Result};
 use crate::process::Process;
 use crate::sync::lock;
@@ -140,7 +141,7 @@ impl<M: Borrow<Buffer>> Drop for PooledLease<M> {
         let mut free = lock(&pool);
         let num_bytes: usize = free.iter().map(|(memory, _)| size(memory)).sum();
         if num_bytes + size(&memory) <= BYTES_CAP {
-            free.push((memory, Instant::now()));
+            free.push((memory, clock::now()));
         }
     }
 }

@@ -31,6 +31,9 @@ impl EventHandler for Answering {
         None
     }
     fn set_now(&mut self, _now: Instant) {}
+    fn sizes(&self) -> crate::reactor::manual::Sizes {
+        Vec::new()
+    }
     fn drain_commands(&mut self) {
         while let Some(ask) = self.commands.next() {
             match ask {

@@ -1,0 +1,223 @@
+//! A prefill's and a decode's agent, which stay: handoffs between them, blocks both ways, notifications, regions.
+
+use std::time::Duration;
+
+use kvpipe_ucx::Buffer;
+
+use super::{Rng, TIMEOUTS, TOKEN, is_busy, transport};
+use crate::agent::{Options, Peer, Region};
+use crate::handoff::{Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
+use crate::ids::HandoffId;
+use crate::reactor::manual::{Sizes, without_threads};
+use crate::transport::Transport;
+
+pub(super) const BLOCK: usize = 1 << 10;
+/// With one more, a read waits.
+const TRANSFERS_IN_FLIGHT: usize = 4;
+pub(super) const NUM_BLOCKS: usize = 16;
+
+/// An agent with a region.
+pub(super) struct Node {
+    pub(super) agent: HandoffAgent,
+    pub(super) region: Region,
+}
+
+impl Node {
+    pub(super) fn new(transport: Transport, token: &[u8]) -> Self {
+        let start = || HandoffAgent::new("127.0.0.1:0", token, transport, "", Vec::new(), TIMEOUTS);
+        let agent = without_threads(start).expect("agent");
+        let region = register(&agent, "kv");
+        Self { agent, region }
+    }
+
+    pub(super) fn address(&self) -> String {
+        self.agent.address().expect("it listens").to_string()
+    }
+
+    pub(super) fn round(&self) -> bool {
+        is_busy(self.agent.round())
+    }
+
+    /// Blocks from one position on are ready.
+    pub(super) fn mark_ready(&self, handoff: HandoffId, first: u32, count: u32) {
+        let part = ReadyRange {
+            handoff,
+            first,
+            block_ids: (first..first + count).collect(),
+        };
+        let ready = ReadyBlocks::new(vec![part]).expect("ready");
+        let regions = [self.region.clone()];
+        self.agent.mark_ready(&ready, &regions).expect("it runs");
+    }
+
+    /// Begins reads and writes of a peer's blocks, whatever becomes of them.
+    pub(super) fn transfer(&self, rng: &mut Rng, peer: &Peer) {
+        let ids: Vec<u32> = (0..=rng.one_of(8) as u32).collect();
+        let (local, remote) = ((&self.region, ids.clone()), ("kv", ids));
+        let Ok(plan) = self.agent.prepare(peer, local, remote) else {
+            return;
+        };
+        let options = Options {
+            notify: (rng.one_of(2) == 0).then(|| b"tag".to_vec()),
+            timeout: (rng.one_of(2) == 0).then_some(Duration::from_secs(5)),
+        };
+        for _ in 0..=TRANSFERS_IN_FLIGHT {
+            let _ = self.agent.read(&plan, options.clone());
+        }
+        let _ = self.agent.write(&plan, options);
+        let _ = self.agent.notify(peer, vec![7; 100]);
+    }
+}
+
+fn register(agent: &HandoffAgent, name: &str) -> Region {
+    let buffer = Buffer::zeroed(NUM_BLOCKS * BLOCK);
+    let size = BLOCK as u64;
+    let registered = agent.register_writable(name, buffer, size, size);
+    let registered = registered.expect("registered");
+    while !registered.is_completed() {
+        agent.round();
+    }
+    registered.result().expect("an end").expect("a region")
+}
+
+pub(super) struct Agents {
+    pub(super) prefill: Node,
+    pub(super) decode: Node,
+    /// Handoffs whose owners have not ended them.
+    open: Vec<HandoffId>,
+    num_loads: usize,
+    num_ended: usize,
+}
+
+impl Agents {
+    pub(super) fn new(rng: &mut Rng) -> Self {
+        let transport = transport(rng);
+        Self {
+            prefill: Node::new(transport.clone(), TOKEN),
+            decode: Node::new(transport, TOKEN),
+            open: Vec::new(),
+            num_loads: 0,
+            num_ended: 0,
+        }
+    }
+
+    pub(super) fn round(&self) -> bool {
+        [self.prefill.round(), self.decode.round()].contains(&true)
+    }
+
+    fn load(&mut self, handoff: HandoffId, producer: String, count: u32, is_committed: bool) {
+        let request = LoadRequest {
+            handoff,
+            producer,
+            incarnation: self.prefill.agent.incarnation(),
+            first: 0,
+            block_ids: (0..count).collect(),
+            is_committed,
+        };
+        self.decode.agent.load(request).expect("it runs");
+        self.num_loads += 1;
+    }
+
+    pub(super) fn act(&mut self, rng: &mut Rng) {
+        let (handoff, there) = (rng.id(), self.prefill.address());
+        let (prefill, decode) = (&self.prefill, &self.decode);
+        match rng.one_of(12) {
+            0 | 1 => {
+                prefill.mark_ready(handoff, 0, 4);
+                self.load(handoff, there, 4, true);
+            }
+            // Layer by layer, in an order of their own.
+            2 => {
+                self.load(handoff, there, 4, true);
+                self.prefill.mark_ready(handoff, 2, 2);
+                self.prefill.mark_ready(handoff, 0, 2);
+            }
+            // Committed, cancelled or ended later.
+            3 | 4 => {
+                prefill.mark_ready(handoff, 0, 2);
+                let is_committed = rng.one_of(2) == 0;
+                self.load(handoff, there, 4, is_committed);
+                self.open.push(handoff);
+            }
+            // Its producer knows nothing of it.
+            5 => self.load(handoff, there, 4, true),
+            6 => self.load(handoff, "127.0.0.1:1".to_owned(), 4, true),
+            // Nobody loads it.
+            7 => {
+                prefill.mark_ready(handoff, 0, 4);
+                self.open.push(handoff);
+            }
+            8 => prefill
+                .agent
+                .end(handoff, "it was never ready")
+                .expect("it runs"),
+            9 => {
+                let peer = decode.agent.peers().into_iter().next();
+                if let Some(peer) = peer {
+                    decode.transfer(rng, &peer);
+                }
+            }
+            10 => {
+                let region = register(&decode.agent, "another");
+                let closed = decode.agent.close_region(&region, None);
+                drop(closed.expect("it runs"));
+            }
+            _ => drop(decode.agent.connect(&there).expect("it runs")),
+        }
+    }
+
+    /// Their owners decide about some of the handoffs that are open.
+    pub(super) fn go_on(&mut self, rng: &mut Rng) {
+        let Some(handoff) = (rng.one_of(3) == 0).then(|| self.open.pop()).flatten() else {
+            return;
+        };
+        match rng.one_of(4) {
+            0 => self.prefill.mark_ready(handoff, 2, 2),
+            1 => self.decode.agent.commit(handoff).expect("it runs"),
+            2 => {
+                let is_withdrawn = rng.one_of(2) == 0;
+                let cancelled = self.decode.agent.cancel(handoff, "aborted", is_withdrawn);
+                cancelled.expect("it runs");
+            }
+            _ => self
+                .prefill
+                .agent
+                .end(handoff, "preempted")
+                .expect("it runs"),
+        }
+        // Whatever was decided, it is ended when they rest.
+        self.open.insert(0, handoff);
+    }
+
+    pub(super) fn drain(&mut self) {
+        for node in [&self.prefill, &self.decode] {
+            drop(node.agent.notifications().expect("it runs"));
+            let events = node.agent.drain();
+            let ends =
+                |event: &&Event| matches!(event, Event::LoadCompleted(_) | Event::LoadFailed(..));
+            self.num_ended += events.iter().filter(ends).count();
+        }
+    }
+
+    pub(super) fn end_all(&mut self) {
+        for handoff in std::mem::take(&mut self.open) {
+            let ended = self.prefill.agent.end(handoff, "over");
+            ended.expect("it runs");
+            let cancelled = self.decode.agent.cancel(handoff, "over", false);
+            cancelled.expect("it runs");
+        }
+    }
+
+    pub(super) fn sizes(&self) -> Vec<(&'static str, Sizes)> {
+        vec![
+            ("prefill's agent", self.prefill.agent.sizes()),
+            ("decode's agent", self.decode.agent.sizes()),
+        ]
+    }
+
+    pub(super) fn check(&self) {
+        assert!(self.num_loads > 1000);
+        assert_eq!(self.num_ended, self.num_loads, "each load ends once");
+        assert_eq!(self.prefill.agent.num_leased(), 0);
+    }
+}

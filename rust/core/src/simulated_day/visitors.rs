@@ -1,0 +1,254 @@
+//! Those who come and go: agents, control ports, clients of a lookup buffer, pipes, and strangers.
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvpipe_ucx::Buffer;
+
+use super::agents::{Agents, Node};
+use super::control::{Ports, port};
+use super::{Rng, TOKEN, is_busy, transport};
+use crate::control::{Control, ControlQuery};
+use crate::lookup::{Items, LookupBuffer, LookupQuery, Operation, Selected};
+use crate::pipe::{Deadline, Pipe};
+use crate::reactor::manual::{Sizes, without_threads};
+use crate::tensor::{Meta, Received};
+use crate::transport::{MemoryPath, Transport};
+use crate::work::{Then, Work};
+
+const TRANSPORT: Transport = Transport::Memory(MemoryPath::RemoteRead);
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Bytes of a tensor or entry, of which the larger are read by the other side.
+const SIZES: [usize; 2] = [100, 100 << 10];
+
+#[expect(dead_code, reason = "what a visitor keeps open, or waits for")]
+enum Visitor {
+    Agent(Node),
+    Control(Control),
+    Client(LookupBuffer, Vec<Operation<Selected>>),
+    Pipe([Pipe; 2], Work<Arc<Received>>),
+    /// Connected, but says nothing, or nothing that anybody understands.
+    Stranger(TcpStream),
+    /// Accepts connections, and nothing more.
+    Silent(TcpListener),
+}
+
+impl Visitor {
+    fn round(&self) -> bool {
+        match self {
+            Self::Agent(node) => node.round(),
+            Self::Control(control) => is_busy(control.round()),
+            Self::Client(client, _) => is_busy(client.manual_round()),
+            Self::Pipe(ends, _) => ends
+                .each_ref()
+                .map(|end| is_busy(end.round()))
+                .contains(&true),
+            Self::Stranger(_) | Self::Silent(_) => false,
+        }
+    }
+
+    /// Says goodbye.
+    fn close(&self) {
+        match self {
+            Self::Agent(node) => node.agent.close(),
+            Self::Control(control) => control.close(),
+            Self::Client(client, _) => client.close(),
+            Self::Pipe(ends, _) => ends.iter().for_each(Pipe::stop),
+            Self::Stranger(_) | Self::Silent(_) => {}
+        }
+        while self.round() {}
+    }
+
+    /// Goes on with what it does; nobody waits for most of it.
+    fn go_on(&mut self, rng: &mut Rng) {
+        match self {
+            Self::Agent(node) => {
+                for peer in node.agent.peers() {
+                    node.transfer(rng, &peer);
+                }
+                drop(node.agent.drain());
+            }
+            Self::Control(control) => drop(control.drain()),
+            Self::Client(client, selects) => {
+                for selected in selects.drain(..) {
+                    if let Some(Ok(Some(delivery))) = selected.result()
+                        && rng.one_of(2) == 0
+                    {
+                        delivery.consume();
+                    }
+                }
+                let len = SIZES[rng.one_of(2) as usize];
+                let tokens = vec![i64::from(rng.one_of(1000) as u16)];
+                let inserted = client.insert(tokens, entry(len), Some(TIMEOUT), Then::GoOn);
+                drop(inserted);
+                for _ in 0..rng.one_of(4) {
+                    selects.extend(client.select(LookupQuery::Any, Some(TIMEOUT), Then::GoOn));
+                }
+            }
+            Self::Pipe(..) | Self::Stranger(_) | Self::Silent(_) => {}
+        }
+    }
+}
+
+pub(super) struct Visitors {
+    buffer: LookupBuffer,
+    /// With whether they are silent from now on: their reactors are not run.
+    here: Vec<(Visitor, bool)>,
+}
+
+fn meta(len: usize) -> Meta {
+    Meta {
+        family: 2,
+        dtype: "u1".to_owned(),
+        shape: vec![len as u64],
+    }
+}
+
+fn entry(len: usize) -> Items {
+    let tensor = |len: usize| {
+        Arc::new(Received {
+            meta: if len > 0 { meta(len) } else { Meta::default() },
+            buffer: (len > 0).then(|| Buffer::zeroed(len)),
+        })
+    };
+    Items([0, 0, len, 0, 0].map(tensor))
+}
+
+impl Visitors {
+    pub(super) fn new() -> Self {
+        let buffer = LookupBuffer::new(8 << 20);
+        let serve = || buffer.serve("127.0.0.1:0", TOKEN, TRANSPORT, true);
+        without_threads(serve).expect("served");
+        Self {
+            buffer,
+            here: Vec::new(),
+        }
+    }
+
+    pub(super) fn round(&self) -> bool {
+        let awake = self.here.iter().filter(|(_, is_silent)| !is_silent);
+        let mut is_any_busy = is_busy(self.buffer.manual_round());
+        for (visitor, _) in awake {
+            is_any_busy |= visitor.round();
+        }
+        is_any_busy
+    }
+
+    pub(super) fn come(&mut self, rng: &mut Rng, agents: &Agents, ports: &Ports) {
+        let visitor = match rng.one_of(7) {
+            0 | 1 => Self::agent(rng, agents),
+            2 => Self::port(rng, ports),
+            3 => self.client(),
+            4 => Self::pipe(rng),
+            5 => {
+                let address = agents.prefill.address();
+                let mut stream = TcpStream::connect(address).expect("it listens");
+                if rng.one_of(2) == 0 {
+                    stream.write_all(b"GET / HTTP/1.1\r\n\r\n").expect("sent");
+                }
+                Visitor::Stranger(stream)
+            }
+            _ => {
+                let listener = TcpListener::bind("127.0.0.1:0").expect("bound");
+                let address = listener.local_addr().expect("bound").to_string();
+                drop(agents.decode.agent.connect(&address).expect("it runs"));
+                Visitor::Silent(listener)
+            }
+        };
+        self.here.push((visitor, false));
+    }
+
+    /// One of another token is refused, one with another transport cannot be reached.
+    fn agent(rng: &mut Rng, agents: &Agents) -> Visitor {
+        let token: &[u8] = if rng.one_of(6) == 0 { b"other" } else { TOKEN };
+        let node = Node::new(transport(rng), token);
+        if rng.one_of(2) == 0 {
+            drop(node.agent.connect(&agents.prefill.address()));
+            drop(node.agent.connect(&agents.decode.address()));
+        } else {
+            drop(agents.decode.agent.connect(&node.address()));
+        }
+        Visitor::Agent(node)
+    }
+
+    fn port(rng: &mut Rng, ports: &Ports) -> Visitor {
+        let token: &[u8] = if rng.one_of(6) == 0 { b"other" } else { TOKEN };
+        let (control, there) = (port(token), ports.address());
+        let handoff = ports.open().unwrap_or_else(|| rng.id());
+        control.watch(handoff, &there).expect("it runs");
+        control.watch(rng.id(), &there).expect("it runs");
+        let query = ControlQuery::Watched(rng.id());
+        drop(control.query(&there, query, TIMEOUT).expect("it runs"));
+        let here = control.address().expect("it listens").to_string();
+        ports.decode.watch(rng.id(), &here).expect("it runs");
+        Visitor::Control(control)
+    }
+
+    fn client(&self) -> Visitor {
+        let addresses = vec![self.buffer.address()];
+        let connect = || LookupBuffer::connect(addresses, TOKEN, TRANSPORT, true, TIMEOUT);
+        let (client, connected) = without_threads(connect).expect("a client");
+        drop(connected);
+        Visitor::Client(client, Vec::new())
+    }
+
+    fn pipe(rng: &mut Rng) -> Visitor {
+        let listen = || Pipe::listen("127.0.0.1:0", TOKEN, TRANSPORT, Duration::ZERO);
+        let listening = without_threads(listen).expect("a pipe");
+        let address = listening.address().expect("it listens").to_string();
+        let connect = || Pipe::connect(&address, TOKEN, TRANSPORT, true, Duration::ZERO, TIMEOUT);
+        let (sender, connected) = without_threads(connect).expect("a pipe");
+        drop(connected);
+        let len = SIZES[rng.one_of(2) as usize];
+        let deadline = || Deadline::after(Some(TIMEOUT));
+        let sent = sender.send(meta(len), Buffer::zeroed(len), deadline(), Then::GoOn);
+        drop(sent.expect("it runs"));
+        let received = listening.receive(None, deadline(), Then::GoOn);
+        Visitor::Pipe([sender, listening], received.expect("it runs"))
+    }
+
+    pub(super) fn go_on(&mut self, rng: &mut Rng) {
+        for (visitor, _) in &mut self.here {
+            visitor.go_on(rng);
+        }
+        // The process that serves the buffer uses it too.
+        let tokens = vec![i64::from(rng.one_of(1000) as u16)];
+        let len = SIZES[rng.one_of(2) as usize];
+        let inserted = self
+            .buffer
+            .insert(tokens, entry(len), Some(TIMEOUT), Then::GoOn);
+        drop(inserted);
+    }
+
+    /// Some fall silent, some leave: in order, or all at once as if they were killed.
+    pub(super) fn leave(&mut self, rng: &mut Rng) {
+        let is_leaving = |(_, is_silent): &mut (Visitor, bool)| {
+            *is_silent |= rng.one_of(12) == 0;
+            rng.one_of(8) == 0
+        };
+        let leaving: Vec<_> = self.here.extract_if(.., is_leaving).collect();
+        for (visitor, is_silent) in leaving {
+            if !is_silent && rng.one_of(2) == 0 {
+                visitor.close();
+            }
+        }
+    }
+
+    /// The entries that are left are consumed.
+    pub(super) fn leave_all(&mut self) {
+        self.here.clear();
+        let next = || {
+            self.buffer
+                .select(LookupQuery::Any, Some(Duration::ZERO), Then::GoOn)
+        };
+        while let Some(Ok(Some(delivery))) = next().expect("open").result() {
+            delivery.consume();
+        }
+    }
+
+    pub(super) fn sizes(&self) -> Vec<(&'static str, Sizes)> {
+        vec![("lookup buffer", self.buffer.sizes())]
+    }
+}

@@ -1,0 +1,222 @@
+"""Healthy operations between peers that nobody kills, beside others on the same sessions that are late or cancelled.
+
+A healthy operation has a generous deadline. It must not fail, not be later than that, and not be tried again: whatever
+else happens, happens to others. One to which it happens all the same is a hit.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpipe import KVPipeError, Pipe, _kvpipe
+from kvpipe._transport import transport
+from kvpipe.work import Work
+from tests.peers import LOOPBACK, MIB
+
+DEADLINE_S = 20.0
+PAUSE_S = 0.005
+# Each block has one actor: healthy reads, loads, loads that are cancelled, late reads, and writes, which nobody
+# reads meanwhile.
+NUM_BLOCKS = 64
+READ, LOADED, CANCELLED, LATE, WRITTEN = range(8), range(8, 12), range(12, 16), range(16, 60), range(60, 64)
+CROWD = 60
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A healthy operation that was hit."""
+
+    what: str
+    why: str
+
+    def __str__(self):
+        return f"{self.what}: {self.why}"
+
+
+class Pair:
+    """Two agents and a pipe of this process."""
+
+    def __init__(self):
+        self._numbers = itertools.count()
+        self._ended, self._lock = {}, threading.Lock()
+        (self.producer, self._leased, self.theirs), (self.consumer, self.region, self.ours) = (
+            self._open() for _ in range(2)
+        )
+        self.theirs[:] = np.random.default_rng(0).integers(256, size=self.theirs.shape, dtype=np.uint8)
+        self.receiver = Pipe.listen()
+        self.sender = Pipe.connect(self.receiver.address)
+
+    @staticmethod
+    def _open():
+        agent = _kvpipe.Agent(LOOPBACK, b"", transport())
+        memory = np.zeros((NUM_BLOCKS, MIB), np.uint8)
+        registered = agent.register("kv", memory.reshape(-1), MIB, MIB, is_writable=True)
+        return agent, _result(registered), memory
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for one in (self.sender, self.receiver, self.consumer, self.producer):
+            with contextlib.suppress(KVPipeError):
+                one.close()
+
+    def plan(self, ours, theirs):
+        """Blocks of the consumer beside blocks of the producer, on the session that is there now."""
+        peer = _result(self.consumer.connect(self.producer.address))
+        return self.consumer.prepare(peer, self.region, list(ours), "kv", list(theirs))
+
+    def load(self, blocks, num_ready):
+        """Begins to load a handoff of which so many blocks are ready."""
+        handoff = next(self._numbers).to_bytes(16)
+        self.mark_ready(handoff, blocks, 0, num_ready)
+        incarnation = self.producer.incarnation
+        self.consumer.load(handoff, self.producer.address, incarnation, 0, 0, list(blocks), is_committed=True)
+        return handoff
+
+    def mark_ready(self, handoff, blocks, first, num_ready):
+        """More blocks of a handoff are ready."""
+        ready = _kvpipe.ReadyBlocks([(handoff, 0, first, list(blocks)[first : first + num_ready])])
+        self.producer.mark_ready(ready, [self._leased])
+
+    def load_end(self, handoff, within_s=DEADLINE_S):
+        """How a load has ended; `None` if it has not in time. Several threads may ask."""
+        give_up_at = time.monotonic() + within_s
+        while time.monotonic() < give_up_at:
+            with self._lock:
+                for event in self.consumer.drain():
+                    if event["event"].startswith("load_"):
+                        self._ended[event["handoff"]] = event
+                self.producer.drain()
+                if handoff in self._ended:
+                    return self._ended.pop(handoff)
+            time.sleep(0.001)
+        return None
+
+
+def _result(work, within_s=DEADLINE_S):
+    assert work.wait(within_s), f"no end within {within_s} s"
+    return work.result()
+
+
+def _healthy(shared, what, operate):
+    """Counts a healthy operation, and why it was hit if it was."""
+    begun = time.monotonic()
+    try:
+        why = operate()
+    except (KVPipeError, AssertionError) as error:
+        why = f"{type(error).__name__}: {error}"
+    took_s = time.monotonic() - begun
+    if not why and took_s > DEADLINE_S:
+        why = f"it took {took_s:.1f} s"
+    if why:
+        shared.hits.append(Hit(what, str(why)))
+    goes_on = shared.goes_on(what, healthy=1)
+    time.sleep(PAUSE_S)
+    return goes_on
+
+
+def healthy_blocks(rng, shared):
+    """Reads and writes with generous deadlines; all bytes are compared."""
+    pair = shared.pair
+
+    def read():
+        theirs = rng.sample(READ, rng.randrange(1, len(READ)))
+        ours = rng.sample(READ, len(theirs))
+        _result(pair.consumer.read(pair.plan(ours, theirs), None, DEADLINE_S))
+        assert np.array_equal(pair.ours[ours], pair.theirs[theirs]), "wrong bytes"
+
+    def write():
+        pair.ours[list(WRITTEN), 0] = rng.randrange(256)
+        _result(pair.consumer.write(pair.plan(WRITTEN, WRITTEN), None, DEADLINE_S))
+        assert np.array_equal(pair.ours[list(WRITTEN)], pair.theirs[list(WRITTEN)]), "wrong bytes"
+
+    while _healthy(shared, "healthy_blocks", rng.choice((read, write))):
+        pass
+
+
+def healthy_loads(_rng, shared):
+    """Handoffs that are ready are loaded at once, without a second try."""
+    pair, blocks = shared.pair, list(LOADED)
+
+    def load():
+        pair.ours[blocks] = 0
+        end = pair.load_end(pair.load(blocks, len(blocks)))
+        if end is None or end["event"] != "load_completed":
+            return end and end["reason"]
+        assert np.array_equal(pair.ours[blocks], pair.theirs[blocks]), "wrong bytes"
+        return end["num_retried"] and f"{end['num_retried']} blocks were read twice"
+
+    while _healthy(shared, "healthy_loads", load):
+        pass
+
+
+def healthy_tensors(rng, shared):
+    """Tensors go through a pipe that nobody disturbs."""
+
+    def move():
+        tensor = np.full(rng.randrange(1, 4 * MIB), rng.randrange(256), np.uint8)
+        sent = shared.pair.sender.isend_tensor(tensor)
+        assert np.array_equal(shared.pair.receiver.recv_tensor(timeout=DEADLINE_S), tensor), "wrong bytes"
+        sent.wait(DEADLINE_S)
+
+    while _healthy(shared, "healthy_tensors", move):
+        pass
+
+
+def late_reads(rng, shared):
+    """Large reads that have 1 to 50 ms, and awaits of large reads that are cancelled."""
+    pair = shared.pair
+    while shared.goes_on("late_reads"):
+        late_s = rng.uniform(0.001, 0.05)
+        with contextlib.suppress(KVPipeError):  # theirs: they are late
+            if rng.randrange(2):
+                _result(pair.consumer.read(pair.plan(LATE, LATE), None, late_s))
+            else:
+                work = Work(pair.consumer.read(pair.plan(LATE, LATE), None, DEADLINE_S), int)
+                if not asyncio.run(_is_awaited(work, late_s)):
+                    # Its blocks are its own until it has ended.
+                    work.wait(DEADLINE_S)
+        shared.goes_on("late_reads", late_reads=1)
+
+
+async def _is_awaited(work, within_s):
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(work, within_s)
+    return work.is_completed()
+
+
+def cancelled_loads(rng, shared):
+    """Loads of which some blocks never become ready are cancelled at any moment."""
+    pair, blocks = shared.pair, list(CANCELLED)
+    while shared.goes_on("cancelled_loads"):
+        handoff = pair.load(blocks, rng.randrange(len(blocks)))
+        time.sleep(rng.uniform(0, 0.02))
+        pair.consumer.cancel(handoff, "cancelled", bool(rng.randrange(2)))
+        end = pair.load_end(handoff)
+        assert end is not None, f"a load that was cancelled had not ended within {DEADLINE_S} s"
+        pair.producer.end(handoff, "over")
+        shared.goes_on("cancelled_loads", cancelled_loads=1)
+
+
+def crowds(rng, shared):
+    """Many agents connect at one instant, and leave again: each gets in."""
+    while shared.goes_on("crowds"):
+        agents = [_kvpipe.Agent(LOOPBACK, b"", transport()) for _ in range(CROWD)]
+        connects = [agent.connect(shared.pair.producer.address) for agent in agents]
+        for connect in connects:
+            _healthy(shared, "crowds", lambda connect=connect: _result(connect) and None)
+        rng.shuffle(agents)
+        for agent in agents:
+            agent.close()
+        shared.goes_on("crowds", crowds=1)
+        time.sleep(rng.uniform(0.5, 2))
+
+
+HEALTHY = (healthy_blocks, healthy_loads, healthy_tensors)
+DISTURBERS = (late_reads, cancelled_loads, crowds)
