@@ -27,7 +27,7 @@ use crate::net::identity::{Identity, random};
 use frames::{Greeting, HandshakeFrame, Nonce, Signature, Signed};
 
 /// Version of everything on the wire; other versions are refused.
-pub const PROTOCOL_VERSION: u16 = 6;
+pub const PROTOCOL_VERSION: u16 = 7;
 /// Largest frame before authentication.
 pub const HANDSHAKE_FRAME_CAP: usize = 64 << 10;
 

@@ -39,6 +39,8 @@ pub struct ReactorContext {
     pub(super) timers: Timers,
     /// Sessions whose failure is not reported, in the order in which they failed.
     pub(super) failed: VecDeque<SessionKey>,
+    /// Established sessions whose data path has changed, which their service does not know yet.
+    pub(super) changed_paths: VecDeque<SessionKey>,
     /// The peers of sessions that are gone: an operation may end after its session.
     ended_peers: BTreeMap<SessionKey, String>,
     pub(super) data: Option<DataPlane>,
@@ -57,6 +59,7 @@ impl ReactorContext {
         let data = context.map(DataPlane::new).transpose()?;
         if let Some(data) = &data {
             config.identity.ucx_address = data.worker.address()?;
+            config.identity.canary = Some(data.canary()?);
         }
         check_identity(&config.identity)?;
         Ok(Self {
@@ -68,6 +71,7 @@ impl ReactorContext {
             accepting: BTreeSet::new(),
             timers: Timers::default(),
             failed: VecDeque::new(),
+            changed_paths: VecDeque::new(),
             ended_peers: BTreeMap::new(),
             data,
             pending_reads,

@@ -1,7 +1,7 @@
 //! One session, from the attempt to connect until it has failed.
 //!
 //! ```text
-//! Connecting ──TCP──► Handshaking ──both know the session──► Establishing ──UCX hellos──► Up
+//! Connecting ──TCP──► Handshaking ──both know the session──► Establishing ──UCX hellos, probes──► Up
 //! ```
 //! Without a data plane, Establishing ends at once. A failure is noted beside the state, because frames that came before
 //! it still count; once it is reported, the session is removed.
@@ -16,6 +16,7 @@ use crate::net::framing::{FRAME_CAP, FrameReader, SessionFrame};
 use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Handshake, Step};
 use crate::net::identity::Identity;
 use crate::reactor::Route;
+use crate::transport::DataPath;
 
 /// How long things may take on a session.
 #[derive(Debug, Clone, Copy)]
@@ -59,7 +60,7 @@ pub(super) enum SessionState {
     /// TCP is connected; both sides prove the token and say who they are. At the end of it the peer may use the session,
     /// but this side may not, because the peer does not know the session yet.
     Handshaking(Box<Handshake>),
-    /// Both sides know the session; their UCX hellos are under way.
+    /// Both sides know the session; their UCX hellos are under way, then their probes of the data path.
     Establishing(Box<Identity>),
     /// The service knows the session.
     Up,
@@ -72,6 +73,8 @@ pub(super) enum SessionEvent {
     Admitted(SessionId),
     /// The session is [`Establishing`](SessionState::Establishing).
     Ready,
+    /// How the peer gets our bytes.
+    DataPath(DataPath),
     /// A message for the service.
     Frame(Vec<u8>),
 }
@@ -287,6 +290,14 @@ impl Session {
             SessionFrame::Ping => {
                 self.is_pinged = true;
                 Ok(None)
+            }
+            SessionFrame::DataPath { is_read, transport } => {
+                let data_path = if is_read {
+                    DataPath::RemoteRead(transport)
+                } else {
+                    DataPath::Stream(transport)
+                };
+                Ok(Some(SessionEvent::DataPath(data_path)))
             }
             SessionFrame::Application(message) => Ok(Some(SessionEvent::Frame(message.to_vec()))),
             SessionFrame::Goodbye(reason) => {
