@@ -30,7 +30,7 @@ class PeerStats:
         num_reads: Reads completed.
         num_writes: Writes completed.
         in_flight: Reads and writes that have not ended.
-        transport: Transport of the blocks: `cma`, `tcp`, …
+        transport: Transport by which this side gets blocks: `cma`, `tcp`, …
     """
 
     bytes_read: int

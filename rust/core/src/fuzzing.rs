@@ -10,13 +10,14 @@ use kvpipe_ucx::{Buffer, EndpointId};
 
 use crate::agent::Metadata;
 use crate::agent::messages::{self as agent, AgentMessage, OFFER};
+use crate::checksum;
 use crate::control::messages::ControlMessage;
 use crate::error::Result;
 use crate::handoff::messages::HandoffMessage;
 use crate::lookup::messages::{self as lookup, LookupMessage};
 use crate::lookup::transfer::EntryTransfer;
 use crate::net::codec::{Reader, Writer};
-use crate::net::identity::Identity;
+use crate::net::identity::{Canary, Identity};
 use crate::tensor::Meta;
 use crate::transfer::Message;
 use crate::transfer::exposed::BufferDescription;
@@ -32,6 +33,7 @@ pub use unreached::Unreached;
 pub struct PeerPlane {
     worker: Worker,
     memory: Arc<Memory>,
+    canary: Arc<Memory>,
     endpoint: Option<EndpointId>,
 }
 
@@ -42,6 +44,7 @@ impl PeerPlane {
         Ok(Self {
             worker: context.worker()?,
             memory: context.register(Buffer::zeroed(len))?,
+            canary: context.register(Buffer::zeroed(Canary::LEN))?,
             endpoint: None,
         })
     }
@@ -55,6 +58,17 @@ impl PeerPlane {
     pub fn exposed(&self) -> Result<(u64, Vec<u8>)> {
         let address = self.memory.buffer().address() as u64;
         Ok((address, self.memory.pack_rkey()?))
+    }
+
+    /// What an honest peer reads first.
+    pub fn canary(&self) -> Result<Canary> {
+        let bytes = self.canary.buffer().bytes(0, Canary::LEN);
+        Ok(Canary {
+            pid: std::process::id(),
+            address: self.canary.buffer().address() as u64,
+            rkey: self.canary.pack_rkey()?,
+            checksum: bytes.map(checksum::of_shared).unwrap_or_default(),
+        })
     }
 
     /// Connects to another worker.

@@ -261,8 +261,11 @@ impl Worker {
             return;
         }
         if endpoint.phase.get() == Phase::Open && endpoint.is_settled.get() {
-            let lanes = self.lanes(endpoint.id);
-            if lanes.iter().any(|lane| lane.transport == MUST_DRAIN) {
+            // Lanes that cannot be read may be TCP's.
+            let must_drain = self.lanes(endpoint.id).map_or(true, |lanes| {
+                lanes.iter().any(|lane| lane.transport == MUST_DRAIN)
+            });
+            if must_drain {
                 endpoint.must_drain.set(true);
                 self.flush_out(&endpoint);
             }

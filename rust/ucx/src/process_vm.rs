@@ -5,6 +5,7 @@ use std::io::{Error, ErrorKind, Result};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use crate::buffer::{Buffer, MemoryKind};
+use crate::shared_bytes::SharedBytes;
 
 /// Most pieces of one call, the kernel's limit (`UIO_MAXIOV`).
 pub const PIECES_CAP: usize = 1024;
@@ -65,21 +66,73 @@ impl Process {
     }
 }
 
+/// Why a process was not read.
+#[derive(Debug, thiserror::Error)]
+pub enum ProcessVmError {
+    /// This process may not read it. The text names the cause and the remedy; what reads without the kernel's permission
+    /// still works.
+    #[error("{0}")]
+    Refused(String),
+    /// It has ended, or has no such memory (any more).
+    #[error("{0}")]
+    Lost(Error),
+}
+
+/// What a refused call of `process_vm_readv` tells about the other process. `ESRCH` and `EFAULT` are about that process:
+/// it has ended, or has no such memory. Any other errno is about this one: `EPERM` without the permission, `EPERM`,
+/// `EACCES` or `ENOSYS` from a seccomp filter or a security module, `ENOMEM` from a kernel without memory for the call.
+fn classify(pid: libc::pid_t, error: Error) -> ProcessVmError {
+    match error.raw_os_error() {
+        Some(libc::ESRCH | libc::EFAULT) | None => ProcessVmError::Lost(error),
+        Some(_) => ProcessVmError::Refused(explain(pid, &error)),
+    }
+}
+
 impl ProcessVmReader {
-    /// The process that claims this pid and `proof` at `address` of its memory. None when it cannot be read (another
-    /// machine or namespace, no permission, a kernel before 5.3) or has other bytes there.
-    pub fn find(pid: u32, address: u64, proof: &[u8]) -> Option<Self> {
-        let pid = libc::pid_t::try_from(pid).ok().filter(|pid| *pid > 0)?;
-        let process = Process::open(pid).ok()?;
+    /// The process that claims this pid and `len` bytes at `address` of its memory, which `is_proof` knows.
+    ///
+    /// # Errors
+    /// Why it cannot be read.
+    pub fn find(
+        pid: u32,
+        address: u64,
+        len: usize,
+        is_proof: impl FnOnce(SharedBytes<'_>) -> bool,
+    ) -> std::result::Result<Self, ProcessVmError> {
+        let refused = |text: String| Err(ProcessVmError::Refused(text));
+        let Some(pid) = libc::pid_t::try_from(pid).ok().filter(|pid| *pid > 0) else {
+            return refused(format!("{pid} is no process id"));
+        };
+        let process = match Process::open(pid) {
+            Ok(process) => process,
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {
+                return refused(format!(
+                    "there is no process {pid} here: {SAME_PID_NAMESPACE}"
+                ));
+            }
+            Err(error) => {
+                return refused(format!(
+                    "pidfd_open is refused ({error}): it needs Linux 5.3, and a seccomp profile of the container that allows it"
+                ));
+            }
+        };
         let found = Self { pid, process };
-        let read = Buffer::zeroed(proof.len());
+        let read = Buffer::zeroed(len);
         let piece = Piece {
             to: 0,
             from: address,
-            len: proof.len(),
+            len,
         };
-        found.read(&read, &[piece]).ok()?;
-        (read.bytes(0, proof.len())? == *proof).then_some(found)
+        let other = || format!("process {pid} here is not the peer: {SAME_PID_NAMESPACE}");
+        match found.read(&read, &[piece]) {
+            Ok(()) if read.bytes(0, len).is_some_and(is_proof) => Ok(found),
+            Ok(()) => refused(other()),
+            // The address is the peer's, and another process may have nothing there.
+            Err(ProcessVmError::Lost(error)) if error.raw_os_error() == Some(libc::EFAULT) => {
+                refused(other())
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Reads all pieces into `into`, synchronously.
@@ -87,63 +140,180 @@ impl ProcessVmReader {
     /// # Errors
     /// A piece does not fit, there are too many, or the other process cannot be read there (any more). The destination is
     /// undefined then.
-    pub fn read(&self, into: &Buffer, pieces: &[Piece]) -> Result<()> {
-        let (mut local, mut remote) = (
-            Vec::with_capacity(pieces.len()),
-            Vec::with_capacity(pieces.len()),
-        );
-        for piece in pieces {
-            let range = into.writable_range(piece.to, piece.len);
-            let start = range.filter(|_| into.kind() == MemoryKind::Host);
-            local.push(libc::iovec {
-                iov_base: start.ok_or(ErrorKind::InvalidInput)?,
-                iov_len: piece.len,
-            });
-            let from = usize::try_from(piece.from).map_err(|_| ErrorKind::InvalidInput)?;
-            remote.push(libc::iovec {
-                iov_base: std::ptr::without_provenance_mut(from),
-                iov_len: piece.len,
-            });
-        }
+    pub fn read(&self, into: &Buffer, pieces: &[Piece]) -> std::result::Result<(), ProcessVmError> {
+        let (local, remote) = vectors(into, pieces).map_err(ProcessVmError::Lost)?;
         let expected: usize = pieces.iter().map(|piece| piece.len).sum();
-        // SAFETY: each local range lies in `into`, which is host memory, valid for writes while it is borrowed; the
-        // kernel checks the remote ranges and only reads them, even if a peer has claimed the pid of this process.
-        let read = unsafe {
-            libc::process_vm_readv(
-                self.pid,
-                local.as_ptr(),
-                local.len() as libc::c_ulong,
-                remote.as_ptr(),
-                remote.len() as libc::c_ulong,
-                0,
-            )
-        };
-        match usize::try_from(read) {
-            // Alive after the read: the pid named this process, not a later one with the same pid.
-            Ok(read) if read == expected => self.process.check_alive(),
-            Ok(read) => Err(Error::other(format!(
-                "{read} of {expected} bytes could be read"
-            ))),
-            Err(_) => Err(Error::last_os_error()),
+        let read = call(self.pid, &local, &remote).map_err(|error| classify(self.pid, error))?;
+        if read != expected {
+            let text = format!("{read} of {expected} bytes could be read");
+            return Err(ProcessVmError::Lost(Error::other(text)));
         }
+        // Alive after the read: the pid named this process, not a later one with the same pid.
+        self.process.check_alive().map_err(ProcessVmError::Lost)
     }
+}
+
+type Vectors = (Vec<libc::iovec>, Vec<libc::iovec>);
+
+/// The pieces as the kernel takes them: ours, and the other process's.
+fn vectors(into: &Buffer, pieces: &[Piece]) -> Result<Vectors> {
+    if pieces.len() > PIECES_CAP {
+        return Err(ErrorKind::InvalidInput.into());
+    }
+    let (mut local, mut remote) = (
+        Vec::with_capacity(pieces.len()),
+        Vec::with_capacity(pieces.len()),
+    );
+    for piece in pieces {
+        let range = into.writable_range(piece.to, piece.len);
+        let start = range.filter(|_| into.kind() == MemoryKind::Host);
+        local.push(libc::iovec {
+            iov_base: start.ok_or(ErrorKind::InvalidInput)?,
+            iov_len: piece.len,
+        });
+        let from = usize::try_from(piece.from).map_err(|_| ErrorKind::InvalidInput)?;
+        remote.push(libc::iovec {
+            iov_base: std::ptr::without_provenance_mut(from),
+            iov_len: piece.len,
+        });
+    }
+    Ok((local, remote))
+}
+
+/// Bytes that the kernel has read. The local vectors are ranges of host memory that the caller may write to.
+fn call(pid: libc::pid_t, local: &[libc::iovec], remote: &[libc::iovec]) -> Result<usize> {
+    // SAFETY: each local range lies in host memory that is valid for writes while its owner is borrowed; the kernel
+    // checks the remote ranges and only reads them, even if a peer has claimed the pid of this process.
+    let read = unsafe {
+        libc::process_vm_readv(
+            pid,
+            local.as_ptr(),
+            local.len() as libc::c_ulong,
+            remote.as_ptr(),
+            remote.len() as libc::c_ulong,
+            0,
+        )
+    };
+    usize::try_from(read).map_err(|_| Error::last_os_error())
+}
+
+const SAME_PID_NAMESPACE: &str =
+    "run both sides in one pid namespace (shareProcessNamespace, hostPID, --pid=host)";
+const PTRACE: &str = "give this process CAP_SYS_PTRACE";
+
+/// Why this process may not read another one, and the remedy. A process may always read itself: where even that is refused,
+/// the call is what is refused, else the permission for the other process.
+fn explain(pid: libc::pid_t, error: &Error) -> String {
+    if let Err(refused) = read_self() {
+        let seccomp = status_field("self", "Seccomp:").is_some_and(|mode| mode != "0");
+        let cause = if seccomp {
+            "the seccomp profile of this process does not allow it: allow process_vm_readv in it"
+        } else {
+            "the kernel or a security module does not allow it: CONFIG_CROSS_MEMORY_ATTACH is needed"
+        };
+        return format!("process_vm_readv is refused ({refused}); {cause}");
+    }
+    let process = pid.to_string();
+    let (ours, theirs) = (status_field("self", "Uid:"), status_field(&process, "Uid:"));
+    let cause = match (ours, theirs) {
+        (Some(ours), Some(theirs)) if ours != theirs => format!(
+            "it runs as user {theirs}, this process as user {ours}: run both as one user, or {PTRACE}"
+        ),
+        _ => match yama_scope() {
+            Some(scope) if scope != "0" => {
+                format!("kernel.yama.ptrace_scope is {scope}: set it to 0, or {PTRACE}")
+            }
+            _ => format!(
+                "it is not dumpable, has capabilities that this process lacks, or is in another user namespace: run both alike, or {PTRACE}"
+            ),
+        },
+    };
+    format!("process_vm_readv of process {pid} is refused ({error}); {cause}")
+}
+
+/// Reads a byte of this process as if it was another one.
+fn read_self() -> Result<()> {
+    let (from, into) = (Buffer::zeroed(1), Buffer::zeroed(1));
+    let piece = Piece {
+        to: 0,
+        from: from.address() as u64,
+        len: 1,
+    };
+    let (local, remote) = vectors(&into, &[piece])?;
+    let pid = libc::pid_t::try_from(std::process::id()).map_err(Error::other)?;
+    call(pid, &local, &remote).map(drop)
+}
+
+/// The first value of a field of `/proc/PROCESS/status`.
+fn status_field(process: &str, name: &str) -> Option<String> {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+    line.split_whitespace().next().map(str::to_owned)
+}
+
+fn yama_scope() -> Option<String> {
+    let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").ok()?;
+    Some(scope.trim().to_owned())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn here(buffer: &Buffer, proof: &[u8]) -> Option<ProcessVmReader> {
-        ProcessVmReader::find(std::process::id(), buffer.address() as u64, proof)
+    fn find(
+        pid: u32,
+        address: u64,
+        proof: &[u8],
+    ) -> std::result::Result<ProcessVmReader, ProcessVmError> {
+        ProcessVmReader::find(pid, address, proof.len(), |read| read == *proof)
+    }
+
+    fn here(buffer: &Buffer, proof: &[u8]) -> std::result::Result<ProcessVmReader, ProcessVmError> {
+        find(std::process::id(), buffer.address() as u64, proof)
     }
 
     #[test]
     fn a_process_is_found_by_the_bytes_in_its_memory() {
         let buffer = Buffer::from_vec(b"0123456789abcdef".to_vec());
-        assert!(here(&buffer, b"0123456789abcdef").is_some());
-        assert!(here(&buffer, b"0123456789abcdeF").is_none());
-        assert!(ProcessVmReader::find(std::process::id(), 8, b"kv").is_none());
-        assert!(ProcessVmReader::find(u32::MAX, buffer.address() as u64, b"01").is_none());
+        assert!(here(&buffer, b"0123456789abcdef").is_ok());
+        assert!(here(&buffer, b"0123456789abcdeF").is_err());
+        assert!(find(std::process::id(), 8, b"kv").is_err());
+        assert!(find(u32::MAX, buffer.address() as u64, b"01").is_err());
+    }
+
+    #[test]
+    fn a_process_that_is_not_found_is_refused_with_the_reason() {
+        let buffer = Buffer::from_vec(b"01".to_vec());
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let reason = |found: std::result::Result<_, ProcessVmError>| match found {
+            Err(ProcessVmError::Refused(reason)) => reason,
+            other => panic!("{other:?}"),
+        };
+        let gone = reason(find(child.id(), 8, b"01"));
+        assert!(
+            gone.contains("no process") && gone.contains("pid namespace"),
+            "{gone}"
+        );
+        for other in [here(&buffer, b"10"), find(std::process::id(), 8, b"01")] {
+            let other = reason(other);
+            assert!(other.contains("is not the peer"), "{other}");
+        }
+    }
+
+    #[test]
+    fn an_errno_is_about_the_other_process_or_about_this_one() {
+        let pid = std::process::id().try_into().unwrap();
+        let is_refused = |errno| {
+            let error = classify(pid, Error::from_raw_os_error(errno));
+            matches!(error, ProcessVmError::Refused(_))
+        };
+        for errno in [libc::EPERM, libc::EACCES, libc::ENOSYS, libc::ENOMEM] {
+            assert!(is_refused(errno), "{errno}");
+        }
+        for errno in [libc::ESRCH, libc::EFAULT] {
+            assert!(!is_refused(errno), "{errno}");
+        }
     }
 
     #[test]

@@ -59,6 +59,7 @@ pub(crate) const UCP_WORKER_ATTR_FIELD_MAX_AM_HEADER: u64 = 1 << 3;
 pub(crate) const UCP_EP_PARAM_FIELD_REMOTE_ADDRESS: u64 = 1 << 0;
 pub(crate) const UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE: u64 = 1 << 1;
 pub(crate) const UCP_EP_PARAM_FIELD_ERR_HANDLER: u64 = 1 << 2;
+pub(crate) const UCP_EP_ATTR_FIELD_TRANSPORTS: u64 = 1 << 3;
 pub(crate) const UCP_ERR_HANDLING_MODE_PEER: c_int = 1;
 pub(crate) const UCP_EP_CLOSE_FLAG_FORCE: u32 = 1 << 0;
 pub(crate) const UCP_MEM_MAP_PARAM_FIELD_ADDRESS: u64 = 1 << 0;
@@ -165,6 +166,29 @@ pub(crate) struct ucp_ep_params_t {
     pub(crate) conn_request: *mut c_void,
     pub(crate) name: *const c_char,
     pub(crate) local_sockaddr: ucs_sock_addr_t,
+}
+
+#[repr(C)]
+pub(crate) struct ucp_transport_entry_t {
+    pub(crate) transport_name: *const c_char,
+    pub(crate) device_name: *const c_char,
+}
+
+#[repr(C)]
+pub(crate) struct ucp_transports_t {
+    pub(crate) entries: *mut ucp_transport_entry_t,
+    pub(crate) num_entries: c_uint,
+    pub(crate) entry_size: usize,
+}
+
+#[repr(C)]
+pub(crate) struct ucp_ep_attr_t {
+    pub(crate) field_mask: u64,
+    pub(crate) name: [c_char; 32],
+    pub(crate) local_sockaddr: libc::sockaddr_storage,
+    pub(crate) remote_sockaddr: libc::sockaddr_storage,
+    pub(crate) transports: ucp_transports_t,
+    pub(crate) user_data: *mut c_void,
 }
 
 #[repr(C)]
@@ -295,6 +319,7 @@ entry_points! {
         ) -> ucs_status_t;
         fn ucp_ep_close_nbx(ep: *mut ucp_ep, param: *const ucp_request_param_t) -> ucs_status_ptr_t;
         fn ucp_ep_print_info(ep: *mut ucp_ep, stream: *mut libc::FILE);
+        fn ucp_ep_query(ep: *mut ucp_ep, attr: *mut ucp_ep_attr_t) -> ucs_status_t;
         fn ucp_ep_flush_nbx(ep: *mut ucp_ep, param: *const ucp_request_param_t) -> ucs_status_ptr_t;
         fn ucp_ep_rkey_unpack(
             ep: *mut ucp_ep,
@@ -344,6 +369,9 @@ const _: () = {
     assert!(offset_of!(ucp_ep_params_t, err_mode) == 16);
     assert!(offset_of!(ucp_ep_params_t, err_handler) == 24);
     assert!(offset_of!(ucp_ep_params_t, local_sockaddr) == 88);
+    assert!(size_of::<ucp_transports_t>() == 24);
+    assert!(size_of::<ucp_ep_attr_t>() == 328);
+    assert!(offset_of!(ucp_ep_attr_t, transports) == 296);
     assert!(size_of::<ucp_mem_map_params_t>() == 48);
     assert!(offset_of!(ucp_mem_map_params_t, memory_type) == 32);
     assert!(size_of::<ucp_am_recv_param_t>() == 16);

@@ -9,7 +9,7 @@ use kvpipe_ucx::AmData;
 
 use super::SharedState;
 use super::inbox::Drained;
-use super::messages::{AgentMessage, PROCESS_VM, REGIONS, RELEASED, read_regions};
+use super::messages::{AgentMessage, REGIONS, RELEASED, read_regions};
 use super::notices::Notice;
 use super::offers::Write;
 use super::peer::Peer;
@@ -161,7 +161,6 @@ impl AgentCore {
                 self.receive_regions(cx, session, read_regions(reader)?)?;
                 return Ok(true);
             }
-            PROCESS_VM => self.engine.receive_process_address(cx, session, reader)?,
             RELEASED => {
                 let region = reader.u32()?;
                 reader.end()?;

@@ -26,9 +26,6 @@ const WITHDRAW: u8 = 47;
 pub(super) const REGIONS: u8 = 1;
 /// Frame over TCP: nothing of this region, which the receiver has closed, is being read any more.
 pub(super) const RELEASED: u8 = 2;
-/// Where a process on this machine can read ours: its id, and an address with 16 random bytes.
-pub(super) const PROCESS_VM: u8 = 3;
-
 /// Most regions of an agent.
 pub(super) const REGIONS_CAP: usize = 4096;
 

@@ -132,7 +132,7 @@ impl Peer {
         self.state().incarnation
     }
 
-    /// The transport of its blocks.
+    /// The transport by which this side gets its blocks.
     pub fn transport(&self) -> String {
         self.state().transport.clone()
     }
@@ -168,6 +168,10 @@ impl Peer {
     pub(super) fn set_identity(&self, incarnation: Incarnation, transport: String) {
         let mut state = self.state();
         (state.incarnation, state.transport) = (incarnation, transport);
+    }
+
+    pub(super) fn set_transport(&self, transport: String) {
+        self.state().transport = transport;
     }
 
     pub(super) fn set_regions(&self, regions: Regions) {

@@ -5,13 +5,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::agent_core::AgentCore;
-use super::messages::{Offer, PROCESS_VM};
+use super::messages::Offer;
 use super::notices::{Arrivals, Outbox};
 use super::offers::Write;
 use super::peer::{Counters, Peer, Regions};
 use crate::error::Error;
 use crate::ids::{Incarnation, RegionId, SessionKey};
-use crate::net::codec::Writer;
 use crate::net::identity::Identity;
 use crate::session::ReactorContext;
 use crate::transfer::region::RemoteRegion;
@@ -164,19 +163,17 @@ impl AgentCore {
         self.logs.push(format!(
             "session.open peer={address} transport={transport} ucx={ucx}"
         ));
-        let is_same_host = identity.host == cx.identity().host;
-        if let Some(text) = cx
-            .data_path(session)
-            .and_then(|data_path| data_path.advice(is_same_host))
-        {
+        if let Some(text) = cx.advice(session, identity) {
             self.logs
                 .push(format!("session.slow peer={address} {text}"));
         }
-        let frame = Writer::new(PROCESS_VM);
-        if let Some(frame) = self.engine.process_address(cx, session, frame) {
-            cx.send(session, &frame.finish());
-        }
         cx.send(session, &self.describe_regions());
+    }
+
+    pub(crate) fn data_path_changed(&self, cx: &ReactorContext, session: SessionKey) {
+        if let Some(peer) = self.peers.get(&session) {
+            peer.handle.set_transport(transport(cx, session));
+        }
     }
 
     /// Gives up peers that do not say what regions they have, and tells when to come back.

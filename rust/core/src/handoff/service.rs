@@ -191,6 +191,10 @@ impl Service for HandoffService {
         self.drain(cx);
     }
 
+    fn data_path_changed(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        self.agent.data_path_changed(cx, session);
+    }
+
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
         self.producer.session_down(session);
         self.agent.session_down(cx, session, &error);

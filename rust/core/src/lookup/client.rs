@@ -173,15 +173,19 @@ impl Service for LookupClient {
     fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, _peer: &Identity) {
         self.num_up += 1;
         self.tensors.session_up(session);
-        if let Some(data_path) = cx.data_path(session) {
-            self.command_queue
-                .update_info(|info| data_path.transport().clone_into(&mut info.transport));
-        }
+        self.data_path_changed(cx, session);
         if self.num_up == self.sessions.len()
             && let Some(completer) = self.connecting.take()
         {
             self.command_queue.update_info(|info| info.state = "open");
             completer.complete(Ok(()));
+        }
+    }
+
+    fn data_path_changed(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        if let Some(data_path) = cx.data_path(session) {
+            self.command_queue
+                .update_info(|info| data_path.transport().clone_into(&mut info.transport));
         }
     }
 
@@ -239,9 +243,9 @@ impl Service for LookupClient {
             }
             self.count_waiting();
         }
-        let has_worked = self.tensors.engine.run_slice(cx);
+        self.tensors.engine.run_slice(cx);
         self.advance(cx);
-        has_worked
+        self.tensors.engine.has_work()
     }
 
     fn has_work(&self) -> bool {

@@ -16,6 +16,9 @@ const HEARTBEAT: u8 = 32;
 const APPLICATION: u8 = 33;
 const GOODBYE: u8 = 34;
 const PING: u8 = 35;
+const DATA_PATH: u8 = 36;
+/// Longest name of a transport.
+const TRANSPORT_CAP: usize = 64;
 
 /// A frame of an established session.
 #[derive(Debug, PartialEq, Eq)]
@@ -28,6 +31,8 @@ pub(crate) enum SessionFrame<'a> {
     Goodbye(String),
     /// The receiver is to send a heartbeat now.
     Ping,
+    /// How the sender gets bytes of the receiver: by reading its memory, or as a stream, over this transport.
+    DataPath { is_read: bool, transport: String },
 }
 
 impl<'a> SessionFrame<'a> {
@@ -37,6 +42,10 @@ impl<'a> SessionFrame<'a> {
             Self::Application(message) => Writer::new(APPLICATION).raw(message).finish(),
             Self::Goodbye(reason) => Writer::new(GOODBYE).text(reason, REASON_CAP).finish(),
             Self::Ping => vec![PING],
+            Self::DataPath { is_read, transport } => Writer::new(DATA_PATH)
+                .u8((*is_read).into())
+                .text(transport, TRANSPORT_CAP)
+                .finish(),
         }
     }
 
@@ -48,6 +57,12 @@ impl<'a> SessionFrame<'a> {
             Some((&APPLICATION, message)) => Ok(Self::Application(message)),
             Some((&GOODBYE, reason)) => Ok(Self::Goodbye(Reader::new(reason).str(REASON_CAP)?)),
             Some((&PING, _)) => Ok(Self::Ping),
+            Some((&DATA_PATH, fields)) => {
+                let mut reader = Reader::new(fields);
+                let is_read = reader.flag()?;
+                let transport = reader.str(TRANSPORT_CAP)?;
+                Ok(Self::DataPath { is_read, transport })
+            }
             other => Err(Error::protocol(format_args!(
                 "frame {:?} on an established session",
                 other.map(|(kind, _)| kind)
@@ -121,11 +136,16 @@ mod tests {
             SessionFrame::Application(b"message"),
             SessionFrame::Goodbye("reason".to_owned()),
             SessionFrame::Ping,
+            SessionFrame::DataPath {
+                is_read: true,
+                transport: "rc_mlx5".to_owned(),
+            },
         ] {
             assert_eq!(SessionFrame::decode(&frame.encode()), Ok(frame));
         }
         assert!(SessionFrame::decode(b"").is_err());
         assert!(SessionFrame::decode(&[7]).is_err());
+        assert!(SessionFrame::decode(&[DATA_PATH, 2, 0, 0, 0, 0]).is_err());
     }
 
     #[test]

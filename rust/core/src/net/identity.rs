@@ -35,6 +35,44 @@ impl SessionKind {
     }
 }
 
+/// Largest packed key of a canary; real ones have 10 to 200 bytes.
+const RKEY_CAP: usize = 4096;
+
+/// Memory of this process with random content, by which a peer proves that it can read our memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Canary {
+    /// This process, for peers on the same host.
+    pub pid: u32,
+    /// Where it lies in this process.
+    pub address: u64,
+    /// Packed by UCX.
+    pub rkey: Vec<u8>,
+    /// Of its content, [`LEN`](Self::LEN) bytes.
+    pub checksum: u64,
+}
+
+impl Canary {
+    /// A block's usual size, because UCX may read a few bytes by another protocol than a block.
+    pub const LEN: usize = 64 << 10;
+
+    fn write(&self, writer: Writer) -> Writer {
+        writer
+            .u32(self.pid)
+            .u64(self.address)
+            .bytes(&self.rkey)
+            .u64(self.checksum)
+    }
+
+    fn read(reader: &mut Reader<'_>) -> Result<Self> {
+        Ok(Self {
+            pid: reader.u32()?,
+            address: reader.u64()?,
+            rkey: reader.bytes(RKEY_CAP)?.to_vec(),
+            checksum: reader.u64()?,
+        })
+    }
+}
+
 /// What a peer learns about this side.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
@@ -48,6 +86,8 @@ pub struct Identity {
     pub fingerprint: Vec<(String, String)>,
     /// The UCX worker's address; empty where there is no data plane.
     pub ucx_address: Vec<u8>,
+    /// What peers read first; none where there is no data plane.
+    pub canary: Option<Canary>,
     /// The boot id of the machine: both sides know whether they share a host.
     pub host: String,
 }
@@ -72,12 +112,13 @@ impl Identity {
             engine_id: engine_id.to_owned(),
             fingerprint,
             ucx_address: Vec::new(),
+            canary: None,
             host: host_id(),
         })
     }
 
     pub(crate) fn write(&self, writer: Writer) -> Writer {
-        writer
+        let writer = writer
             .u8(self.kind as u8)
             .raw(&self.incarnation)
             .str(&self.engine_id)
@@ -85,7 +126,11 @@ impl Identity {
                 w.str(field).str(value)
             })
             .bytes(&self.ucx_address)
-            .str(&self.host)
+            .str(&self.host);
+        match &self.canary {
+            Some(canary) => canary.write(writer.u8(1)),
+            None => writer.u8(0),
+        }
     }
 
     pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
@@ -96,6 +141,7 @@ impl Identity {
             fingerprint: reader.list(FIELDS_CAP, |r| Ok((r.str(TEXT_CAP)?, r.str(TEXT_CAP)?)))?,
             ucx_address: reader.bytes(ADDRESS_CAP)?.to_vec(),
             host: reader.str(TEXT_CAP)?,
+            canary: reader.flag()?.then(|| Canary::read(reader)).transpose()?,
         })
     }
 
@@ -150,12 +196,21 @@ mod tests {
     #[test]
     fn an_identity_is_read_as_written() {
         let mut sent = identity(&[("dtype", "float32")]);
-        sent.ucx_address = vec![1, 2, 3];
-        let message = sent.write(Writer::new(0)).finish();
-        assert_eq!(
-            Identity::read(&mut Reader::new(&message[1..])).unwrap(),
-            sent
-        );
+        for canary in [
+            None,
+            Some(Canary {
+                pid: 7,
+                address: 1 << 40,
+                rkey: vec![4, 5],
+                checksum: 6,
+            }),
+        ] {
+            sent.ucx_address = vec![1, 2, 3];
+            sent.canary = canary;
+            let message = sent.write(Writer::new(0)).finish();
+            let received = Identity::read(&mut Reader::new(&message[1..]));
+            assert_eq!(received.as_ref(), Ok(&sent));
+        }
     }
 
     #[test]

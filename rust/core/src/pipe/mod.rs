@@ -25,7 +25,7 @@ use crate::reactor::{Reactor, Route};
 use crate::session::{ReactorConfig, ReactorContext, SessionTimeouts};
 use crate::sync::lock;
 use crate::tensor::{Meta, Received};
-use crate::transport::Transport;
+use crate::transport::{DataPath, Transport};
 use crate::work::{Then, Work};
 use incoming::PendingReceive;
 use receiver::{Receiver, ReceiverCommand};
@@ -96,11 +96,13 @@ impl SharedInfo {
         let mut info = self.get();
         info.state = "open";
         info.peer = cx.peer(session);
-        if let Some(data_path) = cx.data_path(session) {
-            data_path.transport().clone_into(&mut info.transport);
-            info.advice = data_path
-                .advice(peer.host == cx.identity().host)
-                .unwrap_or_default();
+        info.advice = cx.advice(session, peer).unwrap_or_default();
+    }
+
+    /// How the receiver gets large tensors, once that is known.
+    fn set_data_path(&self, data_path: Option<DataPath>) {
+        if let Some(data_path) = data_path {
+            data_path.transport().clone_into(&mut self.get().transport);
         }
     }
 

@@ -176,6 +176,11 @@ impl Service for Receiver {
     fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
         self.engine.session_up(session);
         self.shared.open(cx, session, peer);
+        self.data_path_changed(cx, session);
+    }
+
+    fn data_path_changed(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        self.shared.set_data_path(cx.data_path(session));
     }
 
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
@@ -250,11 +255,10 @@ impl Service for Receiver {
     }
 
     fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        let has_worked = self.engine.run_slice(cx);
-        if has_worked {
+        if self.engine.run_slice(cx) {
             self.advance(cx);
         }
-        has_worked
+        self.engine.has_work()
     }
 
     fn has_work(&self) -> bool {

@@ -301,10 +301,15 @@ impl Service for Sender {
     fn session_up(&mut self, cx: &mut ReactorContext, session: SessionKey, peer: &Identity) {
         self.engine.session_up(session);
         self.shared.open(cx, session, peer);
+        self.data_path_changed(cx, session);
         if let Some(completer) = self.connecting.take() {
             completer.complete(Ok(()));
         }
         self.post(cx);
+    }
+
+    fn data_path_changed(&mut self, cx: &mut ReactorContext, session: SessionKey) {
+        self.shared.set_data_path(cx.peer_data_path(session));
     }
 
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {

@@ -41,6 +41,8 @@ pub(crate) struct ReactorContext {
     pub(super) timers: Timers<SessionKey>,
     /// Sessions whose failure is not reported, in the order in which they failed.
     pub(super) failed: VecDeque<SessionKey>,
+    /// Established sessions whose data path has changed, which their service does not know yet.
+    pub(super) changed_paths: VecDeque<SessionKey>,
     /// The peers of sessions that are gone: an operation may end after its session.
     ended_peers: BTreeMap<SessionKey, String>,
     pub(super) data: Option<DataPlane>,
@@ -59,6 +61,7 @@ impl ReactorContext {
         let data = context.map(DataPlane::new).transpose()?;
         if let Some(data) = &data {
             config.identity.ucx_address = data.worker.address()?;
+            config.identity.canary = Some(data.canary()?);
         }
         check_identity(&config.identity)?;
         Ok(Self {
@@ -70,6 +73,7 @@ impl ReactorContext {
             places: HandshakePlaces::default(),
             timers: Timers::default(),
             failed: VecDeque::new(),
+            changed_paths: VecDeque::new(),
             ended_peers: BTreeMap::new(),
             data,
             pending_reads,

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use kvpipe_ucx::{Buffer, EndpointId, Lane, MemoryKind, Status};
 
 use super::ReactorContext;
+use super::probe::{DataPaths, new_canary};
 use super::stream_sinks::StreamSinks;
 use crate::error::{Error, Result};
 use crate::ids::{SessionId, SessionKey};
 use crate::net::codec::Writer;
 use crate::reactor::ended;
-use crate::transport::{
-    Context, DataPath, Get, Memory, Payload, RemoteKey, UcxResult, Worker, is_direct, reads_host,
-};
+
+use crate::transport::{Context, Get, Memory, Payload, RemoteKey, UcxResult, Worker};
 
 /// The first message of each side of a session. It carries nothing, counts as empty, and has UCX connect.
 pub(super) const HELLO: u8 = 0;
@@ -33,15 +33,14 @@ const HEADER_CAPACITY: usize = 64;
 pub(super) struct SessionEndpoint {
     session_id: SessionId,
     /// Once the peer knows the session.
-    id: Option<EndpointId>,
+    pub(super) id: Option<EndpointId>,
     /// Whether our hello has left, and whether theirs has come.
     pub(super) is_hello_sent: bool,
     pub(super) is_hello_received: bool,
-    data_path: Option<DataPath>,
-    /// Whether every lane that reads memory of the host is CMA's, whose reads are over when they are posted.
-    reads_at_once: bool,
+    /// How this side gets the peer's bytes, and the peer ours.
+    pub(super) paths: DataPaths,
     /// Lanes that may reach CUDA memory.
-    lanes: Vec<Lane>,
+    pub(super) lanes: Vec<Lane>,
     /// KiB of messages that have not left, each rounded up.
     pub(super) unsent_kib: usize,
 }
@@ -55,8 +54,10 @@ impl SessionEndpoint {
 
 /// What the sessions of a reactor share of its data plane.
 pub(super) struct DataPlane {
-    context: Arc<Context>,
+    pub(super) context: Arc<Context>,
     pub(super) worker: Worker,
+    /// What peers read first.
+    pub(super) canary: Arc<Memory>,
     /// Sessions whose messages are handled.
     pub(super) session_keys: HashMap<SessionId, SessionKey>,
     /// Endpoints that have not ended, also of sessions that are gone.
@@ -83,9 +84,11 @@ impl DataPlane {
         unsafe {
             worker.place_with(sinks.placer());
         }
+        let canary = new_canary(&context)?;
         Ok(Self {
             context,
             worker,
+            canary,
             session_keys: HashMap::new(),
             endpoints: HashMap::new(),
             sinks,
@@ -154,26 +157,15 @@ impl ReactorContext {
         }
     }
 
-    /// Reads which lanes UCX has chosen for a session that is established; before, UCX may still change them.
-    pub(super) fn read_lanes(&mut self, key: SessionKey) {
-        if let Some((data, endpoint)) = self.data_of(key)
-            && let Some(id) = endpoint.id
-        {
-            let mut lanes = data.worker.lanes(id);
-            let mut reading = lanes.iter().filter(|lane| reads_host(lane));
-            endpoint.reads_at_once = reading.all(|lane| lane.transport == "cma");
-            endpoint.data_path = Some(DataPath::choose(&lanes));
-            lanes.retain(is_direct);
-            endpoint.lanes = lanes;
-        }
-    }
-
-    fn data_of(&mut self, key: SessionKey) -> Option<(&mut DataPlane, &mut SessionEndpoint)> {
+    pub(super) fn data_of(
+        &mut self,
+        key: SessionKey,
+    ) -> Option<(&mut DataPlane, &mut SessionEndpoint)> {
         let endpoint = self.sessions.get_mut(&key)?.endpoint.as_mut()?;
         Some((self.data.as_mut()?, endpoint))
     }
 
-    fn endpoint(&self, key: SessionKey) -> Option<&SessionEndpoint> {
+    pub(super) fn endpoint(&self, key: SessionKey) -> Option<&SessionEndpoint> {
         self.sessions.get(&key)?.endpoint.as_ref()
     }
 
@@ -273,17 +265,6 @@ impl ReactorContext {
     pub(crate) fn register(&self, buffer: Buffer) -> Result<Arc<Memory>> {
         let data = self.data.as_ref().ok_or_else(ended)?;
         data.context.register(buffer)
-    }
-
-    /// How bytes move on this session.
-    pub(crate) fn data_path(&self, session: SessionKey) -> Option<DataPath> {
-        self.endpoint(session)?.data_path.clone()
-    }
-
-    /// Whether a read on this session is over when it is posted, so that reads end in order.
-    pub(crate) fn reads_at_once(&self, session: SessionKey) -> bool {
-        let endpoint = self.endpoint(session);
-        endpoint.is_some_and(|endpoint| endpoint.reads_at_once)
     }
 
     /// UCX as `version (path)`, or `none`, for the log line of a session.

@@ -11,6 +11,7 @@ pub(crate) mod fair_waitlist;
 pub(crate) mod grace;
 mod handshake_places;
 mod listener;
+mod probe;
 #[expect(
     clippy::module_inception,
     reason = "one session, among what sessions need"
@@ -64,6 +65,8 @@ pub(crate) trait Service {
     /// A session is gone, or could never be made; once for each session that was up or asked for. It was removed before
     /// this call.
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error);
+    /// A side of an established session gets the other's bytes by another data path from now on.
+    fn data_path_changed(&mut self, _cx: &mut ReactorContext, _session: SessionKey) {}
     /// An application frame came over TCP. An error closes the session.
     fn frame(
         &mut self,

@@ -1,7 +1,7 @@
 //! One session, from the attempt to connect until it has failed.
 //!
 //! ```text
-//! Connecting ──TCP──► Handshaking ──both know the session──► Establishing ──UCX hellos──► Up
+//! Connecting ──TCP──► Handshaking ──both know the session──► Establishing ──UCX hellos, probes──► Up
 //!     ▲                    │ cut
 //!     └───── BackingOff ◄──┘
 //! ```
@@ -23,6 +23,7 @@ use crate::net::handshake::{HANDSHAKE_FRAME_CAP, Handshake, Progress, Step};
 use crate::net::identity::Identity;
 use crate::net::secret::Secret;
 use crate::reactor::ConnectFailure;
+use crate::transport::DataPath;
 
 #[derive(Debug)]
 pub(super) enum SessionState {
@@ -33,7 +34,7 @@ pub(super) enum SessionState {
     /// TCP is connected; both sides prove the token and say who they are. At the end of it the peer may use the session,
     /// but this side may not, because the peer does not know the session yet.
     Handshaking(Box<Handshake>),
-    /// Both sides know the session; their UCX hellos are under way.
+    /// Both sides know the session; their UCX hellos are under way, then their probes of the data path.
     Establishing(Box<Identity>),
     /// The service knows the session.
     Up,
@@ -46,6 +47,8 @@ pub(super) enum SessionEvent {
     Admitted(SessionId),
     /// The session is [`Establishing`](SessionState::Establishing).
     Ready,
+    /// How the peer gets our bytes.
+    DataPath(DataPath),
     /// A message for the service.
     Frame(Vec<u8>),
 }
@@ -324,6 +327,14 @@ impl Session {
             SessionFrame::Ping => {
                 self.is_pinged = true;
                 Ok(None)
+            }
+            SessionFrame::DataPath { is_read, transport } => {
+                let data_path = if is_read {
+                    DataPath::RemoteRead(transport)
+                } else {
+                    DataPath::Stream(transport)
+                };
+                Ok(Some(SessionEvent::DataPath(data_path)))
             }
             SessionFrame::Application(message) => Ok(Some(SessionEvent::Frame(message.to_vec()))),
             SessionFrame::Goodbye(reason) => {

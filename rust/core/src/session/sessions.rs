@@ -6,6 +6,7 @@ use kvpipe_ucx::{AmData, Event, Status};
 
 use super::data_plane::{HELLO, SessionEndpoint, message_of};
 use super::listener::{LISTENER, Listener};
+use super::probe::canary_of;
 use super::session::{SessionEnd, SessionEvent, SessionState};
 use super::{ReactorContext, Service};
 use crate::error::{Error, Result};
@@ -103,10 +104,15 @@ impl<S: Service> EventHandler for Sessions<S> {
     }
 
     fn has_failures(&self) -> bool {
-        !self.cx.failed.is_empty()
+        !(self.cx.failed.is_empty() && self.cx.changed_paths.is_empty())
     }
 
     fn report_failures(&mut self) {
+        while let Some(key) = self.cx.changed_paths.pop_front() {
+            if self.cx.is_up(key) {
+                self.service.data_path_changed(&mut self.cx, key);
+            }
+        }
         while let Some(key) = self.cx.failed.pop_front() {
             self.report_failure(key);
         }
@@ -198,6 +204,10 @@ impl<S: Service> Sessions<S> {
         match event {
             SessionEvent::Admitted(session_id) => self.cx.admit(key, session_id),
             SessionEvent::Ready => self.establish(key)?,
+            SessionEvent::DataPath(data_path) => {
+                self.cx.receive_data_path(key, data_path)?;
+                self.report_up_if_probed(key);
+            }
             SessionEvent::Frame(frame) => {
                 self.report_up(key);
                 self.service.frame(&mut self.cx, key, &frame)?;
@@ -206,7 +216,8 @@ impl<S: Service> Sessions<S> {
         Ok(())
     }
 
-    /// Both sides know the session. With a data plane, it is up when both hellos have come through that too.
+    /// Both sides know the session. With a data plane, it is up when both hellos have come through that, and both sides
+    /// know how they get each other's bytes.
     fn establish(&mut self, key: SessionKey) -> Result<()> {
         let Some(session) = self.cx.sessions.get(&key) else {
             return Ok(());
@@ -227,7 +238,6 @@ impl<S: Service> Sessions<S> {
             return;
         };
         if let Some(peer) = session.finish() {
-            self.cx.read_lanes(key);
             self.service.session_up(&mut self.cx, key, &peer);
         }
     }
@@ -269,6 +279,10 @@ impl<S: Service> Sessions<S> {
 /// UCX.
 impl<S: Service> Sessions<S> {
     fn finish_operation(&mut self, token: u64, result: UcxResult<()>) {
+        if let Some(session) = canary_of(token) {
+            self.cx.finish_probe(session, result);
+            return self.report_up_if_probed(session);
+        }
         match message_of(token) {
             Some((session, size_kib)) => self.finish_message(session, size_kib, result),
             None => self.service.done(&mut self.cx, token, result),
@@ -290,13 +304,20 @@ impl<S: Service> Sessions<S> {
         }
     }
 
-    /// A hello has come through; the session is up once both have.
+    /// A hello has come through; the data path is probed once both have.
     fn record_hello(&mut self, session: SessionKey, record: impl FnOnce(&mut SessionEndpoint)) {
         if let Some(endpoint) = self.cx.endpoint_mut(session) {
             record(endpoint);
             if endpoint.is_established() {
-                self.report_up(session);
+                self.cx.probe(session);
+                self.report_up_if_probed(session);
             }
+        }
+    }
+
+    fn report_up_if_probed(&mut self, session: SessionKey) {
+        if self.cx.is_probed(session) {
+            self.report_up(session);
         }
     }
 
@@ -304,7 +325,7 @@ impl<S: Service> Sessions<S> {
         // A peer that leaves in order says so before its endpoint ends, but over another connection: seen first, that
         // end would hide the reason that it gave.
         self.receive(session);
-        self.cx.fail(session, self.cx.lost(session, status));
+        self.cx.fail_endpoint(session, status);
     }
 
     fn receive_message(&mut self, header: &[u8], data: AmData) {
@@ -323,8 +344,11 @@ impl<S: Service> Sessions<S> {
             let error = Error::protocol("a message before the session was ready");
             return self.cut(key, error);
         }
-        // A peer that sends more has received our hello.
-        self.report_up(key);
+        // A peer that sends more is up: it has sent its data path before, over the other connection.
+        if !self.cx.is_up(key) {
+            self.receive(key);
+            self.report_up(key);
+        }
         if let Err(error) = self.service.message(&mut self.cx, key, header, data) {
             self.cut(key, error);
         }

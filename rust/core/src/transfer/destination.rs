@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Status};
+use kvpipe_ucx::{AmData, ProcessVmError, Status};
 
 use super::engine::{Completion, PeerTransfers, TransferEngine};
 use super::incoming_stream::IncomingStream;
@@ -23,6 +23,9 @@ use crate::session::ReactorContext;
 /// Bytes of reads from one peer in flight. Of 1, 4 and 16 MiB none took less CPU than another over CMA, whose
 /// reads keep the thread from its sockets meanwhile: this much takes 1 to 2 ms. RDMA has 4 MiB left when it is refilled.
 const BYTES_IN_FLIGHT: u64 = 8 << 20;
+
+/// What a transfer's share of a slice counts at least, so that one slice ends.
+const LEAST_WORK: u64 = 16 << 10;
 
 /// From the beginning of a transfer to its end.
 impl TransferEngine {
@@ -107,19 +110,12 @@ impl PeerTransfers {
         let path = if request.is_retry {
             None
         } else {
-            source.read_path(cx, session, self.process.as_ref(), &request.memory)?
+            source.read_path(cx, session, &request.memory)?
         };
         let Some(path) = path else {
-            let destination = (Arc::clone(&request.memory), Arc::clone(&request.pieces));
             // Nobody hashes what is on a GPU.
             let is_checksummed = request.checksums != Checksums::None && !source.is_cuda;
-            let stream = IncomingStream::begin(cx, session, id, destination, is_checksummed);
-            let wanted = if is_checksummed {
-                Wanted::ChecksummedBytes
-            } else {
-                Wanted::Bytes
-            };
-            send_read(cx, id, request, wanted);
+            let stream = begin_stream(cx, id, request, is_checksummed);
             return Ok(State::Streaming(stream));
         };
         let is_checksummed = request.checksums == Checksums::All && !source.is_cuda;
@@ -135,6 +131,24 @@ impl PeerTransfers {
             has_asked,
         }))
     }
+}
+
+/// Has the source stream what a transfer wants.
+fn begin_stream(
+    cx: &mut ReactorContext,
+    id: u64,
+    request: &TransferRequest,
+    is_checksummed: bool,
+) -> IncomingStream {
+    let destination = (Arc::clone(&request.memory), Arc::clone(&request.pieces));
+    let stream = IncomingStream::begin(cx, request.session, id, destination, is_checksummed);
+    let wanted = if is_checksummed {
+        Wanted::ChecksummedBytes
+    } else {
+        Wanted::Bytes
+    };
+    send_read(cx, id, request, wanted);
+    stream
 }
 
 /// Sends what a destination wants of its source.
@@ -319,21 +333,42 @@ fn schedule(scheduled: &mut VecDeque<u64>, id: u64, transfer: &mut Transfer) {
 
 /// Work of this thread, slice by slice: reads by calls of our own, and checksums.
 impl TransferEngine {
+    /// Works for as many transfers as make a slice together; whether there was any.
     pub(super) fn run_transfer_slice(&mut self, cx: &mut ReactorContext) -> bool {
-        let Some(id) = self.scheduled.pop_front() else {
-            return false;
-        };
+        let (mut has_worked, mut num_bytes) = (false, 0);
+        while num_bytes < CHECKSUMMED_BYTES
+            && let Some(id) = self.scheduled.pop_front()
+        {
+            num_bytes += self.run_transfer(cx, id).max(LEAST_WORK);
+            has_worked = true;
+        }
+        has_worked
+    }
+
+    /// Reads and hashes a piece of a transfer; about how many bytes that were.
+    fn run_transfer(&mut self, cx: &mut ReactorContext, id: u64) -> u64 {
         let Some(transfer) = self.transfers.get_mut(&id) else {
-            return true; // over
+            return 0; // over
         };
         transfer.is_scheduled = false;
         let session = transfer.request.session;
         // A session that has failed: its end, which is about to be reported, is that of its transfers.
         if cx.has_failed(session) {
-            return true;
+            return 0;
         }
+        let mut num_bytes = 0;
         match transfer.read_process() {
-            Ok(()) => transfer.hash(CHECKSUMMED_BYTES),
+            Ok(num_read) => {
+                num_bytes = num_read.unwrap_or(CHECKSUMMED_BYTES);
+                transfer.hash(CHECKSUMMED_BYTES);
+            }
+            Err(ProcessVmError::Refused(reason)) => {
+                cx.switch_to_stream(session, &reason);
+                // Memory of the host, which is the only one that is read so, is verified where the service wants it.
+                let is_checksummed = transfer.request.checksums != Checksums::None;
+                let stream = begin_stream(cx, id, &transfer.request, is_checksummed);
+                transfer.restart(stream);
+            }
             Err(error) => {
                 let error = Error::lost(&cx.peer(session), error);
                 transfer.fail(error.clone());
@@ -344,6 +379,6 @@ impl TransferEngine {
         if transfer.is_over() {
             self.settle(cx, id);
         }
-        true
+        num_bytes
     }
 }

@@ -1,15 +1,13 @@
 //! The engine: all transfers of a reactor, and in which order they go.
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
-use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvpipe_ucx::{AmData, Buffer, ProcessVmReader};
+use kvpipe_ucx::AmData;
 
 use super::message::Message;
 use super::outgoing_stream::OutgoingStream;
-use super::process_vm::secret;
 use super::region::Pieces;
 use super::remote_source::RemoteSource;
 use super::source::{ChecksumJob, SourceRequest};
@@ -76,10 +74,6 @@ pub(super) struct PeerTransfers {
     /// Of reads over UCX.
     pub(super) bytes_in_flight: u64,
     pub(super) reads_in_flight: usize,
-    /// It runs on this machine and its memory can be read.
-    pub(super) process: Option<Rc<ProcessVmReader>>,
-    /// It has said where its memory can be read.
-    pub(super) has_process_address: bool,
     /// What it has asked for, by its ids.
     pub(super) streams: HashMap<u64, OutgoingStream>,
     /// Whose checksums it gets, one after the other.
@@ -100,8 +94,6 @@ pub(crate) struct TransferEngine {
     pub(super) scheduled: VecDeque<u64>,
     /// Peers that get checksums, in the order of their slices.
     pub(super) checksum_queue: VecDeque<SessionKey>,
-    /// By which a peer of this host knows our memory.
-    pub(super) secret: Option<Buffer>,
     pub(super) completions: VecDeque<Completion>,
     /// Owners of transfers that have failed while reads may still write, with the error.
     late: VecDeque<(u64, Error)>,
@@ -112,7 +104,6 @@ impl TransferEngine {
     pub(crate) fn new(max_in_flight: usize) -> Self {
         Self {
             max_in_flight,
-            secret: secret(),
             ..Self::default()
         }
     }

@@ -48,7 +48,7 @@ impl ExposedBuffer {
         buffer: Buffer,
         is_checksummed: bool,
     ) -> Result<(Self, BufferDescription)> {
-        let is_read = matches!(cx.data_path(session), Some(DataPath::RemoteRead(_)));
+        let is_read = matches!(cx.peer_data_path(session), Some(DataPath::RemoteRead(_)));
         let is_cuda = is_cuda(buffer.kind());
         let checksum_mode = match (is_checksummed && !is_cuda, is_read) {
             (false, _) => ChecksumMode::OnRequest,

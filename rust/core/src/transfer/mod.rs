@@ -25,7 +25,6 @@ pub(crate) mod exposed;
 mod incoming_stream;
 pub(crate) mod message;
 mod outgoing_stream;
-mod process_vm;
 pub mod region;
 pub(crate) mod remote_source;
 pub(crate) mod source;

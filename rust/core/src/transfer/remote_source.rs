@@ -12,10 +12,6 @@ use crate::transport::{DataPath, Memory, RemoteKey};
 
 /// Most units of a source whose checksums come unasked: a TiB of a buffer.
 const UNITS_CAP: u64 = 1 << 20;
-/// Reads from one peer in flight where they wait in a device. A queue pair takes 256: when a dead peer leaves it
-/// full, UCX (1.13) has no room for what begins a close by force, and the reads end when the device gives up, if ever.
-const READS_IN_FLIGHT: usize = 128;
-
 /// How what is read from a source is verified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -32,11 +28,8 @@ pub(super) enum ChecksumMode {
 /// How a destination reads a source itself.
 #[derive(Debug)]
 pub(super) enum ReadPath {
-    /// UCX reads, as long as fewer reads from the peer are in flight than the cap.
-    RemoteRead {
-        key: Rc<RemoteKey>,
-        reads_cap: usize,
-    },
+    /// UCX reads.
+    RemoteRead(Rc<RemoteKey>),
     /// Calls of our own read out of a process of this host.
     ProcessVm(Rc<ProcessVmReader>),
 }
@@ -79,7 +72,6 @@ impl RemoteSource {
         &mut self,
         cx: &mut ReactorContext,
         session: SessionKey,
-        process: Option<&Rc<ProcessVmReader>>,
         destination: &Memory,
     ) -> Result<Option<ReadPath>> {
         if self.checksum_mode == ChecksumMode::StreamOnly {
@@ -95,19 +87,13 @@ impl RemoteSource {
         if !is_read(data_path.as_ref(), is_cuda, to, reaches) {
             return Ok(None);
         }
-        if let Some(process) = process
+        if let Some(process) = cx.process(session)
             && !is_cuda
         {
-            return Ok(Some(ReadPath::ProcessVm(Rc::clone(process))));
+            return Ok(Some(ReadPath::ProcessVm(process)));
         }
         let key = self.key(cx, session, to)?;
-        let is_in_order = !is_cuda && cx.reads_at_once(session);
-        let reads_cap = if is_in_order {
-            usize::MAX
-        } else {
-            READS_IN_FLIGHT
-        };
-        Ok(Some(ReadPath::RemoteRead { key, reads_cap }))
+        Ok(Some(ReadPath::RemoteRead(key)))
     }
 
     /// Its key for reads into memory of kind `to`.

@@ -77,6 +77,9 @@ impl TransferEngine {
         };
         let id = request.transfer;
         let asked = peer.checksum_jobs.iter().filter_map(|job| job.transfer);
+        // A destination that is refused to read the blocks asks for their bytes after their checksums.
+        let is_restarted = request.wanted != Wanted::Checksums;
+        let asked = asked.filter(|asked| !(is_restarted && *asked == id));
         if peer.streams.contains_key(&id) || asked.clone().any(|asked| asked == id) {
             let text = format_args!("transfer {id} was asked for twice");
             return Err(Error::protocol(text));
@@ -126,8 +129,10 @@ impl TransferEngine {
             return Ok(());
         }
         // Whoever has it streamed needs no checksums of its units.
-        peer.checksum_jobs
-            .retain(|job| job.transfer.is_some() || job.source != source);
+        peer.checksum_jobs.retain(|job| match job.transfer {
+            Some(other) => other != transfer,
+            None => job.source != source,
+        });
         let is_checksummed = request.wanted == Wanted::ChecksummedBytes;
         let stream = OutgoingStream::new(source, memory, pieces, is_checksummed);
         peer.streams.insert(transfer, stream);

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Piece};
+use kvpipe_ucx::{AmData, Piece, ProcessVmError};
 
 use super::incoming_stream::IncomingStream;
 use super::message::Message;
@@ -18,6 +18,9 @@ use crate::transport::{Get, Memory};
 
 /// Largest piece of one read, so that several are in flight.
 const READ_PIECE: u64 = 1 << 20;
+/// Reads from one peer in flight, which wait in a device. A queue pair takes 256: when a dead peer leaves it full, UCX
+/// (1.13) has no room for what begins a close by force, and the reads end when the device gives up, if ever.
+const READS_IN_FLIGHT: usize = 128;
 /// Of one call to the kernel, which sockets and other transfers wait for: less than a millisecond.
 const CALL_PIECES: usize = 256;
 const CALL_BYTES: u64 = 4 << 20;
@@ -156,6 +159,8 @@ pub(super) struct Transfer {
     pub(super) state: State,
     /// Those in flight may still write, even if it has failed.
     pub(super) posted: PostedReads,
+    /// Whether it has begun again as a stream: checksums for its reads may still come.
+    pub(super) is_restarted: bool,
     /// Whether it is in the queue of work.
     pub(super) is_scheduled: bool,
     pub(super) began: Option<Instant>,
@@ -167,6 +172,7 @@ impl Transfer {
             request,
             state: State::Held,
             posted: PostedReads::default(),
+            is_restarted: false,
             is_scheduled: false,
             began: None,
         }
@@ -243,6 +249,8 @@ impl Transfer {
                 self.fail(Error::Config(format!("the peer refused: {reason}")));
                 true
             }
+            // Sent before the source knew.
+            (Message::Checksums { .. }, State::Streaming(_)) => self.is_restarted,
             (Message::Checksums { first, checksums }, State::Reading(reading)) => {
                 let num_units = self.request.pieces.num_units();
                 let verifier = reading.verifier.as_mut();
@@ -273,12 +281,12 @@ impl Transfer {
         let State::Reading(reading) = &mut self.state else {
             return None;
         };
-        let ReadPath::RemoteRead { key, reads_cap } = &reading.path else {
+        let ReadPath::RemoteRead(key) = &reading.path else {
             return None;
         };
         let (request, posted) = (&self.request, &mut self.posted);
         let run = reading.cursor.piece(&request.pieces.runs, READ_PIECE)?;
-        if reads_in_flight >= *reads_cap || posted.reads.len() == READS_CAP {
+        if reads_in_flight >= READS_IN_FLIGHT || posted.reads.len() == READS_CAP {
             return None;
         }
         let get = Get {
@@ -309,13 +317,13 @@ impl Transfer {
         is_calling || verifier.is_some_and(|verifier| verifier.has_work(self.posted.placed_bytes))
     }
 
-    /// Reads the next pieces with one call to the kernel, if that is the path.
-    pub(super) fn read_process(&mut self) -> std::io::Result<()> {
+    /// Reads the next pieces with one call to the kernel, if that is the path and there are any; their bytes.
+    pub(super) fn read_process(&mut self) -> std::result::Result<Option<u64>, ProcessVmError> {
         let State::Reading(reading) = &mut self.state else {
-            return Ok(());
+            return Ok(None);
         };
         let ReadPath::ProcessVm(process) = &reading.path else {
-            return Ok(());
+            return Ok(None);
         };
         let cap = match reading.verifier {
             Some(_) => CHECKSUMMED_BYTES,
@@ -336,11 +344,18 @@ impl Transfer {
             reading.cursor.advance(runs, run.len);
         }
         if pieces.is_empty() {
-            return Ok(());
+            return Ok(None);
         }
         process.read(self.request.memory.buffer(), &pieces)?;
         self.posted.placed_bytes += len;
-        Ok(())
+        Ok(Some(len))
+    }
+
+    /// Begins again as a stream: what was read before is written once more. No read of UCX is in flight.
+    pub(super) fn restart(&mut self, stream: IncomingStream) {
+        self.state = State::Streaming(stream);
+        self.posted = PostedReads::default();
+        self.is_restarted = true;
     }
 
     /// Hashes at most `budget` bytes of what is here.

@@ -19,12 +19,10 @@ impl DataPath {
         }
     }
 
-    pub(crate) fn choose(lanes: &[Lane]) -> Self {
-        if let Some(lane) = lanes.iter().find(|lane| reads_host(lane)) {
-            return Self::RemoteRead(lane.transport.clone());
-        }
+    /// The transport of streams over these lanes.
+    pub(crate) fn stream_transport(lanes: &[Lane]) -> String {
         let message = lanes.iter().find(|lane| lane.is_am).or(lanes.first());
-        Self::Stream(message.map_or_else(|| "unknown".to_owned(), |lane| lane.transport.clone()))
+        message.map_or_else(|| "unknown".to_owned(), |lane| lane.transport.clone())
     }
 
     /// Why it is slow, and what to do; none when it is as fast as this machine allows.
@@ -34,7 +32,7 @@ impl DataPath {
         };
         if transport == "tcp" && is_same_host {
             return Some(
-                "the peer is on this host, but bytes move over tcp: UCX 1.20 or newer reads its memory (CMA) if both run as the same user in the same namespaces",
+                "the peer is on this host, but bytes move over tcp: UCX 1.20 or newer reads its memory (CMA) if both run as the same user in the same namespaces, and UCX_TLS allows it",
             );
         }
         (transport == "tcp" && has_rdma_devices()).then_some(
@@ -73,17 +71,10 @@ mod tests {
 
     #[test]
     fn lanes_of_gpus_are_no_data_path_for_host_memory() {
-        let (tcp, cuda, cma) = (
-            lane("tcp", false),
-            lane("cuda_ipc", true),
-            lane("cma", true),
-        );
-        let messages = DataPath::Stream("tcp".to_owned());
-        assert_eq!(DataPath::choose(&[tcp.clone(), cuda.clone()]), messages);
-        assert_eq!(
-            DataPath::choose(&[tcp, cuda, cma]),
-            DataPath::RemoteRead("cma".to_owned())
-        );
+        assert!(reads_host(&lane("cma", true)));
+        assert!(!reads_host(&lane("cuda_ipc", true)));
+        assert!(is_direct(&lane("cuda_ipc", true)));
+        assert!(!is_direct(&lane("tcp", true)), "software serves it");
     }
 
     #[test]

@@ -17,7 +17,8 @@ use std::sync::atomic::AtomicUsize;
 use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{
-    Buffer, Domains, EndpointId, Event, Lane, MemoryKind, Placer, Reaper, Search, Status,
+    Buffer, Domains, EndpointId, Event, Lane, LanesError, MemoryKind, Placer, Reaper, Search,
+    Status,
 };
 
 use crate::error::{Error, Result};
@@ -230,10 +231,10 @@ impl Worker {
         }
     }
 
-    pub(crate) fn lanes(&self, endpoint: EndpointId) -> Vec<Lane> {
+    pub(crate) fn lanes(&self, endpoint: EndpointId) -> std::result::Result<Vec<Lane>, LanesError> {
         match self {
             Self::Ucx(worker) => worker.lanes(endpoint),
-            Self::Twin(worker) => worker.lanes(),
+            Self::Twin(worker) => Ok(worker.lanes()),
         }
     }
 

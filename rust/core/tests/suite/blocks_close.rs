@@ -13,7 +13,6 @@ use crate::common::{self, PATIENCE, Raw, bytes, eventually, on_every_path, patte
 
 const REGIONS: u8 = 1;
 const RELEASED: u8 = 2;
-const PROCESS_VM: u8 = 3;
 
 /// A first close has given up.
 #[test]
@@ -251,25 +250,6 @@ fn a_peer_that_describes_a_region_anew_is_cut_off() {
         assert!(raw.is_closed());
         eventually("its end", || owner.peers().is_empty().then_some(()));
     }
-}
-
-#[test]
-fn a_peer_that_says_twice_where_its_memory_is_is_cut_off() {
-    let Some(search) = common::ucx() else { return };
-    let owner = agent(&search);
-    let mut raw = Raw::connect(
-        &search,
-        owner.address().expect("address"),
-        SessionKind::Agent,
-    );
-    let process_vm = Writer::new(33).u8(PROCESS_VM).u32(1).u64(8).raw(&[0; 16]);
-    let process_vm = process_vm.finish();
-    let regions = Writer::new(33).u8(REGIONS).u32(0).finish();
-    send_frame(&mut raw.stream, &process_vm);
-    send_frame(&mut raw.stream, &regions);
-    eventually("the peer", || (owner.peers().len() == 1).then_some(()));
-    send_frame(&mut raw.stream, &process_vm);
-    assert!(raw.is_closed());
 }
 
 #[test]

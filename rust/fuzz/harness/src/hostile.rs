@@ -18,6 +18,8 @@ use crate::script::{ADDRESS, Flags, KEY, Step, Victim};
 
 /// The secret that both sides share.
 pub(crate) const TOKEN: &[u8] = b"token";
+/// The frame by which a peer reports that it reads the victim's memory, over the twin of UCX.
+const DATA_PATH: &[u8] = b"\x24\x01\x06\x00\x00\x00memory";
 /// Bytes of the peer's memory.
 const EXPOSED_BYTES: usize = 64 << 10;
 /// Most bytes of the victim's that are kept.
@@ -92,6 +94,7 @@ impl Hostile {
             && !flags.is_unreachable()
         {
             self.identity.ucx_address = plane.ucx_address().expect("address");
+            self.identity.canary = Some(plane.canary().expect("canary"));
         }
         let (mut handshake, hello) = if let Some(listener) = self.listener.take() {
             victim.round();
@@ -140,20 +143,26 @@ impl Hostile {
                 self.send(&frame);
                 if let Some(peer) = peer {
                     self.open_plane(&peer);
-                    self.message(&[0], &[]);
+                    self.establish();
                     return true;
                 }
             }
             HandshakeStep::Ready(peer) => {
                 self.open_plane(&peer);
                 if !flags.is_unready() {
-                    self.message(&[0], &[]);
+                    self.establish();
                 }
                 return true;
             }
             HandshakeStep::Refuse(_, error) => panic!("an honest victim was refused: {error}"),
         }
         false
+    }
+
+    /// Says hello, and that it reads the victim's memory.
+    fn establish(&mut self) {
+        self.message(&[0], &[]);
+        self.send(DATA_PATH);
     }
 
     fn open_plane(&mut self, victim: &Identity) {

@@ -78,7 +78,7 @@ impl BareWorker {
         });
         self.send_header(b"hello")?;
         self.wait_for(b"hello")?;
-        let lanes = self.worker.lanes(endpoint);
+        let lanes = self.worker.lanes(endpoint)?;
         let mut readers = lanes.iter().filter(|lane| lane.is_rma);
         let reader = readers.find(|lane| lane.transport != "tcp");
         let data_path = reader.map_or("tcp", |lane| &lane.transport).to_owned();

@@ -122,7 +122,7 @@ fn lanes_name_cma_between_local_processes_and_tcp_where_asked() {
     let lanes = |tls| {
         let (visitor, _peer) = visit_process(&library, tls);
         visitor.greet();
-        visitor.node.worker.lanes(visitor.endpoint)
+        visitor.node.worker.lanes(visitor.endpoint).expect("lanes")
     };
     let local: Vec<Lane> = lanes(None);
     assert!(
@@ -269,7 +269,7 @@ fn post_many(visitor: &Visitor) -> Vec<u64> {
         ..
     } = visitor;
     let (worker, key) = (&node.worker, visitor.key());
-    let lanes = worker.lanes(*endpoint);
+    let lanes = worker.lanes(*endpoint).expect("lanes");
     let has_get = lanes
         .iter()
         .any(|lane| lane.is_rma && lane.transport != "tcp");

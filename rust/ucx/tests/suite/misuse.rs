@@ -1,6 +1,6 @@
 //! What the crate refuses before UCX can be harmed by it.
 
-use kvpipe_ucx::{Buffer, Event, MemoryKind, Payload, Status};
+use kvpipe_ucx::{Buffer, Event, LanesError, MemoryKind, Payload, Status};
 
 use crate::common::{self, Node, REGION_BYTES, Visitor, get, visit_thread};
 
@@ -97,7 +97,10 @@ fn closed_endpoint_and_its_keys_refuse_use() {
     assert_eq!(worker.outstanding(), 0);
     worker.close(*endpoint);
     assert_eq!(worker.outstanding(), 0);
-    assert!(worker.lanes(*endpoint).is_empty());
+    assert!(matches!(
+        worker.lanes(*endpoint),
+        Err(LanesError::Unusable(_))
+    ));
     let read = get(&node.region, (0, 1), card.region, &key, 1);
     assert_eq!(code(worker.get(*endpoint, read)), NOT_CONNECTED);
     let again = worker.connect(&card.worker).expect("connect again");

@@ -4,7 +4,7 @@ use kvpipe_ucx::Event;
 
 use super::*;
 use crate::session::session::Session;
-use crate::transport::{MemoryPath, Transport};
+use crate::transport::{DataPath, MemoryPath, Transport, reads_host};
 
 const SESSION: SessionKey = 20;
 const LEN: usize = 1 << 20;
@@ -22,7 +22,15 @@ impl ReactorContext {
         self.admit(key, session_id);
         if let Some(address) = worker {
             self.open_endpoint(key, address).unwrap();
-            self.read_lanes(key);
+            let (data, endpoint) = self.data_of(key).unwrap();
+            let lanes = data.worker.lanes(endpoint.id.unwrap()).unwrap();
+            let transport = DataPath::stream_transport(&lanes);
+            let data_path = if lanes.iter().any(reads_host) {
+                DataPath::RemoteRead(transport)
+            } else {
+                DataPath::Stream(transport)
+            };
+            self.set_data_path(key, data_path);
         }
     }
 

@@ -1,6 +1,7 @@
 //! What the tests share: where UCX is, every data path, other processes, and a peer that keeps to no rules.
 
 pub mod pipes;
+pub mod refusals;
 pub mod relay;
 pub mod sockets;
 
@@ -11,12 +12,16 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvpipe_core::checksum;
 use kvpipe_core::ids::SessionId;
+use kvpipe_core::net::codec::Writer;
 use kvpipe_core::net::handshake::{Handshake, Step};
-use kvpipe_core::net::identity::{Identity, SessionKind};
+use kvpipe_core::net::identity::{Canary, Identity, SessionKind};
 use kvpipe_core::net::secret::Secret;
 use kvpipe_core::transport::{MemoryPath, Transport};
-use kvpipe_ucx::{Buffer, Config, Context, EndpointId, Event, Library, Payload, Search, Worker};
+use kvpipe_ucx::{
+    Buffer, Config, Context, EndpointId, Event, Library, Memory, Payload, Search, Worker,
+};
 use rustix::process::{Pid, Signal, WaitOptions};
 
 pub const TOKEN: &[u8] = b"token of the tests";
@@ -24,6 +29,9 @@ pub const TOKEN: &[u8] = b"token of the tests";
 pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Within this, the loss of a peer is known.
 pub const PROMPT: Duration = Duration::from_secs(2);
+
+/// The frame by which a peer reports how it gets our bytes.
+const DATA_PATH: u8 = 36;
 
 const INSIDE: &str = "KVPIPE_TEST_INSIDE";
 const PARENT: &str = "KVPIPE_TEST_PARENT";
@@ -268,6 +276,7 @@ pub struct Raw {
     pub session_id: SessionId,
     /// The frame with which the handshake ends, while it is held back.
     ready: Vec<u8>,
+    _canary: Arc<Memory>,
     pub context: Arc<Context>,
     pub worker: Worker,
     pub endpoint: EndpointId,
@@ -284,6 +293,9 @@ impl Raw {
         while raw.worker.outstanding() > 0 {
             raw.worker.progress();
         }
+        let data_path = Writer::new(DATA_PATH).u8((!is_tcp()).into());
+        let data_path = data_path.str("any").finish();
+        send_frame(&mut raw.stream, &data_path);
         raw
     }
 
@@ -296,6 +308,15 @@ impl Raw {
         let worker = Worker::new(&context).expect("worker");
         let mut ours = Identity::new(kind, "raw", Vec::new()).expect("identity");
         ours.ucx_address = worker.address().expect("address");
+        let canary = context
+            .register(Buffer::zeroed(Canary::LEN))
+            .expect("register");
+        ours.canary = Some(Canary {
+            pid: std::process::id(),
+            address: canary.buffer().address() as u64,
+            rkey: canary.pack_rkey().expect("rkey"),
+            checksum: checksum::of(&bytes(canary.buffer())),
+        });
         let mut stream = TcpStream::connect(address).expect("connect");
         stream.set_read_timeout(Some(PATIENCE)).expect("timeout");
         let (mut handshake, hello) =
@@ -320,6 +341,7 @@ impl Raw {
                         stream,
                         session_id,
                         ready: frame,
+                        _canary: canary,
                         context,
                         worker,
                         endpoint,

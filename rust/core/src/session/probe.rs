@@ -1,0 +1,351 @@
+//! The data path of a session is probed before the session is up: each side reads the canary that the other exposes, by
+//! the path that its lanes allow, and reports by which path it gets the other's bytes from then on.
+//!
+//! ```text
+//! hellos ──► lanes ──CMA──► process_vm_readv ──┐
+//!              ├─────RDMA──► a get of UCX ──────┼─canary is right─► RemoteRead
+//!              └─────none, unknown─────► Stream ◄──canary is not──┘
+//! ```
+//! A session whose reads are refused later streams from then on, and never reads again.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use kvpipe_ucx::{Buffer, Lane, LanesError, MemoryKind, ProcessVmError, ProcessVmReader, Status};
+
+use super::ReactorContext;
+use super::data_plane::DataPlane;
+use super::session::SessionState;
+use crate::checksum;
+use crate::error::{Error, Result};
+use crate::ids::SessionKey;
+use crate::net::framing::SessionFrame;
+use crate::net::identity::{Canary, Identity, random};
+use crate::transport::{
+    Context, DataPath, Get, Memory, RemoteKey, UcxResult, is_direct, reads_host,
+};
+
+/// Marks the token of a canary's read; the rest is the session.
+const CANARY_TOKEN: u64 = 1 << 63;
+/// The transport whose reads are calls of `process_vm_readv`.
+const CMA: &str = "cma";
+
+/// The session whose canary a token is of.
+pub(super) fn canary_of(token: u64) -> Option<SessionKey> {
+    (token & CANARY_TOKEN != 0).then_some(token ^ CANARY_TOKEN)
+}
+
+/// How the two sides of a session get each other's bytes.
+#[derive(Debug, Default)]
+pub(super) struct DataPaths {
+    /// This side's; none until it is probed.
+    ours: Option<DataPath>,
+    /// The peer's; none until it reports it.
+    theirs: Option<DataPath>,
+    /// What carries streams.
+    stream_transport: String,
+    /// A get of the canary that has not ended.
+    canary: Option<CanaryRead>,
+    /// Reads the peer's process, where the path is CMA.
+    process: Option<Rc<ProcessVmReader>>,
+    /// Whether the log has the reason why this side streams.
+    has_reason: bool,
+}
+
+/// A get of the peer's canary.
+#[derive(Debug)]
+struct CanaryRead {
+    into: Arc<Memory>,
+    checksum: u64,
+    transport: String,
+    _key: RemoteKey,
+}
+
+/// Memory for peers to read first.
+pub(super) fn new_canary(context: &Context) -> Result<Arc<Memory>> {
+    let bytes = random::<{ Canary::LEN }>()?;
+    context.register(Buffer::from_vec(bytes.to_vec()))
+}
+
+fn checksum_of(buffer: &Buffer) -> Option<u64> {
+    buffer.bytes(0, Canary::LEN).map(checksum::of_shared)
+}
+
+impl DataPlane {
+    /// Where peers find the canary.
+    pub(super) fn canary(&self) -> Result<Canary> {
+        let buffer = self.canary.buffer();
+        Ok(Canary {
+            pid: std::process::id(),
+            address: buffer.address() as u64,
+            rkey: self.canary.pack_rkey()?,
+            checksum: checksum_of(buffer).unwrap_or_default(),
+        })
+    }
+}
+
+/// Finds the process of a peer that exposes this canary.
+fn find_process(canary: &Canary) -> std::result::Result<ProcessVmReader, ProcessVmError> {
+    ProcessVmReader::find(canary.pid, canary.address, Canary::LEN, |read| {
+        checksum::of_shared(read) == canary.checksum
+    })
+}
+
+/// How a path that is not probed yet is to be probed.
+enum Probe {
+    /// There is nothing to be read.
+    Stream,
+    /// The lanes are unknown, or the canary has not come right by a call of our own: this is why.
+    Refused(String),
+    /// `process_vm_readv` has read the canary.
+    Process(ProcessVmReader),
+    /// UCX is to read it over this transport.
+    Get(String),
+}
+
+impl Probe {
+    fn of(lanes: &[Lane], peer: &Identity, is_same_host: bool) -> Self {
+        let reading: Vec<_> = lanes.iter().filter(|lane| reads_host(lane)).collect();
+        let has_cma = reading.iter().any(|lane| lane.transport == CMA);
+        let Some(canary) = &peer.canary else {
+            return Self::Refused("the peer exposes no canary".to_owned());
+        };
+        match reading.first() {
+            // UCX leaves CMA out where the kernel refuses it, and does not say why.
+            None if is_same_host => match find_process(canary) {
+                Err(ProcessVmError::Refused(reason)) => Self::Refused(reason),
+                _ => Self::Stream,
+            },
+            None => Self::Stream,
+            // A get that UCX does by CMA fails the endpoint where the kernel refuses it.
+            Some(first) if has_cma => match find_process(canary) {
+                Ok(process) if first.transport == CMA => Self::Process(process),
+                Ok(_) => Self::Get(first.transport.clone()),
+                Err(error) => Self::Refused(error.to_string()),
+            },
+            Some(first) => Self::Get(first.transport.clone()),
+        }
+    }
+}
+
+/// Before a session is up.
+impl ReactorContext {
+    /// Probes how this side gets the peer's bytes. UCX has connected: before, it may still change the lanes.
+    pub(super) fn probe(&mut self, key: SessionKey) {
+        let Some(session) = self.sessions.get(&key) else {
+            return;
+        };
+        let SessionState::Establishing(peer) = &session.state else {
+            return;
+        };
+        let peer = peer.clone();
+        let is_same_host = peer.host == self.identity().host;
+        let Some((data, endpoint)) = self.data_of(key) else {
+            return;
+        };
+        let Some(id) = endpoint.id else { return };
+        let lanes = match data.worker.lanes(id) {
+            Ok(lanes) => lanes,
+            Err(LanesError::Unusable(status)) => return self.fail_endpoint(key, status),
+            Err(error) => {
+                tracing::error!(
+                    "session.lanes peer={} {error}; bytes are streamed: report this with the version of UCX, {}",
+                    self.peer(key),
+                    self.ucx()
+                );
+                return self.set_data_path(key, DataPath::Stream("unknown".to_owned()));
+            }
+        };
+        endpoint.paths.stream_transport = DataPath::stream_transport(&lanes);
+        let probe = Probe::of(&lanes, &peer, is_same_host);
+        endpoint.lanes = lanes.into_iter().filter(is_direct).collect();
+        match probe {
+            Probe::Stream => {
+                let transport = endpoint.paths.stream_transport.clone();
+                self.set_data_path(key, DataPath::Stream(transport));
+            }
+            Probe::Refused(reason) => self.switch_to_stream(key, &reason),
+            Probe::Process(process) => {
+                endpoint.paths.process = Some(Rc::new(process));
+                self.set_data_path(key, DataPath::RemoteRead(CMA.to_owned()));
+            }
+            Probe::Get(transport) => {
+                let canary = peer.canary.as_ref();
+                let posted = canary.map(|canary| self.post_canary(key, canary, transport));
+                if let Some(Err(error)) = posted {
+                    self.switch_to_stream(key, &error.to_string());
+                }
+            }
+        }
+    }
+
+    /// Has UCX read a peer's canary.
+    fn post_canary(&mut self, key: SessionKey, canary: &Canary, transport: String) -> Result<()> {
+        let into = self.register(Buffer::zeroed(Canary::LEN))?;
+        let rkey = self.unpack_rkey(key, &canary.rkey, MemoryKind::Host)?;
+        let get = Get {
+            local: &into,
+            offset: 0,
+            len: Canary::LEN,
+            remote: canary.address,
+            key: &rkey,
+            token: CANARY_TOKEN | key,
+        };
+        if self.get(key, get)
+            && let Some(endpoint) = self.endpoint_mut(key)
+        {
+            endpoint.paths.canary = Some(CanaryRead {
+                into,
+                checksum: canary.checksum,
+                transport,
+                _key: rkey,
+            });
+        }
+        Ok(())
+    }
+
+    /// A get of a peer's canary has ended.
+    pub(super) fn finish_probe(&mut self, key: SessionKey, result: UcxResult<()>) {
+        let endpoint = self.endpoint_mut(key);
+        let Some(canary) = endpoint.and_then(|endpoint| endpoint.paths.canary.take()) else {
+            return;
+        };
+        let transport = canary.transport;
+        match result {
+            Ok(()) if checksum_of(canary.into.buffer()) == Some(canary.checksum) => {
+                self.set_data_path(key, DataPath::RemoteRead(transport));
+            }
+            Ok(()) => {
+                // Nothing that these lanes read can be believed, neither of a GPU's memory.
+                if let Some(endpoint) = self.endpoint_mut(key) {
+                    endpoint.lanes.clear();
+                }
+                let reason = format!(
+                    "its canary came with other bytes over {transport}: check the network cards and UCX, or set UCX_TLS=tcp"
+                );
+                self.switch_to_stream(key, &reason);
+            }
+            Err(status) if status.is_disconnect() => {
+                self.fail(key, self.canary_lost(key, &transport, status));
+            }
+            Err(status) => {
+                let reason = format!("its canary cannot be read over {transport}: {status}");
+                self.switch_to_stream(key, &reason);
+            }
+        }
+    }
+
+    /// UCX cannot use the endpoint any more, which a get that fails may have caused.
+    pub(super) fn fail_endpoint(&mut self, key: SessionKey, status: Status) {
+        let endpoint = self.endpoint(key);
+        let canary = endpoint.and_then(|endpoint| endpoint.paths.canary.as_ref());
+        let error = match canary {
+            Some(canary) => self.canary_lost(key, &canary.transport, status),
+            None => self.lost(key, status),
+        };
+        self.fail(key, error);
+    }
+
+    /// The error of a session whose endpoint has ended with the get of the canary.
+    fn canary_lost(&self, key: SessionKey, transport: &str, status: Status) -> Error {
+        self.lost(
+            key,
+            format_args!(
+                "its canary could not be read over {transport}: {status}; repair that transport, or set UCX_TLS=tcp on both sides"
+            ),
+        )
+    }
+
+    /// The peer reports how it gets our bytes.
+    ///
+    /// # Errors
+    /// The session has no data plane.
+    pub(super) fn receive_data_path(&mut self, key: SessionKey, data_path: DataPath) -> Result<()> {
+        let Some(endpoint) = self.endpoint_mut(key) else {
+            return Err(Error::protocol("the data path of a session without one"));
+        };
+        endpoint.paths.theirs = Some(data_path);
+        self.note_changed_path(key);
+        Ok(())
+    }
+
+    /// Whether both sides know how they get each other's bytes.
+    pub(super) fn is_probed(&self, key: SessionKey) -> bool {
+        let paths = self.endpoint(key).map(|endpoint| &endpoint.paths);
+        paths.is_some_and(|paths| paths.ours.is_some() && paths.theirs.is_some())
+    }
+
+    /// Sets how this side gets the peer's bytes, and tells the peer.
+    pub(super) fn set_data_path(&mut self, key: SessionKey, data_path: DataPath) {
+        let Some(endpoint) = self.endpoint_mut(key) else {
+            return;
+        };
+        let frame = SessionFrame::DataPath {
+            is_read: matches!(data_path, DataPath::RemoteRead(_)),
+            transport: data_path.transport().to_owned(),
+        };
+        endpoint.paths.ours = Some(data_path);
+        let sent = self
+            .sessions
+            .get_mut(&key)
+            .map(|session| session.send(&frame));
+        if let Some(Err(error)) = sent {
+            self.fail(key, error);
+        }
+        self.note_changed_path(key);
+    }
+
+    fn note_changed_path(&mut self, key: SessionKey) {
+        if self.is_up(key) {
+            self.changed_paths.push_back(key);
+        }
+    }
+}
+
+/// Data paths, for services.
+impl ReactorContext {
+    /// How this side gets the peer's bytes.
+    pub(crate) fn data_path(&self, session: SessionKey) -> Option<DataPath> {
+        self.endpoint(session)?.paths.ours.clone()
+    }
+
+    /// How the peer gets our bytes.
+    pub(crate) fn peer_data_path(&self, session: SessionKey) -> Option<DataPath> {
+        self.endpoint(session)?.paths.theirs.clone()
+    }
+
+    /// What reads the peer's process, where that is the data path.
+    pub(crate) fn process(&self, session: SessionKey) -> Option<Rc<ProcessVmReader>> {
+        self.endpoint(session)?.paths.process.clone()
+    }
+
+    /// Why this side's data path is slower than it could be, and what to do; none where the log has a reason.
+    pub(crate) fn advice(&self, session: SessionKey, peer: &Identity) -> Option<&'static str> {
+        let paths = &self.endpoint(session)?.paths;
+        let is_same_host = peer.host == self.identity().host;
+        let data_path = paths.ours.as_ref().filter(|_| !paths.has_reason)?;
+        data_path.advice(is_same_host)
+    }
+
+    /// This side may not read the peer's memory (any more): it gets all bytes as streams from now on. The log has the
+    /// reason once a session.
+    pub(crate) fn switch_to_stream(&mut self, session: SessionKey, reason: &str) {
+        let Some(endpoint) = self.endpoint_mut(session) else {
+            return;
+        };
+        let paths = &mut endpoint.paths;
+        paths.process = None;
+        let transport = paths.stream_transport.clone();
+        if !std::mem::replace(&mut paths.has_reason, true) {
+            let peer = self.peer(session);
+            tracing::warn!("session.stream peer={peer} transport={transport} {reason}");
+        }
+        let stream = DataPath::Stream(transport);
+        if self.data_path(session).as_ref() != Some(&stream) {
+            self.set_data_path(session, stream);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
