@@ -43,7 +43,7 @@ class KVPipeConnector(connector.KVPipeConnector):
             self._requests[load.handoff] = load.request_id
         for handoff in connector_metadata.committed:
             self._spoil_loaded(self._requests.pop(handoff, ""))
-        whole = [ids for _, _, first, ids in connector_metadata.ready if first == 0 and len(ids) > SPOILT]
+        whole = [ids for _, first, ids in connector_metadata.ready if first == 0 and len(ids) > SPOILT]
         self._sources = whole[-1] if whole else []
         super().bind_connector_metadata(connector_metadata)
 
