@@ -53,19 +53,22 @@ const LEFT: [(&str, usize); 15] = [
 ];
 
 /// What no count between two rounds has found anything in: a round empties it, or more bytes are needed to fill it.
-const EMPTY_BETWEEN_ROUNDS: [&str; 13] = [
+const EMPTY_BETWEEN_ROUNDS: [&str; 16] = [
     "agent logs",
     "arrived entries",
+    "cancelled transfers",
     "completions",
     "control messages",
     "ended reads",
     "failed sessions",
     "handoffs ended by callers",
+    "late transfers",
     "outgoing streams",
     "peers to note",
     "releasing regions",
     "scheduled transfers",
     "store actions",
+    "undelivered peers",
     "waiting selects",
 ];
 
