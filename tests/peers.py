@@ -331,7 +331,7 @@ def serve_blocks(num_blocks, block_bytes, address=LOOPBACK):
 
 
 def announce_handoffs(num_handoffs, block_bytes, address=LOOPBACK):
-    """An agent that has announced handoffs of one block each: `number` is 16 times its byte, its block is of that number."""
+    """An agent that has announced handoffs of one block each: the number of the block, 16 times, is the id."""
     with Agent(listen=address) as agent:
         blocks = pattern(int(num_handoffs), int(block_bytes))
         region = agent.register(blocks, "kv", int(block_bytes))

@@ -49,11 +49,11 @@ class Work(Generic[T]):
         return self.result()
 
     def settled(self, timeout: float | None = None) -> None:
-        """Waits until nothing of the operation is under way: no read of it can write into its destination blocks any more.
+        """Waits until nothing of the operation is under way: no read of it can write into its blocks any more.
 
-        An operation that has ended well is settled. A read or write of blocks that failed at its deadline may be settled
-        later, because a remote read that has begun cannot be taken back; until then its blocks are busy, and new
-        operations on them are refused.
+        An operation that has ended well is settled. A read or write of blocks that failed at its deadline may be
+        settled later, because a remote read that has begun cannot be taken back. Until then its blocks are busy, and
+        new operations on them are refused.
 
         Args:
             timeout: Seconds; `None` waits until the operation is settled.
