@@ -23,6 +23,8 @@ pub(crate) mod transfer {
     pub(crate) const REFUSED: u8 = 35;
     pub(crate) const CHECKSUMS: u8 = 43;
     pub(crate) const SOURCE_CHECKSUMS: u8 = 44;
+    pub(crate) const CANCEL: u8 = 45;
+    pub(crate) const CANCELLED: u8 = 46;
 }
 
 pub(crate) mod pipe {
@@ -57,6 +59,7 @@ pub(crate) mod agent {
     pub(crate) const NOTIFY: u8 = 40;
     pub(crate) const VOID: u8 = 41;
     pub(crate) const NOTED: u8 = 42;
+    pub(crate) const WITHDRAW: u8 = 47;
     pub(crate) const SELECT: u8 = 48;
     pub(crate) const BLOCKS_READY: u8 = 49;
     pub(crate) const HANDOFF_ENDED: u8 = 50;

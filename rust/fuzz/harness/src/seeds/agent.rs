@@ -92,6 +92,8 @@ fn served_reads() -> Vec<Script> {
     let credit = head(transfer::CREDIT, 1).u64(64).finish();
     vec![
         read(0, 0).message(&credit, &[]),
+        send(read(0, 0), transfer::CANCEL, 1),
+        send(read(REMOTE_READ, 2), transfer::CANCEL, 1),
         read(0, 1),
         read(REMOTE_READ, 2),
     ]
@@ -118,6 +120,12 @@ fn writes() -> Vec<Script> {
         refuse(writing(0), kind::CORRUPT),
         refuse(writing(REMOTE_READ | SERVER), kind::DECLINED),
         checksums(offer(REMOTE_READ, Some(b"tag")), 1).user(user::DRAIN, 0),
+        send(offer(0, Some(b"tag")), kind::WITHDRAW, 1),
+        send(
+            send(offer(0, None), kind::WITHDRAW, 1),
+            transfer::CANCELLED,
+            1,
+        ),
         stream(offer(0, None), 3),
     ]
 }

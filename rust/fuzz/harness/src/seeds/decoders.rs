@@ -22,7 +22,8 @@ fn identity() -> Vec<u8> {
     let fingerprint = identity.list(&[("dtype", "bfloat16")], |w, (field, value)| {
         w.str(field).str(value)
     });
-    fingerprint.bytes(&[]).str("host").finish()
+    let canary = fingerprint.bytes(&[]).str("host").u8(1);
+    canary.u32(7).u64(1 << 40).bytes(&[4]).u64(6).finish()
 }
 
 /// The index of the decoder, then bytes that it accepts.
@@ -62,6 +63,8 @@ pub(super) fn decoders() -> Vec<Vec<u8>> {
         ("offered_blocks", offered),
         ("transfer", read),
         ("transfer", checksums),
+        ("transfer", message(head(transfer::CANCEL, 1), &[])),
+        ("transfer", message(head(transfer::CANCELLED, 1), &[])),
         ("handoff", ready),
         ("handoff", validated),
         ("handoff", validate),
