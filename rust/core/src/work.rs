@@ -45,6 +45,11 @@ const WAITED_FOR: u32 = 1 << 31;
 pub(crate) trait Drive: Send + Sync + fmt::Debug {
     /// Runs the reactor on the calling thread until `is_done`, `until` or a signal.
     fn drive(&self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven;
+    /// Checks that no read has outlived the reactor.
+    ///
+    /// # Errors
+    /// `Timeout` says how many have.
+    fn check_reads_ended(&self) -> Result<()>;
 }
 
 /// How [`Drive::drive`] ended.
@@ -253,8 +258,17 @@ impl<T> Work<T> {
 
     /// Waits until nothing of the operation is under way, as [`wait`](Self::wait) does for its result. The two differ where
     /// the operation failed at its deadline while reads that cannot be taken back were under way.
+    ///
+    /// # Errors
+    /// `Timeout`: the reactor was closed, and UCX has not ended its reads.
     pub fn wait_settled(&self, deadline: Option<Instant>) -> Result<Waited> {
-        self.wait_until(SETTLED, deadline)
+        let waited = self.wait_until(SETTLED, deadline)?;
+        if waited == Waited::Done
+            && let Some(driver) = &self.driver
+        {
+            driver.check_reads_ended()?;
+        }
+        Ok(waited)
     }
 
     fn wait_until(&self, progress: u32, deadline: Option<Instant>) -> Result<Waited> {

@@ -165,8 +165,11 @@ impl AgentCore {
         id: u64,
         error: &Error,
     ) {
-        let peer = self.peers.get_mut(&session);
-        let write = peer.and_then(|peer| peer.writes.get_mut(&id));
+        let Some(peer) = self.peers.get_mut(&session) else {
+            return;
+        };
+        peer.writes_ready.retain(|ready| *ready != id);
+        let write = peer.writes.get_mut(&id);
         if let Some(notify) = write.and_then(|write| write.caller.notify.take()) {
             notify.transfer_ended(cx, session, false);
         }

@@ -18,9 +18,8 @@ use crate::transport::Memory;
 const SLICE: u64 = 8 << 20;
 
 impl HandoffService {
-    /// Takes the next slice of blocks that are ready, in the regions in which they are, and tells who has selected
-    /// them; whether more are left.
-    pub(super) fn announce_ready(&mut self, cx: &mut ReactorContext) -> bool {
+    /// Takes the next slice of blocks that are ready, in the regions in which they are, and tells who has selected them.
+    pub(super) fn announce_ready(&mut self, cx: &mut ReactorContext) {
         let known = &self.agent.regions;
         let num_blocks = |regions: &[RegionId]| {
             let known = regions.iter().filter_map(|region| known.get(region));
@@ -28,7 +27,7 @@ impl HandoffService {
             slice_of(hashed.map(|region| region.layout.block_bytes).sum())
         };
         let Some((part, regions)) = self.ready.slice(num_blocks) else {
-            return false;
+            return;
         };
         let began = self.trace.now();
         match self.ready_blocks(&part, &regions) {
@@ -51,7 +50,6 @@ impl HandoffService {
             }
             Err(reason) => self.end(cx, part.handoff, &reason),
         }
-        !self.ready.is_empty()
     }
 
     fn ready_blocks(

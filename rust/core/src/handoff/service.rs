@@ -243,10 +243,10 @@ impl Service for HandoffService {
     }
 
     fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        let has_announced = self.announce_ready(cx);
-        let has_moved = self.agent.engine.run_slice(cx);
+        self.announce_ready(cx);
+        self.agent.engine.run_slice(cx);
         self.drain(cx);
-        has_moved || has_announced
+        self.has_work()
     }
 
     fn has_work(&self) -> bool {

@@ -23,6 +23,7 @@ const CONSUME: u8 = 22;
 const CONSUMED: u8 = 23;
 const SETTLE: u8 = 24;
 const WITHDRAW: u8 = 25;
+const CANCEL: u8 = 26;
 
 /// Most tokens that count: of an entry, of the inserts of a client that wait together, of a query.
 pub(super) const TOKENS_CAP: usize = 1 << 22;
@@ -63,6 +64,8 @@ pub(crate) enum LookupMessage<'a> {
     Settle { is_consumed: bool },
     /// Client: cancel an operation that has not met its other side.
     Withdraw,
+    /// Client: the insert is late; cancel it, also while its tensors are transferred. REFUSED or INSERTED answers.
+    Cancel,
 }
 
 impl LookupMessage<'_> {
@@ -84,6 +87,7 @@ impl LookupMessage<'_> {
             Self::Consumed => CONSUMED,
             Self::Settle { .. } => SETTLE,
             Self::Withdraw => WITHDRAW,
+            Self::Cancel => CANCEL,
         }
     }
 
@@ -115,9 +119,12 @@ impl LookupMessage<'_> {
                 (header, Payload::Bytes(writer.finish()))
             }
             Self::Settle { is_consumed } => (header.u8(is_consumed.into()), Payload::None),
-            Self::Inserted | Self::Nothing | Self::Consume | Self::Consumed | Self::Withdraw => {
-                (header, Payload::None)
-            }
+            Self::Inserted
+            | Self::Nothing
+            | Self::Consume
+            | Self::Consumed
+            | Self::Withdraw
+            | Self::Cancel => (header, Payload::None),
         }
     }
 }
@@ -176,6 +183,7 @@ impl<'a> LookupMessage<'a> {
                 is_consumed: header.flag()?,
             },
             WITHDRAW => Self::Withdraw,
+            CANCEL => Self::Cancel,
             other => {
                 let text = format_args!("message {other} of a lookup buffer");
                 return Err(Error::protocol(text));
@@ -289,6 +297,7 @@ mod tests {
             LookupMessage::Settle { is_consumed: true },
             LookupMessage::Settle { is_consumed: false },
             LookupMessage::Withdraw,
+            LookupMessage::Cancel,
         ] {
             assert_eq!(decode(&encode(message.clone())), Ok(message));
         }
@@ -320,7 +329,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_decode_to_a_message_or_an_error(kind in INSERT..=WITHDRAW, header: Vec<u8>, payload: Vec<u8>) {
+        fn any_bytes_decode_to_a_message_or_an_error(kind in INSERT..=CANCEL, header: Vec<u8>, payload: Vec<u8>) {
             let _ = LookupMessage::decode(kind, Reader::new(&header), &payload);
         }
     }

@@ -85,6 +85,14 @@ impl LookupServer {
                 self.end_select(select, is_consumed);
             }
             LookupMessage::Withdraw => self.withdraw(cx, (session, operation))?,
+            LookupMessage::Cancel => {
+                // One that waits for space has its own deadline here, and is refused for the lack of it.
+                if let Some(insert) = self.client(session)?.inserts.get_mut(&operation) {
+                    insert.is_cancelled = true;
+                }
+                self.tensors.cancel(cx, session, operation, &late());
+                self.commit_arrived(cx);
+            }
             other => {
                 let text = format_args!("message {} to a lookup buffer", other.kind());
                 return Err(Error::protocol(text));
@@ -128,7 +136,11 @@ impl LookupServer {
         match reserved.flatten() {
             Ok(ticket) => {
                 let tokens = tokens.into();
-                let insert = ClientInsert { ticket, tokens };
+                let insert = ClientInsert {
+                    ticket,
+                    tokens,
+                    is_cancelled: false,
+                };
                 self.tensors.add(session, operation, entry);
                 self.client(session)?.inserts.insert(operation, insert);
             }
@@ -183,7 +195,14 @@ impl LookupServer {
         let Some(client) = client.filter(|client| client.inserts.contains_key(&operation)) else {
             return;
         };
+        let is_cancelled = (client.inserts.get(&operation)).is_some_and(|it| it.is_cancelled);
         match granted {
+            Ok(ticket) if is_cancelled => {
+                client.inserts.remove(&operation);
+                self.tensors.forget(cx, session, operation);
+                self.release(ticket);
+                LookupMessage::Refused(late()).send(cx, session, operation);
+            }
             Ok(_) => {
                 self.tensors.begin(cx, session, operation);
                 self.commit_arrived(cx);
@@ -238,7 +257,7 @@ impl LookupServer {
         while let Some((session, operation, items)) = self.tensors.next_arrived(cx) {
             let client = self.clients.get_mut(&session);
             let insert = client.and_then(|client| client.inserts.remove(&operation));
-            let Some(ClientInsert { ticket, tokens }) = insert else {
+            let Some(ClientInsert { ticket, tokens, .. }) = insert else {
                 continue;
             };
             let commit = |items| self.change(|state| state.store.commit(ticket, tokens, items));
@@ -280,6 +299,10 @@ impl LookupServer {
             }
         }
     }
+}
+
+fn late() -> Error {
+    Error::Closed("its client has cancelled it, because it is late".to_owned())
 }
 
 impl Service for LookupServer {

@@ -30,8 +30,8 @@ struct SessionTensors {
     waiting: HashMap<u64, EntryTransfer>,
     /// Entries to be transferred, in this order, with their operations.
     queue: VecDeque<(u64, EntryTransfer)>,
-    /// A tensor of the first entry is being transferred.
-    is_transferring: bool,
+    /// The transfer of a tensor of the first entry.
+    transferring: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -219,6 +219,30 @@ impl Tensors {
         forgotten.is_some()
     }
 
+    /// Fails an entry that has begun: it arrives with this error when nothing reads its tensors any more.
+    pub(super) fn cancel(
+        &mut self,
+        cx: &mut ReactorContext,
+        session: SessionKey,
+        operation: u64,
+        error: &Error,
+    ) {
+        let Some(tensors) = self.sessions.get_mut(&session) else {
+            return;
+        };
+        let at = tensors.queue.iter().position(|(it, _)| *it == operation);
+        match (at, tensors.transferring) {
+            (Some(0), Some(transfer)) => self.engine.fail(cx, transfer, error),
+            (Some(at), _) => {
+                tensors.queue.remove(at);
+                self.remove_sources(cx, session, operation);
+                self.arrived
+                    .push_back((session, operation, Err(error.clone())));
+            }
+            (None, _) => {}
+        }
+    }
+
     fn remove_sources(&mut self, cx: &mut ReactorContext, session: SessionKey, operation: u64) {
         let closed = Error::Closed("the operation has ended".to_owned());
         for index in 0..NUM_ITEMS {
@@ -253,7 +277,7 @@ impl Tensors {
         let Some(tensors) = self.sessions.get_mut(&session) else {
             return;
         };
-        tensors.is_transferring = false;
+        tensors.transferring = None;
         let len = completion.pieces.num_bytes as usize;
         let outcome = completion.outcome.map_err(|error| {
             error.into_error(|corruption| {
@@ -288,7 +312,7 @@ impl Tensors {
     /// Begins what can be.
     fn advance(&mut self, cx: &mut ReactorContext, session: SessionKey) {
         while let Some(tensors) = self.sessions.get_mut(&session)
-            && !tensors.is_transferring
+            && tensors.transferring.is_none()
             && let Some((operation, entry)) = tensors.queue.front()
         {
             let Some((index, buffer)) = entry.offered().next() else {
@@ -309,7 +333,7 @@ impl Tensors {
             };
             let source = source_id(*operation, *index);
             let transfer = self.engine.add(buffer.transfer(session, source, memory));
-            tensors.is_transferring = true;
+            tensors.transferring = Some(transfer);
             self.engine.enqueue(cx, transfer);
         }
     }

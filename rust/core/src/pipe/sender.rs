@@ -360,7 +360,8 @@ impl Service for Sender {
     }
 
     fn poll(&mut self, cx: &mut ReactorContext) -> bool {
-        self.engine.run_slice(cx)
+        self.engine.run_slice(cx);
+        self.engine.has_work()
     }
 
     fn has_work(&self) -> bool {

@@ -37,9 +37,9 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::AssertSend;
 
-use super::EventHandler;
 use super::poller::Poller;
 use super::reactor_core::{Next, ReactorCore};
+use super::{EventHandler, PendingReads};
 use crate::clock;
 use crate::error::Result;
 use crate::process::Process;
@@ -122,10 +122,15 @@ pub(super) struct Driver<H: EventHandler> {
     /// Wakes the thread only.
     thread_wake: OwnedFd,
     process: Process,
+    pending_reads: PendingReads,
 }
 
 impl<H: EventHandler> Driver<H> {
-    pub(super) fn new(core: AssertSend<ReactorCore<H>>, poller: Arc<Poller>) -> Result<Self> {
+    pub(super) fn new(
+        core: AssertSend<ReactorCore<H>>,
+        poller: Arc<Poller>,
+        pending_reads: PendingReads,
+    ) -> Result<Self> {
         let state = DriverState {
             holder: Holder::Free(Box::new(core)),
             num_caller_runs: 0,
@@ -140,6 +145,7 @@ impl<H: EventHandler> Driver<H> {
             poller,
             thread_wake: eventfd()?,
             process: Process::this(),
+            pending_reads,
         })
     }
 
@@ -266,6 +272,10 @@ impl<H: EventHandler> Driver<H> {
 }
 
 impl<H: EventHandler> Drive for Driver<H> {
+    fn check_reads_ended(&self) -> Result<()> {
+        self.pending_reads.check()
+    }
+
     fn drive(&self, until: Instant, is_done: &dyn Fn() -> bool) -> Driven {
         if let Err(error) = self.process.check() {
             return Driven::Forked(error);

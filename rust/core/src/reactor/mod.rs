@@ -116,7 +116,7 @@ impl<C: Send + 'static> Reactor<C> {
         // SAFETY: the worker, its keys and its placer are reachable through the core only: `make`, being Send, brings
         // nothing that shares without atomics. Handlers keep to what `EventHandler` demands.
         let core = unsafe { AssertSend::new(core) };
-        let driver = Arc::new(Driver::new(core, poller)?);
+        let driver = Arc::new(Driver::new(core, poller, pending_reads.clone())?);
         let in_thread = Arc::clone(&driver);
         let start = || Thread::spawn("kvpipe", move || in_thread.run_thread());
         #[cfg(any(test, feature = "fuzzing"))]

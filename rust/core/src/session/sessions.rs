@@ -304,11 +304,12 @@ impl<S: Service> Sessions<S> {
         }
     }
 
-    /// A hello has come through; the data path is probed once both have.
+    /// A hello has come through; the data path is probed once, when both have.
     fn record_hello(&mut self, session: SessionKey, record: impl FnOnce(&mut SessionEndpoint)) {
         if let Some(endpoint) = self.cx.endpoint_mut(session) {
+            let was_established = endpoint.is_established();
             record(endpoint);
-            if endpoint.is_established() {
+            if endpoint.is_established() && !was_established {
                 self.cx.probe(session);
                 self.report_up_if_probed(session);
             }

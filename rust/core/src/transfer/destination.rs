@@ -92,7 +92,7 @@ impl PeerTransfers {
     /// answered, so that the bytes in flight stay bounded.
     fn num_busy(&self) -> usize {
         let is_only_cancelling = |id: &&u64| !self.running.contains(id);
-        self.running.len() + self.cancelling.iter().filter(is_only_cancelling).count()
+        self.running.len() + self.cancelling.keys().filter(is_only_cancelling).count()
     }
 
     /// Chooses the path of a transfer, and asks the source for what is needed of it.
@@ -220,7 +220,7 @@ impl TransferEngine {
         id: u64,
     ) -> Result<()> {
         let peer = self.peers.get_mut(&session);
-        if peer.is_some_and(|peer| !peer.cancelling.remove(&id)) {
+        if peer.is_some_and(|peer| peer.cancelling.remove(&id).is_none()) {
             let text = format_args!("transfer {id} was cancelled, which was not asked for");
             return Err(Error::protocol(text));
         }

@@ -1,6 +1,6 @@
 //! The engine: all transfers of a reactor, and in which order they go.
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -69,8 +69,8 @@ pub(super) struct PeerTransfers {
     /// Those whose turn has not come, and those that have begun and are not over, both in order.
     pub(super) waiting: VecDeque<u64>,
     pub(super) running: Vec<u64>,
-    /// Failed transfers of which it may still send something.
-    pub(super) cancelling: HashSet<u64>,
+    /// Failed transfers of which it may still send something, with their sources.
+    pub(super) cancelling: HashMap<u64, u64>,
     /// Of reads over UCX.
     pub(super) bytes_in_flight: u64,
     pub(super) reads_in_flight: usize,
@@ -149,10 +149,11 @@ impl TransferEngine {
         let Some(transfer) = self.transfers.get_mut(&id) else {
             return;
         };
-        let (session, is_served) = (transfer.request.session, transfer.is_served());
+        let (session, source) = (transfer.request.session, transfer.request.source);
+        let is_served = transfer.is_served();
         transfer.fail(error.clone());
         if is_served && let Some(peer) = self.peers.get_mut(&session) {
-            peer.cancelling.insert(id);
+            peer.cancelling.insert(id, source);
             Message::Cancel.send(cx, session, id);
         }
         self.settle(cx, id);
@@ -195,15 +196,20 @@ impl TransferEngine {
         }
     }
 
-    /// Whether a transfer reads from a source of a peer, or may still.
+    /// Whether a transfer reads from a source of a peer, or may still, or the peer may still stream from it.
     pub(crate) fn is_reading(&self, session: SessionKey, source: u64) -> bool {
         let Some(peer) = self.peers.get(&session) else {
             return false;
         };
-        peer.running.iter().chain(&peer.waiting).any(|id| {
+        let is_of_it = |id: &u64| {
             let transfer = self.transfers.get(id);
             transfer.is_some_and(|transfer| transfer.request.source == source)
-        })
+        };
+        peer.running.iter().chain(&peer.waiting).any(is_of_it)
+            || peer
+                .cancelling
+                .values()
+                .any(|cancelled| *cancelled == source)
     }
 
     /// Bytes of a transfer that have not been asked for, or have not come as a stream.

@@ -47,6 +47,7 @@ pub(crate) mod lookup {
     pub(crate) const CONSUMED: u8 = 23;
     pub(crate) const SETTLE: u8 = 24;
     pub(crate) const WITHDRAW: u8 = 25;
+    pub(crate) const CANCEL: u8 = 26;
 }
 
 pub(crate) mod agent {

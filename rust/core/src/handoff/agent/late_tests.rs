@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::handoff::ReadyRange;
 use crate::reactor::manual::{Round, without_threads};
 use crate::transport::MemoryPath;
-use crate::work::Work;
+use crate::work::{Waited, Work};
 
 /// Several windows of a stream, and more reads than are in flight at once.
 const BLOCK: u64 = 16 << 20;
@@ -162,6 +162,29 @@ fn a_late_remote_read_keeps_its_blocks_busy_until_it_is_settled_and_touches_no_o
     assert!((0..3).all(|block| pair.near.is_filled(block, 7)));
     assert_eq!(pair.peer.lost(), None);
     assert_eq!(pair.near.agent.stats().in_flight, 0);
+}
+
+#[test]
+fn a_work_is_not_settled_while_a_read_outlives_its_agent() {
+    let pair = Pair::new(MemoryPath::RemoteRead);
+    let late = pair.near.read(&pair.peer, 0, Some(TIMEOUT));
+    pair.near.agent.round();
+    pass(TIMEOUT);
+    while !late.is_completed() {
+        pair.near.agent.round();
+    }
+    let pending_reads = pair.near.agent.reactor.pending_reads();
+    pending_reads.pretend(2);
+    pair.near.agent.close();
+    while pair.near.agent.round() != Round::Over {}
+    pending_reads.pretend(2); // its end has counted none
+    let settled = late.wait_settled(None);
+    assert!(
+        matches!(&settled, Err(Error::Timeout(text)) if text.contains("2 reads have not ended")),
+        "{settled:?}"
+    );
+    pending_reads.pretend(0);
+    assert_eq!(late.wait_settled(None), Ok(Waited::Done));
 }
 
 #[test]

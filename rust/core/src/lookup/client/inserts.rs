@@ -14,12 +14,14 @@ use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
 use crate::work::Completer;
 
-/// An insert that the server has not answered. While the server answers probes, it enforces the deadline.
+/// An insert that the server has not answered. The server enforces the deadline while it waits for space.
 #[derive(Debug)]
 pub(super) struct SentInsert {
     num_tokens: usize,
     completer: Completer<()>,
     grace: Option<GracePeriod>,
+    /// The deadline has passed, and the server was asked to cancel it.
+    is_cancelled: bool,
 }
 
 #[derive(Debug, Default)]
@@ -60,6 +62,7 @@ impl LookupClient {
                         num_tokens: tokens.len(),
                         completer,
                         grace: deadline.map(|at| GracePeriod::new(cx.now(), at)),
+                        is_cancelled: false,
                     };
                     let message = LookupMessage::Insert {
                         timeout: deadline.map(|at| at.saturating_duration_since(cx.now())),
@@ -98,6 +101,11 @@ impl LookupClient {
         if let Some(sent) = self.inserts.sent.remove(&operation) {
             self.command_queue
                 .update_info(|info| info.num_inserted += u64::from(result.is_ok()));
+            let result = match result {
+                // Refused for a reason of its own it may be all the same.
+                Err(Error::Unavailable(_)) if sent.is_cancelled => Err(late()),
+                result => result,
+            };
             self.end(Some(sent.completer), result);
         }
         self.send_inserts(cx);
@@ -125,15 +133,23 @@ impl LookupClient {
         next_deadline.into_iter().chain(next_answer).min()
     }
 
-    /// Fails the session of a server whose answer is late, because it may still read what was inserted. Returns when to look
-    /// again.
+    /// Cancels inserts that are late. Fails the session of a server that does not answer that within the grace period, because
+    /// it may still read what was inserted. Returns when to look again.
     fn check_answers(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let session = *self.sessions.first()?;
-        let sent = self.inserts.sent.values_mut();
         let mut next: Option<Instant> = None;
-        for grace in sent.filter_map(|sent| sent.grace.as_mut()) {
-            if grace.look(cx, &[session]) == AnswerStage::Over && !cx.has_failed(session) {
-                cx.fail(session, unanswered());
+        for (operation, sent) in &mut self.inserts.sent {
+            let Some(grace) = &mut sent.grace else {
+                continue;
+            };
+            match grace.look(cx, &[session]) {
+                AnswerStage::Late | AnswerStage::Over if !sent.is_cancelled => {
+                    sent.is_cancelled = true;
+                    grace.due_from(cx.now());
+                    LookupMessage::Cancel.send(cx, session, *operation);
+                }
+                AnswerStage::Over if !cx.has_failed(session) => cx.fail(session, unanswered()),
+                AnswerStage::InTime | AnswerStage::Late | AnswerStage::Over => {}
             }
             let at = grace.next(cx, &[session]);
             next = Some(next.map_or(at, |next| next.min(at)));
@@ -169,6 +185,11 @@ fn too_many_wait(num_sent: usize) -> Error {
     Error::Exhausted(format!(
         "{num_sent} earlier inserts of this buffer wait for place, as many as may ({INSERTS_IN_FLIGHT}, with {TOKENS_CAP} tokens together); nothing was inserted, the buffer is usable"
     ))
+}
+
+fn late() -> Error {
+    let text = "the insert was not done in time; nothing was inserted, the buffer is usable";
+    Error::Timeout(text.to_owned())
 }
 
 fn unanswered() -> Error {

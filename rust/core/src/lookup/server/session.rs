@@ -33,6 +33,8 @@ impl ClientSelect {
 pub(super) struct ClientInsert {
     pub(super) ticket: Ticket,
     pub(super) tokens: Arc<[i64]>,
+    /// The client wants it no more: it is refused when it has its space.
+    pub(super) is_cancelled: bool,
 }
 
 #[derive(Default)]

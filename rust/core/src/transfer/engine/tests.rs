@@ -335,6 +335,8 @@ fn a_failed_read_completes_when_nothing_is_in_flight_any_more() {
     assert!(it.engine.is_reading(SESSION, SOURCE));
     it.end_reads();
     assert_eq!(failed(it.engine.next_completion()), config("first"));
+    assert!(it.engine.is_reading(SESSION, SOURCE), "its source may send");
+    it.receive(id, &Message::Cancelled, &[]).unwrap();
     assert!(!it.engine.is_reading(SESSION, SOURCE));
 }
 

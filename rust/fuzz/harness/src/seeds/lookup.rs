@@ -62,6 +62,7 @@ pub(super) fn server() -> Vec<Vec<u8>> {
         goodbye(read(select(inserted_here(0), &by_tokens), 5)),
         goodbye(selected_here.user(user::CONSUME, 0)),
         goodbye(send(insert(0, &all), lookup::WITHDRAW, 0)),
+        goodbye(send(insert(0, &all), lookup::CANCEL, 0)),
     ]
 }
 
