@@ -179,11 +179,11 @@ impl ControlService {
                 .to_string(),
             ControlQuery::Subscribe { handoff, lead } => {
                 let condition = ReplyCondition::PrefillEnd { lead };
-                return self.deferred.add(out, deferred(handoff, condition));
+                return self.deferred.add(out, now, deferred(handoff, condition));
             }
             ControlQuery::Watched(handoff) => {
                 let condition = ReplyCondition::Consumer;
-                return self.deferred.add(out, deferred(handoff, condition));
+                return self.deferred.add(out, now, deferred(handoff, condition));
             }
         };
         out.send(session, ControlMessage::Reply { id, json });
@@ -257,7 +257,7 @@ impl Service for ControlService {
             self.consumer.expire(out, now),
             self.queries.expire(now),
             // Last, so that replies tell of what has just expired.
-            self.deferred.poll(out, now, &self.producer),
+            self.deferred.poll(out, now, &mut self.producer),
         ];
         self.out.flush(cx);
         deadlines.into_iter().flatten().min()

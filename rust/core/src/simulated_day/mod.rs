@@ -53,10 +53,11 @@ const LEFT: [(&str, usize); 15] = [
 ];
 
 /// What no count between two rounds has found anything in: a round empties it, or more bytes are needed to fill it.
-const EMPTY_BETWEEN_ROUNDS: [&str; 16] = [
+const EMPTY_BETWEEN_ROUNDS: [&str; 17] = [
     "agent logs",
     "arrived entries",
     "cancelled transfers",
+    "changed handoffs",
     "completions",
     "control messages",
     "ended reads",
