@@ -34,7 +34,7 @@ const TIMEOUTS: SessionTimeouts = SessionTimeouts {
 const ROUNDS: usize = 100_000;
 
 /// What may be left when nothing is under way: of sessions that stay, and what is kept up to a bound. Of all else nothing is.
-const LEFT: [(&str, usize); 15] = [
+const LEFT: [(&str, usize); 16] = [
     ("sessions", 1),
     ("timers", 66),
     ("ended peers", 256),
@@ -50,6 +50,7 @@ const LEFT: [(&str, usize); 15] = [
     ("closed handoffs", 4096),
     ("results", 4096),
     ("control addresses", 1),
+    ("addresses of control sessions", 1),
 ];
 
 /// What no count between two rounds has found anything in: a round empties it, or more bytes are needed to fill it.
