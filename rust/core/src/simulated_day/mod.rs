@@ -151,7 +151,9 @@ impl Day {
         match self.rng.one_of(4) {
             0 => self.agents.act(&mut self.rng),
             1 => self.ports.act(&mut self.rng),
-            2 => self.visitors.come(&mut self.rng, &self.agents, &self.ports),
+            2 => self
+                .visitors
+                .come(&mut self.rng, &mut self.agents, &self.ports),
             _ => {
                 self.agents.act(&mut self.rng);
                 self.ports.act(&mut self.rng);
