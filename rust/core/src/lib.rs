@@ -24,6 +24,7 @@ pub mod fuzzing;
 pub mod handoff;
 pub mod ids;
 pub mod lookup;
+mod multimap;
 pub mod net;
 pub mod pipe;
 mod process;

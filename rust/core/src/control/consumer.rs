@@ -8,12 +8,13 @@ use super::messages::ControlMessage;
 use super::service::ControlOutbox;
 use super::{ControlEvent, HandoffUpdate};
 use crate::ids::{HandoffId, SessionKey};
+use crate::multimap::Multimap;
+use crate::reactor::Timers;
 
 /// A watched handoff. Its first `Opened` and its first `Finished` count: a peer that repeats them cannot fill the queue of
 /// events.
 struct HandoffWatch {
     session: SessionKey,
-    deadline: Instant,
     is_opened: bool,
     is_finished: bool,
 }
@@ -21,6 +22,8 @@ struct HandoffWatch {
 pub(super) struct ConsumerRole {
     handoff_timeout: Duration,
     watches: HashMap<HandoffId, HandoffWatch>,
+    of_sessions: Multimap<SessionKey, HandoffId>,
+    deadlines: Timers<HandoffId>,
 }
 
 impl ConsumerRole {
@@ -28,31 +31,44 @@ impl ConsumerRole {
         Self {
             handoff_timeout,
             watches: HashMap::new(),
+            of_sessions: Multimap::default(),
+            deadlines: Timers::default(),
         }
     }
 
-    /// How many handoffs are watched.
+    /// What its maps hold.
     #[cfg(any(test, feature = "fuzzing"))]
-    pub(super) fn len(&self) -> usize {
-        self.watches.len()
+    pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        vec![
+            ("watches", self.watches.len()),
+            ("sessions of watches", self.of_sessions.len()),
+            ("deadlines of watches", self.deadlines.len()),
+        ]
     }
 
     /// Watches a handoff at its producer. The producer learns of it now, or when its session is established.
     pub(super) fn watch(&mut self, now: Instant, handoff: HandoffId, session: SessionKey) {
+        self.remove(handoff);
         let watch = HandoffWatch {
             session,
-            deadline: now + self.handoff_timeout,
             is_opened: false,
             is_finished: false,
         };
         self.watches.insert(handoff, watch);
+        self.of_sessions.insert(session, handoff);
+        self.deadlines.set(handoff, now + self.handoff_timeout);
+    }
+
+    fn remove(&mut self, handoff: HandoffId) -> Option<HandoffWatch> {
+        let watch = self.watches.remove(&handoff)?;
+        self.of_sessions.remove(watch.session, &handoff);
+        self.deadlines.cancel(handoff);
+        Some(watch)
     }
 
     pub(super) fn session_up(&self, out: &mut ControlOutbox, session: SessionKey) {
-        for (&handoff, watch) in &self.watches {
-            if watch.session == session {
-                out.send(session, ControlMessage::Watch(handoff));
-            }
+        for &handoff in self.of_sessions.get(&session) {
+            out.send(session, ControlMessage::Watch(handoff));
         }
     }
 
@@ -62,7 +78,7 @@ impl ConsumerRole {
         handoff: HandoffId,
         is_acknowledged: bool,
     ) {
-        if let Some(watch) = self.watches.remove(&handoff) {
+        if let Some(watch) = self.remove(handoff) {
             let unwatch = ControlMessage::Unwatch {
                 handoff,
                 is_acknowledged,
@@ -86,7 +102,7 @@ impl ConsumerRole {
         let is_repeated = match &update {
             HandoffUpdate::Opened(_) => std::mem::replace(&mut watch.is_opened, true),
             HandoffUpdate::Finished(_) => std::mem::replace(&mut watch.is_finished, true),
-            HandoffUpdate::Ended(_) => self.watches.remove(&handoff).is_none(),
+            HandoffUpdate::Ended(_) => self.remove(handoff).is_none(),
         };
         if !is_repeated {
             out.trace(update.name(), &handoff);
@@ -100,8 +116,8 @@ impl ConsumerRole {
         session: SessionKey,
         reason: &str,
     ) {
-        let ended = |_: &HandoffId, watch: &mut HandoffWatch| watch.session == session;
-        for (handoff, _) in self.watches.extract_if(ended) {
+        for handoff in self.of_sessions.remove_key(&session) {
+            self.remove(handoff);
             let reason = reason.to_owned();
             out.events.push(ControlEvent::Lost { handoff, reason });
         }
@@ -110,8 +126,10 @@ impl ConsumerRole {
     /// Ends watches whose handoff took too long, and returns the next deadline.
     pub(super) fn expire(&mut self, out: &mut ControlOutbox, now: Instant) -> Option<Instant> {
         let timeout = self.handoff_timeout;
-        let late = |_: &HandoffId, watch: &mut HandoffWatch| watch.deadline <= now;
-        for (handoff, watch) in self.watches.extract_if(late) {
+        while let Some(handoff) = self.deadlines.pop_expired(now) {
+            let Some(watch) = self.remove(handoff) else {
+                continue;
+            };
             let unwatch = ControlMessage::Unwatch {
                 handoff,
                 is_acknowledged: false,
@@ -120,7 +138,7 @@ impl ConsumerRole {
             let reason = format!("nothing came within {timeout:?} (handoff_timeout_s)");
             out.events.push(ControlEvent::Lost { handoff, reason });
         }
-        self.watches.values().map(|watch| watch.deadline).min()
+        self.deadlines.next()
     }
 }
 
@@ -152,6 +170,26 @@ mod tests {
             }
             assert_eq!(out.events.drain(), expected, "a new watch counts anew");
         }
+    }
+
+    #[test]
+    fn a_handoff_watched_again_has_the_session_and_the_deadline_of_its_last_watch() {
+        let timeout = Duration::from_secs(60);
+        let mut consumer = ConsumerRole::new(timeout);
+        let (mut out, now) = (ControlOutbox::default(), Instant::now());
+        let later = now + timeout / 2;
+        consumer.watch(now, ID, 20);
+        consumer.watch(later, ID, 21);
+        consumer.session_up(&mut out, 20);
+        consumer.session_down(&mut out, 20, "lost");
+        let next = consumer.expire(&mut out, now + timeout);
+        assert_eq!(next, Some(later + timeout));
+        assert_eq!((out.messages.len(), out.events.drain().len()), (0, 0));
+        consumer.session_up(&mut out, 21);
+        assert_eq!(out.messages, [(21, ControlMessage::Watch(ID))]);
+        consumer.session_down(&mut out, 21, "lost");
+        assert_eq!(out.events.drain().len(), 1);
+        assert_eq!(consumer.expire(&mut out, now), None);
     }
 
     #[test]

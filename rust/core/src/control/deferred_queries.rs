@@ -1,6 +1,7 @@
 //! Queries to this control port that have no reply yet: they wait for a handoff's prefill to end soon, or for its consumer.
-//! Each round of the reactor compares them with the producer's handoffs.
+//! Each round of the reactor looks at the new ones, at those of handoffs that have changed, and at those that are due.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use super::messages::ControlMessage;
@@ -34,6 +35,10 @@ pub(super) struct DeferredQuery {
 impl Waiter for DeferredQuery {
     fn session(&self) -> SessionKey {
         self.session
+    }
+
+    fn handoff(&self) -> HandoffId {
+        self.handoff
     }
 }
 
@@ -107,6 +112,7 @@ impl DeferredQuery {
     }
 }
 
+/// The deadline of each is when to look at it again, whatever happens to its handoff.
 pub(super) struct DeferredQueries(FairWaitlist<DeferredQuery>);
 
 impl Default for DeferredQueries {
@@ -116,24 +122,27 @@ impl Default for DeferredQueries {
 }
 
 impl DeferredQueries {
-    pub(super) fn add(&mut self, out: &mut ControlOutbox, query: DeferredQuery) {
-        if let Some(displaced) = self.0.admit(query) {
+    /// Adds a query, which the next [`poll`](Self::poll) looks at.
+    pub(super) fn add(&mut self, out: &mut ControlOutbox, now: Instant, query: DeferredQuery) {
+        if let Some(displaced) = self.0.admit(query, Some(now)) {
             let reason = waitlist_full("subscriptions", DEFERRED_CAP);
             displaced.send_reply(out, ended(&reason));
         }
     }
 
-    /// What waits, and for how many sessions.
+    /// What its maps hold.
     #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
-        vec![
-            ("deferred queries", self.0.iter().len()),
-            ("sessions of deferred queries", self.0.num_sessions()),
-        ]
+        self.0.sizes([
+            "deferred queries",
+            "sessions of deferred queries",
+            "handoffs of deferred queries",
+            "deadlines of deferred queries",
+        ])
     }
 
     pub(super) fn session_down(&mut self, session: SessionKey) {
-        self.0.remove_if(|query| query.session == session);
+        self.0.remove_session(session);
     }
 
     /// Replies to queries whose condition holds, and returns when to look again.
@@ -141,14 +150,27 @@ impl DeferredQueries {
         &mut self,
         out: &mut ControlOutbox,
         now: Instant,
-        producer: &ProducerRole,
+        producer: &mut ProducerRole,
     ) -> Option<Instant> {
-        self.0.remove_if(|query| {
-            let reply = query.reply(now, producer);
-            reply.map(|json| query.send_reply(out, json)).is_some()
-        });
-        let waiting = self.0.iter();
-        waiting.filter_map(|query| query.next_look(producer)).min()
+        // In the order of their admissions.
+        let mut due = BTreeSet::new();
+        for handoff in producer.drain_changed() {
+            due.extend(self.0.of_handoff(&handoff));
+        }
+        due.extend(std::iter::from_fn(|| self.0.pop_expired(now)));
+        for number in due {
+            let Some(query) = self.0.get(number) else {
+                continue;
+            };
+            if let Some(json) = query.reply(now, producer) {
+                query.send_reply(out, json);
+                self.0.remove(number);
+            } else {
+                let next_look = query.next_look(producer);
+                self.0.set_deadline(number, next_look);
+            }
+        }
+        self.0.next_deadline()
     }
 }
 
@@ -231,12 +253,66 @@ mod tests {
         assert_eq!(it.reply(late, &producer), None);
     }
 
+    fn replies(out: &mut ControlOutbox) -> Vec<String> {
+        let replied = out.messages.drain(..).map(|(_, message)| match message {
+            ControlMessage::Reply { json, .. } => json,
+            other => panic!("{other:?}"),
+        });
+        replied.collect()
+    }
+
+    #[test]
+    fn a_round_replies_to_new_queries_to_those_of_changed_handoffs_and_to_due_ones() {
+        let (mut deferred, mut out) = (DeferredQueries::default(), ControlOutbox::default());
+        let (mut producer, begun) = (producer(), Instant::now());
+        let at = |seconds| begun + Duration::from_secs(seconds);
+        let ending = query(begun, ReplyCondition::PrefillEnd { lead: LEAD });
+        let deadline = ending.deadline;
+        deferred.add(&mut out, begun, ending);
+        let round = |deferred: &mut DeferredQueries, producer: &mut ProducerRole, now| {
+            let mut out = ControlOutbox::default();
+            let next = deferred.poll(&mut out, now, producer);
+            (next, replies(&mut out))
+        };
+        let none: Vec<String> = Vec::new();
+        let of_round = round(&mut deferred, &mut producer, begun);
+        assert_eq!(of_round, (Some(deadline), none.clone()), "unknown");
+        producer.expect(ID);
+        let of_round = round(&mut deferred, &mut producer, deadline);
+        assert_eq!(of_round, (None, none.clone()), "expected");
+        producer.open(&mut out, ID, opening());
+        let of_round = round(&mut deferred, &mut producer, at(0));
+        assert_eq!(of_round, (None, none.clone()), "no prediction");
+        producer.predict_end(&ID, at(5));
+        let of_round = round(&mut deferred, &mut producer, at(0));
+        assert_eq!(of_round, (Some(at(3)), none.clone()), "predicted");
+        let due = vec![moment("due", Some(LEAD))];
+        let of_round = round(&mut deferred, &mut producer, at(3));
+        assert_eq!(of_round, (None, due.clone()), "due");
+        deferred.add(
+            &mut out,
+            at(3),
+            query(begun, ReplyCondition::PrefillEnd { lead: LEAD }),
+        );
+        let of_round = round(&mut deferred, &mut producer, at(3));
+        assert_eq!(of_round, (None, due), "asked when it was due");
+        deferred.add(&mut out, at(3), query(begun, ReplyCondition::Consumer));
+        assert_eq!(round(&mut deferred, &mut producer, at(3)), (None, none));
+        producer.watch(&mut out, at(3), 21, ID);
+        let of_round = round(&mut deferred, &mut producer, at(3));
+        assert_eq!(of_round, (None, vec![moment("watched", None)]));
+        producer.end_handoff(&mut out, ID, "aborted");
+        deferred.add(&mut out, at(3), query(begun, ReplyCondition::Consumer));
+        let of_round = round(&mut deferred, &mut producer, at(3));
+        assert_eq!(of_round, (None, vec![ended("aborted")]));
+    }
+
     #[test]
     fn deferred_queries_are_capped_without_shutting_out_another_peer() {
         let (mut deferred, now) = (DeferredQueries::default(), Instant::now());
         let mut out = ControlOutbox::default();
         for _ in 0..=DEFERRED_CAP {
-            deferred.add(&mut out, query(now, ReplyCondition::Consumer));
+            deferred.add(&mut out, now, query(now, ReplyCondition::Consumer));
         }
         assert_eq!(deferred.0.iter().len(), DEFERRED_CAP);
         assert_eq!(out.messages.len(), 1, "one has its reply");
@@ -244,7 +320,7 @@ mod tests {
             session: 21,
             ..query(now, ReplyCondition::Consumer)
         };
-        deferred.add(&mut out, other);
+        deferred.add(&mut out, now, other);
         let of_other = deferred.0.iter().filter(|it| it.session == 21);
         assert_eq!(
             (of_other.count(), deferred.0.iter().len()),
@@ -255,8 +331,8 @@ mod tests {
     #[test]
     fn deferred_queries_end_with_their_session() {
         let (mut deferred, mut out) = (DeferredQueries::default(), ControlOutbox::default());
-        let query = query(Instant::now(), ReplyCondition::Consumer);
-        deferred.add(&mut out, query);
+        let now = Instant::now();
+        deferred.add(&mut out, now, query(now, ReplyCondition::Consumer));
         deferred.session_down(20);
         assert_eq!(deferred.0.iter().len(), 0);
     }

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use super::service::ControlOutbox;
 use super::{ControlEvent, ControlTimeouts, HandoffUpdate, Opening, SequenceState};
 use crate::ids::{HandoffId, RecentHandoffs, SessionKey};
+use crate::multimap::Multimap;
+use crate::reactor::Timers;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
 /// Watches that may wait for unknown handoffs: bounds what peers make this engine remember.
@@ -50,14 +52,9 @@ impl OpenHandoff {
 pub(super) struct PendingWatch {
     pub(super) handoff: HandoffId,
     pub(super) session: SessionKey,
-    deadline: Instant,
 }
 
 impl PendingWatch {
-    fn is_of(&self, session: SessionKey, handoff: HandoffId) -> bool {
-        (self.session, self.handoff) == (session, handoff)
-    }
-
     fn end(self, out: &mut ControlOutbox, reason: String) {
         out.update(self.session, self.handoff, HandoffUpdate::Ended(reason));
     }
@@ -66,6 +63,10 @@ impl PendingWatch {
 impl Waiter for PendingWatch {
     fn session(&self) -> SessionKey {
         self.session
+    }
+
+    fn handoff(&self) -> HandoffId {
+        self.handoff
     }
 }
 
@@ -82,11 +83,17 @@ pub(super) struct ProducerRole {
     lease: Duration,
     open_timeout: Duration,
     open: HashMap<HandoffId, OpenHandoff>,
+    /// When the leases of those end that have one.
+    leases: Timers<HandoffId>,
+    /// The open handoffs that each session watches.
+    watched: Multimap<SessionKey, HandoffId>,
     /// Why handoffs ended.
     ended: RecentHandoffs<String>,
     /// Handoffs whose watches and queries wait without a deadline.
     expected: HashSet<HandoffId>,
     pending: FairWaitlist<PendingWatch>,
+    /// Handoffs whose status has changed since the deferred queries were last compared with it.
+    changed: Vec<HandoffId>,
 }
 
 impl ProducerRole {
@@ -95,9 +102,12 @@ impl ProducerRole {
             lease: timeouts.lease,
             open_timeout: timeouts.open,
             open: HashMap::new(),
+            leases: Timers::default(),
+            watched: Multimap::default(),
             ended: RecentHandoffs::default(),
             expected: HashSet::new(),
             pending: FairWaitlist::new(PENDING_WATCHES_CAP),
+            changed: Vec::new(),
         }
     }
 
@@ -114,22 +124,34 @@ impl ProducerRole {
         HandoffStatus::Unknown
     }
 
+    /// The handoffs whose status may have changed since the last call.
+    pub(super) fn drain_changed(&mut self) -> impl Iterator<Item = HandoffId> {
+        self.changed.drain(..)
+    }
+
     pub(super) fn expect(&mut self, handoff: HandoffId) {
+        self.changed.push(handoff);
         self.expected.insert(handoff);
+        for watch in self.pending.of_handoff(&handoff) {
+            self.pending.set_deadline(watch, None);
+        }
     }
 
     /// Opens a handoff whose request is scheduled. A handoff that is opened again keeps its watchers.
     pub(super) fn open(&mut self, out: &mut ControlOutbox, handoff: HandoffId, opening: Opening) {
+        self.changed.push(handoff);
         self.expected.remove(&handoff);
         if let Some(reason) = self.ended.get(&handoff) {
             let reason = reason.clone();
             return out.events.push(ControlEvent::Released { handoff, reason });
         }
+        self.leases.cancel(handoff);
         let before = self.open.remove(&handoff);
         let mut watchers = before.map_or_else(HashSet::new, |open| open.watchers);
-        let pending = self.pending.remove_if(|watch| watch.handoff == handoff);
+        let pending = self.pending.remove_handoff(&handoff);
         watchers.extend(pending.iter().map(|watch| watch.session));
         for &session in &watchers {
+            self.watched.insert(session, handoff);
             out.update(session, handoff, HandoffUpdate::Opened(opening.clone()));
         }
         let open = OpenHandoff {
@@ -144,6 +166,7 @@ impl ProducerRole {
 
     /// Notes when prefill is predicted to end; false unless it is under way.
     pub(super) fn predict_end(&mut self, handoff: &HandoffId, ends_at: Instant) -> bool {
+        self.changed.push(*handoff);
         let open = self.open.get_mut(handoff);
         let prefilling = open.filter(|open| open.finished.is_none());
         prefilling
@@ -166,8 +189,12 @@ impl ProducerRole {
         for &session in &open.watchers {
             out.update(session, handoff, HandoffUpdate::Finished(state.clone()));
         }
+        self.changed.push(handoff);
         let lease_ends = now + self.lease;
         open.finished = Some(FinishedPrefill { state, lease_ends });
+        if open.watchers.is_empty() {
+            self.leases.set(handoff, lease_ends);
+        }
         if open.was_watched {
             self.release_unwatched(out, handoff, CONSUMER_LOST);
         }
@@ -180,15 +207,18 @@ impl ProducerRole {
         handoff: HandoffId,
         reason: &str,
     ) -> bool {
+        self.changed.push(handoff);
         self.expected.remove(&handoff);
         self.ended.insert(handoff, reason.to_owned());
-        for watch in self.pending.remove_if(|watch| watch.handoff == handoff) {
+        for watch in self.pending.remove_handoff(&handoff) {
             watch.end(out, reason.to_owned());
         }
         let Some(open) = self.open.remove(&handoff) else {
             return false;
         };
+        self.leases.cancel(handoff);
         for session in open.watchers {
+            self.watched.remove(session, &handoff);
             out.update(session, handoff, HandoffUpdate::Ended(reason.to_owned()));
         }
         true
@@ -218,6 +248,9 @@ impl ProducerRole {
         handoff: HandoffId,
     ) {
         if let Some(open) = self.open.get_mut(&handoff) {
+            self.changed.push(handoff);
+            self.leases.cancel(handoff);
+            self.watched.insert(session, handoff);
             open.watchers.insert(session);
             open.was_watched = true;
             let opening = open.opening.clone();
@@ -228,13 +261,12 @@ impl ProducerRole {
             }
         } else if let Some(reason) = self.ended.get(&handoff) {
             out.update(session, handoff, HandoffUpdate::Ended(reason.clone()));
-        } else if !self.pending.iter().any(|one| one.is_of(session, handoff)) {
+        } else if self.pending.find(session, &handoff).is_none() {
             // A repeated watch neither waits longer nor takes another place.
-            let displaced = self.pending.admit(PendingWatch {
-                handoff,
-                session,
-                deadline: now + self.open_timeout,
-            });
+            let watch = PendingWatch { handoff, session };
+            let is_unknown = !self.expected.contains(&handoff);
+            let deadline = is_unknown.then(|| now + self.open_timeout);
+            let displaced = self.pending.admit(watch, deadline);
             if let Some(displaced) = displaced {
                 let what = "watches of handoffs that are not open";
                 displaced.end(out, waitlist_full(what, PENDING_WATCHES_CAP));
@@ -250,16 +282,19 @@ impl ProducerRole {
         handoff: HandoffId,
         is_acknowledged: bool,
     ) {
-        let given_up = self.pending.remove_if(|one| one.is_of(session, handoff));
-        let has_others = self.pending.iter().any(|one| one.handoff == handoff);
-        if !given_up.is_empty() && !is_acknowledged && !has_others {
+        let given_up = self.pending.find(session, &handoff);
+        let given_up = given_up.and_then(|watch| self.pending.remove(watch));
+        let has_others = !self.pending.of_handoff(&handoff).is_empty();
+        if given_up.is_some() && !is_acknowledged && !has_others {
             // No consumer is left: the scheduler gets the blocks back as soon as it opens the handoff.
+            self.changed.push(handoff);
             self.ended.insert(handoff, CONSUMER_GAVE_UP.to_owned());
         }
         let open = self.open.get_mut(&handoff);
         if !open.is_some_and(|open| open.watchers.remove(&session)) {
             return;
         }
+        self.watched.remove(session, &handoff);
         if is_acknowledged {
             // The consumer's workers acknowledge to ours too; this ends the handoff even if such a message is lost.
             self.release(out, handoff, "its consumer acknowledged it");
@@ -277,14 +312,11 @@ impl ProducerRole {
     }
 
     pub(super) fn session_down(&mut self, out: &mut ControlOutbox, session: SessionKey) {
-        self.pending.remove_if(|watch| watch.session == session);
-        let mut unwatched = Vec::new();
-        for (handoff, open) in &mut self.open {
-            if open.watchers.remove(&session) {
-                unwatched.push(*handoff);
+        self.pending.remove_session(session);
+        for handoff in self.watched.remove_key(&session) {
+            if let Some(open) = self.open.get_mut(&handoff) {
+                open.watchers.remove(&session);
             }
-        }
-        for handoff in unwatched {
             self.release_unwatched(out, handoff, CONSUMER_LOST);
         }
     }
@@ -292,31 +324,35 @@ impl ProducerRole {
     /// What its maps and queues hold.
     #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
-        vec![
+        let mut sizes = vec![
             ("open handoffs", self.open.len()),
+            ("leases", self.leases.len()),
+            ("sessions that watch", self.watched.len()),
             ("closed handoffs", self.ended.len()),
             ("expected handoffs", self.expected.len()),
-            ("pending watches", self.pending.iter().len()),
-            ("sessions of pending watches", self.pending.num_sessions()),
-        ]
+            ("changed handoffs", self.changed.len()),
+        ];
+        sizes.extend(self.pending.sizes([
+            "pending watches",
+            "sessions of pending watches",
+            "handoffs of pending watches",
+            "deadlines of pending watches",
+        ]));
+        sizes
     }
 
     /// Ends leases and pending watches that are over, and returns the next deadline.
     pub(super) fn expire(&mut self, out: &mut ControlOutbox, now: Instant) -> Option<Instant> {
-        let ends = |open: &OpenHandoff| open.lease_ends().is_some_and(|at| at <= now);
-        let ended = self.open.iter().filter(|(_, open)| ends(open));
-        for handoff in ended.map(|(id, _)| *id).collect::<Vec<_>>() {
+        while let Some(handoff) = self.leases.pop_expired(now) {
             self.release(out, handoff, "its lease ended before a consumer came");
         }
-        let expected = &self.expected;
-        let is_unknown = |watch: &PendingWatch| !expected.contains(&watch.handoff);
-        let is_late = |watch: &PendingWatch| watch.deadline <= now && is_unknown(watch);
-        for watch in self.pending.remove_if(is_late) {
-            watch.end(out, UNKNOWN_HANDOFF.to_owned());
+        while let Some(expired) = self.pending.pop_expired(now) {
+            if let Some(watch) = self.pending.remove(expired) {
+                watch.end(out, UNKNOWN_HANDOFF.to_owned());
+            }
         }
-        let pending = self.pending.iter().filter(|watch| is_unknown(watch));
-        let leases = self.open.values().filter_map(OpenHandoff::lease_ends);
-        pending.map(|watch| watch.deadline).chain(leases).min()
+        let deadlines = [self.pending.next_deadline(), self.leases.next()];
+        deadlines.into_iter().flatten().min()
     }
 }
 

@@ -1,7 +1,6 @@
 //! Queries from here to other control ports, until each has its reply.
 
-use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
+use std::collections::HashMap;
 use std::time::Instant;
 
 use super::ControlQuery;
@@ -9,6 +8,8 @@ use super::messages::ControlMessage;
 use super::service::ControlOutbox;
 use crate::error::Error;
 use crate::ids::SessionKey;
+use crate::multimap::Multimap;
+use crate::reactor::Timers;
 use crate::work::Completer;
 
 #[derive(Debug)]
@@ -19,11 +20,14 @@ pub(super) struct PendingQuery {
     pub(super) completer: Completer<String>,
 }
 
-/// By id, in the order of their calls: of two predictions of a prefill's end the later one must arrive last.
+/// The ids of a session's queries are in the order of their calls: of two predictions of a prefill's end the later one must
+/// arrive last.
 #[derive(Default)]
 pub(super) struct PendingQueries {
     next_id: u64,
-    pending: BTreeMap<u64, (SessionKey, PendingQuery)>,
+    pending: HashMap<u64, (SessionKey, PendingQuery)>,
+    of_sessions: Multimap<SessionKey, u64>,
+    deadlines: Timers<u64>,
 }
 
 impl PendingQueries {
@@ -40,18 +44,24 @@ impl PendingQueries {
         if is_up {
             out.send(session, ControlMessage::Query { id, query });
         }
+        self.of_sessions.insert(session, id);
+        self.deadlines.set(id, pending.deadline);
         self.pending.insert(id, (session, pending));
     }
 
-    /// How many have no reply.
+    /// What its maps hold.
     #[cfg(any(test, feature = "fuzzing"))]
-    pub(super) fn len(&self) -> usize {
-        self.pending.len()
+    pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
+        vec![
+            ("pending queries", self.pending.len()),
+            ("sessions of pending queries", self.of_sessions.len()),
+            ("deadlines of pending queries", self.deadlines.len()),
+        ]
     }
 
     pub(super) fn session_up(&self, out: &mut ControlOutbox, session: SessionKey) {
-        for (&id, (other, pending)) in &self.pending {
-            if *other == session {
+        for &id in self.of_sessions.get(&session) {
+            if let Some((_, pending)) = self.pending.get(&id) {
                 let query = pending.query;
                 out.send(session, ControlMessage::Query { id, query });
             }
@@ -59,39 +69,38 @@ impl PendingQueries {
     }
 
     pub(super) fn reply(&mut self, session: SessionKey, id: u64, json: String) {
-        if let Entry::Occupied(entry) = self.pending.entry(id)
-            && entry.get().0 == session
+        let pending = self.pending.get(&id);
+        if pending.is_some_and(|(other, _)| *other == session)
+            && let Some(pending) = self.remove(id)
         {
-            let (_, pending) = entry.remove();
             pending.completer.complete(Ok(json));
         }
     }
 
-    fn remove_if(
-        &mut self,
-        is_over: impl Fn(SessionKey, &PendingQuery) -> bool,
-    ) -> Vec<PendingQuery> {
-        let pending = self.pending.iter();
-        let over = pending.filter(|(_, (session, pending))| is_over(*session, pending));
-        let ids: Vec<u64> = over.map(|(id, _)| *id).collect();
-        let removed = ids.iter().filter_map(|id| self.pending.remove(id));
-        removed.map(|(_, pending)| pending).collect()
+    fn remove(&mut self, id: u64) -> Option<PendingQuery> {
+        let (session, pending) = self.pending.remove(&id)?;
+        self.of_sessions.remove(session, &id);
+        self.deadlines.cancel(id);
+        Some(pending)
     }
 
     pub(super) fn session_down(&mut self, session: SessionKey, error: &Error) {
-        for pending in self.remove_if(|other, _| other == session) {
-            pending.completer.complete(Err(error.clone()));
+        for id in self.of_sessions.remove_key(&session) {
+            if let Some(pending) = self.remove(id) {
+                pending.completer.complete(Err(error.clone()));
+            }
         }
     }
 
     /// Ends queries without a reply in time, and returns the next deadline.
     pub(super) fn expire(&mut self, now: Instant) -> Option<Instant> {
-        for pending in self.remove_if(|_, pending| pending.deadline <= now) {
-            let text = format!("{} did not answer in time", pending.address);
-            pending.completer.complete(Err(Error::Timeout(text)));
+        while let Some(id) = self.deadlines.pop_expired(now) {
+            if let Some(pending) = self.remove(id) {
+                let text = format!("{} did not answer in time", pending.address);
+                pending.completer.complete(Err(Error::Timeout(text)));
+            }
         }
-        let pending = self.pending.values();
-        pending.map(|(_, pending)| pending.deadline).min()
+        self.deadlines.next()
     }
 }
 
@@ -149,5 +158,21 @@ mod tests {
         assert_eq!(replied.result(), None);
         queries.reply(20, 0, "{}".to_owned());
         assert_eq!(replied.result(), Some(Ok("{}".to_owned())));
+    }
+
+    #[test]
+    fn a_query_with_its_reply_has_no_deadline_any_more() {
+        let (mut queries, mut out) = (PendingQueries::default(), ControlOutbox::default());
+        let now = Instant::now();
+        let later = now + Duration::from_secs(1);
+        for deadline in [now, later] {
+            queries.add(&mut out, 20, query(deadline).1, true);
+        }
+        queries.reply(20, 0, "{}".to_owned());
+        assert_eq!(queries.expire(now), Some(later));
+        queries.session_down(20, &Error::Closed("lost".to_owned()));
+        assert_eq!(queries.expire(now), None);
+        let sizes = queries.sizes();
+        assert!(sizes.iter().all(|(_, size)| *size == 0), "{sizes:?}");
     }
 }

@@ -93,6 +93,8 @@ pub(super) struct ControlService {
     queries: PendingQueries,
     deferred: DeferredQueries,
     by_address: HashMap<String, SessionKey>,
+    /// The addresses of sessions that began here.
+    addresses: HashMap<SessionKey, String>,
     out: ControlOutbox,
 }
 
@@ -107,6 +109,7 @@ impl ControlService {
             queries: PendingQueries::default(),
             deferred: DeferredQueries::default(),
             by_address: HashMap::new(),
+            addresses: HashMap::new(),
             out: ControlOutbox {
                 events,
                 ..ControlOutbox::default()
@@ -122,6 +125,7 @@ impl ControlService {
         }
         let session = cx.connect(address);
         self.by_address.insert(address.to_owned(), session);
+        self.addresses.insert(session, address.to_owned());
         session
     }
 
@@ -179,11 +183,11 @@ impl ControlService {
                 .to_string(),
             ControlQuery::Subscribe { handoff, lead } => {
                 let condition = ReplyCondition::PrefillEnd { lead };
-                return self.deferred.add(out, deferred(handoff, condition));
+                return self.deferred.add(out, now, deferred(handoff, condition));
             }
             ControlQuery::Watched(handoff) => {
                 let condition = ReplyCondition::Consumer;
-                return self.deferred.add(out, deferred(handoff, condition));
+                return self.deferred.add(out, now, deferred(handoff, condition));
             }
         };
         out.send(session, ControlMessage::Reply { id, json });
@@ -236,7 +240,11 @@ impl Service for ControlService {
     fn session_down(&mut self, cx: &mut ReactorContext, session: SessionKey, error: Error) {
         let out = &mut self.out;
         out.log(format!("control.closed {error}"));
-        self.by_address.retain(|_, other| *other != session);
+        if let Some(address) = self.addresses.remove(&session)
+            && self.by_address.get(&address) == Some(&session)
+        {
+            self.by_address.remove(&address);
+        }
         self.deferred.session_down(session);
         self.producer.session_down(out, session);
         self.consumer.session_down(out, session, &error.to_string());
@@ -257,7 +265,7 @@ impl Service for ControlService {
             self.consumer.expire(out, now),
             self.queries.expire(now),
             // Last, so that replies tell of what has just expired.
-            self.deferred.poll(out, now, &self.producer),
+            self.deferred.poll(out, now, &mut self.producer),
         ];
         self.out.flush(cx);
         deadlines.into_iter().flatten().min()
@@ -272,11 +280,12 @@ impl Service for ControlService {
         let mut sizes = vec![
             ("results", self.results.len()),
             ("control addresses", self.by_address.len()),
+            ("addresses of control sessions", self.addresses.len()),
             ("control messages", self.out.messages.len()),
             ("control events", self.out.events.len()),
-            ("watches", self.consumer.len()),
-            ("pending queries", self.queries.len()),
         ];
+        sizes.extend(self.consumer.sizes());
+        sizes.extend(self.queries.sizes());
         sizes.extend(self.deferred.sizes());
         sizes.extend(self.producer.sizes());
         sizes
@@ -308,7 +317,9 @@ mod tests {
         cx.fail(session, lost.clone());
         let again = service.session_to(&mut cx, "127.0.0.1:9");
         assert_ne!(again, session);
-        service.session_down(&mut cx, session, lost);
+        service.session_down(&mut cx, session, lost.clone());
         assert_eq!(service.session_to(&mut cx, "127.0.0.1:9"), again);
+        service.session_down(&mut cx, again, lost);
+        assert!(service.by_address.is_empty() && service.addresses.is_empty());
     }
 }

@@ -24,7 +24,10 @@ impl HandoffService {
         let transfer = self.plan_batch(session, &batch);
         let (token, is_retry) = (cx.token(), batch.is_retry);
         let has_checksums = batch.has_checksums();
-        self.batches.insert(token, (handoff, batch));
+        if let Some(active) = self.loads.get_mut(&handoff) {
+            active.batches.insert(token, batch);
+            self.batches.insert(token, handoff);
+        }
         let owner = ReadOwner::Service {
             token,
             is_retry,
@@ -40,10 +43,13 @@ impl HandoffService {
         token: u64,
         outcome: Result<BlocksRead>,
     ) {
-        let Some((handoff, batch)) = self.batches.remove(&token) else {
+        let Some(handoff) = self.batches.remove(&token) else {
             return;
         };
         let Some(active) = self.loads.get_mut(&handoff) else {
+            return;
+        };
+        let Some(batch) = active.batches.remove(&token) else {
             return;
         };
         match outcome {

@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 
 use super::Integrity;
 use super::ReadyBlock;
-use super::agent::{Event, LoadReport};
+use super::active_loads::ActiveLoad;
+use super::agent::Event;
 use super::announcements::slice_of;
 use super::consumer::{Load, Unreadable};
-use super::load_request::{LoadCounts, LoadRequest};
+use super::load_request::LoadRequest;
 use super::messages::HandoffMessage;
 use super::service::HandoffService;
 use super::validations::ANSWER_WITHIN;
-use crate::agent::peers::transport;
 use crate::agent::regions::LocalRegion;
 use crate::error::Error;
 use crate::ids::{Epoch, HandoffId, RegionId, SessionKey};
@@ -32,44 +32,11 @@ const FRESH_WITHIN: Duration = Duration::from_secs(2);
 const REFUSES_VALIDATE: &str = "the producer has integrity=validate, and this side integrity=checksum: set auto or validate \
                                 here, or checksum there";
 
-/// A load and its session.
-pub(super) struct ActiveLoad {
-    pub(super) load: Load,
-    pub(super) session: SessionKey,
-    pub(super) started: Instant,
-    /// When the producer first announced blocks.
-    pub(super) announced: Option<Instant>,
-    /// Whether the producer was asked on this session.
-    pub(super) has_selected: bool,
-    /// By when the producer has to say whether its grant still holds, of a load that has ended.
-    pub(super) answer_by: Option<Instant>,
-    /// Why a session was lost, and when a fresh one has to be here.
-    lost: Option<(String, Instant)>,
-}
-
-impl ActiveLoad {
-    /// When the fresh session that it waits for has to be here, and why the former one was lost.
-    fn fresh_session_due(&self) -> Option<(Instant, &str)> {
-        let is_waiting = !self.has_selected && !self.load.has_ended();
-        let (reason, due) = self.lost.as_ref().filter(|_| is_waiting)?;
-        Some((*due, reason))
-    }
-
-    fn report(&self, cx: &ReactorContext, counts: LoadCounts) -> LoadReport {
-        LoadReport {
-            handoff: self.load.request.handoff,
-            counts,
-            transport: transport(cx, self.session),
-            elapsed: Instant::now().saturating_duration_since(self.started),
-        }
-    }
-}
-
 impl HandoffService {
     pub(super) fn load(&mut self, cx: &mut ReactorContext, request: LoadRequest) {
         let handoff = request.handoff;
         self.trace.instant(Track::Reactor, "load", &handoff, &[]);
-        if self.loads.contains_key(&handoff) {
+        if self.loads.get(&handoff).is_some() {
             let text = "load refused: this handoff is being loaded already";
             return self.log_line(text.to_owned());
         }
@@ -78,26 +45,13 @@ impl HandoffService {
         let has_regions = !ours.is_empty();
         let block_bytes = regions.values().map(|region| region.layout.block_bytes);
         let max_batch = slice_of(block_bytes.max().unwrap_or_default());
-        let active = ActiveLoad {
-            session: self.agent.session_to(cx, &request.producer),
-            load: Load::new(request, ours, max_batch),
-            started: cx.now(),
-            announced: None,
-            has_selected: false,
-            answer_by: None,
-            lost: None,
-        };
-        self.loads.insert(handoff, active);
+        let session = self.agent.session_to(cx, &request.producer);
+        let load = Load::new(request, ours, max_batch);
+        self.loads.insert(ActiveLoad::new(load, session, cx.now()));
         if !has_regions {
             return self.fail_load(cx, handoff, "no region is registered here");
         }
         self.continue_load(cx, handoff);
-    }
-
-    pub(super) fn loads_from(&self, session: SessionKey) -> Vec<HandoffId> {
-        let loads = self.loads.iter();
-        let from = loads.filter(|(_, active)| active.session == session);
-        from.map(|(handoff, _)| *handoff).collect()
     }
 
     /// Does for a load what can be done now, and ends it if it is over.
@@ -109,20 +63,25 @@ impl HandoffService {
 
     /// Asks the producer for a load's blocks once its regions are known, and nothing of a session before is under way.
     fn select(&mut self, cx: &mut ReactorContext, handoff: HandoffId) {
-        let Some(active) = self.loads.get_mut(&handoff) else {
+        let Some(active) = self.loads.get(&handoff) else {
             return;
         };
-        let load = &mut active.load;
-        if active.has_selected || load.has_ended() || load.is_reading() {
+        if active.has_selected || active.load.has_ended() || active.load.is_reading() {
             return;
         }
-        let Some(peer) = self.agent.peers.get(&active.session) else {
+        let session = active.session();
+        let Some(peer) = self.agent.peers.get(&session) else {
             return;
         };
         let Some(theirs) = &peer.regions else {
             return;
         };
+        self.loads.cancel_deadline(handoff);
+        let Some(active) = self.loads.get_mut(&handoff) else {
+            return;
+        };
         active.has_selected = true;
+        let load = &mut active.load;
         if peer.handle.incarnation() != load.request.incarnation {
             // It knows nothing of what its former life granted.
             load.cannot_validate();
@@ -134,7 +93,7 @@ impl HandoffService {
         };
         let (first, end) = load.select(theirs.into_iter());
         let select = HandoffMessage::Select { first, end };
-        select.send(cx, active.session, &handoff);
+        select.send(cx, session, &handoff);
         let facts = [("first", u64::from(first)), ("end", u64::from(end))];
         self.trace
             .instant(Track::Reactor, "selected", &handoff, &facts);
@@ -146,7 +105,7 @@ impl HandoffService {
         let Some(active) = active.filter(|active| active.has_selected) else {
             return;
         };
-        let session = active.session;
+        let session = active.session();
         if self.agent.is_lost(cx, session) {
             return; // its end, which is about to be reported, leads to a fresh one
         }
@@ -164,7 +123,7 @@ impl HandoffService {
         blocks: &[ReadyBlock],
     ) {
         let active = self.loads.get_mut(&handoff);
-        let Some(active) = active.filter(|active| active.session == session) else {
+        let Some(active) = active.filter(|active| active.session() == session) else {
             return;
         };
         active.announced.get_or_insert(cx.now());
@@ -200,7 +159,7 @@ impl HandoffService {
 
     /// The producer has described its regions again: a load that lacks blocks of one that was closed fails.
     pub(super) fn regions_described(&mut self, cx: &mut ReactorContext, session: SessionKey) {
-        for handoff in self.loads_from(session) {
+        for handoff in self.loads.of_session(session) {
             match self.closed_region(session, handoff) {
                 Some(name) => {
                     let reason = format!("region {name:?} was closed by the producer");
@@ -224,20 +183,24 @@ impl HandoffService {
     pub(super) fn withdraw_load(&mut self, handoff: &HandoffId) {
         if let Some(active) = self.loads.get_mut(handoff) {
             active.load.withdraw();
+            self.loads.cancel_deadline(*handoff);
         }
     }
 
     pub(super) fn fail_load(&mut self, cx: &mut ReactorContext, handoff: HandoffId, reason: &str) {
         if let Some(active) = self.loads.get_mut(&handoff) {
+            let had_ended = active.load.has_ended();
             active.load.fail(reason);
-            if active.load.awaits_validation() {
-                active.answer_by.get_or_insert(cx.now() + ANSWER_WITHIN);
-            }
-        }
-        let closed = Error::Closed(reason.to_owned());
-        for (token, (other, _)) in &self.batches {
-            if *other == handoff {
+            let closed = Error::Closed(reason.to_owned());
+            for token in active.batches.keys() {
                 self.agent.fail_read(cx, *token, &closed);
+            }
+            let is_asked = active.load.awaits_validation();
+            // The answer to one that had ended before has its deadline.
+            if !had_ended && is_asked {
+                self.loads.set_deadline(handoff, cx.now() + ANSWER_WITHIN);
+            } else if !had_ended {
+                self.loads.cancel_deadline(handoff);
             }
         }
         self.report(cx, handoff);
@@ -265,7 +228,7 @@ impl HandoffService {
         match outcome.failure {
             None => {
                 self.trace.instant(Track::Reactor, "loaded", &handoff, &[]);
-                HandoffMessage::Ack.send(cx, active.session, &handoff);
+                HandoffMessage::Ack.send(cx, active.session(), &handoff);
                 events.push(Event::LoadCompleted(report));
             }
             Some(failure) => {
@@ -273,7 +236,7 @@ impl HandoffService {
                 events.push(Event::LoadFailed(report, failure));
             }
         }
-        self.loads.remove(&handoff);
+        self.loads.remove(handoff);
     }
 
     /// A load that had selected gets one fresh session, unless nothing but the sequence state is to come.
@@ -287,7 +250,7 @@ impl HandoffService {
             return;
         };
         active.load.session_lost();
-        if let Some((first, _)) = &active.lost {
+        if let Some(first) = &active.lost {
             let reason = format!("{first}; asked again: {error}");
             return self.fail_load(cx, handoff, &reason);
         }
@@ -298,39 +261,29 @@ impl HandoffService {
         if active.load.is_complete() && !active.load.needs_validation() {
             return;
         }
-        active.lost = Some((error.to_string(), cx.now() + FRESH_WITHIN));
+        active.lost = Some(error.to_string());
         active.has_selected = false;
-        active.session = self.agent.session_to(cx, &active.load.request.producer);
+        let fresh = self.agent.session_to(cx, &active.load.request.producer);
+        self.loads.set_session(handoff, fresh);
+        self.loads.set_deadline(handoff, cx.now() + FRESH_WITHIN);
         self.continue_load(cx, handoff);
     }
 
     /// Gives up loads whose fresh session or whose answer does not come, and returns the next deadline of the others.
     pub(super) fn expire_loads(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
-        let (mut late, mut next, now) = (Vec::new(), None, cx.now());
-        let mut unanswered = Vec::new();
-        for (handoff, active) in &self.loads {
-            match active.fresh_session_due() {
-                Some((due, lost)) if due <= now => late.push((*handoff, lost.to_owned())),
-                Some((due, _)) => next = next.into_iter().chain([due]).min(),
-                None => {}
-            }
-            match active.answer_by {
-                Some(due) if due <= now => unanswered.push(*handoff),
-                due => next = next.into_iter().chain(due).min(),
-            }
-        }
-        for handoff in unanswered {
-            if let Some(active) = self.loads.get_mut(&handoff) {
-                active.answer_by = None;
+        while let Some(handoff) = self.loads.pop_expired(cx.now()) {
+            let Some(active) = self.loads.get_mut(&handoff) else {
+                continue;
+            };
+            if active.load.has_ended() {
                 active.load.cannot_validate();
+                self.report(cx, handoff);
+            } else if let Some(lost) = &active.lost {
+                let reason = format!("{lost}; no fresh session within {FRESH_WITHIN:?}");
+                self.fail_load(cx, handoff, &reason);
             }
-            self.report(cx, handoff);
         }
-        for (handoff, lost) in late {
-            let reason = format!("{lost}; no fresh session within {FRESH_WITHIN:?}");
-            self.fail_load(cx, handoff, &reason);
-        }
-        next
+        self.loads.next_deadline()
     }
 }
 

@@ -3,6 +3,7 @@
 //! them in batches. It verifies each block with the checksum that the producer computed; or asks the producer, when all
 //! reads have ended, whether its grant still holds.
 
+mod active_loads;
 mod agent;
 mod announcements;
 mod batches;

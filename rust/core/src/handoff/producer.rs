@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use super::ReadyBlock;
 use super::messages::HandoffMessage;
 use crate::ids::{Epoch, HandoffId, RecentHandoffs, SessionKey};
+use crate::multimap::Multimap;
 use crate::session::ReactorContext;
 use crate::session::fair_waitlist::{FairWaitlist, Waiter, waitlist_full};
 
@@ -51,6 +52,10 @@ pub(super) struct BlockSelection {
 impl Waiter for BlockSelection {
     fn session(&self) -> SessionKey {
         self.session
+    }
+
+    fn handoff(&self) -> HandoffId {
+        self.handoff
     }
 }
 
@@ -100,6 +105,8 @@ struct ReadyHandoff {
 #[derive(Debug)]
 pub(super) struct Producer {
     ready: HashMap<HandoffId, ReadyHandoff>,
+    /// The ready handoffs of which each session has selected blocks.
+    selected: Multimap<SessionKey, HandoffId>,
     /// The epoch of the next handoff that becomes ready.
     next_epoch: Epoch,
     /// Selections of unknown handoffs.
@@ -112,6 +119,7 @@ impl Default for Producer {
     fn default() -> Self {
         Self {
             ready: HashMap::new(),
+            selected: Multimap::default(),
             next_epoch: 0,
             pending: FairWaitlist::new(PENDING_CAP),
             ended: RecentHandoffs::default(),
@@ -144,7 +152,10 @@ impl Producer {
         let ready = match self.ready.entry(handoff) {
             Entry::Occupied(ready) => ready.into_mut(),
             Entry::Vacant(unknown) => {
-                let selections = self.pending.remove_if(|other| other.handoff == handoff);
+                let selections = self.pending.remove_handoff(&handoff);
+                for selection in &selections {
+                    self.selected.insert(selection.session, handoff);
+                }
                 let epoch = self.next_epoch;
                 self.next_epoch += 1;
                 unknown.insert(ReadyHandoff {
@@ -167,16 +178,17 @@ impl Producer {
             return vec![selection.end(reason)];
         }
         // A consumer that selects again has given up its earlier selection.
-        let is_earlier = |other: &BlockSelection| {
-            (other.handoff, other.session) == (selection.handoff, selection.session)
-        };
         if let Some(ready) = self.ready.get_mut(&selection.handoff) {
-            ready.selections.retain(|other| !is_earlier(other));
+            let session = selection.session;
+            ready.selections.retain(|other| other.session != session);
+            self.selected.insert(session, selection.handoff);
             ready.selections.push(selection);
             return selection.announce(ready.epoch, &ready.blocks).collect();
         }
-        self.pending.remove_if(is_earlier);
-        let displaced = self.pending.admit(selection).into_iter();
+        let earlier = self.pending.find(selection.session, &selection.handoff);
+        earlier.and_then(|earlier| self.pending.remove(earlier));
+        let deadline = Some(selection.deadline);
+        let displaced = self.pending.admit(selection, deadline).into_iter();
         let reason = || waitlist_full("selects of handoffs that are not open", PENDING_CAP);
         displaced
             .map(|selection| selection.end(&reason()))
@@ -188,59 +200,74 @@ impl Producer {
         if self.ended.get(&handoff).is_none() {
             self.ended.insert(handoff, reason.to_owned());
         }
-        let ready = self.ready.remove(&handoff);
-        let mut selections = ready.map_or_else(Vec::new, |ready| ready.selections);
-        selections.extend(self.pending.remove_if(|other| other.handoff == handoff));
+        let mut selections = self.remove_ready(&handoff);
+        selections.extend(self.pending.remove_handoff(&handoff));
         let ends = selections.iter().map(|selection| selection.end(reason));
         ends.collect()
     }
 
     /// Receives a consumer's acknowledgement. The first one of a handoff with ready blocks ends it, and returns true.
     pub(super) fn acknowledge(&mut self, session: SessionKey, handoff: HandoffId) -> bool {
-        let Entry::Occupied(ready) = self.ready.entry(handoff) else {
+        let Some(ready) = self.ready.get(&handoff) else {
             return false;
         };
-        let mut selections = ready.get().selections.iter();
+        let mut selections = ready.selections.iter();
         let has_selected = selections.any(|selection| selection.session == session);
         if has_selected {
-            ready.remove();
+            self.remove_ready(&handoff);
             self.ended
                 .insert(handoff, "its consumer acknowledged it".to_owned());
         }
         has_selected
     }
 
+    /// Removes a handoff, and returns who selected its blocks.
+    fn remove_ready(&mut self, handoff: &HandoffId) -> Vec<BlockSelection> {
+        let ready = self.ready.remove(handoff);
+        let selections = ready.map_or_else(Vec::new, |ready| ready.selections);
+        for selection in &selections {
+            self.selected.remove(selection.session, handoff);
+        }
+        selections
+    }
+
     /// Forgets the selections of a lost session.
     pub(super) fn session_down(&mut self, session: SessionKey) {
-        for ready in self.ready.values_mut() {
-            ready.selections.retain(|other| other.session != session);
+        for handoff in self.selected.remove_key(&session) {
+            if let Some(ready) = self.ready.get_mut(&handoff) {
+                ready.selections.retain(|other| other.session != session);
+            }
         }
-        self.pending.remove_if(|other| other.session == session);
+        self.pending.remove_session(session);
     }
 
     /// Refuses selections whose first block was not ready in time, and returns the next deadline.
     pub(super) fn expire(&mut self, now: Instant) -> (Vec<Outgoing>, Option<Instant>) {
-        let expired = self.pending.remove_if(|pending| pending.deadline <= now);
-        let reason = "the handoff is not known here";
-        let ended = expired.iter().map(|selection| selection.end(reason));
-        let next = self.pending.iter().map(|pending| pending.deadline).min();
-        (ended.collect(), next)
+        let mut ended = Vec::new();
+        while let Some(expired) = self.pending.pop_expired(now) {
+            let selection = self.pending.remove(expired);
+            ended.extend(selection.map(|it| it.end("the handoff is not known here")));
+        }
+        (ended, self.pending.next_deadline())
     }
 
     /// What its maps and queues hold.
     #[cfg(any(test, feature = "fuzzing"))]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let selections = self.ready.values().map(|ready| ready.selections.len());
-        vec![
+        let mut sizes = vec![
             ("ready handoffs", self.ready.len()),
             ("selections", selections.sum()),
-            ("pending selections", self.pending.iter().len()),
-            (
-                "sessions of pending selections",
-                self.pending.num_sessions(),
-            ),
+            ("sessions that select", self.selected.len()),
             ("ended handoffs", self.ended.len()),
-        ]
+        ];
+        sizes.extend(self.pending.sizes([
+            "pending selections",
+            "sessions of pending selections",
+            "handoffs of pending selections",
+            "deadlines of pending selections",
+        ]));
+        sizes
     }
 
     /// Number of handoffs of which blocks are ready.

@@ -8,12 +8,11 @@ use std::time::Instant;
 use kvpipe_ucx::{AmData, Status};
 
 use super::Integrity;
+use super::active_loads::ActiveLoads;
 use super::agent::{Event, HandoffShared};
 use super::load_request::LoadRequest;
-use super::loads::ActiveLoad;
 use super::messages::HandoffMessage;
 use super::producer::{BlockSelection, FIRST_BLOCK_TIMEOUT, Producer, send_all};
-use super::read_batch::ReadBatch;
 use super::ready::{ReadyBlocks, ReadyQueue};
 use crate::agent::{AgentCommand, AgentCore};
 use crate::error::{Error, Result};
@@ -62,9 +61,9 @@ pub(super) struct HandoffService {
     /// What has become ready and is not announced yet.
     pub(super) ready: ReadyQueue,
     pub(super) producer: Producer,
-    pub(super) loads: HashMap<HandoffId, ActiveLoad>,
-    /// Reads of loads under way, by the tokens that name them to the agent.
-    pub(super) batches: HashMap<u64, (HandoffId, ReadBatch)>,
+    pub(super) loads: ActiveLoads,
+    /// Which load has a batch, by the tokens that name batches to the agent.
+    pub(super) batches: HashMap<u64, HandoffId>,
 }
 
 impl HandoffService {
@@ -76,7 +75,7 @@ impl HandoffService {
             trace: Trace::default(),
             ready: ReadyQueue::default(),
             producer: Producer::default(),
-            loads: HashMap::new(),
+            loads: ActiveLoads::default(),
             batches: HashMap::new(),
         }
     }
@@ -153,7 +152,7 @@ impl HandoffService {
             }
             HandoffMessage::Ended { reason } => {
                 let active = self.loads.get(&handoff);
-                if active.is_some_and(|active| active.session == session) {
+                if active.is_some_and(|active| active.session() == session) {
                     self.withdraw_load(&handoff);
                     self.fail_load(cx, handoff, &reason);
                 }
@@ -199,7 +198,7 @@ impl Service for HandoffService {
         self.producer.session_down(session);
         self.agent.session_down(cx, session, &error);
         self.drain(cx);
-        for handoff in self.loads_from(session) {
+        for handoff in self.loads.of_session(session) {
             self.session_lost(cx, handoff, &error);
         }
         self.drain(cx);
@@ -277,7 +276,7 @@ impl Service for HandoffService {
         self.agent.engine.stop(&cx.closed(reason));
         self.drain(cx);
         self.agent.stop(cx, reason);
-        for handoff in self.loads.keys().copied().collect::<Vec<_>>() {
+        for handoff in self.loads.handoffs() {
             if let Some(active) = self.loads.get_mut(&handoff) {
                 active.load.cannot_validate();
             }
@@ -289,12 +288,12 @@ impl Service for HandoffService {
     #[cfg(any(test, feature = "fuzzing"))]
     fn sizes(&self) -> crate::reactor::manual::Sizes {
         let mut sizes = vec![
-            ("loads", self.loads.len()),
             ("batches", self.batches.len()),
             ("ready queue", self.ready.len()),
             ("handoffs ended by callers", self.shared.num_ended()),
             ("handoff events", self.shared.events.len()),
         ];
+        sizes.extend(self.loads.sizes());
         sizes.extend(self.producer.sizes());
         sizes.extend(self.agent.sizes());
         sizes

@@ -25,7 +25,7 @@ impl HandoffService {
             return;
         };
         let has_ended = active.load.has_ended();
-        if !active.has_selected || self.agent.is_lost(cx, active.session) {
+        if !active.has_selected || self.agent.is_lost(cx, active.session()) {
             // A load that has not ended asks on a fresh session.
             if has_ended {
                 active.load.cannot_validate();
@@ -33,10 +33,11 @@ impl HandoffService {
             return;
         }
         let question = cx.token();
-        HandoffMessage::Validate { epoch, question }.send(cx, active.session, &handoff);
+        HandoffMessage::Validate { epoch, question }.send(cx, active.session(), &handoff);
         active.load.validation_asked(question);
         if has_ended {
-            active.answer_by = Some(cx.now() + ANSWER_WITHIN);
+            let answer_by = cx.now() + ANSWER_WITHIN;
+            self.loads.set_deadline(handoff, answer_by);
         }
     }
 
@@ -50,7 +51,7 @@ impl HandoffService {
         is_valid: bool,
     ) {
         let active = self.loads.get_mut(&handoff);
-        let Some(active) = active.filter(|active| active.session == session) else {
+        let Some(active) = active.filter(|active| active.session() == session) else {
             return;
         };
         if !active.load.validation_answered(question, is_valid) {

@@ -7,7 +7,7 @@ use kvpipe_ucx::Buffer;
 use super::{Rng, TIMEOUTS, TOKEN, is_busy, transport};
 use crate::agent::{Options, Peer, Region};
 use crate::handoff::{Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
-use crate::ids::HandoffId;
+use crate::ids::{HandoffId, Incarnation};
 use crate::reactor::manual::{Sizes, without_threads};
 use crate::transport::Transport;
 
@@ -106,10 +106,28 @@ impl Agents {
     }
 
     fn load(&mut self, handoff: HandoffId, producer: String, count: u32, is_committed: bool) {
+        let incarnation = self.prefill.agent.incarnation();
+        self.load_of(incarnation, handoff, producer, count, is_committed);
+    }
+
+    /// Loads what a visitor never produces, until it leaves.
+    pub(super) fn load_from(&mut self, visitor: &Node, handoff: HandoffId) {
+        let incarnation = visitor.agent.incarnation();
+        self.load_of(incarnation, handoff, visitor.address(), 4, true);
+    }
+
+    fn load_of(
+        &mut self,
+        incarnation: Incarnation,
+        handoff: HandoffId,
+        producer: String,
+        count: u32,
+        is_committed: bool,
+    ) {
         let request = LoadRequest {
             handoff,
             producer,
-            incarnation: self.prefill.agent.incarnation(),
+            incarnation,
             first: 0,
             block_ids: (0..count).collect(),
             is_committed,

@@ -34,7 +34,7 @@ const TIMEOUTS: SessionTimeouts = SessionTimeouts {
 const ROUNDS: usize = 100_000;
 
 /// What may be left when nothing is under way: of sessions that stay, and what is kept up to a bound. Of all else nothing is.
-const LEFT: [(&str, usize); 15] = [
+const LEFT: [(&str, usize); 16] = [
     ("sessions", 1),
     ("timers", 66),
     ("ended peers", 256),
@@ -50,13 +50,15 @@ const LEFT: [(&str, usize); 15] = [
     ("closed handoffs", 4096),
     ("results", 4096),
     ("control addresses", 1),
+    ("addresses of control sessions", 1),
 ];
 
 /// What no count between two rounds has found anything in: a round empties it, or more bytes are needed to fill it.
-const EMPTY_BETWEEN_ROUNDS: [&str; 16] = [
+const EMPTY_BETWEEN_ROUNDS: [&str; 17] = [
     "agent logs",
     "arrived entries",
     "cancelled transfers",
+    "changed handoffs",
     "completions",
     "control messages",
     "ended reads",
@@ -149,7 +151,9 @@ impl Day {
         match self.rng.one_of(4) {
             0 => self.agents.act(&mut self.rng),
             1 => self.ports.act(&mut self.rng),
-            2 => self.visitors.come(&mut self.rng, &self.agents, &self.ports),
+            2 => self
+                .visitors
+                .come(&mut self.rng, &mut self.agents, &self.ports),
             _ => {
                 self.agents.act(&mut self.rng);
                 self.ports.act(&mut self.rng);

@@ -136,7 +136,7 @@ impl Visitors {
         is_any_busy
     }
 
-    pub(super) fn come(&mut self, rng: &mut Rng, agents: &Agents, ports: &Ports) {
+    pub(super) fn come(&mut self, rng: &mut Rng, agents: &mut Agents, ports: &Ports) {
         let visitor = match rng.one_of(7) {
             0 | 1 => Self::agent(rng, agents),
             2 => Self::port(rng, ports),
@@ -161,7 +161,7 @@ impl Visitors {
     }
 
     /// One of another token is refused, one with another transport cannot be reached.
-    fn agent(rng: &mut Rng, agents: &Agents) -> Visitor {
+    fn agent(rng: &mut Rng, agents: &mut Agents) -> Visitor {
         let token: &[u8] = if rng.one_of(6) == 0 { b"other" } else { TOKEN };
         let node = Node::new(transport(rng), token);
         if rng.one_of(2) == 0 {
@@ -169,6 +169,7 @@ impl Visitors {
             drop(node.agent.connect(&agents.decode.address()));
         } else {
             drop(agents.decode.agent.connect(&node.address()));
+            agents.load_from(&node, rng.id());
         }
         Visitor::Agent(node)
     }

@@ -84,3 +84,51 @@ fn a_lease_has_a_deadline_only_while_nobody_watches() {
     assert_eq!(producer.expire(&mut out, now + TIMEOUT), None);
     assert_eq!(out.events.drain(), []);
 }
+
+#[test]
+fn a_lease_that_was_ended_renewed_or_watched_has_no_deadline_of_its_own_any_more() {
+    let (mut producer, mut out, now) = (producer(), ControlOutbox::default(), Instant::now());
+    let later = now + TIMEOUT / 2;
+    for handoff in [ID, OTHER] {
+        producer.open(&mut out, handoff, opening());
+        producer.finish(&mut out, now, handoff, SequenceState::default());
+    }
+    producer.open(&mut out, ID, opening());
+    producer.end_handoff(&mut out, OTHER, "preempted");
+    assert_eq!(producer.expire(&mut out, now + TIMEOUT), None);
+    producer.finish(&mut out, later, ID, SequenceState::default());
+    let next = producer.expire(&mut out, now + TIMEOUT);
+    assert_eq!((next, out.events.drain()), (Some(later + TIMEOUT), vec![]));
+    assert_eq!(producer.expire(&mut out, later + TIMEOUT), None);
+    assert_eq!(out.events.drain().len(), 1);
+}
+
+#[test]
+fn a_lost_session_ends_its_watches_and_no_others() {
+    let (mut producer, mut out, now) = (producer(), ControlOutbox::default(), Instant::now());
+    producer.watch(&mut out, now, 20, ID);
+    for handoff in [ID, OTHER] {
+        producer.open(&mut out, handoff, opening());
+        producer.finish(&mut out, now, handoff, SequenceState::default());
+    }
+    producer.watch(&mut out, now, 21, OTHER);
+    producer.watch(&mut out, now, 20, OTHER);
+    producer.session_down(&mut out, 20);
+    let (handoff, reason) = (ID, CONSUMER_LOST.to_owned());
+    let released = ControlEvent::Released { handoff, reason };
+    assert_eq!(out.events.drain(), [released], "of one nobody is left");
+    assert_eq!(producer.open[&OTHER].watchers, HashSet::from([21]));
+    producer.unwatch(&mut out, 21, OTHER, true);
+    assert_eq!((producer.open.len(), producer.watched.len()), (0, 0));
+}
+
+#[test]
+fn a_watch_of_a_handoff_that_is_expected_later_has_no_deadline_any_more() {
+    let (mut producer, mut out, now) = (producer(), ControlOutbox::default(), Instant::now());
+    producer.watch(&mut out, now, 20, ID);
+    assert_eq!(producer.expire(&mut out, now), Some(now + TIMEOUT));
+    producer.expect(ID);
+    producer.watch(&mut out, now, 21, ID);
+    assert_eq!(producer.expire(&mut out, now + TIMEOUT), None);
+    assert_eq!(out.messages, []);
+}

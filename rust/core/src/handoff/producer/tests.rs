@@ -245,3 +245,21 @@ fn a_grant_holds_in_its_epoch_until_it_is_ended_or_acknowledged() {
         assert!(!producer.is_granted(&ID, epoch), "it never comes back");
     }
 }
+
+#[test]
+fn a_lost_session_gets_no_more_announcements_and_the_others_do() {
+    let (mut producer, now) = (Producer::default(), Instant::now());
+    for session in [20, 21] {
+        producer.select(selection(session, 0, 9, now));
+    }
+    producer.mark_ready(ID, &[block(0)]);
+    producer.select(selection(22, 1, 9, now));
+    for session in [20, 22] {
+        producer.session_down(session);
+    }
+    let messages = producer.mark_ready(ID, &[block(1)]);
+    let sessions: Vec<_> = messages.iter().map(|one| one.session).collect();
+    assert_eq!(sessions, [21]);
+    assert!(producer.acknowledge(21, ID));
+    assert_eq!(producer.selected.len(), 0);
+}

@@ -1,0 +1,76 @@
+//! Several values for each key: what finds all that belongs to one session, or to one handoff.
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap};
+use std::hash::Hash;
+
+/// A set of values for each key. A key whose last value is removed takes no memory.
+#[derive(Debug)]
+pub(crate) struct Multimap<K, V>(HashMap<K, BTreeSet<V>>);
+
+impl<K, V> Default for Multimap<K, V> {
+    fn default() -> Self {
+        Self(HashMap::new())
+    }
+}
+
+impl<K: Eq + Hash, V: Ord> Multimap<K, V> {
+    pub(crate) fn insert(&mut self, key: K, value: V) {
+        self.0.entry(key).or_default().insert(value);
+    }
+
+    pub(crate) fn remove(&mut self, key: K, value: &V) {
+        if let Entry::Occupied(mut values) = self.0.entry(key) {
+            values.get_mut().remove(value);
+            if values.get().is_empty() {
+                values.remove();
+            }
+        }
+    }
+
+    /// Removes a key, and returns its values.
+    pub(crate) fn remove_key(&mut self, key: &K) -> BTreeSet<V> {
+        self.0.remove(key).unwrap_or_default()
+    }
+
+    /// The values of a key, in ascending order.
+    pub(crate) fn get(&self, key: &K) -> impl Iterator<Item = &V> {
+        self.0.get(key).into_iter().flatten()
+    }
+
+    /// How many values a key has.
+    pub(crate) fn num_values(&self, key: &K) -> usize {
+        self.0.get(key).map_or(0, BTreeSet::len)
+    }
+
+    /// The values of each key.
+    pub(crate) fn sets(&self) -> impl Iterator<Item = &BTreeSet<V>> {
+        self.0.values()
+    }
+
+    /// How many keys have values.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_forgotten_with_its_last_value() {
+        let mut map = Multimap::default();
+        for value in [3, 1, 2, 3] {
+            map.insert("a", value);
+        }
+        map.insert("b", 4);
+        assert!(map.get(&"a").eq(&[1, 2, 3]));
+        map.remove("b", &5);
+        assert_eq!((map.num_values(&"b"), map.len()), (1, 2));
+        map.remove("b", &4);
+        assert_eq!(map.remove_key(&"a"), BTreeSet::from([1, 2, 3]));
+        assert_eq!((map.get(&"a").count(), map.len()), (0, 0));
+    }
+}
