@@ -9,7 +9,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Integrity;
 use super::ReadyBlock;
 use super::agent::{Event, LoadReport};
 use super::announcements::slice_of;
@@ -22,6 +21,7 @@ use crate::agent::peers::transport;
 use crate::agent::regions::LocalRegion;
 use crate::error::Error;
 use crate::ids::{Epoch, HandoffId, RegionId, SessionKey};
+use crate::integrity::Integrity;
 use crate::session::ReactorContext;
 use crate::trace::Track;
 use crate::transfer::region::RemoteRegion;
