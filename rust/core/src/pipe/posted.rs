@@ -91,14 +91,14 @@ mod tests {
     fn a_tensor_is_offered_until_it_is_withdrawn_and_under_its_own_sequence_number() {
         let transport = Transport::Memory(MemoryPath::RemoteRead);
         let opened = transport.open(std::net::Ipv4Addr::LOCALHOST.into());
-        let cx = ReactorContext::manual(Some(opened.unwrap()));
+        let mut cx = ReactorContext::manual(Some(opened.unwrap()));
         let buffer = Buffer::zeroed(8);
         let (exposed, _) = ExposedBuffer::new(&cx, 20, buffer, Integrity::Validate).unwrap();
         let (_sent, completer) = work();
         let large = LargeSend {
             exposed,
             completer,
-            grace: None,
+            grace: Some(GracePeriod::new(cx.now(), cx.now())),
             is_withdrawn: false,
         };
         let mut posted = PostedSend {
@@ -107,7 +107,7 @@ mod tests {
         };
         assert!(posted.is_offered_as(3));
         assert!(!posted.is_offered_as(2));
-        posted.large.as_mut().unwrap().is_withdrawn = true;
+        posted.expire(&mut cx, 20); // it is late
         assert!(!posted.is_offered_as(3));
         posted.large = None;
         assert!(!posted.is_offered_as(3), "its bytes were in its message");
