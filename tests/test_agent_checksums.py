@@ -74,7 +74,7 @@ def test_blocks_that_change_while_they_are_written_end_the_write_and_no_tag_come
 
 
 def test_without_checksums_what_is_read_is_what_was_there(source, memory, blocks):
-    with Agent(checksum=False) as reader:
+    with Agent(integrity="none") as reader:
         region, peer = reader.register(blocks, "own", BLOCK_BYTES), reader.connect(source)
         with changing(memory):
             for _ in range(20):

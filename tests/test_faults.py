@@ -84,7 +84,7 @@ def test_what_a_sender_has_back_after_its_deadline_is_not_delivered_changed(monk
         for _ in range(num_rounds):
             child = Forked("receive_into", num_bytes)
             try:
-                with _open(Pipe.connect(child.read(), checksum=False)) as sender:
+                with _open(Pipe.connect(child.read(), integrity="none")) as sender:
                     tensor = np.ones(num_bytes, np.uint8)
                     sender.send_tensor(tensor, timeout=20)
                     assert child.read() == "1"

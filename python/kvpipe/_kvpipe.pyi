@@ -185,7 +185,7 @@ class PipeEnd:
         address: str,
         token: bytes,
         transport: Transport,
-        is_checksummed: bool,
+        integrity: str,
         busy_poll_us: int | None,
         timeout: float,
     ) -> tuple[PipeEnd, Work]: ...
@@ -284,7 +284,6 @@ class Agent:
         engine_id: str = "",
         fingerprint: Sequence[tuple[str, str]] = ...,
         silence: float | None = None,
-        checksum: bool = True,
         integrity: str = "auto",
     ) -> Agent: ...
     @property

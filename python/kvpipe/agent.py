@@ -8,6 +8,7 @@ from typing import Any
 from kvpipe import _kvpipe
 from kvpipe._closing import Closing
 from kvpipe._deferred import DeferredQueue
+from kvpipe._integrity import resolve_integrity
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
 from kvpipe.exceptions import ConfigError
@@ -17,6 +18,9 @@ from kvpipe.work import Work, readable
 
 # As in rust/core/src/region.rs: peers refuse longer names.
 _NAME_CAP = 256
+
+_INTEGRITY = ("auto", "checksum", "none")
+_NO_VALIDATE = "a read or write of blocks has no grant that its source could confirm"
 
 
 @dataclass(frozen=True)
@@ -48,17 +52,27 @@ class Agent(Closing):
     Args:
         listen: `host:port` where peers connect; loopback by default.
         token: The shared secret; by default `KVPIPE_TOKEN`. Needed for addresses other than loopback.
-        checksum: Whether blocks that this agent reads and writes are verified by checksums (CRC-64/NVME) that the
-            source computes. A read then takes one more round trip to the peer. Over CMA and RDMA it also fails if
-            blocks change during the read.
+        integrity: How blocks that this agent reads and writes are verified. `checksum`: by checksums (CRC-64/NVME)
+            that the source computes. A read then takes one more round trip to the peer. Over CMA and RDMA it also
+            fails if blocks change during the read. `none`: not at all. `auto` is `checksum`; blocks on a GPU have no
+            checksums in either.
+        checksum: Deprecated: `True` is `integrity="auto"`, `False` is `integrity="none"`.
 
     Raises:
-        ConfigError: The address cannot be bound.
+        ConfigError: The address cannot be bound, or the integrity is not one of these.
         TransportUnavailableError: There is no usable UCX.
     """
 
-    def __init__(self, listen: str = "127.0.0.1:0", token: str | None = None, *, checksum: bool = True) -> None:
-        self._native = _kvpipe.Agent(listen, resolve_token(token), transport(), checksum=checksum)
+    def __init__(
+        self,
+        listen: str = "127.0.0.1:0",
+        token: str | None = None,
+        *,
+        integrity: str | None = None,
+        checksum: bool | None = None,
+    ) -> None:
+        chosen = resolve_integrity(_INTEGRITY, integrity=integrity, checksum=checksum, no_validate=_NO_VALIDATE)
+        self._native = _kvpipe.Agent(listen, resolve_token(token), transport(), integrity=chosen)
         self._deferred = DeferredQueue()
         self._is_closed = False
 

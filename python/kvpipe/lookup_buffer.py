@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpipe import _kvpipe
 from kvpipe._closing import Closing
+from kvpipe._integrity import resolve_integrity
 from kvpipe._tensor import Described, describe, rebuild
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
@@ -15,6 +16,8 @@ from kvpipe.exceptions import ConfigError, TransportUnavailableError
 from kvpipe.work import Work
 
 _NUM_TENSORS = 5
+_INTEGRITY = ("auto", "checksum", "none")
+_NO_VALIDATE = "before an entry is delivered, its server is asked in any case whether it is still leased"
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,12 @@ class LookupBuffer(Closing):
 
     @classmethod
     def connect(
-        cls, *addresses: str, token: str | None = None, timeout: float = 10, checksum: bool = True
+        cls,
+        *addresses: str,
+        token: str | None = None,
+        timeout: float = 10,
+        integrity: str | None = None,
+        checksum: bool | None = None,
     ) -> LookupBuffer:
         """Connects to buffers that other processes serve.
 
@@ -81,16 +89,18 @@ class LookupBuffer(Closing):
             addresses: The servers' `address`, one or more.
             token: The shared secret; by default `KVPIPE_TOKEN`.
             timeout: Seconds to wait for all servers, which may begin to serve meanwhile.
-            checksum: Whether the server verifies large inserted tensors by checksums (as of `Pipe.connect`). Small
-                tensors are always verified.
+            integrity: How the server verifies large inserted tensors: `checksum` (as of `Pipe.connect`) or `none`;
+                `auto` is `checksum`. Small tensors are always verified.
+            checksum: Deprecated: `True` is `integrity="auto"`, `False` is `integrity="none"`.
 
         Raises:
             ConnectError: A server does not answer in time.
             AuthenticationError: A server has another token.
             TransportUnavailableError: There is no usable UCX.
         """
+        chosen = resolve_integrity(_INTEGRITY, integrity=integrity, checksum=checksum, no_validate=_NO_VALIDATE)
         native, connected = _kvpipe.LookupBuffer.connect(
-            addresses, resolve_token(token), transport(), checksum, timeout
+            addresses, resolve_token(token), transport(), chosen != "none", timeout
         )
         try:
             Work(connected, lambda _: None).wait()
@@ -101,19 +111,29 @@ class LookupBuffer(Closing):
         buffer._native = native  # noqa: SLF001 - of this class
         return buffer
 
-    def serve(self, address: str = "127.0.0.1:0", token: str | None = None, *, checksum: bool = True) -> None:
+    def serve(
+        self,
+        address: str = "127.0.0.1:0",
+        token: str | None = None,
+        *,
+        integrity: str | None = None,
+        checksum: bool | None = None,
+    ) -> None:
         """Offers this buffer to other processes; returns at once.
 
         Args:
             address: `host:port`; port 0 picks a free one, see the property `address`.
             token: The shared secret; by default `KVPIPE_TOKEN`. Required for addresses other than loopback.
-            checksum: Whether consumers verify large tensors by checksums. Small tensors are always verified.
+            integrity: How consumers verify large tensors: `checksum` or `none`; `auto` is `checksum`. Small tensors are
+                always verified.
+            checksum: As in `connect`.
 
         Raises:
             ConfigError: The address cannot be bound, or the buffer is served already or is a client.
             TransportUnavailableError: There is no usable UCX.
         """
-        self._native.serve(address, resolve_token(token), transport(), checksum)
+        chosen = resolve_integrity(_INTEGRITY, integrity=integrity, checksum=checksum, no_validate=_NO_VALIDATE)
+        self._native.serve(address, resolve_token(token), transport(), chosen != "none")
 
     @property
     def address(self) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvpipe import _kvpipe
 from kvpipe._deferred import Deferred, DeferredQueue
+from kvpipe._integrity import resolve_integrity
 from kvpipe._tensor import NOTHING, NUMPY, describe, rebuild
 from kvpipe._transport import transport
 from kvpipe.config import resolve_token
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_INTEGRITY = ("auto", "checksum", "validate", "none")
 _LONGEST_BUSY_POLL_US = 1_000_000
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -58,7 +60,8 @@ class Pipe:
     as torch tensors and `None` as `None`. Numpy arrays, DLPack objects and buffers arrive as numpy arrays (`bytes` as a
     one-dimensional array of uint8).
 
-    Where UCX has CUDA, tensors on an NVIDIA GPU are moved in place, without checksums. Their memory is read or written
+    Where UCX has CUDA, tensors on an NVIDIA GPU are moved in place, without checksums: `integrity="auto"`
+    validates them. Their memory is read or written
     after the work that their stream (torch's current one) had at the call, and no caller waits for that. When a work on
     such a tensor ends, its bytes are visible to all streams. None of this has run on a GPU yet (docs/gpu.md).
     """
@@ -93,7 +96,8 @@ class Pipe:
         token: str | None = None,
         timeout: float = 10,
         *,
-        checksum: bool = True,
+        integrity: str | None = None,
+        checksum: bool | None = None,
         busy_poll_us: int | None = None,
     ) -> Pipe:
         """Opens the sending end, and waits until the receiver accepts it. Any thread may call.
@@ -102,19 +106,24 @@ class Pipe:
             address: The receiver's `address`.
             token: The shared secret; by default `KVPIPE_TOKEN`.
             timeout: Seconds to wait for the receiver, which may begin to listen meanwhile.
-            checksum: Whether the receiver verifies each tensor by a checksum of the sender (CRC-64/NVME; its cost is in
-                docs/benchmarks.md). A mismatch, for example after a change during the send, raises `CorruptDataError`
-                at both ends, and the pipe continues with the next tensor.
+            integrity: How the receiver verifies tensors. `checksum`: by checksums of the sender (CRC-64/NVME; their
+                cost is in docs/benchmarks.md). A mismatch, for example after a change during the send, raises
+                `CorruptDataError` at both ends, and the pipe continues with the next tensor. `validate`: it asks the
+                sender, after the last read of a large tensor, whether the tensor is still offered. Otherwise the tensor
+                is lost. What is sent in messages has checksums, unless it is on a GPU. `none`: not at all. `auto`:
+                `checksum` in host memory, `validate` on a GPU, where nothing computes checksums.
+            checksum: Deprecated: `True` is `integrity="auto"`, `False` is `integrity="none"`.
             busy_poll_us: As in `listen`.
 
         Raises:
-            ConfigError: The address is not `host:port`.
+            ConfigError: The address is not `host:port`, or the integrity is not one of these.
             ConnectError: No pipe answers there in time, or it has a sender already.
             AuthenticationError: The receiver has another token.
             TransportUnavailableError: There is no usable UCX.
         """
+        chosen = resolve_integrity(_INTEGRITY, integrity=integrity, checksum=checksum)
         end, connected = _kvpipe.PipeEnd.connect(
-            address, resolve_token(token), transport(), checksum, _microseconds(busy_poll_us), timeout
+            address, resolve_token(token), transport(), chosen, _microseconds(busy_poll_us), timeout
         )
         try:
             Work(connected, lambda _: None).wait()

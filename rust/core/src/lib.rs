@@ -23,6 +23,7 @@ pub mod events;
 pub mod fuzzing;
 pub mod handoff;
 pub mod ids;
+mod integrity;
 pub mod lookup;
 mod multimap;
 pub mod net;
@@ -40,5 +41,6 @@ pub mod transport;
 pub mod work;
 
 pub use error::{Error, Result};
+pub use integrity::Integrity;
 pub use transfer::region;
 pub use transport::DataPath;

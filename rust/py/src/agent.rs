@@ -46,7 +46,7 @@ pub(crate) struct Agent(HandoffAgent);
 #[pymethods]
 impl Agent {
     #[new]
-    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None, checksum=true, integrity="auto"))]
+    #[pyo3(signature = (listen, token, transport, engine_id="", fingerprint=vec![], silence=None, integrity="auto"))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword arguments of a private class"
@@ -59,7 +59,6 @@ impl Agent {
         engine_id: &str,
         fingerprint: Vec<(String, String)>,
         silence: Option<f64>,
-        checksum: bool,
         integrity: &str,
     ) -> PyResult<Self> {
         read_level(py)?;
@@ -76,12 +75,7 @@ impl Agent {
                 integrity,
             )
         });
-        let agent = agent.map_err(to_py)?;
-        Ok(Self(if checksum {
-            agent
-        } else {
-            agent.without_checksums()
-        }))
+        agent.map(Self).map_err(to_py)
     }
 
     #[getter]

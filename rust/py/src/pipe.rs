@@ -49,16 +49,17 @@ impl PipeEnd {
         address: &str,
         token: &[u8],
         transport: &Transport,
-        is_checksummed: bool,
+        integrity: &str,
         busy_poll_us: Option<u64>,
         timeout: f64,
     ) -> PyResult<(Self, Work)> {
         read_level(py)?;
         let timeout = duration(Some(timeout))?.unwrap_or(Duration::from_secs(86400));
+        let integrity = integrity.parse().map_err(to_py)?;
         let (transport, busy_poll) = (transport.core(), busy_poll(busy_poll_us));
         let route = wait_for_route(py, || Pipe::route(address, timeout))?;
         let connected =
-            py.detach(|| Pipe::connect_along(&route, token, transport, is_checksummed, busy_poll));
+            py.detach(|| Pipe::connect_along(&route, token, transport, integrity, busy_poll));
         let (pipe, connected) = connected.map_err(to_py)?;
         Ok((Self(pipe), Work::new(Kind::Nothing(connected))))
     }

@@ -10,7 +10,7 @@ import kvpipe
 
 from .blocks import verify_blocks
 from .request import LOCAL, REMOTE, pattern
-from .side import MODES, Idle, Setup, Words, seconds
+from .side import INTEGRITY, MODES, Idle, Setup, Words, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class Active(Idle):
 
     def __init__(self, setup: Setup) -> None:
         self._buffer: Any = np.ones(setup.total, np.uint8)
-        self._agents = {way: kvpipe.Agent(f"{setup.host}:0", checksum=way == "checked") for way in MODES}
+        self._agents = {way: kvpipe.Agent(f"{setup.host}:0", integrity=INTEGRITY[way]) for way in MODES}
         self._regions = {way: _regions(agent, self._buffer, setup) for way, agent in self._agents.items()}
 
     def meet(self, words: Mapping[str, str]) -> Words:

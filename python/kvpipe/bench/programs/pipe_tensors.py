@@ -9,7 +9,7 @@ import numpy as np
 import kvpipe
 
 from .request import pattern
-from .side import MODES, Idle, Setup, Words, half_round_trip_us, keep_in_flight, seconds
+from .side import INTEGRITY, MODES, Idle, Setup, Words, half_round_trip_us, keep_in_flight, seconds
 from .tensors import ReceiveBuffer, Receiving
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Active(Idle):
         """Connects the pipes to the passive process."""
         self._there = {
             name: kvpipe.Pipe.connect(
-                words[name], timeout=_TIMEOUT_S, checksum=name == "checked", busy_poll_us=self._busy_poll_us
+                words[name], timeout=_TIMEOUT_S, integrity=INTEGRITY[name], busy_poll_us=self._busy_poll_us
             )
             for name in MODES
         }

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 Words = dict[str, object]
 # With and without checksums
-MODES = ("checked", "unchecked")
+INTEGRITY = {"checked": "checksum", "unchecked": "none"}
+MODES = tuple(INTEGRITY)
 
 
 @dataclass(frozen=True)

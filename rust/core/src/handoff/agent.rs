@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::Integrity;
 use super::load_request::{LoadCounts, LoadFailure, LoadRequest};
 use super::ready::{ReadyBlocks, check_positions};
 use super::service::{HandoffCommand, HandoffCommandKind, HandoffService};
 use crate::agent::{Agent, Region};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::ids::HandoffId;
+use crate::integrity::Integrity;
 use crate::net::address::listen_address;
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::Secret;
@@ -120,7 +120,8 @@ impl HandoffAgent {
         )
     }
 
-    /// Starts an agent.
+    /// Starts an agent. The blocks that it reads and writes have checksums, unless `integrity` is `None`. That of its
+    /// handoffs is theirs; with `None` it has no handoffs.
     pub fn with_integrity(
         listen: &str,
         token: &[u8],
@@ -142,17 +143,19 @@ impl HandoffAgent {
         };
         let shared = Arc::new(HandoffShared::default());
         let in_thread = Arc::clone(&shared);
-        let agent = Agent::start(config, move |core| {
+        let mut agent = Agent::start(config, move |core| {
             HandoffService::new(core, in_thread, integrity)
         })?;
+        agent.is_checksummed = integrity != Integrity::None;
         Ok(Self { agent, shared })
     }
 
-    /// The same without checksums of the blocks that it reads and writes. Those of handoffs are decided by their integrity.
-    #[must_use]
-    pub fn without_checksums(mut self) -> Self {
-        self.agent.is_checksummed = false;
-        self
+    fn check_integrity(&self) -> Result<()> {
+        if self.agent.is_checksummed {
+            return Ok(());
+        }
+        let text = "integrity=none: a handoff is always verified; set auto, checksum or validate";
+        Err(Error::Config(text.to_owned()))
     }
 
     fn send(&self, command: HandoffCommandKind) -> Result<()> {
@@ -162,8 +165,9 @@ impl HandoffAgent {
     /// Producer: what a step makes ready is ready in these regions, each of which is named once for a step.
     ///
     /// # Errors
-    /// A region is another agent's, or was closed.
+    /// A region is another agent's, or was closed; the agent has no handoffs.
     pub fn mark_ready(&self, ready: &ReadyBlocks, regions: &[Region]) -> Result<()> {
+        self.check_integrity()?;
         for region in regions {
             region.check(self.incarnation())?;
         }
@@ -186,6 +190,7 @@ impl HandoffAgent {
     /// Consumer: begins to load; `LoadCompleted` or `LoadFailed` follows exactly once. A handoff that is being loaded is
     /// refused, with a `Log` event.
     pub fn load(&self, request: LoadRequest) -> Result<()> {
+        self.check_integrity()?;
         check_positions(request.first, request.block_ids.len())?;
         self.send(HandoffCommandKind::Load(request))
     }

@@ -9,6 +9,7 @@ use super::ready::ReadyRange;
 use super::service::HandoffService;
 use super::{ReadyBlock, checksum as checksum_of};
 use crate::ids::{HandoffId, RegionId};
+use crate::integrity::Integrity;
 use crate::session::ReactorContext;
 use crate::trace::Track;
 use crate::transfer::region::Layout;
@@ -17,13 +18,18 @@ use crate::transport::Memory;
 /// Bytes of one slice of work on checksums: about a millisecond, which sockets and other handoffs wait at most.
 const SLICE: u64 = 8 << 20;
 
+/// Whether blocks in such memory are announced with checksums.
+fn has_checksums(integrity: Integrity, memory: &Memory) -> bool {
+    integrity.resolved(kind(memory)) == Integrity::Checksum
+}
+
 impl HandoffService {
     /// Takes the next slice of blocks that are ready, in the regions in which they are, and tells who has selected them.
     pub(super) fn announce_ready(&mut self, cx: &mut ReactorContext) {
-        let known = &self.agent.regions;
+        let (known, integrity) = (&self.agent.regions, self.integrity);
         let num_blocks = |regions: &[RegionId]| {
             let known = regions.iter().filter_map(|region| known.get(region));
-            let hashed = known.filter(|region| self.integrity.has_checksums(kind(&region.memory)));
+            let hashed = known.filter(|region| has_checksums(integrity, &region.memory));
             slice_of(hashed.map(|region| region.layout.block_bytes).sum())
         };
         let Some((part, regions)) = self.ready.slice(num_blocks) else {
@@ -63,7 +69,7 @@ impl HandoffService {
             let Some(local) = self.agent.regions.get(id) else {
                 return Err("blocks of a region that was closed cannot be leased".to_owned());
             };
-            let has_checksums = self.integrity.has_checksums(kind(&local.memory));
+            let has_checksums = has_checksums(self.integrity, &local.memory);
             for (&block_id, position) in part.block_ids.iter().zip(part.first..) {
                 if local.layout.offset(block_id).is_err() {
                     return Err(format!(

@@ -9,7 +9,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Integrity;
 use super::ReadyBlock;
 use super::active_loads::ActiveLoad;
 use super::agent::Event;
@@ -22,6 +21,7 @@ use super::validations::ANSWER_WITHIN;
 use crate::agent::regions::LocalRegion;
 use crate::error::Error;
 use crate::ids::{Epoch, HandoffId, RegionId, SessionKey};
+use crate::integrity::Integrity;
 use crate::session::ReactorContext;
 use crate::trace::Track;
 use crate::transfer::region::RemoteRegion;

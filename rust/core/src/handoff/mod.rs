@@ -23,12 +23,9 @@ pub use load_request::{LoadCounts, LoadFailure, LoadRequest};
 pub use ready::{ReadyBlocks, ReadyRange};
 pub use service::HandoffCommand;
 
-use std::str::FromStr;
-
-use kvpipe_ucx::{MemoryKind, SharedBytes};
+use kvpipe_ucx::SharedBytes;
 
 use crate::checksum::bound;
-use crate::error::Error;
 use crate::ids::{Epoch, HandoffId, RegionId};
 
 /// A block of one region (layer) that will not change any more.
@@ -43,44 +40,6 @@ pub struct ReadyBlock {
     /// Checksum of its bytes, see [`checksum`]. Without one, the block counts if the producer's grant still holds when
     /// it has been read.
     pub checksum: Option<u64>,
-}
-
-/// How an agent knows that the blocks of a handoff are those that the producer had. The producer's setting decides.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Integrity {
-    /// As `Checksum` in host memory, as `Validate` in a device's.
-    #[default]
-    Auto,
-    /// The producer announces checksums, and the consumer compares. A consumer refuses blocks without checksums.
-    Checksum,
-    /// The producer announces no checksums. The consumer asks, after its last read, whether the grant still holds.
-    Validate,
-}
-
-impl Integrity {
-    /// Whether blocks in such memory are announced with checksums.
-    fn has_checksums(self, memory: MemoryKind) -> bool {
-        match self {
-            Self::Auto => memory == MemoryKind::Host,
-            Self::Checksum => true,
-            Self::Validate => false,
-        }
-    }
-}
-
-impl FromStr for Integrity {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self, Error> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "checksum" => Ok(Self::Checksum),
-            "validate" => Ok(Self::Validate),
-            other => Err(Error::Config(format!(
-                "integrity={other:?}: handoffs know auto, checksum and validate"
-            ))),
-        }
-    }
 }
 
 /// The checksum of a block. It covers the block's place too, so that a block of another handoff, epoch, layer or position

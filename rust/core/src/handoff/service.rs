@@ -7,7 +7,6 @@ use std::time::Instant;
 
 use kvpipe_ucx::{AmData, Status};
 
-use super::Integrity;
 use super::active_loads::ActiveLoads;
 use super::agent::{Event, HandoffShared};
 use super::load_request::LoadRequest;
@@ -17,6 +16,7 @@ use super::ready::{ReadyBlocks, ReadyQueue};
 use crate::agent::{AgentCommand, AgentCore};
 use crate::error::{Error, Result};
 use crate::ids::{HandoffId, RegionId, SessionKey};
+use crate::integrity::Integrity;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};

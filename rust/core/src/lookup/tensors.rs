@@ -10,6 +10,7 @@ use super::transfer::{EntryTransfer, INLINE, INLINE_CAP, NOTHING, OFFERED, owner
 use super::{HUGE, Items, NUM_ITEMS, not_host};
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
+use crate::integrity::Integrity;
 use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
 use crate::transfer::exposed::{BufferDescription, ExposedBuffer};
@@ -167,7 +168,12 @@ impl Tensors {
         source: u64,
         buffer: Buffer,
     ) -> Result<BufferDescription> {
-        let exposed = ExposedBuffer::new(cx, session, buffer, self.is_checksummed)?;
+        let integrity = if self.is_checksummed {
+            Integrity::Checksum
+        } else {
+            Integrity::None
+        };
+        let exposed = ExposedBuffer::new(cx, session, buffer, integrity)?;
         let (exposed, described) = exposed;
         if let Some(tensors) = self.sessions.get_mut(&session) {
             self.engine.expose(session, source, &exposed);

@@ -68,7 +68,11 @@ impl EntryTransfer {
                 }
                 OFFERED => {
                     item.meta = Meta::read(&mut reader)?;
-                    offered.push_back((index, BufferDescription::read(&mut reader)?));
+                    let buffer = BufferDescription::read(&mut reader)?;
+                    if buffer.is_validated() {
+                        return Err(Error::protocol("a tensor of an entry that is validated"));
+                    }
+                    offered.push_back((index, buffer));
                 }
                 other => return Err(Error::protocol(format_args!("a tensor of kind {other}"))),
             }
@@ -97,5 +101,31 @@ impl EntryTransfer {
 
     pub(super) fn into_items(self) -> Items {
         Items(self.items.map(Arc::new))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::codec::Writer;
+
+    fn read(verification: u8) -> Result<EntryTransfer> {
+        let (in_host, rkey) = (0, [1]);
+        let mut message = Meta::default().write(Writer::default().u8(OFFERED));
+        message = message.u64(1 << 20).u64(4096).u8(in_host);
+        message = message.u8(verification).bytes(&rkey);
+        let message = message.u8(NOTHING).u8(NOTHING).u8(NOTHING).u8(NOTHING);
+        let message = message.finish();
+        EntryTransfer::read(Reader::new(&message))
+    }
+
+    /// Nobody would ask.
+    #[test]
+    fn a_tensor_of_an_entry_that_is_to_be_validated_is_refused() {
+        for verification in 0..3 {
+            assert!(read(verification).is_ok(), "{verification}");
+        }
+        let refused = read(3).unwrap_err();
+        assert!(matches!(refused, Error::Protocol(_)), "{refused:?}");
     }
 }

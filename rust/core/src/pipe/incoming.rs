@@ -92,6 +92,8 @@ impl Receiver {
                 self.withdraw(cx, session, sequence);
                 return Ok(());
             }
+            Ok(SenderMessage::Valid) => return self.validated(sequence, true),
+            Ok(SenderMessage::Invalid) => return self.validated(sequence, false),
             Err(Error::Corrupt(_)) => {
                 let was_offered = kind == OFFER;
                 (Meta::default(), Content::Corrupt { was_offered })

@@ -19,6 +19,16 @@ use crate::work::Completer;
 /// Another transfer begins when fewer bytes than this are left of those that have begun.
 const BYTES_AHEAD: u64 = 4 << 20;
 
+/// How far a large tensor is.
+#[derive(Debug)]
+pub(super) enum Progress {
+    Transferring,
+    /// Its last read has ended, and its sender has been asked whether it still offers it.
+    Validating(Arc<Memory>),
+    /// Nothing writes into its memory any more.
+    Ended(Result<Arc<Memory>>),
+}
+
 /// A large tensor that is being transferred.
 pub(super) struct LargeReceive {
     sequence: u64,
@@ -27,21 +37,22 @@ pub(super) struct LargeReceive {
     /// Its number in the engine.
     transfer: u64,
     is_pooled: bool,
+    /// Whether its sender is asked after the last read.
+    is_validated: bool,
     /// When it is late; `None` once its session has failed.
     pub(super) grace: Option<GracePeriod>,
     pub(super) completer: Completer<Arc<Received>>,
     /// By its sender, or because its receive is late.
     is_withdrawn: bool,
-    /// Set when nothing writes into its memory any more.
-    pub(super) outcome: Option<Result<Arc<Memory>>>,
+    pub(super) progress: Progress,
 }
 
 impl LargeReceive {
-    /// Fails a tensor that no caller has yet, also one that is complete and waits for those before it: its sender may
-    /// have reported it as lost.
+    /// Fails a tensor that no caller has yet, also one that waits for its sender's answer, and one that is complete and
+    /// waits for those before it: its sender may have reported it as lost.
     pub(super) fn fail(&mut self, error: &Error) {
-        if let Some(outcome @ Ok(_)) = &mut self.outcome {
-            *outcome = Err(error.clone());
+        if let Progress::Validating(_) | Progress::Ended(Ok(_)) = self.progress {
+            self.progress = Progress::Ended(Err(error.clone()));
         }
     }
 }
@@ -56,10 +67,11 @@ impl LargeReceive {
             len: 8,
             transfer: sequence,
             is_pooled: false,
+            is_validated: false,
             grace: None,
             completer,
             is_withdrawn: false,
-            outcome: None,
+            progress: Progress::Transferring,
         }
     }
 }
@@ -115,10 +127,11 @@ impl Receiver {
             len: buffer.len,
             transfer,
             is_pooled: receive.out.is_none(),
+            is_validated: buffer.is_validated(),
             grace: (receive.deadline.done_by).map(|at| GracePeriod::new(cx.now(), at)),
             completer: receive.completer,
             is_withdrawn: false,
-            outcome: None,
+            progress: Progress::Transferring,
         });
         self.engine.enqueue(cx, transfer);
     }
@@ -152,7 +165,12 @@ impl Receiver {
             if let Err(error @ (Error::Protocol(_) | Error::PeerLost { .. })) = &outcome {
                 cx.fail(session, error.clone());
             }
-            large.outcome = Some(outcome.map(|()| completion.memory));
+            if outcome.is_ok() && large.is_validated {
+                large.progress = Progress::Validating(completion.memory);
+                self.reply(cx, sequence, &ReceiverMessage::Validate);
+            } else {
+                large.progress = Progress::Ended(outcome.map(|()| completion.memory));
+            }
         }
         has_ended
     }
@@ -163,7 +181,7 @@ impl Receiver {
         self.drain_completions(cx);
         loop {
             let is_next = |(at, large): &(usize, &LargeReceive)| {
-                (*at == 0 || large.is_withdrawn) && large.outcome.is_some()
+                (*at == 0 || large.is_withdrawn) && matches!(large.progress, Progress::Ended(_))
             };
             while let Some((at, _)) = self.large_receives.iter().enumerate().find(is_next) {
                 if let Some(large) = self.large_receives.remove(at) {
@@ -178,7 +196,7 @@ impl Receiver {
     }
 
     fn complete_large(&mut self, cx: &mut ReactorContext, large: LargeReceive) {
-        let Some(outcome) = large.outcome else {
+        let Progress::Ended(outcome) = large.progress else {
             return;
         };
         self.count_waiting();
@@ -251,14 +269,41 @@ impl Receiver {
         graces.map(|grace| grace.next(cx, &[session])).min()
     }
 
+    /// The sender answers whether it still offers a tensor whose last read had ended. The answer is dropped if the tensor
+    /// has failed meanwhile.
+    ///
+    /// # Errors
+    /// It was not asked.
+    pub(super) fn validated(&mut self, sequence: u64, is_valid: bool) -> Result<()> {
+        let is_offered = sequence < self.next_sequence;
+        let Some(large) = self.large_receive(sequence) else {
+            let text = format_args!("whether tensor {sequence} is valid, which was not offered");
+            return is_offered.then_some(()).ok_or(Error::protocol(text));
+        };
+        match &large.progress {
+            Progress::Validating(memory) if is_valid => {
+                large.progress = Progress::Ended(Ok(Arc::clone(memory)));
+            }
+            Progress::Validating(_) => {
+                // Also answers a WITHDRAW.
+                large.is_withdrawn = true;
+                large.fail(&withdrawn_by_sender());
+            }
+            Progress::Ended(Err(_)) => {}
+            Progress::Transferring | Progress::Ended(Ok(_)) => {
+                let text = format_args!("whether tensor {sequence} is valid, which was not asked");
+                return Err(Error::protocol(text));
+            }
+        }
+        Ok(())
+    }
+
     /// The sender withdraws a tensor.
     pub(super) fn withdraw(&mut self, cx: &mut ReactorContext, session: SessionKey, sequence: u64) {
         if let Some(large) = self.large_receive(sequence) {
             // The answer is sent when no read is under way: then the sender may reuse its memory.
             large.is_withdrawn = true;
-            let text = "the sender withdrew the tensor while it was received; it is lost, the pipe is usable";
-            let error = Error::Timeout(text.to_owned());
-            return self.fail_large(cx, sequence, &error);
+            return self.fail_large(cx, sequence, &withdrawn_by_sender());
         }
         let is_it = |tensor: &IncomingTensor| tensor.sequence == sequence;
         if let Some(at) = self.incoming.iter().position(is_it) {
@@ -268,6 +313,12 @@ impl Receiver {
             self.reply(cx, sequence, &ReceiverMessage::Withdrawn);
         }
     }
+}
+
+fn withdrawn_by_sender() -> Error {
+    let text =
+        "the sender withdrew the tensor while it was received; it is lost, the pipe is usable";
+    Error::Timeout(text.to_owned())
 }
 
 fn not_consumed(error: Error) -> Error {

@@ -22,6 +22,9 @@ const WITHDRAW: u8 = 7;
 const WITHDRAWN: u8 = 8;
 const CORRUPT: u8 = 10;
 const REFUSED: u8 = 11;
+const VALIDATE: u8 = 12;
+const VALID: u8 = 13;
+const INVALID: u8 = 14;
 
 /// Longest reason of a refusal.
 const REASON_CAP: usize = 4096;
@@ -41,6 +44,10 @@ pub(super) enum SenderMessage<'a> {
     },
     /// The send of an offered tensor is late. `Withdrawn` answers, unless the tensor has been received.
     Withdraw,
+    /// Answers `Validate`: the tensor is offered, so what was read of it before is what was sent.
+    Valid,
+    /// Answers `Validate`: the tensor is not offered any more, or it is being withdrawn.
+    Invalid,
 }
 
 impl<'a> SenderMessage<'a> {
@@ -55,10 +62,9 @@ impl<'a> SenderMessage<'a> {
         let (kind, payload) = match self {
             Self::Eager { meta, bytes } => (EAGER, meta.write(Writer::default()).shared(*bytes)),
             Self::Offer { meta, buffer } => (OFFER, buffer.write(meta.write(Writer::default()))),
-            Self::Withdraw => {
-                let header = cx.header(session, WITHDRAW).u64(sequence);
-                return cx.message(session, header, Payload::None);
-            }
+            Self::Withdraw => return send_bare(cx, session, WITHDRAW, sequence),
+            Self::Valid => return send_bare(cx, session, VALID, sequence),
+            Self::Invalid => return send_bare(cx, session, INVALID, sequence),
         };
         let payload = payload.finish();
         let checksum = is_checksummed.then(|| checksum::of(&payload));
@@ -94,11 +100,19 @@ impl<'a> SenderMessage<'a> {
                 Ok(Self::Offer { meta, buffer })
             }
             WITHDRAW => Ok(Self::Withdraw),
+            VALID => Ok(Self::Valid),
+            INVALID => Ok(Self::Invalid),
             other => Err(Error::protocol(format_args!(
                 "message {other} to the receiver of a pipe"
             ))),
         }
     }
+}
+
+/// Sends a message that is its kind and its tensor; false if the session is lost.
+fn send_bare(cx: &mut ReactorContext, session: SessionKey, kind: u8, sequence: u64) -> bool {
+    let header = cx.header(session, kind).u64(sequence);
+    cx.message(session, header, Payload::None)
 }
 
 /// Compares a payload with the checksum in the rest of its header, if there is one.
@@ -120,6 +134,8 @@ pub(super) enum ReceiverMessage<'a> {
     Withdrawn,
     /// The tensor differs from its checksum.
     Corrupt,
+    /// The last read of the tensor has ended. `Valid` or `Invalid` answers.
+    Validate,
     /// The receiver cannot hold the tensor.
     Refused { reason: Cow<'a, str> },
 }
@@ -133,6 +149,7 @@ impl ReceiverMessage<'_> {
             }
             Self::Withdrawn => (WITHDRAWN, Payload::None),
             Self::Corrupt => (CORRUPT, Payload::None),
+            Self::Validate => (VALIDATE, Payload::None),
             Self::Refused { reason } => {
                 let reason = Writer::default().text(reason, REASON_CAP);
                 (REFUSED, Payload::Bytes(reason.finish()))
@@ -153,6 +170,7 @@ impl ReceiverMessage<'_> {
             }
             WITHDRAWN => Ok(Self::Withdrawn),
             CORRUPT => Ok(Self::Corrupt),
+            VALIDATE => Ok(Self::Validate),
             REFUSED => {
                 let mut reader = Reader::new(payload);
                 let reason = reader.str(REASON_CAP)?.into();

@@ -18,6 +18,7 @@ use kvpipe_ucx::Buffer;
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
+use crate::integrity::Integrity;
 use crate::net::address::{check_address, listen_address};
 use crate::net::identity::{Identity, SessionKind};
 use crate::net::secret::Secret;
@@ -28,8 +29,9 @@ use crate::tensor::{Meta, Received};
 use crate::transport::{DataPath, Transport};
 use crate::work::{Then, Work};
 use incoming::PendingReceive;
+use posted::QueuedSend;
 use receiver::{Receiver, ReceiverCommand};
-use sender::{ClosingCaller, QueuedSend, Sender, SenderCommand};
+use sender::{ClosingCaller, Sender, SenderCommand};
 
 /// Largest tensor that travels inside its message. Above this size a copy costs more than a round trip.
 const EAGER_CAP: usize = 32 << 10;
@@ -171,22 +173,22 @@ impl Pipe {
         address: &str,
         token: &[u8],
         transport: Transport,
-        is_checksummed: bool,
+        integrity: Integrity,
         busy_poll: Duration,
         timeout: Duration,
     ) -> Result<(Self, Work<()>)> {
         let route = Self::route(address, timeout)?;
         while !route.wait()? {}
-        Self::connect_along(&route, token, transport, is_checksummed, busy_poll)
+        Self::connect_along(&route, token, transport, integrity, busy_poll)
     }
 
-    /// Opens the sending end; the work is done once the receiver has accepted it. With `is_checksummed`, the receiver
-    /// verifies checksums.
+    /// Opens the sending end; the work is done once the receiver has accepted it. The receiver verifies tensors as
+    /// `integrity` says.
     pub fn connect_along(
         route: &Route,
         token: &[u8],
         transport: Transport,
-        is_checksummed: bool,
+        integrity: Integrity,
         busy_poll: Duration,
     ) -> Result<(Self, Work<()>)> {
         let address = route.addresses().join(",");
@@ -194,8 +196,7 @@ impl Pipe {
         let mut config = config(None, route.local()?, token, transport, busy_poll)?;
         config.timeouts = SessionTimeouts::along(route);
         let in_reactor = shared.clone();
-        let reactor =
-            crate::session::spawn(config, move || Sender::new(in_reactor, is_checksummed))?;
+        let reactor = crate::session::spawn(config, move || Sender::new(in_reactor, integrity))?;
         let (connected, completer) = reactor.work();
         reactor.send(SenderCommand::Connect { address, completer })?;
         let end = End::Sender(reactor);
@@ -302,3 +303,6 @@ impl Pipe {
         self.shared.get().clone()
     }
 }
+
+#[cfg(test)]
+mod tests;

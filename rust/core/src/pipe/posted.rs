@@ -1,14 +1,26 @@
-//! A tensor that the sender has posted and the receiver has not acknowledged.
+//! Tensors of the sender: queued, then posted until the receiver has acknowledged them.
 
 use std::time::Instant;
+
+use kvpipe_ucx::Buffer;
 
 use super::messages::SenderMessage;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::session::ReactorContext;
 use crate::session::grace::{AnswerStage, GracePeriod};
+use crate::tensor::Meta;
 use crate::transfer::exposed::ExposedBuffer;
 use crate::work::Completer;
+
+/// A tensor that has not been posted.
+#[derive(Debug)]
+pub(super) struct QueuedSend {
+    pub(super) meta: Meta,
+    pub(super) buffer: Buffer,
+    pub(super) meet_by: Option<Instant>,
+    pub(super) completer: Completer<()>,
+}
 
 /// A posted tensor. The send of a small one has completed already; only its place in the window is still occupied.
 pub(super) struct PostedSend {
@@ -33,6 +45,13 @@ impl LargeSend {
 }
 
 impl PostedSend {
+    /// Whether it is offered under this sequence number now. A send is marked as withdrawn, or is posted no more, before its
+    /// caller may change the memory.
+    pub(super) fn is_offered_as(&self, sequence: u64) -> bool {
+        let large = self.large.as_ref();
+        self.sequence == sequence && large.is_some_and(|large| !large.is_withdrawn)
+    }
+
     /// The time of the next call of [`expire`](Self::expire).
     pub(super) fn next(&self, cx: &ReactorContext, session: SessionKey) -> Option<Instant> {
         let grace = self.large.as_ref()?.grace.as_ref()?;
@@ -58,5 +77,39 @@ impl PostedSend {
                 cx.fail(session, Error::Timeout(text.to_owned()));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::integrity::Integrity;
+    use crate::transport::{MemoryPath, Transport};
+    use crate::work::work;
+
+    #[test]
+    fn a_tensor_is_offered_until_it_is_withdrawn_and_under_its_own_sequence_number() {
+        let transport = Transport::Memory(MemoryPath::RemoteRead);
+        let opened = transport.open(std::net::Ipv4Addr::LOCALHOST.into());
+        let mut cx = ReactorContext::manual(Some(opened.unwrap()));
+        let buffer = Buffer::zeroed(8);
+        let (exposed, _) = ExposedBuffer::new(&cx, 20, buffer, Integrity::Validate).unwrap();
+        let (_sent, completer) = work();
+        let large = LargeSend {
+            exposed,
+            completer,
+            grace: Some(GracePeriod::new(cx.now(), cx.now())),
+            is_withdrawn: false,
+        };
+        let mut posted = PostedSend {
+            sequence: 3,
+            large: Some(large),
+        };
+        assert!(posted.is_offered_as(3));
+        assert!(!posted.is_offered_as(2));
+        posted.expire(&mut cx, 20); // it is late
+        assert!(!posted.is_offered_as(3));
+        posted.large = None;
+        assert!(!posted.is_offered_as(3), "its bytes were in its message");
     }
 }

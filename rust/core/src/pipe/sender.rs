@@ -5,19 +5,19 @@ use std::collections::VecDeque;
 use std::iter::once;
 use std::time::Instant;
 
-use kvpipe_ucx::{AmData, Buffer};
+use kvpipe_ucx::AmData;
 
 use super::messages::{ReceiverMessage, SenderMessage};
-use super::posted::{LargeSend, PostedSend};
+use super::posted::{LargeSend, PostedSend, QueuedSend};
 use super::{EAGER_CAP, MESSAGES_IN_FLIGHT, SharedInfo, TRANSFERS_IN_FLIGHT};
 use crate::earliest::Earliest;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
+use crate::integrity::Integrity;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::grace::GracePeriod;
 use crate::session::{ReactorContext, Service};
-use crate::tensor::Meta;
 use crate::transfer::exposed::ExposedBuffer;
 use crate::transfer::{Handled, Message, TransferEngine};
 use crate::work::Completer;
@@ -32,15 +32,6 @@ pub(super) enum SenderCommand {
     Close(ClosingCaller),
 }
 
-/// A tensor that has not been posted.
-#[derive(Debug)]
-pub(super) struct QueuedSend {
-    pub(super) meta: Meta,
-    pub(super) buffer: Buffer,
-    pub(super) meet_by: Option<Instant>,
-    pub(super) completer: Completer<()>,
-}
-
 /// A caller that waits for the end of the pipe.
 #[derive(Debug)]
 pub(super) struct ClosingCaller {
@@ -50,8 +41,7 @@ pub(super) struct ClosingCaller {
 
 pub(super) struct Sender {
     shared: SharedInfo,
-    /// Whether tensors are sent with checksums.
-    is_checksummed: bool,
+    integrity: Integrity,
     session: Option<SessionKey>,
     connecting: Option<Completer<()>>,
     queue: VecDeque<QueuedSend>,
@@ -67,10 +57,10 @@ pub(super) struct Sender {
 }
 
 impl Sender {
-    pub(super) fn new(shared: SharedInfo, is_checksummed: bool) -> Self {
+    pub(super) fn new(shared: SharedInfo, integrity: Integrity) -> Self {
         Self {
             shared,
-            is_checksummed,
+            integrity,
             session: None,
             connecting: None,
             queue: VecDeque::new(),
@@ -98,7 +88,8 @@ impl Sender {
                     continue;
                 }
             };
-            if !message.send(cx, session, self.next_sequence, self.is_checksummed) {
+            let is_checksummed = self.integrity != Integrity::None;
+            if !message.send(cx, session, self.next_sequence, is_checksummed) {
                 // The session is lost; its end fails everything that is queued.
                 self.queue.push_front(send);
                 return;
@@ -122,7 +113,8 @@ impl Sender {
             return Ok((SenderMessage::Eager { meta, bytes }, None));
         }
         let buffer = send.buffer.clone();
-        let (exposed, buffer) = ExposedBuffer::new(cx, session, buffer, self.is_checksummed)?;
+        self.integrity.check(buffer.kind())?;
+        let (exposed, buffer) = ExposedBuffer::new(cx, session, buffer, self.integrity)?;
         Ok((SenderMessage::Offer { meta, buffer }, Some(exposed)))
     }
 
@@ -344,6 +336,15 @@ impl Service for Sender {
                 let text =
                     "the tensor was not received in time; it was withdrawn, the pipe is usable";
                 self.end_posted(session, sequence, Err(Error::Timeout(text.to_owned())));
+            }
+            ReceiverMessage::Validate => {
+                let mut posted = self.posted.iter();
+                let answer = if posted.any(|it| it.is_offered_as(sequence)) {
+                    SenderMessage::Valid
+                } else {
+                    SenderMessage::Invalid
+                };
+                answer.send(cx, session, sequence, false);
             }
             ReceiverMessage::Corrupt => {
                 let text = "the tensor came with another checksum than it had here; it was changed while it was sent, or on its way; the pipe is usable";

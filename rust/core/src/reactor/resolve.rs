@@ -214,7 +214,13 @@ mod tests {
     fn a_pipe_connects_in_what_resolving_has_left_of_the_timeout() {
         let (route, _silent) = nearly_late();
         let transport = Transport::Memory(MemoryPath::RemoteRead);
-        let connected = Pipe::connect_along(&route, b"", transport, true, Duration::ZERO);
+        let connected = Pipe::connect_along(
+            &route,
+            b"",
+            transport,
+            crate::Integrity::Auto,
+            Duration::ZERO,
+        );
         let (_pipe, connected) = connected.unwrap();
         assert_late(&connected);
     }

@@ -199,7 +199,16 @@ impl Visitors {
         let listen = || Pipe::listen("127.0.0.1:0", TOKEN, TRANSPORT, Duration::ZERO);
         let listening = without_threads(listen).expect("a pipe");
         let address = listening.address().expect("it listens").to_string();
-        let connect = || Pipe::connect(&address, TOKEN, TRANSPORT, true, Duration::ZERO, TIMEOUT);
+        let connect = || {
+            Pipe::connect(
+                &address,
+                TOKEN,
+                TRANSPORT,
+                crate::Integrity::Auto,
+                Duration::ZERO,
+                TIMEOUT,
+            )
+        };
         let (sender, connected) = without_threads(connect).expect("a pipe");
         drop(connected);
         let len = SIZES[rng.one_of(2) as usize];

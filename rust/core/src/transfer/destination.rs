@@ -11,7 +11,7 @@ use super::engine::{Completion, PeerTransfers, TransferEngine};
 use super::incoming_stream::IncomingStream;
 use super::message::{Message, Wanted};
 use super::region::Cursor;
-use super::remote_source::ChecksumMode;
+use super::remote_source::Verification;
 use super::transfer::{
     CHECKSUMMED_BYTES, Reading, State, Transfer, TransferError, TransferRequest, split_token,
 };
@@ -119,7 +119,7 @@ impl PeerTransfers {
             return Ok(State::Streaming(stream));
         };
         let is_checksummed = request.checksums == Checksums::All && !source.is_cuda;
-        let has_asked = is_checksummed && source.checksum_mode != ChecksumMode::Pushed;
+        let has_asked = is_checksummed && source.verification != Verification::Pushed;
         if has_asked {
             send_read(cx, id, request, Wanted::Checksums);
         }

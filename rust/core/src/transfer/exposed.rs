@@ -6,12 +6,13 @@ use std::sync::Arc;
 use kvpipe_ucx::{Buffer, MemoryKind};
 
 use super::region::{Layout, Pieces, RKEY_CAP};
-use super::remote_source::{ChecksumMode, RemoteSource};
+use super::remote_source::{RemoteSource, Verification};
 use super::source::SourceRequest;
 use super::transfer::TransferRequest;
 use super::verifier::Checksums;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
+use crate::integrity::Integrity;
 use crate::net::codec::{Reader, Writer};
 use crate::session::ReactorContext;
 use crate::transport::{DataPath, Memory};
@@ -42,18 +43,20 @@ pub(crate) struct ExposedBuffer {
 
 impl ExposedBuffer {
     /// Registers a buffer for a peer to read. What is on a GPU has no checksums: nobody computes any there.
+    /// Where the integrity is `Validate`, its owner answers whether it is still exposed.
     pub(crate) fn new(
         cx: &ReactorContext,
         session: SessionKey,
         buffer: Buffer,
-        is_checksummed: bool,
+        integrity: Integrity,
     ) -> Result<(Self, BufferDescription)> {
         let is_read = matches!(cx.peer_data_path(session), Some(DataPath::RemoteRead(_)));
         let is_cuda = is_cuda(buffer.kind());
-        let checksum_mode = match (is_checksummed && !is_cuda, is_read) {
-            (false, _) => ChecksumMode::OnRequest,
-            (true, true) => ChecksumMode::Pushed,
-            (true, false) => ChecksumMode::StreamOnly,
+        let verification = match (integrity.resolved(buffer.kind()), is_read) {
+            (Integrity::Validate, _) => Verification::Validated,
+            (Integrity::Checksum, true) if !is_cuda => Verification::Pushed,
+            (Integrity::Checksum, false) if !is_cuda => Verification::StreamOnly,
+            _ => Verification::OnRequest,
         };
         let (len, address) = (buffer.len(), buffer.address() as u64);
         let memory = cx.register(buffer)?;
@@ -61,12 +64,12 @@ impl ExposedBuffer {
             len,
             address,
             is_cuda,
-            checksum_mode,
+            verification,
             key: key(&memory)?,
         };
         let exposed = Self {
             memory,
-            pushes_checksums: checksum_mode == ChecksumMode::Pushed,
+            pushes_checksums: verification == Verification::Pushed,
         };
         Ok((exposed, described))
     }
@@ -98,7 +101,7 @@ pub(crate) struct BufferDescription {
     pub(crate) len: usize,
     address: u64,
     pub(crate) is_cuda: bool,
-    checksum_mode: ChecksumMode,
+    verification: Verification,
     key: Vec<u8>,
 }
 
@@ -108,19 +111,20 @@ impl BufferDescription {
             .u64(self.len as u64)
             .u64(self.address)
             .u8(self.is_cuda.into())
-            .u8(self.checksum_mode as u8)
+            .u8(self.verification as u8)
             .bytes(&self.key)
     }
 
     pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self> {
         let (len, address) = (reader.u64()?, reader.u64()?);
         let is_cuda = reader.flag()?;
-        let checksum_mode = match reader.u8()? {
-            0 => ChecksumMode::OnRequest,
-            1 => ChecksumMode::Pushed,
-            2 => ChecksumMode::StreamOnly,
+        let verification = match reader.u8()? {
+            0 => Verification::OnRequest,
+            1 => Verification::Pushed,
+            2 => Verification::StreamOnly,
+            3 => Verification::Validated,
             other => {
-                let text = format_args!("a buffer with checksums of mode {other}");
+                let text = format_args!("a buffer with verification {other}");
                 return Err(Error::protocol(text));
             }
         };
@@ -132,16 +136,34 @@ impl BufferDescription {
             return Err(Error::protocol(text));
         }
         // Nobody checksums what is on a GPU.
-        if is_cuda && checksum_mode != ChecksumMode::OnRequest {
+        let has_checksums = matches!(
+            verification,
+            Verification::Pushed | Verification::StreamOnly
+        );
+        if is_cuda && has_checksums {
             return Err(Error::protocol("checksums of a buffer in CUDA memory"));
         }
         Ok(Self {
             len: len as usize,
             address,
             is_cuda,
-            checksum_mode,
+            verification,
             key,
         })
+    }
+
+    /// Whether its owner is asked, after the last read, whether it still exposes it.
+    pub(crate) fn is_validated(&self) -> bool {
+        self.verification == Verification::Validated
+    }
+
+    /// What is compared of it.
+    fn checksums(&self) -> Checksums {
+        match self.verification {
+            Verification::OnRequest => Checksums::None,
+            Verification::Pushed | Verification::StreamOnly => Checksums::All,
+            Verification::Validated => Checksums::OfStream,
+        }
     }
 
     /// The transfer of all of it into `memory`. Its owner is the id of the source.
@@ -157,7 +179,7 @@ impl BufferDescription {
             source,
             memory,
             pieces: Arc::new(Pieces::whole(self.len as u64, UNIT)),
-            checksums: Checksums::all_if(self.checksum_mode != ChecksumMode::OnRequest),
+            checksums: self.checksums(),
             is_verified_by_owner: false,
             is_retry: false,
             deadline: None,
@@ -167,7 +189,7 @@ impl BufferDescription {
     /// What the engine reads it from.
     pub(crate) fn source(&self) -> RemoteSource {
         RemoteSource {
-            checksum_mode: self.checksum_mode,
+            verification: self.verification,
             num_units: (self.len as u64).div_ceil(UNIT),
             ..RemoteSource::new(self.address, self.key.clone(), self.is_cuda)
         }
@@ -179,16 +201,16 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn buffer(len: u64, address: u64, checksum_mode: u8) -> Result<BufferDescription> {
-        buffer_in(0, len, address, checksum_mode)
+    fn buffer(len: u64, address: u64, verification: u8) -> Result<BufferDescription> {
+        buffer_in(0, len, address, verification)
     }
 
-    fn buffer_in(held: u8, len: u64, address: u64, checksum_mode: u8) -> Result<BufferDescription> {
+    fn buffer_in(held: u8, len: u64, address: u64, verification: u8) -> Result<BufferDescription> {
         let message = Writer::default()
             .u64(len)
             .u64(address)
             .u8(held)
-            .u8(checksum_mode)
+            .u8(verification)
             .bytes(&[1])
             .finish();
         BufferDescription::read(&mut Reader::new(&message))
@@ -215,7 +237,18 @@ mod tests {
         );
         assert!(buffer_in(1, 1 << 20, 4096, 1).is_err());
         assert!(buffer_in(1, 1 << 20, 4096, 2).is_err());
+        assert!(buffer_in(1, 1 << 20, 4096, 3).unwrap().is_validated());
         assert!(buffer_in(2, 1 << 20, 4096, 0).is_err());
+    }
+
+    #[test]
+    fn of_a_buffer_that_is_validated_only_a_stream_is_compared() {
+        let compared = |verification| buffer(1 << 20, 4096, verification).unwrap().checksums();
+        assert_eq!(compared(3), Checksums::OfStream);
+        assert_eq!(compared(0), Checksums::None);
+        for verification in [1, 2] {
+            assert_eq!(compared(verification), Checksums::All);
+        }
     }
 
     #[test]
@@ -223,7 +256,7 @@ mod tests {
         assert!(buffer(0, 4096, 1).is_err());
         assert!(buffer(u64::MAX, 0, 1).is_err());
         assert!(buffer(4096, u64::MAX - 4000, 1).is_err());
-        assert!(buffer(4096, 4096, 3).is_err());
+        assert!(buffer(4096, 4096, 4).is_err());
     }
 
     #[test]

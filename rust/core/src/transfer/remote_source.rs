@@ -15,7 +15,7 @@ const UNITS_CAP: u64 = 1 << 20;
 /// How what is read from a source is verified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum ChecksumMode {
+pub(super) enum Verification {
     /// A region: by checksums that the destination asks for, if it wants any. A buffer: by none, its sender has switched
     /// them off.
     OnRequest = 0,
@@ -23,6 +23,9 @@ pub(super) enum ChecksumMode {
     Pushed = 1,
     /// A buffer: by the checksums of a stream only, because its sender does not see that it could be read.
     StreamOnly = 2,
+    /// A buffer: its owner is asked, after the last read, whether it still exposes it. The pieces of a stream have
+    /// checksums, if it is in host memory.
+    Validated = 3,
 }
 
 /// How a destination reads a source itself.
@@ -42,7 +45,7 @@ pub(crate) struct RemoteSource {
     /// The packed key for UCX.
     pub(super) rkey: Vec<u8>,
     pub(super) is_cuda: bool,
-    pub(super) checksum_mode: ChecksumMode,
+    pub(super) verification: Verification,
     /// How many checksums come unasked, and what has come.
     pub(super) num_units: u64,
     pub(super) known: Vec<u64>,
@@ -57,7 +60,7 @@ impl RemoteSource {
             base,
             rkey,
             is_cuda,
-            checksum_mode: ChecksumMode::OnRequest,
+            verification: Verification::OnRequest,
             num_units: 0,
             known: Vec::new(),
             keys: Vec::new(),
@@ -74,7 +77,7 @@ impl RemoteSource {
         session: SessionKey,
         destination: &Memory,
     ) -> Result<Option<ReadPath>> {
-        if self.checksum_mode == ChecksumMode::StreamOnly {
+        if self.verification == Verification::StreamOnly {
             return Ok(None);
         }
         let (to, data_path) = (destination.buffer().kind(), cx.data_path(session));
@@ -120,7 +123,7 @@ impl RemoteSource {
     /// It has no such units, or no checksums that come unasked.
     pub(crate) fn receive(&mut self, first: u64, checksums: &[u64]) -> Result<()> {
         let num_units = UNITS_CAP.min(self.num_units);
-        if self.checksum_mode == ChecksumMode::Pushed
+        if self.verification == Verification::Pushed
             && add_next(&mut self.known, num_units, first, checksums)
         {
             return Ok(());
@@ -155,7 +158,7 @@ mod tests {
     #[test]
     fn checksums_that_come_unasked_come_in_order_and_not_beyond_the_last_unit() {
         let mut source = RemoteSource {
-            checksum_mode: ChecksumMode::Pushed,
+            verification: Verification::Pushed,
             num_units: 2,
             ..RemoteSource::new(0, Vec::new(), false)
         };

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use kvpipe_core::Integrity;
 use kvpipe_core::agent::{Options, Plan, Region};
 use kvpipe_core::handoff::HandoffAgent;
 use kvpipe_core::net::codec::{Reader, Writer};
@@ -244,8 +245,16 @@ fn without_checksums_the_source_is_asked_for_none() {
     on_both_paths(|search| {
         let timeouts = SessionTimeouts::default();
         let transport = search.clone().into();
-        let reader = HandoffAgent::new(&common::local(), TOKEN, transport, "", vec![], timeouts);
-        let reader = reader.expect("agent").without_checksums();
+        let reader = HandoffAgent::with_integrity(
+            &common::local(),
+            TOKEN,
+            transport,
+            "",
+            vec![],
+            timeouts,
+            Integrity::None,
+        );
+        let reader = reader.expect("agent");
         let (source, plan, to) = Source::meet("cpu", search, &reader, &[0], &[3]);
         let work = reader.read(&plan, Options::default()).expect("read");
         if common::is_tcp() {

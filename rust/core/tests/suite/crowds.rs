@@ -251,7 +251,14 @@ fn nobody() -> String {
 }
 
 fn connect_pipe(address: &str) -> (Pipe, kvpipe_core::work::Work<()>) {
-    let connected = Pipe::connect(address, TOKEN, IN_MEMORY, true, Duration::ZERO, PATIENCE);
+    let connected = Pipe::connect(
+        address,
+        TOKEN,
+        IN_MEMORY,
+        kvpipe_core::Integrity::Auto,
+        Duration::ZERO,
+        PATIENCE,
+    );
     connected.expect("connect")
 }
 

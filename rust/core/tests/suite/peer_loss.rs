@@ -45,7 +45,7 @@ fn peer_process() {
                 &argument,
                 TOKEN,
                 search.into(),
-                true,
+                kvpipe_core::Integrity::Auto,
                 Duration::ZERO,
                 PATIENCE,
             )
@@ -126,7 +126,7 @@ fn a_receiver_killed_under_a_large_tensor_fails_the_sender() {
             &peer.line(),
             TOKEN,
             search.clone().into(),
-            true,
+            kvpipe_core::Integrity::Auto,
             Duration::ZERO,
             PATIENCE,
         )

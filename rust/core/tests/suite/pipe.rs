@@ -165,7 +165,7 @@ fn a_tensor_without_checksums_arrives() {
             &address,
             TOKEN,
             transport.clone(),
-            false,
+            kvpipe_core::Integrity::None,
             Duration::ZERO,
             PATIENCE,
         )
@@ -234,7 +234,7 @@ fn a_second_sender_is_refused_with_the_reason() {
             &address,
             TOKEN,
             transport.clone(),
-            true,
+            kvpipe_core::Integrity::Auto,
             Duration::ZERO,
             PATIENCE,
         )

@@ -252,7 +252,14 @@ fn a_sender_learns_by_name_that_its_tensor_is_larger_than_the_receivers_machine(
     let receiver =
         Pipe::listen("127.0.0.1:0", TOKEN, transport.clone(), Duration::ZERO).expect("listen");
     let address = receiver.address().expect("address").to_string();
-    let connected = Pipe::connect(&address, TOKEN, transport, false, Duration::ZERO, PATIENCE);
+    let connected = Pipe::connect(
+        &address,
+        TOKEN,
+        transport,
+        kvpipe_core::Integrity::None,
+        Duration::ZERO,
+        PATIENCE,
+    );
     let (sender, connected) = connected.expect("connect");
     connected.wait_for(PATIENCE).expect("connected");
     // SAFETY: nothing reads it: no checksums are made, and the receiver refuses it by its size.

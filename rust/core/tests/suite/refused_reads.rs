@@ -142,7 +142,14 @@ fn blocks(search: &Search, refusal: &str) {
 fn tensors(search: &Search, refusal: &str) {
     let mut receiver = Process::start("pipe", &format!("{refusal} -"));
     let (address, transport) = (receiver.line(), search.clone().into());
-    let connected = Pipe::connect(&address, TOKEN, transport, true, Duration::ZERO, PATIENCE);
+    let connected = Pipe::connect(
+        &address,
+        TOKEN,
+        transport,
+        kvpipe_core::Integrity::Auto,
+        Duration::ZERO,
+        PATIENCE,
+    );
     let (sender, connected) = connected.expect("connect");
     connected.wait_for(PATIENCE).expect("connected");
     let sent = [0, 1, 2].map(|number| send(&sender, pattern(LEN, number)));

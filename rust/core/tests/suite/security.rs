@@ -198,9 +198,15 @@ fn a_sender_listens_only_where_its_receiver_reaches_it() {
         let receiver = receiver.expect("listen");
         let before = listening();
         let address = receiver.address().expect("address").to_string();
-        let (_sender, connected) =
-            Pipe::connect(&address, TOKEN, transport(), true, Duration::ZERO, PATIENCE)
-                .expect("connect");
+        let (_sender, connected) = Pipe::connect(
+            &address,
+            TOKEN,
+            transport(),
+            kvpipe_core::Integrity::Auto,
+            Duration::ZERO,
+            PATIENCE,
+        )
+        .expect("connect");
         connected.wait_for(PATIENCE).expect("connected");
         let found = listening();
         assert!(found.len() > before.len(), "UCX listens: {found:?}");

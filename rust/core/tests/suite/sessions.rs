@@ -377,7 +377,7 @@ fn forty_pipes_leave_no_descriptor_and_no_memory() {
                 &address,
                 TOKEN,
                 search.clone().into(),
-                true,
+                kvpipe_core::Integrity::Auto,
                 Duration::ZERO,
                 PATIENCE,
             )
@@ -452,7 +452,7 @@ fn a_peer_whose_ucx_is_not_reached_is_a_connect_error_in_time() {
         &address,
         TOKEN,
         search.into(),
-        true,
+        kvpipe_core::Integrity::Auto,
         Duration::ZERO,
         Duration::from_millis(300),
     );

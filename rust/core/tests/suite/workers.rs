@@ -3,8 +3,9 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
+use kvpipe_core::Integrity;
 use kvpipe_core::agent::Region;
-use kvpipe_core::handoff::{Event, HandoffAgent, Integrity, LoadRequest, ReadyBlocks, ReadyRange};
+use kvpipe_core::handoff::{Event, HandoffAgent, LoadRequest, ReadyBlocks, ReadyRange};
 use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::transport::Transport;

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvpipe_core::Integrity;
 use kvpipe_core::Result;
 use kvpipe_core::agent::{Agent, Options, Peer, Region};
 use kvpipe_core::fuzzing::{Round, without_threads};
 use kvpipe_core::handoff::{
-    Event, HandoffAgent, HandoffCommand, Integrity, LoadRequest, ReadyBlocks, ReadyRange,
+    Event, HandoffAgent, HandoffCommand, LoadRequest, ReadyBlocks, ReadyRange,
 };
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::session::SessionTimeouts;
@@ -215,6 +216,8 @@ pub(crate) fn agent(bytes: &[u8]) {
         let (id, timeouts) = ("engine", SessionTimeouts::default());
         let integrity = if flags.validates() {
             Integrity::Validate
+        } else if flags.has_no_checksums() {
+            Integrity::None
         } else {
             Integrity::Auto
         };
@@ -228,10 +231,7 @@ pub(crate) fn agent(bytes: &[u8]) {
             integrity,
         )
     };
-    let mut agent = without_threads(agent).expect("agent");
-    if flags.has_no_checksums() {
-        agent = agent.without_checksums();
-    }
+    let agent = without_threads(agent).expect("agent");
     let (hostile, address) = if flags.is_server() {
         let (hostile, address) = Hostile::listen(SessionKind::Agent, Some(&transport));
         drop(agent.connect(&address).expect("connecting"));

@@ -34,6 +34,9 @@ pub(crate) mod pipe {
     pub(crate) const WITHDRAW: u8 = 7;
     pub(crate) const WITHDRAWN: u8 = 8;
     pub(crate) const CORRUPT: u8 = 10;
+    pub(crate) const VALIDATE: u8 = 12;
+    pub(crate) const VALID: u8 = 13;
+    pub(crate) const INVALID: u8 = 14;
 }
 
 pub(crate) mod lookup {

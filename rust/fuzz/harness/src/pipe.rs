@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvpipe_core::Integrity;
 use kvpipe_core::fuzzing::{Round, without_threads};
 use kvpipe_core::net::identity::SessionKind;
 use kvpipe_core::pipe::{Deadline, Pipe};
@@ -149,13 +150,19 @@ pub(crate) fn sender(bytes: &[u8]) {
     let (flags, steps) = read(bytes);
     let transport = transport(flags);
     let (hostile, address) = Hostile::listen(SessionKind::Pipe, Some(&transport));
-    let is_checksummed = !flags.has_no_checksums();
+    let integrity = if flags.validates() {
+        Integrity::Validate
+    } else if flags.has_no_checksums() {
+        Integrity::None
+    } else {
+        Integrity::Auto
+    };
     let connect = || {
         Pipe::connect(
             &address,
             TOKEN,
             transport.clone(),
-            is_checksummed,
+            integrity,
             Duration::ZERO,
             TIMEOUT,
         )

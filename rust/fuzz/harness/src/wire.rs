@@ -28,9 +28,9 @@ pub(crate) fn meta(writer: Writer, len: u64) -> Writer {
 }
 
 /// A message goes on with an offer of the peer's memory.
-pub(crate) fn offer(writer: Writer, len: u64, checksum_mode: u8) -> Writer {
+pub(crate) fn offer(writer: Writer, len: u64, verification: u8) -> Writer {
     let writer = writer.u64(len).u64(ADDRESS);
-    let writer = writer.u8(HOST_MEMORY).u8(checksum_mode);
+    let writer = writer.u8(HOST_MEMORY).u8(verification);
     writer.bytes(&KEY.to_le_bytes())
 }
 

@@ -138,20 +138,24 @@ mod by_messages {
     }
 
     impl Side {
-        fn new(is_checksummed: bool) -> Self {
+        fn new(integrity: Integrity) -> Self {
             let make = || {
                 let (transport, timeouts) = (
                     Transport::Memory(MemoryPath::Stream),
                     SessionTimeouts::default(),
                 );
-                let agent =
-                    HandoffAgent::new("127.0.0.1:0", b"", transport, "", Vec::new(), timeouts);
+                let agent = HandoffAgent::with_integrity(
+                    "127.0.0.1:0",
+                    b"",
+                    transport,
+                    "",
+                    Vec::new(),
+                    timeouts,
+                    integrity,
+                );
                 agent.expect("agent")
             };
-            let agent = match without_threads(make) {
-                agent if is_checksummed => agent,
-                agent => agent.without_checksums(),
-            };
+            let agent = without_threads(make);
             let buffer = Buffer::zeroed(BLOCK as usize);
             let registered = agent.register("kv", buffer, BLOCK, BLOCK).expect("open");
             while !registered.is_completed() {
@@ -186,8 +190,8 @@ mod by_messages {
         while source.agent.round() != Round::Over {}
     }
 
-    fn read(is_checksummed: bool) -> Result<u64> {
-        let (reader, source) = (Side::new(is_checksummed), Side::new(is_checksummed));
+    fn read(integrity: Integrity) -> Result<u64> {
+        let (reader, source) = (Side::new(integrity), Side::new(integrity));
         let peer = connected(&reader, &source);
         let ours = (&reader.region, vec![0]);
         let plan = reader.agent.prepare(&peer, ours, ("kv", vec![0]))?;
@@ -201,14 +205,14 @@ mod by_messages {
 
     #[test]
     fn blocks_without_checksums_count_only_if_their_lender_holds_the_session() {
-        assert_eq!(read(true), Ok(BLOCK));
-        let lost = read(false);
+        assert_eq!(read(Integrity::Auto), Ok(BLOCK));
+        let lost = read(Integrity::None);
         assert!(matches!(lost, Err(Error::PeerLost { .. })), "{lost:?}");
     }
 
     #[test]
     fn blocks_of_a_handoff_count_by_their_own_checksums_although_their_producer_has_ended() {
-        let (reader, source) = (Side::new(true), Side::new(true));
+        let (reader, source) = (Side::new(Integrity::Auto), Side::new(Integrity::Auto));
         connected(&reader, &source);
         let part = ReadyRange {
             handoff: [7; 16],
@@ -237,5 +241,23 @@ mod by_messages {
             }
         };
         assert!(matches!(ended, Event::LoadCompleted(_)), "{ended:?}");
+    }
+
+    #[test]
+    fn an_agent_without_integrity_has_no_handoffs() {
+        let side = Side::new(Integrity::None);
+        let ready = ReadyBlocks::new(Vec::new()).expect("a step");
+        let request = LoadRequest {
+            handoff: [7; 16],
+            producer: "127.0.0.1:1".to_owned(),
+            incarnation: [0; 16],
+            first: 0,
+            block_ids: vec![0],
+            is_committed: true,
+        };
+        for refused in [side.agent.mark_ready(&ready, &[]), side.agent.load(request)] {
+            let text = refused.expect_err("refused").to_string();
+            assert!(text.contains("integrity=none"), "{text}");
+        }
     }
 }

@@ -2,11 +2,10 @@ use std::net::SocketAddr;
 
 use kvpipe_ucx::Buffer;
 
+use crate::Integrity;
 use crate::agent::Region;
 use crate::agent::regions::LocalRegion;
-use crate::handoff::{
-    Event, HandoffAgent, Integrity, LoadReport, LoadRequest, ReadyBlocks, ReadyRange,
-};
+use crate::handoff::{Event, HandoffAgent, LoadReport, LoadRequest, ReadyBlocks, ReadyRange};
 use crate::reactor::manual::{Round, without_threads};
 use crate::session::SessionTimeouts;
 use crate::transfer::region::Layout;

@@ -5,8 +5,9 @@ mod lost_session;
 use std::time::Instant;
 
 use super::*;
+use crate::Integrity;
+use crate::handoff::Event;
 use crate::handoff::loads::tests::{BLOCK, ID, Side, settle};
-use crate::handoff::{Event, Integrity};
 use crate::reactor::manual::Round;
 use crate::transport::MemoryPath;
 

@@ -3,9 +3,10 @@ use std::net::Ipv4Addr;
 use kvpipe_ucx::Buffer;
 
 use super::super::Deadline;
-use super::super::large_receive::LargeReceive;
+use super::super::large_receive::{LargeReceive, Progress};
 use super::*;
 use crate::ids::SessionKey;
+use crate::integrity::Integrity;
 use crate::tensor::Meta;
 use crate::work::work;
 
@@ -56,7 +57,7 @@ fn receiving(cx: &mut ReactorContext) -> (Receiver, [Work<Arc<Received>>; 2]) {
         let (work, completer) = work();
         let mut large = LargeReceive::waiting(sequence, completer);
         if sequence == 2 {
-            large.outcome = Some(Ok(cx.register(Buffer::zeroed(8)).unwrap()));
+            large.progress = Progress::Ended(Ok(cx.register(Buffer::zeroed(8)).unwrap()));
         }
         receiver.large_receives.push_back(large);
         work
@@ -93,13 +94,64 @@ fn no_tensor_is_delivered_after_one_that_the_end_of_the_session_has_failed() {
     let lost = Error::lost("peer", "killed");
     receiver.session_down(&mut cx, SESSION, lost.clone());
     // As the engine has it complete, where there is a transfer.
-    receiver.large_receives[0].outcome = Some(Err(lost.clone()));
+    receiver.large_receives[0].progress = Progress::Ended(Err(lost.clone()));
     receiver.advance(&mut cx);
     assert_eq!(second.result().map(Result::err), Some(Some(lost)));
 }
 
+/// As [`receiving`]; the sender has been asked whether it still offers the second tensor.
+fn validating(cx: &mut ReactorContext) -> (Receiver, [Work<Arc<Received>>; 2]) {
+    let (mut receiver, works) = receiving(cx);
+    let memory = cx.register(Buffer::zeroed(8)).unwrap();
+    receiver.large_receives[1].progress = Progress::Validating(memory);
+    receiver.next_sequence = 3;
+    (receiver, works)
+}
+
+#[test]
+fn a_tensor_whose_offer_its_sender_does_not_confirm_is_not_delivered() {
+    let mut cx = with_memory();
+    let (mut receiver, [first, second]) = validating(&mut cx);
+    assert_eq!(receiver.validated(2, false), Ok(()));
+    receiver.advance(&mut cx);
+    let Some(Err(Error::Timeout(text))) = second.result() else {
+        panic!("the tensor was delivered");
+    };
+    assert!(text.contains("withdrew"), "{text}");
+    assert!(!first.is_completed());
+    assert_eq!(receiver.shared.get().num_tensors, 0);
+}
+
+#[test]
+fn a_tensor_whose_session_ends_before_its_sender_has_answered_is_not_delivered() {
+    let mut cx = with_memory();
+    let (mut receiver, [_, second]) = validating(&mut cx);
+    let lost = Error::lost("peer", "killed");
+    receiver.session_down(&mut cx, SESSION, lost.clone());
+    receiver.large_receives[0].progress = Progress::Ended(Err(lost.clone()));
+    receiver.advance(&mut cx);
+    assert_eq!(second.result().map(Result::err), Some(Some(lost)));
+}
+
+#[test]
+fn an_answer_that_was_not_asked_for_is_a_protocol_error_and_one_that_comes_late_is_dropped() {
+    let mut cx = with_memory();
+    let (mut receiver, _works) = validating(&mut cx);
+    for sequence in [1, 3] {
+        let refused = receiver.validated(sequence, true);
+        assert!(matches!(refused, Err(Error::Protocol(_))), "{refused:?}");
+    }
+    assert_eq!(receiver.validated(0, true), Ok(()), "it has completed");
+    receiver.withdraw(&mut cx, SESSION, 2);
+    assert_eq!(receiver.validated(2, true), Ok(()));
+    assert!(matches!(
+        receiver.large_receives[1].progress,
+        Progress::Ended(Err(_))
+    ));
+}
+
 /// How a tensor arrives whose last message is here before the end of the session is seen.
-fn arrives(is_checksummed: bool, has_sender_ended: bool) -> Result<Arc<Received>> {
+fn arrives(integrity: Integrity, has_sender_ended: bool) -> Result<Arc<Received>> {
     use crate::pipe::Pipe;
     use crate::reactor::manual::{Round, without_threads};
     use crate::transport::{MemoryPath, Transport};
@@ -117,7 +169,7 @@ fn arrives(is_checksummed: bool, has_sender_ended: bool) -> Result<Arc<Received>
             &address,
             b"token",
             transport(),
-            is_checksummed,
+            integrity,
             Duration::ZERO,
             PATIENCE,
         )
@@ -147,9 +199,10 @@ fn arrives(is_checksummed: bool, has_sender_ended: bool) -> Result<Arc<Received>
 /// Its sender may have changed it, as after its deadline.
 #[test]
 fn what_came_without_checksums_as_messages_counts_only_if_its_sender_holds_the_session() {
-    for (is_checksummed, has_sender_ended) in [(true, true), (true, false), (false, false)] {
-        assert!(arrives(is_checksummed, has_sender_ended).is_ok());
+    let (checksum, none) = (Integrity::Checksum, Integrity::None);
+    for (integrity, has_sender_ended) in [(checksum, true), (checksum, false), (none, false)] {
+        assert!(arrives(integrity, has_sender_ended).is_ok());
     }
-    let lost = arrives(false, true);
+    let lost = arrives(none, true);
     assert!(matches!(lost, Err(Error::PeerLost { .. })), "{lost:?}");
 }

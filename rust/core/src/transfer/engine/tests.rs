@@ -11,7 +11,7 @@ use crate::transfer::Checksums;
 use crate::transfer::exposed::ExposedBuffer;
 use crate::transfer::message::{Message, Wanted};
 use crate::transfer::region::{Layout, coalesce};
-use crate::transfer::remote_source::ChecksumMode;
+use crate::transfer::remote_source::Verification;
 use crate::transport::{MemoryPath, Transport, Worker};
 
 const SESSION: SessionKey = 20;
@@ -61,17 +61,17 @@ impl Fixture {
             peer,
             source,
         };
-        fixture.add_source(ChecksumMode::OnRequest);
+        fixture.add_source(Verification::OnRequest);
         fixture
     }
 
-    fn add_source(&mut self, checksum_mode: ChecksumMode) {
+    fn add_source(&mut self, verification: Verification) {
         let (base, rkey) = (
             self.source.buffer().address() as u64,
             self.source.pack_rkey(),
         );
         let source = RemoteSource {
-            checksum_mode,
+            verification,
             num_units: 3,
             ..RemoteSource::new(base, rkey.unwrap(), false)
         };
@@ -248,7 +248,7 @@ fn a_read_names_the_first_block_that_differs() {
 fn checksums_that_come_unasked_verify_a_read_whenever_they_come() {
     for comes_first in [true, false] {
         let mut it = Fixture::new(MemoryPath::RemoteRead);
-        it.add_source(ChecksumMode::Pushed);
+        it.add_source(Verification::Pushed);
         let checksums = it.block_checksums();
         if comes_first {
             it.source_checksums(checksums.clone()).unwrap();
@@ -476,7 +476,13 @@ fn a_source_sends_nothing_more_of_what_is_cancelled_and_says_so() {
 #[test]
 fn a_buffer_is_read_once_by_a_request() {
     let mut it = Fixture::new(MemoryPath::Stream);
-    let (exposed, _) = ExposedBuffer::new(&it.cx, SESSION, Buffer::zeroed(8), true).unwrap();
+    let (exposed, _) = ExposedBuffer::new(
+        &it.cx,
+        SESSION,
+        Buffer::zeroed(8),
+        crate::integrity::Integrity::Auto,
+    )
+    .unwrap();
     for (transfer, ids, is_refused) in [(1, &[0][..], false), (2, &[0, 0], true), (3, &[1], true)] {
         let message = Message::Read {
             source: SOURCE,

@@ -26,7 +26,7 @@ pub fn sender_to(transport: &Transport, receiver: &Pipe) -> Pipe {
         &address,
         TOKEN,
         transport.clone(),
-        true,
+        kvpipe_core::Integrity::Auto,
         Duration::ZERO,
         PATIENCE,
     )

@@ -6,19 +6,19 @@ use kvpipe_core::net::codec::Writer;
 use super::{goodbye, read, send, stream};
 use crate::kinds::{pipe, transfer};
 use crate::pipe::{receiver_user, sender_user};
-use crate::script::{REMOTE_READ, Script};
+use crate::script::{REMOTE_READ, Script, VALIDATES};
 use crate::wire::{head, meta, numbers, offer};
 
 /// Of the large tensor.
 const KIB: u8 = 40;
 
 /// A small tensor, then the offer of a large one, and a receive for each.
-fn announced(flags: u8, checksum_mode: u8) -> Script {
+fn announced(flags: u8, verification: u8) -> Script {
     let is_checksummed = 1;
     let eager = head(pipe::EAGER, 0).u8(is_checksummed).finish();
     let small = meta(Writer::default(), 3).bytes(b"abc").finish();
     let len = u64::from(KIB) << 10;
-    let large = offer(meta(Writer::default(), len), len, checksum_mode).finish();
+    let large = offer(meta(Writer::default(), len), len, verification).finish();
     let header = head(pipe::OFFER, 1).u8(is_checksummed).finish();
     let script = Script::new(flags).user(receiver_user::RECEIVE, 0);
     let script = script.sealed(&eager, &small);
@@ -40,6 +40,8 @@ pub(super) fn receiver() -> Vec<Vec<u8>> {
         ended(checksummed),
         goodbye(send(announced(REMOTE_READ, 0), pipe::WITHDRAW, 1)),
         goodbye(stream(withdrawn, 1, KIB / 2)),
+        ended(send(announced(REMOTE_READ, 3), pipe::VALID, 1)),
+        goodbye(send(announced(REMOTE_READ, 3), pipe::INVALID, 1)),
     ]
 }
 
@@ -64,5 +66,6 @@ pub(super) fn sender() -> Vec<Vec<u8>> {
         goodbye(send(offering(REMOTE_READ), pipe::WITHDRAWN, 1)),
         goodbye(send(offering(0), pipe::CORRUPT, 1)),
         goodbye(acknowledge(two_small, 0, &[1])),
+        closing(send(offering(REMOTE_READ | VALIDATES), pipe::VALIDATE, 1)).finish(),
     ]
 }
