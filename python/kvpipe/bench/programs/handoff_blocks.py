@@ -1,4 +1,4 @@
-"""Handoffs that validate: the active process loads blocks that the passive one has announced, as decode loads prefill's."""
+"""Handoffs that validate: the active process loads what the passive one announced, as decode loads what prefill did."""
 
 from __future__ import annotations
 
