@@ -1,6 +1,7 @@
 //! The server of a lookup buffer on its reactor: passes the inserts and selects of clients to the shared state, and holds
 //! the leases of entries that clients have not settled.
 
+mod answers;
 mod session;
 
 use std::collections::HashMap;
@@ -10,18 +11,19 @@ use std::time::{Duration, Instant};
 
 use kvpipe_ucx::{AmData, Status};
 
+use super::LookupQuery;
 use super::messages::LookupMessage;
 use super::shared::{BufferState, ChangedBy, ClientOperation, LookupShared, LookupWaiter};
-use super::store::{StoreAction, Ticket};
+use super::store::StoreAction;
 use super::tensors::Tensors;
 use super::transfer::{EntryTransfer, check_operation};
-use super::{Items, LookupQuery};
 use crate::clock;
 use crate::error::{Error, Result};
 use crate::ids::SessionKey;
 use crate::net::codec::Reader;
 use crate::net::identity::Identity;
 use crate::session::{ReactorContext, Service};
+use answers::late;
 use session::{ClientInsert, ClientSelect, ClientSession};
 
 pub(super) struct LookupServer {
@@ -171,138 +173,6 @@ impl LookupServer {
         self.client(session)?.selects.insert(operation, waiting);
         Ok(())
     }
-
-    /// Makes inserted entries visible that have arrived, then does what the shared state has for clients.
-    fn advance(&mut self, cx: &mut ReactorContext) {
-        self.commit_arrived(cx);
-        for action in self.shared.drain_client_actions() {
-            match action {
-                StoreAction::Insert(client, granted) => self.answer_insert(cx, client, granted),
-                StoreAction::Select(client, found) => self.answer_select(cx, client, found),
-            }
-        }
-    }
-
-    /// An insert has its space: fetches its tensors. Or it got none in time.
-    fn answer_insert(
-        &mut self,
-        cx: &mut ReactorContext,
-        (session, operation): ClientOperation,
-        granted: Result<Ticket>,
-    ) {
-        let client = self.clients.get_mut(&session);
-        // Otherwise the client is lost or has withdrawn the insert, which has released its ticket.
-        let Some(client) = client.filter(|client| client.inserts.contains_key(&operation)) else {
-            return;
-        };
-        let is_cancelled = (client.inserts.get(&operation)).is_some_and(|it| it.is_cancelled);
-        match granted {
-            Ok(ticket) if is_cancelled => {
-                client.inserts.remove(&operation);
-                self.tensors.forget(cx, session, operation);
-                self.release(ticket);
-                LookupMessage::Refused(late()).send(cx, session, operation);
-            }
-            Ok(_) => {
-                self.tensors.begin(cx, session, operation);
-                self.commit_arrived(cx);
-            }
-            Err(full) => {
-                client.inserts.remove(&operation);
-                self.tensors.forget(cx, session, operation);
-                LookupMessage::Refused(full).send(cx, session, operation);
-            }
-        }
-    }
-
-    /// A select gets an entry, or there was none in time.
-    fn answer_select(
-        &mut self,
-        cx: &mut ReactorContext,
-        (session, operation): ClientOperation,
-        found: Option<(Ticket, Items)>,
-    ) {
-        let client = self.clients.get_mut(&session);
-        let client = client.filter(|client| client.selects.contains_key(&operation));
-        match (client, found) {
-            (Some(client), None) => {
-                client.selects.remove(&operation);
-                LookupMessage::Nothing.send(cx, session, operation);
-            }
-            (Some(client), Some((entry, items))) => {
-                let tensors = &mut self.tensors;
-                match tensors.write(cx, session, operation, &items) {
-                    Ok(encoded) => {
-                        client
-                            .selects
-                            .insert(operation, ClientSelect::Leased(entry));
-                        let tensors = encoded.into();
-                        LookupMessage::Offer { tensors }.send(cx, session, operation);
-                    }
-                    Err(error) => {
-                        tensors.release(session, operation);
-                        client.selects.remove(&operation);
-                        self.release(entry);
-                        LookupMessage::Refused(error).send(cx, session, operation);
-                    }
-                }
-            }
-            // The client is lost, or has withdrawn the select.
-            (None, Some((entry, _))) => self.release(entry),
-            (None, None) => {}
-        }
-    }
-
-    fn commit_arrived(&mut self, cx: &mut ReactorContext) {
-        while let Some((session, operation, items)) = self.tensors.next_arrived(cx) {
-            let client = self.clients.get_mut(&session);
-            let insert = client.and_then(|client| client.inserts.remove(&operation));
-            let Some(ClientInsert { ticket, tokens, .. }) = insert else {
-                continue;
-            };
-            let commit = |items| self.change(|state| state.store.commit(ticket, tokens, items));
-            match items.and_then(commit) {
-                Ok(()) => LookupMessage::Inserted.send(cx, session, operation),
-                Err(error) => {
-                    self.release(ticket);
-                    LookupMessage::Refused(error).send(cx, session, operation);
-                }
-            }
-        }
-    }
-
-    fn release(&self, ticket: Ticket) {
-        let _ = self.change(|state| state.store.release(ticket));
-    }
-
-    /// Ends the operations of a lost client.
-    fn end_client(&mut self, client: ClientSession) {
-        for insert in client.inserts.into_values() {
-            self.release(insert.ticket);
-        }
-        for select in client.selects.into_values() {
-            self.end_select(select, true);
-        }
-    }
-
-    /// Ends a select; `keeps_consumed` says whether the client keeps an entry that it has consumed.
-    fn end_select(&self, select: ClientSelect, keeps_consumed: bool) {
-        match select {
-            ClientSelect::Waiting { ticket, .. } | ClientSelect::Leased(ticket) => {
-                self.release(ticket);
-            }
-            ClientSelect::Consumed(entry) => {
-                let _ = self.change(|state| {
-                    state.store.num_consumed -= 1;
-                    state.store.settle(entry, keeps_consumed);
-                });
-            }
-        }
-    }
-}
-
-fn late() -> Error {
-    Error::Closed("its client has cancelled it, because it is late".to_owned())
 }
 
 impl Service for LookupServer {

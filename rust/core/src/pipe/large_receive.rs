@@ -228,8 +228,8 @@ impl Receiver {
         }
     }
 
-    /// Withdraws large tensors that are late: each fails as soon as no read of it is in flight. Where that lasts and the
-    /// sender answers no probe, the session fails: the caller needs its memory back.
+    /// Withdraws large tensors that are late: each fails as soon as no read of it is in flight. Where that lasts for the
+    /// grace period, the session fails: the caller needs its memory back.
     pub(super) fn expire_large(&mut self, cx: &mut ReactorContext) {
         let Some(session) = self.session else { return };
         let mut late = Vec::new();

@@ -43,8 +43,8 @@ pub(crate) struct ReactorContext {
     pub(super) failed: VecDeque<SessionKey>,
     /// Established sessions whose data path has changed, which their service does not know yet.
     pub(super) changed_paths: VecDeque<SessionKey>,
-    /// The peers of sessions that are gone: an operation may end after its session.
-    ended_peers: BTreeMap<SessionKey, String>,
+    /// The peers of sessions that are gone, the last ones: an operation may end after its session.
+    ended_peers: VecDeque<(SessionKey, String)>,
     pub(super) data: Option<DataPlane>,
     pending_reads: PendingReads,
     next_session: SessionKey,
@@ -74,7 +74,7 @@ impl ReactorContext {
             timers: Timers::default(),
             failed: VecDeque::new(),
             changed_paths: VecDeque::new(),
-            ended_peers: BTreeMap::new(),
+            ended_peers: VecDeque::new(),
             data,
             pending_reads,
             next_session: FIRST_SESSION,
@@ -203,7 +203,11 @@ impl ReactorContext {
     /// The address of a session's peer, also before it is connected, and when the session is gone.
     pub(crate) fn peer(&self, session: SessionKey) -> String {
         let known = self.sessions.get(&session).map(|session| &session.peer);
-        let peer = known.or_else(|| self.ended_peers.get(&session));
+        let ended = || {
+            let mut ended = self.ended_peers.iter();
+            ended.find(|(key, _)| *key == session).map(|(_, peer)| peer)
+        };
+        let peer = known.or_else(ended);
         peer.map_or_else(|| "unknown".to_owned(), Clone::clone)
     }
 
@@ -251,9 +255,9 @@ impl ReactorContext {
         self.timers.cancel(key);
         self.places.remove(key);
         if session.is_up() || !session.is_accepted {
-            self.ended_peers.insert(key, session.peer.clone());
+            self.ended_peers.push_back((key, session.peer.clone()));
             if self.ended_peers.len() > ENDED_CAP {
-                self.ended_peers.pop_first();
+                self.ended_peers.pop_front();
             }
         }
         Some(session)

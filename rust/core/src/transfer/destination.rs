@@ -10,10 +10,11 @@ use kvpipe_ucx::{AmData, ProcessVmError, Status};
 use super::engine::{Completion, PeerTransfers, TransferEngine};
 use super::incoming_stream::IncomingStream;
 use super::message::{Message, Wanted};
+use super::posted_reads::split_token;
 use super::region::Cursor;
 use super::remote_source::Verification;
 use super::transfer::{
-    CHECKSUMMED_BYTES, Reading, State, Transfer, TransferError, TransferRequest, split_token,
+    CHECKSUMMED_BYTES, Reading, State, Transfer, TransferError, TransferRequest,
 };
 use super::verifier::{Checksums, Verifier};
 use crate::error::{Error, Result};

@@ -25,6 +25,7 @@ pub(crate) mod exposed;
 mod incoming_stream;
 pub(crate) mod message;
 mod outgoing_stream;
+mod posted_reads;
 pub mod region;
 pub(crate) mod remote_source;
 pub(crate) mod source;

@@ -1,6 +1,5 @@
 //! One transfer at its destination: its state, and how it goes from one to the next.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -8,6 +7,7 @@ use kvpipe_ucx::{AmData, Piece, ProcessVmError};
 
 use super::incoming_stream::IncomingStream;
 use super::message::Message;
+use super::posted_reads::PostedReads;
 use super::region::{Cursor, Pieces};
 use super::remote_source::ReadPath;
 use super::verifier::{Checksums, Verifier, add_next};
@@ -26,21 +26,6 @@ const CALL_PIECES: usize = 256;
 const CALL_BYTES: u64 = 4 << 20;
 /// The same where it is compared with checksums right after: what a core's own cache still has then.
 pub(super) const CHECKSUMMED_BYTES: u64 = 1 << 20;
-/// Bits of a read's token that hold its number; the rest is the transfer.
-const NUMBER_BITS: u32 = 20;
-/// Most reads of a transfer that are remembered.
-const READS_CAP: usize = 1 << NUMBER_BITS;
-
-/// The token of a read: which transfer it is of, and its number.
-fn read_token(transfer: u64, number: u64) -> u64 {
-    (transfer << NUMBER_BITS) | (number % READS_CAP as u64)
-}
-
-/// The transfer and the number.
-pub(super) fn split_token(token: u64) -> (u64, u64) {
-    (token >> NUMBER_BITS, token % READS_CAP as u64)
-}
-
 /// What a service wants to have here.
 #[derive(Debug, Clone)]
 pub(crate) struct TransferRequest {
@@ -85,46 +70,6 @@ impl TransferError {
             Self::Corrupt(corruption) => Error::Corrupt(corrupt(corruption)),
             Self::Failed(error) => error,
         }
-    }
-}
-
-/// Reads in the order in which they were posted.
-#[derive(Debug, Default)]
-pub(super) struct PostedReads {
-    /// Length, and whether it has ended; the first one has not.
-    reads: VecDeque<(u64, bool)>,
-    /// The number of the first of them.
-    first: u64,
-    /// Bytes at the start of the sequence that are here.
-    placed_bytes: u64,
-}
-
-impl PostedReads {
-    /// The number of the next read.
-    fn next_number(&self) -> u64 {
-        self.first + self.reads.len() as u64
-    }
-
-    /// Adds a read and returns its number.
-    fn post(&mut self, len: u64) -> u64 {
-        let number = self.next_number();
-        self.reads.push_back((len, false));
-        number
-    }
-
-    /// A read has ended; its length. None when no such read is in flight.
-    pub(super) fn end(&mut self, number: u64) -> Option<u64> {
-        let index = number.wrapping_sub(self.first) % READS_CAP as u64;
-        let read = self.reads.get_mut(index as usize);
-        let (len, has_ended) = read.filter(|(_, has_ended)| !has_ended)?;
-        *has_ended = true;
-        let len = *len;
-        while let Some(&(len, true)) = self.reads.front() {
-            self.reads.pop_front();
-            self.placed_bytes += len;
-            self.first += 1;
-        }
-        Some(len)
     }
 }
 
@@ -219,7 +164,7 @@ impl Transfer {
                     && verifier.is_none_or(|verifier| verifier.is_done(pieces))
             }
             State::Streaming(stream) => stream.received_bytes == pieces.num_bytes,
-            State::Failed(_) => self.posted.reads.is_empty(),
+            State::Failed(_) => self.posted.is_empty(),
         }
     }
 
@@ -286,7 +231,7 @@ impl Transfer {
         };
         let (request, posted) = (&self.request, &mut self.posted);
         let run = reading.cursor.piece(&request.pieces.runs, READ_PIECE)?;
-        if reads_in_flight >= READS_IN_FLIGHT || posted.reads.len() == READS_CAP {
+        if reads_in_flight >= READS_IN_FLIGHT || posted.is_full() {
             return None;
         }
         let get = Get {
@@ -295,7 +240,7 @@ impl Transfer {
             len: run.len as usize,
             remote: reading.base + run.from,
             key,
-            token: read_token(id, posted.next_number()),
+            token: posted.next_token(id),
         };
         if !cx.get(request.session, get) {
             return None;
@@ -366,45 +311,5 @@ impl Transfer {
             let (buffer, pieces) = (self.request.memory.buffer(), &self.request.pieces);
             verifier.hash(buffer, pieces, self.posted.placed_bytes, budget);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_token_names_its_transfer_and_its_read() {
-        for (transfer, number) in [(1, 0), (7, 5), (1 << 40, READS_CAP as u64 - 1)] {
-            let token = read_token(transfer, number);
-            assert_eq!(split_token(token), (transfer, number));
-            assert!(token < 1 << 62, "the marks of messages are free");
-        }
-    }
-
-    #[test]
-    fn bytes_are_here_when_all_reads_before_them_have_ended() {
-        let mut posted = PostedReads::default();
-        let numbers = [10, 20, 30].map(|len| posted.post(len));
-        assert_eq!(posted.end(numbers[1]), Some(20));
-        assert_eq!(posted.placed_bytes, 0);
-        assert_eq!(posted.end(numbers[1]), None, "it has ended before");
-        assert_eq!(posted.end(numbers[0]), Some(10));
-        assert_eq!(posted.placed_bytes, 30);
-        assert!(!posted.reads.is_empty(), "one is in flight");
-        assert_eq!(posted.end(numbers[2]), Some(30));
-        assert!(posted.reads.is_empty());
-        assert_eq!(posted.placed_bytes, 60);
-        assert_eq!(posted.end(numbers[2]), None);
-    }
-
-    #[test]
-    fn numbers_of_reads_may_go_round() {
-        let mut posted = PostedReads::default();
-        for _ in 0..READS_CAP + 3 {
-            let (_, number) = split_token(read_token(1, posted.post(1)));
-            assert_eq!(posted.end(number), Some(1));
-        }
-        assert_eq!(posted.placed_bytes, READS_CAP as u64 + 3);
     }
 }

@@ -98,6 +98,41 @@ fn a_different_fingerprint_names_the_field_and_each_sides_values() {
     );
 }
 
+/// HELLO is type, magic, version, nonce; CHALLENGE is type, version, nonce.
+#[test]
+fn a_peer_of_another_version_is_refused_with_both_versions_named_on_both_sides() {
+    let who = identity("float32");
+    let older = PROTOCOL_VERSION - 1;
+    let versions = |side: u16, other: u16| {
+        format!("protocol version is \"{side}\" here and \"{other}\" there")
+    };
+    let (mut client, mut hello) = Handshake::client(&Secret::new(b"secret"), "server").unwrap();
+    let mut server = Handshake::server(&Secret::new(b"secret"), "client").unwrap();
+    hello[5..7].copy_from_slice(&older.to_le_bytes());
+    let Ok(Step::Refuse(refusal, error)) = server.frame(&hello, &who, |_| Ok(())) else {
+        panic!("not refused")
+    };
+    assert!(
+        error
+            .to_string()
+            .contains(&versions(PROTOCOL_VERSION, older))
+    );
+    let at_client = client.frame(&refusal, &who, |_| Ok(())).unwrap_err();
+    assert!(
+        at_client
+            .to_string()
+            .contains(&versions(older, PROTOCOL_VERSION))
+    );
+    let (mut client, _) = Handshake::client(&Secret::new(b"secret"), "server").unwrap();
+    let challenge = [&[CHALLENGE][..], &older.to_le_bytes(), &[7; 32]].concat();
+    let error = client.frame(&challenge, &who, |_| Ok(())).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains(&versions(PROTOCOL_VERSION, older))
+    );
+}
+
 #[test]
 fn a_refusal_of_the_service_reaches_the_client() {
     let who = identity("float32");
