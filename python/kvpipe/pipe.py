@@ -52,9 +52,9 @@ class Pipe:
 
     Any thread may call any method at any time. Operations are ordered by their calls. `timeout=None` waits until the
     operation is done or the peer is lost; 0 does not wait. An operation that expires before a send has met its receive
-    is withdrawn. One that expires later loses its tensor, on both sides. Either way the pipe stays usable. Only one that
-    the peer does not let go within a second of the deadline closes it. Ctrl-C interrupts every wait. In a forked child
-    process, calls raise `ClosedError`.
+    is withdrawn. One that expires later loses its tensor, on both sides. Either way the pipe stays usable. Only one
+    that the peer does not let go within a second of the deadline closes it. Ctrl-C interrupts every wait. In a forked
+    child process, calls raise `ClosedError`.
 
     The pipe keeps sent tensors alive until they have left; received tensors belong to the caller. Torch tensors arrive
     as torch tensors and `None` as `None`. Numpy arrays, DLPack objects and buffers arrive as numpy arrays (`bytes` as a
