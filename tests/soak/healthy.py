@@ -76,12 +76,12 @@ class Pair:
         handoff = next(self._numbers).to_bytes(16)
         self.mark_ready(handoff, blocks, 0, num_ready)
         incarnation = self.producer.incarnation
-        self.consumer.load(handoff, self.producer.address, incarnation, 0, 0, list(blocks), is_committed=True)
+        self.consumer.load(handoff, self.producer.address, incarnation, 0, list(blocks), is_committed=True)
         return handoff
 
     def mark_ready(self, handoff, blocks, first, num_ready):
         """More blocks of a handoff are ready."""
-        ready = _kvpipe.ReadyBlocks([(handoff, 0, first, list(blocks)[first : first + num_ready])])
+        ready = _kvpipe.ReadyBlocks([(handoff, first, list(blocks)[first : first + num_ready])])
         self.producer.mark_ready(ready, [self._leased])
 
     def load_end(self, handoff, within_s=DEADLINE_S):
