@@ -17,6 +17,8 @@ from tests.peers import wait_until
 pytestmark = pytest.mark.usefixtures("transport")
 
 TENSOR = np.arange(100_000)
+# Descriptors that what earlier tests have left in the process may open meanwhile
+OTHERS = 10
 
 
 def run(scene):
@@ -191,11 +193,11 @@ def test_a_thousand_awaited_works_share_one_descriptor(pair):
         receives = [receiver.irecv_tensor() for _ in range(1000)]
         waits = asyncio.gather(*map(_await, receives))
         await asyncio.sleep(0.01)
-        assert num_descriptors() <= before + 1
+        assert num_descriptors() <= before + OTHERS
         for i in range(1000):
             sender.isend_tensor(np.full(1, i))
         assert [int(result[0]) for result in await waits] == list(range(1000))
-        assert num_descriptors() <= before + 1
+        assert num_descriptors() <= before + OTHERS
 
     run(scene)
 
@@ -257,8 +259,9 @@ def test_a_loop_that_is_closed_while_it_awaits_is_forgotten_with_its_descriptor(
         loop.close()
         assert not pending.done()
 
-    abandon()
-    wait_until(lambda: gc.collect() >= 0 and num_descriptors() <= before)
+    for _ in range(10 * OTHERS):
+        abandon()
+    wait_until(lambda: gc.collect() >= 0 and num_descriptors() <= before + OTHERS)
     sender.send_tensor(TENSOR)
     assert np.array_equal(work.wait(10), TENSOR)
 
