@@ -7,7 +7,6 @@ import contextlib
 import signal
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -54,18 +53,6 @@ def test_an_insert_at_a_stopped_server_ends_in_time_with_an_unknown_fate(start, 
         with pytest.raises(TransferTimeoutError, match="is not known"):
             client.insert(np.array([1]), None, tensor, None, None, timeout=DEADLINE_S)
         assert time.monotonic() - begun < DEADLINE_S + LATEST_S
-
-
-def test_a_late_insert_fails_alone_and_its_buffer_goes_on(start):
-    child = start("serve_entries", 1 << 30)
-    large = np.ones(512 * MIB, np.uint8)
-    with LookupBuffer.connect(child.read()) as client, ThreadPoolExecutor(1) as other:
-        healthy = other.submit(client.drop_select, np.array([2]), None, timeout=20)
-        with pytest.raises(TransferTimeoutError, match="nothing was inserted, the buffer is usable"):
-            client.insert(np.array([1]), None, large, None, None, timeout=0.02)
-        assert client.drop_select(np.array([1]), None, timeout=0) == [None] * 5
-        client.insert(np.array([2]), None, np.arange(3), None, None, timeout=20)
-        assert healthy.result()[2].tolist() == [0, 1, 2]
 
 
 def test_a_deadline_that_passes_at_a_receiver_that_is_awake_withdraws_the_tensor_and_the_pipe_goes_on(start):

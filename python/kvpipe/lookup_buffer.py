@@ -156,7 +156,8 @@ class LookupBuffer(Closing):
             key: Any shape and dtype, or `None`.
             value: As `key`.
             hidden: As `key`.
-            timeout: Seconds to wait for space; 0 does not wait, `None` waits without limit.
+            timeout: Seconds to wait for space; 0 does not wait, `None` waits without limit. The transfer to another
+                process may take up to 0.45 s longer.
 
         Raises:
             CapacityError: There was no space in time. Nothing was inserted, and the buffer is usable.
@@ -164,8 +165,9 @@ class LookupBuffer(Closing):
                 buffer is usable. A buffer of another process also refuses more than 4,194,304 counted tokens.
             TransportUnavailableError: A tensor is in memory that cannot be read; the buffer is usable.
             PeerLostError: A server was lost; the entry may have been inserted.
-            TransferTimeoutError: The server did not answer probes by the deadline; the entry may have been inserted,
-                and the buffer is closed.
+            TransferTimeoutError: The transfer took longer: nothing was inserted, and the buffer is usable. Or the
+                server did not answer probes by the deadline: the entry may have been inserted, and the buffer is
+                closed. The message says which.
             ClosedError: The buffer was closed here.
         """
         _wait(self._insert(input_tokens, roi, (key, value, hidden), timeout, is_waited=True))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -262,6 +263,19 @@ def test_a_late_read_over_a_thin_cable_leaves_the_healthy_one_beside_it(thin, st
         assert healthy.wait(20) == num_bytes
         assert (memory[0] == pattern(2, num_bytes)[0]).all()
         assert not memory[1].any()
+
+
+def test_a_late_insert_over_a_thin_cable_fails_alone_and_its_buffer_goes_on(thin, start):
+    thin.disturb("tbf", "rate", "200mbit", "burst", "64kb", "latency", "50ms")
+    child = start("serve_entries", 1 << 30, there(thin))
+    large = np.ones(40 * MIB, np.uint8)  # more than a second and a half
+    with LookupBuffer.connect(child.read()) as client, ThreadPoolExecutor(1) as other:
+        healthy = other.submit(client.drop_select, np.array([2]), None, timeout=20)
+        with pytest.raises(TransferTimeoutError, match="nothing was inserted, the buffer is usable"):
+            client.insert(np.array([1]), None, large, None, None, timeout=0.02)
+        assert client.drop_select(np.array([1]), None, timeout=0) == [None] * 5
+        client.insert(np.array([2]), None, np.arange(3), None, None, timeout=20)
+        assert healthy.result()[2].tolist() == [0, 1, 2]
 
 
 def send_through(cable, start):

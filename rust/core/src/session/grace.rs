@@ -12,6 +12,8 @@ const PING_LEAD: Duration = Duration::from_millis(500);
 const PING_DELAY: Duration = Duration::from_millis(20);
 /// How late the answer of a responsive peer may be: a caller knows within a second.
 const RESPONSIVE_GRACE: Duration = Duration::from_millis(900);
+/// How late an operation with a responsive peer is cancelled that its deadline does not end. The rest is for the answer.
+const CANCEL_AFTER: Duration = Duration::from_millis(450);
 /// How late the answer of a silent peer may be: a caller knows within 100 ms. A late peer is sent PINGs this far apart.
 const SILENT_GRACE: Duration = Duration::from_millis(50);
 /// How long the answer to a PING may take: a far peer, or one that was kept from its CPU, is not silent.
@@ -70,6 +72,12 @@ impl GracePeriod {
     /// Moves the deadline to `now`: this side sent its request late.
     pub(crate) fn due_from(&mut self, now: Instant) {
         self.deadline = now;
+    }
+
+    /// Whether it is time to cancel an operation that may end a little later than its deadline.
+    pub(crate) fn is_time_to_cancel(&self, now: Instant) -> bool {
+        let first = self.probe.map_or(self.deadline, |probe| probe.first);
+        now >= self.deadline.max(first) + CANCEL_AFTER
     }
 
     /// When to look again.
@@ -204,6 +212,20 @@ mod tests {
         let stopped_at = TIMEOUT + ms(300);
         let late = over(TIMEOUT, |at| (at < stopped_at).then_some(ms(1)));
         assert!(late >= ms(500) && late <= ms(600), "{late:?}");
+    }
+
+    #[test]
+    fn the_answer_to_a_cancel_has_time_before_the_grace_period_ends() {
+        for timeout in TIMEOUTS {
+            let begun = Instant::now();
+            let mut grace = GracePeriod::new(begun, begun + timeout);
+            let deadline = begun + timeout;
+            assert!(grace.is_time_to_ping(deadline.max(begun + PING_DELAY), Some(begun)));
+            assert!(!grace.is_time_to_cancel(deadline + ms(449)));
+            let cancelled_at = deadline + ms(470);
+            assert!(grace.is_time_to_cancel(cancelled_at));
+            assert!(grace.over_at(Some(cancelled_at)) >= Some(cancelled_at + ms(430)));
+        }
     }
 
     #[test]

@@ -133,8 +133,8 @@ impl LookupClient {
         next_deadline.into_iter().chain(next_answer).min()
     }
 
-    /// Cancels inserts that are late. Fails the session of a server that does not answer that within the grace period, because
-    /// it may still read what was inserted. Returns when to look again.
+    /// Cancels inserts whose tensors are still transferred well after the deadline. Fails the session of a server that is
+    /// silent, or does not answer that, because it may still read what was inserted. Returns when to look again.
     fn check_answers(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         let session = *self.sessions.first()?;
         let mut next: Option<Instant> = None;
@@ -142,10 +142,14 @@ impl LookupClient {
             let Some(grace) = &mut sent.grace else {
                 continue;
             };
-            match grace.look(cx, &[session]) {
-                AnswerStage::Late | AnswerStage::Over if !sent.is_cancelled => {
+            let stage = grace.look(cx, &[session]);
+            let is_late = stage != AnswerStage::InTime && grace.is_time_to_cancel(cx.now());
+            match stage {
+                _ if is_late && !sent.is_cancelled => {
                     sent.is_cancelled = true;
-                    grace.due_from(cx.now());
+                    if stage == AnswerStage::Over {
+                        grace.due_from(cx.now());
+                    }
                     LookupMessage::Cancel.send(cx, session, *operation);
                 }
                 AnswerStage::Over if !cx.has_failed(session) => cx.fail(session, unanswered()),
