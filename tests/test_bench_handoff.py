@@ -194,7 +194,7 @@ def test_bad_lengths_are_refused_before_anything_is_started(changed: dict[str, s
 
 
 def test_a_group_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="undivided, kvpipe, nixl pull, nixl push"):
+    with pytest.raises(ConfigError, match="undivided, kvpipe, validate, nixl pull, nixl push"):
         command.main(arguments(only="mooncake"))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvpipe.bench import machine, timeline, trace
 from kvpipe.bench.handoff import model, report, run, samples
 from kvpipe.bench.handoff.servers import ServerPool
-from kvpipe.bench.handoff.subjects import GROUPS, NIXL_ENV, Setting, unavailable_reason
+from kvpipe.bench.handoff.subjects import DEFAULT_GROUPS, GROUPS, NIXL_ENV, Setting, unavailable_reason
 from kvpipe.bench.plot import require
 from kvpipe.exceptions import ConfigError
 
@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--minutes", type=float, default=45, help="time for all lengths, with at least three rounds of each; default 45"
     )
-    add("--only", metavar="NAMES", help=f"groups whose names contain one of these: {', '.join(GROUPS)}")
+    groups = f"groups whose names contain one of these: {', '.join(GROUPS)}; default all but validate"
+    add("--only", metavar="NAMES", help=f"{groups}, kvpipe with integrity=validate")
     add("--omp-threads", type=int, default=os.cpu_count(), metavar="N", help="of each worker; default: all CPUs")
     add("--step-tokens", type=int, default=512, metavar="N", help="most tokens of one step of vLLM; default 512")
     add("--nixl-threads", type=int, default=4, metavar="N", help="num_threads of NixlConnector; default 4, as its own")
@@ -115,7 +116,7 @@ def _lengths(args: argparse.Namespace) -> list[tuple[int, int]]:
 
 
 def _names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    wanted = args.only.split(",") if args.only else [""]
+    wanted = args.only.split(",") if args.only else DEFAULT_GROUPS
     chosen = [name for name in GROUPS if any(part.strip() in name for part in wanted)]
     if not chosen:
         message = f"--only {args.only}: expected some of {', '.join(GROUPS)}"

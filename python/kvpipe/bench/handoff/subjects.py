@@ -179,56 +179,60 @@ def _plain(server: Server) -> Callable[[list[int]], float]:
 # --- kvpipe -----------------------------------------------------------------------------------------------------
 
 
-def kvpipe(pool: ServerPool, setting: Setting) -> Group:
-    """A prefill and a decode instance, with a proxy for each dispatch."""
-    ports = free_ports(2)
-    controls = [f"{LOOPBACK}:{port}" for port in ports]
-    servers = [
-        setting.start(
-            pool,
-            f"kvpipe {name}",
-            {
-                "kv_connector": "KVPipeConnector",
-                "kv_connector_module_path": "kvpipe.connector",
-                "kv_role": role,
-                "kv_connector_extra_config": {"listen": control},
-            },
-        )
-        for name, role, control in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), controls, strict=True)
-    ]
-    for server in servers:
-        server.until_healthy()
-    proxies = [_proxy(pool, setting, dispatch, servers, controls) for dispatch in _DISPATCH]
-    found = {
-        dispatch: Direct(f"kvpipe {dispatch}", proxy.url) for dispatch, proxy in zip(_DISPATCH, proxies, strict=True)
-    }
-    # With concurrent dispatch, decode takes CPU from prefill, whose predictions for the other subjects would be slower.
-    apart = [found.pop("concurrent")]
-    control = ControlClient(TOKEN)
+def kvpipe(name: str, **more: str) -> Callable[[ServerPool, Setting], Group]:
+    """A prefill and a decode instance, with `more` settings of the connector, and a proxy for each dispatch."""
 
-    def once(tokens: list[int]) -> float:
-        handoff = secrets.token_hex(16)
-        params = {"kvpipe": {"handoff": handoff, "role": "produce"}}
-        took_s = _timed(lambda: client.prefill(servers[0].url, tokens, kv_transfer_params=params))
-        control.release(controls[0], handoff).wait()
-        return took_s
+    def group(pool: ServerPool, setting: Setting) -> Group:
+        ports = free_ports(2)
+        controls = [f"{LOOPBACK}:{port}" for port in ports]
+        servers = [
+            setting.start(
+                pool,
+                f"{name} {part}",
+                {
+                    "kv_connector": "KVPipeConnector",
+                    "kv_connector_module_path": "kvpipe.connector",
+                    "kv_role": role,
+                    "kv_connector_extra_config": {"listen": control, **more},
+                },
+            )
+            for part, role, control in zip(("prefill", "decode"), ("kv_producer", "kv_consumer"), controls, strict=True)
+        ]
+        for server in servers:
+            server.until_healthy()
+        proxies = [_proxy(pool, setting, f"{name} {dispatch}", servers, controls) for dispatch in _DISPATCH]
+        found = {
+            dispatch: Direct(f"{name} {dispatch}", proxy.url)
+            for dispatch, proxy in zip(_DISPATCH, proxies, strict=True)
+        }
+        # With concurrent dispatch, decode takes CPU from prefill, whose predictions for the others would be slower.
+        apart = [found.pop("concurrent")]
+        control = ControlClient(TOKEN)
 
-    return Group(
-        "kvpipe", servers[0], servers[1], list(found.values()), once, proxies, apart, plain_once=_plain(servers[0])
-    )
+        def once(tokens: list[int]) -> float:
+            handoff = secrets.token_hex(16)
+            params = {"kvpipe": {"handoff": handoff, "role": "produce"}}
+            took_s = _timed(lambda: client.prefill(servers[0].url, tokens, kv_transfer_params=params))
+            control.release(controls[0], handoff).wait()
+            return took_s
+
+        plain = _plain(servers[0])
+        return Group(name, servers[0], servers[1], list(found.values()), once, proxies, apart, plain_once=plain)
+
+    return group
 
 
 def _proxy(
-    pool: ServerPool, setting: Setting, dispatch: str, servers: Sequence[Server], controls: Sequence[str]
+    pool: ServerPool, setting: Setting, subject: str, servers: Sequence[Server], controls: Sequence[str]
 ) -> Server:
     (port,) = free_ports(1)
+    dispatch = subject.rsplit(maxsplit=1)[-1]
     command = [sys.executable, "-m", "kvpipe", "proxy", "--port", str(port), "--dispatch", dispatch]
     for role, server, control in zip(("prefill", "decode"), servers, controls, strict=True):
         command += [f"--{role}", f"{server.url},{control}"]
     env = {"KVPIPE_TOKEN": TOKEN}
-    proxy = pool.start(
-        f"proxy {dispatch}", f"http://{LOOPBACK}:{port}", command, env, setting.work / f"proxy-{dispatch}.log"
-    )
+    log = setting.work / f"proxy-{subject.replace(' ', '-')}.log"
+    proxy = pool.start(f"proxy {subject}", f"http://{LOOPBACK}:{port}", command, env, log)
     proxy.until_healthy()
     return proxy
 
@@ -310,10 +314,15 @@ def nixl(mode: str) -> Callable[[ServerPool, Setting], Group]:
 
 GROUPS: dict[str, Callable[[ServerPool, Setting], Group]] = {
     "undivided": undivided,
-    "kvpipe": kvpipe,
+    "kvpipe": kvpipe("kvpipe"),
+    "validate": kvpipe("validate", integrity="validate"),
     "nixl pull": nixl("Pull"),
     "nixl push": nixl("Push"),
 }
+
+
+# Without `validate`, which is kvpipe with another setting, they fit into 24 GB.
+DEFAULT_GROUPS = ("undivided", "kvpipe", "nixl pull", "nixl push")
 
 
 def unavailable_reason(name: str, nixl_path: Path) -> str:
