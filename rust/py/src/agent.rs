@@ -4,7 +4,7 @@ use std::os::fd::RawFd;
 use std::time::Instant;
 
 use kvpipe_core::agent::{Notification, Options};
-use kvpipe_core::handoff::{Event, HandoffAgent, LoadReport, LoadRequest};
+use kvpipe_core::handoff::{AgentConfig, Event, HandoffAgent, LoadReport, LoadRequest};
 use kvpipe_core::ids::HandoffId;
 use kvpipe_core::session::SessionTimeouts;
 use kvpipe_core::work::Waited;
@@ -65,7 +65,7 @@ impl Agent {
         let integrity = integrity.parse().map_err(to_py)?;
         let (timeouts, transport) = (timeouts(silence)?, transport.core());
         let agent = py.detach(|| {
-            HandoffAgent::with_integrity(
+            HandoffAgent::new(AgentConfig {
                 listen,
                 token,
                 transport,
@@ -73,7 +73,7 @@ impl Agent {
                 fingerprint,
                 timeouts,
                 integrity,
-            )
+            })
         });
         agent.map(Self).map_err(to_py)
     }
