@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::blocks::{Counts, Peer, Plan, ReadyBlocks, Region, counts};
-use crate::buffer::{from_python, release_let_go};
+use crate::buffer::{from_python, run_deferred};
 use crate::error::{bad, to_py};
 use crate::ids::ids;
 use crate::log::{forward_log, read_level};
@@ -276,7 +276,7 @@ impl Agent {
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.0.close());
-        release_let_go(py);
+        run_deferred(py);
         self.0.check_reads_ended().map_err(to_py)
     }
 }
@@ -334,7 +334,7 @@ impl Drop for Agent {
     fn drop(&mut self) {
         Python::try_attach(|py| {
             py.detach(|| self.0.close());
-            release_let_go(py);
+            run_deferred(py);
         });
     }
 }
