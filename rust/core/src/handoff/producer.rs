@@ -221,7 +221,7 @@ impl Producer {
         has_selected
     }
 
-    /// Removes a handoff, and returns who selected its blocks.
+    /// Removes a handoff, and returns the sessions that have selected its blocks.
     fn remove_ready(&mut self, handoff: &HandoffId) -> Vec<BlockSelection> {
         let ready = self.ready.remove(handoff);
         let selections = ready.map_or_else(Vec::new, |ready| ready.selections);

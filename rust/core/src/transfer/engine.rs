@@ -335,7 +335,7 @@ impl TransferEngine {
         !(self.scheduled.is_empty() && self.checksum_queue.is_empty())
     }
 
-    /// Fails transfers that are late, and tells when to come back.
+    /// Fails transfers that are late, and returns the next deadline.
     pub(crate) fn expire(&mut self, cx: &mut ReactorContext) -> Option<Instant> {
         while let Some(id) = self.deadlines.pop_expired(cx.now()) {
             self.fail_late(cx, id);

@@ -1,4 +1,4 @@
-//! Many connections at once: those of peers, and those of strangers who hold places and say nothing.
+//! Many connections at once: those of peers, and those of silent strangers that hold places.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -102,7 +102,7 @@ fn three_hundred_engines_get_in_behind_as_many_strangers_without_the_token() {
     alone(|_| connect_all_at_once(CROWD));
 }
 
-/// Somebody who does not hold the token: says nothing, stops after the first frame, or talks nonsense.
+/// A stranger without the token: it sends nothing, stops after the first frame, or sends nonsense.
 fn stranger(address: SocketAddr, nth: usize) -> TcpStream {
     let mut stream = TcpStream::connect(address).expect("connect");
     match nth % 3 {
