@@ -290,10 +290,10 @@ mod tests {
             Err(ProcessVmError::Refused(reason)) => reason,
             other => panic!("{other:?}"),
         };
-        let gone = reason(find(child.id(), 8, b"01"));
+        let ended = reason(find(child.id(), 8, b"01"));
         assert!(
-            gone.contains("no process") && gone.contains("pid namespace"),
-            "{gone}"
+            ended.contains("no process") && ended.contains("pid namespace"),
+            "{ended}"
         );
         for other in [here(&buffer, b"10"), find(std::process::id(), 8, b"01")] {
             let other = reason(other);

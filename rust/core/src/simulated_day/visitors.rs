@@ -128,9 +128,9 @@ impl Visitors {
     }
 
     pub(super) fn round(&self) -> bool {
-        let awake = self.here.iter().filter(|(_, is_silent)| !is_silent);
+        let responsive = self.here.iter().filter(|(_, is_silent)| !is_silent);
         let mut is_any_busy = is_busy(self.buffer.manual_round());
-        for (visitor, _) in awake {
+        for (visitor, _) in responsive {
             is_any_busy |= visitor.round();
         }
         is_any_busy

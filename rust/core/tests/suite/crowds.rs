@@ -236,9 +236,9 @@ fn a_peer_that_refuses_with_a_reason_is_not_asked_again() {
 
 #[test]
 fn a_control_port_that_nobody_listens_at_is_known_at_once() {
-    let gone = control();
-    let address = address(&gone);
-    drop(gone);
+    let closed = control();
+    let address = address(&closed);
+    drop(closed);
     let begun = Instant::now();
     let error = ask(&client(), address).expect_err("nobody is there");
     assert!(matches!(error, Error::Connect(_)), "{error}");

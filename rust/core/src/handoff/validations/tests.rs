@@ -21,8 +21,8 @@ fn side(path: MemoryPath, content: u8) -> Side {
 /// What the owner does from one moment on.
 #[derive(Debug, Clone, Copy)]
 enum Ending {
-    /// It ends the handoff.
-    Whole,
+    /// It ends the handoff, which the reactor processes in its next round.
+    Processed,
     /// It has marked the end, which the reactor processes when the load is over.
     MarkedOnly,
     /// It ends the handoff, which is forgotten, and its id is used again for other content.
@@ -32,7 +32,7 @@ enum Ending {
 impl Ending {
     fn begin(self, producer: &Side) {
         match self {
-            Self::Whole => producer.agent.end(ID, "preempted").expect("it runs"),
+            Self::Processed => producer.agent.end(ID, "preempted").expect("it runs"),
             Self::MarkedOnly => producer.agent.shared.mark_ended(ID),
             Self::Reused => end_and_forget(producer),
         }
@@ -99,7 +99,7 @@ fn ends_after(
 #[test]
 fn a_grant_that_ends_at_any_moment_leaves_no_block_that_could_have_changed() {
     for path in PATHS {
-        for ending in [Ending::Whole, Ending::MarkedOnly, Ending::Reused] {
+        for ending in [Ending::Processed, Ending::MarkedOnly, Ending::Reused] {
             for is_consumer_first in [false, true] {
                 let (mut num_failed, mut num_rounds) = (0, 0);
                 loop {
