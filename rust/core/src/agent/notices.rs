@@ -69,7 +69,7 @@ pub(super) struct Outbox {
 
 impl Outbox {
     /// Notifications that wait, or that the peer has not drained.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.waiting.len() + self.numbered.len()
     }
@@ -148,7 +148,7 @@ pub(super) struct Arrivals {
 
 impl Arrivals {
     /// Notifications that came early, or that the user has not drained.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.early.len() + self.delivered.len()
     }

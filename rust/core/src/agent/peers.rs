@@ -57,7 +57,7 @@ impl PeerState {
     }
 
     /// What its queues hold, all together.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn num_queued(&self) -> usize {
         self.waiting.len()
             + self.writes_ready.len()

@@ -80,7 +80,7 @@ impl HandoffShared {
         }
     }
 
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn num_ended(&self) -> usize {
         lock(&self.ended).len()
     }

@@ -252,7 +252,7 @@ impl Producer {
     }
 
     /// What its maps and queues hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let selections = self.ready.values().map(|ready| ready.selections.len());
         let mut sizes = vec![

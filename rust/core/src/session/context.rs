@@ -264,7 +264,7 @@ impl ReactorContext {
     }
 }
 
-#[cfg(any(test, feature = "fuzzing"))]
+#[cfg(test)]
 impl ReactorContext {
     /// What its maps and queues hold.
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {

@@ -95,7 +95,7 @@ impl DataPlane {
     }
 
     /// What its maps hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(super) fn sizes(&self) -> crate::reactor::manual::Sizes {
         vec![
             ("session keys", self.session_keys.len()),

@@ -229,7 +229,7 @@ impl TransferEngine {
     }
 
     /// What its maps and queues hold.
-    #[cfg(any(test, feature = "fuzzing"))]
+    #[cfg(test)]
     pub(crate) fn sizes(&self) -> crate::reactor::manual::Sizes {
         let of_peers = |size: fn(&PeerTransfers) -> usize| self.peers.values().map(size).sum();
         vec![
